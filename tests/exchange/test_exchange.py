@@ -1,0 +1,84 @@
+"""The exchange interface with its dense form, on logical devices. Real processes: tests/cluster."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfpar.exchange.exchange as module
+from tfpar.config import ConfigError
+from tfpar.exchange import Exchange
+
+SHAPES = [(3, 5), (7,), (), (2, 2, 2)]
+
+
+def strategy_of(replicas: int) -> tf.distribute.Strategy:
+    if replicas == 1:
+        return tf.distribute.OneDeviceStrategy("CPU:0")
+    return tf.distribute.MirroredStrategy(
+        [f"CPU:{index}" for index in range(replicas)], cross_device_ops=tf.distribute.ReductionToOneDevice()
+    )
+
+
+def gradients_of(replica):
+    scale = 1.0 + tf.cast(replica, tf.float32)
+    return [scale * tf.reshape(tf.range(np.prod(shape, dtype=int), dtype=tf.float32), shape) + 0.1 for shape in SHAPES]
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 4])
+@pytest.mark.parametrize("bucket_bytes", [8, 64, 1 << 20])
+def test_mean_and_sidecar_are_exact_and_equal_on_every_replica(replicas, bucket_bytes, monkeypatch):
+    monkeypatch.setattr(module, "BUCKET_BYTES", bucket_bytes)
+    strategy = strategy_of(replicas)
+    exchange = Exchange("none")
+    exchange.build([tf.TensorSpec(shape) for shape in SHAPES])
+
+    @tf.function
+    def step():
+        def replica_step():
+            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+            gradients = gradients_of(replica)
+            sums, sidecar = exchange.reduce_sums(gradients, tf.stack([1.0, tf.cast(replica, tf.float32)]))
+            return exchange.reduce(gradients), sums, sidecar
+
+        return strategy.run(replica_step)
+
+    mean, sums, sidecar = step()
+    total = sum(range(1, replicas + 1))
+    for index, shape in enumerate(SHAPES):
+        base = np.arange(np.prod(shape, dtype=int), dtype=np.float64).reshape(shape)
+        for local in strategy.experimental_local_results(sums[index]):
+            np.testing.assert_allclose(local, base * total + 0.1 * replicas, rtol=1e-6)
+        for local in strategy.experimental_local_results(mean[index]):
+            np.testing.assert_allclose(local, (base * total + 0.1 * replicas) / replicas, rtol=1e-6)
+    for local in strategy.experimental_local_results(sidecar):
+        np.testing.assert_array_equal(local, [replicas, sum(range(replicas))])
+
+
+def test_outside_a_replica_context_it_says_so():
+    strategy = strategy_of(2)
+    exchange = Exchange()
+    exchange.build([tf.TensorSpec((2,))])
+    with strategy.scope(), pytest.raises(RuntimeError, match=r"strategy\.run"):
+        exchange.reduce([tf.zeros(2)])
+
+
+def test_before_build_it_says_so():
+    with pytest.raises(ValueError, match="build"):
+        Exchange().reduce([tf.zeros(2)])
+
+
+def test_an_unknown_spec_is_refused():
+    with pytest.raises(ConfigError, match="--exchange='nonne'.*none"):
+        Exchange("nonne")
+
+
+def test_traffic_counts_payload_and_wire():
+    exchange = Exchange()
+    exchange.build([tf.TensorSpec(shape) for shape in SHAPES])
+    elements = 15 + 7 + 1 + 8
+    assert exchange.traffic(1, 3).wire_bytes == 0
+    traffic = exchange.traffic(4, 3)
+    assert traffic.payload_bytes == 4 * (elements + 3)
+    assert traffic.wire_bytes == 2 * 3 * traffic.payload_bytes // 4

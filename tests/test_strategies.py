@@ -1,0 +1,77 @@
+"""Which strategy a configuration gets, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import tensorflow as tf
+
+from tfpar import cluster, strategies
+from tfpar.config import ConfigError, StrategyConfig
+
+
+def of_cluster(**jobs):
+    task_type = "chief" if "chief" in jobs else "worker"
+    environ = {"TF_CONFIG": json.dumps({"cluster": jobs, "task": {"type": task_type, "index": 0}})}
+    return cluster.detect(environ)
+
+
+WORKERS = {"worker": ["127.0.0.1:4001", "127.0.0.1:4002"]}
+SERVERS = {"chief": ["127.0.0.1:4000"], **WORKERS, "ps": ["127.0.0.1:4003"]}
+
+
+@pytest.mark.parametrize(
+    ("options", "jobs", "name", "replicas"),
+    [
+        ({}, None, "one_device", 1),
+        ({"devices": 3}, None, "mirrored", 3),
+        ({}, WORKERS, "multi_worker", 2),
+        ({"devices": 2}, WORKERS, "multi_worker", 4),
+        ({}, SERVERS, "parameter_server", 2),
+        ({"strategy": "one_device"}, WORKERS, "one_device", 1),
+        ({"strategy": "mirrored", "devices": 2}, None, "mirrored", 2),
+    ],
+)
+def test_plan(options, jobs, name, replicas):
+    plan = strategies.plan(StrategyConfig(**options), of_cluster(**jobs) if jobs else None)
+    assert (plan.name, plan.replicas) == (name, replicas)
+    assert plan.reason in plan.describe()
+
+
+@pytest.mark.parametrize(
+    ("options", "jobs", "message"),
+    [
+        ({"strategy": "multi_worker"}, None, "tfpar.launch"),
+        ({"strategy": "parameter_server"}, WORKERS, "--ps=1"),
+        ({"strategy": "multi_worker"}, SERVERS, "parameter_server"),
+        ({"strategy": "one_device", "devices": 2}, None, "mirrored"),
+        ({"strategy": "tpu"}, None, "no TPU was found"),
+        ({"strategy": "parameter_server", "devices": 2}, SERVERS, "--devices"),
+    ],
+)
+def test_refusals_name_the_way_out(options, jobs, message):
+    with pytest.raises(ConfigError, match=message):
+        strategies.plan(StrategyConfig(**options), of_cluster(**jobs) if jobs else None)
+
+
+def test_an_unknown_strategy_gets_suggestions():
+    with pytest.raises(ConfigError, match="Did you mean 'mirrored'"):
+        StrategyConfig(strategy="miror")
+
+
+@pytest.mark.parametrize("devices", [2, 3, 4])
+def test_mirrored_on_logical_devices(devices):
+    layout = strategies.build(strategies.plan(StrategyConfig(strategy="mirrored", devices=devices)))
+    assert layout.strategy.num_replicas_in_sync == devices
+
+
+def test_more_devices_after_start_up_are_refused():
+    tf.zeros([]).numpy()
+    with pytest.raises(ConfigError, match="before TensorFlow"):
+        strategies.build(strategies.plan(StrategyConfig(strategy="mirrored", devices=9)))
+
+
+def test_an_unreachable_tpu_is_a_plain_error():
+    with pytest.raises(ConfigError, match="--tpu='local'"):
+        strategies.build(strategies.plan(StrategyConfig(strategy="tpu", tpu="local")))

@@ -1,0 +1,158 @@
+"""Loss and gradients as a pure function."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfpar.config import ConfigError
+from tfpar.training.core import Core, build_metrics, per_example_loss
+
+SPARSE = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def classifier(**layer_options) -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.Input((5,)),
+            keras.layers.Dense(8, activation="tanh", **layer_options),
+            keras.layers.Dense(3),
+        ]
+    )
+
+
+def batch(accumulate_steps: int, size: int, weight=None):
+    generator = np.random.default_rng(1)
+    x = tf.constant(generator.normal(size=(accumulate_steps, size, 5)), tf.float32)
+    y = tf.constant(generator.integers(0, 3, (accumulate_steps, size)), tf.int32)
+    weight = np.ones((accumulate_steps, size)) if weight is None else np.asarray(weight)
+    return x, y, tf.constant(weight, tf.float32)
+
+
+def values(variables):
+    return [tf.convert_to_tensor(variable.value) for variable in variables]
+
+
+def run(core: Core, data, seed=(0, 0), jit=False):
+    model = core.model
+    function = tf.function(core.accumulate, jit_compile=jit, autograph=False)
+    return function(
+        values(model.trainable_variables), values(model.non_trainable_variables), data, tf.constant(seed, tf.int32), None
+    )
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_sums_equal_keras_loss_times_count(jit):
+    model = classifier()
+    core = Core(model, per_example_loss(SPARSE), build_metrics(["sparse_categorical_accuracy"]))
+    x, y, weight = data = batch(1, 12)
+    sums = run(core, data, jit=jit)
+    with tf.GradientTape() as tape:
+        loss = SPARSE(y[0], model(x[0]))
+    gradients = tape.gradient(loss, [variable.value for variable in model.trainable_variables])
+    assert sums.count.numpy() == 12
+    np.testing.assert_allclose(sums.loss, 12 * loss, rtol=1e-5)
+    for ours, theirs in zip(sums.gradients, gradients, strict=True):
+        np.testing.assert_allclose(ours, 12 * theirs, rtol=1e-4, atol=1e-5)
+    accuracy = keras.metrics.SparseCategoricalAccuracy()(y[0], model(x[0]))
+    assert core.metric_results([part.numpy() for part in sums.metrics])["sparse_categorical_accuracy"] == pytest.approx(
+        float(accuracy)
+    )
+
+
+def test_padding_contributes_nothing():
+    core = Core(classifier(), per_example_loss(SPARSE), build_metrics(["sparse_categorical_accuracy"]))
+    x, y, weight = batch(1, 8, [[1, 1, 1, 1, 1, 0, 0, 0]])
+    padded = run(core, (x, y, weight))
+    cut = run(core, (x[:, :5], y[:, :5], weight[:, :5]))
+    assert padded.count.numpy() == 5
+    for one, other in zip(tf.nest.flatten(padded), tf.nest.flatten(cut), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_micro_batches_add_up_to_the_whole_batch(jit):
+    core = Core(classifier(), per_example_loss(SPARSE), build_metrics(["sparse_categorical_accuracy"]))
+    whole = batch(1, 12)
+    micro = tf.nest.map_structure(lambda part: tf.reshape(part, [4, 3, *part.shape[2:]]), whole)
+    for one, other in zip(
+        tf.nest.flatten(run(core, whole, jit=jit)), tf.nest.flatten(run(core, micro, jit=jit)), strict=True
+    ):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_regularisation_counts_once_per_example():
+    model = classifier(kernel_regularizer=keras.regularizers.L2(0.1))
+    x, y, weight = data = batch(1, 6)
+    sums = run(Core(model, per_example_loss(SPARSE)), data)
+    expected = SPARSE(y[0], model(x[0])) + 0.1 * tf.reduce_sum(model.trainable_variables[0].value ** 2)
+    np.testing.assert_allclose(sums.loss / sums.count, expected, rtol=1e-5)
+
+
+def test_dropout_depends_on_the_seed_alone():
+    model = keras.Sequential([keras.Input((5,)), keras.layers.Dropout(0.5), keras.layers.Dense(3)])
+    core = Core(model, per_example_loss(SPARSE))
+    data = batch(1, 64)
+    first, again, other = (run(core, data, seed).loss.numpy() for seed in ((1, 2), (1, 2), (1, 3)))
+    assert first == again
+    assert first != other
+
+
+def test_micro_batches_draw_different_dropout():
+    model = keras.Sequential([keras.Input((5,)), keras.layers.Dropout(0.5), keras.layers.Dense(3)])
+    core = Core(model, per_example_loss(SPARSE))
+    x, y, weight = batch(1, 64)
+    twice = run(core, tuple(tf.concat([part, part], axis=0) for part in (x, y, weight))).loss.numpy()
+    once = run(core, (x, y, weight)).loss.numpy()
+    assert abs(twice - 2 * once) > 1e-3
+
+
+def test_loss_scale_is_exact_for_powers_of_two():
+    core = Core(classifier(), per_example_loss(SPARSE))
+    data = batch(1, 12)
+    params = values(core.model.trainable_variables)
+    plain = core.accumulate(params, [], data, tf.constant([0, 0]), None)
+    scaled = core.accumulate(params, [], data, tf.constant([0, 0]), tf.constant(1024.0))
+    for one, other in zip(plain.gradients, scaled.gradients, strict=True):
+        np.testing.assert_array_equal(one * 1024.0, other)
+    assert plain.loss == scaled.loss
+
+
+def test_embedding_gradients_are_dense():
+    model = keras.Sequential([keras.Input((4,), dtype="int32"), keras.layers.Embedding(7, 3), keras.layers.Dense(7)])
+    core = Core(model, per_example_loss(SPARSE))
+    tokens = tf.constant([[[1, 2, 3, 1], [0, 0, 6, 5]]], tf.int32)
+    sums = run(core, (tokens, tokens, tf.ones([1, 2])))
+    assert [gradient.shape for gradient in sums.gradients][0] == (7, 3)
+    np.testing.assert_array_equal(sums.gradients[0][4], np.zeros(3))  # row 4 does not occur
+
+
+def test_a_reduced_loss_is_refused():
+    core = Core(classifier(), lambda y, outputs: tf.reduce_mean(outputs))
+    with pytest.raises(ConfigError, match="one value per example"):
+        run(core, batch(1, 4))
+
+
+def test_unknown_loss_and_metric_are_refused():
+    with pytest.raises(ConfigError, match="no_such_loss"):
+        per_example_loss("no_such_loss")
+    with pytest.raises(ConfigError, match="no_such_metric"):
+        build_metrics(["no_such_metric"])
+
+
+def test_a_metric_that_is_no_sum_is_refused():
+    class Smallest(keras.metrics.Metric):
+        def __init__(self):
+            super().__init__(name="smallest")
+            self.value = self.add_variable((), keras.initializers.Constant(1e9))
+
+        def update_state(self, y, outputs, sample_weight=None):
+            self.value.assign(keras.ops.minimum(self.value, keras.ops.min(outputs)))
+
+        def result(self):
+            return self.value
+
+    with pytest.raises(ConfigError, match="smallest"):
+        build_metrics([Smallest()])

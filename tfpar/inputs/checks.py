@@ -1,0 +1,91 @@
+"""What a pipeline refuses before anything starts, with the numbers and the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tfpar.config import ConfigError, InputConfig
+from tfpar.inputs import service
+from tfpar.inputs.source import Source
+
+
+def check(
+    source: Source, config: InputConfig, *, replicas: int, workers: int, accumulate_steps: int, training: bool
+) -> None:
+    """Raises ConfigError if this source cannot be read in this layout.
+
+    Args:
+      source: The examples.
+      config: The input options.
+      replicas: Replicas over all workers.
+      workers: Processes that read.
+      accumulate_steps: Micro-batches an update.
+      training: Whether the pipeline trains; evaluation pads, and takes any batch size.
+    """
+    _check_examples(source, config, training)
+    if training:
+        _check_divides(config, replicas, accumulate_steps)
+    if config.shard_by == "file":
+        _check_files(source, config, workers)
+    if config.data_service:
+        service.check(config.data_service, source)
+
+
+def check_updates(config: InputConfig, sizes: Sequence[int], updates_per_epoch: int) -> None:
+    """Raises ConfigError if an epoch has no update, which --remainder=drop can cause with file shards.
+
+    Args:
+      config: The input options.
+      sizes: Examples of each shard.
+      updates_per_epoch: What was computed for them.
+    """
+    if not updates_per_epoch:
+        raise ConfigError(
+            f"--remainder=drop with --shard_by=file leaves nothing: a worker has {min(sizes)} examples, less than its share "
+            f"of --global_batch_size={config.global_batch_size}. Use --remainder=pad, --shard_by=example or a smaller batch."
+        )
+
+
+def _check_examples(source: Source, config: InputConfig, training: bool) -> None:
+    info = source.info
+    if not info.num_examples:
+        hint = "Give a data set with examples."
+        if info.task == "language_model":
+            hint = f"There must be more text than one window of --sequence_length={config.sequence_length} bytes."
+        if info.split == "validation":
+            hint += f" --validation_fraction={config.validation_fraction} is held out where there is no validation split."
+        raise ConfigError(f"--dataset={info.name}: the {info.split} split is empty. {hint}")
+    if training and config.global_batch_size > info.num_examples:
+        raise ConfigError(
+            f"--global_batch_size={config.global_batch_size} is more than the {info.num_examples} examples of the {info.split} "
+            f"split of --dataset={info.name}: no batch can be filled. It must be at most {info.num_examples}."
+        )
+
+
+def _check_divides(config: InputConfig, replicas: int, accumulate_steps: int) -> None:
+    batch, parts = config.global_batch_size, replicas * accumulate_steps
+    if batch % parts == 0 or config.uneven_batches:
+        return
+    below, above = batch // parts * parts, -(-batch // parts) * parts
+    near = f"{below} or {above}" if below else str(above)
+    raise ConfigError(
+        f"--global_batch_size={batch} does not divide by {replicas} replicas x {accumulate_steps} micro-batches = {parts} "
+        f"({batch} = {batch // parts} x {parts} + {batch % parts}). The nearest sizes that do are {near}; or allow it with "
+        "--uneven_batches=true: weighting stays exact, short replicas compute on padding."
+    )
+
+
+def _check_files(source: Source, config: InputConfig, workers: int) -> None:
+    info = source.info
+    filled = sum(1 for records in info.records_per_file if records)
+    if filled < workers:
+        raise ConfigError(
+            f"--shard_by=file needs a file with examples for each of {workers} workers, but the {info.split} split of "
+            f"--dataset={info.name} has {filled}. Use --shard_by=example, or write more shards: python -m tfpar.inputs.write "
+            f"--dataset={info.name} --shards={workers} --output=DIR, then --dataset=tfrecord:DIR."
+        )
+    if config.global_batch_size < workers:
+        raise ConfigError(
+            f"--shard_by=file gives each worker its own share of --global_batch_size={config.global_batch_size}, which must "
+            f"be at least the number of workers, {workers}."
+        )

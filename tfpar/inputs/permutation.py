@@ -1,0 +1,97 @@
+"""A permutation of `[0, size)` by random access: the order of an epoch without storing it.
+
+`permute(index, size, seed, epoch)` is a generalised Feistel network (Black and Rogaway 2002,
+"Ciphers with arbitrary finite domains", section 5) on the grid `rows x columns` that just
+covers `[0, size)`. A value that falls on the few grid points beyond `size` is sent through the
+network again ("cycle walking"), which keeps the whole a bijection. Round keys and the round
+function are SplitMix64 (Steele, Lea and Flood 2014), so that seed and epoch enter with all their
+64 bits.
+
+Why not `tf.random.experimental.index_shuffle`: in TensorFlow 2.21 it returns duplicates when the
+size is 4^k + 1 (65,537 for example: it takes ceil(log2(size - 1)) for the number of bits), and it
+uses only the low 8 bits of each seed word for up to 65,536 examples, so epochs repeat with a
+period of 256. Its bits may also change with TensorFlow; these are fixed by this file, and a run
+that is resumed under another version goes on in the same order.
+"""
+
+from __future__ import annotations
+
+import math
+
+import tensorflow as tf
+
+ROUNDS = 6
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+
+
+def mix64(value: int) -> int:
+    """SplitMix64's output function on a Python integer: a bijection of 64 bits that scatters them."""
+    value &= _MASK
+    value = ((value ^ (value >> 30)) * _MIX[0]) & _MASK
+    value = ((value ^ (value >> 27)) * _MIX[1]) & _MASK
+    return value ^ (value >> 31)
+
+
+def hash64(value: tf.Tensor) -> tf.Tensor:
+    """`mix64` on a uint64 tensor of any shape."""
+    shift = tf.bitwise.right_shift
+    value = (value ^ shift(value, _u64(30))) * _u64(_MIX[0])
+    value = (value ^ shift(value, _u64(27))) * _u64(_MIX[1])
+    return value ^ shift(value, _u64(31))
+
+
+def permute(index: tf.Tensor, size: int, seed: int, epoch: tf.Tensor) -> tf.Tensor:
+    """Where each index goes in the permutation of `[0, size)` of this seed and epoch.
+
+    Args:
+      index: int64 of any shape, every value in `[0, size)`.
+      size: Number of items, at least 1.
+      seed: Any Python integer; its low 64 bits count.
+      epoch: int64, broadcastable to `index`; each epoch has a permutation of its own.
+
+    Returns:
+      int64 of the shape of `index`: values in `[0, size)`, different for different indices of
+      one epoch.
+    """
+    if size == 1:
+        return tf.zeros_like(index)
+    rows = math.isqrt(size - 1) + 1
+    columns = -(-size // rows)
+    keys = _round_keys(seed, epoch)
+
+    def walk(pending: tf.Tensor, value: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        value = tf.where(pending, _network(value, rows, columns, keys), value)
+        return value >= _u64(size), value
+
+    start = tf.ones_like(index, dtype=tf.bool)
+    _, value = tf.while_loop(lambda pending, _: tf.reduce_any(pending), walk, (start, tf.cast(index, tf.uint64)))
+    return tf.cast(value, tf.int64)
+
+
+def _network(value: tf.Tensor, rows: int, columns: int, keys: list[tf.Tensor]) -> tf.Tensor:
+    """One pass through the Feistel network, a bijection of `[0, rows * columns)`."""
+    left, right = value // _u64(columns), value % _u64(columns)
+    for number, key in enumerate(keys):
+        if number % 2 == 0:
+            left = (left + _round_function(right, key)) % _u64(rows)
+        else:
+            right = (right + _round_function(left, key)) % _u64(columns)
+    return left * _u64(columns) + right
+
+
+def _round_function(value: tf.Tensor, key: tf.Tensor) -> tf.Tensor:
+    # The upper 32 bits: the better half of a multiplicative hash, and no overflow in the sum.
+    return tf.bitwise.right_shift(hash64(value * _u64(_GOLDEN) + key), _u64(32))
+
+
+def _round_keys(seed: int, epoch: tf.Tensor) -> list[tf.Tensor]:
+    """Keys of an epoch: SplitMix64 started at the scattered seed, `ROUNDS` outputs an epoch."""
+    counter = tf.cast(epoch, tf.uint64) * _u64(ROUNDS)
+    base = mix64(seed)
+    return [hash64(_u64(base) + (counter + _u64(number + 1)) * _u64(_GOLDEN)) for number in range(ROUNDS)]
+
+
+def _u64(value: int) -> tf.Tensor:
+    return tf.constant(value & _MASK, tf.uint64)

@@ -1,0 +1,69 @@
+"""Sources by name: what `--dataset` may say.
+
+| `--dataset` | examples |
+|---|---|
+| `digits` | scikit-learn's 1,797 handwritten digits, read through TFDS |
+| `tfds:NAME[/CONFIG][:VERSION][:TRAIN[,VALIDATION]]` | a prepared TensorFlow Datasets data set |
+| `text[:PATH]` | byte-level language modelling over files; default the standard library's sources |
+| `images:DIR` | a folder of images per class |
+| `tfrecord:GLOB` | shards written by `python -m tfpar.inputs.write` |
+| `synthetic:SHAPE[:CLASSES[:EXAMPLES]]` | generated, learnable examples |
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+
+from tfpar.config import ConfigError, InputConfig, unknown_name
+from tfpar.inputs.source import Source
+
+Builder = Callable[[str, InputConfig, str, int], Source]
+
+SPLITS = ("train", "validation")
+# Modules by kind. They are imported when first used: TFDS and scikit-learn cost nothing to who does not use them.
+_MODULES = {kind: f"tfpar.inputs.{kind}" for kind in ("digits", "images", "synthetic", "text", "tfds", "tfrecord")}
+_REGISTERED: dict[str, Builder] = {}
+
+
+def register(kind: str, builder: Builder) -> None:
+    """Makes `--dataset=KIND[:ARGUMENT]` known.
+
+    Args:
+      kind: The word before the colon; must be new.
+      builder: `(argument, config, split, seed) -> Source`, with split `"train"` or `"validation"`.
+
+    Raises:
+      ValueError: The name is taken, or contains a colon.
+    """
+    if kind in _MODULES or kind in _REGISTERED or ":" in kind or not kind:
+        raise ValueError(f"source kind {kind!r} is taken or contains a colon")
+    _REGISTERED[kind] = builder
+
+
+def kinds() -> tuple[str, ...]:
+    """The words that may stand before the colon in `--dataset`, sorted."""
+    return tuple(sorted({*_MODULES, *_REGISTERED}))
+
+
+def build_source(config: InputConfig, split: str, seed: int = 0) -> Source:
+    """The source that `--dataset` names.
+
+    Args:
+      config: The input options.
+      split: `"train"` or `"validation"`.
+      seed: Seed of generated sources. Which examples are held out never depends on it.
+
+    Raises:
+      ConfigError: The name is unknown (with suggestions), the data is missing or unfit, or a label
+        is out of range.
+    """
+    if split not in SPLITS:
+        raise ConfigError(f"split={split!r} must be 'train' or 'validation'.")
+    kind, _, argument = config.dataset.partition(":")
+    if kind in _REGISTERED:
+        return _REGISTERED[kind](argument, config, split, seed)
+    if kind not in _MODULES:
+        raise unknown_name("--dataset", kind, kinds())
+    builder: Builder = importlib.import_module(_MODULES[kind]).build
+    return builder(argument, config, split, seed)

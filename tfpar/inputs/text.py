@@ -1,0 +1,148 @@
+"""`text[:PATH]`: byte-level language modelling over files.
+
+The files of a split are joined, a zero byte after each, into one buffer of bytes. Example i is
+the window that predicts bytes `[i * L + 1, (i + 1) * L]` from the bytes before them, L being
+`--sequence_length`: windows step by L, so within an epoch each byte is predicted exactly once,
+and a loss per token is a loss per byte. A window belongs to the file in which it begins.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import sysconfig
+from collections.abc import Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from tfpar.config import ConfigError, InputConfig
+from tfpar.inputs import source
+from tfpar.inputs.source import Source, SourceInfo
+
+_NOT_STDLIB = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+VOCABULARY = 256
+
+
+def build(argument: str, config: InputConfig, split: str, seed: int) -> Source:
+    """`--dataset=text[:PATH]`: int32 [sequence_length] byte values in, the same moved by one out.
+
+    Whole files are held out for validation, chosen by a hash of their relative path; of a single
+    file, the last `--validation_fraction` of its bytes.
+
+    Args:
+      argument: A file, a directory (all files below it that are not hidden) or a glob pattern.
+        Empty: the `.py` sources of the installed Python standard library, without its tests.
+      config: The input options; `sequence_length` and `validation_fraction` matter.
+      split: `"train"` or `"validation"`.
+      seed: Not used: the split does not depend on it.
+
+    Raises:
+      ConfigError: There are no such files.
+    """
+    root, names = _standard_library() if not argument else _files_of(argument)
+    name = f"text:{argument}" if argument else "text"
+    training = split == "train"
+    if len(names) == 1:
+        content = _read(os.path.join(root, names[0]))
+        boundary = len(content) - round(len(content) * config.validation_fraction)
+        content = content[:boundary] if training else content[boundary:]
+        return windows(name, [(os.path.join(root, names[0]), content)], config.sequence_length, split)
+    chosen = source.held_out(names, config.validation_fraction)
+    paths = [os.path.join(root, file) for file, held in zip(names, chosen, strict=True) if held != training]
+    return windows(name, [(path, _read(path)) for path in paths], config.sequence_length, split)
+
+
+def windows(
+    name: str, documents: Sequence[tuple[str, bytes]], length: int, split: str, *, named_files: bool = True
+) -> Source:
+    """Language-model windows over documents.
+
+    Args:
+      name: The source as `--dataset` writes it.
+      documents: (file name, content) in order.
+      length: Bytes predicted per example.
+      split: `"train"` or `"validation"`.
+      named_files: Whether the documents are files, which workers can share out among themselves.
+    """
+    ends = np.cumsum([len(content) + 1 for _, content in documents], dtype=np.int64)
+    total = int(ends[-1]) if len(ends) else 0
+    joined = b"\0".join(content for _, content in documents) + b"\0"
+    buffer = source.host_constant(np.frombuffer(joined, np.uint8))
+    count = max(0, (total - 1) // length)
+    begins = np.searchsorted(ends, np.arange(count, dtype=np.int64) * length, side="right")
+    per_file = np.bincount(begins, minlength=len(documents)) if count else np.zeros(len(documents), np.int64)
+    info = SourceInfo(
+        name=name,
+        task=source.LANGUAGE_MODEL,
+        split=split,
+        num_examples=count,
+        input_spec=tf.TensorSpec([length], tf.int32),
+        label_spec=tf.TensorSpec([length], tf.int32),
+        num_classes=VOCABULARY,
+        files=tuple(path for path, _ in documents) if named_files else (),
+        records_per_file=tuple(per_file.tolist()) if named_files else (),
+        storage="memory",
+        decode=source.decode_bytes,
+    )
+
+    def read(indices: tf.Tensor) -> source.Batch:
+        positions = indices[:, tf.newaxis] * length + tf.range(length + 1, dtype=tf.int64)
+        window = tf.gather(buffer, positions)
+        return window[:, :-1], window[:, 1:]
+
+    return Source(info=info, read=read, kept_bytes=len(joined))
+
+
+def _standard_library() -> tuple[str, list[str]]:
+    root = sysconfig.get_path("stdlib")
+    names = [
+        name
+        for name in _walk(root)
+        if name.endswith(".py") and not _NOT_STDLIB.intersection(name.split("/")) and not name.startswith("config-")
+    ]
+    if not names:
+        raise ConfigError(
+            f"--dataset=text: the standard library's sources are not in {root!r} (a stripped installation?). "
+            "Give files of your own: --dataset=text:PATH."
+        )
+    return root, names
+
+
+def _files_of(argument: str) -> tuple[str, list[str]]:
+    """A root and the names below it, with `/` between folders, sorted."""
+    path = os.path.expanduser(argument)
+    if os.path.isfile(path):
+        return os.path.dirname(path), [os.path.basename(path)]
+    if os.path.isdir(path):
+        root, names = path, _walk(path)
+    else:
+        paths = [found for found in glob.glob(path, recursive=True) if os.path.isfile(found)]
+        root = path
+        while glob.has_magic(root):
+            root = os.path.dirname(root)
+        names = sorted(os.path.relpath(found, root or ".").replace(os.sep, "/") for found in paths)
+    if not names:
+        raise ConfigError(
+            f"--dataset=text:{argument}: there is no such file, no file below such a directory, and no match of such a pattern."
+        )
+    return root, names
+
+
+def _walk(root: str) -> list[str]:
+    """Relative paths of all files below a directory that are not hidden, sorted; links to directories are not followed."""
+    names = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        relative = os.path.relpath(folder, root).replace(os.sep, "/")
+        prefix = "" if relative == "." else f"{relative}/"
+        names += [prefix + name for name in files if not name.startswith(".")]
+    return sorted(names)
+
+
+def _read(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError as error:
+        raise ConfigError(f"--dataset=text: {path!r} cannot be read: {error}") from error

@@ -1,0 +1,210 @@
+"""`tfrecord:GLOB`: TFRecord shards with a `features.json` beside them, by random access.
+
+`python -m tfpar.inputs.write` makes both from any source. Each record is a `tf.train.Example`
+whose features `x` and `y` hold the raw little-endian bytes of the example as its source stores
+it, so that a whole batch is parsed by three ops. `features.json` says how to read them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfpar.config import ConfigError, InputConfig
+from tfpar.inputs import records, source
+from tfpar.inputs.source import Source, SourceInfo
+
+SIDECAR = "features.json"
+FORMAT = "tfpar-tfrecord-1"
+SPLITS = ("train", "validation")
+_TEXT_CODES = {"bytes": source.decode_bytes}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Features:
+    """What `features.json` holds: how records are read, and how many each shard has.
+
+    Attributes:
+      name: The source that was written, as `--dataset` writes it.
+      task: `"classification"` or `"language_model"`.
+      input_shape: Shape of `x` of one example.
+      input_dtype: Dtype of `x` as fetched, by name.
+      stored_input_dtype: Dtype of `x` in the records.
+      label_shape: Shape of `y` of one example.
+      stored_label_dtype: Dtype of `y` in the records; fetched as int32.
+      scale: Factor from stored to fetched inputs.
+      num_classes: Labels lie in `[0, num_classes)`.
+      class_names: Names in label order, or empty.
+      text: How tokens become text: `"bytes"`, or empty if they do not.
+      records: Number of records by file name.
+      format: Version of this layout.
+    """
+
+    name: str
+    task: str
+    input_shape: list[int]
+    input_dtype: str
+    stored_input_dtype: str
+    label_shape: list[int]
+    stored_label_dtype: str
+    scale: float
+    num_classes: int
+    class_names: list[str]
+    text: str
+    records: dict[str, int]
+    format: str = FORMAT
+
+
+def describe(written: Source, stored: source.Batch, counts: dict[str, int]) -> Features:
+    """The `Features` of a source that was written.
+
+    Args:
+      written: The source.
+      stored: Any batch of `written.read`, for the stored dtypes.
+      counts: Number of records by file name.
+    """
+    info = written.info
+    return Features(
+        name=info.name,
+        task=info.task,
+        input_shape=info.input_spec.shape.as_list(),
+        input_dtype=info.input_spec.dtype.name,
+        stored_input_dtype=stored[0].dtype.name,
+        label_shape=info.label_spec.shape.as_list(),
+        stored_label_dtype=stored[1].dtype.name,
+        scale=written.scale,
+        num_classes=info.num_classes,
+        class_names=list(info.class_names),
+        text=next((name for name, decode in _TEXT_CODES.items() if info.decode is decode), ""),
+        records=counts,
+    )
+
+
+def serialise(x: np.ndarray, y: np.ndarray) -> bytes:
+    """One record: an example's stored values as a serialised `tf.train.Example`."""
+    feature = {
+        key: tf.train.Feature(bytes_list=tf.train.BytesList(value=[_little_endian(value).tobytes()]))
+        for key, value in (("x", x), ("y", y))
+    }
+    return tf.train.Example(features=tf.train.Features(feature=feature)).SerializeToString()
+
+
+def build(argument: str, config: InputConfig, split: str, seed: int) -> Source:
+    """`--dataset=tfrecord:GLOB`, a pattern or a directory of `.tfrecord` files.
+
+    Files whose names begin with `train` or `validation` are those splits. If the pattern matches
+    no such names, the last `--validation_fraction` of all records is held out.
+
+    Args:
+      argument: The pattern or directory.
+      config: The input options; `cache` and `validation_fraction` matter.
+      split: `"train"` or `"validation"`.
+      seed: Not used: the split does not depend on it.
+
+    Raises:
+      ConfigError: Nothing matches, the `features.json` is missing or foreign, or a shard is
+        damaged, compressed or of another length than when it was written.
+    """
+    name = f"tfrecord:{argument}"
+    paths = _shards(name, argument)
+    features = _load_sidecar(name, os.path.dirname(paths[0]))
+    named = {part: [path for path in paths if os.path.basename(path).startswith(part)] for part in SPLITS}
+    if any(named.values()):
+        reader = _reader(named[split], features)
+    else:
+        reader = _held_out_part(_reader(paths, features), config.validation_fraction, split == "train")
+    info = SourceInfo(
+        name=name,
+        task=features.task,
+        split=split,
+        num_examples=len(reader),
+        input_spec=tf.TensorSpec(features.input_shape, features.input_dtype),
+        label_spec=tf.TensorSpec(features.label_shape, tf.int32),
+        num_classes=features.num_classes,
+        class_names=tuple(features.class_names),
+        files=tuple(reader.paths),
+        records_per_file=reader.records_per_file,
+        decode=_TEXT_CODES.get(features.text),
+    )
+    x_dtype, y_dtype = tf.as_dtype(features.stored_input_dtype), tf.as_dtype(features.stored_label_dtype)
+
+    def read(indices: tf.Tensor) -> source.Batch:
+        serialised = records.read_records(reader, indices)
+        raw = tf.io.parse_example(serialised, {key: tf.io.FixedLenFeature([], tf.string) for key in ("x", "y")})
+        x, y = _decode(raw["x"], x_dtype), _decode(raw["y"], y_dtype)
+        rows = indices.shape[0] if indices.shape[0] is not None else -1
+        return tf.reshape(x, [rows, *features.input_shape]), tf.reshape(y, [rows, *features.label_shape])
+
+    stored = Source(info=info, read=read, scale=features.scale, portable=False)
+    size = x_dtype.size * int(np.prod(features.input_shape)) + y_dtype.size * int(np.prod(features.label_shape))
+    return source.cached(stored, config.cache, size)
+
+
+def _shards(name: str, argument: str) -> list[str]:
+    pattern = os.path.expanduser(argument)
+    if tf.io.gfile.isdir(pattern):
+        pattern = os.path.join(pattern, "*.tfrecord")
+    paths = sorted(tf.io.gfile.glob(pattern)) if argument else []
+    if not paths:
+        raise ConfigError(
+            f"--dataset={name}: no file matches. Give a pattern such as tfrecord:/data/digits/*.tfrecord, or write shards with "
+            "python -m tfpar.inputs.write --dataset=digits --output=DIR."
+        )
+    folders = sorted({os.path.dirname(path) for path in paths})
+    if len(folders) > 1:
+        raise ConfigError(f"--dataset={name}: matches lie in {len(folders)} directories ({', '.join(folders)}); one {SIDECAR} "
+                          "describes one directory.")  # fmt: skip
+    return paths
+
+
+def _load_sidecar(name: str, folder: str) -> Features:
+    path = os.path.join(folder, SIDECAR)
+    try:
+        with tf.io.gfile.GFile(path) as file:
+            content: dict[str, Any] = json.loads(file.read())
+        if content.get("format") != FORMAT:
+            raise ValueError(f"its format is {content.get('format')!r}, not {FORMAT!r}")
+        return Features(**content)
+    except (OSError, tf.errors.OpError, ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"--dataset={name} needs {path!r} to know what its records hold: {error}. "
+            "Shards written by python -m tfpar.inputs.write have it beside them."
+        ) from error
+
+
+def _reader(paths: list[str], features: Features) -> records.TFRecordReader:
+    reader = records.TFRecordReader([records.FileSlice(path) for path in paths])
+    for path, found in zip(reader.paths, reader.records_per_file, strict=True):
+        expected = features.records.get(os.path.basename(path), found)
+        if found != expected:
+            raise ConfigError(
+                f"TFRecord file {path!r} holds {found} records, {SIDECAR} says {expected}: one of them is of another writing. "
+                "Write the shards again."
+            )
+    return reader
+
+
+def _held_out_part(whole: records.TFRecordReader, fraction: float, training: bool) -> records.TFRecordReader:
+    boundary = len(whole) - round(len(whole) * fraction)
+    wanted = range(boundary) if training else range(boundary, len(whole))
+    slices, first = [], 0
+    for path, count in zip(whole.paths, whole.records_per_file, strict=True):
+        start, stop = max(first, wanted.start), min(first + count, wanted.stop)
+        if start < stop:
+            slices.append(records.FileSlice(path, start - first, stop - start))
+        first += count
+    return records.TFRecordReader(slices)
+
+
+def _decode(raw: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    return tf.io.decode_raw(raw, dtype)
+
+
+def _little_endian(value: np.ndarray) -> np.ndarray:
+    value = np.asarray(value)
+    return value.astype(value.dtype.newbyteorder("<"))

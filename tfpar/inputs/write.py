@@ -1,0 +1,120 @@
+"""`python -m tfpar.inputs.write`: writes any source as TFRecord shards.
+
+    python -m tfpar.inputs.write --dataset=images:photos --output=shards/photos --shards=64
+
+The result is read back with `--dataset=tfrecord:shards/photos`. Both splits are written, in the
+order of the source; shuffling is the pipeline's work. Nothing is left at `--output` unless all
+of it was written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+
+import tensorflow as tf
+from absl import app, flags
+
+from tfpar.config import ConfigError, InputConfig
+from tfpar.inputs import registry, tfrecord
+from tfpar.inputs.source import Source
+
+_OPTIONS = ("dataset", "data_dir", "sequence_length", "image_size", "validation_fraction")
+_READ_AT_ONCE = 256
+
+
+def write(
+    config: InputConfig, output: str, shards: int, seed: int = 0, progress: Callable[[str], None] = lambda line: None
+) -> dict[str, int]:
+    """Writes the training and validation examples of a source as TFRecord shards.
+
+    Args:
+      config: Which source, and its options.
+      output: The directory to make; its parent is made too.
+      shards: Files per split; a split with fewer examples gets as many files as examples.
+      seed: Seed of generated sources.
+      progress: Called with a line of text about ten times a split.
+
+    Returns:
+      Number of records by file name.
+
+    Raises:
+      ConfigError: `output` exists, `shards` is not positive, or the source cannot be built.
+    """
+    if shards < 1:
+        raise ConfigError(f"--shards={shards} must be at least 1.")
+    if os.path.exists(output):
+        raise ConfigError(f"--output={output!r} exists. Give a new directory, or remove that one first.")
+    sources = [registry.build_source(config, split, seed) for split in tfrecord.SPLITS]
+    parent = os.path.dirname(os.path.abspath(output))
+    os.makedirs(parent, exist_ok=True)
+    workplace = tempfile.mkdtemp(prefix=f".{os.path.basename(output)}.", dir=parent)
+    try:
+        counts: dict[str, int] = {}
+        for source in sources:
+            counts |= _write_split(source, workplace, shards, progress)
+        features = tfrecord.describe(sources[0], sources[0].read(tf.zeros([1], tf.int64)), counts)
+        with open(os.path.join(workplace, tfrecord.SIDECAR), "w", encoding="utf-8") as file:
+            json.dump(dataclasses.asdict(features), file, indent=1)
+        os.chmod(workplace, 0o777 & ~_umask())  # mkdtemp makes it private
+        os.rename(workplace, output)
+    finally:
+        shutil.rmtree(workplace, ignore_errors=True)
+    return counts
+
+
+def _write_split(source: Source, folder: str, shards: int, progress: Callable[[str], None]) -> dict[str, int]:
+    total = source.info.num_examples
+    shards = min(shards, total)
+    names = [f"{source.info.split}-{shard:05d}-of-{shards:05d}.tfrecord" for shard in range(shards)]
+    ends = [(shard + 1) * total // shards for shard in range(shards)]
+    batches = tf.data.Dataset.range(total).batch(_READ_AT_ONCE)
+    batches = batches.map(lambda indices: source.read(indices), num_parallel_calls=tf.data.AUTOTUNE).prefetch(2)
+    examples = ((x, y) for some_x, some_y in batches.as_numpy_iterator() for x, y in zip(some_x, some_y, strict=True))
+    written = 0
+    for name, end in zip(names, ends, strict=True):
+        with tf.io.TFRecordWriter(os.path.join(folder, name)) as writer:
+            while written < end:
+                writer.write(tfrecord.serialise(*next(examples)))
+                written += 1
+                if written == total or written % max(1, total // 10) == 0:
+                    progress(f"{source.info.split}: {written:,} of {total:,} examples")
+    return {name: end - begin for name, begin, end in zip(names, [0, *ends], ends, strict=False)}
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _define_flags() -> None:
+    fields = {field.name: field for field in dataclasses.fields(InputConfig)}
+    define = {"str": flags.DEFINE_string, "int": flags.DEFINE_integer, "float": flags.DEFINE_float}
+    for name in _OPTIONS:
+        define[str(fields[name].type)](name, fields[name].default, fields[name].metadata["help"])
+    flags.DEFINE_string("output", None, "Directory to write; must not exist.", required=True)
+    flags.DEFINE_integer("shards", 8, "Files per split.")
+    flags.DEFINE_integer("seed", 0, "Seed of synthetic sources.")
+
+
+def _main(arguments: list[str]) -> None:
+    values = flags.FLAGS
+    try:
+        if len(arguments) > 1:
+            raise ConfigError(f"{arguments[1]!r} is not a flag; options are written --name=value.")
+        config = InputConfig(cache="none", **{name: values[name].value for name in _OPTIONS})
+        counts = write(config, values.output, values.shards, values.seed, lambda line: print(line, flush=True))
+    except ConfigError as error:
+        sys.exit(f"error: {error}")
+    print(f"wrote {sum(counts.values()):,} examples in {len(counts)} files; read them with --dataset=tfrecord:{values.output}")
+
+
+if __name__ == "__main__":
+    _define_flags()
+    app.run(_main)

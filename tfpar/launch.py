@@ -1,0 +1,319 @@
+"""Starts a local cluster: `python -m tfpar.launch --workers=2 -- SCRIPT FLAGS...`.
+
+Every process runs the same script with its own TF_CONFIG on loopback. Each line of output is prefixed with the
+process it came from. When one fails, all are ended, and started again on fresh ports if --max_restarts allows.
+The exit code is that of the process that failed first, 128 + N if signal N killed it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import difflib
+import importlib.util
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from tfpar.cluster import ClusterInfo, tf_config_json
+from tfpar.processes import Command, Group, Guard, Interrupts, Process
+from tfpar.terminal import Terminal
+
+USAGE_ERROR = 2  # Python, argparse and tfpar.flags exit with it: trying again would only give the same error
+NO_GPU = "-1"  # the CUDA_VISIBLE_DEVICES that hides all
+_DRAIN_S = 2.0  # for workers that end by themselves once the chief has, before they are ended as servers
+_BIND_RETRIES = 3
+# What TensorFlow 2.21 says when its port is taken.
+_BIND_ERROR = "Could not start gRPC server"
+
+_EPILOG = """\
+SCRIPT is a .py file or `-m module`; everything after -- goes to Python as it is.
+
+With --ps=K the cluster has a chief besides the N workers: the chief drives the training, the workers compute, the
+K parameter servers hold the weights. Workers and parameter servers of TensorFlow serve for ever, so the run is
+over when the chief has ended. Without --ps it is over when all workers have ended.
+
+Restarts: after a failure all processes are ended and started again on fresh ports, with TFPAR_RESTARTS=n in their
+environment. Exit code 2, a usage error, is never tried again.
+
+Set for every process: TF_CONFIG; TFPAR_RESTARTS; TF_NUM_INTRAOP_THREADS, the cores divided by the processes,
+unless you set it. GPUs are shared out evenly over the workers through CUDA_VISIBLE_DEVICES; where there are fewer
+GPUs than workers, all train on the CPU.
+
+No process outlives the launcher, however that ends. Ctrl-C and SIGTERM are passed on; a second one kills at once.
+
+examples:
+  python -m tfpar.launch --workers=2 -- experiments/image_classification.py --steps=100 --workdir=runs/a
+  python -m tfpar.launch --workers=2 --ps=1 -- -m experiments.image_classification --strategy=parameter_server
+  python -m tfpar.launch --workers=2 -- -m tfpar.doctor
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to start.
+
+    Attributes:
+      command: What Python is given: the script or `-m module`, and its flags.
+      workers: Processes that train.
+      ps: Parameter servers; more than 0 adds a chief.
+      max_restarts: How often a failed cluster is started again.
+      restart_delay: Seconds before that.
+      grace_period: Seconds between asking processes to end and killing them.
+      log_dir: Where the output of every process is kept too, if anywhere.
+    """
+
+    command: tuple[str, ...]
+    workers: int
+    ps: int = 0
+    max_restarts: int = 0
+    restart_delay: float = 1.0
+    grace_period: float = 10.0
+    log_dir: Path | None = None
+
+    @property
+    def jobs(self) -> dict[str, int]:
+        """Job name to number of tasks."""
+        return {"chief": 1, "worker": self.workers, "ps": self.ps} if self.ps else {"worker": self.workers}
+
+    def log(self, label: str) -> Path | None:
+        """The log file of a process."""
+        return self.log_dir / f"{label.replace(' ', '_')}.log" if self.log_dir else None
+
+
+def run(options: Options) -> int:
+    """Runs a cluster to its end.
+
+    Args:
+      options: What to start.
+
+    Returns:
+      0, or the exit code of the process that failed first, or 128 + the signal that ended the launcher.
+    """
+    is_tty = sys.stdout.isatty()
+    terminal = Terminal(sys.stdout.buffer, is_tty=is_tty, colours=is_tty and "NO_COLOR" not in os.environ)
+    if options.log_dir:
+        options.log_dir.mkdir(parents=True, exist_ok=True)
+        for job, count in options.jobs.items():
+            for index in range(count):
+                (options.log_dir / f"{job}_{index}.log").unlink(missing_ok=True)
+    with Interrupts() as interrupts, contextlib.closing(Guard()) as guard:
+        code = _run_with_restarts(
+            options, lambda: Group(terminal, interrupts, guard), interrupts, lambda text: _say(terminal, text)
+        )
+    if terminal.broken:  # the reader has gone, as in `| head`: as if SIGPIPE had ended this program
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    return code
+
+
+def _say(terminal: Terminal, text: str) -> None:
+    terminal.line("launch", text.encode())
+
+
+def _run_with_restarts(
+    options: Options, new_group: Callable[[], Group], interrupts: Interrupts, say: Callable[[str], None]
+) -> int:
+    started, restarts, bind_failures = time.monotonic(), 0, 0
+    members = ", ".join(f"{count} {job}{'s' * (count > 1 and job != 'ps')}" for job, count in options.jobs.items())
+    gpus = share_gpus(options.workers, visible_gpus(os.environ))
+    if gpus and gpus[0] == NO_GPU:
+        say(f"fewer GPUs than workers ({options.workers}), and NCCL wants one each at least: training on the CPU")
+    while True:
+        failed = _run_once(options, new_group(), commands(options, os.environ, gpus, restarts), interrupts)
+        again = f" after {restarts} restart{'s' * (restarts > 1)}" if restarts else ""
+        if failed and not interrupts.received:
+            if bind_failures < _BIND_RETRIES and _lost_port(failed):
+                bind_failures += 1
+                say(f"{failed.label} lost its port to another program; starting again on other ports")
+                continue
+            if restarts < options.max_restarts and failed.code != USAGE_ERROR:
+                restarts += 1
+                say(f"{failed.label} {failed.how_it_ended()}; restart {restarts} of {options.max_restarts}")
+                interrupts.sleep(options.restart_delay)
+                if not interrupts.received:
+                    continue
+        if interrupts.received:
+            number = interrupts.received[0]
+            say(f"ended by {signal.Signals(number).name}; all processes have ended")
+            return 128 + number
+        if failed:
+            where = f"; log: {failed.command.log}" if failed.command.log else ""
+            say(f"{failed.label} {failed.how_it_ended()}{again}{where}")
+            return failed.exit_code
+        say(f"{members}: done in {time.monotonic() - started:.1f} s{again}")
+        return 0
+
+
+def _run_once(options: Options, group: Group, members: Sequence[Command], interrupts: Interrupts) -> Process | None:
+    """Starts all processes and waits for the end of the run; returns the one that failed, if one did."""
+    try:
+        for command in members:
+            group.start(command)
+        if options.ps:
+            group.wait(["chief 0"])
+            group.wait([f"worker {index}" for index in range(options.workers)], _DRAIN_S)
+        else:
+            group.wait([process.label for process in group.processes])
+    finally:
+        group.stop(interrupts.received[0] if interrupts.received else signal.SIGTERM, options.grace_period)
+    return group.failed
+
+
+def _lost_port(failed: Process) -> bool:
+    return any(_BIND_ERROR in line for line in failed.channel.recent)
+
+
+def commands(options: Options, environ: Mapping[str, str], gpus: Sequence[str], restarts: int) -> list[Command]:
+    """The processes of a cluster, on ports that are free now.
+
+    Args:
+      options: Which cluster.
+      environ: The environment variables that all share.
+      gpus: CUDA_VISIBLE_DEVICES of every worker; empty where there is no GPU.
+      restarts: How many starts have failed.
+    """
+    ports = iter(free_ports(sum(options.jobs.values())))
+    addresses = {job: tuple(f"127.0.0.1:{next(ports)}" for _ in range(count)) for job, count in options.jobs.items()}
+    # Every process would take all cores for itself. TensorFlow 2.21 reads this variable where the program sets no
+    # number of threads (measured: it sizes the pool of each CPU device, which XLA's kernels run on too).
+    threads = max(1, _cores() // sum(options.jobs.values()))
+    shared = {"TF_NUM_INTRAOP_THREADS": str(threads), **environ, "TFPAR_RESTARTS": str(restarts)}
+    made = []
+    for job, tasks in addresses.items():
+        for index in range(len(tasks)):
+            info, label = ClusterInfo("local", addresses, job, index), f"{job} {index}"
+            own = {**shared, "TF_CONFIG": tf_config_json(info)}
+            if gpus:
+                own["CUDA_VISIBLE_DEVICES"] = gpus[index] if job == "worker" else NO_GPU
+            arguments = [sys.executable, "-u", *options.command]
+            made.append(
+                Command(label=label, arguments=arguments, environ=own, log=options.log(label), live=info.is_chief)
+            )
+    return made
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def visible_gpus(environ: Mapping[str, str]) -> list[str]:
+    """The GPUs that TensorFlow would see, as CUDA_VISIBLE_DEVICES names them."""
+    chosen = environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        names = [name.strip() for name in chosen.split(",") if name.strip()]
+        return names[: names.index(NO_GPU)] if NO_GPU in names else names
+    if not shutil.which("nvidia-smi"):
+        return []
+    listing = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=60, check=False)
+    return [str(index) for index in range(sum(line.startswith("GPU ") for line in listing.stdout.splitlines()))]
+
+
+def share_gpus(workers: int, gpus: Sequence[str]) -> list[str]:
+    """CUDA_VISIBLE_DEVICES of each worker: as many GPUs as every one can have; none where there are too few."""
+    if not gpus:
+        return []
+    each = len(gpus) // workers
+    return [",".join(gpus[worker * each : (worker + 1) * each]) or NO_GPU for worker in range(workers)]
+
+
+def free_ports(count: int) -> list[int]:
+    """TCP ports that nothing is bound to now, all different.
+
+    They lie below the range from which the system takes the ports of outgoing connections, so that a peer's
+    connection cannot take one in the moment before TensorFlow binds it. (It cannot be handed over open:
+    TensorFlow's server binds without SO_REUSEPORT.)
+    """
+    try:
+        first_ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError):
+        first_ephemeral = 32768
+    generator = random.SystemRandom()  # not seeded: launchers started together must not draw the same
+    ports: list[int] = []
+    with contextlib.ExitStack() as sockets:
+        while len(ports) < count:
+            holder = sockets.enter_context(socket.socket())
+            roomy = first_ephemeral >= 16384 and len(ports) < 4096
+            with contextlib.suppress(OSError):
+                holder.bind(("", generator.randrange(10240, first_ephemeral) if roomy else 0))
+                ports.append(holder.getsockname()[1])
+    return ports
+
+
+class _Parser(argparse.ArgumentParser):
+    """Errors without the usage block, and with suggestions for misspelt flags."""
+
+    def error(self, message: str) -> NoReturn:
+        unknown = message.removeprefix("unrecognized arguments: ").split()
+        if message.startswith("unrecognized arguments: "):
+            flag = unknown[0].split("=")[0]
+            near = difflib.get_close_matches(flag, self._option_string_actions, n=1, cutoff=0.5)
+            message = f"unknown argument {flag}." + (f" Did you mean {near[0]}?" if near else "")
+        self.exit(USAGE_ERROR, f"error: {message} See python -m tfpar.launch --help.\n")
+
+
+def parse(argv: Sequence[str]) -> Options:
+    """The options of a command line; a wrong one is an error message and exit code 2."""
+    parser = _Parser(
+        prog="python -m tfpar.launch",
+        usage="python -m tfpar.launch --workers=N [--ps=K] [FLAGS] -- SCRIPT [SCRIPT FLAGS]",
+        description=(__doc__ or "").partition("\n\n")[2],
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--workers", type=int, metavar="N", help="processes that train; required")
+    add("--ps", type=int, default=0, metavar="K", help="parameter servers; adds a chief (default: 0)")
+    add("--max_restarts", type=int, default=0, metavar="R", help="starts again after a failure (default: 0)")
+    add("--restart_delay", type=float, default=1.0, metavar="S", help="seconds before a restart (default: 1)")
+    add("--grace_period", type=float, default=10.0, metavar="S", help="seconds from SIGTERM to SIGKILL (default: 10)")
+    add("--log_dir", type=Path, metavar="DIR", help="also write the output of each process to DIR/worker_0.log, ...")
+    split = argv.index("--") if "--" in argv else len(argv)
+    values = parser.parse_args(argv[:split])
+    if values.workers is None:
+        parser.error("how many processes? Give --workers=N, e.g. --workers=2.")
+    for name, least in (("workers", 1), ("ps", 0), ("max_restarts", 0), ("restart_delay", 0), ("grace_period", 0)):
+        if not getattr(values, name) >= least:
+            parser.error(f"--{name}={getattr(values, name)} must be at least {least}.")
+    command = tuple(argv[split + 1 :])
+    if not command:
+        parser.error("no script. Put it after --, as in `python -m tfpar.launch --workers=2 -- train.py --steps=100`.")
+    problem = _script_problem(command)
+    if problem:
+        parser.error(problem)
+    return Options(command=command, **vars(values))
+
+
+def _script_problem(command: Sequence[str]) -> str | None:
+    if command[0] == "-m":
+        if len(command) < 2:
+            return "-m needs the name of a module."
+        top = command[1].split(".")[0]
+        return None if importlib.util.find_spec(top) else f"no module named {top!r} (from -m {command[1]})."
+    script = Path(command[0])
+    if script.is_file() or (script / "__main__.py").is_file():
+        return None
+    if command[0].startswith("-"):
+        return f"the script must come first after --, found the flag {command[0]}."
+    beside = script.parent.glob("*.py") if script.parent.is_dir() else []
+    near = difflib.get_close_matches(script.name, [path.name for path in beside], n=1)
+    return f"no such script: {script}." + (f" Did you mean {script.parent / near[0]}?" if near else "")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    return run(parse(sys.argv[1:] if argv is None else argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,25 @@
+"""Model builders by name, batch normalisation for padded batches, and what a model costs."""
+
+from __future__ import annotations
+
+# Importing a family registers its builders.
+from tfpar.models import convnet, mlp, resnet, transformer_lm, vit  # noqa: F401
+from tfpar.models.normalization import BatchNormalization, example_weights, uses_synchronized_statistics
+from tfpar.models.registry import TaskSpec, build, names, options, register
+from tfpar.models.summary import ModelSummary, PeakFlops, describe, format_summary, peak_flops
+
+__all__ = [
+    "BatchNormalization",
+    "ModelSummary",
+    "PeakFlops",
+    "TaskSpec",
+    "build",
+    "describe",
+    "example_weights",
+    "format_summary",
+    "names",
+    "options",
+    "peak_flops",
+    "register",
+    "uses_synchronized_statistics",
+]

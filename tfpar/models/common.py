@@ -1,0 +1,227 @@
+"""What the model families share: choices of activation, initialiser and normalisation, and checks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import keras
+
+from tfpar.config import ConfigError, unknown_name
+from tfpar.models.normalization import BatchNormalization
+from tfpar.models.registry import TaskSpec
+
+ACTIVATIONS = ("relu", "leaky_relu", "elu", "selu", "gelu", "gelu_tanh", "silu", "mish", "softplus", "tanh", "sigmoid")
+INITIALIZERS = (
+    "he_normal",
+    "he_uniform",
+    "glorot_normal",
+    "glorot_uniform",
+    "lecun_normal",
+    "lecun_uniform",
+    "orthogonal",
+    "truncated_normal",
+)
+NORMALIZATIONS = ("none", "batch", "sync_batch", "layer", "group")
+
+# Goyal et al. 2017, section 5.1: epsilon 1e-5 and a momentum of 0.9 for the moving statistics.
+BATCH_NORM_EPSILON = 1e-5
+BATCH_NORM_MOMENTUM = 0.9
+
+
+@keras.saving.register_keras_serializable(package="tfpar")
+def gelu_tanh(x: Any) -> Any:
+    """GELU in its tanh approximation, as in GPT-2 (Hendrycks and Gimpel 2016): x of any shape, same dtype out."""
+    return keras.activations.gelu(x, approximate=True)
+
+
+def check_choice(option: str, value: Any, known: Iterable[str]) -> str:
+    """The value of an enumerated model option, or the error that lists what there is.
+
+    `--model_args normalization=none` arrives as None, because the flag's parser reads `none` so.
+
+    Raises:
+      ConfigError: The value is not one of `known`.
+    """
+    choices = tuple(known)
+    if value is None and "none" in choices:
+        return "none"
+    if value not in choices:
+        raise unknown_name(f"--model_args {option}", str(value), choices)
+    return str(value)
+
+
+def check_fraction(option: str, value: float) -> float:
+    """A rate in [0, 1), such as dropout.
+
+    Raises:
+      ConfigError: It is something else.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 <= value < 1.0:
+        raise ConfigError(f"--model_args {option}={value!r} is out of range: it must be at least 0 and less than 1.")
+    return float(value)
+
+
+def check_sizes(option: str, value: int | Sequence[int]) -> tuple[int, ...]:
+    """A size or a list of sizes, all positive integers.
+
+    Raises:
+      ConfigError: It is something else.
+    """
+    sizes = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+    if any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
+        raise ConfigError(
+            f"--model_args {option}={value!r} must be a positive whole number, or a list such as [64,128]."
+        )
+    return sizes
+
+
+def check_transformer(width: int, depth: int, heads: int, mlp_ratio: int) -> None:
+    """Refuses sizes of a transformer that do not fit each other.
+
+    Raises:
+      ConfigError: A size that is not a positive whole number, or heads that do not divide the width.
+    """
+    for option, size in (("width", width), ("depth", depth), ("heads", heads), ("mlp_ratio", mlp_ratio)):
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ConfigError(f"--model_args {option}={size!r} must be a positive whole number.")
+    if width % heads:
+        raise ConfigError(
+            f"--model_args width={width},heads={heads}: the heads must divide the width evenly. "
+            f"Choose a width that is a multiple of {heads}."
+        )
+
+
+def check_task(spec: TaskSpec, task: str, family: str) -> None:
+    """Refuses a data set of another task.
+
+    Raises:
+      ConfigError: `spec.task` is not `task`.
+    """
+    if spec.task != task:
+        ways = {
+            "classification": "an image or feature data set, e.g. --dataset=digits",
+            "language_model": "a text data set, e.g. --dataset=text",
+        }
+        raise ConfigError(
+            f"--model: {family} is for the task {task!r}, but the data set asks for {spec.task!r}. "
+            f"Choose another --model, or {ways[task]}."
+        )
+
+
+def check_image(spec: TaskSpec, family: str) -> None:
+    """Refuses what is not image classification.
+
+    Raises:
+      ConfigError: Another task, or examples that are not [height, width, channels].
+    """
+    check_task(spec, "classification", family)
+    if len(spec.input_shape) != 3:
+        raise ConfigError(
+            f"--model: {family} reads images [height, width, channels], but the data set's examples have shape "
+            f"{spec.input_shape}. Choose --model=mlp, which reads any shape."
+        )
+
+
+def input_layer(spec: TaskSpec) -> tuple[keras.KerasTensor, keras.KerasTensor]:
+    """The model's input, and the same values ready to compute with.
+
+    Bytes (uint8 images) are scaled to [0, 1] inside the model: they cross to the device at a quarter of the size.
+
+    Returns:
+      The symbolic input [m, *input_shape] of `spec.input_dtype`, and it as floating point.
+
+    Raises:
+      ConfigError: Integers other than uint8, which have no natural scale.
+    """
+    inputs = keras.Input(spec.input_shape, dtype=spec.input_dtype, name="inputs")
+    if spec.input_dtype == "uint8":
+        return inputs, keras.layers.Rescaling(1.0 / 255.0, name="rescaling")(inputs)
+    if not spec.input_dtype.startswith(("float", "bfloat")):
+        raise ConfigError(
+            f"input_dtype={spec.input_dtype!r}: a classifier reads floating point, or uint8 images. "
+            "Cast the examples in the input pipeline."
+        )
+    return inputs, inputs
+
+
+def activate(x: keras.KerasTensor, activation: str, name: str) -> keras.KerasTensor:
+    """Applies an activation by name as a layer of its own."""
+    return keras.layers.Activation(resolve_activation(activation), name=name)(x)
+
+
+def resolve_activation(activation: str) -> Any:
+    """The function of an activation's name.
+
+    Raises:
+      ConfigError: An unknown name.
+    """
+    check_choice("activation", activation, ACTIVATIONS)
+    return gelu_tanh if activation == "gelu_tanh" else keras.activations.get(activation)
+
+
+def resolve_initializer(initializer: str) -> keras.initializers.Initializer:
+    """A new kernel initialiser by name; "truncated_normal" has a standard deviation of 0.02.
+
+    A new object each time: Keras warns when one unseeded initialiser fills several weights.
+
+    Raises:
+      ConfigError: An unknown name.
+    """
+    check_choice("initializer", initializer, INITIALIZERS)
+    if initializer == "truncated_normal":
+        return keras.initializers.TruncatedNormal(stddev=0.02)
+    return keras.initializers.get(initializer)
+
+
+def normalize(x: keras.KerasTensor, normalization: str, name: str, **options: Any) -> keras.KerasTensor:
+    """Applies a normalisation by name over the last (channel) dimension.
+
+    Args:
+      x: Activations [m, ..., channels].
+      normalization: One of `NORMALIZATIONS`. "batch" uses the statistics of the replica's own
+        micro-batch, "sync_batch" those of all replicas; both leave padding out. "group" has up to
+        32 groups (Wu and He 2018). "layer" normalises the channels of each position.
+      name: Name of the layer.
+      **options: More arguments of the layer, such as `gamma_initializer`.
+
+    Raises:
+      ConfigError: An unknown name.
+    """
+    normalization = check_choice("normalization", normalization, NORMALIZATIONS)
+    if normalization == "none":
+        return x
+    layer: keras.layers.Layer
+    if normalization == "layer":
+        layer = keras.layers.LayerNormalization(epsilon=1e-6, name=name, **options)
+    elif normalization == "group":
+        groups = math.gcd(32, x.shape[-1])
+        layer = keras.layers.GroupNormalization(groups=groups, epsilon=1e-5, name=name, **options)
+    else:
+        layer = BatchNormalization(
+            momentum=BATCH_NORM_MOMENTUM,
+            epsilon=BATCH_NORM_EPSILON,
+            synchronized=normalization == "sync_batch",
+            name=name,
+            **options,
+        )
+    return layer(x)
+
+
+def needs_bias(normalization: str) -> bool:
+    """Whether a layer before this normalisation wants a bias: batch statistics would subtract it again."""
+    return normalization not in ("batch", "sync_batch")
+
+
+def classifier(x: keras.KerasTensor, spec: TaskSpec, dropout: float) -> keras.KerasTensor:
+    """Features [m, features] to float32 logits [m, num_classes], after dropout.
+
+    The layer computes in float32 under every dtype policy: half-precision logits cost the
+    softmax more accuracy than this one product costs time.
+    """
+    if check_fraction("dropout", dropout):
+        x = keras.layers.Dropout(dropout, name="dropout")(x)
+    return keras.layers.Dense(
+        spec.num_classes, kernel_initializer=resolve_initializer("glorot_uniform"), dtype="float32", name="logits"
+    )(x)

@@ -1,0 +1,224 @@
+"""FLOPs and kept activations of a model, counted on its traced graph.
+
+Counting on the graph rather than on layers covers every Keras model, with custom layers, and counts what runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+# Operations whose output shares its input's memory, or is recomputed from it at no cost.
+_VIEWS = frozenset({"Identity", "IdentityN", "Reshape", "ExpandDims", "Squeeze", "StopGradient", "PreventGradient"})
+# Operations that read the shape of a tensor but not its values.
+_SHAPE_ONLY = frozenset({"Shape", "ShapeN", "Size", "Rank", "ZerosLike", "OnesLike", "BroadcastGradientArgs"})
+_CONVOLUTIONS = frozenset({"Conv2D", "Conv3D"})
+_TRANSPOSED_CONVOLUTIONS = frozenset({"Conv2DBackpropInput", "Conv3DBackpropInputV2"})
+_DEPTHWISE = frozenset({"DepthwiseConv2dNative"})
+_MATMULS = frozenset({"BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"})
+_CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
+_BRANCHES = frozenset({"If", "StatelessIf", "Case", "StatelessCase"})
+_LOOPS = frozenset({"While", "StatelessWhile"})
+
+
+class UnknownShapeError(ValueError):
+    """A dimension that the trace does not know, so that an operation cannot be counted."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GraphCost:
+    """What one batch costs.
+
+    Attributes:
+      forward_flops: Floating point operations of all matrix products and convolutions, a multiply-add being two.
+      saved_bytes: Bytes of the tensors that depend on the input and that the backward pass reads.
+      uncounted: Names of operations whose shapes the trace does not know; the figures are lower bounds if any.
+    """
+
+    forward_flops: int
+    saved_bytes: int
+    uncounted: tuple[str, ...]
+
+
+def count(model: keras.Model, batch_size: int) -> GraphCost:
+    """Traces a training step of the model without running it, and counts.
+
+    Args:
+      model: A built Keras model with known inputs.
+      batch_size: Examples in the traced batch.
+
+    Raises:
+      ValueError: The model has no symbolic inputs, or an input dimension besides the batch is unknown.
+    """
+    specs = _input_specs(model, batch_size)
+    weights = [tf.TensorSpec(v.shape, v.dtype) for v in model.trainable_variables]
+    state = [tf.TensorSpec(v.shape, v.dtype) for v in model.non_trainable_variables]
+    forward: list[tf.Operation] = []
+
+    def step(inputs: list[tf.Tensor], weights: list[tf.Tensor], state: list[tf.Tensor]) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(weights)
+            outputs, _ = model.stateless_call(weights, state, inputs[0] if len(inputs) == 1 else inputs, training=True)
+            # Stands for the loss: like a cross-entropy, it keeps one tensor of the outputs' size.
+            loss = tf.add_n(
+                [
+                    tf.reduce_sum(tf.nn.log_softmax(tf.cast(output, tf.float32)))
+                    for output in tf.nest.flatten(outputs)
+                    if output.dtype.is_floating
+                ]
+            )
+        forward.extend(tf.compat.v1.get_default_graph().get_operations())
+        return [g for g in tape.gradient(loss, weights) if g is not None]
+
+    graph = tf.function(step, autograph=False).get_concrete_function(specs, weights, state).graph
+    uncounted: list[str] = []
+    flops = sum(_flops(operation, uncounted) for operation in forward)
+    sources = graph.inputs[: len(specs)]
+    saved = _saved_bytes(forward, graph.get_operations()[len(forward) :], sources, uncounted)
+    return GraphCost(flops, saved, tuple(uncounted))
+
+
+def _input_specs(model: keras.Model, batch_size: int) -> list[tf.TensorSpec]:
+    if not getattr(model, "inputs", None):
+        raise ValueError(
+            f"The model {model.name!r} has no symbolic inputs, so its cost is unknown before it runs. "
+            "Build it with the functional API, or as a Sequential with an Input."
+        )
+    specs = []
+    for tensor in model.inputs:
+        if None in tensor.shape[1:]:
+            raise ValueError(
+                f"Input {tensor.name!r} of model {model.name!r} has shape {tuple(tensor.shape)}: "
+                "its cost depends on a dimension that is not known."
+            )
+        specs.append(tf.TensorSpec((batch_size, *tensor.shape[1:]), tensor.dtype))
+    return specs
+
+
+def _flops(operation: tf.Operation, uncounted: list[str]) -> int:
+    """FLOPs of one operation, with everything in the functions it calls."""
+    try:
+        return _matrix_flops(operation) + _nested_flops(operation, uncounted)
+    except UnknownShapeError:
+        uncounted.append(operation.name)
+        return 0
+
+
+def _matrix_flops(operation: tf.Operation) -> int:
+    """2 x (number of multiply-adds) of a matrix product or convolution, 0 for anything else."""
+    kind, inputs = operation.type, operation.inputs
+    if kind == "MatMul":
+        contracted = _dims(inputs[0])[0 if operation.get_attr("transpose_a") else 1]
+        return 2 * math.prod(_dims(operation.outputs[0])) * contracted
+    if kind in _MATMULS:
+        contracted = _dims(inputs[0])[-2 if operation.get_attr("adj_x") else -1]
+        return 2 * math.prod(_dims(operation.outputs[0])) * contracted
+    if kind in _CONVOLUTIONS:
+        # The filter is [kernel..., channels of a group, out channels].
+        return 2 * math.prod(_dims(operation.outputs[0])) * math.prod(_dims(inputs[1])[:-1])
+    if kind in _TRANSPOSED_CONVOLUTIONS:
+        return 2 * math.prod(_dims(inputs[2])) * math.prod(_dims(inputs[1])[:-1])
+    if kind in _DEPTHWISE:
+        return 2 * math.prod(_dims(operation.outputs[0])) * math.prod(_dims(inputs[1])[:2])
+    if kind == "Einsum":
+        return _einsum_flops(operation.get_attr("equation").decode(), [_dims(tensor) for tensor in inputs])
+    return 0
+
+
+def _einsum_flops(equation: str, shapes: Sequence[tuple[int, ...]]) -> int:
+    """2 x the product of all labels' sizes, where two operands are contracted."""
+    terms, result = equation.replace(" ", "").split("->")
+    sizes: dict[str, int] = {}
+    for term, shape in zip(terms.split(","), shapes, strict=True):
+        if "..." in term:
+            head, tail = term.split("...")
+            ellipsis = shape[len(head) : len(shape) - len(tail)]
+            # The last broadcast dimension is "-1", the one before it "-2", in every operand alike.
+            broadcast = [str(place - len(ellipsis)) for place in range(len(ellipsis))]
+            labels = [*head, *broadcast, *tail]
+        else:
+            labels = list(term)
+        for label, size in zip(labels, shape, strict=True):
+            sizes[label] = max(size, sizes.get(label, 1))
+    contracted = [label for label in sizes if label.isalpha() and label not in result]
+    return 2 * math.prod(sizes.values()) if len(shapes) == 2 and contracted else 0
+
+
+def _nested_flops(operation: tf.Operation, uncounted: list[str]) -> int:
+    """FLOPs of the functions that an operation calls: a loop's body times its trips, the dearest of branches."""
+    kind = operation.type
+    if kind in _CALLS:
+        return _function_flops(operation, operation.get_attr("f"), uncounted)
+    if kind in _BRANCHES:
+        branches = (
+            [operation.get_attr("then_branch"), operation.get_attr("else_branch")]
+            if kind.endswith("If")
+            else operation.get_attr("branches")
+        )
+        return max(_function_flops(operation, branch, uncounted) for branch in branches)
+    if kind in _LOOPS:
+        body = _function_flops(operation, operation.get_attr("body"), uncounted)
+        # Control flow v2 passes (counter, maximum_iterations, ...); Keras' recurrent layers set the maximum.
+        trips = tf.get_static_value(operation.inputs[1]) if body else 0
+        if trips is None or trips < 0:
+            raise UnknownShapeError(operation.name)
+        return body * int(trips)
+    return 0
+
+
+def _function_flops(operation: tf.Operation, function: Any, uncounted: list[str]) -> int:
+    # No public way leads from a call to the graph it calls (TensorFlow 2.21).
+    called = operation.graph._get_function(function.name)
+    return sum(_flops(inner, uncounted) for inner in called.graph.get_operations())
+
+
+def _saved_bytes(
+    forward: Iterable[tf.Operation],
+    backward: Iterable[tf.Operation],
+    sources: Iterable[tf.Tensor],
+    uncounted: list[str],
+) -> int:
+    """Bytes of the distinct forward tensors, dependent on `sources`, that the backward operations read."""
+    dependent = {tensor.ref() for tensor in sources}
+    made_forward = set(dependent)
+    for operation in forward:
+        made_forward.update(tensor.ref() for tensor in operation.outputs)
+        if operation.type not in _SHAPE_ONLY and any(tensor.ref() in dependent for tensor in operation.inputs):
+            dependent.update(tensor.ref() for tensor in operation.outputs)
+    saved: set[Any] = set()
+    for operation in backward:
+        if operation.type not in _SHAPE_ONLY:
+            saved.update(
+                _storage(tensor).ref()
+                for tensor in operation.inputs
+                if tensor.ref() in made_forward and tensor.ref() in dependent
+            )
+    total = 0
+    for reference in saved:
+        tensor = reference.deref()
+        try:
+            # Variants (the stacks of a loop) have no size of their own.
+            if not tensor.dtype.size or tensor.dtype == tf.variant:
+                raise UnknownShapeError(tensor.name)
+            total += math.prod(_dims(tensor)) * tensor.dtype.size
+        except UnknownShapeError:
+            uncounted.append(tensor.name)
+    return total
+
+
+def _storage(tensor: tf.Tensor) -> tf.Tensor:
+    """The tensor whose memory this one shares."""
+    while tensor.op.type in _VIEWS:
+        tensor = tensor.op.inputs[tensor.value_index if tensor.op.type == "IdentityN" else 0]
+    return tensor
+
+
+def _dims(tensor: tf.Tensor) -> tuple[int, ...]:
+    if not tensor.shape.is_fully_defined():
+        raise UnknownShapeError(tensor.name)
+    return tuple(tensor.shape.as_list())

@@ -1,0 +1,238 @@
+"""Batch normalisation that leaves padding out and can share its statistics between replicas.
+
+Shapes: m is the number of examples in a micro-batch (padding included), C the number of channels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+
+class _WeightStack(threading.local):
+    """Open `example_weights` contexts of this thread, innermost last.
+
+    Per thread, because MirroredStrategy traces every replica's function in a thread of its own.
+    """
+
+    def __init__(self) -> None:
+        self.weights: list[tf.Tensor] = []
+
+
+_stack = _WeightStack()
+
+
+@contextlib.contextmanager
+def example_weights(weight: tf.Tensor) -> Iterator[None]:
+    """Tells every `BatchNormalization` called inside how much each example counts.
+
+    Open it around the model's call, and around the gradient as well where layers are
+    rematerialised, since those are traced again on the way back.
+
+    Args:
+      weight: float32 [m], not negative. An example of weight 0 (padding) has no part in the
+        statistics; weights other than 1 make weighted moments. No gradient flows into it.
+    """
+    _stack.weights.append(tf.convert_to_tensor(weight, tf.float32))
+    try:
+        yield
+    finally:
+        _stack.weights.pop()
+
+
+def current_example_weights() -> tf.Tensor | None:
+    """The weights float32 [m] of the innermost open `example_weights`, or None."""
+    return _stack.weights[-1] if _stack.weights else None
+
+
+@keras.saving.register_keras_serializable(package="tfpar")
+class BatchNormalization(keras.layers.BatchNormalization):
+    """Batch normalisation (Ioffe and Szegedy 2015) with weighted moments.
+
+    With W = sum_i w_i over the examples (times positions) of the batch,
+
+        mean = sum_i w_i x_i / W,    variance = sum_i w_i (x_i - mean)^2 / W,
+
+    where the w_i come from `example_weights` and are 1 outside of it. If W is 0, the moving
+    statistics normalise and stay as they were. Statistics are computed in float32 under every
+    dtype policy, in two passes, so that a mean that is large against the deviation costs no digits.
+
+    With `synchronized=True` the sums run over all replicas, and the result is that of one device
+    holding the whole batch, to rounding. That costs two all-reduces of about C floats on the way
+    forward and one of 2C on the way back. Under MirroredStrategy, all-reducing within a replica is
+    a `merge_call`, which TensorFlow 2.21 refuses inside a nested `tf.function`, a `tf.while_loop`
+    or a `tf.cond`, and no all-reduce compiles with XLA outside of TPU: see
+    `uses_synchronized_statistics`.
+    """
+
+    def __init__(
+        self,
+        axis: int = -1,
+        *,
+        momentum: float = 0.99,
+        epsilon: float = 1e-3,
+        synchronized: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """Creates the layer.
+
+        Args:
+          axis: The channel dimension; not 0, which holds the examples.
+          momentum: Share of the old moving statistics that an update keeps.
+          epsilon: Added to the variance.
+          synchronized: Whether moments are taken over all replicas.
+          **kwargs: As for `keras.layers.BatchNormalization`.
+
+        Raises:
+          ValueError: `axis=0`, or `renorm=True`, which weighted moments do not support.
+        """
+        if axis == 0:
+            raise ValueError("BatchNormalization(axis=0): dimension 0 holds the examples, channels need another one.")
+        if kwargs.get("renorm"):
+            raise ValueError("BatchNormalization(renorm=True) is not supported: use keras.layers.BatchNormalization.")
+        super().__init__(axis, momentum=momentum, epsilon=epsilon, synchronized=synchronized, **kwargs)
+
+    def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
+        """Normalises a batch.
+
+        Args:
+          inputs: [m, ...] with C channels along `axis`.
+          training: Whether to use, and update, the statistics of the batch.
+          mask: Optional bool, the shape of `inputs` without its last dimension; False counts as weight 0.
+
+        Returns:
+          The normalised batch, of the shape of `inputs` and the layer's compute dtype.
+
+        Raises:
+          ValueError: The batch does not have as many examples as the open `example_weights`.
+        """
+        values = tf.cast(inputs, keras.backend.result_type(inputs.dtype, "float32"))
+        axis = self.axis % len(values.shape)
+        mean = tf.cast(self.moving_mean, values.dtype)
+        variance = tf.cast(self.moving_variance, values.dtype)
+        if training and self.trainable:
+            mean, variance = self._update(values, axis, mask, mean, variance)
+        shape = [1] * len(values.shape)
+        shape[axis] = values.shape[axis]
+        scale = tf.math.rsqrt(variance + self.epsilon)
+        if self.gamma is not None:
+            scale *= tf.cast(self.gamma, values.dtype)
+        # Centred before scaling: x * scale + (beta - mean * scale) would cancel where the mean is large.
+        outputs = (values - tf.reshape(mean, shape)) * tf.reshape(scale, shape)
+        if self.beta is not None:
+            outputs += tf.reshape(tf.cast(self.beta, values.dtype), shape)
+        return tf.cast(outputs, self.compute_dtype)
+
+    def _update(
+        self, values: tf.Tensor, axis: int, mask: Any, moving_mean: tf.Tensor, moving_variance: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """The batch's moments, after they have entered the moving statistics."""
+        weights = _position_weights(values, mask)
+        mean, variance, total = _moments(values, weights, axis, self.synchronized)
+        counts = total > 0.0
+        mean = tf.where(counts, mean, moving_mean)
+        variance = tf.where(counts, variance, moving_variance)
+        # With no weight the new value is the old one, bit for bit: old + (old - old) * (1 - momentum).
+        self.moving_mean.assign(moving_mean + (mean - moving_mean) * (1.0 - self.momentum))
+        self.moving_variance.assign(moving_variance + (variance - moving_variance) * (1.0 - self.momentum))
+        return mean, variance
+
+
+def uses_synchronized_statistics(model: keras.Model) -> bool:
+    """Whether a layer of the model all-reduces its statistics between replicas on the way forward.
+
+    Such a model cannot be compiled by XLA where there is more than one replica.
+
+    Args:
+      model: Any Keras model; nested models and Keras' own `BatchNormalization(synchronized=True)` are seen.
+    """
+    # `model.layers` stops at wrappers and custom layers; the private walk of Keras 3 does not.
+    return any(getattr(layer, "synchronized", False) is True for layer in model._flatten_layers())
+
+
+def _position_weights(values: tf.Tensor, mask: Any) -> tf.Tensor | None:
+    """Weights that broadcast against `values`: None where all count 1, [m, 1, ...], or [m, ..., 1] with a mask."""
+    weights = current_example_weights()
+    if weights is not None:
+        examples, expected = values.shape[0], weights.shape[0]
+        if examples is not None and expected is not None and examples != expected:
+            raise ValueError(
+                f"BatchNormalization received {examples} examples, but the step weights {expected}. A layer before "
+                "it folds other dimensions into the batch; normalise before folding, or use LayerNormalization."
+            )
+        weights = tf.reshape(tf.cast(weights, values.dtype), [-1] + [1] * (len(values.shape) - 1))
+    if mask is not None:
+        kept = tf.cast(tf.expand_dims(mask, -1), values.dtype)
+        weights = kept if weights is None else weights * kept
+    return weights
+
+
+def _moments(
+    values: tf.Tensor, weights: tf.Tensor | None, axis: int, synchronized: bool
+) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """Weighted mean [C], variance [C] and total weight [] of `values`, over all replicas if `synchronized`.
+
+    As in `tf.nn.moments`, the second derivative treats the mean inside the variance as constant.
+    """
+    channel_shape = [1] * len(values.shape)
+    channel_shape[axis] = values.shape[axis]
+    reduce_sum = _replica_sum if synchronized else _local
+
+    @tf.custom_gradient
+    def moments(x: tf.Tensor) -> tuple[tuple[tf.Tensor, tf.Tensor, tf.Tensor], Any]:
+        # The total rides along with the sums: one collective instead of two.
+        sums = reduce_sum(tf.concat([_weighted_sum(x, weights, axis), [_total_weight(x, weights, axis)]], axis=0))
+        total = sums[-1]
+        mean = tf.math.divide_no_nan(sums[:-1], total)
+        centred = x - tf.reshape(mean, channel_shape)
+        variance = tf.math.divide_no_nan(reduce_sum(_weighted_sum(tf.square(centred), weights, axis)), total)
+
+        def gradient(d_mean: tf.Tensor, d_variance: tf.Tensor, _: tf.Tensor) -> tf.Tensor:
+            # d mean / d x_i = w_i / W and d variance / d x_i = 2 w_i (x_i - mean) / W; the path from
+            # x_i over the mean to the variance adds up to 0. Every replica's loss depends on the shared
+            # moments, so their cotangents add up over replicas: one collective for both.
+            cotangents = tf.math.divide_no_nan(reduce_sum(tf.concat([d_mean, d_variance], axis=0)), total)
+            by_mean, by_variance = (tf.reshape(part, channel_shape) for part in tf.split(cotangents, 2))
+            d_x = by_mean + 2.0 * by_variance * (x - tf.reshape(mean, channel_shape))
+            return d_x if weights is None else d_x * weights
+
+        return (mean, variance, total), gradient
+
+    return moments(values)
+
+
+def _weighted_sum(values: tf.Tensor, weights: tf.Tensor | None, axis: int) -> tf.Tensor:
+    """Sum [C] of weights * values over all dims but `axis`."""
+    dims = [dim for dim in range(len(values.shape)) if dim != axis]
+    if weights is None:
+        return tf.reduce_sum(values, dims)
+    if all(size == 1 for size in weights.shape[1:]):
+        # One weight per example: sum each example first, which saves a pass over the whole batch.
+        per_example = tf.reduce_sum(values, dims[1:]) if len(dims) > 1 else values
+        return tf.reduce_sum(per_example * tf.reshape(weights, [-1, 1]), 0)
+    return tf.reduce_sum(values * weights, dims)
+
+
+def _total_weight(values: tf.Tensor, weights: tf.Tensor | None, axis: int) -> tf.Tensor:
+    """Total weight [] over examples and positions, in the dtype of `values`."""
+    positions = tf.size(values) // values.shape[axis]
+    if weights is None:
+        return tf.cast(positions, values.dtype)
+    return tf.reduce_sum(weights) * tf.cast(positions // tf.size(weights), values.dtype)
+
+
+def _local(value: tf.Tensor) -> tf.Tensor:
+    return value
+
+
+def _replica_sum(value: tf.Tensor) -> tf.Tensor:
+    """Sum over the replicas in step; the value itself where there is one, or outside a replica."""
+    context = tf.distribute.get_replica_context()
+    if context is None or context.num_replicas_in_sync == 1:
+        return value
+    return context.all_reduce(tf.distribute.ReduceOp.SUM, value)

@@ -1,0 +1,146 @@
+"""Peak arithmetic rate of the local device, the denominator of model FLOPs utilisation (MFU).
+
+MFU (Chowdhery et al. 2022, appendix B) is the model's own FLOPs a second, recomputation left out, over the peak.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+
+import tensorflow as tf
+
+from tfpar.config import PRECISIONS, unknown_name
+
+
+@dataclasses.dataclass(frozen=True)
+class PeakFlops:
+    """A peak rate and where it comes from.
+
+    Attributes:
+      flops: Floating point operations a second, a multiply-add being two.
+      source: Device, number format and origin, e.g. "NVIDIA H100 PCIe, bfloat16, data sheet".
+      per_host: True if the figure is for all cores of the host together, which its logical devices and local
+        processes share; False if it is for one device.
+    """
+
+    flops: float
+    source: str
+    per_host: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class _Gpu:
+    """Dense peak rates in TFLOP/s, without structured sparsity, from the vendor's data sheets; 0: not supported."""
+
+    float32: float
+    tf32: float
+    float16: float
+    bfloat16: float
+
+
+def _ampere(float32: float, tf32: float, half: float) -> _Gpu:
+    """A GPU of the Ampere generation or later: bfloat16 runs as fast as float16."""
+    return _Gpu(float32, tf32, half, half)
+
+
+# Words that must all occur in the device's name, as TensorFlow reports it; the first match counts.
+_GPUS: tuple[tuple[tuple[str, ...], _Gpu], ...] = (
+    (("GB200",), _ampere(80.0, 1250.0, 2500.0)),
+    (("B200",), _ampere(80.0, 1125.0, 2250.0)),
+    (("B100",), _ampere(60.0, 875.0, 1750.0)),
+    (("GH200",), _ampere(67.0, 494.7, 989.4)),
+    (("H200", "NVL"), _ampere(60.0, 417.5, 835.5)),
+    (("H200",), _ampere(67.0, 494.7, 989.4)),
+    (("H100", "NVL"), _ampere(60.0, 417.5, 835.5)),
+    (("H100", "PCIe"), _ampere(51.0, 378.0, 756.0)),
+    (("H100",), _ampere(67.0, 494.7, 989.4)),
+    (("A100",), _ampere(19.5, 156.0, 312.0)),
+    (("A40",), _ampere(37.4, 74.8, 149.7)),
+    (("A30",), _ampere(10.3, 82.0, 165.0)),
+    (("A10G",), _ampere(31.5, 35.0, 70.0)),
+    (("A10",), _ampere(31.2, 62.5, 125.0)),
+    (("L40S",), _ampere(91.6, 183.0, 362.1)),
+    (("L40",), _ampere(90.5, 90.5, 181.0)),
+    (("L4",), _ampere(30.3, 60.0, 121.0)),
+    (("RTX", "6000", "Ada"), _ampere(91.1, 182.1, 364.2)),
+    (("RTX", "A6000"), _ampere(38.7, 77.4, 154.8)),
+    (("RTX", "4090"), _ampere(82.6, 82.6, 165.2)),
+    (("RTX", "3090"), _ampere(35.6, 35.6, 71.0)),
+    (("V100", "PCIE"), _Gpu(14.0, 0.0, 112.0, 0.0)),
+    (("V100",), _Gpu(15.7, 0.0, 125.0, 0.0)),
+    (("T4",), _Gpu(8.1, 0.0, 65.0, 0.0)),
+    (("P100", "PCIE"), _Gpu(9.3, 0.0, 18.7, 0.0)),
+    (("P100",), _Gpu(10.6, 0.0, 21.2, 0.0)),
+)
+
+_MEASURING_SECONDS = 0.2
+
+
+def peak_flops(precision: str) -> PeakFlops:
+    """The best known peak rate of the first visible accelerator, or of this host's CPU.
+
+    NVIDIA GPUs are looked up in a table of data sheet figures (dense, no sparsity). Any other device is measured, in at
+    most 0.3 s, with a matrix product, and `source` says so: a measured figure is what the library reaches, so the MFU
+    against it reads higher than one against a data sheet.
+
+    Args:
+      precision: One of `tfpar.config.PRECISIONS`. float32 means TensorFloat-32 where the GPU has it and
+        TensorFlow may use it.
+
+    Raises:
+      ConfigError: An unknown precision.
+    """
+    if precision not in PRECISIONS:
+        raise unknown_name("--precision", precision, PRECISIONS)
+    dtype = precision.removeprefix("mixed_")
+    gpus = tf.config.get_visible_devices("GPU")
+    if not gpus:
+        return _measured("/CPU:0", "CPU of this host, all cores", "float32", per_host=True)
+    name = str(tf.config.experimental.get_device_details(gpus[0]).get("device_name", "GPU"))
+    tf32 = tf.config.experimental.tensor_float_32_execution_enabled()
+    return lookup_gpu(name, dtype, tf32) or _measured("/GPU:0", name, dtype, per_host=False)
+
+
+def lookup_gpu(name: str, dtype: str, tf32: bool) -> PeakFlops | None:
+    """The data sheet's figure for a GPU.
+
+    Args:
+      name: As TensorFlow reports it, e.g. "NVIDIA A100-SXM4-80GB".
+      dtype: "float32", "float16" or "bfloat16".
+      tf32: Whether float32 products may use TensorFloat-32.
+
+    Returns:
+      The peak of one device, or None where the GPU is not in the table.
+    """
+    for words, gpu in _GPUS:
+        if all(re.search(rf"\b{word}\b", name, re.IGNORECASE) for word in words):
+            rates = {"float32": gpu.float32, "float16": gpu.float16, "bfloat16": gpu.bfloat16}
+            if dtype == "float32" and tf32 and gpu.tf32:
+                return PeakFlops(gpu.tf32 * 1e12, f"{name}, TF32, data sheet", per_host=False)
+            if not rates[dtype]:
+                # What the GPU lacks is computed in float32.
+                return PeakFlops(gpu.float32 * 1e12, f"{name}, float32 in place of {dtype}, data sheet", per_host=False)
+            return PeakFlops(rates[dtype] * 1e12, f"{name}, {dtype}, data sheet", per_host=False)
+    return None
+
+
+def _measured(device: str, name: str, dtype: str, *, per_host: bool) -> PeakFlops:
+    """The best rate of a square matrix product within the time allowed."""
+    size = 768 if device.startswith("/CPU") else 4096
+    with tf.device(device):
+        a = tf.ones((size, size), dtype)
+        best = float("inf")
+        deadline = time.perf_counter() + _MEASURING_SECONDS
+        first = True
+        while first or time.perf_counter() < deadline:
+            start = time.perf_counter()
+            # One element is fetched, so that the clock stops when the device has finished.
+            tf.matmul(a, a)[0, 0].numpy()
+            # The first call includes what the library sets up.
+            best = best if first else min(best, time.perf_counter() - start)
+            first = False
+        if best == float("inf"):
+            best = time.perf_counter() - start
+    return PeakFlops(2 * size**3 / best, f"{name}, {dtype}, measured by a {size}x{size} matrix product", per_host)

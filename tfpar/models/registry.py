@@ -1,0 +1,176 @@
+"""Model builders by name.
+
+A builder is a function `(spec, *, keyword options) -> keras.Model`. Its keyword options are what
+`--model_args` may override, so its signature is the documentation and the check at once. One
+builder may serve several names, each with its own preset:
+
+    @register("resnet18", blocks=(2, 2, 2, 2))
+    @register("resnet34", blocks=(3, 4, 6, 3))
+    def resnet(spec: TaskSpec, *, blocks: Sequence[int], stem: str | None = None) -> keras.Model:
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import keras
+
+from tfpar.config import ConfigError, unknown_name
+
+TASKS = ("classification", "language_model")
+
+Builder = Callable[..., keras.Model]
+BuilderT = TypeVar("BuilderT", bound=Builder)
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskSpec:
+    """What a data set asks of a model.
+
+    Attributes:
+      task: "classification" (one label per example) or "language_model" (the next token at every position).
+      input_shape: Shape of one example, without the batch: (height, width, channels) for images,
+        (sequence_length,) for language models.
+      input_dtype: Its dtype, e.g. "float32", "uint8", or "int32" for tokens.
+      num_classes: Number of classes, or the vocabulary size of a language model.
+    """
+
+    task: str
+    input_shape: tuple[int, ...]
+    input_dtype: str
+    num_classes: int
+
+    def __post_init__(self) -> None:
+        if self.task not in TASKS:
+            raise unknown_name("task", self.task, TASKS)
+        # A shape read from JSON arrives as a list; equal specifications must compare equal.
+        object.__setattr__(self, "input_shape", tuple(int(size) for size in self.input_shape))
+        if any(size < 1 for size in self.input_shape):
+            raise ConfigError(f"input_shape={self.input_shape}: every dimension of an example must be at least 1.")
+        if self.num_classes < 1:
+            raise ConfigError(f"num_classes={self.num_classes}: a model needs at least one class.")
+        if self.task == "language_model":
+            if len(self.input_shape) != 1:
+                raise ConfigError(
+                    f"input_shape={self.input_shape}: a language model reads one sequence of tokens per example, "
+                    "so its shape is (sequence_length,)."
+                )
+            if not self.input_dtype.startswith(("int", "uint")):
+                raise ConfigError(f"input_dtype={self.input_dtype!r}: tokens are integers, e.g. 'int32'.")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Entry:
+    builder: Builder
+    preset: Mapping[str, Any]
+
+
+_BUILDERS: dict[str, _Entry] = {}
+
+
+def register(name: str, **preset: Any) -> Callable[[BuilderT], BuilderT]:
+    """Decorator that makes a builder known as `name`.
+
+    Args:
+      name: What `--model` selects.
+      **preset: Values of the builder's keyword options under this name; `--model_args` may still override them.
+
+    Raises:
+      ValueError: The name is taken, or the preset holds something the builder has no option for.
+    """
+
+    def decorate(builder: BuilderT) -> BuilderT:
+        if name in _BUILDERS:
+            raise ValueError(f"The model name {name!r} is already taken by {_BUILDERS[name].builder.__qualname__}.")
+        surplus = set(preset) - set(_options(builder))
+        if surplus:
+            raise ValueError(f"The preset of {name!r} sets {sorted(surplus)}, which {builder.__qualname__} lacks.")
+        _BUILDERS[name] = _Entry(builder, dict(preset))
+        return builder
+
+    return decorate
+
+
+def names() -> tuple[str, ...]:
+    """All registered model names, sorted."""
+    return tuple(sorted(_BUILDERS))
+
+
+def options(name: str) -> dict[str, Any]:
+    """The keyword options of a model with their values under this name.
+
+    Args:
+      name: A registered name.
+
+    Returns:
+      Option name to default value, in the order of the builder's signature.
+
+    Raises:
+      ConfigError: The name is not registered.
+    """
+    entry = _entry(name)
+    return {key: entry.preset.get(key, default) for key, default in _options(entry.builder).items()}
+
+
+def build(name: str, spec: TaskSpec, **overrides: Any) -> keras.Model:
+    """Builds a model with its weights initialised.
+
+    Weights are drawn from Keras' global generator: call `keras.utils.set_random_seed` before, and
+    build inside `strategy.scope()` where there is a strategy.
+
+    Args:
+      name: A registered name, see `names()`.
+      spec: What the data asks for.
+      **overrides: Keyword options of the builder, e.g. `activation="gelu"`.
+
+    Returns:
+      A built model from a batch [m, *spec.input_shape] to float32 logits: [m, num_classes] for
+      classification, [m, sequence_length, num_classes] for language models.
+
+    Raises:
+      ConfigError: An unknown name or option, a value that the builder refuses, or a task it is not for.
+    """
+    entry = _entry(name)
+    allowed = options(name)
+    for key in overrides:
+        if key not in allowed:
+            raise _unknown_option(name, key, allowed)
+    missing = [key for key, value in {**allowed, **overrides}.items() if value is inspect.Parameter.empty]
+    if missing:
+        raise ConfigError(f"--model={name} needs --model_args to set {', '.join(missing)}.")
+    try:
+        model = entry.builder(spec, **{**entry.preset, **overrides})
+    except ConfigError:
+        raise
+    except (TypeError, ValueError) as error:
+        given = ",".join(f"{key}={value}" for key, value in overrides.items()) or "(none)"
+        raise ConfigError(
+            f"--model={name} with --model_args={given} cannot be built for input shape {spec.input_shape} "
+            f"and {spec.num_classes} classes: {error}"
+        ) from error
+    model.name = name
+    return model
+
+
+def _entry(name: str) -> _Entry:
+    if name not in _BUILDERS:
+        raise unknown_name("--model", name, _BUILDERS)
+    return _BUILDERS[name]
+
+
+def _options(builder: Builder) -> dict[str, Any]:
+    """Keyword options of a builder with their defaults; `inspect.Parameter.empty` where there is none."""
+    parameters = list(inspect.signature(builder).parameters.values())[1:]
+    return {parameter.name: parameter.default for parameter in parameters}
+
+
+def _unknown_option(name: str, key: str, allowed: Mapping[str, Any]) -> ConfigError:
+    near = difflib.get_close_matches(key, allowed, n=1, cutoff=0.5)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return ConfigError(
+        f"--model_args: {key!r} is not an option of --model={name}.{hint} Its options: {', '.join(allowed)}."
+    )

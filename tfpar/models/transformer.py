@@ -1,0 +1,272 @@
+"""The layers that the transformer families are built of.
+
+Shape suffixes: m examples, T positions, D model width, H heads, K width of a head, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+from keras import ops
+
+from tfpar.models import common
+
+NORMALIZATIONS = ("layer", "rms")
+# The additive mask of attention; finite, because -inf - -inf is NaN in a row that is masked throughout.
+MASKED = -1e30
+EMBEDDING_STDDEV = 0.02
+
+
+def attention(query: Any, key: Any, value: Any, *, causal: bool) -> Any:
+    """Scaled dot-product attention (Vaswani et al. 2017, equation 1) with its softmax in float32.
+
+    The queries are scaled rather than the scores, which are T/K times larger, and the mask is a comparison of two
+    ranges, which XLA fuses into the softmax. `keras.ops.dot_product_attention` (3.15) computes the same, but
+    materialises a mask of the scores' full shape on TensorFlow.
+
+    Args:
+      query: [m, T, H, K] of the compute dtype.
+      key: As `query`.
+      value: As `query`.
+      causal: Whether position t sees positions 0 to t only.
+
+    Returns:
+      [m, T, H, K] of the dtype of `value`.
+    """
+    scores = ops.cast(ops.einsum("mthk,mshk->mhts", query * query.shape[-1] ** -0.5, key), "float32")
+    if causal:
+        positions = ops.arange(query.shape[1])
+        scores = ops.where(positions[:, None] >= positions[None, :], scores, MASKED)
+    weights = ops.cast(ops.softmax(scores, axis=-1), value.dtype)
+    return ops.einsum("mhts,mshk->mthk", weights, value)
+
+
+@keras.saving.register_keras_serializable(package="tfpar")
+class TransformerBlock(keras.layers.Layer):
+    """A pre-norm transformer block: x + attention(norm(x)), then x + mlp(norm(x)).
+
+    Query, key and value come from one product. Dropout acts on what each half adds to the residual stream.
+    """
+
+    def __init__(
+        self,
+        heads: int,
+        mlp_width: int,
+        *,
+        causal: bool,
+        activation: str = "gelu_tanh",
+        initializer: str = "truncated_normal",
+        normalization: str = "layer",
+        dropout: float = 0.0,
+        residual_scale: float = 1.0,
+        **kwargs: Any,
+    ) -> None:
+        """Creates the block.
+
+        Args:
+          heads: Number of attention heads; divides the model width.
+          mlp_width: Units of the hidden layer.
+          causal: Whether a position sees only itself and the ones before.
+          activation: One of `common.ACTIVATIONS`.
+          initializer: Of the kernels, one of `common.INITIALIZERS`.
+          normalization: "layer" or "rms".
+          dropout: Rate on both residual branches.
+          residual_scale: Factor on the initial kernels that write to the residual stream; GPT-2 uses
+            1 / sqrt(2 * depth), so that its variance does not grow with depth (Radford et al. 2019, section 2.3).
+          **kwargs: As for `keras.layers.Layer`.
+        """
+        super().__init__(**kwargs)
+        self.heads = heads
+        self.mlp_width = mlp_width
+        self.causal = causal
+        self.activation = activation
+        self.initializer = initializer
+        self.normalization = normalization
+        self.dropout = dropout
+        self.residual_scale = residual_scale
+
+    def build(self, input_shape: tuple[int | None, ...]) -> None:
+        """Creates the weights for inputs [m, T, D].
+
+        Raises:
+          ValueError: D does not divide by the number of heads.
+        """
+        width = int(input_shape[-1] or 0)
+        if width % self.heads:
+            raise ValueError(f"width={width} does not divide by heads={self.heads}; choose heads that divide the width")
+        self.attention_norm = make_norm(self.normalization, "attention_norm", self.dtype_policy)
+        self.qkv = self._dense(3 * width, "qkv")
+        self.attention_out = self._dense(width, "attention_out", self.residual_scale)
+        self.mlp_norm = make_norm(self.normalization, "mlp_norm", self.dtype_policy)
+        self.mlp_in = self._dense(self.mlp_width, "mlp_in")
+        self.mlp_out = self._dense(width, "mlp_out", self.residual_scale)
+        for layer in (self.attention_norm, self.qkv, self.attention_out, self.mlp_norm, self.mlp_in):
+            layer.build(input_shape)
+        self.mlp_out.build((*input_shape[:-1], self.mlp_width))
+        # Two layers, since each draws from a random state of its own.
+        self.attention_dropout = self._make_dropout("attention_dropout")
+        self.mlp_dropout = self._make_dropout("mlp_dropout")
+
+    def call(self, inputs: Any, training: bool | None = None) -> Any:
+        """Maps [m, T, D] to [m, T, D] in the compute dtype."""
+        positions, width = inputs.shape[1:]
+        qkv = ops.reshape(self.qkv(self.attention_norm(inputs)), (-1, positions, 3, self.heads, width // self.heads))
+        x = attention(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], causal=self.causal)
+        x = self.attention_out(ops.reshape(x, (-1, positions, width)))
+        if self.attention_dropout is not None:
+            x = self.attention_dropout(x, training=training)
+        inputs = inputs + x
+        x = self.mlp_in(self.mlp_norm(inputs))
+        x = self.mlp_out(common.resolve_activation(self.activation)(x))
+        if self.mlp_dropout is not None:
+            x = self.mlp_dropout(x, training=training)
+        return inputs + x
+
+    def compute_output_shape(self, input_shape: tuple[int | None, ...]) -> tuple[int | None, ...]:
+        return input_shape
+
+    def get_config(self) -> dict[str, Any]:
+        keys = (
+            "heads",
+            "mlp_width",
+            "causal",
+            "activation",
+            "initializer",
+            "normalization",
+            "dropout",
+            "residual_scale",
+        )
+        return {**super().get_config(), **{key: getattr(self, key) for key in keys}}
+
+    def _dense(self, units: int, name: str, scale: float = 1.0) -> keras.layers.Dense:
+        initializer: Any = common.resolve_initializer(self.initializer)
+        if scale != 1.0:
+            initializer = ScaledInitializer(initializer, scale)
+        return keras.layers.Dense(units, kernel_initializer=initializer, dtype=self.dtype_policy, name=name)
+
+    def _make_dropout(self, name: str) -> keras.layers.Dropout | None:
+        # A rate of 0 leaves no layer behind, hence no random state in checkpoints.
+        return keras.layers.Dropout(self.dropout, dtype=self.dtype_policy, name=name) if self.dropout else None
+
+
+@keras.saving.register_keras_serializable(package="tfpar")
+class ScaledInitializer(keras.initializers.Initializer):
+    """Another initialiser's values times a constant."""
+
+    def __init__(self, initializer: Any, scale: float) -> None:
+        self.initializer = keras.initializers.get(initializer)
+        self.scale = scale
+
+    def __call__(self, shape: Any, dtype: Any = None) -> Any:
+        return self.initializer(shape, dtype=dtype) * self.scale
+
+    def get_config(self) -> dict[str, Any]:
+        return {"initializer": keras.initializers.serialize(self.initializer), "scale": self.scale}
+
+
+@keras.saving.register_keras_serializable(package="tfpar")
+class PositionEmbedding(keras.layers.Layer):
+    """Adds a learned vector per position to [m, T, D]."""
+
+    def build(self, input_shape: tuple[int | None, ...]) -> None:
+        """Creates the table [T, D], drawn from a normal distribution of deviation 0.02."""
+        self.embeddings = self.add_weight(
+            shape=input_shape[1:],
+            initializer=keras.initializers.TruncatedNormal(stddev=EMBEDDING_STDDEV),
+            name="embeddings",
+        )
+
+    def call(self, inputs: Any) -> Any:
+        """Adds the table to every example."""
+        return inputs + self.embeddings
+
+    def compute_output_shape(self, input_shape: tuple[int | None, ...]) -> tuple[int | None, ...]:
+        return input_shape
+
+
+@keras.saving.register_keras_serializable(package="tfpar")
+class ClassToken(keras.layers.Layer):
+    """Puts a learned vector in front of the sequence: [m, T, D] to [m, 1 + T, D]."""
+
+    def build(self, input_shape: tuple[int | None, ...]) -> None:
+        """Creates the vector [1, 1, D], initially 0."""
+        self.embedding = self.add_weight(shape=(1, 1, input_shape[-1]), initializer="zeros", name="embedding")
+
+    def call(self, inputs: Any) -> Any:
+        """Prepends the vector to every example."""
+        # Broadcast by addition to a zeroed slice: the batch size may be unknown while tracing.
+        token = ops.zeros_like(inputs[:, :1]) + self.embedding
+        return ops.concatenate([token, inputs], axis=1)
+
+    def compute_output_shape(self, input_shape: tuple[int | None, ...]) -> tuple[int | None, ...]:
+        examples, positions, width = input_shape
+        return (examples, None if positions is None else positions + 1, width)
+
+
+@keras.saving.register_keras_serializable(package="tfpar")
+class TokenEmbedding(keras.layers.Layer):
+    """Token vectors, and with `reverse=True` the logits over the same table (Press and Wolf 2016)."""
+
+    def __init__(self, vocabulary: int, width: int, *, logits_dtype: str = "float32", **kwargs: Any) -> None:
+        """Creates the layer.
+
+        Args:
+          vocabulary: Number of tokens, V.
+          width: Width of a vector, D.
+          logits_dtype: Dtype that the reverse product computes in. Logits are float32 either way.
+          **kwargs: As for `keras.layers.Layer`.
+        """
+        super().__init__(**kwargs)
+        self.vocabulary = vocabulary
+        self.width = width
+        self.logits_dtype = logits_dtype
+
+    def build(self, input_shape: tuple[int | None, ...] | None = None) -> None:
+        """Creates the table [V, D], drawn from a normal distribution of deviation 0.02."""
+        self.embeddings = self.add_weight(
+            shape=(self.vocabulary, self.width),
+            initializer=keras.initializers.TruncatedNormal(stddev=EMBEDDING_STDDEV),
+            name="embeddings",
+        )
+
+    def call(self, inputs: Any, reverse: bool = False) -> Any:
+        """Looks tokens up, or scores vectors against every token.
+
+        Args:
+          inputs: Integer tokens [m, T], or vectors [m, T, D] with `reverse`.
+          reverse: Whether to compute logits.
+
+        Returns:
+          Vectors [m, T, D], or float32 logits [m, T, V].
+        """
+        if not reverse:
+            return ops.take(self.embeddings, inputs, axis=0)
+        table = ops.transpose(ops.cast(self.embeddings, self.logits_dtype))
+        return ops.cast(ops.matmul(ops.cast(inputs, self.logits_dtype), table), "float32")
+
+    def compute_output_spec(self, inputs: Any, reverse: bool = False) -> keras.KerasTensor:
+        """Shape and dtype of `call`'s result; by hand, since `compute_output_shape` cannot see `reverse`."""
+        if reverse:
+            return keras.KerasTensor((*inputs.shape[:-1], self.vocabulary), dtype="float32")
+        return keras.KerasTensor((*inputs.shape, self.width), dtype=self.compute_dtype)
+
+    def get_config(self) -> dict[str, Any]:
+        return {
+            **super().get_config(),
+            "vocabulary": self.vocabulary,
+            "width": self.width,
+            "logits_dtype": self.logits_dtype,
+        }
+
+
+def make_norm(normalization: str, name: str, dtype: Any = None) -> keras.layers.Layer:
+    """A normalisation over the model width by name, "layer" or "rms"; statistics in float32 under every policy.
+
+    Raises:
+      ConfigError: An unknown name.
+    """
+    common.check_choice("normalization", normalization, NORMALIZATIONS)
+    if normalization == "rms":
+        return keras.layers.RMSNormalization(epsilon=1e-6, dtype=dtype, name=name)
+    return keras.layers.LayerNormalization(epsilon=1e-5, dtype=dtype, name=name)

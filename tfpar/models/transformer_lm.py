@@ -1,0 +1,81 @@
+"""Decoder-only transformer language models (Radford et al. 2019)."""
+
+from __future__ import annotations
+
+import math
+
+import keras
+
+from tfpar.models import common
+from tfpar.models.registry import TaskSpec, register
+from tfpar.models.transformer import NORMALIZATIONS, PositionEmbedding, TokenEmbedding, TransformerBlock, make_norm
+
+
+@register("transformer_lm_tiny", width=128, depth=4, heads=4)
+@register("transformer_lm_small", width=512, depth=8, heads=8)
+@register("transformer_lm_gpt2", width=768, depth=12, heads=12)
+def transformer_lm(
+    spec: TaskSpec,
+    *,
+    width: int = 128,
+    depth: int = 4,
+    heads: int = 4,
+    mlp_ratio: int = 4,
+    tied_embeddings: bool = True,
+    float32_logits: bool = True,
+    activation: str = "gelu_tanh",
+    initializer: str = "truncated_normal",
+    normalization: str = "layer",
+    dropout: float = 0.0,
+) -> keras.Model:
+    """Token and learned position embeddings, causal pre-norm blocks, logits for the next token at every position.
+
+    With width 768, depth 12, a vocabulary of 50,257 and 1,024 positions this is the 124M-parameter GPT-2.
+
+    Args:
+      spec: A language model task; its sequence length is the context length.
+      width: Width of the residual stream.
+      depth: Number of blocks.
+      heads: Attention heads; divides `width`.
+      mlp_ratio: Hidden units of a block's MLP over `width`.
+      tied_embeddings: Whether the logits use the token embeddings' table rather than one of their own.
+      float32_logits: Whether the last product computes in float32 under a mixed precision policy. False computes it
+        in the policy's compute dtype and casts the result, which is faster where the vocabulary is large.
+      activation: One of `common.ACTIVATIONS`.
+      initializer: Of the blocks' kernels, one of `common.INITIALIZERS`; those that write to the residual stream are
+        scaled by 1 / sqrt(2 * depth).
+      normalization: "layer" or "rms".
+      dropout: Rate after the embeddings and on every residual branch.
+
+    Raises:
+      ConfigError: Another task, or an option out of its range.
+    """
+    common.check_task(spec, "language_model", "transformer_lm")
+    rate = common.check_fraction("dropout", dropout)
+    common.check_transformer(width, depth, heads, mlp_ratio)
+    logits_dtype = "float32" if float32_logits else keras.config.dtype_policy().compute_dtype
+    # The table keeps float32 throughout: looking it up is cheap, and the logits decide their own dtype.
+    embedding = TokenEmbedding(
+        spec.num_classes, width, logits_dtype=logits_dtype, dtype="float32", name="token_embedding"
+    )
+    inputs = keras.Input(spec.input_shape, dtype=spec.input_dtype, name="inputs")
+    x = PositionEmbedding(name="position_embedding")(embedding(inputs))
+    if rate:
+        x = keras.layers.Dropout(rate, name="embedding_dropout")(x)
+    for index in range(depth):
+        x = TransformerBlock(
+            heads,
+            mlp_ratio * width,
+            causal=True,
+            activation=common.check_choice("activation", activation, common.ACTIVATIONS),
+            initializer=common.check_choice("initializer", initializer, common.INITIALIZERS),
+            normalization=common.check_choice("normalization", normalization, NORMALIZATIONS),
+            dropout=rate,
+            residual_scale=1.0 / math.sqrt(2.0 * depth),
+            name=f"block{index}",
+        )(x)
+    x = make_norm(normalization, "final_norm")(x)
+    if tied_embeddings:
+        return keras.Model(inputs, embedding(x, reverse=True))
+    head = TokenEmbedding(spec.num_classes, width, logits_dtype=logits_dtype, dtype="float32", name="logits")
+    return keras.Model(inputs, head(x, reverse=True))

@@ -1,0 +1,96 @@
+"""Vision transformers (Dosovitskiy et al. 2020)."""
+
+from __future__ import annotations
+
+import keras
+
+from tfpar.models import common
+from tfpar.models.registry import TaskSpec, register
+from tfpar.models.transformer import NORMALIZATIONS, ClassToken, PositionEmbedding, TransformerBlock, make_norm
+
+POOLS = ("token", "mean")
+# patch_size=None takes the first of these that divides the image into at least MIN_PATCHES along each side.
+PATCH_SIZES = (16, 8, 4, 2, 1)
+MIN_PATCHES = 4
+
+
+@register("vit", width=192, depth=6, heads=3)
+@register("vit_tiny", width=192, depth=12, heads=3)
+@register("vit_small", width=384, depth=12, heads=6)
+@register("vit_base", width=768, depth=12, heads=12)
+def vit(
+    spec: TaskSpec,
+    *,
+    width: int = 192,
+    depth: int = 12,
+    heads: int = 3,
+    mlp_ratio: int = 4,
+    patch_size: int | None = None,
+    pool: str = "token",
+    activation: str = "gelu",
+    initializer: str = "glorot_uniform",
+    normalization: str = "layer",
+    dropout: float = 0.0,
+) -> keras.Model:
+    """Patches as tokens, learned positions, pre-norm encoder blocks, linear classifier.
+
+    Args:
+      spec: A classification task with examples [height, width, channels].
+      width: Width of the residual stream.
+      depth: Number of blocks.
+      heads: Attention heads; divides `width`.
+      mlp_ratio: Hidden units of a block's MLP over `width`.
+      patch_size: Side of a patch in pixels; divides both sides of the image. None takes the largest power of two up
+        to 16 that leaves at least 4 patches a side.
+      pool: What is classified: a class "token", or the "mean" over patches.
+      activation: One of `common.ACTIVATIONS`.
+      initializer: Of the blocks' kernels, one of `common.INITIALIZERS`.
+      normalization: "layer" or "rms".
+      dropout: Rate after the positions and on every residual branch.
+
+    Raises:
+      ConfigError: Another task or shape, a patch size that does not fit, or an option out of its range.
+    """
+    common.check_image(spec, "vit")
+    common.check_choice("pool", pool, POOLS)
+    rate = common.check_fraction("dropout", dropout)
+    common.check_transformer(width, depth, heads, mlp_ratio)
+    patch_size = _patch_size(spec, patch_size)
+    inputs, x = common.input_layer(spec)
+    # The product of a patch with a matrix, so the initialiser sees the patch as its fan-in.
+    x = keras.layers.Conv2D(
+        width, patch_size, strides=patch_size, kernel_initializer="lecun_normal", name="patch_embedding"
+    )(x)
+    x = keras.layers.Reshape((x.shape[1] * x.shape[2], width), name="tokens")(x)
+    if pool == "token":
+        x = ClassToken(name="class_embedding")(x)
+    x = PositionEmbedding(name="position_embedding")(x)
+    if rate:
+        x = keras.layers.Dropout(rate, name="embedding_dropout")(x)
+    for index in range(depth):
+        x = TransformerBlock(
+            heads,
+            mlp_ratio * width,
+            causal=False,
+            activation=common.check_choice("activation", activation, common.ACTIVATIONS),
+            initializer=common.check_choice("initializer", initializer, common.INITIALIZERS),
+            normalization=common.check_choice("normalization", normalization, NORMALIZATIONS),
+            dropout=rate,
+            name=f"block{index}",
+        )(x)
+    x = make_norm(normalization, "final_norm")(x)
+    x = x[:, 0] if pool == "token" else keras.layers.GlobalAveragePooling1D(name="average")(x)
+    return keras.Model(inputs, common.classifier(x, spec, dropout=0.0))
+
+
+def _patch_size(spec: TaskSpec, patch_size: int | None) -> int:
+    """The patch size that was asked for, checked, or the one that suits the image."""
+    height, width, _ = spec.input_shape
+    if patch_size is None:
+        fitting = [size for size in PATCH_SIZES if height % size == 0 and width % size == 0]
+        large_enough = [size for size in fitting if min(height, width) // size >= MIN_PATCHES]
+        return (large_enough or fitting[-1:])[0]
+    (patch_size,) = common.check_sizes("patch_size", patch_size)
+    if height % patch_size or width % patch_size:
+        raise ValueError(f"patch_size={patch_size} does not divide the image of {height}x{width} pixels")
+    return patch_size

@@ -1,0 +1,341 @@
+"""Asynchronous training with parameter servers (Dean et al. 2012, Downpour SGD).
+
+The variables live on the parameter servers. The chief hands out numbered updates; a worker that takes number k
+fetches exactly the examples that belong to it, pulls the weights, computes a gradient and pushes it, without waiting
+for anybody. A worker that dies loses nothing: its update is handed to another. What a gradient was computed on may be
+a few updates old by the time it is applied; that is the price, and why runs are not reproducible.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import functools
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfpar import inputs, precision
+from tfpar.config import ConfigError
+from tfpar.training import checkpoints, report, run_state, samples
+from tfpar.training.pace import next_multiple
+
+if TYPE_CHECKING:
+    from tfpar.training.trainer import Trainer
+
+# Enough that no worker waits for the chief, few enough that a gradient is not computed on very old weights.
+_IN_FLIGHT_PER_WORKER = 2
+_REPORT_SECONDS = 0.5
+
+
+class AsynchronousRun:
+    """One call of `Trainer.fit` under `parameter_server`. An update is the push of one worker.
+
+    Args:
+      trainer: A trainer on the chief.
+      train: Training examples. They are read on the workers, so they must be portable: in memory or generated.
+      validation: Examples that the chief evaluates on, beside the training.
+      steps: Updates in all.
+      epochs: Passes over the examples, instead of `steps`.
+
+    Raises:
+      ConfigError: A combination that asynchronous training does not support.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        train: inputs.Source,
+        validation: inputs.Source | None,
+        steps: int | None,
+        epochs: float | None,
+    ) -> None:
+        _check(trainer, train)
+        self.trainer, self.train, self.validation = trainer, train, validation
+        self.config, self.plan = trainer.config, trainer.plan
+        self.pipeline = trainer.pipeline(train, training=True)
+        self.updates_per_epoch = self.pipeline.updates_per_epoch * self.plan.workers
+        self.total = report.total_steps(self.config.train, steps, epochs, self.updates_per_epoch)
+        self.schedule = trainer.learning_rate_schedule(self.total)
+        self.monitor = report.build_monitor(trainer, self.total)
+        self.steps_done = 0
+        self.skipped = 0
+        self.train_loss = float("nan")
+        self.results: dict[str, float] = {}
+        self.sidecar_length = 0
+        self.checkpointer = (
+            checkpoints.Checkpointer(
+                self.config.checkpoint.workdir,
+                keep=self.config.checkpoint.keep_checkpoints,
+                warn=self.monitor.message,
+            )
+            if self.config.checkpoint.workdir
+            else None
+        )
+        self._best: float | None = None
+        self._coordinator = tf.distribute.coordinator.ClusterCoordinator(trainer.strategy)
+        self._push = tf.function(self._push_update, autograph=False)
+        self._server_optimizer = _on_servers(trainer.optimizer, trainer.strategy)
+        core = trainer.core
+        jit_compile = trainer.jit_compile or None
+        self._gradients = tf.function(core.accumulate, jit_compile=jit_compile, autograph=False)
+        self._evaluate_batch = tf.function(core.evaluate, jit_compile=jit_compile, autograph=False)
+        self._evaluator = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="evaluation")
+        self._evaluation: concurrent.futures.Future[tuple[int, dict[str, float]]] | None = None
+
+    @property
+    def failures(self) -> list[str]:
+        """Checkpoints that could not be written."""
+        return self.checkpointer.failures if self.checkpointer else []
+
+    def run(self) -> dict[str, Any]:
+        """Announces, resumes, hands out updates until all are done, and writes the results."""
+        report.announce(self.monitor, self.trainer, self.pipeline, self.train)
+        self._resume_or_warm_start()
+        every = self.config.train.eval_every or max(1, min(self.updates_per_epoch, self.total))
+        saves = self.config.checkpoint.checkpoint_every or every
+        last = min(self.total, self.steps_done + (self.config.train.stop_after or self.total))
+        with self.monitor.session():
+            while self.steps_done < last:
+                step = self.steps_done
+                until = min(last, next_multiple(step, every), next_multiple(step, saves))
+                self._train_until(until)
+                if until % every == 0 and until < last:
+                    self._start_evaluation()
+                if until % saves == 0 or until == last:
+                    self._save()
+            return self._finish()
+
+    def _train_until(self, until: int) -> None:
+        """Hands out updates up to number `until` and waits for all of them."""
+        window = _IN_FLIGHT_PER_WORKER * self.plan.workers
+        pending: collections.deque[Any] = collections.deque()
+        finished: list[Any] = []
+        following, reported = self.steps_done, time.perf_counter()
+        while self.steps_done + len(finished) < until:
+            while following < until and len(pending) < window:
+                pending.append(self._coordinator.schedule(self._push, args=(tf.constant(following, tf.int64),)))
+                following += 1
+            finished.append(pending.popleft().fetch())
+            now = time.perf_counter()
+            if now - reported >= _REPORT_SECONDS or self.steps_done + len(finished) == until:
+                self._report(finished, now - reported)
+                finished, reported = [], now
+                self._collect_evaluation(wait=False)
+
+    def _push_update(self, update: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        """One update, on a worker: fetch, pull, compute, push."""
+        trainer = self.trainer
+        model = trainer.model
+        began = tf.timestamp()
+        batch = self.pipeline.batch(update // self.plan.workers, update % self.plan.workers)
+        with tf.control_dependencies([batch[2]]):
+            fetched = tf.timestamp()
+            params = [variable.value.read_value() for variable in model.trainable_variables]
+            state = [variable.value.read_value() for variable in model.non_trainable_variables]
+        seed = tf.random.fold_in(tf.constant([self.config.train.seed, 0]), tf.cast(update, tf.int32), alg="philox")
+        sums = self._gradients(params, state, batch, seed, None)
+        count = tf.maximum(sums.count, 1e-30)
+        mean = [gradient / count for gradient in sums.gradients]
+        norm = tf.linalg.global_norm(mean)
+        if self.config.optimizer.clip_norm:
+            factor = self.config.optimizer.clip_norm / tf.maximum(norm, self.config.optimizer.clip_norm)
+            mean = [gradient * factor for gradient in mean]
+        finite = tf.math.is_finite(norm) & tf.math.is_finite(sums.loss) & (sums.count > 0)
+        with tf.control_dependencies([norm]):
+            computed = tf.timestamp()
+        rate = tf.cast(
+            self.schedule(update) if self.schedule is not None else trainer.optimizer.learning_rate, tf.float32
+        )
+
+        def push() -> tf.Tensor:
+            vars(self._server_optimizer)["_rate"] = rate
+            self._server_optimizer.apply(mean, model.trainable_variables)
+            for variable, old, new in zip(model.non_trainable_variables, state, sums.state, strict=True):
+                if tf.as_dtype(variable.dtype).is_floating:  # batch statistics: every worker moves them a little
+                    variable.value.assign_add(new - old)
+            return tf.constant(True)
+
+        pushed = tf.cond(finite, push, lambda: tf.constant(False))
+        with tf.control_dependencies([pushed]):
+            done = tf.timestamp()
+        zero = tf.zeros([], tf.float64)
+        durations = tf.stack([fetched - began, computed - fetched, zero, done - computed, done - began])
+        return sums.loss / count, sums.count, finite, norm, rate, durations, *sums.metrics
+
+    def _report(self, finished: Sequence[Any], seconds: float) -> None:
+        losses, counts, finite, norms, rates, durations, *metrics = (np.stack(column) for column in zip(*finished, strict=True))
+        self.steps_done += len(finished)
+        self.skipped += int(np.sum(~finite))
+        if finite.any():
+            self.train_loss = float(losses[finite].mean())
+        # Workers overlap: their shares of an update are scaled to the time that passes between updates here.
+        durations = durations * (seconds / max(durations[:, 4].sum(), 1e-9))
+        kept = [column[finite].sum(axis=0) for column in metrics]
+        scalars = {
+            "learning_rate": float(rates[-1]),
+            "gradient_norm": float(norms[-1]),
+            "skipped_steps": float(self.skipped),
+            **self.trainer.core.metric_results(kept),
+        }
+        self.monitor.on_steps(self.steps_done, losses, durations, scalars, examples=counts)
+
+    def _start_evaluation(self) -> None:
+        """Evaluates a snapshot of the weights on the chief, beside the training."""
+        if self.validation is None:
+            return
+        self._collect_evaluation(wait=True)
+        self._evaluation = self._evaluator.submit(self._evaluate, self.steps_done, *self._snapshot())
+
+    def _snapshot(self) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        with tf.device(self._chief_device()):
+            model = self.trainer.model
+            return (
+                [tf.identity(variable.value) for variable in self.trainer.evaluated_weights()],
+                [tf.identity(variable.value) for variable in model.non_trainable_variables],
+            )
+
+    def _chief_device(self) -> str:
+        return "/job:chief/replica:0/task:0/device:CPU:0"
+
+    def _evaluate(self, step: int, params: list[tf.Tensor], state: list[tf.Tensor]) -> tuple[int, dict[str, float]]:
+        assert self.validation is not None
+        core = self.trainer.core
+        total: list[np.ndarray] | None = None
+        with tf.device(self._chief_device()):
+            pipeline = inputs.Pipeline(
+                self.validation, self.config.input, accumulate_steps=1, replicas=1, workers=1, seed=0, training=False
+            )
+            for batch in pipeline.dataset(0, 1):
+                sums = self._evaluate_batch(params, state, batch)
+                row = [np.asarray(part, np.float64) for part in (sums.loss, sums.count, *sums.metrics)]
+                total = row if total is None else [a + b for a, b in zip(total, row, strict=True)]
+            if total is None:
+                return step, {}
+            loss, count, *metrics = total
+            return step, {"loss": float(loss / count), "examples": float(count), **core.metric_results(metrics)}
+
+    def _collect_evaluation(self, *, wait: bool) -> None:
+        if self._evaluation is None or not (wait or self._evaluation.done()):
+            return
+        step, self.results = self._evaluation.result()
+        self._evaluation = None
+        self.monitor.on_evaluation(step, self.results)
+
+    def _save(self) -> None:
+        if self.checkpointer is None:
+            return
+        loss = self.results.get("loss")
+        best = loss is not None and (self._best is None or loss < self._best)
+        self._best = loss if best else self._best
+        self.checkpointer.save(
+            checkpoints.Checkpoint(
+                step=self.steps_done,
+                arrays=run_state.snapshot(self.trainer.variables()),
+                exchange={},
+                run={
+                    "seed": self.config.train.seed,
+                    "input": {"update": self.steps_done, "fingerprint": self.train.info.fingerprint},
+                    "best": self._best,
+                    "skipped": self.skipped,
+                },
+                config=self.config.as_flat_dict(),
+            ),
+            best=best,
+        )
+
+    def _resume_or_warm_start(self) -> None:
+        checkpoint = self.checkpointer.latest() if self.checkpointer else None
+        if checkpoint is None:
+            if self.config.checkpoint.warm_start:
+                run_state.warm_start(self.trainer.model, self.config.checkpoint.warm_start, self.monitor.message)
+            return
+        run_state.check_data(checkpoint.run, self.train.info.fingerprint, self.config)
+        run_state.restore(self.trainer.variables(), checkpoint.arrays)
+        self.steps_done, self.skipped = checkpoint.step, checkpoint.run["skipped"]
+        self._best = checkpoint.run["best"]
+        self.monitor.message(f"resumed from update {checkpoint.step} of {self.config.checkpoint.workdir}")
+
+    def _finish(self) -> dict[str, Any]:
+        self._collect_evaluation(wait=True)
+        finished = self.steps_done >= self.total
+        if finished and self.validation is not None:
+            self._start_evaluation()
+            self._collect_evaluation(wait=True)
+            samples.write_text(self.monitor, self.trainer, self.validation, self.steps_done)
+        self._evaluator.shutdown()
+        if self.checkpointer:
+            self.checkpointer.close()
+        summary = report.summary(self, run_state.params_sha256(self.trainer.model.trainable_variables))
+        if finished:
+            report.write_results(self, summary)
+        else:
+            self.monitor.message(f"stopped after update {self.steps_done} of {self.total}; start again to go on")
+        return summary
+
+
+def _check(trainer: Trainer, train: inputs.Source) -> None:
+    config = trainer.config
+    if not train.portable:
+        raise ConfigError(
+            f"--dataset={config.input.dataset}: with --strategy=parameter_server the workers read examples by number, and "
+            "this source reads files through Python on the chief. Use --cache=memory, or a synchronous strategy."
+        )
+    if precision.uses_loss_scale(config.precision.precision):
+        raise ConfigError(
+            f"--precision={config.precision.precision}: loss scaling needs replicas that agree on overflow, and "
+            "parameter_server has none. Use --precision=mixed_bfloat16."
+        )
+    if config.optimizer.ema or config.schedule.schedule == "plateau":
+        raise ConfigError("--ema and --schedule=plateau need updates in order; parameter_server has no order. Leave them out.")
+
+
+class _ServerUpdate(keras.optimizers.Optimizer):
+    """Applies updates where the variables are, from inside a `tf.cond`.
+
+    Keras 3.15 wraps its updates in `maybe_merge_call`, which under ParameterServerStrategy (TensorFlow 2.21) asks for a
+    replica context that a function scheduled by the coordinator does not have. Here the update goes straight to
+    `strategy.extended.update`, which places it on the variable's server. `_on_servers` puts this class between the
+    optimizer's own class and Keras' TensorFlow backend.
+    """
+
+    def _get_current_learning_rate(self) -> Any:
+        return self._rate
+
+    def _backend_update_step(
+        self, grads: Sequence[tf.Tensor], trainable_variables: Sequence[keras.Variable], learning_rate: Any
+    ) -> None:
+        pairs = [(gradient, variable.value) for gradient, variable in zip(grads, trainable_variables, strict=True)]
+        self._distributed_tf_update_step(self._strategy, pairs, learning_rate)
+
+    def _apply_weight_decay(self, variables: Sequence[keras.Variable]) -> None:
+        if self.weight_decay is None:
+            return
+
+        def decay(variable: tf.Variable, factor: tf.Tensor) -> None:
+            variable.assign_sub(variable * factor)
+
+        for variable in variables:
+            if self._use_weight_decay(variable):
+                factor = tf.cast(self.learning_rate * self.weight_decay, variable.dtype)
+                self._strategy.extended.update(variable.value, decay, args=(factor,), group=False)
+
+
+@functools.lru_cache(maxsize=None)
+def _server_class(kind: type[keras.optimizers.Optimizer]) -> type[keras.optimizers.Optimizer]:
+    return type(f"Server{kind.__name__}", (kind, _ServerUpdate), {})
+
+
+def _on_servers(
+    optimizer: keras.optimizers.Optimizer, strategy: tf.distribute.Strategy
+) -> keras.optimizers.Optimizer:
+    """The same optimizer (it shares every attribute) with `_ServerUpdate`'s way to update."""
+    view = object.__new__(_server_class(type(optimizer)))
+    vars(view).update(vars(optimizer))
+    vars(view)["_strategy"] = strategy
+    vars(view)["_rate"] = None
+    return view

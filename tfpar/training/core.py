@@ -1,0 +1,276 @@
+"""Loss and gradients as a pure function.
+
+Nothing here reads or assigns a variable, calls a collective or knows a strategy: weights and state come in as
+tensors and leave as tensors. That is why the same function runs under XLA, inside `strategy.run` of every
+strategy, on weights sharded by DTensor, and on a stage of a pipeline.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from tfpar.config import ConfigError
+from tfpar.models.normalization import example_weights
+
+Tensors = list[tf.Tensor]
+Batch = tuple[Any, Any, tf.Tensor]
+
+
+class LocalSums(NamedTuple):
+    """What one replica contributes to an update. Sums, not means, so that contributions of any size add up.
+
+    Attributes:
+      loss: Float32 scalar: sum over examples of weight x loss.
+      count: Float32 scalar: sum of the example weights.
+      gradients: Float32, shaped like the parameters: gradient of `loss`, times the loss scale.
+      state: The model's non-trainable variables after the micro-batches.
+      metrics: Additive metric state gathered from these examples, a flat list over all metrics.
+    """
+
+    loss: tf.Tensor
+    count: tf.Tensor
+    gradients: Tensors
+    state: Tensors
+    metrics: Tensors
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Core:
+    """The model, its loss and its metrics, seen as pure functions.
+
+    Attributes:
+      model: A built Keras model.
+      loss: `loss(y, outputs)` -> loss per example (any trailing dims are averaged); see `per_example_loss`.
+      metrics: Keras metrics whose state is a sum (all state zero after a reset), such as means and counts.
+      augmentation: Keras layer applied to `x` in training, or None. Its only state is seed generators.
+    """
+
+    model: keras.Model
+    loss: Callable[[Any, Any], tf.Tensor]
+    metrics: Sequence[keras.metrics.Metric] = ()
+    augmentation: keras.layers.Layer | None = None
+
+    def loss_and_grads(
+        self, params: Tensors, state: Tensors, batch: Batch, seed: tf.Tensor, loss_scale: tf.Tensor | None
+    ) -> LocalSums:
+        """Weighted loss sum of one micro-batch and its gradient.
+
+        Args:
+          params: Values of `model.trainable_variables`, float32.
+          state: Values of `model.non_trainable_variables`. Seed-generator states among them are replaced by
+            ones derived from `seed`, so that randomness depends on `seed` alone.
+          batch: `(x, y, weight)`: x `[m, ...]`, y `[m, ...]`, weight float32 `[m]`; padding has weight 0.
+          seed: Int32 `[2]`, different for every (run, step, replica, micro-batch).
+          loss_scale: Float32 scalar that the loss is multiplied by before the backward pass, or None for none.
+
+        Returns:
+          The sums; `gradients` still carry the loss scale.
+        """
+        x, y, weight = batch
+        state = self._seeded(self.model.non_trainable_variables, state, seed, salt=0)
+        if self.augmentation is not None:
+            variables = self.augmentation.non_trainable_variables
+            x, _ = self.augmentation.stateless_call(
+                [], self._seeded(variables, [None] * len(variables), seed, salt=1), x, training=True
+            )
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(params)
+            with example_weights(weight):
+                outputs, new_state, extra = self.model.stateless_call(
+                    params, state, x, training=True, return_losses=True
+                )
+            loss, count = self._weighted_loss(y, outputs, weight, extra)
+            scaled = loss if loss_scale is None else loss * (loss_scale / _loss_divisor(weight))
+        gradients = tape.gradient(scaled, params, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+        if loss_scale is not None:
+            gradients = [gradient * _loss_divisor(weight) for gradient in map(tf.convert_to_tensor, gradients)]
+        gradients = [tf.cast(tf.convert_to_tensor(gradient), tf.float32) for gradient in gradients]
+        return LocalSums(loss, count, gradients, list(new_state), self._metric_sums(y, outputs, weight))
+
+    def accumulate(
+        self, params: Tensors, state: Tensors, batch: Batch, seed: tf.Tensor, loss_scale: tf.Tensor | None
+    ) -> LocalSums:
+        """`loss_and_grads` summed over the micro-batches of an update, in float32.
+
+        Args:
+          params: As for `loss_and_grads`.
+          state: As for `loss_and_grads`; each micro-batch sees the state that the one before it left.
+          batch: `(x, y, weight)` with a leading micro-batch axis: `[A, m, ...]`, weight `[A, m]`.
+          seed: Int32 `[2]`; micro-batch `a` uses `seed` folded with `a`.
+          loss_scale: As for `loss_and_grads`.
+        """
+        accumulate_steps = batch[2].shape[0]
+
+        def one(index: Any, current: Tensors) -> LocalSums:
+            micro_batch = tf.nest.map_structure(lambda part: part[index], batch)
+            return self.loss_and_grads(params, current, micro_batch, _fold_in(seed, index), loss_scale)
+
+        if accumulate_steps == 1:
+            return one(0, state)
+
+        def body(index: tf.Tensor, total: LocalSums) -> tuple[tf.Tensor, LocalSums]:
+            sums = one(index, total.state)
+            added = tf.nest.map_structure(tf.add, total._replace(state=[]), sums._replace(state=[]))
+            return index + 1, added._replace(state=sums.state)
+
+        zeros = LocalSums(
+            loss=tf.zeros([]),
+            count=tf.zeros([]),
+            gradients=[tf.zeros(param.shape, tf.float32) for param in params],
+            state=[tf.convert_to_tensor(value) for value in state],
+            metrics=[tf.zeros(variable.shape, tf.float32) for variable in self.metric_variables],
+        )
+        _, total = tf.while_loop(
+            lambda index, _: index < accumulate_steps, body, (tf.constant(0), zeros), parallel_iterations=1
+        )
+        return total
+
+    def evaluate(self, params: Tensors, state: Tensors, batch: Batch) -> LocalSums:
+        """Weighted loss sum and metric sums in inference mode, without gradients.
+
+        Args:
+          params: As for `loss_and_grads`.
+          state: As for `loss_and_grads`; returned unchanged.
+          batch: `(x, y, weight)` with a leading axis of one micro-batch.
+        """
+        x, y, weight = tf.nest.map_structure(lambda part: part[0], batch)
+        outputs, _, extra = self.model.stateless_call(params, state, x, training=False, return_losses=True)
+        loss, count = self._weighted_loss(y, outputs, weight, extra)
+        return LocalSums(loss, count, [], [], self._metric_sums(y, outputs, weight))
+
+    @property
+    def metric_variables(self) -> list[keras.Variable]:
+        """The state of all metrics, in the order of `LocalSums.metrics`."""
+        return [variable for metric in self.metrics for variable in metric.variables]
+
+    def metric_results(self, sums: Sequence[Any]) -> dict[str, float]:
+        """Metric values from summed metric state.
+
+        Args:
+          sums: Arrays in the order of `metric_variables`.
+
+        Returns:
+          Value by metric name. A metric with several values gives one entry `name/key` each.
+        """
+        results: dict[str, float] = {}
+        position = 0
+        for metric in self.metrics:
+            values = [tf.cast(value, variable.dtype) for variable, value in zip(
+                metric.variables, sums[position : position + len(metric.variables)], strict=True
+            )]
+            position += len(metric.variables)
+            value = metric.stateless_result(values)
+            if isinstance(value, dict):
+                results |= {f"{metric.name}/{key}": float(part) for key, part in value.items()}
+            else:
+                results[metric.name] = float(value)
+        return results
+
+    def _weighted_loss(
+        self, y: Any, outputs: Any, weight: tf.Tensor, extra: Sequence[tf.Tensor]
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        values = tf.cast(self.loss(y, outputs), tf.float32)
+        if values.shape.rank is None or values.shape.rank < 1:
+            raise ConfigError(
+                f"the loss returned a value of shape {values.shape}: it must keep one value per example (Keras losses: "
+                "reduction=None), because uneven batches are weighted by example."
+            )
+        if values.shape.rank > 1:
+            values = tf.reduce_mean(values, axis=list(range(1, values.shape.rank)))
+        count = tf.reduce_sum(weight)
+        # A padded example repeats a real one, so its loss is finite unless the real one's is not: 0 x NaN stays NaN.
+        loss = tf.reduce_sum(values * weight)
+        if extra:  # add_loss and regularisers are per batch: times the count, they survive the division once.
+            loss += count * tf.add_n([tf.cast(tf.reduce_sum(value), tf.float32) for value in extra])
+        return loss, count
+
+    def _metric_sums(self, y: Any, outputs: Any, weight: tf.Tensor) -> Tensors:
+        sums: Tensors = []
+        for metric in self.metrics:
+            zeros = [tf.zeros(variable.shape, variable.dtype) for variable in metric.variables]
+            updated = metric.stateless_update_state(zeros, y, outputs, sample_weight=weight)
+            sums += [tf.cast(value, tf.float32) for value in updated]
+        return sums
+
+    @staticmethod
+    def _seeded(variables: Sequence[keras.Variable], state: Sequence[Any], seed: tf.Tensor, *, salt: int) -> Tensors:
+        """`state` with every seed-generator state drawn from `seed`."""
+        positions = [index for index, variable in enumerate(variables) if is_seed_state(variable)]
+        result = list(state)
+        if positions:
+            draws = tf.random.stateless_uniform(
+                [len(positions), 2], _fold_in(seed, salt), minval=None, maxval=None, dtype=tf.int32, alg="philox"
+            )
+            for row, position in enumerate(positions):
+                result[position] = tf.bitcast(draws[row], tf.uint32)
+        return result
+
+
+def is_seed_state(variable: keras.Variable) -> bool:
+    """Whether this is the state of a `keras.random.SeedGenerator` (Keras 3: uint32 `[2]` of that name)."""
+    return variable.name == "seed_generator_state" and tuple(variable.shape) == (2,)
+
+
+def per_example_loss(loss: Any) -> Callable[[Any, Any], tf.Tensor]:
+    """Turns what Keras accepts as a loss into a function that keeps one value per example.
+
+    Args:
+      loss: A Keras loss, its name, or a function `(y, outputs) -> values [m, ...]`.
+
+    Raises:
+      ConfigError: A name Keras does not know.
+    """
+    try:
+        resolved = keras.losses.get(loss)
+    except ValueError as error:
+        raise ConfigError(f"loss={loss!r} is not known to Keras: {error}") from error
+    if isinstance(resolved, keras.losses.Loss):
+        call = resolved.call
+        return lambda y, outputs: call(y, tf.nest.map_structure(lambda part: tf.cast(part, tf.float32), outputs))
+    if resolved is None or not callable(resolved):
+        raise ConfigError(f"loss={loss!r} is not a loss: give a Keras loss, its name, or a function (y, outputs).")
+    return resolved
+
+
+def build_metrics(metrics: Sequence[Any]) -> list[keras.metrics.Metric]:
+    """Keras metrics from names, instances or functions, checked to be additive.
+
+    Args:
+      metrics: Names (`"sparse_categorical_accuracy"`), metric instances, or functions `(y, outputs) -> [m]`.
+
+    Raises:
+      ConfigError: A metric whose state is not a sum, or an unknown name.
+    """
+    built = []
+    for item in metrics:
+        try:
+            metric = keras.metrics.get(item)
+        except ValueError as error:
+            raise ConfigError(f"metrics: {item!r} is not known to Keras: {error}") from error
+        if not isinstance(metric, keras.metrics.Metric):
+            metric = keras.metrics.MeanMetricWrapper(metric, name=getattr(metric, "__name__", "metric"))
+        if any(bool(keras.ops.any(variable != 0)) for variable in metric.variables):
+            raise ConfigError(
+                f"metrics: the state of {metric.name!r} does not start at zero, so it is no sum over examples and cannot be "
+                "combined across replicas. Use a metric that counts or averages."
+            )
+        built.append(metric)
+    return built
+
+
+def _fold_in(seed: tf.Tensor, data: Any) -> tf.Tensor:
+    return tf.random.fold_in(seed, data, alg="philox")
+
+
+def _loss_divisor(weight: tf.Tensor) -> float:
+    """Largest power of two up to the micro-batch size.
+
+    Gradients are sums over examples, a micro-batch times larger than the means that loss scales are made for;
+    dividing the float16 backward pass by this and multiplying afterwards is exact.
+    """
+    return float(1 << (int(weight.shape[0]).bit_length() - 1))

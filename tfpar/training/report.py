@@ -1,0 +1,206 @@
+"""What a run says before it starts and leaves behind when it ends."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+from typing import TYPE_CHECKING, Any, Protocol
+
+import keras
+import numpy as np
+
+from tfpar import inputs, models
+from tfpar.config import ConfigError, TrainConfig
+from tfpar.training import run_state, samples
+from tfpar.training.monitor import Monitor
+
+if TYPE_CHECKING:
+    from tfpar.training.trainer import Trainer
+
+
+class Run(Protocol):
+    """What the results of a run are made from."""
+
+    trainer: Trainer
+    monitor: Monitor
+    train_loss: float
+    results: dict[str, float]
+    total: int
+
+    @property
+    def steps_done(self) -> int: ...
+
+    @property
+    def skipped(self) -> int: ...
+
+    @property
+    def failures(self) -> list[str]: ...
+
+    @property
+    def sidecar_length(self) -> int: ...
+
+
+def total_steps(config: TrainConfig, steps: int | None, epochs: float | None, updates_per_epoch: int) -> int:
+    """Updates in all, from `fit`'s arguments or else the configuration.
+
+    Raises:
+      ConfigError: Neither is given, or both are.
+    """
+    if steps is None and epochs is None:
+        steps, epochs = config.steps or None, config.epochs or None
+    if (steps is None) == (epochs is None):
+        raise ConfigError(f"give --steps or --epochs, one of them (got steps={steps}, epochs={epochs}).")
+    total = steps if steps is not None else round((epochs or 0.0) * updates_per_epoch)
+    if total < 1:
+        raise ConfigError(f"--steps={steps}, --epochs={epochs}: that is {total} updates; at least one is needed.")
+    return total
+
+
+def build_monitor(trainer: Trainer, total: int) -> Monitor:
+    """The monitor of a run, with the model's cost for its MFU figure."""
+    described = models.describe(trainer.model)
+    return Monitor(
+        trainer.config.checkpoint.workdir or None,
+        is_chief=trainer.plan.is_chief,
+        config=trainer.config,
+        total_steps=total,
+        flops_per_example=described.training_flops_per_example,
+        peak_flops=models.peak_flops(trainer.config.precision.precision) if trainer.plan.is_chief else 0.0,
+        replicas=trainer.plan.replicas,
+    )
+
+
+def announce(monitor: Monitor, trainer: Trainer, pipeline: inputs.Pipeline, source: inputs.Source) -> None:
+    """Prints model, input and exchange before step 1, and records them and sample inputs in TensorBoard."""
+    if not trainer.plan.is_chief:
+        return
+    model_text = models.format_summary(trainer.core.model.name, models.describe(trainer.model))
+    traffic = trainer.exchange.traffic(trainer.plan.replicas, 3)
+    exchange_text = f"exchange {trainer.exchange.spec} ({traffic.pattern}): "
+    exchange_text += (
+        f"{traffic.payload_bytes / 1e6:.2f} MB a step per replica, {traffic.wire_bytes / 1e6:.2f} MB sent by each"
+        if trainer.plan.replicas > 1
+        else "one replica, nothing travels"
+    )
+    step_text = f"step: {trainer.config.precision.precision}, XLA {'on' if trainer.jit_compile else 'off'}"
+    if trainer.config.train.jit_compile == "auto" and not trainer.jit_compile:
+        step_text += " (the model synchronises batch statistics, which XLA cannot compile)"
+    for text in (model_text, pipeline.report(), exchange_text, step_text):
+        monitor.message(text)
+    monitor.text("model", model_text)
+    monitor.text("input", pipeline.report())
+    samples.write_inputs(monitor, source)
+
+
+def replica_digests(trainer: Trainer) -> list[str]:
+    """`params_sha256` of every replica of this process."""
+    weights = trainer.model.trainable_variables
+    copies = [trainer.strategy.experimental_local_results(variable.value) for variable in weights]
+
+    @dataclasses.dataclass
+    class Copy:
+        path: str
+        value: Any
+
+        def numpy(self) -> np.ndarray:
+            return self.value.numpy()
+
+    return [
+        run_state.params_sha256([Copy(weight.path, copy[replica]) for weight, copy in zip(weights, copies, strict=True)])
+        for replica in range(len(copies[0]) if copies else 0)
+    ]
+
+
+def summary(run: Run, params_sha256: str) -> dict[str, Any]:
+    """The contents of `summary.json`: what a script may rely on (README, 'What a run leaves behind')."""
+    trainer = run.trainer
+    plan = trainer.plan
+    traffic = trainer.exchange.traffic(plan.replicas, run.sidecar_length)
+    return {
+        "steps": run.steps_done,
+        "train_loss": run.train_loss,
+        "eval": {name: value for name, value in run.results.items() if name != "examples"},
+        **run.monitor.statistics(),
+        "strategy": plan.name,
+        "workers": plan.workers,
+        "replicas": plan.replicas,
+        "precision": trainer.config.precision.precision,
+        "jit_compile": trainer.jit_compile,
+        "exchange": {
+            "codec": traffic.codec,
+            "pattern": traffic.pattern,
+            "payload_bytes_per_step": traffic.payload_bytes,
+            "wire_bytes_per_step": traffic.wire_bytes,
+        },
+        "params_sha256": params_sha256,
+        "restarts": run_state.restarts(),
+        "skipped_steps": run.skipped,
+        "failed_checkpoints": run.failures,
+        "parameters": trainer.model.count_params(),
+    }
+
+
+def write_results(run: Run, content: dict[str, Any]) -> None:
+    """Writes `model.keras` and `summary.json` on the chief, each whole or not at all, and prints the closing table."""
+    trainer = run.trainer
+    if not trainer.plan.is_chief:
+        return
+    workdir = trainer.config.checkpoint.workdir
+    if workdir:
+        path = pathlib.Path(workdir)
+        path.mkdir(parents=True, exist_ok=True)
+        save_model(trainer, path / "model.keras")
+        temporary = path / ".summary.json"
+        temporary.write_text(json.dumps(content, indent=2) + "\n")
+        os.replace(temporary, path / "summary.json")
+    run.monitor.finish(content)
+    run.monitor.message(closing_table(content, workdir))
+
+
+def save_model(trainer: Trainer, path: pathlib.Path) -> None:
+    """Saves the model, with the weights that evaluation used, as a `.keras` file."""
+    model = trainer.model
+    evaluated = trainer.evaluated_weights()
+    kept = None
+    if any(weight is not own for weight, own in zip(evaluated, model.trainable_variables, strict=True)):
+        kept = [variable.numpy() for variable in model.trainable_variables]
+        _assign(model.trainable_variables, [variable.numpy() for variable in evaluated])
+    temporary = path.with_name(f".{path.stem}.partial.keras")
+    try:
+        model.save(temporary)
+        os.replace(temporary, path)
+    finally:
+        if kept is not None:
+            _assign(model.trainable_variables, kept)
+
+
+def _assign(variables: list[keras.Variable], values: list[np.ndarray]) -> None:
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)
+
+
+def closing_table(content: dict[str, Any], workdir: str) -> str:
+    """A short table of the results and where to look next."""
+    rows = [("steps", f"{content['steps']}"), ("train loss", f"{content['train_loss']:.4f}")]
+    rows += [(f"eval {name}", f"{value:.4f}") for name, value in content["eval"].items()]
+    rows += [
+        ("examples/s", f"{content['examples_per_second']:.0f}"),
+        ("step ms (p50 / p95)", f"{content['step_ms_p50']:.2f} / {content['step_ms_p95']:.2f}"),
+        ("input wait", f"{100 * content['input_wait_fraction']:.1f} %"),
+        ("layout", f"{content['strategy']}, {content['workers']} workers, {content['replicas']} replicas"),
+        (
+            "exchange",
+            f"{content['exchange']['codec']}, {content['exchange']['wire_bytes_per_step'] / 1e6:.2f} MB per step and replica",
+        ),
+    ]
+    if content["skipped_steps"]:
+        rows.append(("skipped (non-finite)", f"{content['skipped_steps']}"))
+    if content["failed_checkpoints"]:
+        rows.append(("failed checkpoints", "; ".join(content["failed_checkpoints"])))
+    width = max(len(name) for name, _ in rows)
+    lines = ["", "result", *[f"  {name:<{width}}  {value}" for name, value in rows]]
+    if workdir:
+        lines += ["", "look next", f"  tensorboard --logdir {workdir}", f"  {workdir}/summary.json, {workdir}/model.keras"]
+    return "\n".join(lines)

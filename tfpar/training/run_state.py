@@ -1,0 +1,126 @@
+"""Between the variables of a run and the arrays of a checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from tfpar.config import ConfigError, ExperimentConfig
+from tfpar.training import checkpoints
+
+
+def named(variables: Sequence[keras.Variable], prefix: str) -> dict[str, keras.Variable]:
+    """Variables by `prefix/path`; a path that occurs twice gets its position appended."""
+    result: dict[str, keras.Variable] = {}
+    for position, variable in enumerate(variables):
+        name = f"{prefix}/{variable.path}"
+        result[name if name not in result else f"{name}#{position}"] = variable
+    return result
+
+
+def snapshot(variables: Mapping[str, keras.Variable]) -> dict[str, np.ndarray]:
+    """Copies of the variables' values; later updates do not touch them."""
+    return {name: np.array(variable.numpy(), copy=True, order="C") for name, variable in variables.items()}
+
+
+def restore(variables: Mapping[str, keras.Variable], arrays: Mapping[str, np.ndarray]) -> None:
+    """Assigns saved values, all or none.
+
+    Raises:
+      ConfigError: Names or shapes that do not match, listing them.
+    """
+    problems = [f"missing {name}" for name in variables if name not in arrays]
+    problems += [f"unexpected {name}" for name in arrays if name not in variables]
+    problems += [
+        f"{name}: saved {arrays[name].shape}, model has {tuple(variable.shape)}"
+        for name, variable in variables.items()
+        if name in arrays and arrays[name].shape != tuple(variable.shape)
+    ]
+    if problems:
+        shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
+        raise ConfigError(f"the checkpoint does not fit this model and optimizer: {shown}.")
+    for name, variable in variables.items():
+        variable.assign(arrays[name])
+
+
+def check_data(run: Mapping[str, Any], fingerprint: str, config: ExperimentConfig) -> None:
+    """Refuses to continue a run on other examples.
+
+    Raises:
+      ConfigError: The fingerprint of the data set is not the saved one.
+    """
+    if run["input"]["fingerprint"] != fingerprint:
+        raise ConfigError(
+            f"--dataset={config.input.dataset}: the data set is not the one the run in {config.checkpoint.workdir} was trained "
+            "on (number, shape or files of its examples differ). Restore it, or use another --workdir."
+        )
+
+
+def warm_start(model: keras.Model, source: str, say: Callable[[str], None]) -> None:
+    """Copies the weights that fit from another run, a checkpoint directory or a `.keras` file.
+
+    Weights are matched by path and, where no path matches (a `.keras` file of a model with other layer names), by
+    position; a weight of another shape, such as a head for other classes, keeps its initial value and is named.
+
+    Args:
+      model: A built model.
+      source: A workdir, a checkpoint directory, or a `.keras` file.
+      say: Called with one line on what was taken.
+
+    Raises:
+      ConfigError: Nothing there, or nothing that fits.
+    """
+    values = _weights_of(source)
+    own = {variable.path: variable for variable in model.weights}
+    if not set(values) & set(own) and len(values) == len(own):
+        values = dict(zip(own, values.values(), strict=True))
+    fitting = {path for path in own if path in values and values[path].shape == tuple(own[path].shape)}
+    if not fitting:
+        raise ConfigError(f"--warm_start={source}: none of its {len(values)} weights fits the model's {len(own)}.")
+    for path in fitting:
+        own[path].assign(values[path])
+    kept = sorted(set(own) - fitting)
+    say(
+        f"warm start from {source}: {len(fitting)} of {len(own)} weights taken"
+        + (f"; initialised afresh: {', '.join(kept[:6])}{' ...' if len(kept) > 6 else ''}" if kept else "")
+    )
+
+
+def _weights_of(source: str) -> dict[str, np.ndarray]:
+    path = pathlib.Path(source)
+    if path.is_file() and path.suffix == ".keras":
+        loaded = keras.saving.load_model(path, compile=False, safe_mode=True)
+        return {variable.path: variable.numpy() for variable in loaded.weights}
+    if (path / "manifest.json").is_file():
+        checkpoint: checkpoints.Checkpoint | None = checkpoints.read(path)
+    else:
+        checkpoint = checkpoints.find(path)
+    if checkpoint is None:
+        raise ConfigError(
+            f"--warm_start={source}: no checkpoint and no .keras file there. Give a run's workdir, one of its "
+            "checkpoints/step-* directories, or a model.keras."
+        )
+    return {name.removeprefix("model/"): value for name, value in checkpoint.arrays.items() if name.startswith("model/")}
+
+
+def params_sha256(variables: Sequence[Any]) -> str:
+    """SHA-256 over the float32 bytes of the trainable weights in path order.
+
+    Args:
+      variables: The trainable variables (anything with `path` and `numpy()`).
+    """
+    digest = hashlib.sha256()
+    for variable in sorted(variables, key=lambda variable: variable.path):
+        digest.update(np.ascontiguousarray(variable.numpy(), dtype="<f4").tobytes())
+    return digest.hexdigest()
+
+
+def restarts() -> int:
+    """How often the launcher has restarted this job."""
+    return int(os.environ.get("TFPAR_RESTARTS", "0") or 0)

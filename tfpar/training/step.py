@@ -1,0 +1,307 @@
+"""One training step, the same on every strategy whose replicas move together.
+
+`TrainStep._replica_step` shows the six moves in order:
+
+1. loss and gradients of this replica's micro-batches (`Core`, pure, under XLA);
+2. their sum over the micro-batches, in float32 (`Core.accumulate`);
+3. one exchange of gradient sums and sidecar;
+4. clipping of the reduced gradient;
+5. the optimizer's update, the same bits on every replica (pure, under XLA);
+6. schedule and loss scale.
+
+`TrainStep.run` does any number of steps in one call from Python.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from tfpar.exchange import Exchange
+from tfpar.precision import LossScale
+from tfpar.precision import update as update_loss_scale
+from tfpar.training import replica
+from tfpar.training.core import Core, Tensors
+from tfpar.training.optimizers import pure_apply
+from tfpar.training.sidecar import Sidecar
+
+# Columns of `Steps.durations`, seconds.
+DURATIONS = ("input_wait", "compute", "exchange", "update", "total")
+
+
+class Norms(NamedTuple):
+    """L2 norms over all trainable weights. Float32 scalars; zero where they were not asked for."""
+
+    gradient: tf.Tensor
+    parameter: tf.Tensor
+    update: tf.Tensor
+
+
+class Steps(NamedTuple):
+    """What several steps report.
+
+    Attributes:
+      loss: Float32 `[n]`: mean loss over the examples of each update.
+      count: Float32 `[n]`: examples of each update.
+      finite: Bool `[n]`: whether the update was applied.
+      durations: Float64 `[n, 5]`, seconds: see `DURATIONS`.
+      metrics: Metric state summed over the steps.
+      norms: Norms at the last step.
+      learning_rate: Float32 scalar: of the last step.
+      loss_scale: The loss scale after the last step.
+    """
+
+    loss: tf.Tensor
+    count: tf.Tensor
+    finite: tf.Tensor
+    durations: tf.Tensor
+    metrics: Tensors
+    norms: Norms
+    learning_rate: tf.Tensor
+    loss_scale: LossScale
+
+
+class _Update(NamedTuple):
+    """New values of everything an update changes, and what it reports."""
+
+    params: Tensors
+    optimizer: Tensors
+    state: Tensors
+    loss_scale: LossScale
+    loss: tf.Tensor
+    count: tf.Tensor
+    finite: tf.Tensor
+    metrics: Tensors
+    norms: Norms
+
+
+class TrainStep:
+    """Runs training steps on a synchronous strategy.
+
+    Args:
+      core: Model, loss and metrics.
+      optimizer: A built Keras optimizer.
+      exchange: Gradient exchange, built for the model's trainable variables.
+      strategy: The strategy that the model was created under.
+      schedule: Learning rate at a step (int64 scalar tensor -> float32 scalar), or None to leave it to the optimizer.
+      seed: Seed of dropout and augmentation.
+      jit_compile: Compile forward, backward and update with XLA.
+      clip_norm: Global L2 norm that the reduced mean gradient is clipped to; 0 for none.
+      scale_loss: Whether the loss scale is in use (mixed_float16).
+      growth_steps: Finite steps after which the loss scale doubles.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        optimizer: keras.optimizers.Optimizer,
+        exchange: Exchange,
+        strategy: tf.distribute.Strategy,
+        *,
+        schedule: Callable[[tf.Tensor], tf.Tensor] | None,
+        seed: int,
+        jit_compile: bool,
+        clip_norm: float = 0.0,
+        scale_loss: bool = False,
+        growth_steps: int = 2000,
+    ) -> None:
+        self.core = core
+        self.optimizer = optimizer
+        self.exchange = exchange
+        self.strategy = strategy
+        self.sidecar = Sidecar.of(
+            core.model.non_trainable_variables, core.metric_variables, strategy.num_replicas_in_sync
+        )
+        self._schedule = schedule
+        self._seed = seed
+        self._clip_norm = clip_norm
+        self._scale_loss = scale_loss
+        self._growth_steps = growth_steps
+        self._on_tpu = isinstance(strategy, tf.distribute.TPUStrategy)
+        compiled = functools.partial(tf.function, jit_compile=True, autograph=False)
+        wrap = compiled if jit_compile and not self._on_tpu else (lambda function: function)
+        self._contribute = wrap(self._contribution)
+        self._finish = wrap(self._update)
+        # Without peers there is nothing between the two, and one XLA program does the whole step.
+        self._whole = wrap(self._contribution_and_update) if strategy.num_replicas_in_sync == 1 else None
+        self.run = tf.function(self._run, autograph=False, reduce_retracing=True)
+
+    def _run(
+        self,
+        iterator: Iterator[Any],
+        first_step: tf.Tensor,
+        steps: tf.Tensor,
+        loss_scale: LossScale,
+        rate_factor: tf.Tensor,
+        measure: tf.Tensor,
+    ) -> Steps:
+        """Runs `steps` updates.
+
+        Args:
+          iterator: Distributed iterator over elements `(x, y, weight)`, see `tfpar.inputs.Pipeline.dataset`.
+          first_step: Int64 scalar: number of the first update; seeds and schedule depend on it.
+          steps: Int32 scalar: updates to run.
+          loss_scale: The loss scale to start with.
+          rate_factor: Float32 scalar that the scheduled learning rate is multiplied by.
+          measure: Bool scalar: compute norms at the last step.
+        """
+        seconds = tf.TensorArray(tf.float64, size=steps, element_shape=[len(DURATIONS)])
+        scalars = tf.TensorArray(tf.float32, size=steps, element_shape=[3])
+        metrics = [tf.zeros(variable.shape, tf.float32) for variable in self.core.metric_variables]
+        norms = Norms(*[tf.zeros([]) for _ in Norms._fields])
+
+        def body(index: tf.Tensor, now: tf.Tensor, *carried: Any) -> tuple[Any, ...]:
+            seconds, scalars, metrics, _, _, loss_scale = carried
+            step = first_step + tf.cast(index, tf.int64)
+            rate = self._learning_rate(step, rate_factor)
+            batch = next(iterator)
+            fetched = _clock([now, *tf.nest.flatten(self.strategy.experimental_local_results(batch))])
+            last = measure & tf.equal(index, steps - 1)
+            with tf.control_dependencies([fetched]):
+                results = self.strategy.run(self._replica_step, args=(batch, step, rate, loss_scale, last))
+            update, computed, exchanged, done = [
+                tf.nest.map_structure(lambda part: self.strategy.experimental_local_results(part)[0], result)
+                for result in results
+            ]
+            ends = self.strategy.experimental_local_results(results[3])
+            done = tf.reduce_max(tf.stack(ends))
+            times = tf.stack([fetched - now, computed - fetched, exchanged - computed, done - exchanged, done - now])
+            scalars = scalars.write(index, tf.stack([update.loss, update.count, tf.cast(update.finite, tf.float32)]))
+            metrics = [tf.add(total, part) for total, part in zip(metrics, update.metrics, strict=True)]
+            return index + 1, done, seconds.write(index, times), scalars, metrics, update.norms, rate, update.loss_scale
+
+        start = (tf.constant(0), _clock([]), seconds, scalars, metrics, norms, tf.zeros([]), loss_scale)
+        _, _, seconds, scalars, metrics, norms, rate, loss_scale = tf.while_loop(
+            lambda index, *_: index < steps, body, start, parallel_iterations=1
+        )
+        table = scalars.stack()
+        return Steps(table[:, 0], table[:, 1], table[:, 2] > 0, seconds.stack(), metrics, norms, rate, loss_scale)
+
+    def _replica_step(
+        self, batch: Any, step: tf.Tensor, rate: tf.Tensor, loss_scale: LossScale, measure: tf.Tensor
+    ) -> tuple[_Update, tf.Tensor, tf.Tensor, tf.Tensor]:
+        model = self.core.model
+        params = replica.read(model.trainable_variables)
+        state = replica.read(model.non_trainable_variables)
+        optimizer = replica.read(self.optimizer.variables)
+        replica_id = tf.distribute.get_replica_context().replica_id_in_sync_group
+        where = (step, tf.convert_to_tensor(replica_id))
+
+        if self._whole is not None:
+            update = self._whole(params, state, optimizer, batch, where, rate, loss_scale, measure)
+            computed = exchanged = self._clock([update.loss])
+        else:
+            gradients, sidecar, new_state = self._contribute(params, state, batch, where, loss_scale)
+            computed = self._clock([sidecar])
+            gradients, sidecar = self.exchange.reduce_sums(gradients, sidecar)
+            exchanged = self._clock([sidecar, gradients[-1]])
+            update = self._finish(
+                params, state, optimizer, gradients, sidecar, new_state, rate, loss_scale, measure
+            )
+
+        stored = replica.assign(
+            [*model.trainable_variables, *model.non_trainable_variables, *self.optimizer.variables],
+            [*update.params, *update.state, *update.optimizer],
+        )
+        # What was stored need not leave the replica: only the report does.
+        report = update._replace(params=[], state=[], optimizer=[])
+        return report, computed, exchanged, self._clock(stored)
+
+    def _contribution(
+        self, params: Tensors, state: Tensors, batch: Any, where: tuple[tf.Tensor, tf.Tensor], loss_scale: LossScale
+    ) -> tuple[Tensors, tf.Tensor, Tensors]:
+        """Moves 1 and 2: this replica's gradient sums and sidecar."""
+        seed = tf.constant([self._seed & 0x7FFFFFFF, self._seed >> 31], tf.int32)
+        for part in where:
+            seed = tf.random.fold_in(seed, tf.cast(part, tf.int32), alg="philox")
+        sums = self.core.accumulate(params, state, batch, seed, loss_scale.scale if self._scale_loss else None)
+        return sums.gradients, self.sidecar.pack(sums), sums.state
+
+    def _update(
+        self,
+        params: Tensors,
+        state: Tensors,
+        optimizer: Tensors,
+        gradients: Tensors,
+        sidecar: tf.Tensor,
+        new_state: Tensors,
+        rate: tf.Tensor,
+        loss_scale: LossScale,
+        measure: tf.Tensor,
+    ) -> _Update:
+        """Moves 4 to 6, on gradients that are the same on every replica."""
+        reduced = self.sidecar.unpack(sidecar, new_state)
+        count = tf.maximum(reduced.count, 1e-30)
+        divisor = count * loss_scale.scale if self._scale_loss else count
+
+        def apply() -> tuple[Tensors, Tensors, Tensors, Norms]:
+            mean = [gradient / divisor for gradient in gradients]
+            norm = tf.linalg.global_norm(mean) if self._clip_norm else tf.cond(
+                measure, lambda: tf.linalg.global_norm(mean), lambda: tf.zeros([])
+            )
+            if self._clip_norm:
+                factor = self._clip_norm / tf.maximum(norm, self._clip_norm)
+                mean = [gradient * factor for gradient in mean]
+            learning_rate = rate if self._schedule is not None else None
+            new_params, new_optimizer = pure_apply(self.optimizer, optimizer, params, mean, learning_rate)
+            norms = tf.cond(
+                measure,
+                lambda: Norms(
+                    norm,
+                    tf.linalg.global_norm(new_params),
+                    tf.linalg.global_norm([new - old for new, old in zip(new_params, params, strict=True)]),
+                ),
+                lambda: Norms(norm, tf.zeros([]), tf.zeros([])),
+            )
+            return new_params, new_optimizer, reduced.state, norms
+
+        def skip() -> tuple[Tensors, Tensors, Tensors, Norms]:
+            return params, optimizer, state, Norms(*[tf.zeros([]) for _ in Norms._fields])
+
+        new_params, new_optimizer, final_state, norms = tf.cond(reduced.finite, apply, skip)
+        if self._scale_loss:
+            loss_scale = update_loss_scale(loss_scale, reduced.finite, self._growth_steps)
+        return _Update(
+            new_params,
+            new_optimizer,
+            final_state,
+            loss_scale,
+            reduced.loss / count,
+            reduced.count,
+            reduced.finite,
+            # The metric state of a skipped step may hold NaN; it must not poison the window.
+            [tf.where(reduced.finite, value, 0.0) for value in reduced.metrics],
+            norms,
+        )
+
+    def _contribution_and_update(
+        self,
+        params: Tensors,
+        state: Tensors,
+        optimizer: Tensors,
+        batch: Any,
+        where: tuple[tf.Tensor, tf.Tensor],
+        rate: tf.Tensor,
+        loss_scale: LossScale,
+        measure: tf.Tensor,
+    ) -> _Update:
+        gradients, sidecar, new_state = self._contribution(params, state, batch, where, loss_scale)
+        return self._update(params, state, optimizer, gradients, sidecar, new_state, rate, loss_scale, measure)
+
+    def _learning_rate(self, step: tf.Tensor, factor: tf.Tensor) -> tf.Tensor:
+        if self._schedule is not None:
+            return tf.cast(self._schedule(step), tf.float32) * factor
+        return tf.cast(self.optimizer.learning_rate, tf.float32)
+
+    def _clock(self, after: list[Any]) -> tf.Tensor:
+        return tf.zeros([], tf.float64) if self._on_tpu else _clock(after)
+
+
+def _clock(after: list[Any]) -> tf.Tensor:
+    """Host time in seconds (float64 scalar) once everything in `after` exists."""
+    with tf.device("/device:CPU:0"), tf.control_dependencies(after):
+        return tf.timestamp()

@@ -1,0 +1,251 @@
+"""One run of training on a strategy whose replicas move together."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfpar import inputs, precision
+from tfpar.config import ConfigError
+from tfpar.precision import LossScale
+from tfpar.training import checkpoints, report, run_state, samples, schedules
+from tfpar.training.collective import all_equal
+from tfpar.training.pace import Pace, next_multiple
+from tfpar.training.step import Steps, TrainStep
+
+if TYPE_CHECKING:
+    from tfpar.training.trainer import Trainer
+
+
+@dataclasses.dataclass
+class _Position:
+    """Where a run stands: what a checkpoint holds besides variables."""
+
+    step: int
+    loss_scale: LossScale
+    skipped: int = 0
+    best: float | None = None
+
+
+class SynchronousRun:
+    """One call of `Trainer.fit` on a strategy whose replicas move together."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        train: inputs.Source,
+        validation: inputs.Source | None,
+        steps: int | None,
+        epochs: float | None,
+    ) -> None:
+        self.trainer = trainer
+        self.config = config = trainer.config
+        self.plan = trainer.plan
+        self.train, self.validation = train, validation
+        self.pipeline = trainer.pipeline(train, training=True)
+        self.total = report.total_steps(config.train, steps, epochs, self.pipeline.updates_per_epoch)
+        self.schedule = trainer.learning_rate_schedule(self.total)
+        self.plateau = schedules.plateau(config.schedule)
+        self.monitor = report.build_monitor(trainer, self.total)
+        self.say = self.monitor.message
+        self.position = _Position(0, precision.initial(config.precision))
+        self.step = TrainStep(
+            trainer.core,
+            trainer.optimizer,
+            trainer.exchange,
+            trainer.strategy,
+            schedule=self.schedule,
+            seed=config.train.seed,
+            jit_compile=trainer.jit_compile,
+            clip_norm=config.optimizer.clip_norm,
+            scale_loss=precision.uses_loss_scale(config.precision.precision),
+            growth_steps=precision.growth_steps(config.precision),
+        )
+        self.results: dict[str, float] = {}
+        self.train_loss = float("nan")
+        self.evaluated_at = -1
+        self.checkpointer = self._checkpointer()
+
+    @property
+    def steps_done(self) -> int:
+        """Updates done, over all starts of this run."""
+        return self.position.step
+
+    @property
+    def skipped(self) -> int:
+        """Updates that were left out because a replica was not finite."""
+        return self.position.skipped
+
+    @property
+    def failures(self) -> list[str]:
+        """Checkpoints that could not be written."""
+        return self.checkpointer.failures if self.checkpointer else []
+
+    @property
+    def sidecar_length(self) -> int:
+        """Scalars that travel beside the gradients."""
+        return self.step.sidecar.length
+
+    def run(self) -> dict[str, Any]:
+        """Announces, resumes, trains, and writes the results."""
+        trainer, config = self.trainer, self.config
+        report.announce(self.monitor, trainer, self.pipeline, self.train)
+        self._resume_or_warm_start()
+        every = config.train.eval_every or max(1, min(self.pipeline.updates_per_epoch, self.total))
+        saves = config.checkpoint.checkpoint_every or every
+        last = min(self.total, self.position.step + (config.train.stop_after or self.total))
+        pace = Pace(config.train.steps_per_loop)
+        iterator = iter(trainer.distribute(self.pipeline, self.position.step))
+        with self.monitor.session():
+            while self.position.step < last:
+                step = self.position.step
+                boundaries = [last, next_multiple(step, every), next_multiple(step, saves)]
+                updates = pace.next(step, [*boundaries, self.monitor.next_boundary(step)])
+                began = time.perf_counter()
+                self._advance(iterator, updates)
+                pace.measured(updates, time.perf_counter() - began)
+                step = self.position.step
+                improved = self._evaluate() if step % every == 0 or step == self.total else False
+                if step % saves == 0 or step == last:
+                    self._save(best=improved)
+            finished = self.position.step >= self.total
+            return self._finish(finished)
+
+    def _advance(self, iterator: Any, updates: int) -> None:
+        """Runs some updates and reports them."""
+        position = self.position
+        self.monitor.before_step(position.step)
+        factor = self.plateau.factor if self.plateau else 1.0
+        result: Steps = self.step.run(
+            iterator,
+            tf.constant(position.step, tf.int64),
+            tf.constant(updates),
+            position.loss_scale,
+            tf.constant(factor, tf.float32),
+            tf.constant(True),
+        )
+        losses, finite = result.loss.numpy(), result.finite.numpy()
+        position.step += updates
+        position.loss_scale = result.loss_scale
+        position.skipped += int(np.sum(~finite))
+        self.train_loss = float(np.mean(losses[finite])) if finite.any() else float("nan")
+        scalars = {
+            "learning_rate": float(result.learning_rate),
+            "gradient_norm": float(result.norms.gradient),
+            "parameter_norm": float(result.norms.parameter),
+            "update_norm": float(result.norms.update),
+            "loss_scale": float(result.loss_scale.scale),
+            "skipped_steps": float(position.skipped),
+            **self.trainer.core.metric_results([value.numpy() for value in result.metrics]),
+        }
+        self.monitor.on_steps(position.step, losses, result.durations.numpy(), scalars, examples=result.count.numpy())
+        self.monitor.after_step(position.step)
+
+    def _evaluate(self) -> bool:
+        """Evaluates, feeds the plateau schedule; returns whether this is the best so far."""
+        if self.validation is None:
+            return False
+        step = self.position.step
+        self.results = self.trainer.evaluate(self.validation)
+        self.evaluated_at = step
+        self.monitor.on_evaluation(step, self.results)
+        samples.write_text(self.monitor, self.trainer, self.validation, step)
+        if self.plateau:
+            self.plateau.update(self.results["loss"])
+        loss = self.results["loss"]
+        if not np.isfinite(loss) or (self.position.best is not None and loss >= self.position.best):
+            return False
+        self.position.best = loss
+        return True
+
+    def _checkpointer(self) -> checkpoints.Checkpointer | None:
+        if not self.config.checkpoint.workdir:
+            return None
+        return checkpoints.Checkpointer(
+            self.config.checkpoint.workdir,
+            keep=self.config.checkpoint.keep_checkpoints,
+            worker=self.plan.worker,
+            workers=self.plan.workers,
+            warn=self.say,
+        )
+
+    def _save(self, *, best: bool) -> None:
+        if self.checkpointer is None or not (self.plan.is_chief or self.trainer.exchange.state):
+            return
+        exchange = run_state.named(self.trainer.exchange.state, "exchange")
+        checkpoint = checkpoints.Checkpoint(
+            step=self.position.step,
+            arrays=run_state.snapshot(self.trainer.variables()) if self.plan.is_chief else {},
+            exchange=run_state.snapshot(exchange),
+            run=self._run_state(),
+            config=self.config.as_flat_dict(),
+        )
+        self.checkpointer.save(checkpoint, best=best)
+
+    def _run_state(self) -> dict[str, Any]:
+        position = self.position
+        return {
+            "seed": self.config.train.seed,
+            "input": {
+                "update": position.step,
+                "updates_per_epoch": self.pipeline.updates_per_epoch,
+                "global_batch_size": self.config.input.global_batch_size,
+                "fingerprint": self.train.info.fingerprint,
+            },
+            "loss_scale": {"scale": float(position.loss_scale.scale), "good_steps": int(position.loss_scale.good_steps)},
+            "plateau": self.plateau.state() if self.plateau else None,
+            "best": position.best,
+            "skipped": position.skipped,
+            "replicas": self.plan.replicas,
+        }
+
+    def _resume_or_warm_start(self) -> None:
+        checkpoint = self.checkpointer.latest() if self.checkpointer else None
+        found = checkpoint.step if checkpoint else 0
+        if not all_equal(self.trainer.strategy, self.plan.workers, [found]):
+            raise ConfigError(
+                f"--workdir={self.config.checkpoint.workdir}: the workers find different checkpoints (this one: step {found}). "
+                "All workers must see the same directory; put it on storage they share."
+            )
+        if checkpoint is None:
+            if self.config.checkpoint.warm_start:
+                run_state.warm_start(self.trainer.model, self.config.checkpoint.warm_start, self.say)
+            return
+        run = checkpoint.run
+        run_state.check_data(run, self.train.info.fingerprint, self.config)
+        run_state.restore(self.trainer.variables(), checkpoint.arrays)
+        scale = run["loss_scale"]
+        self.position = _Position(
+            checkpoint.step,
+            LossScale(tf.constant(scale["scale"], tf.float32), tf.constant(scale["good_steps"], tf.int32)),
+            skipped=run["skipped"],
+            best=run["best"],
+        )
+        if self.plateau and run["plateau"]:
+            self.plateau.restore(run["plateau"])
+        epoch = checkpoint.step / self.pipeline.updates_per_epoch
+        self.say(f"resumed from step {checkpoint.step} (epoch {epoch:.2f}) of {self.config.checkpoint.workdir}")
+
+    def _finish(self, finished: bool) -> dict[str, Any]:
+        """Evaluates if that is still due, checks that all replicas agree, and writes the results."""
+        if finished and self.evaluated_at != self.position.step:
+            self._evaluate()
+        digests = report.replica_digests(self.trainer)
+        same = len(set(digests)) == 1 and all_equal(
+            self.trainer.strategy, self.plan.workers, list(bytes.fromhex(digests[0]))
+        )
+        if not same:
+            raise RuntimeError("the replicas' weights differ; this is a defect of tfpar or of the hardware")
+        if self.checkpointer:
+            self.checkpointer.close()
+        summary = report.summary(self, digests[0])
+        if finished:
+            report.write_results(self, summary)
+        else:
+            self.say(f"stopped after step {self.position.step} of {self.total}; start again to go on")
+        all_equal(self.trainer.strategy, self.plan.workers, [self.position.step])  # nobody leaves before the chief
+        return summary

@@ -1,0 +1,224 @@
+"""`Trainer`: one custom training loop around every strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfpar import inputs, models, precision, strategies
+from tfpar.config import ConfigError, ExperimentConfig
+from tfpar.exchange import Exchange
+from tfpar.training import optimizers, run_state, schedules
+from tfpar.training.asynchronous import AsynchronousRun
+from tfpar.training.core import Core, build_metrics, per_example_loss
+from tfpar.training.evaluation import Evaluation
+from tfpar.training.start import start
+from tfpar.training.synchronous import SynchronousRun
+
+
+class Trainer:
+    """Trains a Keras 3 model on any strategy, with one loop.
+
+    ```python
+    train, test = (tfpar.inputs.load("digits", split) for split in ("train", "validation"))
+    trainer = tfpar.Trainer(
+        lambda: tfpar.models.build("convnet", tfpar.task_spec(train)),
+        optimizer="adamw", loss="sparse_categorical_crossentropy_from_logits", ...
+    )
+    summary = trainer.fit(train, epochs=10, validation=test)
+    ```
+
+    Args:
+      model: A function that builds a Keras model (called under the strategy), or a model. A model that was built
+        outside the strategy is rebuilt under it from its configuration and weights.
+      optimizer: A Keras optimizer, a name (`"adamw"`), or None for what the options say. An optimizer object keeps its
+        own learning rate or schedule unless `schedule` is given.
+      loss: A Keras loss, its name, or a function `(y, outputs) -> values [m, ...]`; reduced over examples by weight.
+      metrics: Keras metrics whose state is a sum, names, or functions.
+      config: The whole configuration; `options` override single fields of it.
+      layout: From `tfpar.start(config)`; by default the trainer starts one.
+      augmentation: Keras layer applied to the inputs on the device, inside the step, in training only.
+      **options: Any option of `tfpar.config` by its flag name: `strategy="mirrored", devices=2, exchange="none",
+        precision="mixed_bfloat16", jit_compile=..., accumulate_steps=4, clip_norm=1.0, workdir="runs/a"`.
+
+    Raises:
+      ConfigError: Options that cannot work, with the way out.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model | Callable[[], keras.Model],
+        optimizer: keras.optimizers.Optimizer | str | None = None,
+        loss: Any = None,
+        metrics: Sequence[Any] = (),
+        *,
+        config: ExperimentConfig | None = None,
+        layout: strategies.Layout | None = None,
+        augmentation: keras.layers.Layer | None = None,
+        **options: Any,
+    ) -> None:
+        flat = (config or ExperimentConfig()).as_flat_dict()
+        if isinstance(options.get("jit_compile"), bool):
+            options["jit_compile"] = str(options["jit_compile"]).lower()
+        if isinstance(optimizer, str):
+            options["optimizer"] = optimizer
+        self.config = ExperimentConfig.from_flat_dict({**flat, **options})
+        self.layout = layout or start(self.config)
+        self.strategy = self.layout.strategy
+        self.plan = self.layout.plan
+        self._own_schedule = isinstance(optimizer, keras.optimizers.Optimizer) and "schedule" not in options
+        with self.strategy.scope():
+            self.model = _under_strategy(model, self.strategy)
+            self.optimizer = self._build_optimizer(optimizer)
+            self.optimizer.build(self.model.trainable_variables)
+            if loss is None:
+                raise ConfigError("loss is missing: give a Keras loss, its name, or a function (y, outputs).")
+            self.core = Core(self.model, per_example_loss(loss), build_metrics(metrics), augmentation)
+        self._check_precision()
+        self.exchange = Exchange(self.config.exchange.exchange)
+        self.exchange.build(self.model.trainable_variables)
+        self._evaluation: Evaluation | None = None
+
+    def fit(
+        self,
+        train: inputs.Source,
+        *,
+        steps: int | None = None,
+        epochs: float | None = None,
+        validation: inputs.Source | None = None,
+    ) -> dict[str, Any]:
+        """Trains, evaluates, checkpoints and writes the results.
+
+        With a `workdir` that holds a checkpoint, training goes on from there.
+
+        Args:
+          train: Training examples.
+          steps: Updates in all; by default what the configuration says.
+          epochs: Passes over the examples, instead of `steps`.
+          validation: Examples to evaluate on, at every `eval_every` updates and at the end.
+
+        Returns:
+          The contents of `summary.json`.
+
+        Raises:
+          ConfigError: Neither steps nor epochs, an empty data set, a checkpoint of another run.
+        """
+        if self.plan.synchronous:
+            return SynchronousRun(self, train, validation, steps, epochs).run()
+        return AsynchronousRun(self, train, validation, steps, epochs).run()
+
+    def evaluate(self, source: inputs.Source) -> dict[str, float]:
+        """Loss and metrics over all examples of a source, each counted once.
+
+        Args:
+          source: Examples; no shuffling, no augmentation.
+
+        Returns:
+          `loss`, `examples`, and one entry per metric.
+        """
+        pipeline = self.pipeline(source, training=False)
+        if self._evaluation is None:
+            self._evaluation = Evaluation(
+                self.core,
+                self.strategy,
+                workers=self.plan.workers,
+                jit_compile=self.jit_compile,
+                weights=self.evaluated_weights(),
+            )
+        return self._evaluation.run(iter(self.distribute(pipeline)), pipeline.updates_per_epoch)
+
+    def pipeline(self, source: inputs.Source, *, training: bool) -> inputs.Pipeline:
+        """The input pipeline of a source for this layout."""
+        return inputs.Pipeline(
+            source,
+            self.config.input,
+            accumulate_steps=self.config.train.accumulate_steps if training else 1,
+            replicas=self.plan.replicas,
+            workers=self.plan.workers,
+            seed=self.config.train.seed,
+            training=training,
+        )
+
+    def distribute(self, pipeline: inputs.Pipeline, start_update: int = 0) -> Any:
+        """The pipeline's elements on this worker's devices, one per replica."""
+
+        def dataset(context: tf.distribute.InputContext) -> tf.data.Dataset:
+            return pipeline.dataset(context.input_pipeline_id, self.plan.local_replicas, start_update)
+
+        return self.strategy.distribute_datasets_from_function(dataset)
+
+    @property
+    def jit_compile(self) -> bool:
+        """Whether forward and backward are compiled by XLA; see `--jit_compile`."""
+        choice = self.config.train.jit_compile
+        if choice == "auto":
+            return not (self.plan.replicas > 1 and models.uses_synchronized_statistics(self.model))
+        if choice == "true" and self.plan.replicas > 1 and models.uses_synchronized_statistics(self.model):
+            raise ConfigError(
+                "--jit_compile=true: this model synchronises batch statistics across replicas in its forward pass, and "
+                "TensorFlow has no XLA kernel for that collective. Use --jit_compile=auto, or another normalisation."
+            )
+        return choice == "true"
+
+    def evaluated_weights(self) -> list[keras.Variable]:
+        """The trainable weights that evaluation and export use: their moving averages where `--ema` keeps them."""
+        averages = optimizers.ema_variables(self.optimizer)
+        own = self.model.trainable_variables
+        if averages is None:
+            return list(own)
+        return [average if average is not None else weight for average, weight in zip(averages, own, strict=True)]
+
+    def learning_rate_schedule(self, total_steps: int) -> schedules.Schedule | None:
+        """The schedule of the configuration, or None where the optimizer brought its own learning rate."""
+        if self._own_schedule:
+            return None
+        peak = optimizers.scaled_learning_rate(self.config.optimizer, self.config.input.global_batch_size)
+        return schedules.build(self.config.schedule, peak=peak, total_steps=total_steps)
+
+    def variables(self) -> dict[str, keras.Variable]:
+        """Every variable that defines the run, by the name it has in a checkpoint."""
+        return {
+            **run_state.named(self.model.variables, "model"),
+            **run_state.named(self.optimizer.variables, "optimizer"),
+        }
+
+    def _build_optimizer(self, optimizer: Any) -> keras.optimizers.Optimizer:
+        if not isinstance(optimizer, keras.optimizers.Optimizer):
+            return optimizers.build(self.config.optimizer, global_batch_size=self.config.input.global_batch_size)
+        optimizers.check(optimizer)
+        if optimizer._distribution_strategy is self.strategy:
+            return optimizer
+        return type(optimizer).from_config(optimizer.get_config())  # its slots must be made under the strategy
+
+    def _check_precision(self) -> None:
+        wanted = precision.policy(self.config.precision.precision).compute_dtype
+        used = {layer.compute_dtype for layer in self.model._flatten_layers(include_self=False) if layer.weights}
+        if used and wanted not in used:
+            raise ConfigError(
+                f"--precision={self.config.precision.precision}: the model was built to compute in "
+                f"{', '.join(sorted(used))}. Pass a function that builds it, or call tfpar.start(config) before building."
+            )
+
+
+def _under_strategy(model: keras.Model | Callable[[], keras.Model], strategy: tf.distribute.Strategy) -> keras.Model:
+    if not isinstance(model, keras.Model):
+        built = model()
+        if not isinstance(built, keras.Model) or not built.built:
+            raise ConfigError(f"model() returned {built!r}; it must return a built Keras model.")
+        return built
+    if not model.built:
+        raise ConfigError("the model has no weights yet: call it on data or give it an Input, or pass a function.")
+    if not model.variables or strategy.extended.variable_created_in_scope(model.variables[0].value):
+        return model
+    try:
+        rebuilt = type(model).from_config(model.get_config())
+        rebuilt.set_weights(model.get_weights())
+    except (NotImplementedError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"the model was built outside the strategy and cannot be rebuilt under it ({error}). Pass a function that "
+            "builds it: Trainer(lambda: build_model(), ...)."
+        ) from error
+    return rebuilt
