@@ -1,0 +1,1 @@
+"""Experiment scripts, one per workload, and the benchmarks."""

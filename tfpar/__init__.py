@@ -1,0 +1,53 @@
+"""tfpar: parallel training of Keras 3 models on TensorFlow, one custom loop from one device to a cluster.
+
+Importing the package brings in TensorFlow only when a name that needs it is used, so that `tfpar.launch`, `--help` and
+the validation of a configuration answer at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tfpar import inputs, models
+    from tfpar.config import ConfigError, ExperimentConfig
+    from tfpar.exchange import Exchange
+    from tfpar.strategies import Layout
+    from tfpar.training.model_files import load_model, task_spec
+    from tfpar.training.start import start
+    from tfpar.training.trainer import Trainer
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "ConfigError": "tfpar.config",
+    "Exchange": "tfpar.exchange",
+    "ExperimentConfig": "tfpar.config",
+    "Layout": "tfpar.strategies",
+    "Trainer": "tfpar.training.trainer",
+    "load_model": "tfpar.training.model_files",
+    "start": "tfpar.training.start",
+    "task_spec": "tfpar.training.model_files",
+}
+
+__all__ = [
+    "ConfigError",
+    "Exchange",
+    "ExperimentConfig",
+    "Layout",
+    "Trainer",
+    "inputs",
+    "load_model",
+    "models",
+    "start",
+    "task_spec",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("inputs", "models"):
+        return importlib.import_module(f"tfpar.{name}")
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'tfpar' has no attribute {name!r}")

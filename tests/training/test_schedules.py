@@ -49,7 +49,7 @@ CASES = {
     "cosine": ("cosine", "", lambda t: _cosine(t, TOTAL)),
     "cosine_final": ("cosine", "final=0.1", lambda t: _cosine(t, TOTAL, 0.1)),
     "step": ("step", "", lambda t: PEAK * 0.1 ** ((t >= 50) + (t >= 75))),
-    "step_updates": ("step", "milestones=[10,20,90],factor=0.5", lambda t: PEAK / 2 ** sum(t >= m for m in (10, 20, 90))),
+    "step_at": ("step", "milestones=[10,20,90],factor=0.5", lambda t: PEAK / 2 ** ((t >= 10) + (t >= 20) + (t >= 90))),
     "one_cycle": ("one_cycle", "", lambda t: _one_cycle(t, 30)),
     "one_cycle_rise": ("one_cycle", "rise=0.5,start=0.1,final=0.01", lambda t: _one_cycle(t, 50, 0.1, 0.01)),
     "cyclic": ("cyclic", "", lambda t: sum(_triangle(t)[:2])),
@@ -154,6 +154,13 @@ def test_errors_name_the_flag_and_the_way_out(schedule, args, warmup, message):
         _build(schedule, args, warmup)
 
 
+def test_check_needs_no_length_of_the_run():
+    schedules.check(ScheduleConfig(schedule="step", schedule_args="milestones=[30000,60000]", warmup_steps=500))
+    for schedule, args in (("cosine", "finall=1"), ("plateau", "patience=0")):
+        with pytest.raises(ConfigError):
+            schedules.check(ScheduleConfig(schedule=schedule, schedule_args=args))
+
+
 # --- plateau ---------------------------------------------------------------------------------------------------------
 
 
@@ -192,11 +199,11 @@ def test_plateau_resumes_from_json():
         assert before + _multipliers(second, values[cut:]) == expected
 
 
-def test_plateau_controller_comes_from_the_configuration():
+def test_plateau_comes_from_the_configuration():
     config = ScheduleConfig(schedule="plateau", schedule_args="factor=0.5,patience=1")
-    controller = schedules.plateau_controller(config)
+    controller = schedules.plateau(config)
     assert _multipliers(controller, [1.0, 1.0]) == [1.0, 0.5]
-    assert schedules.plateau_controller(ScheduleConfig(schedule="cosine")) is None
+    assert schedules.plateau(ScheduleConfig(schedule="cosine")) is None
     for args, message in (("factor=1.5", "between 0 and 1"), ("patience=0", "at least 1"), ("mode=best", "'max'")):
         with pytest.raises(ConfigError, match=message):
-            schedules.plateau_controller(ScheduleConfig(schedule="plateau", schedule_args=args))
+            schedules.plateau(ScheduleConfig(schedule="plateau", schedule_args=args))

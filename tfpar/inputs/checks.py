@@ -24,8 +24,8 @@ def check(
     """
     _check_examples(source, config, training)
     if training:
-        _check_divides(config, replicas, accumulate_steps)
-    if config.shard_by == "file":
+        check_divides(config, replicas, accumulate_steps)
+    if training and config.shard_by == "file":
         _check_files(source, config, workers)
     if config.data_service:
         service.check(config.data_service, source)
@@ -41,8 +41,9 @@ def check_updates(config: InputConfig, sizes: Sequence[int], updates_per_epoch: 
     """
     if not updates_per_epoch:
         raise ConfigError(
-            f"--remainder=drop with --shard_by=file leaves nothing: a worker has {min(sizes)} examples, less than its share "
-            f"of --global_batch_size={config.global_batch_size}. Use --remainder=pad, --shard_by=example or a smaller batch."
+            f"--remainder=drop with --shard_by=file leaves nothing: a worker has {min(sizes)} examples, less than its "
+            f"share of --global_batch_size={config.global_batch_size}. Use --remainder=pad, --shard_by=example or a "
+            "smaller batch."
         )
 
 
@@ -53,25 +54,29 @@ def _check_examples(source: Source, config: InputConfig, training: bool) -> None
         if info.task == "language_model":
             hint = f"There must be more text than one window of --sequence_length={config.sequence_length} bytes."
         if info.split == "validation":
-            hint += f" --validation_fraction={config.validation_fraction} is held out where there is no validation split."
+            hint += (
+                f" --validation_fraction={config.validation_fraction} is held out where there is no validation split."
+            )
         raise ConfigError(f"--dataset={info.name}: the {info.split} split is empty. {hint}")
     if training and config.global_batch_size > info.num_examples:
         raise ConfigError(
-            f"--global_batch_size={config.global_batch_size} is more than the {info.num_examples} examples of the {info.split} "
-            f"split of --dataset={info.name}: no batch can be filled. It must be at most {info.num_examples}."
+            f"--global_batch_size={config.global_batch_size} is more than the {info.num_examples} examples of the "
+            f"{info.split} split of --dataset={info.name}: no batch can be filled. It must be at most "
+            f"{info.num_examples}."
         )
 
 
-def _check_divides(config: InputConfig, replicas: int, accumulate_steps: int) -> None:
+def check_divides(config: InputConfig, replicas: int, accumulate_steps: int) -> None:
+    """Raises ConfigError if the batch does not divide by replicas x micro-batches and that is not allowed."""
     batch, parts = config.global_batch_size, replicas * accumulate_steps
     if batch % parts == 0 or config.uneven_batches:
         return
     below, above = batch // parts * parts, -(-batch // parts) * parts
     near = f"{below} or {above}" if below else str(above)
     raise ConfigError(
-        f"--global_batch_size={batch} does not divide by {replicas} replicas x {accumulate_steps} micro-batches = {parts} "
-        f"({batch} = {batch // parts} x {parts} + {batch % parts}). The nearest sizes that do are {near}; or allow it with "
-        "--uneven_batches=true: weighting stays exact, short replicas compute on padding."
+        f"--global_batch_size={batch} does not divide by {replicas} replicas x {accumulate_steps} micro-batches = "
+        f"{parts} ({batch} = {batch // parts} x {parts} + {batch % parts}). The nearest sizes that do are {near}; or "
+        "allow it with --uneven_batches=true: weighting stays exact, short replicas compute on padding."
     )
 
 
@@ -81,11 +86,11 @@ def _check_files(source: Source, config: InputConfig, workers: int) -> None:
     if filled < workers:
         raise ConfigError(
             f"--shard_by=file needs a file with examples for each of {workers} workers, but the {info.split} split of "
-            f"--dataset={info.name} has {filled}. Use --shard_by=example, or write more shards: python -m tfpar.inputs.write "
-            f"--dataset={info.name} --shards={workers} --output=DIR, then --dataset=tfrecord:DIR."
+            f"--dataset={info.name} has {filled}. Use --shard_by=example, or write more shards: python -m "
+            f"tfpar.inputs.write --dataset={info.name} --shards={workers} --output=DIR, then --dataset=tfrecord:DIR."
         )
     if config.global_batch_size < workers:
         raise ConfigError(
-            f"--shard_by=file gives each worker its own share of --global_batch_size={config.global_batch_size}, which must "
-            f"be at least the number of workers, {workers}."
+            f"--shard_by=file gives each worker its own share of --global_batch_size={config.global_batch_size}, which "
+            f"must be at least the number of workers, {workers}."
         )

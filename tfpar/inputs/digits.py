@@ -7,6 +7,7 @@ behaves, in every respect, like one that was downloaded.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow_datasets as tfds
+from tensorflow_datasets.core.utils import tqdm_utils
 
 from tfpar.config import ConfigError, InputConfig
 from tfpar.inputs import tfds as tfds_source
@@ -30,10 +32,17 @@ class SklearnDigits(tfds.core.GeneratorBasedBuilder):
     """Builder of the data set `sklearn_digits`; reads scikit-learn's package data, downloads nothing."""
 
     VERSION = tfds.core.Version("1.0.0")
-    # TFDS 4.9.10 looks for download checksums beside the code and imports importlib_resources for that, which it does not
-    # require on Python >= 3.9. There is nothing to download; without a code path it does not look.
+    # TFDS 4.9.10 looks for download checksums beside the code and imports importlib_resources for that, which
+    # it does not require on Python >= 3.9. There is nothing to download; without a code path it does not look.
     code_path = None
     RELEASE_NOTES = {"1.0.0": "1,437 training and 360 test images."}  # noqa: RUF012 - the attribute TFDS asks for
+
+    # TFDS prints a line before and after a download; there is none, and only the chief should talk.
+    def _log_download_bytes(self) -> None:
+        pass
+
+    def _log_download_done(self) -> None:
+        pass
 
     def _info(self) -> tfds.core.DatasetInfo:
         return self.dataset_info_from_configs(
@@ -120,7 +129,7 @@ def prepare(data_dir: str) -> str:
         ) from error
     try:
         builder = SklearnDigits(data_dir=workplace)
-        with tfds_source.quiet():
+        with _without_progress_bars():
             builder.download_and_prepare(
                 download_dir=os.path.join(workplace, "downloads"),
                 download_config=tfds.download.DownloadConfig(try_download_gcs=False, num_shards=SHARDS),
@@ -133,6 +142,18 @@ def prepare(data_dir: str) -> str:
     finally:
         shutil.rmtree(workplace, ignore_errors=True)
     return final
+
+
+@contextlib.contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    # TFDS has functions to switch them off and on, but none to ask which it is.
+    active = getattr(tqdm_utils, "_active", False)
+    tfds.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if active:
+            tfds.enable_progress_bar()
 
 
 def build(argument: str, config: InputConfig, split: str, seed: int) -> Source:

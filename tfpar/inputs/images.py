@@ -112,8 +112,8 @@ def _list_split(name: str, root: str, fraction: float, training: bool) -> tuple[
             chosen[label] = [file for number, file in enumerate(files) if (number in held_out) != training]
     if not any(chosen.values()) and training:
         raise ConfigError(
-            f"--dataset={name}: no images in class folders. Expected DIR/CLASS/IMAGE with endings {', '.join(SUFFIXES)}; "
-            f"folders there: {', '.join(folders) or 'none'}."
+            f"--dataset={name}: no images in class folders. Expected DIR/CLASS/IMAGE with endings "
+            f"{', '.join(SUFFIXES)}; folders there: {', '.join(folders) or 'none'}."
         )
     paths = [os.path.join(base, label, file) for label in classes for file in chosen[label]]
     labels = [number for number, label in enumerate(classes) for _ in chosen[label]]

@@ -33,8 +33,8 @@ class Pipeline:
       replicas: R, over all workers.
       workers: Processes that read; each has `replicas / workers` replicas.
       seed: Seed of the order.
-      training: Shuffle as configured and go on for ever; otherwise one pass in order, every
-        example exactly once.
+      training: Shuffle and shard as configured and go on for ever; otherwise one pass in order,
+        every example exactly once, sharded by example.
 
     Attributes:
       source: The source.
@@ -63,13 +63,17 @@ class Pipeline:
             raise ValueError(f"replicas={replicas} must be a positive multiple of workers={workers}")
         if accumulate_steps < 1 or (accumulate_steps > 1 and not training):
             raise ValueError(f"accumulate_steps={accumulate_steps} must be at least 1, and 1 for evaluation")
-        checks.check(source, config, replicas=replicas, workers=workers, accumulate_steps=accumulate_steps, training=training)
-        by_file = config.shard_by == "file"
+        checks.check(
+            source, config, replicas=replicas, workers=workers, accumulate_steps=accumulate_steps, training=training
+        )
+        # An evaluation is one pass in order: it gains nothing from file shards, and its split may have few files.
+        by_file = training and config.shard_by == "file"
         batch = config.global_batch_size
         self.source = source
         self._config = config
         self._training = training
         self._workers = workers
+        self._by_file = by_file
         self._local_replicas = replicas // workers
         self._plan = plan.Plan(
             shards=plan.by_file(source.info.records_per_file, batch, workers)
@@ -88,7 +92,14 @@ class Pipeline:
 
     def report(self) -> str:
         """What is read, by whom and in which order: the lines that the chief prints before the first update."""
-        return report.describe(self.source, self._config, self._plan, workers=self._workers, training=self._training)
+        return report.describe(
+            self.source,
+            self._config,
+            self._plan,
+            workers=self._workers,
+            by_file=self._by_file,
+            training=self._training,
+        )
 
     @property
     def element_spec(self) -> tuple[tf.TensorSpec, tf.TensorSpec, tf.TensorSpec]:
@@ -138,7 +149,8 @@ class Pipeline:
         local = self._local_replicas
         if not 0 <= worker < self._workers or local_replicas not in (None, local):
             raise ValueError(
-                f"worker={worker} with local_replicas={local_replicas} does not belong to {self._workers} workers of {local} replicas"
+                f"worker={worker} with local_replicas={local_replicas} does not belong to {self._workers} workers of "
+                f"{local} replicas"
             )
         if start_update < 0 or (not self._training and start_update > self.updates_per_epoch):
             raise ValueError(f"start_update={start_update} is outside the {self.updates_per_epoch} updates of a pass")
@@ -152,14 +164,31 @@ class Pipeline:
             elements = elements.prefetch(self._config.prefetch * local)
         return elements.with_options(self._options())
 
+    def batch(self, update: tf.Tensor, replica: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """One element by number, without a dataset: for workers that are handed their work.
+
+        Args:
+          update: int64 scalar, counted on across epochs.
+          replica: int64 scalar in `[0, replicas)`.
+
+        Returns:
+          `(x [A, m, ...], y [A, m, ...], weight float32 [A, m])`, the same element that `dataset` gives.
+
+        Raises:
+          ValueError: With file shards, where a replica's examples depend on its worker.
+        """
+        if self._by_file:
+            raise ValueError("batch() needs shard_by='example'")
+        indices, real = self._plan.slots(update[None], 0, range(self._plan.replicas))
+        return self._fetch(indices[0, replica], real[0, replica])
+
     def _planned(self, worker: int, start_update: int) -> tf.data.Dataset:
         """(indices int64 [A, m], real bool [A, m]) for each update and local replica."""
         local = self._local_replicas
         rows = self._plan.accumulate_steps * self.micro_batch
         stride = max(1, _PLANNED_AT_ONCE // (local * rows))
-        by_file = self._config.shard_by == "file"
-        shard = worker if by_file else 0
-        replicas = range(local) if by_file else range(worker * local, (worker + 1) * local)
+        shard = worker if self._by_file else 0
+        replicas = range(local) if self._by_file else range(worker * local, (worker + 1) * local)
         if self._training:
             chunks = tf.data.Dataset.counter(start_update, stride, tf.int64)
         else:

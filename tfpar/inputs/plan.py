@@ -65,7 +65,7 @@ class Plan:
 
     @property
     def updates_per_epoch(self) -> int:
-        """Updates in an epoch: as many as the shard with the most batches needs; with `drop_remainder`, as all can fill."""
+        """Updates in an epoch: what the fullest shard needs; with `drop_remainder`, what every shard can fill."""
         if self.drop_remainder:
             return min(shard.size // shard.batch for shard in self.shards)
         return max(-(-shard.size // shard.batch) for shard in self.shards)

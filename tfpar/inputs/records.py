@@ -68,11 +68,14 @@ def scan_tfrecord(path: str) -> tuple[np.ndarray, np.ndarray]:
     wrong = np.flatnonzero(stored != _masked_crc32c(raw[:, :8]))
     if len(wrong):
         raise ConfigError(
-            f"TFRecord file {path!r}: the header of record {wrong[0]} fails its checksum. The file is damaged, compressed or "
-            "not a TFRecord file; random access needs uncompressed ones. Write it again, e.g. with python -m tfpar.inputs.write."
+            f"TFRecord file {path!r}: the header of record {wrong[0]} fails its checksum. The file is damaged, "
+            "compressed or not a TFRecord file; random access needs uncompressed ones. Write it again, e.g. with "
+            "python -m tfpar.inputs.write."
         )
     if not complete:
-        raise ConfigError(f"TFRecord file {path!r} ends inside record {len(offsets) - 1}: it was not written to the end.")
+        raise ConfigError(
+            f"TFRecord file {path!r} ends inside record {len(offsets) - 1}: it was not written to the end."
+        )
     return np.asarray(offsets, np.int64), raw[:, :8].copy().view("<u8")[:, 0].astype(np.int64)
 
 
@@ -94,8 +97,8 @@ class TFRecordReader:
             stop = len(file_offsets) if part.take < 0 else part.skip + part.take
             if stop > len(file_offsets):
                 raise ConfigError(
-                    f"TFRecord file {part.path!r} holds {len(file_offsets)} records where {stop} are expected: it does not "
-                    "belong to its index or was not copied whole."
+                    f"TFRecord file {part.path!r} holds {len(file_offsets)} records where {stop} are expected: it does "
+                    "not belong to its index or was not copied whole."
                 )
             offsets.append(file_offsets[part.skip : stop])
             lengths.append(file_lengths[part.skip : stop])
@@ -146,7 +149,7 @@ class ArrayRecordReader:
     """
 
     def __init__(self, slices: Sequence[Any]):
-        from array_record.python import array_record_data_source
+        from array_record.python import array_record_data_source  # type: ignore[import-untyped]
 
         self._source = array_record_data_source.ArrayRecordDataSource(slices)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from typing import Any
 
 from tfpar.config import ConfigError, InputConfig, unknown_name
 from tfpar.inputs.source import Source
@@ -46,6 +47,27 @@ def kinds() -> tuple[str, ...]:
     return tuple(sorted({*_MODULES, *_REGISTERED}))
 
 
+def check_kind(config: InputConfig) -> None:
+    """Raises ConfigError, with suggestions, if `--dataset` names no kind of source. Reads nothing."""
+    kind = config.dataset.partition(":")[0]
+    if kind not in kinds():
+        raise unknown_name("--dataset", kind, kinds())
+
+
+def load(dataset: str, split: str = "train", **options: Any) -> Source:
+    """The source of a data set by name, for use from Python.
+
+    Args:
+      dataset: What `--dataset` says.
+      split: `"train"` or `"validation"`.
+      **options: Other options of `tfpar.config.InputConfig`.
+
+    Raises:
+      ConfigError: As for `build_source`.
+    """
+    return build_source(InputConfig(dataset=dataset, **options), split)
+
+
 def build_source(config: InputConfig, split: str, seed: int = 0) -> Source:
     """The source that `--dataset` names.
 
@@ -60,10 +82,9 @@ def build_source(config: InputConfig, split: str, seed: int = 0) -> Source:
     """
     if split not in SPLITS:
         raise ConfigError(f"split={split!r} must be 'train' or 'validation'.")
+    check_kind(config)
     kind, _, argument = config.dataset.partition(":")
     if kind in _REGISTERED:
         return _REGISTERED[kind](argument, config, split, seed)
-    if kind not in _MODULES:
-        raise unknown_name("--dataset", kind, kinds())
     builder: Builder = importlib.import_module(_MODULES[kind]).build
     return builder(argument, config, split, seed)

@@ -9,7 +9,7 @@ from tfpar.inputs.source import LANGUAGE_MODEL, Source
 _LISTED_WORKERS = 16
 
 
-def describe(source: Source, config: InputConfig, order: Plan, *, workers: int, training: bool) -> str:
+def describe(source: Source, config: InputConfig, order: Plan, *, workers: int, by_file: bool, training: bool) -> str:
     """The report of one pipeline.
 
     Args:
@@ -17,6 +17,7 @@ def describe(source: Source, config: InputConfig, order: Plan, *, workers: int, 
       config: The input options.
       order: Where each example goes.
       workers: Processes that read.
+      by_file: Whether each worker has whole files.
       training: Whether it trains.
 
     Returns:
@@ -24,10 +25,10 @@ def describe(source: Source, config: InputConfig, order: Plan, *, workers: int, 
     """
     lines = {
         "examples": _examples(source),
-        "per worker": _workers(order, config, source, workers),
-        "batch": _batch(order, config, workers),
+        "per worker": _workers(order, source, workers, by_file),
+        "batch": _batch(order, config, workers if by_file else 1),
         "epoch": _epoch(order, source.info.num_examples),
-        "order": _order(order, config, training),
+        "order": _order(order, by_file, training),
         "storage": _storage(source, config),
     }
     if config.augment not in ("", "none") and training:
@@ -47,8 +48,8 @@ def _examples(source: Source) -> str:
     return f"{info.num_examples:,}{files}, {shape} {info.input_spec.dtype.name}, {info.num_classes:,} {kind}"
 
 
-def _workers(order: Plan, config: InputConfig, source: Source, workers: int) -> str:
-    if config.shard_by == "file":
+def _workers(order: Plan, source: Source, workers: int, by_file: bool) -> str:
+    if by_file:
         parts = [f"{shard.size:,} examples in {shard.files} files" for shard in order.shards[:_LISTED_WORKERS]]
         listed = "; ".join(f"worker {worker}: {part}" for worker, part in enumerate(parts))
         more = f"; and {workers - len(parts)} more" if workers > len(parts) else ""
@@ -59,9 +60,9 @@ def _workers(order: Plan, config: InputConfig, source: Source, workers: int) -> 
     return f"sharded by example: {about}{share:,.0f} examples{files} for each of {workers} workers, anew each epoch"
 
 
-def _batch(order: Plan, config: InputConfig, workers: int) -> str:
+def _batch(order: Plan, config: InputConfig, groups: int) -> str:
     steps = order.accumulate_steps
-    replicas = order.replicas * (workers if config.shard_by == "file" else 1)
+    replicas = order.replicas * groups
     micro = f"{steps} micro-batches x " if steps > 1 else ""
     padded = steps * replicas * order.micro_batch - config.global_batch_size
     note = f", {padded} of them padding with weight 0" if padded > 0 else ""
@@ -75,7 +76,9 @@ def _epoch(order: Plan, examples: int) -> str:
     if order.drop_remainder:
         rest = f"{dropped} examples of the last batch are left out" if dropped else "no remainder"
         return f"{updates:,} updates; remainder=drop: {rest}"
-    partial = [(worker, shard.size % shard.batch) for worker, shard in enumerate(order.shards) if shard.size % shard.batch]
+    partial = [
+        (worker, shard.size % shard.batch) for worker, shard in enumerate(order.shards) if shard.size % shard.batch
+    ]
     if not partial and len({shard.size // shard.batch for shard in order.shards}) == 1:
         return f"{updates:,} updates; no remainder"
     if len(order.shards) == 1:
@@ -83,12 +86,12 @@ def _epoch(order: Plan, examples: int) -> str:
     return f"{updates:,} updates; remainder=pad: workers that run out of examples add none, at weight 0"
 
 
-def _order(order: Plan, config: InputConfig, training: bool) -> str:
+def _order(order: Plan, by_file: bool, training: bool) -> str:
     if not training:
         return "as stored, each example once"
     if not order.shuffle:
         return "as stored, each epoch the same (--shuffle=false)"
-    scope = "within each worker's files" if config.shard_by == "file" else "over all examples"
+    scope = "within each worker's files" if by_file else "over all examples"
     return f"permuted {scope}, anew each epoch, from seed {order.seed}"
 
 

@@ -37,15 +37,15 @@ def check(address: str, source: Source) -> None:
     info = source.info
     if not source.portable:
         raise ConfigError(
-            f"--data_service={address!r} cannot read --dataset={info.name}: its records are read through Python in this process, "
-            "which cannot be sent to service workers. Leave out --data_service, or let the examples be kept in memory "
-            "(--cache=memory), where they travel along."
+            f"--data_service={address!r} cannot read --dataset={info.name}: its records are read through Python in "
+            "this process, which cannot be sent to service workers. Leave out --data_service, or let the examples be "
+            "kept in memory (--cache=memory), where they travel along."
         )
     if source.kept_bytes > _TRAVEL_BYTES:
         raise ConfigError(
-            f"--data_service={address!r} cannot take --dataset={info.name}: its {source.kept_bytes / 2**20:.0f} MiB in memory "
-            f"would travel in the graph, which may hold {_TRAVEL_BYTES >> 20} MiB. Leave out --data_service, or use "
-            "--cache=none if the source is images:DIR."
+            f"--data_service={address!r} cannot take --dataset={info.name}: its {source.kept_bytes / 2**20:.0f} MiB in "
+            f"memory would travel in the graph, which may hold {_TRAVEL_BYTES >> 20} MiB. Leave out --data_service, or "
+            "use --cache=none if the source is images:DIR."
         )
 
 

@@ -184,7 +184,7 @@ def cached(source: Source, policy: str, stored_bytes: int) -> Source:
 
 
 def host_constant(value: np.ndarray) -> tf.Tensor:
-    """A tensor in host memory. Functions capture it by reference, where a NumPy array would be copied into the graph."""
+    """A tensor in host memory. Functions capture it by reference; a NumPy array they would copy into the graph."""
     with tf.device("CPU:0"):
         return tf.constant(value)
 
@@ -195,8 +195,8 @@ def check_labels(info: SourceInfo, labels: np.ndarray) -> None:
     if len(wrong):
         raise ConfigError(
             f"--dataset={info.name}: label {np.asarray(labels[wrong[0]]).tolist()} of {info.split} example {wrong[0]} "
-            f"is out of range, as are {len(wrong) - 1} others: there are {info.num_classes} classes, so labels are 0 to "
-            f"{info.num_classes - 1}. Correct the labels or the declared number of classes."
+            f"is out of range, as are {len(wrong) - 1} others: there are {info.num_classes} classes, so labels are 0 "
+            f"to {info.num_classes - 1}. Correct the labels or the declared number of classes."
         )
 
 

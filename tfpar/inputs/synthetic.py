@@ -51,8 +51,9 @@ def build(argument: str, config: InputConfig, split: str, seed: int) -> Source:
     examples = int(match["examples"] or DEFAULT_EXAMPLES) if match else 0
     if not match or 0 in shape or classes < 2 or not examples:
         raise ConfigError(
-            f"--dataset='synthetic:{argument}' is not synthetic:SHAPE[:CLASSES[:EXAMPLES]] with positive sizes and at least "
-            "2 classes. Write e.g. --dataset=synthetic:32x32x3, synthetic:224x224x3:1000:50000 or synthetic:tokens:50257."
+            f"--dataset='synthetic:{argument}' is not synthetic:SHAPE[:CLASSES[:EXAMPLES]] with positive sizes and at "
+            "least 2 classes. Write e.g. --dataset=synthetic:32x32x3, synthetic:224x224x3:1000:50000 or "
+            "synthetic:tokens:50257."
         )
     offset = 0 if split == "train" else examples
     count = examples if split == "train" else max(1, examples // 10)
@@ -67,7 +68,9 @@ def _patterns(name: str, split: str, shape: list[int], classes: int, offset: int
     blocks = -(-size // _BLOCK)
     # An example reads `blocks` rows from any of _ROWS beginnings: no table grows with classes or examples.
     generator = np.random.Generator(np.random.Philox(permutation.mix64(seed)))
-    signal = _table(_smooth(generator.uniform(-1.0, 1.0, (_ROWS + blocks) * _BLOCK), max(1, int(np.prod(shape[1:])) // 2)))
+    signal = _table(
+        _smooth(generator.uniform(-1.0, 1.0, (_ROWS + blocks) * _BLOCK), max(1, int(np.prod(shape[1:])) // 2))
+    )
     noise = _table(generator.uniform(-1.0, 1.0, (_ROWS + blocks) * _BLOCK))
 
     def read(indices: tf.Tensor) -> source.Batch:

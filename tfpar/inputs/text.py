@@ -124,13 +124,14 @@ def _files_of(argument: str) -> tuple[str, list[str]]:
         names = sorted(os.path.relpath(found, root or ".").replace(os.sep, "/") for found in paths)
     if not names:
         raise ConfigError(
-            f"--dataset=text:{argument}: there is no such file, no file below such a directory, and no match of such a pattern."
+            f"--dataset=text:{argument}: there is no such file, no file below such a directory, and no match of such a "
+            "pattern."
         )
     return root, names
 
 
 def _walk(root: str) -> list[str]:
-    """Relative paths of all files below a directory that are not hidden, sorted; links to directories are not followed."""
+    """Sorted relative paths of all files below a directory that are not hidden; directory links are not followed."""
     names = []
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if not name.startswith(".")]

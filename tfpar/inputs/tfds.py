@@ -7,11 +7,10 @@ downloaded.
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -29,20 +28,6 @@ _TEXT_BYTES = 1 << 30
 def data_dir(config: InputConfig) -> str:
     """`--data_dir`, or TFDS' default directory."""
     return os.path.expanduser(config.data_dir or str(tfds.core.constants.DATA_DIR))
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """No progress bars of TFDS inside this block."""
-    from tensorflow_datasets.core.utils import tqdm_utils
-
-    active = tqdm_utils._active
-    tfds.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if active:
-            tfds.enable_progress_bar()
 
 
 def build(argument: str, config: InputConfig, split: str, seed: int) -> Source:
@@ -78,9 +63,7 @@ def build(argument: str, config: InputConfig, split: str, seed: int) -> Source:
     return from_builder(f"tfds:{argument}", builder, part, config, split)
 
 
-def from_builder(
-    name: str, builder: tfds.core.DatasetBuilder, part: str, config: InputConfig, split: str
-) -> Source:
+def from_builder(name: str, builder: tfds.core.DatasetBuilder, part: str, config: InputConfig, split: str) -> Source:
     """A source over one split of a prepared builder.
 
     Args:
@@ -98,12 +81,14 @@ def from_builder(
     if isinstance(feature, tfds.features.Text):
         return _text_source(name, builder, part, input_key, config, split)
     if label_key is None:
-        raise ConfigError(f"--dataset={name} has no label to learn: its supervised keys are {builder.info.supervised_keys}.")
-    label = builder.info.features[label_key]
-    if not isinstance(label, tfds.features.ClassLabel):
         raise ConfigError(
-            f"--dataset={name}: label feature {label_key!r} is {type(label).__name__}, not ClassLabel; only classification "
-            "with one label an example is supported."
+            f"--dataset={name} has no label to learn: its supervised keys are {builder.info.supervised_keys}."
+        )
+    label = builder.info.features[label_key]
+    if not isinstance(label, tfds.features.ClassLabel) or not label.num_classes:
+        raise ConfigError(
+            f"--dataset={name}: label feature {label_key!r} is {type(label).__name__}, not ClassLabel; only "
+            "classification with one label an example is supported."
         )
     instructions = builder.info.splits[part].file_instructions
     reader = _record_reader(builder, instructions)
@@ -119,7 +104,6 @@ def from_builder(
         signature = (tf.TensorSpec(shape, dtype), tf.TensorSpec([], tf.int32))
         return tf.map_fn(decode, serialised, fn_output_signature=signature, parallel_iterations=16)
 
-    class_names = tuple(label.names) if label.num_classes else ()
     info = SourceInfo(
         name=name,
         task=source.CLASSIFICATION,
@@ -127,8 +111,8 @@ def from_builder(
         num_examples=sum(part.take for part in instructions),
         input_spec=tf.TensorSpec(shape, tf.float32),
         label_spec=tf.TensorSpec([], tf.int32),
-        num_classes=label.num_classes or 0,
-        class_names=class_names,
+        num_classes=label.num_classes,
+        class_names=tuple(label.names),
         files=tuple(str(part.filename) for part in instructions),
         records_per_file=tuple(part.take for part in instructions),
     )
@@ -145,8 +129,9 @@ def _not_prepared(name: str, directory: str) -> str:
     near = difflib.get_close_matches(name.partition(":")[0].partition("/")[0], present, n=3, cutoff=0.5)
     hint = f" Did you mean {' or '.join(f'tfds:{other}' for other in near)}?" if near else ""
     return (
-        f"--dataset=tfds:{name} is not prepared in --data_dir={directory!r} (there: {', '.join(present) or 'nothing'}).{hint} "
-        f"tfpar downloads nothing; prepare it once with: tfds build {name} --data_dir={directory}"
+        f"--dataset=tfds:{name} is not prepared in --data_dir={directory!r} (there: "
+        f"{', '.join(present) or 'nothing'}).{hint} tfpar downloads nothing; prepare it once with: tfds build {name} "
+        f"--data_dir={directory}"
     )
 
 
@@ -158,7 +143,9 @@ def _choose_split(
     if len(parts) == 2:
         chosen = parts[0] if split == "train" else parts[1]
     elif len(parts) > 2:
-        raise ConfigError(f"--dataset='tfds:{argument}' names {len(parts)} splits; give one for training and one for validation.")
+        raise ConfigError(
+            f"--dataset='tfds:{argument}' names {len(parts)} splits; give one for training and one for validation."
+        )
     else:
         train = parts[0] if parts else "train"
         separate = next((name for name in ("validation", "test") if name in known and name != train), None)
@@ -193,8 +180,8 @@ def _supervised_keys(name: str, info: tfds.core.DatasetInfo) -> tuple[str, str |
     if "text" in available:
         return "text", None
     raise ConfigError(
-        f"--dataset={name}: what to learn is not clear. It has features {', '.join(available) or info.features} and supervised "
-        f"keys {keys}; supported are supervised pairs, features 'image' and 'label', and feature 'text'."
+        f"--dataset={name}: what to learn is not clear. It has features {', '.join(available) or info.features} and "
+        f"supervised keys {keys}; supported are supervised pairs, features 'image' and 'label', and feature 'text'."
     )
 
 
@@ -244,5 +231,7 @@ def _text_source(
         )
     options = tfds.ReadConfig(interleave_cycle_length=1, try_autocache=False)
     examples = builder.as_dataset(split=part, shuffle_files=False, read_config=options)
-    documents = [(f"{part}/{number}", item) for number, item in enumerate(examples.map(lambda x: x[key]).as_numpy_iterator())]
+    documents = [
+        (f"{part}/{number}", item) for number, item in enumerate(examples.map(lambda x: x[key]).as_numpy_iterator())
+    ]
     return text.windows(name, documents, config.sequence_length, split, named_files=False)

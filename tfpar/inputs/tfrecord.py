@@ -152,13 +152,15 @@ def _shards(name: str, argument: str) -> list[str]:
     paths = sorted(tf.io.gfile.glob(pattern)) if argument else []
     if not paths:
         raise ConfigError(
-            f"--dataset={name}: no file matches. Give a pattern such as tfrecord:/data/digits/*.tfrecord, or write shards with "
-            "python -m tfpar.inputs.write --dataset=digits --output=DIR."
+            f"--dataset={name}: no file matches. Give a pattern such as tfrecord:/data/digits/*.tfrecord, or write "
+            "shards with python -m tfpar.inputs.write --dataset=digits --output=DIR."
         )
     folders = sorted({os.path.dirname(path) for path in paths})
     if len(folders) > 1:
-        raise ConfigError(f"--dataset={name}: matches lie in {len(folders)} directories ({', '.join(folders)}); one {SIDECAR} "
-                          "describes one directory.")  # fmt: skip
+        raise ConfigError(
+            f"--dataset={name}: matches lie in {len(folders)} directories ({', '.join(folders)}); one {SIDECAR} "
+            "describes one directory."
+        )
     return paths
 
 
@@ -183,8 +185,8 @@ def _reader(paths: list[str], features: Features) -> records.TFRecordReader:
         expected = features.records.get(os.path.basename(path), found)
         if found != expected:
             raise ConfigError(
-                f"TFRecord file {path!r} holds {found} records, {SIDECAR} says {expected}: one of them is of another writing. "
-                "Write the shards again."
+                f"TFRecord file {path!r} holds {found} records, {SIDECAR} says {expected}: one of them is of another "
+                "writing. Write the shards again."
             )
     return reader
 

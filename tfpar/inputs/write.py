@@ -112,7 +112,10 @@ def _main(arguments: list[str]) -> None:
         counts = write(config, values.output, values.shards, values.seed, lambda line: print(line, flush=True))
     except ConfigError as error:
         sys.exit(f"error: {error}")
-    print(f"wrote {sum(counts.values()):,} examples in {len(counts)} files; read them with --dataset=tfrecord:{values.output}")
+    print(
+        f"wrote {sum(counts.values()):,} examples in {len(counts)} files; read them with "
+        f"--dataset=tfrecord:{values.output}"
+    )
 
 
 if __name__ == "__main__":

@@ -229,12 +229,11 @@ def per_example_loss(loss: Any) -> Callable[[Any, Any], tf.Tensor]:
         resolved = keras.losses.get(loss)
     except ValueError as error:
         raise ConfigError(f"loss={loss!r} is not known to Keras: {error}") from error
-    if isinstance(resolved, keras.losses.Loss):
-        call = resolved.call
-        return lambda y, outputs: call(y, tf.nest.map_structure(lambda part: tf.cast(part, tf.float32), outputs))
     if resolved is None or not callable(resolved):
         raise ConfigError(f"loss={loss!r} is not a loss: give a Keras loss, its name, or a function (y, outputs).")
-    return resolved
+    function = resolved.call if isinstance(resolved, keras.losses.Loss) else resolved
+    # Losses are computed in float32 whatever the model computes in.
+    return lambda y, outputs: function(y, tf.nest.map_structure(lambda part: tf.cast(part, tf.float32), outputs))
 
 
 def build_metrics(metrics: Sequence[Any]) -> list[keras.metrics.Metric]:

@@ -46,6 +46,11 @@ _GOVERNED_BY_FLAG = {
 }
 
 
+def names() -> list[str]:
+    """The names that `build` knows."""
+    return sorted(OPTIMIZERS)
+
+
 def build(config: OptimizerConfig, *, global_batch_size: int) -> keras.optimizers.Optimizer:
     """The optimizer of a configuration.
 

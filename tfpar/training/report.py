@@ -60,23 +60,51 @@ def total_steps(config: TrainConfig, steps: int | None, epochs: float | None, up
 
 def build_monitor(trainer: Trainer, total: int) -> Monitor:
     """The monitor of a run, with the model's cost for its MFU figure."""
-    described = models.describe(trainer.model)
+    described = describe_model(trainer)
     return Monitor(
         trainer.config.checkpoint.workdir or None,
         is_chief=trainer.plan.is_chief,
         config=trainer.config,
         total_steps=total,
-        flops_per_example=described.training_flops_per_example,
-        peak_flops=models.peak_flops(trainer.config.precision.precision) if trainer.plan.is_chief else 0.0,
+        flops_per_example=described.training_flops_per_example if described else None,
+        peak_flops=_peak_flops_per_replica(trainer) if described and trainer.plan.is_chief else None,
         replicas=trainer.plan.replicas,
     )
+
+
+def describe_model(trainer: Trainer) -> models.ModelSummary | None:
+    """Size and cost of the model, or None where its inputs are not known before it runs."""
+    try:
+        return models.describe(trainer.model)
+    except ValueError:
+        return None
+
+
+def _peak_flops_per_replica(trainer: Trainer) -> float:
+    peak = models.peak_flops(trainer.config.precision.precision)
+    if not peak.per_host:
+        return peak.flops
+    # The cores of a host are shared by its logical devices and by all workers that run on it.
+    plan = trainer.plan
+    sharing = plan.local_replicas
+    if plan.cluster is not None:
+        workers = [task for job, tasks in plan.cluster.cluster.items() if job == "worker" for task in tasks]
+        workers += plan.cluster.cluster.get("chief", ()) if plan.synchronous else ()
+        host = plan.cluster.address.rpartition(":")[0]
+        sharing *= max(1, sum(task.rpartition(":")[0] == host for task in workers))
+    return peak.flops / sharing
 
 
 def announce(monitor: Monitor, trainer: Trainer, pipeline: inputs.Pipeline, source: inputs.Source) -> None:
     """Prints model, input and exchange before step 1, and records them and sample inputs in TensorBoard."""
     if not trainer.plan.is_chief:
         return
-    model_text = models.format_summary(trainer.core.model.name, models.describe(trainer.model))
+    described = describe_model(trainer)
+    model_text = (
+        models.format_summary(described, trainer.model.name)
+        if described
+        else f"{trainer.model.name}: {trainer.model.count_params():,} parameters, cost unknown before it runs"
+    )
     traffic = trainer.exchange.traffic(trainer.plan.replicas, 3)
     exchange_text = f"exchange {trainer.exchange.spec} ({traffic.pattern}): "
     exchange_text += (
@@ -185,15 +213,16 @@ def closing_table(content: dict[str, Any], workdir: str) -> str:
     """A short table of the results and where to look next."""
     rows = [("steps", f"{content['steps']}"), ("train loss", f"{content['train_loss']:.4f}")]
     rows += [(f"eval {name}", f"{value:.4f}") for name, value in content["eval"].items()]
+    if content["examples_per_second"] is not None:  # a run of a few updates has no time without compilation
+        rows += [
+            ("examples/s", f"{content['examples_per_second']:.0f}"),
+            ("step ms (p50 / p95)", f"{content['step_ms_p50']:.2f} / {content['step_ms_p95']:.2f}"),
+            ("input wait", f"{100 * content['input_wait_fraction']:.1f} %"),
+        ]
+    exchange = content["exchange"]
     rows += [
-        ("examples/s", f"{content['examples_per_second']:.0f}"),
-        ("step ms (p50 / p95)", f"{content['step_ms_p50']:.2f} / {content['step_ms_p95']:.2f}"),
-        ("input wait", f"{100 * content['input_wait_fraction']:.1f} %"),
         ("layout", f"{content['strategy']}, {content['workers']} workers, {content['replicas']} replicas"),
-        (
-            "exchange",
-            f"{content['exchange']['codec']}, {content['exchange']['wire_bytes_per_step'] / 1e6:.2f} MB per step and replica",
-        ),
+        ("exchange", f"{exchange['codec']}, {exchange['wire_bytes_per_step'] / 1e6:.2f} MB sent per step and replica"),
     ]
     if content["skipped_steps"]:
         rows.append(("skipped (non-finite)", f"{content['skipped_steps']}"))

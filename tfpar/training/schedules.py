@@ -34,7 +34,7 @@ def build(config: ScheduleConfig, peak: float, total_steps: int) -> Schedule:
     | step | times `factor` at each milestone | milestones=[0.5,0.75], factor=0.1 |
     | one_cycle | up from `start` x peak in the share `rise`, down to `final` x peak (Smith 2018) | rise, start, final |
     | cyclic | triangles between `minimum` x peak and the peak (Smith 2017) | cycle_steps, minimum, mode, gamma |
-    | plateau | the peak, times `PlateauController`'s multiplier | see `plateau_controller` |
+    | plateau | the peak, times `PlateauController`'s multiplier | see `plateau` |
 
     Warm-up is linear (Goyal et al. 2017) and part of the total: with `w` warm-up steps, update `t < w` runs at
     `(t + 1) / (w + 1)` of the rate the schedule starts from, so that no update is wasted at 0. One-cycle has a
@@ -65,7 +65,17 @@ def build(config: ScheduleConfig, peak: float, total_steps: int) -> Schedule:
     return builder(float(peak), total_steps, config.warmup_steps, **_checked_arguments(config, builder))
 
 
-def plateau_controller(config: ScheduleConfig) -> PlateauController | None:
+def check(config: ScheduleConfig) -> None:
+    """Checks name and arguments before the number of updates is known.
+
+    Raises:
+      ConfigError: What `build` or `plateau` would refuse whatever the length of the run.
+    """
+    build(config, 1.0, max(10**6, 10 * config.warmup_steps))
+    plateau(config)
+
+
+def plateau(config: ScheduleConfig) -> PlateauController | None:
     """The controller of `--schedule=plateau` from `schedule_args` (factor, patience, ...); None for other schedules.
 
     Raises:

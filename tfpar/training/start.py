@@ -65,11 +65,12 @@ def check(config: ExperimentConfig, plan: strategies.Plan) -> None:
         raise unknown_name("--model", config.model.model, models.names())
     if config.optimizer.optimizer not in optimizers.names():
         raise unknown_name("--optimizer", config.optimizer.optimizer, optimizers.names())
-    schedules.build(config.schedule, peak=1.0, total_steps=100)
+    schedules.check(config.schedule)
     Exchange(config.exchange.exchange)
-    inputs.check_dataset(config.input)
+    inputs.check_kind(config.input)
+    inputs.check_augmentation(config.input.augment)
     if plan.name != "tpu":  # a TPU's replicas are known once it is initialised
-        inputs.check_batch(config.input, accumulate_steps=config.train.accumulate_steps, replicas=plan.replicas)
+        inputs.check_divides(config.input, plan.replicas, config.train.accumulate_steps)
     check_workdir(config)
 
 

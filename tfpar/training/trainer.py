@@ -106,6 +106,9 @@ class Trainer:
         Raises:
           ConfigError: Neither steps nor epochs, an empty data set, a checkpoint of another run.
         """
+        augmentation = self.core.augmentation
+        if augmentation is not None and not augmentation.built:
+            augmentation.build((None, *train.info.input_spec.shape))
         if self.plan.synchronous:
             return SynchronousRun(self, train, validation, steps, epochs).run()
         return AsynchronousRun(self, train, validation, steps, epochs).run()

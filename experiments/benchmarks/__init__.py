@@ -1,0 +1,1 @@
+"""Measurements. Each script prints both sides of every comparison from one run."""

@@ -1,0 +1,93 @@
+"""What the input pipeline costs: a step fed by it against the same step fed from one tensor.
+
+  python experiments/benchmarks/inputs.py
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl import flags as absl_flags
+
+import tfpar
+from experiments.benchmarks.machine import describe_machine
+from tfpar import flags, inputs, models, precision
+from tfpar.config import InputConfig
+from tfpar.training.synchronous import SynchronousRun
+
+flags.define(rooms=["precision"])
+ROUNDS = absl_flags.DEFINE_integer("rounds", 7, "Turns of each side; the median counts.", lower_bound=1)
+SECONDS = absl_flags.DEFINE_float("seconds", 2.0, "Length of a turn.", lower_bound=0.1)
+
+WORKLOADS: dict[str, tuple[str, dict[str, Any]]] = {
+    "digits, convnet, batch 64": ("convnet", {"dataset": "digits", "global_batch_size": 64}),
+    "text, transformer_lm_tiny, 8x128": ("transformer_lm_tiny", {"dataset": "text", "global_batch_size": 8}),
+}
+
+
+def main(_: list[str]) -> None:
+    config = flags.experiment_config()
+    layout = tfpar.start(config)
+    print(describe_machine())
+    print(f"\n{'':36}{'one tensor':>12}{'pipeline':>12}{'ratio':>8}{'input wait':>12}{'pipeline alone':>18}")
+    for workload, (name, options) in WORKLOADS.items():
+        source = inputs.build_source(InputConfig(**options), "train")
+        trainer = tfpar.Trainer(
+            lambda name=name, source=source: models.build(name, tfpar.task_spec(source)),
+            "adamw",
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            config=config,
+            layout=layout,
+            schedule="constant",
+            **options,
+        )
+        run = SynchronousRun(trainer, source, None, 1 << 30, None)
+        element = next(iter(run.pipeline.dataset()))
+        tensor = tf.data.Dataset.from_tensors(element).repeat()
+        sides = {
+            "one tensor": iter(trainer.strategy.experimental_distribute_dataset(tensor)),
+            "pipeline": iter(trainer.distribute(run.pipeline)),
+        }
+        times: dict[str, list[float]] = {side: [] for side in sides}
+        waits: dict[str, list[float]] = {side: [] for side in sides}
+        scale = precision.initial(config.precision)
+
+        def turn(side: str, count: int, run: Any = run, sides: Any = sides, scale: Any = scale) -> np.ndarray:
+            arguments = (tf.constant(0, tf.int64), tf.constant(count), scale, tf.constant(1.0), tf.constant(True))
+            return run.step.run(sides[side], *arguments).durations.numpy()
+
+        turn("one tensor", 5)
+        turn("pipeline", 5)
+        count = max(5, int(SECONDS.value / turn("pipeline", 20)[:, 4].mean()))
+        for _ in range(ROUNDS.value):
+            for side in sides:
+                durations = turn(side, count)
+                times[side].append(durations[:, 4].mean() * 1e3)
+                waits[side].append(durations[:, 0].sum() / durations[:, 4].sum())
+        median = {side: statistics.median(values) for side, values in times.items()}
+        print(
+            f"{workload:36}{median['one tensor']:9.3f} ms{median['pipeline']:9.3f} ms"
+            f"{median['pipeline'] / median['one tensor']:8.3f}{statistics.median(waits['pipeline']):12.2%}"
+            f"{rate(run.pipeline):12.0f} el/s",
+            flush=True,
+        )
+
+
+def rate(pipeline: inputs.Pipeline) -> float:
+    """Elements per second that the pipeline gives when nothing else runs."""
+    count = 0
+    began = time.perf_counter()
+    for _ in pipeline.dataset():
+        count += 1
+        if time.perf_counter() - began > SECONDS.value:
+            break
+    return count / (time.perf_counter() - began)
+
+
+if __name__ == "__main__":
+    flags.run(main)

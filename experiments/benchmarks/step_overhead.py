@@ -1,0 +1,153 @@
+"""What the framework's step costs: tfpar against a hand-written loop and against Keras `fit`.
+
+All three train the same model with the same optimizer, batch, precision and XLA setting, on the same batches, taking
+turns in one process; a turn is long enough to time, and the median of the turns counts.
+
+- hand-written: a `tf.function` that loops over `next(iterator)`, forward, backward and `optimizer.apply` in one jitted
+  function. No loss over examples, no sidecar, no norms, no finite check.
+- fit: `model.fit` as it comes.
+- tfpar: `Trainer`'s step, everything on.
+
+  python experiments/benchmarks/step_overhead.py --precision=float32 --jit_compile=true
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+from absl import flags as absl_flags
+
+import tfpar
+from experiments.benchmarks.machine import describe_machine
+from tfpar import flags, inputs, models, precision
+from tfpar.config import ExperimentConfig, InputConfig
+from tfpar.training.synchronous import SynchronousRun
+
+flags.define(rooms=["precision"])
+ROUNDS = absl_flags.DEFINE_integer("rounds", 7, "Turns of each contender; the median counts.", lower_bound=1)
+SECONDS = absl_flags.DEFINE_float("seconds", 2.0, "Length of a turn.", lower_bound=0.1)
+JIT = absl_flags.DEFINE_boolean("jit_compile", True, "Compile forward, backward and update with XLA, in all three.")
+ONLY = absl_flags.DEFINE_string("only", "", "One workload by name; all if empty.")
+
+# name: model, keyword overrides, --dataset, other input options
+WORKLOADS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "small MLP, digits, batch 64": ("mlp", {}, {"dataset": "digits", "global_batch_size": 64}),
+    "ResNet-18, 32x32, batch 16": (
+        "resnet18",
+        {"normalization": "batch"},
+        {"dataset": "synthetic:32x32x3", "global_batch_size": 16},
+    ),
+    "byte LM tiny, 8x128": ("transformer_lm_tiny", {}, {"dataset": "text", "global_batch_size": 8}),
+}
+LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def handwritten(model: keras.Model, data: tf.data.Dataset, jit_compile: bool) -> Callable[[int], None]:
+    """The loop one would write by hand, with several steps a call."""
+    optimizer = keras.optimizers.AdamW(1e-3)
+    optimizer.build(model.trainable_variables)
+
+    @tf.function(jit_compile=jit_compile)
+    def step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            loss = LOSS(y, model(x, training=True))
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+        return loss
+
+    @tf.function
+    def loop(iterator: Any, steps: tf.Tensor) -> tf.Tensor:
+        loss = tf.zeros([])
+        for _ in tf.range(steps):
+            loss = step(*next(iterator))
+        return loss
+
+    iterator = iter(data)
+    return lambda steps: loop(iterator, tf.constant(steps)).numpy()
+
+
+def fit(model: keras.Model, data: tf.data.Dataset, jit_compile: bool) -> Callable[[int], None]:
+    """Keras' own loop. One epoch a turn; the iterator is made once."""
+    model.compile(keras.optimizers.AdamW(1e-3), LOSS, jit_compile=jit_compile)
+    return lambda steps: model.fit(data, epochs=1, steps_per_epoch=steps, verbose=0)
+
+
+def framework(trainer: tfpar.Trainer, source: inputs.Source) -> Callable[[int], None]:
+    """tfpar's step, as `Trainer.fit` calls it."""
+    run = SynchronousRun(trainer, source, None, 1 << 30, None)
+    iterator = iter(trainer.distribute(run.pipeline))
+    scale = precision.initial(trainer.config.precision)
+
+    def steps(count: int) -> None:
+        run.step.run(
+            iterator, tf.constant(0, tf.int64), tf.constant(count), scale, tf.constant(1.0), tf.constant(True)
+        ).loss.numpy()
+
+    return steps
+
+
+def contenders(workload: str, config: ExperimentConfig, layout: tfpar.Layout) -> dict[str, Callable[[int], None]]:
+    """The three loops for a workload, each with a model of its own."""
+    name, overrides, options = WORKLOADS[workload]
+    source = inputs.build_source(InputConfig(**options), "train")
+    build = functools.partial(models.build, name, tfpar.task_spec(source), **overrides)
+    trainer = tfpar.Trainer(
+        build,
+        "adamw",
+        LOSS,
+        config=config,
+        layout=layout,
+        jit_compile=JIT.value,
+        schedule="constant",
+        weight_decay=0.004,  # what Keras' AdamW does by default
+        **options,
+    )
+    pipeline = trainer.pipeline(source, training=True)
+    data = pipeline.dataset().map(lambda x, y, weight: (x[0], y[0])).prefetch(4)
+    return {
+        "hand-written": handwritten(build(), data, JIT.value),
+        "fit": fit(build(), data, JIT.value),
+        "tfpar": framework(trainer, source),
+    }
+
+
+def measure(loops: dict[str, Callable[[int], None]]) -> dict[str, float]:
+    """Milliseconds per step: the median over the rounds, the contenders taking turns."""
+    counts = {}
+    for name, loop in loops.items():
+        loop(2)  # compile
+        began = time.perf_counter()
+        loop(3)
+        counts[name] = max(3, int(SECONDS.value / ((time.perf_counter() - began) / 3)))
+    times: dict[str, list[float]] = {name: [] for name in loops}
+    for _ in range(ROUNDS.value):
+        for name, loop in loops.items():
+            began = time.perf_counter()
+            loop(counts[name])
+            times[name].append((time.perf_counter() - began) / counts[name] * 1e3)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def main(_: list[str]) -> None:
+    config = flags.experiment_config()
+    layout = tfpar.start(config)
+    print(describe_machine())
+    print(f"precision {config.precision.precision}, XLA {'on' if JIT.value else 'off'}, ms per step, median of {ROUNDS.value}\n")
+    print(f"{'':30}{'hand-written':>14}{'fit':>10}{'tfpar':>10}{'/ hand-written':>16}{'/ fit':>8}")
+    for workload in WORKLOADS:
+        if ONLY.value and not workload.startswith(ONLY.value):
+            continue
+        keras.utils.clear_session(free_memory=True)
+        result = measure(contenders(workload, config, layout))
+        ratios = [result["tfpar"] / result[name] for name in ("hand-written", "fit")]
+        row = "".join(f"{result[name]:{width}.3f}" for name, width in (("hand-written", 14), ("fit", 10), ("tfpar", 10)))
+        print(f"{workload:30}{row}{ratios[0]:16.3f}{ratios[1]:8.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    flags.run(main)

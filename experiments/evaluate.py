@@ -1,0 +1,41 @@
+"""Evaluates a trained model on a data set, on any strategy.
+
+  python experiments/evaluate.py --model_file=runs/quickstart/model.keras --dataset=digits
+"""
+
+from __future__ import annotations
+
+import json
+
+import keras
+from absl import flags as absl_flags
+
+import tfpar
+from tfpar import flags, inputs
+from tfpar.config import ConfigError
+
+flags.define(rooms=["input", "strategy", "precision", "train", "monitor"])
+MODEL_FILE = absl_flags.DEFINE_string("model_file", "", "The .keras file to evaluate.")
+SPLIT = absl_flags.DEFINE_enum("split", "validation", ["train", "validation"], "Which examples.")
+
+
+def main(_: list[str]) -> None:
+    config = flags.experiment_config()
+    if not MODEL_FILE.value:
+        raise ConfigError("--model_file is missing: name a .keras file, e.g. --model_file=runs/quickstart/model.keras.")
+    layout = tfpar.start(config)
+    source = inputs.build_source(config.input, SPLIT.value, config.train.seed)
+    trainer = tfpar.Trainer(
+        lambda: tfpar.load_model(MODEL_FILE.value, tfpar.task_spec(source)),
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=[keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
+        config=config,
+        layout=layout,
+    )
+    results = trainer.evaluate(source)
+    if layout.plan.is_chief:
+        print(json.dumps(results, indent=2))
+
+
+if __name__ == "__main__":
+    flags.run(main)

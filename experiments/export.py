@@ -1,0 +1,72 @@
+"""Exports a trained model as SavedModel or ONNX, and checks the export against the model on real inputs.
+
+  python experiments/export.py --model_file=runs/quickstart/model.keras --format=onnx --output=runs/quickstart/model.onnx
+
+ONNX needs the packages of `pip install tfpar[onnx]`.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable
+
+import numpy as np
+import tensorflow as tf
+from absl import flags as absl_flags
+
+import tfpar
+from tfpar import flags, inputs
+from tfpar.config import ConfigError
+
+flags.define(rooms=["input", "precision", "monitor"])
+MODEL_FILE = absl_flags.DEFINE_string("model_file", "", "The .keras file to export.")
+FORMAT = absl_flags.DEFINE_enum("format", "saved_model", ["saved_model", "onnx"], "What to write.")
+OUTPUT = absl_flags.DEFINE_string("output", "", "Directory (saved_model) or file (onnx) to write; must not exist.")
+EXAMPLES = absl_flags.DEFINE_integer("examples", 64, "Held-out examples that the check compares.", lower_bound=1)
+TOLERANCE = absl_flags.DEFINE_float("tolerance", 1e-4, "Largest allowed difference, relative to the largest output.")
+
+
+def saved_model(path: pathlib.Path) -> Callable[[np.ndarray], np.ndarray]:
+    """The serving function of a SavedModel."""
+    serve = tf.saved_model.load(str(path)).serve
+    return lambda x: serve(tf.constant(x)).numpy()
+
+
+def onnx(path: pathlib.Path) -> Callable[[np.ndarray], np.ndarray]:
+    """An ONNX model in onnxruntime, on the CPU."""
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    name = session.get_inputs()[0].name
+    return lambda x: session.run(None, {name: x})[0]
+
+
+def main(_: list[str]) -> None:
+    config = flags.experiment_config()
+    if not MODEL_FILE.value or not OUTPUT.value:
+        raise ConfigError("--model_file and --output are both needed, e.g. --model_file=runs/a/model.keras --output=runs/a/export.")
+    output = pathlib.Path(OUTPUT.value)
+    if output.exists():
+        raise ConfigError(f"--output={output} exists; name another, or remove it first.")
+    if FORMAT.value == "onnx":
+        try:
+            import onnxruntime  # noqa: F401
+            import tf2onnx  # noqa: F401
+        except ImportError as error:
+            raise ConfigError(f"--format=onnx needs {error.name}: pip install 'tfpar[onnx]'.") from error
+    tfpar.start(config)
+    source = inputs.build_source(config.input, "validation")
+    model = tfpar.load_model(MODEL_FILE.value, tfpar.task_spec(source))
+    x = source.fetch(tf.range(min(EXAMPLES.value, source.info.num_examples), dtype=tf.int64))[0].numpy()
+    expected = model.predict_on_batch(x)  # also traces the model, which Keras' exporters need
+    output.parent.mkdir(parents=True, exist_ok=True)
+    model.export(str(output), format="tf_saved_model" if FORMAT.value == "saved_model" else "onnx", verbose=False)
+    actual = (saved_model if FORMAT.value == "saved_model" else onnx)(output)(x)
+    difference = float(np.max(np.abs(actual - expected)) / max(np.max(np.abs(expected)), 1e-30))
+    if not difference <= TOLERANCE.value:
+        raise ConfigError(f"{output} differs from the model by {difference:.2e} (--tolerance={TOLERANCE.value}); do not use it.")
+    print(f"{output}: {FORMAT.value}, checked on {len(x)} examples, largest relative difference {difference:.1e}")
+
+
+if __name__ == "__main__":
+    flags.run(main)

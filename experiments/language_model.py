@@ -1,0 +1,55 @@
+"""Trains a byte-level language model.
+
+By default on the sources of the installed Python standard library, which every machine has; files are held out whole
+for validation. The figure to watch is bits per byte.
+
+  python experiments/language_model.py --workdir=runs/bytes
+  python -m tfpar.launch --workers=2 -- experiments/language_model.py --flagfile=experiments/recipes/language_model.flags
+"""
+
+from __future__ import annotations
+
+import keras
+import tensorflow as tf
+
+import tfpar
+from tfpar import flags, inputs, models
+
+flags.define(
+    defaults={
+        "dataset": "text",
+        "model": "transformer_lm_tiny",
+        "steps": 1000,
+        "learning_rate": 3e-3,
+        "warmup_steps": 50,
+        "clip_norm": 1.0,
+        "weight_decay": 0.1,
+        "optimizer_args": "beta_2=0.95",
+    }
+)
+
+
+def bits_per_byte(y: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
+    """Cross-entropy in bits: nats / ln 2. A token is a byte."""
+    return keras.losses.sparse_categorical_crossentropy(y, logits, from_logits=True) / 0.6931471805599453
+
+
+def main(_: list[str]) -> None:
+    config = flags.experiment_config()
+    layout = tfpar.start(config)
+    train, validation = (inputs.build_source(config.input, split, config.train.seed) for split in ("train", "validation"))
+    trainer = tfpar.Trainer(
+        lambda: models.build(config.model.model, tfpar.task_spec(train), **config.model.arguments()),
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=[
+            keras.metrics.SparseCategoricalAccuracy(name="accuracy"),
+            keras.metrics.MeanMetricWrapper(bits_per_byte, name="bits_per_byte"),
+        ],
+        config=config,
+        layout=layout,
+    )
+    trainer.fit(train, validation=validation)
+
+
+if __name__ == "__main__":
+    flags.run(main)

@@ -1,0 +1,120 @@
+"""What every source has in common: caching, label checks, held-out names, the registry."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.inputs.helpers import fetch_all, index_source
+from tfpar.config import ConfigError, InputConfig
+from tfpar.inputs import Pipeline, build_source, kinds, register, registry
+from tfpar.inputs import source as sources
+
+
+def test_in_memory_has_the_same_examples_and_is_read_once():
+    reads = []
+    original = index_source(700, [300, 400], storage="files")
+
+    def count(indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        tf.numpy_function(lambda found: reads.append(len(found)) or np.int64(0), [indices], tf.int64)
+        return original.read(indices)
+
+    counting = dataclasses.replace(original, read=count, portable=False)
+    kept = sources.keep_in_memory(counting)
+    assert sum(reads) == 700
+    for left, right in zip(fetch_all(kept), fetch_all(original), strict=True):
+        assert np.array_equal(left, right)
+    assert sum(reads) == 700
+    assert kept.portable
+    assert kept.info.storage == "memory"
+    assert kept.info.files == original.info.files
+    # x as stored is int64 [2], y is int64 [].
+    assert kept.kept_bytes == 700 * 24
+
+
+@pytest.mark.parametrize(
+    ("policy", "stored_bytes", "storage"),
+    [("auto", 1 << 20, "memory"), ("auto", (1 << 20) + 1, "files"), ("none", 1, "files"), ("memory", 1 << 40, "memory")],
+)
+def test_cache_rule_is_one_gibibyte(policy, stored_bytes, storage):
+    source = index_source(1024, storage="files")
+    assert sources.cached(source, policy, stored_bytes).info.storage == storage
+
+
+def test_labels_in_memory_are_checked_once_for_all():
+    source = index_source(50, storage="files")
+    wrong = dataclasses.replace(source, info=dataclasses.replace(source.info, num_classes=5))
+    with pytest.raises(ConfigError, match=r"--dataset=index: label 5 of train example 5 .* 13 others.* labels are 0 to 4"):
+        sources.keep_in_memory(wrong)
+
+
+def test_empty_source_stays_empty():
+    assert sources.keep_in_memory(index_source(0)).info.num_examples == 0
+
+
+def test_info_must_add_up():
+    with pytest.raises(ValueError, match="do not make 10 examples"):
+        index_source(10, [4, 5])
+
+
+def test_fingerprint_tells_data_apart_but_not_places():
+    info = index_source(10, [4, 6]).info
+    moved = dataclasses.replace(info, files=tuple(f"/mnt/{name}" for name in info.files))
+    assert info.fingerprint == moved.fingerprint
+    others = [
+        index_source(11, [4, 7]).info,
+        index_source(10, [5, 5]).info,
+        dataclasses.replace(info, split="validation"),
+        dataclasses.replace(info, files=("file0", "renamed")),
+    ]
+    assert len({info.fingerprint, *(other.fingerprint for other in others)}) == 5
+
+
+class TestHeldOut:
+    NAMES = tuple(f"folder/{number}.txt" for number in range(2000))
+
+    def test_share_is_as_asked(self):
+        assert sum(sources.held_out(self.NAMES, 0.1)) == pytest.approx(200, abs=60)
+
+    def test_a_name_is_judged_alone(self):
+        whole = dict(zip(self.NAMES, sources.held_out(self.NAMES, 0.1), strict=True))
+        some = self.NAMES[500:900]
+        assert sources.held_out(some, 0.1) == [whole[name] for name in some]
+
+    @pytest.mark.parametrize("fraction", [0.001, 0.9])
+    def test_both_sides_get_something(self, fraction):
+        for count in range(2, 9):
+            chosen = sources.held_out(self.NAMES[:count], fraction)
+            assert 0 < sum(chosen) < count
+
+    def test_nothing_is_held_out_if_not_asked(self):
+        assert not any(sources.held_out(self.NAMES, 0.0))
+
+
+class TestRegistry:
+    def test_kinds_are_the_documented_ones(self):
+        assert {"digits", "images", "synthetic", "text", "tfds", "tfrecord"} <= set(kinds())
+
+    def test_unknown_name_gets_a_suggestion(self):
+        with pytest.raises(ConfigError, match=r"--dataset='digts' is not known. Did you mean 'digits'"):
+            build_source(InputConfig(dataset="digts"), "train")
+
+    def test_unknown_split(self):
+        with pytest.raises(ConfigError, match="split='test' must be"):
+            build_source(InputConfig(), "test")
+
+    def test_own_sources(self, monkeypatch):
+        monkeypatch.setattr(registry, "_REGISTERED", {})
+        register("counted", lambda argument, config, split, seed: index_source(int(argument)))
+        source = build_source(InputConfig(dataset="counted:30"), "train")
+        assert Pipeline(source, InputConfig(global_batch_size=10)).updates_per_epoch == 3
+        for taken in ("digits", "counted", "a:b"):
+            with pytest.raises(ValueError, match="is taken or contains a colon"):
+                register(taken, lambda argument, config, split, seed: index_source(1))
+
+
+def test_decode_bytes_survives_what_is_not_utf8():
+    assert sources.decode_bytes(np.array([[72, 105, 255]])) == "Hi�"

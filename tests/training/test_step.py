@@ -1,0 +1,130 @@
+"""The step on hand-made batches: several updates a call, norms, statistics, EMA, precision."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.training.harness import Steps, linear_model
+from tfpar.precision import LossScale
+
+
+def random_updates(count, replicas=1, size=4, features=2, seed=0):
+    generator = np.random.default_rng(seed)
+    return [
+        [
+            (generator.normal(size=(size, features)), generator.normal(size=(size, 1)), np.ones(size))
+            for _ in range(replicas)
+        ]
+        for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("jit", [False, True])
+def test_several_updates_a_call_equal_single_ones(replicas, jit):
+    updates = random_updates(6, replicas)
+    together = Steps(replicas, optimizer=lambda: keras.optimizers.Adam(0.1), jit_compile=jit)
+    losses = together.run(updates).loss.numpy()
+    one_by_one = Steps(replicas, optimizer=lambda: keras.optimizers.Adam(0.1), jit_compile=jit)
+    single = [one_by_one.run([update]).loss.numpy()[0] for update in updates]
+    np.testing.assert_array_equal(losses, single)
+    np.testing.assert_array_equal(together.weights()[0][0], one_by_one.weights()[0][0])
+    assert together.optimizer.iterations.numpy() == 6
+
+
+def test_the_number_of_updates_a_call_does_not_retrace():
+    steps = Steps(1)
+    for count in (1, 3, 2, 5):
+        steps.run(random_updates(count))
+    assert steps.step.run.experimental_get_tracing_count() <= 2  # reduce_retracing may relax once
+
+
+def test_norms_are_those_of_the_update():
+    steps = Steps(1, optimizer=lambda: keras.optimizers.SGD(0.5))
+    before = steps.weights()[0][0].copy()
+    result = steps.run(random_updates(1))
+    after = steps.weights()[0][0]
+    assert result.norms.parameter.numpy() == pytest.approx(np.linalg.norm(after), rel=1e-5)
+    assert result.norms.update.numpy() == pytest.approx(np.linalg.norm(after - before), rel=1e-4)
+    assert result.norms.gradient.numpy() == pytest.approx(2 * result.norms.update.numpy(), rel=1e-4)
+
+
+def test_durations_add_up():
+    result = Steps(2).run(random_updates(5, 2))
+    durations = result.durations.numpy()
+    assert durations.shape == (5, 5)
+    assert (durations >= 0).all()
+    np.testing.assert_allclose(durations[:, :4].sum(axis=1), durations[:, 4], atol=1e-6)
+
+
+def test_local_batch_statistics_are_averaged_by_example():
+    def model():
+        return keras.Sequential(
+            [keras.Input((1,)), keras.layers.BatchNormalization(momentum=0.0, name="norm"), keras.layers.Dense(1)]
+        )
+
+    steps = Steps(2, model)
+    # Plain Keras normalisation: each replica has its own batch mean, 1 and 4; weights 1 and 3 examples.
+    few = (np.full((3, 1), 1.0), np.zeros((3, 1)), np.array([1.0, 0.0, 0.0]))
+    many = (np.full((3, 1), 4.0), np.zeros((3, 1)), np.ones(3))
+    steps.run([[few, many]])
+    for replica in range(2):
+        mean = steps.strategy.experimental_local_results(steps.model.get_layer("norm").moving_mean.value)[replica]
+        assert mean.numpy()[0] == pytest.approx((1 * 1.0 + 3 * 4.0) / 4)
+
+
+def test_a_replica_without_examples_changes_nothing():
+    generator = np.random.default_rng(0)
+    x, y = generator.normal(size=(4, 2)), generator.normal(size=(4, 1))
+    alone, padded = Steps(1), Steps(2)
+    alone.run([[(x, y, np.ones(4))]])
+    padded.run([[(x, y, np.ones(4)), (x, y, np.zeros(4))]])
+    for weights in padded.weights():
+        np.testing.assert_allclose(weights[0], alone.weights()[0][0], rtol=1e-6)
+
+
+def test_seed_generator_state_stays_and_dropout_varies_by_step_and_replica():
+    def model():
+        return keras.Sequential([keras.Input((64,)), keras.layers.Dropout(0.5), *linear_model(64).layers])
+
+    ones = (np.ones((1, 64)), np.zeros((1, 1)), np.ones(1))
+    steps = Steps(1, model, lambda: keras.optimizers.SGD(0.0))
+    losses = steps.run([[ones]] * 4).loss.numpy()
+    assert len(set(losses)) > 1
+    again = Steps(1, model, lambda: keras.optimizers.SGD(0.0))
+    np.testing.assert_array_equal(again.run([[ones]] * 4).loss.numpy(), losses)
+    two = Steps(2, model, lambda: keras.optimizers.SGD(0.0))
+    assert two.run([[ones, ones]]).loss.numpy()[0] != losses[0]
+
+
+def test_mixed_float16_trains_with_a_loss_scale():
+    keras.config.set_dtype_policy("mixed_float16")
+    steps = Steps(2, scale_loss=True, growth_steps=1000)
+    steps.loss_scale = LossScale(tf.constant(2.0**15), tf.constant(0))
+    result = steps.run(random_updates(1, 2) * 20)
+    finite = result.finite.numpy()
+    keras.config.set_dtype_policy("float32")
+    expected = Steps(2).run(random_updates(1, 2) * int(finite.sum())).loss.numpy()
+    # The first scale overflows float16 on this data: those updates are left out, and the rest is the float32 run.
+    assert 0 < (~finite).sum() < 5
+    assert steps.loss_scale.scale.numpy() == 2.0 ** (15 - (~finite).sum())
+    np.testing.assert_allclose(result.loss.numpy()[finite], expected, rtol=0.01)
+
+
+def test_the_whole_step_as_one_xla_program_gives_the_same_weights():
+    """The form it has on a TPU: reads, both halves of the step and assignments compiled together, here for the CPU."""
+    options = {"metrics": ["mean_squared_error"], "optimizer": lambda: keras.optimizers.AdamW(0.01), "clip_norm": 1.0}
+    plain, program = Steps(1, **options), Steps(1, whole_program=True, **options)
+    updates = random_updates(5)
+    expected, actual = plain.run(updates), program.run(updates)
+    np.testing.assert_allclose(actual.loss, expected.loss, rtol=1e-5)
+    np.testing.assert_allclose(program.weights()[0][0], plain.weights()[0][0], rtol=1e-5)
+    assert program.optimizer.iterations.numpy() == 5
+    batch = [tf.constant(part[None], tf.float32) for part in updates[0][0]]
+    arguments = (batch, tf.constant(0, tf.int64), tf.constant(0.01), program.loss_scale, tf.constant(True))
+    hlo = program.step._step.experimental_get_compiler_ir(*arguments)(stage="hlo")
+    assert "ENTRY" in hlo
+    assert "dot(" in hlo

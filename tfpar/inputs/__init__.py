@@ -1,0 +1,37 @@
+"""Inputs: sources of examples, one tf.data pipeline behind all of them, augmentation layers.
+
+    config = InputConfig(dataset="digits", global_batch_size=64)
+    source = build_source(config, "train")
+    pipeline = Pipeline(source, config, replicas=2, seed=1)
+    print(pipeline.report())
+    for x, y, weight in pipeline.dataset():  # one element per update and replica, x: [A, m, 8, 8, 1]
+        ...
+
+A new kind of source is a function `(argument, config, split, seed) -> Source`; `register` gives
+it a name for `--dataset`.
+"""
+
+from tfpar.inputs.arrays import from_arrays
+from tfpar.inputs.augment import build as build_augmentation
+from tfpar.inputs.augment import check as check_augmentation
+from tfpar.inputs.checks import check_divides
+from tfpar.inputs.pipeline import Pipeline
+from tfpar.inputs.registry import build_source, check_kind, kinds, load, register
+from tfpar.inputs.source import CLASSIFICATION, LANGUAGE_MODEL, Source, SourceInfo
+
+__all__ = [
+    "CLASSIFICATION",
+    "LANGUAGE_MODEL",
+    "Pipeline",
+    "Source",
+    "SourceInfo",
+    "build_augmentation",
+    "build_source",
+    "check_augmentation",
+    "check_divides",
+    "check_kind",
+    "from_arrays",
+    "kinds",
+    "load",
+    "register",
+]

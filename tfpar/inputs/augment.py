@@ -1,0 +1,208 @@
+"""Augmentation of images as Keras layers, which run on the device inside the compiled step.
+
+`build("crop:4,flip")` makes one layer per name. They act with `training=True` only, draw for each
+example anew from a Keras `SeedGenerator` (so the step can substitute the seed), keep shape and
+dtype, and are made of pads, gathers and comparisons alone, which XLA compiles on every device.
+(Keras' own geometric layers go through `ImageProjectiveTransform`, which has no XLA kernel.)
+
+| name | effect |
+|---|---|
+| `shift:N` | moves the image by up to N pixels in each direction; zeros come in |
+| `crop:N` | the same with the image mirrored at its borders: pad by N, cut at random |
+| `flip` | mirrors left and right with probability 1/2 |
+| `cutout:N` | sets a square of N x N pixels at a random place to zero (DeVries and Taylor 2017) |
+| `brightness:D` | adds a number from [-D, D] |
+| `contrast:D` | multiplies the distance from the image's mean by a number from [1 - D, 1 + D] |
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfpar.config import ConfigError, unknown_name
+from tfpar.inputs import permutation
+
+_PACKAGE = "tfpar"
+
+
+class _RandomImageLayer(keras.layers.Layer):
+    """Applies `transform` to float images [batch, height, width, channels] in training, nothing otherwise."""
+
+    def __init__(self, amount: float, seed: int, **kwargs: Any):
+        # Pixels keep float32 also under a half-precision policy: the model casts them, once, at its first layer.
+        super().__init__(**{"dtype": "float32", **kwargs})
+        self.amount = amount
+        self.seed = seed
+        self.seed_generator = keras.random.SeedGenerator(seed)
+
+    def call(self, images: tf.Tensor, training: bool = False) -> tf.Tensor:
+        """float32 [batch, height, width, channels] -> the same shape."""
+        return self.transform(images) if training else images
+
+    def transform(self, images: tf.Tensor) -> tf.Tensor:
+        """The random change; float32 [batch, height, width, channels] to the same shape."""
+        raise NotImplementedError
+
+    def compute_output_shape(self, input_shape: tuple[int | None, ...]) -> tuple[int | None, ...]:
+        return input_shape
+
+    def get_config(self) -> dict[str, Any]:
+        return {**super().get_config(), "amount": self.amount, "seed": self.seed}
+
+    def _uniform(self, images: tf.Tensor, low: float, high: float) -> tf.Tensor:
+        """A number from [low, high) for each image, [batch, 1, 1, 1]."""
+        return keras.random.uniform((keras.ops.shape(images)[0], 1, 1, 1), low, high, seed=self.seed_generator)
+
+    def _offsets(self, images: tf.Tensor, stop: tuple[int, int]) -> tuple[tf.Tensor, tf.Tensor]:
+        """Integers from [0, stop[0]) and [0, stop[1]) for each image, int32 [batch] each."""
+        uniform = keras.random.uniform((keras.ops.shape(images)[0], 2), seed=self.seed_generator)
+        # A float32 below 1 times a small integer may round up to it.
+        rows, columns = (
+            tf.minimum(tf.cast(uniform[:, axis] * stop[axis], tf.int32), stop[axis] - 1) for axis in (0, 1)
+        )
+        return rows, columns
+
+
+@keras.saving.register_keras_serializable(_PACKAGE)
+class Shift(_RandomImageLayer):
+    """Moves each image by up to `amount` whole pixels in each direction; zeros come in."""
+
+    padding = "CONSTANT"
+
+    def transform(self, images: tf.Tensor) -> tf.Tensor:
+        height, width = images.shape[1:3]
+        pixels = int(self.amount)
+        if self.padding == "REFLECT" and pixels >= min(height, width):
+            raise ConfigError(
+                f"--augment=crop:{pixels} must be less than the image's height and width, {height}x{width}."
+            )
+        around = [pixels, pixels]
+        padded = tf.pad(images, [[0, 0], around, around, [0, 0]], self.padding)
+        top, left = self._offsets(images, (2 * pixels + 1, 2 * pixels + 1))
+        rows = tf.gather(padded, top[:, tf.newaxis] + tf.range(height), axis=1, batch_dims=1)
+        return tf.gather(rows, left[:, tf.newaxis] + tf.range(width), axis=2, batch_dims=1)
+
+
+@keras.saving.register_keras_serializable(_PACKAGE)
+class Crop(Shift):
+    """Mirrors each image at its borders by `amount` pixels and cuts its size from a random place."""
+
+    padding = "REFLECT"
+
+
+@keras.saving.register_keras_serializable(_PACKAGE)
+class Flip(_RandomImageLayer):
+    """Mirrors each image left and right with probability 1/2."""
+
+    def transform(self, images: tf.Tensor) -> tf.Tensor:
+        return tf.where(self._uniform(images, 0.0, 1.0) < 0.5, tf.reverse(images, [2]), images)
+
+
+@keras.saving.register_keras_serializable(_PACKAGE)
+class Cutout(_RandomImageLayer):
+    """Sets a square of `amount` pixels, centred anywhere in the image, to zero."""
+
+    def transform(self, images: tf.Tensor) -> tf.Tensor:
+        height, width = images.shape[1:3]
+        side = int(self.amount)
+        inside = []
+        for centre, size in zip(self._offsets(images, (height, width)), (height, width), strict=True):
+            distance = tf.range(size) - (centre[:, tf.newaxis] - side // 2)
+            inside.append((distance >= 0) & (distance < side))
+        hidden = inside[0][:, :, tf.newaxis, tf.newaxis] & inside[1][:, tf.newaxis, :, tf.newaxis]
+        return tf.where(hidden, tf.zeros_like(images), images)
+
+
+@keras.saving.register_keras_serializable(_PACKAGE)
+class Brightness(_RandomImageLayer):
+    """Adds a number from [-amount, amount] to each image."""
+
+    def transform(self, images: tf.Tensor) -> tf.Tensor:
+        return images + self._uniform(images, -self.amount, self.amount)
+
+
+@keras.saving.register_keras_serializable(_PACKAGE)
+class Contrast(_RandomImageLayer):
+    """Multiplies each image's distance from its mean by a number from [1 - amount, 1 + amount]."""
+
+    def transform(self, images: tf.Tensor) -> tf.Tensor:
+        mean = tf.reduce_mean(images, [1, 2, 3], keepdims=True)
+        return mean + (images - mean) * self._uniform(images, 1.0 - self.amount, 1.0 + self.amount)
+
+
+# Name: layer, whether the amount is in whole pixels, largest amount. Flip takes none.
+_LAYERS: dict[str, tuple[type[_RandomImageLayer], bool, float]] = {
+    "shift": (Shift, True, 1 << 15),
+    "crop": (Crop, True, 1 << 15),
+    "flip": (Flip, False, 0.0),
+    "cutout": (Cutout, True, 1 << 15),
+    "brightness": (Brightness, False, 1.0),
+    "contrast": (Contrast, False, 1.0),
+}
+
+
+def names() -> tuple[str, ...]:
+    """The names that `--augment` knows, sorted."""
+    return tuple(sorted(_LAYERS))
+
+
+def build(text: str, seed: int = 0) -> keras.Sequential | None:
+    """The augmentation that `--augment` names.
+
+    Args:
+      text: Names with amounts, applied in this order, e.g. `"crop:4,flip"`; `"none"` or empty for
+        no augmentation.
+      seed: Seed of the layers' generators; each layer gets one of its own.
+
+    Returns:
+      A model without weights, or None for no augmentation.
+
+    Raises:
+      ConfigError: An unknown name (with suggestions), or an amount that is missing or out of range.
+    """
+    parts = _parse(text)
+    if not parts:
+        return None
+    layers = [
+        _LAYERS[name][0](amount, permutation.mix64(seed + number) >> 33, name=f"{name}_{number}")
+        for number, (name, amount) in enumerate(parts)
+    ]
+    return keras.Sequential(layers, name="augment")
+
+
+def check(text: str) -> None:
+    """Raises what `build` would raise, without creating anything: TensorFlow is not touched."""
+    _parse(text)
+
+
+def _parse(text: str) -> list[tuple[str, float]]:
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if parts == ["none"]:
+        return []
+    parsed = []
+    for part in parts:
+        name, _, amount = part.partition(":")
+        if name not in _LAYERS:
+            raise unknown_name("--augment", name, (*_LAYERS, "none"))
+        parsed.append((name, _amount(text, name, amount)))
+    return parsed
+
+
+def _amount(text: str, name: str, amount: str) -> float:
+    _, whole, largest = _LAYERS[name]
+    if not largest:
+        if amount:
+            raise ConfigError(f"--augment={text!r}: {name} takes no amount, but {amount!r} was given. Write {name}.")
+        return 0.0
+    try:
+        value = int(amount) if whole else float(amount)
+    except ValueError:
+        value = -1
+    if not 0 < value <= largest:
+        kind = "a positive whole number of pixels" if whole else f"a number above 0 and at most {largest:g}"
+        example = f"{name}:{2 if whole else 0.2}"
+        raise ConfigError(f"--augment={text!r}: {name} needs {kind}, not {amount!r}. Write e.g. {example}.")
+    return value

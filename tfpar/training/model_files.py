@@ -1,0 +1,49 @@
+"""Models and the sources they read: does one fit the other."""
+
+from __future__ import annotations
+
+import pathlib
+import zipfile
+
+import keras
+
+from tfpar import inputs, models
+from tfpar.config import ConfigError
+
+
+def task_spec(source: inputs.Source) -> models.TaskSpec:
+    """What a model has to take and give for the examples of a source."""
+    info = source.info
+    return models.TaskSpec(
+        task=info.task,
+        input_shape=tuple(info.input_spec.shape),
+        input_dtype=info.input_spec.dtype.name,
+        num_classes=info.num_classes,
+    )
+
+
+def load_model(path: str, spec: models.TaskSpec | None = None) -> keras.Model:
+    """Loads a `.keras` file in Keras' safe mode: nothing in it is executed.
+
+    Args:
+      path: The file.
+      spec: If given, the model's inputs and outputs are checked against it.
+
+    Raises:
+      ConfigError: No such file, not a `.keras` file, or a model for other examples.
+    """
+    if not pathlib.Path(path).is_file() or not zipfile.is_zipfile(path):
+        raise ConfigError(f"--model_file={path} is not a .keras file. A finished run leaves one as WORKDIR/model.keras.")
+    try:
+        model = keras.saving.load_model(path, compile=False, safe_mode=True)
+    except (ValueError, TypeError, KeyError, OSError) as error:
+        raise ConfigError(f"--model_file={path} cannot be loaded: {error}") from error
+    if spec is not None:
+        shape = tuple(model.inputs[0].shape[1:])
+        classes = model.outputs[0].shape[-1]
+        if shape != spec.input_shape or classes != spec.num_classes:
+            raise ConfigError(
+                f"--model_file={path} takes inputs {shape} and gives {classes} outputs; the data set has inputs "
+                f"{spec.input_shape} and {spec.num_classes} classes. Give the --dataset it was trained on."
+            )
+    return model

@@ -1,0 +1,104 @@
+"""Where the time of updates goes: the arithmetic behind the progress line, TensorBoard and summary.json."""
+
+from __future__ import annotations
+
+import numpy as np
+
+# Columns of durations, in seconds; `total` is the whole update, wall clock.
+COLUMNS = ("input_wait", "compute", "exchange", "update", "total")
+_WAIT, _TOTAL = COLUMNS.index("input_wait"), COLUMNS.index("total")
+
+
+class Window:
+    """Sums over the updates since the last report."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Starts a new window."""
+        self.steps = 0
+        self.examples = 0.0
+        self._seconds = np.zeros(len(COLUMNS))
+        self._loss_sum = 0.0
+        self._finite = 0
+
+    def add(self, losses: np.ndarray, durations: np.ndarray, examples: np.ndarray) -> None:
+        """Takes updates in.
+
+        Args:
+          losses: [n] mean loss of each update; not-finite ones do not count.
+          durations: [n, 5] seconds, see `COLUMNS`.
+          examples: [n] examples of each update.
+        """
+        finite = np.isfinite(losses)
+        self.steps += len(losses)
+        self.examples += float(examples.sum())
+        self._seconds += durations.sum(axis=0)
+        self._loss_sum += float(losses[finite].sum())
+        self._finite += int(finite.sum())
+
+    @property
+    def loss(self) -> float:
+        """Mean over the updates whose loss is finite; NaN if there is none."""
+        return self._loss_sum / self._finite if self._finite else float("nan")
+
+    @property
+    def examples_per_second(self) -> float:
+        """Examples per second of the updates' own time: evaluations and checkpoints between them do not count."""
+        return _ratio(self.examples, self._seconds[_TOTAL])
+
+    @property
+    def input_wait_fraction(self) -> float:
+        """Share of the time spent waiting for input."""
+        return _ratio(self._seconds[_WAIT], self._seconds[_TOTAL])
+
+    def milliseconds(self) -> dict[str, float]:
+        """Mean milliseconds per update, by `COLUMNS`."""
+        return {name: 1e3 * _ratio(total, self.steps) for name, total in zip(COLUMNS, self._seconds, strict=True)}
+
+
+class Timings:
+    """Statistics of a whole run, without its first call, which traces and compiles."""
+
+    def __init__(self) -> None:
+        self._first: tuple[np.ndarray, np.ndarray] | None = None
+        self._totals: list[np.ndarray] = []
+        self._wait = 0.0
+        self._examples = 0.0
+
+    def add(self, durations: np.ndarray, examples: np.ndarray) -> None:
+        """Takes the updates of one call in: durations [n, 5] in seconds, examples [n]."""
+        if self._first is None:
+            self._first = (durations, examples)
+            return
+        self._totals.append(durations[:, _TOTAL].astype(np.float32))
+        self._wait += float(durations[:, _WAIT].sum())
+        self._examples += float(examples.sum())
+
+    def statistics(self) -> dict[str, float]:
+        """Steady-state figures.
+
+        Returns:
+          `examples_per_second`; `step_ms_p50` and `step_ms_p95`, milliseconds per update; `input_wait_fraction`.
+          A run of a single call is judged by that call; one without updates gives zeros.
+        """
+        if self._totals:
+            totals, wait, examples = np.concatenate(self._totals), self._wait, self._examples
+        elif self._first is not None:
+            durations, counts = self._first
+            totals, wait, examples = durations[:, _TOTAL], float(durations[:, _WAIT].sum()), float(counts.sum())
+        else:
+            totals, wait, examples = np.zeros(1), 0.0, 0.0
+        seconds = float(totals.sum(dtype=np.float64))
+        p50, p95 = np.percentile(totals, [50, 95])
+        return {
+            "examples_per_second": _ratio(examples, seconds),
+            "step_ms_p50": 1e3 * float(p50),
+            "step_ms_p95": 1e3 * float(p95),
+            "input_wait_fraction": _ratio(wait, seconds),
+        }
+
+
+def _ratio(part: float, whole: float) -> float:
+    return float(part / whole) if whole > 0 else 0.0
