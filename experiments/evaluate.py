@@ -1,18 +1,18 @@
 """Evaluates a trained model on a data set, on any strategy.
 
-  python experiments/evaluate.py --model_file=runs/quickstart/model.keras --dataset=digits
+python experiments/evaluate.py --model_file=runs/quickstart/model.keras --dataset=digits
 """
 
 from __future__ import annotations
 
 import json
 
-import keras
-from absl import flags as absl_flags
-
 import tfpar
 from tfpar import flags, inputs
 from tfpar.config import ConfigError
+
+import keras
+from absl import flags as absl_flags
 
 flags.define(rooms=["input", "strategy", "precision", "train", "monitor"])
 MODEL_FILE = absl_flags.DEFINE_string("model_file", "", "The .keras file to evaluate.")

@@ -10,13 +10,13 @@ from __future__ import annotations
 import pathlib
 from collections.abc import Callable
 
-import numpy as np
-import tensorflow as tf
-from absl import flags as absl_flags
-
 import tfpar
 from tfpar import flags, inputs
 from tfpar.config import ConfigError
+
+import numpy as np
+import tensorflow as tf
+from absl import flags as absl_flags
 
 flags.define(rooms=["input", "precision", "monitor"])
 MODEL_FILE = absl_flags.DEFINE_string("model_file", "", "The .keras file to export.")
@@ -44,7 +44,9 @@ def onnx(path: pathlib.Path) -> Callable[[np.ndarray], np.ndarray]:
 def main(_: list[str]) -> None:
     config = flags.experiment_config()
     if not MODEL_FILE.value or not OUTPUT.value:
-        raise ConfigError("--model_file and --output are both needed, e.g. --model_file=runs/a/model.keras --output=runs/a/export.")
+        raise ConfigError(
+            "--model_file and --output are both needed, e.g. --model_file=runs/a/model.keras --output=runs/a/export."
+        )
     output = pathlib.Path(OUTPUT.value)
     if output.exists():
         raise ConfigError(f"--output={output} exists; name another, or remove it first.")
@@ -64,7 +66,9 @@ def main(_: list[str]) -> None:
     actual = (saved_model if FORMAT.value == "saved_model" else onnx)(output)(x)
     difference = float(np.max(np.abs(actual - expected)) / max(np.max(np.abs(expected)), 1e-30))
     if not difference <= TOLERANCE.value:
-        raise ConfigError(f"{output} differs from the model by {difference:.2e} (--tolerance={TOLERANCE.value}); do not use it.")
+        raise ConfigError(
+            f"{output} differs from the model by {difference:.2e} (--tolerance={TOLERANCE.value}); do not use it."
+        )
     print(f"{output}: {FORMAT.value}, checked on {len(x)} examples, largest relative difference {difference:.1e}")
 
 

@@ -1,15 +1,15 @@
 """Trains an image classifier.
 
-  python experiments/image_classification.py --dataset=digits --model=convnet --epochs=20 --workdir=runs/digits
-  python -m tfpar.launch --workers=2 -- experiments/image_classification.py --flagfile=experiments/recipes/quickstart.flags
+python experiments/image_classification.py --dataset=digits --model=convnet --epochs=20 --workdir=runs/digits
+python -m tfpar.launch --workers=2 -- experiments/image_classification.py --flagfile=experiments/recipes/quickstart.flags
 """
 
 from __future__ import annotations
 
-import keras
-
 import tfpar
 from tfpar import flags, inputs, models
+
+import keras
 
 flags.define(defaults={"dataset": "digits", "model": "convnet", "epochs": 10.0})
 
@@ -17,7 +17,9 @@ flags.define(defaults={"dataset": "digits", "model": "convnet", "epochs": 10.0})
 def main(_: list[str]) -> None:
     config = flags.experiment_config()
     layout = tfpar.start(config)
-    train, validation = (inputs.build_source(config.input, split, config.train.seed) for split in ("train", "validation"))
+    train, validation = (
+        inputs.build_source(config.input, split, config.train.seed) for split in ("train", "validation")
+    )
     trainer = tfpar.Trainer(
         lambda: models.build(config.model.model, tfpar.task_spec(train), **config.model.arguments()),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),

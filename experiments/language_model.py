@@ -9,11 +9,11 @@ for validation. The figure to watch is bits per byte.
 
 from __future__ import annotations
 
-import keras
-import tensorflow as tf
-
 import tfpar
 from tfpar import flags, inputs, models
+
+import keras
+import tensorflow as tf
 
 flags.define(
     defaults={
@@ -37,7 +37,9 @@ def bits_per_byte(y: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
 def main(_: list[str]) -> None:
     config = flags.experiment_config()
     layout = tfpar.start(config)
-    train, validation = (inputs.build_source(config.input, split, config.train.seed) for split in ("train", "validation"))
+    train, validation = (
+        inputs.build_source(config.input, split, config.train.seed) for split in ("train", "validation")
+    )
     trainer = tfpar.Trainer(
         lambda: models.build(config.model.model, tfpar.task_spec(train), **config.model.arguments()),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),

@@ -19,7 +19,9 @@ LOGICAL_CPUS = 4
 
 def pytest_configure() -> None:
     cpu = tf.config.list_physical_devices("CPU")[0]
-    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration() for _ in range(LOGICAL_CPUS)])
+    tf.config.set_logical_device_configuration(
+        cpu, [tf.config.LogicalDeviceConfiguration() for _ in range(LOGICAL_CPUS)]
+    )
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -11,12 +13,14 @@ import threading
 import time
 import types
 from collections.abc import Iterator
-
-import pytest
+from pathlib import Path
 
 from tfpar import cluster, schedulers
 from tfpar.config import ConfigError
 
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
 TWO_WORKERS = {"worker": ["host0:2222", "host1:2222"]}
 PS_CLUSTER = {"chief": ["a:1"], "worker": ["b:1", "b:2"], "ps": ["c:1"]}
 
@@ -138,7 +142,7 @@ def test_the_example_in_the_messages_is_right() -> None:
 
 def test_validation_does_not_import_tensorflow() -> None:
     script = "import sys, tfpar.cluster as c; c.detect(); assert 'tensorflow' not in sys.modules"
-    subprocess.run([sys.executable, "-c", script], check=True, env=tf_config())
+    subprocess.run([sys.executable, "-c", script], check=True, env=tf_config(), cwd=ROOT)
 
 
 def test_tensorflow_reads_what_is_exported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,6 +338,66 @@ def test_tf_config_wins_over_slurm_and_kubernetes() -> None:
     info = cluster.detect({**slurm(0, "n[1-2]", "1(x2)", 2), **HOSTS, **tf_config()})
     assert info is not None
     assert info.source == "TF_CONFIG"
+
+
+# deploy/.
+
+
+def test_the_manifest_describes_one_cluster() -> None:
+    """Number of pods, host list, Service and port belong together; every pod finds itself."""
+    text = (ROOT / "deploy" / "kubernetes.yaml").read_text()
+
+    def value(key: str) -> str:
+        (found,) = set(re.findall(rf"^ *(?:- )?{key}: *\"?([^\s\"]+)", text, re.MULTILINE))
+        return found
+
+    hosts = re.search(r"name: TFPAR_WORKER_HOSTS\n *value: \"([^\"]+)\"", text)
+    assert hosts is not None
+    pods = int(value("completions"))
+    assert pods == int(value("parallelism"))
+    for index in range(pods):
+        info = cluster.detect({"TFPAR_WORKER_HOSTS": hosts[1], "JOB_COMPLETION_INDEX": str(index)})
+        assert info is not None
+        assert info.num_workers == pods
+        job, service = value("job-name"), value("subdomain")
+        assert info.address == f"{job}-{index}.{service}:{value('containerPort')}"
+    assert value("port") == value("containerPort")
+    assert text.count("\n  name: tfpar\n") == 2  # Service and Job, as host names and labels want them
+
+
+# Plays srun: shows what a task would find in its environment, and runs the first task only.
+SRUN = """#!/bin/bash
+echo "port=$TFPAR_PORT cpus=$SRUN_CPUS_PER_TASK threads=$TF_NUM_INTRAOP_THREADS"
+while [[ $1 == --* ]]; do shift; done
+SLURM_PROCID=0 exec "$@"
+"""
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+@pytest.mark.parametrize(
+    ("variables", "started"),
+    [
+        ({}, "-u experiments/image_classification.py --workdir=runs/tfpar --steps=3"),
+        ({"TFPAR_PS": "1"}, "-u experiments/image_classification.py --workdir=runs/tfpar --steps=3"),
+        ({"DOCTOR": "1"}, "-m tfpar.doctor"),
+    ],
+)
+def test_the_batch_script(variables: dict[str, str], started: str, tmp_path: Path) -> None:
+    """What it starts, and that its exit code is the chief's also where parameter servers are killed after that."""
+    for name, text in (("srun", SRUN), ("python", '#!/bin/sh\necho "$@"\nexit 7\n')):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    environ = {
+        "PATH": f"{tmp_path}:/usr/bin:/bin",
+        "PYTHON": str(tmp_path / "python"),
+        "SLURM_JOB_ID": "12345",
+        "SLURM_JOB_NAME": "tfpar",
+        "SLURM_CPUS_PER_TASK": "4",
+    }
+    command = ["bash", str(ROOT / "deploy" / "slurm.sbatch"), "--steps=3"]
+    result = subprocess.run(command, env=environ | variables, capture_output=True, text=True, check=False)
+    assert result.returncode == 7, result.stderr
+    assert result.stdout.splitlines() == ["port=22345 cpus=4 threads=4", started]
 
 
 # Reachability.

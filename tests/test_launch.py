@@ -19,10 +19,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 from tfpar import launch
 from tfpar.terminal import Channel, Terminal
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = Path(__file__).parent / "cluster" / "scripts"

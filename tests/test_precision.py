@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from tfpar import precision
+from tfpar.config import ConfigError, PrecisionConfig
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-
-from tfpar import precision
-from tfpar.config import ConfigError, PrecisionConfig
 
 
 @pytest.fixture

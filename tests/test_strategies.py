@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 
-import pytest
-import tensorflow as tf
-
 from tfpar import cluster, strategies
 from tfpar.config import ConfigError, StrategyConfig
+
+import pytest
+import tensorflow as tf
 
 
 def of_cluster(**jobs):

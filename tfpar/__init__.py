@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from tfpar.quiet import quiet_startup
+
 if TYPE_CHECKING:
     from tfpar import inputs, models
     from tfpar.config import ConfigError, ExperimentConfig
@@ -17,6 +19,9 @@ if TYPE_CHECKING:
     from tfpar.training.model_files import load_model, task_spec
     from tfpar.training.start import start
     from tfpar.training.trainer import Trainer
+
+# Before anything imports TensorFlow: its import messages cannot be held back later.
+quiet_startup()
 
 __version__ = "0.1.0"
 

@@ -157,10 +157,10 @@ class InputConfig(Options):
         "digits | tfds:NAME | text[:PATH] | images:DIR | tfrecord:GLOB | synthetic:SHAPE. 'text' without a path "
         "reads the sources of the installed Python standard library.",
     )
-    data_dir: str = option("", "Where data sets are stored. Empty: TFDS' own default, $TFDS_DATA_DIR or ~/tensorflow_datasets.")
-    global_batch_size: int = option(
-        64, "Examples per update over all replicas and micro-batches together.", minimum=1
+    data_dir: str = option(
+        "", "Where data sets are stored. Empty: TFDS' own default, $TFDS_DATA_DIR or ~/tensorflow_datasets."
     )
+    global_batch_size: int = option(64, "Examples per update over all replicas and micro-batches together.", minimum=1)
     shard_by: str = option(
         "example",
         "How examples go to workers: 'example' permutes all examples globally; 'file' gives each worker whole files "
@@ -183,7 +183,9 @@ class InputConfig(Options):
         0.1, "Share held out where a source has no validation split of its own.", minimum=0.0, maximum=0.9
     )
     image_size: int = option(32, "Height and width that images:DIR is resized to, in pixels.", minimum=1)
-    augment: str = option("none", "Augmentation layers, e.g. 'crop:2,flip' or 'shift:1'; run on the device inside the step.")
+    augment: str = option(
+        "none", "Augmentation layers, e.g. 'crop:2,flip' or 'shift:1'; run on the device inside the step."
+    )
     cache: str = option(
         "auto",
         "'memory' decodes every example once and keeps it, 'none' decodes each epoch, 'auto' caches what fits in 1 GiB.",
@@ -191,7 +193,9 @@ class InputConfig(Options):
     )
     prefetch: int = option(4, "Batches prepared ahead, per replica.", minimum=0)
     input_threads: int = option(0, "Parallel calls in the input pipeline; 0 lets tf.data tune it.", minimum=0)
-    data_service: str = option("", "Address of a tf.data service dispatcher, e.g. grpc://host:5050; empty: read in the worker.")
+    data_service: str = option(
+        "", "Address of a tf.data service dispatcher, e.g. grpc://host:5050; empty: read in the worker."
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -252,7 +256,10 @@ class OptimizerConfig(Options):
         0.0, "Clip the reduced gradient to this global L2 norm (Pascanu et al. 2013). 0: off.", minimum=0.0
     )
     ema: float = option(
-        0.0, "Momentum of an exponential moving average of the weights, used for evaluation. 0: off.", minimum=0.0, maximum=0.999999
+        0.0,
+        "Momentum of an exponential moving average of the weights, used for evaluation. 0: off.",
+        minimum=0.0,
+        maximum=0.999999,
     )
 
     def __post_init__(self) -> None:
@@ -309,7 +316,9 @@ class TrainConfig(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.steps and self.epochs:
-            raise ConfigError(f"--steps={self.steps} and --epochs={self.epochs} contradict each other: give one of them.")
+            raise ConfigError(
+                f"--steps={self.steps} and --epochs={self.epochs} contradict each other: give one of them."
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -319,16 +328,16 @@ class CheckpointConfig(Options):
     workdir: str = option("", "Directory of the run: checkpoints, TensorBoard events, summary.json, model.keras.")
     checkpoint_every: int = option(0, "Updates between checkpoints. 0: at every evaluation and at the end.", minimum=0)
     keep_checkpoints: int = option(3, "Newest checkpoints that are kept; the best one is kept besides.", minimum=1)
-    warm_start: str = option("", "Start from these weights: another run's workdir, a checkpoint directory or a .keras file.")
+    warm_start: str = option(
+        "", "Start from these weights: another run's workdir, a checkpoint directory or a .keras file."
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MonitorConfig(Options):
     """What one sees while it runs."""
 
-    log_every: int = option(
-        0, "Updates between TensorBoard points. 0: about every two seconds.", minimum=0
-    )
+    log_every: int = option(0, "Updates between TensorBoard points. 0: about every two seconds.", minimum=0)
     profile_steps: str = option("", "First and last update of a profiler window, e.g. '10,15'; shown in TensorBoard.")
     verbose: bool = option(False, "Keep the start-up messages of TensorFlow.")
 

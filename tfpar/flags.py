@@ -27,9 +27,9 @@ import typing
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from absl import app, flags, logging
-
 from tfpar.config import ROOMS, ConfigError, ExperimentConfig, unknown_name
+
+from absl import app, flags, logging
 
 USAGE_ERROR = 2  # the exit code of Python and argparse for a wrong command line; tfpar.launch does not try it again
 

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from tfpar.config import PRECISIONS, PrecisionConfig, unknown_name
+
 import keras
 import tensorflow as tf
-
-from tfpar.config import PRECISIONS, PrecisionConfig, unknown_name
 
 MAXIMUM_LOSS_SCALE = 2.0**24
 

@@ -12,11 +12,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import tensorflow as tf
-from tensorflow.python.distribute import collective_all_reduce_strategy, collective_util
-
 from tfpar.cluster import ClusterInfo
 from tfpar.config import ConfigError, StrategyConfig
+
+import tensorflow as tf
+from tensorflow.python.distribute import collective_all_reduce_strategy, collective_util
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """What the input pipeline costs: a step fed by it against the same step fed from one tensor.
 
-  python experiments/benchmarks/inputs.py
+python experiments/benchmarks/inputs.py
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ import statistics
 import time
 from typing import Any
 
-import keras
-import numpy as np
-import tensorflow as tf
-from absl import flags as absl_flags
-
 import tfpar
 from experiments.benchmarks.machine import describe_machine
 from tfpar import flags, inputs, models, precision
 from tfpar.config import InputConfig
 from tfpar.training.synchronous import SynchronousRun
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl import flags as absl_flags
 
 flags.define(rooms=["precision"])
 ROUNDS = absl_flags.DEFINE_integer("rounds", 7, "Turns of each side; the median counts.", lower_bound=1)

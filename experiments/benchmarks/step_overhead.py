@@ -19,15 +19,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import keras
-import tensorflow as tf
-from absl import flags as absl_flags
-
 import tfpar
 from experiments.benchmarks.machine import describe_machine
 from tfpar import flags, inputs, models, precision
 from tfpar.config import ExperimentConfig, InputConfig
 from tfpar.training.synchronous import SynchronousRun
+
+import keras
+import tensorflow as tf
+from absl import flags as absl_flags
 
 flags.define(rooms=["precision"])
 ROUNDS = absl_flags.DEFINE_integer("rounds", 7, "Turns of each contender; the median counts.", lower_bound=1)
@@ -137,7 +137,9 @@ def main(_: list[str]) -> None:
     config = flags.experiment_config()
     layout = tfpar.start(config)
     print(describe_machine())
-    print(f"precision {config.precision.precision}, XLA {'on' if JIT.value else 'off'}, ms per step, median of {ROUNDS.value}\n")
+    print(
+        f"precision {config.precision.precision}, XLA {'on' if JIT.value else 'off'}, ms per step, median of {ROUNDS.value}\n"
+    )
     print(f"{'':30}{'hand-written':>14}{'fit':>10}{'tfpar':>10}{'/ hand-written':>16}{'/ fit':>8}")
     for workload in WORKLOADS:
         if ONLY.value and not workload.startswith(ONLY.value):
@@ -145,7 +147,9 @@ def main(_: list[str]) -> None:
         keras.utils.clear_session(free_memory=True)
         result = measure(contenders(workload, config, layout))
         ratios = [result["tfpar"] / result[name] for name in ("hand-written", "fit")]
-        row = "".join(f"{result[name]:{width}.3f}" for name, width in (("hand-written", 14), ("fit", 10), ("tfpar", 10)))
+        row = "".join(
+            f"{result[name]:{width}.3f}" for name, width in (("hand-written", 14), ("fit", 10), ("tfpar", 10))
+        )
         print(f"{workload:30}{row}{ratios[0]:16.3f}{ratios[1]:8.3f}", flush=True)
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
-import pytest
-import tensorflow as tf
-
 import tfpar.exchange.exchange as module
 from tfpar.config import ConfigError
 from tfpar.exchange import Exchange
+
+import numpy as np
+import pytest
+import tensorflow as tf
 
 SHAPES = [(3, 5), (7,), (), (2, 2, 2)]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from tfpar.inputs.source import CLASSIFICATION, Source, SourceInfo
+
 import numpy as np
 import tensorflow as tf
 import tensorflow_datasets as tfds
-
-from tfpar.inputs.source import CLASSIFICATION, Source, SourceInfo
 
 CLASSES = 7
 

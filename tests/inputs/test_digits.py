@@ -7,14 +7,14 @@ import shutil
 import subprocess
 import sys
 
+from tests.inputs.helpers import fetch_all
+from tfpar.config import ConfigError, InputConfig
+from tfpar.inputs import Pipeline, build_source, digits
+
 import numpy as np
 import pytest
 import tensorflow_datasets as tfds
 from sklearn import datasets
-
-from tests.inputs.helpers import fetch_all
-from tfpar.config import ConfigError, InputConfig
-from tfpar.inputs import Pipeline, build_source, digits
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,9 @@ def test_splits_hold_every_digit_of_scikit_learn_once(config):
     assert train_x.max() == 1.0
 
     def rows(images, labels):
-        return sorted([*image.ravel().astype(int).tolist(), int(label)] for image, label in zip(images, labels, strict=True))
+        return sorted(
+            [*image.ravel().astype(int).tolist(), int(label)] for image, label in zip(images, labels, strict=True)
+        )
 
     # Grey level g is stored as round(g * 255 / 16): nothing is lost.
     levels = np.round(np.concatenate([train_x, test_x]) * 16)
@@ -99,7 +101,9 @@ def test_processes_that_start_together_agree(tmp_path):
     )
     environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
     running = [
-        subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True, env=environment)
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True, env=environment
+        )
         for _ in range(2)
     ]
     # Nothing of TFDS' own chatter is on standard output.

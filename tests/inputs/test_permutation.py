@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+
+from tfpar.inputs import permutation
 
 import numpy as np
 import pytest
 import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from tfpar.inputs import permutation
 
 MASK = (1 << 64) - 1
 
@@ -85,7 +86,7 @@ def test_places_and_neighbours_are_uniform(size):
     distances = np.bincount((np.diff(orders, axis=1) % size).ravel(), minlength=size)[1:]
     neighbours = ((distances - 400) ** 2 / 400).sum() / (size - 2)
     assert neighbours == pytest.approx(1.0, abs=6 * math.sqrt(2 / (size - 2)))
-    correlation = [np.corrcoef(a, b)[0, 1] for a, b in zip(orders[:-1], orders[1:], strict=True)]
+    correlation = [np.corrcoef(a, b)[0, 1] for a, b in itertools.pairwise(orders)]
     assert np.std(correlation) * math.sqrt(size) == pytest.approx(1.0, abs=0.2)
 
 

@@ -6,15 +6,15 @@ import dataclasses
 import itertools
 import math
 
+from tests.inputs.helpers import CLASSES, index_source
+from tfpar.config import ConfigError, InputConfig
+from tfpar.inputs import Pipeline, plan
+
 import numpy as np
 import pytest
 import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from tests.inputs.helpers import CLASSES, index_source
-from tfpar.config import ConfigError, InputConfig
-from tfpar.inputs import Pipeline, plan
 
 
 def config(batch: int, **options) -> InputConfig:
@@ -277,7 +277,7 @@ class TestRefusals:
             Pipeline(source, options, accumulate_steps=2, training=False)
         pipeline = Pipeline(source, options, replicas=4, workers=2)
         for arguments in [(2, 2), (-1, 2), (0, 4), (0, 2, -1)]:
-            with pytest.raises(ValueError, match="worker=|start_update="):
+            with pytest.raises(ValueError, match=r"worker=|start_update="):
                 pipeline.dataset(*arguments)
 
     def test_label_out_of_range_in_a_file(self):

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import numpy as np
-import pytest
-import tensorflow_datasets as tfds
-
 from tests.inputs import helpers
 from tfpar.config import ConfigError, InputConfig
 from tfpar.inputs import Pipeline, build_source
+
+import numpy as np
+import pytest
+import tensorflow_datasets as tfds
 
 
 @pytest.fixture(scope="module")
 def data_dir(tmp_path_factory):
     path = tmp_path_factory.mktemp("tfds")
-    for builder in (helpers.TinyShapes, helpers.TinyPhotos, helpers.TinyTexts, helpers.TinyRegression):
+    for builder in (helpers.TinyShapes, helpers.TinyPhotos, helpers.TinyRegression):
         helpers.prepare(builder, path)
     return path
 
@@ -28,8 +28,11 @@ def build(data_dir):
 
 
 def read_by_tfds(builder, split: str) -> tuple[np.ndarray, np.ndarray]:
-    options = tfds.ReadConfig(interleave_cycle_length=1)
-    examples = list(builder.as_dataset(split=split, read_config=options).as_numpy_iterator())
+    if builder.info.file_format.value == "array_record":
+        examples = list(builder.as_data_source(split=split))
+    else:
+        options = tfds.ReadConfig(interleave_cycle_length=1)
+        examples = list(builder.as_dataset(split=split, read_config=options).as_numpy_iterator())
     return np.stack([e["image"] for e in examples]), np.array([e["label"] for e in examples])
 
 
@@ -56,7 +59,8 @@ def test_splits_in_the_notation_of_tfds(data_dir, build):
         ("tfds:tiny_shapes:train[25%:60%]", "validation", "validation"),
         ("tfds:tiny_shapes:train[:12],train[12:]", "train", "train[:12]"),
         ("tfds:tiny_shapes:train[:12],train[12:]", "validation", "train[12:]"),
-        ("tfds:tiny_shapes:1.2.0:validation", "train", "validation"),
+        ("tfds:tiny_shapes:1.2.0:validation", "train", "validation[:8]"),
+        ("tfds:tiny_shapes:1.2.0:validation", "validation", "validation[8:]"),
         ("tfds:tiny_shapes:1.2.0", "train", "train"),
         ("tfds:tiny_shapes:train+validation", "train", "train+validation"),
     ]:
@@ -67,9 +71,7 @@ def test_splits_in_the_notation_of_tfds(data_dir, build):
 
 
 def test_without_a_validation_split_the_end_is_held_out(build):
-    train, held_out = build("tfds:tiny_photos", validation_fraction=0.25), build(
-        "tfds:tiny_photos", "validation", validation_fraction=0.25
-    )
+    train, held_out = (build("tfds:tiny_photos", split, validation_fraction=0.25) for split in ("train", "validation"))
     assert (train.info.num_examples, held_out.info.num_examples) == (15, 5)
     means = [*helpers.fetch_all(train)[0][:, 0, 0, 0], *helpers.fetch_all(held_out)[0][:, 0, 0, 0]]
     assert sorted(np.round(np.array(means) * 255)) == [10.0 * number for number in range(20)]
@@ -94,8 +96,10 @@ def test_uncached_through_the_pipeline(build):
     assert sorted(seen) == sorted(image.tobytes() for image in expected)
 
 
-def test_text_becomes_byte_windows(build):
-    source = build("tfds:tiny_texts", sequence_length=10)
+@pytest.mark.parametrize("file_format", ["tfrecord", "array_record"])
+def test_text_becomes_byte_windows(tmp_path, file_format):
+    helpers.prepare(helpers.TinyTexts, tmp_path, file_format)
+    source = build_source(InputConfig(dataset="tfds:tiny_texts", data_dir=str(tmp_path), sequence_length=10), "train")
     x, y = helpers.fetch_all(source)
     assert source.info.task == "language_model"
     text = source.info.decode(x)
@@ -106,7 +110,10 @@ def test_text_becomes_byte_windows(build):
 @pytest.mark.parametrize(
     ("dataset", "message"),
     [
-        ("tfds:tiny_shape", r"not prepared in --data_dir=.*Did you mean tfds:tiny_shapes\?.*tfds build tiny_shape "),
+        (
+            "tfds:tiny_shape",
+            r"not prepared in --data_dir=.*Did you mean tfds:tiny_shapes.*tfds build tiny_shape --data_dir",
+        ),
         ("tfds:tiny_shapes:2.0.0", "not prepared"),
         ("tfds:tiny_shapes:nothing", r"split 'nothing' does not exist. There are: train, validation"),
         ("tfds:tiny_shapes:train,train,train", "names 3 splits"),
@@ -118,5 +125,3 @@ def test_text_becomes_byte_windows(build):
 def test_refusals(build, dataset, message):
     with pytest.raises(ConfigError, match=message):
         build(dataset)
-
-

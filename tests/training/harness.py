@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import keras
-import numpy as np
-import tensorflow as tf
-
 from tfpar.exchange import Exchange
 from tfpar.precision import LossScale
 from tfpar.training.core import Core, build_metrics, per_example_loss
 from tfpar.training.step import TrainStep
+
+import keras
+import numpy as np
+import tensorflow as tf
 
 
 def strategy_of(replicas: int) -> tf.distribute.Strategy:
@@ -22,7 +22,9 @@ def strategy_of(replicas: int) -> tf.distribute.Strategy:
 
 def linear_model(features: int = 2) -> keras.Model:
     """y = w x, one weight per feature, all starting at 1."""
-    return keras.Sequential([keras.Input((features,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")])
+    return keras.Sequential(
+        [keras.Input((features,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")]
+    )
 
 
 def squared_error(y, outputs):

@@ -1,18 +1,18 @@
 """The same training on any layout: used in this process and, as a script, in the processes of a cluster.
 
-  python -m tests.training.layouts OUTPUT.npz STRATEGY DEVICES ACCUMULATE_STEPS JIT_COMPILE
+python -m tests.training.layouts OUTPUT.npz STRATEGY DEVICES ACCUMULATE_STEPS JIT_COMPILE
 """
 
 from __future__ import annotations
 
 import sys
 
-import keras
-import numpy as np
-
 import tfpar
 from tfpar import inputs, models
 from tfpar.config import ExperimentConfig
+
+import keras
+import numpy as np
 
 STEPS = 30
 EXAMPLES = 100  # with a batch of 24 the last one holds 4, which divides by neither 3 replicas nor 4 micro-batches x 2

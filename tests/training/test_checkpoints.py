@@ -7,12 +7,12 @@ import json
 import os
 import threading
 
-import numpy as np
-import pytest
-
 from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.training import checkpoints
 from tfpar.training.checkpoints import Checkpoint, Checkpointer
+
+import numpy as np
+import pytest
 
 
 def checkpoint(step: int, value: float = 0.0, exchange: dict | None = None) -> Checkpoint:
@@ -60,7 +60,6 @@ def test_no_checkpoint_is_none(checkpointer, tmp_path):
     assert checkpointer.latest() is None
     assert checkpoints.find(tmp_path) is None
     assert checkpoints.saved_config(tmp_path) is None
-
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip"])

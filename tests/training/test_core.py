@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from tfpar.config import ConfigError
+from tfpar.training.core import Core, build_metrics, per_example_loss
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-
-from tfpar.config import ConfigError
-from tfpar.training.core import Core, build_metrics, per_example_loss
 
 SPARSE = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
@@ -39,7 +39,11 @@ def run(core: Core, data, seed=(0, 0), jit=False):
     model = core.model
     function = tf.function(core.accumulate, jit_compile=jit, autograph=False)
     return function(
-        values(model.trainable_variables), values(model.non_trainable_variables), data, tf.constant(seed, tf.int32), None
+        values(model.trainable_variables),
+        values(model.non_trainable_variables),
+        data,
+        tf.constant(seed, tf.int32),
+        None,
     )
 
 

@@ -5,13 +5,13 @@ The fifth defect, `fit` under MultiWorkerMirroredStrategy, needs two processes: 
 
 from __future__ import annotations
 
+from tests.training.harness import Steps, linear_model, strategy_of
+from tfpar.precision import LossScale
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-
-from tests.training.harness import Steps, linear_model, strategy_of
-from tfpar.precision import LossScale
 
 ONE = np.ones((1, 1))
 

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import functools
 
-import numpy as np
-import pytest
-
 from tests.training import layouts
 from tfpar import strategies
 from tfpar.config import StrategyConfig
 
+import numpy as np
+import pytest
 
-@functools.lru_cache(maxsize=None)
+
+@functools.cache
 def trained(strategy: str, devices: int, accumulate_steps: int) -> tuple[dict[str, np.ndarray], float]:
     layout = strategies.build(strategies.plan(StrategyConfig(strategy=strategy, devices=devices)))
     trainer, summary = layouts.train(strategy, devices, accumulate_steps, layout=layout)

@@ -8,6 +8,11 @@ import pathlib
 import pty
 import threading
 
+from tfpar.config import ExperimentConfig
+from tfpar.training.monitor import Monitor
+from tfpar.training.progress import Progress, format_seconds
+from tfpar.training.tensorboard import displayable
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -15,11 +20,6 @@ from tensorboard import context
 from tensorboard.backend.event_processing import data_provider, event_accumulator, plugin_event_multiplexer
 from tensorboard.plugins import base_plugin
 from tensorboard.plugins.hparams import api_pb2, backend_context, list_session_groups
-
-from tfpar.config import ExperimentConfig
-from tfpar.training.monitor import Monitor
-from tfpar.training.progress import Progress, format_seconds
-from tfpar.training.tensorboard import displayable
 
 BATCH = 32
 

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+from tfpar.config import ConfigError, OptimizerConfig
+from tfpar.training import optimizers
+from tfpar.training.lars import LARS
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-
-from tfpar.config import ConfigError, OptimizerConfig
-from tfpar.training import optimizers
-from tfpar.training.lars import LARS
 
 STEPS = 5
 # Those of the configuration, and others a user may hand to the Trainer; Nadam overrides what the pure update replaces.
 KINDS = {
     **optimizers.OPTIMIZERS,
     "nadam": keras.optimizers.Nadam,
-    "rmsprop": keras.optimizers.RMSprop,
-    "adagrad": keras.optimizers.Adagrad,
     "adafactor": keras.optimizers.Adafactor,
 }
 
@@ -314,6 +312,29 @@ def test_weight_decay_is_decoupled_and_excludes_by_path(name):
         np.testing.assert_allclose(variable.numpy(), value, rtol=1e-6)
     names = [variable.name for variable in model.trainable_variables]
     assert names == ["embeddings", "kernel", "bias", "gamma", "beta", "kernel", "bias"]
+
+
+def _decayed(optimizer, model):
+    """Names of the variables that an update with zero gradients moves."""
+    optimizer.build(model.trainable_variables)
+    start = [tf.ones(variable.shape) for variable in model.trainable_variables]
+    params, _ = _run_pure(optimizer, start, [[tf.zeros_like(value) for value in start]])
+    moved = [float(tf.reduce_max(tf.abs(new - old))) > 0 for new, old in zip(params, start, strict=True)]
+    return {v.name for v, is_moved in zip(model.trainable_variables, moved, strict=True) if is_moved}
+
+
+def test_a_recreated_optimizer_keeps_its_exclusions():
+    config = OptimizerConfig(optimizer="adamw", learning_rate=0.5, weight_decay=0.1)
+    first = optimizers.build(config, global_batch_size=1)
+    assert _decayed(first, _model()) == {"kernel"}
+    assert _decayed(optimizers.recreate(first), _model()) == {"kernel"}
+    named = keras.optimizers.AdamW(0.5, weight_decay=0.1)
+    named.exclude_from_weight_decay(var_names=["bias", "kernel"])
+    assert _decayed(optimizers.recreate(named), _model()) == {"embeddings", "gamma", "beta"}
+    listed = keras.optimizers.AdamW(0.5, weight_decay=0.1)
+    listed.exclude_from_weight_decay(var_list=_model().trainable_variables[:1])
+    with pytest.raises(ConfigError, match="var_names"):
+        optimizers.recreate(listed)
 
 
 def test_nothing_is_excluded_where_nothing_is_asked():

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 
+from tfpar.config import ConfigError, ScheduleConfig
+from tfpar.training import schedules
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-
-from tfpar.config import ConfigError, ScheduleConfig
-from tfpar.training import schedules
 
 PEAK, TOTAL = 0.4, 100
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from tests.training.harness import Steps, linear_model
+from tfpar.precision import LossScale
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-
-from tests.training.harness import Steps, linear_model
-from tfpar.precision import LossScale
 
 
 def random_updates(count, replicas=1, size=4, features=2, seed=0):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-import tensorflow as tf
-
 from tfpar.config import unknown_name
+
+import tensorflow as tf
 
 CODECS = ("none",)
 

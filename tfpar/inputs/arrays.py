@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
-import tensorflow as tf
-
 from tfpar.config import ConfigError
 from tfpar.inputs.source import CLASSIFICATION, Batch, Source, SourceInfo, check_labels, host_constant
+
+import numpy as np
+import tensorflow as tf
 
 
 def from_arrays(

@@ -19,11 +19,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import keras
-import tensorflow as tf
-
 from tfpar.config import ConfigError, unknown_name
 from tfpar.inputs import permutation
+
+import keras
+import tensorflow as tf
 
 _PACKAGE = "tfpar"
 

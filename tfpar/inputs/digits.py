@@ -15,13 +15,13 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-import tensorflow_datasets as tfds
-from tensorflow_datasets.core.utils import tqdm_utils
-
 from tfpar.config import ConfigError, InputConfig
 from tfpar.inputs import tfds as tfds_source
 from tfpar.inputs.source import Source
+
+import numpy as np
+import tensorflow_datasets as tfds
+from tensorflow_datasets.core.utils import tqdm_utils
 
 # Several shards although one would do: with --shard_by=file each worker needs a file of its own.
 SHARDS = 8

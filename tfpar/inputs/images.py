@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import os
 
-import numpy as np
-import tensorflow as tf
-
 from tfpar.config import ConfigError, InputConfig
 from tfpar.inputs import source
 from tfpar.inputs.source import Source, SourceInfo
+
+import numpy as np
+import tensorflow as tf
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif")
 _VALIDATION_FOLDERS = ("validation", "valid", "val", "test")
@@ -107,9 +107,8 @@ def _list_split(name: str, root: str, fraction: float, training: bool) -> tuple[
         chosen = {}
         for label in classes:
             files = _images(os.path.join(base, label))
-            order = np.argsort(source.name_ranks([f"{label}/{file}" for file in files]), kind="stable")
-            held_out = set(order[: round(len(files) * fraction)].tolist())
-            chosen[label] = [file for number, file in enumerate(files) if (number in held_out) != training]
+            held_out = source.held_out([f"{label}/{file}" for file in files], round(len(files) * fraction))
+            chosen[label] = [file for file, held in zip(files, held_out, strict=True) if held != training]
     if not any(chosen.values()) and training:
         raise ConfigError(
             f"--dataset={name}: no images in class folders. Expected DIR/CLASS/IMAGE with endings "

@@ -10,12 +10,12 @@ Shapes: A micro-batches an update, R replicas, m slots of a micro-batch on a rep
 
 from __future__ import annotations
 
-import numpy as np
-import tensorflow as tf
-
 from tfpar.config import InputConfig
 from tfpar.inputs import checks, plan, report, service
 from tfpar.inputs.source import Source
+
+import numpy as np
+import tensorflow as tf
 
 # Indices planned per call: enough that the cost of its hundred small ops is lost in that of reading.
 _PLANNED_AT_ONCE = 4096
@@ -195,6 +195,8 @@ class Pipeline:
             stride = min(stride, self.updates_per_epoch)
             chunks = tf.data.Dataset.range(start_update, self.updates_per_epoch, stride)
 
+        # Nothing in the plan needs AutoGraph, whose conversion of it would take over a second.
+        @tf.autograph.experimental.do_not_convert
         def slots(first: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             indices, real = self._plan.slots(first + tf.range(stride, dtype=tf.int64), shard, replicas)
             flat = [stride * local, self._plan.accumulate_steps, self.micro_batch]

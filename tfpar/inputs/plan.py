@@ -15,10 +15,10 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+from tfpar.inputs import permutation
+
 import numpy as np
 import tensorflow as tf
-
-from tfpar.inputs import permutation
 
 
 @dataclasses.dataclass(frozen=True)

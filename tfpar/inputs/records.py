@@ -18,10 +18,10 @@ import struct
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from tfpar.config import ConfigError
+
 import numpy as np
 import tensorflow as tf
-
-from tfpar.config import ConfigError
 
 _HEADER = struct.Struct("<QI")
 _FOOTER_BYTES = 4

@@ -12,10 +12,10 @@ and from run to run. Use one service worker per training worker where runs must 
 
 from __future__ import annotations
 
-import tensorflow as tf
-
 from tfpar.config import ConfigError
 from tfpar.inputs.source import Source
+
+import tensorflow as tf
 
 # Examples kept in memory travel inside the graph, and a graph message is limited to 2 GiB.
 _TRAVEL_BYTES = 512 << 20

@@ -10,12 +10,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
+
+from tfpar.config import ConfigError
 
 import numpy as np
 import tensorflow as tf
-
-from tfpar.config import ConfigError
 
 CLASSIFICATION = "classification"
 LANGUAGE_MODEL = "language_model"
@@ -205,29 +205,19 @@ def decode_bytes(tokens: np.ndarray) -> str:
     return np.asarray(tokens).astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
 
-def held_out(names: Iterable[str], fraction: float) -> list[bool]:
-    """Which of these names are held out for validation, by a hash of the name alone.
+def held_out(names: Sequence[str], count: int) -> list[bool]:
+    """Which of these names are held out for validation, by the hashes of the names alone.
 
-    The answer for a name does not change when others come or go, and is the same on every
-    machine. If there are two names or more and `fraction > 0`, at least one name falls on each side.
+    The choice looks random, is the same on every machine and for every seed, and changes little
+    when names come or go: the `count` names with the lowest SHA-256 are taken.
 
     Args:
       names: Different names, e.g. paths relative to the data set.
-      fraction: Expected share held out, `0 <= fraction < 1`.
+      count: How many to hold out.
     """
-    ranks = name_ranks(names)
-    chosen = [rank < fraction for rank in ranks]
-    if fraction > 0 and len(ranks) > 1:
-        if not any(chosen):
-            chosen[ranks.index(min(ranks))] = True
-        if all(chosen):
-            chosen[ranks.index(max(ranks))] = False
-    return chosen
-
-
-def name_ranks(names: Iterable[str]) -> list[float]:
-    """A number in [0, 1) for each name, from its SHA-256: spread evenly, the same everywhere."""
-    return [int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big") / 2**48 for name in names]
+    ranked = sorted(range(len(names)), key=lambda number: hashlib.sha256(names[number].encode()).digest())
+    chosen = set(ranked[:count])
+    return [number in chosen for number in range(len(names))]
 
 
 def _checked_labels(info: SourceInfo, indices: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import re
 
-import numpy as np
-import tensorflow as tf
-
 from tfpar.config import ConfigError, InputConfig
 from tfpar.inputs import permutation, source
 from tfpar.inputs.source import Source, SourceInfo
+
+import numpy as np
+import tensorflow as tf
 
 DEFAULT_CLASSES = 10
 DEFAULT_EXAMPLES = 10_000

@@ -13,12 +13,12 @@ import os
 import sysconfig
 from collections.abc import Sequence
 
-import numpy as np
-import tensorflow as tf
-
 from tfpar.config import ConfigError, InputConfig
 from tfpar.inputs import source
 from tfpar.inputs.source import Source, SourceInfo
+
+import numpy as np
+import tensorflow as tf
 
 _NOT_STDLIB = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 VOCABULARY = 256
@@ -27,8 +27,8 @@ VOCABULARY = 256
 def build(argument: str, config: InputConfig, split: str, seed: int) -> Source:
     """`--dataset=text[:PATH]`: int32 [sequence_length] byte values in, the same moved by one out.
 
-    Whole files are held out for validation, chosen by a hash of their relative path; of a single
-    file, the last `--validation_fraction` of its bytes.
+    Whole files are held out for validation: the `--validation_fraction` of them whose relative
+    paths hash lowest, but at least one. Of a single file it is the last fraction of its bytes.
 
     Args:
       argument: A file, a directory (all files below it that are not hidden) or a glob pattern.
@@ -48,7 +48,10 @@ def build(argument: str, config: InputConfig, split: str, seed: int) -> Source:
         boundary = len(content) - round(len(content) * config.validation_fraction)
         content = content[:boundary] if training else content[boundary:]
         return windows(name, [(os.path.join(root, names[0]), content)], config.sequence_length, split)
-    chosen = source.held_out(names, config.validation_fraction)
+    count = round(len(names) * config.validation_fraction)
+    if config.validation_fraction > 0:
+        count = min(max(count, 1), len(names) - 1)
+    chosen = source.held_out(names, count)
     paths = [os.path.join(root, file) for file, held in zip(names, chosen, strict=True) if held != training]
     return windows(name, [(path, _read(path)) for path in paths], config.sequence_length, split)
 

@@ -13,16 +13,17 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import tensorflow as tf
-import tensorflow_datasets as tfds
-from tensorflow_datasets.core import read_only_builder
-
 from tfpar.config import ConfigError, InputConfig
 from tfpar.inputs import images, records, source, text
 from tfpar.inputs.source import Source, SourceInfo
 
+import tensorflow as tf
+import tensorflow_datasets as tfds
+from tensorflow_datasets.core import read_only_builder
+
 _SPEC = re.compile(r"(?P<name>[\w/.\-]+)(:(?P<version>\d+\.[\d*]+\.[\d*]+))?(:(?P<split>[A-Za-z_].*))?")
 _TEXT_BYTES = 1 << 30
+_READ_AT_ONCE = 256
 
 
 def data_dir(config: InputConfig) -> str:
@@ -33,9 +34,9 @@ def data_dir(config: InputConfig) -> str:
 def build(argument: str, config: InputConfig, split: str, seed: int) -> Source:
     """`--dataset=tfds:NAME[/CONFIG][:VERSION][:TRAIN_SPLIT[,VALIDATION_SPLIT]]`.
 
-    Splits are TFDS' (`train[:80%]`). Without them: `train` for training; for validation the
-    split `validation` or else `test`, or else the last `--validation_fraction` of `train`, which
-    training then leaves out.
+    Splits are TFDS' (`train[:80%]`). The training split is `train` unless given. The validation
+    split, unless given, is `validation` or else `test`; where there is neither, the last
+    `--validation_fraction` of the training split, which training then leaves out.
 
     Args:
       argument: What follows `tfds:`.
@@ -229,9 +230,11 @@ def _text_source(
             f"--dataset={name}: {stored / 2**30:.1f} GiB of text do not fit in the 1 GiB that is kept in memory. "
             f"Name a part of it, e.g. --dataset='{name}:{part}[:5%]'."
         )
-    options = tfds.ReadConfig(interleave_cycle_length=1, try_autocache=False)
-    examples = builder.as_dataset(split=part, shuffle_files=False, read_config=options)
-    documents = [
-        (f"{part}/{number}", item) for number, item in enumerate(examples.map(lambda x: x[key]).as_numpy_iterator())
-    ]
+    instructions = builder.info.splits[part].file_instructions
+    reader = _record_reader(builder, instructions)
+    wanted = tfds.decode.PartialDecoding({key: True}).extract_features(builder.info.features)
+    examples = tf.data.Dataset.range(sum(part.take for part in instructions)).batch(_READ_AT_ONCE)
+    examples = examples.map(lambda indices: records.read_records(reader, indices), num_parallel_calls=tf.data.AUTOTUNE)
+    examples = examples.unbatch().map(lambda record: wanted.deserialize_example(record)[key])
+    documents = [(str(number), content) for number, content in enumerate(examples.as_numpy_iterator())]
     return text.windows(name, documents, config.sequence_length, split, named_files=False)

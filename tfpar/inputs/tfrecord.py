@@ -12,12 +12,12 @@ import json
 import os
 from typing import Any
 
-import numpy as np
-import tensorflow as tf
-
 from tfpar.config import ConfigError, InputConfig
 from tfpar.inputs import records, source
 from tfpar.inputs.source import Source, SourceInfo
+
+import numpy as np
+import tensorflow as tf
 
 SIDECAR = "features.json"
 FORMAT = "tfpar-tfrecord-1"

@@ -17,12 +17,12 @@ import sys
 import tempfile
 from collections.abc import Callable
 
-import tensorflow as tf
-from absl import app, flags
-
 from tfpar.config import ConfigError, InputConfig
 from tfpar.inputs import registry, tfrecord
 from tfpar.inputs.source import Source
+
+import tensorflow as tf
+from absl import app, flags
 
 _OPTIONS = ("dataset", "data_dir", "sequence_length", "image_size", "validation_fraction")
 _READ_AT_ONCE = 256

@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import keras
-
 from tfpar.config import ConfigError, unknown_name
 from tfpar.models.normalization import BatchNormalization
 from tfpar.models.registry import TaskSpec
+
+import keras
 
 ACTIVATIONS = ("relu", "leaky_relu", "elu", "selu", "gelu", "gelu_tanh", "silu", "mish", "softplus", "tanh", "sigmoid")
 INITIALIZERS = (

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import keras
-
 from tfpar.models import common
 from tfpar.models.registry import TaskSpec, register
+
+import keras
 
 # The feature map is not pooled below this height or width: the classifier then sees where a stroke lies.
 SMALLEST_MAP = 2

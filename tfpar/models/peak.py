@@ -9,9 +9,9 @@ import dataclasses
 import re
 import time
 
-import tensorflow as tf
-
 from tfpar.config import PRECISIONS, unknown_name
+
+import tensorflow as tf
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,9 +17,9 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-import keras
-
 from tfpar.config import ConfigError, unknown_name
+
+import keras
 
 TASKS = ("classification", "language_model")
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import keras
-
 from tfpar.models import common
 from tfpar.models.registry import TaskSpec, register
+
+import keras
 
 STEMS = ("cifar", "imagenet")
 # Below this height and width, stem=None takes the stem that keeps the resolution.

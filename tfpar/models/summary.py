@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 
-import keras
-
 from tfpar.models import graph_cost
 from tfpar.models.peak import PeakFlops, peak_flops
+
+import keras
 
 __all__ = ["ModelSummary", "PeakFlops", "describe", "format_summary", "peak_flops"]
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from tfpar.models import common
+
 import keras
 from keras import ops
-
-from tfpar.models import common
 
 NORMALIZATIONS = ("layer", "rms")
 # The additive mask of attention; finite, because -inf - -inf is NaN in a row that is masked throughout.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
-import keras
-
 from tfpar.models import common
 from tfpar.models.registry import TaskSpec, register
 from tfpar.models.transformer import NORMALIZATIONS, PositionEmbedding, TokenEmbedding, TransformerBlock, make_norm
+
+import keras
 
 
 @register("transformer_lm_tiny", width=128, depth=4, heads=4)

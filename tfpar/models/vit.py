@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import keras
-
 from tfpar.models import common
 from tfpar.models.registry import TaskSpec, register
 from tfpar.models.transformer import NORMALIZATIONS, ClassToken, PositionEmbedding, TransformerBlock, make_norm
+
+import keras
 
 POOLS = ("token", "mean")
 # patch_size=None takes the first of these that divides the image into at least MIN_PATCHES along each side.

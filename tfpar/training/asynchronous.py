@@ -15,14 +15,14 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import keras
-import numpy as np
-import tensorflow as tf
-
 from tfpar import inputs, precision
 from tfpar.config import ConfigError
 from tfpar.training import checkpoints, report, run_state, samples
 from tfpar.training.pace import next_multiple
+
+import keras
+import numpy as np
+import tensorflow as tf
 
 if TYPE_CHECKING:
     from tfpar.training.trainer import Trainer
@@ -168,7 +168,9 @@ class AsynchronousRun:
         return sums.loss / count, sums.count, finite, norm, rate, durations, *sums.metrics
 
     def _report(self, finished: Sequence[Any], seconds: float) -> None:
-        losses, counts, finite, norms, rates, durations, *metrics = (np.stack(column) for column in zip(*finished, strict=True))
+        losses, counts, finite, norms, rates, durations, *metrics = (
+            np.stack(column) for column in zip(*finished, strict=True)
+        )
         self.steps_done += len(finished)
         self.skipped += int(np.sum(~finite))
         if finite.any():
@@ -291,7 +293,9 @@ def _check(trainer: Trainer, train: inputs.Source) -> None:
             "parameter_server has none. Use --precision=mixed_bfloat16."
         )
     if config.optimizer.ema or config.schedule.schedule == "plateau":
-        raise ConfigError("--ema and --schedule=plateau need updates in order; parameter_server has no order. Leave them out.")
+        raise ConfigError(
+            "--ema and --schedule=plateau need updates in order; parameter_server has no order. Leave them out."
+        )
 
 
 class _ServerUpdate(keras.optimizers.Optimizer):
@@ -325,14 +329,12 @@ class _ServerUpdate(keras.optimizers.Optimizer):
                 self._strategy.extended.update(variable.value, decay, args=(factor,), group=False)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _server_class(kind: type[keras.optimizers.Optimizer]) -> type[keras.optimizers.Optimizer]:
     return type(f"Server{kind.__name__}", (kind, _ServerUpdate), {})
 
 
-def _on_servers(
-    optimizer: keras.optimizers.Optimizer, strategy: tf.distribute.Strategy
-) -> keras.optimizers.Optimizer:
+def _on_servers(optimizer: keras.optimizers.Optimizer, strategy: tf.distribute.Strategy) -> keras.optimizers.Optimizer:
     """The same optimizer (it shares every attribute) with `_ServerUpdate`'s way to update."""
     view = object.__new__(_server_class(type(optimizer)))
     vars(view).update(vars(optimizer))

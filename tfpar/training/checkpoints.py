@@ -5,7 +5,8 @@ Format, one directory per checkpoint:
 ```
 WORKDIR/checkpoints/
   step-000000600/
-    manifest.json          sealed by its own SHA-256: format version, step, run state, configuration, size and SHA-256 of every other file
+    manifest.json          format version, step, run state, configuration, size and SHA-256 of every other file,
+                         sealed by its own SHA-256
     state.safetensors      variables of model and optimizer, by path
     exchange-0.safetensors exchange state (residuals) of worker 0; only where the exchange has any
   best.json                which checkpoint had the best evaluation
@@ -28,10 +29,10 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from tfpar.config import ConfigError
+
 import numpy as np
 import safetensors.numpy
-
-from tfpar.config import ConfigError
 
 FORMAT = 1
 _PREFIX = "step-"
@@ -251,9 +252,13 @@ def _manifest(path: pathlib.Path) -> dict[str, Any]:
 # Options that may differ between a run and its continuation: they change where, how fast and how visibly it runs,
 # or how long, but not what is being trained.
 MAY_DIFFER = frozenset(
-    "strategy devices tpu exchange workdir checkpoint_every keep_checkpoints log_every profile_steps verbose cache prefetch "
-    "input_threads data_service data_dir steps_per_loop jit_compile tf32 deterministic steps epochs stop_after eval_every "
-    "warm_start uneven_batches".split()
+    {
+        *("strategy", "devices", "tpu", "exchange", "uneven_batches"),
+        *("workdir", "checkpoint_every", "keep_checkpoints", "warm_start"),
+        *("log_every", "profile_steps", "verbose", "eval_every"),
+        *("data_dir", "cache", "prefetch", "input_threads", "data_service"),
+        *("jit_compile", "tf32", "deterministic", "steps_per_loop", "steps", "epochs", "stop_after"),
+    }
 )
 
 
@@ -335,5 +340,7 @@ def _wait_for(paths: list[pathlib.Path]) -> None:
     deadline = time.monotonic() + _PEER_WAIT_SECONDS
     while missing := [path.name for path in paths if not path.exists()]:
         if time.monotonic() > deadline:
-            raise OSError(f"{', '.join(missing)} did not appear within {_PEER_WAIT_SECONDS:.0f} s; is the workdir shared?")
+            raise OSError(
+                f"{', '.join(missing)} did not appear within {_PEER_WAIT_SECONDS:.0f} s; is the workdir shared?"
+            )
         time.sleep(0.05)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from tfpar.training import replica
+
 import numpy as np
 import tensorflow as tf
-
-from tfpar.training import replica
 
 
 def sum_over_workers(strategy: tf.distribute.Strategy, value: tf.Tensor, workers: int) -> tf.Tensor:
@@ -24,19 +24,38 @@ def sum_over_workers(strategy: tf.distribute.Strategy, value: tf.Tensor, workers
 
     def contribute(value: tf.Tensor) -> tf.Tensor:
         context = tf.distribute.get_replica_context()
-        mine = value if replica.static_replica_id() % local_replicas == 0 else tf.zeros_like(value)
+        # The reduction looks up the tensor's device, which a function's argument does not have: hence the identity.
+        mine = tf.identity(value) if replica.static_replica_id() % local_replicas == 0 else tf.zeros_like(value)
         return context.all_reduce(tf.distribute.ReduceOp.SUM, mine)
 
     return strategy.experimental_local_results(strategy.run(contribute, args=(value,)))[0]
 
 
-def all_equal(strategy: tf.distribute.Strategy, workers: int, numbers: list[int]) -> bool:
-    """Whether all workers hold the same small integers (below 2^50 / workers). Call on every worker, eagerly."""
-    mine = np.asarray(numbers, np.float64)
-    if workers == 1:
-        return True
-    # v and v^2 have the sums N v and N v^2 on every worker exactly when all the v are equal (Cauchy-Schwarz).
-    reduce = tf.function(lambda value: sum_over_workers(strategy, value, workers), autograph=False)
-    total = reduce(tf.constant(np.concatenate([mine, mine**2]))).numpy()
-    sums, squares = np.split(total, 2)
-    return bool(np.all(workers * squares == sums**2))
+class Agreement:
+    """Small agreements between the workers of a strategy, outside the training step.
+
+    Every worker makes the same calls in the same order. With one worker nothing travels.
+
+    Args:
+      strategy: A synchronous strategy.
+      workers: Its number of workers.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy, workers: int) -> None:
+        self._workers = workers
+        self._sum = tf.function(lambda value: sum_over_workers(strategy, value, workers), autograph=False)
+
+    def mean(self, value: float) -> float:
+        """The mean of the workers' values, the same bits on each."""
+        if self._workers == 1:
+            return value
+        return float(self._sum(tf.constant([value], tf.float64))[0]) / self._workers
+
+    def all_equal(self, numbers: list[int]) -> bool:
+        """Whether all workers hold the same integers (each below 2^26 in magnitude)."""
+        if self._workers == 1:
+            return True
+        mine = np.asarray(numbers, np.float64)
+        # Values v with sum S and sum of squares Q are all equal exactly when N Q = S^2 (Cauchy-Schwarz).
+        sums, squares = np.split(self._sum(tf.constant(np.concatenate([mine, mine**2]))).numpy(), 2)
+        return bool(np.all(self._workers * squares == sums**2))

@@ -11,11 +11,11 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import keras
-import tensorflow as tf
-
 from tfpar.config import ConfigError
 from tfpar.models.normalization import example_weights
+
+import keras
+import tensorflow as tf
 
 Tensors = list[tf.Tensor]
 Batch = tuple[Any, Any, tf.Tensor]
@@ -160,9 +160,12 @@ class Core:
         results: dict[str, float] = {}
         position = 0
         for metric in self.metrics:
-            values = [tf.cast(value, variable.dtype) for variable, value in zip(
-                metric.variables, sums[position : position + len(metric.variables)], strict=True
-            )]
+            values = [
+                tf.cast(value, variable.dtype)
+                for variable, value in zip(
+                    metric.variables, sums[position : position + len(metric.variables)], strict=True
+                )
+            ]
             position += len(metric.variables)
             value = metric.stateless_result(values)
             if isinstance(value, dict):

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import keras
-import numpy as np
-import tensorflow as tf
-
 from tfpar.training import replica
 from tfpar.training.collective import sum_over_workers
 from tfpar.training.core import Core
+
+import keras
+import numpy as np
+import tensorflow as tf
 
 
 class Evaluation:
@@ -40,7 +40,9 @@ class Evaluation:
         self._weights = list(weights)
         on_tpu = isinstance(strategy, tf.distribute.TPUStrategy)
         compile_here = jit_compile and not on_tpu
-        self._sums = tf.function(self._batch_sums, jit_compile=True, autograph=False) if compile_here else self._batch_sums
+        self._sums = (
+            tf.function(self._batch_sums, jit_compile=True, autograph=False) if compile_here else self._batch_sums
+        )
         self._run = tf.function(self._loop, autograph=False)
 
     def run(self, iterator: Iterator[Any], batches: int) -> dict[str, float]:
@@ -76,7 +78,9 @@ class Evaluation:
 
     def _batch_sums(self, params: list[tf.Tensor], state: list[tf.Tensor], batch: Any) -> tf.Tensor:
         sums = self._core.evaluate(params, state, batch)
-        return tf.concat([tf.stack([sums.loss, sums.count]), *[tf.reshape(part, [-1]) for part in sums.metrics]], axis=0)
+        return tf.concat(
+            [tf.stack([sums.loss, sums.count]), *[tf.reshape(part, [-1]) for part in sums.metrics]], axis=0
+        )
 
     def _split(self, vector: np.ndarray) -> list[np.ndarray]:
         shapes = [(), (), *[tuple(variable.shape) for variable in self._core.metric_variables]]

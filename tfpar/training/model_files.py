@@ -5,10 +5,10 @@ from __future__ import annotations
 import pathlib
 import zipfile
 
-import keras
-
 from tfpar import inputs, models
 from tfpar.config import ConfigError
+
+import keras
 
 
 def task_spec(source: inputs.Source) -> models.TaskSpec:
@@ -33,7 +33,9 @@ def load_model(path: str, spec: models.TaskSpec | None = None) -> keras.Model:
       ConfigError: No such file, not a `.keras` file, or a model for other examples.
     """
     if not pathlib.Path(path).is_file() or not zipfile.is_zipfile(path):
-        raise ConfigError(f"--model_file={path} is not a .keras file. A finished run leaves one as WORKDIR/model.keras.")
+        raise ConfigError(
+            f"--model_file={path} is not a .keras file. A finished run leaves one as WORKDIR/model.keras."
+        )
     try:
         model = keras.saving.load_model(path, compile=False, safe_mode=True)
     except (ValueError, TypeError, KeyError, OSError) as error:

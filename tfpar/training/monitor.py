@@ -6,13 +6,13 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
-import tensorflow as tf
-
 from tfpar.config import ExperimentConfig
 from tfpar.training.progress import Progress
 from tfpar.training.tensorboard import EventFiles
 from tfpar.training.timings import Timings, Window
+
+import numpy as np
+import tensorflow as tf
 
 # Scalars with a place of their own in TensorBoard; all others are metrics.
 _TAGS = {
@@ -240,16 +240,20 @@ class Monitor:
             due = self._last_point is None or now - self._last_point >= _POINT_SECONDS or last_step >= self._total_steps
             ends = [len(losses)] if due else []
             self._last_point = now if due else self._last_point
+        at_last = {_TAGS.get(name, f"metrics/{name}"): value for name, value in scalars.items() if name != "loss"}
         begin = 0
-        for end in [*ends, len(losses)]:
+        for end in ends:
             self._point.add(losses[begin:end], durations[begin:end], examples[begin:end])
+            values = self._point_values()
+            if end == ends[-1] == len(losses):
+                values |= at_last
+                at_last = {}
+            self._events.scalars("train", first + end, values)
+            self._point.clear()
             begin = end
-            if end in ends and self._point.steps:
-                self._events.scalars("train", first + end, self._point_values())
-                self._point.clear()
-        if ends:
-            values = {_TAGS.get(name, f"metrics/{name}"): value for name, value in scalars.items() if name != "loss"}
-            self._events.scalars("train", last_step, values)
+        self._point.add(losses[begin:], durations[begin:], examples[begin:])
+        if ends and at_last:
+            self._events.scalars("train", last_step, at_last)
 
     def _point_values(self) -> dict[str, float]:
         values = {"loss": self._point.loss, "throughput/examples_per_second": self._point.examples_per_second}

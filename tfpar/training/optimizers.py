@@ -12,11 +12,11 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import keras
-import tensorflow as tf
-
 from tfpar.config import ConfigError, OptimizerConfig, unknown_name
 from tfpar.training.lars import LARS
+
+import keras
+import tensorflow as tf
 
 OPTIMIZERS: dict[str, type[keras.optimizers.Optimizer]] = {
     "sgd": keras.optimizers.SGD,
@@ -139,6 +139,30 @@ def check(optimizer: keras.optimizers.Optimizer) -> None:
             f"strategy (Keras 3.15). Leave it out and use --accumulate_steps={optimizer.gradient_accumulation_steps} "
             f"(accumulate_steps=...): micro-batches add up in the step, with one exchange an update."
         )
+
+
+def recreate(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+    """The same optimizer anew, without variables, for the strategy in whose scope this is called.
+
+    Args:
+      optimizer: What to copy: class, configuration, and exclusions from weight decay, which Keras' configuration leaves
+        out.
+
+    Raises:
+      ConfigError: Variables were excluded from weight decay as objects; the copy will meet other ones.
+    """
+    if getattr(optimizer, "_exclude_from_weight_decay", None) and not hasattr(optimizer, "_excluded_parts"):
+        raise ConfigError(
+            f"{optimizer.name}.exclude_from_weight_decay(var_list=...) names variables made outside the strategy. "
+            "Exclude by name (var_names=[...]), or make model and optimizer in the strategy's scope."
+        )
+    copy = type(optimizer).from_config(optimizer.get_config())
+    pattern = getattr(optimizer, "_exclude_from_weight_decay_pattern", None)
+    if pattern is not None:
+        copy.exclude_from_weight_decay(var_names=[pattern.pattern])
+    if hasattr(optimizer, "_excluded_parts"):
+        _exclude_by_path(copy, optimizer._excluded_parts)
+    return copy
 
 
 def pure_apply(
@@ -275,7 +299,8 @@ def _exclude_by_path(optimizer: keras.optimizers.Optimizer, parts: tuple[str, ..
             optimizer.exclude_from_weight_decay(var_list=chosen)
         build_of_class(variables)
 
-    object.__setattr__(optimizer, "build", build_excluding)
+    vars(optimizer)["build"] = build_excluding
+    vars(optimizer)["_excluded_parts"] = parts
 
 
 def path_contains(variable: keras.Variable, parts: Iterable[str]) -> bool:

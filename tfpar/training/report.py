@@ -8,13 +8,13 @@ import os
 import pathlib
 from typing import TYPE_CHECKING, Any, Protocol
 
-import keras
-import numpy as np
-
 from tfpar import inputs, models
 from tfpar.config import ConfigError, TrainConfig
 from tfpar.training import run_state, samples
 from tfpar.training.monitor import Monitor
+
+import keras
+import numpy as np
 
 if TYPE_CHECKING:
     from tfpar.training.trainer import Trainer
@@ -136,7 +136,9 @@ def replica_digests(trainer: Trainer) -> list[str]:
             return self.value.numpy()
 
     return [
-        run_state.params_sha256([Copy(weight.path, copy[replica]) for weight, copy in zip(weights, copies, strict=True)])
+        run_state.params_sha256(
+            [Copy(weight.path, copy[replica]) for weight, copy in zip(weights, copies, strict=True)]
+        )
         for replica in range(len(copies[0]) if copies else 0)
     ]
 
@@ -231,5 +233,10 @@ def closing_table(content: dict[str, Any], workdir: str) -> str:
     width = max(len(name) for name, _ in rows)
     lines = ["", "result", *[f"  {name:<{width}}  {value}" for name, value in rows]]
     if workdir:
-        lines += ["", "look next", f"  tensorboard --logdir {workdir}", f"  {workdir}/summary.json, {workdir}/model.keras"]
+        lines += [
+            "",
+            "look next",
+            f"  tensorboard --logdir {workdir}",
+            f"  {workdir}/summary.json, {workdir}/model.keras",
+        ]
     return "\n".join(lines)

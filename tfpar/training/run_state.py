@@ -8,11 +8,11 @@ import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import keras
-import numpy as np
-
 from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.training import checkpoints
+
+import keras
+import numpy as np
 
 
 def named(variables: Sequence[keras.Variable], prefix: str) -> dict[str, keras.Variable]:
@@ -106,7 +106,9 @@ def _weights_of(source: str) -> dict[str, np.ndarray]:
             f"--warm_start={source}: no checkpoint and no .keras file there. Give a run's workdir, one of its "
             "checkpoints/step-* directories, or a model.keras."
         )
-    return {name.removeprefix("model/"): value for name, value in checkpoint.arrays.items() if name.startswith("model/")}
+    return {
+        name.removeprefix("model/"): value for name, value in checkpoint.arrays.items() if name.startswith("model/")
+    }
 
 
 def params_sha256(variables: Sequence[Any]) -> str:

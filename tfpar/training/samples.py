@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
-import numpy as np
-import tensorflow as tf
-
 from tfpar import inputs
 from tfpar.training.monitor import Monitor
+
+import numpy as np
+import tensorflow as tf
 
 if TYPE_CHECKING:
     from tfpar.training.trainer import Trainer
@@ -43,7 +43,9 @@ def write_text(monitor: Monitor, trainer: Trainer, source: inputs.Source, step: 
     monitor.sample_text("generated", f"{info.decode(prompt)}|{info.decode(tokens)}", step=step)
 
 
-def generate(trainer: Trainer, prompt: np.ndarray, length: int, *, seed: int = 0, temperature: float = 0.8) -> np.ndarray:
+def generate(
+    trainer: Trainer, prompt: np.ndarray, length: int, *, seed: int = 0, temperature: float = 0.8
+) -> np.ndarray:
     """Samples tokens from a decoder-only language model.
 
     Args:

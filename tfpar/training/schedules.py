@@ -15,11 +15,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-import keras
-import tensorflow as tf
-
 from tfpar.config import ConfigError, ScheduleConfig, unknown_name
 from tfpar.training.plateau import PlateauController
+
+import keras
+import tensorflow as tf
 
 Schedule: TypeAlias = keras.optimizers.schedules.LearningRateSchedule
 

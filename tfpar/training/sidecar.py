@@ -11,10 +11,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from tfpar.training.core import LocalSums, Tensors, is_seed_state
+
 import keras
 import tensorflow as tf
-
-from tfpar.training.core import LocalSums, Tensors, is_seed_state
 
 _FIXED = 3
 
@@ -53,9 +53,7 @@ class Sidecar:
     averaged: tuple[bool, ...]
 
     @classmethod
-    def of(
-        cls, state: Sequence[keras.Variable], metric_variables: Sequence[keras.Variable], replicas: int
-    ) -> Sidecar:
+    def of(cls, state: Sequence[keras.Variable], metric_variables: Sequence[keras.Variable], replicas: int) -> Sidecar:
         """The layout for a model and its metrics; a single replica has nothing to average."""
         return cls(
             metric_shapes=tuple(tuple(variable.shape) for variable in metric_variables),

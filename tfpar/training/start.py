@@ -7,16 +7,16 @@ import os
 import pathlib
 import random
 
-import keras
-import numpy as np
-import tensorflow as tf
-
 from tfpar import cluster, inputs, models, precision, strategies
 from tfpar.config import ConfigError, ExperimentConfig, unknown_name
 from tfpar.exchange import Exchange
 from tfpar.quiet import quiet_startup
 from tfpar.training import checkpoints, optimizers, schedules
 from tfpar.training.checkpoints import check_same_run
+
+import keras
+import numpy as np
+import tensorflow as tf
 
 
 def start(config: ExperimentConfig) -> strategies.Layout:

@@ -18,9 +18,6 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import keras
-import tensorflow as tf
-
 from tfpar.exchange import Exchange
 from tfpar.precision import LossScale
 from tfpar.precision import update as update_loss_scale
@@ -28,6 +25,9 @@ from tfpar.training import replica
 from tfpar.training.core import Core, Tensors
 from tfpar.training.optimizers import pure_apply
 from tfpar.training.sidecar import Sidecar
+
+import keras
+import tensorflow as tf
 
 # Columns of `Steps.durations`, seconds.
 DURATIONS = ("input_wait", "compute", "exchange", "update", "total")
@@ -208,9 +208,7 @@ class TrainStep:
             computed = self._clock([sidecar])
             gradients, sidecar = self.exchange.reduce_sums(gradients, sidecar)
             exchanged = self._clock([sidecar, gradients[-1]])
-            update = self._finish(
-                params, state, optimizer, gradients, sidecar, new_state, rate, loss_scale, measure
-            )
+            update = self._finish(params, state, optimizer, gradients, sidecar, new_state, rate, loss_scale, measure)
 
         stored = replica.assign(
             [*model.trainable_variables, *model.non_trainable_variables, *self.optimizer.variables],
@@ -249,8 +247,10 @@ class TrainStep:
 
         def apply() -> tuple[Tensors, Tensors, Tensors, Norms]:
             mean = [gradient / divisor for gradient in gradients]
-            norm = tf.linalg.global_norm(mean) if self._clip_norm else tf.cond(
-                measure, lambda: tf.linalg.global_norm(mean), lambda: tf.zeros([])
+            norm = (
+                tf.linalg.global_norm(mean)
+                if self._clip_norm
+                else tf.cond(measure, lambda: tf.linalg.global_norm(mean), lambda: tf.zeros([]))
             )
             if self._clip_norm:
                 factor = self._clip_norm / tf.maximum(norm, self._clip_norm)

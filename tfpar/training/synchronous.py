@@ -6,16 +6,16 @@ import dataclasses
 import time
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import tensorflow as tf
-
 from tfpar import inputs, precision
 from tfpar.config import ConfigError
 from tfpar.precision import LossScale
 from tfpar.training import checkpoints, report, run_state, samples, schedules
-from tfpar.training.collective import all_equal
+from tfpar.training.collective import Agreement
 from tfpar.training.pace import Pace, next_multiple
 from tfpar.training.step import Steps, TrainStep
+
+import numpy as np
+import tensorflow as tf
 
 if TYPE_CHECKING:
     from tfpar.training.trainer import Trainer
@@ -69,6 +69,7 @@ class SynchronousRun:
         self.train_loss = float("nan")
         self.evaluated_at = -1
         self.checkpointer = self._checkpointer()
+        self.agreement = Agreement(trainer.strategy, self.plan.workers)
 
     @property
     def steps_done(self) -> int:
@@ -107,7 +108,9 @@ class SynchronousRun:
                 updates = pace.next(step, [*boundaries, self.monitor.next_boundary(step)])
                 began = time.perf_counter()
                 self._advance(iterator, updates)
-                pace.measured(updates, time.perf_counter() - began)
+                # All workers must make calls of the same length: TensorFlow 2.21 tells collectives inside a loop apart by
+                # the iteration, and a worker in another iteration would wait for ever.
+                pace.measured(updates, self.agreement.mean(time.perf_counter() - began))
                 step = self.position.step
                 improved = self._evaluate() if step % every == 0 or step == self.total else False
                 if step % saves == 0 or step == last:
@@ -119,7 +122,7 @@ class SynchronousRun:
         """Runs some updates and reports them."""
         position = self.position
         self.monitor.before_step(position.step)
-        factor = self.plateau.factor if self.plateau else 1.0
+        factor = self.plateau.multiplier if self.plateau else 1.0
         result: Steps = self.step.run(
             iterator,
             tf.constant(position.step, tf.int64),
@@ -196,7 +199,10 @@ class SynchronousRun:
                 "global_batch_size": self.config.input.global_batch_size,
                 "fingerprint": self.train.info.fingerprint,
             },
-            "loss_scale": {"scale": float(position.loss_scale.scale), "good_steps": int(position.loss_scale.good_steps)},
+            "loss_scale": {
+                "scale": float(position.loss_scale.scale),
+                "good_steps": int(position.loss_scale.good_steps),
+            },
             "plateau": self.plateau.state() if self.plateau else None,
             "best": position.best,
             "skipped": position.skipped,
@@ -206,7 +212,7 @@ class SynchronousRun:
     def _resume_or_warm_start(self) -> None:
         checkpoint = self.checkpointer.latest() if self.checkpointer else None
         found = checkpoint.step if checkpoint else 0
-        if not all_equal(self.trainer.strategy, self.plan.workers, [found]):
+        if not self.agreement.all_equal([found]):
             raise ConfigError(
                 f"--workdir={self.config.checkpoint.workdir}: the workers find different checkpoints (this one: step {found}). "
                 "All workers must see the same directory; put it on storage they share."
@@ -235,9 +241,7 @@ class SynchronousRun:
         if finished and self.evaluated_at != self.position.step:
             self._evaluate()
         digests = report.replica_digests(self.trainer)
-        same = len(set(digests)) == 1 and all_equal(
-            self.trainer.strategy, self.plan.workers, list(bytes.fromhex(digests[0]))
-        )
+        same = len(set(digests)) == 1 and self.agreement.all_equal(list(bytes.fromhex(digests[0])))
         if not same:
             raise RuntimeError("the replicas' weights differ; this is a defect of tfpar or of the hardware")
         if self.checkpointer:
@@ -247,5 +251,5 @@ class SynchronousRun:
             report.write_results(self, summary)
         else:
             self.say(f"stopped after step {self.position.step} of {self.total}; start again to go on")
-        all_equal(self.trainer.strategy, self.plan.workers, [self.position.step])  # nobody leaves before the chief
+        self.agreement.all_equal([self.position.step])  # nobody leaves before the chief
         return summary

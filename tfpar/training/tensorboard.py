@@ -13,14 +13,15 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorboard.compat.proto import types_pb2
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.hparams import api as hparams_api
 from tensorboard.plugins.hparams import api_pb2
 from tensorboard.plugins.hparams.summary import session_end_pb
 from tensorboard.plugins.scalar import metadata as scalar_metadata
-from tensorboard.util import tensor_util
 
 MAX_IMAGES = 16
+_SCALAR = scalar_metadata.create_summary_metadata(display_name="", description="")
 # TensorFlow's own is two minutes, too long for one who watches.
 _FLUSH_MILLISECONDS = 5000
 # Where a run is kept and how it is shown says nothing about what it computes.
@@ -50,10 +51,10 @@ class EventFiles:
           values: By tag.
         """
         summary = Summary()
-        metadata = scalar_metadata.create_summary_metadata(display_name="", description="")
         for tag, value in values.items():
-            tensor = tensor_util.make_tensor_proto(np.float32(value))
-            summary.value.add(tag=tag, tensor=tensor, metadata=metadata)
+            entry = summary.value.add(tag=tag, metadata=_SCALAR)
+            entry.tensor.dtype = types_pb2.DT_FLOAT
+            entry.tensor.float_val.append(value)
         self._raw(run, summary, step)
 
     def text(self, tag: str, text: str, step: int = 0) -> None:

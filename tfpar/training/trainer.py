@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import keras
-import tensorflow as tf
-
 from tfpar import inputs, models, precision, strategies
 from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.exchange import Exchange
@@ -17,6 +14,9 @@ from tfpar.training.core import Core, build_metrics, per_example_loss
 from tfpar.training.evaluation import Evaluation
 from tfpar.training.start import start
 from tfpar.training.synchronous import SynchronousRun
+
+import keras
+import tensorflow as tf
 
 
 class Trainer:
@@ -194,7 +194,7 @@ class Trainer:
         optimizers.check(optimizer)
         if optimizer._distribution_strategy is self.strategy:
             return optimizer
-        return type(optimizer).from_config(optimizer.get_config())  # its slots must be made under the strategy
+        return optimizers.recreate(optimizer)  # its slots must be made under the strategy
 
     def _check_precision(self) -> None:
         wanted = precision.policy(self.config.precision.precision).compute_dtype

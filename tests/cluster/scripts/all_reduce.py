@@ -5,12 +5,13 @@ import socket
 import sys
 from pathlib import Path
 
-import tensorflow as tf
-
 from tfpar import cluster
+
+import tensorflow as tf
 
 info = cluster.detect()
 assert info is not None
+cluster.export_tf_config(info)  # under Slurm or Kubernetes, TensorFlow would not know
 marker = Path(sys.argv[1])
 if info.worker_rank == 1 and not marker.exists():
     marker.touch()
@@ -30,4 +31,4 @@ def total() -> tf.Tensor:
     return strategy.run(replica)
 
 
-print(f"restarts={os.environ['TFPAR_RESTARTS']} replicas={strategy.num_replicas_in_sync} sum={int(total())}")
+print(f"restarts={os.environ.get('TFPAR_RESTARTS')} replicas={strategy.num_replicas_in_sync} sum={int(total())}")

@@ -1,0 +1,223 @@
+"""Shards from any source and back, by random access; damaged files are found before the run."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+from tests.inputs.helpers import fetch_all
+from tfpar.config import ConfigError, InputConfig
+from tfpar.inputs import Pipeline, build_source, records, write
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+
+def read(path, split="train", **options):
+    return build_source(InputConfig(dataset=f"tfrecord:{path}", **options), split)
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    """400 training and 40 validation images in 5 shards each."""
+    path = tmp_path_factory.mktemp("shards") / "set"
+    write.write(InputConfig(dataset="synthetic:4x5x2:6:400"), str(path), shards=5, seed=3)
+    return path
+
+
+@pytest.fixture
+def copy(shards, tmp_path):
+    """A copy that a test may damage."""
+    for path in shards.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    return tmp_path
+
+
+@pytest.mark.parametrize("cache", ["auto", "none"])
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_round_trip(shards, split, cache):
+    original = build_source(InputConfig(dataset="synthetic:4x5x2:6:400"), split, seed=3)
+    copied = read(shards, split, cache=cache)
+    for left, right in zip(fetch_all(original), fetch_all(copied), strict=True):
+        assert left.dtype == right.dtype
+        assert np.array_equal(left, right)
+    assert copied.info.num_classes == 6
+    assert copied.info.records_per_file == ((80,) * 5 if split == "train" else (8,) * 5)
+
+
+def test_pixels_and_text_stay_compact_and_decodable(tmp_path):
+    (tmp_path / "a.txt").write_text("abcdefgh" * 40)
+    (tmp_path / "b.txt").write_text("ABCDEFGH" * 40)
+    options = InputConfig(dataset=f"text:{tmp_path}/*.txt", sequence_length=32)
+    counts = write.write(options, str(tmp_path / "out"), shards=3)
+    assert sum(counts.values()) == sum(
+        build_source(options, split).info.num_examples for split in ("train", "validation")
+    )
+    copied = read(tmp_path / "out")
+    x, y = fetch_all(copied)
+    assert x.dtype == y.dtype == np.int32
+    assert np.array_equal(x, fetch_all(build_source(options, "train"))[0])
+    assert copied.info.decode(x[0]) in ("abcdefgh" * 40 + "ABCDEFGH" * 40) * 2
+    # Two arrays of 32 bytes and about 30 bytes of framing per example.
+    sizes = [path.stat().st_size for path in (tmp_path / "out").glob("*.tfrecord")]
+    assert sum(sizes) < sum(counts.values()) * 120
+
+
+def test_patterns_without_split_names_hold_out_the_end(copy):
+    for path in list(copy.glob("*.tfrecord")):
+        if path.name.startswith("validation"):
+            path.unlink()
+        else:
+            path.rename(copy / f"part-{path.name}")
+    train, held_out = (read(f"{copy}/part*", split, validation_fraction=0.25) for split in ("train", "validation"))
+    assert (train.info.records_per_file, held_out.info.records_per_file) == ((80, 80, 80, 60), (20, 80))
+    whole = build_source(InputConfig(dataset="synthetic:4x5x2:6:400"), "train", seed=3)
+    joined = np.concatenate([fetch_all(train)[0], fetch_all(held_out)[0]])
+    assert np.array_equal(joined, fetch_all(whole)[0])
+
+
+def test_uncached_by_file_exactly_once(shards):
+    options = InputConfig(dataset=f"tfrecord:{shards}", global_batch_size=30, shard_by="file", cache="none")
+    pipeline = Pipeline(build_source(options, "train"), options, replicas=3, workers=3)
+    seen = []
+    for worker in range(3):
+        for x, _, weight in pipeline.dataset(worker).take(pipeline.updates_per_epoch).as_numpy_iterator():
+            seen += [row.tobytes() for row in x[weight > 0]]
+    assert sorted(seen) == sorted(row.tobytes() for row in fetch_all(read(shards))[0])
+
+
+def test_command_line(tmp_path):
+    (tmp_path / "book.txt").write_text("some words, " * 200)
+    output = tmp_path / "made" / "shards"
+    command = [sys.executable, "-m", "tfpar.inputs.write", f"--dataset=text:{tmp_path}/book.txt", f"--output={output}"]
+    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    done = subprocess.run(
+        [*command, "--shards=2", "--sequence_length=20"], capture_output=True, text=True, env=environment, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "train: 108 of 108 examples" in done.stdout
+    assert done.stdout.splitlines()[-1].endswith(f"--dataset=tfrecord:{output}")
+    assert read(output).info.num_examples == 108
+    assert [path.name for path in output.parent.iterdir()] == ["shards"]
+    again = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    assert again.returncode == 1
+    assert f"error: --output='{output}' exists" in again.stderr
+
+
+def test_nothing_is_left_of_a_writing_that_fails(tmp_path):
+    def interrupted(line: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write.write(InputConfig(dataset="synthetic:3:2:50"), str(tmp_path / "out"), shards=2, progress=interrupted)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_write_refusals(tmp_path):
+    with pytest.raises(ConfigError, match="--shards=0"):
+        write.write(InputConfig(dataset="synthetic:3:2:50"), str(tmp_path / "out"), shards=0)
+    with pytest.raises(ConfigError, match="exists"):
+        write.write(InputConfig(dataset="synthetic:3:2:50"), str(tmp_path), shards=1)
+
+
+class TestDamage:
+    NAME = "train-00001-of-00005.tfrecord"
+
+    def test_truncated(self, copy):
+        content = (copy / self.NAME).read_bytes()
+        for cut in (1, 10, len(content) // 2 + 7):
+            (copy / self.NAME).write_bytes(content[:-cut])
+            with pytest.raises(ConfigError, match=r"ends inside record \d+"):
+                read(copy)
+
+    def test_flipped_bit_in_a_header(self, copy):
+        content = bytearray((copy / self.NAME).read_bytes())
+        content[1] ^= 1
+        (copy / self.NAME).write_bytes(content)
+        with pytest.raises(ConfigError, match=r"00001-of.*header of record 0 fails its checksum"):
+            read(copy)
+
+    def test_compressed(self, copy):
+        with tf.io.TFRecordWriter(str(copy / self.NAME), "GZIP") as writer:
+            writer.write(b"x" * 100)
+        with pytest.raises(ConfigError, match="compressed"):
+            read(copy)
+
+    def test_other_number_of_records_than_written(self, copy):
+        other = (copy / "validation-00000-of-00005.tfrecord").read_bytes()
+        (copy / self.NAME).write_bytes(other)
+        with pytest.raises(ConfigError, match=r"holds 8 records, features.json says 80"):
+            read(copy)
+
+    def test_empty_file_has_no_records(self, tmp_path):
+        (tmp_path / "x").touch()
+        offsets, lengths = records.scan_tfrecord(str(tmp_path / "x"))
+        assert len(offsets) == len(lengths) == 0
+
+    def test_slice_beyond_the_file(self, shards):
+        with pytest.raises(ConfigError, match="holds 80 records where 85 are expected"):
+            records.TFRecordReader([records.FileSlice(str(shards / self.NAME), 5, 80)])
+
+    def test_sidecar(self, copy):
+        sidecar = copy / "features.json"
+        content = json.loads(sidecar.read_text())
+        for broken in ("{", json.dumps({**content, "format": "other"}), json.dumps({"format": content["format"]})):
+            sidecar.write_text(broken)
+            with pytest.raises(ConfigError, match=r"features.json' to know what its records hold"):
+                read(copy)
+        sidecar.unlink()
+        with pytest.raises(ConfigError, match=r"python -m tfpar.inputs.write have it"):
+            read(copy)
+
+    def test_no_match(self, tmp_path):
+        for argument in ("", tmp_path, f"{tmp_path}/*.tfrecord"):
+            with pytest.raises(ConfigError, match=r"no file matches.*tfpar.inputs.write"):
+                read(argument)
+
+    def test_matches_in_two_folders(self, shards, copy):
+        (copy / "a").mkdir()
+        (copy / "b").mkdir()
+        for folder in "ab":
+            (copy / folder / "x.tfrecord").touch()
+        with pytest.raises(ConfigError, match="matches lie in 2 directories"):
+            read(f"{copy}/*/x.tfrecord")
+
+
+class TestRecordReader:
+    @pytest.fixture
+    def paths(self, tmp_path):
+        paths = []
+        for file in range(4):
+            paths.append(str(tmp_path / f"{file}.tfrecord"))
+            with tf.io.TFRecordWriter(paths[-1]) as writer:
+                for record in range(5):
+                    writer.write(f"{file}.{record}".encode() * (record + 1))
+        return paths
+
+    def expected(self, index: int) -> bytes:
+        file, record = divmod(index, 5)
+        return f"{file}.{record}".encode() * (record + 1)
+
+    @pytest.mark.parametrize("kept_open", [0, 2, 256])
+    @pytest.mark.parametrize("address", ["", "file://"])
+    def test_any_order_over_files(self, paths, kept_open, address, monkeypatch):
+        monkeypatch.setattr(records, "_KEPT_OPEN", kept_open)
+        reader = records.TFRecordReader([records.FileSlice(address + path) for path in paths])
+        indices = np.array([19, 0, 7, 7, 3, 12])
+        assert reader.read(indices).tolist() == [self.expected(index) for index in indices]
+
+    def test_slices(self, paths):
+        slices = [records.FileSlice(paths[1], 2, 2), records.FileSlice(paths[0], 4), records.FileSlice(paths[3], 1, 1)]
+        reader = records.TFRecordReader(slices)
+        assert reader.records_per_file == (2, 1, 1)
+        assert reader.read(np.arange(4)).tolist() == [self.expected(index) for index in (7, 8, 4, 16)]
+
+    def test_offsets_are_those_of_tensorflow(self, paths):
+        offsets, lengths = records.scan_tfrecord(paths[2])
+        content = pathlib.Path(paths[2]).read_bytes()
+        found = [content[start : start + size] for start, size in zip(offsets, lengths, strict=True)]
+        assert found == list(tf.data.TFRecordDataset(paths[2]).as_numpy_iterator())
