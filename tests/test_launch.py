@@ -31,6 +31,11 @@ ACTOR = str(SCRIPTS / "actor.py")
 pytestmark = pytest.mark.cluster
 
 
+@pytest.fixture(autouse=True)
+def _fresh_keras_state() -> None:
+    """Replaces the one of conftest.py: there is no Keras in these tests, and resetting it takes longer than most."""
+
+
 class Actors:
     """Starts the launcher on actor.py, and knows all processes that it started."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -15,6 +16,7 @@ from tfpar.inputs import Pipeline, build_source, records, write
 import numpy as np
 import pytest
 import tensorflow as tf
+from absl import flags
 
 
 def read(path, split="train", **options):
@@ -103,9 +105,18 @@ def test_command_line(tmp_path):
     assert done.stdout.splitlines()[-1].endswith(f"--dataset=tfrecord:{output}")
     assert read(output).info.num_examples == 108
     assert [path.name for path in output.parent.iterdir()] == ["shards"]
-    again = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
-    assert again.returncode == 1
-    assert f"error: --output='{output}' exists" in again.stderr
+
+
+def test_command_line_ends_with_the_error(tmp_path):
+    for arguments, message in [
+        ([f"--output={tmp_path}"], f"error: --output='{tmp_path}' exists"),
+        (["--output=new", "--dataset=digts"], "error: --dataset='digts' is not known. Did you mean 'digits'"),
+        (["--output=new", "shards=3"], "error: 'shards=3' is not a flag"),
+    ]:
+        values = flags.FlagValues()
+        write._define_flags(values)
+        with pytest.raises(SystemExit, match=re.escape(message)):
+            write._main(values(["write", *arguments]), values)
 
 
 def test_nothing_is_left_of_a_writing_that_fails(tmp_path):

@@ -54,6 +54,8 @@ def _workers(order: Plan, source: Source, workers: int, by_file: bool) -> str:
         listed = "; ".join(f"worker {worker}: {part}" for worker, part in enumerate(parts))
         more = f"; and {workers - len(parts)} more" if workers > len(parts) else ""
         return f"sharded by file: {listed}{more}"
+    if workers == 1:
+        return "sharded by example: one worker reads all"
     share = source.info.num_examples / workers
     files = f" from any of {len(source.info.files):,} files" if source.info.files else ""
     about = "" if source.info.num_examples % workers == 0 else "about "
@@ -82,7 +84,8 @@ def _epoch(order: Plan, examples: int) -> str:
     if not partial and len({shard.size // shard.batch for shard in order.shards}) == 1:
         return f"{updates:,} updates; no remainder"
     if len(order.shards) == 1:
-        return f"{updates:,} updates; remainder=pad: the last has {partial[0][1]} examples, at their true weight"
+        last, full = partial[0][1], order.shards[0].batch
+        return f"{updates:,} updates; remainder=pad: the last has {last} of {full} examples, at their true weight"
     return f"{updates:,} updates; remainder=pad: workers that run out of examples add none, at weight 0"
 
 

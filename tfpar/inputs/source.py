@@ -157,8 +157,7 @@ def keep_in_memory(source: Source) -> Source:
         filled += len(some_x)
     assert x is not None
     assert y is not None
-    if info.task == CLASSIFICATION:
-        check_labels(info, y)
+    check_labels(info, y)
     kept_x, kept_y = host_constant(x), host_constant(y)
 
     def read(indices: tf.Tensor) -> Batch:

@@ -93,18 +93,18 @@ def _umask() -> int:
     return mask
 
 
-def _define_flags() -> None:
+def _define_flags(values: flags.FlagValues) -> None:
     fields = {field.name: field for field in dataclasses.fields(InputConfig)}
     define = {"str": flags.DEFINE_string, "int": flags.DEFINE_integer, "float": flags.DEFINE_float}
     for name in _OPTIONS:
-        define[str(fields[name].type)](name, fields[name].default, fields[name].metadata["help"])
-    flags.DEFINE_string("output", None, "Directory to write; must not exist.", required=True)
-    flags.DEFINE_integer("shards", 8, "Files per split.")
-    flags.DEFINE_integer("seed", 0, "Seed of synthetic sources.")
+        field = fields[name]
+        define[str(field.type)](name, field.default, field.metadata["help"], flag_values=values)
+    flags.DEFINE_string("output", None, "Directory to write; must not exist.", flag_values=values, required=True)
+    flags.DEFINE_integer("shards", 8, "Files per split.", flag_values=values)
+    flags.DEFINE_integer("seed", 0, "Seed of synthetic sources.", flag_values=values)
 
 
-def _main(arguments: list[str]) -> None:
-    values = flags.FLAGS
+def _main(arguments: list[str], values: flags.FlagValues = flags.FLAGS) -> None:
     try:
         if len(arguments) > 1:
             raise ConfigError(f"{arguments[1]!r} is not a flag; options are written --name=value.")
@@ -119,5 +119,5 @@ def _main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    _define_flags()
+    _define_flags(flags.FLAGS)
     app.run(_main)

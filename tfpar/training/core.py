@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from tfpar.config import ConfigError
-from tfpar.models.normalization import example_weights
+from tfpar.models import example_weights, uses_synchronized_statistics
 
 import keras
 import tensorflow as tf
@@ -110,13 +110,20 @@ class Core:
             micro_batch = tf.nest.map_structure(lambda part: part[index], batch)
             return self.loss_and_grads(params, current, micro_batch, _fold_in(seed, index), loss_scale)
 
-        if accumulate_steps == 1:
-            return one(0, state)
+        def add(total: LocalSums, sums: LocalSums) -> LocalSums:
+            added = tf.nest.map_structure(tf.add, total._replace(state=[]), sums._replace(state=[]))
+            return added._replace(state=sums.state)
+
+        if accumulate_steps == 1 or uses_synchronized_statistics(self.model):
+            # A reduction between replicas inside the forward pass cannot run in a while loop (TensorFlow 2.21,
+            # MirroredStrategy's merge_call), so there the micro-batches are laid out one after the other.
+            total = one(0, state)
+            for index in range(1, accumulate_steps):
+                total = add(total, one(index, total.state))
+            return total
 
         def body(index: tf.Tensor, total: LocalSums) -> tuple[tf.Tensor, LocalSums]:
-            sums = one(index, total.state)
-            added = tf.nest.map_structure(tf.add, total._replace(state=[]), sums._replace(state=[]))
-            return index + 1, added._replace(state=sums.state)
+            return index + 1, add(total, one(index, total.state))
 
         zeros = LocalSums(
             loss=tf.zeros([]),

@@ -1,0 +1,61 @@
+"""Real processes with TF_CONFIG: the same weights as one device, the same bits on every worker."""
+
+from __future__ import annotations
+
+import functools
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tests.training import layouts
+from tfpar import strategies
+from tfpar.config import StrategyConfig
+
+pytestmark = pytest.mark.cluster
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def launch(workers: int, *command: str, ps: int = 0, timeout: float = 300.0) -> subprocess.CompletedProcess:
+    environ = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
+    return subprocess.run(
+        [sys.executable, "-m", "tfpar.launch", f"--workers={workers}", f"--ps={ps}", "--", *command],
+        cwd=ROOT,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+@functools.lru_cache(maxsize=None)
+def on_one_device(accumulate_steps: int) -> dict[str, np.ndarray]:
+    layout = strategies.build(strategies.plan(StrategyConfig(strategy="one_device")))
+    trainer, _ = layouts.train("one_device", 1, accumulate_steps, layout=layout)
+    return layouts.weights_of(trainer)
+
+
+@pytest.mark.parametrize(("devices", "accumulate_steps"), [(1, 1), (1, 4), (2, 1), (2, 4)])
+def test_two_workers_equal_one_device(tmp_path, devices, accumulate_steps):
+    output = tmp_path / "WORKER.npz"
+    arguments = [str(output), "multi_worker", str(devices), str(accumulate_steps), "auto"]
+    result = launch(2, "-m", "tests.training.layouts", *arguments)
+    assert result.returncode == 0, result.stdout + result.stderr
+    workers = [dict(np.load(tmp_path / f"{worker}.npz")) for worker in range(2)]
+    assert workers[0].pop("params_sha256") == workers[1].pop("params_sha256")
+    expected = on_one_device(accumulate_steps)
+    for worker in workers:
+        assert set(worker) == set(expected)
+        for name, value in expected.items():
+            np.testing.assert_allclose(worker[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
+    assert "[worker 1]" not in result.stdout  # only the chief talks
+
+
+def test_keras_fit_fails_where_tfpar_trains():
+    result = launch(2, "tests/cluster/scripts/keras_fit.py")
+    assert result.returncode != 0
+    assert "Attempt to convert a value (PerReplica" in result.stdout + result.stderr
