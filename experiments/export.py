@@ -1,6 +1,7 @@
 """Exports a trained model as SavedModel or ONNX, and checks the export against the model on real inputs.
 
-  python experiments/export.py --model_file=runs/quickstart/model.keras --format=onnx --output=runs/quickstart/model.onnx
+  python experiments/export.py --model_file=runs/quickstart/model.keras --output=runs/quickstart/saved_model
+  python experiments/export.py --model_file=runs/quickstart/model.keras --format=onnx --output=runs/digits.onnx
 
 ONNX needs the packages of `pip install tfpar[onnx]`.
 """

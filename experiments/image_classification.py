@@ -1,7 +1,8 @@
-"""Trains an image classifier.
+r"""Trains an image classifier.
 
 python experiments/image_classification.py --dataset=digits --model=convnet --epochs=20 --workdir=runs/digits
-python -m tfpar.launch --workers=2 -- experiments/image_classification.py --flagfile=experiments/recipes/quickstart.flags
+python -m tfpar.launch --workers=2 -- experiments/image_classification.py \
+    --flagfile=experiments/recipes/quickstart.flags
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Trains a byte-level language model.
+r"""Trains a byte-level language model.
 
 By default on the sources of the installed Python standard library, which every machine has; files are held out whole
 for validation. The figure to watch is bits per byte.
 
   python experiments/language_model.py --workdir=runs/bytes
-  python -m tfpar.launch --workers=2 -- experiments/language_model.py --flagfile=experiments/recipes/language_model.flags
+  python -m tfpar.launch --workers=2 -- experiments/language_model.py \
+    --flagfile=experiments/recipes/language_model.flags
 """
 
 from __future__ import annotations

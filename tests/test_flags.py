@@ -52,6 +52,7 @@ def main(arguments):
     config = flags.experiment_config()
     logging.info("chatter")
     logging.warning("worth knowing")
+    exec(compile("logging.warning('deprecated'); logging.error('broken')", "tensorflow_datasets/feature.py", "exec"))
     print(json.dumps(config.as_flat_dict()))
     return 7 if absl_flags.FLAGS.shards == 7 else None
 
@@ -147,6 +148,16 @@ def test_rooms_and_defaults_of_an_experiment() -> None:
         parse("--dataset=digits", rooms=("train",))
 
 
+def test_steps_given_replace_epochs_by_default() -> None:
+    config = parse("--steps=7", defaults={"epochs": 10.0})
+    assert (config.train.steps, config.train.epochs) == (7, 0.0)
+    config = parse("--epochs=2", defaults={"steps": 50})
+    assert (config.train.steps, config.train.epochs) == (0, 2.0)
+    assert parse(defaults={"epochs": 10.0}).train.epochs == 10.0
+    with pytest.raises(ConfigError, match="contradict"):
+        parse("--steps=7", "--epochs=2")
+
+
 @pytest.mark.parametrize(
     ("keywords", "expected"),
     [
@@ -196,8 +207,10 @@ def test_the_exit_code_is_what_main_returns(script: Path) -> None:
 def test_log_is_quiet_unless_asked(script: Path) -> None:
     quiet, verbose = run(script), run(script, "--verbose")
     assert "worth knowing" in quiet.stderr
-    assert "chatter" not in quiet.stderr
-    assert "chatter" in verbose.stderr
+    assert "broken" in quiet.stderr
+    for noise in ("chatter", "deprecated"):
+        assert noise not in quiet.stderr
+        assert noise in verbose.stderr
 
 
 @pytest.mark.parametrize(

@@ -205,21 +205,18 @@ class Tty:
         self.code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
     def screen(self) -> list[str]:
-        lines = [""]
-        for token in re.findall(rb"\x1b\[[0-9;]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", self.data):
-            if token == b"\n":
+        lines, column = [""], 0
+        for token in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", self.data.decode()):
+            if token == "\n":
                 lines.append("")
-            elif token == b"\r":
                 column = 0
-                continue
-            elif token == b"\x1b[K":
+            elif token == "\r":
+                column = 0
+            elif token == "\x1b[K":
                 lines[-1] = lines[-1][:column]
-            elif not token.startswith(b"\x1b"):
-                text = token.decode()
-                lines[-1] = lines[-1][:column] + text + lines[-1][column + len(text) :]
-                column += len(text)
-                continue
-            column = min(len(lines[-1]), column) if token != b"\n" else 0
+            elif not token.startswith("\x1b"):
+                lines[-1] = lines[-1][:column] + token + lines[-1][column + len(token) :]
+                column += len(token)
         return [line for line in lines if line]
 
 

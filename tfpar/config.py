@@ -188,7 +188,7 @@ class InputConfig(Options):
     )
     cache: str = option(
         "auto",
-        "'memory' decodes every example once and keeps it, 'none' decodes each epoch, 'auto' caches what fits in 1 GiB.",
+        "'memory' decodes every example once and keeps it, 'none' decodes each epoch, 'auto' keeps what fits in 1 GiB.",
         choices=("auto", "memory", "none"),
     )
     prefetch: int = option(4, "Batches prepared ahead, per replica.", minimum=0)
@@ -204,12 +204,13 @@ class StrategyConfig(Options):
 
     strategy: str = option(
         "auto",
-        "How replicas are laid out. 'auto' takes a TPU if there is one, then TF_CONFIG, then all GPUs, then one device.",
+        "How replicas are laid out. 'auto' takes a TPU if there is one, then TF_CONFIG, then all GPUs, then a CPU.",
         choices=STRATEGIES,
     )
     devices: int = option(
         0,
-        "Devices (replicas) per worker. 0: all GPUs, or one CPU device. Without GPUs, N splits the CPU into N logical devices.",
+        "Devices (replicas) per worker. 0: all GPUs, or one CPU device. Without GPUs, N splits the CPU into N logical "
+        "devices.",
         minimum=0,
     )
     tpu: str = option("", "Name or address of the TPU; empty: what the environment gives, 'local' for a TPU VM.")
@@ -245,7 +246,7 @@ class OptimizerConfig(Options):
     )
     base_batch_size: int = option(
         0,
-        "Linear scaling (Goyal et al. 2017): the learning rate is multiplied by global_batch_size / base_batch_size. 0: off.",
+        "Linear scaling (Goyal et al. 2017): the learning rate times global_batch_size / base_batch_size. 0: off.",
         minimum=0,
     )
     weight_decay: float = option(0.0, "Decoupled weight decay.", minimum=0.0)
@@ -296,14 +297,15 @@ class TrainConfig(Options):
     epochs: float = option(0.0, "Passes over the training examples. 0: --steps decides.", minimum=0.0)
     stop_after: int = option(
         0,
-        "Stop, with a checkpoint, after this many updates of this process; the next start goes on there. For queues with "
-        "a time limit. 0: off.",
+        "Stop, with a checkpoint, after this many updates of this process; the next start goes on there. For queues "
+        "with a time limit. 0: off.",
         minimum=0,
     )
     accumulate_steps: int = option(1, "Micro-batches per update; gradients add up locally in float32.", minimum=1)
     jit_compile: str = option(
         "auto",
-        "XLA for forward and backward: 'auto' compiles except where a model synchronises batch statistics across replicas.",
+        "XLA for forward and backward: 'auto' compiles, except where a model synchronises batch statistics across "
+        "replicas.",
         choices=("auto", "true", "false"),
     )
     steps_per_loop: int = option(
@@ -409,6 +411,6 @@ class ExperimentConfig:
             names = [field.name for field in dataclasses.fields(kind)]
             rooms[room] = kind(**{name: remaining.pop(name) for name in names if name in remaining})
         if remaining:
-            name, value = next(iter(remaining.items()))
+            name = next(iter(remaining))
             raise unknown_name("option", name, (f.name for kind in ROOMS.values() for f in dataclasses.fields(kind)))
         return cls(**rooms)

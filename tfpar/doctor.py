@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import datetime
 import json
 import os
 import platform
@@ -86,6 +87,17 @@ def check_cpu() -> Check:
     if flags and "avx2" not in flags:
         return Check("cpu", WARN, f"{detail}, no AVX2", "Training on this CPU is slow; TensorFlow needs at least AVX.")
     return Check("cpu", OK, detail)
+
+
+def describe_machine() -> str:
+    """What a measurement was made on and with, and when, in one line; imports TensorFlow into this process."""
+    import keras
+    import tensorflow as tf
+
+    gpus = tf.config.list_physical_devices("GPU")
+    names = [tf.config.experimental.get_device_details(gpu).get("device_name", "GPU") for gpu in gpus]
+    devices = ", ".join(names) if names else check_cpu().detail
+    return f"{devices}; TensorFlow {tf.__version__}, Keras {keras.__version__}; {datetime.date.today().isoformat()}"
 
 
 def check_memory() -> Check:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import logging as stdlib_logging
 import re
 import shutil
 import sys
@@ -78,7 +79,16 @@ def experiment_config(flag_values: flags.FlagValues = flags.FLAGS) -> Experiment
       ConfigError: A value out of range, or values that contradict each other.
     """
     names = (field.name for kind in ROOMS.values() for field in dataclasses.fields(kind))
-    return ExperimentConfig.from_flat_dict({name: flag_values[name].value for name in names if name in flag_values})
+    options = {name: flag_values[name].value for name in names if name in flag_values}
+    for given, other in (("steps", "epochs"), ("epochs", "steps")):
+        # The one on the command line replaces the other that is merely this experiment's default.
+        if _is_given(given, flag_values) and not _is_given(other, flag_values):
+            options.pop(other, None)
+    return ExperimentConfig.from_flat_dict(options)
+
+
+def _is_given(name: str, flag_values: flags.FlagValues) -> bool:
+    return name in flag_values and flag_values[name].present > 0 and bool(flag_values[name].value)
 
 
 def run(main: Callable[[list[str]], Any], argv: list[str] | None = None) -> None:
@@ -122,7 +132,13 @@ def _parse(argv: list[str]) -> list[str]:
         )
     if values["verbosity"].using_default_value and not ("verbose" in values and values["verbose"].value):
         values.verbosity = logging.WARNING  # app.run would raise it to INFO
+        logging.get_absl_handler().addFilter(_is_ours_to_read)
     return rest
+
+
+def _is_ours_to_read(record: stdlib_logging.LogRecord) -> bool:
+    # TensorFlow Datasets 4.9 warns of its own deprecated properties, many times for every data set.
+    return record.levelno >= stdlib_logging.ERROR or "tensorflow_datasets" not in record.pathname
 
 
 def _fail(message: str) -> typing.NoReturn:

@@ -5,14 +5,15 @@ python experiments/benchmarks/inputs.py
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from typing import Any
 
 import tfpar
-from experiments.benchmarks.machine import describe_machine
 from tfpar import flags, inputs, models, precision
 from tfpar.config import InputConfig
+from tfpar.doctor import describe_machine
 from tfpar.training.synchronous import SynchronousRun
 
 import keras
@@ -38,7 +39,7 @@ def main(_: list[str]) -> None:
     for workload, (name, options) in WORKLOADS.items():
         source = inputs.build_source(InputConfig(**options), "train")
         trainer = tfpar.Trainer(
-            lambda name=name, source=source: models.build(name, tfpar.task_spec(source)),
+            functools.partial(models.build, name, tfpar.task_spec(source)),
             "adamw",
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             config=config,
@@ -64,7 +65,7 @@ def main(_: list[str]) -> None:
         turn("one tensor", 5)
         turn("pipeline", 5)
         count = max(5, int(SECONDS.value / turn("pipeline", 20)[:, 4].mean()))
-        for _ in range(ROUNDS.value):
+        for _round in range(ROUNDS.value):
             for side in sides:
                 durations = turn(side, count)
                 times[side].append(durations[:, 4].mean() * 1e3)
@@ -80,13 +81,12 @@ def main(_: list[str]) -> None:
 
 def rate(pipeline: inputs.Pipeline) -> float:
     """Elements per second that the pipeline gives when nothing else runs."""
-    count = 0
     began = time.perf_counter()
-    for _ in pipeline.dataset():
-        count += 1
-        if time.perf_counter() - began > SECONDS.value:
-            break
-    return count / (time.perf_counter() - began)
+    for count, _ in enumerate(pipeline.dataset(), start=1):
+        elapsed = time.perf_counter() - began
+        if elapsed > SECONDS.value:
+            return count / elapsed
+    raise AssertionError("a training pipeline does not end")
 
 
 if __name__ == "__main__":

@@ -20,9 +20,9 @@ from collections.abc import Callable
 from typing import Any
 
 import tfpar
-from experiments.benchmarks.machine import describe_machine
 from tfpar import flags, inputs, models, precision
 from tfpar.config import ExperimentConfig, InputConfig
+from tfpar.doctor import describe_machine
 from tfpar.training.synchronous import SynchronousRun
 
 import keras
@@ -138,7 +138,8 @@ def main(_: list[str]) -> None:
     layout = tfpar.start(config)
     print(describe_machine())
     print(
-        f"precision {config.precision.precision}, XLA {'on' if JIT.value else 'off'}, ms per step, median of {ROUNDS.value}\n"
+        f"precision {config.precision.precision}, XLA {'on' if JIT.value else 'off'}, "
+        f"ms per step, median of {ROUNDS.value}\n"
     )
     print(f"{'':30}{'hand-written':>14}{'fit':>10}{'tfpar':>10}{'/ hand-written':>16}{'/ fit':>8}")
     for workload in WORKLOADS:

@@ -8,12 +8,12 @@ import pathlib
 import subprocess
 import sys
 
-import numpy as np
-import pytest
-
 from tests.training import layouts
 from tfpar import strategies
 from tfpar.config import StrategyConfig
+
+import numpy as np
+import pytest
 
 pytestmark = pytest.mark.cluster
 ROOT = pathlib.Path(__file__).parents[2]
@@ -32,7 +32,7 @@ def launch(workers: int, *command: str, ps: int = 0, timeout: float = 300.0) -> 
     )
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def on_one_device(accumulate_steps: int) -> dict[str, np.ndarray]:
     layout = strategies.build(strategies.plan(StrategyConfig(strategy="one_device")))
     trainer, _ = layouts.train("one_device", 1, accumulate_steps, layout=layout)

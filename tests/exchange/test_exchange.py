@@ -70,7 +70,7 @@ def test_before_build_it_says_so():
 
 
 def test_an_unknown_spec_is_refused():
-    with pytest.raises(ConfigError, match="--exchange='nonne'.*none"):
+    with pytest.raises(ConfigError, match=r"--exchange='nonne'.*none"):
         Exchange("nonne")
 
 

@@ -51,7 +51,7 @@ def run(core: Core, data, seed=(0, 0), jit=False):
 def test_sums_equal_keras_loss_times_count(jit):
     model = classifier()
     core = Core(model, per_example_loss(SPARSE), build_metrics(["sparse_categorical_accuracy"]))
-    x, y, weight = data = batch(1, 12)
+    x, y, _ = data = batch(1, 12)
     sums = run(core, data, jit=jit)
     with tf.GradientTape() as tape:
         loss = SPARSE(y[0], model(x[0]))
@@ -89,7 +89,7 @@ def test_micro_batches_add_up_to_the_whole_batch(jit):
 
 def test_regularisation_counts_once_per_example():
     model = classifier(kernel_regularizer=keras.regularizers.L2(0.1))
-    x, y, weight = data = batch(1, 6)
+    x, y, _ = data = batch(1, 6)
     sums = run(Core(model, per_example_loss(SPARSE)), data)
     expected = SPARSE(y[0], model(x[0])) + 0.1 * tf.reduce_sum(model.trainable_variables[0].value ** 2)
     np.testing.assert_allclose(sums.loss / sums.count, expected, rtol=1e-5)
@@ -129,7 +129,7 @@ def test_embedding_gradients_are_dense():
     core = Core(model, per_example_loss(SPARSE))
     tokens = tf.constant([[[1, 2, 3, 1], [0, 0, 6, 5]]], tf.int32)
     sums = run(core, (tokens, tokens, tf.ones([1, 2])))
-    assert [gradient.shape for gradient in sums.gradients][0] == (7, 3)
+    assert sums.gradients[0].shape == (7, 3)
     np.testing.assert_array_equal(sums.gradients[0][4], np.zeros(3))  # row 4 does not occur
 
 

@@ -19,6 +19,8 @@ import tensorflow as tf
 
 # Indices planned per call: enough that the cost of its hundred small ops is lost in that of reading.
 _PLANNED_AT_ONCE = 4096
+# More updates than any run takes, and no overflow when a chunk is added.
+_ENDLESS = 1 << 62
 # Elements larger than this are worth a second thread even when they are only copied from memory.
 _PARALLEL_BYTES = 1 << 20
 
@@ -156,10 +158,11 @@ class Pipeline:
             raise ValueError(f"start_update={start_update} is outside the {self.updates_per_epoch} updates of a pass")
         elements = self._planned(worker, start_update).map(self._fetch, num_parallel_calls=self._parallel_calls())
         if self._config.data_service:
-            count = tf.data.INFINITE_CARDINALITY
-            if not self._training:
-                count = (self.updates_per_epoch - start_update) * local
-            elements = service.distribute(elements, self._config.data_service, count)
+            elements = service.distribute(elements, self._config.data_service)
+        rest = (self.updates_per_epoch - start_update) * local
+        elements = elements.apply(
+            tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY if self._training else rest)
+        )
         if self._config.prefetch:
             elements = elements.prefetch(self._config.prefetch * local)
         return elements.with_options(self._options())
@@ -189,11 +192,13 @@ class Pipeline:
         stride = max(1, _PLANNED_AT_ONCE // (local * rows))
         shard = worker if self._by_file else 0
         replicas = range(local) if self._by_file else range(worker * local, (worker + 1) * local)
-        if self._training:
-            chunks = tf.data.Dataset.counter(start_update, stride, tf.int64)
-        else:
+        if not self._training:
             stride = min(stride, self.updates_per_epoch)
-            chunks = tf.data.Dataset.range(start_update, self.updates_per_epoch, stride)
+        # A range without end rather than Dataset.counter: in TensorFlow 2.21 that is a scan over a repeated tensor, of
+        # which a tf.data service cannot hand out parts: every service worker counts from the start.
+        chunks = tf.data.Dataset.range(
+            start_update, _ENDLESS if self._training else self.updates_per_epoch, stride, output_type=tf.int64
+        )
 
         # Nothing in the plan needs AutoGraph, whose conversion of it would take over a second.
         @tf.autograph.experimental.do_not_convert

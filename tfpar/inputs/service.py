@@ -49,15 +49,14 @@ def check(address: str, source: Source) -> None:
         )
 
 
-def distribute(elements: tf.data.Dataset, address: str, count: int) -> tf.data.Dataset:
+def distribute(elements: tf.data.Dataset, address: str) -> tf.data.Dataset:
     """The same elements, prepared by the service.
 
     Args:
       elements: The pipeline up to its batches.
       address: `grpc://HOST:PORT` of the dispatcher.
-      count: Number of elements, or `tf.data.INFINITE_CARDINALITY`.
     """
-    served = elements.apply(
+    return elements.apply(
         tf.data.experimental.service.distribute(
             processing_mode=tf.data.experimental.service.ShardingPolicy.DYNAMIC,
             service=address,
@@ -65,4 +64,3 @@ def distribute(elements: tf.data.Dataset, address: str, count: int) -> tf.data.D
             compression=None,
         )
     )
-    return served.apply(tf.data.experimental.assert_cardinality(count))

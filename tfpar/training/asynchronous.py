@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from tfpar import inputs, precision
 from tfpar.config import ConfigError
+from tfpar.exchange import Traffic
 from tfpar.training import checkpoints, report, run_state, samples
 from tfpar.training.pace import next_multiple
 
@@ -66,7 +67,6 @@ class AsynchronousRun:
         self.skipped = 0
         self.train_loss = float("nan")
         self.results: dict[str, float] = {}
-        self.sidecar_length = 0
         self.checkpointer = (
             checkpoints.Checkpointer(
                 self.config.checkpoint.workdir,
@@ -92,9 +92,15 @@ class AsynchronousRun:
         """Checkpoints that could not be written."""
         return self.checkpointer.failures if self.checkpointer else []
 
+    @property
+    def traffic(self) -> Traffic:
+        """What one update costs on the wire: a worker pulls the weights and pushes the gradient, both dense."""
+        size = 4 * sum(variable.shape.num_elements() for variable in self.trainer.model.trainable_variables)
+        return Traffic("none", "push_pull", size, 2 * size)
+
     def run(self) -> dict[str, Any]:
         """Announces, resumes, hands out updates until all are done, and writes the results."""
-        report.announce(self.monitor, self.trainer, self.pipeline, self.train)
+        report.announce(self)
         self._resume_or_warm_start()
         every = self.config.train.eval_every or max(1, min(self.updates_per_epoch, self.total))
         saves = self.config.checkpoint.checkpoint_every or every
@@ -284,8 +290,8 @@ def _check(trainer: Trainer, train: inputs.Source) -> None:
     config = trainer.config
     if not train.portable:
         raise ConfigError(
-            f"--dataset={config.input.dataset}: with --strategy=parameter_server the workers read examples by number, and "
-            "this source reads files through Python on the chief. Use --cache=memory, or a synchronous strategy."
+            f"--dataset={config.input.dataset}: with --strategy=parameter_server the workers read examples by number, "
+            "and this source reads files through Python on the chief. Use --cache=memory, or a synchronous strategy."
         )
     if precision.uses_loss_scale(config.precision.precision):
         raise ConfigError(
@@ -330,13 +336,14 @@ class _ServerUpdate(keras.optimizers.Optimizer):
 
 
 @functools.cache
-def _server_class(kind: type[keras.optimizers.Optimizer]) -> type[keras.optimizers.Optimizer]:
+def _server_class(kind: Any) -> type[keras.optimizers.Optimizer]:
     return type(f"Server{kind.__name__}", (kind, _ServerUpdate), {})
 
 
 def _on_servers(optimizer: keras.optimizers.Optimizer, strategy: tf.distribute.Strategy) -> keras.optimizers.Optimizer:
     """The same optimizer (it shares every attribute) with `_ServerUpdate`'s way to update."""
-    view = object.__new__(_server_class(type(optimizer)))
+    kind: Any = type(optimizer)
+    view = object.__new__(_server_class(kind))
     vars(view).update(vars(optimizer))
     vars(view)["_strategy"] = strategy
     vars(view)["_rate"] = None

@@ -265,8 +265,8 @@ def build_metrics(metrics: Sequence[Any]) -> list[keras.metrics.Metric]:
             metric = keras.metrics.MeanMetricWrapper(metric, name=getattr(metric, "__name__", "metric"))
         if any(bool(keras.ops.any(variable != 0)) for variable in metric.variables):
             raise ConfigError(
-                f"metrics: the state of {metric.name!r} does not start at zero, so it is no sum over examples and cannot be "
-                "combined across replicas. Use a metric that counts or averages."
+                f"metrics: the state of {metric.name!r} does not start at zero, so it is no sum over examples and "
+                "cannot be combined across replicas. Use a metric that counts or averages."
             )
         built.append(metric)
     return built

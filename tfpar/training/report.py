@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from tfpar import inputs, models
 from tfpar.config import ConfigError, TrainConfig
+from tfpar.exchange import Traffic
 from tfpar.training import run_state, samples
 from tfpar.training.monitor import Monitor
 
@@ -25,6 +26,8 @@ class Run(Protocol):
 
     trainer: Trainer
     monitor: Monitor
+    pipeline: inputs.Pipeline
+    train: inputs.Source
     train_loss: float
     results: dict[str, float]
     total: int
@@ -39,7 +42,7 @@ class Run(Protocol):
     def failures(self) -> list[str]: ...
 
     @property
-    def sidecar_length(self) -> int: ...
+    def traffic(self) -> Traffic: ...
 
 
 def total_steps(config: TrainConfig, steps: int | None, epochs: float | None, updates_per_epoch: int) -> int:
@@ -95,8 +98,9 @@ def _peak_flops_per_replica(trainer: Trainer) -> float:
     return peak.flops / sharing
 
 
-def announce(monitor: Monitor, trainer: Trainer, pipeline: inputs.Pipeline, source: inputs.Source) -> None:
+def announce(run: Run) -> None:
     """Prints model, input and exchange before step 1, and records them and sample inputs in TensorBoard."""
+    trainer, monitor = run.trainer, run.monitor
     if not trainer.plan.is_chief:
         return
     described = describe_model(trainer)
@@ -105,7 +109,7 @@ def announce(monitor: Monitor, trainer: Trainer, pipeline: inputs.Pipeline, sour
         if described
         else f"{trainer.model.name}: {trainer.model.count_params():,} parameters, cost unknown before it runs"
     )
-    traffic = trainer.exchange.traffic(trainer.plan.replicas, 3)
+    traffic = run.traffic
     exchange_text = f"exchange {trainer.exchange.spec} ({traffic.pattern}): "
     exchange_text += (
         f"{traffic.payload_bytes / 1e6:.2f} MB a step per replica, {traffic.wire_bytes / 1e6:.2f} MB sent by each"
@@ -115,11 +119,12 @@ def announce(monitor: Monitor, trainer: Trainer, pipeline: inputs.Pipeline, sour
     step_text = f"step: {trainer.config.precision.precision}, XLA {'on' if trainer.jit_compile else 'off'}"
     if trainer.config.train.jit_compile == "auto" and not trainer.jit_compile:
         step_text += " (the model synchronises batch statistics, which XLA cannot compile)"
-    for text in (model_text, pipeline.report(), exchange_text, step_text):
+    input_text = run.pipeline.report()
+    for text in (model_text, input_text, exchange_text, step_text):
         monitor.message(text)
     monitor.text("model", model_text)
-    monitor.text("input", pipeline.report())
-    samples.write_inputs(monitor, source)
+    monitor.text("input", input_text)
+    samples.write_inputs(monitor, run.train)
 
 
 def replica_digests(trainer: Trainer) -> list[str]:
@@ -147,7 +152,7 @@ def summary(run: Run, params_sha256: str) -> dict[str, Any]:
     """The contents of `summary.json`: what a script may rely on (README, 'What a run leaves behind')."""
     trainer = run.trainer
     plan = trainer.plan
-    traffic = trainer.exchange.traffic(plan.replicas, run.sidecar_length)
+    traffic = run.traffic
     return {
         "steps": run.steps_done,
         "train_loss": run.train_loss,

@@ -68,7 +68,7 @@ def generate(
     state = [local(variable.value)[0].read_value() for variable in trainer.model.non_trainable_variables]
     forward = _forward(trainer)
     generator = np.random.default_rng(seed)
-    generated = []
+    generated: list[int] = []
     while position < context and len(generated) < length:
         logits = forward(params, state, tf.constant(tokens), tf.constant(position - 1)).numpy().astype(np.float64)
         odds = np.exp((logits - logits.max()) / temperature)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tfpar import inputs, precision
 from tfpar.config import ConfigError
+from tfpar.exchange import Traffic
 from tfpar.precision import LossScale
 from tfpar.training import checkpoints, report, run_state, samples, schedules
 from tfpar.training.collective import Agreement
@@ -87,14 +88,14 @@ class SynchronousRun:
         return self.checkpointer.failures if self.checkpointer else []
 
     @property
-    def sidecar_length(self) -> int:
-        """Scalars that travel beside the gradients."""
-        return self.step.sidecar.length
+    def traffic(self) -> Traffic:
+        """What one update costs on the wire."""
+        return self.trainer.exchange.traffic(self.plan.replicas, self.step.sidecar.length)
 
     def run(self) -> dict[str, Any]:
         """Announces, resumes, trains, and writes the results."""
         trainer, config = self.trainer, self.config
-        report.announce(self.monitor, trainer, self.pipeline, self.train)
+        report.announce(self)
         self._resume_or_warm_start()
         every = config.train.eval_every or max(1, min(self.pipeline.updates_per_epoch, self.total))
         saves = config.checkpoint.checkpoint_every or every
@@ -108,8 +109,8 @@ class SynchronousRun:
                 updates = pace.next(step, [*boundaries, self.monitor.next_boundary(step)])
                 began = time.perf_counter()
                 self._advance(iterator, updates)
-                # All workers must make calls of the same length: TensorFlow 2.21 tells collectives inside a loop apart by
-                # the iteration, and a worker in another iteration would wait for ever.
+                # All workers must make calls of the same length: TensorFlow 2.21 tells collectives inside a loop apart
+                # by the iteration, and a worker in another iteration would wait for ever.
                 pace.measured(updates, self.agreement.mean(time.perf_counter() - began))
                 step = self.position.step
                 improved = self._evaluate() if step % every == 0 or step == self.total else False
@@ -214,8 +215,8 @@ class SynchronousRun:
         found = checkpoint.step if checkpoint else 0
         if not self.agreement.all_equal([found]):
             raise ConfigError(
-                f"--workdir={self.config.checkpoint.workdir}: the workers find different checkpoints (this one: step {found}). "
-                "All workers must see the same directory; put it on storage they share."
+                f"--workdir={self.config.checkpoint.workdir}: the workers find different checkpoints (this one: step "
+                f"{found}). All workers must see the same directory; put it on storage they share."
             )
         if checkpoint is None:
             if self.config.checkpoint.warm_start:

@@ -202,7 +202,7 @@ class Trainer:
         if used and wanted not in used:
             raise ConfigError(
                 f"--precision={self.config.precision.precision}: the model was built to compute in "
-                f"{', '.join(sorted(used))}. Pass a function that builds it, or call tfpar.start(config) before building."
+                f"{', '.join(sorted(used))}. Pass a function that builds it, or build it after tfpar.start(config)."
             )
 
 

@@ -1,0 +1,168 @@
+"""Costs against what can be worked out by hand and what is published."""
+
+from __future__ import annotations
+
+import time
+
+from tfpar import models
+from tfpar.config import ConfigError
+from tfpar.models import TaskSpec, peak
+
+import keras
+import pytest
+import tensorflow as tf
+
+IMAGENET = TaskSpec("classification", (224, 224, 3), "float32", 1000)
+
+
+def test_a_perceptron_exactly() -> None:
+    model = keras.Sequential([keras.Input((20,)), keras.layers.Dense(7, "relu"), keras.layers.Dense(3)])
+    summary = models.describe(model, batch_size=4)
+    assert summary.parameters == summary.trainable_parameters == 20 * 7 + 7 + 7 * 3 + 3
+    assert summary.forward_flops_per_example == 2 * (20 * 7 + 7 * 3)
+    assert summary.training_flops_per_example == 3 * summary.forward_flops_per_example
+    # Kept: the input, the ReLU's output (which its gradient and the next product share), the loss' log-softmax.
+    assert summary.activation_bytes_per_example == 4 * (20 + 7 + 3)
+    assert summary.uncounted == ()
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "flops"),
+    [
+        (keras.layers.Conv2D(6, 3, padding="same"), (8, 8, 4), 2 * 8 * 8 * 6 * 9 * 4),
+        (keras.layers.Conv2D(6, 3, groups=2, padding="same"), (8, 8, 4), 2 * 8 * 8 * 6 * 9 * 2),
+        (keras.layers.Conv2D(6, 2, strides=2), (8, 8, 4), 2 * 4 * 4 * 6 * 4 * 4),
+        (keras.layers.Conv1D(6, 3, padding="same"), (8, 4), 2 * 8 * 6 * 3 * 4),
+        (keras.layers.Conv3D(2, 2), (4, 4, 4, 3), 2 * 27 * 2 * 8 * 3),
+        (keras.layers.Conv2DTranspose(6, 2, strides=2), (4, 4, 3), 2 * 4 * 4 * 3 * 4 * 6),
+        (keras.layers.DepthwiseConv2D(3, padding="same", depth_multiplier=2), (8, 8, 4), 2 * 8 * 8 * 8 * 9),
+        (keras.layers.EinsumDense("abc,cde->abde", (None, 5, 6)), (3, 4), 2 * 3 * 4 * 5 * 6),
+        (keras.layers.Dense(5), (3, 4), 2 * 3 * 4 * 5),
+        (keras.layers.LSTM(5), (7, 4), 2 * 7 * (4 + 5) * 20),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, keras.layers.Layer) else "",
+)
+def test_layers_exactly(layer: keras.layers.Layer, shape: tuple[int, ...], flops: int) -> None:
+    model = keras.Sequential([keras.Input(shape), layer])
+    for batch_size in (1, 3):
+        assert models.describe(model, batch_size).forward_flops_per_example == flops
+
+
+@pytest.mark.parametrize(
+    ("name", "gflops"),
+    # Published as multiply-adds: 4.09 G for ResNet-50 (torchvision), 17.6 G for ViT-B/16 (Touvron et al. 2021).
+    [("resnet50", 8.18), ("vit_base", 35.1)],
+)
+def test_published_models(name: str, gflops: float) -> None:
+    summary = models.describe(models.build(name, IMAGENET))
+    assert summary.forward_flops_per_example / 1e9 == pytest.approx(gflops, rel=0.01)
+    assert summary.uncounted == ()
+
+
+def test_a_language_model_by_formula() -> None:
+    length, width, depth, vocabulary = 32, 16, 2, 50
+    spec = TaskSpec("language_model", (length,), "int32", vocabulary)
+    model = models.build("transformer_lm_tiny", spec, width=width, depth=depth, heads=4)
+    products = depth * 12 * width**2 + vocabulary * width
+    attention = depth * 2 * length * width
+    assert models.describe(model, 2).forward_flops_per_example == 2 * length * (products + attention)
+
+
+def test_activations_halve_in_half_precision_and_not_with_the_batch() -> None:
+    def of(policy: str, batch_size: int) -> int:
+        keras.config.set_dtype_policy(policy)
+        model = keras.Sequential([keras.Input((64,)), *(keras.layers.Dense(64, "relu") for _ in range(10))])
+        return models.describe(model, batch_size).activation_bytes_per_example
+
+    assert of("float32", 1) == of("float32", 8)
+    assert of("mixed_bfloat16", 1) == pytest.approx(of("float32", 1) / 2, rel=0.1)
+
+
+def test_counting_leaves_the_model_alone() -> None:
+    model = models.build("mlp", TaskSpec("classification", (6,), "float32", 3), normalization="batch", dropout=0.5)
+    before = [weight.numpy() for weight in model.variables]
+    models.describe(model)
+    assert all((old == new.numpy()).all() for old, new in zip(before, model.variables, strict=True))
+
+
+def test_counting_works_under_a_strategy() -> None:
+    spec = TaskSpec("classification", (8, 8, 1), "float32", 10)
+    expected = models.describe(models.build("convnet", spec, normalization="sync_batch"))
+    with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        assert models.describe(models.build("convnet", spec, normalization="sync_batch")) == expected
+
+
+def test_several_inputs_and_outputs_are_counted() -> None:
+    first, second = keras.Input((4,)), keras.Input((6,))
+    outputs = [keras.layers.Dense(3)(first), keras.layers.Dense(2)(second)]
+    assert models.describe(keras.Model([first, second], outputs)).forward_flops_per_example == 2 * (12 + 12)
+
+
+def test_what_is_not_known_is_said() -> None:
+    with pytest.raises(ValueError, match="depends on a dimension that is not known"):
+        models.describe(keras.Sequential([keras.Input((None, 4)), keras.layers.Dense(2)]))
+    with pytest.raises(ValueError, match="batch_size=0"):
+        models.describe(keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)]), 0)
+
+    class Opaque(keras.Model):
+        def call(self, x: tf.Tensor) -> tf.Tensor:
+            return x
+
+    with pytest.raises(ValueError, match="no symbolic inputs"):
+        models.describe(Opaque())
+
+
+def test_the_summary_as_text() -> None:
+    summary = models.ModelSummary(11_183_562, 11_173_962, 1_110_000_000, 3_330_000_000, 7_000_000)
+    text = models.format_summary(summary, "resnet18")
+    assert text.splitlines()[0] == "resnet18: 11,173,962 trainable parameters, 9,600 others, 42.7 MiB as float32"
+    assert "1.11 GFLOPs forward, 3.33 GFLOPs to train" in text
+    assert "6.68 MiB of activations" in text
+    assert "at least" not in text
+    partial = models.ModelSummary(1, 1, 0, 0, 0, ("while",))
+    assert "at least 0 FLOPs" in models.format_summary(partial)
+
+
+def test_the_cpu_is_measured_quickly_and_says_so() -> None:
+    start = time.perf_counter()
+    found = models.peak_flops("float32")
+    # The limit is 0.3 s; other tests may hold the cores meanwhile.
+    assert time.perf_counter() - start < 2.0
+    assert found.flops > 1e8
+    assert found.per_host
+    assert "measured" in found.source
+
+
+def test_an_unknown_precision_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--precision='float8'"):
+        models.peak_flops("float8")
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "tf32", "tflops"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "bfloat16", True, 312.0),
+        ("NVIDIA A100-SXM4-80GB", "float32", True, 156.0),
+        ("NVIDIA A100-SXM4-80GB", "float32", False, 19.5),
+        ("NVIDIA A10", "bfloat16", True, 125.0),
+        ("NVIDIA A10G", "bfloat16", True, 70.0),
+        ("NVIDIA H100 80GB HBM3", "float16", True, 989.4),
+        ("NVIDIA H100 PCIe", "bfloat16", True, 756.0),
+        ("NVIDIA H200", "bfloat16", True, 989.4),
+        ("NVIDIA L40S", "bfloat16", True, 362.1),
+        ("NVIDIA L4", "bfloat16", True, 121.0),
+        ("Tesla V100-SXM2-16GB", "float16", True, 125.0),
+        ("Tesla V100-SXM2-16GB", "float32", True, 15.7),
+        ("Tesla V100-SXM2-16GB", "bfloat16", True, 15.7),
+        ("Tesla T4", "float16", True, 65.0),
+    ],
+)
+def test_gpus_are_found_by_the_name_that_tensorflow_reports(name: str, dtype: str, tf32: bool, tflops: float) -> None:
+    found = peak.lookup_gpu(name, dtype, tf32)
+    assert found is not None
+    assert found.flops == pytest.approx(tflops * 1e12)
+    assert not found.per_host
+
+
+def test_a_gpu_that_is_not_in_the_table_is_not_guessed() -> None:
+    assert peak.lookup_gpu("NVIDIA Something 9000", "float32", True) is None
