@@ -29,8 +29,8 @@ TOLERANCE = absl_flags.DEFINE_float("tolerance", 1e-4, "Largest allowed differen
 
 def saved_model(path: pathlib.Path) -> Callable[[np.ndarray], np.ndarray]:
     """The serving function of a SavedModel."""
-    serve = tf.saved_model.load(str(path)).serve
-    return lambda x: serve(tf.constant(x)).numpy()
+    loaded = tf.saved_model.load(str(path))  # kept: the function alone does not hold its variables
+    return lambda x: loaded.serve(tf.constant(x)).numpy()
 
 
 def onnx(path: pathlib.Path) -> Callable[[np.ndarray], np.ndarray]:

@@ -21,11 +21,12 @@ flags.define(
         "dataset": "text",
         "model": "transformer_lm_tiny",
         "steps": 1000,
-        "learning_rate": 3e-3,
+        "optimizer": "muon",
+        "learning_rate": 2e-2,
         "warmup_steps": 50,
         "clip_norm": 1.0,
         "weight_decay": 0.1,
-        "optimizer_args": "beta_2=0.95",
+        "validation_fraction": 0.05,
     }
 )
 

@@ -94,8 +94,8 @@ def test_evaluation_sees_each_example_once_however_many_workers(start, workers, 
 
 def test_training_over_several_service_workers_takes_each_update_once(start, monkeypatch):
     monkeypatch.setattr("tfpar.inputs.pipeline._PLANNED_AT_ONCE", 8)
-    pipeline = Pipeline(index_source(8000), config(start(2), prefetch=0), seed=1)
-    updates = {tuple(pipeline.batch_indices(update).ravel().tolist()): update for update in range(1000)}
+    pipeline = Pipeline(index_source(2400), config(start(2), prefetch=0), seed=1)
+    updates = {tuple(pipeline.batch_indices(update).ravel().tolist()): update for update in range(300)}
     seen = [updates[tuple(x[..., 0].ravel().astype(int).tolist())] for x, _, _ in elements(pipeline, 60)]
     assert len(set(seen)) == 60
 

@@ -49,12 +49,13 @@ def test_layers_exactly(layer: keras.layers.Layer, shape: tuple[int, ...], flops
 
 
 @pytest.mark.parametrize(
-    ("name", "gflops"),
+    ("name", "trainable", "gflops"),
     # Published as multiply-adds: 4.09 G for ResNet-50 (torchvision), 17.6 G for ViT-B/16 (Touvron et al. 2021).
-    [("resnet50", 8.18), ("vit_base", 35.1)],
+    [("resnet50", 25_557_032, 8.18), ("vit_base", 86_567_656, 35.1)],
 )
-def test_published_models(name: str, gflops: float) -> None:
+def test_published_models(name: str, trainable: int, gflops: float) -> None:
     summary = models.describe(models.build(name, IMAGENET))
+    assert summary.trainable_parameters == trainable
     assert summary.forward_flops_per_example / 1e9 == pytest.approx(gflops, rel=0.01)
     assert summary.uncounted == ()
 

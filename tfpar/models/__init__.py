@@ -6,7 +6,7 @@ from __future__ import annotations
 from tfpar.models import convnet, mlp, resnet, transformer_lm, vit  # noqa: F401
 from tfpar.models.normalization import BatchNormalization, example_weights, uses_synchronized_statistics
 from tfpar.models.registry import TaskSpec, build, names, options, register
-from tfpar.models.summary import ModelSummary, PeakFlops, describe, format_summary, peak_flops
+from tfpar.models.summary import ModelSummary, PeakFlops, describe, format_summary, peak_flops, uses_max_pooling
 
 __all__ = [
     "BatchNormalization",
@@ -21,5 +21,6 @@ __all__ = [
     "options",
     "peak_flops",
     "register",
+    "uses_max_pooling",
     "uses_synchronized_statistics",
 ]

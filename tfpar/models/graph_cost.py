@@ -59,6 +59,7 @@ def count(model: keras.Model, batch_size: int) -> GraphCost:
     weights = [tf.TensorSpec(v.shape, v.dtype) for v in model.trainable_variables]
     state = [tf.TensorSpec(v.shape, v.dtype) for v in model.non_trainable_variables]
     forward: list[tf.Operation] = []
+    results: list[tf.Tensor] = []
 
     def step(inputs: list[tf.Tensor], weights: list[tf.Tensor], state: list[tf.Tensor]) -> Any:
         with tf.GradientTape() as tape:
@@ -73,11 +74,12 @@ def count(model: keras.Model, batch_size: int) -> GraphCost:
                 ]
             )
         forward.extend(tf.compat.v1.get_default_graph().get_operations())
+        results.extend(tf.nest.flatten(outputs))
         return [g for g in tape.gradient(loss, weights) if g is not None]
 
     graph = tf.function(step, autograph=False).get_concrete_function(specs, weights, state).graph
     uncounted: list[str] = []
-    flops = sum(_flops(operation, uncounted) for operation in forward)
+    flops = sum(_flops(operation, uncounted) for operation in _needed(results))
     sources = graph.inputs[: len(specs)]
     saved = _saved_bytes(forward, graph.get_operations()[len(forward) :], sources, uncounted)
     return GraphCost(flops, saved, tuple(uncounted))
@@ -98,6 +100,18 @@ def _input_specs(model: keras.Model, batch_size: int) -> list[tf.TensorSpec]:
             )
         specs.append(tf.TensorSpec((batch_size, *tensor.shape[1:]), tensor.dtype))
     return specs
+
+
+def _needed(results: Iterable[tf.Tensor]) -> list[tf.Operation]:
+    """The operations that the results depend on: TensorFlow prunes the others before it runs the graph."""
+    found: dict[tf.Operation, None] = {}
+    open_ends = [tensor.op for tensor in results]
+    while open_ends:
+        operation = open_ends.pop()
+        if operation not in found:
+            found[operation] = None
+            open_ends.extend(tensor.op for tensor in operation.inputs)
+    return list(found)
 
 
 def _flops(operation: tf.Operation, uncounted: list[str]) -> int:
@@ -163,12 +177,21 @@ def _nested_flops(operation: tf.Operation, uncounted: list[str]) -> int:
         return max(_function_flops(operation, branch, uncounted) for branch in branches)
     if kind in _LOOPS:
         body = _function_flops(operation, operation.get_attr("body"), uncounted)
-        # Control flow v2 passes (counter, maximum_iterations, ...); Keras' recurrent layers set the maximum.
-        trips = tf.get_static_value(operation.inputs[1]) if body else 0
+        trips = _static_trips(operation.inputs[1]) if body else 0
         if trips is None or trips < 0:
             raise UnknownShapeError(operation.name)
-        return body * int(trips)
+        return body * trips
     return 0
+
+
+def _static_trips(maximum: tf.Tensor) -> int | None:
+    """Trips of a loop from the `maximum_iterations` that control flow v2 passes as its second input."""
+    value = tf.get_static_value(maximum)
+    if value is None and maximum.op.type == "Max":
+        # The recurrent layers of Keras 3.15 pass the maximum over a constant, which is not folded while tracing.
+        lengths = tf.get_static_value(maximum.op.inputs[0])
+        value = None if lengths is None else lengths.max()
+    return None if value is None else int(value)
 
 
 def _function_flops(operation: tf.Operation, function: Any, uncounted: list[str]) -> int:

@@ -63,6 +63,12 @@ def describe(model: keras.Model, batch_size: int = 1) -> ModelSummary:
     )
 
 
+def uses_max_pooling(model: keras.Model) -> bool:
+    """Whether a layer of the model is a max pooling of Keras, nested models included."""
+    pooling = (keras.layers.MaxPooling1D, keras.layers.MaxPooling2D, keras.layers.MaxPooling3D)
+    return any(isinstance(layer, pooling) for layer in model._flatten_layers())
+
+
 def format_summary(summary: ModelSummary, name: str = "model") -> str:
     """The summary as three short lines.
 

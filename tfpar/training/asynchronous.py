@@ -298,6 +298,11 @@ def _check(trainer: Trainer, train: inputs.Source) -> None:
             f"--precision={config.precision.precision}: loss scaling needs replicas that agree on overflow, and "
             "parameter_server has none. Use --precision=mixed_bfloat16."
         )
+    if config.train.deterministic:
+        raise ConfigError(
+            "--deterministic: asynchronous updates arrive in no fixed order. Leave it out, or use a synchronous "
+            "strategy."
+        )
     if config.optimizer.ema or config.schedule.schedule == "plateau":
         raise ConfigError(
             "--ema and --schedule=plateau need updates in order; parameter_server has no order. Leave them out."

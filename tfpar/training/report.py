@@ -118,7 +118,7 @@ def announce(run: Run) -> None:
     )
     step_text = f"step: {trainer.config.precision.precision}, XLA {'on' if trainer.jit_compile else 'off'}"
     if trainer.config.train.jit_compile == "auto" and not trainer.jit_compile:
-        step_text += " (the model synchronises batch statistics, which XLA cannot compile)"
+        step_text += f" ({trainer.xla_obstacle()})"
     input_text = run.pipeline.report()
     for text in (model_text, input_text, exchange_text, step_text):
         monitor.message(text)

@@ -48,7 +48,7 @@ class Steps(NamedTuple):
       loss: Float32 `[n]`: mean loss over the examples of each update.
       count: Float32 `[n]`: examples of each update.
       finite: Bool `[n]`: whether the update was applied.
-      durations: Float64 `[n, 5]`, seconds: see `DURATIONS`.
+      durations: Float64 `[n, 5]`, seconds: see `DURATIONS`. All zero if not `timed`.
       metrics: Metric state summed over the steps.
       norms: Norms at the last step.
       learning_rate: Float32 scalar: of the last step.
@@ -95,6 +95,8 @@ class TrainStep:
       growth_steps: Finite steps after which the loss scale doubles.
       whole_program: Make each replica's step one XLA program, exchange and assignments included. That is what a TPU
         does anyway (the default there); elsewhere it works where nothing is exchanged, with a single replica.
+      timed: Take the time of every step. Must be off where op determinism is on: TensorFlow 2.21 then refuses its
+        clock (the Timestamp kernel).
     """
 
     def __init__(
@@ -111,6 +113,7 @@ class TrainStep:
         scale_loss: bool = False,
         growth_steps: int = 2000,
         whole_program: bool | None = None,
+        timed: bool = True,
     ) -> None:
         self.core = core
         self.optimizer = optimizer
@@ -126,6 +129,7 @@ class TrainStep:
         self._growth_steps = growth_steps
         on_tpu = isinstance(strategy, tf.distribute.TPUStrategy)
         self._whole_program = on_tpu if whole_program is None else whole_program
+        self._timed = timed
         compiled = functools.partial(tf.function, jit_compile=True, autograph=False)
         wrap = compiled if jit_compile and not self._whole_program else (lambda function: function)
         self._contribute = wrap(self._contribution)
@@ -165,7 +169,7 @@ class TrainStep:
             step = first_step + tf.cast(index, tf.int64)
             rate = self._learning_rate(step, rate_factor)
             batch = next(iterator)
-            fetched = _clock([now, *tf.nest.flatten(self.strategy.experimental_local_results(batch))])
+            fetched = self._clock([now, *tf.nest.flatten(self.strategy.experimental_local_results(batch))])
             last = measure & tf.equal(index, steps - 1)
             with tf.control_dependencies([fetched]):
                 results = self.strategy.run(self._step, args=(batch, step, rate, loss_scale, last))
@@ -174,16 +178,15 @@ class TrainStep:
                 for result in results
             ]
             ends = self.strategy.experimental_local_results(results[3])
-            if self._whole_program:
-                done = computed = exchanged = _clock([update.loss])
-            else:
-                done = tf.reduce_max(tf.stack(ends))
+            done = tf.reduce_max(tf.stack(ends))
+            if self._whole_program:  # an XLA program has no clock: its whole time counts as computing
+                done = computed = exchanged = self._clock([update.loss])
             times = tf.stack([fetched - now, computed - fetched, exchanged - computed, done - exchanged, done - now])
             scalars = scalars.write(index, tf.stack([update.loss, update.count, tf.cast(update.finite, tf.float32)]))
             metrics = [tf.add(total, part) for total, part in zip(metrics, update.metrics, strict=True)]
             return index + 1, done, seconds.write(index, times), scalars, metrics, update.norms, rate, update.loss_scale
 
-        start = (tf.constant(0), _clock([]), seconds, scalars, metrics, norms, tf.zeros([]), loss_scale)
+        start = (tf.constant(0), self._clock([]), seconds, scalars, metrics, norms, tf.zeros([]), loss_scale)
         _, _, seconds, scalars, metrics, norms, rate, loss_scale = tf.while_loop(
             lambda index, *_: index < steps, body, start, parallel_iterations=1
         )
@@ -202,12 +205,12 @@ class TrainStep:
 
         if self._whole is not None:
             update = self._whole(params, state, optimizer, batch, where, rate, loss_scale, measure)
-            computed = exchanged = self._clock([update.loss])
+            computed = exchanged = self._replica_clock([update.loss])
         else:
             gradients, sidecar, new_state = self._contribute(params, state, batch, where, loss_scale)
-            computed = self._clock([sidecar])
+            computed = self._replica_clock([sidecar])
             gradients, sidecar = self.exchange.reduce_sums(gradients, sidecar)
-            exchanged = self._clock([sidecar, gradients[-1]])
+            exchanged = self._replica_clock([sidecar, gradients[-1]])
             update = self._finish(params, state, optimizer, gradients, sidecar, new_state, rate, loss_scale, measure)
 
         stored = replica.assign(
@@ -216,7 +219,7 @@ class TrainStep:
         )
         # What was stored need not leave the replica: only the report does.
         report = update._replace(params=[], state=[], optimizer=[])
-        return report, computed, exchanged, self._clock(stored)
+        return report, computed, exchanged, self._replica_clock(stored)
 
     def _contribution(
         self, params: Tensors, state: Tensors, batch: Any, where: tuple[tf.Tensor, tf.Tensor], loss_scale: LossScale
@@ -306,12 +309,12 @@ class TrainStep:
             return tf.cast(self._schedule(step), tf.float32) * factor
         return tf.cast(self.optimizer.learning_rate, tf.float32)
 
+    def _replica_clock(self, after: list[Any]) -> tf.Tensor:
+        return tf.zeros([], tf.float64) if self._whole_program else self._clock(after)
+
     def _clock(self, after: list[Any]) -> tf.Tensor:
-        """As `_clock`, but an XLA program has no clock: the caller reads it after the whole step."""
-        return tf.zeros([], tf.float64) if self._whole_program else _clock(after)
-
-
-def _clock(after: list[Any]) -> tf.Tensor:
-    """Host time in seconds (float64 scalar) once everything in `after` exists."""
-    with tf.device("/device:CPU:0"), tf.control_dependencies(after):
-        return tf.timestamp()
+        """Host time in seconds (float64 scalar) once everything in `after` exists; zero where there is no clock."""
+        if not self._timed:
+            return tf.zeros([], tf.float64)
+        with tf.device("/device:CPU:0"), tf.control_dependencies(after):
+            return tf.timestamp()

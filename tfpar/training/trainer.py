@@ -155,16 +155,19 @@ class Trainer:
 
     @property
     def jit_compile(self) -> bool:
-        """Whether forward and backward are compiled by XLA; see `--jit_compile`."""
-        choice = self.config.train.jit_compile
-        if choice == "auto":
-            return not (self.plan.replicas > 1 and models.uses_synchronized_statistics(self.model))
-        if choice == "true" and self.plan.replicas > 1 and models.uses_synchronized_statistics(self.model):
-            raise ConfigError(
-                "--jit_compile=true: this model synchronises batch statistics across replicas in its forward pass, and "
-                "TensorFlow has no XLA kernel for that collective. Use --jit_compile=auto, or another normalisation."
-            )
-        return choice == "true"
+        """Whether forward, backward and update are compiled by XLA; see `--jit_compile`."""
+        choice, obstacle = self.config.train.jit_compile, self.xla_obstacle()
+        if choice == "true" and obstacle:
+            raise ConfigError(f"--jit_compile=true: {obstacle}. Use --jit_compile=auto, or another model.")
+        return choice == "true" or (choice == "auto" and not obstacle)
+
+    def xla_obstacle(self) -> str:
+        """Why XLA cannot compile this model in this layout; empty where it can."""
+        if self.plan.replicas > 1 and models.uses_synchronized_statistics(self.model):
+            return "the model synchronises batch statistics between replicas, for which TensorFlow has no XLA kernel"
+        if self.config.train.deterministic and models.uses_max_pooling(self.model):
+            return "the gradient of the model's max pooling has no deterministic XLA kernel in TensorFlow"
+        return ""
 
     def evaluated_weights(self) -> list[keras.Variable]:
         """The trainable weights that evaluation and export use: their moving averages where `--ema` keeps them."""
