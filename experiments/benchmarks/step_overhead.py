@@ -8,7 +8,7 @@ turns in one process; a turn is long enough to time, and the median of the turns
 - fit: `model.fit` as it comes.
 - tfpar: `Trainer`'s step, everything on.
 
-  python experiments/benchmarks/step_overhead.py --precision=float32 --jit_compile=true
+  python experiments/benchmarks/step_overhead.py --precision=float32 --xla=true
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from absl import flags as absl_flags
 flags.define(rooms=["precision"])
 ROUNDS = absl_flags.DEFINE_integer("rounds", 7, "Turns of each contender; the median counts.", lower_bound=1)
 SECONDS = absl_flags.DEFINE_float("seconds", 2.0, "Length of a turn.", lower_bound=0.1)
-JIT = absl_flags.DEFINE_boolean("jit_compile", True, "Compile forward, backward and update with XLA, in all three.")
+JIT = absl_flags.DEFINE_boolean("xla", True, "Compile forward, backward and update with XLA, in all three.")
 ONLY = absl_flags.DEFINE_string("only", "", "One workload by name; all if empty.")
 
 # name: model, keyword overrides, --dataset, other input options

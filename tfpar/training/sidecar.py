@@ -69,10 +69,10 @@ class Sidecar:
         """Number of float32 scalars in the vector."""
         return _FIXED + sum(_size(shape) for shape in self._traveling_shapes())
 
-    def pack(self, sums: LocalSums) -> tf.Tensor:
-        """The vector of one replica.
+    def pack(self, sums: LocalSums) -> tuple[tf.Tensor, tf.Tensor]:
+        """The vector of one replica, and the square of its gradient's L2 norm.
 
-        A replica counts as non-finite when its loss or the square of its gradient norm is not a finite float32.
+        A replica counts as non-finite when its loss or that square is not a finite float32.
         """
         norm_squared = tf.add_n([tf.reduce_sum(tf.square(gradient)) for gradient in sums.gradients])
         finite = tf.math.is_finite(norm_squared) & tf.math.is_finite(sums.loss)
@@ -83,7 +83,7 @@ class Sidecar:
             if averaged
         ]
         parts = [tf.stack(fixed), *[tf.reshape(part, [-1]) for part in [*sums.metrics, *state]]]
-        return tf.concat(parts, axis=0)
+        return tf.concat(parts, axis=0), norm_squared
 
     def unpack(self, vector: tf.Tensor, local_state: Tensors) -> Reduced:
         """The sums over all replicas.

@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -66,17 +67,20 @@ class Steps(NamedTuple):
 
 
 class _Update(NamedTuple):
-    """New values of everything an update changes, and what it reports."""
+    """New values of everything an update changes, and its report.
+
+    `report` is one float32 vector, because each tensor that leaves an XLA program or goes round a loop costs
+    microseconds: loss, count, finite, gradient norm, and the metric state, flat.
+    """
 
     params: Tensors
     optimizer: Tensors
     state: Tensors
     loss_scale: LossScale
-    loss: tf.Tensor
-    count: tf.Tensor
-    finite: tf.Tensor
-    metrics: Tensors
-    norms: Norms
+    report: tf.Tensor
+
+
+_REPORTED = 4
 
 
 class TrainStep:
@@ -128,7 +132,8 @@ class TrainStep:
         self._scale_loss = scale_loss
         self._growth_steps = growth_steps
         on_tpu = isinstance(strategy, tf.distribute.TPUStrategy)
-        self._whole_program = on_tpu if whole_program is None else whole_program
+        alone = strategy.num_replicas_in_sync == 1
+        self._whole_program = on_tpu or (alone and jit_compile) if whole_program is None else whole_program
         self._timed = timed
         compiled = functools.partial(tf.function, jit_compile=True, autograph=False)
         wrap = compiled if jit_compile and not self._whole_program else (lambda function: function)
@@ -159,43 +164,68 @@ class TrainStep:
           rate_factor: Float32 scalar that the scheduled learning rate is multiplied by.
           measure: Bool scalar: compute norms at the last step.
         """
-        seconds = tf.TensorArray(tf.float64, size=steps, element_shape=[len(DURATIONS)])
-        scalars = tf.TensorArray(tf.float32, size=steps, element_shape=[3])
-        metrics = [tf.zeros(variable.shape, tf.float32) for variable in self.core.metric_variables]
-        norms = Norms(*[tf.zeros([]) for _ in Norms._fields])
+        shapes = [tuple(variable.shape) for variable in self.core.metric_variables]
+        sizes = [math.prod(shape) for shape in shapes]
+        reports = tf.TensorArray(tf.float32, size=steps, element_shape=[_REPORTED + sum(sizes)])
+        stamps = tf.TensorArray(tf.float64, size=steps, element_shape=[4])
 
-        def body(index: tf.Tensor, now: tf.Tensor, *carried: Any) -> tuple[Any, ...]:
-            seconds, scalars, metrics, _, _, loss_scale = carried
+        def body(index: tf.Tensor, fetched: tf.Tensor, now: tf.Tensor, *carried: Any) -> tuple[Any, ...]:
+            reports, stamps, norms, loss_scale = carried
             step = first_step + tf.cast(index, tf.int64)
-            rate = self._learning_rate(step, rate_factor)
-            batch = next(iterator)
-            fetched = self._clock([now, *tf.nest.flatten(self.strategy.experimental_local_results(batch))])
-            last = measure & tf.equal(index, steps - 1)
+            # Iterations may overlap in this much: batches are fetched one after the other, ahead of the updates.
             with tf.control_dependencies([fetched]):
+                batch = next(iterator)
+            fetched = self._clock(tf.nest.flatten(self._local(batch)))
+            last = measure & tf.equal(index, steps - 1)
+            with tf.control_dependencies([fetched, now]):
+                before = tf.cond(last, self._flat_params, lambda: tf.zeros([0]))
+            with tf.control_dependencies([before]):
+                rate = self._learning_rate(step, rate_factor)
                 results = self.strategy.run(self._step, args=(batch, step, rate, loss_scale, last))
-            update, computed, exchanged, done = [
-                tf.nest.map_structure(lambda part: self.strategy.experimental_local_results(part)[0], result)
-                for result in results
+            report, new_scale, computed, exchanged, _ = [
+                tf.nest.map_structure(lambda part: self._local(part)[0], result) for result in results
             ]
-            ends = self.strategy.experimental_local_results(results[3])
-            done = tf.reduce_max(tf.stack(ends))
+            done = tf.reduce_max(tf.stack(self._local(results[-1])))
             if self._whole_program:  # an XLA program has no clock: its whole time counts as computing
-                done = computed = exchanged = self._clock([update.loss])
-            times = tf.stack([fetched - now, computed - fetched, exchanged - computed, done - exchanged, done - now])
-            scalars = scalars.write(index, tf.stack([update.loss, update.count, tf.cast(update.finite, tf.float32)]))
-            metrics = [tf.add(total, part) for total, part in zip(metrics, update.metrics, strict=True)]
-            return index + 1, done, seconds.write(index, times), scalars, metrics, update.norms, rate, update.loss_scale
+                done = computed = exchanged = self._clock([report])
+            stamps = stamps.write(index, tf.stack([fetched, computed, exchanged, done]))
+            with tf.control_dependencies([done]):
+                norms = tf.cond(last, lambda: self._norms(before), lambda: norms)
+            loss_scale = new_scale if self._scale_loss else loss_scale
+            return index + 1, fetched, done, reports.write(index, report), stamps, norms, loss_scale
 
-        start = (tf.constant(0), self._clock([]), seconds, scalars, metrics, norms, tf.zeros([]), loss_scale)
-        _, _, seconds, scalars, metrics, norms, rate, loss_scale = tf.while_loop(
-            lambda index, *_: index < steps, body, start, parallel_iterations=1
+        began = self._clock([])
+        start = (tf.constant(0), began, began, reports, stamps, tf.zeros([2]), loss_scale)
+        _, _, _, reports, stamps, norms, loss_scale = tf.while_loop(lambda index, *_: index < steps, body, start)
+        table = reports.stack()
+        state = tf.split(tf.reduce_sum(table[:, _REPORTED:], axis=0), sizes) if sizes else []
+        return Steps(
+            table[:, 0],
+            table[:, 1],
+            table[:, 2] > 0,
+            _durations(began, stamps.stack()),
+            [tf.reshape(part, shape) for part, shape in zip(state, shapes, strict=True)],
+            Norms(table[-1, 3], norms[0], norms[1]),
+            self._learning_rate(first_step + tf.cast(steps - 1, tf.int64), rate_factor),
+            loss_scale,
         )
-        table = scalars.stack()
-        return Steps(table[:, 0], table[:, 1], table[:, 2] > 0, seconds.stack(), metrics, norms, rate, loss_scale)
+
+    def _flat_params(self) -> tf.Tensor:
+        """A copy of all trainable weights as one vector."""
+        local = [self._local(variable.value)[0] for variable in self.core.model.trainable_variables]
+        return tf.concat([tf.reshape(variable, [-1]) for variable in local], axis=0)
+
+    def _norms(self, before: tf.Tensor) -> tf.Tensor:
+        """Norms of the weights and of their last update. Outside XLA: inside, old weights would have to be copied."""
+        now = self._flat_params()
+        return tf.stack([tf.norm(now), tf.norm(now - before)])
+
+    def _local(self, value: Any) -> tuple[Any, ...]:
+        return self.strategy.experimental_local_results(value)
 
     def _replica_step(
         self, batch: Any, step: tf.Tensor, rate: tf.Tensor, loss_scale: LossScale, measure: tf.Tensor
-    ) -> tuple[_Update, tf.Tensor, tf.Tensor, tf.Tensor]:
+    ) -> tuple[tf.Tensor, LossScale, tf.Tensor, tf.Tensor, tf.Tensor]:
         model = self.core.model
         params = replica.read(model.trainable_variables)
         state = replica.read(model.non_trainable_variables)
@@ -204,32 +234,34 @@ class TrainStep:
         where = (step, tf.convert_to_tensor(replica_id))
 
         if self._whole is not None:
-            update = self._whole(params, state, optimizer, batch, where, rate, loss_scale, measure)
-            computed = exchanged = self._replica_clock([update.loss])
+            update = self._whole(params, state, optimizer, batch, where, rate, loss_scale)
+            computed = exchanged = self._replica_clock([update.report])
         else:
-            gradients, sidecar, new_state = self._contribute(params, state, batch, where, loss_scale)
+            gradients, sidecar, new_state, _ = self._contribute(params, state, batch, where, loss_scale)
             computed = self._replica_clock([sidecar])
             gradients, sidecar = self.exchange.reduce_sums(gradients, sidecar)
             exchanged = self._replica_clock([sidecar, gradients[-1]])
-            update = self._finish(params, state, optimizer, gradients, sidecar, new_state, rate, loss_scale, measure)
+            norm = tf.cond(
+                measure | (self._clip_norm > 0), lambda: tf.linalg.global_norm(gradients), lambda: tf.zeros([])
+            )
+            update = self._finish(params, state, optimizer, gradients, sidecar, new_state, norm, rate, loss_scale)
 
         stored = replica.assign(
             [*model.trainable_variables, *model.non_trainable_variables, *self.optimizer.variables],
             [*update.params, *update.state, *update.optimizer],
         )
-        # What was stored need not leave the replica: only the report does.
-        report = update._replace(params=[], state=[], optimizer=[])
-        return report, computed, exchanged, self._replica_clock(stored)
+        return update.report, update.loss_scale, computed, exchanged, self._replica_clock(stored)
 
     def _contribution(
         self, params: Tensors, state: Tensors, batch: Any, where: tuple[tf.Tensor, tf.Tensor], loss_scale: LossScale
-    ) -> tuple[Tensors, tf.Tensor, Tensors]:
-        """Moves 1 and 2: this replica's gradient sums and sidecar."""
+    ) -> tuple[Tensors, tf.Tensor, Tensors, tf.Tensor]:
+        """Moves 1 and 2: this replica's gradient sums and sidecar, its model state, its gradient's norm."""
         seed = tf.constant([self._seed & 0x7FFFFFFF, self._seed >> 31], tf.int32)
         for part in where:
             seed = tf.random.fold_in(seed, tf.cast(part, tf.int32), alg="philox")
         sums = self.core.accumulate(params, state, batch, seed, loss_scale.scale if self._scale_loss else None)
-        return sums.gradients, self.sidecar.pack(sums), sums.state
+        sidecar, norm_squared = self.sidecar.pack(sums)
+        return sums.gradients, sidecar, sums.state, tf.sqrt(norm_squared)
 
     def _update(
         self,
@@ -239,56 +271,37 @@ class TrainStep:
         gradients: Tensors,
         sidecar: tf.Tensor,
         new_state: Tensors,
+        norm: tf.Tensor,
         rate: tf.Tensor,
         loss_scale: LossScale,
-        measure: tf.Tensor,
     ) -> _Update:
-        """Moves 4 to 6, on gradients that are the same on every replica."""
+        """Moves 4 to 6, on gradients that are the same on every replica; `norm` is that of their sum."""
         reduced = self.sidecar.unpack(sidecar, new_state)
         count = tf.maximum(reduced.count, 1e-30)
         divisor = count * loss_scale.scale if self._scale_loss else count
 
-        def apply() -> tuple[Tensors, Tensors, Tensors, Norms]:
-            mean = [gradient / divisor for gradient in gradients]
-            norm = (
-                tf.linalg.global_norm(mean)
-                if self._clip_norm
-                else tf.cond(measure, lambda: tf.linalg.global_norm(mean), lambda: tf.zeros([]))
-            )
-            if self._clip_norm:
-                factor = self._clip_norm / tf.maximum(norm, self._clip_norm)
-                mean = [gradient * factor for gradient in mean]
-            learning_rate = rate if self._schedule is not None else None
-            new_params, new_optimizer = pure_apply(self.optimizer, optimizer, params, mean, learning_rate)
-            norms = tf.cond(
-                measure,
-                lambda: Norms(
-                    norm,
-                    tf.linalg.global_norm(new_params),
-                    tf.linalg.global_norm([new - old for new, old in zip(new_params, params, strict=True)]),
-                ),
-                lambda: Norms(norm, tf.zeros([]), tf.zeros([])),
-            )
-            return new_params, new_optimizer, reduced.state, norms
+        factor = 1.0 / divisor
+        norm *= factor
+        if self._clip_norm:
+            clip = self._clip_norm / tf.maximum(norm, self._clip_norm)
+            factor, norm = factor * clip, norm * clip
+        mean = [gradient * factor for gradient in gradients]
+        learning_rate = rate if self._schedule is not None else None
+        new_params, new_optimizer = pure_apply(self.optimizer, optimizer, params, mean, learning_rate)
+        # Selecting costs nothing inside a fused update; an XLA conditional would copy what it passes through.
+        new_params, new_optimizer, new_state = tf.nest.map_structure(
+            lambda new, old: tf.where(reduced.finite, new, old),
+            (new_params, new_optimizer, reduced.state),
+            (params, optimizer, state),
+        )
 
-        def skip() -> tuple[Tensors, Tensors, Tensors, Norms]:
-            return params, optimizer, state, Norms(*[tf.zeros([]) for _ in Norms._fields])
-
-        new_params, new_optimizer, final_state, norms = tf.cond(reduced.finite, apply, skip)
         if self._scale_loss:
             loss_scale = update_loss_scale(loss_scale, reduced.finite, self._growth_steps)
-        return _Update(
-            new_params,
-            new_optimizer,
-            final_state,
-            loss_scale,
-            reduced.loss / count,
-            reduced.count,
-            reduced.finite,
-            # The metric state of a skipped step may hold NaN; it must not poison the window.
-            [tf.where(reduced.finite, value, 0.0) for value in reduced.metrics],
-            norms,
-        )
+        finite = tf.cast(reduced.finite, tf.float32)
+        # The metric state of a skipped step may hold NaN; it must not poison the window.
+        metrics = [tf.reshape(tf.where(reduced.finite, value, 0.0), [-1]) for value in reduced.metrics]
+        report = tf.concat([tf.stack([reduced.loss / count, reduced.count, finite, norm]), *metrics], axis=0)
+        return _Update(new_params, new_optimizer, new_state, loss_scale, report)
 
     def _contribution_and_update(
         self,
@@ -299,10 +312,9 @@ class TrainStep:
         where: tuple[tf.Tensor, tf.Tensor],
         rate: tf.Tensor,
         loss_scale: LossScale,
-        measure: tf.Tensor,
     ) -> _Update:
-        gradients, sidecar, new_state = self._contribution(params, state, batch, where, loss_scale)
-        return self._update(params, state, optimizer, gradients, sidecar, new_state, rate, loss_scale, measure)
+        gradients, sidecar, new_state, norm = self._contribution(params, state, batch, where, loss_scale)
+        return self._update(params, state, optimizer, gradients, sidecar, new_state, norm, rate, loss_scale)
 
     def _learning_rate(self, step: tf.Tensor, factor: tf.Tensor) -> tf.Tensor:
         if self._schedule is not None:
@@ -315,6 +327,15 @@ class TrainStep:
     def _clock(self, after: list[Any]) -> tf.Tensor:
         """Host time in seconds (float64 scalar) once everything in `after` exists; zero where there is no clock."""
         if not self._timed:
-            return tf.zeros([], tf.float64)
+            with tf.control_dependencies(after):  # no time, but still the order
+                return tf.identity(tf.zeros([], tf.float64))
         with tf.device("/device:CPU:0"), tf.control_dependencies(after):
             return tf.timestamp()
+
+
+def _durations(began: tf.Tensor, stamps: tf.Tensor) -> tf.Tensor:
+    """Seconds `[n, 5]` from the times `[n, 4]` at which batch, gradients, exchange and update were done."""
+    fetched, computed, exchanged, done = tf.unstack(stamps, axis=1)
+    before = tf.concat([[began], done[:-1]], axis=0)
+    start = tf.maximum(fetched, before)  # a batch may have been there before the update before was done
+    return tf.stack([start - before, computed - start, exchanged - computed, done - exchanged, done - before], axis=1)
