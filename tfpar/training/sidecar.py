@@ -1,6 +1,6 @@
 """The sidecar: the short dense vector that travels with the gradients and is summed exactly.
 
-Layout, float32: `[count, non-finite replicas, loss sum, metric sums..., count x floating-point model state...]`.
+Layout, float32: `[non-finite replicas, count, loss sum, metric sums..., count x floating-point model state...]`.
 Summing over replicas and dividing by the summed count weights uneven replicas right, and one flag anywhere tells
 every replica of a non-finite gradient before any of them updates anything.
 """
@@ -8,33 +8,16 @@ every replica of a non-finite gradient before any of them updates anything.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from tfpar.training.core import LocalSums, Tensors, is_seed_state
 
 import keras
 import tensorflow as tf
 
-_FIXED = 3
-
-
-class Reduced(NamedTuple):
-    """Sums over all replicas.
-
-    Attributes:
-      count: Float32 scalar: examples (sum of weights) of this update.
-      finite: Bool scalar: every replica's loss and gradients are finite.
-      loss: Float32 scalar: loss sum.
-      metrics: Summed additive metric state.
-      state: The model's non-trainable variables, averaged over replicas by example count.
-    """
-
-    count: tf.Tensor
-    finite: tf.Tensor
-    loss: tf.Tensor
-    metrics: Tensors
-    state: Tensors
+# Places of the scalars at the front; metric sums follow, then model state.
+NON_FINITE, COUNT, LOSS, METRICS = range(4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,50 +50,62 @@ class Sidecar:
     @property
     def length(self) -> int:
         """Number of float32 scalars in the vector."""
-        return _FIXED + sum(_size(shape) for shape in self._traveling_shapes())
+        return self.report_length + sum(math.prod(shape) for shape in self._traveling_shapes())
 
-    def pack(self, sums: LocalSums) -> tuple[tf.Tensor, tf.Tensor]:
-        """The vector of one replica, and the square of its gradient's L2 norm.
+    @property
+    def report_length(self) -> int:
+        """Scalars before the model state: what a step reports."""
+        return METRICS + sum(math.prod(shape) for shape in self.metric_shapes)
 
-        A replica counts as non-finite when its loss or that square is not a finite float32.
-        """
-        norm_squared = tf.add_n([tf.reduce_sum(tf.square(gradient)) for gradient in sums.gradients])
-        finite = tf.math.is_finite(norm_squared) & tf.math.is_finite(sums.loss)
-        fixed = [sums.count, tf.cast(~finite, tf.float32), sums.loss]
+    def pack(self, sums: LocalSums) -> tf.Tensor:
+        """The vector of one replica without its first scalar, the non-finite flag: see `flag`."""
         state = [
             tf.cast(value, tf.float32) * sums.count
             for value, averaged in zip(sums.state, self.averaged, strict=True)
             if averaged
         ]
-        parts = [tf.stack(fixed), *[tf.reshape(part, [-1]) for part in [*sums.metrics, *state]]]
-        return tf.concat(parts, axis=0), norm_squared
+        parts = [tf.stack([sums.count, sums.loss]), *[tf.reshape(part, [-1]) for part in [*sums.metrics, *state]]]
+        return tf.concat(parts, axis=0)
 
-    def unpack(self, vector: tf.Tensor, local_state: Tensors) -> Reduced:
-        """The sums over all replicas.
+    @staticmethod
+    def flag(packed: tf.Tensor, norm_squared: tf.Tensor) -> tf.Tensor:
+        """The whole vector of one replica.
+
+        Args:
+          packed: What `pack` gave.
+          norm_squared: Square of the L2 norm of this replica's gradient sums. The replica counts as non-finite when
+            this or its loss is not a finite float32.
+        """
+        finite = tf.math.is_finite(norm_squared) & tf.math.is_finite(packed[LOSS - 1])
+        return tf.concat([[tf.where(finite, 0.0, 1.0)], packed], axis=0)
+
+    def state(self, vector: tf.Tensor, local_state: Tensors) -> Tensors:
+        """The model's non-trainable variables after the update: averages over replicas, weighted by examples.
 
         Args:
           vector: The summed vector.
-          local_state: This replica's non-trainable variables, for those that do not travel.
+          local_state: This replica's values; those that do not travel are taken as they are.
         """
         shapes = self._traveling_shapes()
-        sizes = [_size(shape) for shape in shapes]
-        fixed, *parts = tf.split(vector, [_FIXED, *sizes])
-        values = [tf.reshape(part, shape) for part, shape in zip(parts, shapes, strict=True)]
-        metrics, traveled = values[: len(self.metric_shapes)], iter(values[len(self.metric_shapes) :])
-        count = fixed[0]
-        state = [
-            tf.cast(next(traveled) / tf.maximum(count, 1e-30), local.dtype) if averaged else local
+        parts = tf.split(vector[self.report_length :], [math.prod(shape) for shape in shapes]) if shapes else []
+        traveled = iter([tf.reshape(part, shape) for part, shape in zip(parts, shapes, strict=True)])
+        count = tf.maximum(vector[COUNT], 1e-30)
+        return [
+            tf.cast(next(traveled) / count, local.dtype) if averaged else local
             for local, averaged in zip(local_state, self.averaged, strict=True)
         ]
-        return Reduced(count, tf.equal(fixed[1], 0.0), fixed[2], metrics, state)
+
+    def metrics(self, reports: tf.Tensor) -> Tensors:
+        """Metric state summed over the steps that were applied.
+
+        Args:
+          reports: `[n, report_length]`, the front of the summed vector of each step.
+        """
+        applied = tf.equal(reports[:, NON_FINITE], 0.0)[:, None]  # a step left out may hold NaN
+        total = tf.reduce_sum(tf.where(applied, reports[:, METRICS:], 0.0), axis=0)
+        sizes = [math.prod(shape) for shape in self.metric_shapes]
+        parts = tf.split(total, sizes) if sizes else []
+        return [tf.reshape(part, shape) for part, shape in zip(parts, self.metric_shapes, strict=True)]
 
     def _traveling_shapes(self) -> list[tuple[int, ...]]:
-        state = [shape for shape, averaged in zip(self.state_shapes, self.averaged, strict=True) if averaged]
-        return [*self.metric_shapes, *state]
-
-
-def _size(shape: Sequence[int]) -> int:
-    size = 1
-    for dim in shape:
-        size *= dim
-    return size
+        return [shape for shape, averaged in zip(self.state_shapes, self.averaged, strict=True) if averaged]

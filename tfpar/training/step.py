@@ -15,15 +15,14 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from tfpar.exchange import Exchange
 from tfpar.precision import LossScale
 from tfpar.precision import update as update_loss_scale
-from tfpar.training import replica
-from tfpar.training.core import Core, Tensors
+from tfpar.training import replica, sidecar
+from tfpar.training.core import Core, Tensors, is_seed_state
 from tfpar.training.optimizers import pure_apply
 from tfpar.training.sidecar import Sidecar
 
@@ -66,21 +65,14 @@ class Steps(NamedTuple):
     loss_scale: LossScale
 
 
-class _Update(NamedTuple):
-    """New values of everything an update changes, and its report.
+class _Programs(NamedTuple):
+    """The two halves of a replica's step, each one XLA program on the replica's own copies of the variables.
 
-    `report` is one float32 vector, because each tensor that leaves an XLA program or goes round a loop costs
-    microseconds: loss, count, finite, gradient norm, and the metric state, flat.
+    Between them stands what XLA cannot hold: the exchange, and the choice not to update.
     """
 
-    params: Tensors
-    optimizer: Tensors
-    state: Tensors
-    loss_scale: LossScale
-    report: tf.Tensor
-
-
-_REPORTED = 4
+    contribute: Callable[..., tuple[Tensors, tf.Tensor, Tensors]]
+    update: Callable[..., tf.Tensor]
 
 
 class TrainStep:
@@ -132,15 +124,13 @@ class TrainStep:
         self._scale_loss = scale_loss
         self._growth_steps = growth_steps
         on_tpu = isinstance(strategy, tf.distribute.TPUStrategy)
-        alone = strategy.num_replicas_in_sync == 1
-        self._whole_program = on_tpu or (alone and jit_compile) if whole_program is None else whole_program
+        self._whole_program = on_tpu if whole_program is None else whole_program
         self._timed = timed
+        # Seed states are never stored: every step derives its own.
+        self._state = [variable for variable in core.model.non_trainable_variables if not is_seed_state(variable)]
         compiled = functools.partial(tf.function, jit_compile=True, autograph=False)
-        wrap = compiled if jit_compile and not self._whole_program else (lambda function: function)
-        self._contribute = wrap(self._contribution)
-        self._finish = wrap(self._update)
-        # Without peers there is nothing between the two, and one XLA program does the whole step.
-        self._whole = wrap(self._contribution_and_update) if strategy.num_replicas_in_sync == 1 else None
+        self._wrap = compiled if jit_compile and not self._whole_program else (lambda function: function)
+        self._programs: dict[int, _Programs] = {}
         # TPUStrategy.run compiles what it is given by itself.
         self._step = compiled(self._replica_step) if self._whole_program and not on_tpu else self._replica_step
         self.run = tf.function(self._run, autograph=False, reduce_retracing=True)
@@ -164,9 +154,7 @@ class TrainStep:
           rate_factor: Float32 scalar that the scheduled learning rate is multiplied by.
           measure: Bool scalar: compute norms at the last step.
         """
-        shapes = [tuple(variable.shape) for variable in self.core.metric_variables]
-        sizes = [math.prod(shape) for shape in shapes]
-        reports = tf.TensorArray(tf.float32, size=steps, element_shape=[_REPORTED + sum(sizes)])
+        reports = tf.TensorArray(tf.float32, size=steps, element_shape=[1 + self.sidecar.report_length])
         stamps = tf.TensorArray(tf.float64, size=steps, element_shape=[4])
 
         def body(index: tf.Tensor, fetched: tf.Tensor, now: tf.Tensor, *carried: Any) -> tuple[Any, ...]:
@@ -198,16 +186,17 @@ class TrainStep:
         start = (tf.constant(0), began, began, reports, stamps, tf.zeros([2]), loss_scale)
         _, _, _, reports, stamps, norms, loss_scale = tf.while_loop(lambda index, *_: index < steps, body, start)
         table = reports.stack()
-        state = tf.split(tf.reduce_sum(table[:, _REPORTED:], axis=0), sizes) if sizes else []
+        gradient_norm, sums = table[:, 0], table[:, 1:]
+        count = sums[:, sidecar.COUNT]
         return Steps(
-            table[:, 0],
-            table[:, 1],
-            table[:, 2] > 0,
-            _durations(began, stamps.stack()),
-            [tf.reshape(part, shape) for part, shape in zip(state, shapes, strict=True)],
-            Norms(table[-1, 3], norms[0], norms[1]),
-            self._learning_rate(first_step + tf.cast(steps - 1, tf.int64), rate_factor),
-            loss_scale,
+            loss=sums[:, sidecar.LOSS] / tf.maximum(count, 1e-30),
+            count=count,
+            finite=tf.equal(sums[:, sidecar.NON_FINITE], 0.0),
+            durations=_durations(began, stamps.stack()),
+            metrics=self.sidecar.metrics(sums),
+            norms=Norms(gradient_norm[-1], norms[0], norms[1]),
+            learning_rate=self._learning_rate(first_step + tf.cast(steps - 1, tf.int64), rate_factor),
+            loss_scale=loss_scale,
         )
 
     def _flat_params(self) -> tf.Tensor:
@@ -226,95 +215,90 @@ class TrainStep:
     def _replica_step(
         self, batch: Any, step: tf.Tensor, rate: tf.Tensor, loss_scale: LossScale, measure: tf.Tensor
     ) -> tuple[tf.Tensor, LossScale, tf.Tensor, tf.Tensor, tf.Tensor]:
-        model = self.core.model
-        params = replica.read(model.trainable_variables)
-        state = replica.read(model.non_trainable_variables)
-        optimizer = replica.read(self.optimizer.variables)
-        replica_id = tf.distribute.get_replica_context().replica_id_in_sync_group
-        where = (step, tf.convert_to_tensor(replica_id))
+        context = tf.distribute.get_replica_context()
+        programs = self._programs_of_this_replica()
 
-        if self._whole is not None:
-            update = self._whole(params, state, optimizer, batch, where, rate, loss_scale)
-            computed = exchanged = self._replica_clock([update.report])
-        else:
-            gradients, sidecar, new_state, _ = self._contribute(params, state, batch, where, loss_scale)
-            computed = self._replica_clock([sidecar])
-            gradients, sidecar = self.exchange.reduce_sums(gradients, sidecar)
-            exchanged = self._replica_clock([sidecar, gradients[-1]])
-            norm = tf.cond(
-                measure | (self._clip_norm > 0), lambda: tf.linalg.global_norm(gradients), lambda: tf.zeros([])
-            )
-            update = self._finish(params, state, optimizer, gradients, sidecar, new_state, norm, rate, loss_scale)
+        # 1, 2: loss and gradients of the micro-batches, summed here.
+        where = (step, tf.convert_to_tensor(context.replica_id_in_sync_group))
+        gradients, packed, state = programs.contribute(batch, where, loss_scale.scale)
+        norm_squared = _norm_squared(gradients)
+        vector = Sidecar.flag(packed, norm_squared)
+        computed = self._replica_clock([vector])
 
-        stored = replica.assign(
-            [*model.trainable_variables, *model.non_trainable_variables, *self.optimizer.variables],
-            [*update.params, *update.state, *update.optimizer],
-        )
-        return update.report, update.loss_scale, computed, exchanged, self._replica_clock(stored)
+        # 3: one exchange, which also tells whether all replicas are finite.
+        gradients, vector = self.exchange.reduce_sums(gradients, vector)
+        exchanged = self._replica_clock([vector, gradients[-1]])
+        finite = tf.equal(vector[sidecar.NON_FINITE], 0.0)
 
-    def _contribution(
-        self, params: Tensors, state: Tensors, batch: Any, where: tuple[tf.Tensor, tf.Tensor], loss_scale: LossScale
-    ) -> tuple[Tensors, tf.Tensor, Tensors, tf.Tensor]:
-        """Moves 1 and 2: this replica's gradient sums and sidecar, its model state, its gradient's norm."""
-        seed = tf.constant([self._seed & 0x7FFFFFFF, self._seed >> 31], tf.int32)
-        for part in where:
-            seed = tf.random.fold_in(seed, tf.cast(part, tf.int32), alg="philox")
-        sums = self.core.accumulate(params, state, batch, seed, loss_scale.scale if self._scale_loss else None)
-        sidecar, norm_squared = self.sidecar.pack(sums)
-        return sums.gradients, sidecar, sums.state, tf.sqrt(norm_squared)
-
-    def _update(
-        self,
-        params: Tensors,
-        state: Tensors,
-        optimizer: Tensors,
-        gradients: Tensors,
-        sidecar: tf.Tensor,
-        new_state: Tensors,
-        norm: tf.Tensor,
-        rate: tf.Tensor,
-        loss_scale: LossScale,
-    ) -> _Update:
-        """Moves 4 to 6, on gradients that are the same on every replica; `norm` is that of their sum."""
-        reduced = self.sidecar.unpack(sidecar, new_state)
-        count = tf.maximum(reduced.count, 1e-30)
-        divisor = count * loss_scale.scale if self._scale_loss else count
-
-        factor = 1.0 / divisor
-        norm *= factor
+        # 4: the reduced gradient's mean, clipped: one factor.
+        if context.num_replicas_in_sync > 1:
+            needed = measure | bool(self._clip_norm)
+            norm_squared = tf.cond(needed, lambda: _norm_squared(gradients), lambda: tf.zeros([]))
+        scale = loss_scale.scale if self._scale_loss else 1.0
+        factor = 1.0 / (tf.maximum(vector[sidecar.COUNT], 1e-30) * scale)
+        norm = tf.sqrt(norm_squared) * factor
         if self._clip_norm:
             clip = self._clip_norm / tf.maximum(norm, self._clip_norm)
             factor, norm = factor * clip, norm * clip
-        mean = [gradient * factor for gradient in gradients]
-        learning_rate = rate if self._schedule is not None else None
-        new_params, new_optimizer = pure_apply(self.optimizer, optimizer, params, mean, learning_rate)
-        # Selecting costs nothing inside a fused update; an XLA conditional would copy what it passes through.
-        new_params, new_optimizer, new_state = tf.nest.map_structure(
-            lambda new, old: tf.where(reduced.finite, new, old),
-            (new_params, new_optimizer, reduced.state),
-            (params, optimizer, state),
+
+        # 5, 6: the update, or none; the loss scale.
+        done = tf.cond(
+            finite, lambda: programs.update(gradients, vector, state, factor, rate), lambda: tf.identity(factor)
         )
-
         if self._scale_loss:
-            loss_scale = update_loss_scale(loss_scale, reduced.finite, self._growth_steps)
-        finite = tf.cast(reduced.finite, tf.float32)
-        # The metric state of a skipped step may hold NaN; it must not poison the window.
-        metrics = [tf.reshape(tf.where(reduced.finite, value, 0.0), [-1]) for value in reduced.metrics]
-        report = tf.concat([tf.stack([reduced.loss / count, reduced.count, finite, norm]), *metrics], axis=0)
-        return _Update(new_params, new_optimizer, new_state, loss_scale, report)
+            loss_scale = update_loss_scale(loss_scale, finite, self._growth_steps)
+        report = tf.concat([[norm], vector[: self.sidecar.report_length]], axis=0)
+        return report, loss_scale, computed, exchanged, self._replica_clock([done])
 
-    def _contribution_and_update(
+    def _programs_of_this_replica(self) -> _Programs:
+        """Made once per replica: a program holds on to the replica's own variables and changes them in place."""
+        number = replica.static_replica_id()
+        if number not in self._programs:
+            model = self.core.model
+            params, optimizer = replica.own(model.trainable_variables), replica.own(self.optimizer.variables)
+            everything, state = replica.own(model.non_trainable_variables), replica.own(self._state)
+            self._programs[number] = _Programs(
+                self._wrap(functools.partial(self._contribution, params, everything)),
+                self._wrap(functools.partial(self._update, params, optimizer, state)),
+            )
+        return self._programs[number]
+
+    def _contribution(
         self,
-        params: Tensors,
-        state: Tensors,
-        optimizer: Tensors,
+        params: list[tf.Variable],
+        state: list[tf.Variable],
         batch: Any,
         where: tuple[tf.Tensor, tf.Tensor],
+        scale: tf.Tensor,
+    ) -> tuple[Tensors, tf.Tensor, Tensors]:
+        """This replica's gradient sums, its part of the sidecar, and its new model state."""
+        seed = tf.constant([self._seed & 0x7FFFFFFF, self._seed >> 31], tf.int32)
+        for part in where:
+            seed = tf.random.fold_in(seed, tf.cast(part, tf.int32), alg="philox")
+        values = [variable.read_value() for variable in params], [variable.read_value() for variable in state]
+        sums = self.core.accumulate(*values, batch, seed, scale if self._scale_loss else None)
+        return sums.gradients, self.sidecar.pack(sums), sums.state
+
+    def _update(
+        self,
+        params: list[tf.Variable],
+        optimizer: list[tf.Variable],
+        state: list[tf.Variable],
+        gradients: Tensors,
+        vector: tf.Tensor,
+        local_state: Tensors,
+        factor: tf.Tensor,
         rate: tf.Tensor,
-        loss_scale: LossScale,
-    ) -> _Update:
-        gradients, sidecar, new_state, norm = self._contribution(params, state, batch, where, loss_scale)
-        return self._update(params, state, optimizer, gradients, sidecar, new_state, norm, rate, loss_scale)
+    ) -> tf.Tensor:
+        """Applies gradient sums times `factor`, which are the same on every replica; returns when that is done."""
+        mean = [gradient * factor for gradient in gradients]
+        values = [variable.read_value() for variable in optimizer], [variable.read_value() for variable in params]
+        learning_rate = rate if self._schedule is not None else None
+        new_params, new_optimizer = pure_apply(self.optimizer, *values, mean, learning_rate)
+        every = zip(self.core.model.non_trainable_variables, self.sidecar.state(vector, local_state), strict=True)
+        new_state = [value for variable, value in every if not is_seed_state(variable)]
+        replica.assign([*params, *optimizer, *state], [*new_params, *new_optimizer, *new_state])
+        return tf.identity(factor)
 
     def _learning_rate(self, step: tf.Tensor, factor: tf.Tensor) -> tf.Tensor:
         if self._schedule is not None:
@@ -331,6 +315,11 @@ class TrainStep:
                 return tf.identity(tf.zeros([], tf.float64))
         with tf.device("/device:CPU:0"), tf.control_dependencies(after):
             return tf.timestamp()
+
+
+def _norm_squared(tensors: Tensors) -> tf.Tensor:
+    """Square of the L2 norm over all tensors. Outside XLA, whose CPU reductions are slower than this kernel."""
+    return 2.0 * tf.add_n([tf.nn.l2_loss(tensor) for tensor in tensors])
 
 
 def _durations(began: tf.Tensor, stamps: tf.Tensor) -> tf.Tensor:

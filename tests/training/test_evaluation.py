@@ -1,0 +1,185 @@
+"""Evaluation on several replicas equals Keras' own on one; moving averages are what is evaluated and saved."""
+
+from __future__ import annotations
+
+import tfpar
+from tfpar import inputs
+from tfpar.training import checkpoints
+
+import keras
+import numpy as np
+import pytest
+
+EXAMPLES = 53  # a prime: neither the batch of 10 nor 3 replicas divide it
+CLASSES = 4
+LOSS = {"from_logits": True}
+
+
+def data(count: int = EXAMPLES, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    generator = np.random.default_rng(seed)
+    x = generator.normal(size=(count, 6)).astype(np.float32)
+    return x, (np.abs(x).sum(axis=1) % CLASSES).astype(np.int32)
+
+
+def source(count: int = EXAMPLES, seed: int = 0) -> inputs.Source:
+    return inputs.from_arrays(*data(count, seed), num_classes=CLASSES, name=f"blobs{count}")
+
+
+def model() -> keras.Model:
+    """With layers that behave differently in training, and a penalty that belongs to the loss."""
+    return keras.Sequential(
+        [
+            keras.Input((6,)),
+            keras.layers.Dense(16, kernel_regularizer=keras.regularizers.L2(0.01)),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dropout(0.5),
+            keras.layers.Dense(CLASSES),
+        ]
+    )
+
+
+def trainer_on(replicas: int, builder=model, **options) -> tfpar.Trainer:
+    return tfpar.Trainer(
+        builder,
+        optimizer="sgd",
+        loss=keras.losses.SparseCategoricalCrossentropy(**LOSS),
+        metrics=[
+            keras.metrics.SparseCategoricalAccuracy(name="accuracy"),
+            keras.metrics.SparseTopKCategoricalAccuracy(k=2, name="top2"),
+        ],
+        **{
+            "strategy": "one_device" if replicas == 1 else "mirrored",
+            "devices": replicas,
+            "global_batch_size": 10,
+            "uneven_batches": True,
+            "schedule": "constant",
+            "learning_rate": 0.1,
+            **options,
+        },
+    )
+
+
+def keras_evaluate(weights: list[np.ndarray], x: np.ndarray, y: np.ndarray, batch_size: int = 53) -> dict[str, float]:
+    """What plain Keras finds, in one process without a strategy."""
+    plain = model()
+    plain.set_weights(weights)
+    plain.compile(
+        loss=keras.losses.SparseCategoricalCrossentropy(**LOSS),
+        metrics=[
+            keras.metrics.SparseCategoricalAccuracy(name="accuracy"),
+            keras.metrics.SparseTopKCategoricalAccuracy(k=2, name="top2"),
+        ],
+    )
+    return plain.evaluate(x, y, batch_size=batch_size, verbose=0, return_dict=True)
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_equals_keras_evaluate(replicas, jit_compile):
+    trainer = trainer_on(replicas, jit_compile=jit_compile)
+    trainer.fit(source(), steps=5)  # so that weights and moving statistics are no longer the initial ones
+    found = trainer.evaluate(source())
+    expected = keras_evaluate(trainer.model.get_weights(), *data())
+    assert found.pop("examples") == EXAMPLES
+    assert set(found) == set(expected) == {"loss", "accuracy", "top2"}
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(value, abs=1e-5), name
+    assert 0 < expected["accuracy"] < expected["top2"] < 1
+
+
+def test_sources_of_other_sizes_one_after_the_other():
+    trainer = trainer_on(3)
+    for count, seed in ((EXAMPLES, 0), (4, 1), (31, 2), (EXAMPLES, 0)):
+        x, y = data(count, seed)
+        found = trainer.evaluate(source(count, seed))
+        assert found["examples"] == count
+        expected = keras_evaluate(trainer.model.get_weights(), x, y, batch_size=count)
+        assert found["loss"] == pytest.approx(expected["loss"], abs=1e-5)
+
+
+def test_weights_of_now_are_evaluated():
+    trainer = trainer_on(1)
+    before = trainer.evaluate(source())
+    trainer.model.set_weights([value + 0.5 for value in trainer.model.get_weights()])
+    after = trainer.evaluate(source())
+    assert after["loss"] != before["loss"]
+    assert after["loss"] == pytest.approx(keras_evaluate(trainer.model.get_weights(), *data())["loss"], abs=1e-5)
+
+
+def test_evaluation_changes_nothing():
+    trainer = trainer_on(3)
+    before = [value.copy() for value in trainer.model.get_weights()]
+    assert trainer.evaluate(source()) == trainer.evaluate(source())
+    for one, other in zip(before, trainer.model.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+MOMENTUM = 0.6
+STEPS = 6
+
+
+@pytest.fixture(scope="module", params=[1, 3])
+def averaged(request, tmp_path_factory):
+    """A run with moving averages that kept a checkpoint of every update."""
+    workdir = tmp_path_factory.mktemp("averaged")
+    keras.utils.set_random_seed(1)
+    trainer = trainer_on(
+        request.param,
+        ema=MOMENTUM,
+        workdir=str(workdir),
+        checkpoint_every=1,
+        keep_checkpoints=STEPS,
+        eval_every=STEPS,
+    )
+    summary = trainer.fit(source(), steps=STEPS, validation=source(EXAMPLES, 7))
+    return trainer, summary, workdir
+
+
+def own_weights(workdir, step: int) -> dict[str, np.ndarray]:
+    arrays = checkpoints.read(workdir / "checkpoints" / f"step-{step:09d}").arrays
+    return {name.removeprefix("model/"): value for name, value in arrays.items() if name.startswith("model/")}
+
+
+def moving_averages(workdir, names: list[str]) -> dict[str, np.ndarray]:
+    """By the definition, from the weights after each update: the first one starts the average."""
+    average = own_weights(workdir, 1)
+    for step in range(2, STEPS + 1):
+        now = own_weights(workdir, step)
+        average = {name: MOMENTUM * average[name] + (1 - MOMENTUM) * now[name] for name in names}
+    return average
+
+
+def test_moving_averages_are_saved_and_the_run_keeps_its_own_weights(averaged):
+    trainer, _, workdir = averaged
+    names = [variable.path for variable in trainer.model.trainable_variables]
+    expected, own = moving_averages(workdir, names), own_weights(workdir, STEPS)
+    saved = keras.saving.load_model(workdir / "model.keras", safe_mode=True)
+    saved_values = {
+        mine.path: theirs.numpy() for mine, theirs in zip(trainer.model.weights, saved.weights, strict=True)
+    }
+    for variable in trainer.model.weights:
+        np.testing.assert_array_equal(variable.numpy(), own[variable.path], err_msg=variable.path)
+        wanted = expected[variable.path] if variable.path in names else own[variable.path]
+        np.testing.assert_allclose(saved_values[variable.path], wanted, rtol=1e-5, atol=1e-7, err_msg=variable.path)
+    assert any(np.abs(saved_values[name] - own[name]).max() > 1e-3 for name in names)
+
+
+def test_moving_averages_are_what_is_evaluated(averaged):
+    trainer, summary, workdir = averaged
+    saved = keras.saving.load_model(workdir / "model.keras", safe_mode=True)
+    x, y = data(EXAMPLES, 7)
+    expected = keras_evaluate(saved.get_weights(), x, y)
+    assert summary["eval"] == pytest.approx(expected, abs=1e-5)
+    assert trainer.evaluate(source(EXAMPLES, 7))["loss"] == pytest.approx(expected["loss"], abs=1e-5)
+    own = keras_evaluate(trainer.model.get_weights(), x, y)
+    assert abs(own["loss"] - expected["loss"]) > 1e-3
+
+
+def test_before_the_first_update_there_is_no_average_and_the_weights_themselves_count():
+    trainer = trainer_on(1, ema=MOMENTUM)
+    expected = keras_evaluate(trainer.model.get_weights(), *data())
+    assert trainer.evaluate(source())["loss"] == pytest.approx(expected["loss"], abs=1e-5)
+    trainer.fit(source(), steps=3)
+    after = keras_evaluate(trainer.model.get_weights(), *data())
+    # From the first update on it is the average, also in a program that has evaluated before.
+    assert abs(trainer.evaluate(source())["loss"] - after["loss"]) > 1e-3
