@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -75,6 +76,7 @@ def build_monitor(trainer: Trainer, total: int) -> Monitor:
     )
 
 
+@functools.lru_cache(maxsize=2)  # it traces the model, which takes seconds for a large one
 def describe_model(trainer: Trainer) -> models.ModelSummary | None:
     """Size and cost of the model, or None where its inputs are not known before it runs."""
     try:

@@ -65,16 +65,6 @@ class Steps(NamedTuple):
     loss_scale: LossScale
 
 
-class _Programs(NamedTuple):
-    """The two halves of a replica's step, each one XLA program on the replica's own copies of the variables.
-
-    Between them stands what XLA cannot hold: the exchange, and the choice not to update.
-    """
-
-    contribute: Callable[..., tuple[Tensors, tf.Tensor, Tensors]]
-    update: Callable[..., tf.Tensor]
-
-
 class TrainStep:
     """Runs training steps on a synchronous strategy.
 
@@ -129,8 +119,14 @@ class TrainStep:
         # Seed states are never stored: every step derives its own.
         self._state = [variable for variable in core.model.non_trainable_variables if not is_seed_state(variable)]
         compiled = functools.partial(tf.function, jit_compile=True, autograph=False)
-        self._wrap = compiled if jit_compile and not self._whole_program else (lambda function: function)
-        self._programs: dict[int, _Programs] = {}
+        wrap = compiled if jit_compile and not self._whole_program else (lambda function: function)
+        # Two XLA programs a step; between them stands what XLA cannot hold: the exchange, and the choice not to update.
+        # The first takes tensors, so that all replicas of a process share one compilation. So does the second where a
+        # process has several replicas; a single one changes its variables in place.
+        alone = len(strategy.extended.worker_devices) == 1
+        self._contribute = wrap(self._contribution)
+        self._new_values = self._updated if alone else wrap(self._updated)
+        self._apply = wrap(self._apply_update) if alone else self._apply_update
         # TPUStrategy.run compiles what it is given by itself.
         self._step = compiled(self._replica_step) if self._whole_program and not on_tpu else self._replica_step
         self.run = tf.function(self._run, autograph=False, reduce_retracing=True)
@@ -216,11 +212,12 @@ class TrainStep:
         self, batch: Any, step: tf.Tensor, rate: tf.Tensor, loss_scale: LossScale, measure: tf.Tensor
     ) -> tuple[tf.Tensor, LossScale, tf.Tensor, tf.Tensor, tf.Tensor]:
         context = tf.distribute.get_replica_context()
-        programs = self._programs_of_this_replica()
+        model = self.core.model
 
         # 1, 2: loss and gradients of the micro-batches, summed here.
         where = (step, tf.convert_to_tensor(context.replica_id_in_sync_group))
-        gradients, packed, state = programs.contribute(batch, where, loss_scale.scale)
+        params, state = replica.read(model.trainable_variables), replica.read(model.non_trainable_variables)
+        gradients, packed, state = self._contribute(params, state, batch, where, loss_scale.scale)
         norm_squared = _norm_squared(gradients)
         vector = Sidecar.flag(packed, norm_squared)
         computed = self._replica_clock([vector])
@@ -242,63 +239,50 @@ class TrainStep:
             factor, norm = factor * clip, norm * clip
 
         # 5, 6: the update, or none; the loss scale.
-        done = tf.cond(
-            finite, lambda: programs.update(gradients, vector, state, factor, rate), lambda: tf.identity(factor)
-        )
+        done = tf.cond(finite, lambda: self._apply(gradients, vector, state, factor, rate), lambda: tf.identity(factor))
         if self._scale_loss:
             loss_scale = update_loss_scale(loss_scale, finite, self._growth_steps)
         report = tf.concat([[norm], vector[: self.sidecar.report_length]], axis=0)
         return report, loss_scale, computed, exchanged, self._replica_clock([done])
 
-    def _programs_of_this_replica(self) -> _Programs:
-        """Made once per replica: a program holds on to the replica's own variables and changes them in place."""
-        number = replica.static_replica_id()
-        if number not in self._programs:
-            model = self.core.model
-            params, optimizer = replica.own(model.trainable_variables), replica.own(self.optimizer.variables)
-            everything, state = replica.own(model.non_trainable_variables), replica.own(self._state)
-            self._programs[number] = _Programs(
-                self._wrap(functools.partial(self._contribution, params, everything)),
-                self._wrap(functools.partial(self._update, params, optimizer, state)),
-            )
-        return self._programs[number]
-
     def _contribution(
-        self,
-        params: list[tf.Variable],
-        state: list[tf.Variable],
-        batch: Any,
-        where: tuple[tf.Tensor, tf.Tensor],
-        scale: tf.Tensor,
+        self, params: Tensors, state: Tensors, batch: Any, where: tuple[tf.Tensor, tf.Tensor], scale: tf.Tensor
     ) -> tuple[Tensors, tf.Tensor, Tensors]:
         """This replica's gradient sums, its part of the sidecar, and its new model state."""
         seed = tf.constant([self._seed & 0x7FFFFFFF, self._seed >> 31], tf.int32)
         for part in where:
             seed = tf.random.fold_in(seed, tf.cast(part, tf.int32), alg="philox")
-        values = [variable.read_value() for variable in params], [variable.read_value() for variable in state]
-        sums = self.core.accumulate(*values, batch, seed, scale if self._scale_loss else None)
+        sums = self.core.accumulate(params, state, batch, seed, scale if self._scale_loss else None)
         return sums.gradients, self.sidecar.pack(sums), sums.state
 
-    def _update(
+    def _apply_update(
+        self, gradients: Tensors, vector: tf.Tensor, local_state: Tensors, factor: tf.Tensor, rate: tf.Tensor
+    ) -> tf.Tensor:
+        """Updates this replica's variables with gradient sums times `factor`; returns when that is done."""
+        model = self.core.model
+        groups = [model.trainable_variables, self.optimizer.variables, self._state]
+        params, optimizer, state = (replica.own(variables) for variables in groups)
+        weights, slots = ([copy.read_value() for copy in copies] for copies in (params, optimizer))
+        new = self._new_values(weights, slots, gradients, vector, local_state, factor, rate)
+        replica.assign([*params, *optimizer, *state], [value for group in new for value in group])
+        return tf.identity(factor)
+
+    def _updated(
         self,
-        params: list[tf.Variable],
-        optimizer: list[tf.Variable],
-        state: list[tf.Variable],
+        params: Tensors,
+        optimizer: Tensors,
         gradients: Tensors,
         vector: tf.Tensor,
         local_state: Tensors,
         factor: tf.Tensor,
         rate: tf.Tensor,
-    ) -> tf.Tensor:
-        """Applies gradient sums times `factor`, which are the same on every replica; returns when that is done."""
+    ) -> tuple[Tensors, Tensors, Tensors]:
+        """New weights, optimizer state and model state, from gradient sums that are the same on every replica."""
         mean = [gradient * factor for gradient in gradients]
-        values = [variable.read_value() for variable in optimizer], [variable.read_value() for variable in params]
         learning_rate = rate if self._schedule is not None else None
-        new_params, new_optimizer = pure_apply(self.optimizer, *values, mean, learning_rate)
+        new_params, new_optimizer = pure_apply(self.optimizer, optimizer, params, mean, learning_rate)
         every = zip(self.core.model.non_trainable_variables, self.sidecar.state(vector, local_state), strict=True)
-        new_state = [value for variable, value in every if not is_seed_state(variable)]
-        replica.assign([*params, *optimizer, *state], [*new_params, *new_optimizer, *new_state])
-        return tf.identity(factor)
+        return new_params, new_optimizer, [value for variable, value in every if not is_seed_state(variable)]
 
     def _learning_rate(self, step: tf.Tensor, factor: tf.Tensor) -> tf.Tensor:
         if self._schedule is not None:

@@ -1,0 +1,510 @@
+"""Trainer: what it accepts and refuses, and that a run goes on where it was stopped, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+
+import tfpar
+from tests.training.harness import strategy_of
+from tfpar import inputs
+from tfpar.config import ConfigError, ExperimentConfig
+from tfpar.training import checkpoints
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+EXAMPLES, BATCH, CLASSES = 40, 8, 3
+SPARSE = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def source(count: int = EXAMPLES, seed: int = 0) -> inputs.Source:
+    generator = np.random.default_rng(seed)
+    x = generator.normal(size=(count, 6)).astype(np.float32)
+    return inputs.from_arrays(x, (np.abs(x).sum(axis=1) % CLASSES).astype(np.int32), num_classes=CLASSES)
+
+
+def model(**options) -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.Input((6,)),
+            keras.layers.Dense(8, activation="relu", **options),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dropout(0.2),
+            keras.layers.Dense(CLASSES),
+        ],
+        name="net",
+    )
+
+
+def trainer_of(builder=model, optimizer=None, loss=SPARSE, **options) -> tfpar.Trainer:
+    keras.utils.set_random_seed(1)
+    return tfpar.Trainer(
+        builder,
+        optimizer,
+        loss,
+        [keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
+        **{
+            "strategy": "one_device",
+            "global_batch_size": BATCH,
+            "uneven_batches": True,
+            "jit_compile": False,  # these models train for a few updates; XLA is what other tests are about
+            **options,
+        },
+    )
+
+
+def everything(trainer: tfpar.Trainer) -> dict[str, np.ndarray]:
+    return {name: np.array(variable.numpy()) for name, variable in trainer.variables().items()}
+
+
+def assert_same_bits(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
+    assert set(one) == set(other)
+    for name, value in one.items():
+        np.testing.assert_array_equal(other[name], value, err_msg=name)
+
+
+def summary_of(workdir: pathlib.Path) -> dict:
+    return json.loads((workdir / "summary.json").read_text(), parse_constant=lambda word: pytest.fail(f"JSON: {word}"))
+
+
+# Models
+
+
+def subclassed() -> keras.Model:
+    class Net(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(CLASSES)
+
+        def call(self, x):
+            return self.dense(x)
+
+        def get_config(self):
+            raise NotImplementedError("no configuration")
+
+    made = Net()
+    made(np.zeros((1, 6), np.float32))
+    return made
+
+
+def functional() -> keras.Model:
+    x = keras.Input((6,))
+    return keras.Model(x, keras.layers.Dense(CLASSES)(keras.layers.Dense(4, activation="tanh")(x)))
+
+
+def deferred() -> keras.Model:
+    made = keras.Sequential([keras.layers.Dense(4), keras.layers.Dense(CLASSES)])
+    made(np.zeros((1, 6), np.float32))
+    return made
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("builder", [model, functional, deferred])
+def test_a_model_built_outside_the_strategy_is_rebuilt_under_it_with_its_weights(builder, replicas):
+    outside = builder()
+    generator = np.random.default_rng(5)
+    outside.set_weights([generator.normal(size=value.shape) for value in outside.get_weights()])
+    trainer = trainer_of(outside, strategy="mirrored" if replicas > 1 else "one_device", devices=replicas)
+    assert trainer.model is not outside
+    assert type(trainer.model) is type(outside)
+    for theirs, ours in zip(outside.weights, trainer.model.weights, strict=True):
+        assert trainer.strategy.extended.variable_created_in_scope(ours.value)
+        copies = trainer.strategy.experimental_local_results(ours.value)
+        assert len(copies) == replicas
+        for copy in copies:
+            np.testing.assert_array_equal(copy.numpy(), theirs.numpy(), err_msg=ours.path)
+
+
+def test_a_model_built_under_the_strategy_is_taken_as_it_is():
+    layout = tfpar.start(ExperimentConfig.from_flat_dict({"strategy": "mirrored", "devices": 2}))
+    with layout.strategy.scope():
+        inside = model()
+    assert trainer_of(inside, layout=layout, strategy="mirrored", devices=2).model is inside
+
+
+@pytest.mark.parametrize(
+    ("builder", "message"),
+    [
+        (lambda: keras.Sequential([keras.layers.Dense(3)]), "it must return a built Keras model"),
+        (lambda: "convnet", "it must return a built Keras model"),
+        (keras.Sequential([keras.layers.Dense(3)]), "the model has no weights yet"),
+        (subclassed, None),
+    ],
+)
+def test_models_that_cannot_be_used(builder, message):
+    if message is None:  # a model without a configuration, built outside
+        builder, message = builder(), r"cannot be rebuilt under it \(no configuration\).*Trainer\(lambda"
+    with pytest.raises(ConfigError, match=message):
+        trainer_of(builder)
+
+
+# Optimizers
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        (lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()), "precision='mixed_float16'"),
+        (lambda: keras.optimizers.SGD(loss_scale_factor=8.0), r"loss_scale_factor=8\.0"),
+        (lambda: keras.optimizers.Adam(gradient_accumulation_steps=4), r"--accumulate_steps=4"),
+        (lambda: "adamm", r"--optimizer='adamm' is not known\. Did you mean 'adam'"),
+        (lambda: tf.keras.optimizers.legacy.SGD if hasattr(tf.keras.optimizers, "legacy") else object(), "optimizer"),
+    ],
+)
+def test_optimizers_that_are_refused(optimizer, message):
+    with pytest.raises(ConfigError, match=message):
+        trainer_of(optimizer=optimizer())
+
+
+def linear() -> keras.Model:
+    return keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")])
+
+
+def descend(rates: list[float]) -> np.ndarray:
+    """Weights of `linear` after full-batch gradient descent on its data, in NumPy."""
+    x, y = line()
+    weight = np.ones((2, 1))
+    for rate in rates:
+        weight = weight - rate * 2 * x.T @ (x @ weight - y) / len(x)
+    return weight
+
+
+def line() -> tuple[np.ndarray, np.ndarray]:
+    generator = np.random.default_rng(3)
+    return generator.normal(size=(BATCH, 2)).astype(np.float32), generator.normal(size=(BATCH, 1)).astype(np.float32)
+
+
+def squared_error(y, outputs):
+    return tf.square(outputs - y)
+
+
+def fit_line(optimizer, steps: int, **options) -> np.ndarray:
+    trainer = tfpar.Trainer(
+        linear, optimizer, squared_error, strategy="one_device", global_batch_size=BATCH, jit_compile=False, **options
+    )
+    trainer.fit(inputs.from_arrays(*line()), steps=steps)
+    return trainer.model.get_weights()[0]
+
+
+def test_an_optimizer_object_keeps_its_own_schedule():
+    decay = keras.optimizers.schedules.ExponentialDecay(0.1, decay_steps=2, decay_rate=0.5)
+    expected = descend([0.1 * 0.5 ** (step / 2) for step in range(6)])
+    np.testing.assert_allclose(fit_line(keras.optimizers.SGD(decay), 6), expected, rtol=1e-5)
+
+
+def test_an_optimizer_object_keeps_its_own_learning_rate():
+    np.testing.assert_allclose(fit_line(keras.optimizers.SGD(0.07), 5), descend([0.07] * 5), rtol=1e-5)
+
+
+def test_a_schedule_that_is_asked_for_takes_the_place_of_the_optimizers_rate():
+    found = fit_line(keras.optimizers.SGD(0.9), 4, schedule="constant", learning_rate=0.02)
+    np.testing.assert_allclose(found, descend([0.02] * 4), rtol=1e-5)
+
+
+def test_an_optimizer_by_name_follows_the_options():
+    options = {"schedule": "step", "schedule_args": "milestones=[2],factor=0.5", "learning_rate": 0.1}
+    found = fit_line("sgd", 4, optimizer_args="momentum=0", **options)
+    np.testing.assert_allclose(found, descend([0.1, 0.1, 0.05, 0.05]), rtol=1e-5)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_an_optimizer_made_outside_gets_its_slots_under_the_strategy(replicas):
+    given = keras.optimizers.AdamW(0.01, weight_decay=0.1, beta_1=0.7)
+    given.exclude_from_weight_decay(var_names=["bias"])
+    trainer = trainer_of(optimizer=given, strategy="mirrored" if replicas > 1 else "one_device", devices=replicas)
+    ours = trainer.optimizer
+    assert ours.get_config() == given.get_config()
+    kernel, bias = trainer.model.trainable_variables[:2]
+    assert ours._use_weight_decay(kernel)
+    assert not ours._use_weight_decay(bias)
+    for variable in ours.variables:
+        assert len(trainer.strategy.experimental_local_results(variable.value)) == replicas
+
+
+# What does not fit together
+
+
+def test_a_missing_loss_is_named():
+    with pytest.raises(ConfigError, match="loss is missing: give a Keras loss"):
+        trainer_of(loss=None)
+
+
+@pytest.mark.parametrize(("precision", "found"), [("mixed_bfloat16", "float32"), ("float32", "bfloat16")])
+def test_a_model_of_another_precision_is_refused(precision, found):
+    built = model(dtype=keras.DTypePolicy("mixed_bfloat16" if found == "bfloat16" else "float32"))
+    plain = keras.Sequential([layer for layer in built.layers if isinstance(layer, keras.layers.Dense)][:1])
+    plain.build((None, 6))
+    with pytest.raises(ConfigError, match=rf"--precision={precision}: the model was built to compute in {found}"):
+        trainer_of(plain, precision=precision)
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments"),
+    [
+        ({}, {"steps": 3, "epochs": 1.0}),
+        ({}, {}),
+        ({}, {"steps": 0}),
+        ({}, {"epochs": 0.0}),
+        ({}, {"epochs": 0.01}),  # less than one update
+    ],
+)
+def test_steps_or_epochs_one_of_them(options, arguments):
+    trainer = trainer_of(**options)
+    with pytest.raises(ConfigError, match=r"--steps.*--epochs"):
+        trainer.fit(source(), **arguments)
+
+
+def test_steps_and_epochs_in_the_options_contradict():
+    with pytest.raises(ConfigError, match="--steps=3 and --epochs=2"):
+        trainer_of(steps=3, epochs=2.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments", "steps"),
+    [
+        ({"steps": 7}, {}, 7),
+        ({"epochs": 1.0}, {}, EXAMPLES // BATCH),
+        ({}, {"epochs": 1.5}, round(1.5 * EXAMPLES / BATCH)),
+        ({"epochs": 4.0}, {"steps": 2}, 2),
+        ({"steps": 9}, {"epochs": 0.2}, 1),
+    ],
+)
+def test_how_long_it_trains(options, arguments, steps):
+    summary = trainer_of(**options).fit(source(), **arguments)
+    assert summary["steps"] == steps
+
+
+def test_an_unknown_option_is_refused_with_suggestions():
+    with pytest.raises(ConfigError, match="Did you mean 'clip_norm'"):
+        trainer_of(clipnorm=1.0)
+
+
+def test_a_data_set_without_examples_is_refused():
+    empty = source(1)
+    empty = inputs.Source(info=tfpar_replace(empty.info, num_examples=0), read=empty.read)
+    with pytest.raises(ConfigError, match="the train split is empty"):
+        trainer_of().fit(empty, steps=1)
+
+
+def tfpar_replace(info, **changes):
+    import dataclasses
+
+    return dataclasses.replace(info, **changes)
+
+
+# A run that is stopped and goes on
+
+RESUMED = {
+    "plateau": {
+        "optimizer": "sgd",
+        "schedule": "plateau",
+        # Every evaluation is bad: the rate is halved at updates 2, 4, 6, ... with pauses that must survive the stop.
+        "schedule_args": "factor=0.5,patience=1,min_delta=100,cooldown=1",
+        "warmup_steps": 3,
+        "learning_rate": 0.2,
+    },
+    "loss scale": {
+        "optimizer": "adamw",
+        "schedule": "cosine",
+        "precision": "mixed_float16",
+        "initial_loss_scale": 2.0**22,  # overflows at first
+        "loss_scale_growth_steps": 3,
+    },
+    "moving averages": {"optimizer": "adam", "schedule": "one_cycle", "ema": 0.8, "accumulate_steps": 2},
+    "mirrored": {"optimizer": "lamb", "schedule": "cosine", "strategy": "mirrored", "devices": 3},
+}
+TOTAL = 14
+
+
+@pytest.mark.parametrize("options", RESUMED.values(), ids=RESUMED)
+def test_stopped_and_resumed_gives_the_bits_of_a_run_that_was_not(tmp_path, capsys, options):
+    def run(workdir: pathlib.Path, **more) -> tuple[tfpar.Trainer, dict]:
+        trainer = trainer_of(workdir=str(workdir), eval_every=2, **options, **more)
+        return trainer, trainer.fit(source(), steps=TOTAL, validation=source(11, 9))
+
+    whole, summary = run(tmp_path / "whole")
+    # 5 an epoch: stops after 7, in the second epoch, between evaluations; then after 11; then not at all.
+    for steps, said in ((7, "stopped after step 7 of 14"), (4, "stopped after step 11 of 14")):
+        _, stopped = run(tmp_path / "parts", stop_after=steps)
+        assert said in capsys.readouterr().out
+        assert stopped["steps"] < TOTAL
+        assert not (tmp_path / "parts" / "summary.json").exists()
+    parts, resumed = run(tmp_path / "parts")
+    assert "resumed from step 11 (epoch 2.20)" in capsys.readouterr().out
+
+    assert_same_bits(everything(whole), everything(parts))
+    for name in ("steps", "eval", "params_sha256", "skipped_steps"):
+        assert resumed[name] == summary[name], name
+    last = [checkpoints.Checkpointer(tmp_path / name).latest() for name in ("whole", "parts")]
+    assert last[0].step == last[1].step == TOTAL
+    assert last[0].run == last[1].run
+
+
+def test_what_resuming_must_keep_did_move(tmp_path):
+    """Else the comparison above would compare constants."""
+    for name in ("plateau", "loss scale", "moving averages"):
+        trainer = trainer_of(workdir=str(tmp_path / name), eval_every=2, **RESUMED[name])
+        summary = trainer.fit(source(), steps=TOTAL, validation=source(11, 9))
+        run = checkpoints.Checkpointer(tmp_path / name).latest().run
+        if name == "plateau":
+            assert run["plateau"]["multiplier"] == 0.5**3
+        elif name == "loss scale":
+            assert summary["skipped_steps"] > 0
+            assert run["loss_scale"]["scale"] not in (1.0, 2.0**22)
+            assert run["loss_scale"]["good_steps"] > 0
+        else:
+            averages = trainer.evaluated_weights()
+            for average, own in zip(averages, trainer.model.trainable_variables, strict=True):
+                assert np.abs(average.numpy() - own.numpy()).max() > 1e-5, own.path
+
+
+def test_resuming_does_not_depend_on_how_often_checkpoints_were_written(tmp_path):
+    def run(name: str, **more) -> tfpar.Trainer:
+        trainer = trainer_of(workdir=str(tmp_path / name), **more)
+        trainer.fit(source(), steps=9)
+        return trainer
+
+    whole = run("whole", checkpoint_every=4)
+    run("parts", checkpoint_every=3, stop_after=4, steps_per_loop=2)
+    assert checkpoints.Checkpointer(tmp_path / "parts").steps() == [3, 4]
+    assert_same_bits(everything(whole), everything(run("parts", checkpoint_every=5)))
+
+
+def test_a_longer_run_goes_on_from_a_finished_one(tmp_path, capsys):
+    options = {"schedule": "constant", "optimizer": "adam"}
+    whole = trainer_of(**options)
+    whole.fit(source(), steps=9)
+    trainer_of(workdir=str(tmp_path), **options).fit(source(), steps=4)
+    longer = trainer_of(workdir=str(tmp_path), **options)
+    longer.fit(source(), steps=9)
+    assert "resumed from step 4" in capsys.readouterr().out
+    assert summary_of(tmp_path)["steps"] == 9
+    assert_same_bits(everything(whole), everything(longer))
+
+
+def test_other_data_in_the_same_workdir_is_refused(tmp_path):
+    trainer_of(workdir=str(tmp_path)).fit(source(), steps=2)
+    before = {
+        path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file() and "tfevents" not in path.name
+    }
+    with pytest.raises(ConfigError, match=r"--dataset=.*the data set is not the one the run in .* was trained on"):
+        trainer_of(workdir=str(tmp_path)).fit(source(EXAMPLES + 1), steps=4)
+    after = {path: path.stat().st_mtime_ns for path in before}
+    assert after == before
+
+
+def test_another_configuration_in_the_same_workdir_is_refused(tmp_path):
+    trainer_of(workdir=str(tmp_path), clip_norm=1.0).fit(source(), steps=2)
+    with pytest.raises(ConfigError, match=r"--clip_norm: 1\.0 -> 2\.0"):
+        trainer_of(workdir=str(tmp_path), clip_norm=2.0)
+
+
+def test_another_model_in_the_same_workdir_is_refused(tmp_path):
+    trainer_of(workdir=str(tmp_path)).fit(source(), steps=2)
+
+    def wider() -> keras.Model:
+        return keras.Sequential([keras.Input((6,)), keras.layers.Dense(CLASSES, name="other")], name="net")
+
+    trainer = trainer_of(wider, workdir=str(tmp_path))
+    before = everything(trainer)
+    with pytest.raises(ConfigError, match=r"missing model/net/other/kernel.*unexpected model/net/"):
+        trainer.fit(source(), steps=4)
+    assert_same_bits(before, everything(trainer))
+
+
+def test_a_model_that_keras_names_anew_resumes_too(tmp_path, capsys):
+    """Keras calls unnamed models sequential, sequential_1, ...: a second one in a process is still the same model."""
+
+    def unnamed() -> keras.Model:
+        return keras.Sequential([keras.Input((6,)), keras.layers.Dense(CLASSES)])
+
+    options = {"workdir": str(tmp_path), "schedule": "constant", "steps": 6}
+    trainer_of(unnamed, stop_after=2, **options).fit(source())
+    resumed = trainer_of(unnamed, **options)
+    resumed.fit(source())
+    assert "resumed from step 2" in capsys.readouterr().out
+    whole = trainer_of(unnamed, schedule="constant")
+    whole.fit(source(), steps=6)
+    for one, other in zip(whole.model.get_weights(), resumed.model.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+# Several fits in one process
+
+
+def test_two_fits_of_one_trainer_without_a_workdir_train_on():
+    trainer = trainer_of(schedule="constant", optimizer="sgd")
+    first = trainer.fit(source(), steps=30, validation=source())
+    middle = everything(trainer)
+    second = trainer.fit(source(), steps=30, validation=source())
+    assert first["steps"] == second["steps"] == 30
+    assert second["eval"]["loss"] < first["eval"]["loss"]
+    assert everything(trainer)["optimizer/SGD/iteration"] == 60
+    assert any(not np.array_equal(middle[name], value) for name, value in everything(trainer).items())
+
+
+def test_two_fits_of_one_trainer_with_a_workdir_are_one_run(tmp_path, capsys):
+    options = {"schedule": "constant", "optimizer": "adam"}
+    whole = trainer_of(**options)
+    whole.fit(source(), steps=7)
+    trainer = trainer_of(workdir=str(tmp_path), **options)
+    trainer.fit(source(), steps=3)
+    trainer.fit(source(), steps=7)
+    assert "resumed from step 3" in capsys.readouterr().out
+    assert_same_bits(everything(whole), everything(trainer))
+
+
+def test_two_trainers_do_not_share_anything():
+    first = trainer_of()
+    first.fit(source(), steps=3)
+    kept = everything(first)
+    trainer_of(strategy="mirrored", devices=2).fit(source(), steps=3)
+    assert_same_bits(kept, everything(first))
+    assert math.isfinite(first.evaluate(source())["loss"])
+
+
+TIMES = {"examples_per_second", "step_ms_p50", "step_ms_p95", "input_wait_fraction", "mfu"}
+
+
+def test_a_finished_run_says_so_and_writes_the_same_summary(tmp_path, capsys):
+    def run() -> dict:
+        trainer = trainer_of(workdir=str(tmp_path), eval_every=2, ema=0.5)
+        return trainer.fit(source(), steps=5, validation=source(11, 9))
+
+    first = run()
+    assert summary_of(tmp_path) == first
+    saved = keras.saving.load_model(tmp_path / "model.keras").get_weights()
+    (tmp_path / "summary.json").unlink()
+    (tmp_path / "model.keras").unlink()
+    capsys.readouterr()
+    again = run()
+    said = capsys.readouterr().out
+    assert "finished" in said
+    assert "5" in said
+    assert summary_of(tmp_path) == again
+    for name in first:
+        if name not in TIMES:
+            assert again[name] == first[name], name
+    for one, other in zip(saved, keras.saving.load_model(tmp_path / "model.keras").get_weights(), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_metrics_that_are_no_sum_and_strategies_of_others_are_refused():
+    class Largest(keras.metrics.Metric):
+        def __init__(self):
+            super().__init__(name="largest")
+            self.value = self.add_variable((), keras.initializers.Constant(-1e9))
+
+        def update_state(self, y, outputs, sample_weight=None):
+            self.value.assign(keras.ops.maximum(self.value, keras.ops.max(outputs)))
+
+        def result(self):
+            return self.value
+
+    with pytest.raises(ConfigError, match="largest"):
+        tfpar.Trainer(model, loss=SPARSE, metrics=[Largest()], strategy="one_device")
+    assert strategy_of(1) is not None
