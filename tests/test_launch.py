@@ -195,8 +195,8 @@ class Tty:
         pid, self.master = pty.fork()
         if pid == 0:  # pragma: no cover - the child
             os.chdir(ROOT)
+            fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
             os.execve(command[0], command, {**environ, "TERM": "xterm"})
-        fcntl.ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
         self.data = b""
         with contextlib.suppress(OSError):  # how the end reads on Linux
             while select.select([self.master], [], [], 30)[0] and (piece := os.read(self.master, 4096)):

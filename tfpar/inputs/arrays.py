@@ -52,4 +52,4 @@ def from_arrays(
     def read(indices: tf.Tensor) -> Batch:
         return tf.gather(held_x, indices), tf.gather(held_y, indices)
 
-    return Source(info=info, read=read)
+    return Source(info=info, read=read, kept_bytes=kept_x.nbytes + kept_y.nbytes)

@@ -190,7 +190,9 @@ def host_constant(value: np.ndarray) -> tf.Tensor:
 
 def check_labels(info: SourceInfo, labels: np.ndarray) -> None:
     """Raises ConfigError if a label is outside `[0, num_classes)`; names the first such example."""
-    wrong = np.flatnonzero(((labels < 0) | (labels >= info.num_classes)).reshape(len(labels), -1).any(axis=1))
+    wrong = np.flatnonzero(
+        ((labels < 0) | (labels >= info.num_classes)).reshape(len(labels), -1 if labels.size else 0).any(axis=1)
+    )
     if len(wrong):
         raise ConfigError(
             f"--dataset={info.name}: label {np.asarray(labels[wrong[0]]).tolist()} of {info.split} example {wrong[0]} "

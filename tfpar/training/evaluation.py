@@ -37,7 +37,7 @@ class Evaluation:
         self._core = core
         self._strategy = strategy
         self._workers = workers
-        self._weights = list(weights)
+        self.weights = list(weights)
         on_tpu = isinstance(strategy, tf.distribute.TPUStrategy)
         compile_here = jit_compile and not on_tpu
         self._sums = (
@@ -74,7 +74,7 @@ class Evaluation:
 
     def _replica_sums(self, batch: Any) -> tf.Tensor:
         state = replica.read(self._core.model.non_trainable_variables)
-        return self._sums(replica.read(self._weights), state, batch)
+        return self._sums(replica.read(self.weights), state, batch)
 
     def _batch_sums(self, params: list[tf.Tensor], state: list[tf.Tensor], batch: Any) -> tf.Tensor:
         sums = self._core.evaluate(params, state, batch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -236,7 +237,7 @@ class Monitor:
         if self._log_every:
             ends = [step - first for step in range(first + 1, last_step + 1) if step % self._log_every == 0]
         else:
-            now = float(tf.timestamp())
+            now = time.monotonic()
             due = self._last_point is None or now - self._last_point >= _POINT_SECONDS or last_step >= self._total_steps
             ends = [len(losses)] if due else []
             self._last_point = now if due else self._last_point

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -123,13 +124,14 @@ class Trainer:
           `loss`, `examples`, and one entry per metric.
         """
         pipeline = self.pipeline(source, training=False)
-        if self._evaluation is None:
+        weights = self.evaluated_weights()
+        if self._evaluation is None or not all(map(operator.is_, self._evaluation.weights, weights)):
             self._evaluation = Evaluation(
                 self.core,
                 self.strategy,
                 workers=self.plan.workers,
                 jit_compile=self.jit_compile,
-                weights=self.evaluated_weights(),
+                weights=weights,
             )
         return self._evaluation.run(iter(self.distribute(pipeline)), pipeline.updates_per_epoch)
 
@@ -178,7 +180,7 @@ class Trainer:
         """The trainable weights that evaluation and export use: their moving averages where `--ema` keeps them."""
         averages = optimizers.ema_variables(self.optimizer)
         own = self.model.trainable_variables
-        if averages is None:
+        if averages is None or int(self.optimizer.iterations) == 0:  # before the first update there is no average
             return list(own)
         return [average if average is not None else weight for average, weight in zip(averages, own, strict=True)]
 
