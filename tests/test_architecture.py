@@ -1,0 +1,178 @@
+"""The shape of the code base: who may import whom, how long a file may be, what importing it costs."""
+
+from __future__ import annotations
+
+import ast
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+from importlinter import api, configuration
+from importlinter.application import use_cases
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+MODULE_LINES = 450
+SCRIPT_LINES = 150
+
+
+@pytest.fixture(autouse=True)
+def _fresh_keras_state() -> None:
+    """Replaces the one of conftest.py: there is no Keras in these tests, and resetting it takes longer than most."""
+
+
+def modules(*packages: str) -> list[pathlib.Path]:
+    found = sorted(path for package in packages for path in (ROOT / package).rglob("*.py"))
+    assert found
+    return found
+
+
+def relative(path: pathlib.Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+# Imports
+
+
+@pytest.fixture
+def lint(monkeypatch, capsys):
+    """import-linter in this process on a configuration; returns whether it holds, and what was said."""
+    configuration.configure()
+
+    def run(config: pathlib.Path) -> tuple[bool, str]:
+        monkeypatch.syspath_prepend(str(ROOT))
+        # One call below `importlinter.cli.lint_imports`, which would replace this process' logging configuration.
+        holds = use_cases.lint_imports(config_filename=str(config), cache_dir=None, no_logo=True)
+        return holds, capsys.readouterr().out
+
+    return run
+
+
+def contracts() -> list[dict]:
+    return api.read_configuration(str(ROOT / "pyproject.toml"))["contracts_options"]
+
+
+def test_the_import_contracts_hold(lint):
+    holds, said = lint(ROOT / "pyproject.toml")
+    assert holds, said
+    assert said.count("KEPT") == len(contracts()) >= 2
+
+
+def test_a_broken_contract_would_be_noticed(lint, tmp_path):
+    """The same tool on a rule that the code base breaks: training does use models."""
+    config = tmp_path / "pyproject.toml"
+    config.write_text(
+        '[tool.importlinter]\nroot_packages = ["tfpar"]\n\n[[tool.importlinter.contracts]]\nname = "upside down"\n'
+        'type = "layers"\nlayers = ["tfpar.models", "tfpar.training"]\n'
+    )
+    holds, said = lint(config)
+    assert not holds
+    assert "tfpar.training is not allowed to import tfpar.models" in said
+
+
+def test_every_module_of_tfpar_has_a_layer():
+    """A module that no layer names may import, and be imported by, anything."""
+    layers = contracts()[0]["layers"]
+    named = {name.strip() for layer in layers for name in layer.split("|")}
+    rooms = {f"tfpar.{path.stem}" for path in (ROOT / "tfpar").glob("*.py") if path.stem != "__init__"}
+    rooms |= {f"tfpar.{path.parent.name}" for path in (ROOT / "tfpar").glob("*/__init__.py")}
+    assert rooms | {"tfpar_ops", "experiments"} == named
+
+
+# Size and form
+
+
+@pytest.mark.parametrize(
+    ("path", "limit"),
+    [
+        *[pytest.param(path, MODULE_LINES, id=relative(path)) for path in modules("tfpar", "tfpar_ops")],
+        *[pytest.param(path, SCRIPT_LINES, id=relative(path)) for path in sorted((ROOT / "experiments").glob("*.py"))],
+    ],
+)
+def test_no_module_is_longer_than_one_room(path, limit):
+    assert len(path.read_text().splitlines()) <= limit
+
+
+@pytest.mark.parametrize(
+    "path", [pytest.param(path, id=relative(path)) for path in modules("tfpar", "tfpar_ops", "experiments")]
+)
+def test_public_functions_and_classes_are_documented(path):
+    tree = ast.parse(path.read_text())
+    body = [node for node in tree.body if not isinstance(node, ast.Expr)]
+    if not body:
+        return  # a package's empty __init__.py
+    missing = [] if ast.get_docstring(tree) else ["the module"]
+    definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    for node in tree.body:
+        if isinstance(node, definitions) and not node.name.startswith("_") and not ast.get_docstring(node):
+            missing.append(node.name)
+    missing = [name for name in missing if name != "main"]  # a script's main is described by the script
+    assert not missing, f"{relative(path)}: no docstring on {', '.join(missing)}"
+
+
+def test_every_recipe_is_read_by_a_script():
+    """Each flagfile in experiments/recipes parses with the flags of the configuration."""
+    from tfpar import flags
+
+    from absl import flags as absl_flags
+
+    recipes = sorted((ROOT / "experiments" / "recipes").glob("*.flags"))
+    assert recipes
+    for recipe in recipes:
+        found = absl_flags.FlagValues()
+        absl_flags.DEFINE_string("flagfile", "", "", flag_values=found)
+        flags.define(flag_values=found)
+        found(["program", f"--flagfile={recipe}"])
+        config = flags.experiment_config(found)
+        assert config.train.steps or config.train.epochs, recipe.name
+
+
+# What importing costs
+
+
+def loaded_after(*command: str) -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import tfpar",
+        "import tfpar; tfpar.ConfigError, tfpar.ExperimentConfig()",
+        "import tfpar.config",
+        "import tfpar.flags; tfpar.flags.define()",
+        "import tfpar.launch",
+        "import tfpar.cluster; tfpar.cluster.detect({})",
+    ],
+)
+def test_what_needs_no_tensorflow_does_not_import_it(code):
+    heavy = "{'tensorflow', 'keras', 'tensorflow_datasets', 'numpy'}"
+    result = loaded_after("-c", f"import sys; {code}; print(sorted({heavy} & sys.modules.keys()))")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "[]\n"
+
+
+def test_the_launchers_help_does_not_import_tensorflow():
+    """Python's own record of imports, of the command as a person types it."""
+    result = loaded_after("-X", "importtime", "-m", "tfpar.launch", "--help")
+    assert result.returncode == 0, result.stderr
+    assert "--workers" in result.stdout
+    imported = {
+        line.rpartition("|")[2].strip() for line in result.stderr.splitlines() if line.startswith("import time")
+    }
+    assert "tfpar.launch" in imported or "tfpar.processes" in imported
+    assert not {name for name in imported if name.partition(".")[0] in ("tensorflow", "keras", "tensorflow_datasets")}
+
+
+def test_public_names_exist_and_are_all_there_are():
+    import tfpar
+
+    assert sorted(tfpar.__all__) == tfpar.__all__
+    for name in tfpar.__all__:
+        assert getattr(tfpar, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'Trainr'"):
+        tfpar.Trainr  # noqa: B018
