@@ -42,7 +42,11 @@ class Actors:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.environ = {
-            **{name: value for name, value in os.environ.items() if name not in ("TF_CONFIG", "NO_COLOR")},
+            **{
+                name: value
+                for name, value in os.environ.items()
+                if name not in ("TF_CONFIG", "NO_COLOR", "COLUMNS", "LINES")
+            },
             "ACTOR_DIR": str(folder),
             "PYTHONPATH": str(ROOT),
         }

@@ -22,30 +22,29 @@ def task_spec(source: inputs.Source) -> models.TaskSpec:
     )
 
 
-def load_model(path: str, spec: models.TaskSpec | None = None) -> keras.Model:
+def load_model(path: str, spec: models.TaskSpec | None = None, *, flag: str = "--model_file") -> keras.Model:
     """Loads a `.keras` file in Keras' safe mode: nothing in it is executed.
 
     Args:
       path: The file.
       spec: If given, the model's inputs and outputs are checked against it.
+      flag: The flag that named the file, for errors.
 
     Raises:
       ConfigError: No such file, not a `.keras` file, or a model for other examples.
     """
     if not pathlib.Path(path).is_file() or not zipfile.is_zipfile(path):
-        raise ConfigError(
-            f"--model_file={path} is not a .keras file. A finished run leaves one as WORKDIR/model.keras."
-        )
+        raise ConfigError(f"{flag}={path} is not a .keras file. A finished run leaves one as WORKDIR/model.keras.")
     try:
         model = keras.saving.load_model(path, compile=False, safe_mode=True)
     except (ValueError, TypeError, KeyError, OSError) as error:
-        raise ConfigError(f"--model_file={path} cannot be loaded: {error}") from error
+        raise ConfigError(f"{flag}={path} cannot be loaded: {error}") from error
     if spec is not None:
         shape = tuple(model.inputs[0].shape[1:])
         classes = model.outputs[0].shape[-1]
         if shape != spec.input_shape or classes != spec.num_classes:
             raise ConfigError(
-                f"--model_file={path} takes inputs {shape} and gives {classes} outputs; the data set has inputs "
+                f"{flag}={path} takes inputs {shape} and gives {classes} outputs; the data set has inputs "
                 f"{spec.input_shape} and {spec.num_classes} classes. Give the --dataset it was trained on."
             )
     return model

@@ -10,6 +10,7 @@ from typing import Any
 
 from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.training import checkpoints
+from tfpar.training.model_files import load_model
 
 import keras
 import numpy as np
@@ -65,8 +66,8 @@ def check_data(run: Mapping[str, Any], fingerprint: str, config: ExperimentConfi
 def warm_start(model: keras.Model, source: str, say: Callable[[str], None]) -> None:
     """Copies the weights that fit from another run, a checkpoint directory or a `.keras` file.
 
-    Weights are matched by path and, where no path matches (a `.keras` file of a model with other layer names), by
-    position; a weight of another shape, such as a head for other classes, keeps its initial value and is named.
+    Weights are matched by path; where no path matches, by path without the model's name (`sequential_1/...`), or else
+    by position. A weight of another shape, such as a head for other classes, keeps its initial value and is named.
 
     Args:
       model: A built model.
@@ -76,13 +77,13 @@ def warm_start(model: keras.Model, source: str, say: Callable[[str], None]) -> N
     Raises:
       ConfigError: Nothing there, or nothing that fits.
     """
-    values = _weights_of(source)
+    saved = values = _weights_of(source)
     own = {variable.path: variable for variable in model.weights}
-    if not set(values) & set(own) and len(values) == len(own):
-        values = dict(zip(own, values.values(), strict=True))
+    if not set(values) & set(own):
+        values = _renamed(values, list(own))
     fitting = {path for path in own if path in values and values[path].shape == tuple(own[path].shape)}
     if not fitting:
-        raise ConfigError(f"--warm_start={source}: none of its {len(values)} weights fits the model's {len(own)}.")
+        raise ConfigError(f"--warm_start={source}: none of its {len(saved)} weights fits the model's {len(own)}.")
     for path in fitting:
         own[path].assign(values[path])
     kept = sorted(set(own) - fitting)
@@ -92,15 +93,25 @@ def warm_start(model: keras.Model, source: str, say: Callable[[str], None]) -> N
     )
 
 
+def _renamed(values: dict[str, np.ndarray], paths: list[str]) -> dict[str, np.ndarray]:
+    """The values under the paths of a model of another name."""
+    inner = {path.partition("/")[2]: value for path, value in values.items()}
+    renamed = {path: inner[path.partition("/")[2]] for path in paths if path.partition("/")[2] in inner}
+    if renamed or len(values) != len(paths):
+        return renamed
+    return dict(zip(paths, values.values(), strict=True))
+
+
 def _weights_of(source: str) -> dict[str, np.ndarray]:
     path = pathlib.Path(source)
     if path.is_file() and path.suffix == ".keras":
-        loaded = keras.saving.load_model(path, compile=False, safe_mode=True)
+        loaded = load_model(source, flag="--warm_start")
         return {variable.path: variable.numpy() for variable in loaded.weights}
-    if (path / "manifest.json").is_file():
-        checkpoint: checkpoints.Checkpoint | None = checkpoints.read(path)
-    else:
-        checkpoint = checkpoints.find(path)
+    try:
+        is_checkpoint = (path / "manifest.json").is_file()
+        checkpoint = checkpoints.read(path) if is_checkpoint else checkpoints.find(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--warm_start={source} is damaged ({error}). Name an older checkpoint directory.") from error
     if checkpoint is None:
         raise ConfigError(
             f"--warm_start={source}: no checkpoint and no .keras file there. Give a run's workdir, one of its "

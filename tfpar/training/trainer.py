@@ -180,7 +180,9 @@ class Trainer:
         """The trainable weights that evaluation and export use: their moving averages where `--ema` keeps them."""
         averages = optimizers.ema_variables(self.optimizer)
         own = self.model.trainable_variables
-        if averages is None or int(self.optimizer.iterations) == 0:  # before the first update there is no average
+        if (
+            averages is None or int(self.optimizer.iterations.numpy()) == 0
+        ):  # before the first update there is no average
             return list(own)
         return [average if average is not None else weight for average, weight in zip(averages, own, strict=True)]
 
