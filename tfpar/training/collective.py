@@ -55,7 +55,8 @@ class Agreement:
         """Whether all workers hold the same integers (each below 2^26 in magnitude)."""
         if self._workers == 1:
             return True
-        mine = np.asarray(numbers, np.float64)
+        mine = np.asarray(numbers, np.int64)
         # Values v with sum S and sum of squares Q are all equal exactly when N Q = S^2 (Cauchy-Schwarz).
-        sums, squares = np.split(self._sum(tf.constant(np.concatenate([mine, mine**2]))).numpy(), 2)
-        return bool(np.all(self._workers * squares == sums**2))
+        total = self._sum(tf.constant(np.concatenate([mine, mine**2]))).numpy().tolist()
+        sums, squares = total[: len(mine)], total[len(mine) :]
+        return all(self._workers * q == s * s for s, q in zip(sums, squares, strict=True))
