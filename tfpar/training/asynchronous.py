@@ -65,7 +65,7 @@ class AsynchronousRun:
         self.monitor = report.build_monitor(trainer, self.total)
         self.steps_done = 0
         self.skipped = 0
-        self.train_loss = float("nan")
+        self.train_loss: float | None = None
         self.results: dict[str, float] = {}
         self.checkpointer = (
             checkpoints.Checkpointer(
@@ -247,6 +247,7 @@ class AsynchronousRun:
                 exchange={},
                 run={
                     "seed": self.config.train.seed,
+                    "variables": list(self.trainer.variables()),
                     "input": {"update": self.steps_done, "fingerprint": self.train.info.fingerprint},
                     "best": self._best,
                     "skipped": self.skipped,
@@ -263,7 +264,7 @@ class AsynchronousRun:
                 run_state.warm_start(self.trainer.model, self.config.checkpoint.warm_start, self.monitor.message)
             return
         run_state.check_data(checkpoint.run, self.train.info.fingerprint, self.config)
-        run_state.restore(self.trainer.variables(), checkpoint.arrays)
+        run_state.restore(self.trainer.variables(), checkpoint.arrays, checkpoint.run["variables"])
         self.steps_done, self.skipped = checkpoint.step, checkpoint.run["skipped"]
         self._best = checkpoint.run["best"]
         self.monitor.message(f"resumed from update {checkpoint.step} of {self.config.checkpoint.workdir}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import os
 import pathlib
 from typing import TYPE_CHECKING, Any, Protocol
@@ -29,12 +30,14 @@ class Run(Protocol):
     monitor: Monitor
     pipeline: inputs.Pipeline
     train: inputs.Source
-    train_loss: float
     results: dict[str, float]
     total: int
 
     @property
     def steps_done(self) -> int: ...
+
+    @property
+    def train_loss(self) -> float | None: ...
 
     @property
     def skipped(self) -> int: ...
@@ -190,10 +193,17 @@ def write_results(run: Run, content: dict[str, Any]) -> None:
         path.mkdir(parents=True, exist_ok=True)
         save_model(trainer, path / "model.keras")
         temporary = path / ".summary.json"
-        temporary.write_text(json.dumps(content, indent=2) + "\n")
+        temporary.write_text(json.dumps(_finite(content), indent=2) + "\n")
         os.replace(temporary, path / "summary.json")
     run.monitor.finish(content)
     run.monitor.message(closing_table(content, workdir))
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they become null."""
+    if isinstance(value, dict):
+        return {key: _finite(part) for key, part in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def save_model(trainer: Trainer, path: pathlib.Path) -> None:
@@ -218,9 +228,21 @@ def _assign(variables: list[keras.Variable], values: list[np.ndarray]) -> None:
         variable.assign(value)
 
 
+def read_summary(workdir: str) -> dict[str, Any] | None:
+    """The `summary.json` of a workdir, or None where there is none that can be read."""
+    try:
+        return json.loads((pathlib.Path(workdir) / "summary.json").read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _number(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.4f}"
+
+
 def closing_table(content: dict[str, Any], workdir: str) -> str:
     """A short table of the results and where to look next."""
-    rows = [("steps", f"{content['steps']}"), ("train loss", f"{content['train_loss']:.4f}")]
+    rows = [("steps", f"{content['steps']}"), ("train loss", _number(content["train_loss"]))]
     rows += [(f"eval {name}", f"{value:.4f}") for name, value in content["eval"].items()]
     if content["examples_per_second"] is not None:  # a run of a few updates has no time without compilation
         rows += [

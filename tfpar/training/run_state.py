@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import pathlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -30,12 +31,22 @@ def snapshot(variables: Mapping[str, keras.Variable]) -> dict[str, np.ndarray]:
     return {name: np.array(variable.numpy(), copy=True, order="C") for name, variable in variables.items()}
 
 
-def restore(variables: Mapping[str, keras.Variable], arrays: Mapping[str, np.ndarray]) -> None:
+def restore(
+    variables: Mapping[str, keras.Variable], arrays: Mapping[str, np.ndarray], order: Sequence[str] = ()
+) -> None:
     """Assigns saved values, all or none.
+
+    Args:
+      variables: By name, in order.
+      arrays: Saved values by name.
+      order: The names in the order they were saved in. Keras counts names over a whole process (`dense`, `dense_1`),
+        so a second model of one program has others; where names differ in such counts only, the order tells.
 
     Raises:
       ConfigError: Names or shapes that do not match, listing them.
     """
+    if set(variables) != set(arrays) and [*map(_uncounted, variables)] == [*map(_uncounted, order)]:
+        arrays = {name: arrays[saved] for name, saved in zip(variables, order, strict=True)}
     problems = [f"missing {name}" for name in variables if name not in arrays]
     problems += [f"unexpected {name}" for name in arrays if name not in variables]
     problems += [
@@ -48,6 +59,10 @@ def restore(variables: Mapping[str, keras.Variable], arrays: Mapping[str, np.nda
         raise ConfigError(f"the checkpoint does not fit this model and optimizer: {shown}.")
     for name, variable in variables.items():
         variable.assign(arrays[name])
+
+
+def _uncounted(name: str) -> str:
+    return re.sub(r"_\d+", "", name)
 
 
 def check_data(run: Mapping[str, Any], fingerprint: str, config: ExperimentConfig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,8 @@ class _Position:
     step: int
     loss_scale: LossScale
     skipped: int = 0
+    loss_sum: float = 0.0  # over the applied updates since the last evaluation was due
+    loss_count: int = 0
     best: float | None = None
 
 
@@ -68,7 +71,7 @@ class SynchronousRun:
             timed=not config.train.deterministic,
         )
         self.results: dict[str, float] = {}
-        self.train_loss = float("nan")
+        self.evaluate_every = config.train.eval_every or max(1, min(self.pipeline.updates_per_epoch, self.total))
         self.evaluated_at = -1
         self.checkpointer = self._checkpointer()
         self.agreement = Agreement(trainer.strategy, self.plan.workers)
@@ -82,6 +85,11 @@ class SynchronousRun:
     def skipped(self) -> int:
         """Updates that were left out because a replica was not finite."""
         return self.position.skipped
+
+    @property
+    def train_loss(self) -> float | None:
+        """Mean loss of the updates since the last evaluation that was due, the last interval at the end."""
+        return self.position.loss_sum / self.position.loss_count if self.position.loss_count else None
 
     @property
     def failures(self) -> list[str]:
@@ -98,7 +106,13 @@ class SynchronousRun:
         trainer, config = self.trainer, self.config
         report.announce(self)
         self._resume_or_warm_start()
-        every = config.train.eval_every or max(1, min(self.pipeline.updates_per_epoch, self.total))
+        if self.position.step >= self.total and (known := report.read_summary(config.checkpoint.workdir)):
+            self.say(f"this run is finished (step {self.position.step} of {self.total}); more --steps would go on")
+            path = pathlib.Path(config.checkpoint.workdir) / "model.keras"
+            if self.plan.is_chief and not path.exists():
+                report.save_model(trainer, path)
+            return known
+        every = self.evaluate_every
         saves = config.checkpoint.checkpoint_every or every
         last = min(self.total, self.position.step + (config.train.stop_after or self.total))
         pace = Pace(config.train.steps_per_loop)
@@ -141,7 +155,10 @@ class SynchronousRun:
         position.step += updates
         position.loss_scale = result.loss_scale
         position.skipped += int(np.sum(~finite))
-        self.train_loss = float(np.mean(losses[finite])) if finite.any() else float("nan")
+        if (position.step - updates) % self.evaluate_every == 0:
+            position.loss_sum, position.loss_count = 0.0, 0
+        position.loss_sum += float(np.sum(losses[finite], dtype=np.float64))
+        position.loss_count += int(np.sum(finite))
         scalars = {
             "learning_rate": float(result.learning_rate),
             "gradient_norm": float(result.norms.gradient),
@@ -199,6 +216,7 @@ class SynchronousRun:
         position = self.position
         return {
             "seed": self.config.train.seed,
+            "variables": list(self.trainer.variables()),
             "input": {
                 "update": position.step,
                 "updates_per_epoch": self.pipeline.updates_per_epoch,
@@ -211,6 +229,7 @@ class SynchronousRun:
             },
             "plateau": self.plateau.state() if self.plateau else None,
             "best": position.best,
+            "loss": [position.loss_sum, position.loss_count],
             "skipped": position.skipped,
             "replicas": self.plan.replicas,
         }
@@ -229,13 +248,15 @@ class SynchronousRun:
             return
         run = checkpoint.run
         run_state.check_data(run, self.train.info.fingerprint, self.config)
-        run_state.restore(self.trainer.variables(), checkpoint.arrays)
+        run_state.restore(self.trainer.variables(), checkpoint.arrays, run["variables"])
         scale = run["loss_scale"]
         self.position = _Position(
             checkpoint.step,
             LossScale(tf.constant(scale["scale"], tf.float32), tf.constant(scale["good_steps"], tf.int32)),
             skipped=run["skipped"],
             best=run["best"],
+            loss_sum=run["loss"][0],
+            loss_count=run["loss"][1],
         )
         if self.plateau and run["plateau"]:
             self.plateau.restore(run["plateau"])

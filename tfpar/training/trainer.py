@@ -201,7 +201,7 @@ class Trainer:
         }
 
     def _build_optimizer(self, optimizer: Any) -> keras.optimizers.Optimizer:
-        if not isinstance(optimizer, keras.optimizers.Optimizer):
+        if optimizer is None or isinstance(optimizer, str):
             return optimizers.build(self.config.optimizer, global_batch_size=self.config.input.global_batch_size)
         optimizers.check(optimizer)
         if optimizer._distribution_strategy is self.strategy:
