@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import pathlib
 
 from tfpar.config import (
     ROOMS,
@@ -20,6 +22,7 @@ from tfpar.config import (
     unknown_name,
 )
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -149,8 +152,8 @@ def test_bounds_belong_to_the_range_and_what_lies_beyond_does_not(kind, field, b
 @pytest.mark.parametrize(
     ("kind", "field"), [pytest.param(kind, field, id=field.name) for kind, field in FIELDS if field.type == "float"]
 )
-def test_not_a_number_is_out_of_range(kind, field):
-    with pytest.raises(ConfigError, match=f"--{field.name}=nan is out of range"):
+def test_not_a_number_is_refused(kind, field):
+    with pytest.raises(ConfigError, match=f"--{field.name}=nan is not a finite number"):
         kind(**{field.name: float("nan")})
 
 
@@ -260,3 +263,31 @@ def test_a_room_of_ones_own_is_checked_the_same_way():
     assert Shape(sides=9).sides == 9
     with pytest.raises(ConfigError, match="--sides=10 is out of range: it must be at least 3 and at most 9"):
         Shape(sides=10)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "complaint"),
+    [
+        ("steps", 2.5, "not a whole number"),
+        ("steps", "8", "not a whole number"),
+        ("steps", True, "not a whole number"),
+        ("steps", math.inf, "not a whole number"),
+        ("learning_rate", "0.1", "not a finite number"),
+        ("learning_rate", math.inf, "not a finite number"),
+        ("learning_rate", math.nan, "not a finite number"),
+        ("deterministic", 1, "not true or false"),
+        ("model", None, "not a string"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_by_name(name, value, complaint):
+    with pytest.raises(ConfigError, match=rf"--{name}=.*{complaint}"):
+        ExperimentConfig.from_flat_dict({name: value})
+
+
+def test_values_that_lose_nothing_are_converted():
+    config = ExperimentConfig.from_flat_dict(
+        {"steps": np.int64(8), "learning_rate": 1, "epochs": np.float32(0.0), "workdir": pathlib.Path("runs") / "a"}
+    )
+    assert (config.train.steps, config.optimizer.learning_rate, config.checkpoint.workdir) == (8, 1.0, "runs/a")
+    assert type(config.train.steps) is int
+    assert type(config.optimizer.learning_rate) is float

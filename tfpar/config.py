@@ -13,6 +13,9 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
+import numbers
+import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -119,7 +122,8 @@ class Options:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
+            value = _typed(field, getattr(self, field.name))
+            object.__setattr__(self, field.name, value)
             choices = field.metadata.get("choices")
             if choices and value is not None and value not in choices:
                 raise unknown_name(f"--{field.name}", str(value), choices)
@@ -130,6 +134,26 @@ class Options:
                         f"{word} {bound}" for word, bound in (("at least", low), ("at most", high)) if bound is not None
                     )
                     raise ConfigError(f"--{field.name}={value} is out of range: it must be {bounds}.")
+
+
+def _typed(field: dataclasses.Field[Any], value: Any) -> Any:
+    """`value` as the type the field is annotated with, where nothing is lost by that."""
+    kinds = {"int": "a whole number", "float": "a finite number", "bool": "true or false", "str": "a string"}
+    optional = isinstance(field.type, str) and field.type.endswith(" | None")
+    kind = str(field.type).removesuffix(" | None")
+    if kind not in kinds or (value is None and optional):
+        return value
+    if kind == "str" and isinstance(value, (str, os.PathLike)):
+        return os.fspath(value)
+    if kind == "bool" and isinstance(value, bool):
+        return value
+    if kind in ("int", "float") and isinstance(value, numbers.Real) and not isinstance(value, bool):
+        number = float(value)
+        if kind == "int" and number.is_integer():
+            return math.trunc(value)
+        if kind == "float" and math.isfinite(number):
+            return number
+    raise ConfigError(f"--{field.name}={value!r} is not {kinds[kind]}.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -178,7 +178,7 @@ def test_plateau_reduces_after_patience_and_counts_anew():
 
 def test_plateau_cools_down_and_has_a_floor():
     controller = schedules.PlateauController(factor=0.1, patience=1, cooldown=2, minimum=0.05)
-    assert _multipliers(controller, [1.0] * 7) == [1.0, 0.1, 0.1, 0.05, 0.05, 0.05, 0.05]
+    assert _multipliers(controller, [1.0] * 7) == [1.0, 0.1, 0.1, 0.1, 0.05, 0.05, 0.05]
 
 
 def test_plateau_can_watch_accuracy_and_ignores_nan():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.training.harness import Steps, linear_model
 from tfpar.precision import LossScale
+from tfpar.training.step import _norm_squared, _xla_norm_squared
 
 import keras
 import numpy as np
@@ -114,17 +115,31 @@ def test_mixed_float16_trains_with_a_loss_scale():
     np.testing.assert_allclose(result.loss.numpy()[finite], expected, rtol=0.01)
 
 
-def test_the_whole_step_as_one_xla_program_gives_the_same_weights():
-    """The form it has on a TPU: reads, both halves of the step and assignments compiled together, here for the CPU."""
+def test_a_lone_replica_does_its_step_as_one_xla_program():
+    """Reads, both halves of the step and assignments compiled together, as on a TPU; here for the CPU."""
     options = {"metrics": ["mean_squared_error"], "optimizer": lambda: keras.optimizers.AdamW(0.01), "clip_norm": 1.0}
-    plain, program = Steps(1, **options), Steps(1, whole_program=True, **options)
+    compiled, plain = Steps(1, **options), Steps(1, jit_compile=False, **options)
     updates = random_updates(5)
-    expected, actual = plain.run(updates), program.run(updates)
+    actual, expected = compiled.run(updates), plain.run(updates)
     np.testing.assert_allclose(actual.loss, expected.loss, rtol=1e-5)
-    np.testing.assert_allclose(program.weights()[0][0], plain.weights()[0][0], rtol=1e-5)
-    assert program.optimizer.iterations.numpy() == 5
+    np.testing.assert_allclose(actual.norms.gradient, expected.norms.gradient, rtol=1e-5)
+    np.testing.assert_allclose(compiled.weights()[0][0], plain.weights()[0][0], rtol=1e-5)
+    assert compiled.optimizer.iterations.numpy() == 5
     batch = [tf.constant(part[None], tf.float32) for part in updates[0][0]]
-    arguments = (batch, tf.constant(0, tf.int64), tf.constant(0.01), program.loss_scale, tf.constant(True))
-    hlo = program.step._step.experimental_get_compiler_ir(*arguments)(stage="hlo")
+    arguments = (batch, tf.constant(0, tf.int64), tf.constant(0.01), compiled.loss_scale)
+    hlo = compiled.step._whole_step.experimental_get_compiler_ir(*arguments)(stage="hlo")
     assert "ENTRY" in hlo
     assert "dot(" in hlo
+    assert "conditional(" in hlo  # the update is left out, not undone, where a gradient is not finite
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (64,), (72,), (1000, 3), (17, 19)])
+def test_the_norm_for_xla_is_the_norm(shape):
+    values = [np.random.default_rng(7).normal(size=shape).astype(np.float32), np.ones((5,), np.float32)]
+    expected = sum(np.sum(np.square(value, dtype=np.float64)) for value in values)
+    tensors = [tf.constant(value) for value in values]
+    np.testing.assert_allclose(tf.function(_xla_norm_squared, jit_compile=True)(tensors), expected, rtol=1e-6)
+    np.testing.assert_allclose(_norm_squared(tensors), expected, rtol=1e-6)
+    spoiled = values[0].copy()
+    spoiled.reshape(-1)[-1] = np.inf
+    assert not np.isfinite(_xla_norm_squared([tf.constant(spoiled), tensors[1]]))

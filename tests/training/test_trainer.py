@@ -207,6 +207,13 @@ def test_an_optimizer_object_keeps_its_own_learning_rate():
     np.testing.assert_allclose(fit_line(keras.optimizers.SGD(0.07), 5), descend([0.07] * 5), rtol=1e-5)
 
 
+@pytest.mark.parametrize("option", ["learning_rate", "warmup_steps", "weight_decay", "ema"])
+def test_options_without_effect_on_an_optimizer_object_are_refused(option):
+    value = 3 if option == "warmup_steps" else 0.5
+    with pytest.raises(ConfigError, match=f"{option}: without effect on the SGD object"):
+        trainer_of(optimizer=keras.optimizers.SGD(0.07), **{option: value})
+
+
 def test_a_schedule_that_is_asked_for_takes_the_place_of_the_optimizers_rate():
     found = fit_line(keras.optimizers.SGD(0.9), 4, schedule="constant", learning_rate=0.02)
     np.testing.assert_allclose(found, descend([0.02] * 4), rtol=1e-5)

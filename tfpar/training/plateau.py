@@ -63,13 +63,12 @@ class PlateauController:
           The multiplier from here on.
         """
         signed = self._sign * float(value)
-        if self._cooling:
-            self._cooling -= 1
-            self._bad = 0
+        cooling = self._cooling > 0
+        self._cooling = max(0, self._cooling - 1)
         if not math.isnan(signed) and (self._best is None or signed < self._best - self._min_delta):
             self._best = signed
             self._bad = 0
-        elif not self._cooling:
+        elif not cooling:
             self._bad += 1
             if self._bad >= self._patience:
                 self._multiplier = max(self._multiplier * self._factor, self._minimum)

@@ -9,6 +9,7 @@
 5. the optimizer's update, the same bits on every replica (pure, under XLA);
 6. schedule and loss scale.
 
+A replica with no peers, and one on a TPU, does all of it in one XLA program; elsewhere 1, 2 and 5 are a program each.
 `TrainStep.run` does any number of steps in one call from Python.
 """
 
@@ -65,6 +66,16 @@ class Steps(NamedTuple):
     loss_scale: LossScale
 
 
+class _Carried(NamedTuple):
+    """What one step of a loop hands to the next; times in seconds."""
+
+    fetched: tf.Tensor
+    done: tf.Tensor
+    reports: tf.TensorArray
+    stamps: tf.TensorArray
+    loss_scale: LossScale
+
+
 class TrainStep:
     """Runs training steps on a synchronous strategy.
 
@@ -79,8 +90,6 @@ class TrainStep:
       clip_norm: Global L2 norm that the reduced mean gradient is clipped to; 0 for none.
       scale_loss: Whether the loss scale is in use (mixed_float16).
       growth_steps: Finite steps after which the loss scale doubles.
-      whole_program: Make each replica's step one XLA program, exchange and assignments included. That is what a TPU
-        does anyway (the default there); elsewhere it works where nothing is exchanged, with a single replica.
       timed: Take the time of every step. Must be off where op determinism is on: TensorFlow 2.21 then refuses its
         clock (the Timestamp kernel).
     """
@@ -98,7 +107,6 @@ class TrainStep:
         clip_norm: float = 0.0,
         scale_loss: bool = False,
         growth_steps: int = 2000,
-        whole_program: bool | None = None,
         timed: bool = True,
     ) -> None:
         self.core = core
@@ -114,21 +122,21 @@ class TrainStep:
         self._scale_loss = scale_loss
         self._growth_steps = growth_steps
         on_tpu = isinstance(strategy, tf.distribute.TPUStrategy)
-        self._whole_program = on_tpu if whole_program is None else whole_program
+        self._whole_program = on_tpu or strategy.num_replicas_in_sync == 1
         self._timed = timed
         # Seed states are never stored: every step derives its own.
         self._state = [variable for variable in core.model.non_trainable_variables if not is_seed_state(variable)]
         compiled = functools.partial(tf.function, jit_compile=True, autograph=False)
         wrap = compiled if jit_compile and not self._whole_program else (lambda function: function)
-        # Two XLA programs a step; between them stands what XLA cannot hold: the exchange, and the choice not to update.
-        # The first takes tensors, so that all replicas of a process share one compilation. So does the second where a
-        # process has several replicas; a single one changes its variables in place.
+        # Two XLA programs a step where something is exchanged, which XLA cannot hold. They take tensors, so that all
+        # replicas of a process share one compilation; where a process has one, the second changes variables in place.
         alone = len(strategy.extended.worker_devices) == 1
         self._contribute = wrap(self._contribution)
         self._new_values = self._updated if alone else wrap(self._updated)
         self._apply = wrap(self._apply_update) if alone else self._apply_update
         # TPUStrategy.run compiles what it is given by itself.
-        self._step = compiled(self._replica_step) if self._whole_program and not on_tpu else self._replica_step
+        self._whole_step = compiled(self._measured_step) if jit_compile and not on_tpu else self._measured_step
+        self._norm_squared = _xla_norm_squared if self._whole_program and jit_compile else _norm_squared
         self.run = tf.function(self._run, autograph=False, reduce_retracing=True)
 
     def _run(
@@ -150,50 +158,69 @@ class TrainStep:
           rate_factor: Float32 scalar that the scheduled learning rate is multiplied by.
           measure: Bool scalar: compute norms at the last step.
         """
+        measured = steps - tf.cast(measure, tf.int32)
+        began = self._clock([])
         reports = tf.TensorArray(tf.float32, size=steps, element_shape=[1 + self.sidecar.report_length])
         stamps = tf.TensorArray(tf.float64, size=steps, element_shape=[4])
 
-        def body(index: tf.Tensor, fetched: tf.Tensor, now: tf.Tensor, *carried: Any) -> tuple[Any, ...]:
-            reports, stamps, norms, loss_scale = carried
+        def body(index: tf.Tensor, carried: _Carried, *, measure: bool) -> tuple[tf.Tensor, _Carried]:
             step = first_step + tf.cast(index, tf.int64)
             # Iterations may overlap in this much: batches are fetched one after the other, ahead of the updates.
-            with tf.control_dependencies([fetched]):
+            with tf.control_dependencies([carried.fetched]):
                 batch = next(iterator)
             fetched = self._clock(tf.nest.flatten(self._local(batch)))
-            last = measure & tf.equal(index, steps - 1)
-            with tf.control_dependencies([fetched, now]):
-                before = tf.cond(last, self._flat_params, lambda: tf.zeros([0]))
-            with tf.control_dependencies([before]):
+            with tf.control_dependencies([fetched, carried.done]):
                 rate = self._learning_rate(step, rate_factor)
-                results = self.strategy.run(self._step, args=(batch, step, rate, loss_scale, last))
-            report, new_scale, computed, exchanged, _ = [
-                tf.nest.map_structure(lambda part: self._local(part)[0], result) for result in results
-            ]
-            done = tf.reduce_max(tf.stack(self._local(results[-1])))
-            if self._whole_program:  # an XLA program has no clock: its whole time counts as computing
-                done = computed = exchanged = self._clock([report])
-            stamps = stamps.write(index, tf.stack([fetched, computed, exchanged, done]))
-            with tf.control_dependencies([done]):
-                norms = tf.cond(last, lambda: self._norms(before), lambda: norms)
-            loss_scale = new_scale if self._scale_loss else loss_scale
-            return index + 1, fetched, done, reports.write(index, report), stamps, norms, loss_scale
+                report, loss_scale, times = self._all_replicas(batch, step, rate, carried.loss_scale, measure)
+            return index + 1, _Carried(
+                fetched,
+                times[-1],
+                carried.reports.write(index, report),
+                carried.stamps.write(index, tf.stack([fetched, *times])),
+                loss_scale if self._scale_loss else carried.loss_scale,
+            )
 
-        began = self._clock([])
-        start = (tf.constant(0), began, began, reports, stamps, tf.zeros([2]), loss_scale)
-        _, _, _, reports, stamps, norms, loss_scale = tf.while_loop(lambda index, *_: index < steps, body, start)
-        table = reports.stack()
+        def loop(first: Any, last: tf.Tensor, carried: _Carried, *, measure: bool) -> tuple[tf.Tensor, _Carried]:
+            one = functools.partial(body, measure=measure)
+            return tf.while_loop(lambda index, _: index < last, one, (first, carried))
+
+        # The last step is a loop of its own: what is measured around it costs the others nothing, not even a branch.
+        start = _Carried(began, began, reports, stamps, loss_scale)
+        index, carried = loop(tf.constant(0), measured, start, measure=False)
+        with tf.control_dependencies([carried.done]):
+            before = tf.cond(measure, self._flat_params, lambda: tf.zeros([0]))
+        with tf.control_dependencies([before]):
+            carried = carried._replace(done=tf.identity(carried.done))
+        _, carried = loop(index, steps, carried, measure=True)
+        with tf.control_dependencies([carried.done]):
+            norms = tf.cond(measure, lambda: self._norms(before), lambda: tf.zeros([2]))
+
+        table = carried.reports.stack()
         gradient_norm, sums = table[:, 0], table[:, 1:]
         count = sums[:, sidecar.COUNT]
         return Steps(
             loss=sums[:, sidecar.LOSS] / tf.maximum(count, 1e-30),
             count=count,
             finite=tf.equal(sums[:, sidecar.NON_FINITE], 0.0),
-            durations=_durations(began, stamps.stack()),
+            durations=_durations(began, carried.stamps.stack()),
             metrics=self.sidecar.metrics(sums),
             norms=Norms(gradient_norm[-1], norms[0], norms[1]),
             learning_rate=self._learning_rate(first_step + tf.cast(steps - 1, tf.int64), rate_factor),
-            loss_scale=loss_scale,
+            loss_scale=carried.loss_scale,
         )
+
+    def _all_replicas(
+        self, batch: Any, step: tf.Tensor, rate: tf.Tensor, loss_scale: LossScale, measure: bool
+    ) -> tuple[tf.Tensor, LossScale, list[tf.Tensor]]:
+        """One step on every replica: the report, the new loss scale, and when gradients, exchange, update were done."""
+        function = self._whole_step if self._whole_program else functools.partial(self._replica_step, measure=measure)
+        results = self.strategy.run(function, args=(batch, step, rate, loss_scale))
+        local = [self._local(part) for part in tf.nest.flatten(results)]
+        report, new_scale, computed, exchanged, _ = tf.nest.pack_sequence_as(results, [part[0] for part in local])
+        if self._whole_program:  # an XLA program has no clock: its whole time counts as computing
+            return report, new_scale, [self._clock([part[0] for part in local])] * 3
+        done = local[-1]
+        return report, new_scale, [computed, exchanged, tf.reduce_max(tf.stack(done)) if len(done) > 1 else done[0]]
 
     def _flat_params(self) -> tf.Tensor:
         """A copy of all trainable weights as one vector."""
@@ -209,7 +236,7 @@ class TrainStep:
         return self.strategy.experimental_local_results(value)
 
     def _replica_step(
-        self, batch: Any, step: tf.Tensor, rate: tf.Tensor, loss_scale: LossScale, measure: tf.Tensor
+        self, batch: Any, step: tf.Tensor, rate: tf.Tensor, loss_scale: LossScale, *, measure: bool
     ) -> tuple[tf.Tensor, LossScale, tf.Tensor, tf.Tensor, tf.Tensor]:
         context = tf.distribute.get_replica_context()
         model = self.core.model
@@ -218,7 +245,7 @@ class TrainStep:
         where = (step, tf.convert_to_tensor(context.replica_id_in_sync_group))
         params, state = replica.read(model.trainable_variables), replica.read(model.non_trainable_variables)
         gradients, packed, state = self._contribute(params, state, batch, where, loss_scale.scale)
-        norm_squared = _norm_squared(gradients)
+        norm_squared = self._norm_squared(gradients)
         vector = Sidecar.flag(packed, norm_squared)
         computed = self._replica_clock([vector])
 
@@ -229,8 +256,7 @@ class TrainStep:
 
         # 4: the reduced gradient's mean, clipped: one factor.
         if context.num_replicas_in_sync > 1:
-            needed = measure | bool(self._clip_norm)
-            norm_squared = tf.cond(needed, lambda: _norm_squared(gradients), lambda: tf.zeros([]))
+            norm_squared = self._norm_squared(gradients) if measure or self._clip_norm else tf.zeros([])
         scale = loss_scale.scale if self._scale_loss else 1.0
         factor = 1.0 / (tf.maximum(vector[sidecar.COUNT], 1e-30) * scale)
         norm = tf.sqrt(norm_squared) * factor
@@ -244,6 +270,12 @@ class TrainStep:
             loss_scale = update_loss_scale(loss_scale, finite, self._growth_steps)
         report = tf.concat([[norm], vector[: self.sidecar.report_length]], axis=0)
         return report, loss_scale, computed, exchanged, self._replica_clock([done])
+
+    def _measured_step(
+        self, batch: Any, step: tf.Tensor, rate: tf.Tensor, loss_scale: LossScale
+    ) -> tuple[tf.Tensor, LossScale, tf.Tensor, tf.Tensor, tf.Tensor]:
+        """One program for measured steps and others: within XLA the norm is cheaper than a second compilation."""
+        return self._replica_step(batch, step, rate, loss_scale, measure=True)
 
     def _contribution(
         self, params: Tensors, state: Tensors, batch: Any, where: tuple[tf.Tensor, tf.Tensor], scale: tf.Tensor
@@ -302,8 +334,22 @@ class TrainStep:
 
 
 def _norm_squared(tensors: Tensors) -> tf.Tensor:
-    """Square of the L2 norm over all tensors. Outside XLA, whose CPU reductions are slower than this kernel."""
+    """Square of the L2 norm over all tensors."""
     return 2.0 * tf.add_n([tf.nn.l2_loss(tensor) for tensor in tensors])
+
+
+def _xla_norm_squared(tensors: Tensors) -> tf.Tensor:
+    """The same for XLA, which adds up one element after the other on a CPU (TensorFlow 2.21): eight at a time."""
+    lanes, parts = 8, []
+    for tensor in tensors:
+        flat = tf.reshape(tensor, [-1])
+        length = flat.shape[0] // lanes
+        if length > lanes:
+            columns = tf.split(flat[: lanes * length], lanes)
+            parts.append(tf.reduce_sum(tf.add_n([tf.square(column) for column in columns])))
+            flat = flat[lanes * length :]
+        parts.append(tf.reduce_sum(tf.square(flat)))
+    return tf.add_n(parts)
 
 
 def _durations(began: tf.Tensor, stamps: tf.Tensor) -> tf.Tensor:

@@ -53,7 +53,7 @@ class SynchronousRun:
         self.pipeline = trainer.pipeline(train, training=True)
         self.total = report.total_steps(config.train, steps, epochs, self.pipeline.updates_per_epoch)
         self.schedule = trainer.learning_rate_schedule(self.total)
-        self.plateau = schedules.plateau(config.schedule)
+        self.plateau = schedules.plateau(config.schedule) if self.schedule is not None else None
         self.monitor = report.build_monitor(trainer, self.total)
         self.say = self.monitor.message
         self.position = _Position(0, precision.initial(config.precision))

@@ -67,6 +67,8 @@ class Trainer:
         if isinstance(optimizer, str):
             options["optimizer"] = optimizer
         self.config = ExperimentConfig.from_flat_dict({**flat, **options})
+        if isinstance(optimizer, keras.optimizers.Optimizer):
+            _check_has_effect(optimizer, options)
         self.layout = layout or start(self.config)
         self.strategy = self.layout.strategy
         self.plan = self.layout.plan
@@ -216,6 +218,19 @@ class Trainer:
                 f"--precision={self.config.precision.precision}: the model was built to compute in "
                 f"{', '.join(sorted(used))}. Pass a function that builds it, or build it after tfpar.start(config)."
             )
+
+
+def _check_has_effect(optimizer: keras.optimizers.Optimizer, options: dict[str, Any]) -> None:
+    """Refuses options that say how to make or drive an optimizer next to one that is made already."""
+    idle = {"optimizer_args", "weight_decay", "weight_decay_exclude", "ema"} & options.keys()
+    if "schedule" not in options:
+        idle |= {"learning_rate", "base_batch_size", "schedule_args", "warmup_steps"} & options.keys()
+    if idle:
+        way = "" if "schedule" in options else ", or give a schedule=... that replaces the object's learning rate"
+        raise ConfigError(
+            f"{', '.join(sorted(idle))}: without effect on the {type(optimizer).__name__} object given as optimizer. "
+            f"Set it there, or give the optimizer by name{way}."
+        )
 
 
 def _under_strategy(model: keras.Model | Callable[[], keras.Model], strategy: tf.distribute.Strategy) -> keras.Model:
