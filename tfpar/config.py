@@ -15,6 +15,7 @@ import difflib
 import json
 import math
 import numbers
+import operator
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -150,7 +151,7 @@ def _typed(field: dataclasses.Field[Any], value: Any) -> Any:
     if kind in ("int", "float") and isinstance(value, numbers.Real) and not isinstance(value, bool):
         number = float(value)
         if kind == "int" and number.is_integer():
-            return math.trunc(value)
+            return operator.index(value) if isinstance(value, numbers.Integral) else int(number)
         if kind == "float" and math.isfinite(number):
             return number
     raise ConfigError(f"--{field.name}={value!r} is not {kinds[kind]}.")
