@@ -2,23 +2,28 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
+PACKAGES := $(VENV)/.tfpar-packages
 STAMP := $(VENV)/.tfpar-installed
+LIBRARY := tfpar_ops/libtfpar_ops.so
+NATIVE := $(shell find tfpar_ops -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 WORKDIR ?= runs/quickstart
 # Two test processes: on two cores more would only wait for each other.
 TEST_PROCESSES ?= 2
 
-.PHONY: help setup train test lint format bench clean
+.PHONY: help setup train test native-test sanitize fuzz lint format bench clean missing
 
 help:
 	@echo "make train   train an image classifier on a 2-worker cluster on this machine"
 	@echo "make test    run all tests"
 	@echo "make lint    style, types, import rules"
-	@echo "make bench   measure step overhead and input pipeline"
+	@echo "make sanitize, make fuzz SECONDS=300   the codecs under sanitizers, and decoding of hostile payloads"
+	@echo "make bench   measure step overhead, input pipeline and codecs"
 	@echo "make clean   remove what the build made (runs/ stays)"
 
 setup: $(STAMP)
 
-$(STAMP): setup.py pyproject.toml
+# Packages first, tfpar among them but without its native library: that needs the TensorFlow that comes with them.
+$(PACKAGES): setup.py pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo "Python 3.10 or later is needed; name one with make PYTHON=/path/to/python3"; exit 1; }
 	@test -x $(RUN) && $(RUN) -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) || \
@@ -26,8 +31,14 @@ $(STAMP): setup.py pyproject.toml
 	    apt-get install -y -qq python3-venv && $(PYTHON) -m venv --clear $(VENV); } || \
 	  { echo "Python's venv module is missing: apt-get install python3-venv"; exit 1; }
 	@echo "installing into $(VENV) (TensorFlow is large: the first time takes a few minutes)"
-	@$(RUN) -m pip install --quiet --disable-pip-version-check --upgrade pip "setuptools>=77" wheel
-	@$(RUN) -m pip install --quiet --disable-pip-version-check -e ".[test]"
+	@$(RUN) -m pip install --quiet --disable-pip-version-check --upgrade pip "setuptools>=77"
+	@PYTHONWARNINGS="ignore:Editable installation" TFPAR_OPS_BUILD=0 \
+	  $(RUN) -m pip install --quiet --disable-pip-version-check --no-build-isolation -e ".[test]"
+	@touch $@
+
+# In place and incremental: only what changed is compiled.
+$(STAMP): $(PACKAGES) $(NATIVE) $(if $(wildcard $(LIBRARY)),,missing)
+	@$(RUN) setup.py --quiet build_ext --inplace
 	@touch $@
 
 # A finished run of before is moved aside: its workdir would otherwise be resumed, and nothing would be left to do.
@@ -37,8 +48,21 @@ train: setup
 	$(RUN) -m tfpar.launch --workers=2 -- experiments/image_classification.py \
 	  --flagfile=experiments/recipes/quickstart.flags --workdir=$(WORKDIR)
 
-test: setup
+test: setup native-test
 	$(RUN) -m pytest -n $(TEST_PROCESSES) --dist=worksteal
+
+# The codecs and their CUDA kernels (compiled for the processor) without TensorFlow.
+native-test:
+	$(MAKE) --no-print-directory -C tests/native test
+	$(MAKE) --no-print-directory -C tests/native/cuda emulate
+
+sanitize:
+	$(MAKE) --no-print-directory -C tests/native sanitize
+
+fuzz:
+	@command -v clang++ > /dev/null || { test "$$(id -u)" = 0 && apt-get update -qq && apt-get install -y -qq clang; } || \
+	  { echo "libFuzzer comes with clang, which is missing: apt-get install clang"; exit 1; }
+	$(MAKE) --no-print-directory -C tests/native fuzz SECONDS=$(or $(SECONDS),300)
 
 lint: setup
 	$(RUN) -m ruff check .
@@ -53,7 +77,9 @@ format: setup
 bench: setup
 	$(RUN) experiments/benchmarks/step_overhead.py
 	$(RUN) experiments/benchmarks/inputs.py
+	$(RUN) experiments/benchmarks/codecs.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -f $(LIBRARY) tfpar_ops/libtfpar_ops.json bazel-*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

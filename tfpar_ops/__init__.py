@@ -1,11 +1,49 @@
-"""Custom TensorFlow operations of tfpar. The gradient codecs will live here.
+"""Gradient codecs as TensorFlow operations: casts, quantisation, signs and top-k, with the residual on the way.
 
-This package imports nothing of `tfpar`.
+`FORMAT.md` beside this file has the payload formats. Three implementations give the same bits: C++ (`core/`), CUDA
+(`core/cuda/`) and plain TensorFlow operations (`reference`), which take over where the library is not built.
+
+Importing this package does not import TensorFlow; the first use of an operation does. The package imports nothing of
+`tfpar`.
 """
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
 
-def library_status() -> str:
-    """One line saying which implementation of the operations is in use."""
-    return "native operations not built; the exchange uses TensorFlow's own collectives"
+from tfpar_ops.codecs import Codec
+
+if TYPE_CHECKING:
+    from tfpar_ops.operations import (
+        decode,
+        decode_sum,
+        encode,
+        encode_into,
+        library_status,
+        norm_squared,
+        recode,
+        recode_into,
+        uses_library,
+    )
+    from tfpar_ops.reference import Encoded
+
+__all__ = [
+    "Codec",
+    "Encoded",
+    "decode",
+    "decode_sum",
+    "encode",
+    "encode_into",
+    "library_status",
+    "norm_squared",
+    "recode",
+    "recode_into",
+    "uses_library",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        return getattr(importlib.import_module("tfpar_ops.operations"), name)
+    raise AttributeError(f"module 'tfpar_ops' has no attribute {name!r}")

@@ -1,0 +1,13 @@
+"""The C++ rules that this Bazel has built in, under the name that later ones fetch them by.
+
+The toolchains are for Bazel's own tools, which find these rules here too.
+"""
+
+cc_binary = native.cc_binary
+cc_import = native.cc_import
+cc_library = native.cc_library
+cc_proto_library = native.cc_proto_library
+cc_test = native.cc_test
+cc_toolchain = native.cc_toolchain
+cc_toolchain_suite = native.cc_toolchain_suite
+objc_library = native.objc_library

@@ -1,0 +1,118 @@
+// libFuzzer on what receives bytes from other machines: header check, decode-sum and re-encode. Payloads and vectors have
+// exactly the bytes they need, so that AddressSanitizer sees every access beyond them.
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "../../tfpar_ops/core/codec.h"
+
+namespace {
+
+// Takes numbers from the front of the input; zeros when it is used up.
+class Input {
+ public:
+  Input(const uint8_t* data, size_t size) : data_(data), size_(size) {}
+  uint32_t Number(int bytes) {
+    uint32_t number = 0;
+    for (int i = 0; i < bytes; ++i) number = number << 8 | (size_ > 0 ? (--size_, *data_++) : 0u);
+    return number;
+  }
+  int64_t Below(int64_t limit) { return limit > 0 ? static_cast<int64_t>(Number(4)) % limit : 0; }
+  const uint8_t* data() const { return data_; }
+  size_t size() const { return size_; }
+
+ private:
+  const uint8_t* data_;
+  size_t size_;
+};
+
+tfpar_codec Options(Input* input) {
+  const int kind = 1 + static_cast<int>(input->Number(1) % 6);
+  const uint32_t more = input->Number(1);
+  tfpar_codec codec = {kind, 0, 64 << (more & 7) % 7, 0, 0, 0, 11, 5};
+  if (kind == TFPAR_BF16 || kind == TFPAR_FP16) codec.block = 1024;
+  if (kind == TFPAR_QUANTIZE) {
+    codec.bits = 2 << (more >> 3) % 3;
+    codec.stochastic = static_cast<int>(more >> 5 & 1);
+  }
+  if (kind == TFPAR_QUANTIZE || kind == TFPAR_SIGN) codec.scale_bits = more & 64 ? 16 : 32;
+  if (kind == TFPAR_TOPK) {
+    if (more & 8) codec.block *= 4;
+    codec.keep = 1 + static_cast<int>(input->Below(codec.block));
+  }
+  return codec;
+}
+
+void Expect(bool holds, const char* what) {
+  if (holds) return;
+  std::fprintf(stderr, "not true: %s\n", what);
+  std::abort();
+}
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  Input input(data, size);
+  const tfpar_codec codec = Options(&input);
+  char message[64];  // shorter than some messages
+  Expect(tfpar_codec_check(&codec, message, sizeof message) == 0, "options are valid");
+  const uint32_t how = input.Number(1);
+  const int64_t n = input.Below(how & 24 ? 3000 : 30000), peers = 1 + input.Below(5);
+  const int64_t bytes = tfpar_payload_bytes(&codec, n), blocks = tfpar_num_blocks(&codec, n);
+
+  // As it came: length, header and all. What passes the check is safe to decode.
+  const std::vector<uint8_t> foreign(input.data(), input.data() + input.size());
+  const bool passes = tfpar_payload_check(&codec, n, foreign.data(), static_cast<int64_t>(foreign.size()), message,
+                                          sizeof message) == 0;
+  Expect(std::memchr(message, 0, sizeof message) != nullptr || passes, "messages end");
+
+  // Behind a right header: the bytes of the input over and over, a different beginning for each peer.
+  std::vector<std::vector<uint8_t>> payloads;
+  std::vector<const void*> pointers;
+  for (int64_t peer = 0; peer < peers; ++peer) {
+    if (passes && peer == 0) {
+      payloads.push_back(foreign);
+    } else {
+      std::vector<uint8_t> payload(static_cast<size_t>(bytes));
+      for (size_t i = 0; i < payload.size() && !foreign.empty(); ++i) {
+        payload[i] = foreign[(i + static_cast<size_t>(peer) * 7) % foreign.size()];
+      }
+      tfpar_write_frame(&codec, n, payload.data());
+      payloads.push_back(payload);
+    }
+    Expect(tfpar_payload_check(&codec, n, payloads.back().data(), bytes, message, sizeof message) == 0, "header is right");
+  }
+  for (const auto& payload : payloads) pointers.push_back(payload.data());
+
+  // The vector ends before the payload does, at it, or after it, and is in two parts.
+  const int64_t length = input.Below(2 * n + 3), cut = input.Below(length + 1), begin = codec.block * input.Below(3);
+  const std::unique_ptr<float[]> first(new float[static_cast<size_t>(cut)]());
+  const std::unique_ptr<float[]> second(new float[static_cast<size_t>(length - cut)]());
+  float* parts[] = {first.get(), second.get()};
+  const int64_t offset[] = {0, cut, length};
+  const tfpar_mutable_vector out = {parts, offset, 2};
+  const float factor = how & 1 ? 1.0f : 0.3f;
+  const int64_t middle = input.Below(blocks + 1);  // two threads would take a range of blocks each
+  int invalid = tfpar_decode_sum(&codec, n, pointers.data(), peers, factor, &out, begin, middle, blocks);
+  invalid |= tfpar_decode_sum(&codec, n, pointers.data(), peers, factor, &out, begin, 0, middle);
+  Expect(invalid == 0 || codec.kind == TFPAR_TOPK, "only positions can be invalid");
+
+  const int64_t valid = input.Below(n + 1);
+  std::vector<float> residual(static_cast<size_t>(valid), 1e-3f);
+  std::vector<uint8_t> again(static_cast<size_t>(bytes));
+  std::vector<double> norms(static_cast<size_t>(2 * blocks));
+  tfpar_write_frame(&codec, n, again.data());
+  const bool keep = (how & 2) != 0;
+  Expect(tfpar_recode(&codec, n, pointers.data(), peers, factor, valid, begin, keep ? residual.data() : nullptr,
+                      keep ? residual.data() : nullptr, again.data(), 0, blocks, how & 4 ? norms.data() : nullptr) ==
+             invalid,
+         "both see the same positions");
+  // What is encoded here can always be decoded.
+  const void* own = again.data();
+  Expect(tfpar_payload_check(&codec, n, own, bytes, message, sizeof message) == 0, "own header is right");
+  Expect(tfpar_decode_sum(&codec, n, &own, 1, 1.0f, &out, begin, 0, blocks) == 0, "own positions are valid");
+  return 0;
+}

@@ -1,0 +1,408 @@
+#include "oracle.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <numeric>
+
+namespace oracle {
+namespace {
+
+constexpr double kSmallestNormal = 0x1p-126;
+const float kNaN = std::numeric_limits<float>::quiet_NaN();
+
+// A float64 (exact result of one operation on two float32) as a float32: zero if it is denormal after rounding to 24 bits.
+float Round(double exact) {
+  if (std::fabs(exact) < kSmallestNormal - 0x1p-151) return std::copysign(0.0f, static_cast<float>(exact));
+  if (std::fabs(exact) < kSmallestNormal) return std::copysign(static_cast<float>(kSmallestNormal), static_cast<float>(exact));
+  return static_cast<float>(exact);
+}
+
+// A denormal operand counts as zero.
+double In(float v) {
+  return std::fabs(static_cast<double>(v)) < kSmallestNormal ? std::copysign(0.0, v) : static_cast<double>(v);
+}
+
+// The float64 sum of two float32 may itself be rounded, but never onto the middle between two float32.
+float Add(float a, float b) { return Round(In(a) + In(b)); }
+float Sub(float a, float b) { return Round(In(a) - In(b)); }
+float Mul(float a, float b) { return Round(In(a) * In(b)); }
+
+uint16_t Bf16(float v) {
+  if (!std::isfinite(v)) return 0x7FC0;
+  const uint32_t bits = Bits(v);
+  const uint32_t rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+  return static_cast<uint16_t>((rounded & 0x7F80) == 0x7F80 ? (rounded & 0x8000) | 0x7F7F : rounded);
+}
+
+float FromBf16(uint16_t code) { return FromBits(static_cast<uint32_t>(code) << 16); }
+
+float Short(float v) {
+  const uint32_t bits = (Bits(v) + 0x3F + ((Bits(v) >> 7) & 1)) & ~0x7Fu;
+  return FromBits(std::min(bits, 0x7F7FFF80u));
+}
+
+// A small float format, from its definition: magnitudes of all codes, in order.
+std::vector<double> Magnitudes(int exponent_bits, int mantissa_bits, int codes) {
+  std::vector<double> values;
+  const int bias = (1 << (exponent_bits - 1)) - 1;
+  for (int code = 0; code < codes; ++code) {
+    const int exponent = code >> mantissa_bits;
+    const double mantissa = std::ldexp(code & ((1 << mantissa_bits) - 1), -mantissa_bits);
+    values.push_back(exponent == 0 ? std::ldexp(mantissa, 1 - bias) : std::ldexp(1 + mantissa, exponent - bias));
+  }
+  return values;
+}
+
+const std::vector<double>& HalfMagnitudes() {
+  static const std::vector<double> values = Magnitudes(5, 10, 0x7C00);
+  return values;
+}
+
+const std::vector<double>& E4M3Magnitudes() {
+  static const std::vector<double> values = Magnitudes(4, 3, 0x7F);
+  return values;
+}
+
+// Code of the nearest of `values`, ties to the even code, the largest one for what lies beyond.
+int Nearest(const std::vector<double>& values, double magnitude) {
+  const auto above = std::lower_bound(values.begin(), values.end(), magnitude);
+  if (above == values.end()) return static_cast<int>(values.size()) - 1;
+  const int high = static_cast<int>(above - values.begin());
+  if (high == 0) return 0;
+  const double to_low = magnitude - values[high - 1], to_high = values[high] - magnitude;
+  if (to_low != to_high) return to_low < to_high ? high - 1 : high;
+  return high % 2 == 0 ? high : high - 1;
+}
+
+int64_t Blocks(const tfpar_codec& codec, int64_t n) { return (n + codec.block - 1) / codec.block; }
+
+int64_t CodeBytes(const tfpar_codec& codec) {
+  switch (codec.kind) {
+    case TFPAR_BF16:
+    case TFPAR_FP16:
+      return 2 * codec.block;
+    case TFPAR_FP8:
+      return codec.block;
+    case TFPAR_QUANTIZE:
+      return codec.block * codec.bits / 8;
+    case TFPAR_SIGN:
+      return codec.block / 8;
+    default:
+      return 4 * codec.keep;
+  }
+}
+
+int64_t ScaleBytes(const tfpar_codec& codec) {
+  return codec.kind == TFPAR_FP8 ? 1 : codec.kind == TFPAR_QUANTIZE || codec.kind == TFPAR_SIGN ? codec.scale_bits / 8 : 0;
+}
+
+void Put(uint64_t value, int bytes, uint8_t* to) {
+  for (int i = 0; i < bytes; ++i) to[i] = static_cast<uint8_t>(value >> (8 * i));
+}
+
+uint64_t Get(const uint8_t* from, int bytes) {
+  uint64_t value = 0;
+  for (int i = 0; i < bytes; ++i) value |= static_cast<uint64_t>(from[i]) << (8 * i);
+  return value;
+}
+
+// Width w codes of a block, in planes.
+void PutCode(int p, int w, int block, uint32_t code, uint8_t* to) {
+  const int m = block * w / 8;
+  to[p % m] = static_cast<uint8_t>(to[p % m] | code << (p / m * w));
+}
+
+uint32_t GetCode(int p, int w, int block, const uint8_t* from) {
+  const int m = block * w / 8;
+  return (from[p % m] >> (p / m * w)) & ((1u << w) - 1);
+}
+
+float MakeScale(const tfpar_codec& codec, float s) {
+  const float rounded = codec.scale_bits == 16 ? FromBf16(Bf16(s)) : Short(s);
+  if (rounded <= kSmallestNormal) return 0.0f;
+  return std::min(rounded, 0x1p126f);
+}
+
+void PutScale(const tfpar_codec& codec, float scale, uint8_t* to) {
+  const uint32_t bits = std::isnan(scale) ? 0x7FC00000u : Bits(scale);
+  Put(codec.scale_bits == 16 ? bits >> 16 : bits, codec.scale_bits / 8, to);
+}
+
+float GetScale(const tfpar_codec& codec, const uint8_t* from) {
+  const uint32_t bits = static_cast<uint32_t>(Get(from, codec.scale_bits / 8));
+  return static_cast<float>(In(FromBits(codec.scale_bits == 16 ? bits << 16 : bits)));
+}
+
+float SumByHalving(Floats a) {
+  while (a.size() > 1) {
+    const size_t half = a.size() / 2;
+    for (size_t i = 0; i < half; ++i) a[i] = Add(a[i], a[i + half]);
+    a.resize(half);
+  }
+  return a[0];
+}
+
+bool AllFinite(const Floats& v) {
+  return std::all_of(v.begin(), v.end(), [](float value) { return std::isfinite(value); });
+}
+
+float LargestMagnitude(const Floats& v) {
+  float a = 0.0f;
+  for (float value : v) a = std::max(a, std::fabs(value));
+  return a;
+}
+
+uint32_t RandomNumber(const tfpar_codec& codec, int64_t g, int p) {
+  const int lanes = codec.block / 8;
+  const uint64_t c = static_cast<uint64_t>(g) * static_cast<uint64_t>(lanes) + static_cast<uint64_t>(p % lanes);
+  const auto low = [](uint64_t v) { return static_cast<uint32_t>(v); };
+  const auto high = [](uint64_t v) { return static_cast<uint32_t>(v >> 32); };
+  const auto words = Philox({low(c), high(c), low(codec.step), high(codec.step)}, {low(codec.seed), high(codec.seed)});
+  const int which = p / lanes;
+  return (words[which / 2] >> (which % 2 * 16)) & 0xFFFF;
+}
+
+void EncodeFp8(const Floats& v, uint8_t* code, uint8_t* scale) {
+  const float a = LargestMagnitude(v);
+  const bool finite = AllFinite(v) && a <= 448 * 0x1p119f;
+  if (!finite || a == 0.0f) {
+    *scale = finite ? 0 : 255;
+    return;
+  }
+  const int exponent = static_cast<int>(Bits(a) >> 23) - 127;
+  const int e = std::max(-126, exponent - 8 + ((Bits(a) & 0x7FFFFF) > 0x600000 ? 1 : 0));
+  *scale = static_cast<uint8_t>(e + 127);
+  for (size_t p = 0; p < v.size(); ++p) {
+    const int magnitude = Nearest(E4M3Magnitudes(), std::ldexp(std::fabs(static_cast<double>(v[p])), -e));
+    code[p] = static_cast<uint8_t>(magnitude == 0 ? 0 : magnitude | (v[p] < 0 ? 0x80 : 0));
+  }
+}
+
+void EncodeQuantize(const tfpar_codec& codec, const Floats& v, int64_t g, uint8_t* code, uint8_t* scale_bytes) {
+  const int largest = codec.bits == 8 ? 127 : codec.bits == 4 ? 7 : 1;
+  const bool finite = AllFinite(v);
+  const float a = finite ? LargestMagnitude(v) : 0.0f;
+  const float scale = finite ? MakeScale(codec, largest == 1 ? a : Mul(a, static_cast<float>(1.0 / largest))) : kNaN;
+  PutScale(codec, scale, scale_bytes);
+  const float inverse = scale > 0 ? static_cast<float>(1.0 / scale) : 0.0f;
+  for (int p = 0; p < codec.block; ++p) {
+    int q = 0;
+    if (finite) {
+      const float t = Mul(v[p], inverse);
+      if (codec.stochastic) {
+        const int64_t fixed = std::llrint(static_cast<double>(t) * 65536);
+        q = static_cast<int>(std::floor(static_cast<double>(fixed + RandomNumber(codec, g, p)) / 65536));
+      } else {
+        q = static_cast<int>(std::llrint(static_cast<double>(t)));
+      }
+      q = std::max(-largest, std::min(largest, q));
+    }
+    const int stored = codec.bits == 8 ? q & 0xFF : codec.bits == 4 ? q + 8 : q + 2;
+    PutCode(p, codec.bits, codec.block, static_cast<uint32_t>(stored), code);
+  }
+}
+
+void EncodeSign(const tfpar_codec& codec, const Floats& v, int exist, uint8_t* code, uint8_t* scale_bytes) {
+  Floats magnitudes;
+  for (float value : v) magnitudes.push_back(std::fabs(value));
+  const float total = SumByHalving(magnitudes);
+  float scale = kNaN;
+  if (std::isfinite(total)) scale = exist == 0 ? 0.0f : MakeScale(codec, Mul(total, static_cast<float>(1.0 / exist)));
+  PutScale(codec, scale, scale_bytes);
+  for (int p = 0; p < codec.block; ++p) PutCode(p, 1, codec.block, v[p] < 0 ? 1 : 0, code);
+}
+
+void EncodeTopK(const tfpar_codec& codec, const Floats& v, uint8_t* code) {
+  std::vector<int> order(v.size());
+  std::iota(order.begin(), order.end(), 0);
+  const bool finite = AllFinite(v);
+  if (finite) {
+    std::stable_sort(order.begin(), order.end(), [&](int i, int j) { return std::fabs(v[i]) > std::fabs(v[j]); });
+  }
+  std::sort(order.begin(), order.begin() + codec.keep);
+  for (int i = 0; i < codec.keep; ++i) {
+    Put(static_cast<uint64_t>(order[i]), 2, code + 2 * i);
+    Put(finite ? Bf16(v[order[i]]) : 0x7FC0, 2, code + 2 * codec.keep + 2 * i);
+  }
+}
+
+float HalfValue(uint16_t code) {
+  const float sign = code & 0x8000 ? -1.0f : 1.0f;
+  if ((code & 0x7C00) == 0x7C00) return code & 0x3FF ? kNaN : sign * std::numeric_limits<float>::infinity();
+  return sign * static_cast<float>(HalfMagnitudes()[code & 0x7FFF]);
+}
+
+float Fp8Value(uint8_t code, uint8_t scale) {
+  if (scale == 255 || (code & 0x7F) == 0x7F) return kNaN;
+  if (scale == 0) return 0.0f;
+  const double value = std::ldexp(E4M3Magnitudes()[code & 0x7F], scale - 127);
+  return Flush(Round(code & 0x80 ? -value : value));
+}
+
+Floats DecodeTopK(const tfpar_codec& codec, const uint8_t* code, bool* invalid) {
+  Floats d(static_cast<size_t>(codec.block), 0.0f);
+  bool whole = false;
+  for (int i = 0; i < codec.keep; ++i) {
+    const auto position = static_cast<int>(Get(code + 2 * i, 2));
+    const float value = FromBf16(static_cast<uint16_t>(Get(code + 2 * codec.keep + 2 * i, 2)));
+    if (i == 0) whole = std::isnan(value);
+    if (position >= codec.block) {
+      *invalid = true;
+    } else {
+      d[position] = Add(d[position], value);
+    }
+  }
+  if (whole) d.assign(d.size(), kNaN);
+  return d;
+}
+
+Floats DecodeBlock(const tfpar_codec& codec, const uint8_t* code, const uint8_t* scale_bytes, bool* invalid) {
+  if (codec.kind == TFPAR_TOPK) return DecodeTopK(codec, code, invalid);
+  Floats d;
+  const bool scaled = codec.kind == TFPAR_QUANTIZE || codec.kind == TFPAR_SIGN;
+  const float scale = scaled ? GetScale(codec, scale_bytes) : 0.0f;
+  for (int p = 0; p < codec.block; ++p) {
+    if (codec.kind == TFPAR_BF16) {
+      d.push_back(FromBf16(static_cast<uint16_t>(Get(code + 2 * p, 2))));
+    } else if (codec.kind == TFPAR_FP16) {
+      d.push_back(HalfValue(static_cast<uint16_t>(Get(code + 2 * p, 2))));
+    } else if (codec.kind == TFPAR_FP8) {
+      d.push_back(Fp8Value(code[p], *scale_bytes));
+    } else if (codec.kind == TFPAR_SIGN) {
+      d.push_back(GetCode(p, 1, codec.block, code) ? Sub(0.0f, scale) : scale);
+    } else {
+      const int stored = static_cast<int>(GetCode(p, codec.bits, codec.block, code));
+      const int q = codec.bits == 8 ? static_cast<int8_t>(stored) : stored - (codec.bits == 4 ? 8 : 2);
+      d.push_back(Mul(static_cast<float>(q), scale));
+    }
+  }
+  return d;
+}
+
+bool BlockIsFinite(const tfpar_codec& codec, const Floats& v) {
+  if (codec.kind == TFPAR_FP8) return AllFinite(v) && LargestMagnitude(v) <= 448 * 0x1p119f;
+  if (codec.kind != TFPAR_SIGN) return AllFinite(v);
+  Floats magnitudes;
+  for (float value : v) magnitudes.push_back(std::fabs(value));
+  return std::isfinite(SumByHalving(magnitudes));
+}
+
+void EncodeBlock(const tfpar_codec& codec, const Floats& v, int64_t g, int exist, uint8_t* code, uint8_t* scale) {
+  switch (codec.kind) {
+    case TFPAR_BF16:
+      for (int p = 0; p < codec.block; ++p) Put(Bf16(v[p]), 2, code + 2 * p);
+      break;
+    case TFPAR_FP16:
+      for (int p = 0; p < codec.block; ++p) {
+        const int magnitude = std::isfinite(v[p]) ? Nearest(HalfMagnitudes(), std::fabs(static_cast<double>(v[p]))) : 0x7E00;
+        Put(static_cast<uint64_t>(magnitude | (v[p] < 0 && std::isfinite(v[p]) ? 0x8000 : 0)), 2, code + 2 * p);
+      }
+      break;
+    case TFPAR_FP8:
+      EncodeFp8(v, code, scale);
+      break;
+    case TFPAR_QUANTIZE:
+      EncodeQuantize(codec, v, g, code, scale);
+      break;
+    case TFPAR_SIGN:
+      EncodeSign(codec, v, exist, code, scale);
+      break;
+    default:
+      EncodeTopK(codec, v, code);
+  }
+}
+
+}  // namespace
+
+uint32_t Bits(float v) {
+  uint32_t bits;
+  std::memcpy(&bits, &v, 4);
+  return bits;
+}
+
+float FromBits(uint32_t bits) {
+  float v;
+  std::memcpy(&v, &bits, 4);
+  return v;
+}
+
+float Flush(float v) { return std::fabs(static_cast<double>(v)) < kSmallestNormal ? 0.0f : v; }
+
+std::vector<uint32_t> Philox(const std::vector<uint32_t>& counter, const std::vector<uint32_t>& key) {
+  std::vector<uint32_t> c = counter, k = key;
+  for (int round = 0; round < 10; ++round) {
+    const uint64_t left = uint64_t{0xD2511F53} * c[0], right = uint64_t{0xCD9E8D57} * c[2];
+    c = {static_cast<uint32_t>(right >> 32) ^ c[1] ^ k[0], static_cast<uint32_t>(right),
+         static_cast<uint32_t>(left >> 32) ^ c[3] ^ k[1], static_cast<uint32_t>(left)};
+    k = {k[0] + 0x9E3779B9u, k[1] + 0xBB67AE85u};
+  }
+  return c;
+}
+
+Encoded Encode(const tfpar_codec& codec, const Floats& x, const Floats& residual, int64_t begin, int64_t n) {
+  const int64_t blocks = Blocks(codec, n), code_bytes = CodeBytes(codec), scale_bytes = ScaleBytes(codec);
+  Encoded result;
+  result.payload.assign(static_cast<size_t>((16 + blocks * (code_bytes + scale_bytes) + 15) / 16 * 16), 0);
+  uint8_t* bytes = result.payload.data();
+  const int kinds[] = {0, 1, 2, 3, codec.bits == 8 ? 4 : codec.bits == 4 ? 5 : 6, 7, 8};
+  Put(0x01504654, 4, bytes);
+  bytes[4] = static_cast<uint8_t>(kinds[codec.kind] + (codec.scale_bits == 32 ? 128 : 0));
+  bytes[5] = static_cast<uint8_t>(std::ilogb(codec.block));
+  Put(static_cast<uint64_t>(codec.keep), 2, bytes + 6);
+  Put(static_cast<uint64_t>(n), 8, bytes + 8);
+  result.residual.assign(x.size(), 0.0f);
+  for (int64_t b = 0; b < blocks; ++b) {
+    const int64_t at = b * codec.block;
+    const auto exist = std::max<int64_t>(0, std::min<int64_t>(codec.block, static_cast<int64_t>(x.size()) - at));
+    Floats v(static_cast<size_t>(codec.block), 0.0f);
+    for (int64_t i = 0; i < exist; ++i) v[i] = Flush(Add(x[at + i], residual.empty() ? 0.0f : residual[at + i]));
+    uint8_t* code = bytes + 16 + b * code_bytes;
+    uint8_t* scale = bytes + 16 + blocks * code_bytes + b * scale_bytes;
+    EncodeBlock(codec, v, begin / codec.block + b, static_cast<int>(exist), code, scale);
+    bool invalid = false;
+    const Floats d = DecodeBlock(codec, code, scale, &invalid);
+    const bool cast = codec.kind == TFPAR_BF16 || codec.kind == TFPAR_FP16;
+    const bool block_finite = BlockIsFinite(codec, v);
+    double norms[2] = {0, 0};
+    for (int64_t i = 0; i < exist; ++i) {
+      const bool finite = cast ? std::isfinite(v[i]) : block_finite;
+      const float old = residual.empty() ? 0.0f : residual[at + i];
+      result.residual[at + i] = finite ? Flush(Sub(v[i], d[i])) : old;
+      norms[0] += In(x[at + i]) * In(x[at + i]);
+      norms[1] += In(result.residual[at + i]) * In(result.residual[at + i]);
+    }
+    result.norms.insert(result.norms.end(), norms, norms + 2);
+  }
+  return result;
+}
+
+Floats Decode(const tfpar_codec& codec, int64_t n, const Bytes& payload, bool* invalid) {
+  const int64_t blocks = Blocks(codec, n), code_bytes = CodeBytes(codec), scale_bytes = ScaleBytes(codec);
+  Floats values;
+  for (int64_t b = 0; b < blocks; ++b) {
+    const uint8_t* code = payload.data() + 16 + b * code_bytes;
+    const Floats d = DecodeBlock(codec, code, payload.data() + 16 + blocks * code_bytes + b * scale_bytes, invalid);
+    values.insert(values.end(), d.begin(), d.end());
+  }
+  return values;
+}
+
+Floats DecodeSum(const tfpar_codec& codec, int64_t n, const std::vector<Bytes>& payloads, float factor, bool* invalid) {
+  Floats sum = Decode(codec, n, payloads[0], invalid);
+  for (size_t peer = 1; peer < payloads.size(); ++peer) {
+    const Floats d = Decode(codec, n, payloads[peer], invalid);
+    for (size_t i = 0; i < sum.size(); ++i) sum[i] = Add(sum[i], d[i]);
+  }
+  if (factor != 1.0f) {
+    for (float& value : sum) {
+      value = Mul(value, factor);
+      if (std::fabs(value) <= kSmallestNormal) value = 0.0f;
+    }
+  }
+  sum.resize(static_cast<size_t>(n));
+  return sum;
+}
+
+}  // namespace oracle

@@ -1,0 +1,98 @@
+// Options, sizes and headers: what is refused, and in which words.
+#include <cstring>
+#include <string>
+
+#include "cases.h"
+#include "check.h"
+
+namespace {
+
+using cases::Bytes;
+
+std::string Refusal(const tfpar_codec& codec) {
+  char message[200] = "";
+  const int refused = tfpar_codec_check(&codec, message, sizeof message);
+  return refused ? message : "";
+}
+
+std::string Refusal(const tfpar_codec& codec, int64_t n, const Bytes& payload, int64_t bytes) {
+  char message[200] = "";
+  const int refused = tfpar_payload_check(&codec, n, payload.data(), bytes, message, sizeof message);
+  return refused ? message : "";
+}
+
+bool Contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+
+}  // namespace
+
+TEST(ValidOptionsAreTaken) {
+  for (const tfpar_codec& codec : cases::All()) CHECK(Refusal(codec).empty(), Refusal(codec));
+}
+
+TEST(OtherOptionsAreRefusedByName) {
+  const struct {
+    tfpar_codec codec;
+    const char* option;
+  } wrong[] = {
+      {{0, 0, 512, 0, 0, 0, 0, 0}, "kind=0"},
+      {{7, 0, 512, 0, 0, 0, 0, 0}, "kind=7"},
+      {{TFPAR_BF16, 0, 512, 0, 0, 0, 0, 0}, "block=512"},
+      {{TFPAR_FP16, 8, 1024, 0, 0, 0, 0, 0}, "bits=8"},
+      {{TFPAR_FP8, 0, 8192, 0, 0, 0, 0, 0}, "block=8192"},
+      {{TFPAR_FP8, 0, 512, 0, 16, 0, 0, 0}, "scale_bits=16"},
+      {{TFPAR_QUANTIZE, 3, 512, 0, 16, 0, 0, 0}, "bits=3"},
+      {{TFPAR_QUANTIZE, 4, 500, 0, 16, 0, 0, 0}, "block=500"},
+      {{TFPAR_QUANTIZE, 4, 32, 0, 16, 0, 0, 0}, "block=32"},
+      {{TFPAR_QUANTIZE, 4, -512, 0, 16, 0, 0, 0}, "block=-512"},
+      {{TFPAR_QUANTIZE, 4, 512, 0, 8, 0, 0, 0}, "scale_bits=8"},
+      {{TFPAR_QUANTIZE, 4, 512, 1, 16, 0, 0, 0}, "keep=1"},
+      {{TFPAR_QUANTIZE, 4, 512, 0, 16, 2, 0, 0}, "stochastic=2"},
+      {{TFPAR_SIGN, 0, 512, 0, 16, 1, 0, 0}, "stochastic=1"},
+      {{TFPAR_TOPK, 0, 4096, 0, 0, 0, 0, 0}, "keep=0"},
+      {{TFPAR_TOPK, 0, 4096, 4097, 0, 0, 0, 0}, "keep=4097"},
+      {{TFPAR_TOPK, 0, 32768, 1, 0, 0, 0, 0}, "block=32768"},
+  };
+  for (const auto& one : wrong) CHECK(Contains(Refusal(one.codec), one.option), Refusal(one.codec) + " for " + one.option);
+}
+
+TEST(SizesFollowFromTheFormat) {
+  for (const tfpar_codec& codec : cases::All()) {
+    for (int64_t n : {int64_t{0}, int64_t{1}, int64_t{64}, int64_t{1000}, int64_t{123457}}) {
+      const auto expected = oracle::Encode(codec, cases::Floats(), {}, 0, n);
+      CHECK(tfpar_payload_bytes(&codec, n) == static_cast<int64_t>(expected.payload.size()), cases::Name(codec));
+      CHECK(tfpar_num_blocks(&codec, n) == (n + codec.block - 1) / codec.block, cases::Name(codec));
+    }
+    CHECK(tfpar_payload_bytes(&codec, -1) == -1, cases::Name(codec));
+  }
+  const tfpar_codec cast = {TFPAR_BF16, 0, 1024, 0, 0, 0, 0, 0};
+  CHECK(tfpar_payload_bytes(&cast, INT64_MAX) == -1, "does not fit");
+  CHECK(tfpar_payload_bytes(&cast, INT64_MAX / 4) > INT64_MAX / 4, "fits");
+}
+
+TEST(HeadersOfOthersAreRefused) {
+  for (const tfpar_codec& codec : cases::All()) {
+    const int64_t n = 1000;
+    Bytes payload(static_cast<size_t>(tfpar_payload_bytes(&codec, n)), 0xEE);
+    tfpar_write_frame(&codec, n, payload.data());
+    const auto bytes = static_cast<int64_t>(payload.size());
+    CHECK(Refusal(codec, n, payload, bytes).empty(), Refusal(codec, n, payload, bytes));
+    for (int byte = 0; byte < 16; ++byte) {
+      for (int bit = 0; bit < 8; ++bit) {
+        Bytes wrong = payload;
+        wrong[byte] = static_cast<uint8_t>(wrong[byte] ^ (1 << bit));
+        CHECK(!Refusal(codec, n, wrong, bytes).empty(), cases::Name(codec) + ", header byte " + std::to_string(byte));
+      }
+    }
+    CHECK(Contains(Refusal(codec, n, payload, bytes - 16), std::to_string(bytes)), "length in the message");
+    CHECK(!Refusal(codec, n, payload, bytes + 16).empty() && !Refusal(codec, n, payload, 0).empty(), cases::Name(codec));
+    CHECK(!Refusal(codec, n + 1, payload, tfpar_payload_bytes(&codec, n + 1)).empty(), cases::Name(codec));
+    CHECK(!Refusal(codec, -1, payload, bytes).empty(), cases::Name(codec));
+    for (const tfpar_codec& other : cases::All()) {
+      if (cases::Name(other) == cases::Name(codec) || other.kind != TFPAR_QUANTIZE) continue;
+      tfpar_codec nearest = other;  // rounding is not part of the format
+      nearest.stochastic = codec.stochastic;
+      if (cases::Name(nearest) == cases::Name(codec)) continue;
+      CHECK(!Refusal(other, n, payload, bytes).empty(), cases::Name(codec) + " taken for " + cases::Name(other));
+    }
+  }
+}

@@ -1,0 +1,140 @@
+"""Every implementation gives the oracle's bits: payloads byte for byte, residuals and decoded values bit for bit."""
+
+from __future__ import annotations
+
+import functools
+
+from tests.tfpar_ops import data, implementations, oracle
+from tfpar_ops.codecs import Codec
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+WORDS = st.integers(0, 2**64 - 1)
+FACTORS = st.sampled_from([1.0, 0.25, 1 / 3, 1 - 2.0**-24, -1.5])
+
+
+def shard(vector: np.ndarray, index: int, size: int) -> np.ndarray:
+    return vector[index * size : (index + 1) * size]
+
+
+@pytest.mark.parametrize(
+    ("name", "codec"),
+    [
+        *(("native", codec) for codec in data.CODECS),
+        # These compile for seconds, or take longer for each call: one codec of each kind, and random numbers.
+        *((name, codec) for name in ("reference", "xla") for codec in [*data.KINDS, data.STOCHASTIC[0]]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else data.identifier(value),
+)
+def test_every_operation_on_one_layout(name: str, codec: Codec):
+    """Three shards, the second ending in padding, the third all padding; in parts, one of them empty."""
+    ops = implementations.get(name)
+    size, elements, valid = 2 * codec.block, 3 * codec.block + 17, 2 * codec.block - 7
+    shapes = [(5,), (), (0, 3), (codec.block, 2), (elements - 6 - 2 * codec.block,)]
+    ends = np.cumsum([np.prod(shape, dtype=int) for shape in shapes])
+
+    @settings(deadline=None, max_examples=10)
+    @given(data.numbers(), data.numbers(), WORDS, WORDS)
+    def check(numbers, residuals, seed, step):
+        x, r, owner = numbers.fill(elements), residuals.fill(elements), residuals.fill(valid, 1)
+        parts = [part.reshape(shape) for part, shape in zip(np.split(x, ends[:-1]), shapes, strict=True)]
+        made = ops.encode(parts, r, codec, shards=3, shard_elements=size, seed=seed, step=step)
+        expected = [
+            oracle.encode(codec, shard(x, s, size), shard(r, s, size), size, s * size, seed, step) for s in range(3)
+        ]
+        assert made.payloads == [payload for payload, _ in expected]
+        data.same_bits(made.residual, np.concatenate([residual for _, residual in expected]))
+
+        decoded = ops.decode(made.payloads, codec, shapes, shard_elements=size)
+        assert [part.shape for part in decoded] == shapes
+        back = np.concatenate([oracle.decode(codec, payload, size) for payload in made.payloads])[:elements]
+        data.same(np.concatenate([part.ravel() for part in decoded]), back)
+
+        peers = [oracle.encode(codec, numbers.fill(size, 2 + i), seed=seed, step=step)[0] for i in range(3)]
+        data.same(ops.decode_sum(peers, codec, size), oracle.decode_sum(codec, peers, size))
+        again = ops.recode(
+            peers, owner, codec, size, factor=1 / 3, begin=tf.constant(size), valid=valid, seed=seed, step=step
+        )
+        payload, residual = oracle.recode(
+            codec, peers, owner, size, factor=1 / 3, begin=size, valid=valid, seed=seed, step=step
+        )
+        assert again.payloads == [payload]
+        data.same_bits(again.residual, residual)
+
+    check()
+
+
+@pytest.mark.parametrize("codec", data.CODECS, ids=data.identifier)
+def test_encode_and_decode_any_layout(ops: implementations.Implementation, codec: Codec):
+    @settings(deadline=None, max_examples=8)
+    @given(data.numbers(), data.lengths(codec), st.lists(st.floats(0, 1), max_size=3), st.integers(1, 3), WORDS)
+    def check(numbers, elements, places, shards, seed):
+        x, r = numbers.fill(elements), numbers.fill(elements, 1)
+        made = ops.encode(data.cut(x, places), r, codec, shards=shards, seed=seed, step=3)
+        plain = ops.encode(data.cut(x, places), None, codec, shards=shards, seed=seed, step=3)
+        assert plain.residual is None
+        size = elements if shards == 1 else -(-elements // shards // codec.block) * codec.block
+        for s in range(shards):
+            x_s, r_s = shard(x, s, size), shard(r, s, size)
+            payload, residual = oracle.encode(codec, x_s, r_s, size, s * size, seed, 3)
+            assert made.payloads[s] == payload
+            data.same_bits(shard(made.residual, s, size), residual)
+            assert plain.payloads[s] == oracle.encode(codec, x_s, None, size, s * size, seed, 3)[0]
+        back = [oracle.decode(codec, payload, size) for payload in made.payloads]
+        shapes = [part.shape for part in data.cut(x, places)]
+        data.same(np.concatenate(ops.decode(made.payloads, codec, shapes)), np.concatenate(back)[:elements])
+
+    check()
+
+
+@pytest.mark.parametrize("codec", data.CODECS, ids=data.identifier)
+def test_sums_and_recoding_of_any_number_of_peers(ops: implementations.Implementation, codec: Codec):
+    @settings(deadline=None, max_examples=8)
+    @given(data.numbers(), data.lengths(codec), st.integers(1, 5), FACTORS, st.floats(0, 1), st.integers(0, 2**40))
+    def check(numbers, elements, peers, factor, share, block):
+        payloads = [oracle.encode(codec, numbers.fill(elements, i), seed=9, step=i)[0] for i in range(peers)]
+        total = oracle.decode_sum(codec, payloads, elements, factor)
+        data.same(ops.decode_sum(payloads, codec, elements, factor=factor), total)
+        data.same(ops.decode_sum(payloads, codec, elements, factor=tf.constant(factor, tf.float32)), total)
+
+        valid, begin = int(share * elements), block * codec.block
+        owner = numbers.fill(valid, peers)
+        for residual in (owner, None):
+            options = {"factor": factor, "begin": begin, "valid": valid, "seed": 2**63, "step": 2**32 - 1}
+            made = ops.recode(payloads, residual, codec, elements, **options)
+            payload, rest = oracle.recode(codec, payloads, residual, elements, **options)
+            assert made.payloads == [payload]
+            if residual is not None:
+                data.same_bits(made.residual, rest)
+
+    check()
+
+
+@pytest.mark.parametrize("codec", data.KINDS, ids=data.identifier)
+def test_every_length(ops: implementations.Implementation, codec: Codec):
+    """All lengths to 4,100; the reference, slower, does those next to a multiple of 64 up to 200, and every 97th."""
+    longest = 4100
+    x, r = data.values(longest, "normal", 11), data.values(longest, "ties", 12) * np.float32(1e-3)
+
+    @functools.cache
+    def block(begin: int, end: int) -> tuple[tuple[bytes, bytes], np.ndarray, np.ndarray]:
+        """What one block stores, leaves, and decodes to: most blocks are those of the lengths before."""
+        v = np.zeros(codec.block, np.float32)
+        v[: end - begin] = oracle.flush(oracle.add(x[begin:end], r[begin:end]))
+        stored = oracle.encode_block(codec, v, end - begin, begin // codec.block, 5, 6)
+        decoded = oracle.decode_block(codec, *stored)[: end - begin]
+        return stored, oracle.new_residual(v[: end - begin], decoded, r[begin:end]), decoded
+
+    for n in range(longest + 1):
+        if ops.name == "reference" and n % 97 and not (n < 200 and (n + 1) % 64 <= 2):
+            continue
+        blocks = [block(begin, min(begin + codec.block, n)) for begin in range(0, n, codec.block)]
+        made = ops.encode([x[: n // 3], x[n // 3 : n]], r[:n], codec, seed=5, step=6)
+        assert made.payloads == [oracle.frame(codec, n, [stored for stored, _, _ in blocks])]
+        data.same_bits(made.residual, np.concatenate([r[:0], *(left for _, left, _ in blocks)]))
+        decoded = ops.decode_sum(made.payloads, codec, n)
+        data.same(decoded, np.concatenate([r[:0], *(decoded for _, _, decoded in blocks)]))

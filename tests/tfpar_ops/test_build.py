@@ -1,0 +1,301 @@
+"""The build of the native library, and what becomes of a library that is missing or made for something else."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+from types import ModuleType
+
+import tfpar_ops
+from tfpar_ops import library
+
+import pytest
+import tensorflow as tf
+from setuptools.errors import CompileError, PlatformError
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "tfpar_ops"
+
+
+@pytest.fixture(scope="module")
+def build() -> ModuleType:
+    """setup.py, without its call of `setup`."""
+    spec = importlib.util.spec_from_file_location("tfpar_setup", ROOT / "setup.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def built() -> None:
+    if not (PACKAGE / library.FILE).exists():
+        pytest.skip("the native library is not built here")
+
+
+def python(code: str, folder: pathlib.Path = ROOT, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Runs a program that finds tfpar_ops in a folder."""
+    return subprocess.run(
+        [sys.executable, "-W", "always::RuntimeWarning", "-c", code],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(folder), "TF_CPP_MIN_LOG_LEVEL": "3", **environ},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+# Which implementation is in use
+
+
+@pytest.mark.usefixtures("built")
+def test_the_status_says_what_the_library_is_for():
+    assert tfpar_ops.uses_library() == (os.environ.get("TFPAR_OPS") != "reference")
+    if not tfpar_ops.uses_library():
+        return
+    status = tfpar_ops.library_status()
+    assert re.fullmatch(
+        rf"native operations for TensorFlow {re.escape(tf.__version__)}: "
+        r"CPU (baseline|x86-64-v3|x86-64-v4), (CUDA \d+\.\d+|no GPU kernels)",
+        status,
+    )
+
+
+def test_importing_the_package_does_not_import_tensorflow():
+    code = "import sys, tfpar_ops; tfpar_ops.Codec('sign'); print('tensorflow' in sys.modules)"
+    assert python(code).stdout == "False\n"
+    with pytest.raises(AttributeError, match="no attribute 'encod'"):
+        tfpar_ops.encod  # noqa: B018
+
+
+def test_public_names_exist():
+    assert sorted(tfpar_ops.__all__) == tfpar_ops.__all__
+    assert all(callable(getattr(tfpar_ops, name)) for name in tfpar_ops.__all__)
+
+
+_ROUND_TRIP = """
+import tensorflow as tf, tfpar_ops
+codec = tfpar_ops.Codec("quantize", bits=4)
+x, variable = tf.sin(tf.range(1000.0)), tf.Variable(tf.zeros([1000]))
+for number in range(2):
+    made = tfpar_ops.encode_into(variable, [x], codec)
+assert made.residual is None
+again = tfpar_ops.recode_into(variable, made.payload, codec, 1000)
+decoded = tfpar_ops.decode(made.payload, codec, [[1000]])[0]
+print(tfpar_ops.library_status())
+print(tf.reduce_sum(tf.abs(decoded)).numpy(), *made.norms.numpy().round(4), *again.norms.numpy().round(4))
+"""
+
+
+@pytest.mark.usefixtures("built")
+def test_the_reference_can_be_asked_for():
+    """Without a warning, and it computes the same."""
+    reference, native = python(_ROUND_TRIP, TFPAR_OPS="reference"), python(_ROUND_TRIP, TFPAR_OPS="native")
+    assert reference.returncode == native.returncode == 0, reference.stderr + native.stderr
+    assert "Warning" not in reference.stderr + native.stderr
+    (status, *numbers), (native_status, *native_numbers) = reference.stdout.splitlines(), native.stdout.splitlines()
+    assert status == "reference operations (TFPAR_OPS=reference)"
+    assert native_status.startswith("native operations")
+    assert len(numbers) == 1
+    assert numbers == native_numbers
+
+
+def test_a_choice_that_does_not_exist(monkeypatch):
+    monkeypatch.setattr(library, "_library", None)
+    monkeypatch.setenv("TFPAR_OPS", "cuda")
+    with pytest.raises(ValueError, match="TFPAR_OPS='cuda' is not one of native, reference"):
+        tfpar_ops.library_status()
+
+
+@pytest.fixture
+def copy(tmp_path) -> pathlib.Path:
+    """A folder with a copy of the package and its library."""
+    package = tmp_path / "tfpar_ops"
+    shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("core", "kernels", "ops", "__pycache__"))
+    return package
+
+
+@pytest.mark.usefixtures("built")
+def test_a_library_for_another_tensorflow_is_not_loaded(copy):
+    """It is not even opened: this one is no library at all. One warning, then the reference does the work."""
+    facts = json.loads((copy / library.FACTS).read_text())
+    (copy / library.FACTS).write_text(json.dumps({**facts, "tensorflow": "2.20.0"}))
+    (copy / library.FILE).write_bytes(b"not a library")
+    reason = f"the native library was built for TensorFlow 2.20.0, and this is {tf.__version__}."
+    result = python(_ROUND_TRIP, copy.parent)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[0] == f"reference operations: {reason}"
+    assert result.stderr.count("RuntimeWarning") == 1
+    assert f"tfpar_ops: {reason} `make setup`" in result.stderr
+    assert "<string>:6: RuntimeWarning" in result.stderr  # it points at the caller
+
+    insisting = python(_ROUND_TRIP, copy.parent, TFPAR_OPS="native")
+    assert insisting.returncode == 1
+    assert f"LibraryError: {reason}" in insisting.stderr
+
+
+@pytest.mark.usefixtures("built")
+def test_why_a_library_cannot_be_used(copy):
+    def reason() -> str:
+        with pytest.raises(library.LibraryError) as caught:
+            library.load(copy)
+        return str(caught.value)
+
+    facts = (copy / library.FACTS).read_text()
+    wrong_abi = json.dumps({**json.loads(facts), "cxx11_abi": 0})
+    (copy / library.FACTS).write_text(wrong_abi)
+    assert reason() == "the native library was built for the C++ ABI 0, and this is 1."
+    for broken in ("", "[]", "{"):
+        (copy / library.FACTS).write_text(broken)
+        assert "what the native library was built for" in reason()
+    (copy / library.FACTS).unlink()
+    assert "cannot be read" in reason()
+    (copy / library.FACTS).write_text(facts)
+    (copy / library.FILE).write_bytes(b"not a library")
+    assert "does not load" in reason()
+    (copy / library.FILE).unlink()
+    assert reason() == "the native library is not built."
+
+
+# What is built
+
+
+@pytest.mark.usefixtures("built")
+def test_the_facts_are_those_of_this_environment():
+    facts = json.loads((PACKAGE / library.FACTS).read_text())
+    assert facts["tensorflow"] == tf.__version__
+    assert facts["cxx11_abi"] == tf.sysconfig.CXX11_ABI_FLAG
+    assert "baseline" in facts["cpu_targets"]
+    assert bool(facts["cuda"]) == bool(facts["cuda_capabilities"])
+
+
+@pytest.mark.usefixtures("built")
+def test_the_library_exports_the_c_interface():
+    core = ctypes.CDLL(str(PACKAGE / library.FILE))
+    names = re.findall(r"\b(tfpar_\w+)\(", (PACKAGE / "core" / "codec.h").read_text())
+    assert len(names) >= 9
+    for name in names:
+        assert getattr(core, name)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("built")
+def test_a_wheel_carries_the_library(tmp_path):
+    """Made as `pip wheel .` makes it, from the objects that `make setup` has left."""
+    command = ["wheel", str(ROOT), "--no-build-isolation", "--no-deps", "--wheel-dir", str(tmp_path)]
+    result = subprocess.run(
+        [sys.executable, "-m", "pip", *command], capture_output=True, text=True, timeout=550, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    assert re.fullmatch(r"tfpar-[\d.]+-py3-none-\w+\.whl", wheel.name)
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        facts = json.loads(archive.read(f"tfpar_ops/{library.FACTS}"))
+    assert {f"tfpar_ops/{library.FILE}", "tfpar_ops/FORMAT.md", "tfpar_ops/py.typed", "tfpar_ops/__init__.py"} <= names
+    assert facts["tensorflow"] == tf.__version__
+    assert not [name for name in names if name.endswith((".cc", ".cu", ".o"))]
+
+
+def test_the_build_asks_for_the_tensorflow_that_is_installed(build):
+    """pip's isolated builds take the bounds of pyproject.toml; a library for another TensorFlow would not be loaded."""
+    (bounds,) = re.findall(r'^requires = .*"(tensorflow[^"]*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert bounds in build.INSTALL
+
+
+def test_every_source_is_compiled(build):
+    """What lies in the folders and what setup.py names are the same."""
+    named = {*build.OPS, *build.GPU_OPS, *(f"core/{name}" for name in build.CORE)}
+    named |= {f"core/cuda/{name}" for name in build.CUDA}
+    folders = [PACKAGE / name for name in ("ops", "kernels", "core", "core/cuda")]
+    found = {str(path.relative_to(PACKAGE)) for folder in folders for path in folder.glob("*.c[cu]")}
+    assert named == {name for name in found if not name.endswith("_test.cu")}
+
+
+def test_only_what_changed_is_compiled_again(build, monkeypatch, tmp_path, capfd):
+    monkeypatch.setattr(build, "ROOT", tmp_path)
+    monkeypatch.setattr(build, "OBJECTS", tmp_path / "build dir")
+    source, header = tmp_path / "tfpar_ops" / "core" / "a.cc", tmp_path / "tfpar_ops" / "core" / "a b.h"
+    for folder in (source.parent, build.OBJECTS):
+        folder.mkdir(parents=True)
+    source.write_text('#include "a b.h"\nint main() { return kValue; }\n')
+    header.write_text("constexpr int kValue = 1;\n")
+    step = build.Step("core/a.cc", ("g++", "-O0"), "g++ -O0")
+    assert not step.is_done()
+    step.run()
+    assert capfd.readouterr().out == "tfpar_ops: compiling core/a.cc\n"
+    assert step.is_done()
+    assert not build.Step("core/a.cc", ("g++", "-O2"), "g++ -O2").is_done()
+
+    later = time.time() + 60
+    os.utime(header, (later, later))
+    assert not step.is_done()
+    os.utime(header, (0, 0))
+    assert step.is_done()
+    header.unlink()
+    assert not step.is_done()
+    with pytest.raises(CompileError, match=r"a b\.h: No such file"):
+        step.run()
+    header.write_text("constexpr int kValue = 2;\n")
+    assert not step.is_done()  # the failure has left nothing that counts
+
+
+def test_without_a_compiler_the_message_says_what_to_install(build, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(
+        PlatformError, match=r"no compiler 'no-such-compiler'.*apt-get install g\+\+.*TFPAR_OPS_BUILD=0"
+    ):
+        build.Compiler.find()
+
+
+def test_gpu_kernels_are_left_out_with_a_line_that_says_why(build, monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("TFPAR_CUDA", "0")
+    assert build.Nvcc.find() is None
+    assert capsys.readouterr().out == "tfpar_ops: no GPU kernels: TFPAR_CUDA=0\n"
+
+    monkeypatch.setattr(build.shutil, "which", lambda name: None)
+    monkeypatch.delenv("TFPAR_CUDA")
+    assert build.Nvcc.find() is None
+    assert "no GPU kernels: nvcc was not found" in capsys.readouterr().out
+    monkeypatch.setenv("TFPAR_CUDA", "1")
+    with pytest.raises(PlatformError, match="TFPAR_CUDA=1, but nvcc was not found"):
+        build.Nvcc.find()
+
+
+def test_an_nvcc_that_knows_only_some_gpus(build, monkeypatch, tmp_path, capsys):
+    """The last one it knows is also there as PTX, for those to come."""
+    (tmp_path / "libcudart_static.a").touch()
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text(
+        '#!/bin/sh\ncase "$1" in\n--version) echo "release 11.2, V11.2.1";;\n'
+        '--list-gpu-arch) printf "compute_75\\ncompute_80\\ncompute_86\\n";;\n'
+        f'--dryrun) echo \'#$ LIBRARIES=  "-L{tmp_path}/stubs" "-L{tmp_path}"\' >&2;;\nesac\n'
+    )
+    nvcc.chmod(0o755)
+    monkeypatch.delenv("TFPAR_CUDA", raising=False)
+    monkeypatch.delenv("NVCC", raising=False)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    found = build.Nvcc.find()
+    assert found.path == str(nvcc)
+    assert found.version == "11.2"
+    assert found.flags()[-6:] == [
+        *("-gencode", "arch=compute_75,code=sm_75"),
+        *("-gencode", "arch=compute_80,code=sm_80"),
+        *("-gencode", "arch=compute_86,code=[sm_86,compute_86]"),
+    ]
+    assert f"-L{tmp_path}" in found.link_flags
+    assert "GPU kernels: CUDA 11.2, compute capability 7.5 and later" in capsys.readouterr().out
+    (tmp_path / "libcudart_static.a").unlink()
+    assert build.Nvcc.find() is None
+    assert "comes without libcudart_static.a" in capsys.readouterr().out

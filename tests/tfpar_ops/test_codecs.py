@@ -1,0 +1,83 @@
+"""Options of a codec, the payload length that follows from them, and the header."""
+
+from __future__ import annotations
+
+import re
+
+from tests.tfpar_ops import data, oracle
+from tfpar_ops.codecs import Codec
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kind": "int4"}, "codec: kind='int4' is not one of bf16, fp16, fp8, quantize, sign, topk"),
+        ({"kind": "quantize"}, "codec quantize: bits=0 is not one of 8, 4, 2"),
+        ({"kind": "quantize", "bits": 3}, "codec quantize: bits=3 is not one of 8, 4, 2"),
+        ({"kind": "sign", "bits": 1}, "codec sign: bits=1 is an option of quantize only"),
+        ({"kind": "bf16", "block": 512}, "codec bf16: block=512; this cast has no blocks, leave it out"),
+        ({"kind": "sign", "block": 96}, "codec sign: block=96 is not a power of two from 64 to 4096"),
+        ({"kind": "fp8", "block": 32}, "codec fp8: block=32 is not a power of two from 64 to 4096"),
+        ({"kind": "fp8", "block": -64}, "codec fp8: block=-64 is not a power of two from 64 to 4096"),
+        ({"kind": "quantize", "bits": 4, "block": 8192}, "block=8192 is not a power of two from 64 to 4096"),
+        ({"kind": "topk", "keep": 1, "block": 32768}, "block=32768 is not a power of two from 64 to 16384"),
+        ({"kind": "topk"}, "codec topk: keep=0 is not between 1 and block=4096"),
+        ({"kind": "topk", "block": 64, "keep": 65}, "codec topk: keep=65 is not between 1 and block=64"),
+        ({"kind": "fp16", "keep": 3}, "codec fp16: keep=3 is an option of topk only"),
+        ({"kind": "sign", "scale": "fp16"}, "codec: scale='fp16' is not one of bf16, float32"),
+        ({"kind": "fp8", "scale": "float32"}, "codec fp8: scale='float32' is an option of quantize and sign only"),
+        ({"kind": "sign", "rounding": "up"}, "codec: rounding='up' is not one of nearest, stochastic"),
+        ({"kind": "sign", "rounding": "stochastic"}, "codec sign: rounding='stochastic' is an option of quantize only"),
+    ],
+)
+def test_options_that_are_not_allowed(options: dict, message: str):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Codec(**options)
+
+
+def test_defaults_and_limits():
+    assert [Codec(kind).block for kind in ("bf16", "fp16", "fp8", "sign")] == [1024, 1024, 512, 512]
+    assert Codec("topk", keep=4096).block == 4096
+    assert Codec("topk", block=16384, keep=16384).block_bytes == 4 * 16384
+    assert Codec("quantize", bits=2, block=4096) == Codec("quantize", 2, 4096)
+
+
+@pytest.mark.parametrize("codec", data.CODECS, ids=data.identifier)
+def test_bits_are_packed(codec: Codec):
+    """Bytes per element within 1% of what codes and scales need, at a million elements, and beyond 2^31."""
+    bits = {"bf16": 16, "fp16": 16, "fp8": 8, "quantize": codec.bits, "sign": 1, "topk": 32 * codec.keep / codec.block}
+    scale = 8 * codec.scale_bytes / codec.block
+    for elements in (1_000_003, 3_000_000_001):
+        ideal = elements * (bits[codec.kind] + scale) / 8
+        assert ideal <= codec.payload_bytes(elements) <= 1.01 * ideal
+
+
+@pytest.mark.parametrize("codec", data.CODECS, ids=data.identifier)
+def test_length_and_header_of_every_payload(codec: Codec):
+    for elements in (
+        0,
+        1,
+        63,
+        64,
+        65,
+        codec.block - 1,
+        codec.block,
+        codec.block + 1,
+        4100,
+        2**24 + 1,
+        2**31,
+        2**40 + 7,
+    ):
+        blocks = -(-elements // codec.block)
+        body = 16 + blocks * (oracle.code_size(codec) + oracle.scale_size(codec))
+        assert codec.payload_bytes(elements) - body in range(16)
+        assert codec.payload_bytes(elements) % 16 == 0
+        assert codec.header(elements) == oracle.header(codec, elements)
+
+
+def test_no_two_formats_share_a_header():
+    codecs = {codec.header(100): codec for codec in data.CODECS}
+    formats = {(c.kind, c.bits, c.block, c.keep, c.scale) for c in data.CODECS}
+    assert len(codecs) == len(formats)

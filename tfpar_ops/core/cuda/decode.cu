@@ -1,0 +1,71 @@
+#include "launch.h"
+
+namespace tfpar_cuda {
+namespace {
+
+struct DecodeParams {
+  Peers peers;
+  Parts out;
+  Layout layout;
+  int64_t first_tile;
+  int64_t limit;
+};
+
+template <int kFormat>
+__global__ void __launch_bounds__(kTileThreads) DecodeKernel(const __grid_constant__ DecodeParams params) {
+  const int64_t tile = params.first_tile + blockIdx.x;
+  const Place place = FindPlace(tile, params.layout.log_block, params.limit);
+  Tile sum;
+  DecodeSum<kFormat>(params.peers, params.layout, place, tile, sum);
+  StoreParts(params.out, place.span, place.quads, sum);
+}
+
+__global__ void __launch_bounds__(kTopkMaxThreads) TopkDecodeKernel(const __grid_constant__ DecodeParams params) {
+  const TopkPlace place = FindTopkPlace(params.first_tile + blockIdx.x, params.layout.log_block, params.limit);
+  if (place.block >= params.layout.blocks) {  // nothing to decode: only the headers are looked at
+    if (SeesForeignHeader(params.peers, params.layout)) ReportInvalid(params.peers);
+    return;
+  }
+  TopkTile v;
+  LoadSum(params.peers, params.layout, place, v);
+  StoreParts(params.out, place.span, place.quads, v);
+}
+
+Kernel<DecodeParams> DecodeKernelOf(const tfpar_codec& codec) {
+  switch (FormatOf(codec)) {
+    case kBf16:
+      return Tiled(DecodeKernel<kBf16>);
+    case kHalf:
+      return Tiled(DecodeKernel<kHalf>);
+    case kFp8:
+      return Tiled(DecodeKernel<kFp8>);
+    case kInt8:
+      return Tiled(DecodeKernel<kInt8>);
+    case kInt4:
+      return Tiled(DecodeKernel<kInt4>);
+    case kInt2:
+      return Tiled(DecodeKernel<kInt2>);
+    case kSign:
+      return Tiled(DecodeKernel<kSign>);
+    default:
+      return {TopkDecodeKernel, TopkThreads(codec.block), sizeof(float) * static_cast<size_t>(codec.block)};
+  }
+}
+
+}  // namespace
+}  // namespace tfpar_cuda
+
+extern "C" int tfpar_cuda_decode_sum(const tfpar_codec* codec, int64_t n, const void* const* payloads, int64_t peers,
+                                     float factor, const float* device_factor, const tfpar_mutable_vector* out,
+                                     int64_t begin, int32_t* status, void* stream) {
+  cudaError_t error = tfpar_cuda::CheckRange(codec, begin, n);
+  if (error != cudaSuccess) return error;
+  tfpar_cuda::PartsOfTiles<tfpar_mutable_vector> target(*out, begin, n, tfpar_cuda::TileElements(*codec));
+  tfpar_cuda::DecodeParams params = {};
+  error = tfpar_cuda::MakePeers(payloads, peers, factor, device_factor, status, &params.peers);
+  if (error != cudaSuccess) return error;
+  params.layout = tfpar_cuda::MakeLayout(*codec, n);
+  params.limit = target.limit();
+  return tfpar_cuda::LaunchOverParts(tfpar_cuda::DecodeKernelOf(*codec), target,
+                                     tfpar_cuda::Tiles(*codec, params.limit), stream, params, params.out);
+}

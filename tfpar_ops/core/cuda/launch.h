@@ -1,0 +1,242 @@
+// Host side of the launches: layouts, the parts that fit into one launch, and the choice of a kernel.
+#ifndef TFPAR_OPS_CORE_CUDA_LAUNCH_H_
+#define TFPAR_OPS_CORE_CUDA_LAUNCH_H_
+
+#include <cuda_runtime.h>
+#include <stdint.h>
+
+#include <algorithm>
+#include <type_traits>
+
+#include "codes.cuh"
+#include "payload.cuh"
+#include "tile.cuh"
+#include "tiled.cuh"
+#include "topk.cuh"
+#include "vector.cuh"
+
+namespace tfpar_cuda {
+
+inline int Log2(int64_t power) {
+  int log = 0;
+  while (int64_t{1} << log < power) ++log;
+  return log;
+}
+
+// Elements of one thread block's work.
+inline int64_t TileElements(const tfpar_codec& codec) { return codec.kind == TFPAR_TOPK ? codec.block : kTileElements; }
+
+inline int64_t CeilDivide(int64_t a, int64_t b) { return a / b + (a % b != 0); }
+
+// Tiles of n elements, at least one: tile 0 writes or checks the header.
+inline int64_t Tiles(const tfpar_codec& codec, int64_t n) {
+  return std::max<int64_t>(1, CeilDivide(n, TileElements(codec)));
+}
+
+// The number that the payload header has for the kind and bits of a codec.
+inline int FormatOf(const tfpar_codec& codec) {
+  switch (codec.kind) {
+    case TFPAR_QUANTIZE:
+      return codec.bits == 8 ? kInt8 : codec.bits == 4 ? kInt4 : kInt2;
+    case TFPAR_SIGN:
+      return kSign;
+    case TFPAR_TOPK:
+      return 8;
+    default:
+      return codec.kind;
+  }
+}
+
+inline Layout MakeLayout(const tfpar_codec& codec, int64_t n) {
+  const int format = FormatOf(codec);
+  const bool topk = codec.kind == TFPAR_TOPK;
+  Layout layout = {};
+  layout.log_block = Log2(codec.block);
+  layout.block_bytes = topk ? 4 * codec.keep : codec.block / 8 * CodeBits(format);
+  layout.scale_bytes = codec.kind == TFPAR_FP8 ? 1 : codec.scale_bits / 8;
+  layout.keep = codec.keep;
+  layout.blocks = CeilDivide(n, codec.block);
+  layout.scales_at = kHeaderBytes + layout.blocks * layout.block_bytes;
+  layout.padding_at = layout.scales_at + layout.blocks * layout.scale_bytes;
+  layout.bytes = CeilDivide(layout.padding_at, 16) * 16;
+  const uint32_t kind = static_cast<uint32_t>(format) + (codec.scale_bits == 32 ? 128u : 0u);
+  const uint32_t keep = static_cast<uint32_t>(codec.keep) & 0xFFFFu;
+  layout.header[0] = 0x01504654u;  // "TFP", version 1
+  layout.header[1] = kind | static_cast<uint32_t>(layout.log_block) << 8 | keep << 16;
+  layout.header[2] = static_cast<uint32_t>(n);
+  layout.header[3] = static_cast<uint32_t>(static_cast<uint64_t>(n) >> 32);
+  return layout;
+}
+
+inline bool IsMultiple(const void* pointer, uint64_t of) { return reinterpret_cast<uint64_t>(pointer) % of == 0; }
+
+// What every function requires of its codec and range.
+inline cudaError_t CheckRange(const tfpar_codec* codec, int64_t begin, int64_t n) {
+  if (codec == nullptr || tfpar_codec_check(codec, nullptr, 0) != 0) return cudaErrorInvalidValue;
+  if (tfpar_payload_bytes(codec, n) < 0) return cudaErrorInvalidValue;
+  return begin < 0 || begin % codec->block != 0 ? cudaErrorInvalidValue : cudaSuccess;
+}
+
+inline cudaError_t MakePeers(const void* const* payloads, int64_t peers, float factor, const float* device_factor,
+                             int32_t* status, Peers* out) {
+  if (peers < 0 || peers > TFPAR_CUDA_MAX_PEERS) return cudaErrorInvalidValue;
+  *out = {};
+  for (int64_t i = 0; i < peers; ++i) {
+    if (payloads[i] == nullptr) return cudaErrorInvalidValue;
+    if (!IsMultiple(payloads[i], 4)) return cudaErrorMisalignedAddress;
+    out->payload[i] = static_cast<const uint8_t*>(payloads[i]);
+  }
+  out->count = static_cast<int32_t>(peers);
+  out->factor = factor;
+  out->device_factor = device_factor;
+  out->status = status;
+  return cudaSuccess;
+}
+
+// Goes through elements [begin, begin + n) of a vector, as many tiles at a time as have parts for one launch.
+template <typename Vector>
+class PartsOfTiles {
+ public:
+  PartsOfTiles(const Vector& vector, int64_t begin, int64_t n, int64_t tile_elements)
+      : vector_(vector), begin_(begin), tile_elements_(tile_elements) {
+    const int64_t size = vector.parts > 0 ? vector.offset[vector.parts] : 0;
+    limit_ = std::max<int64_t>(0, std::min(n, size - begin));
+    part_ = std::upper_bound(vector.offset, vector.offset + vector.parts, begin) - vector.offset;
+    part_ = std::max<int64_t>(0, part_ - 1);
+  }
+
+  // Elements that exist.
+  int64_t limit() const { return limit_; }
+
+  // Fills in the parts for tiles from `tile`, where the last call ended, and returns the tile before which they end,
+  // `tiles` if they reach all the way; `tile` itself if that one alone has too many parts.
+  int64_t Next(int64_t tile, int64_t tiles, Parts* parts) {
+    const int64_t start = tile * tile_elements_;
+    while (part_ < vector_.parts && vector_.offset[part_ + 1] - begin_ <= start) ++part_;
+    *parts = {};
+    for (int64_t i = part_; i < vector_.parts && vector_.offset[i] - begin_ < limit_; ++i) {
+      if (vector_.offset[i] == vector_.offset[i + 1]) continue;
+      const int64_t position = vector_.offset[i] - begin_;
+      if (parts->count == TFPAR_CUDA_MAX_PARTS) return position / tile_elements_;
+      parts->base[parts->count] = OriginOf(vector_.data[i], position);
+      parts->offset[parts->count] = position;
+      parts->offset[++parts->count] = vector_.offset[i + 1] - begin_;
+    }
+    return tiles;
+  }
+
+ private:
+  // Where position 0 would be. By way of integers, as it lies outside of the part.
+  static float* OriginOf(const float* part, int64_t position) {
+    return reinterpret_cast<float*>(reinterpret_cast<uint64_t>(part) - sizeof(float) * static_cast<uint64_t>(position));
+  }
+
+  const Vector& vector_;
+  int64_t begin_;
+  int64_t tile_elements_;
+  int64_t limit_;
+  int64_t part_;
+};
+
+template <typename Params>
+struct Kernel {
+  void (*function)(Params);
+  int threads;
+  size_t shared_bytes;
+};
+
+template <typename Params>
+cudaError_t Launch(const Kernel<Params>& kernel, int64_t thread_blocks, void* stream, Params& params) {
+  if (thread_blocks > INT32_MAX) return cudaErrorInvalidValue;
+  constexpr size_t kSharedWithoutAsking = 48 * 1024;
+  if (kernel.shared_bytes > kSharedWithoutAsking) {
+    const cudaError_t error = cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                   static_cast<int>(kernel.shared_bytes));
+    if (error != cudaSuccess) return error;
+  }
+  void* arguments[] = {&params};
+  return cudaLaunchKernel(kernel.function, dim3(static_cast<unsigned>(thread_blocks)),
+                          dim3(static_cast<unsigned>(kernel.threads)), arguments, kernel.shared_bytes,
+                          static_cast<cudaStream_t>(stream));
+}
+
+// Launches a kernel over all tiles of a vector, in as many launches as its parts need. `parts` is a member of `params`.
+template <typename Params, typename Vector>
+cudaError_t LaunchOverParts(const Kernel<Params>& kernel, PartsOfTiles<Vector>& source, int64_t tiles, void* stream,
+                            Params& params, Parts& parts) {
+  for (int64_t tile = 0; tile < tiles;) {
+    const int64_t end = source.Next(tile, tiles, &parts);
+    if (end == tile) return cudaErrorNotSupported;
+    params.first_tile = tile;
+    const cudaError_t error = Launch(kernel, end - tile, stream, params);
+    if (error != cudaSuccess) return error;
+    tile = end;
+  }
+  return cudaSuccess;
+}
+
+// ---- Choice ----
+
+template <typename Params>
+Kernel<Params> Tiled(void (*function)(Params)) {
+  return {function, kTileThreads, sizeof(TileShared)};
+}
+
+template <typename Source>
+Kernel<EncodeParams<Source>> EncodeKernelOf(const tfpar_codec& codec) {
+  const bool stochastic = codec.stochastic != 0;
+  switch (FormatOf(codec)) {
+    case kBf16:
+      return Tiled(EncodeKernel<kBf16, false, Source>);
+    case kHalf:
+      return Tiled(EncodeKernel<kHalf, false, Source>);
+    case kFp8:
+      return Tiled(EncodeKernel<kFp8, false, Source>);
+    case kInt8:
+      return Tiled(stochastic ? EncodeKernel<kInt8, true, Source> : EncodeKernel<kInt8, false, Source>);
+    case kInt4:
+      return Tiled(stochastic ? EncodeKernel<kInt4, true, Source> : EncodeKernel<kInt4, false, Source>);
+    case kInt2:
+      return Tiled(stochastic ? EncodeKernel<kInt2, true, Source> : EncodeKernel<kInt2, false, Source>);
+    case kSign:
+      return Tiled(EncodeKernel<kSign, false, Source>);
+    default: {
+      const bool sums = std::is_same<Source, Peers>::value;  // up to as many in shared memory as a block has elements
+      const size_t sum_bytes = sums ? sizeof(float) * static_cast<size_t>(codec.block) : 0;
+      return {TopkEncodeKernel<Source>, TopkThreads(codec.block), std::max(sizeof(TopkShared), sum_bytes)};
+    }
+  }
+}
+
+// ---- Encoding ----
+
+// What tfpar_cuda_encode and tfpar_cuda_recode require.
+inline cudaError_t CheckTarget(const tfpar_codec* codec, int64_t begin, int64_t n, const void* payload,
+                               const double* norms, const void* scratch) {
+  const cudaError_t error = CheckRange(codec, begin, n);
+  if (error != cudaSuccess) return error;
+  if (payload == nullptr || (norms != nullptr && scratch == nullptr)) return cudaErrorInvalidValue;
+  return IsMultiple(payload, 4) && IsMultiple(scratch, 8) ? cudaSuccess : cudaErrorMisalignedAddress;
+}
+
+template <typename Source>
+EncodeParams<Source> MakeEncodeParams(const tfpar_codec& codec, int64_t begin, int64_t n, int64_t limit,
+                                      const float* residual, float* new_residual, void* payload) {
+  EncodeParams<Source> params = {};
+  params.layout = MakeLayout(codec, n);
+  params.limit = limit;
+  params.residual = residual;
+  params.new_residual = new_residual;
+  params.payload = static_cast<uint8_t*>(payload);
+  params.first_block = begin / codec.block;
+  params.seed = codec.seed;
+  params.step = codec.step;
+  return params;
+}
+
+// norms.cu: to[j] = sum over i < count of from[i][j], j < columns; `from` has two columns.
+cudaError_t AddUpSums(const double* from, int64_t count, int columns, double* to, void* stream);
+
+}  // namespace tfpar_cuda
+
+#endif  // TFPAR_OPS_CORE_CUDA_LAUNCH_H_

@@ -1,0 +1,105 @@
+// Payloads in a kernel's parameters: one to be written, or several to be read.
+#ifndef TFPAR_OPS_CORE_CUDA_PAYLOAD_CUH_
+#define TFPAR_OPS_CORE_CUDA_PAYLOAD_CUH_
+
+#include <cuda_runtime.h>
+#include <stdint.h>
+
+#include "codec_cuda.h"
+
+namespace tfpar_cuda {
+
+// What payloads of one codec and length have in common.
+struct Layout {
+  uint32_t header[4];
+  int64_t blocks;
+  int64_t scales_at;    // byte at which the scales begin
+  int64_t padding_at;   // byte at which the closing zeros begin
+  int64_t bytes;        // of the whole payload
+  int32_t log_block;    // of the elements in a block
+  int32_t block_bytes;  // of codes
+  int32_t scale_bytes;
+  int32_t keep;
+};
+
+constexpr int kHeaderBytes = 16;
+
+__device__ inline const uint8_t* BlockCodes(const uint8_t* payload, const Layout& layout, int64_t block) {
+  return payload + kHeaderBytes + block * layout.block_bytes;
+}
+
+__device__ inline uint8_t* BlockCodes(uint8_t* payload, const Layout& layout, int64_t block) {
+  return payload + kHeaderBytes + block * layout.block_bytes;
+}
+
+// Called by all threads of one thread block of at least 32.
+__device__ inline void WriteFrame(uint8_t* payload, const Layout& layout) {
+  const int thread = static_cast<int>(threadIdx.x);
+  if (thread < 4) reinterpret_cast<uint32_t*>(payload)[thread] = layout.header[thread];
+  if (thread >= 16 && thread < 32 && layout.padding_at + thread - 16 < layout.bytes) {
+    payload[layout.padding_at + thread - 16] = 0;
+  }
+}
+
+// Scales of 2 and 4 bytes are the upper bytes of a float32; one byte is a number by itself.
+__device__ inline void WriteScale(uint8_t* payload, const Layout& layout, int64_t block, uint32_t scale) {
+  uint8_t* at = payload + layout.scales_at + block * layout.scale_bytes;
+  if (layout.scale_bytes == 1) *at = static_cast<uint8_t>(scale);
+  if (layout.scale_bytes == 2) *reinterpret_cast<uint16_t*>(at) = static_cast<uint16_t>(scale >> 16);
+  if (layout.scale_bytes == 4) *reinterpret_cast<uint32_t*>(at) = scale;
+}
+
+// The scale as it is stored, and as it is meant: apart, so that many may be loaded before the first is waited for.
+template <bool kOneByte>
+__device__ inline uint32_t LoadScale(const uint8_t* payload, const Layout& layout, int64_t block) {
+  const uint8_t* at = payload + layout.scales_at + block * layout.scale_bytes;
+  if (kOneByte) return *at;
+  return layout.scale_bytes == 2 ? *reinterpret_cast<const uint16_t*>(at) : *reinterpret_cast<const uint32_t*>(at);
+}
+
+__device__ inline uint32_t ScaleBits(uint32_t stored, const Layout& layout) {
+  return layout.scale_bytes == 2 ? stored << 16 : stored;
+}
+
+// Payloads to be added up.
+struct Peers {
+  const uint8_t* payload[TFPAR_CUDA_MAX_PEERS];
+  int32_t count;
+  float factor;
+  const float* device_factor;  // instead of `factor`, unless null
+  int32_t* status;             // may be null
+};
+
+__device__ inline float Factor(const Peers& peers) {
+  return peers.device_factor != nullptr ? *peers.device_factor : peers.factor;
+}
+
+// The header of payload `peer`; of none, the right one.
+struct Header {
+  uint32_t word[4];
+};
+
+__device__ inline Header LoadHeader(const Peers& peers, const Layout& layout, int peer) {
+  Header header;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    header.word[i] = peer < peers.count ? reinterpret_cast<const uint32_t*>(peers.payload[peer])[i] : layout.header[i];
+  }
+  return header;
+}
+
+__device__ inline bool IsForeign(const Header& header, const Layout& layout) {
+  bool foreign = false;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) foreign |= header.word[i] != layout.header[i];
+  return foreign;
+}
+
+// Every thread that calls it writes the same.
+__device__ inline void ReportInvalid(const Peers& peers) {
+  if (peers.status != nullptr) *peers.status = 1;
+}
+
+}  // namespace tfpar_cuda
+
+#endif  // TFPAR_OPS_CORE_CUDA_PAYLOAD_CUH_

@@ -1,0 +1,64 @@
+// The codecs of one instruction set: a table of functions behind codec.h, which picks one table for the process.
+//
+// codec_baseline.cc, codec_v3.cc and codec_v4.cc compile the same sources (kernels/*.h) with different flags, each in a
+// namespace of its own. Those sources use no C++ library template, lest the linker keep an AVX-512 copy of one for all.
+#ifndef TFPAR_OPS_CORE_KERNELS_H_
+#define TFPAR_OPS_CORE_KERNELS_H_
+
+#include "codec.h"
+
+// Where the processor can treat denormals as zeros, codec.cc sets that mode around every call of a table, and the kernels
+// need no instruction for it. Elsewhere, or with TFPAR_SOFTWARE_FLUSH (for tests), every operation flushes by itself.
+#if !defined(TFPAR_SOFTWARE_FLUSH) && (defined(__x86_64__) || defined(__aarch64__))
+#define TFPAR_HARDWARE_FLUSH 1
+#else
+#define TFPAR_HARDWARE_FLUSH 0
+#endif
+
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "payloads are little-endian, and written as the processor has them");
+
+namespace tfpar {
+
+// All functions expect rounding to nearest and, with TFPAR_HARDWARE_FLUSH, denormals off. Arguments as in codec.h.
+struct Kernels {
+  const char* name;
+  void (*encode)(const tfpar_codec& codec, const tfpar_vector& x, int64_t begin, int64_t n, const float* residual,
+                 float* new_residual, void* payload, int64_t first_block, int64_t last_block, double* norms);
+  int (*decode_sum)(const tfpar_codec& codec, int64_t n, const void* const* payloads, int64_t peers, float factor,
+                    const tfpar_mutable_vector& out, int64_t begin, int64_t first_block, int64_t last_block);
+  int (*recode)(const tfpar_codec& codec, int64_t n, const void* const* payloads, int64_t peers, float factor,
+                int64_t valid, int64_t begin, const float* residual, float* new_residual, void* payload,
+                int64_t first_block, int64_t last_block, double* norms);
+  double (*sum_squares)(const tfpar_vector& x, int64_t begin, int64_t end);
+  void (*triad)(float a, const float* x, float* y, int64_t n);
+};
+
+const Kernels* BaselineKernels();
+// Null where the file was not compiled for that instruction set.
+const Kernels* V3Kernels();
+const Kernels* V4Kernels();
+
+constexpr int64_t kHeaderBytes = 16;
+
+// Bytes that one block takes in the payload.
+inline int64_t CodeBytes(const tfpar_codec& codec) {
+  switch (codec.kind) {
+    case TFPAR_QUANTIZE:
+      return codec.block * codec.bits / 8;
+    case TFPAR_SIGN:
+      return codec.block / 8;
+    case TFPAR_TOPK:
+      return 4 * static_cast<int64_t>(codec.keep);
+    default:
+      return codec.kind == TFPAR_FP8 ? codec.block : 2 * static_cast<int64_t>(codec.block);
+  }
+}
+
+inline int64_t ScaleBytes(const tfpar_codec& codec) { return codec.kind == TFPAR_FP8 ? 1 : codec.scale_bits / 8; }
+
+// n is not negative.
+inline int64_t NumBlocks(const tfpar_codec& codec, int64_t n) { return n / codec.block + (n % codec.block != 0); }
+
+}  // namespace tfpar
+
+#endif  // TFPAR_OPS_CORE_KERNELS_H_

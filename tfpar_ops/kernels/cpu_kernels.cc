@@ -1,0 +1,206 @@
+// The kernels on the CPU: the core's functions, spread over TensorFlow's own threads.
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/platform/threadpool.h"
+#include "tfpar_ops/core/codec.h"
+#include "tfpar_ops/kernels/arguments.h"
+#include "tfpar_ops/kernels/codec_kernels.h"
+
+namespace tfpar {
+namespace {
+
+// Work is cut into units of so many elements, whatever the number of threads, so that sums never depend on it. 128 KB
+// of gradient: many units for a few threads to share evenly, and long enough that handing one out does not show.
+constexpr int64_t kUnitElements = 32768;
+constexpr int64_t kSmallestBlock = 64;
+
+// Fewer elements than these are done by the thread that asks: waking another one costs about as much.
+constexpr int64_t kTaskElements = 65536;
+
+// Calls `work` for the units [0, units), each of about `unit_elements` elements.
+void ForEachUnit(OpKernelContext* context, int64_t units, int64_t unit_elements,
+                 const std::function<void(int64_t)>& work) {
+  using Pool = ::tensorflow::thread::ThreadPool;
+  const int64_t units_per_task = std::max<int64_t>(1, kTaskElements / std::max<int64_t>(1, unit_elements));
+  context->device()->tensorflow_cpu_worker_threads()->workers->ParallelFor(
+      units, Pool::SchedulingParams::Fixed(units_per_task), [&work](int64_t first, int64_t last) {
+        for (int64_t unit = first; unit < last; ++unit) work(unit);
+      });
+}
+
+// The blocks of equal payloads as units: of which payload, and which of its blocks.
+class Units {
+ public:
+  Units(const tfpar_codec& codec, int64_t payloads, int64_t elements)
+      : blocks_(tfpar_num_blocks(&codec, elements)),
+        unit_blocks_(std::max<int64_t>(1, kUnitElements / codec.block)),
+        units_per_payload_((blocks_ + unit_blocks_ - 1) / unit_blocks_),
+        count_(payloads * units_per_payload_),
+        unit_elements_(std::min(unit_blocks_ * codec.block, elements)) {}
+
+  int64_t count() const { return count_; }
+  int64_t elements() const { return unit_elements_; }
+  int64_t payload(int64_t unit) const { return unit / units_per_payload_; }
+  int64_t first_block(int64_t unit) const { return unit % units_per_payload_ * unit_blocks_; }
+  int64_t last_block(int64_t unit) const { return std::min(first_block(unit) + unit_blocks_, blocks_); }
+
+ private:
+  int64_t blocks_;
+  int64_t unit_blocks_;
+  int64_t units_per_payload_;
+  int64_t count_;
+  int64_t unit_elements_;
+};
+
+// Sums of squares, added up block by block within a unit and unit by unit afterwards: the same for any number of
+// threads.
+class Norms {
+ public:
+  explicit Norms(int64_t units) : partial_(2 * units) {}
+
+  // Room for the sums of one unit's blocks.
+  struct OfBlocks {
+    double values[2 * kUnitElements / kSmallestBlock];
+  };
+
+  void Add(int64_t unit, const OfBlocks& blocks, int64_t count) {
+    double sums[2] = {0, 0};
+    for (int64_t i = 0; i < count; ++i) {
+      sums[0] += blocks.values[2 * i];
+      sums[1] += blocks.values[2 * i + 1];
+    }
+    partial_[2 * unit] = sums[0];
+    partial_[2 * unit + 1] = sums[1];
+  }
+
+  void Write(bool has_residual, float* norms) const {
+    double sums[2] = {0, 0};
+    for (size_t i = 0; i < partial_.size(); ++i) sums[i % 2] += partial_[i];
+    norms[0] = static_cast<float>(sums[0]);
+    norms[1] = has_residual ? static_cast<float>(sums[1]) : 0.0f;
+  }
+
+ private:
+  std::vector<double> partial_;
+};
+
+absl::Status PositionError(const tfpar_codec& codec) {
+  return Invalid("payloads: a topk position is not below the block, ", codec.block);
+}
+
+struct Cpu {
+  static absl::Status CheckPayloads(const tfpar_codec& codec, const Payloads& payloads) {
+    for (size_t row = 0; row < payloads.rows.size(); ++row) {
+      char message[256];
+      if (tfpar_payload_check(&codec, payloads.elements, payloads.rows[row], payloads.row_bytes, message,
+                              sizeof(message)) != 0) {
+        return Invalid("payloads[", row, "]: ", message);
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  static absl::Status Encode(OpKernelContext* context, const tfpar_codec& codec, const InputParts& parts,
+                             const Shards& shards, const Residual& residual, int32_t* payload, float* norms) {
+    const Units units(codec, shards.count, shards.elements);
+    const tfpar_vector x = parts.vector();
+    Norms sums(units.count());
+    for (int64_t i = 0; i < shards.count; ++i) tfpar_write_frame(&codec, shards.elements, payload + i * shards.words);
+    ForEachUnit(context, units.count(), units.elements(), [&](int64_t unit) {
+      const int64_t shard = units.payload(unit);
+      const int64_t first = units.first_block(unit), last = units.last_block(unit);
+      const int64_t begin = shard * shards.elements;
+      const int64_t offset = std::min(begin, shards.total);  // a shard past the end has no residual
+      const bool has_residual = residual.old_values != nullptr;
+      Norms::OfBlocks of_blocks;
+      tfpar_encode(&codec, &x, begin, shards.elements, has_residual ? residual.old_values + offset : nullptr,
+                   has_residual ? residual.new_values + offset : nullptr, payload + shard * shards.words, first, last,
+                   of_blocks.values);
+      sums.Add(unit, of_blocks, last - first);
+    });
+    sums.Write(residual.old_values != nullptr, norms);
+    return absl::OkStatus();
+  }
+
+  static absl::Status Decode(OpKernelContext* context, const tfpar_codec& codec, const Payloads& payloads,
+                             const Shards& shards, const float* factor, const OutputParts& parts) {
+    const Units units(codec, shards.count, shards.elements);
+    const tfpar_mutable_vector out = parts.vector();
+    std::atomic<bool> wrong{false};
+    ForEachUnit(context, units.count(), units.elements(), [&](int64_t unit) {
+      const int64_t shard = units.payload(unit);
+      const int64_t first = units.first_block(unit);
+      const int64_t last = std::min(units.last_block(unit), tfpar_num_blocks(&codec, shards.valid(shard)));
+      if (first >= last) return;  // padding
+      if (tfpar_decode_sum(&codec, shards.elements, &payloads.rows[shard], 1, *factor, &out, shard * shards.elements,
+                           first, last) != 0) {
+        wrong.store(true, std::memory_order_relaxed);
+      }
+    });
+    return wrong ? PositionError(codec) : absl::OkStatus();
+  }
+
+  static absl::Status DecodeSum(OpKernelContext* context, const tfpar_codec& codec, const Payloads& payloads,
+                                const float* factor, float* sum) {
+    const Units units(codec, 1, payloads.elements);
+    OutputParts parts;
+    parts.Add(sum, payloads.elements);
+    const tfpar_mutable_vector out = parts.vector();
+    std::atomic<bool> wrong{false};
+    ForEachUnit(context, units.count(), units.elements(), [&](int64_t unit) {
+      if (tfpar_decode_sum(&codec, payloads.elements, payloads.rows.data(), payloads.rows.size(), *factor, &out, 0,
+                           units.first_block(unit), units.last_block(unit)) != 0) {
+        wrong.store(true, std::memory_order_relaxed);
+      }
+    });
+    return wrong ? PositionError(codec) : absl::OkStatus();
+  }
+
+  static absl::Status Recode(OpKernelContext* context, const tfpar_codec& codec, const Payloads& payloads,
+                             const float* factor, int64_t valid, int64_t begin, const Residual& residual,
+                             int32_t* payload, float* norms) {
+    const Units units(codec, 1, payloads.elements);
+    Norms sums(units.count());
+    std::atomic<bool> wrong{false};
+    tfpar_write_frame(&codec, payloads.elements, payload);
+    ForEachUnit(context, units.count(), units.elements(), [&](int64_t unit) {
+      const int64_t first = units.first_block(unit), last = units.last_block(unit);
+      Norms::OfBlocks of_blocks;
+      if (tfpar_recode(&codec, payloads.elements, payloads.rows.data(), payloads.rows.size(), *factor, valid, begin,
+                       residual.old_values, residual.new_values, payload, first, last, of_blocks.values) != 0) {
+        wrong.store(true, std::memory_order_relaxed);
+      }
+      sums.Add(unit, of_blocks, last - first);
+    });
+    sums.Write(residual.old_values != nullptr, norms);
+    return wrong ? PositionError(codec) : absl::OkStatus();
+  }
+
+  static absl::Status NormSquared(OpKernelContext* context, const InputParts& parts, float* norm_squared,
+                                  bool* finite) {
+    const int64_t elements = parts.elements();
+    const int64_t units = (elements + kUnitElements - 1) / kUnitElements;
+    const tfpar_vector x = parts.vector();
+    std::vector<double> partial(units);
+    ForEachUnit(context, units, kUnitElements, [&](int64_t unit) {
+      const int64_t begin = unit * kUnitElements;
+      partial[unit] = tfpar_sum_squares(&x, begin, std::min(begin + kUnitElements, elements));
+    });
+    double sum = 0;
+    for (const double value : partial) sum += value;
+    *norm_squared = static_cast<float>(sum);
+    *finite = std::isfinite(sum);  // doubles hold the squares of all floats, so the sum overflows for none
+    return absl::OkStatus();
+  }
+};
+
+TFPAR_REGISTER_KERNELS(::tensorflow::DEVICE_CPU, Cpu);
+
+}  // namespace
+}  // namespace tfpar

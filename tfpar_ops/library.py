@@ -1,0 +1,123 @@
+"""Finding and loading the native library, or saying why it is not in use."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import json
+import os
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+FILE = "libtfpar_ops.so"
+FACTS = "libtfpar_ops.json"  # written by setup.py, read before the library: loading a wrong one may end the process
+OPERATIONS = (
+    "TfparEncode",
+    "TfparEncodeResource",
+    "TfparDecode",
+    "TfparDecodeSum",
+    "TfparRecode",
+    "TfparRecodeResource",
+    "TfparNormSquared",
+)
+CHOICES = ("native", "reference")
+_REBUILD = "`make setup` (in a checkout) or `pip install --no-build-isolation .` builds it."
+
+
+class LibraryError(ImportError):
+    """The native library cannot be used, and why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Library:
+    """What does the work.
+
+    Attributes:
+      operations: The module of the native operations; None where the reference takes their place.
+      status: One line about it.
+    """
+
+    operations: Any | None
+    status: str
+
+
+_lock = threading.Lock()
+_library: Library | None = None
+
+
+def library() -> Library:
+    """The implementation that this process uses, chosen at the first call.
+
+    The environment variable `TFPAR_OPS` decides: `reference`, `native` (an error where the library is missing), or
+    nothing: the library if it can be loaded, otherwise the reference, with one warning.
+
+    Raises:
+      LibraryError: `TFPAR_OPS=native`, and the library cannot be used.
+      ValueError: Another value of `TFPAR_OPS`.
+    """
+    global _library
+    with _lock:  # the replicas of a MirroredStrategy are threads
+        if _library is None:
+            _library = _choose(os.environ.get("TFPAR_OPS", ""))
+        return _library
+
+
+def _choose(wanted: str) -> Library:
+    if wanted and wanted not in CHOICES:
+        raise ValueError(f"TFPAR_OPS={wanted!r} is not one of {', '.join(CHOICES)}")
+    if wanted == "reference":
+        return Library(None, "reference operations (TFPAR_OPS=reference)")
+    try:
+        return load(Path(__file__).parent)
+    except LibraryError as error:
+        if wanted == "native":
+            raise
+        warnings.warn(
+            f"tfpar_ops: {error} {_REBUILD} Until then the codecs run as plain TensorFlow operations, which is slower.",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+        return Library(None, f"reference operations: {error}")
+
+
+def load(folder: Path) -> Library:
+    """Loads the library of a folder.
+
+    Raises:
+      LibraryError: It is not there, was built for another TensorFlow, or does not load.
+    """
+    path = folder / FILE
+    facts = _facts(folder)
+    for name, built, here in (
+        ("TensorFlow", facts.get("tensorflow"), tf.__version__),
+        ("the C++ ABI", facts.get("cxx11_abi"), tf.sysconfig.CXX11_ABI_FLAG),
+    ):
+        if built != here:
+            raise LibraryError(f"the native library was built for {name} {built}, and this is {here}.")
+    try:
+        operations = tf.load_op_library(str(path))
+    except (tf.errors.OpError, RuntimeError) as error:
+        raise LibraryError(f"the native library does not load: {error}") from error
+    for name in OPERATIONS:
+        tf.no_gradient(name)
+    core = ctypes.CDLL(str(path))
+    core.tfpar_cpu_target.restype = ctypes.c_char_p
+    gpu = f"CUDA {facts['cuda']}" if facts.get("cuda") else "no GPU kernels"
+    target = core.tfpar_cpu_target().decode()
+    return Library(operations, f"native operations for TensorFlow {tf.__version__}: CPU {target}, {gpu}")
+
+
+def _facts(folder: Path) -> dict[str, Any]:
+    if not (folder / FILE).exists():
+        raise LibraryError("the native library is not built.")
+    try:
+        facts = json.loads((folder / FACTS).read_text())
+    except (OSError, ValueError) as error:
+        raise LibraryError(f"{FACTS}, which says what the native library was built for, cannot be read.") from error
+    if not isinstance(facts, dict):
+        raise LibraryError(f"{FACTS} does not say what the native library was built for.")
+    return facts

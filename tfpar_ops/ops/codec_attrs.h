@@ -1,0 +1,110 @@
+// What operations and kernels both need of a codec: its attributes, and how a vector is cut into shards.
+#ifndef TFPAR_OPS_OPS_CODEC_ATTRS_H_
+#define TFPAR_OPS_OPS_CODEC_ATTRS_H_
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "tensorflow/core/platform/errors.h"
+#include "tfpar_ops/core/codec.h"
+
+// The attributes of an operation that needs a codec. TensorFlow checks the strings, `ReadCodec` the rest.
+#define TFPAR_CODEC_ATTRS                                           \
+  Attr("kind: {'bf16', 'fp16', 'fp8', 'quantize', 'sign', 'topk'}") \
+      .Attr("bits: int = 0")                                        \
+      .Attr("block: int")                                           \
+      .Attr("keep: int = 0")                                        \
+      .Attr("scale: {'bf16', 'float32'} = 'bf16'")                  \
+      .Attr("rounding: {'nearest', 'stochastic'} = 'nearest'")
+
+namespace tfpar {
+
+template <typename... Args>
+absl::Status Invalid(const Args&... args) {
+  return absl::InvalidArgumentError(absl::StrCat(args...));
+}
+
+// Reads the codec from the attributes of an OpKernelConstruction or an InferenceContext, and checks it.
+template <typename Context>
+absl::Status ReadCodec(Context* context, tfpar_codec* codec) {
+  std::string kind, scale, rounding;
+  int64_t bits, block, keep;
+  TF_RETURN_IF_ERROR(context->GetAttr("kind", &kind));
+  TF_RETURN_IF_ERROR(context->GetAttr("bits", &bits));
+  TF_RETURN_IF_ERROR(context->GetAttr("block", &block));
+  TF_RETURN_IF_ERROR(context->GetAttr("keep", &keep));
+  TF_RETURN_IF_ERROR(context->GetAttr("scale", &scale));
+  TF_RETURN_IF_ERROR(context->GetAttr("rounding", &rounding));
+  // Far outside of what is allowed, and still what it was in the message, whatever 64 bits held.
+  const auto narrow = [](int64_t value) {
+    return static_cast<int32_t>(std::clamp<int64_t>(value, INT32_MIN, INT32_MAX));
+  };
+  *codec = tfpar_codec{};
+  codec->kind = kind == "bf16"       ? TFPAR_BF16
+                : kind == "fp16"     ? TFPAR_FP16
+                : kind == "fp8"      ? TFPAR_FP8
+                : kind == "quantize" ? TFPAR_QUANTIZE
+                : kind == "sign"     ? TFPAR_SIGN
+                                     : TFPAR_TOPK;
+  codec->bits = narrow(bits);
+  codec->block = narrow(block);
+  codec->keep = narrow(keep);
+  // bf16 is the default of the attribute, for kinds without such scales too.
+  const bool has_scale = codec->kind == TFPAR_QUANTIZE || codec->kind == TFPAR_SIGN;
+  codec->scale_bits = scale == "float32" ? 32 : has_scale ? 16 : 0;
+  codec->stochastic = rounding == "stochastic";
+  char message[256];
+  if (tfpar_codec_check(codec, message, sizeof(message)) != 0) {
+    return Invalid(message);
+  }
+  return absl::OkStatus();
+}
+
+// A vector of `total` elements cut into `count` shards of `elements` each; the last ones may reach past its end, or lie
+// there.
+struct Shards {
+  int64_t count = 0;
+  int64_t elements = 0;
+  int64_t total = 0;
+  int64_t words = 0;  // of 4 bytes, in the payload of one shard
+
+  // How many elements of shard `i` exist.
+  int64_t valid(int64_t i) const { return std::clamp<int64_t>(total - i * elements, 0, elements); }
+};
+
+// Words of the payload of `elements` elements.
+inline absl::Status PayloadWords(const tfpar_codec& codec, int64_t elements, int64_t* words) {
+  const int64_t bytes = tfpar_payload_bytes(&codec, elements);
+  if (bytes < 0) {
+    return Invalid("no payload can hold ", elements, " elements");
+  }
+  *words = bytes / 4;
+  return absl::OkStatus();
+}
+
+// `requested` is the attribute shard_elements: 0 for the smallest shards that hold `total` elements.
+inline absl::Status MakeShards(const tfpar_codec& codec, int64_t total, int64_t count, int64_t requested,
+                               Shards* shards) {
+  if (count < 1) {
+    return Invalid("shards=", count, " is not at least 1");
+  }
+  const int64_t least = total / count + (total % count != 0);
+  int64_t elements = requested;
+  if (requested == 0) {
+    elements = count == 1 ? total : (least + codec.block - 1) / codec.block * codec.block;
+  } else if (requested < least) {
+    return Invalid("shard_elements=", requested, ": ", count, " shards of it do not hold the ", total,
+                   " elements; at least ", least, " are needed, or 0 for the default");
+  } else if (count > 1 && requested % codec.block != 0) {
+    return Invalid("shard_elements=", requested, " is not a multiple of the block, ", codec.block);
+  }
+  *shards = Shards{count, elements, total, 0};
+  return PayloadWords(codec, elements, &shards->words);
+}
+
+}  // namespace tfpar
+
+#endif  // TFPAR_OPS_OPS_CODEC_ATTRS_H_

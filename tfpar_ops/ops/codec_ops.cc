@@ -1,0 +1,307 @@
+// Registration of the operations: their inputs, outputs, attributes and shapes. FORMAT.md has the payload formats.
+#include <cstdint>
+#include <vector>
+
+#include "tensorflow/core/framework/common_shape_fns.h"
+#include "tensorflow/core/framework/op.h"
+#include "tensorflow/core/framework/shape_inference.h"
+#include "tfpar_ops/ops/codec_attrs.h"
+
+namespace tfpar {
+namespace {
+
+using ::tensorflow::PartialTensorShape;
+using ::tensorflow::shape_inference::DimensionHandle;
+using ::tensorflow::shape_inference::InferenceContext;
+using ::tensorflow::shape_inference::ShapeHandle;
+
+// Inputs before the first one that is not of the list `tensors`.
+int Tensors(InferenceContext* c) {
+  int count = 0;
+  c->GetAttr("N", &count).IgnoreError();  // the operation has this attribute
+  return count;
+}
+
+// Elements of the first `count` inputs together; -1 if a shape is unknown.
+int64_t TotalElements(InferenceContext* c, int count) {
+  int64_t total = 0;
+  for (int i = 0; i < count; ++i) {
+    const DimensionHandle elements = c->NumElements(c->input(i));
+    if (!c->ValueKnown(elements)) return -1;
+    total += c->Value(elements);
+  }
+  return total;
+}
+
+absl::Status CheckVector(InferenceContext* c, int input, int64_t length) {
+  ShapeHandle vector;
+  TF_RETURN_IF_ERROR(c->WithRank(c->input(input), 1, &vector));
+  DimensionHandle dim;
+  return c->WithValue(c->Dim(vector, 0), length, &dim);
+}
+
+absl::Status CheckScalar(InferenceContext* c, int input) {
+  ShapeHandle scalar;
+  return c->WithRank(c->input(input), 0, &scalar);
+}
+
+// A residual has an element for each that is encoded, or none at all. `elements` is -1 where it is not known.
+absl::Status CheckResidual(InferenceContext* c, ShapeHandle shape, int64_t elements, bool required) {
+  ShapeHandle vector;
+  TF_RETURN_IF_ERROR(c->WithRank(shape, 1, &vector));
+  const DimensionHandle dim = c->Dim(vector, 0);
+  if (elements < 0 || !c->ValueKnown(dim)) return absl::OkStatus();
+  const int64_t length = c->Value(dim);
+  if (length == elements || (length == 0 && !required)) return absl::OkStatus();
+  return Invalid("residual: ", length, " elements, expected ", elements, required ? "" : " (or none)");
+}
+
+absl::Status CheckResidualVariable(InferenceContext* c, int input, int64_t elements) {
+  TF_RETURN_IF_ERROR(CheckScalar(c, input));
+  const auto* handle = c->input_handle_shapes_and_types(input);
+  if (handle == nullptr || handle->size() != 1) return absl::OkStatus();
+  if (handle->at(0).dtype != tensorflow::DT_FLOAT && handle->at(0).dtype != tensorflow::DT_INVALID) {
+    return Invalid("residual: a variable of ", tensorflow::DataTypeString(handle->at(0).dtype), ", expected float32");
+  }
+  return CheckResidual(c, handle->at(0).shape, elements, /*required=*/true);
+}
+
+absl::Status EncodeShape(InferenceContext* c) {
+  tfpar_codec codec;
+  TF_RETURN_IF_ERROR(ReadCodec(c, &codec));
+  int64_t count, requested;
+  TF_RETURN_IF_ERROR(c->GetAttr("shards", &count));
+  TF_RETURN_IF_ERROR(c->GetAttr("shard_elements", &requested));
+  const int tensors = Tensors(c);
+  const int64_t total = TotalElements(c, tensors);
+  TF_RETURN_IF_ERROR(CheckVector(c, tensors + 1, 2));
+  Shards shards;
+  DimensionHandle words = c->UnknownDim();
+  if (total >= 0) {
+    TF_RETURN_IF_ERROR(MakeShards(codec, total, count, requested, &shards));
+    words = c->MakeDim(shards.words);
+  } else if (requested > 0) {
+    TF_RETURN_IF_ERROR(PayloadWords(codec, requested, &shards.words));
+    words = c->MakeDim(shards.words);
+  }
+  c->set_output(0, c->Matrix(c->MakeDim(count), words));
+  if (c->num_outputs() == 2) {  // the residual is a variable
+    TF_RETURN_IF_ERROR(CheckResidualVariable(c, tensors, total));
+    c->set_output(1, c->Vector(2));
+    return absl::OkStatus();
+  }
+  TF_RETURN_IF_ERROR(CheckResidual(c, c->input(tensors), total, /*required=*/false));
+  c->set_output(1, c->input(tensors));
+  c->set_output(2, c->Vector(2));
+  return absl::OkStatus();
+}
+
+// Payloads must be rows of as many words as `elements` elements need.
+absl::Status CheckPayloads(InferenceContext* c, const tfpar_codec& codec, int64_t elements) {
+  ShapeHandle payloads;
+  TF_RETURN_IF_ERROR(c->WithRank(c->input(0), 2, &payloads));
+  int64_t words = 0;
+  TF_RETURN_IF_ERROR(PayloadWords(codec, elements, &words));
+  const DimensionHandle dim = c->Dim(payloads, 1);
+  if (c->ValueKnown(dim) && c->Value(dim) != words) {
+    return Invalid("payloads: rows of ", c->Value(dim), " words, expected ", words, " for ", elements, " elements");
+  }
+  return absl::OkStatus();
+}
+
+absl::Status DecodeShape(InferenceContext* c) {
+  tfpar_codec codec;
+  TF_RETURN_IF_ERROR(ReadCodec(c, &codec));
+  std::vector<PartialTensorShape> shapes;
+  int64_t requested;
+  TF_RETURN_IF_ERROR(c->GetAttr("shapes", &shapes));
+  TF_RETURN_IF_ERROR(c->GetAttr("shard_elements", &requested));
+  TF_RETURN_IF_ERROR(CheckScalar(c, 1));
+  if (static_cast<int64_t>(shapes.size()) != c->num_outputs()) {
+    return Invalid("shapes: ", shapes.size(), " of them for ", c->num_outputs(), " outputs");
+  }
+  int64_t total = 0;
+  for (int i = 0; i < c->num_outputs(); ++i) {
+    if (!shapes[i].IsFullyDefined()) {
+      return Invalid("shapes[", i, "]=", shapes[i].DebugString(), " is not fully defined");
+    }
+    total += shapes[i].num_elements();
+    ShapeHandle output;
+    TF_RETURN_IF_ERROR(c->MakeShapeFromPartialTensorShape(shapes[i], &output));
+    c->set_output(i, output);
+  }
+  ShapeHandle payloads;
+  TF_RETURN_IF_ERROR(c->WithRank(c->input(0), 2, &payloads));
+  const DimensionHandle count = c->Dim(payloads, 0);
+  if (!c->ValueKnown(count)) return absl::OkStatus();
+  Shards shards;
+  TF_RETURN_IF_ERROR(MakeShards(codec, total, c->Value(count), requested, &shards));
+  return CheckPayloads(c, codec, shards.elements);
+}
+
+absl::Status DecodeSumShape(InferenceContext* c) {
+  tfpar_codec codec;
+  TF_RETURN_IF_ERROR(ReadCodec(c, &codec));
+  int64_t elements;
+  TF_RETURN_IF_ERROR(c->GetAttr("elements", &elements));
+  TF_RETURN_IF_ERROR(CheckPayloads(c, codec, elements));
+  TF_RETURN_IF_ERROR(CheckScalar(c, 1));
+  c->set_output(0, c->Vector(elements));
+  return absl::OkStatus();
+}
+
+absl::Status RecodeShape(InferenceContext* c) {
+  tfpar_codec codec;
+  TF_RETURN_IF_ERROR(ReadCodec(c, &codec));
+  int64_t elements, valid, words = 0;
+  TF_RETURN_IF_ERROR(c->GetAttr("elements", &elements));
+  TF_RETURN_IF_ERROR(c->GetAttr("valid", &valid));
+  if (valid > elements) {
+    return Invalid("valid=", valid, " is more than elements=", elements);
+  }
+  TF_RETURN_IF_ERROR(CheckPayloads(c, codec, elements));
+  TF_RETURN_IF_ERROR(CheckScalar(c, 1));
+  TF_RETURN_IF_ERROR(CheckScalar(c, 3));
+  TF_RETURN_IF_ERROR(CheckVector(c, 4, 2));
+  TF_RETURN_IF_ERROR(PayloadWords(codec, elements, &words));
+  c->set_output(0, c->Matrix(1, words));
+  if (c->num_outputs() == 2) {  // the residual is a variable
+    TF_RETURN_IF_ERROR(CheckResidualVariable(c, 2, valid));
+    c->set_output(1, c->Vector(2));
+    return absl::OkStatus();
+  }
+  TF_RETURN_IF_ERROR(CheckResidual(c, c->input(2), valid, /*required=*/false));
+  c->set_output(1, c->input(2));
+  c->set_output(2, c->Vector(2));
+  return absl::OkStatus();
+}
+
+absl::Status NormSquaredShape(InferenceContext* c) {
+  c->set_output(0, c->Scalar());
+  c->set_output(1, c->Scalar());
+  return absl::OkStatus();
+}
+
+REGISTER_OP("TfparEncode")
+    .Input("tensors: N * float")
+    .Input("residual: float")
+    .Input("seed_step: int64")
+    .Output("payload: int32")
+    .Output("new_residual: float")
+    .Output("norms: float")
+    .Attr("N: int >= 1")
+    .TFPAR_CODEC_ATTRS.Attr("shards: int >= 1 = 1")
+    .Attr("shard_elements: int >= 0 = 0")
+    .SetShapeFn(EncodeShape)
+    .Doc(R"doc(
+Encodes tensors, seen as one vector of L elements, and keeps what the payload does not hold.
+
+tensors: Gradients, read in place one after the other.
+residual: [L], added before encoding; [0] for none.
+seed_step: [2], in host memory: key and step of the random numbers of stochastic rounding.
+payload: [shards, words], one payload per shard.
+new_residual: As `residual`; its buffer where possible.
+norms: [2], the sums of squares of `tensors` and of `new_residual`.
+shard_elements: Elements of a shard, the last ones padding; 0 for the fewest whole blocks (for one shard, all elements).
+)doc");
+
+// Stateful, as all operations on resources: neither pruned nor merged with another one that reads the same.
+REGISTER_OP("TfparEncodeResource")
+    .Input("tensors: N * float")
+    .Input("residual: resource")
+    .Input("seed_step: int64")
+    .Output("payload: int32")
+    .Output("norms: float")
+    .Attr("N: int >= 1")
+    .TFPAR_CODEC_ATTRS.Attr("shards: int >= 1 = 1")
+    .Attr("shard_elements: int >= 0 = 0")
+    .SetIsStateful()
+    .SetShapeFn(EncodeShape)
+    .Doc("As TfparEncode, with a float32 variable of L elements as residual, which is updated in place.");
+
+REGISTER_OP("TfparDecode")
+    .Input("payloads: int32")
+    .Input("factor: float")
+    .Output("tensors: N * float")
+    .Attr("N: int >= 1")
+    .Attr("shapes: list(shape)")
+    .TFPAR_CODEC_ATTRS.Attr("shard_elements: int >= 0 = 0")
+    .SetShapeFn(DecodeShape)
+    .Doc(R"doc(
+Decodes the shards of one vector into tensors.
+
+payloads: [shards, words], as from TfparEncode.
+factor: Scalar that every element is multiplied by; 1 leaves them as they are.
+tensors: One after the other the elements of the vector.
+)doc");
+
+REGISTER_OP("TfparDecodeSum")
+    .Input("payloads: int32")
+    .Input("factor: float")
+    .Output("sum: float")
+    .TFPAR_CODEC_ATTRS.Attr("elements: int >= 0")
+    .SetShapeFn(DecodeSumShape)
+    .Doc(R"doc(
+Decodes the payloads of peers and sums them in their order.
+
+payloads: [peers, words].
+factor: Scalar that the sum is multiplied by; 1 leaves it as it is.
+sum: [elements].
+)doc");
+
+REGISTER_OP("TfparRecode")
+    .Input("payloads: int32")
+    .Input("factor: float")
+    .Input("residual: float")
+    .Input("begin: int64")
+    .Input("seed_step: int64")
+    .Output("payload: int32")
+    .Output("new_residual: float")
+    .Output("norms: float")
+    .TFPAR_CODEC_ATTRS.Attr("elements: int >= 0")
+    .Attr("valid: int >= 0")
+    .SetShapeFn(RecodeShape)
+    .Doc(R"doc(
+Decodes and sums the payloads of peers, adds the residual of the shard's owner and encodes again, in one pass.
+
+payloads: [peers, words].
+factor: Scalar that the sum is multiplied by; 1 leaves it as it is.
+residual: [valid]; [0] for none.
+begin: Scalar in host memory, the shard's first element in the whole vector; a multiple of the block.
+seed_step: [2], as for TfparEncode.
+payload: [1, words].
+new_residual: As `residual`; its buffer where possible.
+norms: [2], the sums of squares of the scaled sum and of `new_residual`.
+elements: Of the shard.
+valid: Elements of the shard that exist; those after them are padding.
+)doc");
+
+REGISTER_OP("TfparRecodeResource")
+    .Input("payloads: int32")
+    .Input("factor: float")
+    .Input("residual: resource")
+    .Input("begin: int64")
+    .Input("seed_step: int64")
+    .Output("payload: int32")
+    .Output("norms: float")
+    .TFPAR_CODEC_ATTRS.Attr("elements: int >= 0")
+    .Attr("valid: int >= 0")
+    .SetIsStateful()
+    .SetShapeFn(RecodeShape)
+    .Doc("As TfparRecode, with a float32 variable of `valid` elements as residual, which is updated in place.");
+
+REGISTER_OP("TfparNormSquared")
+    .Input("tensors: N * float")
+    .Output("norm_squared: float")
+    .Output("finite: bool")
+    .Attr("N: int >= 1")
+    .SetShapeFn(NormSquaredShape)
+    .Doc(R"doc(
+Sum of squares of all elements, in an order that does not depend on the number of threads.
+
+norm_squared: Scalar; infinite where the sum is beyond float32.
+finite: Whether every element is; also where the sum is not.
+)doc");
+
+}  // namespace
+}  // namespace tfpar
