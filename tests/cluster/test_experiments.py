@@ -112,10 +112,10 @@ TINY = [
 ]
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_stopped_and_resumed_run_gives_the_bits_of_one_that_was_not(tmp_path, workers):
+@pytest.mark.parametrize(("workers", "exchange"), [(1, "none"), (2, "none"), (2, "int4:rounding=stochastic")])
+def test_a_stopped_and_resumed_run_gives_the_bits_of_one_that_was_not(tmp_path, workers, exchange):
     def train(workdir: str, *flags: str) -> str:
-        arguments = [*TINY, f"--workdir={tmp_path / workdir}", *flags]
+        arguments = [*TINY, f"--exchange={exchange}", f"--workdir={tmp_path / workdir}", *flags]
         if workers == 1:
             return succeeded(script("image_classification", *arguments))
         return succeeded(launch(workers, CLASSIFY, *arguments))

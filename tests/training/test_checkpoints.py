@@ -148,7 +148,7 @@ def test_another_format_is_refused(checkpointer, tmp_path):
     checkpointer.save(checkpoint(1))
     checkpointer.wait()
     path = tmp_path / "checkpoints" / "step-000000001" / "manifest.json"
-    text = path.read_text().rsplit("\n", 2)[0].replace('"format": 1', '"format": 99') + "\n"
+    text = path.read_text().rsplit("\n", 2)[0].replace(f'"format": {checkpoints.FORMAT}', '"format": 99') + "\n"
     path.write_text(text + hashlib.sha256(text.encode()).hexdigest() + "\n")
     with pytest.raises(ValueError, match="99"):
         checkpoints.read(path.parent)

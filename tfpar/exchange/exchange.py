@@ -1,19 +1,31 @@
-"""The exchange interface and its dense form, `none`."""
+"""The exchange interface: gradient sums and sidecar in, their sums over all replicas out."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from tfpar.config import unknown_name
+from tfpar.config import ConfigError
+from tfpar.exchange import specs
+from tfpar.exchange.compressed import Bucket
+from tfpar.exchange.groups import LOCAL, Group, local, new_instances
 
+import numpy as np
 import tensorflow as tf
-
-CODECS = ("none",)
 
 # One collective call per bucket: a call costs about a millisecond on gRPC whatever its size, so small tensors
 # travel together; past this size one more call no longer shows, and a single buffer would only cost memory.
 BUCKET_BYTES = 32 << 20
+
+_UNSUPPORTED = {
+    "parameter_server": "workers push and pull over TensorFlow's remote variables, which hold float32",
+    "tpu": "XLA runs its exchange on the slice's own interconnect",
+}
+
+# Whose residual a bucket keeps, in the order of `Bucket.residuals`.
+_ROLES = ("worker", "owner")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,13 +36,16 @@ class Traffic:
       codec: Name of the codec.
       pattern: How payloads move.
       payload_bytes: Encoded gradient and sidecar of one replica, bytes.
-      wire_bytes: Bytes each replica sends, by the formula of the pattern: `2 (N-1)/N x payload` for a ring.
+      wire_bytes: Bytes each replica sends, by the formula of the pattern: `2 (N-1)/N x payload` for a ring. With a
+        codec, what each host sends.
+      dense_bytes: What `wire_bytes` would be with `none`.
     """
 
     codec: str
     pattern: str
     payload_bytes: int
     wire_bytes: int
+    dense_bytes: int
 
 
 class Exchange:
@@ -39,8 +54,8 @@ class Exchange:
     Use inside a replica context (`strategy.run`), at the top level of the function given to it:
 
     ```python
-    exchange = tfpar.Exchange("none")
-    exchange.build(model.trainable_variables)
+    exchange = tfpar.Exchange("int4")
+    exchange.build(model.trainable_variables, strategy=strategy)
 
     @tf.function
     def step():
@@ -50,34 +65,148 @@ class Exchange:
         return strategy.run(replica_step)
     ```
 
+    With a codec, replicas of one host add up their gradients in float32 first, and the hosts exchange payloads: the
+    traffic on the network does not grow with the number of devices in a host. Within one host nothing is compressed.
+
     Args:
-      spec: Codec and options. `none` is the dense float32 all-reduce of TensorFlow's runtime.
+      spec: Codec and options, see `tfpar.exchange.specs.parse`. `none` is the dense float32 all-reduce of TensorFlow's
+        runtime.
 
     Raises:
       ConfigError: An unknown spec, with the nearest known ones.
     """
 
     def __init__(self, spec: str = "none") -> None:
-        if spec not in CODECS:
-            raise unknown_name("--exchange", spec, CODECS)
+        self._spec = specs.parse(spec)
         self.spec = spec
         self._shapes: list[tf.TensorShape] = []
-        self._buckets: list[list[int]] = []
+        self._dense: list[list[int]] = []
+        self._group = Group.of_workers(1, 0)
+        self._small: list[int] = []
+        self._compressed: list[tuple[list[int], Bucket]] = []
+        self._step: tf.Variable | None = None
+        self._instances = [0, 0]
+        self._device = ""
 
-    def build(self, variables: Sequence[tf.Variable]) -> None:
-        """Plans buckets for gradients shaped like `variables`.
+    def build(
+        self,
+        variables: Sequence[tf.Variable],
+        *,
+        strategy: tf.distribute.Strategy | None = None,
+        workers: int | None = None,
+        worker: int = 0,
+        seed: int = 0,
+    ) -> None:
+        """Plans buckets for gradients shaped like `variables`, and makes the residuals.
 
         Args:
           variables: The trainable variables, in the order in which gradients will come. Keras variables,
             `tf.Variable`s, or anything else with a static `shape`.
+          strategy: The strategy that `reduce` will run under; by default the current one.
+          workers: Number of worker processes; by default what the strategy's cluster says.
+          worker: Rank of this one among them.
+          seed: Seed of stochastic rounding.
         """
         self._shapes = [tf.TensorShape(variable.shape) for variable in variables]
-        self._buckets = _fuse([shape.num_elements() * 4 for shape in self._shapes], BUCKET_BYTES)
+        sizes = [shape.num_elements() for shape in self._shapes]
+        self._dense = _fuse(list(range(len(sizes))), sizes, BUCKET_BYTES)
+        strategy = strategy or (tf.distribute.get_strategy() if tf.distribute.has_strategy() else None)
+        if workers is None:
+            workers, worker = _place(strategy) if strategy else (1, 0)
+        self._group = Group.of_workers(workers, worker)
+        self._device = strategy.extended.worker_devices[0] if strategy else "/device:CPU:0"
+        if not self.compresses:
+            return
+        spec = self._spec
+        large = [
+            index for index, shape in enumerate(self._shapes) if len(shape) > 1 and sizes[index] >= spec.min_elements
+        ]
+        self._small = [index for index in range(len(sizes)) if index not in set(large)]
+        self._instances = new_instances(2)
+        with tf.device(self._device):
+            self._step = tf.Variable(0, dtype=tf.int64, trainable=False, name="exchange_step", **LOCAL)
+            self._compressed = [
+                (bucket, Bucket(spec, [self._shapes[index] for index in bucket], self._group, seed, f"bucket_{number}"))
+                for number, bucket in enumerate(_fuse(large, sizes, spec.bucket_bytes))
+                if bucket
+            ]
+
+    def check_supported(self, strategy: str) -> None:
+        """Refuses a codec under a strategy, by its tfpar name, that cannot carry it.
+
+        Raises:
+          ConfigError: See there.
+        """
+        if self._spec.codec is not None and strategy in _UNSUPPORTED:
+            raise ConfigError(
+                f"--exchange={self.spec} does not work with --strategy={strategy}: {_UNSUPPORTED[strategy]}. "
+                "Use --exchange=none."
+            )
+
+    @property
+    def compresses(self) -> bool:
+        """Whether a codec is at work: one is asked for, and there is more than one host."""
+        return self._spec.codec is not None and self._group.size > 1
 
     @property
     def state(self) -> list[tf.Variable]:
-        """What the exchange carries from step to step on this replica (residuals); dense exchange carries nothing."""
-        return []
+        """What the exchange carries from step to step on this worker: residuals, and the count of exchanges."""
+        if self._step is None:
+            return []
+        return [local(self._step), *(variable for _, bucket in self._compressed for variable in bucket.residuals)]
+
+    def export(self) -> dict[str, np.ndarray]:
+        """This worker's state, for a checkpoint; empty where nothing is compressed."""
+        if self._step is None:
+            return {}
+        arrays = {"step": np.array(local(self._step).numpy(), np.int64)}
+        for number, (_, bucket) in enumerate(self._compressed):
+            for role, variable in zip(_ROLES, bucket.residuals, strict=False):
+                arrays[f"{number}/{role}"] = np.array(variable.numpy(), copy=True)
+        return arrays
+
+    def restore(self, workers: int, read: Callable[[int], Mapping[str, np.ndarray]]) -> None:
+        """Goes on from what the workers exported.
+
+        With the same workers, buckets and shards, every worker takes up its own residuals, bit for bit. Otherwise what
+        was not yet delivered is summed up over the workers, and worker 0 delivers it.
+
+        Args:
+          workers: Number of workers of the saved run.
+          read: Gives the export of the worker with this rank.
+
+        Raises:
+          ValueError: The residuals are of another model.
+        """
+        if self._step is None:
+            return
+        rank = self._group.rank
+        own = read(rank if workers == self._group.size else 0)
+        if not own:
+            return
+        local(self._step).assign(own["step"])
+        shapes = {name: array.shape for name, array in own.items()}
+        if workers == self._group.size and shapes == {name: array.shape for name, array in self.export().items()}:
+            for number, (_, bucket) in enumerate(self._compressed):
+                for role, variable in zip(_ROLES, bucket.residuals, strict=False):
+                    variable.assign(own[f"{number}/{role}"])
+            return
+        undelivered = _undelivered([read(worker) for worker in range(workers)])
+        expected = sum(bucket.elements for _, bucket in self._compressed)
+        if undelivered.size != expected:
+            raise ValueError(f"saved residuals have {undelivered.size} elements, this model's {expected}")
+        begin = 0
+        for _, bucket in self._compressed:
+            part = undelivered[begin : begin + bucket.elements]
+            begin += bucket.elements
+            if bucket.residuals and rank == 0:
+                bucket.residuals[0].assign(part.astype(np.float32))
+
+    def describe(self) -> str:
+        """One line: codec and pattern, or why there is none."""
+        if self._spec.codec is not None and not self.compresses:
+            return f"{self.spec}, not in use: with a single host nothing crosses a network"
+        return self._spec.describe()
 
     def reduce(self, gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """The mean of the gradients over all replicas.
@@ -86,21 +215,30 @@ class Exchange:
           gradients: Float tensors shaped like the variables given to `build`.
 
         Returns:
-          The means: float32, the same bits on every replica.
+          The means: float32, the same bits on every replica. If a gradient of any replica is not finite, a codec's
+          residuals stay as they are and the means are NaN, on every replica.
 
         Raises:
           RuntimeError: Called outside a replica context.
         """
         replicas = _replica_context().num_replicas_in_sync
-        sums, _ = self.reduce_sums(gradients, tf.zeros([0], tf.float32))
-        return [value / replicas for value in sums]
+        if not self.compresses:
+            sums, _ = self.reduce_sums(gradients, tf.zeros([0], tf.float32))
+            return [value / replicas for value in sums]
+        norm = tf.add_n([tf.nn.l2_loss(tf.cast(gradient, tf.float32)) for gradient in gradients])
+        flag = tf.where(tf.math.is_finite(norm), 0.0, 1.0)
+        sums, sidecar = self.reduce_sums(gradients, flag[None])
+        factor = tf.where(sidecar[0] > 0.0, float("nan"), 1.0 / replicas)
+        return [value * factor for value in sums]
 
     def reduce_sums(self, gradients: Sequence[tf.Tensor], sidecar: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Sums gradients and sidecar over all replicas.
 
         Args:
           gradients: Gradient sums of this replica, float32 tensors shaped like the variables given to `build`.
-          sidecar: Float32 vector of scalars to sum along with them.
+          sidecar: Float32 vector of scalars to sum along with them, always exactly. With a codec, the first one
+            tells, where it is not 0, that the gradients of this replica are not finite: then no replica's residuals
+            change, and what comes back in place of the gradients is of no use.
 
         Returns:
           The summed gradients and the summed sidecar, the same bits on every replica.
@@ -112,21 +250,95 @@ class Exchange:
         context = _replica_context()
         if len(gradients) != len(self._shapes):
             raise ValueError(f"got {len(gradients)} gradients for {len(self._shapes)} variables; call build() first")
+        gradients = [tf.cast(gradient, tf.float32) for gradient in gradients]
         if context.num_replicas_in_sync == 1:
-            return [tf.cast(gradient, tf.float32) for gradient in gradients], sidecar
-        flat = [tf.reshape(tf.cast(gradient, tf.float32), [-1]) for gradient in gradients]
-        buffers = [tf.concat([flat[index] for index in bucket], axis=0) for bucket in self._buckets]
+            return gradients, sidecar
+        hosts = context.num_replicas_in_sync // len(context.strategy.extended.worker_devices)
+        if self._spec.codec is not None and hosts != self._group.size:
+            raise RuntimeError(
+                f"the exchange was built for {self._group.size} workers and runs on {hosts}: give build() a strategy"
+            )
+        if self.compresses:
+            return context.merge_call(self._between_hosts, args=(gradients, sidecar))
+        return self._all_reduce(context, gradients, sidecar)
+
+    def _all_reduce(
+        self, context: tf.distribute.ReplicaContext, gradients: Sequence[tf.Tensor], sidecar: tf.Tensor
+    ) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """The dense exchange of `none`."""
+        flat = [tf.reshape(gradient, [-1]) for gradient in gradients]
+        buffers = [tf.concat([flat[index] for index in bucket], axis=0) for bucket in self._dense]
         # The sidecar rides in the last bucket: a call of its own would cost a round trip.
         buffers[-1] = tf.concat([buffers[-1], sidecar], axis=0)
         summed = context.all_reduce(tf.distribute.ReduceOp.SUM, buffers)
         result: list[tf.Tensor] = [None] * len(flat)
-        for bucket, buffer in zip(self._buckets, summed, strict=True):
-            sizes = [self._shapes[index].num_elements() for index in bucket]
-            parts = tf.split(buffer, [*sizes, buffer.shape[0] - sum(sizes)])
-            for index, part in zip(bucket, parts, strict=False):
-                result[index] = tf.reshape(part, self._shapes[index])
-            sidecar = parts[-1]
+        for bucket, buffer in zip(self._dense, summed, strict=True):
+            *parts, rest = self._cut(buffer, bucket)
+            for index, part in zip(bucket, parts, strict=True):
+                result[index] = part
+        return result, rest
+
+    def _between_hosts(
+        self, strategy: tf.distribute.Strategy, gradients: Sequence[Any], sidecar: Any
+    ) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """The compressed exchange: once per worker, after its replicas have added up what they have."""
+        with tf.device(self._device):
+            sums = [_sum_local(strategy, gradient) for gradient in gradients]
+            # First, and dense, what decides whether there is an update at all: residuals must not change if not. Small
+            # tensors ride along.
+            vector = tf.concat(
+                [_sum_local(strategy, sidecar), *(tf.reshape(sums[index], [-1]) for index in self._small)], axis=0
+            )
+            reduced = self._group.all_reduce(vector, self._instances[0])
+            length = reduced.shape[0] - sum(self._shapes[index].num_elements() for index in self._small)
+            sidecar = reduced[:length]
+            *parts, _ = self._cut(reduced[length:], self._small)
+            result: list[tf.Tensor] = [None] * len(sums)
+            for index, part in zip(self._small, parts, strict=True):
+                result[index] = part
+            large = [index for bucket, _ in self._compressed for index in bucket]
+            exchanged = tf.cond(
+                tf.equal(sidecar[0], 0.0),
+                lambda: self._exchange_buckets([sums[index] for index in large]),
+                lambda: [tf.zeros(self._shapes[index]) for index in large],
+            )
+            for index, value in zip(large, exchanged, strict=True):
+                result[index] = value
         return result, sidecar
+
+    def _exchange_buckets(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        assert self._step is not None
+        variable = local(self._step)
+        step = variable.read_value()
+
+        def compressed() -> list[tf.Tensor]:
+            result: list[tf.Tensor] = []
+            for indices, bucket in self._compressed:
+                result += bucket.sum(tensors[len(result) : len(result) + len(indices)], step)[0]
+            return result
+
+        def dense() -> list[tf.Tensor]:
+            flat = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], axis=0)
+            summed = self._group.all_reduce(flat, self._instances[1])
+            parts = tf.split(summed, [tensor.shape.num_elements() for tensor in tensors])
+            return [tf.reshape(part, tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+        if not tensors:
+            return []
+        warming_up = self._spec.warmup_steps > 0
+        result = tf.cond(step < self._spec.warmup_steps, dense, compressed) if warming_up else compressed()
+        with tf.control_dependencies(result):
+            variable.assign_add(1, read_value=False)
+        return result
+
+    def _cut(self, buffer: tf.Tensor, indices: Sequence[int]) -> list[tf.Tensor]:
+        """The tensors of these indices at the front of a buffer, and what is left of it."""
+        sizes = [self._shapes[index].num_elements() for index in indices]
+        parts = tf.split(buffer, [*sizes, buffer.shape[0] - sum(sizes)])
+        return [
+            *(tf.reshape(part, self._shapes[index]) for index, part in zip(indices, parts, strict=False)),
+            parts[-1],
+        ]
 
     def traffic(self, replicas: int, sidecar_length: int) -> Traffic:
         """What one exchange costs on the wire.
@@ -135,9 +347,59 @@ class Exchange:
           replicas: Number of replicas N.
           sidecar_length: Scalars in the sidecar.
         """
-        payload = 4 * (sum(shape.num_elements() for shape in self._shapes) + sidecar_length)
-        wire = 2 * (replicas - 1) * payload // replicas
-        return Traffic(self.spec, "all_reduce" if replicas > 1 else "local", payload if replicas > 1 else 0, wire)
+        elements = [shape.num_elements() for shape in self._shapes]
+        dense = 4 * (sum(elements) + sidecar_length)
+        if not self.compresses:
+            sent = 2 * (replicas - 1) * dense // replicas
+            pattern = "all_reduce" if replicas > 1 else "local"
+            return Traffic("none", pattern, dense if replicas > 1 else 0, sent, sent)
+        hosts = self._group.size
+        small = 4 * (sidecar_length + sum(elements[index] for index in self._small))
+        wires = [bucket.wire() for _, bucket in self._compressed]
+        return Traffic(
+            self._spec.name,
+            self._spec.pattern if replicas == hosts else f"hierarchical, {self._spec.pattern}",
+            small + sum(wire.payload for wire in wires),
+            2 * (hosts - 1) * small // hosts + sum(wire.sent for wire in wires),
+            2 * (hosts - 1) * dense // hosts,
+        )
+
+
+def _undelivered(saved: Sequence[Mapping[str, np.ndarray]]) -> np.ndarray:
+    """What the workers had kept back in all, float64 over the elements of all buckets."""
+    buckets = []
+    for number in itertools.count():
+        parts = [state[f"{number}/worker"] for state in saved if f"{number}/worker" in state]
+        if not parts:
+            break
+        total = np.sum(parts, axis=0, dtype=np.float64)
+        # The owners' shards lie end to end in the order of the ranks.
+        owned = [state[f"{number}/owner"] for state in saved if f"{number}/owner" in state]
+        if owned:
+            total += np.concatenate(owned)
+        buckets.append(total)
+    return np.concatenate(buckets) if buckets else np.zeros(0)
+
+
+def _sum_local(strategy: tf.distribute.Strategy, value: Any) -> tf.Tensor:
+    """Sum over this worker's replicas, in their order."""
+    parts = strategy.experimental_local_results(value)
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def _place(strategy: tf.distribute.Strategy) -> tuple[int, int]:
+    """Number of workers of a strategy, and the rank of this one."""
+    resolver = strategy.cluster_resolver
+    local = len(strategy.extended.worker_devices)
+    workers = max(1, strategy.num_replicas_in_sync // local)
+    if resolver is None or workers == 1:
+        return workers, 0
+    jobs = resolver.cluster_spec().as_dict()
+    before = len(jobs.get("chief", ())) if resolver.task_type == "worker" else 0
+    return workers, before + int(resolver.task_id)
 
 
 def _replica_context() -> tf.distribute.ReplicaContext:
@@ -147,11 +409,18 @@ def _replica_context() -> tf.distribute.ReplicaContext:
     return context
 
 
-def _fuse(sizes: Sequence[int], limit: int) -> list[list[int]]:
-    """Groups consecutive tensors into buckets of at most `limit` bytes (one larger tensor is a bucket of its own)."""
+def _fuse(indices: Sequence[int], sizes: Sequence[int], limit: int) -> list[list[int]]:
+    """Groups consecutive tensors into buckets of at most `limit` bytes (one larger tensor is a bucket of its own).
+
+    Args:
+      indices: Which tensors.
+      sizes: Elements of every tensor.
+      limit: Bytes of float32 in a bucket.
+    """
     buckets: list[list[int]] = [[]]
     filled = 0
-    for index, size in enumerate(sizes):
+    for index in indices:
+        size = 4 * sizes[index]
         if buckets[-1] and filled + size > limit:
             buckets.append([])
             filled = 0

@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import functools
+import math
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -77,6 +78,7 @@ class AsynchronousRun:
             else None
         )
         self._best: float | None = None
+        self._best_step = self._evaluated_at = -1
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(trainer.strategy)
         self._push = tf.function(self._push_update, autograph=False)
         self._server_optimizer = _on_servers(trainer.optimizer, trainer.strategy)
@@ -96,12 +98,16 @@ class AsynchronousRun:
     def traffic(self) -> Traffic:
         """What one update costs on the wire: a worker pulls the weights and pushes the gradient, both dense."""
         size = 4 * sum(variable.shape.num_elements() for variable in self.trainer.model.trainable_variables)
-        return Traffic("none", "push_pull", size, 2 * size)
+        return Traffic("none", "push_pull", size, 2 * size, 2 * size)
 
     def run(self) -> dict[str, Any]:
         """Announces, resumes, hands out updates until all are done, and writes the results."""
         report.announce(self)
         self._resume_or_warm_start()
+        if self.steps_done >= self.total and (known := report.results_of_before(self)):
+            report.announce_finished(self)
+            return known
+        report.record_start(self)
         every = self.config.train.eval_every or max(1, min(self.updates_per_epoch, self.total))
         saves = self.config.checkpoint.checkpoint_every or every
         last = min(self.total, self.steps_done + (self.config.train.stop_after or self.total))
@@ -110,10 +116,13 @@ class AsynchronousRun:
                 step = self.steps_done
                 until = min(last, next_multiple(step, every), next_multiple(step, saves))
                 self._train_until(until)
-                if until % every == 0 and until < last:
+                evaluated = self.validation is not None and (until % every == 0 or until == self.total)
+                if evaluated:
                     self._start_evaluation()
-                if until % saves == 0 or until == last:
-                    self._save()
+                if until == last:  # what it found belongs into the last checkpoint
+                    self._collect_evaluation(wait=True)
+                if until % saves == 0 or until == last or evaluated:  # only later is it known whether it is the best
+                    self._save(candidate=evaluated)
             return self._finish()
 
     def _train_until(self, until: int) -> None:
@@ -151,7 +160,7 @@ class AsynchronousRun:
         if self.config.optimizer.clip_norm:
             factor = self.config.optimizer.clip_norm / tf.maximum(norm, self.config.optimizer.clip_norm)
             mean = [gradient * factor for gradient in mean]
-        finite = tf.math.is_finite(norm) & tf.math.is_finite(sums.loss) & (sums.count > 0)
+        finite = tf.math.is_finite(norm) & tf.math.is_finite(sums.loss)
         with tf.control_dependencies([norm]):
             computed = tf.timestamp()
         rate = tf.cast(
@@ -166,7 +175,8 @@ class AsynchronousRun:
                     variable.value.assign_add(new - old)
             return tf.constant(True)
 
-        pushed = tf.cond(finite, push, lambda: tf.constant(False))
+        # At the end of an epoch a worker's share may be empty: nothing to push, and nothing wrong either.
+        pushed = tf.cond(finite & (sums.count > 0), push, lambda: tf.constant(False))
         with tf.control_dependencies([pushed]):
             done = tf.timestamp()
         zero = tf.zeros([], tf.float64)
@@ -179,8 +189,10 @@ class AsynchronousRun:
         )
         self.steps_done += len(finished)
         self.skipped += int(np.sum(~finite))
-        if finite.any():
-            self.train_loss = float(losses[finite].mean())
+        applied = finite & (counts > 0)
+        if applied.any():
+            self.train_loss = float(losses[applied].mean())
+        losses = np.where(counts > 0, losses, np.nan)  # the monitor leaves out what is not finite
         # Workers overlap: their shares of an update are scaled to the time that passes between updates here.
         durations = durations * (seconds / max(durations[:, 4].sum(), 1e-9))
         kept = [column[finite].sum(axis=0) for column in metrics]
@@ -232,14 +244,17 @@ class AsynchronousRun:
             return
         step, self.results = self._evaluation.result()
         self._evaluation = None
+        self._evaluated_at = step
         self.monitor.on_evaluation(step, self.results)
+        loss = self.results.get("loss", math.nan)
+        if math.isfinite(loss) and (self._best is None or loss < self._best):
+            self._best, self._best_step = loss, step
+            if self.checkpointer:
+                self.checkpointer.mark_best(step)
 
-    def _save(self) -> None:
+    def _save(self, *, candidate: bool = False) -> None:
         if self.checkpointer is None:
             return
-        loss = self.results.get("loss")
-        best = loss is not None and (self._best is None or loss < self._best)
-        self._best = loss if best else self._best
         self.checkpointer.save(
             checkpoints.Checkpoint(
                 step=self.steps_done,
@@ -254,7 +269,8 @@ class AsynchronousRun:
                 },
                 config=self.config.as_flat_dict(),
             ),
-            best=best,
+            best=self._best_step == self.steps_done,
+            candidate=candidate,
         )
 
     def _resume_or_warm_start(self) -> None:
@@ -273,13 +289,15 @@ class AsynchronousRun:
         self._collect_evaluation(wait=True)
         finished = self.steps_done >= self.total
         if finished and self.validation is not None:
-            self._start_evaluation()
-            self._collect_evaluation(wait=True)
+            if self._evaluated_at != self.steps_done:
+                self._start_evaluation()
+                self._collect_evaluation(wait=True)
             samples.write_text(self.monitor, self.trainer, self.validation, self.steps_done)
         self._evaluator.shutdown()
         if self.checkpointer:
             self.checkpointer.close()
         summary = report.summary(self, run_state.params_sha256(self.trainer.model.trainable_variables))
+        report.warn_of_skipped(self)
         if finished:
             report.write_results(self, summary)
         else:

@@ -34,7 +34,7 @@ from tfpar.config import ConfigError
 import numpy as np
 import safetensors.numpy
 
-FORMAT = 1
+FORMAT = 2
 _PREFIX = "step-"
 _STATE = "state.safetensors"
 _MANIFEST = "manifest.json"
@@ -86,13 +86,14 @@ class Checkpointer:
         self._worker = worker
         self._workers = workers
         self._warn = warn
+        self._candidate: int | None = None
         self._pending: concurrent.futures.Future[None] | None = None
         self._executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         if worker == 0:  # what an interrupted write left behind
             for leftover in self.directory.glob(f".{_PREFIX}*.partial"):
                 shutil.rmtree(leftover, ignore_errors=True)
 
-    def save(self, checkpoint: Checkpoint, *, best: bool = False) -> None:
+    def save(self, checkpoint: Checkpoint, *, best: bool = False, candidate: bool = False) -> None:
         """Starts writing a checkpoint; returns as soon as the one before it is on disk.
 
         The arrays must not change afterwards (they are copies of the variables). A failed write is reported through
@@ -101,9 +102,19 @@ class Checkpointer:
         Args:
           checkpoint: What to write.
           best: Whether this is the best evaluation so far.
+          candidate: Whether its evaluation is still under way: it stays until the next candidate is saved, so that
+            `mark_best` finds it.
         """
         self.wait()
+        if candidate:
+            self._candidate = checkpoint.step
         self._pending = self._executor.submit(self._write_guarded, checkpoint, best)
+
+    def mark_best(self, step: int) -> None:
+        """Notes that a checkpoint turned out to be the best; nothing if it could not be written."""
+        self.wait()
+        if (self.directory / _name(step)).is_dir():
+            self._write_best(step)
 
     def wait(self) -> None:
         """Returns when the last `save` is on disk."""
@@ -131,6 +142,10 @@ class Checkpointer:
             except (OSError, ValueError) as error:
                 self._warn(f"checkpoint of step {step} is damaged ({error}); trying the one before it")
         return None
+
+    def exchange_state(self, step: int, worker: int) -> Mapping[str, np.ndarray]:
+        """The exchange state that a worker saved at a step, empty if it had none; ValueError if it is damaged."""
+        return read(self.directory / _name(step), worker=worker).exchange
 
     def _write_guarded(self, checkpoint: Checkpoint, best: bool) -> None:
         try:
@@ -172,14 +187,17 @@ class Checkpointer:
             shutil.rmtree(staging, ignore_errors=True)
             raise
         if best:
-            _write_file(self.directory / ".best.json", json.dumps({"step": checkpoint.step}).encode())
-            os.replace(self.directory / ".best.json", self.directory / "best.json")
+            self._write_best(checkpoint.step)
         self._remove_old()
 
+    def _write_best(self, step: int) -> None:
+        _write_file(self.directory / ".best.json", json.dumps({"step": step}).encode())
+        os.replace(self.directory / ".best.json", self.directory / "best.json")
+
     def _remove_old(self) -> None:
-        best = _best_step(self.directory)
+        kept = (_best_step(self.directory), self._candidate)
         for step in self.steps()[: -self._keep]:
-            if step != best:
+            if step not in kept:
                 shutil.rmtree(self.directory / _name(step), ignore_errors=True)
 
 

@@ -246,6 +246,19 @@ def per_example_loss(loss: Any) -> Callable[[Any, Any], tf.Tensor]:
     return lambda y, outputs: function(y, tf.nest.map_structure(lambda part: tf.cast(part, tf.float32), outputs))
 
 
+def takes_class_numbers(loss: Any) -> bool:
+    """Whether a loss reads labels as positions in the last dim of the outputs, every one of them.
+
+    Args:
+      loss: As for `per_example_loss`.
+    """
+    resolved = keras.losses.get(loss)
+    if isinstance(resolved, keras.losses.SparseCategoricalCrossentropy):
+        options = resolved.get_config()  # a label to ignore may lie outside
+        return options.get("ignore_class") is None and options.get("axis", -1) == -1
+    return resolved is keras.losses.sparse_categorical_crossentropy
+
+
 def build_metrics(metrics: Sequence[Any]) -> list[keras.metrics.Metric]:
     """Keras metrics from names, instances or functions, checked to be additive.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import math
 import os
@@ -67,7 +66,7 @@ def total_steps(config: TrainConfig, steps: int | None, epochs: float | None, up
 
 def build_monitor(trainer: Trainer, total: int) -> Monitor:
     """The monitor of a run, with the model's cost for its MFU figure."""
-    described = describe_model(trainer)
+    described = trainer.description
     return Monitor(
         trainer.config.checkpoint.workdir or None,
         is_chief=trainer.plan.is_chief,
@@ -77,15 +76,6 @@ def build_monitor(trainer: Trainer, total: int) -> Monitor:
         peak_flops=_peak_flops_per_replica(trainer) if described and trainer.plan.is_chief else None,
         replicas=trainer.plan.replicas,
     )
-
-
-@functools.lru_cache(maxsize=2)  # it traces the model, which takes seconds for a large one
-def describe_model(trainer: Trainer) -> models.ModelSummary | None:
-    """Size and cost of the model, or None where its inputs are not known before it runs."""
-    try:
-        return models.describe(trainer.model)
-    except ValueError:
-        return None
 
 
 def _peak_flops_per_replica(trainer: Trainer) -> float:
@@ -104,32 +94,41 @@ def _peak_flops_per_replica(trainer: Trainer) -> float:
 
 
 def announce(run: Run) -> None:
-    """Prints model, input and exchange before step 1, and records them and sample inputs in TensorBoard."""
+    """Prints model, input and exchange before step 1."""
     trainer, monitor = run.trainer, run.monitor
     if not trainer.plan.is_chief:
         return
-    described = describe_model(trainer)
-    model_text = (
-        models.format_summary(described, trainer.model.name)
-        if described
-        else f"{trainer.model.name}: {trainer.model.count_params():,} parameters, cost unknown before it runs"
-    )
     traffic = run.traffic
-    exchange_text = f"exchange {trainer.exchange.spec} ({traffic.pattern}): "
-    exchange_text += (
-        f"{traffic.payload_bytes / 1e6:.2f} MB a step per replica, {traffic.wire_bytes / 1e6:.2f} MB sent by each"
-        if trainer.plan.replicas > 1
-        else "one replica, nothing travels"
-    )
+    exchange_text = f"exchange {trainer.exchange.describe()}: "
+    exchange_text += _bytes_text(traffic) if trainer.plan.replicas > 1 else "one replica, nothing travels"
     step_text = f"step: {trainer.config.precision.precision}, XLA {'on' if trainer.jit_compile else 'off'}"
     if trainer.config.train.jit_compile == "auto" and not trainer.jit_compile:
         step_text += f" ({trainer.xla_obstacle()})"
-    input_text = run.pipeline.report()
-    for text in (model_text, input_text, exchange_text, step_text):
+    for text in (_model_text(trainer), run.pipeline.report(), exchange_text, step_text):
         monitor.message(text)
-    monitor.text("model", model_text)
-    monitor.text("input", input_text)
-    samples.write_inputs(monitor, run.train)
+
+
+def record_start(run: Run) -> None:
+    """Records model, input and sample inputs in TensorBoard, once it is known that there is something to train."""
+    if not run.trainer.plan.is_chief:
+        return
+    run.monitor.text("model", _model_text(run.trainer))
+    run.monitor.text("input", run.pipeline.report())
+    samples.write_inputs(run.monitor, run.train)
+
+
+def _model_text(trainer: Trainer) -> str:
+    described = trainer.description
+    if described is None:
+        return f"{trainer.model.name}: {trainer.model.count_params():,} parameters, cost unknown before it runs"
+    return models.format_summary(described, trainer.model.name)
+
+
+def _bytes_text(traffic: Traffic) -> str:
+    text = f"{traffic.payload_bytes / 1e6:.3f} MB a step, {traffic.wire_bytes / 1e6:.3f} MB sent by each"
+    if traffic.dense_bytes > traffic.wire_bytes:
+        text += f", dense {traffic.dense_bytes / 1e6:.3f} MB ({traffic.dense_bytes / traffic.wire_bytes:.1f}x)"
+    return text
 
 
 def replica_digests(trainer: Trainer) -> list[str]:
@@ -173,6 +172,7 @@ def summary(run: Run, params_sha256: str) -> dict[str, Any]:
             "pattern": traffic.pattern,
             "payload_bytes_per_step": traffic.payload_bytes,
             "wire_bytes_per_step": traffic.wire_bytes,
+            "dense_wire_bytes_per_step": traffic.dense_bytes,
         },
         "params_sha256": params_sha256,
         "restarts": run_state.restarts(),
@@ -236,6 +236,36 @@ def read_summary(workdir: str) -> dict[str, Any] | None:
         return None
 
 
+def results_of_before(run: Run) -> dict[str, Any] | None:
+    """The results that an earlier start left of the very step where this one stands, or None.
+
+    A summary of another step is a shorter run's, which this one went beyond.
+    """
+    workdir = run.trainer.config.checkpoint.workdir
+    known = read_summary(workdir) if workdir else None
+    return known if known is not None and known.get("steps") == run.steps_done else None
+
+
+def announce_finished(run: Run) -> None:
+    """Says that there is nothing left to do, and writes a `model.keras` that has gone missing."""
+    run.monitor.message(f"this run is finished (step {run.steps_done} of {run.total}); more --steps would go on")
+    path = pathlib.Path(run.trainer.config.checkpoint.workdir) / "model.keras"
+    if run.trainer.plan.is_chief and not path.exists():
+        save_model(run.trainer, path)
+
+
+def warn_of_skipped(run: Run) -> None:
+    """Says plainly that a run, or its end, changed no weight."""
+    if not run.skipped or run.train_loss is not None:
+        return
+    which = f"all {run.steps_done} updates" if run.skipped == run.steps_done else "the last updates"
+    run.monitor.message(
+        f"WARNING: {which} were skipped because loss or gradients were not finite: the model has learned nothing from "
+        "them. Likely causes: NaN or infinity in the inputs, labels outside the model's outputs, a --learning_rate "
+        "that is too high (lower it, or give --clip_norm), overflow in --precision=mixed_float16."
+    )
+
+
 def _number(value: float | None) -> str:
     return "unknown" if value is None else f"{value:.4f}"
 
@@ -253,10 +283,15 @@ def closing_table(content: dict[str, Any], workdir: str) -> str:
     exchange = content["exchange"]
     rows += [
         ("layout", f"{content['strategy']}, {content['workers']} workers, {content['replicas']} replicas"),
-        ("exchange", f"{exchange['codec']}, {exchange['wire_bytes_per_step'] / 1e6:.2f} MB sent per step and replica"),
+        ("exchange", f"{exchange['codec']}, {exchange['wire_bytes_per_step'] / 1e6:.3f} MB sent per step and sender"),
     ]
+    saved = exchange["dense_wire_bytes_per_step"] - exchange["wire_bytes_per_step"]
+    if saved > 0:
+        share = saved / exchange["dense_wire_bytes_per_step"]
+        rows.append(("saved on the wire", f"{saved * content['steps'] / 1e6:.1f} MB per sender, {share:.0%} of dense"))
     if content["skipped_steps"]:
-        rows.append(("skipped (non-finite)", f"{content['skipped_steps']}"))
+        every = content["skipped_steps"] == content["steps"]
+        rows.append(("skipped (non-finite)", f"{content['skipped_steps']}{': every update' if every else ''}"))
     if content["failed_checkpoints"]:
         rows.append(("failed checkpoints", "; ".join(content["failed_checkpoints"])))
     width = max(len(name) for name, _ in rows)

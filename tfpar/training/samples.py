@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import weakref
 from typing import TYPE_CHECKING
 
 from tfpar import inputs
@@ -39,8 +39,14 @@ def write_text(monitor: Monitor, trainer: Trainer, source: inputs.Source, step: 
         return
     x, _ = source.fetch(tf.constant([0], tf.int64))
     prompt = x.numpy()[0][:PROMPT_TOKENS]
-    tokens = generate(trainer, prompt, GENERATED_TOKENS, seed=step)
-    monitor.sample_text("generated", f"{info.decode(prompt)}|{info.decode(tokens)}", step=step)
+    try:
+        generated = info.decode(generate(trainer, prompt, GENERATED_TOKENS, seed=step))
+    except FloatingPointError:
+        generated = "(not finite)"
+    except Exception as error:
+        monitor.message(f"no sample text: {type(error).__name__}: {error}")
+        return
+    monitor.sample_text("generated", f"{info.decode(prompt)}|{generated}", step=step)
 
 
 def generate(
@@ -57,6 +63,9 @@ def generate(
 
     Returns:
       Int64 `[at most length]`.
+
+    Raises:
+      FloatingPointError: The model gives logits that are not finite, as after training has diverged.
     """
     context = int(trainer.model.inputs[0].shape[1])
     tokens = np.zeros([1, context], np.int32)
@@ -72,6 +81,8 @@ def generate(
     while position < context and len(generated) < length:
         logits = forward(params, state, tf.constant(tokens), tf.constant(position - 1)).numpy().astype(np.float64)
         odds = np.exp((logits - logits.max()) / temperature)
+        if not np.isfinite(odds.sum()):
+            raise FloatingPointError("the model's logits are not finite")
         token = int(generator.choice(len(odds), p=odds / odds.sum()))
         tokens[0, position] = token
         generated.append(token)
@@ -79,8 +90,13 @@ def generate(
     return np.asarray(generated, np.int64)
 
 
-@functools.lru_cache(maxsize=4)
+# Traced once a trainer, and no longer there than it is. The functions know the model, never the trainer.
+_FORWARD: weakref.WeakKeyDictionary[Trainer, tf.types.experimental.GenericFunction] = weakref.WeakKeyDictionary()
+
+
 def _forward(trainer: Trainer) -> tf.types.experimental.GenericFunction:
+    if trainer in _FORWARD:
+        return _FORWARD[trainer]
     model = trainer.model
 
     @tf.function(autograph=False, jit_compile=trainer.jit_compile)
@@ -88,4 +104,5 @@ def _forward(trainer: Trainer) -> tf.types.experimental.GenericFunction:
         logits, _ = model.stateless_call(params, state, tokens, training=False)
         return logits[0, position]
 
+    _FORWARD[trainer] = forward
     return forward

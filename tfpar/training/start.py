@@ -66,7 +66,7 @@ def check(config: ExperimentConfig, plan: strategies.Plan) -> None:
     if config.optimizer.optimizer not in optimizers.names():
         raise unknown_name("--optimizer", config.optimizer.optimizer, optimizers.names())
     schedules.check(config.schedule)
-    Exchange(config.exchange.exchange)
+    Exchange(config.exchange.exchange).check_supported(plan.name)
     inputs.check_kind(config.input)
     inputs.check_augmentation(config.input.augment)
     if plan.name != "tpu":  # a TPU's replicas are known once it is initialised

@@ -257,8 +257,7 @@ class TrainStep:
         # 4: the reduced gradient's mean, clipped: one factor.
         if context.num_replicas_in_sync > 1:
             norm_squared = self._norm_squared(gradients) if measure or self._clip_norm else tf.zeros([])
-        scale = loss_scale.scale if self._scale_loss else 1.0
-        factor = 1.0 / (tf.maximum(vector[sidecar.COUNT], 1e-30) * scale)
+        factor = 1.0 / tf.maximum(vector[sidecar.COUNT], 1e-30)
         norm = tf.sqrt(norm_squared) * factor
         if self._clip_norm:
             clip = self._clip_norm / tf.maximum(norm, self._clip_norm)
@@ -285,7 +284,10 @@ class TrainStep:
         for part in where:
             seed = tf.random.fold_in(seed, tf.cast(part, tf.int32), alg="philox")
         sums = self.core.accumulate(params, state, batch, seed, scale if self._scale_loss else None)
-        return sums.gradients, self.sidecar.pack(sums), sums.state
+        gradients = sums.gradients
+        if self._scale_loss:  # residuals of the exchange are kept from step to step, and the scale changes
+            gradients = [gradient / scale for gradient in gradients]
+        return gradients, self.sidecar.pack(sums), sums.state
 
     def _apply_update(
         self, gradients: Tensors, vector: tf.Tensor, local_state: Tensors, factor: tf.Tensor, rate: tf.Tensor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import pathlib
+import functools
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -106,12 +106,13 @@ class SynchronousRun:
         trainer, config = self.trainer, self.config
         report.announce(self)
         self._resume_or_warm_start()
-        if self.position.step >= self.total and (known := report.read_summary(config.checkpoint.workdir)):
-            self.say(f"this run is finished (step {self.position.step} of {self.total}); more --steps would go on")
-            path = pathlib.Path(config.checkpoint.workdir) / "model.keras"
-            if self.plan.is_chief and not path.exists():
-                report.save_model(trainer, path)
-            return known
+        if self.position.step >= self.total:
+            known = report.results_of_before(self)
+            if self.agreement.mean(float(known is not None)) == 1.0:  # else the others would wait for the one that goes
+                assert known is not None
+                report.announce_finished(self)
+                return known
+        report.record_start(self)
         every = self.evaluate_every
         saves = config.checkpoint.checkpoint_every or every
         last = min(self.total, self.position.step + (config.train.stop_after or self.total))
@@ -129,7 +130,7 @@ class SynchronousRun:
                 pace.measured(updates, self.agreement.mean(time.perf_counter() - began))
                 step = self.position.step
                 improved = self._evaluate() if step % every == 0 or step == self.total else False
-                if step % saves == 0 or step == last:
+                if step % saves == 0 or step == last or improved:
                     self._save(best=improved)
             finished = self.position.step >= self.total
             return self._finish(finished)
@@ -202,11 +203,10 @@ class SynchronousRun:
     def _save(self, *, best: bool) -> None:
         if self.checkpointer is None or not (self.plan.is_chief or self.trainer.exchange.state):
             return
-        exchange = run_state.named(self.trainer.exchange.state, "exchange")
         checkpoint = checkpoints.Checkpoint(
             step=self.position.step,
             arrays=run_state.snapshot(self.trainer.variables()) if self.plan.is_chief else {},
-            exchange=run_state.snapshot(exchange),
+            exchange=self.trainer.exchange.export(),
             run=self._run_state(),
             config=self.config.as_flat_dict(),
         )
@@ -232,6 +232,7 @@ class SynchronousRun:
             "loss": [position.loss_sum, position.loss_count],
             "skipped": position.skipped,
             "replicas": self.plan.replicas,
+            "workers": self.plan.workers,
         }
 
     def _resume_or_warm_start(self) -> None:
@@ -249,6 +250,10 @@ class SynchronousRun:
         run = checkpoint.run
         run_state.check_data(run, self.train.info.fingerprint, self.config)
         run_state.restore(self.trainer.variables(), checkpoint.arrays, run["variables"])
+        assert self.checkpointer is not None
+        self.trainer.exchange.restore(
+            run["workers"], functools.partial(self.checkpointer.exchange_state, checkpoint.step)
+        )
         scale = run["loss_scale"]
         self.position = _Position(
             checkpoint.step,
@@ -265,8 +270,8 @@ class SynchronousRun:
 
     def _finish(self, finished: bool) -> dict[str, Any]:
         """Evaluates if that is still due, checks that all replicas agree, and writes the results."""
-        if finished and self.evaluated_at != self.position.step:
-            self._evaluate()
+        if finished and self.evaluated_at != self.position.step and self._evaluate():
+            self._save(best=True)
         digests = report.replica_digests(self.trainer)
         same = len(set(digests)) == 1 and self.agreement.all_equal(list(bytes.fromhex(digests[0])))
         if not same:
@@ -274,6 +279,7 @@ class SynchronousRun:
         if self.checkpointer:
             self.checkpointer.close()
         summary = report.summary(self, digests[0])
+        report.warn_of_skipped(self)
         if finished:
             report.write_results(self, summary)
         else:

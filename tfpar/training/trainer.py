@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +12,8 @@ from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.exchange import Exchange
 from tfpar.training import optimizers, run_state, schedules
 from tfpar.training.asynchronous import AsynchronousRun
-from tfpar.training.core import Core, build_metrics, per_example_loss
+from tfpar.training.core import Core, build_metrics, per_example_loss, takes_class_numbers
+from tfpar.training.data_checks import check_fits
 from tfpar.training.evaluation import Evaluation
 from tfpar.training.start import start
 from tfpar.training.synchronous import SynchronousRun
@@ -75,14 +77,26 @@ class Trainer:
         self._own_schedule = isinstance(optimizer, keras.optimizers.Optimizer) and "schedule" not in options
         with self.strategy.scope():
             self.model = _under_strategy(model, self.strategy)
+            if not self.model.trainable_variables:
+                raise ConfigError(
+                    f"the model {self.model.name!r} has no trainable weights, so there is nothing to train. Set "
+                    "trainable=True on the layers that should learn, or only evaluate it."
+                )
             self.optimizer = self._build_optimizer(optimizer)
             self.optimizer.build(self.model.trainable_variables)
             if loss is None:
                 raise ConfigError("loss is missing: give a Keras loss, its name, or a function (y, outputs).")
             self.core = Core(self.model, per_example_loss(loss), build_metrics(metrics), augmentation)
+        self._takes_class_numbers = takes_class_numbers(loss)
         self._check_precision()
         self.exchange = Exchange(self.config.exchange.exchange)
-        self.exchange.build(self.model.trainable_variables)
+        self.exchange.build(
+            self.model.trainable_variables,
+            strategy=self.strategy,
+            workers=self.plan.workers if self.plan.synchronous else 1,
+            worker=max(self.plan.worker, 0),
+            seed=self.config.train.seed,
+        )
         self._evaluation: Evaluation | None = None
 
     def fit(
@@ -107,8 +121,10 @@ class Trainer:
           The contents of `summary.json`.
 
         Raises:
-          ConfigError: Neither steps nor epochs, an empty data set, a checkpoint of another run.
+          ConfigError: Neither steps nor epochs, an empty data set, a checkpoint of another run, data of more classes
+            than the model has outputs, validation examples of another shape.
         """
+        check_fits(self.model, train, validation, class_numbers=self._takes_class_numbers)
         augmentation = self.core.augmentation
         if augmentation is not None and not augmentation.built:
             augmentation.build((None, *train.info.input_spec.shape))
@@ -169,6 +185,14 @@ class Trainer:
         if choice == "true" and obstacle:
             raise ConfigError(f"--jit_compile=true: {obstacle}. Use --jit_compile=auto, or another model.")
         return choice == "true" or (choice == "auto" and not obstacle)
+
+    @functools.cached_property  # it traces the model, which takes seconds for a large one
+    def description(self) -> models.ModelSummary | None:
+        """Size and cost of the model, or None where its inputs are not known before it runs."""
+        try:
+            return models.describe(self.model)
+        except ValueError:
+            return None
 
     def xla_obstacle(self) -> str:
         """Why XLA cannot compile this model in this layout; empty where it can."""

@@ -1,0 +1,80 @@
+"""One worker of tests/cluster/test_exchange.py: exchanges known gradients with every spec, and writes what came back.
+
+python tests/cluster/scripts/exchange_sums.py OUTPUT_DIR DEVICES SPEC...
+"""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+
+import tfpar
+from tfpar import ExperimentConfig, strategies
+
+import numpy as np
+import tensorflow as tf
+
+SHAPES = [(37, 53), (7,), (129, 65), (3, 3, 16, 40), (2000,), (8, 9)]
+STEPS = 6
+BAD_STEP = 3  # in which one replica has a NaN
+
+
+def gradients(replica: int, step: int) -> list[np.ndarray]:
+    """What a replica contributes at a step; sizes differ by tensor and replica."""
+    generator = np.random.default_rng([replica, step])
+    result = [
+        (generator.standard_normal(shape) * 10.0 ** (index - 3) * (replica + 1)).astype(np.float32)
+        for index, shape in enumerate(SHAPES)
+    ]
+    if step == BAD_STEP and replica == 0:
+        result[2][5, 5] = np.nan
+    return result
+
+
+def exchange_all(spec: str, layout: tfpar.Layout) -> dict[str, np.ndarray]:
+    strategy, plan = layout.strategy, layout.plan
+    exchange = tfpar.Exchange(spec)
+    exchange.build(
+        [tf.TensorSpec(shape) for shape in SHAPES], workers=plan.workers, worker=plan.worker, strategy=strategy
+    )
+
+    @tf.function
+    def reduce(stacked):
+        def replica_step():
+            context = tf.distribute.get_replica_context()
+            local = context.replica_id_in_sync_group % plan.local_replicas
+            return exchange.reduce([tf.gather(tensor, local) for tensor in stacked])
+
+        return strategy.run(replica_step)
+
+    result: dict[str, np.ndarray] = {}
+    first = plan.worker * plan.local_replicas
+    for step in range(STEPS):
+        before = exchange.export()
+        mine = [gradients(first + local, step) for local in range(plan.local_replicas)]
+        means = reduce([tf.constant(np.stack(column)) for column in zip(*mine, strict=True)])
+        for index, mean in enumerate(means):
+            values = [value.numpy() for value in strategy.experimental_local_results(mean)]
+            for value in values[1:]:
+                np.testing.assert_array_equal(value, values[0])
+            result[f"mean/{step}/{index}"] = values[0]
+        if step == BAD_STEP:
+            after = exchange.export()
+            unchanged = all(np.array_equal(after[name], before[name]) for name in before)
+            result["unchanged"] = np.array(unchanged)
+    result |= {f"state/{name}": value for name, value in exchange.export().items()}
+    traffic = exchange.traffic(plan.replicas, 0)
+    result["traffic"] = np.array([traffic.payload_bytes, traffic.wire_bytes, traffic.dense_bytes])
+    return result
+
+
+def main() -> None:
+    directory, devices, *specs = sys.argv[1:]
+    config = ExperimentConfig.from_flat_dict({"strategy": "multi_worker", "devices": int(devices)})
+    layout = strategies.build(strategies.plan(config.strategy, tfpar.cluster.detect()))
+    for number, spec in enumerate(specs):
+        np.savez(pathlib.Path(directory) / f"{number}-{layout.plan.worker}.npz", **exchange_all(spec, layout))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""Residuals between runs: taken up bit for bit, and not lost when the number of workers changes."""
+
+from __future__ import annotations
+
+from tfpar.exchange import Exchange
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+SHAPES = [(37, 53), (7,), (129, 65), (3, 3, 16, 40)]
+LARGE = 37 * 53 + 129 * 65 + 3 * 3 * 16 * 40
+
+
+def exchanges(spec: str, workers: int) -> list[Exchange]:
+    """One per worker, as each of them would build it."""
+    result = []
+    for worker in range(workers):
+        exchange = Exchange(spec)
+        exchange.build([tf.TensorSpec(shape) for shape in SHAPES], workers=workers, worker=worker)
+        result.append(exchange)
+    return result
+
+
+def fill(group: list[Exchange]) -> None:
+    for worker, exchange in enumerate(group):
+        generator = np.random.default_rng(worker)
+        step, *residuals = exchange.state
+        step.assign(17)
+        for variable in residuals:
+            variable.assign(generator.standard_normal(variable.shape).astype(np.float32))
+
+
+def undelivered(group: list[Exchange]) -> np.ndarray:
+    """Over the elements of all buckets, whatever the buckets and shards are."""
+    states = [exchange.export() for exchange in group]
+    buckets = []
+    while f"{len(buckets)}/worker" in states[0]:
+        name = f"{len(buckets)}"
+        kept = np.sum([state[f"{name}/worker"] for state in states], axis=0, dtype=np.float64)
+        if f"{name}/owner" in states[0]:
+            kept += np.concatenate([state[f"{name}/owner"] for state in states])
+        buckets.append(kept)
+    return np.concatenate(buckets)
+
+
+@pytest.mark.parametrize("spec", ["int4", "int4:pattern=all_gather", "topk:0.01", "int4:bucket_bytes=20000"])
+def test_the_same_workers_take_up_their_own_bits(spec):
+    old, new = exchanges(spec, 3), exchanges(spec, 3)
+    fill(old)
+    for worker, exchange in enumerate(new):
+        exchange.restore(3, lambda rank: old[rank].export())
+        expected = old[worker].export()
+        actual = exchange.export()
+        assert actual.keys() == expected.keys()
+        for name, value in expected.items():
+            np.testing.assert_array_equal(actual[name], value)
+
+
+@pytest.mark.parametrize("spec", ["int4", "sign:block=64", "int8:pattern=all_gather"])
+@pytest.mark.parametrize(("before", "after"), [(4, 3), (3, 4), (2, 5), (5, 2)])
+def test_what_was_not_delivered_survives_another_number_of_workers(spec, before, after):
+    old, new = exchanges(spec, before), exchanges(spec, after)
+    fill(old)
+    for exchange in new:
+        exchange.restore(before, lambda rank: old[rank].export())
+    expected = undelivered(old)
+    assert expected.shape == (LARGE,)
+    assert np.linalg.norm(undelivered(new) - expected) <= 1e-6 * np.linalg.norm(expected)
+    assert all(exchange.export()["step"] == 17 for exchange in new)
+
+
+def test_what_was_not_delivered_survives_another_codec_and_other_buckets():
+    old, new = exchanges("int4", 2), exchanges("sign:bucket_bytes=20000", 2)
+    fill(old)
+    for exchange in new:
+        exchange.restore(2, lambda rank: old[rank].export())
+    np.testing.assert_allclose(undelivered(new), undelivered(old), rtol=1e-6, atol=1e-6)
+
+
+def test_residuals_of_another_model_are_refused():
+    old = exchanges("int4", 2)
+    other = Exchange("int4")
+    other.build([tf.TensorSpec((64, 64))], workers=2, worker=0)
+    with pytest.raises(ValueError, match=f"saved residuals have {LARGE} elements, this model's 4096"):
+        other.restore(2, lambda rank: old[rank].export())
+
+
+def test_a_run_without_residuals_restores_nothing():
+    exchange = exchanges("int4", 2)[0]
+    exchange.restore(2, lambda rank: {})
+    assert all(not np.any(variable.numpy()) for variable in exchange.state)
+
+
+def test_within_one_host_there_is_nothing_to_keep():
+    exchange = exchanges("int4", 1)[0]
+    assert not exchange.compresses
+    assert exchange.state == []
+    assert exchange.export() == {}
+    assert "not in use" in exchange.describe()

@@ -1,0 +1,139 @@
+"""Compressed exchange of one bucket between workers: patterns with error feedback.
+
+L elements in a bucket, W workers, S elements in a shard. Functions run once per worker, on its first device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import tfpar_ops
+from tfpar.exchange.groups import LOCAL, Group, local, new_instances
+from tfpar.exchange.specs import Spec
+from tfpar_ops import Codec
+
+import tensorflow as tf
+
+
+@dataclasses.dataclass(frozen=True)
+class Wire:
+    """Bytes of one exchange of a bucket, per worker.
+
+    Attributes:
+      payload: What encoding this worker's gradients gives.
+      sent: What it sends, framing of the transport left out.
+    """
+
+    payload: int
+    sent: int
+
+
+class Bucket:
+    """Tensors that are encoded and sent as one vector of L elements.
+
+    Two patterns:
+
+    - `two_phase`: the vector is cut into W shards. Every worker sends shard w of its payloads to worker w (all-to-all),
+      which decodes and sums what it got, adds its own residual and encodes the sum once more; these payloads go to all
+      (all-gather). A worker sends 2 (W - 1) / W payloads, whatever W is.
+    - `all_gather`: every worker sends its whole payload to all, and all sum them up: one lossy step and one call less,
+      but W - 1 payloads.
+
+    Error feedback (Seide et al. 2014; Karimireddy et al. 2019): what a payload leaves out is kept and added to the next
+    one, by the worker for its gradients and, in `two_phase`, by the owner of a shard for the sum.
+
+    Args:
+      spec: The exchange; it has a codec.
+      shapes: Static shapes of the tensors.
+      group: All workers.
+      seed: Seed of stochastic rounding.
+      name: Of the residual variables.
+    """
+
+    def __init__(self, spec: Spec, shapes: Sequence[tf.TensorShape], group: Group, seed: int, name: str) -> None:
+        assert spec.codec is not None
+        self.codec: Codec = spec.codec
+        self.shapes = list(shapes)
+        self.elements = sum(shape.num_elements() for shape in shapes)
+        self._group = group
+        self._seed = seed
+        self._two_phase = spec.pattern == "two_phase"
+        self._instances = new_instances(2)
+        self._shards = group.size if self._two_phase else 1
+        blocks = -(-self.codec.blocks(self.elements) // self._shards)
+        self.shard_elements = blocks * self.codec.block if self._two_phase else self.elements
+        self._valid = min(max(self.elements - group.rank * self.shard_elements, 0), self.shard_elements)
+        # Owner's residual: of the elements that exist in this worker's shard.
+        sizes = [self.elements, self._valid] if self._two_phase else [self.elements]
+        self.residuals = (
+            [_local_variable(size, f"{name}_{role}") for size, role in zip(sizes, ("worker", "owner"), strict=False)]
+            if spec.error_feedback
+            else []
+        )
+
+    def sum(self, tensors: Sequence[tf.Tensor], step: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """Sums tensors over the workers.
+
+        Args:
+          tensors: This worker's, float32, of the bucket's shapes.
+          step: Int64 scalar, different for every exchange.
+
+        Returns:
+          The sums, the same bits on every worker, and the squared L2 norms of input and of the worker's new residual,
+          float32 [2].
+        """
+        encoded = self._encode(tensors, step)
+        first, second = self._instances
+        if not self._two_phase:
+            payloads = self._group.all_gather(encoded.payload, first)
+            flat = tfpar_ops.decode_sum(payloads, self.codec, self.elements)
+            parts = tf.split(flat, [shape.num_elements() for shape in self.shapes])
+            return [tf.reshape(part, shape) for part, shape in zip(parts, self.shapes, strict=True)], encoded.norms
+        rows = self._group.all_to_all(encoded.payload, first)
+        payloads = self._group.all_gather(self._recode(rows, step).payload, second)
+        sums = tfpar_ops.decode(payloads, self.codec, self.shapes, shard_elements=self.shard_elements)
+        return sums, encoded.norms
+
+    def wire(self) -> Wire:
+        """Bytes per exchange and worker."""
+        payload = self.codec.payload_bytes(self.shard_elements)
+        phases = 2 if self._two_phase else 1
+        return Wire(payload=payload * self._shards, sent=phases * payload * (self._group.size - 1))
+
+    def _encode(self, tensors: Sequence[tf.Tensor], step: tf.Tensor) -> tfpar_ops.Encoded:
+        arguments = {"shards": self._shards, "shard_elements": self.shard_elements}
+        seed_step = self._seed_step(step, phase=0)
+        if self.residuals:
+            return tfpar_ops.encode_into(self.residuals[0], tensors, self.codec, seed_step=seed_step, **arguments)
+        return tfpar_ops.encode(tensors, None, self.codec, seed_step=seed_step, **arguments)
+
+    def _recode(self, rows: tf.Tensor, step: tf.Tensor) -> tfpar_ops.Encoded:
+        begin = self._group.rank * self.shard_elements
+        seed_step = self._seed_step(step, phase=1)
+        if self.residuals:
+            return tfpar_ops.recode_into(
+                self.residuals[1],
+                rows,
+                self.codec,
+                self.shard_elements,
+                begin=begin,
+                valid=self._valid,
+                seed_step=seed_step,
+            )
+        return tfpar_ops.recode(
+            rows, None, self.codec, self.shard_elements, begin=begin, valid=self._valid, seed_step=seed_step
+        )
+
+    def _seed_step(self, step: tf.Tensor, *, phase: int) -> tf.Tensor | None:
+        """Seed and step of stochastic rounding: another stream for every worker and phase."""
+        if self.codec.rounding != "stochastic":
+            return None
+        stream = 2 * self._group.rank + phase
+        return tf.stack([tf.constant((self._seed << 12) + stream, tf.int64), tf.cast(step, tf.int64)])
+
+
+def _local_variable(elements: int, name: str) -> tf.Variable:
+    """A float32 vector of zeros that belongs to this worker alone, also when made under a strategy."""
+    variable = tf.Variable(tf.zeros([elements]), trainable=False, name=name, **LOCAL)
+    return local(variable)

@@ -1,0 +1,106 @@
+"""Collective calls of TensorFlow's runtime among workers, and the keys that tell them apart.
+
+A call needs a group key, one per set of members, and an instance key, one per call site: the same on all members, and
+used for nothing else while the program lives. TensorFlow's strategies count theirs from small numbers (2.21:
+`CollectiveKeys`, group and instance keys from 1 and 100); ours start far above.
+
+The runtime takes members in the order of their tasks, so the rank in a group of all workers is the task's index.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import threading
+
+import tensorflow as tf
+
+_FIRST_KEY = 1 << 20
+
+# Keywords of a variable that is the state of one worker, not of the model: no strategy is to mirror or combine it.
+LOCAL = {
+    "synchronization": tf.VariableSynchronization.ON_READ,
+    "aggregation": tf.VariableAggregation.NONE,
+}
+
+_lock = threading.Lock()
+_groups: dict[tuple[int, ...], int] = {}
+_instances = itertools.count(_FIRST_KEY)
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Workers that exchange something.
+
+    Attributes:
+      size: Number of members.
+      rank: This worker's place among them.
+      key: Group key.
+    """
+
+    size: int
+    rank: int
+    key: int
+
+    @classmethod
+    def of_workers(cls, workers: int, worker: int) -> Group:
+        """The group of all workers of a cluster."""
+        return cls(workers, worker, _group_key(tuple(range(workers))))
+
+    def all_reduce(self, value: tf.Tensor, instance: int) -> tf.Tensor:
+        """Sum over the members, the same bits on each. Float32 of any static shape."""
+        if self.size == 1:
+            return tf.identity(value)
+        return tf.raw_ops.CollectiveReduceV2(
+            input=value,
+            group_size=self.size,
+            group_key=self.key,
+            instance_key=instance,
+            ordering_token=[],
+            merge_op="Add",
+            final_op="Id",
+            communication_hint="auto",
+        )
+
+    def all_to_all(self, rows: tf.Tensor, instance: int) -> tf.Tensor:
+        """Row i goes to member i; row i of the result came from member i. `[size, ...]`, any type but uint8."""
+        if self.size == 1:
+            return tf.identity(rows)
+        return tf.raw_ops.CollectiveAllToAllV2(
+            input=rows,
+            group_size=self.size,
+            group_key=self.key,
+            instance_key=instance,
+            ordering_token=[],
+            communication_hint="auto",
+        )
+
+    def all_gather(self, row: tf.Tensor, instance: int) -> tf.Tensor:
+        """The members' rows in the order of their ranks: `[1, ...]` to `[size, ...]`."""
+        if self.size == 1:
+            return tf.identity(row)
+        gathered = tf.raw_ops.CollectiveGatherV2(
+            input=row,
+            group_size=self.size,
+            group_key=self.key,
+            instance_key=instance,
+            ordering_token=[],
+            communication_hint="auto",
+        )
+        return tf.ensure_shape(gathered, [self.size, *row.shape[1:]])
+
+
+def new_instances(count: int) -> list[int]:
+    """Instance keys that no other call site has. All workers must ask for the same in the same order."""
+    with _lock:
+        return [next(_instances) for _ in range(count)]
+
+
+def _group_key(members: tuple[int, ...]) -> int:
+    with _lock:
+        return _groups.setdefault(members, _FIRST_KEY + len(_groups))
+
+
+def local(variable: tf.Variable) -> tf.Variable:
+    """This worker's copy, on its first device, of a variable made with `LOCAL`; itself if made under no strategy."""
+    return tf.distribute.get_strategy().experimental_local_results(variable)[0]
