@@ -24,6 +24,8 @@ from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
+import absl.logging
+
 # Lines that importing TensorFlow writes to standard error on a healthy machine.
 _IMPORT_CHATTER = re.compile(
     r"WARNING: All log messages before absl::InitializeLog\(\)"
@@ -39,6 +41,8 @@ _HARMLESS = (
     # MirroredStrategy on CPUs, or on GPUs split into logical ones: there is no NCCL to use.
     "There are non-GPU devices in `tf.distribute.Strategy`, not using nccl allreduce.",
     "NCCL is not supported when using virtual GPUs, falling back to reduction to one device",
+    # TFDS 4.9 of its own doing, when it decodes some of the features only.
+    "`FeatureConnector.dtype` is deprecated.",
 )
 
 _GPU_FILES = ("/dev/nvidiactl", "/dev/nvidia[0-9]*", "/dev/dxg", "/dev/nvhost-gpu", "/dev/kfd")
@@ -57,12 +61,14 @@ def quiet_startup(verbose: bool | None = None) -> None:
     if verbose is None:
         asked = os.environ.get("TFPAR_VERBOSE", "0") not in ("", "0")
         verbose = asked or any(argument in ("--verbose", "--verbose=true") for argument in sys.argv[1:])
-    logger = logging.getLogger("tensorflow")
-    logger.removeFilter(_hide_harmless)
+    loggers = (logging.getLogger("tensorflow"), absl.logging.get_absl_logger())
+    for logger in loggers:
+        logger.removeFilter(_hide_harmless)
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _QuietImport)]
     if verbose:
         return
-    logger.addFilter(_hide_harmless)
+    for logger in loggers:
+        logger.addFilter(_hide_harmless)
     if "tensorflow" not in sys.modules:
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", _log_level())
         sys.meta_path.insert(0, _QuietImport())

@@ -23,7 +23,9 @@ def test_in_memory_has_the_same_examples_and_is_read_once():
         return original.read(indices)
 
     counting = dataclasses.replace(original, read=count, portable=False)
-    kept = sources.keep_in_memory(counting)
+    kept = sources.keep_in_memory(counting, 24)
+    assert not reads, "kept before they are used"
+    kept.load()
     assert sum(reads) == 700
     for left, right in zip(fetch_all(kept), fetch_all(original), strict=True):
         assert np.array_equal(left, right)
@@ -55,11 +57,11 @@ def test_labels_in_memory_are_checked_once_for_all():
     with pytest.raises(
         ConfigError, match=r"--dataset=index: label 5 of train example 5 .* 13 others.* labels are 0 to 4"
     ):
-        sources.keep_in_memory(wrong)
+        sources.keep_in_memory(wrong, 24).load()
 
 
 def test_empty_source_stays_empty():
-    assert sources.keep_in_memory(index_source(0)).info.num_examples == 0
+    assert sources.keep_in_memory(index_source(0), 24).info.num_examples == 0
 
 
 def test_info_must_add_up():

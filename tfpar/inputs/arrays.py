@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tfpar.config import ConfigError
-from tfpar.inputs.source import CLASSIFICATION, Batch, Source, SourceInfo, check_labels, host_constant
+from tfpar.inputs.source import CLASSIFICATION, Batch, Held, Source, SourceInfo, check_labels
 
 import numpy as np
 import tensorflow as tf
@@ -47,9 +47,11 @@ def from_arrays(
     )
     if integer_labels:
         check_labels(info, kept_y)
-    held_x, held_y = host_constant(kept_x), host_constant(kept_y)
+    size = kept_x.nbytes + kept_y.nbytes
+    held = Held(lambda: (kept_x, kept_y))
 
     def read(indices: tf.Tensor) -> Batch:
-        return tf.gather(held_x, indices), tf.gather(held_y, indices)
+        x, y = held.tensors()
+        return tf.gather(x, indices), tf.gather(y, indices)
 
-    return Source(info=info, read=read, kept_bytes=kept_x.nbytes + kept_y.nbytes)
+    return Source(info=info, read=read, kept_bytes=size, load=held.tensors)

@@ -11,7 +11,9 @@ import contextlib
 import hashlib
 import os
 import shutil
+import struct
 import tempfile
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -68,7 +70,22 @@ class SklearnDigits(tfds.core.GeneratorBasedBuilder):
         self, images: np.ndarray, labels: np.ndarray, chosen: np.ndarray
     ) -> Iterator[tuple[int, dict[str, Any]]]:
         for index in chosen.tolist():
-            yield index, {"image": images[index], "label": int(labels[index])}
+            yield index, {"image": png(images[index]), "label": int(labels[index])}
+
+
+def png(image: np.ndarray) -> bytes:
+    """A uint8 image [height, width, 1] as a PNG file.
+
+    TFDS would encode it with a TensorFlow operation, which initialises the runtime (see `tfpar.inputs.source`).
+    """
+    height, width, _ = image.shape
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)  # 8 bits, grey
+    rows = b"".join(b"\0" + row.tobytes() for row in image)  # filter 0: none
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
 
 
 def load_digits() -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -42,10 +42,10 @@ def build(argument: str, config: InputConfig, split: str, seed: int) -> Source:
         raise ConfigError(f"--dataset={name}: there is no such directory. Give one with a folder of images per class.")
     classes, paths, labels = _list_split(name, root, config.validation_fraction, split == "train")
     size = config.image_size
-    files = source.host_constant(np.array(paths, dtype=object)) if paths else tf.constant([], tf.string)
-    classes_of = source.host_constant(np.array(labels, np.int32))
+    held = source.Held(lambda: (np.array(paths, object if paths else np.bytes_), np.array(labels, np.int32)))
 
     def read(indices: tf.Tensor) -> source.Batch:
+        files, classes_of = held.tensors()
         pixels = tf.map_fn(
             lambda path: read_square(path, size),
             tf.gather(files, indices),
@@ -66,7 +66,8 @@ def build(argument: str, config: InputConfig, split: str, seed: int) -> Source:
         files=tuple(paths),
         records_per_file=(1,) * len(paths),
     )
-    return source.cached(Source(info=info, read=read, scale=1 / 255), config.cache, size * size * 3)
+    stored = Source(info=info, read=read, scale=1 / 255, load=held.tensors)
+    return source.cached(stored, config.cache, size * size * 3 + tf.int32.size)
 
 
 def read_square(path: tf.Tensor, size: int) -> tf.Tensor:
@@ -107,7 +108,10 @@ def _list_split(name: str, root: str, fraction: float, training: bool) -> tuple[
         chosen = {}
         for label in classes:
             files = _images(os.path.join(base, label))
-            held_out = source.held_out([f"{label}/{file}" for file in files], round(len(files) * fraction))
+            count = round(len(files) * fraction)
+            if fraction > 0:  # each class has a say in the evaluation, and something to learn from
+                count = min(max(count, 1), max(len(files) - 1, 0))
+            held_out = source.held_out([f"{label}/{file}" for file in files], count)
             chosen[label] = [file for file, held in zip(files, held_out, strict=True) if held != training]
     if not any(chosen.values()) and training:
         raise ConfigError(

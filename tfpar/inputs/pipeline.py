@@ -156,6 +156,7 @@ class Pipeline:
             )
         if start_update < 0 or (not self._training and start_update > self.updates_per_epoch):
             raise ValueError(f"start_update={start_update} is outside the {self.updates_per_epoch} updates of a pass")
+        self.source.load()  # here, not while the function below is traced: errors of the data keep their words
         elements = self._planned(worker, start_update).map(self._fetch, num_parallel_calls=self._parallel_calls())
         if self._config.data_service:
             elements = service.distribute(elements, self._config.data_service)

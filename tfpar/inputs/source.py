@@ -3,6 +3,9 @@
 A source knows nothing of epochs, batches or workers; `tfpar.inputs.pipeline` decides which
 indices are read when. Reading by index, many at once, is what makes the order a pure function of
 (seed, epoch, position) and leaves no per-example cost in Python or tf.data.
+
+Building a source runs no TensorFlow operation: the first one initialises the runtime, after which
+neither devices nor collectives can be set up. What is kept in memory becomes tensors at first use.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import threading
 from collections.abc import Callable, Sequence
 
 from tfpar.config import ConfigError
@@ -83,6 +87,35 @@ class SourceInfo:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+class Held:
+    """Arrays that become tensors in host memory when they are first used, and not before.
+
+    Args:
+      make: Gives the arrays, or reads them; called once.
+    """
+
+    def __init__(self, make: Callable[[], Sequence[np.ndarray]]):
+        self._make: Callable[[], Sequence[np.ndarray]] | None = make
+        self._tensors: tuple[tf.Tensor, ...] = ()
+        self._lock = threading.Lock()
+
+    # AutoGraph would follow the pipeline's functions into here and rewrite the error of a source that cannot be read.
+    @tf.autograph.experimental.do_not_convert
+    def tensors(self) -> tuple[tf.Tensor, ...]:
+        """The tensors. Functions capture them by reference; NumPy arrays they would copy into the graph."""
+        with self._lock:
+            if self._make is not None:
+                # The first use may be inside the tracing of a function, and for a device that is not of this host.
+                with tf.init_scope(), tf.device(None), tf.device("CPU:0"):
+                    self._tensors = tuple(tf.constant(array) for array in self._make())
+                self._make = None  # the arrays themselves are no longer needed
+        return self._tensors
+
+
+def _nothing() -> None:
+    """What sources do that keep nothing in memory."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Source:
     """Examples by index.
@@ -100,6 +133,8 @@ class Source:
       portable: Whether `read` may be sent to another process (a tf.data service worker): False
         if it calls Python or reads files by descriptor.
       kept_bytes: Host memory that the kept examples take, in bytes; 0 unless they are in memory.
+      load: Brings into memory what is kept there; otherwise the first `read` does. Raises
+        ConfigError for examples that cannot be read.
     """
 
     info: SourceInfo
@@ -107,6 +142,7 @@ class Source:
     scale: float = 1.0
     portable: bool = True
     kept_bytes: int = 0
+    load: Callable[[], object] = _nothing
 
     def fetch(self, indices: tf.Tensor) -> Batch:
         """Reads a batch of examples; a graph function.
@@ -132,39 +168,34 @@ class Source:
         return x, y
 
 
-def keep_in_memory(source: Source) -> Source:
-    """Reads every example once and keeps them, as stored, in host memory.
+def keep_in_memory(source: Source, stored_bytes: int) -> Source:
+    """Keeps every example, as stored, in host memory; they are read once, at first use.
+
+    Args:
+      source: The examples.
+      stored_bytes: Size of one example with its label as stored, in bytes.
 
     Returns:
-      A portable source with the same examples in the same order.
-
-    Raises:
-      ConfigError: A label is outside `[0, num_classes)`.
+      A portable source with the same examples in the same order. Its `load` raises ConfigError for
+      an example that cannot be read or a label outside `[0, num_classes)`.
     """
     info = source.info
     if info.num_examples == 0:
         return source
-    examples = tf.data.Dataset.range(info.num_examples).batch(_READ_AT_ONCE)
-    examples = examples.map(lambda indices: source.read(indices), num_parallel_calls=tf.data.AUTOTUNE)
-    x = y = None
-    filled = 0
-    for some_x, some_y in examples.as_numpy_iterator():
-        if x is None or y is None:
-            x = np.empty((info.num_examples, *some_x.shape[1:]), some_x.dtype)
-            y = np.empty((info.num_examples, *some_y.shape[1:]), some_y.dtype)
-        x[filled : filled + len(some_x)] = some_x
-        y[filled : filled + len(some_y)] = some_y
-        filled += len(some_x)
-    assert x is not None
-    assert y is not None
-    check_labels(info, y)
-    kept_x, kept_y = host_constant(x), host_constant(y)
+    kept = Held(lambda: _read_all(source))
 
     def read(indices: tf.Tensor) -> Batch:
-        return tf.gather(kept_x, indices), tf.gather(kept_y, indices)
+        x, y = kept.tensors()
+        return tf.gather(x, indices), tf.gather(y, indices)
 
-    kept_info = dataclasses.replace(info, storage="memory")
-    return dataclasses.replace(source, info=kept_info, read=read, portable=True, kept_bytes=x.nbytes + y.nbytes)
+    return dataclasses.replace(
+        source,
+        info=dataclasses.replace(info, storage="memory"),
+        read=read,
+        portable=True,
+        kept_bytes=info.num_examples * stored_bytes,
+        load=kept.tensors,
+    )
 
 
 def cached(source: Source, policy: str, stored_bytes: int) -> Source:
@@ -174,18 +205,54 @@ def cached(source: Source, policy: str, stored_bytes: int) -> Source:
       source: A source with `storage="files"`.
       policy: `"memory"` keeps all examples, `"none"` keeps nothing, `"auto"` keeps them if they
         fit in 1 GiB.
-      stored_bytes: Size of one example as stored, in bytes.
+      stored_bytes: Size of one example with its label as stored, in bytes.
     """
     total = source.info.num_examples * stored_bytes
     if policy == "memory" or (policy == "auto" and total <= AUTO_CACHE_BYTES):
-        return keep_in_memory(source)
+        return keep_in_memory(source, stored_bytes)
     return source
 
 
-def host_constant(value: np.ndarray) -> tf.Tensor:
-    """A tensor in host memory. Functions capture it by reference; a NumPy array they would copy into the graph."""
-    with tf.device("CPU:0"):
-        return tf.constant(value)
+def _read_all(source: Source) -> tuple[np.ndarray, np.ndarray]:
+    info = source.info
+    examples = tf.data.Dataset.range(info.num_examples).batch(_READ_AT_ONCE)
+    examples = examples.map(lambda indices: source.read(indices), num_parallel_calls=tf.data.AUTOTUNE)
+    x = y = None
+    filled = 0
+    try:
+        for some_x, some_y in examples.as_numpy_iterator():
+            if x is None or y is None:
+                x = np.empty((info.num_examples, *some_x.shape[1:]), some_x.dtype)
+                y = np.empty((info.num_examples, *some_y.shape[1:]), some_y.dtype)
+            x[filled : filled + len(some_x)] = some_x
+            y[filled : filled + len(some_y)] = some_y
+            filled += len(some_x)
+    except tf.errors.OpError as error:
+        raise _unreadable(source, filled, error) from error
+    assert x is not None
+    assert y is not None
+    check_labels(info, y)
+    return x, y
+
+
+def _unreadable(source: Source, first: int, error: tf.errors.OpError) -> ConfigError:
+    """The error of a batch that begins with example `first`, with the example and its file named."""
+    info = source.info
+    number = first
+    for index in range(first, min(first + _READ_AT_ONCE, info.num_examples)):
+        try:
+            source.read(tf.constant([index], tf.int64))
+        except tf.errors.OpError as own:
+            number, error = index, own
+            break
+    file = ""
+    if info.files:
+        owner = int(np.searchsorted(np.cumsum(info.records_per_file), number, side="right"))
+        file = f" in file {info.files[owner]!r}"
+    reason = str(error.message).splitlines()[0].partition(" [Op:")[0]
+    return ConfigError(
+        f"--dataset={info.name}: {info.split} example {number}{file} cannot be read: {reason}. Repair or remove it."
+    )
 
 
 def check_labels(info: SourceInfo, labels: np.ndarray) -> None:

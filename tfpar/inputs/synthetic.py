@@ -66,14 +66,18 @@ def build(argument: str, config: InputConfig, split: str, seed: int) -> Source:
 def _patterns(name: str, split: str, shape: list[int], classes: int, offset: int, count: int, seed: int) -> Source:
     size = int(np.prod(shape))
     blocks = -(-size // _BLOCK)
+
     # An example reads `blocks` rows from any of _ROWS beginnings: no table grows with classes or examples.
-    generator = np.random.Generator(np.random.Philox(permutation.mix64(seed)))
-    signal = _table(
-        _smooth(generator.uniform(-1.0, 1.0, (_ROWS + blocks) * _BLOCK), max(1, int(np.prod(shape[1:])) // 2))
-    )
-    noise = _table(generator.uniform(-1.0, 1.0, (_ROWS + blocks) * _BLOCK))
+    def tables() -> tuple[np.ndarray, np.ndarray]:
+        generator = np.random.Generator(np.random.Philox(permutation.mix64(seed)))
+        values = generator.uniform(-1.0, 1.0, (_ROWS + blocks) * _BLOCK)
+        signal = _table(_smooth(values, max(1, int(np.prod(shape[1:])) // 2)))
+        return signal, _table(generator.uniform(-1.0, 1.0, (_ROWS + blocks) * _BLOCK))
+
+    held = source.Held(tables)
 
     def read(indices: tf.Tensor) -> source.Batch:
+        signal, noise = held.tensors()
         scattered = _scatter(indices + offset, seed)
         labels = scattered % classes
         along = tf.range(blocks, dtype=tf.int64)
@@ -92,7 +96,7 @@ def _patterns(name: str, split: str, shape: list[int], classes: int, offset: int
         num_classes=classes,
         storage="generated",
     )
-    return Source(info=info, read=read)
+    return Source(info=info, read=read, load=held.tensors)
 
 
 def _tokens(name: str, split: str, length: int, vocabulary: int, offset: int, count: int, seed: int) -> Source:
@@ -118,8 +122,8 @@ def _tokens(name: str, split: str, length: int, vocabulary: int, offset: int, co
     return Source(info=info, read=read)
 
 
-def _table(values: np.ndarray) -> tf.Tensor:
-    return source.host_constant(values.astype(np.float32).reshape(-1, _BLOCK))
+def _table(values: np.ndarray) -> np.ndarray:
+    return values.astype(np.float32).reshape(-1, _BLOCK)
 
 
 def _smooth(values: np.ndarray, window: int) -> np.ndarray:

@@ -71,7 +71,7 @@ def windows(
     ends = np.cumsum([len(content) + 1 for _, content in documents], dtype=np.int64)
     total = int(ends[-1]) if len(ends) else 0
     joined = b"\0".join(content for _, content in documents) + b"\0"
-    buffer = source.host_constant(np.frombuffer(joined, np.uint8))
+    held = source.Held(lambda: [np.frombuffer(joined, np.uint8)])
     count = max(0, (total - 1) // length)
     begins = np.searchsorted(ends, np.arange(count, dtype=np.int64) * length, side="right")
     per_file = np.bincount(begins, minlength=len(documents)) if count else np.zeros(len(documents), np.int64)
@@ -91,10 +91,10 @@ def windows(
 
     def read(indices: tf.Tensor) -> source.Batch:
         positions = indices[:, tf.newaxis] * length + tf.range(length + 1, dtype=tf.int64)
-        window = tf.gather(buffer, positions)
+        window = tf.gather(held.tensors()[0], positions)
         return window[:, :-1], window[:, 1:]
 
-    return Source(info=info, read=read, kept_bytes=len(joined))
+    return Source(info=info, read=read, kept_bytes=len(joined), load=held.tensors)
 
 
 def _standard_library() -> tuple[str, list[str]]:

@@ -17,6 +17,7 @@ from tfpar.config import ConfigError, InputConfig
 from tfpar.inputs import images, records, source, text
 from tfpar.inputs.source import Source, SourceInfo
 
+import numpy as np
 import tensorflow as tf
 import tensorflow_datasets as tfds
 from tensorflow_datasets.core import read_only_builder
@@ -118,7 +119,7 @@ def from_builder(name: str, builder: tfds.core.DatasetBuilder, part: str, config
         records_per_file=tuple(part.take for part in instructions),
     )
     stored = Source(info=info, read=read, scale=scale, portable=False)
-    return source.cached(stored, config.cache, dtype.size * shape.num_elements())
+    return source.cached(stored, config.cache, dtype.size * shape.num_elements() + tf.int32.size)
 
 
 def _not_prepared(name: str, directory: str) -> str:
@@ -204,7 +205,7 @@ def _input_format(
     feature: Any, config: InputConfig
 ) -> tuple[tf.TensorShape, tf.DType, float, Callable[[tf.Tensor], tf.Tensor]]:
     """Stored shape, stored dtype, scale, and the op that brings a decoded example to that shape."""
-    shape, dtype = tf.TensorShape(feature.shape), tf.as_dtype(feature.dtype)
+    shape, dtype = tf.TensorShape(feature.shape), tf.as_dtype(feature.tf_dtype)
     if isinstance(feature, tfds.features.Image) and not shape.is_fully_defined():
         size = config.image_size
         channels = shape[-1] or 3
@@ -232,9 +233,11 @@ def _text_source(
         )
     instructions = builder.info.splits[part].file_instructions
     reader = _record_reader(builder, instructions)
-    wanted = tfds.decode.PartialDecoding({key: True}).extract_features(builder.info.features)
-    examples = tf.data.Dataset.range(sum(part.take for part in instructions)).batch(_READ_AT_ONCE)
-    examples = examples.map(lambda indices: records.read_records(reader, indices), num_parallel_calls=tf.data.AUTOTUNE)
-    examples = examples.unbatch().map(lambda record: wanted.deserialize_example(record)[key])
-    documents = [(str(number), content) for number, content in enumerate(examples.as_numpy_iterator())]
+    count = sum(part.take for part in instructions)
+    documents: list[tuple[str, bytes]] = []
+    for first in range(0, count, _READ_AT_ONCE):
+        for record in reader.read(np.arange(first, min(first + _READ_AT_ONCE, count))):
+            # By protobuf, not by TFDS' decoders: those are TensorFlow operations.
+            content = tf.train.Example.FromString(record).features.feature[key].bytes_list.value[0]
+            documents.append((str(len(documents)), content))
     return text.windows(name, documents, config.sequence_length, split, named_files=False)
