@@ -10,6 +10,7 @@ Two moves, so that everything that can be refused is refused before anything sta
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 from tfpar.cluster import ClusterInfo
@@ -17,6 +18,9 @@ from tfpar.config import ConfigError, StrategyConfig
 
 import tensorflow as tf
 from tensorflow.python.distribute import collective_all_reduce_strategy, collective_util
+
+# What TensorFlow 2.21 says of devices and collectives that are configured when its runtime is up already.
+_TOO_LATE = re.compile("after being initialized|at program startup|already configured|after initialization")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -177,25 +181,29 @@ def build(plan: Plan) -> Layout:
         "multi_worker": _build_multi_worker,
         "parameter_server": _build_parameter_server,
     }
-    return Layout(plan=plan, strategy=builders[plan.name](plan))
+    try:
+        return Layout(plan=plan, strategy=builders[plan.name](plan))
+    except (RuntimeError, ValueError) as error:
+        if not _TOO_LATE.search(str(error)):
+            raise
+        raise ConfigError(
+            f"--strategy={plan.name} must be set up before TensorFlow runs its first op, and an op has run ({error}). "
+            "Making a Keras model, optimizer or metric is enough. Give the Trainer names (optimizer='adamw', "
+            "metrics=['accuracy']) and a function that builds the model, or call layout = tfpar.start(config) first "
+            "thing in the program and pass config=config, layout=layout."
+        ) from error
 
 
 def _local_devices(plan: Plan) -> list[str]:
     """Makes `plan.local_replicas` devices of its type visible and returns their names."""
     count, kind = plan.local_replicas, plan.device_type
     physical = tf.config.list_physical_devices(kind)
-    try:
-        if kind == "GPU":
-            tf.config.set_visible_devices(physical[:count], "GPU")
-        elif count > 1 and len(tf.config.get_logical_device_configuration(physical[0]) or ()) < count:
-            tf.config.set_logical_device_configuration(
-                physical[0], [tf.config.LogicalDeviceConfiguration() for _ in range(count)]
-            )
-    except (RuntimeError, ValueError) as error:
-        raise ConfigError(
-            f"--devices={count}: the devices must be set up before TensorFlow runs its first op ({error}). Build the "
-            "strategy first thing in the program."
-        ) from error
+    if kind == "GPU":
+        tf.config.set_visible_devices(physical[:count], "GPU")
+    elif count > 1 and len(tf.config.get_logical_device_configuration(physical[0]) or ()) < count:
+        tf.config.set_logical_device_configuration(
+            physical[0], [tf.config.LogicalDeviceConfiguration() for _ in range(count)]
+        )
     return [f"/device:{kind}:{index}" for index in range(count)]
 
 

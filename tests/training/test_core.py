@@ -160,3 +160,25 @@ def test_a_metric_that_is_no_sum_is_refused():
 
     with pytest.raises(ConfigError, match="smallest"):
         build_metrics([Smallest()])
+
+
+@pytest.mark.parametrize(
+    ("loss", "y", "outputs", "expected"),
+    [
+        (SPARSE, [2, 0], [[0.0, 1.0, 2.0], [0.0, 1.0, 2.0]], 0.5),
+        ("sparse_categorical_crossentropy", [1, 0], [[0.1, 0.9], [0.8, 0.2]], 1.0),
+        ("categorical_crossentropy", [[0.0, 1.0], [1.0, 0.0]], [[0.1, 0.9], [0.2, 0.8]], 0.5),
+        (keras.losses.BinaryCrossentropy(from_logits=True), [[1.0], [0.0]], [[0.3], [-0.3]], 1.0),
+        ("binary_crossentropy", [[1.0], [0.0]], [[0.3], [0.6]], 0.0),
+    ],
+)
+def test_accuracy_is_the_one_of_the_loss(loss, y, outputs, expected):
+    (metric,) = build_metrics(["accuracy"], loss)
+    metric.update_state(np.array(y), np.array(outputs, np.float32))
+    assert metric.name == "accuracy"
+    assert float(metric.result()) == expected
+
+
+def test_accuracy_of_no_cross_entropy_is_refused():
+    with pytest.raises(ConfigError, match="cannot be told from loss='mean_squared_error'"):
+        build_metrics(["accuracy"], "mean_squared_error")

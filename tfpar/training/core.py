@@ -259,11 +259,13 @@ def takes_class_numbers(loss: Any) -> bool:
     return resolved is keras.losses.sparse_categorical_crossentropy
 
 
-def build_metrics(metrics: Sequence[Any]) -> list[keras.metrics.Metric]:
+def build_metrics(metrics: Sequence[Any], loss: Any = None) -> list[keras.metrics.Metric]:
     """Keras metrics from names, instances or functions, checked to be additive.
 
     Args:
       metrics: Names (`"sparse_categorical_accuracy"`), metric instances, or functions `(y, outputs) -> [m]`.
+        `"accuracy"` is the accuracy that belongs to the loss, as in Keras' `compile`.
+      loss: As for `per_example_loss`; tells what `"accuracy"` is.
 
     Raises:
       ConfigError: A metric whose state is not a sum, or an unknown name.
@@ -271,7 +273,7 @@ def build_metrics(metrics: Sequence[Any]) -> list[keras.metrics.Metric]:
     built = []
     for item in metrics:
         try:
-            metric = keras.metrics.get(item)
+            metric = accuracy(loss) if item == "accuracy" else keras.metrics.get(item)
         except ValueError as error:
             raise ConfigError(f"metrics: {item!r} is not known to Keras: {error}") from error
         if not isinstance(metric, keras.metrics.Metric):
@@ -283,6 +285,30 @@ def build_metrics(metrics: Sequence[Any]) -> list[keras.metrics.Metric]:
             )
         built.append(metric)
     return built
+
+
+def accuracy(loss: Any) -> keras.metrics.Metric:
+    """The accuracy that belongs to a cross-entropy, named `accuracy`.
+
+    Args:
+      loss: As for `per_example_loss`.
+
+    Raises:
+      ConfigError: The loss is none of Keras' cross-entropies.
+    """
+    resolved = keras.losses.get(loss)
+    kind = getattr(resolved, "__name__", type(resolved).__name__).replace("_", "").lower()
+    if kind == "sparsecategoricalcrossentropy":
+        return keras.metrics.SparseCategoricalAccuracy(name="accuracy")
+    if kind == "categoricalcrossentropy":
+        return keras.metrics.CategoricalAccuracy(name="accuracy")
+    if kind == "binarycrossentropy":
+        logits = isinstance(resolved, keras.losses.Loss) and resolved.get_config().get("from_logits")
+        return keras.metrics.BinaryAccuracy(name="accuracy", threshold=0.0 if logits else 0.5)
+    raise ConfigError(
+        f"metrics: what 'accuracy' is cannot be told from loss={loss!r}. Name one of Keras' metrics, e.g. "
+        "'sparse_categorical_accuracy' for labels that are numbers of classes."
+    )
 
 
 def _fold_in(seed: tf.Tensor, data: Any) -> tf.Tensor:

@@ -29,10 +29,16 @@ class Trainer:
     train, test = (tfpar.inputs.load("digits", split) for split in ("train", "validation"))
     trainer = tfpar.Trainer(
         lambda: tfpar.models.build("convnet", tfpar.task_spec(train)),
-        optimizer="adamw", loss="sparse_categorical_crossentropy_from_logits", ...
+        optimizer="adamw",
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+        strategy="mirrored", devices=2,
     )
     summary = trainer.fit(train, epochs=10, validation=test)
     ```
+
+    A strategy of several devices or workers can only start before TensorFlow runs its first op, and a Keras model,
+    optimizer or metric that is made runs one: give functions and names, or call `tfpar.start` before making any.
 
     Args:
       model: A function that builds a Keras model (called under the strategy), or a model. A model that was built
@@ -40,7 +46,7 @@ class Trainer:
       optimizer: A Keras optimizer, a name (`"adamw"`), or None for what the options say. An optimizer object keeps its
         own learning rate or schedule unless `schedule` is given.
       loss: A Keras loss, its name, or a function `(y, outputs) -> values [m, ...]`; reduced over examples by weight.
-      metrics: Keras metrics whose state is a sum, names, or functions.
+      metrics: Keras metrics whose state is a sum, names, or functions; `"accuracy"` is the one that fits the loss.
       config: The whole configuration; `options` override single fields of it.
       layout: From `tfpar.start(config)`; by default the trainer starts one.
       augmentation: Keras layer applied to the inputs on the device, inside the step, in training only.
@@ -86,7 +92,7 @@ class Trainer:
             self.optimizer.build(self.model.trainable_variables)
             if loss is None:
                 raise ConfigError("loss is missing: give a Keras loss, its name, or a function (y, outputs).")
-            self.core = Core(self.model, per_example_loss(loss), build_metrics(metrics), augmentation)
+            self.core = Core(self.model, per_example_loss(loss), build_metrics(metrics, loss), augmentation)
         self._takes_class_numbers = takes_class_numbers(loss)
         self._check_precision()
         self.exchange = Exchange(self.config.exchange.exchange)
