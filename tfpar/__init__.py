@@ -14,6 +14,15 @@ from tfpar.quiet import quiet_startup
 if TYPE_CHECKING:
     from tfpar import inputs, models
     from tfpar.config import ConfigError, ExperimentConfig
+    from tfpar.drop_in import (
+        AverageMetrics,
+        BroadcastInitialWeights,
+        DistributedOptimizer,
+        init_cluster,
+        rank,
+        shard,
+        size,
+    )
     from tfpar.exchange import Exchange
     from tfpar.strategies import Layout
     from tfpar.training.model_files import load_model, task_spec
@@ -26,25 +35,39 @@ quiet_startup()
 __version__ = "0.1.0"
 
 _HOMES = {
+    "AverageMetrics": "tfpar.drop_in",
+    "BroadcastInitialWeights": "tfpar.drop_in",
     "ConfigError": "tfpar.config",
+    "DistributedOptimizer": "tfpar.drop_in",
     "Exchange": "tfpar.exchange",
     "ExperimentConfig": "tfpar.config",
     "Layout": "tfpar.strategies",
     "Trainer": "tfpar.training.trainer",
+    "init_cluster": "tfpar.drop_in",
     "load_model": "tfpar.training.model_files",
+    "rank": "tfpar.drop_in",
+    "shard": "tfpar.drop_in",
+    "size": "tfpar.drop_in",
     "start": "tfpar.training.start",
     "task_spec": "tfpar.training.model_files",
 }
 
 __all__ = [
+    "AverageMetrics",
+    "BroadcastInitialWeights",
     "ConfigError",
+    "DistributedOptimizer",
     "Exchange",
     "ExperimentConfig",
     "Layout",
     "Trainer",
+    "init_cluster",
     "inputs",
     "load_model",
     "models",
+    "rank",
+    "shard",
+    "size",
     "start",
     "task_spec",
 ]

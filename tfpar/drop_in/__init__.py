@@ -1,0 +1,11 @@
+"""Plain Keras scripts on a cluster: every process runs its own `fit` on its share of the data.
+
+There is no tf.distribute strategy around the model. The optimizer that `DistributedOptimizer` gives back exchanges
+gradients before it applies them, over TensorFlow's collective runtime, which `init_cluster` sets up.
+"""
+
+from tfpar.drop_in.callbacks import AverageMetrics, BroadcastInitialWeights
+from tfpar.drop_in.optimizer import DistributedOptimizer
+from tfpar.drop_in.workers import init_cluster, rank, shard, size
+
+__all__ = ["AverageMetrics", "BroadcastInitialWeights", "DistributedOptimizer", "init_cluster", "rank", "shard", "size"]

@@ -1,0 +1,225 @@
+"""Callbacks that keep the workers of a plain Keras `fit` together."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from tfpar.config import ConfigError
+from tfpar.drop_in import workers
+from tfpar.drop_in.optimizer import digest, distribution_of, xla_error
+from tfpar.drop_in.workers import Workers
+
+import keras
+import numpy as np
+
+
+class _InStep(keras.callbacks.Callback):
+    """Sees to it that all workers make the same steps: one that stopped early would leave the others waiting."""
+
+    # Keras then goes on without waiting for `on_train_batch_end`, as if there were none.
+    async_safe = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._workers: Workers | None = None
+        self._steps: int | None = None
+        self._done = 0
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Compares the steps that workers are going to make.
+
+        Raises:
+          ConfigError: They differ, or are not known.
+        """
+        del logs
+        self._workers = workers.current()
+        if self._workers is None:
+            return
+        if distribution_of(self.model.optimizer) is None:
+            raise ConfigError(
+                f"tfpar.{type(self).__name__}: the model's optimizer does not exchange gradients, each worker would "
+                "train alone. Write model.compile(tfpar.DistributedOptimizer(optimizer), ...)."
+            )
+        if self.model.jit_compile:
+            raise xla_error()
+        self._steps = self.params["steps"]
+        plans = self._workers.gather([self._steps, self.params["epochs"], self.model.steps_per_execution])
+        if any(steps is None for steps, *_ in plans):
+            raise ConfigError(
+                "fit: the number of steps per epoch is not known on every worker, and all must make the same. Give fit "
+                "steps_per_epoch=N and data that repeats (dataset.repeat())."
+            )
+        if any(plan != plans[0] for plan in plans):
+            found = "; ".join(
+                f"worker {worker}: {steps} x {epochs}" + f", {together} per execution" * (together > 1)
+                for worker, (steps, epochs, together) in enumerate(plans)
+            )
+            raise ConfigError(
+                f"fit: workers would make different numbers of steps and wait for each other for ever (steps x epochs: "
+                f"{found}). Use tfpar.shard, or give all the same steps_per_epoch, epochs and batch_size."
+            )
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Counts anew."""
+        del epoch, logs
+        self._done = 0
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Counts."""
+        del logs
+        self._done = batch + 1
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Refuses an epoch that ended before its time.
+
+        Raises:
+          ConfigError: It did, on this worker.
+        """
+        del logs
+        if self._workers is not None and self._steps is not None and self._done < self._steps:
+            raise ConfigError(
+                f"fit: worker {self._workers.rank} ended epoch {epoch + 1} after {self._done} of {self._steps} steps, "
+                "and the others wait for it. Its data ran out (use dataset.repeat()), or a callback stopped the epoch."
+            )
+
+
+class BroadcastInitialWeights(_InStep):
+    """Gives all workers the weights and the optimizer state of worker 0 when training begins.
+
+    Put it first in the callbacks of `fit`, on every worker. Seeds of dropout and the like stay each worker's own.
+
+    Raises:
+      ConfigError: In `fit`, on every worker: workers have other models, optimizers or exchanges, or would make another
+        number of steps; the train step is under XLA; the optimizer is not a `DistributedOptimizer`.
+    """
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Compares the workers, copies, and checks the copies."""
+        super().on_train_begin(logs)
+        if self._workers is None:
+            return
+        optimizer = self.model.optimizer
+        distribution = distribution_of(optimizer)
+        assert distribution is not None
+        if not optimizer.built:
+            if not self.model.built:
+                raise ConfigError(
+                    "tfpar.BroadcastInitialWeights: the model has no weights yet. Give it a keras.Input, or call it "
+                    "on a batch before fit."
+                )
+            with keras.name_scope(optimizer.name, caller=optimizer):
+                optimizer.build(self.model.trainable_weights)
+        distribution.start(optimizer)
+        variables = [*self.model.weights, *optimizer.variables]
+        arrays = [np.asarray(variable) for variable in variables]
+        layouts = self._workers.gather([[list(array.shape), str(array.dtype)] for array in arrays])
+        for worker, layout in enumerate(layouts):
+            if layout != layouts[0]:
+                raise ConfigError(
+                    f"tfpar.BroadcastInitialWeights: worker {worker} has {len(layout)} weights and optimizer "
+                    f"variables, worker 0 has {len(layouts[0])}, or of other shapes: they build different models."
+                )
+        for variable, value in zip(variables, self._workers.broadcast(arrays), strict=True):
+            variable.assign(value)
+        digests = self._workers.gather(digest([np.asarray(variable) for variable in variables]))
+        if any(found != digests[0] for found in digests):
+            raise RuntimeError(f"workers hold different weights after the broadcast: SHA-256 {digests}")
+
+
+class AverageMetrics(_InStep):
+    """Makes the logs at the end of an epoch those of all workers.
+
+    Put it before ReduceLROnPlateau, EarlyStopping, ModelCheckpoint and whatever else reads them, on every worker: they
+    then decide the same everywhere. Values are averaged, weighted by the number of examples that each worker saw, in
+    training and, for `val_...`, in validation. That is exact for losses, accuracies and other means over examples; of
+    metrics such as AUC or a root of a mean it is the mean of the workers' values.
+
+    Raises:
+      ConfigError: In `fit`, on every worker: workers log different names, or have come to different learning rates or
+        decisions to stop, which happens when this callback does not stand before those that decide.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._train_examples: float | None = None
+        self._validation_examples: float | None = None
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Forgets the numbers of examples."""
+        super().on_epoch_begin(epoch, logs)
+        self._train_examples = self._validation_examples = None
+
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Notes the examples of the training epoch, before validation resets the metrics."""
+        del logs
+        self._train_examples = self._examples()
+
+    def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Notes the examples of the validation."""
+        del logs
+        self._validation_examples = self._examples()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Replaces the values in `logs`."""
+        super().on_epoch_end(epoch, logs)
+        if self._workers is None or logs is None:
+            return
+        train = self._examples() if self._train_examples is None else self._train_examples
+        values = {name: float(value) for name, value in logs.items() if np.ndim(value) == 0}
+        found = self._workers.gather(
+            {
+                "values": values,
+                "train": train,
+                "validation": 0.0 if self._validation_examples is None else self._validation_examples,
+                "learning rate": _learning_rate(self.model.optimizer),
+                "stop_training": bool(self.model.stop_training),
+            }
+        )
+        _check_together(found)
+        for name in values:
+            weights = [worker["validation" if name.startswith("val_") else "train"] for worker in found]
+            logs[name] = weighted_mean([worker["values"][name] for worker in found], weights)
+
+    def _examples(self) -> float:
+        """Examples since the metrics were reset: Keras' mean of the loss counts them."""
+        counts = [
+            metric.count
+            for metric in self.model.metrics
+            if isinstance(metric, keras.metrics.Mean) and metric.name == "loss"
+        ]
+        return float(keras.ops.convert_to_numpy(counts[0])) if counts else 1.0
+
+
+def weighted_mean(values: list[float], weights: list[float]) -> float:
+    """The mean of values by weights, the plain mean where all weights are 0; exactly the value where all are equal."""
+    if all(value == values[0] for value in values):
+        return values[0]
+    total = math.fsum(weights)
+    if total == 0.0:
+        weights, total = [1.0] * len(values), float(len(values))
+    return sum(value * weight for value, weight in zip(values, weights, strict=True) if weight) / total
+
+
+def _learning_rate(optimizer: keras.optimizers.Optimizer) -> float | None:
+    """The present learning rate; None where there are several (Keras' MultiOptimizer refuses to name one)."""
+    learning_rate = getattr(optimizer, "learning_rate", None)
+    return None if learning_rate is None else float(keras.ops.convert_to_numpy(learning_rate))
+
+
+def _check_together(found: list[dict[str, Any]]) -> None:
+    """Refuses workers that have gone different ways."""
+    names = [sorted(worker["values"]) for worker in found]
+    for worker, own in enumerate(names):
+        if own != names[0]:
+            raise ConfigError(
+                f"tfpar.AverageMetrics: worker {worker} logs {', '.join(own)}, worker 0 {', '.join(names[0])}. Compile "
+                "and validate the same way on all workers."
+            )
+    for what in ("learning rate", "stop_training"):
+        values = [worker[what] for worker in found]
+        if any(value != values[0] for value in values):
+            raise ConfigError(
+                f"tfpar.AverageMetrics: workers have come to different values of {what}, {values}. Put AverageMetrics "
+                "before the callbacks that decide (ReduceLROnPlateau, EarlyStopping)."
+            )

@@ -1,0 +1,354 @@
+"""A Keras optimizer that exchanges gradients with the other workers before it applies them."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from tfpar.config import ConfigError
+from tfpar.drop_in import workers
+from tfpar.drop_in.workers import Workers
+from tfpar.exchange import Exchange
+from tfpar.exchange.groups import Group, new_instances
+
+import keras
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.ops import control_flow_util
+
+_DENSE_BYTES = 32 << 20
+
+
+def DistributedOptimizer(  # noqa: N802  the name that scripts know from elsewhere, and it stands where a class would
+    optimizer: keras.optimizers.Optimizer, exchange: str = "none", *, seed: int = 0
+) -> keras.optimizers.Optimizer:
+    """Makes a Keras optimizer apply the mean of all workers' gradients.
+
+    ```python
+    tfpar.init_cluster()  # first thing in the script
+    ...
+    optimizer = tfpar.DistributedOptimizer(keras.optimizers.Adam(1e-3), exchange="int4")
+    model.compile(optimizer, loss, jit_compile=False)
+    model.fit(x, y, callbacks=[tfpar.BroadcastInitialWeights(), tfpar.AverageMetrics()])
+    ```
+
+    The optimizer stays what it was for Keras: its class, learning rate, schedule, state and configuration. A model
+    saved with it loads where tfpar is not installed, with the plain optimizer. What the optimizer does besides comes
+    after the exchange, on the mean: clipping, weight decay, moving averages. With `gradient_accumulation_steps`,
+    gradients add up locally and are exchanged once per update.
+
+    Workers weigh the same, whatever the sizes of their batches. Residuals of the exchange are not saved.
+
+    With float16, put Keras' loss scaling inside: `DistributedOptimizer(keras.optimizers.LossScaleOptimizer(...))`. A
+    step that overflows on one worker is then skipped by all, and leaves the residuals alone.
+
+    Args:
+      optimizer: A Keras optimizer, new or with state. It is changed and returned.
+      exchange: How gradients travel, see `tfpar.Exchange`.
+      seed: Seed of stochastic rounding.
+
+    Returns:
+      The optimizer. Without a cluster, or with a single worker, it is left as it is.
+
+    Raises:
+      ConfigError: Here: an unknown exchange, `tfpar.init_cluster()` not called, a tf.distribute strategy around it, an
+        optimizer that cannot be distributed. At the first step, on every worker: other variables, optimizer, exchange
+        or weights on one of the workers; a train step under XLA.
+    """
+    optimizer = keras.optimizers.get(optimizer)
+    made = Exchange(exchange)
+    if tf.distribute.has_strategy():
+        raise workers.under_strategy("tfpar.DistributedOptimizer")
+    if distribution_of(optimizer) is not None:
+        raise ConfigError("tfpar.DistributedOptimizer: this optimizer is distributed already.")
+    inner = getattr(optimizer, "inner_optimizer", None)  # a LossScaleOptimizer has one
+    if inner is not None and inner.gradient_accumulation_steps:
+        raise ConfigError(
+            "tfpar.DistributedOptimizer: LossScaleOptimizer with gradient_accumulation_steps would exchange at every "
+            "step, not once per update. Use one of the two, or tfpar.Trainer, which does both."
+        )
+    connected = workers.current()
+    if connected is None:
+        return optimizer
+    distribution = Distribution(connected, made, seed)
+    # TensorFlow's __setattr__ would look for things to track.
+    object.__setattr__(optimizer, "_tfpar_distribution", distribution)
+    object.__setattr__(optimizer, "__class__", _distributed(type(optimizer)))  # type: ignore[arg-type]
+    return optimizer
+
+
+def distribution_of(optimizer: keras.optimizers.Optimizer) -> Distribution | None:
+    """What `DistributedOptimizer` gave to an optimizer; None for any other."""
+    return getattr(optimizer, "_tfpar_distribution", None)
+
+
+class Distribution:
+    """How one optimizer's gradients become the mean over the workers.
+
+    Args:
+      workers: All workers.
+      exchange: Not built yet.
+      seed: Seed of stochastic rounding.
+    """
+
+    def __init__(self, workers: Workers, exchange: Exchange, seed: int) -> None:
+        self.workers = workers
+        self._exchange = exchange
+        self._seed = seed
+        self._variables: list[Any] = []
+        self._checked = False
+        self._reduce: Any = None
+
+    def start(self, optimizer: keras.optimizers.Optimizer) -> None:
+        """Compares the workers, and builds the exchange. Does nothing when called again.
+
+        Args:
+          optimizer: Is built.
+
+        Raises:
+          ConfigError: Workers differ; or variables that an exchange cannot serve.
+        """
+        if self._variables:
+            return
+        variables = list(optimizer._trainable_variables)
+        if any(getattr(variable, "overwrite_with_gradient", False) for variable in variables):
+            raise ConfigError(
+                "tfpar.DistributedOptimizer: float8 layers replace variables by their gradients, each worker by its "
+                "own. Use another dtype policy."
+            )
+        described = [
+            f"{_path(variable)} {tuple(variable.shape)} {keras.backend.standardize_dtype(variable.dtype)}"
+            for variable in variables
+        ]
+        facts = {"exchange": self._exchange.spec, "optimizer": _describe(optimizer)}
+        _compare(self.workers.gather([facts, described]))
+        self._variables = variables
+        self._exchange.build(variables, strategy=self.workers.strategy, seed=self._seed)
+        self._reduce = self._reduction()
+
+    def mean(
+        self, gradients: Sequence[Any], variables: Sequence[Any], optimizer: keras.optimizers.Optimizer
+    ) -> list[Any]:
+        """The mean of the workers' gradients, the same bits on each.
+
+        Args:
+          gradients: Tensors, IndexedSlices or None, one per variable.
+          variables: All or some of those that the optimizer was built with.
+          optimizer: The one that will apply them.
+
+        Returns:
+          Dense tensors of the gradients' dtypes; None where there was none.
+        """
+        self._refuse()
+        with tf.init_scope():
+            self.start(optimizer)
+            self._check_weights()
+        dense: list[Any] = [None] * len(self._variables)
+        places = [optimizer._get_variable_index(variable) for variable in variables]
+        for place, gradient in zip(places, gradients, strict=True):
+            dense[place] = None if gradient is None else tf.cast(tf.convert_to_tensor(gradient), tf.float32)
+        # Variables without a gradient take part with zeros: the layout of the exchange is fixed.
+        means = self._reduce(
+            [
+                tf.zeros(variable.shape, tf.float32) if gradient is None else gradient
+                for gradient, variable in zip(dense, self._variables, strict=True)
+            ]
+        )
+        return [
+            None if gradient is None else tf.cast(means[place], gradient.dtype)
+            for gradient, place in zip(gradients, places, strict=True)
+        ]
+
+    def _refuse(self) -> None:
+        if tf.distribute.has_strategy():
+            raise workers.under_strategy("tfpar.DistributedOptimizer")
+        if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+            raise xla_error()
+
+    def _check_weights(self) -> None:
+        """Refuses to train from different weights. Once: later they are the same because the updates are."""
+        if self._checked:
+            return
+        digests = self.workers.gather(digest([np.asarray(variable) for variable in self._variables]))
+        different = [worker for worker, found in enumerate(digests) if found != digests[0]]
+        if different:
+            raise ConfigError(
+                f"tfpar.DistributedOptimizer: {_names(different)} would start from other weights than worker 0. Put "
+                "tfpar.BroadcastInitialWeights() first in fit's callbacks on every worker."
+            )
+        self._checked = True
+
+    def _reduction(self) -> Any:
+        """The exchange as a function of its own.
+
+        It is traced once: TensorFlow's strategies number collectives as they trace them, and Keras traces a step anew
+        for another batch size, which may come up on one worker alone.
+        """
+        device = self.workers.strategy.extended.worker_devices[0]
+        reduce = self._replica_mean if self._exchange.compresses else self._dense_mean()
+        signature = [tf.TensorSpec(variable.shape, tf.float32) for variable in self._variables]
+
+        @tf.function(input_signature=[signature], autograph=False)
+        def mean(gradients: list[tf.Tensor]) -> list[tf.Tensor]:
+            with tf.device(device):
+                return reduce([tf.identity(gradient) for gradient in gradients])
+
+        mean.get_concrete_function()
+        return mean
+
+    def _replica_mean(self, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
+        # This process is to the exchange what it would be under a strategy: one of its replicas.
+        with tf.distribute.ReplicaContext(self.workers.strategy, replica_id_in_sync_group=self.workers.rank):
+            return self._exchange.reduce(gradients)
+
+    def _dense_mean(self) -> Any:
+        """For `none`. The strategy's own all-reduce fails inside a tf.cond (TensorFlow 2.21: "You must feed a value for
+        placeholder"), and Keras has one around the step (`steps_per_execution`) and the update (accumulation)."""
+        group = Group.of_workers(self.workers.size, self.workers.rank)
+        buckets: list[list[int]] = [[]]
+        for index, variable in enumerate(self._variables):
+            elements = sum(int(np.prod(self._variables[other].shape)) for other in buckets[-1])
+            if buckets[-1] and 4 * (elements + int(np.prod(variable.shape))) > _DENSE_BYTES:
+                buckets.append([])
+            buckets[-1].append(index)
+        instances = new_instances(len(buckets))
+
+        def mean(gradients: list[tf.Tensor]) -> list[tf.Tensor]:
+            means: list[tf.Tensor] = []
+            for bucket, instance in zip(buckets, instances, strict=True):
+                tensors = [gradients[index] for index in bucket]
+                flat = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], axis=0)
+                parts = tf.split(
+                    group.all_reduce(flat, instance) / group.size, [tensor.shape.num_elements() for tensor in tensors]
+                )
+                means += [tf.reshape(part, tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+            return means
+
+        return mean
+
+
+def xla_error() -> ConfigError:
+    """The error for a train step that XLA is to compile."""
+    return ConfigError(
+        "tfpar.DistributedOptimizer: the train step is to be compiled by XLA, which cannot run collectives. Write "
+        "model.compile(..., jit_compile=False); Keras' default, 'auto', turns XLA on where there is a GPU."
+    )
+
+
+def digest(arrays: Sequence[np.ndarray]) -> str:
+    """SHA-256 over the bytes of arrays."""
+    found = hashlib.sha256()
+    for array in arrays:
+        found.update(np.ascontiguousarray(array).tobytes())
+    return found.hexdigest()
+
+
+def _compare(found: list[Any]) -> None:
+    """Refuses workers that differ in what they gathered, naming them and the first difference."""
+    facts, described = zip(*found, strict=True)
+    for name, what in (("exchange", "exchange"), ("optimizer", "optimizer")):
+        different = [worker for worker, fact in enumerate(facts) if fact[name] != facts[0][name]]
+        if different:
+            raise ConfigError(
+                f"tfpar.DistributedOptimizer: {_names(different)} and worker 0 have different values of {what}: "
+                f"{facts[different[0]][name]} and {facts[0][name]}. All workers need the same."
+            )
+    different = [worker for worker, variables in enumerate(described) if variables != described[0]]
+    if different:
+        other, own = described[different[0]], described[0]
+        place = next((i for i, pair in enumerate(zip(other, own, strict=False)) if pair[0] != pair[1]), None)
+        detail = f"{len(other)} and {len(own)} variables" if place is None else f"{other[place]!r} and {own[place]!r}"
+        raise ConfigError(
+            f"tfpar.DistributedOptimizer: {_names(different)} and worker 0 train different models: {detail}. All "
+            "workers must build the same model, with the same layers made before it."
+        )
+
+
+def _names(ranks: Sequence[int]) -> str:
+    return f"worker{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def _path(variable: Any) -> str:
+    return getattr(variable, "path", variable.name)
+
+
+def _describe(optimizer: keras.optimizers.Optimizer) -> str:
+    """Class and configuration, without the names that Keras numbers."""
+    config = keras.optimizers.serialize(optimizer)
+
+    def without_names(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: without_names(item) for key, item in value.items() if key != "name"}
+        return [without_names(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+    return f"{config['class_name']} {json.dumps(without_names(config['config']), default=str, sort_keys=True)}"
+
+
+class _Distributed(keras.optimizers.Optimizer):
+    """What a distributed optimizer does differently from its own class, which comes next in the order of bases."""
+
+    _tfpar_distribution: Distribution
+
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        """Exchanges gradients, then applies their means."""
+        variables = self._ready(trainable_variables)
+        if not self.gradient_accumulation_steps:
+            grads = self._tfpar_distribution.mean(grads, variables, self)
+        super().apply(grads, variables)
+
+    def _ready(self, trainable_variables: Sequence[Any] | None) -> list[Any]:
+        """The variables to update; builds the optimizer if it is not."""
+        if trainable_variables is None:
+            return list(self._trainable_variables)
+        if not self.built:
+            with keras.name_scope(self.name, caller=self):
+                self.build(list(trainable_variables))
+        return list(trainable_variables)
+
+    # Keras 3.15 accumulates in `_backend_apply_gradients`, and calls `_clip_gradients` on the accumulated mean where it
+    # updates: the one place between the two.
+
+    def _backend_apply_gradients(self, grads: Sequence[Any], trainable_variables: Sequence[Any]) -> None:
+        object.__setattr__(self, "_tfpar_updating", list(trainable_variables))
+        super()._backend_apply_gradients(grads, trainable_variables)
+
+    def _clip_gradients(self, grads: Sequence[Any]) -> Any:
+        if self.gradient_accumulation_steps:
+            grads = self._tfpar_distribution.mean(grads, self._tfpar_updating, self)
+        return super()._clip_gradients(grads)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # The constructor of a LossScaleOptimizer does this to the optimizer that it is given.
+        if name == "loss_scale_factor" and value is None:
+            raise ConfigError(
+                "mixed_float16 puts a LossScaleOptimizer around tfpar.DistributedOptimizer, and workers would skip "
+                "steps one by one. Write "
+                "tfpar.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer)): then it finds one there."
+            )
+        super().__setattr__(name, value)
+
+
+class _DistributedLossScale(_Distributed):
+    """The same for a LossScaleOptimizer, which decides from the means whether to skip: all workers alike."""
+
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        """Exchanges unscaled gradients, so that residuals do not depend on the loss scale."""
+        variables = self._ready(trainable_variables)
+        scale = tf.convert_to_tensor(self.dynamic_scale)
+        grads = [None if gradient is None else tf.convert_to_tensor(gradient) / scale for gradient in grads]
+        means = self._tfpar_distribution.mean(grads, variables, self)
+        # Powers of two: scaling there and back does not round.
+        super(_Distributed, self).apply([None if mean is None else mean * scale for mean in means], variables)
+
+
+@functools.cache
+def _distributed(base: type) -> type:
+    """The class of a distributed optimizer.
+
+    Serialisation looks at `__class__` and gets the plain class, so a saved model knows nothing of tfpar.
+    """
+    mixin = _DistributedLossScale if issubclass(base, keras.optimizers.LossScaleOptimizer) else _Distributed
+    return type(f"Distributed{base.__name__}", (mixin, base), {"__class__": property(lambda self: base)})

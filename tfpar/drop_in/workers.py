@@ -1,0 +1,204 @@
+"""The workers of a plain Keras script: setting them up, who is who, and small messages between them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from tfpar import cluster, strategies
+from tfpar.config import ConfigError, StrategyConfig
+from tfpar.exchange.groups import Group
+
+import numpy as np
+import tensorflow as tf
+
+# Messages between workers have a group of CPUs for themselves: the members of the exchange's group may be GPUs, and a
+# group is of one kind. Below the keys of `tfpar.exchange.groups`, far above those of TensorFlow's strategies.
+_GROUP_KEY = 1 << 19
+_MESSAGE_BYTES = 64 << 20
+
+_workers: Workers | None = None
+
+
+def init_cluster() -> None:
+    """Connects this process to the other workers of the cluster that the environment describes (`tfpar.cluster`).
+
+    Call it first thing in a script: devices and collectives can only be set up before TensorFlow runs its first op, and
+    making a Keras layer, optimizer or metric runs one. A worker has one device, its first visible GPU or the CPU: start
+    one process per GPU. Returns once all workers are there. Without a cluster, or with a single worker, and when called
+    again, it does nothing.
+
+    Raises:
+      ConfigError: TensorFlow was initialised before; a cluster with parameter servers; a process that is no worker; a
+        tf.distribute strategy around the call; a cluster description that cannot work.
+    """
+    global _workers
+    info = cluster.current()
+    if info.num_ps or info.worker_rank < 0:
+        raise ConfigError(
+            f"tfpar.init_cluster(): this process is {info.describe()}, and Keras' fit runs on workers only. Take 'ps' "
+            "and 'evaluator' out of the cluster, or use tfpar.Trainer with strategy='parameter_server'."
+        )
+    if tf.distribute.has_strategy():
+        raise under_strategy("tfpar.init_cluster()")
+    if info.num_workers == 1 or _workers is not None:
+        return
+    try:
+        layout = strategies.build(strategies.plan(StrategyConfig(strategy="multi_worker", devices=1), info))
+    except ConfigError as error:
+        raise ConfigError(
+            "tfpar.init_cluster() must come before TensorFlow runs its first op, and one has run: call it right after "
+            "the imports, before any Keras model, layer, optimizer, metric or tf.data set is made."
+        ) from error
+    _workers = Workers(layout)
+
+
+def rank() -> int:
+    """The number of this worker, from 0; 0 without a cluster."""
+    return cluster.current().worker_rank
+
+
+def size() -> int:
+    """The number of workers; 1 without a cluster."""
+    return cluster.current().num_workers
+
+
+def shard(*data: Any) -> Any:
+    """This worker's share of the examples: every `size()`-th, the same number on every worker.
+
+    Up to `size() - 1` examples at the end are left out, so that all workers make the same number of steps.
+
+    ```python
+    x, y = tfpar.shard(x, y)
+    train = tfpar.shard(dataset).shuffle(10_000).batch(32)
+    ```
+
+    Args:
+      *data: A tf.data.Dataset of single examples, not yet shuffled or batched: a shuffle before it would have to give
+        the same order on every worker. Or arrays, also in tuples, lists and dicts, with the same first dim.
+
+    Returns:
+      The share, in the form of `data`: a tuple where several were given. A data set of unknown length is cut by example
+      only, not to the same length: give `fit` `steps_per_epoch` then.
+
+    Raises:
+      ConfigError: Fewer examples than workers, arrays of different lengths, or something else than arrays and data
+        sets.
+    """
+    if not data:
+        raise ConfigError("tfpar.shard() needs a tf.data.Dataset or arrays.")
+    if len(data) > 1:
+        return shard(data)
+    workers, worker = size(), rank()
+    if isinstance(data[0], tf.data.Dataset):
+        dataset = data[0]
+        examples = int(dataset.cardinality())
+        if examples < 0:  # unknown or infinite
+            return dataset.shard(workers, worker)
+        return dataset.shard(workers, worker).take(_share(examples, workers))
+    leaves = tf.nest.flatten(data[0])
+    if not all(hasattr(leaf, "shape") and len(leaf.shape) for leaf in leaves):
+        kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves}))
+        raise ConfigError(
+            f"tfpar.shard() takes a tf.data.Dataset or arrays, not {kinds}. Cut other data with tfpar.rank() and "
+            "tfpar.size(), into parts of the same length."
+        )
+    lengths = sorted({int(leaf.shape[0]) for leaf in leaves})
+    if len(lengths) != 1:
+        raise ConfigError(f"tfpar.shard(): arrays of different lengths, {lengths}; all need the same first dim.")
+    stop = _share(lengths[0], workers) * workers
+    return tf.nest.map_structure(lambda leaf: leaf[worker:stop:workers], data[0])
+
+
+def _share(examples: int, workers: int) -> int:
+    if examples < workers:
+        raise ConfigError(f"tfpar.shard(): {examples} examples are not enough for {workers} workers.")
+    return examples // workers
+
+
+def current() -> Workers | None:
+    """The workers that `init_cluster` connected; None where there is only one.
+
+    Raises:
+      ConfigError: There are several, and `init_cluster` was not called.
+    """
+    if _workers is None and size() > 1:
+        raise ConfigError(
+            f"a cluster of {size()} workers is described and not set up: call tfpar.init_cluster() right after the "
+            "imports, before any Keras model, layer, optimizer, metric or tf.data set is made."
+        )
+    return _workers
+
+
+def under_strategy(what: str) -> ConfigError:
+    """The error for `what` when used inside a tf.distribute strategy."""
+    return ConfigError(
+        f"{what} under a tf.distribute strategy: it is for scripts without one, and gradients would be reduced twice. "
+        "Leave the strategy out, or train with tfpar.Trainer, which brings its own."
+    )
+
+
+class Workers:
+    """The workers of a cluster, and messages between them.
+
+    Every worker makes the same calls in the same order; not inside a `tf.function`.
+
+    Args:
+      layout: A multi-worker layout with one replica per worker.
+
+    Attributes:
+      strategy: TensorFlow's strategy over the workers. No model is made under it: it names the replicas of an exchange.
+      size: Number of workers.
+      rank: This worker's number.
+    """
+
+    def __init__(self, layout: strategies.Layout) -> None:
+        self.strategy = layout.strategy
+        self.size = layout.plan.workers
+        self.rank = layout.plan.worker
+        self._group = Group(self.size, self.rank, _GROUP_KEY)
+        self._instances = itertools.count(_GROUP_KEY)
+
+    def gather(self, value: Any) -> list[Any]:
+        """What every worker gave, in the order of their numbers.
+
+        Args:
+          value: Anything that JSON can hold; floats arrive with the same bits.
+        """
+        text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+        lengths = self._gather(np.array([[text.size]], np.int64))[:, 0]
+        # Collectives take no bytes: int32 words. The runtime remembers the shape of an instance, hence new ones.
+        words = np.zeros([1, -(-int(lengths.max()) // 4)], np.int32)
+        words.view(np.uint8)[0, : text.size] = text
+        rows = self._gather(words).view(np.uint8)
+        return [json.loads(row[:length].tobytes()) for row, length in zip(rows, lengths, strict=True)]
+
+    def broadcast(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Worker 0's arrays, bit for bit.
+
+        Args:
+          arrays: Of the same shapes and dtypes on every worker.
+        """
+        sent = np.concatenate([np.frombuffer(array.tobytes(), np.uint8) for array in arrays] or [np.zeros(0, np.uint8)])
+        words = np.zeros(-(-sent.size // 4), np.int32)
+        if self.rank == 0:
+            words.view(np.uint8)[: sent.size] = sent
+        # A sum in which all others give zeros is a copy, and integers are not rounded.
+        step = _MESSAGE_BYTES // 4
+        for begin in range(0, words.size, step):
+            words[begin : begin + step] = self._sum(words[begin : begin + step])
+        received, result = words.view(np.uint8), []
+        for array in arrays:
+            part, received = received[: array.nbytes], received[array.nbytes :]
+            result.append(np.frombuffer(part.tobytes(), array.dtype).reshape(array.shape))
+        return result
+
+    def _gather(self, row: np.ndarray) -> np.ndarray:
+        with tf.device("/device:CPU:0"):
+            return self._group.all_gather(tf.constant(row), next(self._instances)).numpy()
+
+    def _sum(self, values: np.ndarray) -> np.ndarray:
+        with tf.device("/device:CPU:0"):
+            return self._group.all_reduce(tf.constant(values), next(self._instances)).numpy()
