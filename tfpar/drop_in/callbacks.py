@@ -112,7 +112,7 @@ class BroadcastInitialWeights(_InStep):
                 optimizer.build(self.model.trainable_weights)
         distribution.start(optimizer)
         variables = [*self.model.weights, *optimizer.variables]
-        arrays = [np.asarray(variable) for variable in variables]
+        arrays = [variable.numpy() for variable in variables]
         layouts = self._workers.gather([[list(array.shape), str(array.dtype)] for array in arrays])
         for worker, layout in enumerate(layouts):
             if layout != layouts[0]:
@@ -122,7 +122,7 @@ class BroadcastInitialWeights(_InStep):
                 )
         for variable, value in zip(variables, self._workers.broadcast(arrays), strict=True):
             variable.assign(value)
-        digests = self._workers.gather(digest([np.asarray(variable) for variable in variables]))
+        digests = self._workers.gather(digest(variables))
         if any(found != digests[0] for found in digests):
             raise RuntimeError(f"workers hold different weights after the broadcast: SHA-256 {digests}")
 

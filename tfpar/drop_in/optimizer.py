@@ -123,8 +123,7 @@ class Distribution:
             f"{_path(variable)} {tuple(variable.shape)} {keras.backend.standardize_dtype(variable.dtype)}"
             for variable in variables
         ]
-        facts = {"exchange": self._exchange.spec, "optimizer": _describe(optimizer)}
-        _compare(self.workers.gather([facts, described]))
+        _compare(self.workers.gather([{"exchange": self._exchange.spec} | _describe(optimizer), described]))
         self._variables = variables
         self._exchange.build(variables, strategy=self.workers.strategy, seed=self._seed)
         self._reduce = self._reduction()
@@ -145,7 +144,7 @@ class Distribution:
         self._refuse()
         with tf.init_scope():
             self.start(optimizer)
-            self._check_weights()
+            self._check_same_start(optimizer)
         dense: list[Any] = [None] * len(self._variables)
         places = [optimizer._get_variable_index(variable) for variable in variables]
         for place, gradient in zip(places, gradients, strict=True):
@@ -168,17 +167,18 @@ class Distribution:
         if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
             raise xla_error()
 
-    def _check_weights(self) -> None:
-        """Refuses to train from different weights. Once: later they are the same because the updates are."""
+    def _check_same_start(self, optimizer: keras.optimizers.Optimizer) -> None:
+        """Refuses to train from different weights or optimizer variables. Once: the updates keep them the same."""
         if self._checked:
             return
-        digests = self.workers.gather(digest([np.asarray(variable) for variable in self._variables]))
-        different = [worker for worker, found in enumerate(digests) if found != digests[0]]
-        if different:
-            raise ConfigError(
-                f"tfpar.DistributedOptimizer: {_names(different)} would start from other weights than worker 0. Put "
-                "tfpar.BroadcastInitialWeights() first in fit's callbacks on every worker."
-            )
+        digests = self.workers.gather([digest(self._variables), digest(optimizer.variables)])
+        for what, found in zip(("weights", "optimizer variables"), zip(*digests, strict=True), strict=True):
+            different = [worker for worker, own in enumerate(found) if own != found[0]]
+            if different:
+                raise ConfigError(
+                    f"tfpar.DistributedOptimizer: {_names(different)} would start from other {what} than worker 0. Put "
+                    "tfpar.BroadcastInitialWeights() first in fit's callbacks on every worker."
+                )
         self._checked = True
 
     def _reduction(self) -> Any:
@@ -238,23 +238,24 @@ def xla_error() -> ConfigError:
     )
 
 
-def digest(arrays: Sequence[np.ndarray]) -> str:
-    """SHA-256 over the bytes of arrays."""
+def digest(variables: Sequence[Any]) -> str:
+    """SHA-256 over the bytes of variables."""
     found = hashlib.sha256()
-    for array in arrays:
-        found.update(np.ascontiguousarray(array).tobytes())
+    for variable in variables:
+        found.update(np.ascontiguousarray(variable.numpy()).tobytes())
     return found.hexdigest()
 
 
 def _compare(found: list[Any]) -> None:
     """Refuses workers that differ in what they gathered, naming them and the first difference."""
     facts, described = zip(*found, strict=True)
-    for name, what in (("exchange", "exchange"), ("optimizer", "optimizer")):
-        different = [worker for worker, fact in enumerate(facts) if fact[name] != facts[0][name]]
+    for name in dict.fromkeys(name for fact in facts for name in fact):
+        values = [fact.get(name) for fact in facts]
+        different = [worker for worker, value in enumerate(values) if value != values[0]]
         if different:
             raise ConfigError(
-                f"tfpar.DistributedOptimizer: {_names(different)} and worker 0 have different values of {what}: "
-                f"{facts[different[0]][name]} and {facts[0][name]}. All workers need the same."
+                f"tfpar.DistributedOptimizer: {_names(different)} and worker 0 have different values of {name}, "
+                f"{values[different[0]]!r} and {values[0]!r}. All workers need the same."
             )
     different = [worker for worker, variables in enumerate(described) if variables != described[0]]
     if different:
@@ -275,16 +276,18 @@ def _path(variable: Any) -> str:
     return getattr(variable, "path", variable.name)
 
 
-def _describe(optimizer: keras.optimizers.Optimizer) -> str:
-    """Class and configuration, without the names that Keras numbers."""
+def _describe(optimizer: keras.optimizers.Optimizer) -> dict[str, str]:
+    """Class and configuration as text, without the names that Keras numbers, and without what variables hold."""
     config = keras.optimizers.serialize(optimizer)
 
-    def without_names(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: without_names(item) for key, item in value.items() if key != "name"}
-        return [without_names(item) for item in value] if isinstance(value, (list, tuple)) else value
+    def relevant(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return [relevant(item) for item in value] if isinstance(value, (list, tuple)) else value
+        held = lambda key, item: key == "learning_rate" and isinstance(item, float)  # noqa: E731
+        return {key: relevant(item) for key, item in value.items() if key != "name" and not held(key, item)}
 
-    return f"{config['class_name']} {json.dumps(without_names(config['config']), default=str, sort_keys=True)}"
+    facts = {"optimizer": config["class_name"]} | relevant(config["config"])
+    return {name: value if isinstance(value, str) else json.dumps(value, default=str) for name, value in facts.items()}
 
 
 class _Distributed(keras.optimizers.Optimizer):

@@ -1,0 +1,201 @@
+"""One worker of tests/cluster/test_drop_in.py: fits plain Keras models, and misuses the drop-in, in one process.
+
+python tests/cluster/scripts/drop_in.py OUTPUT_DIR
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import tfpar
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+BATCH, STEPS, EPOCHS = 8, 5, 4  # BATCH is that of one of two workers; an even number of steps in all
+OVERFLOW = 37  # the example that makes a gradient overflow
+
+
+def data() -> tuple[np.ndarray, np.ndarray]:
+    """Examples of all workers."""
+    generator = np.random.default_rng(0)
+    x = generator.standard_normal((2 * BATCH * STEPS, 6)).astype(np.float32)
+    return x, (x[:, :3].sum(axis=1, keepdims=True) + 0.1 * generator.standard_normal((len(x), 1))).astype(np.float32)
+
+
+def dense_model(seed: int = 0, width: int = 64) -> keras.Model:
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(seed)
+    return keras.Sequential(
+        [
+            keras.Input((6,)),
+            keras.layers.Dense(width, activation="tanh"),
+            keras.layers.Dense(32, activation="tanh"),
+            keras.layers.Dense(1),
+        ]
+    )
+
+
+def embedding_model() -> keras.Model:
+    """With IndexedSlices for a gradient, and a weight without one."""
+
+    class Unused(keras.layers.Layer):
+        def build(self, shape: Any) -> None:
+            self.unused = self.add_weight(shape=(3, 2), name="unused")
+
+        def call(self, inputs: Any) -> Any:
+            return inputs
+
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((6,))
+    tokens = keras.layers.Lambda(lambda x: tf.cast(tf.abs(x) * 4.0, tf.int32) % 11)(inputs)
+    hidden = Unused()(keras.layers.Flatten()(keras.layers.Embedding(11, 4)(tokens)))
+    return keras.Model(inputs, keras.layers.Dense(1)(hidden))
+
+
+def overflowing() -> tuple[np.ndarray, np.ndarray]:
+    x, y = data()
+    x[OVERFLOW] = np.inf
+    return x, y
+
+
+SCHEDULE = {"initial_learning_rate": 0.05, "decay_steps": 4, "decay_rate": 0.5}
+# Name: model, optimizer, keywords of compile, data. Each must come out as on one process with the joint batch.
+FITS: dict[str, tuple[Callable[[], keras.Model], Callable[[], Any], dict[str, Any], Callable[[], Any]]] = {
+    "clipped": (
+        dense_model,
+        lambda: keras.optimizers.Adam(
+            keras.optimizers.schedules.ExponentialDecay(**SCHEDULE), global_clipnorm=0.02, weight_decay=0.1
+        ),
+        {},
+        data,
+    ),
+    "accumulated": (
+        dense_model,
+        lambda: keras.optimizers.SGD(0.1, momentum=0.9, clipnorm=0.05, gradient_accumulation_steps=2, use_ema=True),
+        {"steps_per_execution": 2},
+        data,
+    ),
+    "loss_scaled": (
+        dense_model,
+        lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=8.0),
+        {},
+        overflowing,
+    ),
+    "indexed": (embedding_model, lambda: keras.optimizers.SGD(0.1, momentum=0.9), {"run_eagerly": True}, data),
+}
+
+
+def fit(name: str, batch: int) -> dict[str, np.ndarray]:
+    """Trains, on several workers or on one, and returns weights, optimizer variables and the logs of the epochs."""
+    build, optimizer, keywords, examples = FITS[name]
+    model = build()
+    model.compile(tfpar.DistributedOptimizer(optimizer()), "mse", metrics=["mae"], jit_compile=False, **keywords)
+    x, y = examples()
+    held = tfpar.shard(x[:30], y[:30])
+    x, y = tfpar.shard(x, y)
+    history = model.fit(
+        x,
+        y,
+        batch_size=batch,
+        epochs=EPOCHS,
+        shuffle=False,
+        verbose=0,
+        callbacks=[tfpar.BroadcastInitialWeights(), tfpar.AverageMetrics()],
+        validation_data=held,
+    )
+    return state(model) | {f"log/{key}": np.array(values) for key, values in history.history.items()}
+
+
+def state(model: keras.Model) -> dict[str, np.ndarray]:
+    result = {f"weight/{index}": value for index, value in enumerate(model.get_weights())}
+    return result | {f"slot/{index}": value.numpy() for index, value in enumerate(model.optimizer.variables)}
+
+
+def compressed(rank: int, directory: pathlib.Path) -> dict[str, np.ndarray]:
+    """int4, from other weights on every worker, with callbacks that decide from the metrics."""
+    model = dense_model(seed=rank)
+    before = model.get_weights()
+    optimizer = tfpar.DistributedOptimizer(keras.optimizers.Adam(0.02), exchange="int4")
+    model.compile(optimizer, "mse", jit_compile=False)
+    x, y = tfpar.shard(*data())
+    history = model.fit(
+        tf.data.Dataset.from_tensor_slices((x, y)).shuffle(99, seed=rank).batch(BATCH),
+        epochs=20,
+        verbose=0,
+        validation_data=(x[: 5 + 9 * rank], y[: 5 + 9 * rank]),
+        callbacks=[
+            tfpar.BroadcastInitialWeights(),
+            tfpar.AverageMetrics(),
+            keras.callbacks.ReduceLROnPlateau(factor=0.5, patience=0, min_delta=0.05),
+        ],
+    )
+    own = {"own/val_loss": np.array(model.evaluate(x[: 5 + 9 * rank], y[: 5 + 9 * rank], verbose=0))}
+    if rank == 0:
+        model.save(directory / "int4.keras")
+    logs = {f"log/{key}": np.array(values) for key, values in history.history.items()}
+    return state(model) | logs | own | {"before": before[0]}
+
+
+def misuses(rank: int) -> dict[str, Callable[[], Any]]:
+    """What every worker must refuse, by name: nobody is left waiting, so that they can go on with the next."""
+    x, y = tfpar.shard(*data())
+
+    def run(
+        model: keras.Model | None = None,
+        optimizer: Any = "sgd",
+        exchange: str = "none",
+        callbacks: Any = None,
+        examples: int = len(x),
+        jit_compile: bool = False,
+        **keywords: Any,
+    ) -> None:
+        model = model or dense_model()
+        distributed = tfpar.DistributedOptimizer(keras.optimizers.get(optimizer), exchange)
+        model.compile(distributed, "mse", jit_compile=jit_compile)
+        callbacks = [tfpar.BroadcastInitialWeights(), tfpar.AverageMetrics()] if callbacks is None else callbacks
+        keywords = {"batch_size": BATCH, "verbose": 0, "shuffle": False} | keywords
+        model.fit(x[:examples], y[:examples], callbacks=callbacks, **keywords)
+
+    late = keras.callbacks.LearningRateScheduler(lambda epoch: 0.1 + rank * epoch), tfpar.AverageMetrics()
+    return {
+        "xla": lambda: run(jit_compile=True),
+        "xla, no callback": lambda: run(jit_compile=True, callbacks=[]),
+        "other model": lambda: run(model=dense_model(width=32 + rank)),
+        "other model, no callback": lambda: run(model=dense_model(width=32 + rank), callbacks=[]),
+        "other exchange": lambda: run(exchange=("int4", "int8")[rank]),
+        "other optimizer": lambda: run(optimizer=keras.optimizers.SGD(momentum=0.5 + 0.1 * rank)),
+        "other weights": lambda: run(model=dense_model(seed=rank), callbacks=[]),
+        "other optimizer variables": lambda: run(optimizer=keras.optimizers.SGD(0.1 + rank), callbacks=[]),
+        "other steps": lambda: run(examples=len(x) - BATCH * rank),
+        "other learning rates": lambda: run(callbacks=late, epochs=3),
+    }
+
+
+def main() -> None:
+    directory = pathlib.Path(sys.argv[1])
+    tfpar.init_cluster()
+    rank = tfpar.rank()
+    for name in FITS:
+        np.savez(directory / f"{name}-{rank}.npz", **fit(name, BATCH))
+    np.savez(directory / f"int4-{rank}.npz", **compressed(rank, directory))
+    refusals = {}
+    for name, misuse in misuses(rank).items():
+        try:
+            misuse()
+            refusals[name] = "nothing was refused"
+        except tfpar.ConfigError as error:
+            refusals[name] = str(error)
+        except Exception as error:
+            refusals[name] = f"{type(error).__name__}: {error}"
+    (directory / f"refusals-{rank}.json").write_text(json.dumps(refusals))
+
+
+if __name__ == "__main__":
+    main()
