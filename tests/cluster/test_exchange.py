@@ -6,7 +6,7 @@ import functools
 
 from tests.cluster.scripts.exchange_sums import BAD_STEP, SHAPES, STEPS, gradients
 from tests.cluster.test_multi_worker import launch
-from tfpar.exchange import specs
+from tfpar.exchange import schedules, specs
 
 import numpy as np
 import pytest
@@ -28,6 +28,23 @@ SPECS = [
     "topk:0.05,pattern=all_gather",
     "int8:warmup_steps=2",
     "int4:bucket_bytes=20000",
+    "int8:pattern=ring",
+    "int4:pattern=binary_blocks,rounding=stochastic",
+    "int4:pattern=hierarchical",
+    "powersgd:4",
+    "powersgd:2,start_after=2",
+    "topk:0.05,block=256,ramp_steps=4",
+    "topk:0.05,block=256,momentum=0.9",
+]
+# Of each kind of pattern one, for every number of workers.
+FEW = [
+    "none",
+    "int4",
+    "topk:0.05,block=256",
+    "sign:pattern=all_gather",
+    "int4:pattern=ring",
+    "topk:0.05,block=256,pattern=binary_blocks",
+    "powersgd:2",
 ]
 LARGE = [index for index, shape in enumerate(SHAPES) if len(shape) > 1 and np.prod(shape) >= 1024]
 
@@ -57,9 +74,11 @@ def undelivered(states: list[dict[str, np.ndarray]]) -> np.ndarray:
 
 @pytest.mark.parametrize(("workers", "devices"), [(1, 2), (2, 1), (2, 2), (3, 1), (4, 1), (5, 1), (8, 1)])
 def test_sums_over_workers(tmp_path, workers, devices):
-    chosen = SPECS if workers in (2, 3) else ["none", "int4", "topk:0.05,block=256", "sign:pattern=all_gather"]
+    chosen = SPECS if workers in (2, 3) else FEW
+    if workers & (workers - 1) == 0:
+        chosen = [*chosen, "int8:pattern=halving_doubling"]
     result = launch(
-        workers, "tests/cluster/scripts/exchange_sums.py", str(tmp_path), str(devices), *chosen, timeout=500.0
+        workers, "tests/cluster/scripts/exchange_sums.py", str(tmp_path), str(devices), *chosen, timeout=300.0
     )
     assert result.returncode == 0, result.stdout + result.stderr
     for number, spec in enumerate(chosen):
@@ -85,11 +104,12 @@ def check(spec: str, states: list[dict[str, np.ndarray]], replicas: int, workers
     for index in range(len(SHAPES)):
         if not (compressed and index in LARGE):  # dense: exact to float32 rounding
             np.testing.assert_allclose(delivered[index], expected[index], rtol=1e-5, atol=1e-5 * 10.0 ** (index - 3))
-    if compressed:
+    if compressed and "momentum" not in spec:  # there velocities are delivered
         total = np.concatenate([delivered[index].reshape(-1) for index in LARGE]) + undelivered(states)
         truth = np.concatenate([expected[index].reshape(-1) for index in LARGE])
         error = np.linalg.norm(total - truth) / np.linalg.norm(truth)
         assert error < 1e-5, f"{spec}: {error}"
+    if compressed:
         check_traffic(spec, states[0]["traffic"], workers)
 
 
@@ -99,8 +119,19 @@ def check_traffic(text: str, traffic: np.ndarray, workers: int) -> None:
     large = sum(int(np.prod(SHAPES[index])) for index in LARGE)
     small = 4 * (sum(int(np.prod(shape)) for shape in SHAPES) - large)
     assert dense == 2 * (workers - 1) * (4 * large + small) // workers
+    share = (workers - 1) / workers
+    if spec.rank:
+        matrices = [(np.prod(SHAPES[index]) // SHAPES[index][-1], SHAPES[index][-1]) for index in LARGE]
+        assert payload - small == 4 * spec.rank * sum(rows + columns for rows, columns in matrices)
+        np.testing.assert_allclose(sent, 2 * share * payload, atol=1)
+        return
     bits = 8 * (payload - small) / large
     expected = 8 * spec.codec.payload_bytes(1 << 20) / (1 << 20)
     assert expected <= bits < 1.5 * expected + 3  # headers and padding weigh on so short a vector
-    phases, shares = (1, workers - 1) if spec.pattern == "all_gather" else (2, (workers - 1) / workers)
-    np.testing.assert_allclose(sent, phases * shares * (payload - small) + 2 * small * (workers - 1) / workers, atol=1)
+    shares = 2 * share
+    if spec.pattern == "all_gather":
+        shares = workers - 1
+    elif spec.pattern == "binary_blocks":
+        schedule = schedules.binary_blocks(workers)
+        shares = schedule.sent_shards(0) / schedule.shards
+    np.testing.assert_allclose(sent, shares * (payload - small) + 2 * share * small, atol=1)

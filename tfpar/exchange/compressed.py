@@ -1,35 +1,23 @@
-"""Compressed exchange of one bucket between workers: patterns with error feedback.
+"""Compressed exchange of one bucket between workers, in patterns that TensorFlow has collectives for.
 
 L elements in a bucket, W workers, S elements in a shard. Functions run once per worker, on its first device.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import tfpar_ops
-from tfpar.exchange.groups import LOCAL, Group, local, new_instances
+from tfpar.exchange import buckets
+from tfpar.exchange.buckets import Wire
+from tfpar.exchange.groups import Group, new_instances
 from tfpar.exchange.specs import Spec
 from tfpar_ops import Codec
 
 import tensorflow as tf
 
 
-@dataclasses.dataclass(frozen=True)
-class Wire:
-    """Bytes of one exchange of a bucket, per worker.
-
-    Attributes:
-      payload: What encoding this worker's gradients gives.
-      sent: What it sends, framing of the transport left out.
-    """
-
-    payload: int
-    sent: int
-
-
-class Bucket:
+class Collective:
     """Tensors that are encoded and sent as one vector of L elements.
 
     Two patterns:
@@ -49,16 +37,26 @@ class Bucket:
       group: All workers.
       seed: Seed of stochastic rounding.
       name: Of the residual variables.
+      state: Variables of another bucket with the same blocks, to share; by default new ones.
     """
 
-    def __init__(self, spec: Spec, shapes: Sequence[tf.TensorShape], group: Group, seed: int, name: str) -> None:
+    def __init__(
+        self,
+        spec: Spec,
+        shapes: Sequence[tf.TensorShape],
+        group: Group,
+        seed: int,
+        name: str,
+        *,
+        state: dict[str, tf.Variable] | None = None,
+    ) -> None:
         assert spec.codec is not None
         self.codec: Codec = spec.codec
         self.shapes = list(shapes)
         self.elements = sum(shape.num_elements() for shape in shapes)
         self._group = group
         self._seed = seed
-        self._two_phase = spec.pattern == "two_phase"
+        self._two_phase = spec.pattern != "all_gather"
         self._instances = new_instances(2)
         self._shards = group.size if self._two_phase else 1
         blocks = -(-self.codec.blocks(self.elements) // self._shards)
@@ -66,10 +64,15 @@ class Bucket:
         self._valid = min(max(self.elements - group.rank * self.shard_elements, 0), self.shard_elements)
         # Owner's residual: of the elements that exist in this worker's shard.
         sizes = [self.elements, self._valid] if self._two_phase else [self.elements]
-        self.residuals = (
-            [_local_variable(size, f"{name}_{role}") for size, role in zip(sizes, ("worker", "owner"), strict=False)]
+        self.state = (
+            state
+            if state is not None
+            else {
+                role: buckets.worker_variable([size], f"{name}_{role}")
+                for size, role in zip(sizes, buckets.RESIDUALS, strict=False)
+            }
             if spec.error_feedback
-            else []
+            else {}
         )
 
     def sum(self, tensors: Sequence[tf.Tensor], step: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
@@ -104,16 +107,16 @@ class Bucket:
     def _encode(self, tensors: Sequence[tf.Tensor], step: tf.Tensor) -> tfpar_ops.Encoded:
         arguments = {"shards": self._shards, "shard_elements": self.shard_elements}
         seed_step = self._seed_step(step, phase=0)
-        if self.residuals:
-            return tfpar_ops.encode_into(self.residuals[0], tensors, self.codec, seed_step=seed_step, **arguments)
+        if self.state:
+            return tfpar_ops.encode_into(self.state["worker"], tensors, self.codec, seed_step=seed_step, **arguments)
         return tfpar_ops.encode(tensors, None, self.codec, seed_step=seed_step, **arguments)
 
     def _recode(self, rows: tf.Tensor, step: tf.Tensor) -> tfpar_ops.Encoded:
         begin = self._group.rank * self.shard_elements
         seed_step = self._seed_step(step, phase=1)
-        if self.residuals:
+        if self.state:
             return tfpar_ops.recode_into(
-                self.residuals[1],
+                self.state["owner"],
                 rows,
                 self.codec,
                 self.shard_elements,
@@ -126,14 +129,4 @@ class Bucket:
         )
 
     def _seed_step(self, step: tf.Tensor, *, phase: int) -> tf.Tensor | None:
-        """Seed and step of stochastic rounding: another stream for every worker and phase."""
-        if self.codec.rounding != "stochastic":
-            return None
-        stream = 2 * self._group.rank + phase
-        return tf.stack([tf.constant((self._seed << 12) + stream, tf.int64), tf.cast(step, tf.int64)])
-
-
-def _local_variable(elements: int, name: str) -> tf.Variable:
-    """A float32 vector of zeros that belongs to this worker alone, also when made under a strategy."""
-    variable = tf.Variable(tf.zeros([elements]), trainable=False, name=name, **LOCAL)
-    return local(variable)
+        return buckets.seed_step(self.codec, self._seed, 2 * self._group.rank + phase, step)

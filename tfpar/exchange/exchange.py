@@ -9,8 +9,12 @@ from typing import Any
 
 from tfpar.config import ConfigError
 from tfpar.exchange import specs
-from tfpar.exchange.compressed import Bucket
+from tfpar.exchange.buckets import RESIDUALS, Bucket
+from tfpar.exchange.compressed import Collective
+from tfpar.exchange.deep_gradient import DeepGradient
 from tfpar.exchange.groups import LOCAL, Group, local, new_instances
+from tfpar.exchange.powersgd import PowerSGD, worthwhile
+from tfpar.exchange.staged import Staged
 
 import numpy as np
 import tensorflow as tf
@@ -23,9 +27,6 @@ _UNSUPPORTED = {
     "parameter_server": "workers push and pull over TensorFlow's remote variables, which hold float32",
     "tpu": "XLA runs its exchange on the slice's own interconnect",
 }
-
-# Whose residual a bucket keeps, in the order of `Bucket.residuals`.
-_ROLES = ("worker", "owner")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,15 +119,19 @@ class Exchange:
         if not self.compresses:
             return
         spec = self._spec
-        large = [
-            index for index, shape in enumerate(self._shapes) if len(shape) > 1 and sizes[index] >= spec.min_elements
-        ]
+        _check_workers(spec, workers)
+        large = [index for index, shape in enumerate(self._shapes) if _travels_encoded(spec, shape)]
         self._small = [index for index in range(len(sizes)) if index not in set(large)]
         self._instances = new_instances(2)
         with tf.device(self._device):
             self._step = tf.Variable(0, dtype=tf.int64, trainable=False, name="exchange_step", **LOCAL)
             self._compressed = [
-                (bucket, Bucket(spec, [self._shapes[index] for index in bucket], self._group, seed, f"bucket_{number}"))
+                (
+                    bucket,
+                    _bucket_type(spec)(
+                        spec, [self._shapes[index] for index in bucket], self._group, seed, f"bucket_{number}"
+                    ),
+                )
                 for number, bucket in enumerate(_fuse(large, sizes, spec.bucket_bytes))
                 if bucket
             ]
@@ -137,7 +142,7 @@ class Exchange:
         Raises:
           ConfigError: See there.
         """
-        if self._spec.codec is not None and strategy in _UNSUPPORTED:
+        if self._spec.lossy and strategy in _UNSUPPORTED:
             raise ConfigError(
                 f"--exchange={self.spec} does not work with --strategy={strategy}: {_UNSUPPORTED[strategy]}. "
                 "Use --exchange=none."
@@ -146,14 +151,14 @@ class Exchange:
     @property
     def compresses(self) -> bool:
         """Whether a codec is at work: one is asked for, and there is more than one host."""
-        return self._spec.codec is not None and self._group.size > 1
+        return self._spec.lossy and self._group.size > 1
 
     @property
     def state(self) -> list[tf.Variable]:
         """What the exchange carries from step to step on this worker: residuals, and the count of exchanges."""
         if self._step is None:
             return []
-        return [local(self._step), *(variable for _, bucket in self._compressed for variable in bucket.residuals)]
+        return [local(self._step), *(variable for _, bucket in self._compressed for variable in bucket.state.values())]
 
     def export(self) -> dict[str, np.ndarray]:
         """This worker's state, for a checkpoint; empty where nothing is compressed."""
@@ -161,7 +166,7 @@ class Exchange:
             return {}
         arrays = {"step": np.array(local(self._step).numpy(), np.int64)}
         for number, (_, bucket) in enumerate(self._compressed):
-            for role, variable in zip(_ROLES, bucket.residuals, strict=False):
+            for role, variable in bucket.state.items():
                 arrays[f"{number}/{role}"] = np.array(variable.numpy(), copy=True)
         return arrays
 
@@ -188,7 +193,7 @@ class Exchange:
         shapes = {name: array.shape for name, array in own.items()}
         if workers == self._group.size and shapes == {name: array.shape for name, array in self.export().items()}:
             for number, (_, bucket) in enumerate(self._compressed):
-                for role, variable in zip(_ROLES, bucket.residuals, strict=False):
+                for role, variable in bucket.state.items():
                     variable.assign(own[f"{number}/{role}"])
             return
         undelivered = _undelivered([read(worker) for worker in range(workers)])
@@ -199,12 +204,12 @@ class Exchange:
         for _, bucket in self._compressed:
             part = undelivered[begin : begin + bucket.elements]
             begin += bucket.elements
-            if bucket.residuals and rank == 0:
-                bucket.residuals[0].assign(part.astype(np.float32))
+            if "worker" in bucket.state and rank == 0:
+                bucket.state["worker"].assign(part.astype(np.float32))
 
     def describe(self) -> str:
         """One line: codec and pattern, or why there is none."""
-        if self._spec.codec is not None and not self.compresses:
+        if self._spec.lossy and not self.compresses:
             return f"{self.spec}, not in use: with a single host nothing crosses a network"
         return self._spec.describe()
 
@@ -254,7 +259,7 @@ class Exchange:
         if context.num_replicas_in_sync == 1:
             return gradients, sidecar
         hosts = context.num_replicas_in_sync // len(context.strategy.extended.worker_devices)
-        if self._spec.codec is not None and hosts != self._group.size:
+        if self._spec.lossy and hosts != self._group.size:
             raise RuntimeError(
                 f"the exchange was built for {self._group.size} workers and runs on {hosts}: give build() a strategy"
             )
@@ -356,25 +361,50 @@ class Exchange:
         hosts = self._group.size
         small = 4 * (sidecar_length + sum(elements[index] for index in self._small))
         wires = [bucket.wire() for _, bucket in self._compressed]
+        pattern = "all_reduce" if self._spec.rank else self._spec.pattern
         return Traffic(
             self._spec.name,
-            self._spec.pattern if replicas == hosts else f"hierarchical, {self._spec.pattern}",
+            pattern if replicas == hosts or pattern == "hierarchical" else f"hierarchical, {pattern}",
             small + sum(wire.payload for wire in wires),
             2 * (hosts - 1) * small // hosts + sum(wire.sent for wire in wires),
             2 * (hosts - 1) * dense // hosts,
         )
 
 
+def _check_workers(spec: specs.Spec, workers: int) -> None:
+    if spec.pattern == "halving_doubling" and workers & (workers - 1):
+        raise ConfigError(
+            f"--exchange={spec.text}: halving_doubling needs a power of two of workers, and there are {workers}. Use "
+            "pattern=binary_blocks, which is the same for powers of two and works for any number."
+        )
+
+
+def _travels_encoded(spec: specs.Spec, shape: tf.TensorShape) -> bool:
+    """Whether a tensor is large enough, and not of a sensitive kind (bias, norm), which all have one dim."""
+    if len(shape) < 2 or shape.num_elements() < spec.min_elements:
+        return False
+    return not spec.rank or worthwhile(shape, spec.rank)
+
+
+def _bucket_type(spec: specs.Spec) -> Callable[..., Bucket]:
+    if spec.rank:
+        return PowerSGD
+    if spec.momentum or spec.ramp_steps:
+        return DeepGradient
+    return Staged if spec.pattern in specs.STAGED else Collective
+
+
 def _undelivered(saved: Sequence[Mapping[str, np.ndarray]]) -> np.ndarray:
     """What the workers had kept back in all, float64 over the elements of all buckets."""
     buckets = []
     for number in itertools.count():
-        parts = [state[f"{number}/worker"] for state in saved if f"{number}/worker" in state]
+        worker, owner = (f"{number}/{role}" for role in RESIDUALS)
+        parts = [state[worker] for state in saved if worker in state]
         if not parts:
             break
         total = np.sum(parts, axis=0, dtype=np.float64)
         # The owners' shards lie end to end in the order of the ranks.
-        owned = [state[f"{number}/owner"] for state in saved if f"{number}/owner" in state]
+        owned = [state[owner] for state in saved if owner in state]
         if owned:
             total += np.concatenate(owned)
         buckets.append(total)

@@ -24,7 +24,6 @@ LOCAL = {
 }
 
 _lock = threading.Lock()
-_groups: dict[tuple[int, ...], int] = {}
 _instances = itertools.count(_FIRST_KEY)
 
 
@@ -45,7 +44,7 @@ class Group:
     @classmethod
     def of_workers(cls, workers: int, worker: int) -> Group:
         """The group of all workers of a cluster."""
-        return cls(workers, worker, _group_key(tuple(range(workers))))
+        return cls(workers, worker, _FIRST_KEY)
 
     def all_reduce(self, value: tf.Tensor, instance: int) -> tf.Tensor:
         """Sum over the members, the same bits on each. Float32 of any static shape."""
@@ -89,6 +88,33 @@ class Group:
         )
         return tf.ensure_shape(gathered, [self.size, *row.shape[1:]])
 
+    def send(self, value: tf.Tensor, target: int, instance: int) -> tf.Tensor:
+        """Sends to one member, who calls `receive` with the same instance key.
+
+        Returns:
+          A tensor on which something that is used must depend: functions leave out sends whose result nobody wants
+          (TensorFlow 2.21, `ASYNC_STATEFUL_OPS`), and the receiver would wait for ever.
+        """
+        return tf.raw_ops.CollectiveBcastSendV2(
+            input=value,
+            group_size=2,
+            group_key=_pair_key(self.rank, target),
+            instance_key=instance,
+            communication_hint="auto",
+        )
+
+    def receive(self, shape: tf.TensorShape, dtype: tf.DType, source: int, instance: int) -> tf.Tensor:
+        """What member `source` sends with this instance key, of a static shape."""
+        received = tf.raw_ops.CollectiveBcastRecvV2(
+            group_size=2,
+            group_key=_pair_key(self.rank, source),
+            instance_key=instance,
+            shape=tf.constant(shape.as_list(), tf.int32),
+            T=dtype,
+            communication_hint="auto",
+        )
+        return tf.ensure_shape(received, shape)
+
 
 def new_instances(count: int) -> list[int]:
     """Instance keys that no other call site has. All workers must ask for the same in the same order."""
@@ -96,9 +122,10 @@ def new_instances(count: int) -> list[int]:
         return [next(_instances) for _ in range(count)]
 
 
-def _group_key(members: tuple[int, ...]) -> int:
-    with _lock:
-        return _groups.setdefault(members, _FIRST_KEY + len(_groups))
+def _pair_key(one: int, other: int) -> int:
+    """Group key of two members: a number of its own for each pair, whoever asks, in whatever order."""
+    low, high = min(one, other), max(one, other)
+    return _FIRST_KEY + 1 + high * (high - 1) // 2 + low
 
 
 def local(variable: tf.Variable) -> tf.Variable:

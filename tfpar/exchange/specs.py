@@ -8,7 +8,11 @@ from typing import Any
 from tfpar.config import ConfigError, parse_arguments, unknown_name
 from tfpar_ops import Codec
 
-PATTERNS = ("two_phase", "all_gather")
+# Patterns that are collectives of TensorFlow's, and those made of messages between two workers. All of them are
+# hierarchical where a host has several replicas, which add up what they have first; the name asks for the default.
+COLLECTIVES = ("two_phase", "all_gather", "hierarchical")
+STAGED = ("ring", "halving_doubling", "binary_blocks")
+PATTERNS = (*COLLECTIVES, *STAGED)
 
 # Options of the codec itself, by kind; the others belong to the exchange.
 _CODECS: dict[str, dict[str, Any]] = {
@@ -22,7 +26,8 @@ _CODECS: dict[str, dict[str, Any]] = {
     "topk": {"kind": "topk"},
 }
 _CODEC_OPTIONS = ("block", "scale", "rounding")
-NAMES = ("none", *_CODECS)
+NAMES = ("none", *_CODECS, "powersgd")
+_TOPK_OPTIONS = ("momentum", "ramp_steps")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,30 +37,42 @@ class Spec:
     Attributes:
       text: What was given, e.g. `int4:block=512,pattern=all_gather`.
       name: The codec's name, `none` for the dense all-reduce.
-      codec: The codec; None for `none`.
+      codec: The codec; None for `none` and `powersgd`.
+      rank: Of `powersgd`: columns of the factors. 0 for the others.
       pattern: How payloads move between workers, one of `PATTERNS`.
       error_feedback: Whether what a payload leaves out is added to the next one.
       warmup_steps: Updates at the start whose gradients travel dense.
       min_elements: Tensors with fewer elements, and all with fewer than two dims, travel dense with the sidecar.
       bucket_bytes: Tensors are fused up to this many bytes of float32.
+      momentum: Of `topk`: momentum correction, see `deep_gradient`.
+      ramp_steps: Of `topk`: exchanges after `warmup_steps` in which the share that is kept falls to the final one.
     """
 
     text: str
     name: str
     codec: Codec | None = None
+    rank: int = 0
     pattern: str = "two_phase"
     error_feedback: bool = True
     warmup_steps: int = 0
     min_elements: int = 1024
     bucket_bytes: int = 64 << 20
+    momentum: float = 0.0
+    ramp_steps: int = 0
+
+    @property
+    def lossy(self) -> bool:
+        """Whether there is anything but the dense all-reduce."""
+        return self.name != "none"
 
     def describe(self) -> str:
         """One line: codec, options that matter, pattern."""
-        if self.codec is None:
+        if not self.lossy:
             return "none (dense float32 all-reduce)"
         feedback = "error feedback" if self.error_feedback else "no error feedback"
         warmup = f", dense for the first {self.warmup_steps} updates" if self.warmup_steps else ""
-        return f"{self.text} ({self.pattern}, {feedback}{warmup})"
+        pattern = "all_reduce of factors" if self.rank else self.pattern
+        return f"{self.text} ({pattern}, {feedback}{warmup})"
 
 
 def parse(text: str, flag: str = "--exchange") -> Spec:
@@ -76,16 +93,30 @@ def parse(text: str, flag: str = "--exchange") -> Spec:
     if name == "topk":
         first, _, rest = rest.partition(",") if "=" not in rest.partition(",")[0] else ("", "", rest)
         share = _share(flag, text, first or "0.01")
+    rank = 0
+    if name == "powersgd":
+        first, _, rest = rest.partition(",")
+        rank = _rank(flag, text, first or "4")
     options = parse_arguments(flag, rest)
-    own = {field.name: field for field in dataclasses.fields(Spec) if field.name not in ("text", "name", "codec")}
-    known = [*own, *(_CODEC_OPTIONS if name != "none" else ())]
+    known = _known_options(name)
     for key in options:
         if key not in known:
             raise unknown_name(f"{flag}={text}: option", key, known)
-    if name == "none":
-        return Spec(text, name, **_own_options(flag, text, options))
+    if name not in _CODECS:
+        if "start_after" in options:  # what the paper's code and PyTorch call it
+            options["warmup_steps"] = options.pop("start_after")
+        return Spec(text, name, rank=rank, **_own_options(flag, text, options))
     codec_options = {key: options.pop(key) for key in _CODEC_OPTIONS if key in options}
     return Spec(text, name, _codec(flag, text, name, share, codec_options), **_own_options(flag, text, options))
+
+
+def _known_options(name: str) -> list[str]:
+    if name == "powersgd":
+        return ["error_feedback", "warmup_steps", "start_after", "min_elements"]
+    own = [field.name for field in dataclasses.fields(Spec) if field.name not in ("text", "name", "codec", "rank")]
+    if name != "topk":
+        own = [option for option in own if option not in _TOPK_OPTIONS]
+    return [*own, *(_CODEC_OPTIONS if name in _CODECS else ())]
 
 
 def _codec(flag: str, text: str, name: str, share: float | None, options: dict[str, Any]) -> Codec:
@@ -103,11 +134,31 @@ def _own_options(flag: str, text: str, options: dict[str, Any]) -> dict[str, Any
         raise unknown_name(f"{flag}={text}: pattern", str(options["pattern"]), PATTERNS)
     if not isinstance(options.get("error_feedback", True), bool):
         raise ConfigError(f"{flag}={text}: error_feedback={options['error_feedback']!r} is not true or false.")
-    for key, least in (("warmup_steps", 0), ("min_elements", 0), ("bucket_bytes", 1)):
+    _check_momentum(flag, text, options)
+    for key, least in (("warmup_steps", 0), ("min_elements", 0), ("bucket_bytes", 1), ("ramp_steps", 0)):
         value = options.get(key, least)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ConfigError(f"{flag}={text}: {key}={value!r} is not a whole number of at least {least}.")
     return options
+
+
+def _check_momentum(flag: str, text: str, options: dict[str, Any]) -> None:
+    momentum = options.get("momentum", 0)
+    if not isinstance(momentum, (int, float)) or isinstance(momentum, bool) or not 0.0 <= momentum < 1.0:
+        raise ConfigError(f"{flag}={text}: momentum={momentum!r} is not a number in [0, 1).")
+    if momentum and not options.get("error_feedback", True):
+        raise ConfigError(f"{flag}={text}: momentum correction needs error_feedback=true, to which it adds.")
+    if (momentum or options.get("ramp_steps")) and options.get("pattern", "two_phase") not in COLLECTIVES:
+        raise ConfigError(
+            f"{flag}={text}: momentum and ramp_steps work with pattern={' or '.join(COLLECTIVES)}, "
+            f"not {options['pattern']}."
+        )
+
+
+def _rank(flag: str, text: str, value: str) -> int:
+    if not value.isdecimal() or not 1 <= int(value) <= 1024:
+        raise ConfigError(f"{flag}={text}: {value!r} is not a rank from 1 to 1024, as in powersgd:4.")
+    return int(value)
 
 
 def _share(flag: str, text: str, value: str) -> float:

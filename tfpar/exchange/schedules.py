@@ -1,0 +1,158 @@
+"""Who sends which shards to whom, and when: the patterns that are made of messages between two workers.
+
+A vector is cut into shards. In the rounds of `reduce` a worker sends partial sums of a range of shards and forgets
+them; in the end each shard has one owner, who has its full sum. In the rounds of `gather` the encoded sums travel back
+to all. Plain Python, so that tests run the schedules of any number of workers, and the cost model adds up their bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Transfer:
+    """A message of one round.
+
+    Attributes:
+      source: Rank of the sender.
+      target: Rank of the receiver.
+      first: First shard of the range.
+      last: The shard after the last one.
+    """
+
+    source: int
+    target: int
+    first: int
+    last: int
+
+    @property
+    def shards(self) -> int:
+        """Number of shards that travel."""
+        return self.last - self.first
+
+
+Round = tuple[Transfer, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """A pattern for a number of workers.
+
+    Attributes:
+      workers: Number of workers N.
+      shards: Number of shards that the vector is cut into.
+      owners: Rank of the owner of each shard.
+      reduce: Rounds of partial sums. What a worker sends in a round it no longer has; what it receives it adds to its
+      own. gather: Rounds of encoded sums.
+    """
+
+    workers: int
+    shards: int
+    owners: tuple[int, ...]
+    reduce: tuple[Round, ...]
+    gather: tuple[Round, ...]
+
+    def sent_shards(self, rank: int) -> int:
+        """Shards that a worker sends in all rounds."""
+        return sum(move.shards for phase in (*self.reduce, *self.gather) for move in phase if move.source == rank)
+
+    def critical_shards(self) -> int:
+        """Sum over rounds of the most shards that one worker sends or receives in it: what takes the time of a link."""
+        total = 0
+        for phase in (*self.reduce, *self.gather):
+            sent = [sum(move.shards for move in phase if move.source == rank) for rank in range(self.workers)]
+            received = [sum(move.shards for move in phase if move.target == rank) for rank in range(self.workers)]
+            total += max(*sent, *received)
+        return total
+
+
+def ring(workers: int) -> Schedule:
+    """Shard c travels once around to be summed, and once more to be known (Patarasuk and Yuan 2009).
+
+    2 (N - 1) rounds, in each of which every worker sends one shard of N to its neighbour.
+    """
+
+    def step(offset: int) -> Round:
+        return tuple(
+            Transfer(rank, (rank + 1) % workers, (rank + offset) % workers, (rank + offset) % workers + 1)
+            for rank in range(workers)
+        )
+
+    return Schedule(
+        workers,
+        workers,
+        tuple((shard - 1) % workers for shard in range(workers)),
+        tuple(step(-hop) for hop in range(workers - 1)),
+        tuple(step(1 - hop) for hop in range(workers - 1)),
+    )
+
+
+def halving_doubling(workers: int) -> Schedule:
+    """Recursive halving, then recursive doubling (Thakur, Rabenseifner and Gropp 2005).
+
+    2 log2 N rounds: a worker sends half of what it still has to a partner, a quarter in the next, and so on.
+
+    Raises:
+      ValueError: The number of workers is not a power of two.
+    """
+    if workers & (workers - 1):
+        raise ValueError(f"halving_doubling needs a power of two, not {workers} workers")
+    return binary_blocks(workers)
+
+
+def binary_blocks(workers: int) -> Schedule:
+    """Recursive halving in blocks of a power of two, of which the smaller hand on to the larger (Rabenseifner 2004).
+
+    N is cut into powers of two, each another one. Every block halves by itself; then, from the smallest on, each sends
+    what its members have to the next larger block, which sends the sums back in the end. Of a power of two there is one
+    block, and the pattern is recursive halving and doubling.
+    """
+    sizes = [1 << bit for bit in reversed(range(workers.bit_length())) if workers >> bit & 1]
+    first_ranks = [sum(sizes[:number]) for number in range(len(sizes))]
+    shards = sizes[0]
+
+    def owned(block: int, member: int) -> tuple[int, int]:
+        """The range that a member has after the halving of its block."""
+        share = shards // sizes[block]
+        return member * share, (member + 1) * share
+
+    halving: list[list[Transfer]] = []
+    for block, size in enumerate(sizes):
+        distance, number = size // 2, 0
+        while distance:
+            while len(halving) <= number:
+                halving.append([])
+            share = shards // size * distance  # what each keeps in this round
+            for member in range(size):
+                partner = member ^ distance
+                begin = partner // distance * share  # the half in which the partner's final range lies
+                halving[number].append(
+                    Transfer(first_ranks[block] + member, first_ranks[block] + partner, begin, begin + share)
+                )
+            distance, number = distance // 2, number + 1
+    # From a block to the next larger one: each member of the larger takes its range from the one who has it.
+    handing_on = []
+    for block in reversed(range(1, len(sizes))):
+        ratio = sizes[block - 1] // sizes[block]
+        handing_on.append(
+            tuple(
+                Transfer(
+                    first_ranks[block] + member // ratio, first_ranks[block - 1] + member, *owned(block - 1, member)
+                )
+                for member in range(sizes[block - 1])
+            )
+        )
+    reduce = (*(tuple(phase) for phase in halving), *handing_on)
+    return Schedule(workers, shards, tuple(range(shards)), reduce, _reversed(reduce))
+
+
+def _reversed(rounds: Sequence[Round]) -> tuple[Round, ...]:
+    """The same messages backwards: what was handed on comes back."""
+    return tuple(
+        tuple(Transfer(move.target, move.source, move.first, move.last) for move in phase) for phase in reversed(rounds)
+    )
+
+
+SCHEDULES = {"ring": ring, "halving_doubling": halving_doubling, "binary_blocks": binary_blocks}
