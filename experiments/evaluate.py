@@ -23,8 +23,10 @@ def main(_: list[str]) -> None:
     config = flags.experiment_config()
     if not MODEL_FILE.value:
         raise ConfigError("--model_file is missing: name a .keras file, e.g. --model_file=runs/quickstart/model.keras.")
-    layout = tfpar.start(config)
+    tfpar.check(config)
+    tfpar.check_model_file(MODEL_FILE.value)
     source = inputs.build_source(config.input, SPLIT.value, config.train.seed)
+    layout = tfpar.start(config)
     trainer = tfpar.Trainer(
         lambda: tfpar.load_model(MODEL_FILE.value, tfpar.task_spec(source)),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),

@@ -57,8 +57,9 @@ def main(_: list[str]) -> None:
             import tf2onnx  # noqa: F401
         except ImportError as error:
             raise ConfigError(f"--format=onnx needs {error.name}: pip install 'tfpar[onnx]'.") from error
-    tfpar.start(config)
+    tfpar.check_model_file(MODEL_FILE.value)
     source = inputs.build_source(config.input, "validation")
+    tfpar.start(config)
     model = tfpar.load_model(MODEL_FILE.value, tfpar.task_spec(source))
     x = source.fetch(tf.range(min(EXAMPLES.value, source.info.num_examples), dtype=tf.int64))[0].numpy()
     expected = model.predict_on_batch(x)  # also traces the model, which Keras' exporters need

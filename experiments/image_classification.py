@@ -17,17 +17,15 @@ flags.define(defaults={"dataset": "digits", "model": "convnet", "epochs": 10.0})
 
 def main(_: list[str]) -> None:
     config = flags.experiment_config()
-    layout = tfpar.start(config)
-    train, validation = (
-        inputs.build_source(config.input, split, config.train.seed) for split in ("train", "validation")
-    )
+    tfpar.check(config)
+    train, validation = inputs.build_splits(config.input, config.train.seed)
+    layout = tfpar.start(config, train, validation)
     trainer = tfpar.Trainer(
         lambda: models.build(config.model.model, tfpar.task_spec(train), **config.model.arguments()),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=[keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
         config=config,
         layout=layout,
-        augmentation=inputs.build_augmentation(config.input.augment, config.train.seed),
     )
     trainer.fit(train, validation=validation)
 

@@ -38,10 +38,9 @@ def bits_per_byte(y: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
 
 def main(_: list[str]) -> None:
     config = flags.experiment_config()
-    layout = tfpar.start(config)
-    train, validation = (
-        inputs.build_source(config.input, split, config.train.seed) for split in ("train", "validation")
-    )
+    tfpar.check(config)
+    train, validation = inputs.build_splits(config.input, config.train.seed)
+    layout = tfpar.start(config, train, validation)
     trainer = tfpar.Trainer(
         lambda: models.build(config.model.model, tfpar.task_spec(train), **config.model.arguments()),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     )
     from tfpar.exchange import Exchange
     from tfpar.strategies import Layout
-    from tfpar.training.model_files import load_model, task_spec
-    from tfpar.training.start import start
+    from tfpar.training.model_files import check_model_file, load_model, task_spec
+    from tfpar.training.start import check, start
     from tfpar.training.trainer import Trainer
 
 # Before anything imports TensorFlow: its import messages cannot be held back later.
@@ -43,6 +43,8 @@ _HOMES = {
     "ExperimentConfig": "tfpar.config",
     "Layout": "tfpar.strategies",
     "Trainer": "tfpar.training.trainer",
+    "check": "tfpar.training.start",
+    "check_model_file": "tfpar.training.model_files",
     "init_cluster": "tfpar.drop_in",
     "load_model": "tfpar.training.model_files",
     "rank": "tfpar.drop_in",
@@ -61,6 +63,8 @@ __all__ = [
     "ExperimentConfig",
     "Layout",
     "Trainer",
+    "check",
+    "check_model_file",
     "init_cluster",
     "inputs",
     "load_model",

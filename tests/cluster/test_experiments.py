@@ -148,6 +148,26 @@ def test_another_configuration_in_the_same_workdir_is_refused(quickstart):
     assert {path: path.stat().st_mtime_ns for path in quickstart.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.parametrize("name", ["evaluate", "export"])
+def test_a_file_that_is_no_model_is_one_plain_line(tmp_path, name):
+    (tmp_path / "broken.keras").write_bytes(b"PK")
+    flags = ["--dataset=digits", *([f"--output={tmp_path / 'out'}"] if name == "export" else [])]
+    for path in (tmp_path / "broken.keras", tmp_path / "missing.keras"):
+        result = script(name, f"--model_file={path}", *flags)
+        assert result.returncode == 2
+        assert "is not a .keras file" in result.stderr
+        assert "Traceback" not in result.stderr
+        assert "strategy" not in result.stdout
+    assert not (tmp_path / "out").exists()
+
+
+def test_training_without_evaluation(tmp_path):
+    flags = [f"--dataset=text:{ROOT}/README.md", "--validation_fraction=0", "--global_batch_size=4", "--steps=2"]
+    output = succeeded(script("language_model", *flags, "--warmup_steps=1", f"--workdir={tmp_path}"))
+    assert "evaluation" not in output
+    assert summary_of(tmp_path)["eval"] == {}
+
+
 def test_warm_start_takes_the_weights(quickstart, tmp_path):
     flags = ["--dataset=digits", "--steps=1", "--learning_rate=0", f"--workdir={tmp_path}"]
     output = succeeded(script("image_classification", *flags, f"--warm_start={quickstart}"))
@@ -171,6 +191,10 @@ def test_warm_start_takes_the_weights(quickstart, tmp_path):
         (["--steps=5", "--epochs=2"], "contradict"),
         (["--strategy=tpu"], "no TPU was found"),
         (["--profile_steps=9"], "10,15"),
+        (["--dataset=tfds:nonesuch"], "not prepared"),
+        (["--model_args=activation=rellu"], "'relu'"),
+        (["--augment=crop:9"], "crop:7"),
+        (["--warm_start=/nonesuch"], "a run's workdir"),
     ],
 )
 def test_wrong_flags_are_one_plain_line(tmp_path, flags, message):

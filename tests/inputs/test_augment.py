@@ -155,6 +155,16 @@ def test_refusals(text, message):
         augment.build(text)
 
 
-def test_crop_larger_than_the_image():
-    with pytest.raises(ConfigError, match=r"--augment=crop:6 must be less than the image's height and width, 8x6"):
-        augment.build("crop:6")(images(), training=True)
+@pytest.mark.parametrize(
+    ("text", "shape", "message"),
+    [
+        ("crop:6", (8, 6, 2), r"--augment=crop:6 mirrors more pixels than images of 8x6 have. Use at most crop:5"),
+        ("shift:1,flip", (30,), r"--augment=shift changes images .* have shape \(30,\). Leave out --augment"),
+    ],
+)
+def test_examples_that_do_not_suit(text, shape, message):
+    with pytest.raises(ConfigError, match=message):
+        augment.check(text, shape)
+    with pytest.raises(ConfigError, match=message):
+        augment.build(text).build((None, *shape))
+    augment.check("none", shape)

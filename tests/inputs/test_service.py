@@ -108,6 +108,18 @@ class TestRefusals:
         with pytest.raises(ConfigError, match=r"--data_service=.* must be grpc://HOST:PORT"):
             Pipeline(index_source(20), config(address))
 
+    @pytest.mark.parametrize("address", [ADDRESS, "grpc://no-such-host.invalid:5050"])
+    def test_a_dispatcher_that_does_not_answer(self, address, monkeypatch):
+        monkeypatch.setattr(service, "_REACH_SECONDS", 0.6)
+        pipeline = Pipeline(index_source(20), config(address))
+        with pytest.raises(ConfigError, match=r"--data_service='grpc://.*: no dispatcher answers there .* 0.6 s"):
+            pipeline.dataset()
+
+    @pytest.mark.parametrize("address", ["grpc://host", "grpc://host:", "grpc://:5050", "host:5050", "grpc://host:x"])
+    def test_reaching_what_is_no_address(self, address):
+        with pytest.raises(ConfigError, match=r"must be grpc://HOST:PORT"):
+            service.check_reachable(address)
+
     def test_source_that_reads_through_python(self, tmp_path):
         from tfpar.inputs import write
 

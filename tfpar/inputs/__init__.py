@@ -16,7 +16,8 @@ from tfpar.inputs.augment import build as build_augmentation
 from tfpar.inputs.augment import check as check_augmentation
 from tfpar.inputs.checks import check_divides
 from tfpar.inputs.pipeline import Pipeline
-from tfpar.inputs.registry import build_source, check_kind, kinds, load, register
+from tfpar.inputs.registry import build_source, build_splits, check_kind, kinds, load, register
+from tfpar.inputs.service import check_reachable as check_service
 from tfpar.inputs.source import CLASSIFICATION, LANGUAGE_MODEL, Source, SourceInfo
 
 __all__ = [
@@ -27,9 +28,11 @@ __all__ = [
     "SourceInfo",
     "build_augmentation",
     "build_source",
+    "build_splits",
     "check_augmentation",
     "check_divides",
     "check_kind",
+    "check_service",
     "from_arrays",
     "kinds",
     "load",

@@ -17,6 +17,7 @@ dtype, and are made of pads, gathers and comparisons alone, which XLA compiles o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from tfpar.config import ConfigError, unknown_name
@@ -37,6 +38,11 @@ class _RandomImageLayer(keras.layers.Layer):
         self.amount = amount
         self.seed = seed
         self.seed_generator = keras.random.SeedGenerator(seed)
+
+    def build(self, input_shape: tuple[int | None, ...]) -> None:
+        """Refuses examples that are no images, or too small."""
+        _check_shape(type(self).__name__.lower(), self.amount, input_shape[1:])
+        super().build(input_shape)
 
     def call(self, images: tf.Tensor, training: bool = False) -> tf.Tensor:
         """float32 [batch, height, width, channels] -> the same shape."""
@@ -75,10 +81,6 @@ class Shift(_RandomImageLayer):
     def transform(self, images: tf.Tensor) -> tf.Tensor:
         height, width = images.shape[1:3]
         pixels = int(self.amount)
-        if self.padding == "REFLECT" and pixels >= min(height, width):
-            raise ConfigError(
-                f"--augment=crop:{pixels} must be less than the image's height and width, {height}x{width}."
-            )
         around = [pixels, pixels]
         padded = tf.pad(images, [[0, 0], around, around, [0, 0]], self.padding)
         top, left = self._offsets(images, (2 * pixels + 1, 2 * pixels + 1))
@@ -173,9 +175,33 @@ def build(text: str, seed: int = 0) -> keras.Sequential | None:
     return keras.Sequential(layers, name="augment")
 
 
-def check(text: str) -> None:
-    """Raises what `build` would raise, without creating anything: TensorFlow is not touched."""
-    _parse(text)
+def check(text: str, shape: Sequence[int | None] | None = None) -> None:
+    """Raises what `build` would raise, without creating anything: TensorFlow is not touched.
+
+    Args:
+      text: What `--augment` says.
+      shape: Shape of one example; if given, the augmentation must suit it.
+
+    Raises:
+      ConfigError: As for `build`; or examples that are no images, or too small for the amount.
+    """
+    for name, amount in _parse(text):
+        if shape is not None:
+            _check_shape(name, amount, shape)
+
+
+def _check_shape(name: str, amount: float, shape: Sequence[int | None]) -> None:
+    if len(shape) != 3:
+        raise ConfigError(
+            f"--augment={name} changes images [height, width, channels], but the examples have shape {tuple(shape)}. "
+            "Leave out --augment."
+        )
+    smallest = min((size for size in shape[:2] if size is not None), default=None)
+    if name == "crop" and smallest is not None and amount >= smallest:
+        raise ConfigError(
+            f"--augment=crop:{amount:g} mirrors more pixels than images of {shape[0]}x{shape[1]} have. "
+            + (f"Use at most crop:{smallest - 1}." if smallest > 1 else "Leave it out.")
+        )
 
 
 def _parse(text: str) -> list[tuple[str, float]]:

@@ -159,6 +159,7 @@ class Pipeline:
         self.source.load()  # here, not while the function below is traced: errors of the data keep their words
         elements = self._planned(worker, start_update).map(self._fetch, num_parallel_calls=self._parallel_calls())
         if self._config.data_service:
+            service.check_reachable(self._config.data_service)
             elements = service.distribute(elements, self._config.data_service)
         rest = (self.updates_per_epoch - start_update) * local
         elements = elements.apply(

@@ -68,6 +68,25 @@ def load(dataset: str, split: str = "train", **options: Any) -> Source:
     return build_source(InputConfig(dataset=dataset, **options), split)
 
 
+def build_splits(config: InputConfig, seed: int = 0) -> tuple[Source, Source | None]:
+    """The training and the validation examples that `--dataset` names.
+
+    Args:
+      config: The input options.
+      seed: Seed of generated sources.
+
+    Returns:
+      Both sources; None for validation where `--validation_fraction=0` holds nothing out and the data set has no
+      validation examples of its own: such a run is not evaluated.
+
+    Raises:
+      ConfigError: As for `build_source`.
+    """
+    train, validation = (build_source(config, split, seed) for split in SPLITS)
+    without = config.validation_fraction == 0 and not validation.info.num_examples
+    return train, None if without else validation
+
+
 def build_source(config: InputConfig, split: str, seed: int = 0) -> Source:
     """The source that `--dataset` names.
 

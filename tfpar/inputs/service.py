@@ -12,6 +12,9 @@ and from run to run. Use one service worker per training worker where runs must 
 
 from __future__ import annotations
 
+import socket
+import time
+
 from tfpar.config import ConfigError
 from tfpar.inputs.source import Source
 
@@ -19,6 +22,8 @@ import tensorflow as tf
 
 # Examples kept in memory travel inside the graph, and a graph message is limited to 2 GiB.
 _TRAVEL_BYTES = 512 << 20
+_REACH_SECONDS = 20.0
+_RETRY_SECONDS = 0.5
 
 
 def check(address: str, source: Source) -> None:
@@ -33,7 +38,7 @@ def check(address: str, source: Source) -> None:
         to be sent along.
     """
     if not address.startswith("grpc://") or len(address) == len("grpc://"):
-        raise ConfigError(f"--data_service={address!r} must be grpc://HOST:PORT, the dispatcher's address.")
+        raise _not_an_address(address)
     info = source.info
     if not source.portable:
         raise ConfigError(
@@ -47,6 +52,37 @@ def check(address: str, source: Source) -> None:
             f"memory would travel in the graph, which may hold {_TRAVEL_BYTES >> 20} MiB. Leave out --data_service, or "
             "use --cache=none if the source is images:DIR."
         )
+
+
+def check_reachable(address: str) -> None:
+    """Waits until the dispatcher answers, which TensorFlow would do for ever.
+
+    Args:
+      address: `grpc://HOST:PORT`.
+
+    Raises:
+      ConfigError: Not such an address, or nothing listens there within 20 seconds: time for a dispatcher that is
+        started together with the workers.
+    """
+    host, separator, port = address.removeprefix("grpc://").rpartition(":")
+    if not address.startswith("grpc://") or not separator or not host or not port.isdecimal():
+        raise _not_an_address(address)
+    deadline = time.monotonic() + _REACH_SECONDS
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_SECONDS).close()
+            return
+        except (OSError, OverflowError) as error:
+            if time.monotonic() + _RETRY_SECONDS > deadline:
+                raise ConfigError(
+                    f"--data_service={address!r}: no dispatcher answers there ({error}; tried for "
+                    f"{_REACH_SECONDS:g} s). Start it first, correct the address, or leave out --data_service."
+                ) from error
+        time.sleep(_RETRY_SECONDS)
+
+
+def _not_an_address(address: str) -> ConfigError:
+    return ConfigError(f"--data_service={address!r} must be grpc://HOST:PORT, the dispatcher's address.")
 
 
 def distribute(elements: tf.data.Dataset, address: str) -> tf.data.Dataset:

@@ -5,7 +5,7 @@ from __future__ import annotations
 # Importing a family registers its builders.
 from tfpar.models import convnet, mlp, resnet, transformer_lm, vit  # noqa: F401
 from tfpar.models.normalization import BatchNormalization, example_weights, uses_synchronized_statistics
-from tfpar.models.registry import TaskSpec, build, names, options, register
+from tfpar.models.registry import TaskSpec, build, check, names, options, register
 from tfpar.models.summary import ModelSummary, PeakFlops, describe, format_summary, peak_flops, uses_max_pooling
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "PeakFlops",
     "TaskSpec",
     "build",
+    "check",
     "describe",
     "example_weights",
     "format_summary",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tfpar.config import ConfigError, unknown_name
@@ -93,6 +93,22 @@ def check_transformer(width: int, depth: int, heads: int, mlp_ratio: int) -> Non
         )
 
 
+def check_options(options: Mapping[str, Any], normalizations: Iterable[str] = NORMALIZATIONS) -> None:
+    """Checks the options that families have in common, each by its name; others are passed over.
+
+    Raises:
+      ConfigError: A value that is not allowed.
+    """
+    choices = {"activation": ACTIVATIONS, "initializer": INITIALIZERS, "normalization": normalizations}
+    for option, value in options.items():
+        if option in choices:
+            check_choice(option, value, choices[option])
+        elif option == "dropout":
+            check_fraction(option, value)
+        elif option in ("widths", "blocks", "kernel_size"):
+            check_sizes(option, value)
+
+
 def check_task(spec: TaskSpec, task: str, family: str) -> None:
     """Refuses a data set of another task.
 
@@ -117,10 +133,24 @@ def check_image(spec: TaskSpec, family: str) -> None:
       ConfigError: Another task, or examples that are not [height, width, channels].
     """
     check_task(spec, "classification", family)
+    check_classifier_dtype(spec)
     if len(spec.input_shape) != 3:
         raise ConfigError(
             f"--model: {family} reads images [height, width, channels], but the data set's examples have shape "
             f"{spec.input_shape}. Choose --model=mlp, which reads any shape."
+        )
+
+
+def check_classifier_dtype(spec: TaskSpec) -> None:
+    """Refuses examples that a classifier cannot compute with.
+
+    Raises:
+      ConfigError: Integers other than uint8, which have no natural scale.
+    """
+    if spec.input_dtype != "uint8" and not spec.input_dtype.startswith(("float", "bfloat")):
+        raise ConfigError(
+            f"input_dtype={spec.input_dtype!r}: a classifier reads floating point, or uint8 images. "
+            "Cast the examples in the input pipeline."
         )
 
 
@@ -135,14 +165,10 @@ def input_layer(spec: TaskSpec) -> tuple[keras.KerasTensor, keras.KerasTensor]:
     Raises:
       ConfigError: Integers other than uint8, which have no natural scale.
     """
+    check_classifier_dtype(spec)
     inputs = keras.Input(spec.input_shape, dtype=spec.input_dtype, name="inputs")
     if spec.input_dtype == "uint8":
         return inputs, keras.layers.Rescaling(1.0 / 255.0, name="rescaling")(inputs)
-    if not spec.input_dtype.startswith(("float", "bfloat")):
-        raise ConfigError(
-            f"input_dtype={spec.input_dtype!r}: a classifier reads floating point, or uint8 images. "
-            "Cast the examples in the input pipeline."
-        )
     return inputs, inputs
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from tfpar.models import common
 from tfpar.models.registry import TaskSpec, register
@@ -15,7 +16,12 @@ SMALLEST_MAP = 2
 LARGEST_FLAT_MAP = 4
 
 
-@register("convnet")
+def _check(spec: TaskSpec, options: Mapping[str, Any]) -> None:
+    common.check_image(spec, "convnet")
+    common.check_options(options)
+
+
+@register("convnet", check=_check)
 def convnet(
     spec: TaskSpec,
     *,
@@ -40,7 +46,6 @@ def convnet(
     Raises:
       ConfigError: Another task or shape, or an option out of its range.
     """
-    common.check_image(spec, "convnet")
     normalization = common.check_choice("normalization", normalization, common.NORMALIZATIONS)
     (kernel_size,) = common.check_sizes("kernel_size", kernel_size)
     inputs, x = common.input_layer(spec)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from tfpar.models import common
 from tfpar.models.registry import TaskSpec, register
@@ -10,7 +11,13 @@ from tfpar.models.registry import TaskSpec, register
 import keras
 
 
-@register("mlp")
+def _check(spec: TaskSpec, options: Mapping[str, Any]) -> None:
+    common.check_task(spec, "classification", "mlp")
+    common.check_classifier_dtype(spec)
+    common.check_options(options)
+
+
+@register("mlp", check=_check)
 def mlp(
     spec: TaskSpec,
     *,
@@ -33,7 +40,6 @@ def mlp(
     Raises:
       ConfigError: Another task, or an option out of its range.
     """
-    common.check_task(spec, "classification", "mlp")
     normalization = common.check_choice("normalization", normalization, common.NORMALIZATIONS)
     rate = common.check_fraction("dropout", dropout)
     inputs, x = common.input_layer(spec)

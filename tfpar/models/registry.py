@@ -11,10 +11,11 @@ builder may serve several names, each with its own preset:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from tfpar.config import ConfigError, unknown_name
@@ -24,6 +25,7 @@ import keras
 TASKS = ("classification", "language_model")
 
 Builder = Callable[..., keras.Model]
+Check = Callable[["TaskSpec", Mapping[str, Any]], None]
 BuilderT = TypeVar("BuilderT", bound=Builder)
 
 
@@ -67,16 +69,19 @@ class TaskSpec:
 class _Entry:
     builder: Builder
     preset: Mapping[str, Any]
+    check: Check | None
 
 
 _BUILDERS: dict[str, _Entry] = {}
 
 
-def register(name: str, **preset: Any) -> Callable[[BuilderT], BuilderT]:
+def register(name: str, *, check: Check | None = None, **preset: Any) -> Callable[[BuilderT], BuilderT]:
     """Decorator that makes a builder known as `name`.
 
     Args:
       name: What `--model` selects.
+      check: Given the data's specification and all options, raises ConfigError for what the builder cannot make. It
+        runs before the strategy starts, so it must not create layers; the builder need not check again.
       **preset: Values of the builder's keyword options under this name; `--model_args` may still override them.
 
     Raises:
@@ -89,7 +94,7 @@ def register(name: str, **preset: Any) -> Callable[[BuilderT], BuilderT]:
         surplus = set(preset) - set(_options(builder))
         if surplus:
             raise ValueError(f"The preset of {name!r} sets {sorted(surplus)}, which {builder.__qualname__} lacks.")
-        _BUILDERS[name] = _Entry(builder, dict(preset))
+        _BUILDERS[name] = _Entry(builder, dict(preset), check)
         return builder
 
     return decorate
@@ -116,6 +121,31 @@ def options(name: str) -> dict[str, Any]:
     return {key: entry.preset.get(key, default) for key, default in _options(entry.builder).items()}
 
 
+def check(name: str, spec: TaskSpec, **overrides: Any) -> None:
+    """Refuses what `build` would refuse, as far as that can be told without making a layer: TensorFlow is not touched.
+
+    Args:
+      name: A registered name.
+      spec: What the data asks for.
+      **overrides: Keyword options of the builder.
+
+    Raises:
+      ConfigError: An unknown name or option, a value out of its range, or a task the model is not for.
+    """
+    entry = _entry(name)
+    allowed = options(name)
+    for key in overrides:
+        if key not in allowed:
+            raise _unknown_option(name, key, allowed)
+    merged = {**allowed, **overrides}
+    missing = [key for key, value in merged.items() if value is inspect.Parameter.empty]
+    if missing:
+        raise ConfigError(f"--model={name} needs --model_args to set {', '.join(missing)}.")
+    if entry.check is not None:
+        with _errors_named(name, spec, overrides):
+            entry.check(spec, merged)
+
+
 def build(name: str, spec: TaskSpec, **overrides: Any) -> keras.Model:
     """Builds a model with its weights initialised.
 
@@ -134,16 +164,19 @@ def build(name: str, spec: TaskSpec, **overrides: Any) -> keras.Model:
     Raises:
       ConfigError: An unknown name or option, a value that the builder refuses, or a task it is not for.
     """
+    check(name, spec, **overrides)
     entry = _entry(name)
-    allowed = options(name)
-    for key in overrides:
-        if key not in allowed:
-            raise _unknown_option(name, key, allowed)
-    missing = [key for key, value in {**allowed, **overrides}.items() if value is inspect.Parameter.empty]
-    if missing:
-        raise ConfigError(f"--model={name} needs --model_args to set {', '.join(missing)}.")
-    try:
+    with _errors_named(name, spec, overrides):
         model = entry.builder(spec, **{**entry.preset, **overrides})
+    model.name = name
+    return model
+
+
+@contextlib.contextmanager
+def _errors_named(name: str, spec: TaskSpec, overrides: Mapping[str, Any]) -> Iterator[None]:
+    """Turns the errors of a builder, or of Keras below it, into ones that name the flags."""
+    try:
+        yield
     except ConfigError:
         raise
     except (TypeError, ValueError) as error:
@@ -152,8 +185,6 @@ def build(name: str, spec: TaskSpec, **overrides: Any) -> keras.Model:
             f"--model={name} with --model_args={given} cannot be built for input shape {spec.input_shape} "
             f"and {spec.num_classes} classes: {error}"
         ) from error
-    model.name = name
-    return model
 
 
 def _entry(name: str) -> _Entry:

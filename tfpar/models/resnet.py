@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from tfpar.models import common
 from tfpar.models.registry import TaskSpec, register
@@ -16,9 +17,19 @@ STAGE_WIDTHS = (64, 128, 256, 512)
 BOTTLENECK_EXPANSION = 4
 
 
-@register("resnet18", blocks=(2, 2, 2, 2), bottleneck=False)
-@register("resnet34", blocks=(3, 4, 6, 3), bottleneck=False)
-@register("resnet50", blocks=(3, 4, 6, 3), bottleneck=True)
+def _check(spec: TaskSpec, options: Mapping[str, Any]) -> None:
+    common.check_image(spec, "resnet")
+    common.check_options(options)
+    depths = common.check_sizes("blocks", options["blocks"])
+    if len(depths) > len(STAGE_WIDTHS):
+        raise ValueError(f"blocks={list(depths)} has {len(depths)} stages, but there are {len(STAGE_WIDTHS)} at most")
+    if options["stem"] is not None:
+        common.check_choice("stem", options["stem"], STEMS)
+
+
+@register("resnet18", check=_check, blocks=(2, 2, 2, 2), bottleneck=False)
+@register("resnet34", check=_check, blocks=(3, 4, 6, 3), bottleneck=False)
+@register("resnet50", check=_check, blocks=(3, 4, 6, 3), bottleneck=True)
 def resnet(
     spec: TaskSpec,
     *,
@@ -51,13 +62,9 @@ def resnet(
     Raises:
       ConfigError: Another task or shape, or an option out of its range.
     """
-    common.check_image(spec, "resnet")
     depths = common.check_sizes("blocks", blocks)
-    if len(depths) > len(STAGE_WIDTHS):
-        raise ValueError(f"blocks={list(depths)} has {len(depths)} stages, but there are {len(STAGE_WIDTHS)} at most")
     if stem is None:
         stem = "imagenet" if min(spec.input_shape[:2]) >= IMAGENET_STEM_FROM else "cifar"
-    common.check_choice("stem", stem, STEMS)
     parts = _Parts(activation, initializer, common.check_choice("normalization", normalization, common.NORMALIZATIONS))
     inputs, x = common.input_layer(spec)
     x = parts.conv_norm_act(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 from tfpar.models import common
 from tfpar.models.registry import TaskSpec, register
@@ -11,9 +13,15 @@ from tfpar.models.transformer import NORMALIZATIONS, PositionEmbedding, TokenEmb
 import keras
 
 
-@register("transformer_lm_tiny", width=128, depth=4, heads=4)
-@register("transformer_lm_small", width=512, depth=8, heads=8)
-@register("transformer_lm_gpt2", width=768, depth=12, heads=12)
+def _check(spec: TaskSpec, options: Mapping[str, Any]) -> None:
+    common.check_task(spec, "language_model", "transformer_lm")
+    common.check_options(options, NORMALIZATIONS)
+    common.check_transformer(options["width"], options["depth"], options["heads"], options["mlp_ratio"])
+
+
+@register("transformer_lm_tiny", check=_check, width=128, depth=4, heads=4)
+@register("transformer_lm_small", check=_check, width=512, depth=8, heads=8)
+@register("transformer_lm_gpt2", check=_check, width=768, depth=12, heads=12)
 def transformer_lm(
     spec: TaskSpec,
     *,
@@ -50,9 +58,7 @@ def transformer_lm(
     Raises:
       ConfigError: Another task, or an option out of its range.
     """
-    common.check_task(spec, "language_model", "transformer_lm")
     rate = common.check_fraction("dropout", dropout)
-    common.check_transformer(width, depth, heads, mlp_ratio)
     logits_dtype = "float32" if float32_logits else keras.config.dtype_policy().compute_dtype
     # The table keeps float32 throughout: looking it up is cheap, and the logits decide their own dtype.
     embedding = TokenEmbedding(
@@ -67,9 +73,9 @@ def transformer_lm(
             heads,
             mlp_ratio * width,
             causal=True,
-            activation=common.check_choice("activation", activation, common.ACTIVATIONS),
-            initializer=common.check_choice("initializer", initializer, common.INITIALIZERS),
-            normalization=common.check_choice("normalization", normalization, NORMALIZATIONS),
+            activation=activation,
+            initializer=initializer,
+            normalization=normalization,
             dropout=rate,
             residual_scale=1.0 / math.sqrt(2.0 * depth),
             name=f"block{index}",

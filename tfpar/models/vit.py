@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from tfpar.models import common
 from tfpar.models.registry import TaskSpec, register
 from tfpar.models.transformer import NORMALIZATIONS, ClassToken, PositionEmbedding, TransformerBlock, make_norm
@@ -14,10 +17,18 @@ PATCH_SIZES = (16, 8, 4, 2, 1)
 MIN_PATCHES = 4
 
 
-@register("vit", width=192, depth=6, heads=3)
-@register("vit_tiny", width=192, depth=12, heads=3)
-@register("vit_small", width=384, depth=12, heads=6)
-@register("vit_base", width=768, depth=12, heads=12)
+def _check(spec: TaskSpec, options: Mapping[str, Any]) -> None:
+    common.check_image(spec, "vit")
+    common.check_options(options, NORMALIZATIONS)
+    common.check_choice("pool", options["pool"], POOLS)
+    common.check_transformer(options["width"], options["depth"], options["heads"], options["mlp_ratio"])
+    _patch_size(spec, options["patch_size"])
+
+
+@register("vit", check=_check, width=192, depth=6, heads=3)
+@register("vit_tiny", check=_check, width=192, depth=12, heads=3)
+@register("vit_small", check=_check, width=384, depth=12, heads=6)
+@register("vit_base", check=_check, width=768, depth=12, heads=12)
 def vit(
     spec: TaskSpec,
     *,
@@ -51,10 +62,7 @@ def vit(
     Raises:
       ConfigError: Another task or shape, a patch size that does not fit, or an option out of its range.
     """
-    common.check_image(spec, "vit")
-    common.check_choice("pool", pool, POOLS)
     rate = common.check_fraction("dropout", dropout)
-    common.check_transformer(width, depth, heads, mlp_ratio)
     patch_size = _patch_size(spec, patch_size)
     inputs, x = common.input_layer(spec)
     # The product of a patch with a matrix, so the initialiser sees the patch as its fan-in.
@@ -72,9 +80,9 @@ def vit(
             heads,
             mlp_ratio * width,
             causal=False,
-            activation=common.check_choice("activation", activation, common.ACTIVATIONS),
-            initializer=common.check_choice("initializer", initializer, common.INITIALIZERS),
-            normalization=common.check_choice("normalization", normalization, NORMALIZATIONS),
+            activation=activation,
+            initializer=initializer,
+            normalization=normalization,
             dropout=rate,
             name=f"block{index}",
         )(x)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from tfpar import inputs, precision
-from tfpar.config import ConfigError
+from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.exchange import Traffic
 from tfpar.training import checkpoints, report, run_state, samples
 from tfpar.training.pace import next_multiple
@@ -56,7 +56,7 @@ class AsynchronousRun:
         steps: int | None,
         epochs: float | None,
     ) -> None:
-        _check(trainer, train)
+        check(trainer.config, train)
         self.trainer, self.train, self.validation = trainer, train, validation
         self.config, self.plan = trainer.config, trainer.plan
         self.pipeline = trainer.pipeline(train, training=True)
@@ -305,8 +305,12 @@ class AsynchronousRun:
         return summary
 
 
-def _check(trainer: Trainer, train: inputs.Source) -> None:
-    config = trainer.config
+def check(config: ExperimentConfig, train: inputs.Source) -> None:
+    """Refuses what asynchronous training does not support.
+
+    Raises:
+      ConfigError: Examples that are read through Python, loss scaling, determinism, or what needs updates in order.
+    """
     if not train.portable:
         raise ConfigError(
             f"--dataset={config.input.dataset}: with --strategy=parameter_server the workers read examples by number, "

@@ -210,6 +210,16 @@ def find(workdir: str | os.PathLike[str], *, worker: int = 0) -> Checkpoint | No
     return None if step is None else read(directory / _name(step), worker=worker)
 
 
+def is_checkpoint(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is the directory of one checkpoint."""
+    return (pathlib.Path(path) / _MANIFEST).is_file()
+
+
+def has_any(workdir: str | os.PathLike[str]) -> bool:
+    """Whether a workdir holds a checkpoint."""
+    return bool(_steps(pathlib.Path(workdir) / "checkpoints"))
+
+
 def saved_config(workdir: str | os.PathLike[str]) -> Mapping[str, Any] | None:
     """The configuration in the newest checkpoint of a workdir, or None where there is none."""
     directory = pathlib.Path(workdir) / "checkpoints"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import pathlib
 import zipfile
+import zlib
 
 from tfpar import inputs, models
 from tfpar.config import ConfigError
@@ -22,6 +22,25 @@ def task_spec(source: inputs.Source) -> models.TaskSpec:
     )
 
 
+def check_model_file(path: str, *, flag: str = "--model_file") -> None:
+    """Refuses what is not a `.keras` file, without loading it.
+
+    Args:
+      path: The file.
+      flag: The flag that named the file, for errors.
+
+    Raises:
+      ConfigError: No such file, or another kind of file.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            complete = {"config.json", "metadata.json"} <= set(archive.namelist())
+    except (OSError, zipfile.BadZipFile):
+        complete = False
+    if not complete:
+        raise ConfigError(f"{flag}={path} is not a .keras file. A finished run leaves one as WORKDIR/model.keras.")
+
+
 def load_model(path: str, spec: models.TaskSpec | None = None, *, flag: str = "--model_file") -> keras.Model:
     """Loads a `.keras` file in Keras' safe mode: nothing in it is executed.
 
@@ -33,11 +52,10 @@ def load_model(path: str, spec: models.TaskSpec | None = None, *, flag: str = "-
     Raises:
       ConfigError: No such file, not a `.keras` file, or a model for other examples.
     """
-    if not pathlib.Path(path).is_file() or not zipfile.is_zipfile(path):
-        raise ConfigError(f"{flag}={path} is not a .keras file. A finished run leaves one as WORKDIR/model.keras.")
+    check_model_file(path, flag=flag)
     try:
         model = keras.saving.load_model(path, compile=False, safe_mode=True)
-    except (ValueError, TypeError, KeyError, OSError) as error:
+    except (ValueError, TypeError, KeyError, OSError, zipfile.BadZipFile, zlib.error) as error:
         raise ConfigError(f"{flag}={path} cannot be loaded: {error}") from error
     if spec is not None:
         shape = tuple(model.inputs[0].shape[1:])

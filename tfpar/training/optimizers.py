@@ -51,6 +51,18 @@ def names() -> list[str]:
     return sorted(OPTIMIZERS)
 
 
+def check_arguments(config: OptimizerConfig) -> None:
+    """Checks name and arguments without making the optimizer, which would run a TensorFlow operation.
+
+    Raises:
+      ConfigError: An unknown name or argument, with suggestions; an argument that has a flag of its own; a value of
+        another kind than its default.
+    """
+    if config.optimizer not in OPTIMIZERS:
+        raise unknown_name("--optimizer", config.optimizer, OPTIMIZERS)
+    _checked_arguments(config, OPTIMIZERS[config.optimizer])
+
+
 def build(config: OptimizerConfig, *, global_batch_size: int) -> keras.optimizers.Optimizer:
     """The optimizer of a configuration.
 
@@ -76,8 +88,7 @@ def build(config: OptimizerConfig, *, global_batch_size: int) -> keras.optimizer
       ConfigError: An unknown name or argument, with suggestions; an argument that has a flag of its own;
         a value that the optimizer refuses.
     """
-    if config.optimizer not in OPTIMIZERS:
-        raise unknown_name("--optimizer", config.optimizer, OPTIMIZERS)
+    check_arguments(config)
     kind = OPTIMIZERS[config.optimizer]
     excluded = tuple(part.strip().lower() for part in config.weight_decay_exclude.split(",") if part.strip())
     arguments: dict[str, Any] = {"learning_rate": scaled_learning_rate(config, global_batch_size)}
@@ -272,10 +283,31 @@ def _checked_arguments(config: OptimizerConfig, kind: type[keras.optimizers.Opti
             )
         if name not in parameters:
             raise unknown_name("--optimizer_args", name, parameters.keys() - _GOVERNED_BY_FLAG.keys())
+        default = parameters[name].default
+        _check_kind(config, name, value, default)
         # 'momentum=0' reads as an integer, which Keras refuses.
-        if isinstance(parameters[name].default, float) and isinstance(value, int) and not isinstance(value, bool):
+        if isinstance(default, float) and isinstance(value, int):
             arguments[name] = float(value)
     return arguments
+
+
+def _check_kind(config: OptimizerConfig, name: str, value: Any, default: Any) -> None:
+    """Refuses a value that Keras would take and stumble over in the first update."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if isinstance(default, bool):
+        fits, wanted = isinstance(value, bool), "true or false"
+    elif isinstance(default, (int, float)):
+        fits, wanted = is_number, "a number"
+    elif isinstance(default, str):
+        fits, wanted = isinstance(value, str), "a word"
+    elif name in ("clipnorm", "clipvalue", "ema_overwrite_frequency"):
+        fits, wanted = is_number or value is None, "a number"
+    else:
+        return
+    if not fits:
+        raise ConfigError(
+            f"--optimizer_args={config.optimizer_args!r}: {name} of {config.optimizer} is {wanted}, not {value!r}."
+        )
 
 
 def _exclude_by_path(optimizer: keras.optimizers.Optimizer, parts: tuple[str, ...]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.training import checkpoints
-from tfpar.training.model_files import load_model
+from tfpar.training.model_files import check_model_file, load_model
 
 import keras
 import numpy as np
@@ -78,6 +78,26 @@ def check_data(run: Mapping[str, Any], fingerprint: str, config: ExperimentConfi
         )
 
 
+def check_warm_start(source: str) -> None:
+    """Refuses a path where there are no weights, before anything is started.
+
+    Raises:
+      ConfigError: No run, no checkpoint and no `.keras` file there.
+    """
+    path = pathlib.Path(source)
+    if path.is_file() and path.suffix == ".keras":
+        check_model_file(source, flag="--warm_start")
+    elif not checkpoints.is_checkpoint(path) and not checkpoints.has_any(path):
+        raise _no_weights(source)
+
+
+def _no_weights(source: str) -> ConfigError:
+    return ConfigError(
+        f"--warm_start={source}: no checkpoint and no .keras file there. Give a run's workdir, one of its "
+        "checkpoints/step-* directories, or a model.keras."
+    )
+
+
 def warm_start(model: keras.Model, source: str, say: Callable[[str], None]) -> None:
     """Copies the weights that fit from another run, a checkpoint directory or a `.keras` file.
 
@@ -123,15 +143,11 @@ def _weights_of(source: str) -> dict[str, np.ndarray]:
         loaded = load_model(source, flag="--warm_start")
         return {variable.path: variable.numpy() for variable in loaded.weights}
     try:
-        is_checkpoint = (path / "manifest.json").is_file()
-        checkpoint = checkpoints.read(path) if is_checkpoint else checkpoints.find(path)
+        checkpoint = checkpoints.read(path) if checkpoints.is_checkpoint(path) else checkpoints.find(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"--warm_start={source} is damaged ({error}). Name an older checkpoint directory.") from error
     if checkpoint is None:
-        raise ConfigError(
-            f"--warm_start={source}: no checkpoint and no .keras file there. Give a run's workdir, one of its "
-            "checkpoints/step-* directories, or a model.keras."
-        )
+        raise _no_weights(source)
     return {
         name.removeprefix("model/"): value for name, value in checkpoint.arrays.items() if name.startswith("model/")
     }

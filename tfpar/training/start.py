@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 import json
-import os
 import pathlib
 import random
+import tempfile
 
 from tfpar import cluster, inputs, models, precision, strategies
 from tfpar.config import ConfigError, ExperimentConfig, unknown_name
 from tfpar.exchange import Exchange
 from tfpar.quiet import quiet_startup
-from tfpar.training import checkpoints, optimizers, schedules
+from tfpar.training import checkpoints, optimizers, run_state, schedules
 from tfpar.training.checkpoints import check_same_run
+from tfpar.training.run_checks import check_run
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 
-def start(config: ExperimentConfig) -> strategies.Layout:
+def start(
+    config: ExperimentConfig, train: inputs.Source | None = None, validation: inputs.Source | None = None
+) -> strategies.Layout:
     """Validates a configuration, seeds everything, and creates the strategy.
 
-    Call it first thing in a program: devices and collectives can only be set up before TensorFlow's first op.
+    Call it before anything runs a TensorFlow operation: devices and collectives can only be set up until then. Sources
+    of `tfpar.inputs` run none when they are built.
 
     Args:
       config: The experiment.
+      train: The examples that the configuration's model is to be trained on. With them, model, batches, schedule and
+        augmentation are checked too, which otherwise waits until they are built.
+      validation: The examples to evaluate on.
 
     Returns:
       The running layout. A worker or parameter server of `parameter_server` serves here until it is ended.
@@ -35,8 +42,9 @@ def start(config: ExperimentConfig) -> strategies.Layout:
         started or a file is touched.
     """
     quiet_startup(config.monitor.verbose)
-    plan = strategies.plan(config.strategy, cluster.detect())
-    check(config, plan)
+    plan = check(config)
+    if train is not None:
+        check_run(config, plan, train, validation)
     if config.train.deterministic:
         tf.config.experimental.enable_op_determinism()
     seed_everything(config.train.seed)
@@ -55,36 +63,53 @@ def seed_everything(seed: int) -> None:
     keras.utils.set_random_seed(seed % 2**32)
 
 
-def check(config: ExperimentConfig, plan: strategies.Plan) -> None:
-    """Checks names, sizes and the workdir against each other.
+def check(config: ExperimentConfig) -> strategies.Plan:
+    """Checks names, sizes, the cluster and the workdir against each other. Starts nothing and writes nothing.
+
+    `start` does the same; on its own it finds what is wrong before a large data set is looked at.
+
+    Returns:
+      The layout that the strategy would have.
 
     Raises:
       ConfigError: The first thing that cannot work.
     """
+    plan = strategies.plan(config.strategy, cluster.detect())
     if config.model.model not in models.names():
         raise unknown_name("--model", config.model.model, models.names())
-    if config.optimizer.optimizer not in optimizers.names():
-        raise unknown_name("--optimizer", config.optimizer.optimizer, optimizers.names())
+    optimizers.check_arguments(config.optimizer)
     schedules.check(config.schedule)
     Exchange(config.exchange.exchange).check_supported(plan.name)
     inputs.check_kind(config.input)
     inputs.check_augmentation(config.input.augment)
     if plan.name != "tpu":  # a TPU's replicas are known once it is initialised
         inputs.check_divides(config.input, plan.replicas, config.train.accumulate_steps)
+    if config.input.data_service:
+        inputs.check_service(config.input.data_service)
     check_workdir(config)
+    return plan
 
 
 def check_workdir(config: ExperimentConfig) -> None:
     """Refuses a workdir that cannot be written or that holds a run of another configuration."""
     workdir = config.checkpoint.workdir
     if not workdir:
+        if config.checkpoint.warm_start:
+            run_state.check_warm_start(config.checkpoint.warm_start)
         return
     path = pathlib.Path(workdir)
     if path.exists() and not path.is_dir():
         raise ConfigError(f"--workdir={workdir} is a file. Name a directory; it is created if it does not exist.")
     existing = next(parent for parent in [path, *path.absolute().parents] if parent.exists())
-    if not os.access(existing, os.W_OK):
-        raise ConfigError(f"--workdir={workdir}: no permission to write in {existing}.")
+    try:
+        with tempfile.TemporaryFile(dir=existing):  # permissions alone do not tell: root, read-only file systems, /proc
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"--workdir={workdir}: {existing} cannot be written to ({error.strerror}). Name a directory that can."
+        ) from error
     saved = checkpoints.saved_config(workdir)
+    if saved is None and config.checkpoint.warm_start:
+        run_state.check_warm_start(config.checkpoint.warm_start)
     if saved is not None:
         check_same_run(saved, json.loads(json.dumps(config.as_flat_dict())), workdir)

@@ -15,6 +15,7 @@ from tfpar.training.asynchronous import AsynchronousRun
 from tfpar.training.core import Core, build_metrics, per_example_loss, takes_class_numbers
 from tfpar.training.data_checks import check_fits
 from tfpar.training.evaluation import Evaluation
+from tfpar.training.run_checks import check_sources
 from tfpar.training.start import start
 from tfpar.training.synchronous import SynchronousRun
 
@@ -49,7 +50,8 @@ class Trainer:
       metrics: Keras metrics whose state is a sum, names, or functions; `"accuracy"` is the one that fits the loss.
       config: The whole configuration; `options` override single fields of it.
       layout: From `tfpar.start(config)`; by default the trainer starts one.
-      augmentation: Keras layer applied to the inputs on the device, inside the step, in training only.
+      augmentation: Keras layer applied to the inputs on the device, inside the step, in training only; by default what
+        the option `augment` names.
       **options: Any option of `tfpar.config` by its flag name: `strategy="mirrored", devices=2, exchange="none",
         precision="mixed_bfloat16", jit_compile=..., accumulate_steps=4, clip_norm=1.0, workdir="runs/a"`.
 
@@ -77,6 +79,8 @@ class Trainer:
         self.config = ExperimentConfig.from_flat_dict({**flat, **options})
         if isinstance(optimizer, keras.optimizers.Optimizer):
             _check_has_effect(optimizer, options)
+        if loss is None:
+            raise ConfigError("loss is missing: give a Keras loss, its name, or a function (y, outputs).")
         self.layout = layout or start(self.config)
         self.strategy = self.layout.strategy
         self.plan = self.layout.plan
@@ -90,8 +94,8 @@ class Trainer:
                 )
             self.optimizer = self._build_optimizer(optimizer)
             self.optimizer.build(self.model.trainable_variables)
-            if loss is None:
-                raise ConfigError("loss is missing: give a Keras loss, its name, or a function (y, outputs).")
+            if augmentation is None:
+                augmentation = inputs.build_augmentation(self.config.input.augment, self.config.train.seed)
             self.core = Core(self.model, per_example_loss(loss), build_metrics(metrics, loss), augmentation)
         self._takes_class_numbers = takes_class_numbers(loss)
         self._check_precision()
@@ -130,6 +134,7 @@ class Trainer:
           ConfigError: Neither steps nor epochs, an empty data set, a checkpoint of another run, data of more classes
             than the model has outputs, validation examples of another shape.
         """
+        check_sources(self.config, self.plan, train, validation)
         check_fits(self.model, train, validation, class_numbers=self._takes_class_numbers)
         augmentation = self.core.augmentation
         if augmentation is not None and not augmentation.built:

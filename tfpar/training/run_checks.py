@@ -1,0 +1,93 @@
+"""Whether configuration, layout and data make a run: found out before a strategy starts and before a file is written.
+
+Nothing here runs a TensorFlow operation.
+"""
+
+from __future__ import annotations
+
+from tfpar import inputs, models, strategies
+from tfpar.config import ConfigError, ExperimentConfig
+from tfpar.training import asynchronous, optimizers, report, schedules
+from tfpar.training.model_files import task_spec
+
+
+def check_run(
+    config: ExperimentConfig, plan: strategies.Plan, train: inputs.Source, validation: inputs.Source | None
+) -> None:
+    """Checks what a configuration says of model, batches, augmentation and length against the data.
+
+    Args:
+      config: The experiment; its model is the one that is to be trained.
+      plan: The layout.
+      train: Training examples.
+      validation: Examples to evaluate on, or None.
+
+    Raises:
+      ConfigError: The first thing that cannot work.
+    """
+    check_sources(config, plan, train, validation)
+    models.check(config.model.model, task_spec(train), **config.model.arguments())
+    inputs.check_augmentation(config.input.augment, train.info.input_spec.shape)
+    if plan.name == "tpu":  # its replicas, and with them the batches, are known once it is initialised
+        return
+    total = report.total_steps(config.train, None, None, _updates_per_epoch(config, plan, train))
+    peak = optimizers.scaled_learning_rate(config.optimizer, config.input.global_batch_size)
+    schedules.build(config.schedule, peak=peak, total_steps=total)
+
+
+def check_sources(
+    config: ExperimentConfig, plan: strategies.Plan, train: inputs.Source, validation: inputs.Source | None
+) -> None:
+    """Checks that there are examples to train and to evaluate on, and that this layout can read them.
+
+    Raises:
+      ConfigError: An empty source, or one that the layout cannot read; names the split and the way out.
+    """
+    _check_not_empty(config, "train", train)
+    if validation is not None:
+        _check_not_empty(config, "validation", validation)
+    elif config.schedule.schedule == "plateau":
+        raise ConfigError(
+            "--schedule=plateau waits for evaluations, and there are no validation examples. Hold some out "
+            "(--validation_fraction=0.1), or choose another schedule."
+        )
+    if not plan.synchronous:
+        asynchronous.check(config, train)
+    if plan.name == "tpu":
+        return
+    _updates_per_epoch(config, plan, train)
+    if validation is not None:
+        inputs.Pipeline(validation, config.input, replicas=plan.replicas, workers=plan.workers, training=False)
+
+
+def _updates_per_epoch(config: ExperimentConfig, plan: strategies.Plan, train: inputs.Source) -> int:
+    pipeline = inputs.Pipeline(
+        train,
+        config.input,
+        accumulate_steps=config.train.accumulate_steps,
+        replicas=plan.replicas,
+        workers=plan.workers,
+        seed=config.train.seed,
+    )
+    # Asynchronous updates are one worker's each.
+    return pipeline.updates_per_epoch * (1 if plan.synchronous else plan.workers)
+
+
+def _check_not_empty(config: ExperimentConfig, role: str, source: inputs.Source) -> None:
+    info = source.info
+    if info.num_examples:
+        return
+    by_flag = info.name == config.input.dataset
+    what = f"--dataset={info.name}: the {role} split is empty" if by_flag else f"fit({role}=...): {info.name} is empty"
+    ways = []
+    if info.task == inputs.LANGUAGE_MODEL:
+        length = info.label_spec.shape[0]
+        ways.append(f"give it more bytes than one window of --sequence_length={length} takes, or a shorter window")
+    else:
+        ways.append("give it examples")
+    if role == "validation" and by_flag:
+        ways.append(f"hold out more than --validation_fraction={config.input.validation_fraction:g}")
+        ways.append("train without evaluation: --validation_fraction=0")
+    elif role == "validation":
+        ways.append("leave validation out")
+    raise ConfigError(f"{what}. Ways out: {'; '.join(ways)}.")
