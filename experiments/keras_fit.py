@@ -1,6 +1,8 @@
-"""A plain Keras script, and what takes it to several workers: the lines with `tfpar`.
+"""A plain Keras script; the lines with `tfpar` are what takes it to several workers.
 
 python -m tfpar.launch --workers=2 -- experiments/keras_fit.py
+
+The README shows the body of `main` (tests/test_drop_in.py compares them).
 """
 
 from __future__ import annotations
@@ -10,40 +12,29 @@ import tfpar
 import keras
 from sklearn import datasets, model_selection
 
-EPOCHS = 10
-BATCH_SIZE = 32  # of each worker
-
 
 def main() -> None:
-    tfpar.init_cluster()  # before anything of Keras or TensorFlow is made
+    tfpar.init_cluster()  # before Keras or TensorFlow makes anything
     keras.utils.set_random_seed(0)
     x, y = datasets.load_digits(return_X_y=True)
     x, x_test, y, y_test = model_selection.train_test_split(x / 16.0, y, test_size=0.2, random_state=0)
-    x, y = tfpar.shard(x, y)  # every worker trains on its share, and evaluates on its share
+    x, y = tfpar.shard(x, y)  # every size()-th example, from the rank()-th
     x_test, y_test = tfpar.shard(x_test, y_test)
-
     model = keras.Sequential(
         [keras.Input((64,)), keras.layers.Dense(128, activation="relu"), keras.layers.Dense(10, activation="softmax")]
     )
     optimizer = tfpar.DistributedOptimizer(keras.optimizers.Adam(3e-3), exchange="int4")
+    # jit_compile: XLA cannot run collectives.
     model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"], jit_compile=False)
     callbacks = [
-        tfpar.BroadcastInitialWeights(),
-        tfpar.AverageMetrics(),  # before the callbacks that read the metrics
+        tfpar.BroadcastInitialWeights(),  # all start from worker 0's weights and optimizer state
+        tfpar.AverageMetrics(),  # before the callbacks that read metrics: all workers decide the same
         keras.callbacks.ReduceLROnPlateau(patience=2),
     ]
-    first = tfpar.rank() == 0
-    if first:
+    if tfpar.rank() == 0:
         callbacks.append(keras.callbacks.ModelCheckpoint("runs/keras_fit.keras", save_best_only=True))
-    model.fit(
-        x,
-        y,
-        batch_size=BATCH_SIZE,
-        epochs=EPOCHS,
-        validation_data=(x_test, y_test),
-        callbacks=callbacks,
-        verbose=2 if first else 0,
-    )
+    shown = 2 if tfpar.rank() == 0 else 0
+    model.fit(x, y, batch_size=32, epochs=10, validation_data=(x_test, y_test), callbacks=callbacks, verbose=shown)
 
 
 if __name__ == "__main__":

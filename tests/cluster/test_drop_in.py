@@ -87,6 +87,7 @@ def test_the_saved_model_knows_nothing_of_tfpar(directory):
         ("other optimizer", "worker 1 and worker 0 have different values of momentum, '0.6' and '0.5'"),
         ("other weights", "worker 1 would start from other weights than worker 0. Put tfpar.BroadcastInitialWeights()"),
         ("other optimizer variables", "worker 1 would start from other optimizer variables than worker 0"),
+        ("other callbacks", "(worker 0: BroadcastInitialWeights begins; worker 1: AverageMetrics begins)"),
         ("other steps", "(steps x epochs: worker 0: 5 x 1; worker 1: 4 x 1)"),
         ("other learning rates", "Put AverageMetrics before the callbacks that decide"),
     ],

@@ -16,8 +16,9 @@ pytestmark = pytest.mark.cluster
 
 
 def example(tmp_path, options: str = "") -> str:
-    """A script of the README's one Python block, trained for two epochs."""
+    """A script of the README's example of the Trainer, for two epochs. The other one: tests/test_drop_in.py."""
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    blocks = [block for block in blocks if "tfpar.Trainer(" in block]
     assert len(blocks) == 1
     text = blocks[0].replace("epochs=10", "epochs=2")
     assert "epochs=2" in text

@@ -44,7 +44,9 @@ class _InStep(keras.callbacks.Callback):
         if self.model.jit_compile:
             raise xla_error()
         self._steps = self.params["steps"]
-        plans = self._workers.gather([self._steps, self.params["epochs"], self.model.steps_per_execution])
+        plans = self._workers.gather(
+            f"{type(self).__name__} begins", [self._steps, self.params["epochs"], self.model.steps_per_execution]
+        )
         if any(steps is None for steps, *_ in plans):
             raise ConfigError(
                 "fit: the number of steps per epoch is not known on every worker, and all must make the same. Give fit "
@@ -113,7 +115,9 @@ class BroadcastInitialWeights(_InStep):
         distribution.start(optimizer)
         variables = [*self.model.weights, *optimizer.variables]
         arrays = [variable.numpy() for variable in variables]
-        layouts = self._workers.gather([[list(array.shape), str(array.dtype)] for array in arrays])
+        layouts = self._workers.gather(
+            "compare shapes before the broadcast", [[list(array.shape), str(array.dtype)] for array in arrays]
+        )
         for worker, layout in enumerate(layouts):
             if layout != layouts[0]:
                 raise ConfigError(
@@ -122,7 +126,7 @@ class BroadcastInitialWeights(_InStep):
                 )
         for variable, value in zip(variables, self._workers.broadcast(arrays), strict=True):
             variable.assign(value)
-        digests = self._workers.gather(digest(variables))
+        digests = self._workers.gather("check the broadcast", digest(variables))
         if any(found != digests[0] for found in digests):
             raise RuntimeError(f"workers hold different weights after the broadcast: SHA-256 {digests}")
 
@@ -168,13 +172,14 @@ class AverageMetrics(_InStep):
         train = self._examples() if self._train_examples is None else self._train_examples
         values = {name: float(value) for name, value in logs.items() if np.ndim(value) == 0}
         found = self._workers.gather(
+            f"average the metrics of epoch {epoch + 1}",
             {
                 "values": values,
                 "train": train,
                 "validation": 0.0 if self._validation_examples is None else self._validation_examples,
                 "learning rate": _learning_rate(self.model.optimizer),
                 "stop_training": bool(self.model.stop_training),
-            }
+            },
         )
         _check_together(found)
         for name in values:

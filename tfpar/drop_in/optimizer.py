@@ -123,7 +123,8 @@ class Distribution:
             f"{_path(variable)} {tuple(variable.shape)} {keras.backend.standardize_dtype(variable.dtype)}"
             for variable in variables
         ]
-        _compare(self.workers.gather([{"exchange": self._exchange.spec} | _describe(optimizer), described]))
+        facts = {"exchange": self._exchange.spec} | _describe(optimizer)
+        _compare(self.workers.gather("compare models", [facts, described]))
         self._variables = variables
         self._exchange.build(variables, strategy=self.workers.strategy, seed=self._seed)
         self._reduce = self._reduction()
@@ -147,6 +148,7 @@ class Distribution:
             self._check_same_start(optimizer)
         dense: list[Any] = [None] * len(self._variables)
         places = [optimizer._get_variable_index(variable) for variable in variables]
+        # Dense also because Adam of Keras 3.15 squares the rows of IndexedSlices one by one where an index repeats.
         for place, gradient in zip(places, gradients, strict=True):
             dense[place] = None if gradient is None else tf.cast(tf.convert_to_tensor(gradient), tf.float32)
         # Variables without a gradient take part with zeros: the layout of the exchange is fixed.
@@ -171,7 +173,9 @@ class Distribution:
         """Refuses to train from different weights or optimizer variables. Once: the updates keep them the same."""
         if self._checked:
             return
-        digests = self.workers.gather([digest(self._variables), digest(optimizer.variables)])
+        digests = self.workers.gather(
+            "compare weights before the first step", [digest(self._variables), digest(optimizer.variables)]
+        )
         for what, found in zip(("weights", "optimizer variables"), zip(*digests, strict=True), strict=True):
             different = [worker for worker, own in enumerate(found) if own != found[0]]
             if different:
@@ -351,7 +355,12 @@ class _DistributedLossScale(_Distributed):
 def _distributed(base: type) -> type:
     """The class of a distributed optimizer.
 
-    Serialisation looks at `__class__` and gets the plain class, so a saved model knows nothing of tfpar.
+    Serialisation looks at `__class__` and gets the plain class, so a saved model knows nothing of tfpar; what is made
+    from a configuration is plain again.
     """
     mixin = _DistributedLossScale if issubclass(base, keras.optimizers.LossScaleOptimizer) else _Distributed
-    return type(f"Distributed{base.__name__}", (mixin, base), {"__class__": property(lambda self: base)})
+    plain = {
+        "__class__": property(lambda self: base),
+        "from_config": lambda config, custom_objects=None: base.from_config(config, custom_objects),  # type: ignore[attr-defined]
+    }
+    return type(f"Distributed{base.__name__}", (mixin, base), plain)

@@ -161,19 +161,34 @@ class Workers:
         self._group = Group(self.size, self.rank, _GROUP_KEY)
         self._instances = itertools.count(_GROUP_KEY)
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, what: str, value: Any) -> list[Any]:
         """What every worker gave, in the order of their numbers.
 
         Args:
+          what: What is compared, in words.
           value: Anything that JSON can hold; floats arrive with the same bits.
+
+        Raises:
+          ConfigError: Another worker gathers something else.
         """
-        text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+        found = self._gather_text(json.dumps([what, value]))
+        calls = [call for call, _ in map(json.loads, found)]
+        if any(call != calls[0] for call in calls):
+            places = "; ".join(f"worker {worker}: {call}" for worker, call in enumerate(calls))
+            raise ConfigError(
+                f"workers do different things at the same time ({places}). Run the same script on all, with tfpar's "
+                "callbacks in the same order."
+            )
+        return [answer for _, answer in map(json.loads, found)]
+
+    def _gather_text(self, value: str) -> list[str]:
+        text = np.frombuffer(value.encode(), np.uint8)
         lengths = self._gather(np.array([[text.size]], np.int64))[:, 0]
         # Collectives take no bytes: int32 words. The runtime remembers the shape of an instance, hence new ones.
         words = np.zeros([1, -(-int(lengths.max()) // 4)], np.int32)
         words.view(np.uint8)[0, : text.size] = text
         rows = self._gather(words).view(np.uint8)
-        return [json.loads(row[:length].tobytes()) for row, length in zip(rows, lengths, strict=True)]
+        return [row[:length].tobytes().decode() for row, length in zip(rows, lengths, strict=True)]
 
     def broadcast(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Worker 0's arrays, bit for bit.

@@ -119,15 +119,15 @@ def state(model: keras.Model) -> dict[str, np.ndarray]:
 
 
 def compressed(rank: int, directory: pathlib.Path) -> dict[str, np.ndarray]:
-    """int4, from other weights on every worker, with callbacks that decide from the metrics."""
+    """int4, from other weights on every worker, with callbacks that decide from the metrics; inside conds and loops."""
     model = dense_model(seed=rank)
     before = model.get_weights()
-    optimizer = tfpar.DistributedOptimizer(keras.optimizers.Adam(0.02), exchange="int4")
-    model.compile(optimizer, "mse", jit_compile=False)
+    optimizer = keras.optimizers.Adam(0.02, gradient_accumulation_steps=2)
+    model.compile(tfpar.DistributedOptimizer(optimizer, "int4"), "mse", jit_compile=False, steps_per_execution=3)
     x, y = tfpar.shard(*data())
     history = model.fit(
         tf.data.Dataset.from_tensor_slices((x, y)).shuffle(99, seed=rank).batch(BATCH),
-        epochs=20,
+        epochs=40,
         verbose=0,
         validation_data=(x[: 5 + 9 * rank], y[: 5 + 9 * rank]),
         callbacks=[
@@ -173,6 +173,7 @@ def misuses(rank: int) -> dict[str, Callable[[], Any]]:
         "other optimizer": lambda: run(optimizer=keras.optimizers.SGD(momentum=0.5 + 0.1 * rank)),
         "other weights": lambda: run(model=dense_model(seed=rank), callbacks=[]),
         "other optimizer variables": lambda: run(optimizer=keras.optimizers.SGD(0.1 + rank), callbacks=[]),
+        "other callbacks": lambda: run(callbacks=[(tfpar.BroadcastInitialWeights, tfpar.AverageMetrics)[rank]()]),
         "other steps": lambda: run(examples=len(x) - BATCH * rank),
         "other learning rates": lambda: run(callbacks=late, epochs=3),
     }
