@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import re
 import zipfile
 
 from tests.cluster.scripts import drop_in
@@ -88,6 +89,7 @@ def test_the_saved_model_knows_nothing_of_tfpar(directory):
         ("other weights", "worker 1 would start from other weights than worker 0. Put tfpar.BroadcastInitialWeights()"),
         ("other optimizer variables", "worker 1 would start from other optimizer variables than worker 0"),
         ("other callbacks", "(worker 0: BroadcastInitialWeights begins; worker 1: AverageMetrics begins)"),
+        ("other end", "worker 0: BroadcastInitialWeights begins epoch 3; worker 1: BroadcastInitialWeights ends"),
         ("other steps", "(steps x epochs: worker 0: 5 x 1; worker 1: 4 x 1)"),
         ("other learning rates", "Put AverageMetrics before the callbacks that decide"),
     ],
@@ -115,3 +117,12 @@ def test_data_that_runs_out_ends_the_run_with_a_word(tmp_path):
     result = launch(2, str(script), timeout=120.0)
     assert result.returncode != 0
     assert "worker 1 ended epoch 1 after 6 of 10 steps" in result.stdout + result.stderr
+
+
+def test_the_example_of_the_readme_learns():
+    result = launch(2, "experiments/keras_fit.py")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "[worker 1]" not in result.stdout
+    accuracy = re.findall(r"val_accuracy: ([\d.]+)", result.stdout)
+    assert len(accuracy) == 10
+    assert float(accuracy[-1]) > 0.93

@@ -63,9 +63,10 @@ class _InStep(keras.callbacks.Callback):
             )
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Counts anew."""
-        del epoch, logs
+        """Counts anew, and sees that all workers go on."""
+        del logs
         self._done = 0
+        self._meet(f"begins epoch {epoch + 1}")
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Counts."""
@@ -84,6 +85,15 @@ class _InStep(keras.callbacks.Callback):
                 f"fit: worker {self._workers.rank} ended epoch {epoch + 1} after {self._done} of {self._steps} steps, "
                 "and the others wait for it. Its data ran out (use dataset.repeat()), or a callback stopped the epoch."
             )
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Sees that no other worker goes on."""
+        del logs
+        self._meet("ends")
+
+    def _meet(self, where: str) -> None:
+        if self._workers is not None:
+            self._workers.gather(f"{type(self).__name__} {where}", None)
 
 
 class BroadcastInitialWeights(_InStep):

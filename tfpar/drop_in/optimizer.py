@@ -125,8 +125,8 @@ class Distribution:
         ]
         facts = {"exchange": self._exchange.spec} | _describe(optimizer)
         _compare(self.workers.gather("compare models", [facts, described]))
-        self._variables = variables
         self._exchange.build(variables, strategy=self.workers.strategy, seed=self._seed)
+        self._variables = variables
         self._reduce = self._reduction()
 
     def mean(

@@ -177,7 +177,7 @@ class Workers:
             places = "; ".join(f"worker {worker}: {call}" for worker, call in enumerate(calls))
             raise ConfigError(
                 f"workers do different things at the same time ({places}). Run the same script on all, with tfpar's "
-                "callbacks in the same order."
+                "callbacks in the same order, and let only averaged metrics decide when to stop."
             )
         return [answer for _, answer in map(json.loads, found)]
 

@@ -164,6 +164,11 @@ def misuses(rank: int) -> dict[str, Callable[[], Any]]:
         model.fit(x[:examples], y[:examples], callbacks=callbacks, **keywords)
 
     late = keras.callbacks.LearningRateScheduler(lambda epoch: 0.1 + rank * epoch), tfpar.AverageMetrics()
+
+    def stop(epoch: int, logs: Any) -> None:
+        stopping.model.stop_training = epoch + rank == 2
+
+    stopping = keras.callbacks.LambdaCallback(on_epoch_end=stop)
     return {
         "xla": lambda: run(jit_compile=True),
         "xla, no callback": lambda: run(jit_compile=True, callbacks=[]),
@@ -174,6 +179,7 @@ def misuses(rank: int) -> dict[str, Callable[[], Any]]:
         "other weights": lambda: run(model=dense_model(seed=rank), callbacks=[]),
         "other optimizer variables": lambda: run(optimizer=keras.optimizers.SGD(0.1 + rank), callbacks=[]),
         "other callbacks": lambda: run(callbacks=[(tfpar.BroadcastInitialWeights, tfpar.AverageMetrics)[rank]()]),
+        "other end": lambda: run(callbacks=[tfpar.BroadcastInitialWeights(), stopping], epochs=5),
         "other steps": lambda: run(examples=len(x) - BATCH * rank),
         "other learning rates": lambda: run(callbacks=late, epochs=3),
     }
