@@ -22,7 +22,7 @@ FLAG_NAMES = {
     "input": "dataset data_dir global_batch_size shard_by remainder uneven_batches shuffle sequence_length "
     "validation_fraction image_size augment cache prefetch input_threads data_service",
     "strategy": "strategy devices tpu",
-    "exchange": "exchange",
+    "exchange": "exchange exchange_retune_every",
     "precision": "precision tf32 initial_loss_scale loss_scale_growth_steps",
     "optimizer": "optimizer optimizer_args learning_rate base_batch_size weight_decay weight_decay_exclude clip_norm "
     "ema",

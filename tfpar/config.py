@@ -245,7 +245,15 @@ class StrategyConfig(Options):
 class ExchangeConfig(Options):
     """How gradients travel between replicas."""
 
-    exchange: str = option("none", "Gradient exchange: 'none' is the dense float32 all-reduce.")
+    exchange: str = option(
+        "none",
+        "How gradients travel between hosts: none (dense float32 all-reduce), bf16, fp16, fp8, int8, int4, int2, sign, "
+        "topk:SHARE, powersgd:RANK, or auto, which measures links and codecs at the start. Options follow, as in "
+        "'int4:block=512,rounding=stochastic,pattern=ring'; README.md lists them.",
+    )
+    exchange_retune_every: int = option(
+        0, "With --exchange=auto: updates after which links and codecs are measured again. 0: never.", minimum=0
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ import pytest
 def test_every_name_stands_alone(name):
     spec = specs.parse(name)
     assert spec.name == name
-    assert (spec.codec is None) == (name == "none")
+    assert (spec.codec is None) == (name in ("none", "powersgd", "auto"))
     assert spec.pattern == "two_phase"
     assert spec.error_feedback
 

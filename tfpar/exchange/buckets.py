@@ -34,10 +34,12 @@ class Bucket(Protocol):
 
     Attributes:
       elements: Elements L of all of them.
+      shard_elements: Elements of the shard of which a worker is the owner; L where there are no owners.
       state: This worker's variables; those of `RESIDUALS` have mass that is to be delivered.
     """
 
     elements: int
+    shard_elements: int
     state: dict[str, tf.Variable]
 
     def sum(self, tensors: Sequence[tf.Tensor], step: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:

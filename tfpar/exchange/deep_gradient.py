@@ -45,7 +45,7 @@ class DeepGradient:
         self._sizes = [shape.num_elements() for shape in shapes]
         self._momentum = spec.momentum
         self._final: Bucket = Collective(spec, shapes, group, seed, name)
-        self.elements = self._final.elements
+        self.elements, self.shard_elements = self._final.elements, self._final.shard_elements
         self.state = dict(self._final.state)
         keeps = [round(share * codec.block) for share in RAMP]
         stages = [

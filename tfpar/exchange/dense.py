@@ -27,7 +27,7 @@ class Dense:
 
     def __init__(self, spec: Spec, shapes: Sequence[tf.TensorShape], group: Group, seed: int, name: str) -> None:
         self.shapes = list(shapes)
-        self.elements = sum(shape.num_elements() for shape in shapes)
+        self.elements = self.shard_elements = sum(shape.num_elements() for shape in shapes)
         self._group = group
         self._instance = new_instances(1)[0]
         self.state = (

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tfpar.config import ConfigError
-from tfpar.exchange import specs
-from tfpar.exchange.buckets import RESIDUALS, Bucket
-from tfpar.exchange.compressed import Collective
-from tfpar.exchange.deep_gradient import DeepGradient
+from tfpar.exchange import planning, residuals, specs
+from tfpar.exchange.buckets import Bucket
 from tfpar.exchange.groups import LOCAL, Group, local, new_instances
-from tfpar.exchange.powersgd import PowerSGD, worthwhile
-from tfpar.exchange.staged import Staged
+from tfpar.exchange.specs import Spec
 
 import numpy as np
 import tensorflow as tf
@@ -84,10 +80,15 @@ class Exchange:
         self._dense: list[list[int]] = []
         self._group = Group.of_workers(1, 0)
         self._small: list[int] = []
-        self._compressed: list[tuple[list[int], Bucket]] = []
+        self._fused: list[list[int]] = []  # indices of the tensors of each bucket
+        self._chosen: list[Spec] = []
+        self._buckets: list[Bucket] = []
         self._step: tf.Variable | None = None
-        self._instances = [0, 0]
+        self._observed: tf.Variable | None = None
+        self._instances = [0, 0, 0]
         self._device = ""
+        self._seed = 0
+        self.plan_table = ""
 
     def build(
         self,
@@ -110,7 +111,7 @@ class Exchange:
         """
         self._shapes = [tf.TensorShape(variable.shape) for variable in variables]
         sizes = [shape.num_elements() for shape in self._shapes]
-        self._dense = _fuse(list(range(len(sizes))), sizes, BUCKET_BYTES)
+        self._dense = planning.fuse(list(range(len(sizes))), sizes, BUCKET_BYTES)
         strategy = strategy or (tf.distribute.get_strategy() if tf.distribute.has_strategy() else None)
         if workers is None:
             workers, worker = _place(strategy) if strategy else (1, 0)
@@ -118,22 +119,52 @@ class Exchange:
         self._device = strategy.extended.worker_devices[0] if strategy else "/device:CPU:0"
         if not self.compresses:
             return
-        spec = self._spec
-        _check_workers(spec, workers)
-        large = [index for index, shape in enumerate(self._shapes) if _travels_encoded(spec, shape)]
+        planning.check_workers(self._spec, workers)
+        large = [index for index, shape in enumerate(self._shapes) if planning.travels_encoded(self._spec, shape)]
         self._small = [index for index in range(len(sizes)) if index not in set(large)]
-        self._instances = new_instances(2)
+        self._fused = [bucket for bucket in planning.fuse(large, sizes, self._spec.bucket_bytes) if bucket]
+        self._seed = seed
+        self._instances = new_instances(3)
         with tf.device(self._device):
             self._step = tf.Variable(0, dtype=tf.int64, trainable=False, name="exchange_step", **LOCAL)
-            self._compressed = [
-                (
-                    bucket,
-                    _bucket_type(spec)(
-                        spec, [self._shapes[index] for index in bucket], self._group, seed, f"bucket_{number}"
-                    ),
+            # Squared L2 norms of gradients and residuals at the last exchange, and a cosine.
+            self._observed = tf.Variable([0.0, 0.0, float("nan")], trainable=False, name="exchange_observed", **LOCAL)
+        self._make_buckets(self._plan())
+
+    def retune(self) -> bool:
+        """Measures again, with `auto`, and changes the plan if another one has become faster; all workers together.
+
+        Returns:
+          Whether the plan has changed: functions that call `reduce` must then be traced anew. What was kept back goes
+          on to be delivered.
+        """
+        if self._spec.name != "auto" or not self.compresses:
+            return False
+        chosen = self._plan()
+        if chosen == self._chosen:
+            return False
+        kept = residuals.kept_by_worker(self._buckets, self._group.rank)
+        self._make_buckets(chosen)
+        residuals.hand_over(self._buckets, kept)
+        return True
+
+    def _plan(self) -> list[Spec]:
+        """A spec for each bucket."""
+        if self._spec.name != "auto":
+            return [self._spec] * len(self._fused)
+        elements = [sum(self._shapes[index].num_elements() for index in bucket) for bucket in self._fused]
+        plan = planning.choose(self._spec, elements, self._group, self._device)
+        self.plan_table = plan.table
+        return plan.specs
+
+    def _make_buckets(self, chosen: Sequence[Spec]) -> None:
+        self._chosen = list(chosen)
+        with tf.device(self._device):
+            self._buckets = [
+                planning.bucket_type(spec)(
+                    spec, [self._shapes[index] for index in bucket], self._group, self._seed, f"bucket_{number}"
                 )
-                for number, bucket in enumerate(_fuse(large, sizes, spec.bucket_bytes))
-                if bucket
+                for number, (bucket, spec) in enumerate(zip(self._fused, chosen, strict=True))
             ]
 
     def check_supported(self, strategy: str) -> None:
@@ -158,14 +189,14 @@ class Exchange:
         """What the exchange carries from step to step on this worker: residuals, and the count of exchanges."""
         if self._step is None:
             return []
-        return [local(self._step), *(variable for _, bucket in self._compressed for variable in bucket.state.values())]
+        return [local(self._step), *(variable for bucket in self._buckets for variable in bucket.state.values())]
 
     def export(self) -> dict[str, np.ndarray]:
         """This worker's state, for a checkpoint; empty where nothing is compressed."""
         if self._step is None:
             return {}
         arrays = {"step": np.array(local(self._step).numpy(), np.int64)}
-        for number, (_, bucket) in enumerate(self._compressed):
+        for number, bucket in enumerate(self._buckets):
             for role, variable in bucket.state.items():
                 arrays[f"{number}/{role}"] = np.array(variable.numpy(), copy=True)
         return arrays
@@ -192,20 +223,12 @@ class Exchange:
         local(self._step).assign(own["step"])
         shapes = {name: array.shape for name, array in own.items()}
         if workers == self._group.size and shapes == {name: array.shape for name, array in self.export().items()}:
-            for number, (_, bucket) in enumerate(self._compressed):
+            for number, bucket in enumerate(self._buckets):
                 for role, variable in bucket.state.items():
                     variable.assign(own[f"{number}/{role}"])
             return
-        undelivered = _undelivered([read(worker) for worker in range(workers)])
-        expected = sum(bucket.elements for _, bucket in self._compressed)
-        if undelivered.size != expected:
-            raise ValueError(f"saved residuals have {undelivered.size} elements, this model's {expected}")
-        begin = 0
-        for _, bucket in self._compressed:
-            part = undelivered[begin : begin + bucket.elements]
-            begin += bucket.elements
-            if "worker" in bucket.state and rank == 0:
-                bucket.state["worker"].assign(part.astype(np.float32))
+        kept = residuals.undelivered([read(worker) for worker in range(workers)])
+        residuals.hand_over(self._buckets, kept if rank == 0 else np.zeros_like(kept))
 
     def describe(self) -> str:
         """One line: codec and pattern, or why there is none."""
@@ -301,7 +324,7 @@ class Exchange:
             result: list[tf.Tensor] = [None] * len(sums)
             for index, part in zip(self._small, parts, strict=True):
                 result[index] = part
-            large = [index for bucket, _ in self._compressed for index in bucket]
+            large = [index for bucket in self._fused for index in bucket]
             exchanged = tf.cond(
                 tf.equal(sidecar[0], 0.0),
                 lambda: self._exchange_buckets([sums[index] for index in large]),
@@ -318,23 +341,61 @@ class Exchange:
 
         def compressed() -> list[tf.Tensor]:
             result: list[tf.Tensor] = []
-            for indices, bucket in self._compressed:
-                result += bucket.sum(tensors[len(result) : len(result) + len(indices)], step)[0]
+            norms = []
+            for indices, bucket in zip(self._fused, self._buckets, strict=True):
+                sums, norm = bucket.sum(tensors[len(result) : len(result) + len(indices)], step)
+                result += sums
+                norms.append(norm)
+            self._observe(tensors, result, tf.add_n(norms), step)
             return result
-
-        def dense() -> list[tf.Tensor]:
-            flat = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], axis=0)
-            summed = self._group.all_reduce(flat, self._instances[1])
-            parts = tf.split(summed, [tensor.shape.num_elements() for tensor in tensors])
-            return [tf.reshape(part, tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
         if not tensors:
             return []
         warming_up = self._spec.warmup_steps > 0
-        result = tf.cond(step < self._spec.warmup_steps, dense, compressed) if warming_up else compressed()
+        if warming_up:
+            result = tf.cond(step < self._spec.warmup_steps, lambda: self._dense_sums(tensors, 1), compressed)
+        else:
+            result = compressed()
         with tf.control_dependencies(result):
             variable.assign_add(1, read_value=False)
         return result
+
+    def _dense_sums(self, tensors: list[tf.Tensor], instance: int) -> list[tf.Tensor]:
+        flat = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], axis=0)
+        summed = self._group.all_reduce(flat, self._instances[instance])
+        parts = tf.split(summed, [tensor.shape.num_elements() for tensor in tensors])
+        return [tf.reshape(part, tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+    def _observe(self, tensors: list[tf.Tensor], sums: list[tf.Tensor], norms: tf.Tensor, step: tf.Tensor) -> None:
+        """Notes the norms, and now and then how far what was delivered points where the gradients do."""
+        assert self._observed is not None
+        observed = local(self._observed)
+        every = self._spec.sample_every
+
+        def cosine() -> tf.Tensor:
+            dense = self._dense_sums(tensors, 2)
+            inner = tf.add_n([tf.reduce_sum(one * other) for one, other in zip(dense, sums, strict=True)])
+            squares = [2.0 * tf.add_n([tf.nn.l2_loss(part) for part in parts]) for parts in (dense, sums)]
+            return inner / tf.sqrt(squares[0] * squares[1])
+
+        latest = observed.read_value()[2]
+        if every:
+            # Early in a run for the first time, but not at its very first exchange.
+            latest = tf.cond(tf.equal(step % every, min(every // 10, 100)), cosine, lambda: latest)
+        observed.assign(tf.concat([norms, latest[None]], axis=0), read_value=False)
+
+    def observed(self) -> dict[str, float]:
+        """What the last exchange shows of this worker, for TensorBoard; empty where nothing is compressed.
+
+        Returns:
+          `residual_over_gradient`: L2 norm of what is kept back, over that of the gradient. `cosine`: between the sum
+          that was delivered and the dense one, of the last exchange where they were compared.
+        """
+        if self._observed is None:
+            return {}
+        gradient, residual, cosine = local(self._observed).numpy().tolist()
+        result = {"residual_over_gradient": (residual / gradient) ** 0.5} if gradient > 0.0 else {}
+        return result | ({} if cosine != cosine else {"cosine": cosine})
 
     def _cut(self, buffer: tf.Tensor, indices: Sequence[int]) -> list[tf.Tensor]:
         """The tensors of these indices at the front of a buffer, and what is left of it."""
@@ -360,10 +421,10 @@ class Exchange:
             return Traffic("none", pattern, dense if replicas > 1 else 0, sent, sent)
         hosts = self._group.size
         small = 4 * (sidecar_length + sum(elements[index] for index in self._small))
-        wires = [bucket.wire() for _, bucket in self._compressed]
-        pattern = "all_reduce" if self._spec.rank else self._spec.pattern
+        wires = [bucket.wire() for bucket in self._buckets]
+        pattern = _joined(["all_reduce" if not spec.codec else spec.pattern for spec in self._chosen])
         return Traffic(
-            self._spec.name,
+            _joined([spec.name for spec in self._chosen]),
             pattern if replicas == hosts or pattern == "hierarchical" else f"hierarchical, {pattern}",
             small + sum(wire.payload for wire in wires),
             2 * (hosts - 1) * small // hosts + sum(wire.sent for wire in wires),
@@ -371,44 +432,9 @@ class Exchange:
         )
 
 
-def _check_workers(spec: specs.Spec, workers: int) -> None:
-    if spec.pattern == "halving_doubling" and workers & (workers - 1):
-        raise ConfigError(
-            f"--exchange={spec.text}: halving_doubling needs a power of two of workers, and there are {workers}. Use "
-            "pattern=binary_blocks, which is the same for powers of two and works for any number."
-        )
-
-
-def _travels_encoded(spec: specs.Spec, shape: tf.TensorShape) -> bool:
-    """Whether a tensor is large enough, and not of a sensitive kind (bias, norm), which all have one dim."""
-    if len(shape) < 2 or shape.num_elements() < spec.min_elements:
-        return False
-    return not spec.rank or worthwhile(shape, spec.rank)
-
-
-def _bucket_type(spec: specs.Spec) -> Callable[..., Bucket]:
-    if spec.rank:
-        return PowerSGD
-    if spec.momentum or spec.ramp_steps:
-        return DeepGradient
-    return Staged if spec.pattern in specs.STAGED else Collective
-
-
-def _undelivered(saved: Sequence[Mapping[str, np.ndarray]]) -> np.ndarray:
-    """What the workers had kept back in all, float64 over the elements of all buckets."""
-    buckets = []
-    for number in itertools.count():
-        worker, owner = (f"{number}/{role}" for role in RESIDUALS)
-        parts = [state[worker] for state in saved if worker in state]
-        if not parts:
-            break
-        total = np.sum(parts, axis=0, dtype=np.float64)
-        # The owners' shards lie end to end in the order of the ranks.
-        owned = [state[owner] for state in saved if owner in state]
-        if owned:
-            total += np.concatenate(owned)
-        buckets.append(total)
-    return np.concatenate(buckets) if buckets else np.zeros(0)
+def _joined(names: Sequence[str]) -> str:
+    """Different names, in the order in which they come."""
+    return " + ".join(dict.fromkeys(names)) or "none"
 
 
 def _sum_local(strategy: tf.distribute.Strategy, value: Any) -> tf.Tensor:
@@ -437,23 +463,3 @@ def _replica_context() -> tf.distribute.ReplicaContext:
     if context is None:
         raise RuntimeError("an exchange runs in a replica context: call it inside the function given to strategy.run")
     return context
-
-
-def _fuse(indices: Sequence[int], sizes: Sequence[int], limit: int) -> list[list[int]]:
-    """Groups consecutive tensors into buckets of at most `limit` bytes (one larger tensor is a bucket of its own).
-
-    Args:
-      indices: Which tensors.
-      sizes: Elements of every tensor.
-      limit: Bytes of float32 in a bucket.
-    """
-    buckets: list[list[int]] = [[]]
-    filled = 0
-    for index in indices:
-        size = 4 * sizes[index]
-        if buckets[-1] and filled + size > limit:
-            buckets.append([])
-            filled = 0
-        buckets[-1].append(index)
-        filled += size
-    return buckets

@@ -6,6 +6,7 @@ All workers measure at the same time, as they will exchange; what they then work
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -52,9 +53,8 @@ def measure(group: Group, codecs: Sequence[Codec], device: str) -> Measured:
         for codec in codecs:
             own += _codec(codec)
         instance = new_instances(1)[0]
-        total = tf.function(lambda value: group.all_reduce(value, instance), autograph=False)(
-            tf.constant(own, tf.float32)
-        )
+        values = tf.constant(own, tf.float32)
+        total = _traced(lambda value: group.all_reduce(value, instance), values)(values)
     mean = (total / group.size).numpy().astype(float).tolist()
     rates = [mean[place : place + 3] for place in range(2, len(mean), 3)]
     return Measured(
@@ -65,9 +65,9 @@ def measure(group: Group, codecs: Sequence[Codec], device: str) -> Measured:
 def _link(group: Group) -> tuple[float, float]:
     """Seconds of an empty message, and bytes per second."""
     small, barrier = new_instances(2)
-    reduce = tf.function(lambda value: group.all_reduce(value, small), autograph=False)
-    ready = tf.function(lambda value: group.all_reduce(value, barrier), autograph=False)
     value = tf.zeros([16])
+    reduce = _traced(lambda value: group.all_reduce(value, small), value)
+    ready = _traced(lambda value: group.all_reduce(value, barrier), value)
     reduce(value)
     round_trip = _median(lambda: reduce(value), 15)
     latency = round_trip / (2 * (group.size - 1))  # a ring has so many messages one after the other
@@ -75,7 +75,7 @@ def _link(group: Group) -> tuple[float, float]:
     while True:
         instance = new_instances(1)[0]
         rows = tf.zeros([group.size, max(1, size // 4 // group.size)], tf.int32)
-        send = tf.function(lambda rows, instance=instance: group.all_to_all(rows, instance), autograph=False)
+        send = _traced(functools.partial(group.all_to_all, instance=instance), rows)
         send(rows)
         times = []
         for _ in range(3):
@@ -96,16 +96,21 @@ def _codec(codec: Codec) -> tuple[float, float, float]:
     values = tf.random.stateless_normal([_ELEMENTS], [1, 2])
     residual = tf.Variable(tf.zeros([_ELEMENTS]), trainable=False)
     seed_step = tf.constant([0, 0], tf.int64) if codec.rounding == "stochastic" else None
-    encode = tf.function(
-        lambda: tfpar_ops.encode_into(residual, [values], codec, seed_step=seed_step).payload, autograph=False
-    )
+    encode = _traced(lambda: tfpar_ops.encode_into(residual, [values], codec, seed_step=seed_step).payload)
     payload = encode()
-    one = tf.function(lambda rows: tfpar_ops.decode_sum(rows, codec, _ELEMENTS), autograph=False)
-    error = np.linalg.norm(one(payload).numpy() - values.numpy()) / np.linalg.norm(values.numpy())
+    error = np.linalg.norm(tfpar_ops.decode_sum(payload, codec, _ELEMENTS).numpy() - values.numpy()) / np.linalg.norm(
+        values.numpy()
+    )
     rows = tf.concat([payload] * 4, axis=0)
-    one(rows)
-    encoding, decoding = _median(encode, 5), _median(lambda: one(rows), 5) / 4
+    decode = _traced(lambda rows: tfpar_ops.decode_sum(rows, codec, _ELEMENTS), rows)
+    decode(rows)
+    encoding, decoding = _median(encode, 5), _median(lambda: decode(rows), 5) / len(rows)
     return 4 * _ELEMENTS / encoding, 4 * _ELEMENTS / decoding, float(error)
+
+
+def _traced(function: Callable[..., tf.Tensor], *arguments: tf.Tensor) -> Callable[..., tf.Tensor]:
+    """The function as a graph. (Calls of a `tf.function` would be counted as retracing, and warned of.)"""
+    return tf.function(function, autograph=False).get_concrete_function(*arguments)
 
 
 def _median(call: Callable[[], object], times: int) -> float:

@@ -47,7 +47,7 @@ class PowerSGD:
 
     def __init__(self, spec: Spec, shapes: Sequence[tf.TensorShape], group: Group, seed: int, name: str) -> None:
         self.shapes = list(shapes)
-        self.elements = sum(shape.num_elements() for shape in shapes)
+        self.elements = self.shard_elements = sum(shape.num_elements() for shape in shapes)
         self._group = group
         self._matrices = [matrix_shape(shape) for shape in shapes]
         self._rank = spec.rank

@@ -26,7 +26,7 @@ _CODECS: dict[str, dict[str, Any]] = {
     "topk": {"kind": "topk"},
 }
 _CODEC_OPTIONS = ("block", "scale", "rounding")
-NAMES = ("none", *_CODECS, "powersgd")
+NAMES = ("none", *_CODECS, "powersgd", "auto")
 _TOPK_OPTIONS = ("momentum", "ramp_steps")
 
 
@@ -37,7 +37,7 @@ class Spec:
     Attributes:
       text: What was given, e.g. `int4:block=512,pattern=all_gather`.
       name: The codec's name, `none` for the dense all-reduce.
-      codec: The codec; None for `none` and `powersgd`.
+      codec: The codec; None for `none`, `powersgd` and `auto`.
       rank: Of `powersgd`: columns of the factors. 0 for the others.
       pattern: How payloads move between workers, one of `PATTERNS`.
       error_feedback: Whether what a payload leaves out is added to the next one.
@@ -45,6 +45,8 @@ class Spec:
       min_elements: Tensors with fewer elements, and all with fewer than two dims, travel dense with the sidecar.
       bucket_bytes: Tensors are fused up to this many bytes of float32.
       momentum: Of `topk`: momentum correction, see `deep_gradient`.
+      max_error: Of `auto`: codecs with a larger relative L2 error on normally distributed numbers are not considered.
+      sample_every: Exchanges from one comparison with the dense mean to the next, for TensorBoard. 0: never.
       ramp_steps: Of `topk`: exchanges after `warmup_steps` in which the share that is kept falls to the final one.
     """
 
@@ -59,6 +61,8 @@ class Spec:
     bucket_bytes: int = 64 << 20
     momentum: float = 0.0
     ramp_steps: int = 0
+    max_error: float = 0.2
+    sample_every: int = 1000
 
     @property
     def lossy(self) -> bool:
@@ -71,6 +75,8 @@ class Spec:
             return "none (dense float32 all-reduce)"
         feedback = "error feedback" if self.error_feedback else "no error feedback"
         warmup = f", dense for the first {self.warmup_steps} updates" if self.warmup_steps else ""
+        if self.name == "auto":
+            return f"{self.text} (errors up to {self.max_error:g}, {feedback}{warmup})"
         pattern = "all_reduce of factors" if self.rank else self.pattern
         return f"{self.text} ({pattern}, {feedback}{warmup})"
 
@@ -112,8 +118,11 @@ def parse(text: str, flag: str = "--exchange") -> Spec:
 
 def _known_options(name: str) -> list[str]:
     if name == "powersgd":
-        return ["error_feedback", "warmup_steps", "start_after", "min_elements"]
-    own = [field.name for field in dataclasses.fields(Spec) if field.name not in ("text", "name", "codec", "rank")]
+        return ["error_feedback", "warmup_steps", "start_after", "min_elements", "sample_every"]
+    if name == "auto":
+        return ["max_error", "error_feedback", "warmup_steps", "min_elements", "bucket_bytes", "sample_every"]
+    fixed = ("text", "name", "codec", "rank", "max_error")
+    own = [field.name for field in dataclasses.fields(Spec) if field.name not in fixed]
     if name != "topk":
         own = [option for option in own if option not in _TOPK_OPTIONS]
     return [*own, *(_CODEC_OPTIONS if name in _CODECS else ())]
@@ -135,7 +144,16 @@ def _own_options(flag: str, text: str, options: dict[str, Any]) -> dict[str, Any
     if not isinstance(options.get("error_feedback", True), bool):
         raise ConfigError(f"{flag}={text}: error_feedback={options['error_feedback']!r} is not true or false.")
     _check_momentum(flag, text, options)
-    for key, least in (("warmup_steps", 0), ("min_elements", 0), ("bucket_bytes", 1), ("ramp_steps", 0)):
+    error = options.get("max_error", 0.2)
+    if not isinstance(error, (int, float)) or isinstance(error, bool) or not error >= 0.0:
+        raise ConfigError(f"{flag}={text}: max_error={error!r} is not a number of at least 0.")
+    for key, least in (
+        ("warmup_steps", 0),
+        ("min_elements", 0),
+        ("bucket_bytes", 1),
+        ("ramp_steps", 0),
+        ("sample_every", 0),
+    ):
         value = options.get(key, least)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ConfigError(f"{flag}={text}: {key}={value!r} is not a whole number of at least {least}.")

@@ -23,6 +23,11 @@ _TAGS = {
     "gradient_norm": "norms/gradient",
     "parameter_norm": "norms/parameter",
     "update_norm": "norms/update",
+    "payload_bytes": "exchange/payload_bytes",
+    "wire_bytes": "exchange/wire_bytes",
+    "compression_ratio": "exchange/compression_ratio",
+    "residual_over_gradient": "exchange/residual_over_gradient",
+    "cosine": "exchange/cosine_to_dense",
 }
 _POINT_SECONDS = 2.0
 
@@ -131,7 +136,7 @@ class Monitor:
           losses: [n] mean loss of each update.
           durations: [n, 5] seconds of each update: input wait, compute, exchange, update, total.
           scalars: Values at the last update: `learning_rate`, `gradient_norm`, `parameter_norm`, `update_norm`,
-            `loss_scale`, `skipped_steps`; any other name is a training metric.
+            `loss_scale`, `skipped_steps`, those of the exchange; any other name is a training metric.
           examples: [n] examples of each update; by default the global batch size.
         """
         losses = np.asarray(losses, np.float64)

@@ -104,8 +104,9 @@ def announce(run: Run) -> None:
     step_text = f"step: {trainer.config.precision.precision}, XLA {'on' if trainer.jit_compile else 'off'}"
     if trainer.config.train.jit_compile == "auto" and not trainer.jit_compile:
         step_text += f" ({trainer.xla_obstacle()})"
-    for text in (_model_text(trainer), run.pipeline.report(), exchange_text, step_text):
-        monitor.message(text)
+    for text in (_model_text(trainer), run.pipeline.report(), trainer.exchange.plan_table, exchange_text, step_text):
+        if text:
+            monitor.message(text)
 
 
 def record_start(run: Run) -> None:

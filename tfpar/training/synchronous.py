@@ -57,7 +57,16 @@ class SynchronousRun:
         self.monitor = report.build_monitor(trainer, self.total)
         self.say = self.monitor.message
         self.position = _Position(0, precision.initial(config.precision))
-        self.step = TrainStep(
+        self.step = self._make_step()
+        self.results: dict[str, float] = {}
+        self.evaluate_every = config.train.eval_every or max(1, min(self.pipeline.updates_per_epoch, self.total))
+        self.evaluated_at = -1
+        self.checkpointer = self._checkpointer()
+        self.agreement = Agreement(trainer.strategy, self.plan.workers)
+
+    def _make_step(self) -> TrainStep:
+        trainer, config = self.trainer, self.config
+        return TrainStep(
             trainer.core,
             trainer.optimizer,
             trainer.exchange,
@@ -70,11 +79,6 @@ class SynchronousRun:
             growth_steps=precision.growth_steps(config.precision),
             timed=not config.train.deterministic,
         )
-        self.results: dict[str, float] = {}
-        self.evaluate_every = config.train.eval_every or max(1, min(self.pipeline.updates_per_epoch, self.total))
-        self.evaluated_at = -1
-        self.checkpointer = self._checkpointer()
-        self.agreement = Agreement(trainer.strategy, self.plan.workers)
 
     @property
     def steps_done(self) -> int:
@@ -115,13 +119,14 @@ class SynchronousRun:
         report.record_start(self)
         every = self.evaluate_every
         saves = config.checkpoint.checkpoint_every or every
+        retunes = config.exchange.exchange_retune_every or self.total
         last = min(self.total, self.position.step + (config.train.stop_after or self.total))
         pace = Pace(config.train.steps_per_loop)
         iterator = iter(trainer.distribute(self.pipeline, self.position.step))
         with self.monitor.session():
             while self.position.step < last:
                 step = self.position.step
-                boundaries = [last, next_multiple(step, every), next_multiple(step, saves)]
+                boundaries = [last, *(next_multiple(step, interval) for interval in (every, saves, retunes))]
                 updates = pace.next(step, [*boundaries, self.monitor.next_boundary(step)])
                 began = time.perf_counter()
                 self._advance(iterator, updates)
@@ -132,6 +137,9 @@ class SynchronousRun:
                 improved = self._evaluate() if step % every == 0 or step == self.total else False
                 if step % saves == 0 or step == last or improved:
                     self._save(best=improved)
+                if step % retunes == 0 and step < last and trainer.exchange.retune():
+                    self.say(trainer.exchange.plan_table)
+                    self.step = self._make_step()  # traced anew, with the new plan
             finished = self.position.step >= self.total
             return self._finish(finished)
 
@@ -168,9 +176,21 @@ class SynchronousRun:
             "loss_scale": float(result.loss_scale.scale),
             "skipped_steps": float(position.skipped),
             **self.trainer.core.metric_results([value.numpy() for value in result.metrics]),
+            **self._exchange_scalars(),
         }
         self.monitor.on_steps(position.step, losses, durations, scalars, examples=result.count.numpy())
         self.monitor.after_step(position.step)
+
+    def _exchange_scalars(self) -> dict[str, float]:
+        traffic = self.traffic
+        if not traffic.wire_bytes:
+            return {}
+        return {
+            "payload_bytes": traffic.payload_bytes,
+            "wire_bytes": traffic.wire_bytes,
+            "compression_ratio": traffic.dense_bytes / traffic.wire_bytes,
+            **self.trainer.exchange.observed(),
+        }
 
     def _evaluate(self) -> bool:
         """Evaluates, feeds the plateau schedule; returns whether this is the best so far."""

@@ -1,0 +1,84 @@
+"""The cost model against closed forms, and what `auto` would do on links that can be reasoned about."""
+
+from __future__ import annotations
+
+from tfpar.exchange import costs, planning, specs
+from tfpar.exchange.costs import Link, Speed
+from tfpar.exchange.groups import Group
+from tfpar.exchange.measure import Measured
+
+import pytest
+
+FAST = Speed(encode=1e15, decode=1e15)
+ELEMENTS = 25_557_032  # ResNet-50
+
+
+@pytest.mark.parametrize("workers", [2, 4, 8, 1024])
+def test_dense_ring(workers):
+    link = Link(latency=1e-3, bandwidth=125e6)
+    cost = costs.predict(specs.parse("none"), ELEMENTS, workers, link)
+    share = (workers - 1) / workers
+    assert cost.sent == pytest.approx(2 * share * 4 * ELEMENTS, rel=1e-6)
+    assert cost.transfer == pytest.approx(cost.sent / 125e6)
+    assert cost.latency == pytest.approx(2e-3 * (workers - 1))
+
+
+@pytest.mark.parametrize("pattern", ["two_phase", "ring", "binary_blocks"])
+@pytest.mark.parametrize("workers", [2, 4, 8, 64])
+def test_bytes_of_a_worker_do_not_grow_with_their_number(pattern, workers):
+    cost = costs.predict(specs.parse(f"int4:pattern={pattern}"), ELEMENTS, workers, Link(0.0, 1e9), FAST)
+    payload = specs.parse("int4").codec.payload_bytes(ELEMENTS)
+    assert cost.sent == pytest.approx(2 * (workers - 1) / workers * payload, rel=1e-3)
+
+
+def test_all_gather_grows():
+    link = Link(0.0, 1e9)
+    sent = [costs.predict(specs.parse("int8:pattern=all_gather"), ELEMENTS, n, link, FAST).sent for n in (2, 4, 8)]
+    assert sent[1] == pytest.approx(3 * sent[0])
+    assert sent[2] == pytest.approx(7 * sent[0])
+
+
+def test_powersgd_waits_twice_and_sends_little():
+    link = Link(1e-3, 125e6)
+    cost = costs.predict(specs.parse("powersgd:4"), 1 << 20, 4, link, FAST)
+    assert cost.latency == pytest.approx(2 * 6e-3)
+    assert cost.sent == pytest.approx(1.5 * 4 * 2 * 1024 * 4)
+
+
+def test_one_worker_sends_nothing():
+    assert costs.predict(specs.parse("int4"), ELEMENTS, 1, Link(1.0, 1.0)).seconds == 0.0
+
+
+@pytest.fixture
+def choose(monkeypatch):
+    """`planning.choose` with the measurement given."""
+
+    def call(link: Link, speed: Speed, elements: list[int], text: str = "auto", workers: int = 4) -> list[str]:
+        def measure(group, codecs, device):
+            errors = {"bf16": 0.002, "fp8": 0.03, "quantize8": 0.007, "quantize4": 0.13, "quantize2": 0.8, "sign0": 0.6}
+            names = [codec.kind + (str(codec.bits) if codec.kind in ("quantize", "sign") else "") for codec in codecs]
+            return Measured(link, [speed] * len(codecs), [errors[name] for name in names])
+
+        monkeypatch.setattr(planning.measure, "measure", measure)
+        plan = planning.choose(specs.parse(text), elements, Group.of_workers(workers, 0), "/device:CPU:0")
+        assert all(f"bucket {number}" in plan.table for number in range(len(elements)))
+        return [spec.name for spec in plan.specs]
+
+    return call
+
+
+def test_slow_links_take_the_smallest_codec_of_the_budget(choose):
+    slow, speed = Link(1e-3, 12.5e6), Speed(5e9, 5e9)
+    assert choose(slow, speed, [ELEMENTS]) == ["int4"]
+    assert choose(slow, speed, [ELEMENTS], "auto:max_error=0.01") == ["int8"]
+    assert choose(slow, speed, [ELEMENTS], "auto:max_error=1") == ["sign"]
+    assert choose(slow, speed, [ELEMENTS], "auto:max_error=0") == ["none"]
+
+
+def test_links_faster_than_the_codecs_stay_dense(choose):
+    assert choose(Link(1e-6, 50e9), Speed(1e9, 1e9), [ELEMENTS]) == ["none"]
+
+
+def test_each_bucket_for_itself(choose):
+    # 100 us a message: the small bucket is all waiting, of which the dense ring has more than one all-gather.
+    assert choose(Link(1e-4, 1.25e9), Speed(4e8, 1e12), [ELEMENTS, 256], workers=4)[0] == "none"

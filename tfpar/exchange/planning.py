@@ -1,0 +1,160 @@
+"""Which tensors travel encoded, in which buckets, with which codec and pattern."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from tfpar.config import ConfigError
+from tfpar.exchange import costs, measure, specs
+from tfpar.exchange.buckets import Bucket
+from tfpar.exchange.compressed import Collective
+from tfpar.exchange.costs import Cost
+from tfpar.exchange.deep_gradient import DeepGradient
+from tfpar.exchange.dense import Dense
+from tfpar.exchange.groups import Group
+from tfpar.exchange.powersgd import PowerSGD, worthwhile
+from tfpar.exchange.specs import Spec
+from tfpar.exchange.staged import Staged
+
+import tensorflow as tf
+
+# What `auto` chooses from. fp16 is not among them: its range does not suit every gradient. topk, sign and powersgd
+# leave out most of a gradient at every step, which no error budget that is meant seriously allows.
+_CANDIDATES = ("none", "bf16", "fp8", "int8", "int4", "int2", "sign")
+_PATTERNS = ("two_phase", "all_gather", "ring", "binary_blocks")
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What `auto` has decided, the same on all workers.
+
+    Attributes:
+      specs: Of each bucket.
+      table: What was measured, and what each bucket is expected to cost, as text.
+    """
+
+    specs: list[Spec]
+    table: str
+
+
+def check_workers(spec: Spec, workers: int) -> None:
+    """Refuses a pattern that does not work for a number of workers.
+
+    Raises:
+      ConfigError: See there.
+    """
+    if spec.pattern == "halving_doubling" and workers & (workers - 1):
+        raise ConfigError(
+            f"--exchange={spec.text}: halving_doubling needs a power of two of workers, and there are {workers}. Use "
+            "pattern=binary_blocks, which is the same for powers of two and works for any number."
+        )
+
+
+def travels_encoded(spec: Spec, shape: tf.TensorShape) -> bool:
+    """Whether a tensor is large enough, and not of a sensitive kind (bias, norm), which all have one dim."""
+    if len(shape) < 2 or shape.num_elements() < spec.min_elements:
+        return False
+    return not spec.rank or worthwhile(shape, spec.rank)
+
+
+def bucket_type(spec: Spec) -> Callable[..., Bucket]:
+    """What carries out a spec for one bucket."""
+    if spec.rank:
+        return PowerSGD
+    if spec.codec is None:
+        return Dense
+    if spec.momentum or spec.ramp_steps:
+        return DeepGradient
+    return Staged if spec.pattern in specs.STAGED else Collective
+
+
+def fuse(indices: Sequence[int], sizes: Sequence[int], limit: int) -> list[list[int]]:
+    """Groups consecutive tensors into buckets of at most `limit` bytes (one larger tensor is a bucket of its own).
+
+    Args:
+      indices: Which tensors.
+      sizes: Elements of every tensor.
+      limit: Bytes of float32 in a bucket.
+    """
+    buckets: list[list[int]] = [[]]
+    filled = 0
+    for index in indices:
+        size = 4 * sizes[index]
+        if buckets[-1] and filled + size > limit:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(index)
+        filled += size
+    return buckets
+
+
+def choose(spec: Spec, elements: Sequence[int], group: Group, device: str) -> Plan:
+    """Measures links and codecs, and takes for each bucket what should be fastest; about a second.
+
+    All workers must call it together.
+
+    Args:
+      spec: An `auto` exchange, with its error budget.
+      elements: Of each bucket.
+      group: All workers.
+      device: Where exchanges run.
+    """
+    named = [specs.parse(name) for name in _CANDIDATES]
+    codecs = [candidate.codec for candidate in named if candidate.codec is not None]
+    measured = measure.measure(group, codecs, device)
+    names = [candidate.name for candidate in named if candidate.codec is not None]
+    known = dict(zip(names, zip(measured.speeds, measured.errors, strict=True), strict=True))
+    allowed = [one for one in named if one.codec is None or known[one.name][1] <= spec.max_error]
+    variants = [
+        dataclasses.replace(
+            one,
+            text=one.name,
+            pattern=pattern,
+            error_feedback=spec.error_feedback,
+            warmup_steps=spec.warmup_steps,
+            min_elements=spec.min_elements,
+        )
+        for one in allowed
+        for pattern in (_PATTERNS if one.codec else _PATTERNS[:1])
+    ]
+    chosen: list[Spec] = []
+    rows = []
+    for number, count in enumerate(elements):
+        predicted = {
+            variant: costs.predict(
+                variant, count, group.size, measured.link, known[variant.name][0] if variant.codec else None
+            )
+            for variant in variants
+        }
+        best = min(predicted, key=lambda variant: predicted[variant].seconds)
+        chosen.append(best)
+        rows.append((number, count, best, predicted[best], predicted[variants[0]]))
+    return Plan(chosen, _table(measured, allowed, known, rows))
+
+
+def _table(
+    measured: measure.Measured,
+    allowed: Sequence[Spec],
+    known: dict[str, tuple[costs.Speed, float]],
+    rows: Sequence[tuple[int, int, Spec, Cost, Cost]],
+) -> str:
+    link = measured.link
+    lines = [
+        f"exchange auto: {link.latency * 1e3:.2f} ms a message, {link.bandwidth * 8e-9:.2f} Gbit/s; "
+        "encoding, decoding in GB/s of gradient, relative error:"
+    ]
+    lines.append(
+        "  "
+        + ", ".join(
+            f"{name} {speed.encode / 1e9:.1f}, {speed.decode / 1e9:.1f}, {error:.2g}"
+            f"{'' if any(one.name == name for one in allowed) else ' (over the budget)'}"
+            for name, (speed, error) in known.items()
+        )
+    )
+    lines += [
+        f"  bucket {number}: {count:,} elements: {best.name}{f' ({best.pattern})' if best.codec else ''}, predicted "
+        f"{cost.seconds * 1e3:.1f} ms, dense {dense.seconds * 1e3:.1f} ms"
+        for number, count, best, cost, dense in rows
+    ]
+    return "\n".join(lines)

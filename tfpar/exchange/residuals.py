@@ -1,0 +1,71 @@
+"""What was kept back and not yet delivered, when the workers or the buckets are no longer the same."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+from tfpar.exchange.buckets import RESIDUALS, Bucket
+
+import numpy as np
+
+
+def undelivered(saved: Sequence[Mapping[str, np.ndarray]]) -> np.ndarray:
+    """What workers had kept back in all.
+
+    Args:
+      saved: The export of each worker, in the order of their ranks.
+
+    Returns:
+      float64 over the elements of all buckets, one bucket after the other.
+    """
+    worker, owner = RESIDUALS
+    buckets = []
+    for number in itertools.count():
+        parts = [state[f"{number}/{worker}"] for state in saved if f"{number}/{worker}" in state]
+        if not parts:
+            break
+        total = np.sum(parts, axis=0, dtype=np.float64)
+        # The owners' shards lie end to end in the order of the ranks.
+        owned = [state[f"{number}/{owner}"] for state in saved if f"{number}/{owner}" in state]
+        if owned:
+            total += np.concatenate(owned)
+        buckets.append(total)
+    return np.concatenate(buckets) if buckets else np.zeros(0)
+
+
+def kept_by_worker(buckets: Sequence[Bucket], rank: int) -> np.ndarray:
+    """What one worker has kept back, in either role: float32 over the elements of all buckets, one after the other."""
+    worker, owner = RESIDUALS
+    vectors = []
+    for bucket in buckets:
+        vector = np.zeros(bucket.elements, np.float32)
+        if worker in bucket.state:
+            vector += bucket.state[worker].numpy()
+        if owner in bucket.state:
+            own = bucket.state[owner].numpy()
+            begin = min(rank * bucket.shard_elements, bucket.elements)
+            vector[begin : begin + own.size] += own
+        vectors.append(vector)
+    return np.concatenate(vectors) if vectors else np.zeros(0, np.float32)
+
+
+def hand_over(buckets: Sequence[Bucket], vector: np.ndarray) -> None:
+    """Gives a worker what it is to deliver with its next gradients.
+
+    Args:
+      buckets: Its buckets.
+      vector: Over the elements of all buckets, one after the other.
+
+    Raises:
+      ValueError: The vector has another length.
+    """
+    expected = sum(bucket.elements for bucket in buckets)
+    if vector.size != expected:
+        raise ValueError(f"saved residuals have {vector.size} elements, this model's {expected}")
+    begin = 0
+    for bucket in buckets:
+        part = vector[begin : begin + bucket.elements]
+        begin += bucket.elements
+        if RESIDUALS[0] in bucket.state:
+            bucket.state[RESIDUALS[0]].assign(part.astype(np.float32))
