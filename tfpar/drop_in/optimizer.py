@@ -224,10 +224,11 @@ class Distribution:
             means: list[tf.Tensor] = []
             for bucket, instance in zip(buckets, instances, strict=True):
                 tensors = [gradients[index] for index in bucket]
-                flat = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], axis=0)
-                parts = tf.split(
-                    group.all_reduce(flat, instance) / group.size, [tensor.shape.num_elements() for tensor in tensors]
-                )
+                # One after the other: GPU collectives must start in the same order on all workers.
+                with tf.control_dependencies(means[-1:]):
+                    flat = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], axis=0)
+                    summed = group.all_reduce(flat, instance)
+                parts = tf.split(summed / group.size, [tensor.shape.num_elements() for tensor in tensors])
                 means += [tf.reshape(part, tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
             return means
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import tfpar
+from tfpar.drop_in import optimizer
 
 import keras
 import numpy as np
@@ -94,9 +95,9 @@ FITS: dict[str, tuple[Callable[[], keras.Model], Callable[[], Any], dict[str, An
 
 def fit(name: str, batch: int) -> dict[str, np.ndarray]:
     """Trains, on several workers or on one, and returns weights, optimizer variables and the logs of the epochs."""
-    build, optimizer, keywords, examples = FITS[name]
+    build, make, keywords, examples = FITS[name]
     model = build()
-    model.compile(tfpar.DistributedOptimizer(optimizer()), "mse", metrics=["mae"], jit_compile=False, **keywords)
+    model.compile(tfpar.DistributedOptimizer(make()), "mse", metrics=["mae"], jit_compile=False, **keywords)
     x, y = examples()
     held = tfpar.shard(x[:30], y[:30])
     x, y = tfpar.shard(x, y)
@@ -122,8 +123,8 @@ def compressed(rank: int, directory: pathlib.Path) -> dict[str, np.ndarray]:
     """int4, from other weights on every worker, with callbacks that decide from the metrics; inside conds and loops."""
     model = dense_model(seed=rank)
     before = model.get_weights()
-    optimizer = keras.optimizers.Adam(0.02, gradient_accumulation_steps=2)
-    model.compile(tfpar.DistributedOptimizer(optimizer, "int4"), "mse", jit_compile=False, steps_per_execution=3)
+    adam = keras.optimizers.Adam(0.02, gradient_accumulation_steps=2)
+    model.compile(tfpar.DistributedOptimizer(adam, "int4"), "mse", jit_compile=False, steps_per_execution=3)
     x, y = tfpar.shard(*data())
     history = model.fit(
         tf.data.Dataset.from_tensor_slices((x, y)).shuffle(99, seed=rank).batch(BATCH),
@@ -149,7 +150,7 @@ def misuses(rank: int) -> dict[str, Callable[[], Any]]:
 
     def run(
         model: keras.Model | None = None,
-        optimizer: Any = "sgd",
+        sgd: Any = "sgd",
         exchange: str = "none",
         callbacks: Any = None,
         examples: int = len(x),
@@ -157,7 +158,7 @@ def misuses(rank: int) -> dict[str, Callable[[], Any]]:
         **keywords: Any,
     ) -> None:
         model = model or dense_model()
-        distributed = tfpar.DistributedOptimizer(keras.optimizers.get(optimizer), exchange)
+        distributed = tfpar.DistributedOptimizer(keras.optimizers.get(sgd), exchange)
         model.compile(distributed, "mse", jit_compile=jit_compile)
         callbacks = [tfpar.BroadcastInitialWeights(), tfpar.AverageMetrics()] if callbacks is None else callbacks
         keywords = {"batch_size": BATCH, "verbose": 0, "shuffle": False} | keywords
@@ -175,9 +176,9 @@ def misuses(rank: int) -> dict[str, Callable[[], Any]]:
         "other model": lambda: run(model=dense_model(width=32 + rank)),
         "other model, no callback": lambda: run(model=dense_model(width=32 + rank), callbacks=[]),
         "other exchange": lambda: run(exchange=("int4", "int8")[rank]),
-        "other optimizer": lambda: run(optimizer=keras.optimizers.SGD(momentum=0.5 + 0.1 * rank)),
+        "other optimizer": lambda: run(sgd=keras.optimizers.SGD(momentum=0.5 + 0.1 * rank)),
         "other weights": lambda: run(model=dense_model(seed=rank), callbacks=[]),
-        "other optimizer variables": lambda: run(optimizer=keras.optimizers.SGD(0.1 + rank), callbacks=[]),
+        "other optimizer variables": lambda: run(sgd=keras.optimizers.SGD(0.1 + rank), callbacks=[]),
         "other callbacks": lambda: run(callbacks=[(tfpar.BroadcastInitialWeights, tfpar.AverageMetrics)[rank]()]),
         "other end": lambda: run(callbacks=[tfpar.BroadcastInitialWeights(), stopping], epochs=5),
         "other steps": lambda: run(examples=len(x) - BATCH * rank),
@@ -189,6 +190,7 @@ def main() -> None:
     directory = pathlib.Path(sys.argv[1])
     tfpar.init_cluster()
     rank = tfpar.rank()
+    optimizer._DENSE_BYTES = 4000  # several collectives for `none`
     for name in FITS:
         np.savez(directory / f"{name}-{rank}.npz", **fit(name, BATCH))
     np.savez(directory / f"int4-{rank}.npz", **compressed(rank, directory))
