@@ -1,0 +1,87 @@
+"""What error feedback and Deep Gradient Compression are for, on one worker, where their papers' formulas can be followed."""
+
+from __future__ import annotations
+
+from tfpar.exchange import planning, specs
+from tfpar.exchange.buckets import Bucket
+from tfpar.exchange.deep_gradient import RAMP
+from tfpar.exchange.groups import Group
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+
+def bucket(text: str, elements: int) -> Bucket:
+    spec = specs.parse(text)
+    return planning.bucket_type(spec)(spec, [tf.TensorShape([elements])], Group.of_workers(1, 0), 0, "bucket")
+
+
+def exchanged(one: Bucket, gradient: np.ndarray, step: int = 0) -> np.ndarray:
+    sums, _ = one.sum([tf.constant(gradient, tf.float32)], tf.constant(step, tf.int64))
+    return sums[0].numpy()
+
+
+def least_norm_loss(feedback: bool) -> tuple[float, float]:
+    """SGD with signs on counter-example 3 of Karimireddy et al. (2019): e |x1 + x2| + |x1 - x2|, from (1, 1).
+
+    Returns:
+      x1 + x2 and the loss in the end.
+    """
+    small = 0.5
+    one = bucket(f"sign:pattern=all_gather,error_feedback={str(feedback).lower()}", 2)
+    x = np.array([1.0, 1.0])
+    for step in range(600):
+        # Of the subgradients at x1 = x2 one of those that are not 0, as the paper has it.
+        gradient = small * np.sign(x.sum()) * np.ones(2) + (1.0 if x[0] >= x[1] else -1.0) * np.array([1.0, -1.0])
+        x -= 0.05 / np.sqrt(step + 1.0) * exchanged(one, gradient, step)
+    return x.sum(), small * abs(x.sum()) + abs(x[0] - x[1])
+
+
+def test_signs_without_feedback_never_leave_the_line_they_start_on():
+    total, loss = least_norm_loss(feedback=False)
+    assert total == pytest.approx(2.0, abs=1e-6)
+    assert loss > 0.99
+
+
+def test_signs_with_feedback_converge():
+    _, loss = least_norm_loss(feedback=True)
+    assert loss < 0.05
+
+
+def test_momentum_correction_and_factor_masking():
+    """Algorithm 1 of Lin et al. (2018), step by step in NumPy."""
+    elements, momentum = 640, 0.9
+    one = bucket(f"topk:0.05,block=64,pattern=all_gather,momentum={momentum}", elements)
+    keep = round(0.05 * 64)
+    generator = np.random.default_rng(5)
+    velocity, waiting = np.zeros(elements, np.float32), np.zeros(elements, np.float32)
+    for step in range(8):
+        gradient = generator.standard_normal(elements).astype(np.float32)
+        velocity = np.float32(momentum) * velocity + gradient
+        waiting = waiting + velocity
+        blocks = waiting.reshape(-1, 64)
+        chosen = np.zeros_like(blocks, bool)
+        np.put_along_axis(chosen, np.argsort(-np.abs(blocks), axis=1, kind="stable")[:, :keep], True, axis=1)
+        chosen = chosen.reshape(-1)
+        sent = exchanged(one, gradient, step)
+        np.testing.assert_array_equal(sent != 0.0, chosen)
+        np.testing.assert_allclose(sent[chosen], waiting[chosen], rtol=2.0**-8)  # bfloat16
+        waiting = waiting - sent
+        velocity[chosen] = 0.0
+        np.testing.assert_allclose(one.state["velocity"].numpy(), velocity, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(one.state["worker"].numpy(), waiting, rtol=1e-5, atol=1e-5)
+
+
+def test_ramp_keeps_less_and_less():
+    elements, steps = 4096, 40
+    one = bucket(f"topk:0.01,ramp_steps={steps}", elements)
+    kept = [
+        np.count_nonzero(exchanged(one, np.random.default_rng(step).standard_normal(elements), step))
+        for step in range(steps + 5)
+    ]
+    stages = [share for share in RAMP if share > 0.01]
+    for number, share in enumerate(stages):
+        begin = number * steps // len(stages)
+        assert kept[begin + 1] == pytest.approx(share * elements, rel=0.02)
+    assert kept[-1] == pytest.approx(0.01 * elements, abs=1)
