@@ -2,8 +2,8 @@
 
 What is hidden is chatter about the build and the hardware, never an error: information lines that TensorFlow
 2.21 prints while it is imported (before `TF_CPP_MIN_LOG_LEVEL` counts for anything), C++ information and warnings
-later, and the Python warnings listed in `_HARMLESS`. Warnings about retracing stay: in a loop whose shapes
-are static, a retrace is a defect worth seeing.
+later, and the Python warnings listed in `_HARMLESS`. Warnings about retracing stay, but for
+functions that each run makes anew: in a loop whose shapes are static, a retrace is a defect worth seeing.
 
 This module imports neither TensorFlow nor Keras.
 """

@@ -130,8 +130,27 @@ def test_the_cpu_is_measured_quickly_and_says_so() -> None:
     # The limit is 0.3 s; other tests may hold the cores meanwhile.
     assert time.perf_counter() - start < 2.0
     assert found.flops > 1e8
-    assert found.per_host
+    assert found.threads == peak.cores()
     assert "measured" in found.source
+
+
+@pytest.mark.parametrize(
+    ("cores", "threads", "replicas", "share"),
+    [(8, 8, 1, 1.0), (8, 8, 2, 0.5), (2, 1, 2, 1.0), (2, 1, 4, 0.5), (8, 2, 3, 1.0), (8, 0, 4, 1.0)],
+)
+def test_replicas_share_the_cores_that_their_threads_have(
+    monkeypatch: pytest.MonkeyPatch, cores: int, threads: int, replicas: int, share: float
+) -> None:
+    monkeypatch.setattr(peak, "cores", lambda: cores)
+    assert models.PeakFlops(8e9, "", threads).of_replica(replicas) == 8e9 * share
+
+
+@pytest.mark.parametrize(("given", "expected"), [("1", 1), ("0", None), ("", None), ("100000", None), ("many", None)])
+def test_the_threads_that_the_launcher_left_are_the_ones_measured(
+    monkeypatch: pytest.MonkeyPatch, given: str, expected: int | None
+) -> None:
+    monkeypatch.setenv("TF_NUM_INTRAOP_THREADS", given)
+    assert models.peak_flops("float32").threads == (expected or peak.cores())
 
 
 def test_an_unknown_precision_is_refused() -> None:
@@ -162,7 +181,7 @@ def test_gpus_are_found_by_the_name_that_tensorflow_reports(name: str, dtype: st
     found = peak.lookup_gpu(name, dtype, tf32)
     assert found is not None
     assert found.flops == pytest.approx(tflops * 1e12)
-    assert not found.per_host
+    assert not found.threads
 
 
 def test_a_gpu_that_is_not_in_the_table_is_not_guessed() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import math
 import pathlib
 from collections.abc import Callable
@@ -527,3 +528,23 @@ def test_a_finished_run_says_so_and_writes_the_same_summary(tmp_path, capsys):
         assert again[name] == value or (name in TIMES and again[name] is None), name
     for one, other in zip(saved, keras.saving.load_model(tmp_path / "model.keras").get_weights(), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_fits_with_one_schedule_share_one_compiled_step():
+    trainer = trainer_of(schedule="constant")
+    for steps in (2, 3, 3):
+        trainer.fit(source(), steps=steps)
+    assert trainer.train_step(trainer.learning_rate_schedule(1)).run.experimental_get_tracing_count() == 1
+
+
+def test_several_short_runs_of_a_program_are_not_warned_of_retracing():
+    warnings: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())
+    tf.get_logger().addHandler(handler)
+    try:
+        for steps in range(1, 7):
+            trainer_of(schedule="cosine").fit(source(), steps=steps)
+    finally:
+        tf.get_logger().removeHandler(handler)
+    assert not [text for text in warnings if "retracing" in text]

@@ -6,6 +6,7 @@ MFU (Chowdhery et al. 2022, appendix B) is the model's own FLOPs a second, recom
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import time
 
@@ -21,13 +22,23 @@ class PeakFlops:
     Attributes:
       flops: Floating point operations a second, a multiply-add being two.
       source: Device, number format and origin, e.g. "NVIDIA H100 PCIe, bfloat16, data sheet".
-      per_host: True if the figure is for all cores of the host together, which its logical devices and local
-        processes share; False if it is for one device.
+      threads: Threads of this process that were measured together, which its logical devices may share with each
+        other and, where they are more than the host has cores for, with other processes; 0 for an accelerator.
     """
 
     flops: float
     source: str
-    per_host: bool
+    threads: int = 0
+
+    def of_replica(self, replicas: int) -> float:
+        """What one replica can do at best.
+
+        Args:
+          replicas: Replicas of all processes on this host, each with as many threads. An accelerator has one.
+        """
+        if not self.threads:
+            return self.flops
+        return self.flops * min(1.0, cores() / (self.threads * replicas))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +90,7 @@ _MEASURING_SECONDS = 0.2
 
 
 def peak_flops(precision: str) -> PeakFlops:
-    """The best known peak rate of the first visible accelerator, or of this host's CPU.
+    """The best known peak rate of the first visible accelerator, or of the CPU threads that this process has.
 
     NVIDIA GPUs are looked up in a table of data sheet figures (dense, no sparsity). Any other device is measured, in at
     most 0.3 s, with a matrix product, and `source` says so: a measured figure is what the library reaches, so the MFU
@@ -97,10 +108,25 @@ def peak_flops(precision: str) -> PeakFlops:
     dtype = precision.removeprefix("mixed_")
     gpus = tf.config.get_visible_devices("GPU")
     if not gpus:
-        return _measured("/CPU:0", "CPU of this host, all cores", "float32", per_host=True)
+        threads = _threads()
+        return _measured("/CPU:0", f"CPU, {threads} thread{'s' * (threads > 1)}", "float32", threads)
     name = str(tf.config.experimental.get_device_details(gpus[0]).get("device_name", "GPU"))
     tf32 = tf.config.experimental.tensor_float_32_execution_enabled()
-    return lookup_gpu(name, dtype, tf32) or _measured("/GPU:0", name, dtype, per_host=False)
+    return lookup_gpu(name, dtype, tf32) or _measured("/GPU:0", name, dtype, threads=0)
+
+
+def cores() -> int:
+    """Cores of this host that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _threads() -> int:
+    """Threads that an operation on one CPU device of this process can use."""
+    given = tf.config.threading.get_intra_op_parallelism_threads() or os.environ.get("TF_NUM_INTRAOP_THREADS", "")
+    try:
+        return min(int(given), cores()) or cores()  # TensorFlow takes 0 for all
+    except ValueError:
+        return cores()
 
 
 def lookup_gpu(name: str, dtype: str, tf32: bool) -> PeakFlops | None:
@@ -118,15 +144,15 @@ def lookup_gpu(name: str, dtype: str, tf32: bool) -> PeakFlops | None:
         if all(re.search(rf"\b{word}\b", name, re.IGNORECASE) for word in words):
             rates = {"float32": gpu.float32, "float16": gpu.float16, "bfloat16": gpu.bfloat16}
             if dtype == "float32" and tf32 and gpu.tf32:
-                return PeakFlops(gpu.tf32 * 1e12, f"{name}, TF32, data sheet", per_host=False)
+                return PeakFlops(gpu.tf32 * 1e12, f"{name}, TF32, data sheet")
             if not rates[dtype]:
                 # What the GPU lacks is computed in float32.
-                return PeakFlops(gpu.float32 * 1e12, f"{name}, float32 in place of {dtype}, data sheet", per_host=False)
-            return PeakFlops(rates[dtype] * 1e12, f"{name}, {dtype}, data sheet", per_host=False)
+                return PeakFlops(gpu.float32 * 1e12, f"{name}, float32 in place of {dtype}, data sheet")
+            return PeakFlops(rates[dtype] * 1e12, f"{name}, {dtype}, data sheet")
     return None
 
 
-def _measured(device: str, name: str, dtype: str, *, per_host: bool) -> PeakFlops:
+def _measured(device: str, name: str, dtype: str, threads: int) -> PeakFlops:
     """The best rate of a square matrix product within the time allowed."""
     size = 768 if device.startswith("/CPU") else 4096
     with tf.device(device):
@@ -143,4 +169,4 @@ def _measured(device: str, name: str, dtype: str, *, per_host: bool) -> PeakFlop
             first = False
         if best == float("inf"):
             best = time.perf_counter() - start
-    return PeakFlops(2 * size**3 / best, f"{name}, {dtype}, measured by a {size}x{size} matrix product", per_host)
+    return PeakFlops(2 * size**3 / best, f"{name}, {dtype}, measured by a {size}x{size} matrix product", threads)

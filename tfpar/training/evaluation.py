@@ -44,6 +44,7 @@ class Evaluation:
             tf.function(self._batch_sums, jit_compile=True, autograph=False) if compile_here else self._batch_sums
         )
         self._run = tf.function(self._loop, autograph=False)
+        self._run._omit_frequent_tracing_warning = True  # see `TrainStep`
 
     def run(self, iterator: Iterator[Any], batches: int) -> dict[str, float]:
         """Evaluates.

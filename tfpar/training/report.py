@@ -79,18 +79,15 @@ def build_monitor(trainer: Trainer, total: int) -> Monitor:
 
 
 def _peak_flops_per_replica(trainer: Trainer) -> float:
-    peak = models.peak_flops(trainer.config.precision.precision)
-    if not peak.per_host:
-        return peak.flops
-    # The cores of a host are shared by its logical devices and by all workers that run on it.
+    # Logical devices share the cores of their host, with each other and with all workers that run on it.
     plan = trainer.plan
-    sharing = plan.local_replicas
+    replicas = plan.local_replicas
     if plan.cluster is not None:
         workers = [task for job, tasks in plan.cluster.cluster.items() if job == "worker" for task in tasks]
         workers += plan.cluster.cluster.get("chief", ()) if plan.synchronous else ()
         host = plan.cluster.address.rpartition(":")[0]
-        sharing *= max(1, sum(task.rpartition(":")[0] == host for task in workers))
-    return peak.flops / sharing
+        replicas *= max(1, sum(task.rpartition(":")[0] == host for task in workers))
+    return models.peak_flops(trainer.config.precision.precision).of_replica(replicas)
 
 
 def announce(run: Run) -> None:

@@ -138,6 +138,9 @@ class TrainStep:
         self._whole_step = compiled(self._measured_step) if jit_compile and not on_tpu else self._measured_step
         self._norm_squared = _xla_norm_squared if self._whole_program and jit_compile else _norm_squared
         self.run = tf.function(self._run, autograph=False, reduce_retracing=True)
+        # TensorFlow 2.21 counts tracings by code, over all objects: a program of several short runs would be warned of
+        # tracings that each of them needs once.
+        self.run._omit_frequent_tracing_warning = True
 
     def _run(
         self,

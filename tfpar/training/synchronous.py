@@ -14,7 +14,7 @@ from tfpar.precision import LossScale
 from tfpar.training import checkpoints, report, run_state, samples, schedules
 from tfpar.training.collective import Agreement
 from tfpar.training.pace import Pace, next_multiple
-from tfpar.training.step import Steps, TrainStep
+from tfpar.training.step import Steps
 
 import numpy as np
 import tensorflow as tf
@@ -57,28 +57,12 @@ class SynchronousRun:
         self.monitor = report.build_monitor(trainer, self.total)
         self.say = self.monitor.message
         self.position = _Position(0, precision.initial(config.precision))
-        self.step = self._make_step()
+        self.step = trainer.train_step(self.schedule)
         self.results: dict[str, float] = {}
         self.evaluate_every = config.train.eval_every or max(1, min(self.pipeline.updates_per_epoch, self.total))
         self.evaluated_at = -1
         self.checkpointer = self._checkpointer()
         self.agreement = Agreement(trainer.strategy, self.plan.workers)
-
-    def _make_step(self) -> TrainStep:
-        trainer, config = self.trainer, self.config
-        return TrainStep(
-            trainer.core,
-            trainer.optimizer,
-            trainer.exchange,
-            trainer.strategy,
-            schedule=self.schedule,
-            seed=config.train.seed,
-            jit_compile=trainer.jit_compile,
-            clip_norm=config.optimizer.clip_norm,
-            scale_loss=precision.uses_loss_scale(config.precision.precision),
-            growth_steps=precision.growth_steps(config.precision),
-            timed=not config.train.deterministic,
-        )
 
     @property
     def steps_done(self) -> int:
@@ -139,7 +123,7 @@ class SynchronousRun:
                     self._save(best=improved)
                 if step % retunes == 0 and step < last and trainer.exchange.retune():
                     self.say(trainer.exchange.plan_table)
-                    self.step = self._make_step()  # traced anew, with the new plan
+                    self.step = trainer.train_step(self.schedule, anew=True)  # traced anew, with the new plan
             finished = self.position.step >= self.total
             return self._finish(finished)
 

@@ -17,6 +17,7 @@ from tfpar.training.data_checks import check_fits
 from tfpar.training.evaluation import Evaluation
 from tfpar.training.run_checks import check_sources
 from tfpar.training.start import start
+from tfpar.training.step import TrainStep
 from tfpar.training.synchronous import SynchronousRun
 
 import keras
@@ -108,6 +109,7 @@ class Trainer:
             seed=self.config.train.seed,
         )
         self._evaluation: Evaluation | None = None
+        self._step: tuple[Any, TrainStep] | None = None
 
     def fit(
         self,
@@ -229,6 +231,31 @@ class Trainer:
             return None
         peak = optimizers.scaled_learning_rate(self.config.optimizer, self.config.input.global_batch_size)
         return schedules.build(self.config.schedule, peak=peak, total_steps=total_steps)
+
+    def train_step(self, schedule: schedules.Schedule | None, *, anew: bool = False) -> TrainStep:
+        """The step with this schedule.
+
+        Another `fit` with an equal schedule gets the step that is compiled already, unless it is to be made anew because
+        the exchange has changed.
+        """
+        key = (type(schedule), schedule.get_config() if schedule is not None else None)
+        if anew or self._step is None or self._step[0] != key:
+            config = self.config
+            step = TrainStep(
+                self.core,
+                self.optimizer,
+                self.exchange,
+                self.strategy,
+                schedule=schedule,
+                seed=config.train.seed,
+                jit_compile=self.jit_compile,
+                clip_norm=config.optimizer.clip_norm,
+                scale_loss=precision.uses_loss_scale(config.precision.precision),
+                growth_steps=precision.growth_steps(config.precision),
+                timed=not config.train.deterministic,
+            )
+            self._step = key, step
+        return self._step[1]
 
     def variables(self) -> dict[str, keras.Variable]:
         """Every variable that defines the run, by the name it has in a checkpoint."""
