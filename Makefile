@@ -17,7 +17,7 @@ help:
 	@echo "make test    run all tests"
 	@echo "make lint    style, types, import rules"
 	@echo "make sanitize, make fuzz SECONDS=300   the codecs under sanitizers, and decoding of hostile payloads"
-	@echo "make bench   measure step overhead, input pipeline and codecs"
+	@echo "make bench   measure step overhead, input pipeline, codecs and (as root) the gradient exchange"
 	@echo "make clean   remove what the build made (runs/ stays)"
 
 setup: $(STAMP)
@@ -78,6 +78,7 @@ bench: setup
 	$(RUN) experiments/benchmarks/step_overhead.py
 	$(RUN) experiments/benchmarks/inputs.py
 	$(RUN) experiments/benchmarks/codecs.py
+	-$(RUN) experiments/benchmarks/exchange.py --hosts=2,4 --links=1gbit,none --models=resnet50
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,381 @@
+"""What a gradient exchange costs over links of a given rate: TensorFlow's ring, tfpar's exchanges, PyTorch's.
+
+Every host is a network namespace on this machine with a link shaped by tc, so it needs root, and `ip` and `tc`. The
+hosts share the processors: with many of them, or fast links, it is those that the time goes to.
+
+  sudo .venv/bin/python experiments/benchmarks/exchange.py --hosts=4 --links=1gbit,none --exchanges="ring none int4"
+
+Exchanges, divided by blanks:
+
+- `ring`: TensorFlow's ring (`CollectiveReduceV2`) over the buffers that `none` fuses; what others are compared with.
+  `ring_buffer`: the same over a single buffer that is there already.
+- any `--exchange` of tfpar: `none`, `int4`, `int4:pattern=ring`, `topk:0.01`, ..., timed as training does it: gradients
+  in tensors, `Exchange.reduce_sums` with a sidecar in a `tf.function` under the strategy.
+- with PyTorch, in this Python or that of --torch_python: `gloo`, its all_reduce on a single buffer that is there
+  already; `ddp`, `ddp:fp16`, `ddp:powersgd:4`, the buckets of DistributedDataParallel without a hook, and with one.
+
+A time is that of the slowest worker, the median over calls back to back. Bytes are what the interface of the host that
+sends most counted for a call, beside the formula. The limit is the time that the formula's bytes take on the link.
+
+With --output=FILE, results are written there after each measurement; with --resume too, what it has is kept.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+import json
+import multiprocessing
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for the workers' modules, when started as a script
+
+from experiments.benchmarks import netns
+from experiments.benchmarks.fleet import Fleet, FleetError
+from tfpar.cluster import ClusterInfo, tf_config_json
+from tfpar.doctor import check_memory
+
+from absl import app, flags
+
+# name: of the builder, and the data it is built for
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "resnet50": (
+        "resnet50",
+        {"task": "classification", "input_shape": (224, 224, 3), "input_dtype": "float32", "num_classes": 1000},
+    ),
+    "vit": (
+        "vit_base",
+        {"task": "classification", "input_shape": (224, 224, 3), "input_dtype": "float32", "num_classes": 1000},
+    ),
+    "gpt2": (
+        "transformer_lm_gpt2",
+        {"task": "language_model", "input_shape": (1024,), "input_dtype": "int32", "num_classes": 50257},
+    ),
+}
+RING = "ring"
+CODECS = ["bf16", "fp16", "fp8", "int8", "int4", "int2", "sign", "topk:0.01", "powersgd:4"]
+PATTERNS = [f"int4:pattern={name}" for name in ("all_gather", "ring", "halving_doubling", "binary_blocks")]
+TORCH = ["gloo", "ddp:fp16", "ddp:powersgd:4"]
+
+HOSTS = flags.DEFINE_list("hosts", ["2", "4", "8"], "Numbers of hosts.")
+LINKS = flags.DEFINE_list("links", ["100mbit", "1gbit", "10gbit", "none"], "Rates of a host's link; none: not shaped.")
+GRADIENTS = flags.DEFINE_list("models", ["resnet50", "gpt2"], f"Shapes of the gradients, of {', '.join(MODELS)}.")
+EXCHANGES = flags.DEFINE_string(
+    "exchanges",
+    " ".join([RING, "ring_buffer", "none", *CODECS, "auto", *TORCH]),
+    "Divided by blanks; see above.",
+)
+WITH_PATTERNS = flags.DEFINE_boolean("patterns", False, f"Also {' '.join(PATTERNS)}.")
+REPEATS = flags.DEFINE_integer("repeats", 20, "Calls of which the median counts, at most.", lower_bound=1)
+SECONDS = flags.DEFINE_float("seconds", 15.0, "For all calls of a measurement; one there is always.", lower_bound=0.0)
+OUTPUT = flags.DEFINE_string("output", "", "JSON file for the results.")
+RESUME = flags.DEFINE_boolean("resume", False, "Keep what --output has, and measure what is missing.")
+TORCH_PYTHON = flags.DEFINE_string("torch_python", sys.executable, "A Python that has PyTorch.")
+
+_PORT = 2222
+_START_S, _BUILD_S = 300.0, 600.0  # on busy cores
+# A worker's memory: of the program, and in gradients (residuals, results, buffers on their way). Measured.
+_PROGRAM_BYTES = 0.8e9
+_GRADIENTS = 6
+
+Cell = tuple[str, int, str, str]  # model, hosts, link, exchange
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """A result.
+
+    Attributes:
+      seconds: Of each call, of the slowest worker.
+      sent: Bytes that an interface has sent in a call, of the host that sends most.
+      formula: Bytes it should send; None where we have no formula.
+      payload: Bytes of what one worker has to tell.
+      predicted_ms: By the cost model of tfpar; None where it has nothing to say.
+      about: The exchange in words.
+      load: Of the machine before, an average over a minute.
+      peak_memory: Bytes, of the worker that took most; over all that this process has measured.
+      error: Why there is no result.
+    """
+
+    seconds: list[float]
+    sent: float = 0.0
+    formula: int | None = None
+    payload: int = 0
+    predicted_ms: float | None = None
+    about: str = ""
+    load: float = 0.0
+    peak_memory: int = 0
+    error: str = ""
+
+    @property
+    def ms(self) -> float:
+        """Milliseconds of an exchange."""
+        return 1e3 * statistics.median(self.seconds)
+
+
+@dataclasses.dataclass
+class Results:
+    """All results, and what they were measured with and on."""
+
+    machine: dict[str, str]
+    cells: dict[Cell, Measured]
+
+    @classmethod
+    def read(cls, path: Path) -> Results:
+        """What a run before has written."""
+        stored = json.loads(path.read_text())
+        cells = {tuple(entry.pop("cell")): Measured(**entry) for entry in stored["cells"]}
+        return cls(stored["machine"], {cell: result for cell, result in cells.items() if not result.error})
+
+    def write(self, path: Path) -> None:
+        """Aside first: a run that is ended while it writes keeps what it had."""
+        cells = [{"cell": cell, **dataclasses.asdict(result)} for cell, result in self.cells.items()]
+        aside = path.with_name(f"{path.name}.part")
+        aside.write_text(json.dumps({"machine": self.machine, "cells": cells}, indent=1))
+        aside.replace(path)
+
+
+def is_torch(exchange: str) -> bool:
+    """Whether it is one of PyTorch's."""
+    return exchange.partition(":")[0] in ("gloo", "ddp")
+
+
+def shapes_of(model: str) -> list[list[int]]:
+    """Shapes of a model's trainable variables."""
+    import tfpar
+
+    name, task = MODELS[model]
+    built = tfpar.models.build(name, tfpar.models.TaskSpec(**task))
+    return [list(variable.shape) for variable in built.trainable_variables]
+
+
+@functools.cache
+def shapes_in_a_process(model: str) -> list[list[int]]:
+    """The same from a process of its own: TensorFlow and half a GB of weights stay out of this one."""
+    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        return process.submit(shapes_of, model).result()
+
+
+@functools.cache
+def torch_missing() -> str:
+    """Why PyTorch cannot be measured; empty if it can."""
+    found = subprocess.run([TORCH_PYTHON.value, "-c", "import torch.distributed"], capture_output=True, check=False)
+    return f"{TORCH_PYTHON.value} has no PyTorch; name one that has with --torch_python" if found.returncode else ""
+
+
+@contextlib.contextmanager
+def workers(
+    network: netns.Network, python: str, shapes: Sequence[Sequence[int]], *, torch: bool = False
+) -> Iterator[tuple[Fleet, str]]:
+    """Workers on all hosts, with gradients; and what they run on and with, in words.
+
+    Args:
+      network: The hosts.
+      python: The Python that workers run under.
+      shapes: Of the gradients.
+      torch: Whether they are to run PyTorch instead of TensorFlow.
+
+    Raises:
+      FleetError: They cannot start.
+    """
+    hosts = len(network.namespaces)
+    threads = str(max(1, len(os.sched_getaffinity(0)) // hosts))  # as tfpar.launch shares them out
+    addresses = {"worker": tuple(f"{network.address(host)}:{_PORT}" for host in range(hosts))}
+
+    def environ(host: int) -> Mapping[str, str]:
+        if torch:
+            return {
+                "MASTER_ADDR": network.address(0),
+                "MASTER_PORT": str(_PORT),
+                "RANK": str(host),
+                "WORLD_SIZE": str(hosts),
+                "GLOO_SOCKET_IFNAME": "eth0",
+                "OMP_NUM_THREADS": threads,
+            }
+        config = tf_config_json(ClusterInfo("local", addresses, "worker", host))
+        return {"TF_CONFIG": config, "TF_NUM_INTRAOP_THREADS": threads, "CUDA_VISIBLE_DEVICES": "-1"}
+
+    command = [python, "-m", f"experiments.benchmarks.exchange_{'torch' if torch else 'tensorflow'}"]
+    network.shape("none")
+    with Fleet(network, command, environ) as fleet:
+        yield fleet, fleet.ask({"do": "start", "shapes": shapes}, _START_S)[0]["machine"]
+
+
+def measure(fleet: Fleet, network: netns.Network, link: str, exchange: str) -> Measured:
+    """One exchange on one link.
+
+    Raises:
+      FleetError: It failed, or takes much longer than the link should need.
+    """
+    load, bits = os.getloadavg()[0], netns.bits_per_second(link)
+    # The first calls trace functions and connect peers; that needs no slow link, unless the exchange looks at it.
+    network.shape(link if exchange.startswith("auto") else "none")
+    built = fleet.ask({"do": "build", "exchange": exchange, "bits_per_second": bits}, _BUILD_S)
+    network.shape(link)
+    limit = 8 * (built[0]["formula"] or built[0]["payload"] * len(built)) / bits if bits else 0.0
+
+    def timed(times: int) -> list[dict[str, Any]]:
+        return fleet.ask({"do": "time", "times": times}, 60.0 + times * (30.0 + 10.0 * limit))
+
+    replies = timed(1)
+    first = max(reply["seconds"][0] for reply in replies)
+    times = min(REPEATS.value, int((SECONDS.value - first) / first))
+    if times >= 1:  # the first one alone found the link and its buffers in another state
+        replies = timed(times)
+    return Measured(
+        seconds=[max(call) for call in zip(*(reply["seconds"] for reply in replies), strict=True)],
+        sent=max(reply["sent"] for reply in replies),
+        peak_memory=max(reply["peak_memory"] for reply in replies),
+        load=load,
+        **{
+            key: max(reply[key] for reply in built) if key == "formula" and built[0][key] else built[0][key]
+            for key in ("formula", "payload", "predicted_ms", "about")
+        },
+    )
+
+
+def fits(model: str, hosts: int) -> str:
+    """Why there is too little memory; empty if there is enough."""
+    dense = 4 * sum(functools.reduce(lambda one, other: one * other, shape, 1) for shape in shapes_in_a_process(model))
+    needed = hosts * (_PROGRAM_BYTES + _GRADIENTS * dense)
+    free = float(check_memory().detail.split()[0]) * 2**30
+    return "" if needed < free else f"needs about {needed / 2**30:.0f} GiB of memory, and {free / 2**30:.0f} are free"
+
+
+def run_group(model: str, hosts: int, cells: Sequence[Cell], results: Results) -> None:
+    """Measures cells of one model and number of hosts, of one framework, and adds them to the results."""
+    left = list(cells)
+    with netns.network(hosts) as network:
+        while left:  # a failure takes the workers with it; others go on with the next
+            with contextlib.ExitStack() as stack:
+                try:
+                    torch = is_torch(left[0][3])
+                    python = TORCH_PYTHON.value if torch else sys.executable
+                    fleet, machine = stack.enter_context(
+                        workers(network, python, shapes_in_a_process(model), torch=torch)
+                    )
+                    results.machine["torch" if torch else "tensorflow"] = machine
+                    while left:
+                        result = measure(fleet, network, *left[0][2:])
+                        _note(results, left.pop(0), result)
+                except FleetError as error:
+                    _note(results, left.pop(0), Measured([], error=str(error)))
+
+
+def _note(results: Results, cell: Cell, result: Measured) -> None:
+    results.cells[cell] = result
+    if OUTPUT.value:
+        results.write(Path(OUTPUT.value))
+    model, hosts, link, exchange = cell
+    said = f"{result.ms:.1f} ms ({len(result.seconds)} calls)" if result.seconds else f"failed: {result.error}"
+    ring = results.cells.get((model, hosts, link, RING))
+    if ring and ring.seconds and result.seconds and exchange != RING:
+        said += f", the ring's time / {ring.ms / result.ms:.2f}"
+    progress(f"{model}, {hosts} hosts, link {link}, {exchange}: {said}")
+
+
+def progress(text: str) -> None:
+    """A line on standard error."""
+    print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
+
+
+def report(results: Results, cells: Sequence[Cell]) -> str:
+    """The Markdown tables, one per model."""
+    lines = [f"{'; '.join(results.machine.values())}; hosts are network namespaces on this machine"]
+    for model in dict.fromkeys(cell[0] for cell in cells):
+        lines += [
+            f"\n{model}, {sum(_elements(shape) for shape in shapes_in_a_process(model)) * 4 / 1e6:.0f} MB of float32\n",
+            "| hosts | link | exchange | ms | ring / this | of the link's limit | sent, MB | formula, MB | differ by "
+            "| predicted, ms |",
+            "|---:|---|---|" + "---:|" * 7,
+        ]
+        for cell in cells:
+            if cell[0] == model and cell in results.cells:
+                lines.append(row(cell, results.cells[cell], results.cells.get((*cell[:3], RING))))
+    return "\n".join(lines)
+
+
+def _elements(shape: Sequence[int]) -> int:
+    return functools.reduce(lambda one, other: one * other, shape, 1)
+
+
+def row(cell: Cell, result: Measured, ring: Measured | None) -> str:
+    """A line of the table."""
+    _, hosts, link, exchange = cell
+    start = f"| {hosts} | {link} | {exchange} |"
+    if not result.seconds:
+        return f"{start} {result.error.splitlines()[-1][:80]} |{' |' * 6}"
+    bits = netns.bits_per_second(link)
+    cells = [
+        f"{result.ms:.1f}",
+        f"{ring.ms / result.ms:.2f}" if ring and ring.seconds else "",
+        f"{8e3 * result.formula / bits / result.ms:.0%}" if bits and result.formula else "",
+        f"{result.sent / 1e6:.2f}",
+        f"{result.formula / 1e6:.2f}" if result.formula else "",
+        f"{result.sent / result.formula - 1:+.1%}" if result.formula else "",
+        f"{result.predicted_ms:.0f}" if result.predicted_ms else "",
+    ]
+    return f"{start} {' | '.join(cells)} |"
+
+
+def wanted() -> list[Cell]:
+    """All cells that the flags ask for, in the order of measuring.
+
+    Raises:
+      UsageError: A flag makes no sense.
+    """
+    exchanges = list(dict.fromkeys([*EXCHANGES.value.split(), *(PATTERNS if WITH_PATTERNS.value else [])]))
+    unknown = [name for name in GRADIENTS.value if name not in MODELS]
+    if unknown:
+        raise app.UsageError(f"--models: no {', '.join(unknown)}; there are {', '.join(MODELS)}.")
+    hosts = [int(text) if text.isdecimal() else 0 for text in HOSTS.value]
+    if min(hosts) < 2 or max(hosts) > 250:
+        raise app.UsageError(f"--hosts={','.join(HOSTS.value)}: an exchange needs from 2 to 250 hosts.")
+    try:
+        for link in LINKS.value:
+            netns.bits_per_second(link)
+    except ValueError as error:
+        raise app.UsageError(f"--links: {error}.") from error
+    if RESUME.value and not OUTPUT.value:
+        raise app.UsageError("--resume needs --output=FILE, whose results it keeps.")
+    return [
+        (model, count, link, exchange)
+        for model in GRADIENTS.value
+        for count in hosts
+        for link in LINKS.value
+        for exchange in exchanges
+        if not ("halving_doubling" in exchange and count & (count - 1))
+    ]
+
+
+def main(_: list[str]) -> int:
+    cells = wanted()
+    if netns.missing():
+        print(f"Nothing to measure: {netns.missing()}.", file=sys.stderr)
+        return 1
+    stored = Path(OUTPUT.value)
+    results = Results.read(stored) if RESUME.value and stored.is_file() else Results({}, {})
+    left = [cell for cell in cells if cell not in results.cells]
+    for model, hosts, torch in dict.fromkeys((cell[0], cell[1], is_torch(cell[3])) for cell in left):
+        problem = fits(model, hosts) or (torch_missing() if torch else "")
+        if problem:
+            progress(f"{model}, {hosts} hosts{', PyTorch' if torch else ''}: not measured: {problem}")
+            continue
+        run_group(
+            model, hosts, [cell for cell in left if (*cell[:2], is_torch(cell[3])) == (model, hosts, torch)], results
+        )
+    print(report(results, cells))
+    return int(any(result.error for result in results.cells.values()))
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,175 @@
+"""A worker of `experiments.benchmarks.exchange` that runs TensorFlow: its ring, and tfpar's exchanges.
+
+Requests: `start` with shapes; `build` with an exchange; `time` with a number of calls.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import resource
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tfpar
+from experiments.benchmarks import fleet, netns
+from tfpar import ExperimentConfig, strategies
+from tfpar.doctor import describe_machine
+from tfpar.exchange import specs
+from tfpar.exchange.groups import Group, new_instances
+
+import numpy as np
+import tensorflow as tf
+
+RING, RING_BUFFER = "ring", "ring_buffer"
+RING_BUCKET_BYTES = 32 << 20  # what the exchange `none` fuses to
+LATENCY_S = 1e-3  # of a message, as measured for small calls on this transport
+SIDECAR = 8  # scalars
+_WARM_UP = 2
+
+Call = Callable[[], tf.Tensor]
+
+
+class Worker:
+    """State between requests."""
+
+    def __init__(self) -> None:
+        config = ExperimentConfig.from_flat_dict({"strategy": "multi_worker"})
+        self._layout = strategies.build(strategies.plan(config.strategy, tfpar.cluster.detect()))
+        plan = self._layout.plan
+        self._group = Group.of_workers(plan.workers, plan.worker)
+        self._gradients: list[tf.Tensor] = []
+        self._call: Call = lambda: tf.zeros([])
+        [key] = new_instances(1)
+        self._barrier = tf.function(lambda: self._group.all_reduce(tf.zeros([1]), key))
+
+    def handle(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Does what is asked."""
+        return getattr(self, f"_{request.pop('do')}")(**request)
+
+    def _start(self, shapes: Sequence[Sequence[int]]) -> dict[str, Any]:
+        generator = np.random.default_rng(self._group.rank)
+        self._gradients = [
+            tf.constant(generator.standard_normal(shape, np.float32) * np.float32(1e-3)) for shape in shapes
+        ]
+        self._barrier()
+        return {"machine": describe_machine(), "library": tfpar.exchange.__name__}
+
+    def _build(self, exchange: str, bits_per_second: float | None) -> dict[str, Any]:
+        """Makes an exchange and calls it until it has settled."""
+        self._call = lambda: tf.zeros([])
+        gc.collect()  # residuals of the one before
+        sizes = [int(np.prod(gradient.shape)) for gradient in self._gradients]
+        dense = 4 * sum(sizes)
+        sent = 2 * (self._group.size - 1) * dense // self._group.size
+        reply: dict[str, Any] = {"payload": dense, "formula": sent, "about": "", "predicted_ms": None}
+        if exchange == RING:
+            self._call = self._ring(sizes)
+        elif exchange == RING_BUFFER:
+            self._call = self._ring_buffer(sum(sizes))
+        else:
+            self._call, about = self._tfpar(exchange)
+            reply |= about | {"predicted_ms": predicted_ms(exchange, sum(sizes), self._group.size, bits_per_second)}
+        for _ in range(_WARM_UP):
+            self._call()
+        return reply
+
+    def _time(self, times: int) -> dict[str, Any]:
+        """Seconds of each of so many calls, and bytes sent by each."""
+        self._barrier()
+        before, seconds = int(netns.counter("tx_bytes").read_text()), []
+        for _ in range(times):
+            began = time.perf_counter()
+            self._call().numpy()
+            seconds.append(time.perf_counter() - began)
+        self._barrier()  # what others have not yet fetched from this host is part of it
+        sent = int(netns.counter("tx_bytes").read_text()) - before
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+        return {"seconds": seconds, "sent": sent / times, "peak_memory": peak}
+
+    def _tfpar(self, spec: str) -> tuple[Call, dict[str, Any]]:
+        exchange, strategy, hosts = tfpar.Exchange(spec), self._layout.strategy, self._group.size
+        exchange.build([tf.TensorSpec(gradient.shape) for gradient in self._gradients], strategy=strategy)
+
+        @tf.function
+        def step(gradients: list[tf.Tensor], sidecar: tf.Tensor) -> tf.Tensor:
+            def replica_step() -> tf.Tensor:
+                sums, total = exchange.reduce_sums(gradients, sidecar)
+                return after(sums, total)
+
+            return strategy.run(replica_step)
+
+        # The first scalar says that all is finite: else nothing would be exchanged.
+        sidecar = tf.concat([[0.0], tf.ones([SIDECAR - 1])], axis=0)
+
+        def call() -> tf.Tensor:
+            total = strategy.experimental_local_results(step(self._gradients, sidecar))[0]
+            if total.numpy().tolist() != [0.0, *[float(hosts)] * (SIDECAR - 1)]:
+                raise AssertionError(f"the sidecar should be 0 and {hosts} and is {total.numpy()}")
+            return total
+
+        traffic = exchange.traffic(hosts, SIDECAR)
+        about = {"payload": traffic.payload_bytes, "formula": traffic.wire_bytes, "about": exchange.describe()}
+        return call, about
+
+    def _ring(self, sizes: Sequence[int]) -> Call:
+        """TensorFlow's ring over the same buffers as the exchange `none`: copies in and out are part of it."""
+        buckets: list[list[int]] = [[]]
+        for index, size in enumerate(sizes):
+            if buckets[-1] and 4 * (sum(sizes[other] for other in buckets[-1]) + size) > RING_BUCKET_BYTES:
+                buckets.append([])
+            buckets[-1].append(index)
+        keys = new_instances(len(buckets))
+
+        @tf.function
+        def step(gradients: list[tf.Tensor]) -> tf.Tensor:
+            sums: list[tf.Tensor] = []
+            for bucket, key in zip(buckets, keys, strict=True):
+                buffer = tf.concat([tf.reshape(gradients[index], [-1]) for index in bucket], axis=0)
+                parts = tf.split(self._ring_reduce(buffer, key), [sizes[index] for index in bucket])
+                sums += [tf.reshape(part, gradients[index].shape) for part, index in zip(parts, bucket, strict=True)]
+            return after(sums, tf.zeros([]))
+
+        return lambda: step(self._gradients)
+
+    def _ring_buffer(self, elements: int) -> Call:
+        """TensorFlow's ring over one buffer that is there already: nothing but the collective."""
+        [key] = new_instances(1)
+        buffer = tf.zeros([elements])
+        step = tf.function(lambda value: after([self._ring_reduce(value, key)], tf.zeros([])))
+        return lambda: step(buffer)
+
+    def _ring_reduce(self, value: tf.Tensor, key: int) -> tf.Tensor:
+        return tf.raw_ops.CollectiveReduceV2(
+            input=value,
+            group_size=self._group.size,
+            group_key=self._group.key,
+            instance_key=key,
+            ordering_token=[],
+            merge_op="Add",
+            final_op="Id",
+            communication_hint="RING",
+        )
+
+
+def after(values: Sequence[tf.Tensor], result: tf.Tensor) -> tf.Tensor:
+    """The result, once the values are there: they are made as for a user of theirs, and kept no longer than needed."""
+    with tf.control_dependencies(values):
+        return tf.identity(result)
+
+
+def predicted_ms(spec: str, elements: int, hosts: int, bits_per_second: float | None) -> float | None:
+    """What the cost model says; None where it has nothing to say, as of an unshaped link."""
+    if bits_per_second is None or importlib.util.find_spec("tfpar.exchange.costs") is None:
+        return None
+    from tfpar.exchange import costs
+
+    if spec.partition(":")[0] == "auto":  # chosen by measuring; what it then takes has no spec of its own
+        return None
+    link = costs.Link(latency=LATENCY_S, bandwidth=bits_per_second / 8)
+    return 1e3 * costs.predict(specs.parse(spec), elements, hosts, link).seconds
+
+
+if __name__ == "__main__":
+    fleet.serve(Worker().handle)
