@@ -7,10 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tfpar.config import ConfigError
-from tfpar.exchange import planning, residuals, specs
-from tfpar.exchange.buckets import Bucket
-from tfpar.exchange.groups import LOCAL, Group, local, new_instances
-from tfpar.exchange.specs import Spec
+from tfpar.exchange import planning, specs
+from tfpar.exchange.groups import Group
+from tfpar.exchange.hosts import HostExchange
 
 import numpy as np
 import tensorflow as tf
@@ -79,16 +78,8 @@ class Exchange:
         self._shapes: list[tf.TensorShape] = []
         self._dense: list[list[int]] = []
         self._group = Group.of_workers(1, 0)
-        self._small: list[int] = []
-        self._fused: list[list[int]] = []  # indices of the tensors of each bucket
-        self._chosen: list[Spec] = []
-        self._buckets: list[Bucket] = []
-        self._step: tf.Variable | None = None
-        self._observed: tf.Variable | None = None
-        self._instances = [0, 0, 0]
         self._device = ""
-        self._seed = 0
-        self.plan_table = ""
+        self._hosts: HostExchange | None = None
 
     def build(
         self,
@@ -117,55 +108,8 @@ class Exchange:
             workers, worker = _place(strategy) if strategy else (1, 0)
         self._group = Group.of_workers(workers, worker)
         self._device = strategy.extended.worker_devices[0] if strategy else "/device:CPU:0"
-        if not self.compresses:
-            return
-        planning.check_workers(self._spec, workers)
-        large = [index for index, shape in enumerate(self._shapes) if planning.travels_encoded(self._spec, shape)]
-        self._small = [index for index in range(len(sizes)) if index not in set(large)]
-        self._fused = [bucket for bucket in planning.fuse(large, sizes, self._spec.bucket_bytes) if bucket]
-        self._seed = seed
-        self._instances = new_instances(3)
-        with tf.device(self._device):
-            self._step = tf.Variable(0, dtype=tf.int64, trainable=False, name="exchange_step", **LOCAL)
-            # Squared L2 norms of gradients and residuals at the last exchange, and a cosine.
-            self._observed = tf.Variable([0.0, 0.0, float("nan")], trainable=False, name="exchange_observed", **LOCAL)
-        self._make_buckets(self._plan())
-
-    def retune(self) -> bool:
-        """Measures again, with `auto`, and changes the plan if another one has become faster; all workers together.
-
-        Returns:
-          Whether the plan has changed: functions that call `reduce` must then be traced anew. What was kept back goes
-          on to be delivered.
-        """
-        if self._spec.name != "auto" or not self.compresses:
-            return False
-        chosen = self._plan()
-        if chosen == self._chosen:
-            return False
-        kept = residuals.kept_by_worker(self._buckets, self._group.rank)
-        self._make_buckets(chosen)
-        residuals.hand_over(self._buckets, kept)
-        return True
-
-    def _plan(self) -> list[Spec]:
-        """A spec for each bucket."""
-        if self._spec.name != "auto":
-            return [self._spec] * len(self._fused)
-        elements = [sum(self._shapes[index].num_elements() for index in bucket) for bucket in self._fused]
-        plan = planning.choose(self._spec, elements, self._group, self._device)
-        self.plan_table = plan.table
-        return plan.specs
-
-    def _make_buckets(self, chosen: Sequence[Spec]) -> None:
-        self._chosen = list(chosen)
-        with tf.device(self._device):
-            self._buckets = [
-                planning.bucket_type(spec)(
-                    spec, [self._shapes[index] for index in bucket], self._group, self._seed, f"bucket_{number}"
-                )
-                for number, (bucket, spec) in enumerate(zip(self._fused, chosen, strict=True))
-            ]
+        if self._spec.lossy and workers > 1:
+            self._hosts = HostExchange(self._spec, self._shapes, self._group, self._device, seed)
 
     def check_supported(self, strategy: str) -> None:
         """Refuses a codec under a strategy, by its tfpar name, that cannot carry it.
@@ -182,24 +126,21 @@ class Exchange:
     @property
     def compresses(self) -> bool:
         """Whether a codec is at work: one is asked for, and there is more than one host."""
-        return self._spec.lossy and self._group.size > 1
+        return self._hosts is not None
 
     @property
     def state(self) -> list[tf.Variable]:
         """What the exchange carries from step to step on this worker: residuals, and the count of exchanges."""
-        if self._step is None:
-            return []
-        return [local(self._step), *(variable for bucket in self._buckets for variable in bucket.state.values())]
+        return self._hosts.state if self._hosts else []
+
+    @property
+    def plan_table(self) -> str:
+        """What `auto` has measured and decided, as text; empty for any other spec."""
+        return self._hosts.plan_table if self._hosts else ""
 
     def export(self) -> dict[str, np.ndarray]:
         """This worker's state, for a checkpoint; empty where nothing is compressed."""
-        if self._step is None:
-            return {}
-        arrays = {"step": np.array(local(self._step).numpy(), np.int64)}
-        for number, bucket in enumerate(self._buckets):
-            for role, variable in bucket.state.items():
-                arrays[f"{number}/{role}"] = np.array(variable.numpy(), copy=True)
-        return arrays
+        return self._hosts.export() if self._hosts else {}
 
     def restore(self, workers: int, read: Callable[[int], Mapping[str, np.ndarray]]) -> None:
         """Goes on from what the workers exported.
@@ -214,21 +155,26 @@ class Exchange:
         Raises:
           ValueError: The residuals are of another model.
         """
-        if self._step is None:
-            return
-        rank = self._group.rank
-        own = read(rank if workers == self._group.size else 0)
-        if not own:
-            return
-        local(self._step).assign(own["step"])
-        shapes = {name: array.shape for name, array in own.items()}
-        if workers == self._group.size and shapes == {name: array.shape for name, array in self.export().items()}:
-            for number, bucket in enumerate(self._buckets):
-                for role, variable in bucket.state.items():
-                    variable.assign(own[f"{number}/{role}"])
-            return
-        kept = residuals.undelivered([read(worker) for worker in range(workers)])
-        residuals.hand_over(self._buckets, kept if rank == 0 else np.zeros_like(kept))
+        if self._hosts:
+            self._hosts.restore(workers, read)
+
+    def retune(self) -> bool:
+        """Measures again, with `auto`, and changes the plan if another one has become faster; all workers together.
+
+        Returns:
+          Whether the plan has changed: functions that call `reduce` must then be traced anew. What was kept back goes
+          on to be delivered.
+        """
+        return self._hosts is not None and self._hosts.retune()
+
+    def observed(self) -> dict[str, float]:
+        """What the last exchange shows of this worker, for TensorBoard; empty where nothing is compressed.
+
+        Returns:
+          `residual_over_gradient`: L2 norm of what is kept back, over that of the gradient. `cosine`: between the sum
+          that was delivered and the dense one, of the last exchange where they were compared.
+        """
+        return self._hosts.observed() if self._hosts else {}
 
     def describe(self) -> str:
         """One line: codec and pattern, or why there is none."""
@@ -253,7 +199,8 @@ class Exchange:
         if not self.compresses:
             sums, _ = self.reduce_sums(gradients, tf.zeros([0], tf.float32))
             return [value / replicas for value in sums]
-        norm = tf.add_n([tf.nn.l2_loss(tf.cast(gradient, tf.float32)) for gradient in gradients])
+        gradients = [tf.cast(tf.convert_to_tensor(gradient), tf.float32) for gradient in gradients]
+        norm = tf.add_n([tf.nn.l2_loss(gradient) for gradient in gradients])
         flag = tf.where(tf.math.is_finite(norm), 0.0, 1.0)
         sums, sidecar = self.reduce_sums(gradients, flag[None])
         factor = tf.where(sidecar[0] > 0.0, float("nan"), 1.0 / replicas)
@@ -263,7 +210,8 @@ class Exchange:
         """Sums gradients and sidecar over all replicas.
 
         Args:
-          gradients: Gradient sums of this replica, float32 tensors shaped like the variables given to `build`.
+          gradients: Gradient sums of this replica, float32 tensors shaped like the variables given to `build`;
+            `tf.IndexedSlices` travel as the dense tensors they stand for.
           sidecar: Float32 vector of scalars to sum along with them, always exactly. With a codec, the first one
             tells, where it is not 0, that the gradients of this replica are not finite: then no replica's residuals
             change, and what comes back in place of the gradients is of no use.
@@ -278,7 +226,7 @@ class Exchange:
         context = _replica_context()
         if len(gradients) != len(self._shapes):
             raise ValueError(f"got {len(gradients)} gradients for {len(self._shapes)} variables; call build() first")
-        gradients = [tf.cast(gradient, tf.float32) for gradient in gradients]
+        gradients = [tf.cast(tf.convert_to_tensor(gradient), tf.float32) for gradient in gradients]
         if context.num_replicas_in_sync == 1:
             return gradients, sidecar
         hosts = context.num_replicas_in_sync // len(context.strategy.extended.worker_devices)
@@ -286,7 +234,7 @@ class Exchange:
             raise RuntimeError(
                 f"the exchange was built for {self._group.size} workers and runs on {hosts}: give build() a strategy"
             )
-        if self.compresses:
+        if self._hosts is not None:
             return context.merge_call(self._between_hosts, args=(gradients, sidecar))
         return self._all_reduce(context, gradients, sidecar)
 
@@ -310,92 +258,11 @@ class Exchange:
         self, strategy: tf.distribute.Strategy, gradients: Sequence[Any], sidecar: Any
     ) -> tuple[list[tf.Tensor], tf.Tensor]:
         """The compressed exchange: once per worker, after its replicas have added up what they have."""
+        assert self._hosts is not None
         with tf.device(self._device):
-            sums = [_sum_local(strategy, gradient) for gradient in gradients]
-            # First, and dense, what decides whether there is an update at all: residuals must not change if not. Small
-            # tensors ride along.
-            vector = tf.concat(
-                [_sum_local(strategy, sidecar), *(tf.reshape(sums[index], [-1]) for index in self._small)], axis=0
+            return self._hosts.sum(
+                [_sum_local(strategy, gradient) for gradient in gradients], _sum_local(strategy, sidecar)
             )
-            reduced = self._group.all_reduce(vector, self._instances[0])
-            length = reduced.shape[0] - sum(self._shapes[index].num_elements() for index in self._small)
-            sidecar = reduced[:length]
-            *parts, _ = self._cut(reduced[length:], self._small)
-            result: list[tf.Tensor] = [None] * len(sums)
-            for index, part in zip(self._small, parts, strict=True):
-                result[index] = part
-            large = [index for bucket in self._fused for index in bucket]
-            exchanged = tf.cond(
-                tf.equal(sidecar[0], 0.0),
-                lambda: self._exchange_buckets([sums[index] for index in large]),
-                lambda: [tf.zeros(self._shapes[index]) for index in large],
-            )
-            for index, value in zip(large, exchanged, strict=True):
-                result[index] = value
-        return result, sidecar
-
-    def _exchange_buckets(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        assert self._step is not None
-        variable = local(self._step)
-        step = variable.read_value()
-
-        def compressed() -> list[tf.Tensor]:
-            result: list[tf.Tensor] = []
-            norms = []
-            for indices, bucket in zip(self._fused, self._buckets, strict=True):
-                sums, norm = bucket.sum(tensors[len(result) : len(result) + len(indices)], step)
-                result += sums
-                norms.append(norm)
-            self._observe(tensors, result, tf.add_n(norms), step)
-            return result
-
-        if not tensors:
-            return []
-        warming_up = self._spec.warmup_steps > 0
-        if warming_up:
-            result = tf.cond(step < self._spec.warmup_steps, lambda: self._dense_sums(tensors, 1), compressed)
-        else:
-            result = compressed()
-        with tf.control_dependencies(result):
-            variable.assign_add(1, read_value=False)
-        return result
-
-    def _dense_sums(self, tensors: list[tf.Tensor], instance: int) -> list[tf.Tensor]:
-        flat = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], axis=0)
-        summed = self._group.all_reduce(flat, self._instances[instance])
-        parts = tf.split(summed, [tensor.shape.num_elements() for tensor in tensors])
-        return [tf.reshape(part, tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
-
-    def _observe(self, tensors: list[tf.Tensor], sums: list[tf.Tensor], norms: tf.Tensor, step: tf.Tensor) -> None:
-        """Notes the norms, and now and then how far what was delivered points where the gradients do."""
-        assert self._observed is not None
-        observed = local(self._observed)
-        every = self._spec.sample_every
-
-        def cosine() -> tf.Tensor:
-            dense = self._dense_sums(tensors, 2)
-            inner = tf.add_n([tf.reduce_sum(one * other) for one, other in zip(dense, sums, strict=True)])
-            squares = [2.0 * tf.add_n([tf.nn.l2_loss(part) for part in parts]) for parts in (dense, sums)]
-            return inner / tf.sqrt(squares[0] * squares[1])
-
-        latest = observed.read_value()[2]
-        if every:
-            # Early in a run for the first time, but not at its very first exchange.
-            latest = tf.cond(tf.equal(step % every, min(every // 10, 100)), cosine, lambda: latest)
-        observed.assign(tf.concat([norms, latest[None]], axis=0), read_value=False)
-
-    def observed(self) -> dict[str, float]:
-        """What the last exchange shows of this worker, for TensorBoard; empty where nothing is compressed.
-
-        Returns:
-          `residual_over_gradient`: L2 norm of what is kept back, over that of the gradient. `cosine`: between the sum
-          that was delivered and the dense one, of the last exchange where they were compared.
-        """
-        if self._observed is None:
-            return {}
-        gradient, residual, cosine = local(self._observed).numpy().tolist()
-        result = {"residual_over_gradient": (residual / gradient) ** 0.5} if gradient > 0.0 else {}
-        return result | ({} if cosine != cosine else {"cosine": cosine})
 
     def _cut(self, buffer: tf.Tensor, indices: Sequence[int]) -> list[tf.Tensor]:
         """The tensors of these indices at the front of a buffer, and what is left of it."""
@@ -415,26 +282,16 @@ class Exchange:
         """
         elements = [shape.num_elements() for shape in self._shapes]
         dense = 4 * (sum(elements) + sidecar_length)
-        if not self.compresses:
+        if self._hosts is None:
             sent = 2 * (replicas - 1) * dense // replicas
             pattern = "all_reduce" if replicas > 1 else "local"
             return Traffic("none", pattern, dense if replicas > 1 else 0, sent, sent)
         hosts = self._group.size
-        small = 4 * (sidecar_length + sum(elements[index] for index in self._small))
-        wires = [bucket.wire() for bucket in self._buckets]
-        pattern = _joined(["all_reduce" if not spec.codec else spec.pattern for spec in self._chosen])
-        return Traffic(
-            _joined([spec.name for spec in self._chosen]),
-            pattern if replicas == hosts or pattern == "hierarchical" else f"hierarchical, {pattern}",
-            small + sum(wire.payload for wire in wires),
-            2 * (hosts - 1) * small // hosts + sum(wire.sent for wire in wires),
-            2 * (hosts - 1) * dense // hosts,
-        )
-
-
-def _joined(names: Sequence[str]) -> str:
-    """Different names, in the order in which they come."""
-    return " + ".join(dict.fromkeys(names)) or "none"
+        codec, pattern = self._hosts.codecs_and_patterns()
+        if replicas > hosts and pattern != "hierarchical":
+            pattern = f"hierarchical, {pattern}"
+        payload, sent = self._hosts.payload_and_sent(sidecar_length)
+        return Traffic(codec, pattern, payload, sent, 2 * (hosts - 1) * dense // hosts)
 
 
 def _sum_local(strategy: tf.distribute.Strategy, value: Any) -> tf.Tensor:

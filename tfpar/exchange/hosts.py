@@ -1,0 +1,212 @@
+"""The compressed exchange between hosts: buckets, their state, and what can be seen of it.
+
+Functions run once per worker, on its first device, after its replicas have added up what they have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from tfpar.exchange import planning, residuals
+from tfpar.exchange.groups import LOCAL, Group, local, new_instances
+from tfpar.exchange.specs import Spec
+
+import numpy as np
+import tensorflow as tf
+
+
+class HostExchange:
+    """Sums tensors over the workers of a cluster, large ones encoded.
+
+    Args:
+      spec: The exchange, not `none`.
+      shapes: Static shapes of all tensors.
+      group: All workers, more than one.
+      device: Where the exchange runs.
+      seed: Of stochastic rounding.
+
+    Attributes:
+      plan_table: What `auto` has measured and decided; empty for any other spec.
+
+    Raises:
+      ConfigError: The pattern does not work for this number of workers.
+    """
+
+    def __init__(self, spec: Spec, shapes: Sequence[tf.TensorShape], group: Group, device: str, seed: int) -> None:
+        planning.check_workers(spec, group.size)
+        self._spec = spec
+        self._shapes = list(shapes)
+        self._group = group
+        self._device = device
+        self._seed = seed
+        self.plan_table = ""
+        sizes = [shape.num_elements() for shape in shapes]
+        large = [index for index, shape in enumerate(shapes) if planning.travels_encoded(spec, shape)]
+        self._small = [index for index in range(len(sizes)) if index not in set(large)]
+        self._fused = [bucket for bucket in planning.fuse(large, sizes, spec.bucket_bytes) if bucket]
+        self._instances = new_instances(3)
+        with tf.device(device):
+            self._step = tf.Variable(0, dtype=tf.int64, trainable=False, name="exchange_step", **LOCAL)
+            # Squared L2 norms of gradients and residuals at the last exchange, and a cosine.
+            self._observed = tf.Variable([0.0, 0.0, float("nan")], trainable=False, name="exchange_observed", **LOCAL)
+        self._make_buckets(self._plan())
+
+    @property
+    def state(self) -> list[tf.Variable]:
+        """See `Exchange.state`."""
+        return [local(self._step), *(variable for bucket in self._buckets for variable in bucket.state.values())]
+
+    def export(self) -> dict[str, np.ndarray]:
+        """See `Exchange.export`."""
+        arrays = {"step": np.array(local(self._step).numpy(), np.int64)}
+        for number, bucket in enumerate(self._buckets):
+            for role, variable in bucket.state.items():
+                arrays[f"{number}/{role}"] = np.array(variable.numpy(), copy=True)
+        return arrays
+
+    def restore(self, workers: int, read: Callable[[int], Mapping[str, np.ndarray]]) -> None:
+        """See `Exchange.restore`."""
+        rank = self._group.rank
+        own = read(rank if workers == self._group.size else 0)
+        if not own:
+            return
+        local(self._step).assign(own["step"])
+        shapes = {name: array.shape for name, array in own.items()}
+        if workers == self._group.size and shapes == {name: array.shape for name, array in self.export().items()}:
+            for number, bucket in enumerate(self._buckets):
+                for role, variable in bucket.state.items():
+                    variable.assign(own[f"{number}/{role}"])
+            return
+        kept = residuals.undelivered([read(worker) for worker in range(workers)])
+        residuals.hand_over(self._buckets, kept if rank == 0 else np.zeros_like(kept))
+
+    def retune(self) -> bool:
+        """See `Exchange.retune`."""
+        if self._spec.name != "auto":
+            return False
+        chosen = self._plan()
+        if chosen == self._chosen:
+            return False
+        kept = residuals.kept_by_worker(self._buckets, self._group.rank)
+        self._make_buckets(chosen)
+        residuals.hand_over(self._buckets, kept)
+        return True
+
+    def observed(self) -> dict[str, float]:
+        """See `Exchange.observed`."""
+        gradient, residual, cosine = local(self._observed).numpy().tolist()
+        result = {"residual_over_gradient": (residual / gradient) ** 0.5} if gradient > 0.0 else {}
+        return result | ({} if cosine != cosine else {"cosine": cosine})
+
+    def payload_and_sent(self, sidecar_length: int) -> tuple[int, int]:
+        """Bytes that this worker encodes, and sends, in an exchange with a sidecar of so many scalars."""
+        small = 4 * (sidecar_length + self._small_elements())
+        wires = [bucket.wire() for bucket in self._buckets]
+        sent = 2 * (self._group.size - 1) * small // self._group.size
+        return small + sum(wire.payload for wire in wires), sent + sum(wire.sent for wire in wires)
+
+    def codecs_and_patterns(self) -> tuple[str, str]:
+        """Of all buckets, different ones joined."""
+        patterns = ["all_reduce" if spec.codec is None else spec.pattern for spec in self._chosen]
+        return _joined([spec.name for spec in self._chosen]), _joined(patterns)
+
+    def sum(self, tensors: Sequence[tf.Tensor], sidecar: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """Sums tensors and sidecar over the workers; see `Exchange.reduce_sums`."""
+        with tf.device(self._device):
+            # First, and dense, what decides whether there is an update at all: residuals must not change if not. Small
+            # tensors ride along.
+            vector = tf.concat([sidecar, *(tf.reshape(tensors[index], [-1]) for index in self._small)], axis=0)
+            reduced = self._group.all_reduce(vector, self._instances[0])
+            sidecar, *parts = tf.split(
+                reduced,
+                [
+                    reduced.shape[0] - self._small_elements(),
+                    *(self._shapes[index].num_elements() for index in self._small),
+                ],
+            )
+            result: list[tf.Tensor] = [None] * len(tensors)
+            for index, part in zip(self._small, parts, strict=True):
+                result[index] = tf.reshape(part, self._shapes[index])
+            large = [index for bucket in self._fused for index in bucket]
+            if large:
+                exchanged = tf.cond(
+                    tf.equal(sidecar[0], 0.0),
+                    lambda: self._exchange_buckets([tensors[index] for index in large]),
+                    lambda: [tf.zeros(self._shapes[index]) for index in large],
+                )
+                for index, value in zip(large, exchanged, strict=True):
+                    result[index] = value
+        return result, sidecar
+
+    def _small_elements(self) -> int:
+        return sum(self._shapes[index].num_elements() for index in self._small)
+
+    def _plan(self) -> list[Spec]:
+        """A spec for each bucket."""
+        if self._spec.name != "auto":
+            return [self._spec] * len(self._fused)
+        elements = [sum(self._shapes[index].num_elements() for index in bucket) for bucket in self._fused]
+        plan = planning.choose(self._spec, elements, self._group, self._device)
+        self.plan_table = plan.table
+        return plan.specs
+
+    def _make_buckets(self, chosen: Sequence[Spec]) -> None:
+        self._chosen = list(chosen)
+        with tf.device(self._device):
+            self._buckets = [
+                planning.bucket_type(spec)(
+                    spec, [self._shapes[index] for index in bucket], self._group, self._seed, f"bucket_{number}"
+                )
+                for number, (bucket, spec) in enumerate(zip(self._fused, chosen, strict=True))
+            ]
+
+    def _exchange_buckets(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        variable = local(self._step)
+        step = variable.read_value()
+
+        def compressed() -> list[tf.Tensor]:
+            result: list[tf.Tensor] = []
+            norms = []
+            for indices, bucket in zip(self._fused, self._buckets, strict=True):
+                sums, norm = bucket.sum(tensors[len(result) : len(result) + len(indices)], step)
+                result += sums
+                norms.append(norm)
+            self._observe(tensors, result, tf.add_n(norms), step)
+            return result
+
+        warming_up = self._spec.warmup_steps > 0
+        if warming_up:
+            result = tf.cond(step < self._spec.warmup_steps, lambda: self._dense_sums(tensors, 1), compressed)
+        else:
+            result = compressed()
+        with tf.control_dependencies(result):
+            variable.assign_add(1, read_value=False)
+        return result
+
+    def _dense_sums(self, tensors: list[tf.Tensor], instance: int) -> list[tf.Tensor]:
+        flat = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], axis=0)
+        summed = self._group.all_reduce(flat, self._instances[instance])
+        parts = tf.split(summed, [tensor.shape.num_elements() for tensor in tensors])
+        return [tf.reshape(part, tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+    def _observe(self, tensors: list[tf.Tensor], sums: list[tf.Tensor], norms: tf.Tensor, step: tf.Tensor) -> None:
+        """Notes the norms, and now and then how far what was delivered points where the gradients do."""
+        observed = local(self._observed)
+        every = self._spec.sample_every
+
+        def cosine() -> tf.Tensor:
+            dense = self._dense_sums(tensors, 2)
+            inner = tf.add_n([tf.reduce_sum(one * other) for one, other in zip(dense, sums, strict=True)])
+            squares = [2.0 * tf.add_n([tf.nn.l2_loss(part) for part in parts]) for parts in (dense, sums)]
+            return inner / tf.sqrt(squares[0] * squares[1])
+
+        latest = observed.read_value()[2]
+        if every:
+            # Early in a run for the first time, but not at its very first exchange.
+            latest = tf.cond(tf.equal(step % every, min(every // 10, 100)), cosine, lambda: latest)
+        observed.assign(tf.concat([norms, latest[None]], axis=0), read_value=False)
+
+
+def _joined(names: Sequence[str]) -> str:
+    """Different names, in the order in which they come."""
+    return " + ".join(dict.fromkeys(names)) or "none"
