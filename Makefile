@@ -7,6 +7,8 @@ STAMP := $(VENV)/.tfpar-installed
 LIBRARY := tfpar_ops/libtfpar_ops.so
 NATIVE := $(shell find tfpar_ops -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 WORKDIR ?= runs/quickstart
+# How gradients travel in make train: 4-bit integers with error feedback.
+EXCHANGE ?= int4
 # Two test processes: on two cores more would only wait for each other.
 TEST_PROCESSES ?= 2
 
@@ -46,7 +48,7 @@ train: setup
 	@if [ -e $(WORKDIR) ]; then \
 	  aside="$(WORKDIR)-$$(date +%Y%m%d-%H%M%S)"; mv $(WORKDIR) $$aside; echo "the run of before is now in $$aside"; fi
 	$(RUN) -m tfpar.launch --workers=2 -- experiments/image_classification.py \
-	  --flagfile=experiments/recipes/quickstart.flags --workdir=$(WORKDIR)
+	  --flagfile=experiments/recipes/quickstart.flags --exchange=$(EXCHANGE) --workdir=$(WORKDIR)
 
 test: setup native-test
 	$(RUN) -m pytest -n $(TEST_PROCESSES) --dist=worksteal
