@@ -9,6 +9,7 @@ ONNX needs the packages of `pip install tfpar[onnx]`.
 from __future__ import annotations
 
 import pathlib
+import warnings
 from collections.abc import Callable
 
 import tfpar
@@ -61,10 +62,17 @@ def main(_: list[str]) -> None:
     source = inputs.build_source(config.input, "validation")
     tfpar.start(config)
     model = tfpar.load_model(MODEL_FILE.value, tfpar.task_spec(source))
+    if FORMAT.value == "onnx" and any(layer.compute_dtype == "bfloat16" for layer in model.layers):
+        raise ConfigError(
+            f"--format=onnx: {MODEL_FILE.value} computes in bfloat16, for which ONNX has no convolutions. Use "
+            "--format=saved_model, or train with --precision=float32."
+        )
     x = source.fetch(tf.range(min(EXAMPLES.value, source.info.num_examples), dtype=tf.int64))[0].numpy()
     expected = model.predict_on_batch(x)  # also traces the model, which Keras' exporters need
     output.parent.mkdir(parents=True, exist_ok=True)
-    model.export(str(output), format="tf_saved_model" if FORMAT.value == "saved_model" else "onnx", verbose=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=FutureWarning, module="keras")  # Keras 3.15 asks NumPy for np.object
+        model.export(str(output), format="tf_saved_model" if FORMAT.value == "saved_model" else "onnx", verbose=False)
     actual = (saved_model if FORMAT.value == "saved_model" else onnx)(output)(x)
     difference = float(np.max(np.abs(actual - expected)) / max(np.max(np.abs(expected)), 1e-30))
     if not difference <= TOLERANCE.value:

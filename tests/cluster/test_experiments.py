@@ -94,7 +94,9 @@ def test_evaluate_agrees_with_the_run(quickstart):
 def test_export_is_checked_against_the_model(quickstart, tmp_path, kind):
     output = tmp_path / ("model.onnx" if kind == "onnx" else "export")
     flags = [f"--model_file={quickstart}/model.keras", "--dataset=digits", f"--format={kind}", f"--output={output}"]
-    assert "checked on 64 examples" in succeeded(script("export", *flags))
+    exported = script("export", *flags)
+    assert "checked on 64 examples" in succeeded(exported)
+    assert "Warning" not in exported.stderr
     assert output.exists()
     again = script("export", *flags)
     assert again.returncode == 2
@@ -132,7 +134,9 @@ def test_a_stopped_and_resumed_run_gives_the_bits_of_one_that_was_not(tmp_path, 
 
 def test_parameter_servers_train_digits(tmp_path):
     flags = [QUICK, "--strategy=parameter_server", "--epochs=12", f"--workdir={tmp_path}"]
-    succeeded(launch(2, CLASSIFY, *flags, ps=1))
+    output = succeeded(launch(2, CLASSIFY, *flags, ps=1))
+    assert "32 examples an update, each the push of one worker = 64 / 2 workers" in output
+    assert "46 updates; remainder=pad: the last 2 share 29 examples" in output
     summary = summary_of(tmp_path)
     assert summary["eval"]["accuracy"] >= 0.97
     assert summary["strategy"] == "parameter_server"

@@ -92,8 +92,12 @@ class Pipeline:
         self.examples_per_epoch = self._plan.examples_per_epoch
         checks.check_updates(config, [shard.size for shard in self._plan.shards], self.updates_per_epoch)
 
-    def report(self) -> str:
-        """What is read, by whom and in which order: the lines that the chief prints before the first update."""
+    def report(self, *, asynchronous: bool = False) -> str:
+        """What is read, by whom and in which order: the lines that the chief prints before the first update.
+
+        Args:
+          asynchronous: Whether each replica's share of a batch is an update of its own.
+        """
         return report.describe(
             self.source,
             self._config,
@@ -101,6 +105,7 @@ class Pipeline:
             workers=self._workers,
             by_file=self._by_file,
             training=self._training,
+            asynchronous=asynchronous,
         )
 
     @property

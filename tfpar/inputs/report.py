@@ -9,7 +9,9 @@ from tfpar.inputs.source import LANGUAGE_MODEL, Source
 _LISTED_WORKERS = 16
 
 
-def describe(source: Source, config: InputConfig, order: Plan, *, workers: int, by_file: bool, training: bool) -> str:
+def describe(
+    source: Source, config: InputConfig, order: Plan, *, workers: int, by_file: bool, training: bool, asynchronous: bool
+) -> str:
     """The report of one pipeline.
 
     Args:
@@ -19,6 +21,7 @@ def describe(source: Source, config: InputConfig, order: Plan, *, workers: int, 
       workers: Processes that read.
       by_file: Whether each worker has whole files.
       training: Whether it trains.
+      asynchronous: Whether each replica's share of a batch is an update of its own.
 
     Returns:
       Lines of `name: value`, indented under a title.
@@ -26,8 +29,8 @@ def describe(source: Source, config: InputConfig, order: Plan, *, workers: int, 
     lines = {
         "examples": _examples(source),
         "per worker": _workers(order, source, workers, by_file),
-        "batch": _batch(order, config, workers if by_file else 1),
-        "epoch": _epoch(order, source.info.num_examples),
+        "batch": _pushes(order, config) if asynchronous else _batch(order, config, workers if by_file else 1),
+        "epoch": _epoch(order, source.info.num_examples, order.replicas if asynchronous else 1),
         "order": _order(order, by_file, training),
         "storage": _storage(source, config),
     }
@@ -72,8 +75,15 @@ def _batch(order: Plan, config: InputConfig, groups: int) -> str:
     return f"{config.global_batch_size} an update = {micro}{replicas} replicas x {each} examples{note}"
 
 
-def _epoch(order: Plan, examples: int) -> str:
-    updates = order.updates_per_epoch
+def _pushes(order: Plan, config: InputConfig) -> str:
+    return (
+        f"{order.accumulate_steps * order.micro_batch} examples an update, each the push of one worker = "
+        f"{config.global_batch_size} / {order.replicas} workers"
+    )
+
+
+def _epoch(order: Plan, examples: int, updates_per_batch: int) -> str:
+    updates = order.updates_per_epoch * updates_per_batch
     dropped = examples - order.examples_per_epoch
     if order.drop_remainder:
         rest = f"{dropped} examples of the last batch are left out" if dropped else "no remainder"
@@ -83,6 +93,8 @@ def _epoch(order: Plan, examples: int) -> str:
     ]
     if not partial and len({shard.size // shard.batch for shard in order.shards}) == 1:
         return f"{updates:,} updates; no remainder"
+    if updates_per_batch > 1:
+        return f"{updates:,} updates; remainder=pad: the last {updates_per_batch} share {partial[0][1]} examples"
     if len(order.shards) == 1:
         last, full = partial[0][1], order.shards[0].batch
         return f"{updates:,} updates; remainder=pad: the last has {last} of {full} examples, at their true weight"

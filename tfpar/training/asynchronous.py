@@ -2,7 +2,7 @@
 
 The variables live on the parameter servers. The chief hands out numbered updates; a worker that takes number k
 fetches exactly the examples that belong to it, pulls the weights, computes a gradient and pushes it, without waiting
-for anybody. A worker that dies loses nothing: its update is handed to another. What a gradient was computed on may be
+for anybody. The update of a worker that dies is handed to another, if the others are let live. What a gradient was computed on may be
 a few updates old by the time it is applied; that is the price, and why runs are not reproducible.
 """
 

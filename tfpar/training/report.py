@@ -101,7 +101,7 @@ def announce(run: Run) -> None:
     step_text = f"step: {trainer.config.precision.precision}, XLA {'on' if trainer.jit_compile else 'off'}"
     if trainer.config.train.jit_compile == "auto" and not trainer.jit_compile:
         step_text += f" ({trainer.xla_obstacle()})"
-    for text in (_model_text(trainer), run.pipeline.report(), trainer.exchange.plan_table, exchange_text, step_text):
+    for text in (_model_text(trainer), _input_text(run), trainer.exchange.plan_table, exchange_text, step_text):
         if text:
             monitor.message(text)
 
@@ -111,8 +111,12 @@ def record_start(run: Run) -> None:
     if not run.trainer.plan.is_chief:
         return
     run.monitor.text("model", _model_text(run.trainer))
-    run.monitor.text("input", run.pipeline.report())
+    run.monitor.text("input", _input_text(run))
     samples.write_inputs(run.monitor, run.train)
+
+
+def _input_text(run: Run) -> str:
+    return run.pipeline.report(asynchronous=not run.trainer.plan.synchronous)
 
 
 def _model_text(trainer: Trainer) -> str:

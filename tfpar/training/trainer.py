@@ -235,8 +235,8 @@ class Trainer:
     def train_step(self, schedule: schedules.Schedule | None, *, anew: bool = False) -> TrainStep:
         """The step with this schedule.
 
-        Another `fit` with an equal schedule gets the step that is compiled already, unless it is to be made anew because
-        the exchange has changed.
+        Another `fit` with an equal schedule gets the step that is compiled already, unless it is to be made anew
+        because the exchange has changed.
         """
         key = (type(schedule), schedule.get_config() if schedule is not None else None)
         if anew or self._step is None or self._step[0] != key:
