@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from tests.cluster.scripts.exchange_sums import BAD_STEP, SHAPES, STEPS, gradients
+from tests.cluster.scripts.exchange_sums import BAD_STEP, RETUNED, SHAPES, STEPS, gradients
 from tests.cluster.test_multi_worker import launch
 from tfpar.exchange import schedules, specs
 
@@ -36,7 +36,7 @@ SPECS = [
     "topk:0.05,block=256,ramp_steps=4",
     "topk:0.05,block=256,momentum=0.9",
     "auto",
-    "auto:bucket_bytes=20000,max_error=0.01",
+    RETUNED,
 ]
 # Of each kind of pattern one, for every number of workers.
 FEW = [

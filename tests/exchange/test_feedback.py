@@ -1,4 +1,4 @@
-"""What error feedback and Deep Gradient Compression are for, on one worker, where their papers' formulas can be followed."""
+"""What error feedback and Deep Gradient Compression are for: on one worker their papers' formulas can be followed."""
 
 from __future__ import annotations
 

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import pathlib
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import tfpar
 from tfpar import ExperimentConfig, strategies
+from tfpar.exchange import planning, specs
 
 import numpy as np
 import tensorflow as tf
@@ -31,25 +34,49 @@ def gradients(replica: int, step: int) -> list[np.ndarray]:
     return result
 
 
+RETUNED = "auto:bucket_bytes=20000"  # changes its plan at some steps, as if the links had changed
+PLANS = {0: "int4", 1: "sign:pattern=ring", 2: "int8:pattern=all_gather", 4: "none", 5: "int2"}
+
+
+def plan_of_step(step: int) -> Callable[..., planning.Plan]:
+    """In place of `planning.choose`: what the measurement would lead to is given."""
+
+    def choose(spec: specs.Spec, elements: list[int], *_: Any) -> planning.Plan:
+        return planning.Plan([specs.parse(PLANS[step])] * len(elements), f"plan of step {step}")
+
+    return choose
+
+
 def exchange_all(spec: str, layout: tfpar.Layout) -> dict[str, np.ndarray]:
     strategy, plan = layout.strategy, layout.plan
     exchange = tfpar.Exchange(spec)
+    measured = planning.choose
+    if spec == RETUNED:
+        planning.choose = plan_of_step(0)
     exchange.build(
         [tf.TensorSpec(shape) for shape in SHAPES], workers=plan.workers, worker=plan.worker, strategy=strategy
     )
 
-    @tf.function
-    def reduce(stacked):
-        def replica_step():
-            context = tf.distribute.get_replica_context()
-            local = context.replica_id_in_sync_group % plan.local_replicas
-            return exchange.reduce([tf.gather(tensor, local) for tensor in stacked])
+    def traced():
+        @tf.function
+        def reduce(stacked):
+            def replica_step():
+                context = tf.distribute.get_replica_context()
+                local = context.replica_id_in_sync_group % plan.local_replicas
+                return exchange.reduce([tf.gather(tensor, local) for tensor in stacked])
 
-        return strategy.run(replica_step)
+            return strategy.run(replica_step)
 
+        return reduce
+
+    reduce = traced()
     result: dict[str, np.ndarray] = {}
     first = plan.worker * plan.local_replicas
     for step in range(STEPS):
+        if spec == RETUNED and step in PLANS:
+            planning.choose = plan_of_step(step)
+            assert exchange.retune() == (step > 0 and plan.workers > 1)
+            reduce = traced()
         before = exchange.export()
         mine = [gradients(first + local, step) for local in range(plan.local_replicas)]
         means = reduce([tf.constant(np.stack(column)) for column in zip(*mine, strict=True)])
@@ -63,6 +90,7 @@ def exchange_all(spec: str, layout: tfpar.Layout) -> dict[str, np.ndarray]:
             unchanged = all(np.array_equal(after[name], before[name]) for name in before)
             result["unchanged"] = np.array(unchanged)
     result |= {f"state/{name}": value for name, value in exchange.export().items()}
+    planning.choose = measured
     traffic = exchange.traffic(plan.replicas, 0)
     result["traffic"] = np.array([traffic.payload_bytes, traffic.wire_bytes, traffic.dense_bytes])
     return result
