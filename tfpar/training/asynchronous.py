@@ -2,8 +2,8 @@
 
 The variables live on the parameter servers. The chief hands out numbered updates; a worker that takes number k
 fetches exactly the examples that belong to it, pulls the weights, computes a gradient and pushes it, without waiting
-for anybody. The update of a worker that dies is handed to another, if the others are let live. What a gradient was computed on may be
-a few updates old by the time it is applied; that is the price, and why runs are not reproducible.
+for anybody. The update of a worker that dies is handed to another, if the others are let live. What a gradient was
+computed on may be a few updates old by the time it is applied; that is the price, and why runs are not reproducible.
 """
 
 from __future__ import annotations
