@@ -387,7 +387,9 @@ def test_live_line_on_a_real_terminal(monkeypatch):
                 progress.message(f"evaluation at step {step}")
         progress.close()
         progress.message("the end")
-    written = os.read(master, 1 << 16).decode()
+    written = ""
+    while not written.endswith("the end\r\n"):  # a terminal hands over what it has so far
+        written += os.read(master, 1 << 16).decode()
     os.close(master)
     assert _screen(written) == [
         "evaluation at step 30",

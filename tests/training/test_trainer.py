@@ -520,7 +520,9 @@ def test_a_finished_run_says_so_and_writes_the_same_summary(tmp_path, capsys):
     saved = keras.saving.load_model(tmp_path / "model.keras").get_weights()
     (tmp_path / "model.keras").unlink()
     capsys.readouterr()
+    events = {path: path.stat().st_mtime_ns for path in (tmp_path / "tensorboard").rglob("*") if path.is_file()}
     again = run()
+    assert {p: p.stat().st_mtime_ns for p in (tmp_path / "tensorboard").rglob("*") if p.is_file()} == events
     assert "finished" in capsys.readouterr().out
     assert summary_of(tmp_path) == again
     for name, value in first.items():
@@ -548,3 +550,25 @@ def test_several_short_runs_of_a_program_are_not_warned_of_retracing():
     finally:
         tf.get_logger().removeHandler(handler)
     assert not [text for text in warnings if "retracing" in text]
+
+
+@pytest.mark.parametrize("optimizer", [None, "lion", keras.optimizers.SGD])
+def test_a_program_records_what_it_gave(tmp_path, optimizer):
+    made = optimizer(0.01) if isinstance(optimizer, type) else optimizer
+    trainer_of(optimizer=made, workdir=tmp_path).fit(source(), steps=1)
+    saved = checkpoints.saved_config(tmp_path)
+    assert (saved["model"], saved["dataset"]) == ("custom", "custom")
+    assert saved["optimizer"] == {None: "adamw", "lion": "lion"}.get(optimizer, "custom")
+    with pytest.raises(ConfigError, match="--optimizer: "):
+        trainer_of(optimizer="sgd", workdir=tmp_path)
+
+
+def test_the_progress_line_shows_metrics_over_its_interval(capsys, monkeypatch):
+    """With a single line at the end, the accuracy of an epoch does not depend on the updates per call."""
+    monkeypatch.setattr("tfpar.training.progress.Progress.due", lambda self: False)
+    shown = []
+    for steps_per_loop in (1, EXAMPLES // BATCH):
+        trainer_of(optimizer="adam", steps_per_loop=steps_per_loop).fit(source(), epochs=1)
+        (line,) = [text for text in capsys.readouterr().out.splitlines() if text.startswith("step 5/5")]
+        shown.append(line.split("accuracy")[1].split()[0])
+    assert shown[0] == shown[1]

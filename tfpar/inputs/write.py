@@ -16,6 +16,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable
+from typing import NoReturn
 
 from tfpar.config import ConfigError, InputConfig
 from tfpar.inputs import registry, tfrecord
@@ -111,13 +112,25 @@ def _main(arguments: list[str], values: flags.FlagValues = flags.FLAGS) -> None:
         config = InputConfig(cache="none", **{name: values[name].value for name in _OPTIONS})
         counts = write(config, values.output, values.shards, values.seed, lambda line: print(line, flush=True))
     except ConfigError as error:
-        sys.exit(f"error: {error}")
+        _fail(error)
     print(
         f"wrote {sum(counts.values()):,} examples in {len(counts)} files; read them with "
         f"--dataset=tfrecord:{values.output}"
     )
 
 
+def _parse(argv: list[str]) -> list[str]:
+    try:
+        return flags.FLAGS(argv)
+    except flags.Error as error:
+        _fail(error)
+
+
+def _fail(error: Exception) -> NoReturn:
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(2)  # as Python, argparse and the experiments do for a wrong command line
+
+
 if __name__ == "__main__":
     _define_flags(flags.FLAGS)
-    app.run(_main)
+    app.run(_main, flags_parser=_parse)

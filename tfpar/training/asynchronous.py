@@ -200,9 +200,8 @@ class AsynchronousRun:
             "learning_rate": float(rates[-1]),
             "gradient_norm": float(norms[-1]),
             "skipped_steps": float(self.skipped),
-            **self.trainer.core.metric_results(kept),
         }
-        self.monitor.on_steps(self.steps_done, losses, durations, scalars, examples=counts)
+        self.monitor.on_steps(self.steps_done, losses, durations, scalars, examples=counts, metric_sums=kept)
 
     def _start_evaluation(self) -> None:
         """Evaluates a snapshot of the weights on the chief, beside the training."""
@@ -313,7 +312,7 @@ def check(config: ExperimentConfig, train: inputs.Source) -> None:
     """
     if not train.portable:
         raise ConfigError(
-            f"--dataset={config.input.dataset}: with --strategy=parameter_server the workers read examples by number, "
+            f"--dataset={train.info.name}: with --strategy=parameter_server the workers read examples by number, "
             "and this source reads files through Python on the chief. Use --cache=memory, or a synchronous strategy."
         )
     if precision.uses_loss_scale(config.precision.precision):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tfpar.config import ExperimentConfig
 from tfpar.training.progress import Progress
 from tfpar.training.tensorboard import EventFiles
-from tfpar.training.timings import Timings, Window
+from tfpar.training.timings import MetricSums, Timings, Window
 
 import numpy as np
 import tensorflow as tf
@@ -45,6 +45,7 @@ class Monitor:
       flops_per_example: Floating-point operations that training on one example takes, forward and backward.
       peak_flops: Operations per second that one replica could do at best; 0 or None: no MFU is given.
       replicas: Replicas in the whole run.
+      metric_results: Gives metrics by name from the sums that `on_steps` takes.
       progress: The terminal; by default a `Progress` on standard output.
     """
 
@@ -58,6 +59,7 @@ class Monitor:
         flops_per_example: float | None = None,
         peak_flops: float | None = None,
         replicas: int = 1,
+        metric_results: Callable[[Sequence[np.ndarray]], Mapping[str, float]] = lambda sums: {},
         progress: Progress | None = None,
     ) -> None:
         self._total_steps = total_steps
@@ -71,6 +73,8 @@ class Monitor:
         self._progress = (progress or Progress(total_steps)) if is_chief else None
         self._shown = Window()
         self._point = Window()
+        self._metric_results = metric_results
+        self._shown_sums, self._point_sums = MetricSums(), MetricSums()
         self._last_point: float | None = None
         self._events: EventFiles | None = None
         if is_chief and workdir:
@@ -128,6 +132,7 @@ class Monitor:
         scalars: Mapping[str, float],
         *,
         examples: np.ndarray | None = None,
+        metric_sums: Sequence[np.ndarray] = (),
     ) -> None:
         """Takes note of the updates of one call.
 
@@ -138,6 +143,8 @@ class Monitor:
           scalars: Values at the last update: `learning_rate`, `gradient_norm`, `parameter_norm`, `update_norm`,
             `loss_scale`, `skipped_steps`, those of the exchange; any other name is a training metric.
           examples: [n] examples of each update; by default the global batch size.
+          metric_sums: States of the metrics, summed over the updates; what is shown covers all updates since the last
+            line or point, as the loss does.
         """
         losses = np.asarray(losses, np.float64)
         durations = np.asarray(durations, np.float64)
@@ -145,10 +152,13 @@ class Monitor:
         self._timings.add(durations, counts)
         if self._progress:
             self._shown.add(losses, durations, counts)
+            self._shown_sums.add(metric_sums)
             if self._progress.due() or last_step >= self._total_steps:
-                self._progress.update(last_step, self._line(scalars))
+                metrics = self._metric_results(self._shown_sums.take())
+                self._progress.update(last_step, self._line({**scalars, **metrics}))
                 self._shown.clear()
         if self._events:
+            self._point_sums.add(metric_sums)
             self._write_points(last_step, losses, durations, counts, scalars)
 
     def on_evaluation(self, step: int, results: Mapping[str, float]) -> None:
@@ -246,6 +256,8 @@ class Monitor:
             due = self._last_point is None or now - self._last_point >= _POINT_SECONDS or last_step >= self._total_steps
             ends = [len(losses)] if due else []
             self._last_point = now if due else self._last_point
+        if ends:
+            scalars = {**scalars, **self._metric_results(self._point_sums.take())}
         at_last = {_TAGS.get(name, f"metrics/{name}"): value for name, value in scalars.items() if name != "loss"}
         begin = 0
         for end in ends:

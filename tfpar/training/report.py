@@ -75,6 +75,7 @@ def build_monitor(trainer: Trainer, total: int) -> Monitor:
         flops_per_example=described.training_flops_per_example if described else None,
         peak_flops=_peak_flops_per_replica(trainer) if described and trainer.plan.is_chief else None,
         replicas=trainer.plan.replicas,
+        metric_results=trainer.core.metric_results,
     )
 
 

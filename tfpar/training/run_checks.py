@@ -25,6 +25,7 @@ def check_run(
     Raises:
       ConfigError: The first thing that cannot work.
     """
+    optimizers.check_arguments(config.optimizer)
     check_sources(config, plan, train, validation)
     models.check(config.model.model, task_spec(train), **config.model.arguments())
     inputs.check_augmentation(config.input.augment, train.info.input_spec.shape)

@@ -19,6 +19,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+# In the place of a name: a program gave a model, optimizer or data set of its own.
+CUSTOM = "custom"
+
 
 def start(
     config: ExperimentConfig, train: inputs.Source | None = None, validation: inputs.Source | None = None
@@ -75,12 +78,14 @@ def check(config: ExperimentConfig) -> strategies.Plan:
       ConfigError: The first thing that cannot work.
     """
     plan = strategies.plan(config.strategy, cluster.detect())
-    if config.model.model not in models.names():
+    if config.model.model not in (*models.names(), CUSTOM):
         raise unknown_name("--model", config.model.model, models.names())
-    optimizers.check_arguments(config.optimizer)
+    if config.optimizer.optimizer != CUSTOM:
+        optimizers.check_arguments(config.optimizer)
     schedules.check(config.schedule)
     Exchange(config.exchange.exchange).check_supported(plan.name)
-    inputs.check_kind(config.input)
+    if config.input.dataset != CUSTOM:
+        inputs.check_kind(config.input)
     inputs.check_augmentation(config.input.augment)
     if plan.name != "tpu":  # a TPU's replicas are known once it is initialised
         inputs.check_divides(config.input, plan.replicas, config.train.accumulate_steps)

@@ -159,10 +159,16 @@ class SynchronousRun:
             "update_norm": float(result.norms.update),
             "loss_scale": float(result.loss_scale.scale),
             "skipped_steps": float(position.skipped),
-            **self.trainer.core.metric_results([value.numpy() for value in result.metrics]),
             **self._exchange_scalars(),
         }
-        self.monitor.on_steps(position.step, losses, durations, scalars, examples=result.count.numpy())
+        self.monitor.on_steps(
+            position.step,
+            losses,
+            durations,
+            scalars,
+            examples=result.count.numpy(),
+            metric_sums=[part.numpy() for part in result.metrics],
+        )
         self.monitor.after_step(position.step)
 
     def _exchange_scalars(self) -> dict[str, float]:

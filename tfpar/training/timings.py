@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 # Columns of durations, in seconds; `total` is the whole update, wall clock.
@@ -56,6 +58,23 @@ class Window:
     def milliseconds(self) -> dict[str, float]:
         """Mean milliseconds per update, by `COLUMNS`."""
         return {name: 1e3 * _ratio(total, self.steps) for name, total in zip(COLUMNS, self._seconds, strict=True)}
+
+
+class MetricSums:
+    """States of metrics, which are sums, added up since they were last taken."""
+
+    def __init__(self) -> None:
+        self._sums: list[np.ndarray] = []
+
+    def add(self, parts: Sequence[np.ndarray]) -> None:
+        """Takes the sums of some updates in."""
+        known = self._sums or [np.zeros_like(part, np.float64) for part in parts]
+        self._sums = [total + part for total, part in zip(known, parts, strict=True)]
+
+    def take(self) -> list[np.ndarray]:
+        """The sums, which start again from nothing."""
+        sums, self._sums = self._sums, []
+        return sums
 
 
 class Timings:

@@ -16,7 +16,7 @@ from tfpar.training.core import Core, build_metrics, per_example_loss, takes_cla
 from tfpar.training.data_checks import check_fits
 from tfpar.training.evaluation import Evaluation
 from tfpar.training.run_checks import check_sources
-from tfpar.training.start import start
+from tfpar.training.start import CUSTOM, start
 from tfpar.training.step import TrainStep
 from tfpar.training.synchronous import SynchronousRun
 
@@ -73,10 +73,14 @@ class Trainer:
         **options: Any,
     ) -> None:
         flat = (config or ExperimentConfig()).as_flat_dict()
+        if config is None:  # its defaults would record names of what was never used
+            flat |= {"model": CUSTOM, "dataset": CUSTOM}
         if isinstance(options.get("jit_compile"), bool):
             options["jit_compile"] = str(options["jit_compile"]).lower()
         if isinstance(optimizer, str):
             options["optimizer"] = optimizer
+        elif optimizer is not None:
+            options["optimizer"] = CUSTOM
         self.config = ExperimentConfig.from_flat_dict({**flat, **options})
         if isinstance(optimizer, keras.optimizers.Optimizer):
             _check_has_effect(optimizer, options)
