@@ -84,8 +84,8 @@ TORCH_PYTHON = flags.DEFINE_string("torch_python", sys.executable, "A Python tha
 _PORT = 2222
 _START_S, _BUILD_S = 300.0, 600.0  # on busy cores
 # A worker's memory: of the program, and in gradients (residuals, results, buffers on their way). Measured.
-_PROGRAM_BYTES = 0.8e9
-_GRADIENTS = 6
+_PROGRAM_BYTES = 0.7e9
+_GRADIENTS = 10
 
 Cell = tuple[str, int, str, str]  # model, hosts, link, exchange
 
@@ -290,7 +290,11 @@ def progress(text: str) -> None:
 
 def report(results: Results, cells: Sequence[Cell]) -> str:
     """The Markdown tables, one per model."""
-    lines = [f"{'; '.join(results.machine.values())}; hosts are network namespaces on this machine"]
+    loads = [results.cells[cell].load for cell in cells if cell in results.cells] or [0.0]
+    lines = [
+        f"{'; '.join(results.machine.values())}; hosts are network namespaces on this machine, whose load average "
+        f"before a measurement was {min(loads):.1f} to {max(loads):.1f}"
+    ]
     for model in dict.fromkeys(cell[0] for cell in cells):
         lines += [
             f"\n{model}, {sum(_elements(shape) for shape in shapes_in_a_process(model)) * 4 / 1e6:.0f} MB of float32\n",

@@ -54,7 +54,7 @@ class Worker:
             tf.constant(generator.standard_normal(shape, np.float32) * np.float32(1e-3)) for shape in shapes
         ]
         self._barrier()
-        return {"machine": describe_machine(), "library": tfpar.exchange.__name__}
+        return {"machine": describe_machine()}
 
     def _build(self, exchange: str, bits_per_second: float | None) -> dict[str, Any]:
         """Makes an exchange and calls it until it has settled."""
