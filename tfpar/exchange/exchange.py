@@ -8,7 +8,7 @@ from typing import Any
 
 from tfpar.config import ConfigError
 from tfpar.exchange import planning, specs
-from tfpar.exchange.groups import Group
+from tfpar.exchange.groups import Group, new_instances
 from tfpar.exchange.hosts import HostExchange
 
 import numpy as np
@@ -79,6 +79,8 @@ class Exchange:
         self._dense: list[list[int]] = []
         self._group = Group.of_workers(1, 0)
         self._device = ""
+        self._rings = False
+        self._instances: list[int] = []
         self._hosts: HostExchange | None = None
 
     def build(
@@ -108,6 +110,10 @@ class Exchange:
             workers, worker = _place(strategy) if strategy else (1, 0)
         self._group = Group.of_workers(workers, worker)
         self._device = strategy.extended.worker_devices[0] if strategy else "/device:CPU:0"
+        # TensorFlow's strategy would put the buckets into one buffer again, and run a single ring (2.21:
+        # `bytes_per_pack`).
+        self._rings = workers > 1 and "GPU" not in self._device
+        self._instances = new_instances(len(self._dense)) if self._rings else []
         if self._spec.lossy and workers > 1:
             self._hosts = HostExchange(self._spec, self._shapes, self._group, self._device, seed)
 
@@ -246,13 +252,24 @@ class Exchange:
         buffers = [tf.concat([flat[index] for index in bucket], axis=0) for bucket in self._dense]
         # The sidecar rides in the last bucket: a call of its own would cost a round trip.
         buffers[-1] = tf.concat([buffers[-1], sidecar], axis=0)
-        summed = context.all_reduce(tf.distribute.ReduceOp.SUM, buffers)
+        if self._rings:
+            summed = context.merge_call(self._rings_between_hosts, args=(buffers,))
+        else:
+            summed = context.all_reduce(tf.distribute.ReduceOp.SUM, buffers)
         result: list[tf.Tensor] = [None] * len(flat)
         for bucket, buffer in zip(self._dense, summed, strict=True):
             *parts, rest = self._cut(buffer, bucket)
             for index, part in zip(bucket, parts, strict=True):
                 result[index] = part
         return result, rest
+
+    def _rings_between_hosts(self, strategy: tf.distribute.Strategy, buffers: Sequence[Any]) -> list[tf.Tensor]:
+        """Several rings at a time, which fill a link better than one; once per worker, of its replicas' sums."""
+        with tf.device(self._device):
+            return [
+                self._group.all_reduce(_sum_local(strategy, buffer), instance)
+                for buffer, instance in zip(buffers, self._instances, strict=True)
+            ]
 
     def _between_hosts(
         self, strategy: tf.distribute.Strategy, gradients: Sequence[Any], sidecar: Any

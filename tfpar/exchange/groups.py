@@ -50,7 +50,7 @@ class Group:
         """Sum over the members, the same bits on each. Float32 of any static shape."""
         if self.size == 1:
             return tf.identity(value)
-        return tf.raw_ops.CollectiveReduceV2(
+        reduced = tf.raw_ops.CollectiveReduceV2(
             input=value,
             group_size=self.size,
             group_key=self.key,
@@ -60,12 +60,13 @@ class Group:
             final_op="Id",
             communication_hint="auto",
         )
+        return _independent(reduced)
 
     def all_to_all(self, rows: tf.Tensor, instance: int) -> tf.Tensor:
         """Row i goes to member i; row i of the result came from member i. `[size, ...]`, any type but uint8."""
         if self.size == 1:
             return tf.identity(rows)
-        return tf.raw_ops.CollectiveAllToAllV2(
+        received = tf.raw_ops.CollectiveAllToAllV2(
             input=rows,
             group_size=self.size,
             group_key=self.key,
@@ -73,6 +74,7 @@ class Group:
             ordering_token=[],
             communication_hint="auto",
         )
+        return _independent(received)
 
     def all_gather(self, row: tf.Tensor, instance: int) -> tf.Tensor:
         """The members' rows in the order of their ranks: `[1, ...]` to `[size, ...]`."""
@@ -86,7 +88,7 @@ class Group:
             ordering_token=[],
             communication_hint="auto",
         )
-        return tf.ensure_shape(gathered, [self.size, *row.shape[1:]])
+        return tf.ensure_shape(_independent(gathered), [self.size, *row.shape[1:]])
 
     def send(self, value: tf.Tensor, target: int, instance: int) -> tf.Tensor:
         """Sends to one member, who calls `receive` with the same instance key.
@@ -120,6 +122,20 @@ def new_instances(count: int) -> list[int]:
     """Instance keys that no other call site has. All workers must ask for the same in the same order."""
     with _lock:
         return [next(_instances) for _ in range(count)]
+
+
+def _independent(value: tf.Tensor) -> tf.Tensor:
+    """Lets a collective run beside the others of its function.
+
+    TensorFlow 2.21 runs stateful operations of a function in the order in which they were traced, these among them
+    (`auto_control_deps.py`): buckets would go one after the other, and a link be idle while a bucket is encoded. On
+    gRPC keys alone tell calls apart. NCCL needs the same order on every worker, and keeps it.
+    """
+    if tf.inside_function() and "GPU" not in value.device:
+        manager = value.graph.experimental_acd_manager
+        if manager is not None:
+            manager.run_independently(value.op)
+    return value
 
 
 def _pair_key(one: int, other: int) -> int:

@@ -58,7 +58,7 @@ class Spec:
     error_feedback: bool = True
     warmup_steps: int = 0
     min_elements: int = 1024
-    bucket_bytes: int = 64 << 20
+    bucket_bytes: int = 16 << 20
     momentum: float = 0.0
     ramp_steps: int = 0
     max_error: float = 0.2
