@@ -7,8 +7,8 @@ STAMP := $(VENV)/.tfpar-installed
 LIBRARY := tfpar_ops/libtfpar_ops.so
 NATIVE := $(shell find tfpar_ops -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 WORKDIR ?= runs/quickstart
-# How gradients travel in make train: 4-bit integers with error feedback.
-EXCHANGE ?= int4
+# How gradients travel in make train: 8-bit integers with error feedback, which learn as well as float32 (README.md).
+EXCHANGE ?= int8
 # Two test processes: on two cores more would only wait for each other.
 TEST_PROCESSES ?= 2
 

@@ -61,7 +61,7 @@ class Spec:
     bucket_bytes: int = 16 << 20
     momentum: float = 0.0
     ramp_steps: int = 0
-    max_error: float = 0.2
+    max_error: float = 0.05
     sample_every: int = 1000
 
     @property
@@ -144,7 +144,7 @@ def _own_options(flag: str, text: str, options: dict[str, Any]) -> dict[str, Any
     if not isinstance(options.get("error_feedback", True), bool):
         raise ConfigError(f"{flag}={text}: error_feedback={options['error_feedback']!r} is not true or false.")
     _check_momentum(flag, text, options)
-    error = options.get("max_error", 0.2)
+    error = options.get("max_error", 0.0)
     if not isinstance(error, (int, float)) or isinstance(error, bool) or not error >= 0.0:
         raise ConfigError(f"{flag}={text}: max_error={error!r} is not a number of at least 0.")
     for key, least in (
