@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 import struct
 
 KINDS = ("bf16", "fp16", "fp8", "quantize", "sign", "topk")
@@ -56,6 +57,8 @@ class Codec:
 
     def __post_init__(self) -> None:
         _one_of("kind", self.kind, KINDS)
+        for name in ("bits", "block", "keep"):
+            object.__setattr__(self, name, _whole(f"codec {self.kind}: {name}", getattr(self, name)))
         if self.block == 0:
             object.__setattr__(self, "block", _DEFAULT_BLOCK[self.kind])
         if self.kind == "quantize":
@@ -121,3 +124,10 @@ class Codec:
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ValueError(f"codec: {name}={value!r} is not one of {', '.join(allowed)}")
+
+
+def _whole(what: str, value: object) -> int:
+    """The value as an int; any integer type is one, bool is not."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise ValueError(f"{what}={value!r} is not a whole number")
+    return int(value)

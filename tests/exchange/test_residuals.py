@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from tfpar.config import ConfigError
 from tfpar.exchange import Exchange
+from tfpar.exchange.buckets import seed_of_bucket
 
 import numpy as np
 import pytest
@@ -82,7 +84,7 @@ def test_residuals_of_another_model_are_refused():
     old = exchanges("int4", 2)
     other = Exchange("int4")
     other.build([tf.TensorSpec((64, 64))], workers=2, worker=0)
-    with pytest.raises(ValueError, match=f"saved residuals have {LARGE} elements, this model's 4096"):
+    with pytest.raises(ConfigError, match=f"{LARGE:,} elements; this exchange encodes tensors with 4,096"):
         other.restore(2, lambda rank: old[rank].export())
 
 
@@ -98,3 +100,34 @@ def test_within_one_host_there_is_nothing_to_keep():
     assert exchange.state == []
     assert exchange.export() == {}
     assert "not in use" in exchange.describe()
+
+
+@pytest.mark.parametrize(("before", "after"), [("int8", "topk:0.01"), ("int8", "bf16"), ("topk:0.01", "sign:block=64")])
+@pytest.mark.parametrize("workers", [2, 5, 8, 16])
+def test_workers_without_a_shard_decide_as_the_others_do(before, after, workers):
+    """A bucket of fewer blocks than workers: some own nothing, before and after, and must not think nothing changed."""
+
+    def group(spec: str) -> list[Exchange]:
+        made = [Exchange(spec) for _ in range(workers)]
+        for worker, exchange in enumerate(made):
+            exchange.build([tf.TensorSpec((32, 64))], workers=workers, worker=worker)
+        return made
+
+    old, new = group(before), group(after)
+    fill(old)
+    for exchange in new:
+        exchange.restore(workers, lambda rank: old[rank].export())
+    np.testing.assert_allclose(undelivered(new), undelivered(old), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("spec", ["powersgd:40", "int4:min_elements=100000", "int4:error_feedback=false"])
+def test_what_cannot_be_taken_up_is_refused(spec):
+    old, new = exchanges("int8", 3), exchanges(spec, 3)
+    fill(old)
+    with pytest.raises(ConfigError, match="not delivered yet"):
+        new[0].restore(3, lambda rank: old[rank].export())
+
+
+def test_buckets_round_by_numbers_of_their_own():
+    assert len({seed_of_bucket(seed, number) for seed in range(20) for number in range(20)}) == 400
+    assert all(0 <= seed_of_bucket(seed, 0) < 1 << 51 for seed in (0, 2**52, 2**63 - 1))

@@ -81,3 +81,17 @@ def test_no_two_formats_share_a_header():
     codecs = {codec.header(100): codec for codec in data.CODECS}
     formats = {(c.kind, c.bits, c.block, c.keep, c.scale) for c in data.CODECS}
     assert len(codecs) == len(formats)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kind": "topk", "keep": 2.5},
+        {"kind": "topk", "keep": True},
+        {"kind": "quantize", "bits": 4.0},
+        {"kind": "quantize", "bits": 4, "block": "abc"},
+    ],
+)
+def test_numbers_are_whole(options):
+    with pytest.raises(ValueError, match="is not a whole number"):
+        Codec(**options)

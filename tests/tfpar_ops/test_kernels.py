@@ -522,3 +522,19 @@ def test_more_valid_elements_than_elements():
     with pytest.raises(tf.errors.InvalidArgumentError, match="valid=1001 is more than elements=1000"):
         raw("tfpar_recode", payloads=payload, factor=1.0, residual=[], begin=tf.constant(0, tf.int64),
             seed_step=[0, 0], elements=1000, valid=1001)  # fmt: skip
+
+
+def test_as_many_shapes_as_outputs_also_where_no_shape_function_is_asked():
+    codec = Codec("quantize", bits=4)
+    payload = tfpar_ops.encode([tf.zeros([1000])], None, codec).payload
+    attributes = {"kind": "quantize", "bits": 4, "block": codec.block, "keep": 0, "scale": "bf16"}
+    for outputs, shapes in ((40, [[1000]]), (1, [[500], [500]])):
+        with pytest.raises((tf.errors.InvalidArgumentError, ValueError), match="shapes"):
+            library().operations.tfpar_decode(
+                payloads=payload, factor=1.0, N=outputs, shapes=shapes, shard_elements=1000, **attributes
+            )
+
+
+def test_payloads_beyond_what_can_be_counted():
+    with pytest.raises((tf.errors.InvalidArgumentError, ValueError)):
+        tfpar_ops.encode([tf.zeros([512])], None, Codec("sign"), shards=1 << 40, shard_elements=1 << 40)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -69,10 +70,16 @@ def seed_step(codec: Codec, seed: int, stream: int, step: tf.Tensor) -> tf.Tenso
 
     Args:
       codec: The codec.
-      seed: Of the run.
-      stream: Another number, below 4096, for every encoding of a step anywhere in the cluster.
+      seed: Of the bucket, see `seed_of_bucket`.
+      stream: Another number, below 4096, for every encoding of the bucket in a step anywhere in the cluster.
       step: Int64 scalar.
     """
     if codec.rounding != "stochastic":
         return None
     return tf.stack([tf.constant((seed << 12) + stream, tf.int64), tf.cast(step, tf.int64)])
+
+
+def seed_of_bucket(seed: int, number: int) -> int:
+    """Another seed, of 51 bits, for every bucket of a run: equal numbers would round alike in all of them."""
+    digest = hashlib.sha256(f"{seed}/{number}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 13

@@ -8,7 +8,6 @@ here.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 from tfpar.exchange import schedules, specs
 from tfpar.exchange.specs import Spec
@@ -121,13 +120,3 @@ def _staged(spec: Spec, elements: int, workers: int, link: Link, speed: Speed) -
 
 def _cost(sent: int, rounds: int, link: Link, compute: float) -> Cost:
     return Cost(sent, rounds * link.latency, sent / link.bandwidth, compute)
-
-
-def sum_of(costs: Sequence[Cost]) -> Cost:
-    """The cost of one after the other."""
-    return Cost(
-        sum(cost.sent for cost in costs),
-        sum(cost.latency for cost in costs),
-        sum(cost.transfer for cost in costs),
-        sum(cost.compute for cost in costs),
-    )

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import tfpar_ops
 from tfpar.config import ConfigError
 from tfpar.exchange import planning, specs
 from tfpar.exchange.groups import Group, new_instances
@@ -108,7 +109,10 @@ class Exchange:
         strategy = strategy or (tf.distribute.get_strategy() if tf.distribute.has_strategy() else None)
         if workers is None:
             workers, worker = _place(strategy) if strategy else (1, 0)
+        if not 0 <= worker < workers:
+            raise ValueError(f"worker={worker} is not a rank among workers={workers}")
         self._group = Group.of_workers(workers, worker)
+        self._hosts = None
         self._device = strategy.extended.worker_devices[0] if strategy else "/device:CPU:0"
         # TensorFlow's strategy would put the buckets into one buffer again, and run a single ring (2.21:
         # `bytes_per_pack`).
@@ -159,7 +163,7 @@ class Exchange:
           read: Gives the export of the worker with this rank.
 
         Raises:
-          ValueError: The residuals are of another model.
+          ConfigError: Another exchange encodes other tensors, or keeps nothing back.
         """
         if self._hosts:
             self._hosts.restore(workers, read)
@@ -206,8 +210,8 @@ class Exchange:
             sums, _ = self.reduce_sums(gradients, tf.zeros([0], tf.float32))
             return [value / replicas for value in sums]
         gradients = [tf.cast(tf.convert_to_tensor(gradient), tf.float32) for gradient in gradients]
-        norm = tf.add_n([tf.nn.l2_loss(gradient) for gradient in gradients])
-        flag = tf.where(tf.math.is_finite(norm), 0.0, 1.0)
+        _, finite = tfpar_ops.norm_squared(gradients)  # of finite numbers, however large, it is finite
+        flag = tf.where(finite, 0.0, 1.0)
         sums, sidecar = self.reduce_sums(gradients, flag[None])
         factor = tf.where(sidecar[0] > 0.0, float("nan"), 1.0 / replicas)
         return [value * factor for value in sums]
@@ -226,8 +230,8 @@ class Exchange:
           The summed gradients and the summed sidecar, the same bits on every replica.
 
         Raises:
-          RuntimeError: Called outside a replica context, or before `build`.
-          ValueError: Another number of gradients than variables given to `build`.
+          RuntimeError: Called outside a replica context.
+          ValueError: Another number of gradients than variables given to `build`, or `build` was not called.
         """
         context = _replica_context()
         if len(gradients) != len(self._shapes):

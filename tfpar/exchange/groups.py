@@ -131,7 +131,7 @@ def _independent(value: tf.Tensor) -> tf.Tensor:
     (`auto_control_deps.py`): buckets would go one after the other, and a link be idle while a bucket is encoded. On
     gRPC keys alone tell calls apart. NCCL needs the same order on every worker, and keeps it.
     """
-    if tf.inside_function() and "GPU" not in value.device:
+    if tf.is_symbolic_tensor(value) and "GPU" not in value.device:
         manager = value.graph.experimental_acd_manager
         if manager is not None:
             manager.run_independently(value.op)

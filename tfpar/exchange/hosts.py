@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from tfpar.exchange import planning, residuals
+from tfpar.exchange import buckets, planning, residuals
 from tfpar.exchange.groups import LOCAL, Group, local, new_instances
 from tfpar.exchange.specs import Spec
 
 import numpy as np
 import tensorflow as tf
+
+_LAYOUT = "layout"
 
 
 class HostExchange:
@@ -59,7 +61,8 @@ class HostExchange:
     def export(self) -> dict[str, np.ndarray]:
         """See `Exchange.export`."""
         arrays = {"step": np.array(local(self._step).numpy(), np.int64)}
-        for number, bucket in enumerate(self._buckets):
+        for number, (bucket, spec) in enumerate(zip(self._buckets, self._chosen, strict=True)):
+            arrays[f"{number}/{_LAYOUT}"] = np.array([bucket.elements, bucket.shard_elements, spec.rank], np.int64)
             for role, variable in bucket.state.items():
                 arrays[f"{number}/{role}"] = np.array(variable.numpy(), copy=True)
         return arrays
@@ -71,8 +74,8 @@ class HostExchange:
         if not own:
             return
         local(self._step).assign(own["step"])
-        shapes = {name: array.shape for name, array in own.items()}
-        if workers == self._group.size and shapes == {name: array.shape for name, array in self.export().items()}:
+        # Layouts, not shapes, which may agree on one worker and not on another: all must decide alike.
+        if workers == self._group.size and _layout(own) == _layout(self.export()):
             for number, bucket in enumerate(self._buckets):
                 for role, variable in bucket.state.items():
                     variable.assign(own[f"{number}/{role}"])
@@ -155,7 +158,11 @@ class HostExchange:
         with tf.device(self._device):
             self._buckets = [
                 planning.bucket_type(spec)(
-                    spec, [self._shapes[index] for index in bucket], self._group, self._seed, f"bucket_{number}"
+                    spec,
+                    [self._shapes[index] for index in bucket],
+                    self._group,
+                    buckets.seed_of_bucket(self._seed, number),
+                    f"bucket_{number}",
                 )
                 for number, (bucket, spec) in enumerate(zip(self._fused, chosen, strict=True))
             ]
@@ -205,6 +212,11 @@ class HostExchange:
             # Early in a run for the first time, but not at its very first exchange.
             latest = tf.cond(tf.equal(step % every, min(every // 10, 100)), cosine, lambda: latest)
         observed.assign(tf.concat([norms, latest[None]], axis=0), read_value=False)
+
+
+def _layout(state: Mapping[str, np.ndarray]) -> dict[str, object]:
+    """Names of a worker's state, and what the buckets are like: the same on every worker."""
+    return {name: array.tolist() if name.endswith(_LAYOUT) else None for name, array in state.items()}
 
 
 def _joined(names: Sequence[str]) -> str:

@@ -19,8 +19,8 @@ from tfpar.exchange.staged import Staged
 
 import tensorflow as tf
 
-# What `auto` chooses from. fp16 is not among them: its range does not suit every gradient. topk, sign and powersgd
-# leave out most of a gradient at every step, which no error budget that is meant seriously allows.
+# What `auto` chooses from. fp16 is not among them: its range does not suit every gradient. topk and powersgd leave out
+# most of a gradient at every step, which no error on random numbers describes.
 _CANDIDATES = ("none", "bf16", "fp8", "int8", "int4", "int2", "sign")
 _PATTERNS = ("two_phase", "all_gather", "ring", "binary_blocks")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 
+from tfpar.config import ConfigError
 from tfpar.exchange.buckets import RESIDUALS, Bucket
 
 import numpy as np
@@ -58,14 +59,23 @@ def hand_over(buckets: Sequence[Bucket], vector: np.ndarray) -> None:
       vector: Over the elements of all buckets, one after the other.
 
     Raises:
-      ValueError: The vector has another length.
+      ConfigError: Other tensors are encoded than in the run that kept it back, or nothing can be kept back any more.
     """
     expected = sum(bucket.elements for bucket in buckets)
     if vector.size != expected:
-        raise ValueError(f"saved residuals have {vector.size} elements, this model's {expected}")
+        raise ConfigError(
+            f"--exchange: the checkpoint holds gradient that is not delivered yet, of tensors with {vector.size:,} "
+            f"elements; this exchange encodes tensors with {expected:,}. Go on with the --exchange of before (its "
+            "min_elements, or powersgd, decide which tensors those are), or start in another workdir."
+        )
     begin = 0
     for bucket in buckets:
         part = vector[begin : begin + bucket.elements]
         begin += bucket.elements
         if RESIDUALS[0] in bucket.state:
             bucket.state[RESIDUALS[0]].assign(part.astype(np.float32))
+        elif part.any():
+            raise ConfigError(
+                "--exchange: the checkpoint holds gradient that is not delivered yet, which error_feedback=false would "
+                "lose. Go on with error_feedback=true, or start in another workdir."
+            )

@@ -45,7 +45,8 @@ class Schedule:
       shards: Number of shards that the vector is cut into.
       owners: Rank of the owner of each shard.
       reduce: Rounds of partial sums. What a worker sends in a round it no longer has; what it receives it adds to its
-      own. gather: Rounds of encoded sums.
+      own.
+      gather: Rounds of encoded sums.
     """
 
     workers: int

@@ -101,7 +101,7 @@ def parse(text: str, flag: str = "--exchange") -> Spec:
         share = _share(flag, text, first or "0.01")
     rank = 0
     if name == "powersgd":
-        first, _, rest = rest.partition(",")
+        first, _, rest = rest.partition(",") if "=" not in rest.partition(",")[0] else ("", "", rest)
         rank = _rank(flag, text, first or "4")
     options = parse_arguments(flag, rest)
     known = _known_options(name)
@@ -110,6 +110,8 @@ def parse(text: str, flag: str = "--exchange") -> Spec:
             raise unknown_name(f"{flag}={text}: option", key, known)
     if name not in _CODECS:
         if "start_after" in options:  # what the paper's code and PyTorch call it
+            if "warmup_steps" in options:
+                raise ConfigError(f"{flag}={text}: start_after is another name of warmup_steps; give one of them.")
             options["warmup_steps"] = options.pop("start_after")
         return Spec(text, name, rank=rank, **_own_options(flag, text, options))
     codec_options = {key: options.pop(key) for key in _CODEC_OPTIONS if key in options}
@@ -117,6 +119,8 @@ def parse(text: str, flag: str = "--exchange") -> Spec:
 
 
 def _known_options(name: str) -> list[str]:
+    if name == "none":
+        return []
     if name == "powersgd":
         return ["error_feedback", "warmup_steps", "start_after", "min_elements", "sample_every"]
     if name == "auto":

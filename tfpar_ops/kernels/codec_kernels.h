@@ -1,15 +1,14 @@
 // The kernels, as far as they are the same on every device. `Device` does the work:
 //
 //   static absl::Status CheckPayloads(const tfpar_codec&, const Payloads&);
-//   static absl::Status Encode(OpKernelContext*, const tfpar_codec&, const InputParts&, const Shards&, const Residual&,
-//                              int32_t* payload, float* norms);
-//   static absl::Status Decode(OpKernelContext*, const tfpar_codec&, const Payloads&, const Shards&, const float*
-//   factor,
-//                              const OutputParts&);
-//   static absl::Status DecodeSum(OpKernelContext*, const tfpar_codec&, const Payloads&, const float* factor, float*
-//   sum); static absl::Status Recode(OpKernelContext*, const tfpar_codec&, const Payloads&, const float* factor,
-//   int64_t valid,
-//                              int64_t begin, const Residual&, int32_t* payload, float* norms);
+//   static absl::Status Encode(OpKernelContext*, const tfpar_codec&, const InputParts&, const Shards&,
+//                              const Residual&, int32_t* payload, float* norms);
+//   static absl::Status Decode(OpKernelContext*, const tfpar_codec&, const Payloads&, const Shards&,
+//                              const float* factor, const OutputParts&);
+//   static absl::Status DecodeSum(OpKernelContext*, const tfpar_codec&, const Payloads&, const float* factor,
+//                                 float* sum);
+//   static absl::Status Recode(OpKernelContext*, const tfpar_codec&, const Payloads&, const float* factor,
+//                              int64_t valid, int64_t begin, const Residual&, int32_t* payload, float* norms);
 //   static absl::Status NormSquared(OpKernelContext*, const InputParts&, float* norm_squared, bool* finite);
 #ifndef TFPAR_OPS_KERNELS_CODEC_KERNELS_H_
 #define TFPAR_OPS_KERNELS_CODEC_KERNELS_H_
@@ -78,7 +77,9 @@ class EncodeOp : public OpKernel {
     TF_RETURN_IF_ERROR(ReadSeedStep(context, &codec));
     TF_RETURN_IF_ERROR(ReadTensors(context, &parts));
     TF_RETURN_IF_ERROR(MakeShards(codec, parts.elements(), count_, shard_elements_, &shards));
-    TF_RETURN_IF_ERROR(context->allocate_output("payload", TensorShape({shards.count, shards.words}), &payload));
+    TensorShape shape;
+    TF_RETURN_IF_ERROR(TensorShape::BuildTensorShape({shards.count, shards.words}, &shape));
+    TF_RETURN_IF_ERROR(context->allocate_output("payload", shape, &payload));
     return WithResidual<keeper>(context, tensors_, shards.total, [&](const Residual& residual, float* norms) {
       return Device::Encode(context, codec, parts, shards, residual, payload->flat<int32_t>().data(), norms);
     });
@@ -96,6 +97,9 @@ class DecodeOp : public OpKernel {
   explicit DecodeOp(OpKernelConstruction* context) : OpKernel(context) {
     OP_REQUIRES_OK(context, ReadCodec(context, &codec_));
     OP_REQUIRES_OK(context, context->GetAttr("shapes", &shapes_));
+    // Eager calls do not ask the shape function.
+    OP_REQUIRES(context, static_cast<int>(shapes_.size()) == context->num_outputs(),
+                Invalid("N=", context->num_outputs(), ", but there are ", shapes_.size(), " shapes"));
     OP_REQUIRES_OK(context, context->GetAttr("shard_elements", &shard_elements_));
   }
 
