@@ -70,7 +70,7 @@ class ClusterInfo:
     @property
     def num_workers(self) -> int:
         """Chief and workers together; 1 for `local`."""
-        return max(1, len(self._workers))
+        return max(1, len(self.worker_addresses))
 
     @property
     def num_ps(self) -> int:
@@ -96,8 +96,14 @@ class ClusterInfo:
         return tasks[self.task_index] if tasks else ""
 
     @property
-    def _workers(self) -> tuple[str, ...]:
+    def worker_addresses(self) -> tuple[str, ...]:
+        """`host:port` of chief and workers, in the order of their ranks."""
         return (*self.cluster.get("chief", ()), *self.cluster.get("worker", ()))
+
+    @property
+    def worker_tasks(self) -> tuple[tuple[str, int], ...]:
+        """Job and index of chief and workers, in the order of their ranks."""
+        return tuple((job, index) for job in ("chief", "worker") for index in range(len(self.cluster.get(job, ()))))
 
     def describe(self) -> str:
         """One line for people: `worker 0 of 1 chief, 2 worker, 1 ps (TF_CONFIG)`."""
@@ -170,7 +176,7 @@ def _check_jobs(info: ClusterInfo) -> None:
     for job in ("chief", "evaluator"):
         if len(cluster.get(job, ())) > 1:
             raise _error(source, f"{len(cluster[job])} tasks in job {job!r}, but a cluster has at most one.")
-    if not info._workers:
+    if not info.worker_addresses:
         raise _error(source, f"no worker in the cluster, only {', '.join(cluster) or 'an empty cluster'}.")
     if info.num_ps and "chief" not in cluster:
         raise _error(

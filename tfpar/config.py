@@ -11,35 +11,16 @@ This module imports neither TensorFlow nor Keras: reading a configuration costs 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
-import math
-import numbers
-import operator
-import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
+
+from tfpar.options import ConfigError as ConfigError
+from tfpar.options import Options, option
+from tfpar.options import unknown_name as unknown_name
 
 STRATEGIES = ("auto", "one_device", "mirrored", "multi_worker", "parameter_server", "tpu")
 PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16")
-
-
-class ConfigError(ValueError):
-    """A configuration that cannot work. The message names flag, value and way out."""
-
-
-def unknown_name(flag: str, value: str, known: Iterable[str]) -> ConfigError:
-    """The error for a name that is not in a registry, with the nearest suggestions.
-
-    Args:
-      flag: The flag or argument, e.g. `"--model"`.
-      value: What was given.
-      known: The names that would have been accepted.
-    """
-    names = sorted(known)
-    near = difflib.get_close_matches(value, names, n=3, cutoff=0.5)
-    hint = f" Did you mean {' or '.join(repr(n) for n in near)}?" if near else ""
-    return ConfigError(f"{flag}={value!r} is not known.{hint} Known: {', '.join(names)}.")
 
 
 def parse_arguments(flag: str, text: str) -> dict[str, Any]:
@@ -89,72 +70,6 @@ def _split_outside_brackets(text: str) -> list[str]:
             current += character
     parts.append(current)
     return [part for part in parts if part.strip()]
-
-
-def option(
-    default: Any,
-    help: str,  # noqa: A002 - the word absl uses for the same thing
-    *,
-    choices: Iterable[str] | None = None,
-    minimum: float | None = None,
-    maximum: float | None = None,
-) -> Any:
-    """A dataclass field that can become a flag.
-
-    Args:
-      default: The default value; its annotation on the class gives the flag's type.
-      help: One or two sentences for `--help`, with units.
-      choices: The allowed values, for enumerations.
-      minimum: Smallest allowed number.
-      maximum: Largest allowed number.
-    """
-    metadata = {
-        "help": help,
-        "choices": tuple(choices) if choices is not None else None,
-        "minimum": minimum,
-        "maximum": maximum,
-    }
-    return dataclasses.field(default=default, metadata=metadata)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
-    """Base of the rooms' configurations: checks choices and bounds when built."""
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = _typed(field, getattr(self, field.name))
-            object.__setattr__(self, field.name, value)
-            choices = field.metadata.get("choices")
-            if choices and value is not None and value not in choices:
-                raise unknown_name(f"--{field.name}", str(value), choices)
-            if isinstance(value, (int, float)) and not isinstance(value, bool):
-                low, high = field.metadata.get("minimum"), field.metadata.get("maximum")
-                if (low is not None and not value >= low) or (high is not None and not value <= high):
-                    bounds = " and ".join(
-                        f"{word} {bound}" for word, bound in (("at least", low), ("at most", high)) if bound is not None
-                    )
-                    raise ConfigError(f"--{field.name}={value} is out of range: it must be {bounds}.")
-
-
-def _typed(field: dataclasses.Field[Any], value: Any) -> Any:
-    """`value` as the type the field is annotated with, where nothing is lost by that."""
-    kinds = {"int": "a whole number", "float": "a finite number", "bool": "true or false", "str": "a string"}
-    optional = isinstance(field.type, str) and field.type.endswith(" | None")
-    kind = str(field.type).removesuffix(" | None")
-    if kind not in kinds or (value is None and optional):
-        return value
-    if kind == "str" and isinstance(value, (str, os.PathLike)):
-        return os.fspath(value)
-    if kind == "bool" and isinstance(value, bool):
-        return value
-    if kind in ("int", "float") and isinstance(value, numbers.Real) and not isinstance(value, bool):
-        number = float(value)
-        if kind == "int" and number.is_integer():
-            return operator.index(value) if isinstance(value, numbers.Integral) else int(number)
-        if kind == "float" and math.isfinite(number):
-            return number
-    raise ConfigError(f"--{field.name}={value!r} is not {kinds[kind]}.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -239,6 +154,19 @@ class StrategyConfig(Options):
         minimum=0,
     )
     tpu: str = option("", "Name or address of the TPU; empty: what the environment gives, 'local' for a TPU VM.")
+    peer_timeout: float = option(
+        30.0,
+        "Seconds after which a worker that does not answer is lost, and all others end with an error that names it. A "
+        "slow one (compiling, evaluating, writing) answers.",
+        minimum=2.0,
+    )
+    start_timeout: float = option(600.0, "Seconds that workers wait for each other at the start.", minimum=1.0)
+    stall_timeout: float = option(
+        1800.0,
+        "Seconds in which a worker must finish some updates; one that does not, as in a deadlock of its program, says "
+        "where it hangs and ends. Evaluation, checkpoints and compilation do not count. 0: off.",
+        minimum=0.0,
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

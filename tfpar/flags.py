@@ -29,10 +29,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from tfpar.config import ROOMS, ConfigError, ExperimentConfig, unknown_name
+from tfpar.endings import USAGE_ERROR
 
 from absl import app, flags, logging
-
-USAGE_ERROR = 2  # the exit code of Python and argparse for a wrong command line; tfpar.launch does not try it again
 
 _MODULE = "tfpar.config."  # flags are registered under this and their room: the headings of the help
 _HELP_COLUMN = 30

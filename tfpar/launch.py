@@ -1,8 +1,9 @@
 """Starts a local cluster: `python -m tfpar.launch --workers=2 -- SCRIPT FLAGS...`.
 
 Every process runs the same script with its own TF_CONFIG on loopback. Each line of output is prefixed with the
-process it came from. When one fails, all are ended, and started again on fresh ports if --max_restarts allows.
-The exit code is that of the process that failed first, 128 + N if signal N killed it.
+process it came from. When one fails, all are ended, and started again on fresh ports if --max_restarts allows; with
+--min_workers without the one that fails again and again. The exit code is that of the process that failed first,
+128 + N if signal N killed it.
 """
 
 from __future__ import annotations
@@ -25,13 +26,16 @@ from pathlib import Path
 from typing import NoReturn
 
 from tfpar.cluster import ClusterInfo, tf_config_json
+from tfpar.endings import PEER_LOST, PREEMPTED, USAGE_ERROR
 from tfpar.processes import Command, Group, Guard, Interrupts, Process
 from tfpar.terminal import Terminal
 
-USAGE_ERROR = 2  # Python, argparse and tfpar.flags exit with it: trying again would only give the same error
 NO_GPU = "-1"  # the CUDA_VISIBLE_DEVICES that hides all
 _DRAIN_S = 2.0  # for workers that end by themselves once the chief has, before they are ended as servers
 _BIND_RETRIES = 3
+_SETTLE_S = 5.0  # for workers that follow one that was lost or preempted, before they are asked to end
+_LASTED_S = 60.0  # a start that ran so long was no failure to start
+_LONGEST_DELAY_S = 60.0
 # What TensorFlow 2.21 says when its port is taken.
 _BIND_ERROR = "Could not start gRPC server"
 
@@ -43,7 +47,12 @@ K parameter servers hold the weights. Workers and parameter servers of TensorFlo
 over when the chief has ended. Without --ps it is over when all workers have ended.
 
 Restarts: after a failure all processes are ended and started again on fresh ports, with TFPAR_RESTARTS=n in their
-environment. Exit code 2, a usage error, is never tried again.
+environment; training goes on from the newest checkpoint. Each further failure within a minute doubles the delay, up
+to a minute. Exit code 2, a usage error, is never tried again. With --min_workers=M, a worker that is the first to fail
+twice in a row is left out, as long as M others are left.
+
+Preemption: SIGTERM to the launcher or to any worker makes all save a checkpoint and end; exit code 85. Allow for it
+with --grace_period, and start again later. Exit code 75: a worker was lost, and --max_restarts is used up.
 
 Set for every process: TF_CONFIG; TFPAR_RESTARTS; TF_NUM_INTRAOP_THREADS, the cores divided by the processes,
 unless you set it. GPUs are shared out evenly over the workers through CUDA_VISIBLE_DEVICES; where there are fewer
@@ -67,7 +76,8 @@ class Options:
       workers: Processes that train.
       ps: Parameter servers; more than 0 adds a chief.
       max_restarts: How often a failed cluster is started again.
-      restart_delay: Seconds before that.
+      min_workers: Down to how many workers it may go on without those that keep failing; 0: with all or none.
+      restart_delay: Seconds before the first restart in a row.
       grace_period: Seconds between asking processes to end and killing them.
       log_dir: Where the output of every process is kept too, if anywhere.
     """
@@ -76,8 +86,9 @@ class Options:
     workers: int
     ps: int = 0
     max_restarts: int = 0
+    min_workers: int = 0
     restart_delay: float = 1.0
-    grace_period: float = 10.0
+    grace_period: float = 30.0
     log_dir: Path | None = None
 
     @property
@@ -123,13 +134,16 @@ def _say(terminal: Terminal, text: str) -> None:
 def _run_with_restarts(
     options: Options, new_group: Callable[[], Group], interrupts: Interrupts, say: Callable[[str], None]
 ) -> int:
-    started, restarts, bind_failures = time.monotonic(), 0, 0
-    members = ", ".join(f"{count} {job}{'s' * (count > 1 and job != 'ps')}" for job, count in options.jobs.items())
-    gpus = share_gpus(options.workers, visible_gpus(os.environ))
-    if gpus and gpus[0] == NO_GPU:
-        say(f"fewer GPUs than workers ({options.workers}), and NCCL wants one each at least: training on the CPU")
+    started, restarts, bind_failures, delays = time.monotonic(), 0, 0, Delays(options.restart_delay)
+    suspect, workers = "", options.workers
     while True:
-        failed = _run_once(options, new_group(), commands(options, os.environ, gpus, restarts), interrupts)
+        options = dataclasses.replace(options, workers=workers)
+        gpus = share_gpus(workers, visible_gpus(os.environ))
+        if gpus and gpus[0] == NO_GPU:
+            say(f"fewer GPUs than workers ({workers}), and NCCL wants one each at least: training on the CPU")
+        began = time.monotonic()
+        group = new_group()
+        failed = _run_once(options, group, commands(options, os.environ, gpus, restarts), interrupts, say)
         again = f" after {restarts} restart{'s' * (restarts > 1)}" if restarts else ""
         if failed and not interrupts.received:
             if bind_failures < _BIND_RETRIES and _lost_port(failed):
@@ -138,24 +152,67 @@ def _run_with_restarts(
                 continue
             if restarts < options.max_restarts and failed.code != USAGE_ERROR:
                 restarts += 1
-                say(f"{failed.label} {failed.how_it_ended()}; restart {restarts} of {options.max_restarts}")
-                interrupts.sleep(options.restart_delay)
+                say(f"{failed.label} {_how_it_ended(failed)}; restart {restarts} of {options.max_restarts}")
+                if failed.label == suspect and options.min_workers and workers > options.min_workers:
+                    workers, suspect = workers - 1, ""
+                    say(f"going on with {workers} worker{'s' * (workers > 1)}, without {failed.label}")
+                elif failed.code not in (PEER_LOST, PREEMPTED):
+                    suspect = failed.label
+                interrupts.sleep(delays.next(time.monotonic() - began))
                 if not interrupts.received:
                     continue
         if interrupts.received:
-            number = interrupts.received[0]
-            say(f"ended by {signal.Signals(number).name}; all processes have ended")
-            return 128 + number
+            return _interrupted(interrupts.received[0], group, say)
         if failed:
             where = f"; log: {failed.command.log}" if failed.command.log else ""
-            say(f"{failed.label} {failed.how_it_ended()}{again}{where}")
+            say(f"{failed.label} {_how_it_ended(failed)}{again}{where}")
             return failed.exit_code
+        members = ", ".join(f"{count} {job}{'s' * (count > 1 and job != 'ps')}" for job, count in options.jobs.items())
         say(f"{members}: done in {time.monotonic() - started:.1f} s{again}")
         return 0
 
 
-def _run_once(options: Options, group: Group, members: Sequence[Command], interrupts: Interrupts) -> Process | None:
-    """Starts all processes and waits for the end of the run; returns the one that failed, if one did."""
+class Delays:
+    """Seconds to wait before each restart: twice as long after each failure that follows soon on a start.
+
+    Args:
+      first: The first and shortest.
+    """
+
+    def __init__(self, first: float) -> None:
+        self._first = self._next = first
+
+    def next(self, ran: float) -> float:
+        """The delay now, after a start that ran so many seconds."""
+        if ran >= _LASTED_S:
+            self._next = self._first
+        delay, self._next = self._next, min(2 * self._next, max(_LONGEST_DELAY_S, self._first))
+        return delay
+
+
+def _how_it_ended(process: Process) -> str:
+    if process.code == PREEMPTED:
+        return f"was asked to end and has saved a checkpoint (exit code {PREEMPTED})"
+    return process.how_it_ended()
+
+
+def _interrupted(number: int, group: Group, say: Callable[[str], None]) -> int:
+    name = signal.Signals(number).name
+    if number == signal.SIGTERM and all(process.code == PREEMPTED for process in group.processes):
+        say(f"ended by {name}; all processes have saved a checkpoint and ended (exit code {PREEMPTED})")
+        return PREEMPTED
+    say(f"ended by {name}; all processes have ended")
+    return 128 + number
+
+
+def _run_once(
+    options: Options, group: Group, members: Sequence[Command], interrupts: Interrupts, say: Callable[[str], None]
+) -> Process | None:
+    """Starts all processes and waits for the end of the run; returns the one that failed, if one did.
+
+    That is the first which did not end because it had lost another.
+    """
+    everyone = [command.label for command in members]
     try:
         for command in members:
             group.start(command)
@@ -163,10 +220,14 @@ def _run_once(options: Options, group: Group, members: Sequence[Command], interr
             group.wait(["chief 0"])
             group.wait([f"worker {index}" for index in range(options.workers)], _DRAIN_S)
         else:
-            group.wait([process.label for process in group.processes])
+            group.wait(everyone)
+            if group.failed and group.failed.code in (PEER_LOST, PREEMPTED) and not interrupts.received:
+                group.settle(_SETTLE_S)
     finally:
+        for label in group.end_stopped():
+            say(f"{label} is stopped (SIGSTOP) and does not answer: killed")
         group.stop(interrupts.received[0] if interrupts.received else signal.SIGTERM, options.grace_period)
-    return group.failed
+    return group.culprit(consequences=(PEER_LOST,))
 
 
 def _lost_port(failed: Process) -> bool:
@@ -275,16 +336,25 @@ def parse(argv: Sequence[str]) -> Options:
     add("--workers", type=int, metavar="N", help="processes that train; required")
     add("--ps", type=int, default=0, metavar="K", help="parameter servers; adds a chief (default: 0)")
     add("--max_restarts", type=int, default=0, metavar="R", help="starts again after a failure (default: 0)")
+    add("--min_workers", type=int, default=0, metavar="M", help="may go on without failing workers, down to M (0: off)")
     add("--restart_delay", type=float, default=1.0, metavar="S", help="seconds before a restart (default: 1)")
-    add("--grace_period", type=float, default=10.0, metavar="S", help="seconds from SIGTERM to SIGKILL (default: 10)")
+    add("--grace_period", type=float, default=30.0, metavar="S", help="seconds from SIGTERM to SIGKILL (default: 30)")
     add("--log_dir", type=Path, metavar="DIR", help="also write the output of each process to DIR/worker_0.log, ...")
     split = argv.index("--") if "--" in argv else len(argv)
     values = parser.parse_args(argv[:split])
     if values.workers is None:
         parser.error("how many processes? Give --workers=N, e.g. --workers=2.")
-    for name, least in (("workers", 1), ("ps", 0), ("max_restarts", 0), ("restart_delay", 0), ("grace_period", 0)):
+    least_of = {
+        "workers": 1,
+        **dict.fromkeys(("ps", "max_restarts", "min_workers", "restart_delay", "grace_period"), 0),
+    }
+    for name, least in least_of.items():
         if not getattr(values, name) >= least:
             parser.error(f"--{name}={getattr(values, name)} must be at least {least}.")
+    if values.min_workers > values.workers:
+        parser.error(f"--min_workers={values.min_workers} is more than --workers={values.workers}.")
+    if values.min_workers and values.ps:
+        parser.error("--min_workers is for workers that train together; leave it out with --ps.")
     command = tuple(argv[split + 1 :])
     if not command:
         parser.error("no script. Put it after --, as in `python -m tfpar.launch --workers=2 -- train.py --steps=100`.")

@@ -192,6 +192,7 @@ class Group:
     def __init__(self, terminal: Terminal, interrupts: Interrupts, guard: Guard) -> None:
         self.processes: list[Process] = []
         self.failed: Process | None = None
+        self._failures: list[Process] = []
         self._terminal = terminal
         self._interrupts = interrupts
         self._guard = guard
@@ -245,6 +246,31 @@ class Group:
             ),
             timeout,
         )
+
+    def settle(self, timeout: float) -> None:
+        """Passes output on for a while, so that processes can end by themselves after one has failed.
+
+        Args:
+          timeout: Seconds at most.
+        """
+        self._pump(lambda: self._ended() or bool(self._interrupts.received), timeout)
+
+    def end_stopped(self) -> list[str]:
+        """Kills processes that are stopped (SIGSTOP), which no other signal reaches; returns their labels."""
+        stopped = [process for process in self.processes if process.code is None and _is_stopped(process.popen.pid)]
+        for process in stopped:
+            _signal_group(process, signal.SIGKILL)
+        self._pump(lambda: all(process.code is not None for process in stopped), _KILL_WAIT_S)
+        return [process.label for process in stopped]
+
+    def culprit(self, *, consequences: Sequence[int]) -> Process | None:
+        """The first process that failed by itself, or had to be killed because it was stopped.
+
+        Args:
+          consequences: Exit codes of those that failed because of another; they count only if there is no other.
+        """
+        causes = [process for process in self._failures if process.code not in consequences]
+        return causes[0] if causes else self.failed
 
     def stop(self, number: int, grace_period: float) -> None:
         """Ends what still runs: the signal, then SIGKILL. A further signal to the launcher cuts the wait short.
@@ -312,13 +338,22 @@ class Group:
         process.code = process.popen.returncode
         _signal_group(process, signal.SIGKILL)  # what it started and left behind
         self._guard.release(process.popen.pid)
-        if process.code != 0 and self.failed is None and not self._stopping:
-            self.failed = process
+        if process.code != 0 and not self._stopping:
+            self._failures.append(process)
+            self.failed = self.failed or process
 
     def _resize(self) -> None:
         for process in self.processes:
             if process.output >= 0 and os.isatty(process.output):
                 _set_size(process.output, process.label)
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:  # it has ended, or this is no Linux
+        return False
+    return status.rpartition(")")[2].split()[0] == "T"
 
 
 def _signal_group(process: Process, number: int) -> None:

@@ -13,6 +13,7 @@ import dataclasses
 import re
 from typing import Any
 
+from tfpar import peers
 from tfpar.cluster import ClusterInfo
 from tfpar.config import ConfigError, StrategyConfig
 
@@ -36,6 +37,8 @@ class Plan:
       reason: Why this strategy, in words for the log.
       cluster: The cluster this process belongs to, if any.
       tpu: Name or address of the TPU.
+      peer_timeout: Seconds after which a worker that does not answer is lost.
+      start_timeout: Seconds that workers wait for each other at the start.
     """
 
     name: str
@@ -46,6 +49,8 @@ class Plan:
     reason: str = ""
     cluster: ClusterInfo | None = None
     tpu: str = ""
+    peer_timeout: float = 30.0
+    start_timeout: float = 600.0
 
     @property
     def replicas(self) -> int:
@@ -116,6 +121,7 @@ def plan(config: StrategyConfig, cluster: ClusterInfo | None = None) -> Plan:
             "--workers=2 -- SCRIPT FLAGS...`, or set TF_CONFIG (see the README, 'On a cluster')."
         )
     common |= {"workers": cluster.num_workers, "worker": cluster.worker_rank, "cluster": cluster}
+    common |= {"peer_timeout": config.peer_timeout, "start_timeout": config.start_timeout}
     if name == "multi_worker":
         if cluster.num_ps:
             raise ConfigError(
@@ -250,9 +256,12 @@ class _MultiWorkerLogicalDevices(tf.distribute.MultiWorkerMirroredStrategy):
 def _build_multi_worker(plan: Plan) -> tf.distribute.Strategy:
     resolver = _resolver(plan)
     _local_devices(plan)
-    if plan.device_type == "CPU" and plan.local_replicas > 1:
-        return _MultiWorkerLogicalDevices(resolver, plan.local_replicas)
-    return tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=resolver)
+    assert plan.cluster is not None
+    peers.configure(plan.cluster, peer_timeout=plan.peer_timeout, start_timeout=plan.start_timeout)
+    with peers.arriving(plan.cluster, plan.start_timeout):
+        if plan.device_type == "CPU" and plan.local_replicas > 1:
+            return _MultiWorkerLogicalDevices(resolver, plan.local_replicas)
+        return tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=resolver)
 
 
 def _resolver(plan: Plan) -> tf.distribute.cluster_resolver.SimpleClusterResolver:

@@ -270,11 +270,3 @@ def test_params_sha256_sees_the_last_bit():
     value[0, 0] = np.nextafter(value[0, 0], np.float32(np.inf), dtype=np.float32)
     kernel.assign(value)
     assert run_state.params_sha256(made.trainable_variables) != before
-
-
-@pytest.mark.parametrize(("environ", "expected"), [(None, 0), ("", 0), ("0", 0), ("3", 3)])
-def test_restarts_are_those_of_the_launcher(monkeypatch, environ, expected):
-    monkeypatch.delenv("TFPAR_RESTARTS", raising=False)
-    if environ is not None:
-        monkeypatch.setenv("TFPAR_RESTARTS", environ)
-    assert run_state.restarts() == expected

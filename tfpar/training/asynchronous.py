@@ -18,9 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 from tfpar import inputs, precision
 from tfpar.config import ConfigError, ExperimentConfig
+from tfpar.endings import Preempted
 from tfpar.exchange import Traffic
 from tfpar.training import checkpoints, report, run_state, samples
+from tfpar.training.journal import Journal
 from tfpar.training.pace import next_multiple
+from tfpar.training.preemption import StopRequest
 
 import keras
 import numpy as np
@@ -77,6 +80,8 @@ class AsynchronousRun:
             if self.config.checkpoint.workdir
             else None
         )
+        self.journal = Journal(self.config.checkpoint.workdir, writes=True)
+        self._stop_request = StopRequest()
         self._best: float | None = None
         self._best_step = self._evaluated_at = -1
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(trainer.strategy)
@@ -111,33 +116,41 @@ class AsynchronousRun:
         every = self.config.train.eval_every or max(1, min(self.updates_per_epoch, self.total))
         saves = self.config.checkpoint.checkpoint_every or every
         last = min(self.total, self.steps_done + (self.config.train.stop_after or self.total))
-        with self.monitor.session():
-            while self.steps_done < last:
+        self.journal.begin(self.steps_done)
+        with self.monitor.session(), self._stop_request as asked:
+            while self.steps_done < last and not asked.received:
                 step = self.steps_done
-                until = min(last, next_multiple(step, every), next_multiple(step, saves))
-                self._train_until(until)
+                self._train_until(min(last, next_multiple(step, every), next_multiple(step, saves)))
+                until = self.steps_done
                 evaluated = self.validation is not None and (until % every == 0 or until == self.total)
                 if evaluated:
                     self._start_evaluation()
-                if until == last:  # what it found belongs into the last checkpoint
+                ends = until == last or asked.received
+                if ends:  # what it found belongs into the last checkpoint
                     self._collect_evaluation(wait=True)
-                if until % saves == 0 or until == last or evaluated:  # only later is it known whether it is the best
+                if until % saves == 0 or ends or evaluated:  # only later is it known whether it is the best
                     self._save(candidate=evaluated)
-            return self._finish()
+            preempted = asked.received and self.steps_done < self.total
+            summary = self._finish(preempted)
+        if preempted:
+            raise Preempted
+        return summary
 
     def _train_until(self, until: int) -> None:
-        """Hands out updates up to number `until` and waits for all of them."""
+        """Hands out updates up to number `until`, or fewer if asked to end, and waits for all of them."""
         window = _IN_FLIGHT_PER_WORKER * self.plan.workers
         pending: collections.deque[Any] = collections.deque()
         finished: list[Any] = []
         following, reported = self.steps_done, time.perf_counter()
         while self.steps_done + len(finished) < until:
-            while following < until and len(pending) < window:
+            while following < until and len(pending) < window and not self._stop_request.received:
                 pending.append(self._coordinator.schedule(self._push, args=(tf.constant(following, tf.int64),)))
                 following += 1
+            if not pending:
+                return
             finished.append(pending.popleft().fetch())
             now = time.perf_counter()
-            if now - reported >= _REPORT_SECONDS or self.steps_done + len(finished) == until:
+            if now - reported >= _REPORT_SECONDS or not pending:
                 self._report(finished, now - reported)
                 finished, reported = [], now
                 self._collect_evaluation(wait=False)
@@ -202,6 +215,7 @@ class AsynchronousRun:
             "skipped_steps": float(self.skipped),
         }
         self.monitor.on_steps(self.steps_done, losses, durations, scalars, examples=counts, metric_sums=kept)
+        self.journal.reached(self.steps_done)
 
     def _start_evaluation(self) -> None:
         """Evaluates a snapshot of the weights on the chief, beside the training."""
@@ -284,7 +298,7 @@ class AsynchronousRun:
         self._best = checkpoint.run["best"]
         self.monitor.message(f"resumed from update {checkpoint.step} of {self.config.checkpoint.workdir}")
 
-    def _finish(self) -> dict[str, Any]:
+    def _finish(self, preempted: bool) -> dict[str, Any]:
         self._collect_evaluation(wait=True)
         finished = self.steps_done >= self.total
         if finished and self.validation is not None:
@@ -300,7 +314,9 @@ class AsynchronousRun:
         if finished:
             report.write_results(self, summary)
         else:
-            self.monitor.message(f"stopped after update {self.steps_done} of {self.total}; start again to go on")
+            why = "asked to end (SIGTERM): " if preempted else ""
+            self.monitor.message(f"{why}stopped after update {self.steps_done} of {self.total}; start again to go on")
+        self.journal.end("finished" if finished else "preempted" if preempted else "stopped")
         return summary
 
 

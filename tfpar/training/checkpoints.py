@@ -282,6 +282,7 @@ def _manifest(path: pathlib.Path) -> dict[str, Any]:
 MAY_DIFFER = frozenset(
     {
         *("strategy", "devices", "tpu", "exchange", "uneven_batches"),
+        *("peer_timeout", "start_timeout", "stall_timeout"),
         *("workdir", "checkpoint_every", "keep_checkpoints", "warm_start"),
         *("log_every", "profile_steps", "verbose", "eval_every"),
         *("data_dir", "cache", "prefetch", "input_threads", "data_service"),

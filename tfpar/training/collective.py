@@ -47,9 +47,13 @@ class Agreement:
 
     def mean(self, value: float) -> float:
         """The mean of the workers' values, the same bits on each."""
+        return self.sums([value])[0] / self._workers
+
+    def sums(self, values: list[float]) -> list[float]:
+        """Each value summed over the workers, the same bits on each."""
         if self._workers == 1:
-            return value
-        return float(self._sum(tf.constant([value], tf.float64))[0]) / self._workers
+            return values
+        return self._sum(tf.constant(values, tf.float64)).numpy().tolist()
 
     def all_equal(self, numbers: list[int]) -> bool:
         """Whether all workers hold the same integers (each below 2^26 in magnitude)."""

@@ -13,6 +13,7 @@ from tfpar import inputs, models
 from tfpar.config import ConfigError, TrainConfig
 from tfpar.exchange import Traffic
 from tfpar.training import run_state, samples
+from tfpar.training.journal import Journal
 from tfpar.training.monitor import Monitor
 
 import keras
@@ -31,6 +32,7 @@ class Run(Protocol):
     train: inputs.Source
     results: dict[str, float]
     total: int
+    journal: Journal
 
     @property
     def steps_done(self) -> int: ...
@@ -178,7 +180,8 @@ def summary(run: Run, params_sha256: str) -> dict[str, Any]:
             "dense_wire_bytes_per_step": traffic.dense_bytes,
         },
         "params_sha256": params_sha256,
-        "restarts": run_state.restarts(),
+        "restarts": run.journal.restarts,
+        "steps_redone": run.journal.steps_redone,
         "skipped_steps": run.skipped,
         "failed_checkpoints": run.failures,
         "parameters": trainer.model.count_params(),
@@ -295,6 +298,8 @@ def closing_table(content: dict[str, Any], workdir: str) -> str:
     if content["skipped_steps"]:
         every = content["skipped_steps"] == content["steps"]
         rows.append(("skipped (non-finite)", f"{content['skipped_steps']}{': every update' if every else ''}"))
+    if content["restarts"]:
+        rows.append(("restarts", f"{content['restarts']}, {content['steps_redone']} updates done again"))
     if content["failed_checkpoints"]:
         rows.append(("failed checkpoints", "; ".join(content["failed_checkpoints"])))
     width = max(len(name) for name, _ in rows)

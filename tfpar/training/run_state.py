@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import pathlib
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -163,8 +162,3 @@ def params_sha256(variables: Sequence[Any]) -> str:
     for variable in sorted(variables, key=lambda variable: variable.path):
         digest.update(np.ascontiguousarray(variable.numpy(), dtype="<f4").tobytes())
     return digest.hexdigest()
-
-
-def restarts() -> int:
-    """How often the launcher has restarted this job."""
-    return int(os.environ.get("TFPAR_RESTARTS", "0") or 0)

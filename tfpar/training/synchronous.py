@@ -9,12 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from tfpar import inputs, precision
 from tfpar.config import ConfigError
+from tfpar.endings import Preempted
 from tfpar.exchange import Traffic
 from tfpar.precision import LossScale
 from tfpar.training import checkpoints, report, run_state, samples, schedules
 from tfpar.training.collective import Agreement
+from tfpar.training.journal import Journal
 from tfpar.training.pace import Pace, next_multiple
+from tfpar.training.preemption import StopRequest
 from tfpar.training.step import Steps
+from tfpar.training.watchdog import Watchdog
 
 import numpy as np
 import tensorflow as tf
@@ -63,6 +67,9 @@ class SynchronousRun:
         self.evaluated_at = -1
         self.checkpointer = self._checkpointer()
         self.agreement = Agreement(trainer.strategy, self.plan.workers)
+        self.journal = Journal(config.checkpoint.workdir, writes=self.plan.is_chief)
+        self.watchdog = Watchdog(config.strategy.stall_timeout, f"worker {self.plan.worker}")
+        self.stop_request = StopRequest()
 
     @property
     def steps_done(self) -> int:
@@ -91,7 +98,6 @@ class SynchronousRun:
 
     def run(self) -> dict[str, Any]:
         """Announces, resumes, trains, and writes the results."""
-        trainer, config = self.trainer, self.config
         report.announce(self)
         self._resume_or_warm_start()
         if self.position.step >= self.total:
@@ -101,31 +107,46 @@ class SynchronousRun:
                 report.announce_finished(self)
                 return known
         report.record_start(self)
+        self.journal.begin(self.position.step)
+        with self.monitor.session(), self.stop_request, self.watchdog:
+            finished, preempted = self._train()
+            summary = self._finish(finished, preempted)
+        if preempted:
+            raise Preempted
+        return summary
+
+    def _train(self) -> tuple[bool, bool]:
+        """Trains until the end, or until this start is to end; returns whether it did, and whether it was told to."""
+        trainer, config = self.trainer, self.config
         every = self.evaluate_every
         saves = config.checkpoint.checkpoint_every or every
         retunes = config.exchange.exchange_retune_every or self.total
         last = min(self.total, self.position.step + (config.train.stop_after or self.total))
         pace = Pace(config.train.steps_per_loop)
         iterator = iter(trainer.distribute(self.pipeline, self.position.step))
-        with self.monitor.session():
-            while self.position.step < last:
-                step = self.position.step
-                boundaries = [last, *(next_multiple(step, interval) for interval in (every, saves, retunes))]
-                updates = pace.next(step, [*boundaries, self.monitor.next_boundary(step)])
-                began = time.perf_counter()
-                self._advance(iterator, updates)
-                # All workers must make calls of the same length: TensorFlow 2.21 tells collectives inside a loop apart
-                # by the iteration, and a worker in another iteration would wait for ever.
-                pace.measured(updates, self.agreement.mean(time.perf_counter() - began))
-                step = self.position.step
+        preempted = False
+        while self.position.step < last and not preempted:
+            step = self.position.step
+            boundaries = [last, *(next_multiple(step, interval) for interval in (every, saves, retunes))]
+            updates = pace.next(step, [*boundaries, self.monitor.next_boundary(step)])
+            began = time.perf_counter()
+            self._advance(iterator, updates)
+            # All workers must make calls of the same length: TensorFlow 2.21 tells collectives inside a loop apart
+            # by the iteration, and a worker in another iteration would wait for ever.
+            asked = float(self.stop_request.received)
+            seconds, told = self.agreement.sums([time.perf_counter() - began, asked])
+            pace.measured(updates, seconds / self.plan.workers)
+            step, preempted = self.position.step, told > 0
+            self.watchdog.progress(f"the updates after {step}")
+            with self.watchdog.paused():
                 improved = self._evaluate() if step % every == 0 or step == self.total else False
-                if step % saves == 0 or step == last or improved:
+                if step % saves == 0 or step == last or improved or preempted:
                     self._save(best=improved)
                 if step % retunes == 0 and step < last and trainer.exchange.retune():
                     self.say(trainer.exchange.plan_table)
                     self.step = trainer.train_step(self.schedule, anew=True)  # traced anew, with the new plan
-            finished = self.position.step >= self.total
-            return self._finish(finished)
+        finished = self.position.step >= self.total
+        return finished, preempted and not finished
 
     def _advance(self, iterator: Any, updates: int) -> None:
         """Runs some updates and reports them."""
@@ -170,6 +191,7 @@ class SynchronousRun:
             metric_sums=[part.numpy() for part in result.metrics],
         )
         self.monitor.after_step(position.step)
+        self.journal.reached(position.step)
 
     def _exchange_scalars(self) -> dict[str, float]:
         traffic = self.traffic
@@ -278,7 +300,7 @@ class SynchronousRun:
         epoch = checkpoint.step / self.pipeline.updates_per_epoch
         self.say(f"resumed from step {checkpoint.step} (epoch {epoch:.2f}) of {self.config.checkpoint.workdir}")
 
-    def _finish(self, finished: bool) -> dict[str, Any]:
+    def _finish(self, finished: bool, preempted: bool) -> dict[str, Any]:
         """Evaluates if that is still due, checks that all replicas agree, and writes the results."""
         if finished and self.evaluated_at != self.position.step and self._evaluate():
             self._save(best=True)
@@ -293,6 +315,8 @@ class SynchronousRun:
         if finished:
             report.write_results(self, summary)
         else:
-            self.say(f"stopped after step {self.position.step} of {self.total}; start again to go on")
+            why = "asked to end (SIGTERM): " if preempted else ""
+            self.say(f"{why}stopped after step {self.position.step} of {self.total}; start again to go on")
+        self.journal.end("finished" if finished else "preempted" if preempted else "stopped")
         self.agreement.all_equal([self.position.step])  # nobody leaves before the chief
         return summary

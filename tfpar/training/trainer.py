@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tfpar import inputs, models, precision, strategies
+from tfpar import inputs, models, peers, precision, strategies
 from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.exchange import Exchange
 from tfpar.training import optimizers, run_state, schedules
@@ -105,13 +105,14 @@ class Trainer:
         self._takes_class_numbers = takes_class_numbers(loss)
         self._check_precision()
         self.exchange = Exchange(self.config.exchange.exchange)
-        self.exchange.build(
-            self.model.trainable_variables,
-            strategy=self.strategy,
-            workers=self.plan.workers if self.plan.synchronous else 1,
-            worker=max(self.plan.worker, 0),
-            seed=self.config.train.seed,
-        )
+        with peers.named(self.plan.cluster):
+            self.exchange.build(
+                self.model.trainable_variables,
+                strategy=self.strategy,
+                workers=self.plan.workers if self.plan.synchronous else 1,
+                worker=max(self.plan.worker, 0),
+                seed=self.config.train.seed,
+            )
         self._evaluation: Evaluation | None = None
         self._step: tuple[Any, TrainStep] | None = None
 
@@ -139,15 +140,18 @@ class Trainer:
         Raises:
           ConfigError: Neither steps nor epochs, an empty data set, a checkpoint of another run, data of more classes
             than the model has outputs, validation examples of another shape.
+          PeerLostError: Another worker ended, hangs or cannot be reached. TensorFlow's runtime of this process is of no
+            more use: end it, and start all workers again.
+          Preempted: SIGTERM came to a worker; all have saved a checkpoint. A SystemExit with code 85.
         """
         check_sources(self.config, self.plan, train, validation)
         check_fits(self.model, train, validation, class_numbers=self._takes_class_numbers)
         augmentation = self.core.augmentation
         if augmentation is not None and not augmentation.built:
             augmentation.build((None, *train.info.input_spec.shape))
-        if self.plan.synchronous:
-            return SynchronousRun(self, train, validation, steps, epochs).run()
-        return AsynchronousRun(self, train, validation, steps, epochs).run()
+        kind = SynchronousRun if self.plan.synchronous else AsynchronousRun
+        with peers.named(self.plan.cluster):
+            return kind(self, train, validation, steps, epochs).run()
 
     def evaluate(self, source: inputs.Source) -> dict[str, float]:
         """Loss and metrics over all examples of a source, each counted once.
@@ -168,7 +172,8 @@ class Trainer:
                 jit_compile=self.jit_compile,
                 weights=weights,
             )
-        return self._evaluation.run(iter(self.distribute(pipeline)), pipeline.updates_per_epoch)
+        with peers.named(self.plan.cluster):
+            return self._evaluation.run(iter(self.distribute(pipeline)), pipeline.updates_per_epoch)
 
     def pipeline(self, source: inputs.Source, *, training: bool) -> inputs.Pipeline:
         """The input pipeline of a source for this layout."""

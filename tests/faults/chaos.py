@@ -1,0 +1,221 @@
+"""Kills, stops and preempts random workers of a real cluster at random updates, and checks that nothing was lost.
+
+    python -m tests.faults.chaos --runs=4 --faults=5 --workers=4
+
+Each run trains the same model as an undisturbed one under `tfpar.launch --max_restarts`, and meets its faults one after
+the other: SIGKILL, SIGSTOP and SIGTERM in turn, the worker (chief included) and the update drawn from --seed. A run
+passes if it recovers from all of them, ends with the `params_sha256` of the undisturbed run, and every survivor of a
+SIGKILL or SIGSTOP has named the victim within the bound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import pathlib
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+ROOT = pathlib.Path(__file__).parents[2]
+SIGNALS = (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM)
+PEER_TIMEOUT = 10.0
+# Over the bound for silence: the service looks once a second, survivors linger for each other, processes share cores.
+SLACK = 15.0
+_LOST = re.compile(r"\[worker (\d+)\] error: lost worker (\d+) ")
+
+
+@dataclasses.dataclass
+class Fault:
+    """One fault and what came of it.
+
+    Attributes:
+      number: The signal.
+      victim: Rank of the worker that gets it.
+      step: Update after which it comes.
+      named: Seconds after which each survivor named the victim, by rank; empty for SIGTERM, which all obey together.
+    """
+
+    number: signal.Signals
+    victim: int
+    step: int
+    named: dict[int, float] = dataclasses.field(default_factory=dict)
+
+    def __str__(self) -> str:
+        named = ", ".join(f"{seconds:.1f} s" for _, seconds in sorted(self.named.items()))
+        return f"{self.number.name} to worker {self.victim} after update {self.step}" + (
+            f": named by its peers after {named}" if named else ""
+        )
+
+
+class Cluster:
+    """A training run under the launcher, its lines with the time they came."""
+
+    def __init__(self, workdir: pathlib.Path, workers: int, steps: int, restarts: int, exchange: str) -> None:
+        self.workdir = workdir
+        self.lines: list[tuple[float, str]] = []
+        environ = {name: value for name, value in os.environ.items() if name not in ("TF_CONFIG",)}
+        command = [
+            *(sys.executable, "-m", "tfpar.launch", f"--workers={workers}", f"--max_restarts={restarts}"),
+            *("--restart_delay=0", "--", "experiments/image_classification.py", "--dataset=digits", "--model=mlp"),
+            *(f"--steps={steps}", "--global_batch_size=48", "--checkpoint_every=20", f"--eval_every={steps}"),
+            *(f"--exchange={exchange}", f"--peer_timeout={PEER_TIMEOUT:g}", "--deterministic", "--uneven_batches"),
+            f"--workdir={workdir}",
+        ]
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append((time.monotonic(), line.rstrip()))
+
+    def wait(self) -> int:
+        """Its exit code, once it has ended."""
+        code = self.process.wait()
+        self._reader.join()
+        return code
+
+    def stop(self) -> None:
+        """Ends it, if it still runs, and everything it started."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            self.process.send_signal(signal.SIGTERM)  # the second one makes the launcher kill
+        self.wait()
+
+    @property
+    def newest(self) -> int:
+        """Step of the newest checkpoint, 0 if there is none."""
+        names = (path.name for path in (self.workdir / "checkpoints").glob("step-*"))
+        return max((int(name.removeprefix("step-")) for name in names), default=0)
+
+    @property
+    def starts(self) -> int:
+        """How often the run was started so far."""
+        try:
+            return int(json.loads((self.workdir / "starts.json").read_text())["starts"])
+        except (OSError, ValueError):
+            return 0
+
+    def summary(self) -> dict:
+        """The run's results."""
+        return json.loads((self.workdir / "summary.json").read_text())
+
+    def output(self) -> str:
+        """All lines so far."""
+        return "\n".join(line for _, line in self.lines)
+
+    def pids(self) -> dict[int, int]:
+        """Process of each worker, by rank."""
+        found = {}
+        for entry in pathlib.Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            try:
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                environ = (entry / "environ").read_bytes().split(b"\0") if parent == self.process.pid else []
+            except OSError:
+                continue
+            config = next((part for part in environ if part.startswith(b"TF_CONFIG=")), None)
+            if config:
+                found[json.loads(config.partition(b"=")[2])["task"]["index"]] = int(entry.name)
+        return found
+
+
+def disturb(cluster: Cluster, fault: Fault, workers: int, limit: float) -> None:
+    """Waits for the update, sends the signal, and waits until training goes on.
+
+    Raises:
+      AssertionError: The run ended, or did not go on within `limit` seconds, or a survivor did not name the victim.
+    """
+    _until(cluster, lambda: cluster.newest >= fault.step and len(cluster.pids()) == workers, limit)
+    starts, seen = cluster.starts, len(cluster.lines)
+    pids = cluster.pids()
+    sent = time.monotonic()
+    os.kill(pids[fault.victim], fault.number)
+    _until(cluster, lambda: cluster.starts > starts, limit)
+    if fault.number == signal.SIGTERM:
+        return
+    for came, line in cluster.lines[seen:]:
+        match = _LOST.match(line)
+        if match and int(match[2]) == fault.victim:
+            fault.named[int(match[1])] = came - sent
+    missing = set(range(workers)) - {fault.victim} - set(fault.named)
+    assert not missing, f"{fault}: not named by {sorted(missing)}\n{cluster.output()}"
+    bound = PEER_TIMEOUT + SLACK
+    assert max(fault.named.values()) <= bound, f"{fault}: later than {bound} s"
+
+
+def _until(cluster: Cluster, reached, limit: float) -> None:
+    deadline = time.monotonic() + limit
+    while not reached():
+        assert cluster.process.poll() is None, cluster.output()
+        assert time.monotonic() < deadline, f"no progress in {limit} s\n{cluster.output()}"
+        time.sleep(0.05)
+
+
+def draw(generator: random.Random, faults: int, workers: int, steps: int) -> list[Fault]:
+    """Faults in the order of their updates; signals in turn, workers and updates at random."""
+    at = sorted(generator.randrange(steps // 20, steps - steps // 10) for _ in range(faults))
+    return [Fault(SIGNALS[n % len(SIGNALS)], generator.randrange(workers), step) for n, step in enumerate(at)]
+
+
+def run(folder: pathlib.Path, faults: list[Fault], workers: int, steps: int, exchange: str, limit: float) -> dict:
+    """One run with these faults; returns its `summary.json`."""
+    cluster = Cluster(folder, workers, steps, len(faults) + 1, exchange)
+    try:
+        for fault in faults:
+            disturb(cluster, fault, workers, limit)
+            print(f"  {fault}", flush=True)
+        assert cluster.wait() == 0, cluster.output()
+    finally:
+        cluster.stop()
+    return cluster.summary()
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=4, help="disturbed runs")
+    parser.add_argument("--faults", type=int, default=5, help="faults in each")
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=1500, help="updates in each run")
+    parser.add_argument("--exchange", default="int8")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--limit", type=float, default=180.0, help="seconds in which each recovery must have happened")
+    options = parser.parse_args()
+    generator = random.Random(options.seed)
+    shape = (options.workers, options.steps, options.exchange, options.limit)
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        expected = run(folder / "undisturbed", [], *shape)["params_sha256"]
+        print(f"undisturbed: params_sha256 {expected[:16]}", flush=True)
+        redone = slowest = 0.0
+        for number in range(options.runs):
+            faults = draw(generator, options.faults, options.workers, options.steps)
+            summary = run(folder / f"run-{number}", faults, *shape)
+            same = summary["params_sha256"] == expected
+            redone += summary["steps_redone"]
+            slowest = max([slowest, *(seconds for fault in faults for seconds in fault.named.values())])
+            print(
+                f"run {number}: {summary['restarts']} restarts, weights {'the same' if same else 'DIFFER'}", flush=True
+            )
+            assert (same, summary["restarts"]) == (True, len(faults)), summary
+    print(
+        f"{options.runs * options.faults} faults, as many recoveries; {redone:.0f} updates done again; "
+        f"slowest naming {slowest:.1f} s"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,22 @@
+"""The short form of `make chaos`: one run of three faults, one of each kind."""
+
+from __future__ import annotations
+
+import random
+
+from tests.faults import chaos
+
+import pytest
+
+pytestmark = pytest.mark.cluster
+WORKERS, STEPS, LIMIT = 3, 500, 240.0
+
+
+@pytest.mark.timeout(900)
+def test_a_disturbed_run_ends_with_the_weights_of_the_undisturbed_one(tmp_path):
+    faults = chaos.draw(random.Random(1), len(chaos.SIGNALS), WORKERS, STEPS)
+    undisturbed = chaos.run(tmp_path / "undisturbed", [], WORKERS, STEPS, "int4", LIMIT)
+    disturbed = chaos.run(tmp_path / "disturbed", faults, WORKERS, STEPS, "int4", LIMIT)
+    assert disturbed["params_sha256"] == undisturbed["params_sha256"]
+    assert disturbed["restarts"] == len(faults)
+    assert disturbed["skipped_steps"] == 0

@@ -1,0 +1,61 @@
+"""A worker whose cable is pulled: no connection is reset, nothing arrives any more."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
+from experiments.benchmarks import netns
+from tfpar.endings import PEER_LOST
+
+import pytest
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(bool(netns.missing()), reason=netns.missing()),
+]
+ROOT = pathlib.Path(__file__).parents[2]
+HOSTS, CUT_OFF, PEER_TIMEOUT = 3, 2, 8
+
+
+def start(hosts, rank, folder):
+    addresses = [f"{hosts.address(host)}:2222" for host in range(HOSTS)]
+    config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": rank}}
+    environ = {**os.environ, "TF_CONFIG": json.dumps(config), "TF_NUM_INTRAOP_THREADS": "1"}
+    command = [
+        *(sys.executable, "-u", "experiments/image_classification.py", "--model=mlp", "--steps=1000000"),
+        *("--global_batch_size=48", "--checkpoint_every=50", "--eval_every=1000000", "--exchange=int4"),
+        *(f"--peer_timeout={PEER_TIMEOUT}", f"--workdir={folder / 'run'}"),
+    ]
+    log = open(folder / f"{rank}.log", "wb")  # noqa: SIM115 - the process writes to it
+    return subprocess.Popen(hosts.command(rank, command), cwd=ROOT, env=environ, stdout=log, stderr=log)
+
+
+@pytest.mark.timeout(300)
+def test_a_partition_is_noticed_and_named_on_both_sides(tmp_path):
+    with netns.network(HOSTS) as hosts:
+        workers = [start(hosts, rank, tmp_path) for rank in range(HOSTS)]
+        try:
+            deadline = time.monotonic() + 120
+            while not list((tmp_path / "run" / "checkpoints").glob("step-*")):
+                assert all(worker.poll() is None for worker in workers)
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+            hosts.connect(CUT_OFF, False)
+            # Far beyond the bound, to tell "never" from "late on a busy machine".
+            codes = [worker.wait(timeout=10 * PEER_TIMEOUT) for worker in workers]
+        finally:
+            for worker in workers:
+                worker.kill()
+                worker.wait()
+    logs = [(tmp_path / f"{rank}.log").read_text() for rank in range(HOSTS)]
+    assert codes == [PEER_LOST] * HOSTS, logs
+    for rank, log in enumerate(logs):
+        assert "error: lost worker " in log, log
+        if rank != CUT_OFF:
+            assert f"error: lost worker {CUT_OFF} (" in log, log
+    assert "error: lost worker 0 (" in logs[CUT_OFF]  # who keeps the heartbeats

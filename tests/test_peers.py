@@ -1,0 +1,124 @@
+"""Who was lost, from what TensorFlow says; waiting at the start. Real losses: tests/faults."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+from tfpar import peers
+from tfpar.cluster import ClusterInfo
+from tfpar.endings import PEER_LOST, PeerLostError
+from tfpar.launch import free_ports
+
+import pytest
+import tensorflow as tf
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+# As TensorFlow 2.21 words them, shortened.
+UNHEALTHY = """Collective ops is aborted by: Error reported from /job:worker/task:2: The following tasks are unhealthy \
+(stopped sending heartbeats):
+/job:worker/replica:0/task:2
+/job:worker/replica:0/task:1
+The tasks have crashed. Check the task logs for an earlier error."""
+LEADER = """Collective ops is aborted by: Deadline Exceeded
+RPC: /tensorflow.CoordinationService/Heartbeat"""
+RESET = """Collective ops is aborted by: recvmsg:Connection reset by peer
+Additional GRPC error information from remote target /job:worker/replica:0/task:2 while calling WorkerService/RecvBuf:
+Additional GRPC error information from remote target /job:worker/replica:0/task:1 while calling WorkerService/RecvBuf:
+"""
+
+
+def cluster_of(rank, workers=4):
+    addresses = tuple(f"10.0.0.{number + 1}:2222" for number in range(workers))
+    return ClusterInfo("test", {"worker": addresses}, "worker", rank)
+
+
+def unavailable(text):
+    return tf.errors.UnavailableError(None, None, text)
+
+
+@pytest.fixture
+def answering(monkeypatch):
+    """Ranks that answer when asked."""
+    ranks = {0, 1, 2, 3}
+    monkeypatch.setattr(peers, "_answers", lambda _, rank: rank in ranks)
+    monkeypatch.setattr(peers, "_ENDING_S", 0.0)
+    monkeypatch.setattr(peers, "_LINGER_S", 0.0)
+    return ranks
+
+
+def test_the_service_lists_those_that_are_silent(answering):
+    assert peers.find_lost(unavailable(UNHEALTHY), cluster_of(0)) == [2, 1]
+    assert peers.find_lost(unavailable(UNHEALTHY), cluster_of(1)) == [2]
+
+
+def test_heartbeats_that_reach_nobody_mean_the_chief(answering):
+    assert peers.find_lost(tf.errors.DeadlineExceededError(None, None, LEADER), cluster_of(3)) == [0]
+
+
+def test_of_those_in_a_broken_call_the_one_that_does_not_answer(answering):
+    answering.remove(1)
+    assert peers.find_lost(unavailable(RESET), cluster_of(0)) == [1]
+    answering.remove(2)  # it is spoken of first: the others broke because of it
+    assert peers.find_lost(unavailable(RESET), cluster_of(0)) == [2]
+
+
+def test_one_that_is_not_spoken_of_is_found_too(answering):
+    answering.remove(3)
+    assert peers.find_lost(unavailable("Socket closed"), cluster_of(0)) == [3]
+
+
+def test_all_may_answer(answering):
+    assert peers.find_lost(unavailable(RESET), cluster_of(0)) == []
+
+
+def test_the_error_names_worker_and_address(answering):
+    answering.remove(2)
+    with pytest.raises(PeerLostError, match=r"lost worker 2 \(10.0.0.3:2222\)"), peers.named(cluster_of(0)):
+        raise unavailable(RESET)
+    answering.add(2)
+    with pytest.raises(PeerLostError, match="every worker answers"), peers.named(cluster_of(0)):
+        raise unavailable(RESET)
+
+
+@pytest.mark.parametrize("error", [tf.errors.InvalidArgumentError(None, None, "x /task:1"), ValueError("x")])
+def test_other_errors_pass_unchanged(answering, error):
+    with pytest.raises(type(error)), peers.named(cluster_of(0)):
+        raise error
+
+
+def test_alone_nothing_is_lost(answering):
+    for info in (None, cluster_of(0, workers=1)):
+        with pytest.raises(tf.errors.UnavailableError), peers.named(info):
+            raise unavailable(RESET)
+
+
+@pytest.fixture(autouse=True)
+def _sigterm():
+    """`named` leaves SIGTERM ignored in a process that is about to end; this one is not."""
+    yield
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("rank", [0, 1])
+def test_who_does_not_come_is_named(rank):
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
+    config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": rank}}
+    done = subprocess.run(
+        [sys.executable, "experiments/image_classification.py", "--steps=2", "--start_timeout=3"],
+        cwd=ROOT,
+        env={**os.environ, "TF_CONFIG": json.dumps(config)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    absent = f"worker {1 - rank} ({addresses[1 - rank]})"
+    assert done.returncode == PEER_LOST, done.stderr
+    assert f"error: {absent} did not come within 3 s (--start_timeout)" in done.stderr

@@ -1,0 +1,183 @@
+"""The other workers: noticing that one is lost, and saying which.
+
+TensorFlow 2.21 notices by itself. Its coordination service takes heartbeats in threads of its own, so that a worker
+which compiles, evaluates or writes a checkpoint is not taken for dead, and a connection that breaks ends the
+collectives that wait for it. What is left to do: how long it waits, and an error of one line in place of fifty.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+from tfpar import endings
+from tfpar.cluster import ClusterInfo
+from tfpar.endings import PeerLostError
+from tfpar.rendezvous import meet, names
+
+import tensorflow as tf
+from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
+from tensorflow.python.distribute import multi_worker_util
+from tensorflow.python.eager import context
+
+# A worker counts as unhealthy when its heartbeats stay out for this share of the bound; the rest is for the service to
+# look, and for the word to get round.
+_HEARTBEAT_SHARE = 0.8
+_POLL_S = 0.2
+# For a process that is about to end: its peers learn of the broken call before its port closes.
+_ENDING_S = 6.0
+_PROBE_MS = 2000
+# How long a worker stays reachable after it has seen a peer lost, so that the others do not take it for lost too.
+_LINGER_S = 3.0
+
+_TASK = re.compile(r"/job:(\w+)(?:/replica:\d+)?/task:(\d+)")
+_UNHEALTHY = re.compile(r"stopped sending heartbeats\):((?:\s*/job:\S+)+)")
+_OF_PEERS = (
+    tf.errors.UnavailableError,
+    tf.errors.AbortedError,
+    tf.errors.CancelledError,
+    tf.errors.DeadlineExceededError,
+    tf.errors.FailedPreconditionError,
+    tf.errors.InternalError,
+)
+
+
+def configure(info: ClusterInfo, *, peer_timeout: float, start_timeout: float) -> None:
+    """Sets how long TensorFlow waits for other workers. Call before the strategy is made.
+
+    Args:
+      info: The cluster.
+      peer_timeout: Seconds after which a worker that does not answer is lost.
+      start_timeout: Seconds that workers wait for each other at the start.
+    """
+    endings.exit_by_code()
+    jobs = {job: len(tasks) for job, tasks in info.cluster.items() if job in ("chief", "worker")}
+    context.context().configure_coordination_service(
+        service_type="standalone",
+        service_leader=_leader(info),
+        heartbeat_timeout_in_ms=round(1e3 * _HEARTBEAT_SHARE * peer_timeout),
+        cluster_register_timeout_in_ms=round(1e3 * start_timeout),
+        coordinated_jobs=[coordination_config_pb2.CoordinatedJob(name=job, num_tasks=n) for job, n in jobs.items()],
+    )
+
+
+@contextlib.contextmanager
+def arriving(info: ClusterInfo, timeout: float) -> Iterator[None]:
+    """Surrounds the making of the strategy, once all workers have met.
+
+    Args:
+      info: The cluster.
+      timeout: Seconds to wait for them.
+
+    Raises:
+      PeerLostError: Not all came, or one was lost meanwhile.
+    """
+    meet(info, timeout)
+    try:
+        yield
+    except tf.errors.OpError as error:
+        raise PeerLostError(f"TensorFlow could not connect the workers: {error.message.splitlines()[0]}") from error
+    finally:
+        default_sigterm()
+
+
+def default_sigterm() -> None:
+    """Lets SIGTERM end this process again, unless the program handles it.
+
+    TensorFlow 2.21's coordination service catches it, beside Python, and does nothing but remember it.
+    """
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def named(info: ClusterInfo | None) -> Iterator[None]:
+    """Turns TensorFlow's errors of a lost worker into a `PeerLostError` that names it.
+
+    Args:
+      info: The cluster; None or one worker: nothing is lost.
+
+    Raises:
+      PeerLostError: A collective failed because of another worker.
+    """
+    try:
+        yield
+    except _OF_PEERS as error:
+        if info is None or info.num_workers < 2 or not _is_of_peers(error):
+            raise
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends in any case, and first says why
+        ranks = find_lost(error, info)
+        time.sleep(_LINGER_S)
+        raise PeerLostError(_lost_text(info, ranks, error)) from error
+
+
+def _is_of_peers(error: tf.errors.OpError) -> bool:
+    sure = isinstance(error, (tf.errors.UnavailableError, tf.errors.AbortedError))
+    return sure or any(word in error.message for word in ("/task:", "Collective", "Coordination"))
+
+
+def _lost_text(info: ClusterInfo, ranks: Sequence[int], error: tf.errors.OpError) -> str:
+    if not ranks:
+        line = next((line for line in reversed(error.message.splitlines()) if "abort" in line.lower()), error.message)
+        return (
+            f"a collective operation failed though every worker answers ({line.strip()[:200]}). This worker ends; the "
+            "log of the worker that ended first tells why."
+        )
+    return (
+        f"lost {names(info, ranks)}: ended, hanging or not reachable. This worker ends too; start all of them again "
+        "and they go on from the newest checkpoint. The log of the lost worker tells why it ended."
+    )
+
+
+def find_lost(error: tf.errors.OpError, info: ClusterInfo) -> list[int]:
+    """The workers that a failed collective speaks of, or else those that do not answer any more.
+
+    Args:
+      error: What TensorFlow raised.
+      info: The cluster.
+
+    Returns:
+      Ranks, without this worker's own; empty if every worker answers.
+    """
+    listed = _UNHEALTHY.search(error.message)
+    if listed:
+        return _ranks(info, listed[1])
+    leader = 0
+    if "CoordinationService" in error.message and not info.is_chief:
+        return [leader]
+    # The call that broke names its target first, those it broke in turn after it.
+    suspects = list(dict.fromkeys([*_ranks(info, error.message), *range(info.num_workers)]))
+    suspects = [rank for rank in suspects if rank != info.worker_rank]
+    deadline = time.monotonic() + _ENDING_S
+    while True:
+        for rank in suspects:
+            if not _answers(info, rank):
+                return [rank]
+        if time.monotonic() > deadline:
+            return []
+        time.sleep(_POLL_S)
+
+
+def _ranks(info: ClusterInfo, text: str) -> list[int]:
+    known = {(job, index): rank for rank, (job, index) in enumerate(info.worker_tasks)}
+    found = [known.get((job, int(index))) for job, index in _TASK.findall(text)]
+    return [rank for rank in dict.fromkeys(found) if rank is not None and rank != info.worker_rank]
+
+
+def _answers(info: ClusterInfo, rank: int) -> bool:
+    job, index = info.worker_tasks[rank]
+    try:
+        context.context().check_collective_ops_peer_health(f"/job:{job}/replica:0/task:{index}", _PROBE_MS)
+    except tf.errors.OpError:
+        return False
+    return True
+
+
+def _leader(info: ClusterInfo) -> str:
+    spec = tf.train.ClusterSpec({job: list(tasks) for job, tasks in info.cluster.items() if job != "evaluator"})
+    return multi_worker_util.coordination_leader(spec.as_cluster_def())

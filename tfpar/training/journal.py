@@ -1,0 +1,85 @@
+"""How often a run had to start again, and how many updates that cost: `starts.json` in its workdir."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import time
+from typing import Any
+
+_NAME = "starts.json"
+_WRITE_SECONDS = 0.25
+_COUNTS = ("starts", "restarts", "steps_redone", "reached")
+_WITHOUT_LOSS = ("new", "finished", "stopped")
+
+
+class Journal:
+    """Counts starts of a run. Every worker has one; only the chief's writes.
+
+    The counts are worth less than the run: a file that cannot be read or written is passed over.
+
+    Args:
+      workdir: Directory of the run; None or empty: only what the launcher says is known.
+      writes: Whether this process is the chief.
+    """
+
+    def __init__(self, workdir: str | None, *, writes: bool) -> None:
+        self._path = pathlib.Path(workdir) / _NAME if workdir else None
+        self._writes = writes and self._path is not None
+        self._state: dict[str, Any] = {**dict.fromkeys(_COUNTS, 0), "ended": "new"}
+        self._written = 0.0
+        if self._path is None:
+            self._state["restarts"] = launcher_restarts()
+            return
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            found = json.loads(self._path.read_text())
+            self._state = {**{key: int(found[key]) for key in _COUNTS}, "ended": str(found["ended"])}
+
+    @property
+    def restarts(self) -> int:
+        """Starts after one that had failed or was preempted."""
+        return self._state["restarts"]
+
+    @property
+    def steps_redone(self) -> int:
+        """Updates done again because they came after the newest checkpoint; the last quarter second's are not known."""
+        return self._state["steps_redone"]
+
+    def begin(self, step: int) -> None:
+        """Notes a start that goes on at this update."""
+        state = self._state
+        if self._path is not None and state["ended"] not in _WITHOUT_LOSS:
+            state["restarts"] += 1
+            state["steps_redone"] += max(0, state["reached"] - step)
+        state.update(starts=state["starts"] + 1, reached=step, ended="")
+        self._write()
+
+    def reached(self, step: int) -> None:
+        """Notes the updates done so far; cheap enough for every call from Python."""
+        self._state["reached"] = step
+        if time.monotonic() - self._written >= _WRITE_SECONDS:
+            self._write()
+
+    def end(self, how: str) -> None:
+        """Notes that this start ended by itself: `finished`, `stopped` or `preempted`."""
+        self._state["ended"] = how
+        self._write()
+
+    def _write(self) -> None:
+        if not self._writes:
+            return
+        assert self._path is not None
+        self._written = time.monotonic()
+        temporary = self._path.with_name(f".{_NAME}.partial")
+        with contextlib.suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(json.dumps(self._state) + "\n")
+            os.replace(temporary, self._path)
+
+
+def launcher_restarts() -> int:
+    """How often `tfpar.launch` has started this job again."""
+    text = os.environ.get("TFPAR_RESTARTS", "")
+    return int(text) if text.isdigit() else 0
