@@ -12,13 +12,14 @@ EXCHANGE ?= int8
 # Two test processes: on two cores more would only wait for each other.
 TEST_PROCESSES ?= 2
 
-.PHONY: help setup train test native-test sanitize fuzz lint format bench clean missing
+.PHONY: help setup train test native-test sanitize fuzz chaos lint format bench clean missing
 
 help:
 	@echo "make train   train an image classifier on a 2-worker cluster on this machine"
 	@echo "make test    run all tests"
 	@echo "make lint    style, types, import rules"
 	@echo "make sanitize, make fuzz SECONDS=300   the codecs under sanitizers, and decoding of hostile payloads"
+	@echo "make chaos   kill, stop and preempt random workers 20 times, and compare the weights (about 10 minutes)"
 	@echo "make bench   measure step overhead, input pipeline, codecs and (as root) the gradient exchange"
 	@echo "make clean   remove what the build made (runs/ stays)"
 
@@ -65,6 +66,9 @@ fuzz:
 	@command -v clang++ > /dev/null || { test "$$(id -u)" = 0 && apt-get update -qq && apt-get install -y -qq clang; } || \
 	  { echo "libFuzzer comes with clang, which is missing: apt-get install clang"; exit 1; }
 	$(MAKE) --no-print-directory -C tests/native fuzz SECONDS=$(or $(SECONDS),300)
+
+chaos: setup
+	$(RUN) -m tests.faults.chaos --runs=4 --faults=5 --workers=4
 
 lint: setup
 	$(RUN) -m ruff check .

@@ -416,6 +416,65 @@ def test_a_usage_error_is_not_tried_again(actors: Actors) -> None:
     assert result.stdout.splitlines() == ["[launch] worker 0 failed with exit code 2"]
 
 
+def test_a_worker_that_lost_another_is_not_the_cause(actors: Actors) -> None:
+    result = actors.run("--workers=3", "worker0=exit:75", "worker2=sleep:0.5,exit:9", "worker1=sleep:30")
+    assert result.returncode == 9
+    assert lines_of(result.stdout, "launch") == ["worker 2 failed with exit code 9"]
+
+
+def test_if_all_have_lost_another_the_first_one_counts(actors: Actors) -> None:
+    result = actors.run("--workers=2", "all=exit:75")
+    assert result.returncode == 75
+
+
+def test_a_stopped_worker_is_killed_once_others_have_given_it_up(actors: Actors) -> None:
+    result = actors.run("--workers=2 --grace_period=60", "worker0=kill:SIGSTOP", "worker1=sleep:0.5,exit:75")
+    assert result.returncode == 128 + signal.SIGKILL
+    assert lines_of(result.stdout, "launch")[0] == "worker 0 is stopped (SIGSTOP) and does not answer: killed"
+
+
+def test_preemption_is_said_as_such(actors: Actors) -> None:
+    result = actors.run("--workers=2", "all=exit:85")
+    assert result.returncode == 85
+    assert re.fullmatch(
+        r"worker \d was asked to end and has saved a checkpoint \(exit code 85\)", lines_of(result.stdout, "launch")[0]
+    )
+
+
+def test_sigterm_to_a_launcher_whose_workers_save(actors: Actors) -> None:
+    launcher = actors.start("--workers=2", "all=exit_when_told:85,sleep:30")
+    actors.wait_for(2)
+    time.sleep(0.5)  # until they listen to signals
+    launcher.terminate()
+    output, _ = launcher.communicate(timeout=30)
+    assert launcher.returncode == 85, output
+    assert "ended by SIGTERM; all processes have saved a checkpoint and ended (exit code 85)" in output
+
+
+def test_a_worker_that_keeps_failing_is_left_out(actors: Actors) -> None:
+    result = actors.run("--workers=3 --min_workers=2 --max_restarts=5 --restart_delay=0", "worker2=exit:4")
+    assert result.returncode == 0, result.stdout
+    said = lines_of(result.stdout, "launch")
+    assert said[0] == "worker 2 failed with exit code 4; restart 1 of 5"
+    assert said[1] == "worker 2 failed with exit code 4; restart 2 of 5"
+    assert said[2] == "going on with 2 workers, without worker 2"
+    assert said[3].startswith("2 workers: done in ")
+
+
+def test_no_fewer_than_min_workers(actors: Actors) -> None:
+    result = actors.run("--workers=2 --min_workers=2 --max_restarts=3 --restart_delay=0", "worker1=exit:4")
+    assert result.returncode == 4
+    assert "going on with" not in result.stdout
+
+
+def test_delays_double_until_a_start_has_lasted() -> None:
+    delays = launch.Delays(2.0)
+    assert [delays.next(1.0) for _ in range(4)] == [2.0, 4.0, 8.0, 16.0]
+    assert delays.next(launch._LASTED_S) == 2.0
+    assert [delays.next(0.0) for _ in range(7)][-1] == launch._LONGEST_DELAY_S
+    assert launch.Delays(100.0).next(0.0) == 100.0
+
+
 def test_an_interrupt_during_the_delay_ends_the_launcher(actors: Actors) -> None:
     launcher = actors.start("--workers=1 --max_restarts=1 --restart_delay=60", "worker0=exit:3")
     assert launcher.stdout is not None

@@ -58,6 +58,11 @@ def catch(number: str) -> None:
     signal.signal(getattr(signal, number), handler)
 
 
+def exit_when_told(code: str) -> None:
+    """Exits with this code when SIGTERM comes."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(int(code)))
+
+
 def ignore(number: str) -> None:
     signal.signal(getattr(signal, number), signal.SIG_IGN)
 
@@ -93,6 +98,7 @@ ACTIONS = {
     "write_in_pieces": write_in_pieces,
     "progress": progress,
     "catch": catch,
+    "exit_when_told": exit_when_told,
     "ignore": ignore,
     "spawn": spawn,
     "kill": kill,
