@@ -4,7 +4,7 @@ Two operations: encoding with the residual updated in place, and decoding and su
 Their traffic is what has to cross the memory bus once: gradient, residual twice and payload; payloads and sum. The
 triad, `y = a * x + y` over as many elements, is compiled for the same instruction set in the same library.
 
-- C: the C interface on plain buffers, through ctypes; the call itself is measured empty and subtracted.
+- C: the C interface on plain buffers, through ctypes; the call itself is measured empty and subtracted. From 1 MB on.
 - TF: the TensorFlow operation in a loop inside of a `tf.function`. It makes norms as well, and a new tensor each time.
 - reference: `tfpar_ops.reference` in the same loop. NumPy: what one would write by hand, one thread.
 
@@ -270,7 +270,8 @@ def measure(names: Sequence[str], sizes: Sequence[str], peers: int, threads: int
             calls = {ENCODE: core.encode(), DECODE_SUM: core.decode_sum()}
             for operation, loop in tensorflow_loops(codec, elements, peers, native=True).items():
                 # The triad right beside what is compared with it: clocks and neighbours change.
-                if threads == 1 or SIZES[size] >= 1 << 20:  # less than that, and Python's threads would be measured
+                # At 4 KB a call from Python would take longer than what it calls, and its threads longer still.
+                if SIZES[size] >= 1 << 20:
                     times[keys[operation], "triad"] = seconds_of_core(core.triad(), core.blocks, threads, least)
                     times[keys[operation], "C"] = seconds_of_core(calls[operation], core.blocks, threads, least)
                 times[keys[operation], "TF"] = seconds_of(loop, least) / calls_per_turn(elements)
@@ -320,7 +321,7 @@ def numpy_encode(codec: Codec, v: np.ndarray, rng: np.random.Generator) -> tuple
         return np.take_along_axis(v, positions.astype(np.int64), 1).astype(ml_dtypes.bfloat16), positions
     if codec.kind == "sign":
         return np.packbits(v < 0, axis=1), np.mean(np.abs(v), axis=1, keepdims=True)
-    largest = {"fp8": 448, "quantize": (1 << (codec.bits - 1)) - 1}[codec.kind]
+    largest = 448 if codec.kind == "fp8" else (1 << (codec.bits - 1)) - 1
     scale = np.maximum(np.abs(v).max(axis=1, keepdims=True) / np.float32(largest), np.float32(2.0**-126))
     t = v / scale
     if codec.kind == "fp8":
