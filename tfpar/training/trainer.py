@@ -10,7 +10,7 @@ from typing import Any
 from tfpar import inputs, models, precision, strategies
 from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.exchange import Exchange
-from tfpar.training import optimizers, run_state, schedules
+from tfpar.training import optimizers, run_state, schedules, workdir_lock
 from tfpar.training.asynchronous import AsynchronousRun
 from tfpar.training.core import Core, build_metrics, per_example_loss, takes_class_numbers
 from tfpar.training.data_checks import check_fits
@@ -138,16 +138,22 @@ class Trainer:
 
         Raises:
           ConfigError: Neither steps nor epochs, an empty data set, a checkpoint of another run, data of more classes
-            than the model has outputs, validation examples of another shape.
+            than the model has outputs, validation examples of another shape, a workdir that another job writes.
+          CheckpointError: A checkpoint could not be written, and `on_checkpoint_error` is `fail`.
         """
         check_sources(self.config, self.plan, train, validation)
         check_fits(self.model, train, validation, class_numbers=self._takes_class_numbers)
         augmentation = self.core.augmentation
         if augmentation is not None and not augmentation.built:
             augmentation.build((None, *train.info.input_spec.shape))
-        if self.plan.synchronous:
-            return SynchronousRun(self, train, validation, steps, epochs).run()
-        return AsynchronousRun(self, train, validation, steps, epochs).run()
+        kind = SynchronousRun if self.plan.synchronous else AsynchronousRun
+        with workdir_lock.held(self.config.checkpoint.workdir if self.plan.is_chief else ""):
+            run = kind(self, train, validation, steps, epochs)
+            try:
+                return run.run()
+            finally:
+                if run.checkpointer:
+                    run.checkpointer.abandon()  # what is being written must not go on without the lock
 
     def evaluate(self, source: inputs.Source) -> dict[str, float]:
         """Loss and metrics over all examples of a source, each counted once.
