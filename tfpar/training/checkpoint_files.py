@@ -37,6 +37,7 @@ _FILE = re.compile(r"state\.safetensors|exchange-(0|[1-9][0-9]{0,5})\.safetensor
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _LARGEST_MANIFEST = 1 << 26  # bytes; one of a model with 100,000 variables has a tenth of it
 _LARGEST_NUMBER = 1 << 62
+_SEAL = 65  # characters of a SHA-256 and the end of its line
 _CHUNK = 1 << 22
 
 
@@ -147,9 +148,8 @@ def unseal(path: pathlib.Path) -> dict[str, Any]:
         content = file.read(_LARGEST_MANIFEST + 1)
     if len(content) > _LARGEST_MANIFEST:
         raise ValueError(f"{path.name} is larger than {_LARGEST_MANIFEST} bytes")
-    text, _, checksum = content.rstrip(b"\n").rpartition(b"\n")
-    text += b"\n"
-    if hashlib.sha256(text).hexdigest().encode() != checksum:
+    text, checksum = content[:-_SEAL], content[-_SEAL:]
+    if hashlib.sha256(text).hexdigest().encode() + b"\n" != checksum:
         raise ValueError(f"{path.name} does not match its checksum")
     try:
         value = json.loads(text)

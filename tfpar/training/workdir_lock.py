@@ -74,13 +74,13 @@ class Owner:
 
 
 @contextlib.contextmanager
-def held(workdir: str, say: Callable[[str], None] = print, *, wait: float = WAIT_SECONDS) -> Iterator[None]:
+def held(workdir: str, say: Callable[[str], None] = print, *, wait: float | None = None) -> Iterator[None]:
     """Holds the lock of a workdir; makes the directory where there is none.
 
     Args:
       workdir: The directory; empty: nothing is locked.
       say: Called with one line where a lock is taken over from a process that died, or where there can be none.
-      wait: Seconds for which another owner is waited for.
+      wait: Seconds for which another owner is waited for; None for `WAIT_SECONDS`.
 
     Raises:
       ConfigError: Another job holds it.
@@ -102,11 +102,11 @@ def held(workdir: str, say: Callable[[str], None] = print, *, wait: float = WAIT
         yield
         return
     with contextlib.closing(_Lock(descriptor, path, workdir, say)) as lock:
-        lock.take(wait)
+        lock.take(WAIT_SECONDS if wait is None else wait)
         yield
 
 
-def check_free(workdir: str, *, wait: float = WAIT_SECONDS) -> None:
+def check_free(workdir: str, *, wait: float | None = None) -> None:
     """Refuses a workdir that another job holds; takes and writes nothing.
 
     The other processes of the job that asks may hold it.
@@ -121,7 +121,7 @@ def check_free(workdir: str, *, wait: float = WAIT_SECONDS) -> None:
         return
     job = _job(os.environ)
     try:
-        deadline = time.monotonic() + wait
+        deadline = time.monotonic() + (WAIT_SECONDS if wait is None else wait)
         while not _is_free(descriptor, path):
             owner = _read(path)
             if job and owner is not None and owner.job == job:
@@ -213,7 +213,7 @@ def myself() -> Owner:
         began=_began(os.getpid()) or 0,
         user=user,
         since=datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
-        command=shlex.join(sys.orig_argv)[:_LONGEST_COMMAND],
+        command=" ".join(shlex.join(sys.orig_argv).split())[:_LONGEST_COMMAND],
         scheduler=_scheduler(os.environ),
         job=_job(os.environ),
     )
