@@ -148,6 +148,7 @@ def _tell_worker_0(partial: pathlib.Path, name: str, error: BaseException) -> No
     with contextlib.suppress(OSError):
         (partial / f"{name}.new").unlink(missing_ok=True)
     with contextlib.suppress(OSError):
+        partial.mkdir(parents=True, exist_ok=True)
         marker = partial / f"{name}{_FAILED}"
         marker.touch()
         marker.write_text(reason(error))
