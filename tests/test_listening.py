@@ -14,6 +14,11 @@ from tfpar import listening
 import pytest
 
 
+@pytest.fixture(autouse=True)
+def _fresh_keras_state() -> None:
+    """Replaces the one of conftest.py: there is no Keras in these tests, and resetting it takes longer than most."""
+
+
 @contextlib.contextmanager
 def wildcard_server():
     """A socket as TensorFlow's gRPC makes it: on all addresses, of IPv6 and IPv4 together."""

@@ -63,7 +63,7 @@ def own_addresses(host: str, environ: Mapping[str, str] | None = None) -> list[A
     except ValueError:
         is_name = True
         try:
-            found = {ipaddress.ip_address(info[4][0].partition("%")[0]) for info in socket.getaddrinfo(host, None)}
+            found = {ipaddress.ip_address(str(info[4][0]).partition("%")[0]) for info in socket.getaddrinfo(host, None)}
         except OSError as error:
             raise StillOpenError(f"{host} does not resolve here: {error}") from None
     outside = [address for address in sorted(found, key=str) if not address.is_loopback]

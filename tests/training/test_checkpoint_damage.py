@@ -14,6 +14,12 @@ from tfpar.training.checkpoints import Checkpoint, Checkpointer
 import numpy as np
 import pytest
 
+
+@pytest.fixture(autouse=True)
+def _fresh_keras_state() -> None:
+    """Replaces the one of conftest.py: there is no Keras in these tests, and resetting it takes longer than most."""
+
+
 WORKERS = 2
 FILES = ["manifest.json", "state.safetensors", "exchange-0.safetensors", "exchange-1.safetensors"]
 # Lengths and places as shares of a file: its first byte, its header, its middle, its end.

@@ -20,6 +20,12 @@ from tfpar.training.checkpoints import Checkpoint, Checkpointer, CheckpointError
 import numpy as np
 import pytest
 
+
+@pytest.fixture(autouse=True)
+def _fresh_keras_state() -> None:
+    """Replaces the one of conftest.py: there is no Keras in these tests, and resetting it takes longer than most."""
+
+
 KILLS = 50
 KEEP = 2
 

@@ -15,6 +15,11 @@ import numpy as np
 import pytest
 
 
+@pytest.fixture(autouse=True)
+def _fresh_keras_state() -> None:
+    """Replaces the one of conftest.py: there is no Keras in these tests, and resetting it takes longer than most."""
+
+
 def checkpoint(step: int, value: float = 0.0, exchange: dict | None = None) -> Checkpoint:
     return Checkpoint(
         step=step,

@@ -17,6 +17,12 @@ from tfpar.training.start import check_workdir
 
 import pytest
 
+
+@pytest.fixture(autouse=True)
+def _fresh_keras_state() -> None:
+    """Replaces the one of conftest.py: there is no Keras in these tests, and resetting it takes longer than most."""
+
+
 # Holds the lock of its argument until its input ends, as a job that is running.
 HOLD = """
 import sys
