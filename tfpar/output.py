@@ -41,7 +41,8 @@ def _empty() -> None:
     """Python flushes its streams when it ends, and turns a failure into exit code 120."""
     for stream in _full:
         try:
-            stream.flush()
+            if not stream.closed:
+                stream.flush()
         except OSError:
             to_nowhere(stream)
 
