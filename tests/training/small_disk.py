@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pathlib
 import subprocess
 from collections.abc import Iterator
@@ -40,6 +41,8 @@ def fill(path: pathlib.Path) -> pathlib.Path:
 
 def make_read_only(path: pathlib.Path) -> None:
     """Lets nobody open anything under `path` for writing; what is open stays so. `mounted` undoes it."""
+    if os.statvfs(path).f_flag & os.ST_RDONLY:
+        return
     for options in (("--bind", str(path), str(path)), ("-o", "remount,bind,ro", str(path))):
         done = _run("mount", *options)
         assert done.returncode == 0, done.stderr

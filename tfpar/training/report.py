@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from tfpar.training.trainer import Trainer
 
 
+RESULTS = ("summary.json", "model.keras")
+
+
 class Run(Protocol):
     """What the results of a run are made from."""
 
@@ -353,7 +356,8 @@ def closing_table(content: dict[str, Any], workdir: str) -> str:
         every = content["skipped_steps"] == content["steps"]
         rows.append(("skipped (non-finite)", f"{content['skipped_steps']}{': every update' if every else ''}"))
     if content["failed_checkpoints"]:
-        rows.append(("failed checkpoints", "; ".join(content["failed_checkpoints"])))
+        first, *more = content["failed_checkpoints"]
+        rows.append(("failed checkpoints", first + (f"; and {len(more)} more, last {more[-1]}" if more else "")))
     if content["failed_writes"]:
         rows.append(("failed to write", "; ".join(content["failed_writes"])))
     width = max(len(name) for name, _ in rows)
@@ -363,6 +367,7 @@ def closing_table(content: dict[str, Any], workdir: str) -> str:
             "",
             "look next",
             f"  tensorboard --logdir {workdir}",
-            f"  {workdir}/summary.json, {workdir}/model.keras",
         ]
+        there = [f"{workdir}/{name}" for name in RESULTS if os.path.exists(os.path.join(workdir, name))]
+        lines += [f"  {', '.join(there)}"] if there else []
     return "\n".join(lines)

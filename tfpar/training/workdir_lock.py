@@ -73,8 +73,12 @@ class Owner:
         return text + (f": {self.command[:200]}" if self.command else "")
 
 
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
 @contextlib.contextmanager
-def held(workdir: str, say: Callable[[str], None] = print, *, wait: float | None = None) -> Iterator[None]:
+def held(workdir: str, say: Callable[[str], None] = _say, *, wait: float | None = None) -> Iterator[None]:
     """Holds the lock of a workdir; makes the directory where there is none.
 
     Args:
