@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import pathlib
 import random
@@ -110,9 +111,11 @@ def check_workdir(config: ExperimentConfig) -> None:
         with tempfile.TemporaryFile(dir=existing):  # permissions alone do not tell: root, read-only file systems, /proc
             pass
     except OSError as error:
-        raise ConfigError(
-            f"--workdir={workdir}: {existing} cannot be written to ({error.strerror}). Name a directory that can."
-        ) from error
+        # A run that is to go on, restarted by a scheduler perhaps, can do without room on its disk.
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not checkpoints.has_any(workdir):
+            raise ConfigError(
+                f"--workdir={workdir}: {existing} cannot be written to ({error.strerror}). Name a directory that can."
+            ) from error
     workdir_lock.check_free(workdir)
     saved = checkpoints.saved_config(workdir)
     if saved is None and config.checkpoint.warm_start:
