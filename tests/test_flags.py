@@ -28,7 +28,7 @@ FLAG_NAMES = {
     "ema",
     "schedule": "schedule schedule_args warmup_steps",
     "train": "steps epochs stop_after accumulate_steps jit_compile steps_per_loop eval_every seed deterministic",
-    "checkpoint": "workdir checkpoint_every keep_checkpoints warm_start",
+    "checkpoint": "workdir checkpoint_every keep_checkpoints on_checkpoint_error warm_start",
     "monitor": "log_every profile_steps verbose",
 }
 

@@ -291,6 +291,12 @@ class CheckpointConfig(Options):
     workdir: str = option("", "Directory of the run: checkpoints, TensorBoard events, summary.json, model.keras.")
     checkpoint_every: int = option(0, "Updates between checkpoints. 0: at every evaluation and at the end.", minimum=0)
     keep_checkpoints: int = option(3, "Newest checkpoints that are kept; the best one is kept besides.", minimum=1)
+    on_checkpoint_error: str = option(
+        "warn",
+        "When a checkpoint cannot be written (full disk, read-only directory): 'warn' trains on and reports it at the "
+        "end, 'fail' ends the run. Older checkpoints stay either way.",
+        choices=("warn", "fail"),
+    )
     warm_start: str = option(
         "", "Start from these weights: another run's workdir, a checkpoint directory or a .keras file."
     )

@@ -26,7 +26,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tfpar import cluster
+from tfpar import cluster, listening
 from tfpar.config import ConfigError
 from tfpar.probe import Probe
 
@@ -247,10 +247,16 @@ def _nvidia_smi() -> list[str]:
 
 
 class Listener:
-    """Listens on this process's own address while the doctors of the others try it."""
+    """Listens on this process's own address while the doctors of the others try it.
+
+    Attributes:
+      error: Why it cannot; empty if it does.
+      answers_on: The addresses that it answers on, in words; empty where these are all.
+      open_because: Why these are all.
+    """
 
     def __init__(self, info: cluster.ClusterInfo) -> None:
-        self.error = ""
+        self.error = self.answers_on = self.open_because = ""
         self._expected = sum(map(len, info.cluster.values())) - 1 - len(info.cluster.get("evaluator", ()))
         self._heard = threading.Semaphore(0)
         host, _, port = info.address.rpartition(":")
@@ -261,6 +267,11 @@ class Listener:
         try:
             self._server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._server.bind(("", int(port)))
+            try:  # as it will be in a training
+                self.answers_on = listening.describe(addresses := listening.own_addresses(host))
+                listening.attach(self._server.fileno(), addresses)
+            except listening.StillOpenError as reason:
+                self.open_because = str(reason)
             self._server.listen(128)
         except OSError as error:
             self.error = f"port {port} cannot be opened here: {error.strerror}"
@@ -300,7 +311,23 @@ def check_cluster(timeout: float) -> Iterator[Check]:
     listener.close(timeout)
     if listener.error:
         yield Check("own port", WARN, listener.error, "If no training runs here now, choose another port.")
+    elif info.address:
+        yield _check_own_port(info.address.rpartition(":")[2], listener)
     yield from map(_check_peer, peers)
+
+
+def _check_own_port(port: str, listener: Listener) -> Check:
+    """Who can reach TensorFlow's server, which asks nobody who they are."""
+    if not listener.open_because:
+        return Check(
+            "own port", OK, f"TensorFlow binds {port} on all addresses; tfpar lets in only {listener.answers_on}"
+        )
+    return Check(
+        "own port",
+        WARN,
+        f"TensorFlow binds {port} on all addresses, and it stays so: {listener.open_because}",
+        "Name the machine by an address of its own in the cluster's description, or keep strangers off by a firewall.",
+    )
 
 
 def _check_peer(peer: cluster.Peer) -> Check:

@@ -13,7 +13,7 @@ import dataclasses
 import re
 from typing import Any
 
-from tfpar import peers
+from tfpar import listening, peers
 from tfpar.cluster import ClusterInfo
 from tfpar.config import ConfigError, StrategyConfig
 
@@ -188,7 +188,9 @@ def build(plan: Plan) -> Layout:
         "parameter_server": _build_parameter_server,
     }
     try:
-        return Layout(plan=plan, strategy=builders[plan.name](plan))
+        layout = Layout(plan=plan, strategy=builders[plan.name](plan))
+        _restrict_port(plan)
+        return layout
     except (RuntimeError, ValueError) as error:
         if not _TOO_LATE.search(str(error)):
             raise
@@ -198,6 +200,21 @@ def build(plan: Plan) -> Layout:
             "metrics=['accuracy']) and a function that builds the model, or call layout = tfpar.start(config) first "
             "thing in the program and pass config=config, layout=layout."
         ) from error
+
+
+def _restrict_port(plan: Plan) -> None:
+    """Lets the server that TensorFlow has started for this process answer on its own address only."""
+    if plan.name not in ("multi_worker", "parameter_server") or plan.cluster is None or not plan.cluster.address:
+        return
+    try:
+        listening.restrict(plan.cluster.address)
+    except listening.StillOpenError as reason:
+        if plan.is_chief:
+            print(
+                f"note: TensorFlow's port {plan.cluster.address.rpartition(':')[2]} is open on all addresses of this "
+                f"machine ({reason}); keep strangers off by a firewall",
+                flush=True,
+            )
 
 
 def _local_devices(plan: Plan) -> list[str]:
@@ -286,6 +303,7 @@ def _build_parameter_server(plan: Plan) -> tf.distribute.Strategy:
             protocol="grpc",
             start=True,
         )
+        _restrict_port(plan)
         server.join()
     return tf.distribute.ParameterServerStrategy(resolver)
 

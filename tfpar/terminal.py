@@ -13,6 +13,8 @@ import shutil
 from collections import deque
 from typing import BinaryIO
 
+from tfpar import output
+
 _ESCAPE = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 _EXCEPTION = re.compile(r"error: |([A-Za-z_]\w*\.)*[A-Za-z_]\w*(Error|Exception|Interrupt|Exit)\b")
 _LONGEST_LINE = 1 << 20  # bytes held back while waiting for a newline
@@ -77,11 +79,7 @@ class Terminal:
     def _write(self, data: bytes) -> None:
         if self.broken or not data:
             return
-        try:
-            self._stream.write(data)
-            self._stream.flush()
-        except BrokenPipeError:
-            self.broken = True
+        self.broken = not output.put(self._stream, data)
 
 
 class Channel:
@@ -119,7 +117,10 @@ class Channel:
         self._pending = b""
         self._terminal.live(self._label, b"")
         if self._log:
-            self._log.close()
+            try:
+                self._log.close()
+            except OSError:  # its disk is full
+                output.to_nowhere(self._log)
 
     def last_error(self) -> str:
         """The last line that looks like a Python exception or an `error:` message; empty if none does."""
@@ -129,8 +130,7 @@ class Channel:
         plain = _ESCAPE.sub(b"", text)
         self.recent.append(plain.decode(errors="replace"))
         if self._log:
-            self._log.write(plain + b"\n")
-            self._log.flush()
+            output.put(self._log, plain + b"\n")
         self._terminal.line(self._label, text)
 
 

@@ -88,6 +88,33 @@ def test_residuals_of_another_model_are_refused():
         other.restore(2, lambda rank: old[rank].export())
 
 
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("step", None),
+        ("step", np.array(-1, np.int64)),
+        ("step", np.zeros(3, np.int64)),
+        ("0/worker", np.zeros(LARGE + 1, np.float32)),
+        ("0/worker", np.zeros((1, LARGE), np.float32)),
+        ("0/worker", np.zeros(LARGE, np.float64)),
+        ("0/worker", np.full(LARGE, np.nan, np.float32)),
+        ("0/owner", np.zeros(LARGE, np.float32)),
+        ("0/layout", None),
+        ("0/layout", np.array([-1, 2, 0], np.int64)),
+        ("0/layout", np.zeros(2, np.int64)),
+        ("../x", np.zeros(1, np.float32)),
+    ],
+)
+def test_state_that_no_exchange_exports_is_refused(workers, name, value):
+    old, new = exchanges("int4", 2), exchanges("int4", workers)
+    fill(old)
+    state = {**old[0].export(), name: value}
+    state = {key: array for key, array in state.items() if array is not None}
+    with pytest.raises(ConfigError, match=r"exchange state of worker 0 is not what an exchange saves"):
+        new[0].restore(2, lambda rank: state)
+
+
 def test_a_run_without_residuals_restores_nothing():
     exchange = exchanges("int4", 2)[0]
     exchange.restore(2, lambda rank: {})

@@ -270,3 +270,50 @@ def test_params_sha256_sees_the_last_bit():
     value[0, 0] = np.nextafter(value[0, 0], np.float32(np.inf), dtype=np.float32)
     kernel.assign(value)
     assert run_state.params_sha256(made.trainable_variables) != before
+
+
+# The run state of a manifest
+
+SYNCHRONOUS = {
+    "variables": ["model/a"],
+    "input": {"fingerprint": "abc"},
+    "loss_scale": {"scale": 1.0, "good_steps": 0},
+    "loss": [1.5, 3],
+    "plateau": None,
+    "best": None,
+    "skipped": 0,
+    "workers": 2,
+}
+ASYNCHRONOUS = {"variables": ["model/a"], "input": {"fingerprint": "abc"}, "best": 0.5, "skipped": 1}
+
+
+def test_a_complete_run_state_is_taken():
+    assert run_state.checked(SYNCHRONOUS, synchronous=True) is SYNCHRONOUS
+    assert run_state.checked(ASYNCHRONOUS, synchronous=False) is ASYNCHRONOUS
+
+
+def test_an_incomplete_run_state_is_refused():
+    fine = [("best", -1.5), ("plateau", {}), ("variables", []), ("variables", [None, None])]
+    for key in SYNCHRONOUS:
+        for value in (..., "x", -1.5, [], {}, [None, None]):
+            if (key, value) not in fine:
+                run = {name: part for name, part in {**SYNCHRONOUS, key: value}.items() if part is not ...}
+                with pytest.raises(ConfigError, match=rf"no valid .*{key}|--strategy: the checkpoint is of"):
+                    run_state.checked(run, synchronous=True)
+
+
+def test_updates_of_one_worker_and_of_all_are_not_mixed():
+    with pytest.raises(ConfigError, match=r"--strategy: the checkpoint is of an asynchronous run.*--warm_start"):
+        run_state.checked(ASYNCHRONOUS, synchronous=True)
+    with pytest.raises(ConfigError, match=r"--strategy: the checkpoint is of a synchronous run.*--warm_start"):
+        run_state.checked(SYNCHRONOUS, synchronous=False)
+
+
+def test_warm_start_from_a_run_whose_best_is_damaged_says_so_and_takes_the_newest(tmp_path):
+    source, target, said = filled(model()), model(), []
+    save_run(tmp_path, source, steps=(1, 2, 3), best=2)
+    (tmp_path / "checkpoints" / "step-000000002" / "state.safetensors").write_bytes(b"short")
+    run_state.warm_start(target, str(tmp_path), said.append)
+    assert same(target.get_weights(), [value + 3 for value in source.get_weights()])
+    assert "checkpoint of step 2" in said[0]
+    assert "is damaged" in said[0]

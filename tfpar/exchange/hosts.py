@@ -9,12 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 from tfpar.exchange import buckets, planning, residuals
 from tfpar.exchange.groups import LOCAL, Group, local, new_instances
+from tfpar.exchange.residuals import LAYOUT
 from tfpar.exchange.specs import Spec
 
 import numpy as np
 import tensorflow as tf
-
-_LAYOUT = "layout"
 
 
 class HostExchange:
@@ -62,7 +61,7 @@ class HostExchange:
         """See `Exchange.export`."""
         arrays = {"step": np.array(local(self._step).numpy(), np.int64)}
         for number, (bucket, spec) in enumerate(zip(self._buckets, self._chosen, strict=True)):
-            arrays[f"{number}/{_LAYOUT}"] = np.array([bucket.elements, bucket.shard_elements, spec.rank], np.int64)
+            arrays[f"{number}/{LAYOUT}"] = np.array([bucket.elements, bucket.shard_elements, spec.rank], np.int64)
             for role, variable in bucket.state.items():
                 arrays[f"{number}/{role}"] = np.array(variable.numpy(), copy=True)
         return arrays
@@ -70,7 +69,8 @@ class HostExchange:
     def restore(self, workers: int, read: Callable[[int], Mapping[str, np.ndarray]]) -> None:
         """See `Exchange.restore`."""
         rank = self._group.rank
-        own = read(rank if workers == self._group.size else 0)
+        mine = rank if workers == self._group.size else 0
+        own = residuals.checked(read(mine), mine)
         if not own:
             return
         local(self._step).assign(own["step"])
@@ -80,7 +80,7 @@ class HostExchange:
                 for role, variable in bucket.state.items():
                     variable.assign(own[f"{number}/{role}"])
             return
-        kept = residuals.undelivered([read(worker) for worker in range(workers)])
+        kept = residuals.undelivered([residuals.checked(read(worker), worker) for worker in range(workers)])
         residuals.hand_over(self._buckets, kept if rank == 0 else np.zeros_like(kept))
 
     def retune(self) -> bool:
@@ -216,7 +216,7 @@ class HostExchange:
 
 def _layout(state: Mapping[str, np.ndarray]) -> dict[str, object]:
     """Names of a worker's state, and what the buckets are like: the same on every worker."""
-    return {name: array.tolist() if name.endswith(_LAYOUT) else None for name, array in state.items()}
+    return {name: array.tolist() if name.endswith(LAYOUT) else None for name, array in state.items()}
 
 
 def _joined(names: Sequence[str]) -> str:

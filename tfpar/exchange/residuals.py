@@ -10,6 +10,39 @@ from tfpar.exchange.buckets import RESIDUALS, Bucket
 
 import numpy as np
 
+# Name of what tells a bucket's elements, those of a shard, and the rank of its codec.
+LAYOUT = "layout"
+
+
+def checked(state: Mapping[str, np.ndarray], rank: int) -> Mapping[str, np.ndarray]:
+    """The export of a worker, as a checkpoint holds it, if it is what an exchange can have exported.
+
+    Raises:
+      ConfigError: Names, shapes, dtypes or values that none has.
+    """
+    wrong = [name for name, array in state.items() if not _plausible(name, array, state)]
+    wrong += [name for name in ("step",) if state and name not in state]
+    if wrong:
+        raise ConfigError(
+            f"the checkpoint's exchange state of worker {rank} is not what an exchange saves: {', '.join(wrong[:6])}. "
+            "Go on from an older checkpoint, or start in another workdir with --warm_start."
+        )
+    return state
+
+
+def _plausible(name: str, array: np.ndarray, state: Mapping[str, np.ndarray]) -> bool:
+    if name == "step":
+        return array.dtype == np.int64 and array.shape == () and int(array) >= 0
+    number, _, role = name.partition("/")
+    layout = state.get(f"{number}/{LAYOUT}")
+    if not number.isdecimal() or layout is None or layout.dtype != np.int64 or layout.shape != (3,) or layout.min() < 0:
+        return False
+    if role == LAYOUT:
+        return True
+    largest = {RESIDUALS[0]: layout[0], RESIDUALS[1]: layout[1]}.get(role, array.size)
+    fits = array.size == largest if role == RESIDUALS[0] else array.size <= largest
+    return array.dtype == np.float32 and array.ndim == 1 and fits and bool(np.isfinite(array).all())
+
 
 def undelivered(saved: Sequence[Mapping[str, np.ndarray]]) -> np.ndarray:
     """What workers had kept back in all.

@@ -20,7 +20,7 @@ from tfpar import inputs, precision
 from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.endings import Preempted
 from tfpar.exchange import Traffic
-from tfpar.training import checkpoints, report, run_state, samples
+from tfpar.training import checkpoints, report, resuming, run_state, samples
 from tfpar.training.journal import Journal
 from tfpar.training.pace import next_multiple
 from tfpar.training.preemption import StopRequest
@@ -76,6 +76,7 @@ class AsynchronousRun:
                 self.config.checkpoint.workdir,
                 keep=self.config.checkpoint.keep_checkpoints,
                 warn=self.monitor.message,
+                on_error=self.config.checkpoint.on_checkpoint_error,
             )
             if self.config.checkpoint.workdir
             else None
@@ -287,15 +288,15 @@ class AsynchronousRun:
         )
 
     def _resume_or_warm_start(self) -> None:
-        checkpoint = self.checkpointer.latest() if self.checkpointer else None
+        checkpoint = resuming.newest(self.checkpointer) if self.checkpointer else None
         if checkpoint is None:
             if self.config.checkpoint.warm_start:
                 run_state.warm_start(self.trainer.model, self.config.checkpoint.warm_start, self.monitor.message)
             return
-        run_state.check_data(checkpoint.run, self.train.info.fingerprint, self.config)
-        run_state.restore(self.trainer.variables(), checkpoint.arrays, checkpoint.run["variables"])
-        self.steps_done, self.skipped = checkpoint.step, checkpoint.run["skipped"]
-        self._best = checkpoint.run["best"]
+        run = run_state.checked(checkpoint.run, synchronous=False)
+        run_state.check_data(run, self.train.info.fingerprint, self.config)
+        run_state.restore(self.trainer.variables(), checkpoint.arrays, run["variables"])
+        self.steps_done, self.skipped, self._best = checkpoint.step, run["skipped"], run["best"]
         self.monitor.message(f"resumed from update {checkpoint.step} of {self.config.checkpoint.workdir}")
 
     def _finish(self, preempted: bool) -> dict[str, Any]:

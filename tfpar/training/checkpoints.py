@@ -1,74 +1,61 @@
 """Checkpoints: everything that defines a run, written beside the training, whole or not at all.
 
-Format, one directory per checkpoint:
-
 ```
 WORKDIR/checkpoints/
-  step-000000600/
-    manifest.json          format version, step, run state, configuration, size and SHA-256 of every other file,
-                         sealed by its own SHA-256
-    state.safetensors      variables of model and optimizer, by path
-    exchange-0.safetensors exchange state (residuals) of worker 0; only where the exchange has any
-  best.json                which checkpoint had the best evaluation
+  step-000000600/            one checkpoint, see `checkpoint_files`
+  best.json                  which checkpoint had the best evaluation, sealed by its SHA-256
+  step-000000400.damaged/    found damaged when the run was resumed; set aside, never read again
 ```
 
 A checkpoint is written into a hidden directory, flushed to the disk and renamed, so a directory of that name is
-always whole. safetensors files hold a JSON header and raw bytes: nothing in a checkpoint is executed when it is read.
+always whole. No older one is touched before that, and then only those that `keep` lets go.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
-import dataclasses
-import hashlib
-import json
+import contextlib
 import os
 import pathlib
 import shutil
-import time
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from tfpar.config import ConfigError
+from tfpar.training import checkpoint_files as files
+from tfpar.training import checkpoint_staging as staging
+from tfpar.training.checkpoint_files import FORMAT, Checkpoint, read
+from tfpar.training.checkpoint_staging import reason
 
 import numpy as np
-import safetensors.numpy
 
-FORMAT = 2
-_PREFIX = "step-"
-_STATE = "state.safetensors"
-_MANIFEST = "manifest.json"
-_PEER_WAIT_SECONDS = 120.0
+__all__ = ["FORMAT", "MAY_DIFFER", "Checkpoint", "CheckpointError", "Checkpointer", "check_same_run", "find", "read"]
+
+_BEST = "best.json"
 
 
-@dataclasses.dataclass(frozen=True)
-class Checkpoint:
-    """A checkpoint in memory.
-
-    Attributes:
-      step: Updates done.
-      arrays: `model/PATH` and `optimizer/PATH` -> value.
-      exchange: Exchange state of the reading worker, by name.
-      run: Everything else that defines the run, JSON-able: seeds, input position, loss scale, plateau, best value.
-      config: The configuration, by flag name.
-    """
-
-    step: int
-    arrays: Mapping[str, np.ndarray]
-    exchange: Mapping[str, np.ndarray]
-    run: Mapping[str, Any]
-    config: Mapping[str, Any]
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written, and the run was to end in that case."""
 
 
 class Checkpointer:
     """Writes checkpoints in the background and finds the one to resume from.
 
+    A checkpoint that cannot be written, for whatever reason, is reported through `warn`, kept in `failures`, and leaves
+    older checkpoints untouched.
+
     Args:
-      workdir: Directory of the run.
+      workdir: Directory of the run. Worker 0 removes from it what interrupted writes left behind.
       keep: Newest checkpoints that stay; the best one stays besides.
       worker: Rank of this worker. Worker 0 writes the variables, the same everywhere; every worker its exchange state.
       workers: Number of workers; all see the same `workdir`.
       warn: Called with one line when something went wrong that does not end the run.
+      on_error: `warn`, or `fail`: then the call after a failed write raises `CheckpointError`.
+
+    Attributes:
+      failures: What could not be written, and why, one line each.
+      damaged: Steps of the checkpoints that `latest` found damaged, and why.
     """
 
     def __init__(
@@ -79,31 +66,39 @@ class Checkpointer:
         worker: int = 0,
         workers: int = 1,
         warn: Callable[[str], None] = print,
+        on_error: str = "warn",
     ) -> None:
         self.directory = pathlib.Path(workdir) / "checkpoints"
+        self.worker = worker
         self.failures: list[str] = []
+        self.damaged: dict[int, str] = {}
+        self.warn = warn
         self._keep = keep
-        self._worker = worker
         self._workers = workers
-        self._warn = warn
+        self._on_error = on_error
         self._candidate: int | None = None
         self._pending: concurrent.futures.Future[None] | None = None
         self._executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        if worker == 0:  # what an interrupted write left behind
-            for leftover in self.directory.glob(f".{_PREFIX}*.partial"):
-                shutil.rmtree(leftover, ignore_errors=True)
+        self._abandoned = threading.Event()
+        self._spared: set[int] = set()
+        if worker == 0:
+            staging.tidy(self.directory)
+            if isinstance(_best_step(self.directory), OSError | ValueError):  # which it was is not known: none may go
+                self._spared = set(self.steps())
 
     def save(self, checkpoint: Checkpoint, *, best: bool = False, candidate: bool = False) -> None:
         """Starts writing a checkpoint; returns as soon as the one before it is on disk.
 
-        The arrays must not change afterwards (they are copies of the variables). A failed write is reported through
-        `warn`, kept in `failures`, and leaves older checkpoints untouched.
+        The arrays must not change afterwards (they are copies of the variables).
 
         Args:
           checkpoint: What to write.
           best: Whether this is the best evaluation so far.
           candidate: Whether its evaluation is still under way: it stays until the next candidate is saved, so that
             `mark_best` finds it.
+
+        Raises:
+          CheckpointError: The one before could not be written, and `on_error` is `fail`.
         """
         self.wait()
         if candidate:
@@ -113,168 +108,175 @@ class Checkpointer:
     def mark_best(self, step: int) -> None:
         """Notes that a checkpoint turned out to be the best; nothing if it could not be written."""
         self.wait()
-        if (self.directory / _name(step)).is_dir():
+        if (self.directory / files.directory_name(step)).is_dir():
             self._write_best(step)
 
     def wait(self) -> None:
-        """Returns when the last `save` is on disk."""
+        """Returns when the last `save` is on disk; raises as `save` does."""
         if self._pending is not None:
-            self._pending.result()
-            self._pending = None
+            pending, self._pending = self._pending, None
+            pending.result()
 
     def close(self) -> None:
-        """Finishes writing and ends the writer thread."""
-        self.wait()
+        """Finishes writing and ends the writer thread; raises as `save` does."""
+        try:
+            self.wait()
+        finally:
+            self._executor.shutdown()
+
+    def abandon(self) -> None:
+        """Ends the writer thread without waiting for peers, who may be gone; nothing where it has ended already."""
+        self._abandoned.set()
         self._executor.shutdown()
 
     def steps(self) -> list[int]:
-        """Steps of the whole checkpoints, oldest first."""
-        return _steps(self.directory)
+        """Steps of the checkpoints that there are, oldest first."""
+        return files.steps_in(self.directory)
 
-    def latest(self) -> Checkpoint | None:
+    def read(self, step: int) -> Checkpoint:
+        """The checkpoint of a step, with this worker's exchange state; raises as `checkpoint_files.read` does."""
+        return read(self.directory / files.directory_name(step), worker=self.worker, workers=self._workers)
+
+    def latest(self, *, below: int | None = None) -> Checkpoint | None:
         """The newest checkpoint that passes its checksums, or None where there is none.
 
         One that is damaged is reported through `warn` and the one before it is taken.
+
+        Args:
+          below: Looks only at checkpoints of steps below this one.
         """
         for step in reversed(self.steps()):
+            if below is not None and step >= below:
+                continue
             try:
-                return read(self.directory / _name(step), worker=self._worker)
+                return self.read(step)
             except (OSError, ValueError) as error:
-                self._warn(f"checkpoint of step {step} is damaged ({error}); trying the one before it")
+                self.damaged[step] = reason(error)
+                self.warn(f"checkpoint of step {step} is damaged ({reason(error)}); trying the one before it")
         return None
+
+    def set_aside(self, after: int) -> None:
+        """Renames the checkpoints of later steps, found damaged, so that they no longer count as the newest.
+
+        Worker 0 does it. Nothing is deleted.
+
+        Args:
+          after: The step that the run resumes from.
+        """
+        if self.worker != 0:
+            return
+        for step in self.steps():
+            if step <= after:
+                continue
+            path = self.directory / files.directory_name(step)
+            aside = path.with_name(f"{path.name}.damaged")
+            try:
+                if aside.exists():
+                    shutil.rmtree(aside)
+                os.rename(path, aside)
+                self.warn(f"the damaged checkpoint of step {step} is kept as {aside}")
+            except OSError as error:
+                self.warn(f"the damaged checkpoint of step {step} cannot be renamed: {reason(error)}")
 
     def exchange_state(self, step: int, worker: int) -> Mapping[str, np.ndarray]:
         """The exchange state that a worker saved at a step, empty if it had none; ValueError if it is damaged."""
-        return read(self.directory / _name(step), worker=worker).exchange
+        return files.read_exchange(self.directory / files.directory_name(step), worker)
 
     def _write_guarded(self, checkpoint: Checkpoint, best: bool) -> None:
         try:
-            self._write(checkpoint, best)
-        except OSError as error:
-            self.failures.append(f"step {checkpoint.step}: {error}")
-            self._warn(f"checkpoint of step {checkpoint.step} could not be written ({error}); training goes on")
-
-    def _write(self, checkpoint: Checkpoint, best: bool) -> None:
-        target = self.directory / _name(checkpoint.step)
-        staging = self.directory / f".{target.name}.partial"
-        staging.mkdir(parents=True, exist_ok=True)
-        if checkpoint.exchange:
-            name = _exchange_name(self._worker)
-            _write_arrays(staging / f"{name}.new", checkpoint.exchange)
-            os.replace(staging / f"{name}.new", staging / name)
-        if self._worker != 0:
+            staging.write(self.directory, checkpoint, self.worker, self._workers, self._abandoned)
+        except Exception as error:  # whatever it is: the training can do without this checkpoint
+            self._failed(f"step {checkpoint.step}", f"checkpoint of step {checkpoint.step}", error)
             return
-        try:
-            files = [_STATE]
-            _write_arrays(staging / _STATE, checkpoint.arrays)
-            if checkpoint.exchange:
-                files += [_exchange_name(worker) for worker in range(self._workers)]
-                _wait_for([staging / name for name in files])
-            manifest = {
-                "format": FORMAT,
-                "step": checkpoint.step,
-                "workers": self._workers,
-                "run": dict(checkpoint.run),
-                "config": dict(checkpoint.config),
-                "files": {name: _fingerprint(staging / name) for name in files},
-            }
-            _write_file(staging / _MANIFEST, _seal(manifest))
-            if target.exists():  # the same step once more, e.g. after a restart from an older one
-                shutil.rmtree(target)
-            os.rename(staging, target)
-            _sync_directory(self.directory)
-        except BaseException:
-            shutil.rmtree(staging, ignore_errors=True)
-            raise
-        if best:
-            self._write_best(checkpoint.step)
-        self._remove_old()
+        if self.worker == 0:
+            if best:
+                self._write_best(checkpoint.step)
+            self._remove_old(checkpoint.step)
+
+    def _failed(self, short: str, what: str, error: Exception) -> None:
+        why = reason(error)
+        self.failures.append(f"{short}: {why}")
+        if self._on_error == "fail":
+            raise CheckpointError(
+                f"the {what} could not be written ({why}), and --on_checkpoint_error=fail ends the run then. Older "
+                f"checkpoints in {self.directory} are untouched; make room there, or use --on_checkpoint_error=warn."
+            ) from error
+        newest = max(self.steps(), default=None)
+        state = "there is none yet" if newest is None else f"the newest is of step {newest}"
+        self.warn(f"WARNING: {what} could not be written ({why}); training goes on. Checkpoints: {state}")
 
     def _write_best(self, step: int) -> None:
-        _write_file(self.directory / ".best.json", json.dumps({"step": step}).encode())
-        os.replace(self.directory / ".best.json", self.directory / "best.json")
+        temporary = self.directory / f".{_BEST}"
+        try:
+            files.write_file(temporary, files.seal({"step": step}))
+            os.replace(temporary, self.directory / _BEST)
+            files.sync_directory(self.directory)
+            self._spared = set()
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            # The file still names the best before, which therefore stays; and so must this one, at least in this run.
+            self._spared = {*self._spared, step}
+            self._failed(f"{_BEST} of step {step}", f"{_BEST} (step {step} is the best)", error)
 
-    def _remove_old(self) -> None:
-        kept = (_best_step(self.directory), self._candidate)
+    def _remove_old(self, written: int) -> None:
+        best = _best_step(self.directory)
+        kept = {written, self._candidate, best if isinstance(best, int) else None, *self._spared}
         for step in self.steps()[: -self._keep]:
             if step not in kept:
-                shutil.rmtree(self.directory / _name(step), ignore_errors=True)
+                staging.remove(self.directory / files.directory_name(step))
 
 
-def find(workdir: str | os.PathLike[str], *, worker: int = 0) -> Checkpoint | None:
-    """The best checkpoint of a run where one was marked, else its newest; None where there is none. Reads only."""
+def find(workdir: str | os.PathLike[str], *, warn: Callable[[str], None] = print) -> Checkpoint | None:
+    """The best checkpoint of a run where one was marked, else its newest; None where there is none. Reads only.
+
+    Args:
+      workdir: Directory of the run.
+      warn: Called with one line where the one to take is damaged, and another is taken.
+
+    Raises:
+      ValueError: There are checkpoints, and all are damaged.
+    """
     directory = pathlib.Path(workdir) / "checkpoints"
-    step = _best_step(directory)
-    if step is None:
-        step = max(_steps(directory), default=None)
-    return None if step is None else read(directory / _name(step), worker=worker)
+    steps = files.steps_in(directory)
+    best = _best_step(directory)
+    if isinstance(best, OSError | ValueError):
+        warn(f"{directory / _BEST} is damaged ({reason(best)}): the newest checkpoint is taken, not the best")
+    elif best is not None:
+        if best not in steps:
+            warn(f"the best checkpoint, of step {best}, is missing in {directory}: the newest is taken")
+        steps = [*(step for step in steps if step != best), *([best] if best in steps else [])]
+    damage = []
+    for step in reversed(steps):
+        try:
+            return read(directory / files.directory_name(step))
+        except (OSError, ValueError) as error:
+            damage.append(f"step {step}: {reason(error)}")
+            warn(f"checkpoint of step {step} in {directory} is damaged ({reason(error)}); trying another")
+    if damage:
+        raise ValueError(f"every checkpoint in {directory} is damaged: {'; '.join(damage)}")
+    return None
 
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
     """Whether a path is the directory of one checkpoint."""
-    return (pathlib.Path(path) / _MANIFEST).is_file()
+    return (pathlib.Path(path) / files.MANIFEST).is_file()
 
 
 def has_any(workdir: str | os.PathLike[str]) -> bool:
     """Whether a workdir holds a checkpoint."""
-    return bool(_steps(pathlib.Path(workdir) / "checkpoints"))
+    return bool(files.steps_in(pathlib.Path(workdir) / "checkpoints"))
 
 
 def saved_config(workdir: str | os.PathLike[str]) -> Mapping[str, Any] | None:
     """The configuration in the newest checkpoint of a workdir, or None where there is none."""
     directory = pathlib.Path(workdir) / "checkpoints"
-    for step in reversed(_steps(directory)):
+    for step in reversed(files.steps_in(directory)):
         try:
-            return _manifest(directory / _name(step))["config"]
+            return files.read_manifest(directory / files.directory_name(step))["config"]
         except (OSError, ValueError):
             continue
     return None
-
-
-def read(path: str | os.PathLike[str], *, worker: int = 0) -> Checkpoint:
-    """Reads one checkpoint directory and verifies its checksums.
-
-    Args:
-      path: Directory of the checkpoint.
-      worker: Whose exchange state to read.
-
-    Raises:
-      ValueError: A file that is missing, truncated or changed, or a format of another version.
-    """
-    path = pathlib.Path(path)
-    manifest = _manifest(path)
-    contents = {}
-    own = (_STATE, _exchange_name(worker))
-    for name, expected in manifest["files"].items():
-        if name not in own:
-            continue
-        if _fingerprint(path / name) != expected:
-            raise ValueError(f"{name} does not match its checksum")
-        contents[name] = safetensors.numpy.load_file(path / name)
-    return Checkpoint(
-        step=int(manifest["step"]),
-        arrays=contents[_STATE],
-        exchange=contents.get(_exchange_name(worker), {}),
-        run=manifest["run"],
-        config=manifest["config"],
-    )
-
-
-def _seal(manifest: Mapping[str, Any]) -> bytes:
-    """The manifest with its own checksum as a last line, so that it can be read and still cannot change unnoticed."""
-    text = json.dumps(manifest, indent=1) + "\n"
-    return (text + hashlib.sha256(text.encode()).hexdigest() + "\n").encode()
-
-
-def _manifest(path: pathlib.Path) -> dict[str, Any]:
-    text, _, seal = (path / _MANIFEST).read_text().rstrip("\n").rpartition("\n")
-    text += "\n"
-    if hashlib.sha256(text.encode()).hexdigest() != seal:
-        raise ValueError(f"{_MANIFEST} does not match its checksum")
-    manifest = json.loads(text)
-    if manifest["format"] != FORMAT:
-        raise ValueError(f"{path} has checkpoint format {manifest['format']!r}; this version reads {FORMAT}")
-    return manifest
 
 
 # Options that may differ between a run and its continuation: they change where, how fast and how visibly it runs,
@@ -283,7 +285,7 @@ MAY_DIFFER = frozenset(
     {
         *("strategy", "devices", "tpu", "exchange", "uneven_batches"),
         *("peer_timeout", "start_timeout", "stall_timeout"),
-        *("workdir", "checkpoint_every", "keep_checkpoints", "warm_start"),
+        *("workdir", "checkpoint_every", "keep_checkpoints", "on_checkpoint_error", "warm_start"),
         *("log_every", "profile_steps", "verbose", "eval_every"),
         *("data_dir", "cache", "prefetch", "input_threads", "data_service"),
         *("jit_compile", "tf32", "deterministic", "steps_per_loop", "steps", "epochs", "stop_after"),
@@ -315,61 +317,12 @@ def check_same_run(saved: Mapping[str, Any], current: Mapping[str, Any], workdir
         )
 
 
-def _steps(directory: pathlib.Path) -> list[int]:
-    found = []
-    for path in directory.glob(f"{_PREFIX}*"):
-        if path.name[len(_PREFIX) :].isdigit() and (path / _MANIFEST).is_file():
-            found.append(int(path.name[len(_PREFIX) :]))
-    return sorted(found)
-
-
-def _best_step(directory: pathlib.Path) -> int | None:
+def _best_step(directory: pathlib.Path) -> int | OSError | ValueError | None:
+    """The best step; None where none was marked; what is wrong with the file where it cannot be read."""
     try:
-        return int(json.loads((directory / "best.json").read_text())["step"])
-    except (OSError, ValueError, KeyError):
+        step = files.unseal(directory / _BEST).get("step")
+    except FileNotFoundError:
         return None
-
-
-def _name(step: int) -> str:
-    return f"{_PREFIX}{step:09d}"
-
-
-def _exchange_name(worker: int) -> str:
-    return f"exchange-{worker}.safetensors"
-
-
-def _write_file(path: pathlib.Path, content: bytes) -> None:
-    with open(path, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _write_arrays(path: pathlib.Path, arrays: Mapping[str, np.ndarray]) -> None:
-    safetensors.numpy.save_file(dict(arrays), path)  # straight to the file: no second copy in memory
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-
-
-def _sync_directory(path: pathlib.Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _fingerprint(path: pathlib.Path) -> dict[str, Any]:
-    with open(path, "rb") as file:
-        digest = hashlib.file_digest(file, "sha256") if hasattr(hashlib, "file_digest") else hashlib.sha256(file.read())
-        return {"bytes": file.tell(), "sha256": digest.hexdigest()}
-
-
-def _wait_for(paths: list[pathlib.Path]) -> None:
-    deadline = time.monotonic() + _PEER_WAIT_SECONDS
-    while missing := [path.name for path in paths if not path.exists()]:
-        if time.monotonic() > deadline:
-            raise OSError(
-                f"{', '.join(missing)} did not appear within {_PEER_WAIT_SECONDS:.0f} s; is the workdir shared?"
-            )
-        time.sleep(0.05)
+    except (OSError, ValueError) as error:
+        return error
+    return step if type(step) is int else ValueError("it names no step")

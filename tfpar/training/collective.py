@@ -31,6 +31,19 @@ def sum_over_workers(strategy: tf.distribute.Strategy, value: tf.Tensor, workers
     return strategy.experimental_local_results(strategy.run(contribute, args=(value,)))[0]
 
 
+def _in_own_place(strategy: tf.distribute.Strategy, value: tf.Tensor, workers: int) -> tf.Tensor:
+    """The value of each worker: a sum of vectors in which each has filled its own place."""
+    local_replicas = strategy.num_replicas_in_sync // workers
+
+    def contribute(value: tf.Tensor) -> tf.Tensor:
+        worker, replica_of_worker = divmod(replica.static_replica_id(), local_replicas)
+        mine = tf.one_hot(worker, workers, on_value=1, off_value=0, dtype=value.dtype) * value
+        mine = mine if replica_of_worker == 0 else tf.zeros_like(mine)
+        return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, mine)
+
+    return strategy.experimental_local_results(strategy.run(contribute, args=(value,)))[0]
+
+
 class Agreement:
     """Small agreements between the workers of a strategy, outside the training step.
 
@@ -44,6 +57,7 @@ class Agreement:
     def __init__(self, strategy: tf.distribute.Strategy, workers: int) -> None:
         self._workers = workers
         self._sum = tf.function(lambda value: sum_over_workers(strategy, value, workers), autograph=False)
+        self._gather = tf.function(lambda value: _in_own_place(strategy, value, workers), autograph=False)
 
     def mean(self, value: float) -> float:
         """The mean of the workers' values, the same bits on each."""
@@ -54,6 +68,16 @@ class Agreement:
         if self._workers == 1:
             return values
         return self._sum(tf.constant(values, tf.float64)).numpy().tolist()
+
+    def gather(self, number: int) -> list[int]:
+        """The workers' integers (each below 2^62 in magnitude), in the order of their ranks."""
+        if self._workers == 1:
+            return [number]
+        return self._gather(tf.constant(number, tf.int64)).numpy().tolist()
+
+    def min(self, number: int) -> int:
+        """The least of the workers' integers (each below 2^62 in magnitude)."""
+        return min(self.gather(number))
 
     def all_equal(self, numbers: list[int]) -> bool:
         """Whether all workers hold the same integers (each below 2^26 in magnitude)."""

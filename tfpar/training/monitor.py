@@ -78,7 +78,7 @@ class Monitor:
         self._last_point: float | None = None
         self._events: EventFiles | None = None
         if is_chief and workdir:
-            self._events = EventFiles(workdir, config.as_flat_dict())
+            self._events = EventFiles(workdir, config.as_flat_dict(), self.message)
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
@@ -91,6 +91,11 @@ class Monitor:
             raise
         finally:
             self.close()
+
+    @property
+    def failures(self) -> list[str]:
+        """What could not be written, and why."""
+        return self._events.failures if self._events else []
 
     def message(self, text: str) -> None:
         """Prints lines without tearing the progress line."""

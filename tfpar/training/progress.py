@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import TextIO
+
+from tfpar import output
 
 _REDRAW_SECONDS = 0.1
 _PLAIN_SECONDS = 5.0
@@ -125,14 +126,9 @@ class Progress:
             self._painted = 0
 
     def _write(self, text: str) -> None:
-        try:
-            self._stream.write(text)
-            self._stream.flush()
-        except BrokenPipeError:
+        if not output.put(self._stream, text):
             # The reader is gone (`| head`). Training goes on, and what is still in the buffer must not fail at exit.
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._stream.fileno())
-            os.close(nowhere)
+            output.to_nowhere(self._stream)
 
 
 def format_seconds(seconds: float) -> str:

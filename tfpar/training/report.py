@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
 import os
 import pathlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tfpar import inputs, models
 from tfpar.config import ConfigError, TrainConfig
 from tfpar.exchange import Traffic
-from tfpar.training import run_state, samples
+from tfpar.training import checkpoint_files, run_state, samples
+from tfpar.training.checkpoints import CheckpointError
 from tfpar.training.journal import Journal
 from tfpar.training.monitor import Monitor
 
@@ -21,6 +24,9 @@ import numpy as np
 
 if TYPE_CHECKING:
     from tfpar.training.trainer import Trainer
+
+
+RESULTS = ("summary.json", "model.keras")
 
 
 class Run(Protocol):
@@ -184,25 +190,74 @@ def summary(run: Run, params_sha256: str) -> dict[str, Any]:
         "steps_redone": run.journal.steps_redone,
         "skipped_steps": run.skipped,
         "failed_checkpoints": run.failures,
+        "failed_writes": [*run.monitor.failures],
         "parameters": trainer.model.count_params(),
     }
 
 
 def write_results(run: Run, content: dict[str, Any]) -> None:
-    """Writes `model.keras` and `summary.json` on the chief, each whole or not at all, and prints the closing table."""
+    """Writes `model.keras` and `summary.json` on the chief, each whole or not at all, and prints the closing table.
+
+    What cannot be written is reported, and the results are printed whatever happens.
+
+    Raises:
+      CheckpointError: Something could not be written, and `on_checkpoint_error` is `fail`.
+    """
     trainer = run.trainer
     if not trainer.plan.is_chief:
         return
-    workdir = trainer.config.checkpoint.workdir
-    if workdir:
-        path = pathlib.Path(workdir)
-        path.mkdir(parents=True, exist_ok=True)
-        save_model(trainer, path / "model.keras")
-        temporary = path / ".summary.json"
-        temporary.write_text(json.dumps(_finite(content), indent=2) + "\n")
-        os.replace(temporary, path / "summary.json")
+    options = trainer.config.checkpoint
     run.monitor.finish(content)
-    run.monitor.message(closing_table(content, workdir))
+    failed = content["failed_writes"] = [*run.monitor.failures]
+    if options.workdir:
+        path = pathlib.Path(options.workdir)
+        failed += _attempt("model.keras", lambda: save_model(trainer, path / "model.keras"))
+        problem = _attempt("summary.json", lambda: _write_summary(path, content))
+        if problem:
+            failed += problem
+            run.monitor.message(f"what summary.json would hold: {json.dumps(_finite(content))}")
+    run.monitor.message(closing_table(content, options.workdir))
+    if options.on_checkpoint_error == "fail" and failed:
+        raise CheckpointError(
+            f"--workdir={options.workdir}: not everything could be written ({'; '.join(failed)}), and "
+            "--on_checkpoint_error=fail makes that an error. The results are above."
+        )
+
+
+def _attempt(name: str, write: Callable[[], None]) -> list[str]:
+    """Writes; gives one line on what went wrong with the disk, if anything did."""
+    try:
+        write()
+    except Exception as error:
+        if not _is_of_disk(error):
+            raise
+        return [f"{name}: {error}"]
+    return []
+
+
+def _is_of_disk(error: BaseException | None) -> bool:
+    """Whether an error comes from the file system; zipfile and h5py wrap some of these in other types."""
+    while error is not None:
+        if isinstance(error, OSError) or "errno = " in str(error):
+            return True
+        error = error.__context__
+    return False
+
+
+def _write_summary(path: pathlib.Path, content: dict[str, Any]) -> None:
+    temporary = path / ".summary.json"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        checkpoint_files.write_file(temporary, (json.dumps(_finite(content), indent=2) + "\n").encode())
+        os.replace(temporary, path / "summary.json")
+    except OSError:
+        _discard(temporary)
+        raise
+
+
+def _discard(path: pathlib.Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
 
 
 def _finite(value: Any) -> Any:
@@ -222,8 +277,12 @@ def save_model(trainer: Trainer, path: pathlib.Path) -> None:
         _assign(model.trainable_variables, [variable.numpy() for variable in evaluated])
     temporary = path.with_name(f".{path.stem}.partial.keras")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         model.save(temporary)
         os.replace(temporary, path)
+    except BaseException:
+        _discard(temporary)  # it may be what fills the disk
+        raise
     finally:
         if kept is not None:
             _assign(model.trainable_variables, kept)
@@ -257,7 +316,8 @@ def announce_finished(run: Run) -> None:
     run.monitor.message(f"this run is finished (step {run.steps_done} of {run.total}); more --steps would go on")
     path = pathlib.Path(run.trainer.config.checkpoint.workdir) / "model.keras"
     if run.trainer.plan.is_chief and not path.exists():
-        save_model(run.trainer, path)
+        for problem in _attempt("model.keras", lambda: save_model(run.trainer, path)):
+            run.monitor.message(f"WARNING: could not be written: {problem}")
 
 
 def warn_of_skipped(run: Run) -> None:
@@ -301,7 +361,10 @@ def closing_table(content: dict[str, Any], workdir: str) -> str:
     if content["restarts"]:
         rows.append(("restarts", f"{content['restarts']}, {content['steps_redone']} updates done again"))
     if content["failed_checkpoints"]:
-        rows.append(("failed checkpoints", "; ".join(content["failed_checkpoints"])))
+        first, *more = content["failed_checkpoints"]
+        rows.append(("failed checkpoints", first + (f"; and {len(more)} more, last {more[-1]}" if more else "")))
+    if content["failed_writes"]:
+        rows.append(("failed to write", "; ".join(content["failed_writes"])))
     width = max(len(name) for name, _ in rows)
     lines = ["", "result", *[f"  {name:<{width}}  {value}" for name, value in rows]]
     if workdir:
@@ -309,6 +372,7 @@ def closing_table(content: dict[str, Any], workdir: str) -> str:
             "",
             "look next",
             f"  tensorboard --logdir {workdir}",
-            f"  {workdir}/summary.json, {workdir}/model.keras",
         ]
+        there = [f"{workdir}/{name}" for name in RESULTS if os.path.exists(os.path.join(workdir, name))]
+        lines += [f"  {', '.join(there)}"] if there else []
     return "\n".join(lines)

@@ -64,6 +64,45 @@ def _uncounted(name: str) -> str:
     return re.sub(r"_\d+", "", name)
 
 
+def checked(run: Mapping[str, Any], *, synchronous: bool) -> Mapping[str, Any]:
+    """The run state of a checkpoint, with everything in it that a run needs to go on.
+
+    Args:
+      run: As saved.
+      synchronous: Whether a synchronous run is to go on.
+
+    Raises:
+      ConfigError: Something is missing or has another type; a synchronous run is to go on as an asynchronous one, where
+        an update is the work of a single worker, or the other way round.
+    """
+    if isinstance(run.get("loss_scale"), dict) is not synchronous and "variables" in run:
+        was, now = ("asynchronous", "another") if synchronous else ("synchronous", "this")
+        raise ConfigError(
+            f"--strategy: the checkpoint is of {'an' if synchronous else 'a'} {was} run, whose updates {now} strategy "
+            "cannot count on from. Go on with the --strategy of before, or start in another --workdir with "
+            "--warm_start."
+        )
+    number = (int, float)
+    wanted: dict[str, Any] = {"variables": list, "input": dict, "skipped": int, "best": (*number, type(None))}
+    if synchronous:
+        wanted |= {"loss": list, "workers": int, "plateau": (dict, type(None))}
+    wrong = [name for name, kind in wanted.items() if name not in run or not isinstance(run[name], kind)]
+    if not wrong:
+        parts: dict[str, Any] = {"input.fingerprint": (run["input"].get("fingerprint"), str)}
+        if synchronous:
+            scale = run["loss_scale"]
+            parts["loss_scale.scale"] = (scale.get("scale"), number)
+            parts["loss_scale.good_steps"] = (scale.get("good_steps"), int)
+            parts["loss"] = (run["loss"][1] if len(run["loss"]) == 2 else None, int)
+        wrong = [name for name, (value, kind) in parts.items() if not isinstance(value, kind)]
+    if wrong:
+        raise ConfigError(
+            f"the checkpoint's manifest has no valid {', '.join(wrong)}: another version or another program wrote it. "
+            "Start in another --workdir; --warm_start takes the weights."
+        )
+    return run
+
+
 def check_data(run: Mapping[str, Any], fingerprint: str, config: ExperimentConfig) -> None:
     """Refuses to continue a run on other examples.
 
@@ -111,7 +150,7 @@ def warm_start(model: keras.Model, source: str, say: Callable[[str], None]) -> N
     Raises:
       ConfigError: Nothing there, or nothing that fits.
     """
-    saved = values = _weights_of(source)
+    saved = values = _weights_of(source, say)
     own = {variable.path: variable for variable in model.weights}
     if not set(values) & set(own):
         values = _renamed(values, list(own))
@@ -136,13 +175,13 @@ def _renamed(values: dict[str, np.ndarray], paths: list[str]) -> dict[str, np.nd
     return dict(zip(paths, values.values(), strict=True))
 
 
-def _weights_of(source: str) -> dict[str, np.ndarray]:
+def _weights_of(source: str, say: Callable[[str], None]) -> dict[str, np.ndarray]:
     path = pathlib.Path(source)
     if path.is_file() and path.suffix == ".keras":
         loaded = load_model(source, flag="--warm_start")
         return {variable.path: variable.numpy() for variable in loaded.weights}
     try:
-        checkpoint = checkpoints.read(path) if checkpoints.is_checkpoint(path) else checkpoints.find(path)
+        checkpoint = checkpoints.read(path) if checkpoints.is_checkpoint(path) else checkpoints.find(path, warn=say)
     except (OSError, ValueError) as error:
         raise ConfigError(f"--warm_start={source} is damaged ({error}). Name an older checkpoint directory.") from error
     if checkpoint is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import pathlib
 import random
@@ -11,7 +12,7 @@ from tfpar import cluster, inputs, models, precision, strategies
 from tfpar.config import ConfigError, ExperimentConfig, unknown_name
 from tfpar.exchange import Exchange
 from tfpar.quiet import quiet_startup
-from tfpar.training import checkpoints, optimizers, run_state, schedules
+from tfpar.training import checkpoints, optimizers, run_state, schedules, workdir_lock
 from tfpar.training.checkpoints import check_same_run
 from tfpar.training.run_checks import check_run
 
@@ -96,7 +97,7 @@ def check(config: ExperimentConfig) -> strategies.Plan:
 
 
 def check_workdir(config: ExperimentConfig) -> None:
-    """Refuses a workdir that cannot be written or that holds a run of another configuration."""
+    """Refuses a workdir that cannot be written, is in use, or holds a run of another configuration."""
     workdir = config.checkpoint.workdir
     if not workdir:
         if config.checkpoint.warm_start:
@@ -110,9 +111,12 @@ def check_workdir(config: ExperimentConfig) -> None:
         with tempfile.TemporaryFile(dir=existing):  # permissions alone do not tell: root, read-only file systems, /proc
             pass
     except OSError as error:
-        raise ConfigError(
-            f"--workdir={workdir}: {existing} cannot be written to ({error.strerror}). Name a directory that can."
-        ) from error
+        # A run that is to go on, restarted by a scheduler perhaps, can do without room on its disk.
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not checkpoints.has_any(workdir):
+            raise ConfigError(
+                f"--workdir={workdir}: {existing} cannot be written to ({error.strerror}). Name a directory that can."
+            ) from error
+    workdir_lock.check_free(workdir)
     saved = checkpoints.saved_config(workdir)
     if saved is None and config.checkpoint.warm_start:
         run_state.check_warm_start(config.checkpoint.warm_start)

@@ -8,11 +8,10 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from tfpar import inputs, precision
-from tfpar.config import ConfigError
 from tfpar.endings import Preempted
 from tfpar.exchange import Traffic
 from tfpar.precision import LossScale
-from tfpar.training import checkpoints, report, run_state, samples, schedules
+from tfpar.training import checkpoints, report, resuming, run_state, samples, schedules
 from tfpar.training.collective import Agreement
 from tfpar.training.journal import Journal
 from tfpar.training.pace import Pace, next_multiple
@@ -230,6 +229,7 @@ class SynchronousRun:
             worker=self.plan.worker,
             workers=self.plan.workers,
             warn=self.say,
+            on_error=self.config.checkpoint.on_checkpoint_error,
         )
 
     def _save(self, *, best: bool) -> None:
@@ -268,18 +268,12 @@ class SynchronousRun:
         }
 
     def _resume_or_warm_start(self) -> None:
-        checkpoint = self.checkpointer.latest() if self.checkpointer else None
-        found = checkpoint.step if checkpoint else 0
-        if not self.agreement.all_equal([found]):
-            raise ConfigError(
-                f"--workdir={self.config.checkpoint.workdir}: the workers find different checkpoints (this one: step "
-                f"{found}). All workers must see the same directory; put it on storage they share."
-            )
+        checkpoint = resuming.newest(self.checkpointer, self.agreement) if self.checkpointer else None
         if checkpoint is None:
             if self.config.checkpoint.warm_start:
                 run_state.warm_start(self.trainer.model, self.config.checkpoint.warm_start, self.say)
             return
-        run = checkpoint.run
+        run = run_state.checked(checkpoint.run, synchronous=True)
         run_state.check_data(run, self.train.info.fingerprint, self.config)
         run_state.restore(self.trainer.variables(), checkpoint.arrays, run["variables"])
         assert self.checkpointer is not None

@@ -7,8 +7,11 @@ session's metrics, and works out columns and ranges over all runs under its log 
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -24,6 +27,7 @@ MAX_IMAGES = 16
 _SCALAR = scalar_metadata.create_summary_metadata(display_name="", description="")
 # TensorFlow's own is two minutes, too long for one who watches.
 _FLUSH_MILLISECONDS = 5000
+_RETRY_SECONDS = 60.0
 # Where a run is kept and how it is shown says nothing about what it computes.
 _NOT_HPARAMS = ("workdir", "data_dir", "log_every", "profile_steps", "verbose")
 
@@ -31,12 +35,21 @@ _NOT_HPARAMS = ("workdir", "data_dir", "log_every", "profile_steps", "verbose")
 class EventFiles:
     """Writes one run's event files; creates them when there is something to write.
 
+    What cannot be written is lost, and said to be so; after a while it is tried again, in new files.
+
     Args:
       workdir: The run's directory.
       options: The configuration by option name, recorded as a table, and as hyperparameters but for `_NOT_HPARAMS`.
+      warn: Called with one line when something cannot be written for the first time.
+
+    Attributes:
+      failures: What could not be written, and why; empty or one line.
     """
 
-    def __init__(self, workdir: str, options: Mapping[str, Any]) -> None:
+    def __init__(self, workdir: str, options: Mapping[str, Any], warn: Callable[[str], None] = print) -> None:
+        self.failures: list[str] = []
+        self._warn = warn
+        self._retry_at = -math.inf
         self.directory = os.path.join(workdir, "tensorboard")
         self._trial = os.path.abspath(workdir)
         self._options = {name: _plain(value) for name, value in options.items()}
@@ -61,8 +74,7 @@ class EventFiles:
         """Writes text that is shown as it is, line by line."""
         # Four blanks make a code block in TensorBoard's markdown, whatever the text contains.
         block = "\n".join("    " + line for line in text.splitlines())
-        with self._writer("train").as_default():
-            tf.summary.text(tag, block, step=step)
+        self._write("train", lambda: tf.summary.text(tag, block, step=step))
 
     def images(self, tag: str, batch: Any, step: int = 0) -> None:
         """Writes up to `MAX_IMAGES` images.
@@ -73,8 +85,8 @@ class EventFiles:
             for uint8) are rescaled by the smallest and largest of the batch.
           step: Finished updates.
         """
-        with self._writer("train").as_default():
-            tf.summary.image(tag, displayable(np.asarray(batch)[:MAX_IMAGES]), step=step, max_outputs=MAX_IMAGES)
+        shown = displayable(np.asarray(batch)[:MAX_IMAGES])
+        self._write("train", lambda: tf.summary.image(tag, shown, step=step, max_outputs=MAX_IMAGES))
 
     def end_session(self, *, success: bool) -> None:
         """Tells the HPARAMS tab how the run ended."""
@@ -83,18 +95,41 @@ class EventFiles:
 
     def flush(self) -> None:
         """Makes everything written so far visible to TensorBoard."""
-        for writer in self._writers.values():
-            writer.flush()
+        with self._reported():
+            for writer in self._writers.values():
+                writer.flush()
 
     def close(self) -> None:
         """Flushes and closes the files; a later write opens new ones."""
-        for writer in self._writers.values():
-            writer.close()
-        self._writers.clear()
+        writers, self._writers = list(self._writers.values()), {}
+        for writer in writers:
+            with self._reported():
+                writer.close()
 
     def _raw(self, run: str, summary: Summary, step: int) -> None:
-        with self._writer(run).as_default():
-            tf.summary.experimental.write_raw_pb(summary.SerializeToString(), step=step)
+        self._write(run, lambda: tf.summary.experimental.write_raw_pb(summary.SerializeToString(), step=step))
+
+    def _write(self, run: str, write: Callable[[], Any]) -> None:
+        if time.monotonic() < self._retry_at:
+            return
+        with self._reported(), self._writer(run).as_default():
+            write()
+
+    @contextlib.contextmanager
+    def _reported(self) -> Iterator[None]:
+        """A full disk, or a directory that has become read-only, is no reason to end the training."""
+        try:
+            yield
+        except (OSError, tf.errors.OpError) as error:
+            self._retry_at = time.monotonic() + _RETRY_SECONDS
+            if not self.failures:
+                reason = str(error) if isinstance(error, OSError) else error.message.splitlines()[0].split("; ")[-1]
+                self.failures.append(f"TensorBoard events: {reason}")
+                self._warn(f"WARNING: TensorBoard events cannot be written ({reason}); training goes on without them")
+            broken, self._writers = self._writers, {}
+            for writer in broken.values():  # a writer that failed stays broken (TensorFlow 2.21)
+                with contextlib.suppress(OSError, tf.errors.OpError):
+                    writer.close()
 
     def _writer(self, run: str) -> tf.summary.SummaryWriter:
         if not self._writers:

@@ -10,7 +10,7 @@ from typing import Any
 from tfpar import inputs, models, peers, precision, strategies
 from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.exchange import Exchange
-from tfpar.training import optimizers, run_state, schedules
+from tfpar.training import optimizers, run_state, schedules, workdir_lock
 from tfpar.training.asynchronous import AsynchronousRun
 from tfpar.training.core import Core, build_metrics, per_example_loss, takes_class_numbers
 from tfpar.training.data_checks import check_fits
@@ -139,7 +139,8 @@ class Trainer:
 
         Raises:
           ConfigError: Neither steps nor epochs, an empty data set, a checkpoint of another run, data of more classes
-            than the model has outputs, validation examples of another shape.
+            than the model has outputs, validation examples of another shape, a workdir that another job writes.
+          CheckpointError: A checkpoint could not be written, and `on_checkpoint_error` is `fail`.
           PeerLostError: Another worker ended, hangs or cannot be reached. TensorFlow's runtime of this process is of no
             more use: end it, and start all workers again.
           Preempted: SIGTERM came to a worker; all have saved a checkpoint. A SystemExit with code 85.
@@ -150,8 +151,14 @@ class Trainer:
         if augmentation is not None and not augmentation.built:
             augmentation.build((None, *train.info.input_spec.shape))
         kind = SynchronousRun if self.plan.synchronous else AsynchronousRun
-        with peers.named(self.plan.cluster):
-            return kind(self, train, validation, steps, epochs).run()
+        workdir = self.config.checkpoint.workdir if self.plan.is_chief else ""
+        with peers.named(self.plan.cluster), workdir_lock.held(workdir):
+            run = kind(self, train, validation, steps, epochs)
+            try:
+                return run.run()
+            finally:
+                if run.checkpointer:
+                    run.checkpointer.abandon()  # what is being written must not go on without the lock
 
     def evaluate(self, source: inputs.Source) -> dict[str, float]:
         """Loss and metrics over all examples of a source, each counted once.

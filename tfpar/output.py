@@ -1,0 +1,55 @@
+"""Standard output that goes to a file on a full disk, or to a reader who has gone, is no reason to end a run."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import errno
+import os
+from typing import IO, Any
+
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO})
+_full: list[IO[Any]] = []
+
+
+def put(stream: IO[Any], content: Any) -> bool:
+    """Writes and flushes; what a full disk does not take is dropped.
+
+    Args:
+      stream: Of text or bytes.
+      content: Text or bytes.
+
+    Returns:
+      False if the reader of a pipe has gone.
+    """
+    try:
+        stream.write(content)
+        stream.flush()
+    except BrokenPipeError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        if not _full:
+            atexit.register(_empty)
+        if stream not in _full:
+            _full.append(stream)
+    return True
+
+
+def _empty() -> None:
+    """Python flushes its streams when it ends, and turns a failure into exit code 120."""
+    for stream in _full:
+        try:
+            if not stream.closed:
+                stream.flush()
+        except OSError:
+            to_nowhere(stream)
+
+
+def to_nowhere(stream: IO[Any]) -> None:
+    """Sends the rest of a stream, what is in its buffer too, to /dev/null."""
+    with contextlib.suppress(OSError, ValueError):  # a stream without a descriptor
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)

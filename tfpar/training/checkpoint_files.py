@@ -1,0 +1,263 @@
+"""The format of one checkpoint: a directory that is written whole, and read only if it still is.
+
+```
+step-000000600/
+  manifest.json          format version, step, run state, configuration, size and SHA-256 of every other file,
+                         sealed by its own SHA-256
+  state.safetensors      variables of model and optimizer, by path
+  exchange-0.safetensors exchange state (residuals) of worker 0; only where the exchange has any
+```
+
+safetensors files hold a JSON header and raw bytes: nothing in a checkpoint is executed when it is read. Nor is a
+manifest trusted: names of files in it cannot lead out of the directory, and what has another type than it should is
+damage like any other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import re
+import stat
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+FORMAT = 2
+STATE = "state.safetensors"
+MANIFEST = "manifest.json"
+_PREFIX = "step-"
+_FILE = re.compile(r"state\.safetensors|exchange-(0|[1-9][0-9]{0,5})\.safetensors")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_LARGEST_MANIFEST = 1 << 26  # bytes; one of a model with 100,000 variables has a tenth of it
+_LARGEST_NUMBER = 1 << 62
+_SEAL = 65  # characters of a SHA-256 and the end of its line
+_CHUNK = 1 << 22
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint in memory.
+
+    Attributes:
+      step: Updates done.
+      arrays: `model/PATH` and `optimizer/PATH` -> value.
+      exchange: Exchange state of the reading worker, by name.
+      run: Everything else that defines the run, JSON-able: seeds, input position, loss scale, plateau, best value.
+      config: The configuration, by flag name.
+    """
+
+    step: int
+    arrays: Mapping[str, np.ndarray]
+    exchange: Mapping[str, np.ndarray]
+    run: Mapping[str, Any]
+    config: Mapping[str, Any]
+
+
+def directory_name(step: int) -> str:
+    """The name of the directory of a checkpoint."""
+    return f"{_PREFIX}{step:09d}"
+
+
+def exchange_name(worker: int) -> str:
+    """The name of the file with a worker's exchange state."""
+    return f"exchange-{worker}.safetensors"
+
+
+def steps_in(directory: pathlib.Path) -> list[int]:
+    """Steps of the checkpoints in a directory, the oldest first. Their contents are not looked at."""
+    found = []
+    for path in directory.glob(f"{_PREFIX}*"):
+        number = path.name[len(_PREFIX) :]
+        if number.isdecimal() and path.name == directory_name(int(number)) and path.is_dir():
+            found.append(int(number))
+    return sorted(found)
+
+
+# Writing.
+
+
+def write_manifest(path: pathlib.Path, checkpoint: Checkpoint, workers: int, files: Iterable[str]) -> None:
+    """Writes the manifest of a checkpoint whose other files are complete, and flushes the directory to the disk."""
+    manifest = {
+        "format": FORMAT,
+        "step": checkpoint.step,
+        "workers": workers,
+        "run": dict(checkpoint.run),
+        "config": dict(checkpoint.config),
+        "files": {name: _fingerprint(path / name) for name in files},
+    }
+    write_file(path / MANIFEST, seal(manifest))
+    sync_directory(path)
+
+
+def write_arrays(path: pathlib.Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Writes a safetensors file and flushes it to the disk.
+
+    Raises:
+      OSError: The file could not be written.
+    """
+    try:
+        safetensors.numpy.save_file(dict(arrays), path)  # straight to the file: no second copy in memory
+    except safetensors.SafetensorError as error:  # how the library reports a full disk
+        raise OSError(str(error)) from error
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def write_file(path: pathlib.Path, content: bytes) -> None:
+    """Writes a file and flushes it to the disk."""
+    with open(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_directory(path: pathlib.Path) -> None:
+    """Flushes the names in a directory to the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def seal(content: Mapping[str, Any]) -> bytes:
+    """JSON with its own checksum as a last line, so that it can be read and still cannot change unnoticed."""
+    text = json.dumps(content, indent=1) + "\n"
+    return (text + hashlib.sha256(text.encode()).hexdigest() + "\n").encode()
+
+
+# Reading.
+
+
+def unseal(path: pathlib.Path) -> dict[str, Any]:
+    """What `seal` made, from a file.
+
+    Raises:
+      OSError: No such file, or it cannot be read.
+      ValueError: It has changed since, or is not a JSON object.
+    """
+    with open(path, "rb") as file:
+        content = file.read(_LARGEST_MANIFEST + 1)
+    if len(content) > _LARGEST_MANIFEST:
+        raise ValueError(f"{path.name} is larger than {_LARGEST_MANIFEST} bytes")
+    text, checksum = content[:-_SEAL], content[-_SEAL:]
+    if hashlib.sha256(text).hexdigest().encode() + b"\n" != checksum:
+        raise ValueError(f"{path.name} does not match its checksum")
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError(f"{path.name} is nested too deeply") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path.name} is not a JSON object")
+    return value
+
+
+def read_manifest(path: pathlib.Path) -> dict[str, Any]:
+    """The manifest of the checkpoint in a directory: `step`, `workers`, `run`, `config`, `files`.
+
+    Raises:
+      OSError: There is none, or it cannot be read.
+      ValueError: It is damaged, or of another version.
+    """
+    manifest = unseal(path / MANIFEST)
+    if manifest.get("format") != FORMAT:
+        raise ValueError(f"{path} has checkpoint format {manifest.get('format')!r}; this version reads {FORMAT}")
+    _check_number(manifest, "step", 0)
+    _check_number(manifest, "workers", 1)
+    if path.name.startswith(_PREFIX) and path.name != directory_name(manifest["step"]):
+        raise ValueError(f"{MANIFEST} is that of step {manifest['step']}")
+    for key in ("run", "config", "files"):
+        if not isinstance(manifest.get(key), dict):
+            raise ValueError(f"{MANIFEST} has no {key!r}, or one that is not an object")
+    if STATE not in manifest["files"] or len(manifest["files"]) not in (1, 1 + manifest["workers"]):
+        raise ValueError(f"{MANIFEST} names {len(manifest['files'])} files, of {manifest['workers']} workers")
+    for name, expected in manifest["files"].items():
+        if not _FILE.fullmatch(name):  # nothing outside the directory, and nothing that is not ours
+            raise ValueError(f"{MANIFEST} names {name!r}, which is no file of a checkpoint")
+        if not isinstance(expected, dict) or not _SHA256.fullmatch(str(expected.get("sha256"))):
+            raise ValueError(f"{MANIFEST} has no checksum of {name}")
+        _check_number(expected, "bytes", 0)
+    return manifest
+
+
+def _check_number(values: Mapping[str, Any], key: str, least: int) -> None:
+    value = values.get(key)
+    if type(value) is not int or not least <= value < _LARGEST_NUMBER:
+        raise ValueError(f"{MANIFEST} has {key}={str(value)[:40]!r}")
+
+
+def read(path: str | os.PathLike[str], *, worker: int | None = None, workers: int | None = None) -> Checkpoint:
+    """Reads one checkpoint directory and verifies its checksums.
+
+    Args:
+      path: Directory of the checkpoint.
+      worker: Whose exchange state to read; None reads, and verifies, nobody's.
+      workers: Number of workers that read it. Where that is another than wrote it, the exchange files of all are
+        verified: what they had kept back is then shared out anew.
+
+    Raises:
+      OSError: A file that is missing or cannot be read.
+      ValueError: A file that is truncated or changed, or a format of another version.
+    """
+    path = pathlib.Path(path)
+    manifest = read_manifest(path)
+    own = "" if worker is None else exchange_name(worker)
+    verifies_all = worker is not None and workers is not None and workers != manifest["workers"]
+    contents = {}
+    for name, expected in manifest["files"].items():
+        if verifies_all or name in (STATE, own):
+            _verify(path / name, expected)
+        if name in (STATE, own):
+            contents[name] = _read_arrays(path / name)
+    return Checkpoint(
+        step=manifest["step"],
+        arrays=contents[STATE],
+        exchange=contents.get(own, {}),
+        run=manifest["run"],
+        config=manifest["config"],
+    )
+
+
+def read_exchange(path: pathlib.Path, worker: int) -> Mapping[str, np.ndarray]:
+    """The exchange state that a worker saved, empty if it had none; raises as `read` does."""
+    name = exchange_name(worker)
+    expected = read_manifest(path)["files"].get(name)
+    if expected is None:
+        return {}
+    _verify(path / name, expected)
+    return _read_arrays(path / name)
+
+
+def _read_arrays(path: pathlib.Path) -> dict[str, np.ndarray]:
+    try:
+        return safetensors.numpy.load_file(path)
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{path.name} cannot be read: {error}") from error
+    except (KeyError, TypeError) as error:  # a number type that NumPy lacks
+        raise ValueError(f"{path.name} holds a type that cannot be read: {error}") from error
+
+
+def _verify(path: pathlib.Path, expected: Mapping[str, Any]) -> None:
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(f"{path.name} is not a file")
+    if status.st_size != expected["bytes"]:
+        raise ValueError(f"{path.name} has {status.st_size} bytes instead of {expected['bytes']}")
+    if _fingerprint(path) != expected:
+        raise ValueError(f"{path.name} does not match its checksum")
+
+
+def _fingerprint(path: pathlib.Path) -> dict[str, Any]:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+        return {"bytes": file.tell(), "sha256": digest.hexdigest()}
