@@ -28,6 +28,13 @@ class ConfigError(ValueError):
     """A configuration that cannot work. The message names flag, value and way out."""
 
 
+class TrainingError(RuntimeError):
+    """A run that cannot go on, though its configuration is sound. The message says what happened and the way out.
+
+    Programs under `tfpar.flags.run` end with it as one line and exit code 1.
+    """
+
+
 def unknown_name(flag: str, value: str, known: Iterable[str]) -> ConfigError:
     """The error for a name that is not in a registry, with the nearest suggestions.
 
@@ -216,6 +223,12 @@ class InputConfig(Options):
         "'memory' decodes every example once and keeps it, 'none' decodes each epoch, 'auto' keeps what fits in 1 GiB.",
         choices=("auto", "memory", "none"),
     )
+    on_bad_record: str = option(
+        "fail",
+        "An example that cannot be used (damaged record, image that does not decode, label out of range, NaN): 'fail' "
+        "ends the run and names it, 'skip' trains without it, at weight 0, and counts it.",
+        choices=("fail", "skip"),
+    )
     prefetch: int = option(4, "Batches prepared ahead, per replica.", minimum=0)
     input_threads: int = option(0, "Parallel calls in the input pipeline; 0 lets tf.data tune it.", minimum=0)
     data_service: str = option(
@@ -347,6 +360,12 @@ class TrainConfig(Options):
     eval_every: int = option(0, "Updates between evaluations. 0: at the end of every epoch.", minimum=0)
     seed: int = option(0, "Seed of initialisation, shuffling, augmentation and dropout.", minimum=0)
     deterministic: bool = option(False, "Only deterministic kernels, so that a repeated run gives the same bits.")
+    max_bad_steps: int = option(
+        50,
+        "Updates in a row that may be left out because loss or gradients are not finite, or no example can be used; "
+        "then the run ends, with the examples named. 0: no limit.",
+        minimum=0,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

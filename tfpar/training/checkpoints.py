@@ -284,7 +284,7 @@ MAY_DIFFER = frozenset(
         *("strategy", "devices", "tpu", "exchange", "uneven_batches"),
         *("workdir", "checkpoint_every", "keep_checkpoints", "warm_start"),
         *("log_every", "profile_steps", "verbose", "eval_every"),
-        *("data_dir", "cache", "prefetch", "input_threads", "data_service"),
+        *("data_dir", "cache", "prefetch", "input_threads", "data_service", "on_bad_record", "max_bad_steps"),
         *("jit_compile", "tf32", "deterministic", "steps_per_loop", "steps", "epochs", "stop_after"),
     }
 )
