@@ -95,8 +95,9 @@ def run(main: Callable[[list[str]], Any], argv: list[str] | None = None) -> None
     """Parses the flags, calls `main`, and exits with what it returns.
 
     `absl.app.run` with errors for people: a wrong flag, a stray argument or a `ConfigError` from `main` is one line
-    on standard error and exit code 2, without a traceback; a `TrainingError` the same with exit code 1. `--help` shows the flags of this experiment by room,
-    `--helpfull` all that exist. absl's log shows warnings and errors, with --verbose also information.
+    on standard error and exit code 2, without a traceback; a `TrainingError` the same with exit code 1. `--help` shows
+    the flags of this experiment by room, `--helpfull` all that exist. absl's log shows warnings and errors, with
+    --verbose also information.
 
     Args:
       main: Called with the program's name in a list, as absl does.

@@ -83,7 +83,7 @@ def _in_numpy(records: Sequence[bytes]) -> np.ndarray:
         crc = shifted[0] ^ shifted[1] ^ shifted[2] ^ shifted[3] ^ remainders[:, chunk]
     for position in np.flatnonzero(short):
         register = np.uint32(0xFFFFFFFF)
-        for byte in records[position]:
+        for byte in records[int(position)]:
             register = _TABLE[(register ^ byte) & 0xFF] ^ (register >> np.uint32(8))
         crc[position] = register
     crc ^= np.uint32(0xFFFFFFFF)

@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Any
 from tfpar import inputs, precision
 from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.exchange import Traffic
-from tfpar.training import checkpoints, report, run_state, samples
+from tfpar.training import checkpoints, input_faults, report, run_state, samples
+from tfpar.training.bad_steps import BadSteps
+from tfpar.training.batches import Pushes
 from tfpar.training.pace import next_multiple
 
 import keras
@@ -67,6 +69,9 @@ class AsynchronousRun:
         self.steps_done = 0
         self.skipped = 0
         self.train_loss: float | None = None
+        self._pushes = pushes = Pushes(self.pipeline, self.plan.workers)
+        self.bad_steps = BadSteps(pushes, limit=self.config.train.max_bad_steps, workdir=self.config.checkpoint.workdir)
+        self.skipped_examples = input_faults.SkippedExamples(pushes, is_chief=True)
         self.results: dict[str, float] = {}
         self.checkpointer = (
             checkpoints.Checkpointer(
@@ -121,7 +126,8 @@ class AsynchronousRun:
                     self._start_evaluation()
                 if until == last:  # what it found belongs into the last checkpoint
                     self._collect_evaluation(wait=True)
-                if until % saves == 0 or until == last or evaluated:  # only later is it known whether it is the best
+                due = until % saves == 0 and not self.bad_steps.holds_back
+                if due or until == last or evaluated:  # only later is it known whether it is the best
                     self._save(candidate=evaluated)
             return self._finish()
 
@@ -135,7 +141,9 @@ class AsynchronousRun:
             while following < until and len(pending) < window:
                 pending.append(self._coordinator.schedule(self._push, args=(tf.constant(following, tf.int64),)))
                 following += 1
-            finished.append(pending.popleft().fetch())
+            number = self.steps_done + len(finished)
+            with input_faults.named(self.train, functools.partial(self._pushes.indices, number, 1)):
+                finished.append(pending.popleft().fetch())
             now = time.perf_counter()
             if now - reported >= _REPORT_SECONDS or self.steps_done + len(finished) == until:
                 self._report(finished, now - reported)
@@ -187,8 +195,10 @@ class AsynchronousRun:
         losses, counts, finite, norms, rates, durations, *metrics = (
             np.stack(column) for column in zip(*finished, strict=True)
         )
+        numbers = np.arange(self.steps_done, self.steps_done + len(finished))
         self.steps_done += len(finished)
         self.skipped += int(np.sum(~finite))
+        self.skipped_examples.note(numbers[0], counts)
         applied = finite & (counts > 0)
         if applied.any():
             self.train_loss = float(losses[applied].mean())
@@ -200,8 +210,11 @@ class AsynchronousRun:
             "learning_rate": float(rates[-1]),
             "gradient_norm": float(norms[-1]),
             "skipped_steps": float(self.skipped),
+            "skipped_examples": float(self.skipped_examples.count),
         }
         self.monitor.on_steps(self.steps_done, losses, durations, scalars, examples=counts, metric_sums=kept)
+        meant = self._pushes.examples_in(numbers)[:, 0] > 0  # the others are empty shares at the end of an epoch
+        self.bad_steps.note(numbers[meant], applied[meant], losses[meant])
 
     def _start_evaluation(self) -> None:
         """Evaluates a snapshot of the weights on the chief, beside the training."""
@@ -265,6 +278,7 @@ class AsynchronousRun:
                     "input": {"update": self.steps_done, "fingerprint": self.train.info.fingerprint},
                     "best": self._best,
                     "skipped": self.skipped,
+                    "skipped_examples": self.skipped_examples.count,
                 },
                 config=self.config.as_flat_dict(),
             ),
@@ -281,6 +295,7 @@ class AsynchronousRun:
         run_state.check_data(checkpoint.run, self.train.info.fingerprint, self.config)
         run_state.restore(self.trainer.variables(), checkpoint.arrays, checkpoint.run["variables"])
         self.steps_done, self.skipped = checkpoint.step, checkpoint.run["skipped"]
+        self.skipped_examples.count = checkpoint.run.get("skipped_examples", 0)
         self._best = checkpoint.run["best"]
         self.monitor.message(f"resumed from update {checkpoint.step} of {self.config.checkpoint.workdir}")
 

@@ -13,6 +13,7 @@ from tfpar import inputs, models
 from tfpar.config import ConfigError, TrainConfig
 from tfpar.exchange import Traffic
 from tfpar.training import run_state, samples
+from tfpar.training.input_faults import SkippedExamples
 from tfpar.training.monitor import Monitor
 
 import keras
@@ -29,6 +30,8 @@ class Run(Protocol):
     monitor: Monitor
     pipeline: inputs.Pipeline
     train: inputs.Source
+    validation: inputs.Source | None
+    skipped_examples: SkippedExamples
     results: dict[str, float]
     total: int
 
@@ -180,9 +183,18 @@ def summary(run: Run, params_sha256: str) -> dict[str, Any]:
         "params_sha256": params_sha256,
         "restarts": run_state.restarts(),
         "skipped_steps": run.skipped,
+        "skipped_examples": run.skipped_examples.count,
+        "skipped_validation_examples": _skipped_validation_examples(run),
         "failed_checkpoints": run.failures,
         "parameters": trainer.model.count_params(),
     }
+
+
+def _skipped_validation_examples(run: Run) -> int:
+    """How many examples the last evaluation left out."""
+    if run.validation is None or "examples" not in run.results:
+        return 0
+    return run.validation.info.num_examples - round(run.results["examples"])
 
 
 def write_results(run: Run, content: dict[str, Any]) -> None:
@@ -295,6 +307,10 @@ def closing_table(content: dict[str, Any], workdir: str) -> str:
     if content["skipped_steps"]:
         every = content["skipped_steps"] == content["steps"]
         rows.append(("skipped (non-finite)", f"{content['skipped_steps']}{': every update' if every else ''}"))
+    skipped = {"training": content["skipped_examples"], "validation": content["skipped_validation_examples"]}
+    if any(skipped.values()):
+        texts = [f"{count} in {what}" for what, count in skipped.items() if count]
+        rows.append(("skipped examples", f"{', '.join(texts)} (--on_bad_record=skip)"))
     if content["failed_checkpoints"]:
         rows.append(("failed checkpoints", "; ".join(content["failed_checkpoints"])))
     width = max(len(name) for name, _ in rows)
