@@ -14,7 +14,7 @@ it a name for `--dataset`.
 from tfpar.inputs.arrays import from_arrays
 from tfpar.inputs.augment import build as build_augmentation
 from tfpar.inputs.augment import check as check_augmentation
-from tfpar.inputs.bad_records import BadExample, BadRecordError, fetch_usable
+from tfpar.inputs.bad_records import READ_ERRORS, BadExample, BadRecordError, fetch_usable
 from tfpar.inputs.bad_records import error as bad_record_error
 from tfpar.inputs.bad_records import find as find_bad
 from tfpar.inputs.bad_records import words as error_words
@@ -27,6 +27,7 @@ from tfpar.inputs.source import CLASSIFICATION, LANGUAGE_MODEL, Source, SourceIn
 __all__ = [
     "CLASSIFICATION",
     "LANGUAGE_MODEL",
+    "READ_ERRORS",
     "BadExample",
     "BadRecordError",
     "Pipeline",

@@ -25,9 +25,13 @@ import numpy as np
 import tensorflow as tf
 
 _READ_AT_ONCE = 256
+# What an op's failure is in Python. TensorFlow 2.21 quotes a record that does not parse in its message, and the
+# message of the exception is then no UTF-8.
+READ_ERRORS = (tf.errors.OpError, UnicodeDecodeError)
+_LONGEST_REASON = 200
 _SLOW_READS = 8
 # A batch that cannot be read as a whole is read in parts of these sizes, one inside the other.
-_PARTS = (32, 8, 1)
+_PARTS = (16, 1)
 # What TensorFlow puts around the words of an op's error.
 _DECORATION = re.compile(
     r"\{\{[^}]*\}\}\s*|\s*\[\[.*|\s*\[Op:.*|^\w+(Error|Exception): |^Error in user-defined function .*? iterator: \S+: "
@@ -145,7 +149,7 @@ def find(
         try:
             x, y = (part.numpy() for part in fetch(tf.constant(some)))
             suspects = np.flatnonzero(unusable(source.info, x, y))
-        except tf.errors.OpError:
+        except READ_ERRORS:
             suspects = np.arange(len(some))
         for position in suspects:
             if len(found) >= limit or time.monotonic() > deadline:
@@ -158,9 +162,10 @@ def find(
 
 def _examine(source: Source, index: int) -> BadExample | None:
     info = source.info
+    read = tf.autograph.experimental.do_not_convert(source.read)  # AutoGraph would put its own words before the error's
     try:
-        x, y = (part.numpy()[0] for part in source.read(tf.constant([index], tf.int64)))
-    except (tf.errors.OpError, ConfigError, OSError, ValueError) as wrong:
+        x, y = (part.numpy()[0] for part in read(tf.constant([index], tf.int64)))
+    except (tf.errors.OpError, OSError, ValueError) as wrong:  # ConfigError and UnicodeDecodeError among them
         return BadExample(index, file_of(info, index), f"cannot be read: {words(wrong)}")
     for what, values, spec in (("input", x, info.input_spec), ("label", y, info.label_spec)):
         if not spec.shape.is_compatible_with(values.shape):
@@ -170,12 +175,15 @@ def _examine(source: Source, index: int) -> BadExample | None:
 
 
 def words(wrong: BaseException) -> str:
-    """What an error says, in one line without TensorFlow's node names and traceback."""
+    """What an error says, in one printable line without TensorFlow's node names and traceback."""
     text = str(wrong.message if isinstance(wrong, tf.errors.OpError) else wrong)
+    if isinstance(wrong, UnicodeDecodeError):
+        text = wrong.object.decode(errors="replace")
     line = next((line for line in text.splitlines() if line.strip()), type(wrong).__name__)
     for _ in range(3):  # decorations come one inside the other
         line = _DECORATION.sub("", line.strip())
-    return line.strip().rstrip(".")
+    line = "".join(letter if letter.isprintable() else "?" for letter in line.strip().rstrip("."))
+    return line if len(line) <= _LONGEST_REASON else line[:_LONGEST_REASON] + "..."
 
 
 # Leaving out.

@@ -85,7 +85,7 @@ def _read_all(source: Source) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
             for array, part in zip(arrays, parts, strict=True):
                 array[filled : filled + len(part)] = part
             filled += len(parts[0])
-    except tf.errors.OpError as error:
+    except bad_records.READ_ERRORS as error:
         found = bad_records.find(source, range(filled, min(filled + _READ_AT_ONCE, info.num_examples)))
         if not found:
             raise ConfigError(

@@ -42,12 +42,12 @@ def named(source: inputs.Source, indices: Callable[[], Sequence[int] | np.ndarra
         yield
     except _OF_PEERS:
         raise
-    except tf.errors.OpError as error:
+    except inputs.READ_ERRORS as error:
         candidates = np.asarray(indices()).reshape(-1)
         found = inputs.find_bad(source, candidates[candidates >= 0], seconds=_SECONDS_TO_LOOK)
         if found:
             raise inputs.bad_record_error(source.info, found[0]) from None
-        if "Iterator::" in str(error):
+        if isinstance(error, UnicodeDecodeError) or "Iterator::" in str(error):
             info = source.info
             raise TrainingError(
                 f"--dataset={info.name}: an example of the {info.split} split could not be read "
