@@ -130,7 +130,10 @@ DAMAGES: dict[int, tuple[Callable[[bytes], bytes], str]] = {
     4: (other(X, 5), r"has label 5, and labels are 0 to 4"),
     5: (other(X, -1), r"has label -1, and labels are 0 to 4"),
     6: (other(X * np.nan, 1), r"has NaN or infinity in its input \(9 of 9 values\)"),
-    7: (other(np.where(X.cumsum().reshape(X.shape) == 2, np.inf, 1), 1), r"has NaN or infinity in its input \(1 of 9 values\)"),
+    7: (
+        other(np.where(X.cumsum().reshape(X.shape) == 2, np.inf, 1), 1),
+        r"has NaN or infinity in its input \(1 of 9 values\)",
+    ),
 }
 FLIPPED = 8
 
