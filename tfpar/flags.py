@@ -28,7 +28,8 @@ import typing
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from tfpar.config import ROOMS, ConfigError, ExperimentConfig, TrainingError, unknown_name
+from tfpar.config import ROOMS, ConfigError, ExperimentConfig, unknown_name
+from tfpar.options import TrainingError
 
 from absl import app, flags, logging
 

@@ -55,7 +55,7 @@ def test_labels_in_memory_are_checked_once_for_all():
     source = index_source(50, storage="files")
     wrong = dataclasses.replace(source, info=dataclasses.replace(source.info, num_classes=5))
     with pytest.raises(
-        ConfigError, match=r"--dataset=index: label 5 of train example 5 .* 13 others.* labels are 0 to 4"
+        ConfigError, match=r"--dataset=index: train example 5 has label 5, and labels are 0 to 4; 13 more cannot"
     ):
         memory.keep_in_memory(wrong, 24).load()
 

@@ -7,8 +7,9 @@ import re
 
 from tests.training.test_trainer import BATCH, CLASSES, everything, trainer_of
 from tfpar import inputs
-from tfpar.config import InputConfig, TrainingError
+from tfpar.config import InputConfig
 from tfpar.inputs.source import SourceInfo
+from tfpar.options import TrainingError
 from tfpar.training import checkpoints
 from tfpar.training.bad_steps import BadSteps, BadStepsError
 from tfpar.training.batches import Pushes

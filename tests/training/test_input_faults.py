@@ -7,8 +7,9 @@ import json
 from tests.inputs.test_bad_records import flip
 from tests.training.test_trainer import BATCH, trainer_of
 from tfpar import inputs
-from tfpar.config import InputConfig, TrainingError
+from tfpar.config import InputConfig
 from tfpar.inputs import BadRecordError, write
+from tfpar.options import TrainingError
 from tfpar.training import input_faults, report
 from tfpar.training.bad_steps import BadStepsError
 

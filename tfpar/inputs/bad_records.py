@@ -70,7 +70,7 @@ def error(info: SourceInfo, bad: BadExample, others: int = 0) -> BadRecordError:
       bad: The example.
       others: How many more are known.
     """
-    more = f", and so it is with {others} others" if others else ""
+    more = f"; {others} more cannot be used either" if others else ""
     return BadRecordError(
         f"--dataset={info.name}: {bad.describe(info)}{more}. Repair or remove such examples, or train without them: "
         "--on_bad_record=skip."

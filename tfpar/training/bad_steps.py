@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tfpar import inputs
-from tfpar.config import TrainingError
+from tfpar.options import TrainingError
 from tfpar.training.batches import Batches
 
 import numpy as np

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 
 from tfpar import inputs
-from tfpar.config import TrainingError
+from tfpar.options import TrainingError
 from tfpar.training.batches import Batches
 
 import numpy as np
