@@ -106,14 +106,14 @@ def test_lists_are_arrays_too():
             np.zeros((3, 2)),
             np.array([0, 1, 5]),
             {"num_classes": 5},
-            r"train example 2 has label 5, and labels are 0 to 4",
+            r"example 2 has label 5, and labels are 0 to 4",
         ),
         (np.zeros((3, 2)), np.array([0, -1, -1]), {}, r"train example 1 has label -1, .*; 1 more cannot be used"),
         (
             np.zeros((2, 2)),
             np.array([[0, 1], [1, 4]]),
             {"num_classes": 4},
-            r"train example 1 has label 4, and labels are 0 to 3",
+            r"example 1 has label 4, and labels are 0 to 3",
         ),
     ],
 )

@@ -243,6 +243,23 @@ def test_wrong_dtypes_are_found_before_anything_is_read(key, damaged):
             build_source(config(f"tfrecord:{damaged}"), "train")
 
 
+def test_writing_shards_names_what_is_bad_or_leaves_it_out(shards, damaged, tmp_path_factory):
+    flip(damaged / FILE, 4)
+    folder = tmp_path_factory.mktemp("again")
+    with pytest.raises(BadRecordError, match=r"train example 14 in file .* checksum"):
+        write.write(config(f"tfrecord:{damaged}", cache="none"), str(folder / "a"), shards=2)
+    assert not list(folder.iterdir())
+    said: list[str] = []
+    skipping = config(f"tfrecord:{damaged}", cache="none", on_bad_record="skip")
+    counts = write.write(skipping, str(folder / "a"), shards=2, progress=said.append)
+    assert list(counts.values()) == [19, 20, 2, 2]
+    assert "train: 1 of 40 examples cannot be used and were left out" in said
+    options = config(f"tfrecord:{folder}/a")
+    found = epoch(build_source(options, "train"), options)
+    for index in range(39):
+        np.testing.assert_array_equal(found[index][0], shards[1][index + (index >= 14)][0])
+
+
 # Images in folders
 
 
@@ -378,9 +395,7 @@ def test_arrays():
     options = config("arrays")
     clean = epoch(from_arrays(x, y, num_classes=4), options)
     x[3, 1], x[7, 0], y[11] = np.nan, 1e300, 4
-    with pytest.raises(
-        BadRecordError, match=r"train example 3 has NaN .* \(1 of 3 values\); 2 more cannot be used either"
-    ):
+    with pytest.raises(BadRecordError, match=r"example 3 has NaN .* \(1 of 3 values\); 2 more cannot be used either"):
         from_arrays(x, y, num_classes=4)
     skipping = from_arrays(x, y, num_classes=4, on_bad_record="skip")
     assert_skips(skipping, options, clean, {3, 7, 11})

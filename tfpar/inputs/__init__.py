@@ -14,10 +14,9 @@ it a name for `--dataset`.
 from tfpar.inputs.arrays import from_arrays
 from tfpar.inputs.augment import build as build_augmentation
 from tfpar.inputs.augment import check as check_augmentation
-from tfpar.inputs.bad_records import READ_ERRORS, BadExample, BadRecordError, fetch_usable
+from tfpar.inputs.bad_records import READ_ERRORS, BadExample, BadRecordError, fetch_usable, passing_error
 from tfpar.inputs.bad_records import error as bad_record_error
 from tfpar.inputs.bad_records import find as find_bad
-from tfpar.inputs.bad_records import words as error_words
 from tfpar.inputs.checks import check_divides
 from tfpar.inputs.pipeline import Pipeline
 from tfpar.inputs.registry import build_source, build_splits, check_kind, kinds, load, register
@@ -41,11 +40,11 @@ __all__ = [
     "check_divides",
     "check_kind",
     "check_service",
-    "error_words",
     "fetch_usable",
     "find_bad",
     "from_arrays",
     "kinds",
     "load",
+    "passing_error",
     "register",
 ]

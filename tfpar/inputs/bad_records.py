@@ -20,6 +20,7 @@ from collections.abc import Sequence
 
 from tfpar.config import ConfigError
 from tfpar.inputs.source import Source, SourceInfo
+from tfpar.options import TrainingError
 
 import numpy as np
 import tensorflow as tf
@@ -75,6 +76,28 @@ def error(info: SourceInfo, bad: BadExample, others: int = 0) -> BadRecordError:
         f"--dataset={info.name}: {bad.describe(info)}{more}. Repair or remove such examples, or train without them: "
         "--on_bad_record=skip."
     )
+
+
+def passing_error(info: SourceInfo, reason: BaseException | None) -> TrainingError:
+    """The error for an example that could not be read, though reading it again works."""
+    said = f" ({words(reason)})" if reason else ""
+    return TrainingError(
+        f"--dataset={info.name}: an example of the {info.split} split could not be read{said}, and reading it again "
+        "works: the storage failed for a moment. Start again (a run goes on from its last checkpoint), or leave out "
+        "what cannot be read: --on_bad_record=skip."
+    )
+
+
+def explained(source: Source, indices: Sequence[int], reason: BaseException | None = None) -> Exception:
+    """The error for examples of which one cannot be used: `error`, or `passing_error` if all can by now.
+
+    Args:
+      source: Where they come from.
+      indices: The examples.
+      reason: What was raised when they were read.
+    """
+    found = find(source, indices)
+    return error(source.info, found[0]) if found else passing_error(source.info, reason)
 
 
 def unusable(info: SourceInfo, x: np.ndarray, y: np.ndarray) -> np.ndarray:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-from tfpar.config import ConfigError
 from tfpar.inputs import bad_records
 from tfpar.inputs.source import Batch, Held, Source
 
@@ -86,13 +85,8 @@ def _read_all(source: Source) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
                 array[filled : filled + len(part)] = part
             filled += len(parts[0])
     except bad_records.READ_ERRORS as error:
-        found = bad_records.find(source, range(filled, min(filled + _READ_AT_ONCE, info.num_examples)))
-        if not found:
-            raise ConfigError(
-                f"--dataset={info.name}: {info.split} example {filled} or one after it could not be read "
-                f"({bad_records.words(error)}), and reading it again works. Start again."
-            ) from None
-        raise bad_records.error(info, found[0]) from None
+        some = range(filled, min(filled + _READ_AT_ONCE, info.num_examples))
+        raise bad_records.explained(source, some, error) from None
     x, y, usable = arrays
     if not source.skip:  # else that was looked at on the way
         check_values(source, x, y)

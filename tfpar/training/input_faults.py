@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 
 from tfpar import inputs
-from tfpar.options import TrainingError
 from tfpar.training.batches import Batches
 
 import numpy as np
@@ -48,12 +47,7 @@ def named(source: inputs.Source, indices: Callable[[], Sequence[int] | np.ndarra
         if found:
             raise inputs.bad_record_error(source.info, found[0]) from None
         if isinstance(error, UnicodeDecodeError) or "Iterator::" in str(error):
-            info = source.info
-            raise TrainingError(
-                f"--dataset={info.name}: an example of the {info.split} split could not be read "
-                f"({inputs.error_words(error)}), and reading it again works: the storage failed for a moment. Start "
-                "again, which goes on from the last checkpoint, or train without such examples: --on_bad_record=skip."
-            ) from None
+            raise inputs.passing_error(source.info, error) from None
         raise
 
 
