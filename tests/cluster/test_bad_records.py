@@ -13,6 +13,7 @@ from tfpar.config import InputConfig
 from tfpar.inputs import write
 
 import pytest
+from PIL import Image
 
 pytestmark = pytest.mark.cluster
 BAD = {"train-00000": 3, "train-00001": 9, "train-00002": 0, "validation-00000": 1}
@@ -49,6 +50,21 @@ def test_two_workers_skip_what_one_skips(shards, tmp_path):
         r"\[worker (\d)\] skipped: .* (train|validation) example (\d+) in file", said.stdout + said.stderr
     )
     assert sorted(named) == [("0", "train", "3"), ("0", "train", "49"), ("0", "train", "80"), ("0", "validation", "1")]
+
+
+def test_workers_of_parameter_servers_skip_too(tmp_path):
+    for part, count in (("train", 20), ("val", 2)):
+        for label, grey in (("cat", 50), ("dog", 200)):
+            (tmp_path / part / label).mkdir(parents=True)
+            for number in range(count):
+                Image.new("L", (8, 8), grey + number).save(tmp_path / part / label / f"{number:02}.png")
+    (tmp_path / "train" / "dog" / "03.png").write_bytes(b"no image")
+    options = [f"--dataset=images:{tmp_path}", "--image_size=8", "--cache=none", "--on_bad_record=skip", "--epochs=3"]
+    options += ["--strategy=parameter_server", "--global_batch_size=8", "--model=mlp", "--jit_compile=false"]
+    result = launch(2, CLASSIFY, *options, f"--workdir={tmp_path}/run", ps=1)
+    succeeded(result)
+    assert summary_of(tmp_path / "run")["skipped_examples"] == 3
+    assert (result.stdout + result.stderr).count("skipped: --dataset=images") == 1
 
 
 def test_fail_is_one_line_on_the_worker_that_met_the_example(shards):

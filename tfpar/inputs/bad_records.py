@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 
 from tfpar.config import ConfigError
-from tfpar.inputs.source import Source, SourceInfo
+from tfpar.inputs.source import Read, Source, SourceInfo
 from tfpar.options import TrainingError
 
 import numpy as np
@@ -37,6 +37,8 @@ _PARTS = (16, 1)
 _DECORATION = re.compile(
     r"\{\{[^}]*\}\}\s*|\s*\[\[.*|\s*\[Op:.*|^\w+(Error|Exception): |^Error in user-defined function .*? iterator: \S+: "
 )
+# Lines before the words of an op that ran in a function: where in the program it was made.
+_AROUND = ("Graph execution error", "Detected at node", "<stack traces", "  ", "\t")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +166,9 @@ def find(
     """
     source = source.origin or source
     deadline = time.monotonic() + seconds
-    fetch = tf.function(source.fetch, input_signature=[tf.TensorSpec([None], tf.int64)], autograph=False)
+    fetch, read = (
+        tf.function(reader, input_signature=[tf.TensorSpec([None], tf.int64)]) for reader in (source.fetch, source.read)
+    )
     remaining = np.array(list(dict.fromkeys(int(index) for index in indices)), np.int64)
     found: list[BadExample] = []
     for first in range(0, len(remaining), _READ_AT_ONCE):
@@ -177,18 +181,16 @@ def find(
         for position in suspects:
             if len(found) >= limit or time.monotonic() > deadline:
                 return found
-            bad = _examine(source, int(some[position]))
+            bad = _examine(source.info, read, int(some[position]))
             if bad is not None:
                 found.append(bad)
     return found
 
 
-def _examine(source: Source, index: int) -> BadExample | None:
-    info = source.info
-    read = tf.autograph.experimental.do_not_convert(source.read)  # AutoGraph would put its own words before the error's
+def _examine(info: SourceInfo, read: Read, index: int) -> BadExample | None:
     try:
         x, y = (part.numpy()[0] for part in read(tf.constant([index], tf.int64)))
-    except (tf.errors.OpError, OSError, ValueError) as wrong:  # ConfigError and UnicodeDecodeError among them
+    except READ_ERRORS as wrong:
         return BadExample(index, file_of(info, index), f"cannot be read: {words(wrong)}")
     for what, values, spec in (("input", x, info.input_spec), ("label", y, info.label_spec)):
         if not spec.shape.is_compatible_with(values.shape):
@@ -202,7 +204,9 @@ def words(wrong: BaseException) -> str:
     text = str(wrong.message if isinstance(wrong, tf.errors.OpError) else wrong)
     if isinstance(wrong, UnicodeDecodeError):
         text = wrong.object.decode(errors="replace")
-    line = next((line for line in text.splitlines() if line.strip()), type(wrong).__name__)
+    several = re.search(r"root error\(s\) found\.\s*\(0\) \w+:(.*)", text)
+    lines = [several[1].strip()] if several else text.splitlines()
+    line = next((line for line in lines if line.strip() and not line.startswith(_AROUND)), type(wrong).__name__)
     for _ in range(3):  # decorations come one inside the other
         line = _DECORATION.sub("", line.strip())
     line = "".join(letter if letter.isprintable() else "?" for letter in line.strip().rstrip("."))

@@ -15,7 +15,7 @@ import tensorflow as tf
 _NAMED = 5
 _SECONDS_TO_LOOK = 60.0
 _SECONDS_TO_NAME = 10.0
-# What TensorFlow raises where a peer, and not this worker's input, is at fault.
+# What TensorFlow raises where a peer, or memory, and not this worker's input is at fault.
 _OF_PEERS = (
     tf.errors.AbortedError,
     tf.errors.CancelledError,
