@@ -11,6 +11,7 @@ import json
 import math
 import os
 import pathlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -42,7 +43,8 @@ class BadSteps:
         the chief before its list is written.
 
     Attributes:
-      streak: The loss of each update left out since the last one that was applied, by number from 0 on.
+      streak: The loss of each update left out since the last one that was applied, by number from 0 on; empty where
+        there is no limit.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class BadSteps:
     @property
     def holds_back(self) -> bool:
         """Whether checkpoints are better not written now: they would push out those of before the streak."""
-        return bool(self._limit and self.streak)
+        return bool(self.streak)
 
     def note(self, updates: np.ndarray, applied: np.ndarray, losses: np.ndarray) -> None:
         """Takes note of some updates.
@@ -77,27 +79,31 @@ class BadSteps:
         Raises:
           BadStepsError: As many in a row as the limit were left out.
         """
-        if applied.all() and not self.streak:
+        if not self._limit or (applied.all() and not self.streak):
             return
         for update, good, loss in zip(updates.tolist(), applied, losses, strict=True):
             if good:
                 self.streak.clear()
                 continue
             self.streak[update] = float(loss)
-            if self._limit and len(self.streak) == self._limit:
+            if len(self.streak) == self._limit:
                 self._end()
 
     def _end(self) -> None:
         batches = {update: _real(self._batches.indices(update, 1)) for update in self.streak}
         source = self._batches.source
         every = np.concatenate([*batches.values(), np.zeros(0, np.int64)])
+        began = time.monotonic()
         found = inputs.find_bad(source, every, limit=_NAMED, seconds=_SECONDS_TO_LOOK)
+        looked_at_all = time.monotonic() - began < _SECONDS_TO_LOOK
         if self._is_chief and self._workdir:
             write_list(self._workdir, source.info, batches, self.streak, found)
         self._settle()
-        raise BadStepsError(self._message(batches, found))
+        raise BadStepsError(self._message(batches, found, looked_at_all))
 
-    def _message(self, batches: Mapping[int, np.ndarray], found: Sequence[inputs.BadExample]) -> str:
+    def _message(
+        self, batches: Mapping[int, np.ndarray], found: Sequence[inputs.BadExample], looked_at_all: bool
+    ) -> str:
         info = self._batches.source.info
         first, last = min(batches), max(batches)
         listed = ", ".join(str(index) for index in batches[first][:_INDICES_SHOWN])
@@ -107,8 +113,9 @@ class BadSteps:
             named = "; ".join(bad.describe(info) for bad in found)
             cause = f"The cause is in the data: {named}. Repair or remove such examples."
         else:
+            examples = "The examples" if looked_at_all else "Those of their examples that there was time to look at"
             cause = (
-                "The examples themselves are finite. Likely causes: a --learning_rate that is too high (lower it, or "
+                f"{examples} are finite. Likely causes: a --learning_rate that is too high (lower it, or "
                 "give --warmup_steps or --clip_norm), overflow in --precision=mixed_float16 (mixed_bfloat16 has none), "
                 "a loss that is not defined for some outputs."
             )
