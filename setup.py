@@ -63,7 +63,7 @@ FACTS = "tfpar_ops/libtfpar_ops.json"  # what the library was built for; tfpar_o
 
 # The codecs: one source compiled for three instruction sets, of which codec.cc picks one when the library is loaded.
 # Products and sums must not be fused, or the three would differ in the last bit.
-CORE = ("codec.cc", "codec_baseline.cc", "codec_v3.cc", "codec_v4.cc")
+CORE = ("codec.cc", "codec_baseline.cc", "codec_v3.cc", "codec_v4.cc", "crc32c.cc")
 CORE_FLAGS = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 V3_FLAGS = ("-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2")
 V4_FLAGS = (*V3_FLAGS, *(f"-mavx512{part}" for part in ("f", "bw", "cd", "dq", "vl")), "-mprefer-vector-width=512")

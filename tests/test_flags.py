@@ -20,14 +20,15 @@ ROOT = Path(__file__).resolve().parents[1]
 FLAG_NAMES = {
     "model": "model model_args",
     "input": "dataset data_dir global_batch_size shard_by remainder uneven_batches shuffle sequence_length "
-    "validation_fraction image_size augment cache prefetch input_threads data_service",
+    "validation_fraction image_size augment cache on_bad_record prefetch input_threads data_service",
     "strategy": "strategy devices tpu peer_timeout start_timeout stall_timeout",
     "exchange": "exchange exchange_retune_every",
     "precision": "precision tf32 initial_loss_scale loss_scale_growth_steps",
     "optimizer": "optimizer optimizer_args learning_rate base_batch_size weight_decay weight_decay_exclude clip_norm "
     "ema",
     "schedule": "schedule schedule_args warmup_steps",
-    "train": "steps epochs stop_after accumulate_steps jit_compile steps_per_loop eval_every seed deterministic",
+    "train": "steps epochs stop_after accumulate_steps jit_compile steps_per_loop eval_every seed deterministic "
+    "max_bad_steps",
     "checkpoint": "workdir checkpoint_every keep_checkpoints on_checkpoint_error warm_start",
     "monitor": "log_every profile_steps verbose",
 }

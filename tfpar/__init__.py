@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         size,
     )
     from tfpar.exchange import Exchange
+    from tfpar.options import TrainingError
     from tfpar.strategies import Layout
     from tfpar.training.model_files import check_model_file, load_model, task_spec
     from tfpar.training.start import check, start
@@ -43,6 +44,7 @@ _HOMES = {
     "ExperimentConfig": "tfpar.config",
     "Layout": "tfpar.strategies",
     "Trainer": "tfpar.training.trainer",
+    "TrainingError": "tfpar.options",
     "check": "tfpar.training.start",
     "check_model_file": "tfpar.training.model_files",
     "init_cluster": "tfpar.drop_in",
@@ -63,6 +65,7 @@ __all__ = [
     "ExperimentConfig",
     "Layout",
     "Trainer",
+    "TrainingError",
     "check",
     "check_model_file",
     "init_cluster",

@@ -11,65 +11,16 @@ This module imports neither TensorFlow nor Keras: reading a configuration costs 
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from tfpar.options import ConfigError as ConfigError
 from tfpar.options import Options, option
+from tfpar.options import parse_arguments as parse_arguments
 from tfpar.options import unknown_name as unknown_name
 
 STRATEGIES = ("auto", "one_device", "mirrored", "multi_worker", "parameter_server", "tpu")
 PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16")
-
-
-def parse_arguments(flag: str, text: str) -> dict[str, Any]:
-    """Parses `key=value,key=value` into keyword arguments.
-
-    Values are read as JSON where they are JSON (`2`, `0.5`, `true`, `null`, `[64,128]`) and as
-    plain strings otherwise, so `activation=gelu,widths=[64,128]` needs no quoting.
-
-    Args:
-      flag: The flag the text came from; named in errors.
-      text: The text; empty means no arguments.
-
-    Returns:
-      The keyword arguments in the order given.
-
-    Raises:
-      ConfigError: A part without `=`, an empty key, or a key given twice.
-    """
-    arguments: dict[str, Any] = {}
-    for part in _split_outside_brackets(text):
-        key, separator, value = part.partition("=")
-        key, value = key.strip(), value.strip()
-        if not separator or not key.isidentifier():
-            raise ConfigError(
-                f"{flag}={text!r}: {part!r} is not key=value. Write e.g. {flag}=width=64,activation=gelu."
-            )
-        if key in arguments:
-            raise ConfigError(f"{flag}={text!r}: {key!r} is given twice.")
-        try:
-            arguments[key] = json.loads(value)
-        except json.JSONDecodeError:
-            lowered = value.lower()
-            constants = {"true": True, "false": False, "none": None}
-            arguments[key] = constants.get(lowered, value)
-    return arguments
-
-
-def _split_outside_brackets(text: str) -> list[str]:
-    parts: list[str] = []
-    depth, current = 0, ""
-    for character in text:
-        depth += (character in "[({") - (character in "])}")
-        if character == "," and depth == 0:
-            parts.append(current)
-            current = ""
-        else:
-            current += character
-    parts.append(current)
-    return [part for part in parts if part.strip()]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,6 +81,12 @@ class InputConfig(Options):
         "auto",
         "'memory' decodes every example once and keeps it, 'none' decodes each epoch, 'auto' keeps what fits in 1 GiB.",
         choices=("auto", "memory", "none"),
+    )
+    on_bad_record: str = option(
+        "fail",
+        "An example that cannot be used (damaged record, image that does not decode, label out of range, NaN): 'fail' "
+        "ends the run and names it, 'skip' trains without it, at weight 0, and counts it.",
+        choices=("fail", "skip"),
     )
     prefetch: int = option(4, "Batches prepared ahead, per replica.", minimum=0)
     input_threads: int = option(0, "Parallel calls in the input pipeline; 0 lets tf.data tune it.", minimum=0)
@@ -275,6 +232,12 @@ class TrainConfig(Options):
     eval_every: int = option(0, "Updates between evaluations. 0: at the end of every epoch.", minimum=0)
     seed: int = option(0, "Seed of initialisation, shuffling, augmentation and dropout.", minimum=0)
     deterministic: bool = option(False, "Only deterministic kernels, so that a repeated run gives the same bits.")
+    max_bad_steps: int = option(
+        50,
+        "Updates in a row that may be left out because loss or gradients are not finite, or no example can be used; "
+        "then the run ends, with the examples named. 0: no limit.",
+        minimum=0,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

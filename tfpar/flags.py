@@ -30,6 +30,7 @@ from typing import Any
 
 from tfpar.config import ROOMS, ConfigError, ExperimentConfig, unknown_name
 from tfpar.endings import USAGE_ERROR
+from tfpar.options import TrainingError
 
 from absl import app, flags, logging
 
@@ -94,8 +95,9 @@ def run(main: Callable[[list[str]], Any], argv: list[str] | None = None) -> None
     """Parses the flags, calls `main`, and exits with what it returns.
 
     `absl.app.run` with errors for people: a wrong flag, a stray argument or a `ConfigError` from `main` is one line
-    on standard error and exit code 2, without a traceback. `--help` shows the flags of this experiment by room,
-    `--helpfull` all that exist. absl's log shows warnings and errors, with --verbose also information.
+    on standard error and exit code 2, without a traceback; a `TrainingError` the same with exit code 1. `--help` shows
+    the flags of this experiment by room, `--helpfull` all that exist. absl's log shows warnings and errors, with
+    --verbose also information.
 
     Args:
       main: Called with the program's name in a list, as absl does.
@@ -107,6 +109,8 @@ def run(main: Callable[[list[str]], Any], argv: list[str] | None = None) -> None
             return main(arguments)
         except (ConfigError, app.UsageError) as error:
             _fail(str(error))
+        except TrainingError as error:
+            _fail(str(error), code=1)
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             sys.exit(130)
@@ -140,9 +144,9 @@ def _is_ours_to_read(record: stdlib_logging.LogRecord) -> bool:
     return record.levelno >= stdlib_logging.ERROR or "tensorflow_datasets" not in record.pathname
 
 
-def _fail(message: str) -> typing.NoReturn:
+def _fail(message: str, code: int = USAGE_ERROR) -> typing.NoReturn:
     print(f"error: {message}", file=sys.stderr)
-    sys.exit(USAGE_ERROR)
+    sys.exit(code)
 
 
 def _unknown_flag(name: str, values: flags.FlagValues) -> str:

@@ -1,9 +1,13 @@
-"""What an option of a configuration is: a typed field with its help, choices and bounds, checked when it is set."""
+"""What options are made of: errors for people, values as text, fields that become flags, validation when built.
+
+This module imports neither TensorFlow nor Keras.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import math
 import numbers
 import operator
@@ -14,6 +18,13 @@ from typing import Any
 
 class ConfigError(ValueError):
     """A configuration that cannot work. The message names flag, value and way out."""
+
+
+class TrainingError(RuntimeError):
+    """A run that cannot go on, though its configuration is sound. The message says what happened and the way out.
+
+    Programs under `tfpar.flags.run` end with it as one line and exit code 1.
+    """
 
 
 def unknown_name(flag: str, value: str, known: Iterable[str]) -> ConfigError:
@@ -28,6 +39,55 @@ def unknown_name(flag: str, value: str, known: Iterable[str]) -> ConfigError:
     near = difflib.get_close_matches(value, names, n=3, cutoff=0.5)
     hint = f" Did you mean {' or '.join(repr(n) for n in near)}?" if near else ""
     return ConfigError(f"{flag}={value!r} is not known.{hint} Known: {', '.join(names)}.")
+
+
+def parse_arguments(flag: str, text: str) -> dict[str, Any]:
+    """Parses `key=value,key=value` into keyword arguments.
+
+    Values are read as JSON where they are JSON (`2`, `0.5`, `true`, `null`, `[64,128]`) and as
+    plain strings otherwise, so `activation=gelu,widths=[64,128]` needs no quoting.
+
+    Args:
+      flag: The flag the text came from; named in errors.
+      text: The text; empty means no arguments.
+
+    Returns:
+      The keyword arguments in the order given.
+
+    Raises:
+      ConfigError: A part without `=`, an empty key, or a key given twice.
+    """
+    arguments: dict[str, Any] = {}
+    for part in _split_outside_brackets(text):
+        key, separator, value = part.partition("=")
+        key, value = key.strip(), value.strip()
+        if not separator or not key.isidentifier():
+            raise ConfigError(
+                f"{flag}={text!r}: {part!r} is not key=value. Write e.g. {flag}=width=64,activation=gelu."
+            )
+        if key in arguments:
+            raise ConfigError(f"{flag}={text!r}: {key!r} is given twice.")
+        try:
+            arguments[key] = json.loads(value)
+        except json.JSONDecodeError:
+            lowered = value.lower()
+            constants = {"true": True, "false": False, "none": None}
+            arguments[key] = constants.get(lowered, value)
+    return arguments
+
+
+def _split_outside_brackets(text: str) -> list[str]:
+    parts: list[str] = []
+    depth, current = 0, ""
+    for character in text:
+        depth += (character in "[({") - (character in "])}")
+        if character == "," and depth == 0:
+            parts.append(current)
+            current = ""
+        else:
+            current += character
+    parts.append(current)
+    return [part for part in parts if part.strip()]
 
 
 def option(

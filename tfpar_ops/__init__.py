@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tfpar_ops.codecs import Codec
 
 if TYPE_CHECKING:
+    from tfpar_ops.checksums import masked_crc32c
     from tfpar_ops.operations import (
         decode,
         decode_sum,
@@ -36,6 +37,7 @@ __all__ = [
     "encode",
     "encode_into",
     "library_status",
+    "masked_crc32c",
     "norm_squared",
     "recode",
     "recode_into",
@@ -44,6 +46,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "masked_crc32c":
+        return importlib.import_module("tfpar_ops.checksums").masked_crc32c
     if name in __all__:
         return getattr(importlib.import_module("tfpar_ops.operations"), name)
     raise AttributeError(f"module 'tfpar_ops' has no attribute {name!r}")

@@ -39,10 +39,12 @@ class Library:
     Attributes:
       operations: The module of the native operations; None where the reference takes their place.
       status: One line about it.
+      core: The functions of the same library that take plain memory; None as above.
     """
 
     operations: Any | None
     status: str
+    core: ctypes.CDLL | None = None
 
 
 _lock = threading.Lock()
@@ -105,10 +107,14 @@ def load(folder: Path) -> Library:
     for name in OPERATIONS:
         tf.no_gradient(name)
     core = ctypes.CDLL(str(path))
+    if not hasattr(core, "tfpar_masked_crc32c"):
+        raise LibraryError("the native library is older than this code.")
+    core.tfpar_masked_crc32c.restype = None
+    core.tfpar_masked_crc32c.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
     core.tfpar_cpu_target.restype = ctypes.c_char_p
     gpu = f"CUDA {facts['cuda']}" if facts.get("cuda") else "no GPU kernels"
     target = core.tfpar_cpu_target().decode()
-    return Library(operations, f"native operations for TensorFlow {tf.__version__}: CPU {target}, {gpu}")
+    return Library(operations, f"native operations for TensorFlow {tf.__version__}: CPU {target}, {gpu}", core)
 
 
 def _facts(folder: Path) -> dict[str, Any]:

@@ -102,9 +102,19 @@ def test_lists_are_arrays_too():
     ("x", "y", "options", "message"),
     [
         (np.zeros((3, 2)), np.zeros(2, int), {"name": "mine"}, r"mine: 3 inputs and 2 labels"),
-        (np.zeros((3, 2)), np.array([0, 1, 5]), {"num_classes": 5}, r"label 5 of train example 2 .* labels are 0 to 4"),
-        (np.zeros((3, 2)), np.array([0, -1, -1]), {}, r"label -1 of train example 1 .* as are 1 others"),
-        (np.zeros((2, 2)), np.array([[0, 1], [1, 4]]), {"num_classes": 4}, r"label \[1, 4\] of train example 1"),
+        (
+            np.zeros((3, 2)),
+            np.array([0, 1, 5]),
+            {"num_classes": 5},
+            r"example 2 has label 5, and labels are 0 to 4",
+        ),
+        (np.zeros((3, 2)), np.array([0, -1, -1]), {}, r"train example 1 has label -1, .*; 1 more cannot be used"),
+        (
+            np.zeros((2, 2)),
+            np.array([[0, 1], [1, 4]]),
+            {"num_classes": 4},
+            r"example 1 has label 4, and labels are 0 to 3",
+        ),
     ],
 )
 def test_refusals(x, y, options, message):

@@ -6,7 +6,7 @@ import dataclasses
 
 from tests.inputs.helpers import fetch_all, index_source
 from tfpar.config import ConfigError, InputConfig
-from tfpar.inputs import Pipeline, build_source, kinds, register, registry
+from tfpar.inputs import Pipeline, build_source, kinds, memory, register, registry
 from tfpar.inputs import source as sources
 
 import numpy as np
@@ -23,7 +23,7 @@ def test_in_memory_has_the_same_examples_and_is_read_once():
         return original.read(indices)
 
     counting = dataclasses.replace(original, read=count, portable=False)
-    kept = sources.keep_in_memory(counting, 24)
+    kept = memory.keep_in_memory(counting, 24)
     assert not reads, "kept before they are used"
     kept.load()
     assert sum(reads) == 700
@@ -48,20 +48,20 @@ def test_in_memory_has_the_same_examples_and_is_read_once():
 )
 def test_cache_rule_is_one_gibibyte(policy, stored_bytes, storage):
     source = index_source(1024, storage="files")
-    assert sources.cached(source, policy, stored_bytes).info.storage == storage
+    assert memory.cached(source, policy, stored_bytes).info.storage == storage
 
 
 def test_labels_in_memory_are_checked_once_for_all():
     source = index_source(50, storage="files")
     wrong = dataclasses.replace(source, info=dataclasses.replace(source.info, num_classes=5))
     with pytest.raises(
-        ConfigError, match=r"--dataset=index: label 5 of train example 5 .* 13 others.* labels are 0 to 4"
+        ConfigError, match=r"--dataset=index: train example 5 has label 5, and labels are 0 to 4; 13 more cannot"
     ):
-        sources.keep_in_memory(wrong, 24).load()
+        memory.keep_in_memory(wrong, 24).load()
 
 
 def test_empty_source_stays_empty():
-    assert sources.keep_in_memory(index_source(0), 24).info.num_examples == 0
+    assert memory.keep_in_memory(index_source(0), 24).info.num_examples == 0
 
 
 def test_info_must_add_up():

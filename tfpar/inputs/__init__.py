@@ -14,6 +14,9 @@ it a name for `--dataset`.
 from tfpar.inputs.arrays import from_arrays
 from tfpar.inputs.augment import build as build_augmentation
 from tfpar.inputs.augment import check as check_augmentation
+from tfpar.inputs.bad_records import READ_ERRORS, BadExample, BadRecordError, fetch_usable, passing_error
+from tfpar.inputs.bad_records import error as bad_record_error
+from tfpar.inputs.bad_records import find as find_bad
 from tfpar.inputs.checks import check_divides
 from tfpar.inputs.pipeline import Pipeline
 from tfpar.inputs.registry import build_source, build_splits, check_kind, kinds, load, register
@@ -23,9 +26,13 @@ from tfpar.inputs.source import CLASSIFICATION, LANGUAGE_MODEL, Source, SourceIn
 __all__ = [
     "CLASSIFICATION",
     "LANGUAGE_MODEL",
+    "READ_ERRORS",
+    "BadExample",
+    "BadRecordError",
     "Pipeline",
     "Source",
     "SourceInfo",
+    "bad_record_error",
     "build_augmentation",
     "build_source",
     "build_splits",
@@ -33,8 +40,11 @@ __all__ = [
     "check_divides",
     "check_kind",
     "check_service",
+    "fetch_usable",
+    "find_bad",
     "from_arrays",
     "kinds",
     "load",
+    "passing_error",
     "register",
 ]

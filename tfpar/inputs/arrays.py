@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from tfpar.config import ConfigError
-from tfpar.inputs.source import CLASSIFICATION, Batch, Held, Source, SourceInfo, check_labels
+import dataclasses
+
+from tfpar.config import ConfigError, unknown_name
+from tfpar.inputs.memory import check_values
+from tfpar.inputs.source import CLASSIFICATION, Batch, Held, Source, SourceInfo
 
 import numpy as np
 import tensorflow as tf
 
 
 def from_arrays(
-    x: np.ndarray, y: np.ndarray, *, num_classes: int | None = None, split: str = "train", name: str = "arrays"
+    x: np.ndarray,
+    y: np.ndarray,
+    *,
+    num_classes: int | None = None,
+    split: str = "train",
+    name: str = "arrays",
+    on_bad_record: str = "fail",
 ) -> Source:
     """A source over arrays in memory.
 
@@ -20,21 +29,32 @@ def from_arrays(
       num_classes: Number of classes; by default the largest label plus one, or for targets their last dim.
       split: `"train"` or `"validation"`, for reports.
       name: For reports and errors.
+      on_bad_record: What to do about labels out of range and values that are NaN or infinite: `"fail"`, or `"skip"` to
+        train without such examples and count them.
 
     Returns:
       A source of `n` examples in the order given. The arrays are copied once.
 
     Raises:
-      ConfigError: Different lengths, or a label out of range.
+      ConfigError: Different lengths, values that are no numbers, or an example that cannot be used.
     """
+    if on_bad_record not in ("fail", "skip"):
+        raise unknown_name("on_bad_record", on_bad_record, ("fail", "skip"))
     x, y = np.asarray(x), np.asarray(y)
+    for what, values in (("inputs", x), ("labels", y)):
+        if not (np.issubdtype(values.dtype, np.number) or values.dtype == bool) or np.iscomplexobj(values):
+            raise ConfigError(
+                f"{name}: the {what} have dtype {values.dtype}; real numbers are needed. Convert them, e.g. with "
+                "np.asarray(..., np.float32); numbers of classes as integers."
+            )
     if len(x) != len(y):
         raise ConfigError(f"{name}: {len(x)} inputs and {len(y)} labels; there must be one label per input.")
     integer_labels = np.issubdtype(y.dtype, np.integer)
     if num_classes is None:
         num_classes = (int(y.max(initial=-1)) + 1) if integer_labels else int(y.shape[-1] if y.ndim > 1 else 1)
-    kept_x = x.astype(np.int32 if np.issubdtype(x.dtype, np.integer) else np.float32)
-    kept_y = y.astype(np.int32 if integer_labels else np.float32)
+    with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite and is found below
+        kept_x = x.astype(np.int32 if np.issubdtype(x.dtype, np.integer) else np.float32)
+        kept_y = y.astype(np.int32 if integer_labels else np.float32)
     info = SourceInfo(
         name=name,
         task=CLASSIFICATION,
@@ -45,13 +65,16 @@ def from_arrays(
         num_classes=num_classes,
         storage="memory",
     )
-    if integer_labels:
-        check_labels(info, kept_y)
     size = kept_x.nbytes + kept_y.nbytes
-    held = Held(lambda: (kept_x, kept_y))
 
     def read(indices: tf.Tensor) -> Batch:
-        x, y = held.tensors()
+        x, y, _ = held.tensors()
         return tf.gather(x, indices), tf.gather(y, indices)
 
-    return Source(info=info, read=read, kept_bytes=size, load=held.tensors)
+    def usable(indices: tf.Tensor) -> tf.Tensor:
+        return tf.gather(held.tensors()[2], indices)
+
+    source = Source(info=info, read=read, kept_bytes=size, skip=on_bad_record == "skip")
+    good = check_values(source, kept_x, kept_y)
+    held = Held(lambda: (kept_x, kept_y, good))
+    return dataclasses.replace(source, load=held.tensors, usable=None if good.all() else usable)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 
 from tfpar.config import ConfigError, InputConfig
-from tfpar.inputs import source
+from tfpar.inputs import memory, source
 from tfpar.inputs.source import Source, SourceInfo
 
 import numpy as np
@@ -66,8 +66,8 @@ def build(argument: str, config: InputConfig, split: str, seed: int) -> Source:
         files=tuple(paths),
         records_per_file=(1,) * len(paths),
     )
-    stored = Source(info=info, read=read, scale=1 / 255, load=held.tensors)
-    return source.cached(stored, config.cache, size * size * 3 + tf.int32.size)
+    stored = Source(info=info, read=read, scale=1 / 255, load=held.tensors, skip=config.on_bad_record == "skip")
+    return memory.cached(stored, config.cache, size * size * 3 + tf.int32.size)
 
 
 def read_square(path: tf.Tensor, size: int) -> tf.Tensor:

@@ -11,7 +11,7 @@ Shapes: A micro-batches an update, R replicas, m slots of a micro-batch on a rep
 from __future__ import annotations
 
 from tfpar.config import InputConfig
-from tfpar.inputs import checks, plan, report, service
+from tfpar.inputs import bad_records, checks, plan, report, service
 from tfpar.inputs.source import Source
 
 import numpy as np
@@ -42,7 +42,8 @@ class Pipeline:
       source: The source.
       updates_per_epoch: Updates in one pass.
       micro_batch: m.
-      examples_per_epoch: Examples with a weight of 1 in one pass.
+      examples_per_epoch: Examples with a weight of 1 in one pass, if all are usable.
+      skips: Whether examples that cannot be used get the weight 0 (`--on_bad_record=skip`).
 
     Raises:
       ConfigError: The data set is empty, has fewer examples than a training batch, or cannot be
@@ -90,6 +91,7 @@ class Pipeline:
         self.updates_per_epoch = self._plan.updates_per_epoch
         self.micro_batch = self._plan.micro_batch
         self.examples_per_epoch = self._plan.examples_per_epoch
+        self.skips = source.skip or config.on_bad_record == "skip"
         checks.check_updates(config, [shard.size for shard in self._plan.shards], self.updates_per_epoch)
 
     def report(self, *, asynchronous: bool = False) -> str:
@@ -128,12 +130,39 @@ class Pipeline:
         Returns:
           int64 [A, R, m], -1 for padding.
         """
-        shards = len(self._plan.shards)
+        return self.indices(update, 1)[0]
+
+    def indices(self, first: int, count: int, worker: int | None = None) -> np.ndarray:
+        """The examples of some updates, computed on the host.
+
+        Args:
+          first: Number of the first update, counted on across epochs.
+          count: K, how many.
+          worker: Only those of this worker's replicas.
+
+        Returns:
+          int64 [K, A, R, m], -1 for padding.
+        """
+        updates = first + tf.range(count, dtype=tf.int64)
         parts = []
-        for shard in range(shards):
-            indices, real = self._plan.slots(tf.constant([update], tf.int64), shard, range(self._plan.replicas))
-            parts.append(tf.where(real, indices, -1).numpy()[0])
-        return np.concatenate(parts).transpose(1, 0, 2)
+        for shard in range(len(self._plan.shards)):
+            indices, real = self._plan.slots(updates, shard, range(self._plan.replicas))
+            parts.append(tf.where(real, indices, -1).numpy())
+        found = np.concatenate(parts, axis=1).transpose(0, 2, 1, 3)
+        if worker is None:
+            return found
+        return found[:, :, worker * self._local_replicas : (worker + 1) * self._local_replicas]
+
+    def examples_in(self, updates: np.ndarray) -> np.ndarray:
+        """How many examples some updates have: with their weights, how many of them were skipped.
+
+        Args:
+          updates: int64 [K], counted on across epochs.
+
+        Returns:
+          int64 [K, replicas].
+        """
+        return self._plan.examples_in(np.asarray(updates, np.int64))
 
     def dataset(self, worker: int = 0, local_replicas: int | None = None, start_update: int = 0) -> tf.data.Dataset:
         """The elements of one worker: for each update, one per local replica, in order.
@@ -146,7 +175,8 @@ class Pipeline:
 
         Returns:
           A dataset of `(x [A, m, ...], y [A, m, ...], weight float32 [A, m])`, static shapes.
-          Weights are 1, or 0 for padding, whose examples are real ones. Infinite for training;
+          Weights are 1, or 0 for padding, whose examples are real ones; also 0 for examples that
+          cannot be used, where they are skipped. Infinite for training;
           for evaluation, the rest of one pass, `(updates_per_epoch - start_update) *
           local_replicas` elements.
 
@@ -221,7 +251,12 @@ class Pipeline:
 
     def _fetch(self, indices: tf.Tensor, real: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         x_spec, y_spec, weight_spec = self.element_spec
-        x, y = self.source.fetch(tf.reshape(indices, [weight_spec.shape.num_elements()]))
+        flat = tf.reshape(indices, [weight_spec.shape.num_elements()])
+        if self.skips:
+            x, y, usable = bad_records.fetch_usable(self.source, flat)
+            real &= tf.reshape(usable, weight_spec.shape)
+        else:
+            x, y = self.source.fetch(flat)
         return tf.reshape(x, x_spec.shape), tf.reshape(y, y_spec.shape), tf.cast(real, tf.float32)
 
     def _parallel_calls(self) -> int | None:

@@ -82,6 +82,24 @@ class Plan:
         largest = max(shard.batch for shard in self.shards)
         return math.ceil(math.ceil(largest / self.accumulate_steps) / self.replicas)
 
+    def examples_in(self, updates: np.ndarray) -> np.ndarray:
+        """How many examples each replica has in some updates: the sums of `real` in `slots`, by arithmetic.
+
+        Args:
+          updates: int64 [K].
+
+        Returns:
+          int64 [K, shards * replicas], the replicas of each shard in turn.
+        """
+        sizes, batches = (np.array([getattr(shard, name) for shard in self.shards]) for name in ("size", "batch"))
+        first = (updates % self.updates_per_epoch)[:, None] * batches
+        count = np.clip(sizes - first, 0, batches)[:, :, None]
+        bounds = np.arange(self.accumulate_steps + 1) * count // self.accumulate_steps
+        share = np.diff(bounds)[:, :, None, :]  # [K, shards, 1, A]
+        replica = np.arange(self.replicas + 1)[None, None, :, None]
+        per_replica = np.diff(replica * share // self.replicas, axis=2).sum(axis=-1)
+        return per_replica.reshape(len(updates), -1)
+
     def slots(self, updates: tf.Tensor, shard_number: int, replicas: Sequence[int]) -> tuple[tf.Tensor, tf.Tensor]:
         """The examples of some updates.
 

@@ -4,7 +4,8 @@ A TFRecord file has no index, so one is made by walking over the headers: each r
 `uint64 length | uint32 masked CRC32C of the length | data | uint32 masked CRC32C of the data`.
 Only headers are touched, and their checksums verified, all at once; this also finds compressed
 or truncated files before the run starts. Records are then read with positioned reads, many per
-call and several calls at a time: reads release the interpreter lock.
+call and several calls at a time: reads release the interpreter lock. The checksum of a record's
+data is verified when it is read.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import struct
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import tfpar_ops
 from tfpar.config import ConfigError
 
 import numpy as np
@@ -37,6 +39,10 @@ class FileSlice:
     path: str
     skip: int = 0
     take: int = -1
+
+
+class RecordError(ValueError):
+    """A record that is not as it was written."""
 
 
 class RecordReader(Protocol):
@@ -114,28 +120,47 @@ class TFRecordReader:
         return len(self._offsets)
 
     def read(self, indices: np.ndarray) -> np.ndarray:
-        """int64 [n] -> object array [n] of bytes. Safe to call from several threads."""
+        """int64 [n] -> object array [n] of bytes. Safe to call from several threads.
+
+        Raises:
+          RecordError: A record does not end in the file any more, or does not match its checksum.
+          OSError: A file cannot be read.
+        """
         records = np.empty(len(indices), object)
         owners = np.searchsorted(self._ends, indices, side="right")
         for owner in np.unique(owners):
             positions = np.flatnonzero(owners == owner)
             self._read_from(int(owner), indices, positions, records)
+        return self._verified(indices, records)
+
+    def _verified(self, indices: np.ndarray, records: np.ndarray) -> np.ndarray:
+        """The data of records with their footers, whose checksums it compares."""
+        for position, index in enumerate(indices):
+            if len(records[position]) != self._lengths[index] + _FOOTER_BYTES:
+                raise RecordError("its record is torn: the file ends inside it")
+        footers = np.frombuffer(b"".join(record[-_FOOTER_BYTES:] for record in records), "<u4")
+        for position, record in enumerate(records):
+            records[position] = record[:-_FOOTER_BYTES]
+        if (tfpar_ops.masked_crc32c(records.tolist()) != footers).any():
+            raise RecordError("its record does not match its checksum (CRC-32C)")
         return records
 
     def _read_from(self, owner: int, indices: np.ndarray, positions: np.ndarray, records: np.ndarray) -> None:
+        """Data and footers of the records of one file."""
         path = self.paths[owner]
         if not _is_local(path):
             with _open(path) as file:
                 for position in positions:
                     file.seek(int(self._offsets[indices[position]]))
-                    records[position] = file.read(int(self._lengths[indices[position]]))
+                    records[position] = file.read(int(self._lengths[indices[position]]) + _FOOTER_BYTES)
             return
         kept = self._kept[owner] if owner < len(self._kept) else None
         file = kept or _open_for_reads(path)
         try:
             for position in positions:
                 index = indices[position]
-                records[position] = os.pread(file.fileno(), int(self._lengths[index]), int(self._offsets[index]))
+                size = int(self._lengths[index]) + _FOOTER_BYTES
+                records[position] = os.pread(file.fileno(), size, int(self._offsets[index]))
         finally:
             if kept is None:
                 file.close()

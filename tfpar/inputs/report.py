@@ -36,6 +36,8 @@ def describe(
     }
     if config.augment not in ("", "none") and training:
         lines["augment"] = f"{config.augment}, on the device inside the step"
+    if source.skip or config.on_bad_record == "skip":
+        lines["bad records"] = "left out at weight 0, and counted (on_bad_record=skip)"
     if config.data_service:
         lines["service"] = f"{config.data_service}; in order with one service worker, interleaved with more"
     width = max(map(len, lines))

@@ -16,16 +16,11 @@ import json
 import threading
 from collections.abc import Callable, Sequence
 
-from tfpar.config import ConfigError
-
 import numpy as np
 import tensorflow as tf
 
 CLASSIFICATION = "classification"
 LANGUAGE_MODEL = "language_model"
-AUTO_CACHE_BYTES = 1 << 30
-_READ_AT_ONCE = 256
-
 Batch = tuple[tf.Tensor, tf.Tensor]
 Read = Callable[[tf.Tensor], Batch]
 
@@ -134,7 +129,11 @@ class Source:
         if it calls Python or reads files by descriptor.
       kept_bytes: Host memory that the kept examples take, in bytes; 0 unless they are in memory.
       load: Brings into memory what is kept there; otherwise the first `read` does. Raises
-        ConfigError for examples that cannot be read.
+        ConfigError for examples that cannot be used, unless they are to be skipped.
+      skip: Whether examples that cannot be used are left out (`--on_bad_record=skip`); a pipeline
+        does so too where its own configuration says it.
+      usable: int64 [n] -> bool [n], for examples in memory of which some are to be left out.
+      origin: Where examples that are kept in memory were read from; tells what is wrong with one.
     """
 
     info: SourceInfo
@@ -143,6 +142,9 @@ class Source:
     portable: bool = True
     kept_bytes: int = 0
     load: Callable[[], object] = _nothing
+    skip: bool = False
+    usable: Callable[[tf.Tensor], tf.Tensor] | None = None
+    origin: Source | None = None
 
     def fetch(self, indices: tf.Tensor) -> Batch:
         """Reads a batch of examples; a graph function.
@@ -154,118 +156,25 @@ class Source:
           x [n, *input_spec.shape] and y [n, *label_spec.shape], in the dtypes of the specs.
 
         Raises:
-          tf.errors.InvalidArgumentError: When run, if a label is outside `[0, num_classes)`;
-            names the data set and the example. Sources in memory were checked when built.
+          tf.errors.OpError: When run, if an example cannot be read, has a label outside
+            `[0, num_classes)`, or is not finite. `tfpar.inputs.bad_records` tells which one and why.
+            Examples in memory were checked when they were loaded.
         """
         x, y = self.read(indices)
         info = self.info
-        x = tf.cast(tf.ensure_shape(x, indices.shape + info.input_spec.shape), info.input_spec.dtype)
-        y = tf.cast(tf.ensure_shape(y, indices.shape + info.label_spec.shape), info.label_spec.dtype)
+        x = tf.ensure_shape(x, indices.shape + info.input_spec.shape)
+        y = tf.ensure_shape(y, indices.shape + info.label_spec.shape)
+        if info.storage == "files":
+            x, y = _checked(x, "inputs"), _checked(y, "labels", info.num_classes)
+        return self.finished(x, y)
+
+    def finished(self, x: tf.Tensor, y: tf.Tensor) -> Batch:
+        """Stored examples `[n, ...]` as `fetch` gives them: in the dtypes of the specs, inputs scaled."""
+        info = self.info
+        x, y = tf.cast(x, info.input_spec.dtype), tf.cast(y, info.label_spec.dtype)
         if info.input_spec.dtype.is_floating and self.scale != 1.0:
             x = x * tf.constant(self.scale, x.dtype)
-        if info.storage == "files" and info.task == CLASSIFICATION:
-            y = _checked_labels(info, indices, y)
         return x, y
-
-
-def keep_in_memory(source: Source, stored_bytes: int) -> Source:
-    """Keeps every example, as stored, in host memory; they are read once, at first use.
-
-    Args:
-      source: The examples.
-      stored_bytes: Size of one example with its label as stored, in bytes.
-
-    Returns:
-      A portable source with the same examples in the same order. Its `load` raises ConfigError for
-      an example that cannot be read or a label outside `[0, num_classes)`.
-    """
-    info = source.info
-    if info.num_examples == 0:
-        return source
-    kept = Held(lambda: _read_all(source))
-
-    def read(indices: tf.Tensor) -> Batch:
-        x, y = kept.tensors()
-        return tf.gather(x, indices), tf.gather(y, indices)
-
-    return dataclasses.replace(
-        source,
-        info=dataclasses.replace(info, storage="memory"),
-        read=read,
-        portable=True,
-        kept_bytes=info.num_examples * stored_bytes,
-        load=kept.tensors,
-    )
-
-
-def cached(source: Source, policy: str, stored_bytes: int) -> Source:
-    """Applies `--cache` to a source that reads files.
-
-    Args:
-      source: A source with `storage="files"`.
-      policy: `"memory"` keeps all examples, `"none"` keeps nothing, `"auto"` keeps them if they
-        fit in 1 GiB.
-      stored_bytes: Size of one example with its label as stored, in bytes.
-    """
-    total = source.info.num_examples * stored_bytes
-    if policy == "memory" or (policy == "auto" and total <= AUTO_CACHE_BYTES):
-        return keep_in_memory(source, stored_bytes)
-    return source
-
-
-def _read_all(source: Source) -> tuple[np.ndarray, np.ndarray]:
-    info = source.info
-    examples = tf.data.Dataset.range(info.num_examples).batch(_READ_AT_ONCE)
-    examples = examples.map(lambda indices: source.read(indices), num_parallel_calls=tf.data.AUTOTUNE)
-    x = y = None
-    filled = 0
-    try:
-        for some_x, some_y in examples.as_numpy_iterator():
-            if x is None or y is None:
-                x = np.empty((info.num_examples, *some_x.shape[1:]), some_x.dtype)
-                y = np.empty((info.num_examples, *some_y.shape[1:]), some_y.dtype)
-            x[filled : filled + len(some_x)] = some_x
-            y[filled : filled + len(some_y)] = some_y
-            filled += len(some_x)
-    except tf.errors.OpError as error:
-        raise _unreadable(source, filled, error) from error
-    assert x is not None
-    assert y is not None
-    check_labels(info, y)
-    return x, y
-
-
-def _unreadable(source: Source, first: int, error: tf.errors.OpError) -> ConfigError:
-    """The error of a batch that begins with example `first`, with the example and its file named."""
-    info = source.info
-    number = first
-    for index in range(first, min(first + _READ_AT_ONCE, info.num_examples)):
-        try:
-            source.read(tf.constant([index], tf.int64))
-        except tf.errors.OpError as own:
-            number, error = index, own
-            break
-    file = ""
-    if info.files:
-        owner = int(np.searchsorted(np.cumsum(info.records_per_file), number, side="right"))
-        file = f" in file {info.files[owner]!r}"
-    reason = str(error.message).splitlines()[0].partition(" [Op:")[0]
-    return ConfigError(
-        f"--dataset={info.name}: {info.split} example {number}{file} cannot be read: {reason}. Repair or remove it."
-    )
-
-
-def check_labels(info: SourceInfo, labels: np.ndarray) -> None:
-    """Raises ConfigError if a label is outside `[0, num_classes)`; names the first such example."""
-    wrong = np.flatnonzero(
-        ((labels < 0) | (labels >= info.num_classes)).reshape(len(labels), -1 if labels.size else 0).any(axis=1)
-    )
-    if len(wrong):
-        raise ConfigError(
-            f"--dataset={info.name}: label {np.asarray(labels[wrong[0]]).tolist()} of {info.split} example {wrong[0]} "
-            f"is out of range, as are {len(wrong) - 1} others: there are {info.num_classes} classes, so labels are 0 "
-            f"to {info.num_classes - 1}. Correct the labels or the declared number of classes."
-        )
 
 
 def decode_bytes(tokens: np.ndarray) -> str:
@@ -288,17 +197,14 @@ def held_out(names: Sequence[str], count: int) -> list[bool]:
     return [number in chosen for number in range(len(names))]
 
 
-def _checked_labels(info: SourceInfo, indices: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
-    wrong = (labels < 0) | (labels >= info.num_classes)
-    position = tf.argmax(tf.cast(wrong, tf.int32))
-    check = tf.debugging.Assert(
-        tf.logical_not(tf.reduce_any(wrong)),
-        [
-            f"--dataset={info.name}: label",
-            labels[position],
-            f"is out of range [0, {info.num_classes}), in {info.split} example",
-            indices[position],
-        ],
-    )
+def _checked(values: tf.Tensor, what: str, num_classes: int = 0) -> tf.Tensor:
+    """The same values, or an error when run: floating-point ones must be finite, classes in `[0, num_classes)`."""
+    if values.dtype.is_floating:
+        return tf.debugging.check_numerics(values, f"{what} are not finite")
+    if not num_classes or (values.dtype.is_unsigned and values.dtype.max < num_classes):
+        return values
+    wide = tf.cast(values, tf.int64)
+    inside = (wide >= 0) & (wide < num_classes)
+    check = tf.debugging.Assert(tf.reduce_all(inside), [f"{what} outside [0, {num_classes})"])
     with tf.control_dependencies([check] if check is not None else []):
-        return tf.identity(labels)
+        return tf.identity(values)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tfpar.config import ConfigError, InputConfig
-from tfpar.inputs import images, records, source, text
+from tfpar.inputs import images, memory, records, source, text
 from tfpar.inputs.source import Source, SourceInfo
 
 import numpy as np
@@ -118,8 +118,8 @@ def from_builder(name: str, builder: tfds.core.DatasetBuilder, part: str, config
         files=tuple(str(part.filename) for part in instructions),
         records_per_file=tuple(part.take for part in instructions),
     )
-    stored = Source(info=info, read=read, scale=scale, portable=False)
-    return source.cached(stored, config.cache, dtype.size * shape.num_elements() + tf.int32.size)
+    stored = Source(info=info, read=read, scale=scale, portable=False, skip=config.on_bad_record == "skip")
+    return memory.cached(stored, config.cache, dtype.size * shape.num_elements() + tf.int32.size)
 
 
 def _not_prepared(name: str, directory: str) -> str:
@@ -217,6 +217,8 @@ def _input_format(
         )
     if not shape.is_fully_defined():
         raise ConfigError(f"An input feature of shape {shape} is not supported: every dimension must be fixed.")
+    if not (dtype.is_floating or dtype.is_integer or dtype.is_bool):
+        raise ConfigError(f"An input feature of dtype {dtype.name} is not supported: it must hold numbers.")
     pixels = dtype in (tf.uint8, tf.uint16) and (isinstance(feature, tfds.features.Image) or shape.rank == 3)
     return shape, dtype, 1 / dtype.max if pixels else 1.0, lambda value: tf.ensure_shape(value, shape)
 

@@ -13,11 +13,12 @@ import os
 from typing import Any
 
 from tfpar.config import ConfigError, InputConfig
-from tfpar.inputs import records, source
+from tfpar.inputs import memory, records, source
 from tfpar.inputs.source import Source, SourceInfo
 
 import numpy as np
 import tensorflow as tf
+from google.protobuf import message  # type: ignore[import-untyped]
 
 SIDECAR = "features.json"
 FORMAT = "tfpar-tfrecord-1"
@@ -58,6 +59,38 @@ class Features:
     text: str
     records: dict[str, int]
     format: str = FORMAT
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """One feature of the records: raw bytes that make an array.
+
+    Attributes:
+      name: `"x"` or `"y"`.
+      dtype: As stored.
+      shape: Of one example.
+    """
+
+    name: str
+    dtype: tf.DType
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of one example."""
+        return self.dtype.size * int(np.prod(self.shape))
+
+    def __str__(self) -> str:
+        return f"{self.name}, {self.dtype.name} {list(self.shape)}, takes {self.bytes} bytes"
+
+    def decode(self, raw: tf.Tensor, indices: tf.Tensor) -> tf.Tensor:
+        """string [n] to an array [n, ...]; `indices` [n] for the static length."""
+        lengths = tf.strings.length(raw)
+        fits = tf.debugging.Assert(tf.reduce_all(lengths == self.bytes), [f"{self}, and the record has others"])
+        with tf.control_dependencies([fits] if fits is not None else []):
+            raw = tf.identity(raw)
+        rows = indices.shape[0] if indices.shape[0] is not None else -1
+        return tf.reshape(tf.io.decode_raw(raw, self.dtype), [rows, *self.shape])
 
 
 def describe(written: Source, stored: source.Batch, counts: dict[str, int]) -> Features:
@@ -131,18 +164,21 @@ def build(argument: str, config: InputConfig, split: str, seed: int) -> Source:
         records_per_file=reader.records_per_file,
         decode=_TEXT_CODES.get(features.text),
     )
-    x_dtype, y_dtype = tf.as_dtype(features.stored_input_dtype), tf.as_dtype(features.stored_label_dtype)
+    columns = {
+        "x": Column("x", tf.as_dtype(features.stored_input_dtype), tuple(features.input_shape)),
+        "y": Column("y", tf.as_dtype(features.stored_label_dtype), tuple(features.label_shape)),
+    }
+    _check_sample(name, reader, columns)
 
     def read(indices: tf.Tensor) -> source.Batch:
         serialised = records.read_records(reader, indices)
-        raw = tf.io.parse_example(serialised, {key: tf.io.FixedLenFeature([], tf.string) for key in ("x", "y")})
-        x, y = _decode(raw["x"], x_dtype), _decode(raw["y"], y_dtype)
-        rows = indices.shape[0] if indices.shape[0] is not None else -1
-        return tf.reshape(x, [rows, *features.input_shape]), tf.reshape(y, [rows, *features.label_shape])
+        raw = tf.io.parse_example(serialised, {key: tf.io.FixedLenFeature([], tf.string) for key in columns})
+        x, y = (column.decode(raw[key], indices) for key, column in columns.items())
+        return x, y
 
-    stored = Source(info=info, read=read, scale=features.scale, portable=False)
-    size = x_dtype.size * int(np.prod(features.input_shape)) + y_dtype.size * int(np.prod(features.label_shape))
-    return source.cached(stored, config.cache, size)
+    skip = config.on_bad_record == "skip"
+    stored = Source(info=info, read=read, scale=features.scale, portable=False, skip=skip)
+    return memory.cached(stored, config.cache, sum(column.bytes for column in columns.values()))
 
 
 def _shards(name: str, argument: str) -> list[str]:
@@ -171,7 +207,11 @@ def _load_sidecar(name: str, folder: str) -> Features:
             content: dict[str, Any] = json.loads(file.read())
         if content.get("format") != FORMAT:
             raise ValueError(f"its format is {content.get('format')!r}, not {FORMAT!r}")
-        return Features(**content)
+        features = Features(**content)
+        for dtype in (features.input_dtype, features.stored_input_dtype, features.stored_label_dtype):
+            if not (tf.as_dtype(dtype).is_floating or tf.as_dtype(dtype).is_integer or tf.as_dtype(dtype).is_bool):
+                raise ValueError(f"its dtype {dtype!r} is not one of numbers")
+        return features
     except (OSError, tf.errors.OpError, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"--dataset={name} needs {path!r} to know what its records hold: {error}. "
@@ -191,6 +231,23 @@ def _reader(paths: list[str], features: Features) -> records.TFRecordReader:
     return reader
 
 
+def _check_sample(name: str, reader: records.TFRecordReader, columns: dict[str, Column]) -> None:
+    """Refuses records of another dtype or shape than declared, if all of a few are: one alone is a bad record."""
+    sizes = []
+    for index in np.unique(np.linspace(0, max(len(reader) - 1, 0), num=8, dtype=np.int64))[: len(reader)]:
+        try:
+            example = tf.train.Example.FromString(reader.read(np.array([index]))[0])  # no TensorFlow operation
+            sizes.append({key: len(example.features.feature[key].bytes_list.value[0]) for key in columns})
+        except (OSError, ValueError, IndexError, message.DecodeError):
+            continue  # found again, and named, when it is read
+    for key, column in columns.items():
+        if sizes and all(size[key] != column.bytes for size in sizes):
+            raise ConfigError(
+                f"--dataset={name}: {SIDECAR} says that {column}, and the records have {sizes[0][key]}: another dtype "
+                "or shape. Write the shards again, or the file that belongs to them."
+            )
+
+
 def _held_out_part(whole: records.TFRecordReader, fraction: float, training: bool) -> records.TFRecordReader:
     boundary = len(whole) - round(len(whole) * fraction)
     wanted = range(boundary) if training else range(boundary, len(whole))
@@ -201,10 +258,6 @@ def _held_out_part(whole: records.TFRecordReader, fraction: float, training: boo
             slices.append(records.FileSlice(path, start - first, stop - start))
         first += count
     return records.TFRecordReader(slices)
-
-
-def _decode(raw: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    return tf.io.decode_raw(raw, dtype)
 
 
 def _little_endian(value: np.ndarray) -> np.ndarray:

@@ -4,7 +4,7 @@
 
 The result is read back with `--dataset=tfrecord:shards/photos`. Both splits are written, in the
 order of the source; shuffling is the pipeline's work. Nothing is left at `--output` unless all
-of it was written.
+of it was written. An example that cannot be used ends it, or is left out with `--on_bad_record=skip`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from tfpar.config import ConfigError, InputConfig
-from tfpar.inputs import registry, tfrecord
+from tfpar.inputs import bad_records, registry, tfrecord
 from tfpar.inputs.source import Source
+from tfpar.options import TrainingError
 
 import tensorflow as tf
 from absl import app, flags
 
-_OPTIONS = ("dataset", "data_dir", "sequence_length", "image_size", "validation_fraction")
+_OPTIONS = ("dataset", "data_dir", "sequence_length", "image_size", "validation_fraction", "on_bad_record")
 _READ_AT_ONCE = 256
 
 
@@ -45,7 +46,7 @@ def write(
       Number of records by file name.
 
     Raises:
-      ConfigError: `output` exists, `shards` is not positive, or the source cannot be built.
+      ConfigError: `output` exists, `shards` is not positive, the source cannot be built, or an example cannot be used.
     """
     if shards < 1:
         raise ConfigError(f"--shards={shards} must be at least 1.")
@@ -59,7 +60,8 @@ def write(
         counts: dict[str, int] = {}
         for source in sources:
             counts |= _write_split(source, workplace, shards, progress)
-        features = tfrecord.describe(sources[0], sources[0].read(tf.zeros([1], tf.int64)), counts)
+        x, y, _ = bad_records.read_usable(sources[0], tf.zeros([1], tf.int64))
+        features = tfrecord.describe(sources[0], (x, y), counts)
         with open(os.path.join(workplace, tfrecord.SIDECAR), "w", encoding="utf-8") as file:
             json.dump(dataclasses.asdict(features), file, indent=1)
         os.chmod(workplace, 0o777 & ~_umask())  # mkdtemp makes it private
@@ -75,17 +77,26 @@ def _write_split(source: Source, folder: str, shards: int, progress: Callable[[s
     names = [f"{source.info.split}-{shard:05d}-of-{shards:05d}.tfrecord" for shard in range(shards)]
     ends = [(shard + 1) * total // shards for shard in range(shards)]
     batches = tf.data.Dataset.range(total).batch(_READ_AT_ONCE)
-    batches = batches.map(lambda indices: source.read(indices), num_parallel_calls=tf.data.AUTOTUNE).prefetch(2)
-    examples = ((x, y) for some_x, some_y in batches.as_numpy_iterator() for x, y in zip(some_x, some_y, strict=True))
-    written = 0
+    batches = batches.map(lambda some: bad_records.read_usable(source, some), num_parallel_calls=tf.data.AUTOTUNE)
+    examples = (row for parts in batches.prefetch(2).as_numpy_iterator() for row in zip(*parts, strict=True))
+    counts = dict.fromkeys(names, 0)
+    done = 0
     for name, end in zip(names, ends, strict=True):
         with tf.io.TFRecordWriter(os.path.join(folder, name)) as writer:
-            while written < end:
-                writer.write(tfrecord.serialise(*next(examples)))
-                written += 1
-                if written == total or written % max(1, total // 10) == 0:
-                    progress(f"{source.info.split}: {written:,} of {total:,} examples")
-    return {name: end - begin for name, begin, end in zip(names, [0, *ends], ends, strict=False)}
+            while done < end:
+                x, y, usable = next(examples)
+                if usable:
+                    writer.write(tfrecord.serialise(x, y))
+                    counts[name] += 1
+                elif not source.skip:
+                    raise bad_records.explained(source, [done])
+                done += 1
+                if done == total or done % max(1, total // 10) == 0:
+                    progress(f"{source.info.split}: {done:,} of {total:,} examples")
+    left_out = total - sum(counts.values())
+    if left_out:
+        progress(f"{source.info.split}: {left_out:,} of {total:,} examples cannot be used and were left out")
+    return counts
 
 
 def _umask() -> int:
@@ -111,7 +122,7 @@ def _main(arguments: list[str], values: flags.FlagValues = flags.FLAGS) -> None:
             raise ConfigError(f"{arguments[1]!r} is not a flag; options are written --name=value.")
         config = InputConfig(cache="none", **{name: values[name].value for name in _OPTIONS})
         counts = write(config, values.output, values.shards, values.seed, lambda line: print(line, flush=True))
-    except ConfigError as error:
+    except (ConfigError, TrainingError) as error:
         _fail(error)
     print(
         f"wrote {sum(counts.values()):,} examples in {len(counts)} files; read them with "

@@ -20,7 +20,9 @@ from tfpar import inputs, precision
 from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.endings import Preempted
 from tfpar.exchange import Traffic
-from tfpar.training import checkpoints, report, resuming, run_state, samples
+from tfpar.training import checkpoints, input_faults, report, resuming, run_state, samples
+from tfpar.training.bad_steps import BadSteps
+from tfpar.training.batches import Pushes
 from tfpar.training.journal import Journal
 from tfpar.training.pace import next_multiple
 from tfpar.training.preemption import StopRequest
@@ -70,6 +72,9 @@ class AsynchronousRun:
         self.steps_done = 0
         self.skipped = 0
         self.train_loss: float | None = None
+        self._pushes = pushes = Pushes(self.pipeline, self.plan.workers)
+        self.bad_steps = BadSteps(pushes, limit=self.config.train.max_bad_steps, workdir=self.config.checkpoint.workdir)
+        self.skipped_examples = input_faults.SkippedExamples(pushes, is_chief=True)
         self.results: dict[str, float] = {}
         self.checkpointer = (
             checkpoints.Checkpointer(
@@ -129,7 +134,8 @@ class AsynchronousRun:
                 ends = until == last or asked.received
                 if ends:  # what it found belongs into the last checkpoint
                     self._collect_evaluation(wait=True)
-                if until % saves == 0 or ends or evaluated:  # only later is it known whether it is the best
+                due = until % saves == 0 and not self.bad_steps.holds_back
+                if due or ends or evaluated:  # only later is it known whether it is the best
                     self._save(candidate=evaluated)
             preempted = asked.received and self.steps_done < self.total
             summary = self._finish(preempted)
@@ -149,7 +155,9 @@ class AsynchronousRun:
                 following += 1
             if not pending:
                 return
-            finished.append(pending.popleft().fetch())
+            number = self.steps_done + len(finished)
+            with input_faults.named(self.train, functools.partial(self._pushes.indices, number, 1)):
+                finished.append(pending.popleft().fetch())
             now = time.perf_counter()
             if now - reported >= _REPORT_SECONDS or not pending:
                 self._report(finished, now - reported)
@@ -201,8 +209,10 @@ class AsynchronousRun:
         losses, counts, finite, norms, rates, durations, *metrics = (
             np.stack(column) for column in zip(*finished, strict=True)
         )
+        numbers = np.arange(self.steps_done, self.steps_done + len(finished))
         self.steps_done += len(finished)
         self.skipped += int(np.sum(~finite))
+        self.skipped_examples.note(numbers[0], counts)
         applied = finite & (counts > 0)
         if applied.any():
             self.train_loss = float(losses[applied].mean())
@@ -214,9 +224,12 @@ class AsynchronousRun:
             "learning_rate": float(rates[-1]),
             "gradient_norm": float(norms[-1]),
             "skipped_steps": float(self.skipped),
+            "skipped_examples": float(self.skipped_examples.count),
         }
         self.monitor.on_steps(self.steps_done, losses, durations, scalars, examples=counts, metric_sums=kept)
         self.journal.reached(self.steps_done)
+        meant = self._pushes.examples_in(numbers)[:, 0] > 0  # the others are empty shares at the end of an epoch
+        self.bad_steps.note(numbers[meant], applied[meant], losses[meant])
 
     def _start_evaluation(self) -> None:
         """Evaluates a snapshot of the weights on the chief, beside the training."""
@@ -280,6 +293,7 @@ class AsynchronousRun:
                     "input": {"update": self.steps_done, "fingerprint": self.train.info.fingerprint},
                     "best": self._best,
                     "skipped": self.skipped,
+                    "skipped_examples": self.skipped_examples.count,
                 },
                 config=self.config.as_flat_dict(),
             ),
@@ -297,6 +311,7 @@ class AsynchronousRun:
         run_state.check_data(run, self.train.info.fingerprint, self.config)
         run_state.restore(self.trainer.variables(), checkpoint.arrays, run["variables"])
         self.steps_done, self.skipped, self._best = checkpoint.step, run["skipped"], run["best"]
+        self.skipped_examples.count = run.get("skipped_examples", 0)
         self.monitor.message(f"resumed from update {checkpoint.step} of {self.config.checkpoint.workdir}")
 
     def _finish(self, preempted: bool) -> dict[str, Any]:

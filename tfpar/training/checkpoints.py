@@ -287,7 +287,7 @@ MAY_DIFFER = frozenset(
         *("peer_timeout", "start_timeout", "stall_timeout"),
         *("workdir", "checkpoint_every", "keep_checkpoints", "on_checkpoint_error", "warm_start"),
         *("log_every", "profile_steps", "verbose", "eval_every"),
-        *("data_dir", "cache", "prefetch", "input_threads", "data_service"),
+        *("data_dir", "cache", "prefetch", "input_threads", "data_service", "on_bad_record", "max_bad_steps"),
         *("jit_compile", "tf32", "deterministic", "steps_per_loop", "steps", "epochs", "stop_after"),
     }
 )

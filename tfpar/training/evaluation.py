@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -57,7 +58,8 @@ class Evaluation:
           `loss` (mean over examples), `examples`, and one entry per metric.
         """
         loss, count, *metrics = self._split(self._run(iterator, tf.constant(batches)).numpy())
-        results = {"loss": float(loss / max(count, 1e-30)), "examples": float(count)}
+        # Without any example, where all were skipped, there is no loss.
+        results = {"loss": float(loss / count) if count else math.nan, "examples": float(count)}
         return results | self._core.metric_results(metrics)
 
     def _loop(self, iterator: Iterator[Any], batches: tf.Tensor) -> tf.Tensor:

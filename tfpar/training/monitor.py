@@ -20,6 +20,7 @@ _TAGS = {
     "learning_rate": "learning_rate",
     "loss_scale": "loss_scale",
     "skipped_steps": "skipped_steps",
+    "skipped_examples": "skipped_examples",
     "gradient_norm": "norms/gradient",
     "parameter_norm": "norms/parameter",
     "update_norm": "norms/update",
@@ -146,7 +147,7 @@ class Monitor:
           losses: [n] mean loss of each update.
           durations: [n, 5] seconds of each update: input wait, compute, exchange, update, total.
           scalars: Values at the last update: `learning_rate`, `gradient_norm`, `parameter_norm`, `update_norm`,
-            `loss_scale`, `skipped_steps`, those of the exchange; any other name is a training metric.
+            `loss_scale`, `skipped_steps`, `skipped_examples`, those of the exchange; any other name is a metric.
           examples: [n] examples of each update; by default the global batch size.
           metric_sums: States of the metrics, summed over the updates; what is shown covers all updates since the last
             line or point, as the loss does.

@@ -16,6 +16,7 @@ from tfpar.config import ConfigError, TrainConfig
 from tfpar.exchange import Traffic
 from tfpar.training import checkpoint_files, run_state, samples
 from tfpar.training.checkpoints import CheckpointError
+from tfpar.training.input_faults import SkippedExamples
 from tfpar.training.journal import Journal
 from tfpar.training.monitor import Monitor
 
@@ -36,6 +37,8 @@ class Run(Protocol):
     monitor: Monitor
     pipeline: inputs.Pipeline
     train: inputs.Source
+    validation: inputs.Source | None
+    skipped_examples: SkippedExamples
     results: dict[str, float]
     total: int
     journal: Journal
@@ -189,10 +192,19 @@ def summary(run: Run, params_sha256: str) -> dict[str, Any]:
         "restarts": run.journal.restarts,
         "steps_redone": run.journal.steps_redone,
         "skipped_steps": run.skipped,
+        "skipped_examples": run.skipped_examples.count,
+        "skipped_validation_examples": _skipped_validation_examples(run),
         "failed_checkpoints": run.failures,
         "failed_writes": [*run.monitor.failures],
         "parameters": trainer.model.count_params(),
     }
+
+
+def _skipped_validation_examples(run: Run) -> int:
+    """How many examples the last evaluation left out."""
+    if run.validation is None or "examples" not in run.results:
+        return 0
+    return run.validation.info.num_examples - round(run.results["examples"])
 
 
 def write_results(run: Run, content: dict[str, Any]) -> None:
@@ -360,6 +372,10 @@ def closing_table(content: dict[str, Any], workdir: str) -> str:
         rows.append(("skipped (non-finite)", f"{content['skipped_steps']}{': every update' if every else ''}"))
     if content["restarts"]:
         rows.append(("restarts", f"{content['restarts']}, {content['steps_redone']} updates done again"))
+    skipped = {"training": content["skipped_examples"], "validation": content["skipped_validation_examples"]}
+    if any(skipped.values()):
+        texts = [f"{count} in {what}" for what, count in skipped.items() if count]
+        rows.append(("skipped examples", f"{', '.join(texts)} (--on_bad_record=skip)"))
     if content["failed_checkpoints"]:
         first, *more = content["failed_checkpoints"]
         rows.append(("failed checkpoints", first + (f"; and {len(more)} more, last {more[-1]}" if more else "")))

@@ -25,11 +25,14 @@ def write_inputs(monitor: Monitor, source: inputs.Source) -> None:
     count = min(IMAGES, info.num_examples)
     if count == 0:
         return
-    x, _ = source.fetch(tf.range(count, dtype=tf.int64))
+    x, _, usable = inputs.fetch_usable(source, tf.range(count, dtype=tf.int64))
+    shown = x.numpy()[usable.numpy()]  # what is wrong with the others is said when they are trained on
+    if not len(shown):
+        return
     if info.task == "language_model" and info.decode is not None:
-        monitor.sample_text("inputs", "\n\n---\n\n".join(info.decode(row) for row in x.numpy()[:4]))
+        monitor.sample_text("inputs", "\n\n---\n\n".join(info.decode(row) for row in shown[:4]))
     elif info.input_spec.shape.rank == 3 and info.input_spec.shape[-1] in (1, 3, 4):
-        monitor.images("inputs", x.numpy())
+        monitor.images("inputs", shown)
 
 
 def write_text(monitor: Monitor, trainer: Trainer, source: inputs.Source, step: int) -> None:
@@ -37,7 +40,7 @@ def write_text(monitor: Monitor, trainer: Trainer, source: inputs.Source, step: 
     info = source.info
     if not trainer.plan.is_chief or info.task != "language_model" or info.decode is None or not info.num_examples:
         return
-    x, _ = source.fetch(tf.constant([0], tf.int64))
+    x, _, _ = inputs.fetch_usable(source, tf.constant([0], tf.int64))
     prompt = x.numpy()[0][:PROMPT_TOKENS]
     try:
         generated = info.decode(generate(trainer, prompt, GENERATED_TOKENS, seed=step))

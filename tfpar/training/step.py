@@ -46,9 +46,9 @@ class Steps(NamedTuple):
     """What several steps report.
 
     Attributes:
-      loss: Float32 `[n]`: mean loss over the examples of each update.
+      loss: Float32 `[n]`: mean loss over the examples of each update; NaN if it has none.
       count: Float32 `[n]`: examples of each update.
-      finite: Bool `[n]`: whether the update was applied.
+      finite: Bool `[n]`: whether the update was applied: all replicas were finite, and there were examples.
       durations: Float64 `[n, 5]`, seconds: see `DURATIONS`. All zero if not `timed`.
       metrics: Metric state summed over the steps.
       norms: Norms at the last step.
@@ -202,9 +202,9 @@ class TrainStep:
         gradient_norm, sums = table[:, 0], table[:, 1:]
         count = sums[:, sidecar.COUNT]
         return Steps(
-            loss=sums[:, sidecar.LOSS] / tf.maximum(count, 1e-30),
+            loss=sums[:, sidecar.LOSS] / count,
             count=count,
-            finite=tf.equal(sums[:, sidecar.NON_FINITE], 0.0),
+            finite=tf.equal(sums[:, sidecar.NON_FINITE], 0.0) & (count > 0.0),
             durations=_durations(began, carried.stamps.stack()),
             metrics=self.sidecar.metrics(sums),
             norms=Norms(gradient_norm[-1], norms[0], norms[1]),
@@ -266,8 +266,9 @@ class TrainStep:
             clip = self._clip_norm / tf.maximum(norm, self._clip_norm)
             factor, norm = factor * clip, norm * clip
 
-        # 5, 6: the update, or none; the loss scale.
-        done = tf.cond(finite, lambda: self._apply(gradients, vector, state, factor, rate), lambda: tf.identity(factor))
+        # 5, 6: the update, or none, also where all examples were skipped; the loss scale.
+        apply = finite & (vector[sidecar.COUNT] > 0.0)
+        done = tf.cond(apply, lambda: self._apply(gradients, vector, state, factor, rate), lambda: tf.identity(factor))
         if self._scale_loss:
             loss_scale = update_loss_scale(loss_scale, finite, self._growth_steps)
         report = tf.concat([[norm], vector[: self.sidecar.report_length]], axis=0)

@@ -11,7 +11,8 @@ from tfpar import inputs, precision
 from tfpar.endings import Preempted
 from tfpar.exchange import Traffic
 from tfpar.precision import LossScale
-from tfpar.training import checkpoints, report, resuming, run_state, samples, schedules
+from tfpar.training import checkpoints, input_faults, report, resuming, run_state, samples, schedules
+from tfpar.training.bad_steps import BadSteps
 from tfpar.training.collective import Agreement
 from tfpar.training.journal import Journal
 from tfpar.training.pace import Pace, next_multiple
@@ -69,6 +70,14 @@ class SynchronousRun:
         self.journal = Journal(config.checkpoint.workdir, writes=self.plan.is_chief)
         self.watchdog = Watchdog(config.strategy.stall_timeout, f"worker {self.plan.worker}")
         self.stop_request = StopRequest()
+        self.bad_steps = BadSteps(
+            self.pipeline,
+            limit=config.train.max_bad_steps,
+            workdir=config.checkpoint.workdir,
+            is_chief=self.plan.is_chief,
+            settle=lambda: self.agreement.all_equal([0]),
+        )
+        self.skipped_examples = input_faults.SkippedExamples(self.pipeline, is_chief=self.plan.is_chief)
 
     @property
     def steps_done(self) -> int:
@@ -139,7 +148,8 @@ class SynchronousRun:
             self.watchdog.progress(f"the updates after {step}")
             with self.watchdog.paused():
                 improved = self._evaluate() if step % every == 0 or step == self.total else False
-                if step % saves == 0 or step == last or improved or preempted:
+                due = step % saves == 0 and not self.bad_steps.holds_back
+                if due or step == last or improved or preempted:
                     self._save(best=improved)
                 if step % retunes == 0 and step < last and trainer.exchange.retune():
                     self.say(trainer.exchange.plan_table)
@@ -153,14 +163,15 @@ class SynchronousRun:
         self.monitor.before_step(position.step)
         factor = self.plateau.multiplier if self.plateau else 1.0
         began = time.perf_counter()
-        result: Steps = self.step.run(
-            iterator,
-            tf.constant(position.step, tf.int64),
-            tf.constant(updates),
-            position.loss_scale,
-            tf.constant(factor, tf.float32),
-            tf.constant(True),
-        )
+        with input_faults.named(self.train, lambda: self.pipeline.indices(position.step, updates, self.plan.worker)):
+            result: Steps = self.step.run(
+                iterator,
+                tf.constant(position.step, tf.int64),
+                tf.constant(updates),
+                position.loss_scale,
+                tf.constant(factor, tf.float32),
+                tf.constant(True),
+            )
         losses, finite = result.loss.numpy(), result.finite.numpy()
         durations = result.durations.numpy()
         if not durations.any():  # no clock inside the step: all its time counts as computing
@@ -168,6 +179,7 @@ class SynchronousRun:
         position.step += updates
         position.loss_scale = result.loss_scale
         position.skipped += int(np.sum(~finite))
+        self.skipped_examples.note(position.step - updates, result.count.numpy())
         if (position.step - updates) % self.evaluate_every == 0:
             position.loss_sum, position.loss_count = 0.0, 0
         position.loss_sum += float(np.sum(losses[finite], dtype=np.float64))
@@ -179,6 +191,7 @@ class SynchronousRun:
             "update_norm": float(result.norms.update),
             "loss_scale": float(result.loss_scale.scale),
             "skipped_steps": float(position.skipped),
+            "skipped_examples": float(self.skipped_examples.count),
             **self._exchange_scalars(),
         }
         self.monitor.on_steps(
@@ -191,6 +204,7 @@ class SynchronousRun:
         )
         self.monitor.after_step(position.step)
         self.journal.reached(position.step)
+        self.bad_steps.note(np.arange(position.step - updates, position.step), finite, losses)
 
     def _exchange_scalars(self) -> dict[str, float]:
         traffic = self.traffic
@@ -263,6 +277,7 @@ class SynchronousRun:
             "best": position.best,
             "loss": [position.loss_sum, position.loss_count],
             "skipped": position.skipped,
+            "skipped_examples": self.skipped_examples.count,
             "replicas": self.plan.replicas,
             "workers": self.plan.workers,
         }
@@ -289,6 +304,7 @@ class SynchronousRun:
             loss_sum=run["loss"][0],
             loss_count=run["loss"][1],
         )
+        self.skipped_examples.count = run.get("skipped_examples", 0)
         if self.plateau and run["plateau"]:
             self.plateau.restore(run["plateau"])
         epoch = checkpoint.step / self.pipeline.updates_per_epoch

@@ -15,12 +15,14 @@ from tfpar.training.asynchronous import AsynchronousRun
 from tfpar.training.core import Core, build_metrics, per_example_loss, takes_class_numbers
 from tfpar.training.data_checks import check_fits
 from tfpar.training.evaluation import Evaluation
+from tfpar.training.input_faults import SkippedExamples, named
 from tfpar.training.run_checks import check_sources
 from tfpar.training.start import CUSTOM, start
 from tfpar.training.step import TrainStep
 from tfpar.training.synchronous import SynchronousRun
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 
@@ -114,6 +116,7 @@ class Trainer:
                 seed=self.config.train.seed,
             )
         self._evaluation: Evaluation | None = None
+        self._named_skipped: set[str] = set()  # sources whose examples that evaluation skips have been named
         self._step: tuple[Any, TrainStep] | None = None
 
     def fit(
@@ -179,8 +182,15 @@ class Trainer:
                 jit_compile=self.jit_compile,
                 weights=weights,
             )
-        with peers.named(self.plan.cluster):
-            return self._evaluation.run(iter(self.distribute(pipeline)), pipeline.updates_per_epoch)
+        updates = pipeline.updates_per_epoch
+        read = functools.partial(pipeline.indices, 0, updates, max(self.plan.worker, 0))
+        with peers.named(self.plan.cluster), named(source, read):
+            results = self._evaluation.run(iter(self.distribute(pipeline)), updates)
+        total = source.info.num_examples
+        if results["examples"] < total and self.plan.is_chief and source.info.fingerprint not in self._named_skipped:
+            self._named_skipped.add(source.info.fingerprint)
+            SkippedExamples(pipeline, is_chief=True).name(np.arange(total))
+        return results
 
     def pipeline(self, source: inputs.Source, *, training: bool) -> inputs.Pipeline:
         """The input pipeline of a source for this layout."""

@@ -1,0 +1,62 @@
+"""What updates are made of: the batches of a pipeline, or the shares of them that workers push one by one."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+from tfpar import inputs
+
+import numpy as np
+
+
+class Batches(Protocol):
+    """Examples by number of update; `tfpar.inputs.Pipeline` is one, where an update is a whole batch."""
+
+    @property
+    def source(self) -> inputs.Source: ...
+
+    @property
+    def skips(self) -> bool: ...
+
+    def examples_in(self, updates: np.ndarray) -> np.ndarray:
+        """How many examples each update has: int64 [K, replicas] for int64 [K]."""
+
+    def indices(self, first: int, count: int) -> np.ndarray:
+        """The examples of `count` updates from `first` on: int64 [count, ...], -1 for padding."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Pushes:
+    """The updates of asynchronous training: number `k` is the share of worker `k % workers` in batch `k // workers`.
+
+    Attributes:
+      pipeline: The batches.
+      workers: How many share one.
+    """
+
+    pipeline: inputs.Pipeline
+    workers: int
+
+    @property
+    def source(self) -> inputs.Source:
+        """The examples."""
+        return self.pipeline.source
+
+    @property
+    def skips(self) -> bool:
+        """Whether examples that cannot be used get the weight 0."""
+        return self.pipeline.skips
+
+    def examples_in(self, updates: np.ndarray) -> np.ndarray:
+        """How many examples each update has: int64 [K, 1] for int64 [K]."""
+        every = self.pipeline.examples_in(updates // self.workers)
+        return np.take_along_axis(every, (updates % self.workers)[:, None], axis=1)
+
+    def indices(self, first: int, count: int) -> np.ndarray:
+        """The examples of `count` updates from `first` on: int64 [count, A, 1, m], -1 for padding."""
+        shares = []
+        for update in range(first, first + count):
+            batch, worker = divmod(update, self.workers)
+            shares.append(self.pipeline.indices(batch, 1)[0, :, worker : worker + 1])
+        return np.stack(shares)
