@@ -42,7 +42,7 @@ def unknown_name(flag: str, value: str, known: Iterable[str]) -> ConfigError:
     return ConfigError(f"{flag}={value!r} is not known.{hint} Known: {', '.join(names)}.")
 
 
-def parse_arguments(flag: str, text: str) -> dict[str, Any]:
+def parse_arguments(flag: str, text: str, *, example: str, prefix: str = "") -> dict[str, Any]:
     """Parses `key=value,key=value` into keyword arguments.
 
     Values are read as JSON where they are JSON (`2`, `0.5`, `true`, `null`, `[64,128]`) and as
@@ -51,6 +51,8 @@ def parse_arguments(flag: str, text: str) -> dict[str, Any]:
     Args:
       flag: The flag the text came from; named in errors.
       text: The text; empty means no arguments.
+      example: What could be written instead; shown in errors.
+      prefix: What stands before the text where the flag takes more than arguments; shown in errors.
 
     Returns:
       The keyword arguments in the order given.
@@ -59,15 +61,14 @@ def parse_arguments(flag: str, text: str) -> dict[str, Any]:
       ConfigError: A part without `=`, an empty key, or a key given twice.
     """
     arguments: dict[str, Any] = {}
+    given = prefix + text
     for part in _split_outside_brackets(text):
         key, separator, value = part.partition("=")
         key, value = key.strip(), value.strip()
         if not separator or not key.isidentifier():
-            raise ConfigError(
-                f"{flag}={text!r}: {part!r} is not key=value. Write e.g. {flag}=width=64,activation=gelu."
-            )
+            raise ConfigError(f"{flag}={given!r}: {part!r} is not key=value. Write e.g. {flag}={prefix}{example}.")
         if key in arguments:
-            raise ConfigError(f"{flag}={text!r}: {key!r} is given twice.")
+            raise ConfigError(f"{flag}={given!r}: {key!r} is given twice.")
         try:
             arguments[key] = json.loads(value)
         except json.JSONDecodeError:
@@ -170,7 +171,7 @@ class ModelConfig(Options):
 
     def arguments(self) -> dict[str, Any]:
         """`model_args` as keyword arguments."""
-        return parse_arguments("--model_args", self.model_args)
+        return parse_arguments("--model_args", self.model_args, example="width=64,activation=gelu")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -302,7 +303,7 @@ class OptimizerConfig(Options):
 
     def arguments(self) -> dict[str, Any]:
         """`optimizer_args` as keyword arguments."""
-        return parse_arguments("--optimizer_args", self.optimizer_args)
+        return parse_arguments("--optimizer_args", self.optimizer_args, example="beta_2=0.95,nesterov=true")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -319,7 +320,7 @@ class ScheduleConfig(Options):
 
     def arguments(self) -> dict[str, Any]:
         """`schedule_args` as keyword arguments."""
-        return parse_arguments("--schedule_args", self.schedule_args)
+        return parse_arguments("--schedule_args", self.schedule_args, example="milestones=[0.5,0.75],factor=0.1")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
