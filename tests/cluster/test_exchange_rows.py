@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from tests.cluster.scripts.exchange_rows import BAD_STEP, SHAPES, STEPS, TABLE, gradients
 from tests.cluster.test_multi_worker import launch
 from tfpar.exchange import Exchange
@@ -92,3 +94,13 @@ def check_bytes(spec: str, state: dict[str, np.ndarray], replicas: int, workers:
         else:
             rows = sent / (row * (workers - 1))
             assert most - 0.5 <= rows <= max(16, 1.125 * most) + 0.5, f"{spec}, step {step}: {rows} for {most}"
+
+
+def test_the_benchmark_shows_what_rows_save():
+    arguments = ["--vocabulary=2000", "--width=8", "--tokens=64", "--steps=2", "--exchanges=none,int8"]
+    result = launch(2, "experiments/benchmarks/embeddings.py", *arguments, timeout=120.0)
+    assert result.returncode == 0, result.stdout + result.stderr
+    rows = re.findall(r"(none|int8) +(table|rows) +([\d,]+)", result.stdout)
+    sent = {(spec, name): int(number.replace(",", "")) for spec, name, number in rows}
+    assert sent["none", "table"] == 4 * 2000 * 8
+    assert sent["none", "rows"] == sent["int8", "rows"] < 0.1 * sent["none", "table"]

@@ -5,6 +5,7 @@ python tests/cluster/scripts/exchange_rows.py OUTPUT_DIR DEVICES SPEC...
 
 from __future__ import annotations
 
+import functools
 import pathlib
 import sys
 
@@ -52,9 +53,8 @@ def exchange_all(spec: str, layout: tfpar.Layout) -> dict[str, np.ndarray]:
         def replica_step() -> list[tf.Tensor]:
             context = tf.distribute.get_replica_context()
             local = context.replica_id_in_sync_group % plan.local_replicas
-            kernel, values, numbers, small = replicas[
-                local if isinstance(local, int) else int(tf.get_static_value(local))
-            ]
+            mine = [functools.partial(tf.nest.map_structure, tf.identity, given) for given in replicas]
+            kernel, values, numbers, small = tf.switch_case(local, mine)
             table = tf.IndexedSlices(values, numbers, tf.constant(TABLE, tf.int64))
             mean = exchange.reduce([kernel, table, small])
             assert isinstance(mean[1], tf.IndexedSlices) == (plan.workers > 1)
