@@ -13,6 +13,7 @@ from pathlib import Path
 from tfpar import doctor
 from tfpar.doctor import FAIL, OK, WARN, Check
 from tfpar.probe import Probe
+from tfpar_ops import library
 
 import pytest
 
@@ -44,8 +45,10 @@ def test_a_healthy_machine(tmp_path: Path) -> None:
     checks = {check["name"]: check for check in report["checks"]}
     assert list(checks) == [
         *("python", "cpu", "memory", "data_dir", "environment", "tensorflow", "keras", "keras backend"),
-        *("gpu", "cuda", "nccl", "xla", "tfpar_ops", "cluster"),
+        *("gpu", "cuda", "nccl", "xla", "tfpar_ops", "tfpar_ops cuda", "cluster"),
     ]
+    facts = library.build_facts()
+    assert (facts.get("cuda") or "no GPU kernels") in checks["tfpar_ops cuda"]["detail"]
     assert report["ok"]
     assert all(check["status"] in (OK, WARN) for check in checks.values())
     assert checks["keras backend"]["detail"] == "tensorflow"
@@ -172,6 +175,52 @@ def test_a_gpu_that_tensorflow_does_not_see(tmp_path: Path, monkeypatch: pytest.
     assert "tensorflow[and-cuda]" in check.fix
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     assert verdicts()["gpu"].status == OK
+
+
+H100 = {"device_name": "NVIDIA H100", "compute_capability": "(9, 0)"}
+P100 = {"device_name": "Tesla P100", "compute_capability": "(6, 0)"}
+CUDA_12_5 = {"cuda": "12.5", "cuda_capabilities": ["7.5", "8.0", "9.0"]}
+CUDA_13 = {**CUDA_12_5, "cuda": "13.0"}
+
+
+@pytest.mark.parametrize(
+    ("built", "gpus", "driver", "status", "text", "fix"),
+    [
+        ({}, [], "", OK, "no GPU kernels, and no GPU", ""),
+        ({}, [H100], "", WARN, "no GPU kernels: codecs", "Put nvcc of CUDA 12.5.1 on the PATH"),
+        ({"cuda": ""}, [H100], "", WARN, "no GPU kernels: codecs", "make setup"),
+        (CUDA_13, [], "", OK, "built with CUDA 13.0, TensorFlow with 12.5.1; no GPU here", ""),
+        (CUDA_12_5, [H100], "", OK, "built with CUDA 12.5, TensorFlow with 12.5.1", ""),
+        (CUDA_12_5, [H100, P100], "", FAIL, "Tesla P100: compute capability below 7.5", "CUDA_VISIBLE_DEVICES"),
+        (CUDA_13, [H100], "", WARN, "another major version, which needs a driver of 580", "nvidia-smi"),
+        (CUDA_13, [H100], "580.65.06", OK, "built with CUDA 13.0", ""),
+        (CUDA_13, [H100], "550.54", FAIL, "need a driver of 580 or later, and this one is 550", "Update the driver"),
+        ({**CUDA_13, "cuda": "14.1"}, [H100], "600.1", WARN, "needs a driver for CUDA 14", "nvcc of CUDA 12.5.1"),
+    ],
+)
+def test_the_cuda_that_the_codecs_were_built_with(
+    built: dict, gpus: list, driver: str, status: str, text: str, fix: str, tmp_path: Path, monkeypatch
+) -> None:
+    """Against TensorFlow's 12.5.1, and the driver that a script in place of nvidia-smi tells, if there is one."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if driver:
+        tool = tmp_path / "nvidia-smi"
+        tool.write_text(f"#!/bin/sh\necho 'NVIDIA H100, 81559 MiB, {driver}'\n")
+        tool.chmod(0o755)
+    check = verdicts(gpus=gpus, ops={"status": "built", "built": built})["tfpar_ops cuda"]
+    assert check.status == status
+    assert text in check.detail
+    assert fix in check.fix
+    assert bool(check.fix) == (status != OK)
+
+
+def test_an_unknown_choice_of_the_codecs_is_named() -> None:
+    result = run("--json", TFPAR_OPS_TARGET="avx512")
+    checks = {check["name"]: check for check in json.loads(result.stdout)["checks"]}
+    assert result.returncode == 1
+    assert checks["tfpar_ops"]["status"] == FAIL
+    assert "TFPAR_OPS_TARGET='avx512' is not one of baseline, x86-64-v3, x86-64-v4" in checks["tfpar_ops"]["detail"]
+    assert "Unset the variable" in checks["tfpar_ops"]["fix"]
 
 
 def test_tensorflow_that_crashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ class ModelConfig(Options):
 
     def arguments(self) -> dict[str, Any]:
         """`model_args` as keyword arguments."""
-        return parse_arguments("--model_args", self.model_args)
+        return parse_arguments("--model_args", self.model_args, example="width=64,activation=gelu")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -187,7 +187,7 @@ class OptimizerConfig(Options):
 
     def arguments(self) -> dict[str, Any]:
         """`optimizer_args` as keyword arguments."""
-        return parse_arguments("--optimizer_args", self.optimizer_args)
+        return parse_arguments("--optimizer_args", self.optimizer_args, example="beta_2=0.95,nesterov=true")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -204,7 +204,7 @@ class ScheduleConfig(Options):
 
     def arguments(self) -> dict[str, Any]:
         """`schedule_args` as keyword arguments."""
-        return parse_arguments("--schedule_args", self.schedule_args)
+        return parse_arguments("--schedule_args", self.schedule_args, example="milestones=[0.5,0.75],factor=0.1")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ import datetime
 import json
 import os
 import platform
+import re
 import shutil
 import socket
 import subprocess
@@ -32,6 +33,9 @@ from tfpar.probe import Probe
 
 OK, WARN, FAIL = "ok", "warn", "FAIL"
 TESTED = {"tensorflow": "2.21", "keras": "3.15"}  # the releases that setup.py allows
+# Oldest Linux driver, by major version, that runs programs built with a major version of CUDA (NVIDIA's release notes,
+# "minor version compatibility").
+_OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
 _BACKEND_FIX = 'Set KERAS_BACKEND=tensorflow, or "backend": "tensorflow" in ~/.keras/keras.json.'
 _SHOWN_VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
@@ -175,9 +179,14 @@ def check_tensorflow(facts: dict[str, Any]) -> Iterator[Check]:
         yield Check("xla", OK, f"compiles and computes rightly ({times})")
     ops = facts.get("ops", {"error": error})
     if "error" in ops:
-        yield Check("tfpar_ops", FAIL, ops["error"], "Run `make setup`, which installs and builds it.")
+        fix = "Run `make setup`, which installs and builds it."
+        if "TFPAR_OPS" in ops["error"]:
+            fix = "Unset the variable, or give it one of these values."
+        yield Check("tfpar_ops", FAIL, ops["error"], fix)
     else:
         yield Check("tfpar_ops", OK, ops["status"])
+        if "built" in ops:
+            yield _check_ops_cuda(ops["built"], facts)
 
 
 def _check_version(name: str, version: str) -> Check:
@@ -229,6 +238,50 @@ def _check_gpus(facts: dict[str, Any]) -> Iterator[Check]:
     else:
         status = WARN if len(seen) > 1 else OK
         yield Check("nccl", status, "no kernels; several GPUs would talk through the CPU")
+
+
+def _check_ops_cuda(built: dict[str, Any], facts: dict[str, Any]) -> Check:
+    """Whether the GPU kernels of tfpar_ops can run beside those of this TensorFlow, on these GPUs and their driver.
+
+    Args:
+      built: What setup.py noted beside the library: `cuda`, `cuda_capabilities`; empty where there is none.
+      facts: Of the probe.
+    """
+    name, gpus = "tfpar_ops cuda", facts.get("gpus", [])
+    theirs = facts.get("build", {}).get("cuda_version", "")
+    build_again = f"nvcc of CUDA {theirs or 'of TensorFlow'} on the PATH, or CUDA_HOME, then `make setup`."
+    if not built.get("cuda"):
+        if gpus:
+            found = "no GPU kernels: codecs of gradients on GPUs run as plain TensorFlow operations, or on the CPU"
+            return Check(name, WARN, found, f"Put {build_again}")
+        return Check(name, OK, "no GPU kernels, and no GPU that would need them")
+    ours = built["cuda"]
+    detail = f"built with CUDA {ours}" + (f", TensorFlow with {theirs}" if theirs else ", TensorFlow without CUDA")
+    if not gpus:
+        return Check(name, OK, f"{detail}; no GPU here that would run them")
+    least = built.get("cuda_capabilities") or ["0.0"]
+    lowest = min(tuple(map(int, capability.split("."))) for capability in least)
+    old = [gpu for gpu in gpus if _capability(gpu) < lowest]
+    if old:
+        shown = ", ".join(gpu.get("device_name", "GPU") for gpu in old)
+        found = f"{detail}; {shown}: compute capability below {lowest[0]}.{lowest[1]}, the lowest it has kernels for"
+        return Check(name, FAIL, found, "Hide this GPU with CUDA_VISIBLE_DEVICES, or train with --exchange=none.")
+    major, drivers = int(ours.split(".")[0]), [int(line.rsplit(",", 1)[-1].split(".")[0]) for line in _nvidia_smi()]
+    needed = _OLDEST_DRIVER.get(major)
+    if needed and drivers and min(drivers) < needed:
+        found = f"{detail}; its kernels need a driver of {needed} or later, and this one is {min(drivers)}"
+        return Check(name, FAIL, found, f"Update the driver, or build with TensorFlow's CUDA: {build_again}")
+    if theirs and major != int(theirs.split(".")[0]) and not (needed and drivers):
+        needs = f"a driver of {needed} or later" if needed else f"a driver for CUDA {major}"
+        found = f"{detail}: another major version, which needs {needs}, whatever TensorFlow's own needs"
+        return Check(name, WARN, found, f"Look at nvidia-smi; or build with TensorFlow's CUDA: {build_again}")
+    return Check(name, OK, detail)
+
+
+def _capability(gpu: dict[str, str]) -> tuple[int, ...]:
+    """Of a GPU as TensorFlow describes it, "(9, 0)"; as high as can be where it does not say."""
+    found = tuple(int(part) for part in re.findall(r"\d+", gpu.get("compute_capability", "")))
+    return found or (999,)
 
 
 def _nvidia_smi() -> list[str]:

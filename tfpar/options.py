@@ -41,7 +41,7 @@ def unknown_name(flag: str, value: str, known: Iterable[str]) -> ConfigError:
     return ConfigError(f"{flag}={value!r} is not known.{hint} Known: {', '.join(names)}.")
 
 
-def parse_arguments(flag: str, text: str) -> dict[str, Any]:
+def parse_arguments(flag: str, text: str, *, example: str, prefix: str = "") -> dict[str, Any]:
     """Parses `key=value,key=value` into keyword arguments.
 
     Values are read as JSON where they are JSON (`2`, `0.5`, `true`, `null`, `[64,128]`) and as
@@ -50,6 +50,8 @@ def parse_arguments(flag: str, text: str) -> dict[str, Any]:
     Args:
       flag: The flag the text came from; named in errors.
       text: The text; empty means no arguments.
+      example: What could be written instead; shown in errors.
+      prefix: What stands before the text where the flag takes more than arguments; shown in errors.
 
     Returns:
       The keyword arguments in the order given.
@@ -58,15 +60,14 @@ def parse_arguments(flag: str, text: str) -> dict[str, Any]:
       ConfigError: A part without `=`, an empty key, or a key given twice.
     """
     arguments: dict[str, Any] = {}
+    given = prefix + text
     for part in _split_outside_brackets(text):
         key, separator, value = part.partition("=")
         key, value = key.strip(), value.strip()
         if not separator or not key.isidentifier():
-            raise ConfigError(
-                f"{flag}={text!r}: {part!r} is not key=value. Write e.g. {flag}=width=64,activation=gelu."
-            )
+            raise ConfigError(f"{flag}={given!r}: {part!r} is not key=value. Write e.g. {flag}={prefix}{example}.")
         if key in arguments:
-            raise ConfigError(f"{flag}={text!r}: {key!r} is given twice.")
+            raise ConfigError(f"{flag}={given!r}: {key!r} is given twice.")
         try:
             arguments[key] = json.loads(value)
         except json.JSONDecodeError:

@@ -43,7 +43,10 @@ def probe() -> None:
     except Exception as error:  # whatever a missing backend raises
         tell("keras", {"error": f"{type(error).__name__}: {error}"})
     try:
-        tell("ops", {"status": importlib.import_module("tfpar_ops").library_status()})
+        library = importlib.import_module("tfpar_ops.library")
+        facts = library.build_facts()
+        built = {key: facts[key] for key in ("cuda", "cuda_capabilities") if key in facts}
+        tell("ops", {"status": library.library().status, "built": built})
     except Exception as error:
         tell("ops", {"error": f"{type(error).__name__}: {error}"})
     for device in ["CPU:0", *(f"GPU:{index}" for index in range(len(gpus)))]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import numbers
 import struct
 
@@ -27,6 +28,18 @@ _FORMATS = (
 )
 _NUMBERS = {kind_and_bits: number for number, kind_and_bits in enumerate(_FORMATS, start=1)}
 _DEFAULT_BLOCK = {"bf16": CAST_BLOCK, "fp16": CAST_BLOCK, "fp8": 512, "quantize": 512, "sign": 512, "topk": 4096}
+# What people write for a kind that has another name here.
+_OTHER_NAMES = {
+    "int8": "Codec('quantize', bits=8)",
+    "int4": "Codec('quantize', bits=4)",
+    "int2": "Codec('quantize', bits=2)",
+    "bfloat16": "Codec('bf16')",
+    "float16": "Codec('fp16')",
+    "float8": "Codec('fp8')",
+    "e4m3": "Codec('fp8')",
+    "signsgd": "Codec('sign')",
+    "dgc": "Codec('topk', keep=41)",
+}
 _LARGEST_BLOCK = {"fp8": 4096, "quantize": 4096, "sign": 4096, "topk": 16384}
 
 
@@ -56,9 +69,9 @@ class Codec:
     rounding: str = "nearest"
 
     def __post_init__(self) -> None:
-        _one_of("kind", self.kind, KINDS)
+        _check_kind(self.kind)
         for name in ("bits", "block", "keep"):
-            object.__setattr__(self, name, _whole(f"codec {self.kind}: {name}", getattr(self, name)))
+            object.__setattr__(self, name, _whole(self.kind, name, getattr(self, name)))
         if self.block == 0:
             object.__setattr__(self, "block", _DEFAULT_BLOCK[self.kind])
         if self.kind == "quantize":
@@ -84,9 +97,11 @@ class Codec:
             if self.block != CAST_BLOCK:
                 raise ValueError(f"codec {self.kind}: block={self.block!r}; this cast has no blocks, leave it out")
             return
-        largest = _LARGEST_BLOCK[self.kind]
-        if not 64 <= self.block <= largest or self.block & (self.block - 1):
-            raise ValueError(f"codec {self.kind}: block={self.block!r} is not a power of two from 64 to {largest}")
+        allowed = block_sizes(self.kind)
+        if self.block not in allowed:
+            raise ValueError(
+                f"codec {self.kind}: block={self.block!r} is not one of {', '.join(map(str, allowed))} elements"
+            )
 
     @property
     def has_scale(self) -> bool:
@@ -121,13 +136,33 @@ class Codec:
         return MAGIC + struct.pack("<BBHQ", number, self.block.bit_length() - 1, self.keep, elements)
 
 
+def block_sizes(kind: str) -> list[int]:
+    """Blocks that a kind of codec may have, in elements; none for casts without a scale, whose block is fixed."""
+    largest = _LARGEST_BLOCK.get(kind, 0)
+    return [64 << power for power in range(16) if 64 << power <= largest]
+
+
+def _check_kind(kind: str) -> None:
+    if isinstance(kind, str) and kind in KINDS:
+        return
+    wanted = str(kind).lower().replace("-", "").replace("_", "")
+    hint = _OTHER_NAMES.get(wanted)
+    if hint is None:
+        near = difflib.get_close_matches(wanted, KINDS, n=1, cutoff=0.5)
+        hint = f"Codec({near[0]!r})" if near else ""
+    suggestion = f". Did you mean {hint}?" if hint else ""
+    raise ValueError(f"codec: kind={kind!r} is not one of {', '.join(KINDS)}{suggestion}")
+
+
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ValueError(f"codec: {name}={value!r} is not one of {', '.join(allowed)}")
 
 
-def _whole(what: str, value: object) -> int:
+def _whole(kind: str, name: str, value: object) -> int:
     """The value as an int; any integer type is one, bool is not."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise ValueError(f"{what}={value!r} is not a whole number")
+        allowed = ", ".join(map(str, block_sizes(kind))) if name == "block" else ""
+        hint = f"; allowed are {allowed} elements" if allowed else ""
+        raise ValueError(f"codec {kind}: {name}={value!r} is not a whole number{hint}")
     return int(value)

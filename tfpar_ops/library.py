@@ -25,6 +25,7 @@ OPERATIONS = (
     "TfparNormSquared",
 )
 CHOICES = ("native", "reference")
+CPU_TARGETS = ("baseline", "x86-64-v3", "x86-64-v4")  # of core/codec.h
 _REBUILD = "`make setup` (in a checkout) or `pip install --no-build-isolation .` builds it."
 
 
@@ -55,11 +56,13 @@ def library() -> Library:
     """The implementation that this process uses, chosen at the first call.
 
     The environment variable `TFPAR_OPS` decides: `reference`, `native` (an error where the library is missing), or
-    nothing: the library if it can be loaded, otherwise the reference, with one warning.
+    nothing: the library if it can be loaded, otherwise the reference, with one warning. `TFPAR_OPS_TARGET` asks the
+    library for one of `CPU_TARGETS`; where this processor, or the library, does not have it, a warning says what is
+    used instead.
 
     Raises:
       LibraryError: `TFPAR_OPS=native`, and the library cannot be used.
-      ValueError: Another value of `TFPAR_OPS`.
+      ValueError: Another value of `TFPAR_OPS` or `TFPAR_OPS_TARGET`.
     """
     global _library
     with _lock:  # the replicas of a MirroredStrategy are threads
@@ -68,9 +71,19 @@ def library() -> Library:
         return _library
 
 
+def build_facts() -> dict[str, Any]:
+    """What the native library beside this module was built with and for; empty where it is not, or cannot be told."""
+    try:
+        return _facts(Path(__file__).parent)
+    except LibraryError:
+        return {}
+
+
 def _choose(wanted: str) -> Library:
-    if wanted and wanted not in CHOICES:
-        raise ValueError(f"TFPAR_OPS={wanted!r} is not one of {', '.join(CHOICES)}")
+    for variable, allowed in (("TFPAR_OPS", CHOICES), ("TFPAR_OPS_TARGET", CPU_TARGETS)):
+        value = os.environ.get(variable, "")
+        if value and value not in allowed:
+            raise ValueError(f"{variable}={value!r} is not one of {', '.join(allowed)}; unset, the best is taken")
     if wanted == "reference":
         return Library(None, "reference operations (TFPAR_OPS=reference)")
     try:
@@ -114,6 +127,13 @@ def load(folder: Path) -> Library:
     core.tfpar_cpu_target.restype = ctypes.c_char_p
     gpu = f"CUDA {facts['cuda']}" if facts.get("cuda") else "no GPU kernels"
     target = core.tfpar_cpu_target().decode()
+    asked = os.environ.get("TFPAR_OPS_TARGET") or target
+    if asked != target:
+        warnings.warn(
+            f"TFPAR_OPS_TARGET={asked}: this processor or build of the library does not have it; {target} is used.",
+            RuntimeWarning,
+            stacklevel=5,
+        )
     return Library(operations, f"native operations for TensorFlow {tf.__version__}: CPU {target}, {gpu}", core)
 
 

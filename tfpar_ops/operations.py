@@ -41,7 +41,8 @@ def encode(
     of the old one if nobody else holds it; `encode_into` makes sure of that.
 
     Args:
-      tensors: float32 tensors of any static shapes, together L elements.
+      tensors: A list of float32 tensors of any static shapes, or what tf.convert_to_tensor makes them of; together L
+        elements.
       residual: float32 [L], what earlier payloads left out; None for no error feedback.
       codec: The codec.
       shards: Number of payloads. Shard s holds elements [s S, (s + 1) S); what lies past L is padding.
@@ -54,7 +55,7 @@ def encode(
       L2 norms of tensors and new residual, float32 [2].
 
     Raises:
-      TypeError: A tensor has another dtype.
+      TypeError: A tensor has another dtype, or is none: None, tf.IndexedSlices; `codec` is no Codec.
       ValueError: A shape is not static or does not fit, the shards do not hold the vector, or `seed_step` does not go
         with the codec's rounding.
     """
@@ -64,7 +65,7 @@ def encode(
             tensors, residual, codec, shards=shards, shard_elements=shard_elements, seed_step=seed_step
         )
     tensors, attributes = _encoding(tensors, codec, shards, shard_elements)
-    arguments.check_residual(residual, arguments.elements_of(tensors))
+    residual = arguments.residual_tensor(residual, arguments.elements_of(tensors))
     payload, new_residual, norms = operations.tfpar_encode(
         tensors=tensors,
         residual=tf.zeros([0]) if residual is None else residual,
@@ -98,18 +99,16 @@ def encode_into(
       Payloads and squared norms as from `encode`; `residual` is None, the variable has it.
 
     Raises:
-      TypeError: A tensor, or the variable, has another dtype.
+      TypeError: As for `encode`; or `residual` is not a tf.Variable of float32.
       ValueError: As for `encode`.
     """
     operations = library().operations
     if operations is None:
-        result = reference.encode(
-            tensors, residual.read_value(), codec, shards=shards, shard_elements=shard_elements, seed_step=seed_step
+        return reference.encode_into(
+            residual, tensors, codec, shards=shards, shard_elements=shard_elements, seed_step=seed_step
         )
-        residual.assign(result.residual, read_value=False)
-        return result._replace(residual=None)
     tensors, attributes = _encoding(tensors, codec, shards, shard_elements)
-    arguments.check_residual(residual, arguments.elements_of(tensors))
+    residual = arguments.residual_variable(residual, arguments.elements_of(tensors), "encode")
     payload, norms = operations.tfpar_encode_resource(
         tensors=tensors, residual=residual.handle, seed_step=_seed_step(codec, seed_step), **attributes
     )
@@ -145,16 +144,15 @@ def decode(
     operations = library().operations
     if operations is None:
         return reference.decode(payloads, codec, shapes, shard_elements=shard_elements, factor=factor)
-    payloads = tf.convert_to_tensor(payloads)
-    if payloads.shape.rank != 2 or payloads.shape[0] is None:
-        raise ValueError(f"payloads: shape {payloads.shape}; expected [shards, words]")
-    outputs = [tf.TensorShape(shape) for shape in shapes] or [tf.TensorShape([0])]
+    arguments.check_codec(codec)
+    payloads = arguments.payload_tensor(payloads)
+    outputs = arguments.static_shapes(shapes) or [tf.TensorShape([0])]
     elements = sum(shape.num_elements() for shape in outputs)
-    size = arguments.shard_size(codec, elements, payloads.shape[0], shard_elements)
+    size = arguments.shard_size(codec, elements, arguments.payload_rows(payloads), shard_elements)
     arguments.check_payloads(codec, payloads, size)
     result = operations.tfpar_decode(
         payloads=payloads,
-        factor=tf.convert_to_tensor(factor, tf.float32),
+        factor=arguments.scalar_factor(factor),
         N=len(outputs),
         shapes=outputs,
         shard_elements=size,
@@ -183,11 +181,13 @@ def decode_sum(payloads: tf.Tensor, codec: Codec, elements: int, *, factor: tf.T
     operations = library().operations
     if operations is None:
         return reference.decode_sum(payloads, codec, elements, factor=factor)
-    payloads = tf.convert_to_tensor(payloads)
+    arguments.check_codec(codec)
+    elements = arguments.whole_number("elements", elements)
+    payloads = arguments.payload_tensor(payloads)
     arguments.check_payloads(codec, payloads, elements)
     return operations.tfpar_decode_sum(
         payloads=payloads,
-        factor=tf.convert_to_tensor(factor, tf.float32),
+        factor=arguments.scalar_factor(factor),
         elements=elements,
         **_attributes(codec),
     )
@@ -232,7 +232,7 @@ def recode(
             payloads, residual, codec, elements, factor=factor, begin=begin, valid=valid, seed_step=seed_step
         )
     inputs = _recoding(payloads, codec, elements, factor, begin, valid, seed_step)
-    arguments.check_residual(residual, inputs["valid"])
+    residual = arguments.residual_tensor(residual, inputs["valid"])
     payload, new_residual, norms = operations.tfpar_recode(
         residual=tf.zeros([0]) if residual is None else residual, **inputs
     )
@@ -267,26 +267,17 @@ def recode_into(
       Payload and squared norms as from `recode`; `residual` is None, the variable has it.
 
     Raises:
-      TypeError: A tensor, or the variable, has another dtype.
+      TypeError: As for `recode`; or `residual` is not a tf.Variable of float32.
       ValueError: As for `recode`.
       tf.errors.InvalidArgumentError: As for `decode`.
     """
     operations = library().operations
     if operations is None:
-        result = reference.recode(
-            payloads,
-            residual.read_value(),
-            codec,
-            elements,
-            factor=factor,
-            begin=begin,
-            valid=valid,
-            seed_step=seed_step,
+        return reference.recode_into(
+            residual, payloads, codec, elements, factor=factor, begin=begin, valid=valid, seed_step=seed_step
         )
-        residual.assign(result.residual, read_value=False)
-        return result._replace(residual=None)
     inputs = _recoding(payloads, codec, elements, factor, begin, valid, seed_step)
-    arguments.check_residual(residual, inputs["valid"])
+    residual = arguments.residual_variable(residual, inputs["valid"], "recode")
     payload, norms = operations.tfpar_recode_resource(residual=residual.handle, **inputs)
     return Encoded(payload, None, norms)
 
@@ -310,8 +301,7 @@ def norm_squared(tensors: Sequence[tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
     operations = library().operations
     if operations is None:
         return reference.norm_squared(tensors)
-    arguments.elements_of(tensors)
-    norm, finite = operations.tfpar_norm_squared(tensors=list(tensors) or [tf.zeros([0])])
+    norm, finite = operations.tfpar_norm_squared(tensors=arguments.float_tensors(tensors) or [tf.zeros([0])])
     return norm, finite
 
 
@@ -335,9 +325,11 @@ def _encoding(
     tensors: Sequence[tf.Tensor], codec: Codec, shards: int, shard_elements: int | None
 ) -> tuple[list[tf.Tensor], dict[str, Any]]:
     """Tensors, at least one, and attributes of an operation that encodes them."""
+    arguments.check_codec(codec)
+    tensors = arguments.float_tensors(tensors)
     size = arguments.shard_size(codec, arguments.elements_of(tensors), shards, shard_elements)
     # An attribute of 0 stands for the default, which gives shards of no elements where there are none.
-    return list(tensors) or [tf.zeros([0])], {**_attributes(codec), "shards": shards, "shard_elements": size}
+    return tensors or [tf.zeros([0])], {**_attributes(codec), "shards": int(shards), "shard_elements": size}
 
 
 def _recoding(
@@ -350,13 +342,15 @@ def _recoding(
     seed_step: tf.Tensor | None,
 ) -> dict[str, Any]:
     """Inputs and attributes, but for the residual, of an operation that encodes again."""
-    valid = arguments.check_range(codec, elements, begin, valid)
-    payloads = tf.convert_to_tensor(payloads)
+    arguments.check_codec(codec)
+    elements = arguments.whole_number("elements", elements)
+    begin, valid = arguments.check_range(codec, elements, begin, valid)
+    payloads = arguments.payload_tensor(payloads)
     arguments.check_payloads(codec, payloads, elements)
     return {
         "payloads": payloads,
-        "factor": tf.convert_to_tensor(factor, tf.float32),
-        "begin": tf.cast(begin, tf.int64),
+        "factor": arguments.scalar_factor(factor),
+        "begin": begin,
         "seed_step": _seed_step(codec, seed_step),
         "elements": elements,
         "valid": valid,

@@ -43,6 +43,27 @@ def test_two_workers_equal_one_process_with_the_joint_batch(directory, name):
         np.testing.assert_allclose(first[key], value, rtol=1e-5, atol=1e-6, err_msg=key)
 
 
+def test_rows_of_embeddings_travel_where_that_is_less(directory):
+    """And only there: what Keras has accumulated is dense, and a small table is touched as a whole."""
+    for rank in range(2):
+        sent = json.loads((directory / f"sent-{rank}.json").read_text())
+        for name in ("rows", "rows_scaled"):
+            assert sent[name] < 0.3 * sent[f"{name}, dense"]
+        for name in ("clipped", "rows_accumulated"):
+            assert sent[name] == sent[f"{name}, dense"]
+        assert sent["indexed"] == pytest.approx(sent["indexed, dense"], abs=8)
+
+
+def test_rows_beside_a_codec(directory):
+    """The table as if there was no codec, the rest within what int8 leaves out."""
+    first, second = workers(directory, "rows_int8")
+    expected = drop_in.fit("rows", 2 * drop_in.BATCH)
+    for key, value in expected.items():
+        np.testing.assert_array_equal(first[key], second[key], err_msg=key)
+        if key.startswith("weight"):
+            np.testing.assert_allclose(first[key], value, atol=2e-3, err_msg=key)
+
+
 def test_an_overflow_on_one_worker_is_skipped_by_both(directory):
     first, _ = workers(directory, "loss_scaled")
     examples = 2 * drop_in.BATCH * drop_in.STEPS

@@ -98,7 +98,8 @@ def test_bad_values_are_plain_errors(name: str, arguments: dict, message: str) -
 
 
 def test_options_as_the_flag_parses_them() -> None:
-    arguments = parse_arguments("--model_args", "widths=[16,16],normalization=none,activation=gelu_tanh")
+    text = "widths=[16,16],normalization=none,activation=gelu_tanh"
+    arguments = parse_arguments("--model_args", text, example="depth=2")
     assert models.build("mlp", DIGITS, **arguments).count_params() == 64 * 16 + 16 + 16 * 16 + 16 + 16 * 10 + 10
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-
-from tests.tfpar_ops import data, implementations, oracle
+from tests.tfpar_ops import core, data, implementations, oracle
 from tfpar_ops.codecs import Codec
 
 import numpy as np
@@ -114,27 +112,66 @@ def test_sums_and_recoding_of_any_number_of_peers(ops: implementations.Implement
     check()
 
 
+LONGEST = 4100
+# Next to a multiple of 64 up to 200, and every 97th.
+SOME_LENGTHS = [n for n in range(LONGEST + 1) if n % 97 == 0 or (n < 200 and (n + 1) % 64 <= 2)]
+
+
+class Lengths:
+    """What the oracle makes of the first n of some numbers, for one n after the other.
+
+    Args:
+      codec: The codec.
+    """
+
+    def __init__(self, codec: Codec) -> None:
+        self.codec = codec
+        self.x = data.values(LONGEST, "normal", 11)
+        self.r = data.values(LONGEST, "ties", 12) * np.float32(1e-3)
+        self._v = oracle.flush(oracle.add(self.x, self.r))
+        self._whole: list[tuple[tuple[bytes, bytes], np.ndarray, np.ndarray]] = []
+
+    def expected(self, n: int) -> tuple[bytes, np.ndarray, np.ndarray]:
+        """Payload, residual, and what the payload decodes to. Blocks that are full are those of shorter lengths."""
+        full, rest = divmod(n, self.codec.block)
+        while len(self._whole) < full:
+            self._whole.append(self._block(len(self._whole), self.codec.block))
+        blocks = self._whole[:full] + ([self._block(full, rest)] if rest else [])
+        nothing = np.zeros(0, np.float32)
+        return (
+            oracle.frame(self.codec, n, [stored for stored, _, _ in blocks]),
+            np.concatenate([nothing, *(left for _, left, _ in blocks)]),
+            np.concatenate([nothing, *(decoded for _, _, decoded in blocks)]),
+        )
+
+    def _block(self, number: int, existing: int) -> tuple[tuple[bytes, bytes], np.ndarray, np.ndarray]:
+        """What a block with so many elements stores, leaves, and decodes to."""
+        begin = number * self.codec.block
+        own = self._v[begin : begin + existing]
+        stored = oracle.encode_block(self.codec, np.pad(own, (0, self.codec.block - existing)), existing, number, 5, 6)
+        decoded = oracle.decode_block(self.codec, *stored)[:existing]
+        return stored, oracle.new_residual(own, decoded, self.r[begin : begin + existing]), decoded
+
+
 @pytest.mark.parametrize("codec", data.KINDS, ids=data.identifier)
-def test_every_length(ops: implementations.Implementation, codec: Codec):
-    """All lengths to 4,100; the reference, slower, does those next to a multiple of 64 up to 200, and every 97th."""
-    longest = 4100
-    x, r = data.values(longest, "normal", 11), data.values(longest, "ties", 12) * np.float32(1e-3)
+def test_every_length_in_the_native_core(codec: Codec):
+    """All lengths to 4,100, in two parts, through the C interface that the operations call."""
+    lengths = Lengths(codec)
+    for n in range(LONGEST + 1):
+        payload, left, decoded = lengths.expected(n)
+        made = core.encode([lengths.x[: n // 3], lengths.x[n // 3 : n]], lengths.r[:n], codec, seed=5, step=6)
+        assert made[0] == payload, n
+        data.same_bits(made[1], left)
+        data.same(core.decode_sum([payload], codec, n), decoded)
 
-    @functools.cache
-    def block(begin: int, end: int) -> tuple[tuple[bytes, bytes], np.ndarray, np.ndarray]:
-        """What one block stores, leaves, and decodes to: most blocks are those of the lengths before."""
-        v = np.zeros(codec.block, np.float32)
-        v[: end - begin] = oracle.flush(oracle.add(x[begin:end], r[begin:end]))
-        stored = oracle.encode_block(codec, v, end - begin, begin // codec.block, 5, 6)
-        decoded = oracle.decode_block(codec, *stored)[: end - begin]
-        return stored, oracle.new_residual(v[: end - begin], decoded, r[begin:end]), decoded
 
-    for n in range(longest + 1):
-        if ops.name == "reference" and n % 97 and not (n < 200 and (n + 1) % 64 <= 2):
-            continue
-        blocks = [block(begin, min(begin + codec.block, n)) for begin in range(0, n, codec.block)]
-        made = ops.encode([x[: n // 3], x[n // 3 : n]], r[:n], codec, seed=5, step=6)
-        assert made.payloads == [oracle.frame(codec, n, [stored for stored, _, _ in blocks])]
-        data.same_bits(made.residual, np.concatenate([r[:0], *(left for _, left, _ in blocks)]))
-        decoded = ops.decode_sum(made.payloads, codec, n)
-        data.same(decoded, np.concatenate([r[:0], *(decoded for _, _, decoded in blocks)]))
+@pytest.mark.parametrize("codec", data.KINDS, ids=data.identifier)
+def test_many_lengths(ops: implementations.Implementation, codec: Codec):
+    """The operations, which are made anew for every length, at some of them."""
+    lengths = Lengths(codec)
+    for n in SOME_LENGTHS:
+        payload, left, decoded = lengths.expected(n)
+        made = ops.encode([lengths.x[: n // 3], lengths.x[n // 3 : n]], lengths.r[:n], codec, seed=5, step=6)
+        assert made.payloads == [payload], n
+        data.same_bits(made.residual, left)
+        data.same(ops.decode_sum(made.payloads, codec, n), decoded)

@@ -117,6 +117,39 @@ def test_a_choice_that_does_not_exist(monkeypatch):
         tfpar_ops.library_status()
 
 
+def test_a_target_that_does_not_exist(monkeypatch):
+    monkeypatch.setattr(library, "_library", None)
+    monkeypatch.setenv("TFPAR_OPS_TARGET", "avx2")
+    with pytest.raises(ValueError, match="TFPAR_OPS_TARGET='avx2' is not one of baseline, x86-64-v3, x86-64-v4"):
+        tfpar_ops.library_status()
+
+
+@pytest.mark.usefixtures("built")
+def test_a_target_is_used_or_its_absence_told(monkeypatch):
+    """In a process of its own: the library chooses once."""
+    code = "import tfpar_ops; print(tfpar_ops.library_status())"
+    lowest = python(code, TFPAR_OPS="native", TFPAR_OPS_TARGET="baseline")
+    assert "CPU baseline" in lowest.stdout
+    assert "Warning" not in lowest.stderr
+    highest = python(code, TFPAR_OPS="native", TFPAR_OPS_TARGET="x86-64-v4")
+    assert ("CPU x86-64-v4" in highest.stdout) != (
+        "TFPAR_OPS_TARGET=x86-64-v4: this processor or build of the library does not have it" in highest.stderr
+    )
+
+
+def test_the_targets_are_those_of_the_core():
+    named = re.findall(r'"(baseline|x86-64-v\d)"', (PACKAGE / "core" / "codec.h").read_text())
+    assert sorted(named) == sorted(library.CPU_TARGETS)
+
+
+def test_facts_of_a_library_that_is_not_there(monkeypatch, tmp_path):
+    monkeypatch.setattr(library, "__file__", str(tmp_path / "library.py"))
+    assert library.build_facts() == {}
+    (tmp_path / library.FILE).touch()
+    (tmp_path / library.FACTS).write_text('{"cuda": "12.5"}')
+    assert library.build_facts() == {"cuda": "12.5"}
+
+
 @pytest.fixture
 def copy(tmp_path) -> pathlib.Path:
     """A folder with a copy of the package and its library."""

@@ -9,20 +9,26 @@ from tfpar_ops.codecs import Codec
 
 import pytest
 
+KINDS = "bf16, fp16, fp8, quantize, sign, topk"
+BLOCKS = "64, 128, 256, 512, 1024, 2048, 4096"
+
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kind": "int4"}, "codec: kind='int4' is not one of bf16, fp16, fp8, quantize, sign, topk"),
+        ({"kind": "int4"}, f"codec: kind='int4' is not one of {KINDS}. Did you mean Codec('quantize', bits=4)?"),
+        ({"kind": "topK"}, "topk. Did you mean Codec('topk')?"),
+        ({"kind": "gzip"}, f"codec: kind='gzip' is not one of {KINDS}"),
+        ({"kind": 8}, "codec: kind=8 is not one of bf16"),
         ({"kind": "quantize"}, "codec quantize: bits=0 is not one of 8, 4, 2"),
         ({"kind": "quantize", "bits": 3}, "codec quantize: bits=3 is not one of 8, 4, 2"),
         ({"kind": "sign", "bits": 1}, "codec sign: bits=1 is an option of quantize only"),
         ({"kind": "bf16", "block": 512}, "codec bf16: block=512; this cast has no blocks, leave it out"),
-        ({"kind": "sign", "block": 96}, "codec sign: block=96 is not a power of two from 64 to 4096"),
-        ({"kind": "fp8", "block": 32}, "codec fp8: block=32 is not a power of two from 64 to 4096"),
-        ({"kind": "fp8", "block": -64}, "codec fp8: block=-64 is not a power of two from 64 to 4096"),
-        ({"kind": "quantize", "bits": 4, "block": 8192}, "block=8192 is not a power of two from 64 to 4096"),
-        ({"kind": "topk", "keep": 1, "block": 32768}, "block=32768 is not a power of two from 64 to 16384"),
+        ({"kind": "sign", "block": 96}, f"codec sign: block=96 is not one of {BLOCKS} elements"),
+        ({"kind": "fp8", "block": 32}, f"codec fp8: block=32 is not one of {BLOCKS} elements"),
+        ({"kind": "fp8", "block": -64}, f"codec fp8: block=-64 is not one of {BLOCKS} elements"),
+        ({"kind": "quantize", "bits": 4, "block": 8192}, f"block=8192 is not one of {BLOCKS} elements"),
+        ({"kind": "topk", "keep": 1, "block": 32768}, f"block=32768 is not one of {BLOCKS}, 8192, 16384 elements"),
         ({"kind": "topk"}, "codec topk: keep=0 is not between 1 and block=4096"),
         ({"kind": "topk", "block": 64, "keep": 65}, "codec topk: keep=65 is not between 1 and block=64"),
         ({"kind": "fp16", "keep": 3}, "codec fp16: keep=3 is an option of topk only"),

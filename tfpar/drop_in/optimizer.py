@@ -40,7 +40,9 @@ def DistributedOptimizer(  # noqa: N802  the name that scripts know from elsewhe
     after the exchange, on the mean: clipping, weight decay, moving averages. With `gradient_accumulation_steps`,
     gradients add up locally and are exchanged once per update.
 
-    Workers weigh the same, whatever the sizes of their batches. Residuals of the exchange are not saved.
+    Workers weigh the same, whatever the sizes of their batches. Residuals of the exchange are not saved. Of embedding
+    tables, whose gradients come as `tf.IndexedSlices`, the rows that a step has touched travel where that is less than
+    the table; what Keras has accumulated is dense.
 
     With float16, put Keras' loss scaling inside: `DistributedOptimizer(keras.optimizers.LossScaleOptimizer(...))`. A
     step that overflows on one worker is then skipped by all, and leaves the residuals alone.
@@ -100,10 +102,11 @@ class Distribution:
         self._seed = seed
         self._variables: list[Any] = []
         self._checked = False
+        self._sparse: list[int] = []
         self._reduce: Any = None
 
     def start(self, optimizer: keras.optimizers.Optimizer) -> None:
-        """Compares the workers, and builds the exchange. Does nothing when called again.
+        """Compares the workers. Does nothing when called again.
 
         Args:
           optimizer: Is built.
@@ -125,8 +128,20 @@ class Distribution:
         ]
         facts = {"exchange": self._exchange.spec} | _describe(optimizer)
         _compare(self.workers.gather("compare models", [facts, described]))
-        self._exchange.build(variables, strategy=self.workers.strategy, seed=self._seed)
         self._variables = variables
+
+    def _build(self, sparse: set[int]) -> None:
+        """Builds the exchange, once.
+
+        Args:
+          sparse: The variables, by number, whose gradients came as IndexedSlices in the first step.
+        """
+        if self._reduce is not None:
+            return
+        found = self.workers.gather("compare gradients", sorted(sparse))
+        common = set(found[0]).intersection(*found)
+        self._exchange.build(self._variables, strategy=self.workers.strategy, seed=self._seed, sparse=sorted(common))
+        self._sparse = self._exchange.sparse
         self._reduce = self._reduction()
 
     def mean(
@@ -140,28 +155,40 @@ class Distribution:
           optimizer: The one that will apply them.
 
         Returns:
-          Dense tensors of the gradients' dtypes; None where there was none.
+          Dense tensors of the gradients' dtypes; None where there was none. Dense, as most of Keras' optimizers make
+          them anyhow (3.15).
         """
         self._refuse()
+        places = [optimizer._get_variable_index(variable) for variable in variables]
+        sparse = {
+            place for place, gradient in zip(places, gradients, strict=True) if isinstance(gradient, tf.IndexedSlices)
+        }
         with tf.init_scope():
             self.start(optimizer)
             self._check_same_start(optimizer)
-        dense: list[Any] = [None] * len(self._variables)
-        places = [optimizer._get_variable_index(variable) for variable in variables]
-        # Dense also because Adam of Keras 3.15 squares the rows of IndexedSlices one by one where an index repeats.
+            self._build(sparse)
+        given: list[Any] = [None] * len(self._variables)
         for place, gradient in zip(places, gradients, strict=True):
-            dense[place] = None if gradient is None else tf.cast(tf.convert_to_tensor(gradient), tf.float32)
-        # Variables without a gradient take part with zeros: the layout of the exchange is fixed.
-        means = self._reduce(
-            [
-                tf.zeros(variable.shape, tf.float32) if gradient is None else gradient
-                for gradient, variable in zip(dense, self._variables, strict=True)
-            ]
-        )
+            given[place] = gradient
+        means = self._reduce([self._prepared(place, gradient) for place, gradient in enumerate(given)])
         return [
             None if gradient is None else tf.cast(means[place], gradient.dtype)
             for gradient, place in zip(gradients, places, strict=True)
         ]
+
+    def _prepared(self, place: int, gradient: Any) -> Any:
+        """Float32, in the form that the exchange was built for: a tensor, or rows and their numbers.
+
+        Variables without a gradient take part with zeros: the layout of the exchange is fixed.
+        """
+        shape = tf.TensorShape(self._variables[place].shape)
+        if place not in self._sparse:
+            return tf.zeros(shape) if gradient is None else tf.cast(tf.convert_to_tensor(gradient), tf.float32)
+        if gradient is None:
+            return tf.zeros([0, *shape[1:]]), tf.zeros([0], tf.int64)
+        if isinstance(gradient, tf.IndexedSlices):
+            return tf.cast(gradient.values, tf.float32), tf.cast(gradient.indices, tf.int64)
+        return tf.cast(gradient, tf.float32), tf.range(shape[0], dtype=tf.int64)
 
     def _refuse(self) -> None:
         if tf.distribute.has_strategy():
@@ -192,21 +219,29 @@ class Distribution:
         for another batch size, which may come up on one worker alone.
         """
         device = self.workers.strategy.extended.worker_devices[0]
-        reduce = self._replica_mean if self._exchange.compresses else self._dense_mean()
-        signature = [tf.TensorSpec(variable.shape, tf.float32) for variable in self._variables]
+        reduce = self._replica_mean if self._exchange.compresses or self._sparse else self._dense_mean()
+        signature: list[Any] = [tf.TensorSpec(variable.shape, tf.float32) for variable in self._variables]
+        for place in self._sparse:
+            rows = tf.TensorSpec([None, *self._variables[place].shape[1:]], tf.float32)
+            signature[place] = rows, tf.TensorSpec([None], tf.int64)
 
         @tf.function(input_signature=[signature], autograph=False)
-        def mean(gradients: list[tf.Tensor]) -> list[tf.Tensor]:
+        def mean(gradients: list[Any]) -> list[tf.Tensor]:
             with tf.device(device):
-                return reduce([tf.identity(gradient) for gradient in gradients])
+                return reduce(tf.nest.map_structure(tf.identity, gradients))
 
         mean.get_concrete_function()
         return mean
 
-    def _replica_mean(self, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
+    def _replica_mean(self, gradients: list[Any]) -> list[tf.Tensor]:
+        slices = [tf.IndexedSlices(*given) if isinstance(given, tuple) else given for given in gradients]
         # This process is to the exchange what it would be under a strategy: one of its replicas.
         with tf.distribute.ReplicaContext(self.workers.strategy, replica_id_in_sync_group=self.workers.rank):
-            return self._exchange.reduce(gradients)
+            means = self._exchange.reduce(slices)
+        return [
+            tf.ensure_shape(mean, one.shape)
+            for mean, one in zip(map(tf.convert_to_tensor, means), self._variables, strict=True)
+        ]
 
     def _dense_mean(self) -> Any:
         """For `none`. The strategy's own all-reduce fails inside a tf.cond (TensorFlow 2.21: "You must feed a value for
@@ -346,10 +381,17 @@ class _DistributedLossScale(_Distributed):
         """Exchanges unscaled gradients, so that residuals do not depend on the loss scale."""
         variables = self._ready(trainable_variables)
         scale = tf.convert_to_tensor(self.dynamic_scale)
-        grads = [None if gradient is None else tf.convert_to_tensor(gradient) / scale for gradient in grads]
+        grads = [None if gradient is None else _unscaled(gradient, scale) for gradient in grads]
         means = self._tfpar_distribution.mean(grads, variables, self)
         # Powers of two: scaling there and back does not round.
         super(_Distributed, self).apply([None if mean is None else mean * scale for mean in means], variables)
+
+
+def _unscaled(gradient: Any, scale: tf.Tensor) -> Any:
+    """A gradient, a tensor or rows, divided by the loss scale."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(gradient.values / scale, gradient.indices, gradient.dense_shape)
+    return tf.convert_to_tensor(gradient) / scale
 
 
 @functools.cache

@@ -65,6 +65,11 @@ def worker_variable(shape: Sequence[int], name: str, value: tf.Tensor | None = N
     return local(variable)
 
 
+def counter_variable(size: int, name: str) -> tf.Variable:
+    """An int64 vector of zeros that belongs to this worker alone."""
+    return local(tf.Variable(tf.zeros([size], tf.int64), trainable=False, name=name, **LOCAL))
+
+
 def seed_step(codec: Codec, seed: int, stream: int, step: tf.Tensor) -> tf.Tensor | None:
     """Seed and step of stochastic rounding; None for nearest.
 

@@ -8,9 +8,11 @@ from typing import Any
 
 import tfpar_ops
 from tfpar.config import ConfigError
-from tfpar.exchange import planning, specs
-from tfpar.exchange.groups import Group, new_instances
+from tfpar.exchange import specs
+from tfpar.exchange.groups import Group
 from tfpar.exchange.hosts import HostExchange
+from tfpar.exchange.rings import Rings
+from tfpar.exchange.rows import Slices, summed_by_row
 
 import numpy as np
 import tensorflow as tf
@@ -77,12 +79,11 @@ class Exchange:
         self._spec = specs.parse(spec)
         self.spec = spec
         self._shapes: list[tf.TensorShape] = []
-        self._dense: list[list[int]] = []
         self._group = Group.of_workers(1, 0)
         self._device = ""
-        self._rings = False
-        self._instances: list[int] = []
+        self._by_rings = False
         self._hosts: HostExchange | None = None
+        self._rings: Rings | None = None
 
     def build(
         self,
@@ -92,6 +93,7 @@ class Exchange:
         workers: int | None = None,
         worker: int = 0,
         seed: int = 0,
+        sparse: Sequence[int] = (),
     ) -> None:
         """Plans buckets for gradients shaped like `variables`, and makes the residuals.
 
@@ -102,24 +104,34 @@ class Exchange:
           workers: Number of worker processes; by default what the strategy's cluster says.
           worker: Rank of this one among them.
           seed: Seed of stochastic rounding.
+          sparse: Numbers of those variables, embedding tables, whose gradients will come as `tf.IndexedSlices`. Between
+            workers, the rows of such a gradient travel, summed by row, as float32 (with `bf16`, as bfloat16), in the
+            steps in which that is less than the table; see `rows`. Gradients of other variables, and all where workers
+            talk through NCCL, travel as the dense tensors they stand for.
+
+        Raises:
+          ValueError: A rank or a number in `sparse` that cannot be.
         """
         self._shapes = [tf.TensorShape(variable.shape) for variable in variables]
-        sizes = [shape.num_elements() for shape in self._shapes]
-        self._dense = planning.fuse(list(range(len(sizes))), sizes, BUCKET_BYTES)
+        if any(not 0 <= number < len(variables) or not self._shapes[number].rank for number in sparse):
+            raise ValueError(f"sparse={list(sparse)}: not all are numbers, from 0, of variables that have rows")
         strategy = strategy or (tf.distribute.get_strategy() if tf.distribute.has_strategy() else None)
         if workers is None:
             workers, worker = _place(strategy) if strategy else (1, 0)
         if not 0 <= worker < workers:
             raise ValueError(f"worker={worker} is not a rank among workers={workers}")
         self._group = Group.of_workers(workers, worker)
-        self._hosts = None
+        self._hosts = self._rings = None
         self._device = strategy.extended.worker_devices[0] if strategy else "/device:CPU:0"
         # TensorFlow's strategy would put the buckets into one buffer again, and run a single ring (2.21:
         # `bytes_per_pack`).
-        self._rings = workers > 1 and "GPU" not in self._device
-        self._instances = new_instances(len(self._dense)) if self._rings else []
+        self._by_rings = workers > 1 and "GPU" not in self._device
+        # NCCL wants the same calls in the same order on all workers, and rows come in calls of many sizes.
+        sparse = sparse if self._by_rings else ()
         if self._spec.lossy and workers > 1:
-            self._hosts = HostExchange(self._spec, self._shapes, self._group, self._device, seed)
+            self._hosts = HostExchange(self._spec, self._shapes, self._group, self._device, seed, sparse)
+        else:
+            self._rings = Rings(self._shapes, self._group, BUCKET_BYTES, sparse)
 
     def check_supported(self, strategy: str) -> None:
         """Refuses a codec under a strategy, by its tfpar name, that cannot carry it.
@@ -192,110 +204,118 @@ class Exchange:
             return f"{self.spec}, not in use: with a single host nothing crosses a network"
         return self._spec.describe()
 
-    def reduce(self, gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    def reduce(self, gradients: Sequence[tf.Tensor | tf.IndexedSlices]) -> list[tf.Tensor | tf.IndexedSlices]:
         """The mean of the gradients over all replicas.
 
         Args:
-          gradients: Float tensors shaped like the variables given to `build`.
+          gradients: Float tensors, or `tf.IndexedSlices`, shaped like the variables given to `build`.
 
         Returns:
-          The means: float32, the same bits on every replica. If a gradient of any replica is not finite, a codec's
-          residuals stay as they are and the means are NaN, on every replica.
-
-        Raises:
-          RuntimeError: Called outside a replica context.
-        """
-        replicas = _replica_context().num_replicas_in_sync
-        if not self.compresses:
-            sums, _ = self.reduce_sums(gradients, tf.zeros([0], tf.float32))
-            return [value / replicas for value in sums]
-        gradients = [tf.cast(tf.convert_to_tensor(gradient), tf.float32) for gradient in gradients]
-        _, finite = tfpar_ops.norm_squared(gradients)  # of finite numbers, however large, it is finite
-        flag = tf.where(finite, 0.0, 1.0)
-        sums, sidecar = self.reduce_sums(gradients, flag[None])
-        factor = tf.where(sidecar[0] > 0.0, float("nan"), 1.0 / replicas)
-        return [value * factor for value in sums]
-
-    def reduce_sums(self, gradients: Sequence[tf.Tensor], sidecar: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """Sums gradients and sidecar over all replicas.
-
-        Args:
-          gradients: Gradient sums of this replica, float32 tensors shaped like the variables given to `build`;
-            `tf.IndexedSlices` travel as the dense tensors they stand for.
-          sidecar: Float32 vector of scalars to sum along with them, always exactly. With a codec, the first one
-            tells, where it is not 0, that the gradients of this replica are not finite: then no replica's residuals
-            change, and what comes back in place of the gradients is of no use.
-
-        Returns:
-          The summed gradients and the summed sidecar, the same bits on every replica.
+          The means: float32, the same bits on every replica. Those of the variables in `sparse` are `tf.IndexedSlices`
+          with the rows that any replica has touched (with all rows, if they travelled dense), none of them twice; all
+          others are tensors. If a gradient of any replica is not finite, a codec's residuals stay as they are and the
+          means are NaN, on every replica; of `tf.IndexedSlices`, row 0 then stands for all.
 
         Raises:
           RuntimeError: Called outside a replica context.
           ValueError: Another number of gradients than variables given to `build`, or `build` was not called.
         """
-        context = _replica_context()
+        replicas = _replica_context().num_replicas_in_sync
+        gradients = self._prepared(gradients)
+        if not self.compresses:
+            sums, _ = self._sums(gradients, tf.zeros([0], tf.float32))
+            return [_mapped(lambda part: part / replicas, value) for value in sums]
+        tensors = [gradient for gradient in gradients if not isinstance(gradient, tf.IndexedSlices)]
+        rows = [gradient.values for gradient in gradients if isinstance(gradient, tf.IndexedSlices)]
+        _, finite = tfpar_ops.norm_squared(tensors)  # of finite numbers, however large, it is finite
+        finite = tf.reduce_all([finite, *(tf.reduce_all(tf.math.is_finite(values)) for values in rows)])
+        sums, sidecar = self._sums(gradients, tf.where(finite, [0.0], [1.0]))
+        factor = tf.where(sidecar[0] > 0.0, float("nan"), 1.0 / replicas)
+        return [_mapped(lambda part: part * factor, value) for value in sums]
+
+    def reduce_sums(
+        self, gradients: Sequence[tf.Tensor | tf.IndexedSlices], sidecar: tf.Tensor
+    ) -> tuple[list[tf.Tensor | tf.IndexedSlices], tf.Tensor]:
+        """Sums gradients and sidecar over all replicas.
+
+        Args:
+          gradients: Gradient sums of this replica, float32 tensors, or `tf.IndexedSlices`, shaped like the variables
+            given to `build`.
+          sidecar: Float32 vector of scalars to sum along with them, always exactly. With a codec, the first one
+            tells, where it is not 0, that the gradients of this replica are not finite: then no replica's residuals
+            change, and what comes back in place of the gradients is of no use.
+
+        Returns:
+          The summed gradients, as tensors or `tf.IndexedSlices` like the means of `reduce`, and the summed sidecar, the
+          same bits on every replica.
+
+        Raises:
+          RuntimeError: Called outside a replica context.
+          ValueError: Another number of gradients than variables given to `build`, or `build` was not called.
+        """
+        return self._sums(self._prepared(gradients), sidecar)
+
+    @property
+    def sparse(self) -> list[int]:
+        """Numbers of the variables of which rows travel: of those named in `build`, where workers do not talk through
+        NCCL, the ones whose table costs more than a row."""
+        between = self._hosts or self._rings
+        return between.rows.numbers if between else []
+
+    def _prepared(self, gradients: Sequence[tf.Tensor | tf.IndexedSlices]) -> list[Any]:
+        """Float32; of `sparse`, slices in which no row comes twice, all others as tensors."""
         if len(gradients) != len(self._shapes):
             raise ValueError(f"got {len(gradients)} gradients for {len(self._shapes)} variables; call build() first")
-        gradients = [tf.cast(tf.convert_to_tensor(gradient), tf.float32) for gradient in gradients]
+        prepared = []
+        for number, gradient in enumerate(gradients):
+            if number not in self.sparse:
+                prepared.append(tf.cast(tf.convert_to_tensor(gradient), tf.float32))
+            elif isinstance(gradient, tf.IndexedSlices):
+                prepared.append(self._slices(number, summed_by_row(gradient.values, gradient.indices)))
+            else:
+                every = tf.range(self._shapes[number][0], dtype=tf.int64)
+                prepared.append(self._slices(number, (tf.cast(gradient, tf.float32), every)))
+        return prepared
+
+    def _slices(self, number: int, parts: Slices) -> tf.IndexedSlices:
+        return tf.IndexedSlices(*parts, dense_shape=tf.constant(self._shapes[number].as_list(), tf.int64))
+
+    def _sums(self, gradients: Sequence[Any], sidecar: tf.Tensor) -> tuple[list[Any], tf.Tensor]:
+        """`reduce_sums` of gradients that are prepared."""
+        context = _replica_context()
         if context.num_replicas_in_sync == 1:
-            return gradients, sidecar
+            return list(gradients), sidecar
         hosts = context.num_replicas_in_sync // len(context.strategy.extended.worker_devices)
-        if self._spec.lossy and hosts != self._group.size:
+        if (self._spec.lossy or self.sparse) and hosts != self._group.size:
             raise RuntimeError(
                 f"the exchange was built for {self._group.size} workers and runs on {hosts}: give build() a strategy"
             )
-        if self._hosts is not None:
-            return context.merge_call(self._between_hosts, args=(gradients, sidecar))
-        return self._all_reduce(context, gradients, sidecar)
-
-    def _all_reduce(
-        self, context: tf.distribute.ReplicaContext, gradients: Sequence[tf.Tensor], sidecar: tf.Tensor
-    ) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """The dense exchange of `none`."""
-        flat = [tf.reshape(gradient, [-1]) for gradient in gradients]
-        buffers = [tf.concat([flat[index] for index in bucket], axis=0) for bucket in self._dense]
-        # The sidecar rides in the last bucket: a call of its own would cost a round trip.
-        buffers[-1] = tf.concat([buffers[-1], sidecar], axis=0)
-        if self._rings:
-            summed = context.merge_call(self._rings_between_hosts, args=(buffers,))
-        else:
-            summed = context.all_reduce(tf.distribute.ReduceOp.SUM, buffers)
-        result: list[tf.Tensor] = [None] * len(flat)
-        for bucket, buffer in zip(self._dense, summed, strict=True):
-            *parts, rest = self._cut(buffer, bucket)
-            for index, part in zip(bucket, parts, strict=True):
-                result[index] = part
-        return result, rest
-
-    def _rings_between_hosts(self, strategy: tf.distribute.Strategy, buffers: Sequence[Any]) -> list[tf.Tensor]:
-        """Several rings at a time, which fill a link better than one; once per worker, of its replicas' sums."""
-        with tf.device(self._device):
-            return [
-                self._group.all_reduce(_sum_local(strategy, buffer), instance)
-                for buffer, instance in zip(buffers, self._instances, strict=True)
-            ]
+        if self._hosts is None and not self._by_rings:
+            assert self._rings is not None
+            summed = context.all_reduce(tf.distribute.ReduceOp.SUM, self._rings.fused(gradients, sidecar))
+            return self._rings.cut(summed)
+        # Slices as structures of tensors, which every strategy knows how to hand over.
+        parts = [(one.values, one.indices) if isinstance(one, tf.IndexedSlices) else one for one in gradients]
+        sums, sidecar = context.merge_call(self._between_hosts, args=(parts, sidecar))
+        return [
+            self._slices(number, one) if isinstance(one, tuple) else one for number, one in enumerate(sums)
+        ], sidecar
 
     def _between_hosts(
         self, strategy: tf.distribute.Strategy, gradients: Sequence[Any], sidecar: Any
-    ) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """The compressed exchange: once per worker, after its replicas have added up what they have."""
-        assert self._hosts is not None
+    ) -> tuple[list[Any], tf.Tensor]:
+        """The exchange between workers: once per worker, after its replicas have added up what they have."""
+        between = self._hosts or self._rings
+        assert between is not None
         with tf.device(self._device):
-            return self._hosts.sum(
-                [_sum_local(strategy, gradient) for gradient in gradients], _sum_local(strategy, sidecar)
-            )
-
-    def _cut(self, buffer: tf.Tensor, indices: Sequence[int]) -> list[tf.Tensor]:
-        """The tensors of these indices at the front of a buffer, and what is left of it."""
-        sizes = [self._shapes[index].num_elements() for index in indices]
-        parts = tf.split(buffer, [*sizes, buffer.shape[0] - sum(sizes)])
-        return [
-            *(tf.reshape(part, self._shapes[index]) for index, part in zip(indices, parts, strict=False)),
-            parts[-1],
-        ]
+            local = [_sum_local(strategy, gradient) for gradient in gradients]
+            return between.sum(local, _sum_local(strategy, sidecar))
 
     def traffic(self, replicas: int, sidecar_length: int) -> Traffic:
         """What one exchange costs on the wire.
+
+        Rows of tables, of which there are more or fewer in every exchange, count with their mean over the exchanges so
+        far; before the first, as dense tables.
 
         Args:
           replicas: Number of replicas N.
@@ -303,25 +323,43 @@ class Exchange:
         """
         elements = [shape.num_elements() for shape in self._shapes]
         dense = 4 * (sum(elements) + sidecar_length)
-        if self._hosts is None:
+        if self._hosts is not None:
+            codec, pattern = self._hosts.codecs_and_patterns()
+            if replicas > self._group.size and pattern != "hierarchical":
+                pattern = f"hierarchical, {pattern}"
+        else:
+            codec, pattern = "none", "all_reduce" if replicas > 1 else "local"
+        if self._hosts is None and not self.sparse:
             sent = 2 * (replicas - 1) * dense // replicas
-            pattern = "all_reduce" if replicas > 1 else "local"
-            return Traffic("none", pattern, dense if replicas > 1 else 0, sent, sent)
-        hosts = self._group.size
-        codec, pattern = self._hosts.codecs_and_patterns()
-        if replicas > hosts and pattern != "hierarchical":
-            pattern = f"hierarchical, {pattern}"
-        payload, sent = self._hosts.payload_and_sent(sidecar_length)
+            return Traffic(codec, pattern, dense if replicas > 1 else 0, sent, sent)
+        between, hosts = self._hosts or self._rings, self._group.size
+        assert between is not None
+        payload, sent = between.payload_and_sent(sidecar_length)
+        pattern += ", rows" if self.sparse else ""
         return Traffic(codec, pattern, payload, sent, 2 * (hosts - 1) * dense // hosts)
 
 
-def _sum_local(strategy: tf.distribute.Strategy, value: Any) -> tf.Tensor:
-    """Sum over this worker's replicas, in their order."""
+def _sum_local(strategy: tf.distribute.Strategy, value: Any) -> Any:
+    """Sum over this worker's replicas, in their order; of slices, by row."""
+    if isinstance(value, tuple):
+        values, numbers = map(strategy.experimental_local_results, value)
+        if len(values) == 1:
+            return values[0], numbers[0]
+        return summed_by_row(tf.concat(values, axis=0), tf.concat(numbers, axis=0))
     parts = strategy.experimental_local_results(value)
     total = parts[0]
     for part in parts[1:]:
         total = total + part
     return total
+
+
+def _mapped(
+    function: Callable[[tf.Tensor], tf.Tensor], gradient: tf.Tensor | tf.IndexedSlices
+) -> tf.Tensor | tf.IndexedSlices:
+    """A function that maps zeros to zeros, of a gradient of either kind."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(function(gradient.values), gradient.indices, gradient.dense_shape)
+    return function(gradient)
 
 
 def _place(strategy: tf.distribute.Strategy) -> tuple[int, int]:

@@ -5,11 +5,14 @@ Functions run once per worker, on its first device, after its replicas have adde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 from tfpar.exchange import buckets, planning, residuals
 from tfpar.exchange.groups import LOCAL, Group, local, new_instances
 from tfpar.exchange.residuals import LAYOUT
+from tfpar.exchange.rows import Rows
 from tfpar.exchange.specs import Spec
 
 import numpy as np
@@ -25,15 +28,26 @@ class HostExchange:
       group: All workers, more than one.
       device: Where the exchange runs.
       seed: Of stochastic rounding.
+      sparse: Tensors of which rows are to travel where that is less, see `rows`.
 
     Attributes:
       plan_table: What `auto` has measured and decided; empty for any other spec.
+      rows: The tensors of which rows may travel. Each has a bucket of its own, which serves it where rows are not less;
+        what that bucket has kept back waits, like the rest of its state, until it does.
 
     Raises:
       ConfigError: The pattern does not work for this number of workers.
     """
 
-    def __init__(self, spec: Spec, shapes: Sequence[tf.TensorShape], group: Group, device: str, seed: int) -> None:
+    def __init__(
+        self,
+        spec: Spec,
+        shapes: Sequence[tf.TensorShape],
+        group: Group,
+        device: str,
+        seed: int,
+        sparse: Collection[int] = (),
+    ) -> None:
         planning.check_workers(spec, group.size)
         self._spec = spec
         self._shapes = list(shapes)
@@ -44,8 +58,11 @@ class HostExchange:
         sizes = [shape.num_elements() for shape in shapes]
         large = [index for index, shape in enumerate(shapes) if planning.travels_encoded(spec, shape)]
         self._small = [index for index in range(len(sizes)) if index not in set(large)]
-        self._fused = [bucket for bucket in planning.fuse(large, sizes, spec.bucket_bytes) if bucket]
+        # Momentum correction (topk) adds to what is sent what was not: a table then travels like any other tensor.
+        self._sparse = [index for index in large if index in sparse and not (spec.momentum or spec.ramp_steps)]
+        self._fused = [bucket for bucket in planning.fuse(large, sizes, spec.bucket_bytes, self._sparse) if bucket]
         self._instances = new_instances(3)
+        self._table_instances = dict(zip(self._sparse, new_instances(len(self._sparse)), strict=True))
         with tf.device(device):
             self._step = tf.Variable(0, dtype=tf.int64, trainable=False, name="exchange_step", **LOCAL)
             # Squared L2 norms of gradients and residuals at the last exchange, and a cosine.
@@ -104,7 +121,8 @@ class HostExchange:
     def payload_and_sent(self, sidecar_length: int) -> tuple[int, int]:
         """Bytes that this worker encodes, and sends, in an exchange with a sidecar of so many scalars."""
         small = 4 * (sidecar_length + self._small_elements())
-        wires = [bucket.wire() for bucket in self._buckets]
+        wires = [bucket.wire() for indices, bucket in self._own_buckets() if indices[0] not in self.rows.numbers]
+        wires.append(self.rows.wire())
         sent = 2 * (self._group.size - 1) * small // self._group.size
         return small + sum(wire.payload for wire in wires), sent + sum(wire.sent for wire in wires)
 
@@ -113,8 +131,13 @@ class HostExchange:
         patterns = ["all_reduce" if spec.codec is None else spec.pattern for spec in self._chosen]
         return _joined([spec.name for spec in self._chosen]), _joined(patterns)
 
-    def sum(self, tensors: Sequence[tf.Tensor], sidecar: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """Sums tensors and sidecar over the workers; see `Exchange.reduce_sums`."""
+    def sum(self, tensors: Sequence[Any], sidecar: tf.Tensor) -> tuple[list[Any], tf.Tensor]:
+        """Sums tensors and sidecar over the workers; see `Exchange.reduce_sums`.
+
+        Args:
+          tensors: Float32; of `rows.numbers`, `rows.Slices`.
+          sidecar: Float32 vector.
+        """
         with tf.device(self._device):
             # First, and dense, what decides whether there is an update at all: residuals must not change if not. Small
             # tensors ride along.
@@ -127,19 +150,26 @@ class HostExchange:
                     *(self._shapes[index].num_elements() for index in self._small),
                 ],
             )
-            result: list[tf.Tensor] = [None] * len(tensors)
+            result: list[Any] = [None] * len(tensors)
             for index, part in zip(self._small, parts, strict=True):
                 result[index] = tf.reshape(part, self._shapes[index])
             large = [index for bucket in self._fused for index in bucket]
             if large:
                 exchanged = tf.cond(
                     tf.equal(sidecar[0], 0.0),
-                    lambda: self._exchange_buckets([tensors[index] for index in large]),
-                    lambda: [tf.zeros(self._shapes[index]) for index in large],
+                    lambda: self._exchange_large({index: tensors[index] for index in large}),
+                    lambda: {index: self._nothing(index) for index in large},
                 )
-                for index, value in zip(large, exchanged, strict=True):
+                for index, value in exchanged.items():
                     result[index] = value
         return result, sidecar
+
+    def _nothing(self, index: int) -> Any:
+        """In place of the sum of a tensor; of a table, one row, which can be made NaN."""
+        shape = self._shapes[index]
+        if index in self.rows.numbers:
+            return tf.zeros([1, *shape[1:]]), tf.zeros([1], tf.int64)
+        return tf.zeros(shape)
 
     def _small_elements(self) -> int:
         return sum(self._shapes[index].num_elements() for index in self._small)
@@ -166,29 +196,65 @@ class HostExchange:
                 )
                 for number, (bucket, spec) in enumerate(zip(self._fused, chosen, strict=True))
             ]
+            tables = {
+                indices[0]: (self._shapes[indices[0]], bucket.wire())
+                for indices, bucket in self._own_buckets()
+                if indices[0] in self._sparse
+            }
+            half = self._spec.codec is not None and self._spec.codec.kind == "bf16"
+            self.rows = Rows(tables, self._group, half=half)
 
-    def _exchange_buckets(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+    def _own_buckets(self) -> Iterable[tuple[list[int], buckets.Bucket]]:
+        """The tensors of every bucket, and the bucket."""
+        return zip(self._fused, self._buckets, strict=True)
+
+    def _exchange_large(self, tensors: dict[int, Any]) -> dict[int, Any]:
+        """Sums of all tensors that have a bucket; of tables, rows."""
         variable = local(self._step)
         step = variable.read_value()
+        tables = self.rows.numbers
+        result: dict[int, Any] = {}
+        if tables:
+            alone = {indices[0]: bucket for indices, bucket in self._own_buckets() if indices[0] in tables}
+            dense = {index: functools.partial(self._sum_table, index, alone[index], step) for index in tables}
+            result |= self.rows.sum({index: tensors[index] for index in tables}, dense)
+        fused = [index for indices in self._fused for index in indices if index not in tables]
+        if fused:
+            sums = self._exchange_buckets([tensors[index] for index in fused], step)
+            result |= dict(zip(fused, sums, strict=True))
+        with tf.control_dependencies(tf.nest.flatten(result)):
+            variable.assign_add(1, read_value=False)
+        return {index: result[index] for index in tensors}
+
+    def _sum_table(self, index: int, bucket: buckets.Bucket, step: tf.Tensor, gradient: tf.Tensor) -> tf.Tensor:
+        """Sum of a table as of any other tensor."""
+
+        def compressed() -> tf.Tensor:
+            return bucket.sum([gradient], step)[0][0]
+
+        if not self._spec.warmup_steps:
+            return compressed()
+        instance = self._table_instances[index]
+        return tf.cond(step < self._spec.warmup_steps, lambda: self._group.all_reduce(gradient, instance), compressed)
+
+    def _exchange_buckets(self, tensors: list[tf.Tensor], step: tf.Tensor) -> list[tf.Tensor]:
+        """Sums of the tensors of all buckets but the tables'."""
 
         def compressed() -> list[tf.Tensor]:
             result: list[tf.Tensor] = []
             norms = []
-            for indices, bucket in zip(self._fused, self._buckets, strict=True):
+            for indices, bucket in self._own_buckets():
+                if indices[0] in self.rows.numbers:
+                    continue
                 sums, norm = bucket.sum(tensors[len(result) : len(result) + len(indices)], step)
                 result += sums
                 norms.append(norm)
             self._observe(tensors, result, tf.add_n(norms), step)
             return result
 
-        warming_up = self._spec.warmup_steps > 0
-        if warming_up:
-            result = tf.cond(step < self._spec.warmup_steps, lambda: self._dense_sums(tensors, 1), compressed)
-        else:
-            result = compressed()
-        with tf.control_dependencies(result):
-            variable.assign_add(1, read_value=False)
-        return result
+        if self._spec.warmup_steps == 0:
+            return compressed()
+        return tf.cond(step < self._spec.warmup_steps, lambda: self._dense_sums(tensors, 1), compressed)
 
     def _dense_sums(self, tensors: list[tf.Tensor], instance: int) -> list[tf.Tensor]:
         flat = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], axis=0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from tfpar.config import ConfigError
 from tfpar.exchange import costs, measure, specs
@@ -72,19 +72,21 @@ def bucket_type(spec: Spec) -> Callable[..., Bucket]:
     return Staged if spec.pattern in specs.STAGED else Collective
 
 
-def fuse(indices: Sequence[int], sizes: Sequence[int], limit: int) -> list[list[int]]:
+def fuse(indices: Sequence[int], sizes: Sequence[int], limit: int, alone: Collection[int] = ()) -> list[list[int]]:
     """Groups consecutive tensors into buckets of at most `limit` bytes (one larger tensor is a bucket of its own).
 
     Args:
       indices: Which tensors.
       sizes: Elements of every tensor.
       limit: Bytes of float32 in a bucket.
+      alone: Tensors that share a bucket with no other.
     """
     buckets: list[list[int]] = [[]]
     filled = 0
     for index in indices:
         size = 4 * sizes[index]
-        if buckets[-1] and filled + size > limit:
+        apart = index in alone or (bool(buckets[-1]) and buckets[-1][-1] in alone)
+        if buckets[-1] and (apart or filled + size > limit):
             buckets.append([])
             filled = 0
         buckets[-1].append(index)

@@ -29,6 +29,15 @@ _CODEC_OPTIONS = ("block", "scale", "rounding")
 NAMES = ("none", *_CODECS, "powersgd", "auto")
 _TOPK_OPTIONS = ("momentum", "ramp_steps")
 
+# Options as somebody might give them, where they are not those of most codecs.
+_EXAMPLES = {
+    "bf16": "pattern=ring,warmup_steps=100",
+    "fp16": "pattern=ring,warmup_steps=100",
+    "topk": "momentum=0.9,ramp_steps=1000",
+    "powersgd": "start_after=100",
+    "auto": "max_error=0.2",
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
@@ -103,8 +112,11 @@ def parse(text: str, flag: str = "--exchange") -> Spec:
     if name == "powersgd":
         first, _, rest = rest.partition(",") if "=" not in rest.partition(",")[0] else ("", "", rest)
         rank = _rank(flag, text, first or "4")
-    options = parse_arguments(flag, rest)
     known = _known_options(name)
+    if not known and rest:
+        raise ConfigError(f"{flag}={text}: {name} takes no options. Write {flag}={name}.")
+    prefix = text.removesuffix(rest) if rest else text
+    options = parse_arguments(flag, rest, example=_EXAMPLES.get(name, "block=512,pattern=ring"), prefix=prefix)
     for key in options:
         if key not in known:
             raise unknown_name(f"{flag}={text}: option", key, known)

@@ -69,7 +69,9 @@ class Core:
           loss_scale: Float32 scalar that the loss is multiplied by before the backward pass, or None for none.
 
         Returns:
-          The sums; `gradients` still carry the loss scale.
+          The sums; `gradients` still carry the loss scale. They are dense, those of embeddings too: this is one XLA
+          program, whose shapes are static, while the number of rows that a batch touches is not; and micro-batches add
+          up in dense buffers. (`tfpar.exchange.rows` sends rows of gradients that come as tf.IndexedSlices.)
         """
         x, y, weight = batch
         state = self._seeded(self.model.non_trainable_variables, state, seed, salt=0)

@@ -20,7 +20,7 @@ from tfpar_ops.reference import bits, blocks, payload, philox
 
 import tensorflow as tf
 
-__all__ = ["Encoded", "decode", "decode_sum", "encode", "norm_squared", "recode"]
+__all__ = ["Encoded", "decode", "decode_sum", "encode", "encode_into", "norm_squared", "recode", "recode_into"]
 
 # Sums of squares are made of sums of this many: one running sum of a large vector would stop growing in float32.
 _SUM_BLOCK = 1024
@@ -64,16 +64,54 @@ def encode(
       Payloads [shards, payload_bytes(S) / 4], new residual [L], squared norms of tensors and new residual.
 
     Raises:
-      TypeError: A tensor has another dtype.
+      TypeError: A tensor has another dtype, or is none: None, tf.IndexedSlices; `codec` is no Codec.
       ValueError: A shape is not static or does not fit, the shards do not hold the vector, or `seed_step` does not go
         with the codec's rounding.
     """
+    arguments.check_codec(codec)
+    tensors = arguments.float_tensors(tensors)
     elements = arguments.elements_of(tensors)
     size = arguments.shard_size(codec, elements, shards, shard_elements)
-    arguments.check_residual(residual, elements)
+    residual = arguments.residual_tensor(residual, elements)
     flat = [tf.stop_gradient(tf.reshape(tensor, [-1])) for tensor in tensors]
     x = tf.concat(flat, axis=0) if flat else tf.zeros([0])
-    return _encode(x, residual, codec, shards, size, tf.constant(0, tf.int64), seed_step)
+    return _encode(x, residual, codec, int(shards), size, tf.constant(0, tf.int64), seed_step)
+
+
+def encode_into(
+    residual: tf.Variable,
+    tensors: Sequence[tf.Tensor],
+    codec: Codec,
+    *,
+    shards: int = 1,
+    shard_elements: int | None = None,
+    seed_step: tf.Tensor | None = None,
+) -> Encoded:
+    """As `encode`, with the residual in a variable, which gets the new one.
+
+    Args:
+      residual: float32 variable [L].
+      tensors: As for `encode`, and so are the others.
+      codec: The codec.
+      shards: Number of payloads.
+      shard_elements: Elements of a shard.
+      seed_step: int64 [2], seed and step of stochastic rounding; None for nearest.
+
+    Returns:
+      Payloads and squared norms as from `encode`; `residual` is None, the variable has it.
+
+    Raises:
+      TypeError: As for `encode`; or `residual` is not a tf.Variable of float32.
+      ValueError: As for `encode`.
+    """
+    arguments.check_codec(codec)
+    tensors = arguments.float_tensors(tensors)
+    residual = arguments.residual_variable(residual, arguments.elements_of(tensors), "encode")
+    result = encode(
+        tensors, residual.read_value(), codec, shards=shards, shard_elements=shard_elements, seed_step=seed_step
+    )
+    residual.assign(result.residual, read_value=False)
+    return result._replace(residual=None)
 
 
 def decode(
@@ -101,11 +139,10 @@ def decode(
       ValueError: A payload does not have the length that follows from codec and shapes.
       tf.errors.InvalidArgumentError: A payload is of another codec or length, or invalid.
     """
-    sizes = [tf.TensorShape(shape).num_elements() for shape in shapes]
-    payloads = tf.convert_to_tensor(payloads)
-    if payloads.shape.rank != 2 or payloads.shape[0] is None:
-        raise ValueError(f"payloads: shape {payloads.shape}; expected [shards, words]")
-    size = arguments.shard_size(codec, sum(sizes), payloads.shape[0], shard_elements)
+    arguments.check_codec(codec)
+    payloads = arguments.payload_tensor(payloads)
+    sizes = [shape.num_elements() for shape in arguments.static_shapes(shapes)]
+    size = arguments.shard_size(codec, sum(sizes), arguments.payload_rows(payloads), shard_elements)
     values, valid = _decode(payloads, codec, size)
     # Without several shards the last block may be padded; with several, each is made of whole blocks.
     vector = _scaled(tf.reshape(values, [-1])[: sum(sizes)], factor)
@@ -130,7 +167,9 @@ def decode_sum(payloads: tf.Tensor, codec: Codec, elements: int, *, factor: tf.T
       ValueError: A payload does not have the length that follows from codec and elements.
       tf.errors.InvalidArgumentError: A payload is of another codec or length, or invalid.
     """
-    values, valid = _decode(tf.convert_to_tensor(payloads), codec, elements)
+    arguments.check_codec(codec)
+    elements = arguments.whole_number("elements", elements)
+    values, valid = _decode(arguments.payload_tensor(payloads), codec, elements)
     return _poisoned(_scaled(_summed(values), factor)[:elements], valid)
 
 
@@ -166,11 +205,63 @@ def recode(
       ValueError: A length or shape does not fit, or `seed_step` does not go with the codec's rounding.
       tf.errors.InvalidArgumentError: A payload is of another codec or length, or invalid.
     """
-    valid = arguments.check_range(codec, elements, begin, valid)
-    arguments.check_residual(residual, valid)
-    values, intact = _decode(tf.convert_to_tensor(payloads), codec, elements)
+    arguments.check_codec(codec)
+    elements = arguments.whole_number("elements", elements)
+    begin, valid = arguments.check_range(codec, elements, begin, valid)
+    residual = arguments.residual_tensor(residual, valid)
+    values, intact = _decode(arguments.payload_tensor(payloads), codec, elements)
+    intact &= _check_begin(codec, begin)
     x = _poisoned(_scaled(_summed(values), factor)[:valid], intact)
-    return _encode(x, residual, codec, 1, elements, tf.cast(begin, tf.int64) // codec.block, seed_step)
+    return _encode(x, residual, codec, 1, elements, begin // codec.block, seed_step)
+
+
+def recode_into(
+    residual: tf.Variable,
+    payloads: tf.Tensor,
+    codec: Codec,
+    elements: int,
+    *,
+    factor: tf.Tensor | float = 1.0,
+    begin: int | tf.Tensor = 0,
+    valid: int | None = None,
+    seed_step: tf.Tensor | None = None,
+) -> Encoded:
+    """As `recode`, with the residual in a variable, which gets the new one.
+
+    Args:
+      residual: float32 variable [valid].
+      payloads: As for `recode`, and so are the others.
+      codec: The codec, for reading and for writing.
+      elements: Elements of each payload.
+      factor: Multiplies the sum.
+      begin: Position of the first element in the whole vector.
+      valid: Elements that exist.
+      seed_step: int64 [2], seed and step of stochastic rounding; None for nearest.
+
+    Returns:
+      Payload and squared norms as from `recode`; `residual` is None, the variable has it.
+
+    Raises:
+      TypeError: As for `recode`; or `residual` is not a tf.Variable of float32.
+      ValueError: As for `recode`.
+      tf.errors.InvalidArgumentError: A payload is of another codec or length, or invalid.
+    """
+    arguments.check_codec(codec)
+    elements = arguments.whole_number("elements", elements)
+    begin, valid = arguments.check_range(codec, elements, begin, valid)
+    residual = arguments.residual_variable(residual, valid, "recode")
+    result = recode(
+        payloads,
+        residual.read_value(),
+        codec,
+        elements,
+        factor=factor,
+        begin=begin,
+        valid=valid,
+        seed_step=seed_step,
+    )
+    residual.assign(result.residual, read_value=False)
+    return result._replace(residual=None)
 
 
 def norm_squared(tensors: Sequence[tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
@@ -186,7 +277,7 @@ def norm_squared(tensors: Sequence[tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
       TypeError: A tensor has another dtype.
       ValueError: A shape is not static.
     """
-    arguments.elements_of(tensors)
+    tensors = arguments.float_tensors(tensors)
     flat = [tf.stop_gradient(tf.reshape(tensor, [-1])) for tensor in tensors]
     finite = [tf.reduce_all(bits.magnitude(bits.of(vector)) < bits.INFINITY) for vector in flat]
     return tf.add_n([_sum_squares(vector) for vector in flat] or [tf.zeros([])]), tf.reduce_all([True, *finite])
@@ -225,9 +316,17 @@ def _decode(payloads: tf.Tensor, codec: Codec, elements: int) -> tuple[tf.Tensor
     """Values of payloads, float32 [payloads, blocks * B], and whether they were valid (bool scalar)."""
     arguments.check_payloads(codec, payloads, elements)
     valid = payload.check_header(codec, payloads, elements)
-    values, in_range = blocks.decode(codec, payload.take_apart(codec, payloads, elements))
-    valid &= payload.check_positions(codec, in_range)
+    stored = payload.take_apart(codec, payloads, elements)
+    values, in_range = blocks.decode(codec, stored)
+    valid &= payload.check_positions(codec, stored, in_range)
     return tf.reshape(values, [payloads.shape[0], codec.blocks(elements) * codec.block]), valid
+
+
+def _check_begin(codec: Codec, begin: tf.Tensor) -> tf.Tensor:
+    """Checks the position of a shard where it is a tensor; bool scalar, true where assertions run."""
+    valid = (begin >= 0) & (begin % codec.block == 0)
+    payload.require(valid, ["begin=", begin, f" is not a multiple of the block, {codec.block}"])
+    return valid
 
 
 def _summed(values: tf.Tensor) -> tf.Tensor:
@@ -242,7 +341,7 @@ def _scaled(total: tf.Tensor, factor: tf.Tensor | float) -> tf.Tensor:
     """`scaled(total)` of FORMAT.md: the product, without the smallest; as it is where the factor is 1."""
     if isinstance(factor, (int, float)) and factor == 1:
         return total
-    factor = tf.stop_gradient(tf.convert_to_tensor(factor, tf.float32))
+    factor = tf.stop_gradient(arguments.scalar_factor(factor))
     product = bits.of(bits.zero_denormals(total) * bits.zero_denormals(factor))
     product = tf.where(bits.magnitude(product) <= bits.SMALLEST_NORMAL, 0, product)
     return bits.as_float(tf.where(factor == 1, bits.of(total), product))

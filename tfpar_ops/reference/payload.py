@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from tfpar_ops.codecs import HEADER_BYTES, Codec
 from tfpar_ops.reference import bits, blocks
 
@@ -9,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 _HEADER_WORDS = HEADER_BYTES // 4
+_FIELDS = "magic, kind, log2 of block, keep, elements"
 
 
 def assemble(codec: Codec, stored: blocks.Codes, shards: int, elements: int) -> tf.Tensor:
@@ -66,18 +70,45 @@ def check_header(codec: Codec, payloads: tf.Tensor, elements: int) -> tf.Tensor:
     """
     expected = np.frombuffer(codec.header(elements), "<i4")
     headers = payloads[:, :_HEADER_WORDS]
-    valid = tf.reduce_all(headers == expected)
-    message = f"payload header: expected {expected.tolist()} (int32) for {elements} elements of {codec}, got"
-    tf.debugging.Assert(valid, [message, headers])
+    foreign = tf.reduce_any(headers != expected, axis=1)
+    valid = ~tf.reduce_any(foreign)
+    row = tf.argmax(tf.cast(foreign, tf.int32))  # the first of them
+    message = ["payloads[", row, f"]: payload header: {_FIELDS} are ", _fields(headers[row]), ", expected "]
+    require(valid, [*message, _fields(tf.constant(expected)), f" for {elements} elements of {codec}"])
     return valid
 
 
-def check_positions(codec: Codec, valid: tf.Tensor) -> tf.Tensor:
+def _fields(header: tf.Tensor) -> tf.Tensor:
+    """The numbers of a header, int64 [5], in the order of `_FIELDS`."""
+    words = tf.cast(tf.bitcast(header, tf.uint32), tf.int64)
+    kind, log2_block, keep = words[1] & 255, (words[1] // 2**8) & 255, words[1] // 2**16
+    return tf.stack([words[0], kind, log2_block, keep, words[2] | (words[3] * 2**32)])
+
+
+def check_positions(codec: Codec, stored: blocks.Codes, valid: tf.Tensor) -> tf.Tensor:
     """Checks what `blocks.decode` found of positions; returns `valid`.
 
     Raises:
       tf.errors.InvalidArgumentError: A position of a topk payload lies outside of its block (when the operation runs).
     """
     if codec.kind == "topk":
-        tf.debugging.Assert(valid, [f"payload of {codec}: a position is not below the block size, {codec.block}"])
+        largest = tf.reduce_max(stored.codes[:, : codec.keep])
+        require(valid, ["payloads: topk position ", largest, f" is not below the block, {codec.block}"])
     return valid
+
+
+def require(valid: tf.Tensor, message: Sequence[Any]) -> None:
+    """Asserts a condition, where assertions run.
+
+    Args:
+      valid: Bool scalar.
+      message: Text and tensors, joined: in plain words if called eagerly, as TensorFlow shows them from within a graph.
+
+    Raises:
+      tf.errors.InvalidArgumentError: It does not hold (in a graph, when the operation runs).
+    """
+    if not tf.executing_eagerly():
+        tf.debugging.Assert(valid, list(message), summarize=8)
+    elif not valid:
+        parts = [part if isinstance(part, str) else str(part.numpy()) for part in message]
+        raise tf.errors.InvalidArgumentError(None, None, "".join(parts))

@@ -19,6 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 BATCH, STEPS, EPOCHS = 8, 5, 4  # BATCH is that of one of two workers; an even number of steps in all
+ROWS = 500  # of an embedding of which a batch touches few
 OVERFLOW = 37  # the example that makes a gradient overflow
 
 
@@ -42,7 +43,7 @@ def dense_model(seed: int = 0, width: int = 64) -> keras.Model:
     )
 
 
-def embedding_model() -> keras.Model:
+def embedding_model(vocabulary: int = 11) -> keras.Model:
     """With IndexedSlices for a gradient, and a weight without one."""
 
     class Unused(keras.layers.Layer):
@@ -55,8 +56,8 @@ def embedding_model() -> keras.Model:
     keras.backend.clear_session()
     keras.utils.set_random_seed(0)
     inputs = keras.Input((6,))
-    tokens = keras.layers.Lambda(lambda x: tf.cast(tf.abs(x) * 4.0, tf.int32) % 11)(inputs)
-    hidden = Unused()(keras.layers.Flatten()(keras.layers.Embedding(11, 4)(tokens)))
+    tokens = keras.layers.Lambda(lambda x: tf.cast(tf.abs(x) * 40.0, tf.int32) % vocabulary)(inputs)
+    hidden = Unused()(keras.layers.Flatten()(keras.layers.Embedding(vocabulary, 4)(tokens)))
     return keras.Model(inputs, keras.layers.Dense(1)(hidden))
 
 
@@ -90,14 +91,34 @@ FITS: dict[str, tuple[Callable[[], keras.Model], Callable[[], Any], dict[str, An
         overflowing,
     ),
     "indexed": (embedding_model, lambda: keras.optimizers.SGD(0.1, momentum=0.9), {"run_eagerly": True}, data),
+    "rows": (lambda: embedding_model(ROWS), lambda: keras.optimizers.Adam(0.01), {"steps_per_execution": 2}, data),
+    "rows_scaled": (
+        lambda: embedding_model(ROWS),
+        lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=8.0),
+        {},
+        data,
+    ),
+    "rows_accumulated": (
+        lambda: embedding_model(ROWS),
+        lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2),
+        {},
+        data,
+    ),
 }
 
 
-def fit(name: str, batch: int) -> dict[str, np.ndarray]:
-    """Trains, on several workers or on one, and returns weights, optimizer variables and the logs of the epochs."""
+def fit(name: str, batch: int, exchange: str = "none", sent: dict[str, int] | None = None) -> dict[str, np.ndarray]:
+    """Trains, on several workers or on one, and returns weights, optimizer variables and the logs of the epochs.
+
+    Args:
+      name: Of `FITS`.
+      batch: Examples of a worker.
+      exchange: Of the gradients.
+      sent: Gets the bytes that a worker sends in a step, and what they would be dense.
+    """
     build, make, keywords, examples = FITS[name]
     model = build()
-    model.compile(tfpar.DistributedOptimizer(make()), "mse", metrics=["mae"], jit_compile=False, **keywords)
+    model.compile(tfpar.DistributedOptimizer(make(), exchange), "mse", metrics=["mae"], jit_compile=False, **keywords)
     x, y = examples()
     held = tfpar.shard(x[:30], y[:30])
     x, y = tfpar.shard(x, y)
@@ -111,6 +132,10 @@ def fit(name: str, batch: int) -> dict[str, np.ndarray]:
         callbacks=[tfpar.BroadcastInitialWeights(), tfpar.AverageMetrics()],
         validation_data=held,
     )
+    distribution = optimizer.distribution_of(model.optimizer)
+    if sent is not None and distribution is not None:
+        traffic = distribution._exchange.traffic(2, 0)
+        sent |= {name: traffic.wire_bytes, f"{name}, dense": traffic.dense_bytes}
     return state(model) | {f"log/{key}": np.array(values) for key, values in history.history.items()}
 
 
@@ -191,8 +216,11 @@ def main() -> None:
     tfpar.init_cluster()
     rank = tfpar.rank()
     optimizer._DENSE_BYTES = 4000  # several collectives for `none`
+    sent: dict[str, int] = {}
     for name in FITS:
-        np.savez(directory / f"{name}-{rank}.npz", **fit(name, BATCH))
+        np.savez(directory / f"{name}-{rank}.npz", **fit(name, BATCH, sent=sent))
+    np.savez(directory / f"rows_int8-{rank}.npz", **fit("rows", BATCH, "int8:min_elements=100"))
+    (directory / f"sent-{rank}.json").write_text(json.dumps(sent))
     np.savez(directory / f"int4-{rank}.npz", **compressed(rank, directory))
     refusals = {}
     for name, misuse in misuses(rank).items():

@@ -1,0 +1,87 @@
+"""The exchange of `none`: dense sums of TensorFlow's all-reduce, and rows of embedding tables."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from tfpar.exchange import planning
+from tfpar.exchange.buckets import Wire
+from tfpar.exchange.groups import Group, new_instances
+from tfpar.exchange.rows import Rows
+
+import tensorflow as tf
+
+
+class Rings:
+    """Tensors fused into buckets, each of which one ring sums.
+
+    Args:
+      shapes: Static shapes of all tensors.
+      group: All workers.
+      bucket_bytes: Tensors are fused up to this size.
+      sparse: Tensors of which rows are to travel where that is less, see `rows`.
+
+    Attributes:
+      rows: The tensors of which rows may travel.
+    """
+
+    def __init__(
+        self, shapes: Sequence[tf.TensorShape], group: Group, bucket_bytes: int, sparse: Sequence[int] = ()
+    ) -> None:
+        self._shapes = list(shapes)
+        self._sizes = [shape.num_elements() for shape in shapes]
+        self._group = group
+        self.rows = Rows({number: (shapes[number], self._ring(4 * self._sizes[number])) for number in sparse}, group)
+        tables = self.rows.numbers
+        others = [number for number in range(len(shapes)) if number not in tables]
+        self._buckets = planning.fuse(others, self._sizes, bucket_bytes)
+        self._instances = new_instances(len(self._buckets) + len(tables))
+
+    def sum(self, gradients: Sequence[Any], sidecar: tf.Tensor) -> tuple[list[Any], tf.Tensor]:
+        """Sums tensors and sidecar over the workers, several rings at a time: they fill a link better than one.
+
+        Args:
+          gradients: Float32; of `rows.numbers`, `rows.Slices`.
+          sidecar: Float32 vector.
+        """
+        instances = iter(self._instances)
+        buffers = [self._group.all_reduce(buffer, next(instances)) for buffer in self.fused(gradients, sidecar)]
+        result, sidecar = self.cut(buffers)
+        if self.rows.numbers:
+            tables = {number: gradients[number] for number in self.rows.numbers}
+            dense = {number: functools.partial(self._group.all_reduce, instance=next(instances)) for number in tables}
+            for number, rows in self.rows.sum(tables, dense).items():
+                result[number] = rows
+        return result, sidecar
+
+    def fused(self, gradients: Sequence[Any], sidecar: tf.Tensor) -> list[tf.Tensor]:
+        """What travels together, each bucket as a vector."""
+        buffers = [
+            tf.concat([tf.zeros([0]), *(tf.reshape(gradients[index], [-1]) for index in bucket)], axis=0)
+            for bucket in self._buckets
+        ]
+        # The sidecar rides in the last bucket: a call of its own would cost a round trip.
+        buffers[-1] = tf.concat([buffers[-1], sidecar], axis=0)
+        return buffers
+
+    def cut(self, buffers: Sequence[tf.Tensor]) -> tuple[list[Any], tf.Tensor]:
+        """Tensors and sidecar from what `fused` gave; None in the places of tables."""
+        result: list[Any] = [None] * len(self._shapes)
+        for bucket, buffer in zip(self._buckets, buffers, strict=True):
+            sizes = [self._sizes[index] for index in bucket]
+            *parts, rest = tf.split(buffer, [*sizes, buffer.shape[0] - sum(sizes)])
+            for index, part in zip(bucket, parts, strict=True):
+                result[index] = tf.reshape(part, self._shapes[index])
+        return result, rest
+
+    def payload_and_sent(self, sidecar_length: int) -> tuple[int, int]:
+        """Bytes of this worker's gradients, and of what it sends, with a sidecar of so many scalars."""
+        tables = self.rows.numbers
+        fused = [size for number, size in enumerate(self._sizes) if number not in tables]
+        ring, rows = self._ring(4 * (sum(fused) + sidecar_length)), self.rows.wire()
+        return ring.payload + rows.payload, ring.sent + rows.sent
+
+    def _ring(self, size: int) -> Wire:
+        return Wire(size, 2 * (self._group.size - 1) * size // self._group.size)
