@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import json
 import os
+import re
 import socket
 import subprocess
 import sys
 
+from tests.cluster.test_multi_worker import launch
 from tfpar import listening
 
 import pytest
@@ -157,3 +160,16 @@ def test_tensorflow_binds_all_addresses_and_is_restricted_to_its_own():
             assert reaches("127.0.0.1", port)
         finally:
             process.kill()
+
+
+@needs_a_network
+@pytest.mark.cluster
+def test_the_workers_of_a_local_cluster_are_reached_over_loopback_only():
+    result = launch(2, "tests/cluster/scripts/reach.py", OUTSIDE[0])
+    assert result.returncode == 0, result.stdout
+    answers = [json.loads(found) for found in re.findall(r"reached (\{.*\})", result.stdout)]
+    assert len(answers) == 2
+    for answer in answers:
+        assert len(answer) == 4
+        assert all(reached == name.startswith("127.0.0.1 ") for name, reached in answer.items()), answer
+    assert "is open on all addresses" not in result.stdout

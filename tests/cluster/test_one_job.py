@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -37,6 +38,7 @@ def test_the_second_is_refused_and_the_third_takes_over_from_a_killed_first(tmp_
             while not any((tmp_path / "run" / "checkpoints").glob("step-*")):
                 assert first.poll() is None, (tmp_path / "output").read_text()
                 time.sleep(0.05)
+            first.send_signal(signal.SIGSTOP)  # it would only take the time of the second
             second = script("image_classification", *flags, "--steps=100")
             assert second.returncode == 2
             assert f"error: --workdir={tmp_path}/run is in use by process {first.pid} on " in second.stderr

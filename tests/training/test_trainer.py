@@ -12,7 +12,7 @@ from collections.abc import Callable
 import tfpar
 from tfpar import inputs
 from tfpar.config import ConfigError, ExperimentConfig
-from tfpar.training import checkpoints
+from tfpar.training import checkpoints, workdir_lock
 
 import keras
 import numpy as np
@@ -422,7 +422,9 @@ def test_a_longer_run_goes_on_from_a_finished_one(tmp_path, capsys):
 def test_other_data_in_the_same_workdir_is_refused(tmp_path):
     trainer_of(workdir=str(tmp_path)).fit(source(), steps=2)
     before = {
-        path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file() and "tfevents" not in path.name
+        path: path.stat().st_mtime_ns
+        for path in tmp_path.rglob("*")
+        if path.is_file() and "tfevents" not in path.name and path.name != workdir_lock.NAME
     }
     with pytest.raises(ConfigError, match=r"--dataset=.*the data set is not the one the run in .* was trained on"):
         trainer_of(workdir=str(tmp_path)).fit(source(EXAMPLES + 1), steps=4)
