@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 
 from tfpar.config import ConfigError
-from tfpar.inputs.source import Read, Source, SourceInfo
+from tfpar.inputs.source import Read, Source, SourceInfo, finite_rows
 from tfpar.options import TrainingError
 
 import numpy as np
@@ -290,11 +290,9 @@ def _are_usable(info: SourceInfo, x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
     usable = tf.ones(tf.shape(x)[:1], tf.bool)
     for values, classes in ((x, 0), (y, info.num_classes)):
         if values.dtype.is_floating:
-            good = tf.math.is_finite(values)
+            usable &= finite_rows(values)
         elif classes:
             wide = tf.cast(values, tf.int64)
-            good = (wide >= 0) & (wide < classes)
-        else:
-            continue
-        usable &= tf.reduce_all(good, axis=list(range(1, len(values.shape))))
+            inside = (wide >= 0) & (wide < classes)
+            usable &= tf.reduce_all(inside, axis=list(range(1, len(values.shape))))
     return usable

@@ -135,14 +135,15 @@ class TFRecordReader:
 
     def _verified(self, indices: np.ndarray, records: np.ndarray) -> np.ndarray:
         """The data of records with their footers, whose checksums it compares."""
-        for position, index in enumerate(indices):
-            if len(records[position]) != self._lengths[index] + _FOOTER_BYTES:
-                raise RecordError("its record is torn: the file ends inside it")
-        footers = np.frombuffer(b"".join(record[-_FOOTER_BYTES:] for record in records), "<u4")
-        for position, record in enumerate(records):
-            records[position] = record[:-_FOOTER_BYTES]
-        if (tfpar_ops.masked_crc32c(records.tolist()) != footers).any():
+        whole = records.tolist()
+        found = np.fromiter(map(len, whole), np.int64, len(whole))
+        if (found != self._lengths[indices] + _FOOTER_BYTES).any():
+            raise RecordError("its record is torn: the file ends inside it")
+        footers = np.frombuffer(b"".join([record[-_FOOTER_BYTES:] for record in whole]), "<u4")
+        data = [record[:-_FOOTER_BYTES] for record in whole]
+        if (tfpar_ops.masked_crc32c(data) != footers).any():
             raise RecordError("its record does not match its checksum (CRC-32C)")
+        records[:] = data
         return records
 
     def _read_from(self, owner: int, indices: np.ndarray, positions: np.ndarray, records: np.ndarray) -> None:

