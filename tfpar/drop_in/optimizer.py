@@ -155,8 +155,8 @@ class Distribution:
           optimizer: The one that will apply them.
 
         Returns:
-          Dense tensors of the gradients' dtypes; None where there was none. Dense, as most of Keras' optimizers make
-          them anyhow (3.15).
+          Dense tensors of the gradients' dtypes; None where there was none. Most of Keras' optimizers make rows dense
+          anyhow (3.15); where rows repeat, Keras alone clips and squares them one by one.
         """
         self._refuse()
         places = [optimizer._get_variable_index(variable) for variable in variables]
