@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tfpar import doctor
+from tfpar import checkup, doctor
 from tfpar.doctor import FAIL, OK, WARN, Check
 from tfpar.probe import Probe
 from tfpar_ops import library
@@ -249,7 +249,7 @@ def test_legacy_keras_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_tested_releases_are_those_that_setup_allows() -> None:
     setup = (ROOT / "setup.py").read_text()
-    for name, release in doctor.TESTED.items():
+    for name, release in checkup.TESTED.items():
         assert f'"{name}>={release},<' in setup
 
 

@@ -174,5 +174,3 @@ def _nvidia_smi() -> list[str]:
         if result.returncode == 0:
             return [line.strip() for line in result.stdout.splitlines() if line.strip()]
     return []
-
-
