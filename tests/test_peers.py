@@ -105,6 +105,36 @@ def _sigterm():
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
+def test_of_asynchronous_training_the_server_is_named():
+    text = "Connection reset\nfrom /job:ps/replica:0/task:1 while calling\nfrom /job:worker/replica:0/task:0 while"
+    info = ClusterInfo("test", {"chief": ("a:1",), "worker": ("b:1",), "ps": ("c:1", "d:1")}, "chief", 0)
+    with pytest.raises(PeerLostError, match=r"lost ps 1\. The chief ends"), peers.named(info):
+        raise unavailable(text)
+
+
+def test_in_any_script_the_loss_is_one_line_and_an_exit_code():
+    code = "\n".join(
+        [
+            "import tensorflow as tf",
+            "from tfpar import peers",
+            "from tfpar.cluster import ClusterInfo",
+            "peers._answers = lambda _, rank: rank != 1",
+            "peers._LINGER_S = 0",
+            "info = ClusterInfo('test', {'worker': ('a:1', 'b:1')}, 'worker', 0)",
+            "peers._exit_by_code(info)",
+            "raise tf.errors.UnavailableError(None, None, 'Collective ops is aborted by: recvmsg')",
+        ]
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == PEER_LOST
+    assert done.stderr.splitlines()[-1].startswith("error: lost worker 1 (b:1): ended, hanging or not reachable.")
+    assert "Traceback" not in done.stderr
+    other = code.replace("tf.errors.UnavailableError(None, None, ", "ValueError(")
+    done = subprocess.run([sys.executable, "-c", other], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+
+
 @pytest.mark.cluster
 @pytest.mark.parametrize("rank", [0, 1])
 def test_who_does_not_come_is_named(rank):

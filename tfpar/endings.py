@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import types
 from typing import NoReturn
 
 # As Python and argparse use it for a wrong command line: another try would only give the same error.
@@ -34,17 +33,3 @@ def end_now(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def exit_by_code() -> None:
-    """Makes an uncaught `PeerLostError` one line and exit code 75, in whatever script."""
-    before = sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-        if not isinstance(error, PeerLostError):
-            before(kind, error, trace)
-            return
-        print(f"error: {error}", file=sys.stderr)
-        end_now(PEER_LOST)
-
-    sys.excepthook = hook

@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import re
 import signal
+import sys
 import threading
 import time
+import types
 from collections.abc import Iterator, Sequence
 
-from tfpar import endings
 from tfpar.cluster import ClusterInfo
-from tfpar.endings import PeerLostError
+from tfpar.endings import PEER_LOST, PeerLostError, end_now
 from tfpar.rendezvous import meet, names
 
 import tensorflow as tf
@@ -54,7 +55,7 @@ def configure(info: ClusterInfo, *, peer_timeout: float, start_timeout: float) -
       peer_timeout: Seconds after which a worker that does not answer is lost.
       start_timeout: Seconds that workers wait for each other at the start.
     """
-    endings.exit_by_code()
+    _exit_by_code(info)
     jobs = {job: len(tasks) for job, tasks in info.cluster.items() if job in ("chief", "worker")}
     context.context().configure_coordination_service(
         service_type="standalone",
@@ -109,11 +110,30 @@ def named(info: ClusterInfo | None) -> Iterator[None]:
     except _OF_PEERS as error:
         if info is None or info.num_workers < 2 or not _is_of_peers(error):
             raise
+        if info.num_ps:  # no collectives there: the error itself speaks of the task
+            raise PeerLostError(_server_text(info, error)) from error
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends in any case, and first says why
         ranks = find_lost(error, info)
         time.sleep(_LINGER_S)
         raise PeerLostError(_lost_text(info, ranks, error)) from error
+
+
+def _exit_by_code(info: ClusterInfo) -> None:
+    """Makes the loss of a worker one line and exit code 75 in any script: Keras' `fit`, a loop of one's own."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+        try:
+            with named(info):
+                raise error
+        except PeerLostError as lost:
+            print(f"error: {lost}", file=sys.stderr)
+            end_now(PEER_LOST)
+        except BaseException:
+            before(kind, error, trace)
+
+    sys.excepthook = hook
 
 
 def _is_of_peers(error: tf.errors.OpError) -> bool:
@@ -131,6 +151,16 @@ def _lost_text(info: ClusterInfo, ranks: Sequence[int], error: tf.errors.OpError
     return (
         f"lost {names(info, ranks)}: ended, hanging or not reachable. This worker ends too; start all of them again "
         "and they go on from the newest checkpoint. The log of the lost worker tells why it ended."
+    )
+
+
+def _server_text(info: ClusterInfo, error: tf.errors.OpError) -> str:
+    spoken_of = dict.fromkeys(_TASK.findall(error.message))
+    # A worker that has lost a server is spoken of too, as the one who said so.
+    tasks = [task for task in spoken_of if task[0] == "ps"] or [task for task in spoken_of if task[0] == "worker"]
+    who = ", ".join(f"{job} {index}" for job, index in tasks) or error.message.splitlines()[0][:200]
+    return (
+        f"lost {who}. The chief ends; start all tasks of the cluster again and they go on from the newest checkpoint."
     )
 
 
