@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tfpar.config import ConfigError
+from tfpar.options import TrainingError
 from tfpar.training import checkpoint_files as files
 from tfpar.training import checkpoint_staging as staging
 from tfpar.training.checkpoint_files import FORMAT, Checkpoint, read
@@ -35,7 +36,7 @@ __all__ = ["FORMAT", "MAY_DIFFER", "Checkpoint", "CheckpointError", "Checkpointe
 _BEST = "best.json"
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(TrainingError):
     """A checkpoint could not be written, and the run was to end in that case."""
 
 
