@@ -54,7 +54,13 @@ def configure(info: ClusterInfo, *, peer_timeout: float, start_timeout: float) -
       info: The cluster.
       peer_timeout: Seconds after which a worker that does not answer is lost.
       start_timeout: Seconds that workers wait for each other at the start.
+
+    Raises:
+      RuntimeError: TensorFlow has run an operation already; in its words, but before anybody waits for this worker.
     """
+    state = context.context()
+    if state._context_handle is not None and state._collective_leader is None:
+        raise RuntimeError("Collective ops must be configured at program startup")
     _exit_by_code(info)
     jobs = {job: len(tasks) for job, tasks in info.cluster.items() if job in ("chief", "worker")}
     context.context().configure_coordination_service(
