@@ -12,7 +12,7 @@ EXCHANGE ?= int8
 # Two test processes: on two cores more would only wait for each other.
 TEST_PROCESSES ?= 2
 
-.PHONY: help setup train test native-test sanitize fuzz chaos lint format bench clean missing
+.PHONY: help setup train test native-test network-tools sanitize fuzz chaos lint format bench clean missing
 
 help:
 	@echo "make train   train an image classifier on a 2-worker cluster on this machine"
@@ -51,8 +51,14 @@ train: setup
 	$(RUN) -m tfpar.launch --workers=2 -- experiments/image_classification.py \
 	  --flagfile=experiments/recipes/quickstart.flags --exchange=$(EXCHANGE) --workdir=$(WORKDIR)
 
-test: setup native-test
+test: setup native-test network-tools
 	$(RUN) -m pytest -n $(TEST_PROCESSES) --dist=worksteal
+
+# `ip` and `tc`, with which tests make hosts and cut their cables. Only root may; the tests of others leave those out.
+network-tools:
+	@command -v ip > /dev/null && command -v tc > /dev/null || test "$$(id -u)" != 0 || \
+	  ! command -v apt-get > /dev/null || { apt-get update -qq && apt-get install -y -qq iproute2; } || \
+	  echo "iproute2 could not be installed: tests that need a network of their own will be skipped"
 
 # The codecs and their CUDA kernels (compiled for the processor) without TensorFlow.
 native-test:

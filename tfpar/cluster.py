@@ -344,6 +344,12 @@ class Peer:
     milliseconds: float
 
 
+def host_and_port(address: str) -> tuple[str, int]:
+    """`host:port`, checked before, in the form that sockets take: an IPv6 address without its brackets."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
 def check_reachable(info: ClusterInfo, timeout: float = 3.0) -> tuple[Peer, ...]:
     """Tries to open a TCP connection to every peer, all at the same time.
 
@@ -364,13 +370,12 @@ def check_reachable(info: ClusterInfo, timeout: float = 3.0) -> tuple[Peer, ...]
 
 
 def _connect(task: str, address: str, timeout: float) -> Peer:
-    host, _, port = address.rpartition(":")
     deadline = time.monotonic() + timeout
     while True:
         started = time.monotonic()
         state, detail = "connected", ""
         try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=max(0.1, deadline - started)).close()
+            socket.create_connection(host_and_port(address), timeout=max(0.1, deadline - started)).close()
         except OSError as error:
             refused, unknown = isinstance(error, ConnectionRefusedError), isinstance(error, socket.gaierror)
             state = "refused" if refused else "unknown_host" if unknown else "unreachable"

@@ -33,6 +33,7 @@ from tfpar.terminal import Terminal
 NO_GPU = "-1"  # the CUDA_VISIBLE_DEVICES that hides all
 _DRAIN_S = 2.0  # for workers that end by themselves once the chief has, before they are ended as servers
 _BIND_RETRIES = 3
+_TOGETHER = (PEER_LOST, PREEMPTED)  # what happened to one that ends so happens to all
 _SETTLE_S = 5.0  # for workers that follow one that was lost or preempted, before they are asked to end
 _LASTED_S = 60.0  # a start that ran so long was no failure to start
 _LONGEST_DELAY_S = 60.0
@@ -135,12 +136,11 @@ def _run_with_restarts(
     options: Options, new_group: Callable[[], Group], interrupts: Interrupts, say: Callable[[str], None]
 ) -> int:
     started, restarts, bind_failures, delays = time.monotonic(), 0, 0, Delays(options.restart_delay)
-    suspect, workers = "", options.workers
+    suspect, visible = "", visible_gpus(os.environ)
+    if share_gpus(options.workers, visible)[:1] == [NO_GPU]:
+        say(f"fewer GPUs than workers ({options.workers}), and NCCL wants one each at least: training on the CPU")
     while True:
-        options = dataclasses.replace(options, workers=workers)
-        gpus = share_gpus(workers, visible_gpus(os.environ))
-        if gpus and gpus[0] == NO_GPU:
-            say(f"fewer GPUs than workers ({workers}), and NCCL wants one each at least: training on the CPU")
+        gpus = share_gpus(options.workers, visible)
         began = time.monotonic()
         group = new_group()
         failed = _run_once(options, group, commands(options, os.environ, gpus, restarts), interrupts, say)
@@ -152,11 +152,12 @@ def _run_with_restarts(
                 continue
             if restarts < options.max_restarts and failed.code != USAGE_ERROR:
                 restarts += 1
-                say(f"{failed.label} {_how_it_ended(failed)}; restart {restarts} of {options.max_restarts}")
-                if failed.label == suspect and options.min_workers and workers > options.min_workers:
-                    workers, suspect = workers - 1, ""
-                    say(f"going on with {workers} worker{'s' * (workers > 1)}, without {failed.label}")
-                elif failed.code not in (PEER_LOST, PREEMPTED):
+                say(f"{failed.label} {failed.how_it_ended()}; restart {restarts} of {options.max_restarts}")
+                if failed.label == suspect and 0 < options.min_workers < options.workers:
+                    options, suspect = dataclasses.replace(options, workers=options.workers - 1), ""
+                    left = f"{options.workers} worker{'s' * (options.workers > 1)}"
+                    say(f"going on with {left}, without {failed.label}")
+                elif failed.code not in _TOGETHER:
                     suspect = failed.label
                 interrupts.sleep(delays.next(time.monotonic() - began))
                 if not interrupts.received:
@@ -165,7 +166,7 @@ def _run_with_restarts(
             return _interrupted(interrupts.received[0], group, say)
         if failed:
             where = f"; log: {failed.command.log}" if failed.command.log else ""
-            say(f"{failed.label} {_how_it_ended(failed)}{again}{where}")
+            say(f"{failed.label} {failed.how_it_ended()}{again}{where}")
             return failed.exit_code
         members = ", ".join(f"{count} {job}{'s' * (count > 1 and job != 'ps')}" for job, count in options.jobs.items())
         say(f"{members}: done in {time.monotonic() - started:.1f} s{again}")
@@ -188,12 +189,6 @@ class Delays:
             self._next = self._first
         delay, self._next = self._next, min(2 * self._next, max(_LONGEST_DELAY_S, self._first))
         return delay
-
-
-def _how_it_ended(process: Process) -> str:
-    if process.code == PREEMPTED:
-        return f"was asked to end and has saved a checkpoint (exit code {PREEMPTED})"
-    return process.how_it_ended()
 
 
 def _interrupted(number: int, group: Group, say: Callable[[str], None]) -> int:
@@ -221,7 +216,7 @@ def _run_once(
             group.wait([f"worker {index}" for index in range(options.workers)], _DRAIN_S)
         else:
             group.wait(everyone)
-            if group.failed and group.failed.code in (PEER_LOST, PREEMPTED) and not interrupts.received:
+            if group.failed and group.failed.code in _TOGETHER and not interrupts.received:
                 group.settle(_SETTLE_S)
     finally:
         for label in group.end_stopped():

@@ -22,7 +22,6 @@ from tfpar.rendezvous import meet, names
 
 import tensorflow as tf
 from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
-from tensorflow.python.distribute import multi_worker_util
 from tensorflow.python.eager import context
 
 # A worker counts as unhealthy when its heartbeats stay out for this share of the bound; the rest is for the service to
@@ -37,14 +36,16 @@ _LINGER_S = 3.0
 
 _TASK = re.compile(r"/job:(\w+)(?:/replica:\d+)?/task:(\d+)")
 _UNHEALTHY = re.compile(r"stopped sending heartbeats\):((?:\s*/job:\S+)+)")
-_OF_PEERS = (
+
+# What TensorFlow raises where another worker, and nothing of this one, is at fault.
+COMMUNICATION_ERRORS = (
     tf.errors.UnavailableError,
     tf.errors.AbortedError,
     tf.errors.CancelledError,
     tf.errors.DeadlineExceededError,
-    tf.errors.FailedPreconditionError,
-    tf.errors.InternalError,
 )
+# What it may also raise then, and otherwise.
+_AMBIGUOUS_ERRORS = (tf.errors.FailedPreconditionError, tf.errors.InternalError)
 
 
 def configure(info: ClusterInfo, *, peer_timeout: float, start_timeout: float) -> None:
@@ -65,7 +66,7 @@ def configure(info: ClusterInfo, *, peer_timeout: float, start_timeout: float) -
     jobs = {job: len(tasks) for job, tasks in info.cluster.items() if job in ("chief", "worker")}
     context.context().configure_coordination_service(
         service_type="standalone",
-        service_leader=_leader(info),
+        service_leader=_device(info, 0),
         heartbeat_timeout_in_ms=round(1e3 * _HEARTBEAT_SHARE * peer_timeout),
         cluster_register_timeout_in_ms=round(1e3 * start_timeout),
         coordinated_jobs=[coordination_config_pb2.CoordinatedJob(name=job, num_tasks=n) for job, n in jobs.items()],
@@ -113,11 +114,11 @@ def named(info: ClusterInfo | None) -> Iterator[None]:
     """
     try:
         yield
-    except _OF_PEERS as error:
+    except (*COMMUNICATION_ERRORS, *_AMBIGUOUS_ERRORS) as error:
         if info is None or info.num_workers < 2 or not _is_of_peers(error):
             raise
         if info.num_ps:  # no collectives there: the error itself speaks of the task
-            raise PeerLostError(_server_text(info, error)) from error
+            raise PeerLostError(_server_text(error)) from error
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends in any case, and first says why
         ranks = find_lost(error, info)
@@ -160,7 +161,7 @@ def _lost_text(info: ClusterInfo, ranks: Sequence[int], error: tf.errors.OpError
     )
 
 
-def _server_text(info: ClusterInfo, error: tf.errors.OpError) -> str:
+def _server_text(error: tf.errors.OpError) -> str:
     spoken_of = dict.fromkeys(_TASK.findall(error.message))
     # A worker that has lost a server is spoken of too, as the one who said so.
     tasks = [task for task in spoken_of if task[0] == "ps"] or [task for task in spoken_of if task[0] == "worker"]
@@ -183,9 +184,8 @@ def find_lost(error: tf.errors.OpError, info: ClusterInfo) -> list[int]:
     listed = _UNHEALTHY.search(error.message)
     if listed:
         return _ranks(info, listed[1])
-    leader = 0
     if "CoordinationService" in error.message and not info.is_chief:
-        return [leader]
+        return [0]  # the chief keeps the service
     # The call that broke names its target first, those it broke in turn after it.
     suspects = list(dict.fromkeys([*_ranks(info, error.message), *range(info.num_workers)]))
     suspects = [rank for rank in suspects if rank != info.worker_rank]
@@ -206,14 +206,14 @@ def _ranks(info: ClusterInfo, text: str) -> list[int]:
 
 
 def _answers(info: ClusterInfo, rank: int) -> bool:
-    job, index = info.worker_tasks[rank]
     try:
-        context.context().check_collective_ops_peer_health(f"/job:{job}/replica:0/task:{index}", _PROBE_MS)
+        context.context().check_collective_ops_peer_health(_device(info, rank), _PROBE_MS)
     except tf.errors.OpError:
         return False
     return True
 
 
-def _leader(info: ClusterInfo) -> str:
-    spec = tf.train.ClusterSpec({job: list(tasks) for job, tasks in info.cluster.items() if job != "evaluator"})
-    return multi_worker_util.coordination_leader(spec.as_cluster_def())
+def _device(info: ClusterInfo, rank: int) -> str:
+    """What TensorFlow calls a worker."""
+    job, index = info.worker_tasks[rank]
+    return f"/job:{job}/replica:0/task:{index}"

@@ -25,6 +25,7 @@ import tty
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from tfpar.endings import PREEMPTED
 from tfpar.terminal import Channel, Terminal
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -91,6 +92,8 @@ class Process:
     def how_it_ended(self) -> str:
         """`failed with exit code 3 (ValueError: ...)`, or the signal that killed it."""
         assert self.code is not None
+        if self.code == PREEMPTED:
+            return f"was asked to end and has saved a checkpoint (exit code {PREEMPTED})"
         if self.code >= 0:
             reason = self.channel.last_error()
             return f"failed with exit code {self.code}" + (f" ({reason[:200]})" if reason else "")
@@ -186,12 +189,10 @@ class Group:
 
     Attributes:
       processes: In the order started.
-      failed: The first that ended with another code than 0, by itself and not by `stop`.
     """
 
     def __init__(self, terminal: Terminal, interrupts: Interrupts, guard: Guard) -> None:
         self.processes: list[Process] = []
-        self.failed: Process | None = None
         self._failures: list[Process] = []
         self._terminal = terminal
         self._interrupts = interrupts
@@ -246,6 +247,11 @@ class Group:
             ),
             timeout,
         )
+
+    @property
+    def failed(self) -> Process | None:
+        """The first that ended with another code than 0, by itself and not by `stop`."""
+        return self._failures[0] if self._failures else None
 
     def settle(self, timeout: float) -> None:
         """Passes output on for a while, so that processes can end by themselves after one has failed.
@@ -340,7 +346,6 @@ class Group:
         self._guard.release(process.popen.pid)
         if process.code != 0 and not self._stopping:
             self._failures.append(process)
-            self.failed = self.failed or process
 
     def _resize(self) -> None:
         for process in self.processes:

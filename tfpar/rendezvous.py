@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from tfpar.cluster import ClusterInfo
+from tfpar.cluster import ClusterInfo, host_and_port
 from tfpar.endings import PeerLostError
 
 _GO, _LOST = b"go\n", b"lost "
@@ -68,7 +68,7 @@ def _gather(info: ClusterInfo, deadline: float, timeout: float) -> None:
     present: dict[int, socket.socket] = {}
     with contextlib.ExitStack() as stack:
         try:
-            host, port = _split(info.address)
+            host, port = host_and_port(info.address)
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
             server = stack.enter_context(socket.create_server((host, port), family=family))
         except OSError:  # a name of this machine that is none of its own addresses, or TensorFlow tells what is wrong
@@ -125,7 +125,7 @@ def _report(info: ClusterInfo, deadline: float, timeout: float) -> None:
         notices.give([0])
         answer = b""
         with contextlib.suppress(OSError):
-            address = _split(info.worker_addresses[0])
+            address = host_and_port(info.worker_addresses[0])
             with socket.create_connection(address, timeout=min(_CONNECT_S, left)) as connection:
                 connection.sendall(greeting)
                 connection.settimeout(max(0.01, left + _CLOSE_S))
@@ -153,11 +153,6 @@ def _missing(info: ClusterInfo, ranks: Sequence[int], timeout: float) -> str:
         "machine of the cluster, or look there for an error; python -m tfpar.doctor on all of them checks addresses "
         "and connections."
     )
-
-
-def _split(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)
 
 
 def _digest(info: ClusterInfo) -> str:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 
 from tfpar.config import ConfigError
-from tfpar.inputs.source import Read, Source, SourceInfo, finite_rows
+from tfpar.inputs.source import Read, Source, SourceInfo, usable_rows
 from tfpar.options import TrainingError
 
 import numpy as np
@@ -287,12 +287,4 @@ def read_usable(source: Source, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tenso
 
 def _are_usable(info: SourceInfo, x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
     """`unusable` in the graph, and its opposite."""
-    usable = tf.ones(tf.shape(x)[:1], tf.bool)
-    for values, classes in ((x, 0), (y, info.num_classes)):
-        if values.dtype.is_floating:
-            usable &= finite_rows(values)
-        elif classes:
-            wide = tf.cast(values, tf.int64)
-            inside = (wide >= 0) & (wide < classes)
-            usable &= tf.reduce_all(inside, axis=list(range(1, len(values.shape))))
-    return usable
+    return usable_rows(x) & usable_rows(y, info.num_classes)

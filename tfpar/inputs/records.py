@@ -71,7 +71,7 @@ def scan_tfrecord(path: str) -> tuple[np.ndarray, np.ndarray]:
         raise ConfigError(f"TFRecord file {path!r} cannot be read: {error}") from error
     raw = np.frombuffer(b"".join(headers), np.uint8).reshape(-1, _HEADER.size)
     stored = raw[:, 8:].copy().view("<u4")[:, 0]
-    wrong = np.flatnonzero(stored != _masked_crc32c(raw[:, :8]))
+    wrong = np.flatnonzero(stored != tfpar_ops.masked_crc32c([header[:8] for header in headers]))
     if len(wrong):
         raise ConfigError(
             f"TFRecord file {path!r}: the header of record {wrong[0]} fails its checksum. The file is damaged, "
@@ -222,22 +222,3 @@ def _open(path: str) -> Any:
 
 def _open_for_reads(path: str) -> io.FileIO:
     return open(path, "rb", buffering=0)
-
-
-def _crc32c_table() -> np.ndarray:
-    table = np.arange(256, dtype=np.uint32)
-    for _ in range(8):
-        table = np.where(table & 1, (table >> 1) ^ np.uint32(0x82F63B78), table >> 1)
-    return table
-
-
-_CRC_TABLE = _crc32c_table()
-
-
-def _masked_crc32c(rows: np.ndarray) -> np.ndarray:
-    """Masked CRC-32C (Castagnoli), as TFRecord stores it, of every row of uint8 [n, bytes]; uint32 [n]."""
-    crc = np.full(len(rows), 0xFFFFFFFF, np.uint32)
-    for column in rows.T:
-        crc = _CRC_TABLE[(crc ^ column) & 0xFF] ^ (crc >> np.uint32(8))
-    crc ^= np.uint32(0xFFFFFFFF)
-    return ((crc >> np.uint32(15)) | (crc << np.uint32(17))) + np.uint32(0xA282EAD8)

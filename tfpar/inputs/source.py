@@ -211,15 +211,23 @@ def finite_rows(values: tf.Tensor) -> tf.Tensor:
     return tf.cond(tf.math.is_finite(tf.nn.l2_loss(values)), lambda: some, each)
 
 
-def _checked(values: tf.Tensor, what: str, num_classes: int = 0) -> tf.Tensor:
-    """The same values, or an error when run: floating-point ones must be finite, classes in `[0, num_classes)`."""
+def usable_rows(values: tf.Tensor, num_classes: int = 0) -> tf.Tensor:
+    """Which rows of values [n, ...] are of use: floating-point ones finite, classes in `[0, num_classes)`; bool [n]."""
     if values.dtype.is_floating:
-        good, said = tf.reduce_all(finite_rows(values)), f"{what} are not finite"
-    elif not num_classes or (values.dtype.is_unsigned and values.dtype.max < num_classes):
+        return finite_rows(values)
+    if not num_classes:
+        return tf.ones(tf.shape(values)[:1], tf.bool)
+    wide = tf.cast(values, tf.int64)
+    return tf.reduce_all((wide >= 0) & (wide < num_classes), axis=list(range(1, len(values.shape))))
+
+
+def _checked(values: tf.Tensor, what: str, num_classes: int = 0) -> tf.Tensor:
+    """The same values, or an error when run where `usable_rows` finds some that are not."""
+    if values.dtype.is_integer and (
+        not num_classes or (values.dtype.is_unsigned and values.dtype.max < num_classes)
+    ):  # nothing can be wrong
         return values
-    else:
-        wide = tf.cast(values, tf.int64)
-        good, said = tf.reduce_all((wide >= 0) & (wide < num_classes)), f"{what} outside [0, {num_classes})"
-    check = tf.debugging.Assert(good, [said])
+    said = f"{what} are not finite" if values.dtype.is_floating else f"{what} outside [0, {num_classes})"
+    check = tf.debugging.Assert(tf.reduce_all(usable_rows(values, num_classes)), [said])
     with tf.control_dependencies([check] if check is not None else []):
         return tf.identity(values)

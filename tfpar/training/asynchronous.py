@@ -329,10 +329,7 @@ class AsynchronousRun:
         report.warn_of_skipped(self)
         if finished:
             report.write_results(self, summary)
-        else:
-            why = "asked to end (SIGTERM): " if preempted else ""
-            self.monitor.message(f"{why}stopped after update {self.steps_done} of {self.total}; start again to go on")
-        self.journal.end("finished" if finished else "preempted" if preempted else "stopped")
+        report.note_end(self, finished, preempted, "update")
         return summary
 
 

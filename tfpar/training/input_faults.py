@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 
 from tfpar import inputs
+from tfpar.peers import COMMUNICATION_ERRORS
 from tfpar.training.batches import Batches
 
 import numpy as np
@@ -16,13 +17,7 @@ _NAMED = 5
 _SECONDS_TO_LOOK = 60.0
 _SECONDS_TO_NAME = 10.0
 # What TensorFlow raises where a peer, or memory, and not this worker's input is at fault.
-_OF_PEERS = (
-    tf.errors.AbortedError,
-    tf.errors.CancelledError,
-    tf.errors.DeadlineExceededError,
-    tf.errors.ResourceExhaustedError,
-    tf.errors.UnavailableError,
-)
+_NOT_OF_INPUT = (*COMMUNICATION_ERRORS, tf.errors.ResourceExhaustedError)
 
 
 @contextlib.contextmanager
@@ -39,7 +34,7 @@ def named(source: inputs.Source, indices: Callable[[], Sequence[int] | np.ndarra
     """
     try:
         yield
-    except _OF_PEERS:
+    except _NOT_OF_INPUT:
         raise
     except inputs.READ_ERRORS as error:
         candidates = np.asarray(indices()).reshape(-1)

@@ -54,6 +54,9 @@ class Journal:
             state["restarts"] += 1
             state["steps_redone"] += max(0, state["reached"] - step)
         state.update(starts=state["starts"] + 1, reached=step, ended="")
+        if self._writes and self._path is not None:
+            with contextlib.suppress(OSError):
+                self._path.parent.mkdir(parents=True, exist_ok=True)
         self._write()
 
     def reached(self, step: int) -> None:
@@ -74,7 +77,6 @@ class Journal:
         self._written = time.monotonic()
         temporary = self._path.with_name(f".{_NAME}.partial")
         with contextlib.suppress(OSError):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
             temporary.write_text(json.dumps(self._state) + "\n")
             os.replace(temporary, self._path)
 

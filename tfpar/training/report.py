@@ -344,6 +344,21 @@ def warn_of_skipped(run: Run) -> None:
     )
 
 
+def note_end(run: Run, finished: bool, preempted: bool, unit: str) -> None:
+    """Notes how this start ended, and says so where the run is to go on.
+
+    Args:
+      run: The run.
+      finished: Whether all of it is done.
+      preempted: Whether it was asked to end.
+      unit: What its updates are called.
+    """
+    run.journal.end("finished" if finished else "preempted" if preempted else "stopped")
+    if not finished:
+        why = "asked to end (SIGTERM): " if preempted else ""
+        run.monitor.message(f"{why}stopped after {unit} {run.steps_done} of {run.total}; start again to go on")
+
+
 def _number(value: float | None) -> str:
     return "unknown" if value is None else f"{value:.4f}"
 

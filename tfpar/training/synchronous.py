@@ -324,9 +324,6 @@ class SynchronousRun:
         report.warn_of_skipped(self)
         if finished:
             report.write_results(self, summary)
-        else:
-            why = "asked to end (SIGTERM): " if preempted else ""
-            self.say(f"{why}stopped after step {self.position.step} of {self.total}; start again to go on")
-        self.journal.end("finished" if finished else "preempted" if preempted else "stopped")
+        report.note_end(self, finished, preempted, "step")
         self.agreement.all_equal([self.position.step])  # nobody leaves before the chief
         return summary
