@@ -79,6 +79,7 @@ REPEATS = flags.DEFINE_integer("repeats", 20, "Calls of which the median counts,
 SECONDS = flags.DEFINE_float("seconds", 15.0, "For all calls of a measurement; one there is always.", lower_bound=0.0)
 OUTPUT = flags.DEFINE_string("output", "", "JSON file for the results.")
 RESUME = flags.DEFINE_boolean("resume", False, "Keep what --output has, and measure what is missing.")
+BEYOND = flags.DEFINE_list("beyond", ["16", "64", "256", "1024"], "Numbers of hosts that the cost model predicts for.")
 TORCH_PYTHON = flags.DEFINE_string("torch_python", sys.executable, "A Python that has PyTorch.")
 
 _PORT = 2222
@@ -100,6 +101,7 @@ class Measured:
       formula: Bytes it should send; None where we have no formula.
       payload: Bytes of what one worker has to tell.
       predicted_ms: By the cost model of tfpar; None where it has nothing to say.
+      beyond_ms: The same for the numbers of hosts in --beyond.
       about: The exchange in words.
       load: Of the machine before, an average over a minute.
       peak_memory: Bytes, of the worker that took most; over all that this process has measured.
@@ -111,6 +113,7 @@ class Measured:
     formula: int | None = None
     payload: int = 0
     predicted_ms: float | None = None
+    beyond_ms: list[float | None] = dataclasses.field(default_factory=list)
     about: str = ""
     load: float = 0.0
     peak_memory: int = 0
@@ -219,7 +222,10 @@ def measure(fleet: Fleet, network: netns.Network, link: str, exchange: str) -> M
     load, bits = os.getloadavg()[0], netns.bits_per_second(link)
     # The first calls trace functions and connect peers; that needs no slow link, unless the exchange looks at it.
     network.shape(link if exchange.startswith("auto") else "none")
-    built = fleet.ask({"do": "build", "exchange": exchange, "bits_per_second": bits}, _BUILD_S)
+    request: dict[str, Any] = {"do": "build", "exchange": exchange, "bits_per_second": bits}
+    if not is_torch(exchange):
+        request["beyond"] = [int(hosts) for hosts in BEYOND.value]
+    built = fleet.ask(request, _BUILD_S)
     network.shape(link)
     limit = 8 * (built[0]["formula"] or built[0]["payload"] * len(built)) / bits if bits else 0.0
 
@@ -238,7 +244,8 @@ def measure(fleet: Fleet, network: netns.Network, link: str, exchange: str) -> M
         load=load,
         **{
             key: max(reply[key] for reply in built) if key == "formula" and built[0][key] else built[0][key]
-            for key in ("formula", "payload", "predicted_ms", "about")
+            for key in ("formula", "payload", "predicted_ms", "about", "beyond_ms")
+            if key in built[0]
         },
     )
 
@@ -305,7 +312,24 @@ def report(results: Results, cells: Sequence[Cell]) -> str:
         for cell in cells:
             if cell[0] == model and cell in results.cells:
                 lines.append(row(cell, results.cells[cell], results.cells.get((*cell[:3], RING))))
+        lines += predictions([cell for cell in cells if cell[0] == model], results)
     return "\n".join(lines)
+
+
+def predictions(cells: Sequence[Cell], results: Results) -> list[str]:
+    """What the cost model says of more hosts than fit on a machine; each with processors of its own."""
+    links = list(dict.fromkeys(cell[2] for cell in cells))
+    rows = []
+    for link in links:
+        for exchange in dict.fromkeys(cell[3] for cell in cells):
+            found = [results.cells[cell] for cell in cells if cell[2:] == (link, exchange) and cell in results.cells]
+            said = next((result.beyond_ms for result in found if any(result.beyond_ms)), None)
+            if said:
+                rows.append(f"| {link} | {exchange} | {' | '.join(f'{ms:.0f}' if ms else '' for ms in said)} |")
+    if not rows:
+        return []
+    head = f"| link | exchange | {' | '.join(f'{int(hosts):,} hosts' for hosts in BEYOND.value)} |"
+    return ["\npredicted, ms\n", head, f"|---|---|{'---:|' * len(BEYOND.value)}", *rows]
 
 
 def _elements(shape: Sequence[int]) -> int:
@@ -344,6 +368,8 @@ def wanted() -> list[Cell]:
     hosts = [int(text) if text.isdecimal() else 0 for text in HOSTS.value]
     if min(hosts) < 2 or max(hosts) > 250:
         raise app.UsageError(f"--hosts={','.join(HOSTS.value)}: an exchange needs from 2 to 250 hosts.")
+    if not all(text.isdecimal() and int(text) > 1 for text in BEYOND.value):
+        raise app.UsageError(f"--beyond={','.join(BEYOND.value)}: numbers of hosts, from 2.")
     try:
         for link in LINKS.value:
             netns.bits_per_second(link)

@@ -56,14 +56,14 @@ class Worker:
         self._barrier()
         return {"machine": describe_machine()}
 
-    def _build(self, exchange: str, bits_per_second: float | None) -> dict[str, Any]:
-        """Makes an exchange and calls it until it has settled."""
+    def _build(self, exchange: str, bits_per_second: float | None, beyond: Sequence[int] = ()) -> dict[str, Any]:
+        """Makes an exchange and calls it until it has settled; `beyond` are numbers of hosts to predict it for."""
         self._call = lambda: tf.zeros([])
         gc.collect()  # residuals of the one before
         sizes = [int(np.prod(gradient.shape)) for gradient in self._gradients]
         dense = 4 * sum(sizes)
         sent = 2 * (self._group.size - 1) * dense // self._group.size
-        reply: dict[str, Any] = {"payload": dense, "formula": sent, "about": "", "predicted_ms": None}
+        reply: dict[str, Any] = {"payload": dense, "formula": sent, "about": "", "predicted_ms": None, "beyond_ms": []}
         if exchange == RING:
             self._call = self._ring(sizes)
         elif exchange == RING_BUFFER:
@@ -71,6 +71,7 @@ class Worker:
         else:
             self._call, about = self._tfpar(exchange)
             reply |= about | {"predicted_ms": predicted_ms(exchange, sum(sizes), self._group.size, bits_per_second)}
+            reply["beyond_ms"] = [predicted_ms(exchange, sum(sizes), hosts, bits_per_second) for hosts in beyond]
         for _ in range(_WARM_UP):
             self._call()
         return reply

@@ -15,15 +15,19 @@ from __future__ import annotations
 
 import functools
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for the module beside it, when started as a script
+
 import tfpar
-from tfpar import flags, inputs, models, precision
+from experiments.benchmarks.loops import FrameworkLoop
+from tfpar import flags, inputs, models
 from tfpar.config import ExperimentConfig, InputConfig
 from tfpar.doctor import describe_machine
-from tfpar.training.synchronous import SynchronousRun
 
 import keras
 import tensorflow as tf
@@ -77,21 +81,7 @@ def fit(model: keras.Model, data: tf.data.Dataset, jit_compile: bool) -> Callabl
     return lambda steps: model.fit(data, epochs=1, steps_per_epoch=steps, verbose=0)
 
 
-def framework(trainer: tfpar.Trainer, source: inputs.Source) -> Callable[[int], None]:
-    """tfpar's step, as `Trainer.fit` calls it."""
-    run = SynchronousRun(trainer, source, None, 1 << 30, None)
-    iterator = iter(trainer.distribute(run.pipeline))
-    scale = precision.initial(trainer.config.precision)
-
-    def steps(count: int) -> None:
-        run.step.run(
-            iterator, tf.constant(0, tf.int64), tf.constant(count), scale, tf.constant(1.0), tf.constant(True)
-        ).loss.numpy()
-
-    return steps
-
-
-def contenders(workload: str, config: ExperimentConfig, layout: tfpar.Layout) -> dict[str, Callable[[int], None]]:
+def contenders(workload: str, config: ExperimentConfig, layout: tfpar.Layout) -> dict[str, Callable[[int], Any]]:
     """The three loops for a workload, each with a model of its own."""
     name, overrides, options = WORKLOADS[workload]
     source = inputs.build_source(InputConfig(**options), "train")
@@ -112,11 +102,11 @@ def contenders(workload: str, config: ExperimentConfig, layout: tfpar.Layout) ->
     return {
         "hand-written": handwritten(build(), data, JIT.value),
         "fit": fit(build(), data, JIT.value),
-        "tfpar": framework(trainer, source),
+        "tfpar": FrameworkLoop(trainer, source),
     }
 
 
-def measure(loops: dict[str, Callable[[int], None]]) -> dict[str, float]:
+def measure(loops: dict[str, Callable[[int], Any]]) -> dict[str, float]:
     """Milliseconds per step: the median over the rounds, the contenders taking turns."""
     counts = {}
     for name, loop in loops.items():
