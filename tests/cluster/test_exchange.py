@@ -79,9 +79,8 @@ def test_sums_over_workers(tmp_path, workers, devices):
     chosen = SPECS if workers in (2, 3) else FEW
     if workers & (workers - 1) == 0:
         chosen = [*chosen, "int8:pattern=halving_doubling"]
-    result = launch(
-        workers, "tests/cluster/scripts/exchange_sums.py", str(tmp_path), str(devices), *chosen, timeout=300.0
-    )
+    arguments = ["-m", "tests.cluster.scripts.exchange_sums", str(tmp_path), str(devices), *chosen]
+    result = launch(workers, *arguments, timeout=300.0)
     assert result.returncode == 0, result.stdout + result.stderr
     for number, spec in enumerate(chosen):
         states = [dict(np.load(tmp_path / f"{number}-{worker}.npz")) for worker in range(workers)]

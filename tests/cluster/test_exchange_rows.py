@@ -30,8 +30,8 @@ def dense_mean(replicas: int, step: int) -> tuple[np.ndarray, set[int]]:
 @pytest.mark.parametrize(("workers", "devices"), [(1, 2), (2, 1), (2, 2), (3, 1)])
 def test_rows_between_workers(tmp_path, workers, devices):
     specs = SPECS if workers > 1 else SPECS[:2]
-    script = "tests/cluster/scripts/exchange_rows.py"
-    result = launch(workers, script, str(tmp_path), str(devices), *specs, timeout=300.0)
+    arguments = ["-m", "tests.cluster.scripts.exchange_rows", str(tmp_path), str(devices), *specs]
+    result = launch(workers, *arguments, timeout=300.0)
     assert result.returncode == 0, result.stdout + result.stderr
     for number, spec in enumerate(specs):
         states = [dict(np.load(tmp_path / f"{number}-{worker}.npz")) for worker in range(workers)]

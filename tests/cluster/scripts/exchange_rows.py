@@ -1,16 +1,14 @@
 """One worker of tests/cluster/test_exchange_rows.py: exchanges known rows with every spec, and writes what came back.
 
-python tests/cluster/scripts/exchange_rows.py OUTPUT_DIR DEVICES SPEC...
+python -m tests.cluster.scripts.exchange_rows OUTPUT_DIR DEVICES SPEC...
 """
 
 from __future__ import annotations
 
 import functools
-import pathlib
-import sys
 
 import tfpar
-from tfpar import ExperimentConfig, strategies
+from tests.cluster.scripts import every_spec
 
 import numpy as np
 import tensorflow as tf
@@ -81,13 +79,5 @@ def exchange_all(spec: str, layout: tfpar.Layout) -> dict[str, np.ndarray]:
     return result | {f"state/{name}": value for name, value in exchange.export().items()}
 
 
-def main() -> None:
-    directory, devices, *specs = sys.argv[1:]
-    config = ExperimentConfig.from_flat_dict({"strategy": "multi_worker", "devices": int(devices)})
-    layout = strategies.build(strategies.plan(config.strategy, tfpar.cluster.detect()))
-    for number, spec in enumerate(specs):
-        np.savez(pathlib.Path(directory) / f"{number}-{layout.plan.worker}.npz", **exchange_all(spec, layout))
-
-
 if __name__ == "__main__":
-    main()
+    every_spec.main(exchange_all)

@@ -1,17 +1,15 @@
 """One worker of tests/cluster/test_exchange.py: exchanges known gradients with every spec, and writes what came back.
 
-python tests/cluster/scripts/exchange_sums.py OUTPUT_DIR DEVICES SPEC...
+python -m tests.cluster.scripts.exchange_sums OUTPUT_DIR DEVICES SPEC...
 """
 
 from __future__ import annotations
 
-import pathlib
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import tfpar
-from tfpar import ExperimentConfig, strategies
+from tests.cluster.scripts import every_spec
 from tfpar.exchange import planning, specs
 
 import numpy as np
@@ -96,13 +94,5 @@ def exchange_all(spec: str, layout: tfpar.Layout) -> dict[str, np.ndarray]:
     return result
 
 
-def main() -> None:
-    directory, devices, *specs = sys.argv[1:]
-    config = ExperimentConfig.from_flat_dict({"strategy": "multi_worker", "devices": int(devices)})
-    layout = strategies.build(strategies.plan(config.strategy, tfpar.cluster.detect()))
-    for number, spec in enumerate(specs):
-        np.savez(pathlib.Path(directory) / f"{number}-{layout.plan.worker}.npz", **exchange_all(spec, layout))
-
-
 if __name__ == "__main__":
-    main()
+    every_spec.main(exchange_all)
