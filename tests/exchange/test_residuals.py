@@ -80,6 +80,53 @@ def test_what_was_not_delivered_survives_another_codec_and_other_buckets():
     np.testing.assert_allclose(undelivered(new), undelivered(old), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize(("spec", "workers"), [("int4", 1), ("none", 1), ("none", 2), ("int4:warmup_steps=20", 1)])
+def test_what_was_not_delivered_survives_where_nothing_is_encoded_any_more(spec, workers):
+    old, new = exchanges("int4", 3), exchanges(spec, workers)
+    fill(old)
+    for exchange in new:
+        exchange.restore(3, lambda rank: old[rank].export())
+    expected = undelivered(old)
+    assert np.linalg.norm(undelivered(new) - expected) <= 1e-6 * np.linalg.norm(expected)
+    # And once more: of what was never delivered nothing is lost on the way back to a codec.
+    again = exchanges("int4", 2)
+    for exchange in again:
+        exchange.restore(workers, lambda rank: new[rank].export())
+    assert np.linalg.norm(undelivered(again) - expected) <= 1e-6 * np.linalg.norm(expected)
+
+
+# Of several replicas, XLA cannot hold what they exchange.
+@pytest.mark.parametrize(("devices", "jit_compile"), [(1, False), (1, True), (2, False)])
+def test_a_lone_worker_delivers_it_with_its_first_finite_gradients(devices, jit_compile):
+    names = [f"CPU:{number}" for number in range(devices)]
+    strategy = tf.distribute.MirroredStrategy(names) if devices > 1 else tf.distribute.OneDeviceStrategy(names[0])
+    old = exchanges("int4", 2)
+    fill(old)
+    expected = undelivered(old)
+    exchange = Exchange("int4")
+    exchange.build([tf.TensorSpec(shape) for shape in SHAPES], strategy=strategy)
+    exchange.restore(2, lambda rank: old[rank].export())
+
+    @tf.function(jit_compile=jit_compile)
+    def step(failed: tf.Tensor) -> list[tf.Tensor]:
+        def replica_step() -> list[tf.Tensor]:
+            return exchange.reduce_sums([tf.ones(shape) for shape in SHAPES], tf.stack([failed, 1.0]))[0]
+
+        return strategy.run(replica_step)
+
+    def delivered(failed: float) -> np.ndarray:
+        sums = [strategy.experimental_local_results(value)[-1].numpy() for value in step(tf.constant(failed))]
+        np.testing.assert_array_equal(sums[1], np.full(SHAPES[1], devices))  # small tensors are never kept back
+        return np.concatenate([sums[number].reshape(-1) for number in (0, 2, 3)]) - devices
+
+    delivered(1.0)
+    np.testing.assert_allclose(undelivered([exchange]), expected, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(delivered(0.0), expected, rtol=1e-5, atol=1e-5)
+    assert not undelivered([exchange]).any()
+    assert not delivered(0.0).any()
+    assert not exchange.compresses
+
+
 def test_residuals_of_another_model_are_refused():
     old = exchanges("int4", 2)
     other = Exchange("int4")

@@ -8,7 +8,7 @@ from typing import Any
 
 import tfpar_ops
 from tfpar.config import ConfigError
-from tfpar.exchange import specs
+from tfpar.exchange import planning, residuals, specs
 from tfpar.exchange.groups import Group
 from tfpar.exchange.hosts import HostExchange
 from tfpar.exchange.rings import Rings
@@ -84,6 +84,7 @@ class Exchange:
         self._by_rings = False
         self._hosts: HostExchange | None = None
         self._rings: Rings | None = None
+        self._seed = 0
 
     def build(
         self,
@@ -121,6 +122,7 @@ class Exchange:
         if not 0 <= worker < workers:
             raise ValueError(f"worker={worker} is not a rank among workers={workers}")
         self._group = Group.of_workers(workers, worker)
+        self._seed = seed
         self._hosts = self._rings = None
         self._device = strategy.extended.worker_devices[0] if strategy else "/device:CPU:0"
         # TensorFlow's strategy would put the buckets into one buffer again, and run a single ring (2.21:
@@ -148,7 +150,7 @@ class Exchange:
     @property
     def compresses(self) -> bool:
         """Whether a codec is at work: one is asked for, and there is more than one host."""
-        return self._hosts is not None
+        return self._hosts is not None and self._spec.lossy and self._group.size > 1
 
     @property
     def state(self) -> list[tf.Variable]:
@@ -161,14 +163,15 @@ class Exchange:
         return self._hosts.plan_table if self._hosts else ""
 
     def export(self) -> dict[str, np.ndarray]:
-        """This worker's state, for a checkpoint; empty where nothing is compressed."""
+        """This worker's state, for a checkpoint; empty where nothing is kept back."""
         return self._hosts.export() if self._hosts else {}
 
     def restore(self, workers: int, read: Callable[[int], Mapping[str, np.ndarray]]) -> None:
         """Goes on from what the workers exported.
 
         With the same workers, buckets and shards, every worker takes up its own residuals, bit for bit. Otherwise what
-        was not yet delivered is summed up over the workers, and worker 0 delivers it.
+        was not yet delivered is summed up over the workers, and worker 0 delivers it: where nothing is encoded any
+        more, with the first gradients that are finite. To be called before a function that calls `reduce` is traced.
 
         Args:
           workers: Number of workers of the saved run.
@@ -177,6 +180,9 @@ class Exchange:
         Raises:
           ConfigError: Another exchange encodes other tensors, or keeps nothing back.
         """
+        if not self._hosts and residuals.anything_kept(workers, read):
+            spec = planning.dense(self._spec)
+            self._hosts = HostExchange(spec, self._shapes, self._group, self._device, self._seed)
         if self._hosts:
             self._hosts.restore(workers, read)
 
@@ -196,7 +202,7 @@ class Exchange:
           `residual_over_gradient`: L2 norm of what is kept back, over that of the gradient. `cosine`: between the sum
           that was delivered and the dense one, of the last exchange where they were compared.
         """
-        return self._hosts.observed() if self._hosts else {}
+        return self._hosts.observed() if self._hosts and self.compresses else {}
 
     def describe(self) -> str:
         """One line: codec and pattern, or why there is none."""
@@ -222,7 +228,7 @@ class Exchange:
         """
         replicas = _replica_context().num_replicas_in_sync
         gradients = self._prepared(gradients)
-        if not self.compresses:
+        if self._hosts is None:
             sums, _ = self._sums(gradients, tf.zeros([0], tf.float32))
             return [_mapped(lambda part: part / replicas, value) for value in sums]
         tensors = [gradient for gradient in gradients if not isinstance(gradient, tf.IndexedSlices)]
@@ -283,10 +289,10 @@ class Exchange:
     def _sums(self, gradients: Sequence[Any], sidecar: tf.Tensor) -> tuple[list[Any], tf.Tensor]:
         """`reduce_sums` of gradients that are prepared."""
         context = _replica_context()
-        if context.num_replicas_in_sync == 1:
+        if context.num_replicas_in_sync == 1 and self._hosts is None:
             return list(gradients), sidecar
         hosts = context.num_replicas_in_sync // len(context.strategy.extended.worker_devices)
-        if (self._spec.lossy or self.sparse) and hosts != self._group.size:
+        if (self._hosts or self.sparse) and hosts != self._group.size:
             raise RuntimeError(
                 f"the exchange was built for {self._group.size} workers and runs on {hosts}: give build() a strategy"
             )

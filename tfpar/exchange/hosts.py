@@ -5,6 +5,7 @@ Functions run once per worker, on its first device, after its replicas have adde
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -23,9 +24,9 @@ class HostExchange:
     """Sums tensors over the workers of a cluster, large ones encoded.
 
     Args:
-      spec: The exchange, not `none`.
+      spec: The exchange; of `none`, see `planning.dense`.
       shapes: Static shapes of all tensors.
-      group: All workers, more than one.
+      group: All workers.
       device: Where the exchange runs.
       seed: Of stochastic rounding.
       sparse: Tensors of which rows are to travel where that is less, see `rows`.
@@ -177,7 +178,9 @@ class HostExchange:
     def _plan(self) -> list[Spec]:
         """A spec for each bucket."""
         if self._spec.name != "auto":
-            return [self._spec] * len(self._fused)
+            # Without a codec, of `powersgd` too, a bucket is dense: its rank then only tells which tensors are meant.
+            spec = self._spec if self._spec.lossy else dataclasses.replace(self._spec, rank=0)
+            return [spec] * len(self._fused)
         elements = [sum(self._shapes[index].num_elements() for index in bucket) for bucket in self._fused]
         plan = planning.choose(self._spec, elements, self._group, self._device)
         self.plan_table = plan.table

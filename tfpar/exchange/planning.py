@@ -61,6 +61,17 @@ def travels_encoded(spec: Spec, shape: tf.TensorShape) -> bool:
     return not spec.rank or worthwhile(shape, spec.rank)
 
 
+def dense(spec: Spec) -> Spec:
+    """An exchange of the tensors that a spec encodes, in which nothing is encoded.
+
+    Its buckets deliver what codecs have kept back where no codec is at work any more: on a single worker, or after a
+    change to `none`.
+    """
+    return dataclasses.replace(
+        spec, name="none", codec=None, error_feedback=True, warmup_steps=0, momentum=0.0, ramp_steps=0, sample_every=0
+    )
+
+
 def bucket_type(spec: Spec) -> Callable[..., Bucket]:
     """What carries out a spec for one bucket."""
     if spec.rank:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from tfpar.config import ConfigError
 from tfpar.exchange.buckets import RESIDUALS, Bucket
@@ -66,6 +66,11 @@ def undelivered(saved: Sequence[Mapping[str, np.ndarray]]) -> np.ndarray:
             total += np.concatenate(owned)
         buckets.append(total)
     return np.concatenate(buckets) if buckets else np.zeros(0)
+
+
+def anything_kept(workers: int, read: Callable[[int], Mapping[str, np.ndarray]]) -> bool:
+    """Whether the workers of a saved run had kept anything back; see `Exchange.restore`."""
+    return bool(read(0)) and bool(undelivered([checked(read(rank), rank) for rank in range(workers)]).any())
 
 
 def kept_by_worker(buckets: Sequence[Bucket], rank: int) -> np.ndarray:

@@ -258,7 +258,7 @@ class TrainStep:
         finite = tf.equal(vector[sidecar.NON_FINITE], 0.0)
 
         # 4: the reduced gradient's mean, clipped: one factor.
-        if context.num_replicas_in_sync > 1:
+        if context.num_replicas_in_sync > 1 or self.exchange.state:  # else it is this replica's own
             norm_squared = self._norm_squared(gradients) if measure or self._clip_norm else tf.zeros([])
         factor = 1.0 / tf.maximum(vector[sidecar.COUNT], 1e-30)
         norm = tf.sqrt(norm_squared) * factor

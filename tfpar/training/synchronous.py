@@ -295,6 +295,8 @@ class SynchronousRun:
         self.trainer.exchange.restore(
             run["workers"], functools.partial(self.checkpointer.exchange_state, checkpoint.step)
         )
+        if self.trainer.exchange.state and not self.trainer.exchange.compresses:
+            self.say("gradient that the exchange of before had kept back goes into the next update")
         scale = run["loss_scale"]
         self.position = _Position(
             checkpoint.step,
