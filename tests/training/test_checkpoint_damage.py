@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 import pathlib
 import shutil
 
 from tfpar.config import ConfigError
 from tfpar.training import checkpoint_files, checkpoints, resuming
-from tfpar.training.checkpoints import Checkpoint, Checkpointer
+from tfpar.training.checkpoints import Checkpoint, Checkpointer, CheckpointError
 
 import numpy as np
 import pytest
@@ -135,6 +137,29 @@ def test_the_damaged_one_is_set_aside_and_does_not_count_as_the_newest(tmp_path)
     resumed.save(checkpoint(3, exchange=False))  # with keep=1 and the damaged one as the newest, this would go
     resumed.close()
     assert sorted(path.name for path in directory.iterdir()) == ["step-000000003", "step-000000005.damaged"]
+
+
+def test_what_was_set_aside_earlier_stays(tmp_path):
+    for _ in range(2):
+        directory = save(tmp_path, 1, 5, workers=1)
+        (directory / "step-000000005" / "state.safetensors").write_bytes(b"")
+        assert resuming.newest(Checkpointer(tmp_path, warn=lambda text: None)).step == 1
+    kept = {"step-000000005.damaged", "step-000000005.damaged-2"}
+    assert kept < {path.name for path in directory.iterdir()}
+
+
+def test_a_file_system_that_does_not_answer_says_nothing_of_a_checkpoint(tmp_path, monkeypatch):
+    directory = save(tmp_path, 1, 5, workers=1)
+
+    def stale(*_: object, **__: object) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoints, "read", stale)
+        with pytest.raises(CheckpointError, match=r"step 5 .* cannot be read .*Start again"):
+            resuming.newest(Checkpointer(tmp_path))
+    assert resuming.newest(Checkpointer(tmp_path)).step == 5
+    assert sorted(path.name for path in directory.iterdir()) == ["step-000000001", "step-000000005"]
 
 
 def test_no_run_starts_over_where_every_checkpoint_is_damaged(tmp_path):

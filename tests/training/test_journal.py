@@ -44,7 +44,12 @@ def test_failures_and_what_they_cost_add_up(tmp_path, monkeypatch):
     third = Journal(str(tmp_path), writes=True)
     third.begin(30)
     assert counts(third) == (2, 7)
-    assert json.loads((tmp_path / "starts.json").read_text())["starts"] == 3
+    third.reached(40)
+    third.end("finished")
+    fourth = Journal(str(tmp_path), writes=True)
+    fourth.begin(35)  # the checkpoint of 40 was found damaged: no restart, but work done again
+    assert counts(fourth) == (2, 12)
+    assert json.loads((tmp_path / "starts.json").read_text())["starts"] == 4
 
 
 def test_only_the_chief_writes(tmp_path):
@@ -54,7 +59,9 @@ def test_only_the_chief_writes(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"starts": "many"}', '{"starts": 1}'])
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '{"starts": "many"}', '{"starts": 1}', '{"starts": 1e999}', "[" * 9999]
+)
 def test_a_damaged_file_is_passed_over(tmp_path, content):
     (tmp_path / "starts.json").write_text(content)
     entry = Journal(str(tmp_path), writes=True)

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -102,6 +103,23 @@ def test_an_owner_that_is_just_ending_is_waited_for(tmp_path):
         with workdir_lock.held(str(tmp_path), lambda text: None):
             assert time.monotonic() > ended_at - 0.2
         killer.wait()
+
+
+def test_an_owner_on_another_machine_is_waited_for_longer_and_that_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(workdir_lock, "WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(workdir_lock, "WAIT_FOR_ANOTHER_MACHINE_SECONDS", 0.5)
+    said: list[str] = []
+    with job(tmp_path), pytest.raises(ConfigError, match="in use by"):
+        workdir_lock.held(str(tmp_path), said.append).__enter__()
+    assert not said
+    with job(tmp_path):
+        monkeypatch.setattr(socket, "gethostname", lambda: "another")
+        began = time.monotonic()
+        with pytest.raises(ConfigError, match="in use by"):
+            workdir_lock.held(str(tmp_path), said.append).__enter__()
+        assert time.monotonic() - began >= 0.5
+    [line] = said
+    assert "waiting up to 0 s for it to end" in line
 
 
 def test_the_other_workers_of_the_same_job_are_not_refused(tmp_path, monkeypatch):

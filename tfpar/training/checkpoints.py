@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import errno
 import os
 import pathlib
-import shutil
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -34,10 +34,12 @@ import numpy as np
 __all__ = ["FORMAT", "MAY_DIFFER", "Checkpoint", "CheckpointError", "Checkpointer", "check_same_run", "find", "read"]
 
 _BEST = "best.json"
+# A file that is not there, or that the disk cannot give back. With other errors it may be whole, and read later.
+_OF_DAMAGE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO, None})
 
 
 class CheckpointError(TrainingError):
-    """A checkpoint could not be written, and the run was to end in that case."""
+    """A checkpoint could not be written, and the run was to end in that case; or one that is there cannot be read."""
 
 
 class Checkpointer:
@@ -145,6 +147,9 @@ class Checkpointer:
 
         Args:
           below: Looks only at checkpoints of steps below this one.
+
+        Raises:
+          CheckpointError: The file system does not let a checkpoint be read, which says nothing of its content.
         """
         for step in reversed(self.steps()):
             if below is not None and step >= below:
@@ -152,6 +157,11 @@ class Checkpointer:
             try:
                 return self.read(step)
             except (OSError, ValueError) as error:
+                if isinstance(error, OSError) and error.errno not in _OF_DAMAGE:
+                    raise CheckpointError(
+                        f"the checkpoint of step {step} in {self.directory} cannot be read ({reason(error)}). It may "
+                        "be whole, so none before it is taken. Start again once it can be read, or move it away."
+                    ) from error
                 self.damaged[step] = reason(error)
                 self.warn(f"checkpoint of step {step} is damaged ({reason(error)}); trying the one before it")
         return None
@@ -159,7 +169,7 @@ class Checkpointer:
     def set_aside(self, after: int) -> None:
         """Renames the checkpoints of later steps, found damaged, so that they no longer count as the newest.
 
-        Worker 0 does it. Nothing is deleted.
+        Worker 0 does it. Nothing is deleted: one that was set aside earlier stays, too.
 
         Args:
           after: The step that the run resumes from.
@@ -170,10 +180,11 @@ class Checkpointer:
             if step <= after:
                 continue
             path = self.directory / files.directory_name(step)
-            aside = path.with_name(f"{path.name}.damaged")
+            aside, number = path.with_name(f"{path.name}.damaged"), 1
+            while aside.exists():
+                number += 1
+                aside = path.with_name(f"{path.name}.damaged-{number}")
             try:
-                if aside.exists():
-                    shutil.rmtree(aside)
                 os.rename(path, aside)
                 self.warn(f"the damaged checkpoint of step {step} is kept as {aside}")
             except OSError as error:
@@ -289,7 +300,16 @@ MAY_DIFFER = frozenset(
         *("workdir", "checkpoint_every", "keep_checkpoints", "on_checkpoint_error", "warm_start"),
         *("log_every", "profile_steps", "verbose", "eval_every"),
         *("data_dir", "cache", "prefetch", "input_threads", "data_service", "on_bad_record", "max_bad_steps"),
-        *("jit_compile", "tf32", "deterministic", "steps_per_loop", "steps", "epochs", "stop_after"),
+        *(
+            "accumulate_steps",
+            "jit_compile",
+            "tf32",
+            "deterministic",
+            "steps_per_loop",
+            "steps",
+            "epochs",
+            "stop_after",
+        ),
     }
 )
 

@@ -33,7 +33,7 @@ class Journal:
         if self._path is None:
             self._state["restarts"] = launcher_restarts()
             return
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
             found = json.loads(self._path.read_text())
             self._state = {**{key: int(found[key]) for key in _COUNTS}, "ended": str(found["ended"])}
 
@@ -52,7 +52,8 @@ class Journal:
         state = self._state
         if self._path is not None and state["ended"] not in _WITHOUT_LOSS:
             state["restarts"] += 1
-            state["steps_redone"] += max(0, state["reached"] - step)
+        # Also after an end without loss: the newest checkpoint may since have been found damaged.
+        state["steps_redone"] += max(0, state["reached"] - step)
         state.update(starts=state["starts"] + 1, reached=step, ended="")
         if self._writes and self._path is not None:
             with contextlib.suppress(OSError):

@@ -32,6 +32,8 @@ from tfpar.config import ConfigError
 NAME = ".lock"
 # A process that was killed may take a moment to end, above all one whose gradients are still on their way to the disk.
 WAIT_SECONDS = 5.0
+# A file server gives back the locks of a machine that died when their lease ends: of NFSv4, after 90 s by default.
+WAIT_FOR_ANOTHER_MACHINE_SECONDS = 120.0
 _POLL_SECONDS = 0.1
 _UNSUPPORTED = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
 _UNWRITABLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
@@ -70,7 +72,7 @@ class Owner:
         text += f", user {self.user}" if self.user else ""
         text += f", since {self.since}" if self.since else ""
         text += f", {self.scheduler}" if self.scheduler else ""
-        return text + (f": {self.command[:200]}" if self.command else "")
+        return text + (f": {self.command[:200]}{'...' if len(self.command) > 200 else ''}" if self.command else "")
 
 
 def _say(text: str) -> None:
@@ -84,7 +86,8 @@ def held(workdir: str, say: Callable[[str], None] = _say, *, wait: float | None 
     Args:
       workdir: The directory; empty: nothing is locked.
       say: Called with one line where a lock is taken over from a process that died, or where there can be none.
-      wait: Seconds for which another owner is waited for; None for `WAIT_SECONDS`.
+      wait: Seconds for which another owner is waited for; None for `WAIT_SECONDS`, or where the owner's machine is
+        another, `WAIT_FOR_ANOTHER_MACHINE_SECONDS`.
 
     Raises:
       ConfigError: Another job holds it.
@@ -106,14 +109,14 @@ def held(workdir: str, say: Callable[[str], None] = _say, *, wait: float | None 
         yield
         return
     with contextlib.closing(_Lock(descriptor, path, workdir, say)) as lock:
-        lock.take(WAIT_SECONDS if wait is None else wait)
+        lock.take(wait)
         yield
 
 
 def check_free(workdir: str, *, wait: float | None = None) -> None:
     """Refuses a workdir that another job holds; takes and writes nothing.
 
-    The other processes of the job that asks may hold it.
+    The other processes of the job that asks may hold it. `wait` is that of `held`.
 
     Raises:
       ConfigError: Another job holds it.
@@ -125,18 +128,40 @@ def check_free(workdir: str, *, wait: float | None = None) -> None:
         return
     job = _job(os.environ)
     try:
-        deadline = time.monotonic() + (WAIT_SECONDS if wait is None else wait)
+        patience = _Patience(workdir, _say, wait)
         while not _is_free(descriptor, path):
             owner = _read(path)
             if job and owner is not None and owner.job == job:
                 return
-            if time.monotonic() >= deadline:
+            if patience.ends(owner):
                 if job and owner is None:  # on a full disk it has no name; the chief finds out whether it is its own
                     return
                 raise _refusal(workdir, owner)
             time.sleep(_POLL_SECONDS)
     finally:
         os.close(descriptor)
+
+
+class _Patience:
+    """How long an owner is waited for."""
+
+    def __init__(self, workdir: str, say: Callable[[str], None], wait: float | None) -> None:
+        self._workdir, self._say, self._wait = workdir, say, wait
+        self._began = time.monotonic()
+        self._said = False
+
+    def ends(self, owner: Owner | None) -> bool:
+        """Whether this owner has been waited for long enough."""
+        elsewhere = owner is not None and owner.host != socket.gethostname()
+        limit = self._wait
+        if limit is None:
+            limit = WAIT_FOR_ANOTHER_MACHINE_SECONDS if elsewhere else WAIT_SECONDS
+        if time.monotonic() - self._began >= limit:
+            return True
+        if elsewhere and not self._said:
+            self._said = True
+            self._say(f"--workdir={self._workdir} is in use by {owner}; waiting up to {limit:.0f} s for it to end")
+        return False
 
 
 class _Lock:
@@ -151,12 +176,13 @@ class _Lock:
         self._closed = threading.Event()
         self._toucher: threading.Thread | None = None
 
-    def take(self, wait: float) -> None:
-        """Takes the lock within `wait` seconds, or raises ConfigError."""
-        deadline = time.monotonic() + wait
+    def take(self, wait: float | None) -> None:
+        """Takes the lock, or raises ConfigError; see `held`."""
+        patience = _Patience(self._workdir, self._say, wait)
         while not self._try():
-            if time.monotonic() >= deadline:
-                raise _refusal(self._workdir, _read(self._path))
+            owner = _read(self._path)
+            if patience.ends(owner):
+                raise _refusal(self._workdir, owner)
             time.sleep(_POLL_SECONDS)
         before = _read(self._path)
         self._taken = True
