@@ -103,8 +103,9 @@ def check_positions(codec: Codec, stored: blocks.Codes, payloads: int, valid: tf
     if codec.kind == "topk" and stored.codes.shape[0]:
         positions = tf.reshape(stored.codes[:, : codec.keep], [-1])
         place = tf.argmax(tf.cast(positions >= codec.block, tf.int32))  # the first of them
-        row, block = tf.unravel_index(place // codec.keep, [payloads, stored.codes.shape[0] // payloads])
-        message = ["payloads[", row, "]: topk position ", positions[place], ", in block ", block]
+        block, per_payload = place // codec.keep, stored.codes.shape[0] // payloads
+        message = ["payloads[", block // per_payload, "]: topk position ", positions[place]]
+        message += [", in block ", block % per_payload]
         require(valid, [*message, f", is not below the block size, {codec.block}"])
     return valid
 
