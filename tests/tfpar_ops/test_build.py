@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 import tfpar_ops
-from tfpar_ops import library
+from tfpar_ops import codecs, library
 
 import pytest
 import tensorflow as tf
@@ -236,9 +236,11 @@ def test_a_library_of_other_sources_is_not_used(copy):
     assert f"LibraryError: {caught.value} `make setup` (in a checkout)" in insisting.stderr
 
 
-def test_interface_and_code_have_the_same_number():
+def test_interface_and_code_have_the_same_numbers():
     (number,) = re.findall(r"#define TFPAR_ABI_VERSION (\d+)", (PACKAGE / "core" / "codec.h").read_text())
     assert int(number) == library.ABI_VERSION
+    text = (PACKAGE / "core" / "cuda" / "codec_cuda.h").read_text()
+    assert re.findall(r"#define TFPAR_CUDA_MAX_PEERS (\d+)", text) == [str(codecs.GPU_PEERS)]
 
 
 # What is built
