@@ -191,9 +191,12 @@ def seconds_in_turns(repeats: dict[Name, Callable[[int], object]], least: float)
 
 
 def calls_for(repeat: Callable[[int], object], least: float) -> int:
-    """How many calls take so many seconds, by the second one."""
+    """How many calls take so many seconds, whatever it takes to begin with them."""
     repeat(1)
-    return max(1, int(least / max(seconds_now(repeat, 1), 1e-7)))
+    times = 1
+    while (took := times * seconds_now(repeat, times)) < least / 2:
+        times *= 2
+    return max(1, int(times * least / took))
 
 
 def seconds_now(repeat: Callable[[int], object], times: int) -> float:
@@ -225,7 +228,13 @@ def spread(
 def measure_core(
     names: Sequence[str], sizes: Sequence[str], peers: int, numbers: Sequence[int], least: float
 ) -> dict[int, Times]:
-    """Times of triad and C interface with each number of threads, in turns; without TensorFlow's threads about."""
+    """Times of triad and C interface with each number of threads, in turns.
+
+    TensorFlow is loaded, as the library is linked to it, but idle.
+    """
+    tfpar.quiet.quiet_startup()
+    import tensorflow as tf  # noqa: F401
+
     times: dict[int, Times] = {number: {} for number in numbers}
     with concurrent.futures.ThreadPoolExecutor(max(numbers)) as pool:
         for size, name in itertools.product(sizes, names):
@@ -423,7 +432,11 @@ def report(one: Times, several: Times, threads: int, peers: int) -> str:
         f"| C, {threads} over 1 | reference | NumPy |",
         "|---|---|---" + "|---:" * 9 + "|",
     ]
-    for key in dict.fromkeys(key for key, _ in one):
+    measured = {key for key, _ in one}
+    for size, name, operation in itertools.product(SIZES, CODECS, (ENCODE, DECODE_SUM)):
+        key = (operation, name, size)
+        if key not in measured:
+            continue
 
         def cell(times: Times, implementation: str, key: Key = key) -> str:
             if (key, implementation) not in times:
