@@ -30,12 +30,11 @@ def check_codec(codec: Codec) -> None:
         )
 
 
-def float_tensors(tensors: Sequence[Any], name: str = "tensors") -> list[tf.Tensor]:
+def float_tensors(tensors: Sequence[Any]) -> list[tf.Tensor]:
     """What is to be encoded, as tensors.
 
     Args:
       tensors: Float32 tensors, variables, NumPy arrays, or (nested lists of) Python floats.
-      name: Of the argument.
 
     Raises:
       TypeError: Not a list, or one of them is not float32, or no dense tensor.
@@ -43,15 +42,15 @@ def float_tensors(tensors: Sequence[Any], name: str = "tensors") -> list[tf.Tens
     """
     if not isinstance(tensors, (list, tuple)):
         raise TypeError(
-            f"{name}: {_kind_of(tensors)}; expected a list of float32 tensors, also for a single one: [tensor]"
+            f"tensors: {_kind_of(tensors)}; expected a list of float32 tensors, also for a single one: [tensor]"
         )
     found = []
     for index, value in enumerate(tensors):
-        tensor = _tensor(f"{name}[{index}]", value, tf.float32)
+        tensor = _tensor(f"tensors[{index}]", value, tf.float32)
         if not tensor.shape.is_fully_defined():
             raise ValueError(
-                f"{name}[{index}]: shape {tensor.shape} is not static, the payload length follows from it; set it with "
-                "tf.ensure_shape"
+                f"tensors[{index}]: shape {tensor.shape} is not static, the payload length follows from it; set it "
+                "with tf.ensure_shape"
             )
         found.append(tensor)
     return found
@@ -226,11 +225,11 @@ def check_payloads(codec: Codec, payloads: tf.Tensor, elements: int) -> None:
     """
     words = codec.payload_bytes(elements) // 4
     shape = payloads.shape
-    if shape.rank != 2 or not shape.is_fully_defined() or shape[0] < 1 or shape[1] != words:
-        raise ValueError(
-            f"payloads: shape {shape}; expected [peers >= 1, {words}], {words} words being the payload of {elements}"
-            f" elements of {codec}"
-        )
+    expected = f"[peers >= 1, {words}], {words} words being the payload of {elements} elements of {codec}"
+    if not shape.is_fully_defined():
+        raise ValueError(f"payloads: shape {shape} is not static; set it with tf.ensure_shape to {expected}")
+    if shape.rank != 2 or shape[0] < 1 or shape[1] != words:
+        raise ValueError(f"payloads: shape {shape}; expected {expected}")
 
 
 def payload_tensor(payloads: Any) -> tf.Tensor:
@@ -249,6 +248,8 @@ def payload_rows(payloads: tf.Tensor) -> int:
       ValueError: Not a matrix, or the number is not static.
     """
     shape = payloads.shape
+    if shape.rank is None or (shape.rank == 2 and shape[0] is None):
+        raise ValueError(f"payloads: shape {shape} is not static; set it with tf.ensure_shape to [shards, words]")
     if shape.rank != 2 or not shape[0]:
         raise ValueError(f"payloads: shape {shape}; expected [shards >= 1, words]")
     return shape[0]

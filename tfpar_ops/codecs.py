@@ -14,6 +14,7 @@ ROUNDINGS = ("nearest", "stochastic")
 HEADER_BYTES = 16
 MAGIC = b"TFP\x01"
 CAST_BLOCK = 1024
+GPU_PEERS = 64  # payloads that one operation adds up on a GPU, at most: TFPAR_CUDA_MAX_PEERS of core/cuda/codec_cuda.h
 
 # Kind and bits, numbered as in the header.
 _FORMATS = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
 import json
 import os
 import threading
@@ -24,8 +25,14 @@ OPERATIONS = (
     "TfparRecodeResource",
     "TfparNormSquared",
 )
+ABI_VERSION = 2  # TFPAR_ABI_VERSION of core/codec.h
 CHOICES = ("native", "reference")
 CPU_TARGETS = ("baseline", "x86-64-v3", "x86-64-v4")  # of core/codec.h
+# C functions that this package calls: result and arguments.
+_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
+    "tfpar_masked_crc32c": (None, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]),
+    "tfpar_cpu_target": (ctypes.c_char_p, []),
+}
 _REBUILD = "`make setup` (in a checkout) or `pip install --no-build-isolation .` builds it."
 
 
@@ -90,7 +97,7 @@ def _choose(wanted: str) -> Library:
         return load(Path(__file__).parent)
     except LibraryError as error:
         if wanted == "native":
-            raise
+            raise LibraryError(f"{error} {_REBUILD}") from error
         warnings.warn(
             f"tfpar_ops: {error} {_REBUILD} Until then the codecs run as plain TensorFlow operations, which is slower.",
             RuntimeWarning,
@@ -103,7 +110,7 @@ def load(folder: Path) -> Library:
     """Loads the library of a folder.
 
     Raises:
-      LibraryError: It is not there, was built for another TensorFlow, or does not load.
+      LibraryError: It is not there, was built for another TensorFlow or from other sources, or does not load.
     """
     path = folder / FILE
     facts = _facts(folder)
@@ -115,16 +122,11 @@ def load(folder: Path) -> Library:
             raise LibraryError(f"the native library was built for {name} {built}, and this is {here}.")
     try:
         operations = tf.load_op_library(str(path))
-    except (tf.errors.OpError, RuntimeError) as error:
+        core = ctypes.CDLL(str(path))
+    except (tf.errors.OpError, RuntimeError, OSError) as error:
         raise LibraryError(f"the native library does not load: {error}") from error
-    for name in OPERATIONS:
-        tf.no_gradient(name)
-    core = ctypes.CDLL(str(path))
-    if not hasattr(core, "tfpar_masked_crc32c"):
-        raise LibraryError("the native library is older than this code.")
-    core.tfpar_masked_crc32c.restype = None
-    core.tfpar_masked_crc32c.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
-    core.tfpar_cpu_target.restype = ctypes.c_char_p
+    _check_and_declare(core)
+    _declare_no_gradients()
     gpu = f"CUDA {facts['cuda']}" if facts.get("cuda") else "no GPU kernels"
     target = core.tfpar_cpu_target().decode()
     asked = os.environ.get("TFPAR_OPS_TARGET") or target
@@ -135,6 +137,33 @@ def load(folder: Path) -> Library:
             stacklevel=5,
         )
     return Library(operations, f"native operations for TensorFlow {tf.__version__}: CPU {target}, {gpu}", core)
+
+
+def _check_and_declare(core: ctypes.CDLL) -> None:
+    """Checks that the functions are those of this code, and says what they take.
+
+    Raises:
+      LibraryError: They are of other sources.
+    """
+    missing = [name for name in ("tfpar_abi_version", *_FUNCTIONS) if not hasattr(core, name)]
+    if missing:
+        raise LibraryError(f"the native library was built from other sources than this code: it has no {missing[0]}.")
+    version = core.tfpar_abi_version()
+    if version != ABI_VERSION:
+        raise LibraryError(
+            f"the native library was built from other sources than this code: its interface is {version}, not "
+            f"{ABI_VERSION}."
+        )
+    for name, (result, taken) in _FUNCTIONS.items():
+        function = getattr(core, name)
+        function.restype, function.argtypes = result, taken
+
+
+@functools.cache
+def _declare_no_gradients() -> None:
+    """Says of all operations that nothing is differentiable; TensorFlow takes that once in a process."""
+    for name in OPERATIONS:
+        tf.no_gradient(name)
 
 
 def _facts(folder: Path) -> dict[str, Any]:

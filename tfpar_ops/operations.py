@@ -253,8 +253,8 @@ def recode_into(
     """As `recode`, with the residual in a variable that is updated in place: no second buffer, no copy.
 
     Args:
-      residual: float32 variable [valid]; see `encode_into`. Should a payload turn out invalid on the way, it has been
-        updated in part.
+      residual: float32 variable [valid]; see `encode_into`. It stays as it was where a payload is invalid (on a GPU:
+        the blocks that become NaN stay).
       payloads: As for `recode`, and so are the others.
       codec: The codec, for reading and for writing.
       elements: Elements of each payload.

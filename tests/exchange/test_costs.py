@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+
+from tfpar.config import ConfigError
 from tfpar.exchange import costs, planning, specs
 from tfpar.exchange.costs import Link, Speed
 from tfpar.exchange.groups import Group
@@ -11,6 +14,7 @@ import pytest
 
 FAST = Speed(encode=1e15, decode=1e15)
 ELEMENTS = 25_557_032  # ResNet-50
+CPU, GPU = "/job:worker/replica:0/task:0/device:CPU:0", "/job:worker/replica:0/task:0/device:GPU:0"
 
 
 @pytest.mark.parametrize("workers", [2, 4, 8, 1024])
@@ -53,16 +57,24 @@ def test_one_worker_sends_nothing():
 def choose(monkeypatch):
     """`planning.choose` with the measurement given."""
 
-    def call(link: Link, speed: Speed, elements: list[int], text: str = "auto", workers: int = 4) -> list[str]:
+    def call(
+        link: Link,
+        speed: Speed,
+        elements: list[int],
+        text: str = "auto",
+        workers: int = 4,
+        device: str = CPU,
+        what: str = "name",
+    ) -> list[str]:
         def measure(group, codecs, device):
             errors = {"bf16": 0.002, "fp8": 0.03, "quantize8": 0.007, "quantize4": 0.13, "quantize2": 0.8, "sign0": 0.6}
             names = [codec.kind + (str(codec.bits) if codec.kind in ("quantize", "sign") else "") for codec in codecs]
             return Measured(link, [speed] * len(codecs), [errors[name] for name in names])
 
         monkeypatch.setattr(planning.measure, "measure", measure)
-        plan = planning.choose(specs.parse(text), elements, Group.of_workers(workers, 0), "/device:CPU:0")
+        plan = planning.choose(specs.parse(text), elements, Group.of_workers(workers, 0), device)
         assert all(f"bucket {number}" in plan.table for number in range(len(elements)))
-        return [spec.name for spec in plan.specs]
+        return [getattr(spec, what) for spec in plan.specs]
 
     return call
 
@@ -84,3 +96,26 @@ def test_links_faster_than_the_codecs_stay_dense(choose):
 def test_each_bucket_for_itself(choose):
     # 100 us a message: the small bucket is all waiting, of which the dense ring has more than one all-gather.
     assert choose(Link(1e-4, 1.25e9), Speed(4e8, 1e12), [ELEMENTS, 256], workers=4)[0] == "none"
+
+
+@pytest.mark.parametrize("text", ["int8", "int8:pattern=all_gather", "topk:pattern=hierarchical", "topk:momentum=0.9"])
+def test_more_payloads_than_a_gpu_adds_up_are_refused_at_the_start(text):
+    spec = specs.parse(text)
+    planning.check_workers(spec, 64, GPU)
+    planning.check_workers(spec, 1024, CPU)
+    says = rf"--exchange={re.escape(text)}: {spec.pattern} adds up the payloads of all 65 .* at most 64. Use pattern="
+    with pytest.raises(ConfigError, match=says) as refusal:
+        planning.check_workers(spec, 65, GPU)
+    assert ("without momentum" in str(refusal.value)) == bool(spec.momentum)
+
+
+@pytest.mark.parametrize("text", ["none", "auto", "powersgd:4", "int8:pattern=ring", "int8:pattern=binary_blocks"])
+def test_what_adds_up_two_at_a_time_works_for_any_number(text):
+    planning.check_workers(specs.parse(text), 1000, GPU)
+
+
+def test_auto_leaves_out_what_a_gpu_cannot_add_up(choose):
+    slow, speed = Link(0.0, 12.5e6), Speed(5e9, 5e9)
+    assert choose(slow, speed, [ELEMENTS], workers=65, device=CPU, what="pattern") == ["two_phase"]
+    assert choose(slow, speed, [ELEMENTS], workers=65, device=GPU, what="name") == ["fp8"]
+    assert choose(slow, speed, [ELEMENTS], workers=65, device=GPU, what="pattern")[0] in specs.STAGED

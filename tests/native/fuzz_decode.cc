@@ -1,5 +1,6 @@
-// libFuzzer on what receives bytes from other machines: header check, decode-sum and re-encode. Payloads and vectors have
-// exactly the bytes they need, so that AddressSanitizer sees every access beyond them.
+// libFuzzer on what receives bytes from other machines: header check, decode-sum and re-encode; and encoding of what was
+// decoded. Payloads and vectors have exactly the bytes they need, so that AddressSanitizer sees every access beyond them.
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -110,9 +111,29 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
                       keep ? residual.data() : nullptr, again.data(), 0, blocks, how & 4 ? norms.data() : nullptr) ==
              invalid,
          "both see the same positions");
-  // What is encoded here can always be decoded.
+  bool outside = false;
+  for (const void* payload : pointers) {
+    outside |= tfpar_positions_check(&codec, payload, 0, blocks, message, sizeof message) != 0;
+  }
+  Expect(outside == (invalid != 0), "and so does who only looks at positions");
+
+  // What is encoded here can always be decoded: of the sum, and of what it was decoded to, with all that is there as residual.
   const void* own = again.data();
-  Expect(tfpar_payload_check(&codec, n, own, bytes, message, sizeof message) == 0, "own header is right");
-  Expect(tfpar_decode_sum(&codec, n, &own, 1, 1.0f, &out, begin, 0, blocks) == 0, "own positions are valid");
+  const auto expect_valid = [&] {
+    Expect(tfpar_payload_check(&codec, n, own, bytes, message, sizeof message) == 0, "own header is right");
+    Expect(tfpar_positions_check(&codec, own, 0, blocks, message, sizeof message) == 0, "own positions are valid");
+    Expect(tfpar_decode_sum(&codec, n, &own, 1, 1.0f, &out, begin, 0, blocks) == 0, "and found to be when decoding");
+  };
+  expect_valid();
+  const float* decoded[] = {first.get(), second.get()};
+  const tfpar_vector x = {decoded, offset, 2};
+  std::vector<float> left(static_cast<size_t>(std::max<int64_t>(0, std::min(n, length - begin))), 1e-3f);
+  tfpar_write_frame(&codec, n, again.data());
+  for (int part = 0; part < 2; ++part) {
+    tfpar_encode(&codec, &x, begin, n, keep ? left.data() : nullptr, keep ? left.data() : nullptr, again.data(),
+                 part == 0 ? middle : 0, part == 0 ? blocks : middle,
+                 how & 4 ? norms.data() + 2 * (part == 0 ? middle : 0) : nullptr);
+  }
+  expect_valid();
   return 0;
 }

@@ -83,6 +83,15 @@ TEST(HeadersOfOthersAreRefused) {
         CHECK(!Refusal(codec, n, wrong, bytes).empty(), cases::Name(codec) + ", header byte " + std::to_string(byte));
       }
     }
+    if (codec.kind == TFPAR_QUANTIZE && codec.bits == 4) {
+      Bytes wrong = payload;
+      wrong[4] ^= 5 ^ 6;
+      const std::string scales = codec.scale_bits == 32 ? ", float32 scales)" : ")";
+      CHECK(Contains(Refusal(codec, n, wrong, bytes), "(quantize, 2 bits" + scales), Refusal(codec, n, wrong, bytes));
+      CHECK(Contains(Refusal(codec, n, wrong, bytes), "(quantize, 4 bits" + scales), Refusal(codec, n, wrong, bytes));
+      wrong[0] = 0x55;
+      CHECK(Contains(Refusal(codec, n, wrong, bytes), "magic is 0x01504655, expected 0x01504654"), "magic");
+    }
     CHECK(Contains(Refusal(codec, n, payload, bytes - 16), std::to_string(bytes)), "length in the message");
     CHECK(!Refusal(codec, n, payload, bytes + 16).empty() && !Refusal(codec, n, payload, 0).empty(), cases::Name(codec));
     CHECK(!Refusal(codec, n + 1, payload, tfpar_payload_bytes(&codec, n + 1)).empty(), cases::Name(codec));
@@ -95,4 +104,30 @@ TEST(HeadersOfOthersAreRefused) {
       CHECK(!Refusal(other, n, payload, bytes).empty(), cases::Name(codec) + " taken for " + cases::Name(other));
     }
   }
+}
+
+// In every entry of every block that is asked about, and in no other one; values are no positions.
+TEST(PositionsOutsideTheirBlockAreFound) {
+  const tfpar_codec codec = {TFPAR_TOPK, 0, 64, 3, 0, 0, 0, 0};
+  const int64_t n = 300;
+  Bytes payload(static_cast<size_t>(tfpar_payload_bytes(&codec, n)), 0);
+  tfpar_write_frame(&codec, n, payload.data());
+  for (int block = 0; block < 5; ++block) {
+    for (int entry = 0; entry < 6; ++entry) {
+      Bytes wrong = payload;
+      wrong[static_cast<size_t>(16 + 12 * block + 2 * entry)] = 70;
+      for (int first = 0; first <= 5; ++first) {
+        for (int last = first; last <= 5; ++last) {
+          char message[200] = "";
+          const bool refused = tfpar_positions_check(&codec, wrong.data(), first, last, message, sizeof message) != 0;
+          CHECK(refused == (entry < 3 && first <= block && block < last), message);
+          const std::string expected =
+              "topk position 70, in block " + std::to_string(block) + ", is not below the block size, 64";
+          CHECK(!refused || message == expected, message);
+        }
+      }
+    }
+  }
+  const tfpar_codec other = {TFPAR_SIGN, 0, 64, 0, 16, 0, 0, 0};
+  CHECK(tfpar_positions_check(&other, payload.data(), 0, 5, nullptr, 0) == 0, "no positions");
 }

@@ -8,7 +8,6 @@ from types import ModuleType
 from typing import Any
 
 from tests.tfpar_ops import data, implementations, oracle
-from tfpar_ops import reference
 from tfpar_ops.codecs import Codec
 
 import keras
@@ -160,13 +159,18 @@ REFUSED = [
     Refused(V, rf"expected \[peers >= 1, {WORDS}\]", lambda m: m.recode(payloads()[:, 4:], None, INT4, 100)),
     Refused(
         V,
-        rf"payloads: shape \(None, {WORDS}\)",
+        rf"payloads: shape \(None, {WORDS}\) is not static; set it with tf.ensure_shape",
         lambda m: unknown([None, WORDS], lambda p: m.decode(p, INT4, [[100]]), payloads(), tf.int32),
     ),
     Refused(
         V,
-        r"payloads: shape \(1, None\)",
+        rf"payloads: shape \(1, None\) is not static; set it with tf.ensure_shape to \[peers >= 1, {WORDS}\]",
         lambda m: unknown([1, None], lambda p: m.decode_sum(p, INT4, 100), payloads(), tf.int32),
+    ),
+    Refused(
+        V,
+        "payloads: shape <unknown> is not static; set it with tf.ensure_shape",
+        lambda m: unknown(None, lambda p: m.recode(p, None, INT4, 100).payload, payloads(), tf.int32),
     ),
     # Shapes and numbers.
     Refused(V, r"shapes\[0\]: \(None,\) is not static", lambda m: m.decode(payloads(), INT4, [[None]])),
@@ -228,7 +232,17 @@ REFUSED = [
     Refused(BAD, r"kind.* 6\D.*expected.*5\D", lambda m: m.decode(other_header(4, 6), INT4, [[100]])),
     Refused(BAD, r"log2 of block.* 7\D.*expected.*6\D", lambda m: m.recode(other_header(5, 7), None, INT4, 100)),
     Refused(BAD, r"payloads\[1\]", lambda m: m.decode_sum(tf.concat([payloads(), other_header(5, 7)], 0), INT4, 100)),
-    Refused(BAD, "topk position .*is not below the block, 64", lambda m: m.decode_sum(outside(), TOPK, 100)),
+    Refused(
+        BAD,
+        r"payloads\[.*1.*\]: topk position .*77.*, in block .*0.*, is not below the block size, 64",
+        lambda m: m.decode_sum(tf.concat([payloads(TOPK), outside()], 0), TOPK, 100),
+    ),
+    Refused(BAD, "topk position 77, in block 0, is not", lambda m: m.decode(outside(), TOPK, [[100]])),
+    Refused(
+        BAD,
+        "topk position 77, in block 0, is not",
+        lambda m: m.recode(tf.repeat(outside(), 2, axis=0), None, TOPK, 100),
+    ),
 ]
 
 
@@ -249,11 +263,6 @@ def outside() -> tf.Tensor:
 def test_refused(ops: implementations.Implementation, refused: Refused):
     with pytest.raises(refused.error, match=f"(?s){refused.says}"):
         refused.call(ops.module)
-
-
-def test_the_reference_says_which_position_it_found():
-    with pytest.raises(BAD, match=r"topk position 77 is not below the block, 64"):
-        reference.decode_sum(outside(), TOPK, 100)
 
 
 def test_what_tensors_can_be_made_of_is_taken(ops: implementations.Implementation):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import ctypes
 import importlib.util
 import json
@@ -13,10 +14,12 @@ import subprocess
 import sys
 import time
 import zipfile
+from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
+from typing import Any
 
 import tfpar_ops
-from tfpar_ops import library
+from tfpar_ops import codecs, library
 
 import pytest
 import tensorflow as tf
@@ -200,6 +203,46 @@ def test_why_a_library_cannot_be_used(copy):
     assert reason() == "the native library is not built."
 
 
+@pytest.mark.usefixtures("built")
+def test_a_library_of_other_sources_is_not_used(copy):
+    """Whatever it lacks is said, and with what it is built anew; what was loaded before goes on to be used."""
+    source, facts = copy / "stale.c", (copy / library.FACTS).read_text()
+    functions = {"tfpar_cpu_target": 0, "tfpar_masked_crc32c": 0, "tfpar_abi_version": library.ABI_VERSION - 1}
+
+    def build(folder: pathlib.Path, names: Iterable[str]) -> None:
+        folder.mkdir(exist_ok=True)
+        (folder / library.FACTS).write_text(facts)
+        source.write_text("\n".join(f"int {name}(void) {{ return {functions[name]}; }}" for name in names))
+        (folder / library.FILE).unlink(missing_ok=True)
+        subprocess.run(["gcc", "-shared", "-fPIC", "-o", folder / library.FILE, source], check=True)
+
+    # What is loaded is known by its path: a folder for each.
+    for lacking, reason in (
+        ("tfpar_abi_version", "it has no tfpar_abi_version"),
+        ("tfpar_cpu_target", "it has no tfpar_cpu_target"),
+        ("", f"its interface is {library.ABI_VERSION - 1}, not {library.ABI_VERSION}"),
+    ):
+        folder = copy.parent / f"without {lacking}"
+        build(folder, functions.keys() - {lacking})
+        with pytest.raises(library.LibraryError) as caught:
+            library.load(folder)
+        assert str(caught.value) == f"the native library was built from other sources than this code: {reason}."
+    for _ in range(2):
+        assert library.load(PACKAGE).operations is not None
+    build(copy, functions)
+
+    insisting = python("import tfpar_ops; tfpar_ops.library_status()", copy.parent, TFPAR_OPS="native")
+    assert insisting.returncode == 1
+    assert f"LibraryError: {caught.value} `make setup` (in a checkout)" in insisting.stderr
+
+
+def test_interface_and_code_have_the_same_numbers():
+    (number,) = re.findall(r"#define TFPAR_ABI_VERSION (\d+)", (PACKAGE / "core" / "codec.h").read_text())
+    assert int(number) == library.ABI_VERSION
+    text = (PACKAGE / "core" / "cuda" / "codec_cuda.h").read_text()
+    assert re.findall(r"#define TFPAR_CUDA_MAX_PEERS (\d+)", text) == [str(codecs.GPU_PEERS)]
+
+
 # What is built
 
 
@@ -252,7 +295,69 @@ def test_every_source_is_compiled(build):
     named |= {f"core/cuda/{name}" for name in build.CUDA}
     folders = [PACKAGE / name for name in ("ops", "kernels", "core", "core/cuda")]
     found = {str(path.relative_to(PACKAGE)) for folder in folders for path in folder.glob("*.c[cu]")}
-    assert named == {name for name in found if not name.endswith("_test.cu")}
+    assert named == found
+
+
+class Bazel(dict):
+    """BUILD, read as the Python that its Starlark is too: targets with what they say, for x86-64."""
+
+    def __init__(self) -> None:
+        super().__init__(glob=self.glob, select=lambda choices: choices["@platforms//cpu:x86_64"])
+        self.targets: dict[str, dict[str, Any]] = {}
+        exec(compile((ROOT / "BUILD").read_text(), "BUILD", "exec"), self)
+
+    def __missing__(self, name: str) -> Callable[..., None]:
+        if name in vars(builtins):
+            raise KeyError(name)
+        return lambda *_, **options: self.targets.update({options["name"]: options} if "name" in options else {})
+
+    @staticmethod
+    def glob(patterns: list[str], exclude: Sequence[str] = ()) -> list[str]:
+        found = {str(path.relative_to(ROOT)) for pattern in patterns for path in ROOT.glob(pattern)}
+        return sorted(found - {str(path.relative_to(ROOT)) for pattern in exclude for path in ROOT.glob(pattern)})
+
+    def copts(self, name: str) -> list[str]:
+        return self.targets[name].get("copts", [])
+
+    def sources(self, *names: str) -> set[str]:
+        """C++ sources of targets, relative to tfpar_ops."""
+        files = [file for name in names for file in self.targets[name]["srcs"] if file.endswith(".cc")]
+        return {file.removeprefix("tfpar_ops/") for file in files}
+
+
+def test_bazel_builds_the_same(build):
+    """Sources, and the flags that bits depend on; but for the GPU's, which it compiles for the processor alone."""
+    bazel = Bazel()
+    core = ["core", *(name for name in bazel.targets if re.fullmatch("codec_(baseline|v.)", name))]
+    assert bazel.sources(*core) == {f"core/{name}" for name in build.CORE}
+    assert bazel.sources("tfpar_ops/libtfpar_ops.so") == set(build.OPS)
+    assert bazel.copts("core") == ["-O3", *build.CORE_FLAGS]
+    for name, (_, flags) in build.CPU_TARGETS.items():
+        assert bazel.copts(name.removesuffix(".cc")) == ["-O3", *build.CORE_FLAGS, *flags]
+    emulated = {file for file in bazel.targets["cuda_emulation_test"]["srcs"] if file.startswith("emulated_")}
+    assert emulated == {f"emulated_{name.removesuffix('.cu')}.cc" for name in build.CUDA}
+    generated = {file for target in bazel.targets.values() for file in target.get("outs", [])}
+    assert emulated == {file for file in generated if file.startswith("emulated_")}
+
+
+def test_the_tests_of_the_core_build_the_same(build):
+    """Sources and flags of tests/native, as make sees them."""
+
+    def values(makefile: str, *names: str) -> list[list[str]]:
+        text = "print:;@true " + " ".join(f"$(info $({name}))" for name in names)
+        command = ["make", "--no-print-directory", "-f", makefile, f"--eval={text}", "NVCC=no-such-compiler", "print"]
+        result = subprocess.run(command, cwd=ROOT / "tests" / "native", capture_output=True, text=True, check=True)
+        return [line.split() for line in result.stdout.splitlines()]
+
+    sources, flags, v3, v4 = values("flags.mk", "CODECS", "CORE_FLAGS", "V3", "V4")
+    assert {f"{name}.cc" for name in sources} == set(build.CORE)
+    assert flags == ["-std=c++17", "-O3", *build.CORE_FLAGS]
+    assert v3 == list(build.V3_FLAGS)
+    assert v4 == list(build.V4_FLAGS)
+    kernels, cuda_flags = values("cuda/Makefile", "KERNELS", "NVCCFLAGS")
+    assert {f"{name}.cu" for name in kernels} == set(build.CUDA)
+    bits_depend_on = [flag for flag in build.CUDA_FLAGS if not flag.startswith("-fPIC")]
+    assert cuda_flags[: len(bits_depend_on) - 1] == bits_depend_on[:-1]
 
 
 def test_only_what_changed_is_compiled_again(build, monkeypatch, tmp_path, capfd):

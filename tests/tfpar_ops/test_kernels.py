@@ -502,7 +502,7 @@ def test_a_position_outside_of_its_block():
     for block in (0, 99):
         wrong = corrupted(payload, 16 + 20 * block + 1)  # the high byte of the block's first position
         for read in every_reader(wrong, TOPK, 6400):
-            with pytest.raises(tf.errors.InvalidArgumentError, match="topk position is not below the block, 64"):
+            with pytest.raises(tf.errors.InvalidArgumentError, match=r"topk position \d+, in block \d+, is not"):
                 read()
 
 
@@ -534,6 +534,21 @@ def test_as_many_shapes_as_outputs_also_where_no_shape_function_is_asked():
             library().operations.tfpar_decode(
                 payloads=payload, factor=1.0, N=outputs, shapes=shapes, shard_elements=1000, **attributes
             )
+
+
+def test_more_elements_than_can_be_counted():
+    """Shapes that are whole numbers each, and not together: found before anything is allocated."""
+    half = [2**62]
+    for build in (raw, tf.function(raw)):
+        with pytest.raises((tf.errors.InvalidArgumentError, ValueError), match="more elements together than can be"):
+            build("tfpar_decode", payloads=tf.zeros([1, 8], tf.int32), factor=1.0, shapes=[half, half], N=2)
+
+    @tf.function(input_signature=[tf.TensorSpec(half), tf.TensorSpec(half)])
+    def encode(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+        return raw("tfpar_encode", tensors=[x, y], residual=[], seed_step=[0, 0])[0]
+
+    with pytest.raises(ValueError, match="more elements together than can be counted"):
+        encode.get_concrete_function()
 
 
 def test_payloads_beyond_what_can_be_counted():

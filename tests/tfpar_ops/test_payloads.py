@@ -80,6 +80,29 @@ def test_a_position_outside_of_its_block_raises(ops: Implementation, position: i
             call()
 
 
+@pytest.mark.parametrize("peer", [0, 1])
+def test_a_residual_stays_as_it_was_where_encoding_again_fails(ops: Implementation, peer: int):
+    """The last of many blocks is the wrong one: those before it must not have been updated by then."""
+    codec, elements = Codec("topk", block=64, keep=3), 100_000
+    wrong = bytearray(payload(codec, elements))
+    wrong[16 + 12 * (codec.blocks(elements) - 1) + 1] = 0xFF
+    payloads = [payload(codec, elements)] * 2
+    before = np.random.default_rng(2).standard_normal(elements).astype(np.float32)
+    variable = tf.Variable(before)
+    ops.module.recode_into(variable, implementations.words_of(payloads), codec, elements)
+    before = variable.numpy().copy()
+    payloads[peer] = bytes(wrong)
+    expected = rf"payloads\[{peer}\]: topk position \d+, in block {codec.blocks(elements) - 1}, is not below"
+    with pytest.raises(tf.errors.InvalidArgumentError, match=expected):
+        ops.module.recode_into(variable, implementations.words_of(payloads), codec, elements)
+    data.same_bits(variable.numpy(), before)
+    foreign = implementations.words_of([payloads[0], payload(codec, elements)])
+    foreign = tf.tensor_scatter_nd_update(foreign, [[peer, 2]], [elements - 1])  # the header's number of elements
+    with pytest.raises(tf.errors.InvalidArgumentError, match=HEADER):
+        ops.module.recode_into(variable, foreign, codec, elements)
+    data.same_bits(variable.numpy(), before)
+
+
 def test_in_a_graph_it_raises_too(ops: Implementation):
     good, bad = payload(INT4, 100), payload(INT4, 128)
 

@@ -49,7 +49,7 @@ class HostExchange:
         seed: int,
         sparse: Collection[int] = (),
     ) -> None:
-        planning.check_workers(spec, group.size)
+        planning.check_workers(spec, group.size, device)
         self._spec = spec
         self._shapes = list(shapes)
         self._group = group

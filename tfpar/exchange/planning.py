@@ -16,6 +16,7 @@ from tfpar.exchange.groups import Group
 from tfpar.exchange.powersgd import PowerSGD, worthwhile
 from tfpar.exchange.specs import Spec
 from tfpar.exchange.staged import Staged
+from tfpar_ops.codecs import GPU_PEERS
 
 import tensorflow as tf
 
@@ -41,8 +42,13 @@ class Plan:
     table: str
 
 
-def check_workers(spec: Spec, workers: int) -> None:
+def check_workers(spec: Spec, workers: int, device: str) -> None:
     """Refuses a pattern that does not work for a number of workers.
+
+    Args:
+      spec: The exchange.
+      workers: How many there are.
+      device: Where the exchange runs.
 
     Raises:
       ConfigError: See there.
@@ -52,6 +58,18 @@ def check_workers(spec: Spec, workers: int) -> None:
             f"--exchange={spec.text}: halving_doubling needs a power of two of workers, and there are {workers}. Use "
             "pattern=binary_blocks, which is the same for powers of two and works for any number."
         )
+    if spec.codec is not None and not can_sum(spec.pattern, workers, device):
+        otherwise = ", without momentum and ramp_steps" if bucket_type(spec) is DeepGradient else ""
+        raise ConfigError(
+            f"--exchange={spec.text}: {spec.pattern} adds up the payloads of all {workers} workers at once, and a GPU "
+            f"takes at most {GPU_PEERS}. Use pattern=ring or binary_blocks{otherwise}, where two workers at a time "
+            "exchange messages, or fewer workers with more GPUs each (--devices=0)."
+        )
+
+
+def can_sum(pattern: str, workers: int, device: str) -> bool:
+    """Whether a device can add up as many payloads at once as a pattern asks for."""
+    return pattern not in specs.COLLECTIVES or workers <= GPU_PEERS or "GPU" not in device
 
 
 def travels_encoded(spec: Spec, shape: tf.TensorShape) -> bool:
@@ -133,6 +151,7 @@ def choose(spec: Spec, elements: Sequence[int], group: Group, device: str) -> Pl
         )
         for one in allowed
         for pattern in (_PATTERNS if one.codec else _PATTERNS[:1])
+        if one.codec is None or can_sum(pattern, group.size, device)
     ]
     chosen: list[Spec] = []
     rows = []

@@ -96,31 +96,11 @@ const Kernels& Chosen() {
   return *kernels;
 }
 
-int HeaderKind(const tfpar_codec& codec) {
-  int kind = codec.kind;
-  if (codec.kind == TFPAR_QUANTIZE) kind = codec.bits == 8 ? 4 : codec.bits == 4 ? 5 : 6;
-  if (codec.kind == TFPAR_SIGN) kind = 7;
-  if (codec.kind == TFPAR_TOPK) kind = 8;
-  return kind + (codec.scale_bits == 32 ? 128 : 0);
-}
-
-void PutLittleEndian(uint64_t value, int bytes, unsigned char* to) {
-  for (int i = 0; i < bytes; ++i) to[i] = static_cast<unsigned char>(value >> (8 * i));
-}
-
-uint64_t GetLittleEndian(const unsigned char* from, int bytes) {
+// A field of a header, which is little-endian as the processor is.
+uint64_t Field(const unsigned char* from, int bytes) {
   uint64_t value = 0;
-  for (int i = 0; i < bytes; ++i) value |= static_cast<uint64_t>(from[i]) << (8 * i);
+  std::memcpy(&value, from, static_cast<size_t>(bytes));
   return value;
-}
-
-void WriteHeader(const tfpar_codec& codec, int64_t n, unsigned char* header) {
-  static const unsigned char kMagic[4] = {0x54, 0x46, 0x50, 0x01};
-  std::memcpy(header, kMagic, 4);
-  header[4] = static_cast<unsigned char>(HeaderKind(codec));
-  header[5] = static_cast<unsigned char>(__builtin_ctz(static_cast<unsigned>(codec.block)));
-  PutLittleEndian(static_cast<uint64_t>(codec.keep), 2, header + 6);
-  PutLittleEndian(static_cast<uint64_t>(n), 8, header + 8);
 }
 
 bool IsPowerOfTwo(int32_t value) { return value > 0 && (value & (value - 1)) == 0; }
@@ -130,7 +110,42 @@ const char* KindName(int32_t kind) {
   return kind >= TFPAR_BF16 && kind <= TFPAR_TOPK ? kNames[kind - 1] : "unknown";
 }
 
+// What the kind of a header stands for, without the scales.
+const char* FormatName(uint64_t kind) {
+  static const char* const kNames[] = {
+      "no codec", "bf16", "fp16", "fp8", "quantize, 8 bits", "quantize, 4 bits", "quantize, 2 bits", "sign", "topk",
+  };
+  const uint64_t number = kind & ~uint64_t{tfpar::kFloatScales};
+  return kNames[number < sizeof kNames / sizeof *kNames ? number : 0];
+}
+
+const char* ScalesName(uint64_t kind) { return kind & tfpar::kFloatScales ? ", float32 scales" : ""; }
+
+// Says how a field of a header differs from what was expected.
+void DescribeField(const char* name, uint64_t found, uint64_t expected, const tfpar_codec& codec, char* message,
+                   size_t message_size) {
+  const auto is = static_cast<unsigned long long>(found), should_be = static_cast<unsigned long long>(expected);
+  if (std::strcmp(name, "magic") == 0) {
+    std::snprintf(message, message_size, "payload header: magic is 0x%08llx, expected 0x%08llx", is, should_be);
+  } else if (std::strcmp(name, "kind") == 0) {
+    std::snprintf(message, message_size, "payload header: kind is %llu (%s%s), expected %llu (%s%s)", is,
+                  FormatName(found), ScalesName(found), should_be, FormatName(expected), ScalesName(expected));
+  } else {
+    std::snprintf(message, message_size, "payload header: %s is %llu, expected %llu for codec %s", name, is, should_be,
+                  KindName(codec.kind));
+  }
+}
+
+// One of topk's positions, which may lie at any address.
+uint32_t PositionAt(const unsigned char* positions, int64_t entry) {
+  uint16_t position;
+  std::memcpy(&position, positions + 2 * entry, sizeof position);
+  return position;
+}
+
 }  // namespace
+
+int32_t tfpar_abi_version(void) { return TFPAR_ABI_VERSION; }
 
 int tfpar_codec_check(const tfpar_codec* codec, char* message, size_t message_size) {
   const auto fail = [&](const char* option, long long value, const char* allowed) {
@@ -140,7 +155,7 @@ int tfpar_codec_check(const tfpar_codec* codec, char* message, size_t message_si
   const int32_t kind = codec->kind;
   const bool cast = kind == TFPAR_BF16 || kind == TFPAR_FP16;
   const bool scaled = kind == TFPAR_QUANTIZE || kind == TFPAR_SIGN;
-  if (kind < TFPAR_BF16 || kind > TFPAR_TOPK) return fail("kind", kind, "allowed are 1 to 6");
+  if (kind < TFPAR_BF16 || kind > TFPAR_TOPK) return fail("kind", kind, "allowed are 1 to 6: bf16, fp16, fp8, quantize, sign, topk");
   if (kind == TFPAR_QUANTIZE) {
     if (codec->bits != 8 && codec->bits != 4 && codec->bits != 2) return fail("bits", codec->bits, "allowed are 8, 4, 2");
   } else if (codec->bits != 0) {
@@ -194,8 +209,9 @@ int tfpar_payload_check(const tfpar_codec* codec, int64_t n, const void* payload
                   KindName(codec->kind));
     return 1;
   }
+  const tfpar::Header header = tfpar::MakeHeader(*codec, n);
   unsigned char expected[tfpar::kHeaderBytes];
-  WriteHeader(*codec, n, expected);
+  std::memcpy(expected, &header, sizeof expected);
   const auto* found = static_cast<const unsigned char*>(payload);
   static const struct {
     const char* name;
@@ -203,10 +219,28 @@ int tfpar_payload_check(const tfpar_codec* codec, int64_t n, const void* payload
   } kFields[] = {{"magic", 0, 4}, {"kind", 4, 1}, {"log2 of block", 5, 1}, {"keep", 6, 2}, {"elements", 8, 8}};
   for (const auto& field : kFields) {
     if (std::memcmp(found + field.at, expected + field.at, static_cast<size_t>(field.bytes)) == 0) continue;
-    std::snprintf(message, message_size, "payload header: %s is %llu, expected %llu for codec %s", field.name,
-                  static_cast<unsigned long long>(GetLittleEndian(found + field.at, field.bytes)),
-                  static_cast<unsigned long long>(GetLittleEndian(expected + field.at, field.bytes)),
-                  KindName(codec->kind));
+    DescribeField(field.name, Field(found + field.at, field.bytes), Field(expected + field.at, field.bytes), *codec,
+                  message, message_size);
+    return 1;
+  }
+  return 0;
+}
+
+int tfpar_positions_check(const tfpar_codec* codec, const void* payload, int64_t first_block, int64_t last_block,
+                          char* message, size_t message_size) {
+  if (codec->kind != TFPAR_TOPK) return 0;
+  const auto size = static_cast<uint32_t>(codec->block);
+  for (int64_t block = first_block; block < last_block; ++block) {
+    const unsigned char* positions =
+        static_cast<const unsigned char*>(payload) + tfpar::kHeaderBytes + block * tfpar::CodeBytes(*codec);
+    uint32_t all = 0;  // bits of all positions: the size being a power of two, they are below it together or not at all
+    for (int64_t entry = 0; entry < codec->keep; ++entry) all |= PositionAt(positions, entry);
+    if (all < size) continue;
+    int64_t entry = 0;
+    while (PositionAt(positions, entry) < size) ++entry;
+    std::snprintf(message, message_size, "topk position %lu, in block %lld, is not below the block size, %lu",
+                  static_cast<unsigned long>(PositionAt(positions, entry)), static_cast<long long>(block),
+                  static_cast<unsigned long>(size));
     return 1;
   }
   return 0;
@@ -214,9 +248,9 @@ int tfpar_payload_check(const tfpar_codec* codec, int64_t n, const void* payload
 
 void tfpar_write_frame(const tfpar_codec* codec, int64_t n, void* payload) {
   auto* bytes = static_cast<unsigned char*>(payload);
-  WriteHeader(*codec, n, bytes);
-  const int64_t block_bytes = tfpar::CodeBytes(*codec) + tfpar::ScaleBytes(*codec);
-  const int64_t used = tfpar::kHeaderBytes + tfpar::NumBlocks(*codec, n) * block_bytes;
+  const tfpar::Header header = tfpar::MakeHeader(*codec, n);
+  std::memcpy(bytes, &header, sizeof header);
+  const int64_t used = tfpar::PaddingAt(*codec, n);
   std::memset(bytes + used, 0, static_cast<size_t>(tfpar_payload_bytes(codec, n) - used));
 }
 

@@ -18,6 +18,11 @@ extern "C" {
 #pragma GCC visibility push(default)  // what a shared library exports, whatever it hides otherwise
 #endif
 
+// What the library and its callers must agree on: to be raised with every change of these functions, of what they compute,
+// or of the operations. tfpar_ops/library.py has the same number, and loads no library that has another one.
+#define TFPAR_ABI_VERSION 2
+int32_t tfpar_abi_version(void);
+
 enum tfpar_kind { TFPAR_BF16 = 1, TFPAR_FP16 = 2, TFPAR_FP8 = 3, TFPAR_QUANTIZE = 4, TFPAR_SIGN = 5, TFPAR_TOPK = 6 };
 
 typedef struct tfpar_codec {
@@ -58,6 +63,11 @@ int64_t tfpar_num_blocks(const tfpar_codec* codec, int64_t n);
 // the header only: what follows it is safe to decode whatever it holds.
 int tfpar_payload_check(const tfpar_codec* codec, int64_t n, const void* payload, int64_t bytes, char* message,
                         size_t message_size);
+
+// 0 if every position in blocks [first_block, last_block) of a topk payload that has passed the check above is below the
+// block size; else 1, and a message saying which one is not. Other codecs have no positions.
+int tfpar_positions_check(const tfpar_codec* codec, const void* payload, int64_t first_block, int64_t last_block,
+                          char* message, size_t message_size);
 
 // Writes header and closing padding of a payload; the blocks are written by the functions below.
 void tfpar_write_frame(const tfpar_codec* codec, int64_t n, void* payload);

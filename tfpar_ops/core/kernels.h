@@ -6,6 +6,7 @@
 #define TFPAR_OPS_CORE_KERNELS_H_
 
 #include "codec.h"
+#include "layout.h"
 
 // Where the processor can treat denormals as zeros, codec.cc sets that mode around every call of a table, and the kernels
 // need no instruction for it. Elsewhere, or with TFPAR_SOFTWARE_FLUSH (for tests), every operation flushes by itself.
@@ -14,8 +15,6 @@
 #else
 #define TFPAR_HARDWARE_FLUSH 0
 #endif
-
-static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "payloads are little-endian, and written as the processor has them");
 
 namespace tfpar {
 
@@ -37,27 +36,6 @@ const Kernels* BaselineKernels();
 // Null where the file was not compiled for that instruction set.
 const Kernels* V3Kernels();
 const Kernels* V4Kernels();
-
-constexpr int64_t kHeaderBytes = 16;
-
-// Bytes that one block takes in the payload.
-inline int64_t CodeBytes(const tfpar_codec& codec) {
-  switch (codec.kind) {
-    case TFPAR_QUANTIZE:
-      return codec.block * codec.bits / 8;
-    case TFPAR_SIGN:
-      return codec.block / 8;
-    case TFPAR_TOPK:
-      return 4 * static_cast<int64_t>(codec.keep);
-    default:
-      return codec.kind == TFPAR_FP8 ? codec.block : 2 * static_cast<int64_t>(codec.block);
-  }
-}
-
-inline int64_t ScaleBytes(const tfpar_codec& codec) { return codec.kind == TFPAR_FP8 ? 1 : codec.scale_bits / 8; }
-
-// n is not negative.
-inline int64_t NumBlocks(const tfpar_codec& codec, int64_t n) { return n / codec.block + (n % codec.block != 0); }
 
 }  // namespace tfpar
 

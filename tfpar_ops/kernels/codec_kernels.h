@@ -61,8 +61,8 @@ class EncodeOp : public OpKernel {
  public:
   explicit EncodeOp(OpKernelConstruction* context) : OpKernel(context) {
     OP_REQUIRES_OK(context, ReadCodec(context, &codec_));
-    OP_REQUIRES_OK(context, context->GetAttr("N", &tensors_));
-    OP_REQUIRES_OK(context, context->GetAttr("shards", &count_));
+    OP_REQUIRES_OK(context, context->GetAttr("N", &residual_input_));
+    OP_REQUIRES_OK(context, context->GetAttr("shards", &shards_));
     OP_REQUIRES_OK(context, context->GetAttr("shard_elements", &shard_elements_));
   }
 
@@ -76,18 +76,18 @@ class EncodeOp : public OpKernel {
     Tensor* payload;
     TF_RETURN_IF_ERROR(ReadSeedStep(context, &codec));
     TF_RETURN_IF_ERROR(ReadTensors(context, &parts));
-    TF_RETURN_IF_ERROR(MakeShards(codec, parts.elements(), count_, shard_elements_, &shards));
+    TF_RETURN_IF_ERROR(MakeShards(codec, parts.elements(), shards_, shard_elements_, &shards));
     TensorShape shape;
     TF_RETURN_IF_ERROR(TensorShape::BuildTensorShape({shards.count, shards.words}, &shape));
     TF_RETURN_IF_ERROR(context->allocate_output("payload", shape, &payload));
-    return WithResidual<keeper>(context, tensors_, shards.total, [&](const Residual& residual, float* norms) {
+    return WithResidual<keeper>(context, residual_input_, shards.total, [&](const Residual& residual, float* norms) {
       return Device::Encode(context, codec, parts, shards, residual, payload->flat<int32_t>().data(), norms);
     });
   }
 
   tfpar_codec codec_;
-  int tensors_;
-  int64_t count_;
+  int residual_input_;  // after the N tensors
+  int64_t shards_;
   int64_t shard_elements_;
 };
 
@@ -111,7 +111,7 @@ class DecodeOp : public OpKernel {
     const float* factor = nullptr;
     Shards shards;
     int64_t total = 0;
-    for (const TensorShape& shape : shapes_) total += shape.num_elements();
+    for (const TensorShape& shape : shapes_) TF_RETURN_IF_ERROR(AddElements(shape.num_elements(), &total));
     TF_RETURN_IF_ERROR(ReadFactor(context, &factor));
     TF_RETURN_IF_ERROR(ReadPayloads(context, &payloads));
     TF_RETURN_IF_ERROR(MakeShards(codec_, total, payloads.rows.size(), shard_elements_, &shards));

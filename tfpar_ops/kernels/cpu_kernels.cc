@@ -90,8 +90,17 @@ class Norms {
   std::vector<double> partial_;
 };
 
-absl::Status PositionError(const tfpar_codec& codec) {
-  return Invalid("payloads: a topk position is not below the block, ", codec.block);
+// What is wrong with payloads in which a position was found that is not below the block size: looked for again, as threads
+// come upon them in any order.
+absl::Status PositionError(const tfpar_codec& codec, const Payloads& payloads) {
+  const int64_t blocks = tfpar_num_blocks(&codec, payloads.elements);
+  for (size_t row = 0; row < payloads.rows.size(); ++row) {
+    char message[256];
+    if (tfpar_positions_check(&codec, payloads.rows[row], 0, blocks, message, sizeof(message)) != 0) {
+      return Invalid("payloads[", row, "]: ", message);
+    }
+  }
+  return absl::InternalError("payloads: their positions changed while they were read");
 }
 
 struct Cpu {
@@ -143,7 +152,7 @@ struct Cpu {
         wrong.store(true, std::memory_order_relaxed);
       }
     });
-    return wrong ? PositionError(codec) : absl::OkStatus();
+    return wrong ? PositionError(codec, payloads) : absl::OkStatus();
   }
 
   static absl::Status DecodeSum(OpKernelContext* context, const tfpar_codec& codec, const Payloads& payloads,
@@ -159,27 +168,41 @@ struct Cpu {
         wrong.store(true, std::memory_order_relaxed);
       }
     });
-    return wrong ? PositionError(codec) : absl::OkStatus();
+    return wrong ? PositionError(codec, payloads) : absl::OkStatus();
+  }
+
+  // Positions of all payloads. Those who only decode find out on the way.
+  static absl::Status CheckPositions(OpKernelContext* context, const tfpar_codec& codec, const Payloads& payloads) {
+    if (codec.kind != TFPAR_TOPK) return absl::OkStatus();
+    const Units units(codec, payloads.rows.size(), payloads.elements);
+    std::atomic<bool> wrong{false};
+    ForEachUnit(context, units.count(), units.elements(), [&](int64_t unit) {
+      char message[256];
+      if (tfpar_positions_check(&codec, payloads.rows[units.payload(unit)], units.first_block(unit),
+                                units.last_block(unit), message, sizeof(message)) != 0) {
+        wrong.store(true, std::memory_order_relaxed);
+      }
+    });
+    return wrong ? PositionError(codec, payloads) : absl::OkStatus();
   }
 
   static absl::Status Recode(OpKernelContext* context, const tfpar_codec& codec, const Payloads& payloads,
                              const float* factor, int64_t valid, int64_t begin, const Residual& residual,
                              int32_t* payload, float* norms) {
+    // Before anything is written: a residual that is updated in place must stay as it is where this fails.
+    TF_RETURN_IF_ERROR(CheckPositions(context, codec, payloads));
     const Units units(codec, 1, payloads.elements);
     Norms sums(units.count());
-    std::atomic<bool> wrong{false};
     tfpar_write_frame(&codec, payloads.elements, payload);
     ForEachUnit(context, units.count(), units.elements(), [&](int64_t unit) {
       const int64_t first = units.first_block(unit), last = units.last_block(unit);
       Norms::OfBlocks of_blocks;
-      if (tfpar_recode(&codec, payloads.elements, payloads.rows.data(), payloads.rows.size(), *factor, valid, begin,
-                       residual.old_values, residual.new_values, payload, first, last, of_blocks.values) != 0) {
-        wrong.store(true, std::memory_order_relaxed);
-      }
+      tfpar_recode(&codec, payloads.elements, payloads.rows.data(), payloads.rows.size(), *factor, valid, begin,
+                   residual.old_values, residual.new_values, payload, first, last, of_blocks.values);
       sums.Add(unit, of_blocks, last - first);
     });
     sums.Write(residual.old_values != nullptr, norms);
-    return wrong ? PositionError(codec) : absl::OkStatus();
+    return absl::OkStatus();
   }
 
   static absl::Status NormSquared(OpKernelContext* context, const InputParts& parts, float* norm_squared,

@@ -63,6 +63,14 @@ absl::Status ReadCodec(Context* context, tfpar_codec* codec) {
   return absl::OkStatus();
 }
 
+// Adds to the number of elements of a vector.
+inline absl::Status AddElements(int64_t elements, int64_t* total) {
+  if (__builtin_add_overflow(*total, elements, total)) {
+    return Invalid("the tensors have more elements together than can be counted");
+  }
+  return absl::OkStatus();
+}
+
 // A vector of `total` elements cut into `count` shards of `elements` each; the last ones may reach past its end, or lie
 // there.
 struct Shards {

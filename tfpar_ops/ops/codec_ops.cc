@@ -23,14 +23,17 @@ int Tensors(InferenceContext* c) {
 }
 
 // Elements of the first `count` inputs together; -1 if a shape is unknown.
-int64_t TotalElements(InferenceContext* c, int count) {
-  int64_t total = 0;
+absl::Status TotalElements(InferenceContext* c, int count, int64_t* total) {
+  *total = 0;
   for (int i = 0; i < count; ++i) {
     const DimensionHandle elements = c->NumElements(c->input(i));
-    if (!c->ValueKnown(elements)) return -1;
-    total += c->Value(elements);
+    if (!c->ValueKnown(elements)) {
+      *total = -1;
+      return absl::OkStatus();
+    }
+    TF_RETURN_IF_ERROR(AddElements(c->Value(elements), total));
   }
-  return total;
+  return absl::OkStatus();
 }
 
 absl::Status CheckVector(InferenceContext* c, int input, int64_t length) {
@@ -73,7 +76,8 @@ absl::Status EncodeShape(InferenceContext* c) {
   TF_RETURN_IF_ERROR(c->GetAttr("shards", &count));
   TF_RETURN_IF_ERROR(c->GetAttr("shard_elements", &requested));
   const int tensors = Tensors(c);
-  const int64_t total = TotalElements(c, tensors);
+  int64_t total;
+  TF_RETURN_IF_ERROR(TotalElements(c, tensors, &total));
   TF_RETURN_IF_ERROR(CheckVector(c, tensors + 1, 2));
   Shards shards;
   DimensionHandle words = c->UnknownDim();
@@ -125,7 +129,7 @@ absl::Status DecodeShape(InferenceContext* c) {
     if (!shapes[i].IsFullyDefined()) {
       return Invalid("shapes[", i, "]=", shapes[i].DebugString(), " is not fully defined");
     }
-    total += shapes[i].num_elements();
+    TF_RETURN_IF_ERROR(AddElements(shapes[i].num_elements(), &total));
     ShapeHandle output;
     TF_RETURN_IF_ERROR(c->MakeShapeFromPartialTensorShape(shapes[i], &output));
     c->set_output(i, output);

@@ -68,13 +68,8 @@ def encode(
       ValueError: A shape is not static or does not fit, the shards do not hold the vector, or `seed_step` does not go
         with the codec's rounding.
     """
-    arguments.check_codec(codec)
-    tensors = arguments.float_tensors(tensors)
-    elements = arguments.elements_of(tensors)
-    size = arguments.shard_size(codec, elements, shards, shard_elements)
-    residual = arguments.residual_tensor(residual, elements)
-    flat = [tf.stop_gradient(tf.reshape(tensor, [-1])) for tensor in tensors]
-    x = tf.concat(flat, axis=0) if flat else tf.zeros([0])
+    x, size = _encoding(tensors, codec, shards, shard_elements)
+    residual = arguments.residual_tensor(residual, x.shape[0])
     return _encode(x, residual, codec, int(shards), size, tf.constant(0, tf.int64), seed_step)
 
 
@@ -104,12 +99,9 @@ def encode_into(
       TypeError: As for `encode`; or `residual` is not a tf.Variable of float32.
       ValueError: As for `encode`.
     """
-    arguments.check_codec(codec)
-    tensors = arguments.float_tensors(tensors)
-    residual = arguments.residual_variable(residual, arguments.elements_of(tensors), "encode")
-    result = encode(
-        tensors, residual.read_value(), codec, shards=shards, shard_elements=shard_elements, seed_step=seed_step
-    )
+    x, size = _encoding(tensors, codec, shards, shard_elements)
+    residual = arguments.residual_variable(residual, x.shape[0], "encode")
+    result = _encode(x, residual.read_value(), codec, int(shards), size, tf.constant(0, tf.int64), seed_step)
     residual.assign(result.residual, read_value=False)
     return result._replace(residual=None)
 
@@ -205,14 +197,8 @@ def recode(
       ValueError: A length or shape does not fit, or `seed_step` does not go with the codec's rounding.
       tf.errors.InvalidArgumentError: A payload is of another codec or length, or invalid.
     """
-    arguments.check_codec(codec)
-    elements = arguments.whole_number("elements", elements)
-    begin, valid = arguments.check_range(codec, elements, begin, valid)
-    residual = arguments.residual_tensor(residual, valid)
-    values, intact = _decode(arguments.payload_tensor(payloads), codec, elements)
-    intact &= _check_begin(codec, begin)
-    x = _poisoned(_scaled(_summed(values), factor)[:valid], intact)
-    return _encode(x, residual, codec, 1, elements, begin // codec.block, seed_step)
+    shard = _recoding(payloads, codec, elements, begin, valid)
+    return _recode(shard, arguments.residual_tensor(residual, shard.valid), codec, factor, seed_step)
 
 
 def recode_into(
@@ -246,20 +232,9 @@ def recode_into(
       ValueError: As for `recode`.
       tf.errors.InvalidArgumentError: A payload is of another codec or length, or invalid.
     """
-    arguments.check_codec(codec)
-    elements = arguments.whole_number("elements", elements)
-    begin, valid = arguments.check_range(codec, elements, begin, valid)
-    residual = arguments.residual_variable(residual, valid, "recode")
-    result = recode(
-        payloads,
-        residual.read_value(),
-        codec,
-        elements,
-        factor=factor,
-        begin=begin,
-        valid=valid,
-        seed_step=seed_step,
-    )
+    shard = _recoding(payloads, codec, elements, begin, valid)
+    residual = arguments.residual_variable(residual, shard.valid, "recode")
+    result = _recode(shard, residual.read_value(), codec, factor, seed_step)
     residual.assign(result.residual, read_value=False)
     return result._replace(residual=None)
 
@@ -281,6 +256,44 @@ def norm_squared(tensors: Sequence[tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
     flat = [tf.stop_gradient(tf.reshape(tensor, [-1])) for tensor in tensors]
     finite = [tf.reduce_all(bits.magnitude(bits.of(vector)) < bits.INFINITY) for vector in flat]
     return tf.add_n([_sum_squares(vector) for vector in flat] or [tf.zeros([])]), tf.reduce_all([True, *finite])
+
+
+class _Shard(NamedTuple):
+    """What is decoded and encoded again, its arguments checked as far as they are known."""
+
+    payloads: tf.Tensor
+    elements: int
+    begin: tf.Tensor
+    valid: int
+
+
+def _encoding(
+    tensors: Sequence[tf.Tensor], codec: Codec, shards: int, shard_elements: int | None
+) -> tuple[tf.Tensor, int]:
+    """The vector to be encoded, float32 [L], and how many elements a shard has; arguments checked."""
+    arguments.check_codec(codec)
+    tensors = arguments.float_tensors(tensors)
+    size = arguments.shard_size(codec, arguments.elements_of(tensors), shards, shard_elements)
+    flat = [tf.stop_gradient(tf.reshape(tensor, [-1])) for tensor in tensors]
+    return tf.concat(flat, axis=0) if flat else tf.zeros([0]), size
+
+
+def _recoding(payloads: tf.Tensor, codec: Codec, elements: int, begin: int | tf.Tensor, valid: int | None) -> _Shard:
+    arguments.check_codec(codec)
+    elements = arguments.whole_number("elements", elements)
+    begin, valid = arguments.check_range(codec, elements, begin, valid)
+    payloads = arguments.payload_tensor(payloads)
+    arguments.check_payloads(codec, payloads, elements)
+    return _Shard(payloads, elements, begin, valid)
+
+
+def _recode(
+    shard: _Shard, residual: tf.Tensor | None, codec: Codec, factor: tf.Tensor | float, seed_step: tf.Tensor | None
+) -> Encoded:
+    values, intact = _decode(shard.payloads, codec, shard.elements)
+    intact &= _check_begin(codec, shard.begin)
+    x = _poisoned(_scaled(_summed(values), factor)[: shard.valid], intact)
+    return _encode(x, residual, codec, 1, shard.elements, shard.begin // codec.block, seed_step)
 
 
 def _encode(
@@ -318,7 +331,7 @@ def _decode(payloads: tf.Tensor, codec: Codec, elements: int) -> tuple[tf.Tensor
     valid = payload.check_header(codec, payloads, elements)
     stored = payload.take_apart(codec, payloads, elements)
     values, in_range = blocks.decode(codec, stored)
-    valid &= payload.check_positions(codec, stored, in_range)
+    valid &= payload.check_positions(codec, stored, payloads.shape[0], in_range)
     return tf.reshape(values, [payloads.shape[0], codec.blocks(elements) * codec.block]), valid
 
 

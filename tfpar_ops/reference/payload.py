@@ -85,15 +85,28 @@ def _fields(header: tf.Tensor) -> tf.Tensor:
     return tf.stack([words[0], kind, log2_block, keep, words[2] | (words[3] * 2**32)])
 
 
-def check_positions(codec: Codec, stored: blocks.Codes, valid: tf.Tensor) -> tf.Tensor:
-    """Checks what `blocks.decode` found of positions; returns `valid`.
+def check_positions(codec: Codec, stored: blocks.Codes, payloads: int, valid: tf.Tensor) -> tf.Tensor:
+    """Checks what `blocks.decode` found of positions.
+
+    Args:
+      codec: The codec.
+      stored: The blocks of all payloads, one payload after the other.
+      payloads: How many payloads there are.
+      valid: What it found, bool scalar.
+
+    Returns:
+      `valid`.
 
     Raises:
       tf.errors.InvalidArgumentError: A position of a topk payload lies outside of its block (when the operation runs).
     """
-    if codec.kind == "topk":
-        largest = tf.reduce_max(stored.codes[:, : codec.keep])
-        require(valid, ["payloads: topk position ", largest, f" is not below the block, {codec.block}"])
+    if codec.kind == "topk" and stored.codes.shape[0]:
+        positions = tf.reshape(stored.codes[:, : codec.keep], [-1])
+        place = tf.argmax(tf.cast(positions >= codec.block, tf.int32))  # the first of them
+        block, per_payload = place // codec.keep, stored.codes.shape[0] // payloads
+        message = ["payloads[", block // per_payload, "]: topk position ", positions[place]]
+        message += [", in block ", block % per_payload]
+        require(valid, [*message, f", is not below the block size, {codec.block}"])
     return valid
 
 

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <string>
 
+#include "../../../tfpar_ops/core/layout.h"
 #include "device.h"
 
 namespace {
@@ -264,7 +265,8 @@ TEST(SignAddsByHalves) {
   }
 }
 
-// Payloads that no encoder writes: random bytes behind a right header.
+// Payloads that no encoder writes: random bytes behind a right header. One alone, unscaled, comes out as it was decoded,
+// signs of zeros and denormals included.
 TEST(HostilePayloads) {
   cases::Random random(6);
   for (const tfpar_codec& codec : cases::All()) {
@@ -278,17 +280,30 @@ TEST(HostilePayloads) {
         payload[i] &= static_cast<uint8_t>(codec.block - 1);
         payload[i + 1] &= static_cast<uint8_t>((codec.block - 1) >> 8);
       }
+      // Scales at the edges: zeros, denormals, the smallest normal numbers, the largest, infinity and NaN, of both signs.
+      static constexpr uint32_t kScales[] = {0x00000000, 0x00400000, 0x007F0000, 0x007FFF80, 0x00800000,
+                                             0x7E800000, 0x7F7F0000, 0x7F800000, 0x7FC00000};
+      for (int64_t block = 0; codec.scale_bits != 0 && block < tfpar_num_blocks(&codec, n); ++block) {
+        if (random.Below(4) == 0) continue;
+        const uint32_t scale = kScales[random.Below(9)] | (random.Below(2) ? 0x80000000u : 0u);
+        const int64_t at = tfpar::ScalesAt(codec, n) + block * tfpar::ScaleBytes(codec);
+        for (int byte = 0; byte < codec.scale_bits / 8; ++byte) {
+          payload[static_cast<size_t>(at + byte)] = static_cast<uint8_t>(scale >> (32 - codec.scale_bits + 8 * byte));
+        }
+      }
       tfpar_write_frame(&codec, n, payload.data());
       payloads.push_back(payload);
+      if (peer == 1) continue;  // one payload, then three
+      const float factor = peer == 0 ? 1.0f : 0.5f;
+      int status = 0, device_status = 0;
+      const Floats expected = cases::DecodeSum(codec, n, payloads, factor, {}, &status);
+      const Floats got = device::DecodeSum(codec, n, payloads, factor, n, {}, 0, {}, &device_status);
+      const int64_t element = cases::FirstDifference(got, expected);
+      CHECK(element == -1, "sum, " + At(codec, n, element));
+      CHECK(status == 0 && device_status == 0, "status, " + At(codec, n, -1));
+      CheckEncoded(codec, n, device::Recode(codec, n, payloads, factor, n, 0, {}, {}, &device_status),
+                   cases::Recode(codec, n, payloads, factor, n, 0, {}));
     }
-    int status = 0, device_status = 0;
-    const Floats expected = cases::DecodeSum(codec, n, payloads, 0.5f, {}, &status);
-    const Floats got = device::DecodeSum(codec, n, payloads, 0.5f, n, {}, 0, {}, &device_status);
-    const int64_t element = cases::FirstDifference(got, expected);
-    CHECK(element == -1, "sum, " + At(codec, n, element));
-    CHECK(status == 0 && device_status == 0, "status, " + At(codec, n, -1));
-    CheckEncoded(codec, n, device::Recode(codec, n, payloads, 0.5f, n, 0, {}, {}, &device_status),
-                 cases::Recode(codec, n, payloads, 0.5f, n, 0, {}));
   }
 }
 
@@ -309,6 +324,20 @@ TEST(ForeignHeaders) {
     CHECK(status == 1 && cases::SameBits(again.residual, x), cases::Name(codec));
     for (float value : cases::DecodeSum(codec, n, {again.payload}, 1.0f, {}, &status)) {
       CHECK(std::isnan(value), cases::Name(codec));
+    }
+  }
+}
+
+// Where a payload has no elements that could be NaN, the status says it.
+TEST(ForeignHeadersOfNothing) {
+  for (const tfpar_codec& codec : cases::Defaults()) {
+    std::vector<Bytes> payloads(2, cases::Encode(codec, {}, {}, 0, 0, {}).payload);
+    for (int wrong = 0; wrong < 2; ++wrong) {
+      int decoding = 0, recoding = 0;
+      device::DecodeSum(codec, 0, payloads, 1.0f, 0, {}, 0, {}, &decoding);
+      device::Recode(codec, 0, payloads, 1.0f, 0, 0, {}, {}, &recoding);
+      CHECK(decoding == wrong && recoding == wrong, cases::Name(codec));
+      payloads[1][15] ^= 1;
     }
   }
 }

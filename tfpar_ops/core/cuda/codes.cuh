@@ -11,7 +11,7 @@
 
 namespace tfpar_cuda {
 
-// Numbers of the payload header.
+// Numbers of the payload header, as FormatNumber in layout.h gives them; all others are topk.
 enum Format { kBf16 = 1, kHalf = 2, kFp8 = 3, kInt8 = 4, kInt4 = 5, kInt2 = 6, kSign = 7 };
 
 __host__ __device__ constexpr int CodeBits(int format) {

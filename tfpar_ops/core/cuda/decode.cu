@@ -22,8 +22,8 @@ __global__ void __launch_bounds__(kTileThreads) DecodeKernel(const __grid_consta
 
 __global__ void __launch_bounds__(kTopkMaxThreads) TopkDecodeKernel(const __grid_constant__ DecodeParams params) {
   const TopkPlace place = FindTopkPlace(params.first_tile + blockIdx.x, params.layout.log_block, params.limit);
-  if (place.block >= params.layout.blocks) {  // nothing to decode: only the headers are looked at
-    if (SeesForeignHeader(params.peers, params.layout)) ReportInvalid(params.peers);
+  if (place.block >= params.layout.blocks) {
+    CheckHeaders(params.peers, params.layout);
     return;
   }
   TopkTile v;
@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kTopkMaxThreads) TopkDecodeKernel(const __grid
 }
 
 Kernel<DecodeParams> DecodeKernelOf(const tfpar_codec& codec) {
-  switch (FormatOf(codec)) {
+  switch (tfpar::FormatNumber(codec)) {
     case kBf16:
       return Tiled(DecodeKernel<kBf16>);
     case kHalf:

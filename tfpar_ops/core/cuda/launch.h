@@ -17,12 +17,6 @@
 
 namespace tfpar_cuda {
 
-inline int Log2(int64_t power) {
-  int log = 0;
-  while (int64_t{1} << log < power) ++log;
-  return log;
-}
-
 // Elements of one thread block's work.
 inline int64_t TileElements(const tfpar_codec& codec) { return codec.kind == TFPAR_TOPK ? codec.block : kTileElements; }
 
@@ -33,38 +27,18 @@ inline int64_t Tiles(const tfpar_codec& codec, int64_t n) {
   return std::max<int64_t>(1, CeilDivide(n, TileElements(codec)));
 }
 
-// The number that the payload header has for the kind and bits of a codec.
-inline int FormatOf(const tfpar_codec& codec) {
-  switch (codec.kind) {
-    case TFPAR_QUANTIZE:
-      return codec.bits == 8 ? kInt8 : codec.bits == 4 ? kInt4 : kInt2;
-    case TFPAR_SIGN:
-      return kSign;
-    case TFPAR_TOPK:
-      return 8;
-    default:
-      return codec.kind;
-  }
-}
-
+// What kernels need of layout.h, worked out once for a payload of n elements.
 inline Layout MakeLayout(const tfpar_codec& codec, int64_t n) {
-  const int format = FormatOf(codec);
-  const bool topk = codec.kind == TFPAR_TOPK;
   Layout layout = {};
-  layout.log_block = Log2(codec.block);
-  layout.block_bytes = topk ? 4 * codec.keep : codec.block / 8 * CodeBits(format);
-  layout.scale_bytes = codec.kind == TFPAR_FP8 ? 1 : codec.scale_bits / 8;
+  layout.header = tfpar::MakeHeader(codec, n);
+  layout.blocks = tfpar::NumBlocks(codec, n);
+  layout.scales_at = tfpar::ScalesAt(codec, n);
+  layout.padding_at = tfpar::PaddingAt(codec, n);
+  layout.bytes = tfpar_payload_bytes(&codec, n);
+  layout.log_block = __builtin_ctz(static_cast<unsigned>(codec.block));
+  layout.block_bytes = static_cast<int32_t>(tfpar::CodeBytes(codec));
+  layout.scale_bytes = static_cast<int32_t>(tfpar::ScaleBytes(codec));
   layout.keep = codec.keep;
-  layout.blocks = CeilDivide(n, codec.block);
-  layout.scales_at = kHeaderBytes + layout.blocks * layout.block_bytes;
-  layout.padding_at = layout.scales_at + layout.blocks * layout.scale_bytes;
-  layout.bytes = CeilDivide(layout.padding_at, 16) * 16;
-  const uint32_t kind = static_cast<uint32_t>(format) + (codec.scale_bits == 32 ? 128u : 0u);
-  const uint32_t keep = static_cast<uint32_t>(codec.keep) & 0xFFFFu;
-  layout.header[0] = 0x01504654u;  // "TFP", version 1
-  layout.header[1] = kind | static_cast<uint32_t>(layout.log_block) << 8 | keep << 16;
-  layout.header[2] = static_cast<uint32_t>(n);
-  layout.header[3] = static_cast<uint32_t>(static_cast<uint64_t>(n) >> 32);
   return layout;
 }
 
@@ -185,7 +159,7 @@ Kernel<Params> Tiled(void (*function)(Params)) {
 template <typename Source>
 Kernel<EncodeParams<Source>> EncodeKernelOf(const tfpar_codec& codec) {
   const bool stochastic = codec.stochastic != 0;
-  switch (FormatOf(codec)) {
+  switch (tfpar::FormatNumber(codec)) {
     case kBf16:
       return Tiled(EncodeKernel<kBf16, false, Source>);
     case kHalf:

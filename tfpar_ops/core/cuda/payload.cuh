@@ -5,13 +5,15 @@
 #include <cuda_runtime.h>
 #include <stdint.h>
 
+#include "../layout.h"
+#include "arithmetic.cuh"
 #include "codec_cuda.h"
 
 namespace tfpar_cuda {
 
 // What payloads of one codec and length have in common.
 struct Layout {
-  uint32_t header[4];
+  tfpar::Header header;
   int64_t blocks;
   int64_t scales_at;    // byte at which the scales begin
   int64_t padding_at;   // byte at which the closing zeros begin
@@ -22,20 +24,18 @@ struct Layout {
   int32_t keep;
 };
 
-constexpr int kHeaderBytes = 16;
-
 __device__ inline const uint8_t* BlockCodes(const uint8_t* payload, const Layout& layout, int64_t block) {
-  return payload + kHeaderBytes + block * layout.block_bytes;
+  return payload + tfpar::kHeaderBytes + block * layout.block_bytes;
 }
 
 __device__ inline uint8_t* BlockCodes(uint8_t* payload, const Layout& layout, int64_t block) {
-  return payload + kHeaderBytes + block * layout.block_bytes;
+  return payload + tfpar::kHeaderBytes + block * layout.block_bytes;
 }
 
 // Called by all threads of one thread block of at least 32.
 __device__ inline void WriteFrame(uint8_t* payload, const Layout& layout) {
   const int thread = static_cast<int>(threadIdx.x);
-  if (thread < 4) reinterpret_cast<uint32_t*>(payload)[thread] = layout.header[thread];
+  if (thread < 4) reinterpret_cast<uint32_t*>(payload)[thread] = layout.header.word[thread];
   if (thread >= 16 && thread < 32 && layout.padding_at + thread - 16 < layout.bytes) {
     payload[layout.padding_at + thread - 16] = 0;
   }
@@ -57,8 +57,12 @@ __device__ inline uint32_t LoadScale(const uint8_t* payload, const Layout& layou
   return layout.scale_bytes == 2 ? *reinterpret_cast<const uint16_t*>(at) : *reinterpret_cast<const uint32_t*>(at);
 }
 
+// As bits of a float32; one byte stays what it is. No encoder writes -0 or a denormal: they count as 0.
+template <bool kOneByte>
 __device__ inline uint32_t ScaleBits(uint32_t stored, const Layout& layout) {
-  return layout.scale_bytes == 2 ? stored << 16 : stored;
+  if (kOneByte) return stored;
+  const uint32_t bits = layout.scale_bytes == 2 ? stored << 16 : stored;
+  return (bits & 0x7FFFFFFFu) < kTinyBits ? 0u : bits;
 }
 
 // Payloads to be added up.
@@ -75,23 +79,20 @@ __device__ inline float Factor(const Peers& peers) {
 }
 
 // The header of payload `peer`; of none, the right one.
-struct Header {
-  uint32_t word[4];
-};
-
-__device__ inline Header LoadHeader(const Peers& peers, const Layout& layout, int peer) {
-  Header header;
+__device__ inline tfpar::Header LoadHeader(const Peers& peers, const Layout& layout, int peer) {
+  tfpar::Header header;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    header.word[i] = peer < peers.count ? reinterpret_cast<const uint32_t*>(peers.payload[peer])[i] : layout.header[i];
+    const bool exists = peer < peers.count;
+    header.word[i] = exists ? reinterpret_cast<const uint32_t*>(peers.payload[peer])[i] : layout.header.word[i];
   }
   return header;
 }
 
-__device__ inline bool IsForeign(const Header& header, const Layout& layout) {
+__device__ inline bool IsForeign(const tfpar::Header& header, const Layout& layout) {
   bool foreign = false;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) foreign |= header.word[i] != layout.header[i];
+  for (int i = 0; i < 4; ++i) foreign |= header.word[i] != layout.header.word[i];
   return foreign;
 }
 

@@ -12,7 +12,7 @@
 #include "arithmetic.cuh"
 #include "vector.cuh"
 
-// All shared memory is taken at launch: see TileShared and topk.cu.
+// All shared memory is taken at launch: see TileShared, and TopkShared in topk.cuh.
 extern __shared__ __align__(16) unsigned char tfpar_shared_memory[];
 
 namespace tfpar_cuda {

@@ -34,7 +34,8 @@ template <int kFormat>
 __device__ inline void SumPeers(const Peers& peers, const Layout& layout, const Place& place, Tile& sum) {
   constexpr int kWords = CodeWords(kFormat);
   constexpr int kAtOnce = kWords >= 16 ? 1 : kWords >= 8 ? 2 : 4;
-  // -0 + d = d: the sum of one payload is that payload, signs of zeros included.
+  // -0 + d = d: the sum of one payload is that payload, signs of zeros included. Only a denormal, which no encoder writes
+  // but bf16 codes may hold, would be lost.
   const float start = peers.count > 0 ? -0.0f : 0.0f;
 #pragma unroll
   for (int k = 0; k < kTileQuads; ++k) sum[k][0] = sum[k][1] = sum[k][2] = sum[k][3] = start;
@@ -53,11 +54,14 @@ __device__ inline void SumPeers(const Peers& peers, const Layout& layout, const 
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
       if (first + j >= peers.count) break;
-      const uint32_t bits = ScaleBits(scale[j], layout);
+      const uint32_t bits = ScaleBits<kFormat == kFp8>(scale[j], layout);
 #pragma unroll
       for (int k = 0; k < kTileQuads; ++k) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) sum[k][i] = Add(sum[k][i], Decode<kFormat>(words[j], bits, k, i));
+        for (int i = 0; i < 4; ++i) {
+          const float d = Decode<kFormat>(words[j], bits, k, i);
+          sum[k][i] = kFormat == kBf16 && first + j == 0 ? d : Add(sum[k][i], d);
+        }
       }
     }
   }
@@ -69,7 +73,7 @@ __device__ inline void DecodeSum(const Peers& peers, const Layout& layout, const
                                  Tile& sum) {
   static_assert(kTileThreads >= TFPAR_CUDA_MAX_PEERS, "thread i looks at header i");
   // Asked for here, waited for after the sum.
-  const Header header = LoadHeader(peers, layout, static_cast<int>(threadIdx.x));
+  const tfpar::Header header = LoadHeader(peers, layout, static_cast<int>(threadIdx.x));
   const float wanted_factor = Factor(peers);
   SumPeers<kFormat>(peers, layout, place, sum);
   const bool foreign = __syncthreads_or(IsForeign(header, layout));

@@ -242,6 +242,13 @@ __device__ inline bool SeesForeignHeader(const Peers& peers, const Layout& layou
   return foreign;
 }
 
+// Of payloads without blocks, in which nothing else can be wrong.
+__device__ inline void CheckHeaders(const Parts&, const Layout&) {}
+
+__device__ inline void CheckHeaders(const Peers& peers, const Layout& layout) {
+  if (SeesForeignHeader(peers, layout)) ReportInvalid(peers);
+}
+
 // Adds the entries of all payloads into `sum`, one block in shared memory. Returns whether the block is NaN instead.
 // Ends with the thread block synchronised.
 __device__ inline bool SumTopkPeers(const Peers& peers, const Layout& layout, int64_t block, float* sum) {
@@ -325,6 +332,7 @@ __global__ void __launch_bounds__(kTopkMaxThreads)
   TopkTile residual, v;
   LoadArray(params.residual, place.span, place.quads, residual);
   if (empty) {
+    CheckHeaders(params.source, layout);
 #pragma unroll
     for (int k = 0; k < kTopkQuads; ++k) v[k][0] = v[k][1] = v[k][2] = v[k][3] = 0.0f;
   } else {

@@ -30,8 +30,7 @@ TFPAR_INLINE int WithCodec(const tfpar_codec& codec, const Action& action) {
 // Where the blocks of a payload are.
 struct Layout {
   Layout(const tfpar_codec& codec, int64_t n)
-      : code_bytes(CodeBytes(codec)), scale_bytes(ScaleBytes(codec)),
-        scales(kHeaderBytes + NumBlocks(codec, n) * code_bytes) {}
+      : code_bytes(CodeBytes(codec)), scale_bytes(ScaleBytes(codec)), scales(ScalesAt(codec, n)) {}
 
   int64_t code(int64_t block) const { return kHeaderBytes + block * code_bytes; }
   int64_t scale(int64_t block) const { return scales + block * scale_bytes; }
@@ -98,7 +97,7 @@ class Encoder {
     const bool whole = exist == size;
     EncodeBlock& block = slot->block;
     block.x = x;
-    block.residual = to_.residual == nullptr ? nullptr : to_.residual + at;
+    block.residual = to_.residual == nullptr || !whole ? nullptr : to_.residual + at;
     block.new_residual = to_.new_residual == nullptr || !whole ? slot->residual : to_.new_residual + at;
     block.code = to_.payload + to_.layout.code(index);
     block.scale = to_.payload + to_.layout.scale(index);
@@ -109,7 +108,7 @@ class Encoder {
     block.ahead = {reinterpret_cast<uintptr_t>(source), reinterpret_cast<uintptr_t>(block.new_residual)};
     slot->index = index;
     if (!whole && to_.residual != nullptr) {
-      Copy(to_.residual + at, exist, slot->residual);
+      if (exist > 0) Copy(to_.residual + at, exist, slot->residual);  // else `at` may lie past its end
       Fill(0.0f, size - exist, slot->residual + exist);
       block.residual = slot->residual;
     }
@@ -121,7 +120,7 @@ class Encoder {
     const EncodeBlock& block = slot.block;
     Codec::Write(to_.codec, block, slot.v, slot.statistic);
     if (to_.norms != nullptr) to_.norms[2 * (slot.index - to_.first_block) + 1] = SumSquares(block.new_residual, block.exist);
-    if (block.exist < block.size && to_.new_residual != nullptr) {
+    if (block.exist > 0 && block.exist < block.size && to_.new_residual != nullptr) {
       Copy(slot.residual, block.exist, to_.new_residual + slot.index * block.size);
     }
   }

@@ -93,7 +93,7 @@ struct Fp8 {
     const uint32_t scale = *source.scale;
     if (scale != 0 && (scale < 10 || scale > 246)) return false;
     uint8_t largest = 0;
-    for (int i = 0; i < (size & -64); ++i) {
+    for (int i = 0; i < (size & -64); ++i) {  // a multiple of 64, which the compiler is told by the mask
       const uint8_t magnitude = source.code[i] & 0x7F;
       largest = magnitude > largest ? magnitude : largest;
     }

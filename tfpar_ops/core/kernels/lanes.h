@@ -53,7 +53,7 @@ struct Lanes {
     return v;
   }
   static TFPAR_INLINE void Store(F v, float* to) { __builtin_memcpy(to, &v, sizeof v); }
-  // Past the caches, where the target can; `to` is aligned to the size of the vector. 
+  // Past the caches, where the target can; `to` is aligned to the size of the vector.
   static TFPAR_INLINE void Stream(F v, float* to) {
 #if defined(__AVX512F__)
     if constexpr (kN == 16) return _mm512_stream_ps(to, v);

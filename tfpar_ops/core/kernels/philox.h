@@ -59,6 +59,11 @@ struct PhiloxState {
 };
 
 // Random numbers of one block, 16 bits each: element p = j + i size / 8 takes the i-th of counter first + j.
+//
+// Where a block has fewer lanes than a vector (64 elements: 8, of 16), stores reach into the numbers of the next i, which are
+// written after them, and the last one past `size`: `u` has room for the largest of blocks.
+constexpr int kSmallestLanes = 64 / 8;
+static_assert(Wide::kCount <= 2 * kSmallestLanes, "a store reaches no further than into the numbers of the next i");
 void FillRandom(const PhiloxKeys& keys, uint64_t step, int64_t block, int size, uint32_t* __restrict u) {
   typedef Lanes64 L;
   const int lanes = size / 8;

@@ -66,6 +66,7 @@ struct Quantize {
 
   static TFPAR_INLINE void Write(const tfpar_codec& codec, const EncodeBlock& block, const float* v, Statistic a) {
     alignas(64) uint32_t u[kStochastic ? kLargest : 1];
+    static_assert(kLargest >= 7 * kSmallestLanes + Wide::kCount, "FillRandom writes past the end of the smallest block");
     if (a >= kInfinity) {
       constexpr int kZeroCodes = kBits == 8 ? 0x00 : kBits == 4 ? 0x88 : 0xAA;
       __builtin_memset(block.code, kZeroCodes, static_cast<size_t>(block.size / kPlanes));

@@ -99,7 +99,8 @@ struct Sign {
     }
   }
 
-  // +scale for bit 0, -scale for 1: picked by a pair of bits, of which the upper one makes no difference, or chosen.
+  // +scale for bit 0, -scale for 1: chosen, or picked from a table by two bits. The upper one is that of another element,
+  // so the table has the two scales twice.
   template <class L>
   struct Decoder {
     static constexpr bool kPick = L::template kCanPick<2>;
