@@ -146,7 +146,7 @@ class Trainer:
           CheckpointError: A checkpoint could not be written, and `on_checkpoint_error` is `fail`.
           PeerLostError: Another worker ended, hangs or cannot be reached. TensorFlow's runtime of this process is of no
             more use: end it, and start all workers again.
-          Preempted: SIGTERM came to a worker; all have saved a checkpoint. A SystemExit with code 85.
+          Preempted: SIGTERM came to a worker; all have saved a checkpoint if they could. A SystemExit with code 85.
         """
         check_sources(self.config, self.plan, train, validation)
         check_fits(self.model, train, validation, class_numbers=self._takes_class_numbers)
