@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
+import threading
 import types
 from typing import NoReturn
 
@@ -60,3 +62,30 @@ def exit_by_code() -> None:
 
     hook.by_code = True  # type: ignore[attr-defined]
     sys.excepthook = hook
+
+
+def end_when_asked() -> None:
+    """Makes SIGTERM end this process with exit code 85 while it does not train, for then there is nothing to save.
+
+    `tfpar.training.preemption` takes over from it. A program that handles SIGTERM itself keeps its handler.
+    """
+    if sigterm_is_free():
+        signal.signal(signal.SIGTERM, _end)
+
+
+def leave_sigterm() -> None:
+    """Undoes `end_when_asked`."""
+    if sigterm_is_free():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def sigterm_is_free() -> bool:
+    """Whether SIGTERM can be handled here, and nobody but `end_when_asked` does."""
+    in_main = threading.current_thread() is threading.main_thread()
+    return in_main and signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, _end)
+
+
+def _end(_: int, __: types.FrameType | None) -> None:
+    # Written past Python's streams: the signal may have come in the middle of a print.
+    os.write(2, b"asked to end (SIGTERM) while not training: there is nothing to save. Start again to go on.\n")
+    end_now(PREEMPTED)

@@ -10,9 +10,9 @@ import sys
 import threading
 import time
 
-from tfpar.endings import PREEMPTED
+from tfpar.endings import PREEMPTED, end_when_asked, leave_sigterm
 from tfpar.training import report
-from tfpar.training.preemption import StopRequest, end_when_asked
+from tfpar.training.preemption import StopRequest
 
 import pytest
 
@@ -71,7 +71,7 @@ def test_before_training_nothing_is_lost():
     code = "\n".join(
         [
             "import os, signal",
-            "from tfpar.training.preemption import end_when_asked",
+            "from tfpar.endings import end_when_asked",
             "end_when_asked()",
             "end_when_asked()",
             "print('unfinished', end='')",
@@ -92,11 +92,15 @@ def test_training_takes_over_and_gives_back():
         os.kill(os.getpid(), signal.SIGTERM)
         assert request.received
     assert signal.getsignal(signal.SIGTERM) == before
+    leave_sigterm()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def test_a_program_keeps_its_own_handler_before_training_too():
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     end_when_asked()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    leave_sigterm()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
 
 

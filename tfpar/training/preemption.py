@@ -1,38 +1,16 @@
 """Being asked to end: SIGTERM becomes a question that all workers answer together, between two updates.
 
-Outside of training there is nothing to save, and it ends the process at once, with the exit code of a preemption.
+Outside of training it ends the process at once (`tfpar.endings.end_when_asked`).
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import threading
 import types
 from typing import Any
 
-from tfpar.endings import PREEMPTED, end_now
-
-
-def end_when_asked() -> None:
-    """Makes SIGTERM end this process with exit code 85 whenever it does not train; `StopRequest` takes over from it.
-
-    A program that handles SIGTERM itself keeps its handler.
-    """
-    if _is_free():
-        signal.signal(signal.SIGTERM, _end)
-
-
-def _end(_: int, __: types.FrameType | None) -> None:
-    # Written past Python's streams: the signal may have come in the middle of a print.
-    os.write(2, b"asked to end (SIGTERM) while not training: there is nothing to save. Start again to go on.\n")
-    end_now(PREEMPTED)
-
-
-def _is_free() -> bool:
-    """Whether SIGTERM can be handled here, and only this module does."""
-    in_main = threading.current_thread() is threading.main_thread()
-    return in_main and signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, _end)
+from tfpar.endings import sigterm_is_free
 
 
 class StopRequest:
@@ -50,7 +28,7 @@ class StopRequest:
         self._before: Any = None
 
     def __enter__(self) -> StopRequest:
-        if _is_free():
+        if sigterm_is_free():
             self._before = signal.signal(signal.SIGTERM, self._note)
         return self
 

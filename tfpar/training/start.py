@@ -10,12 +10,11 @@ import tempfile
 
 from tfpar import cluster, inputs, models, precision, strategies
 from tfpar.config import ConfigError, ExperimentConfig, unknown_name
-from tfpar.endings import exit_by_code
+from tfpar.endings import end_when_asked, exit_by_code
 from tfpar.exchange import Exchange
 from tfpar.quiet import quiet_startup
 from tfpar.training import checkpoints, optimizers, run_state, schedules, workdir_lock
 from tfpar.training.checkpoints import check_same_run
-from tfpar.training.preemption import end_when_asked
 from tfpar.training.run_checks import check_run, train_input, uneven_notice
 
 import keras
