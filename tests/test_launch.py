@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tfpar import launch
+from tfpar import endings, launch, slots
 from tfpar.terminal import Channel, Terminal
 
 import pytest
@@ -410,10 +410,21 @@ def test_restart_on_fresh_ports(actors: Actors) -> None:
     assert notes[2].endswith("after 2 restarts")
 
 
-def test_a_usage_error_is_not_tried_again(actors: Actors) -> None:
-    result = actors.run("--workers=1 --max_restarts=3", "worker0=exit:2")
-    assert result.returncode == 2
-    assert result.stdout.splitlines() == ["[launch] worker 0 failed with exit code 2"]
+@pytest.mark.parametrize("code", [endings.USAGE_ERROR, endings.BAD_NUMBERS])
+def test_what_would_only_fail_again_is_not_tried_again(actors: Actors, code: int) -> None:
+    result = actors.run("--workers=2 --max_restarts=3 --min_workers=1", f"all=exit:{code}")
+    assert result.returncode == code
+    (said,) = result.stdout.splitlines()
+    assert re.fullmatch(rf"\[launch\] worker \d failed with exit code {code}", said)
+
+
+def test_the_final_code_decides_whoever_ends_first(actors: Actors) -> None:
+    """Workers whose run went bad end together, and a peer may stumble over the first of them."""
+    result = actors.run(
+        "--workers=2 --max_restarts=3 --min_workers=1", "worker0=touch:gone,exit:1", "worker1=wait_for:gone,exit:65"
+    )
+    assert result.returncode == 65
+    assert lines_of(result.stdout, "launch") == ["worker 1 failed with exit code 65"]
 
 
 def test_a_worker_that_lost_another_is_not_the_cause(actors: Actors) -> None:
@@ -430,15 +441,16 @@ def test_if_all_have_lost_another_the_first_one_counts(actors: Actors) -> None:
 def test_a_stopped_worker_is_killed_once_others_have_given_it_up(actors: Actors) -> None:
     result = actors.run("--workers=2 --grace_period=60", "worker0=kill:SIGSTOP", "worker1=sleep:0.5,exit:75")
     assert result.returncode == 128 + signal.SIGKILL
-    assert lines_of(result.stdout, "launch")[0] == "worker 0 is stopped (SIGSTOP) and does not answer: killed"
+    assert lines_of(result.stdout, "launch") == [
+        "worker 0 is stopped (SIGSTOP) and does not answer: killed",
+        "worker 0 was stopped (SIGSTOP) and killed here (exit code 137)",
+    ]
 
 
 def test_preemption_is_said_as_such(actors: Actors) -> None:
     result = actors.run("--workers=2", "all=exit:85")
     assert result.returncode == 85
-    assert re.fullmatch(
-        r"worker \d was asked to end and has saved a checkpoint \(exit code 85\)", lines_of(result.stdout, "launch")[0]
-    )
+    assert re.fullmatch(r"worker \d was asked to end and did so \(exit code 85\)", lines_of(result.stdout, "launch")[0])
 
 
 def test_sigterm_to_a_launcher_whose_workers_save(actors: Actors) -> None:
@@ -448,7 +460,26 @@ def test_sigterm_to_a_launcher_whose_workers_save(actors: Actors) -> None:
     launcher.terminate()
     output, _ = launcher.communicate(timeout=30)
     assert launcher.returncode == 85, output
-    assert "ended by SIGTERM; all processes have saved a checkpoint and ended (exit code 85)" in output
+    assert "ended by SIGTERM; all processes were asked to end and did so (exit code 85)" in output
+
+
+@pytest.mark.parametrize(
+    ("handles", "code"), [("exit_when_told:75", 85), ("say:too early", 85), ("exit_when_told:4", 143)]
+)
+def test_sigterm_where_one_ends_in_another_way(actors: Actors, handles: str, code: int) -> None:
+    """It noticed that a peer had gone, or could not handle the signal yet; anything else is no preemption."""
+    launcher = actors.start(
+        "--workers=2",
+        "worker0=exit_when_told:85,touch:up0,sleep:30",
+        f"worker1={handles},touch:up1,sleep:30",
+    )
+    deadline = time.monotonic() + 30
+    while not all((actors.folder / name).exists() for name in ("up0", "up1")):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    launcher.terminate()
+    output, _ = launcher.communicate(timeout=30)
+    assert launcher.returncode == code, output
 
 
 def test_a_worker_that_keeps_failing_is_left_out(actors: Actors) -> None:
@@ -459,6 +490,37 @@ def test_a_worker_that_keeps_failing_is_left_out(actors: Actors) -> None:
     assert said[1] == "worker 2 failed with exit code 4; restart 2 of 5"
     assert said[2] == "going on with 2 workers, without worker 2"
     assert said[3].startswith("2 workers: done in ")
+
+
+def test_the_failing_gpu_is_no_longer_used(actors: Actors) -> None:
+    actors.environ["CUDA_VISIBLE_DEVICES"] = "4,5,6,7"
+    result = actors.run("--workers=4 --min_workers=2 --max_restarts=5 --restart_delay=0", "all=fail_on_gpu:5,describe")
+    assert result.returncode == 0, result.stdout
+    last = [line for line in result.stdout.splitlines() if "CUDA_VISIBLE" in line][-3:]
+    assert {tuple(re.findall(r"worker (\d).*=(\d)", line)[0]) for line in last} == {("0", "4"), ("1", "6"), ("2", "7")}
+    said = lines_of(result.stdout, "launch")
+    assert said[2] == "going on with 3 workers, without worker 1 (GPU 5); workers 2 to 3 are now workers 1 to 2"
+    assert said[3].startswith("3 workers: done in ")
+
+
+def test_the_processes_know_that_one_is_left_out(actors: Actors) -> None:
+    result = actors.run(
+        "--workers=2 --min_workers=1 --max_restarts=5 --restart_delay=0",
+        "worker0=show:TFPAR_LEFT_OUT",
+        "worker1=exit:4",
+    )
+    assert lines_of(result.stdout, "worker 0") == ["TFPAR_LEFT_OUT=0", "TFPAR_LEFT_OUT=0", "TFPAR_LEFT_OUT=1"]
+
+
+def test_what_happens_to_several_is_no_workers_fault(actors: Actors) -> None:
+    result = actors.run(
+        "--workers=3 --min_workers=1 --max_restarts=3 --restart_delay=0",
+        "worker0=sleep:30",
+        "worker1=exit:4",  # always the first
+        "worker2=sleep:0.3,exit:4",
+    )
+    assert result.returncode == 4
+    assert "going on with" not in result.stdout
 
 
 def test_no_fewer_than_min_workers(actors: Actors) -> None:
@@ -555,9 +617,49 @@ def test_free_ports_can_be_bound() -> None:
     ],
 )
 def test_share_gpus(workers: int, gpus: list[str], expected: list[str]) -> None:
-    assert launch.share_gpus(workers, gpus) == expected
+    assert slots.share_gpus(workers, gpus) == expected
 
 
 @pytest.mark.parametrize(("value", "expected"), [("", []), ("-1", []), ("0,1", ["0", "1"]), ("2,-1,3", ["2"])])
 def test_visible_gpus(value: str, expected: list[str]) -> None:
-    assert launch.visible_gpus({"CUDA_VISIBLE_DEVICES": value}) == expected
+    assert slots.visible_gpus({"CUDA_VISIBLE_DEVICES": value}) == expected
+
+
+# Who is left out.
+
+
+def four(least: int = 1) -> slots.Slots:
+    return slots.Slots(4, list("0123"), least=least)
+
+
+def test_the_suspects_slot_is_left_out_with_its_gpu() -> None:
+    workers = four()
+    assert workers.failed(1, 5.0, alone=True) == ""
+    assert workers.failed(1, 5.0, alone=True).startswith("going on with 3 workers, without worker 1 (GPU 1)")
+    assert (workers.gpus, workers.workers, workers.left_out) == (["0", "2", "3"], 3, 1)
+    assert workers.failed(1, 5.0, alone=True) == ""  # another slot by now
+    assert workers.failed(1, 5.0, alone=True).endswith("without worker 1 (GPU 2); worker 2 is now worker 1")
+    assert workers.gpus == ["0", "3"]
+
+
+def test_unrelated_failures_leave_nobody_out() -> None:
+    workers = four()
+    for worker, ran, alone in ((1, 5.0, True), (1, slots.TRUSTED_S, True), (2, 5.0, True), (1, 5.0, True)):
+        assert workers.failed(worker, ran, alone=alone) == ""
+    assert workers.failed(1, 5.0, alone=False) == ""
+    assert workers.workers == 4
+
+
+def test_enough_workers_stay() -> None:
+    workers = four(least=4)
+    assert [workers.failed(3, 5.0, alone=True) for _ in range(3)] == [""] * 3
+    workers = four(least=0)
+    assert [workers.failed(3, 5.0, alone=True) for _ in range(3)] == [""] * 3
+
+
+def test_left_out_without_gpus() -> None:
+    workers = slots.Slots(2, [], least=1)
+    assert workers.gpus == []
+    said = [workers.failed(1, 5.0, alone=True) for _ in range(2)]
+    assert said == ["", "going on with 1 worker, without worker 1"]
+    assert (workers.gpus, workers.workers) == ([], 1)

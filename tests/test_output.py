@@ -7,6 +7,7 @@ import sys
 
 from tests.cluster.test_multi_worker import ROOT
 from tests.training import small_disk
+from tfpar import output
 
 import pytest
 
@@ -50,3 +51,10 @@ def test_a_launcher_whose_output_goes_to_a_full_disk_keeps_its_exit_code(tmp_pat
         small_disk.fill(logs)
         result = run("-m", "tfpar.launch", "--workers=2", f"--log_dir={logs}", "--", str(script))
     assert (result.returncode, result.stderr) == (3, "")
+
+
+def test_a_shortened_text_says_so() -> None:
+    assert output.shortened("as it is", 8) == "as it is"
+    assert output.shortened("more than that", 8) == "more th…"
+    assert output.shortened("ends in a space", 9) == "ends in…"
+    assert len(output.shortened("x" * 1000)) == 200

@@ -95,7 +95,7 @@ def run(main: Callable[[list[str]], Any], argv: list[str] | None = None) -> None
     """Parses the flags, calls `main`, and exits with what it returns.
 
     `absl.app.run` with errors for people: a wrong flag, a stray argument or a `ConfigError` from `main` is one line
-    on standard error and exit code 2, without a traceback; a `TrainingError` the same with exit code 1. `--help` shows
+    on standard error and exit code 2, without a traceback; a `TrainingError` the same with its own. `--help` shows
     the flags of this experiment by room, `--helpfull` all that exist. absl's log shows warnings and errors, with
     --verbose also information.
 
@@ -110,7 +110,7 @@ def run(main: Callable[[list[str]], Any], argv: list[str] | None = None) -> None
         except (ConfigError, app.UsageError) as error:
             _fail(str(error))
         except TrainingError as error:
-            _fail(str(error), code=1)
+            _fail(str(error), code=error.exit_code)
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             sys.exit(130)

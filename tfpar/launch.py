@@ -15,10 +15,8 @@ import difflib
 import importlib.util
 import os
 import random
-import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,15 +24,16 @@ from pathlib import Path
 from typing import NoReturn
 
 from tfpar.cluster import ClusterInfo, tf_config_json
-from tfpar.endings import PEER_LOST, PREEMPTED, USAGE_ERROR
+from tfpar.endings import FINAL, LEFT_OUT, PEER_LOST, PREEMPTED, USAGE_ERROR
 from tfpar.processes import Command, Group, Guard, Interrupts, Process
+from tfpar.slots import NO_GPU, Slots, visible_gpus
 from tfpar.terminal import Terminal
 
-NO_GPU = "-1"  # the CUDA_VISIBLE_DEVICES that hides all
 _DRAIN_S = 2.0  # for workers that end by themselves once the chief has, before they are ended as servers
 _BIND_RETRIES = 3
 _TOGETHER = (PEER_LOST, PREEMPTED)  # what happened to one that ends so happens to all
 _SETTLE_S = 5.0  # for workers that follow one that was lost or preempted, before they are asked to end
+_ALIKE_S = 1.5  # for workers that fail just as the first did, which says that no single one is to blame
 _LASTED_S = 60.0  # a start that ran so long was no failure to start
 _LONGEST_DELAY_S = 60.0
 # What TensorFlow 2.21 says when its port is taken.
@@ -49,15 +48,16 @@ over when the chief has ended. Without --ps it is over when all workers have end
 
 Restarts: after a failure all processes are ended and started again on fresh ports, with TFPAR_RESTARTS=n in their
 environment; training goes on from the newest checkpoint. Each further failure within a minute doubles the delay, up
-to a minute. Exit code 2, a usage error, is never tried again. With --min_workers=M, a worker that is the first to fail
-twice in a row is left out, as long as M others are left.
+to a minute. Exit codes 2, a usage error, and 65, numbers that went bad, are never tried again. With --min_workers=M, a
+worker that alone is the first to fail twice in a row, the second time within ten minutes, is left out with its GPUs,
+as long as M others are left; a global batch that then does not divide is shared out unevenly.
 
 Preemption: SIGTERM to the launcher or to any worker makes all save a checkpoint and end; exit code 85. Allow for it
 with --grace_period, and start again later. Exit code 75: a worker was lost, and --max_restarts is used up.
 
-Set for every process: TF_CONFIG; TFPAR_RESTARTS; TF_NUM_INTRAOP_THREADS, the cores divided by the processes,
-unless you set it. GPUs are shared out evenly over the workers through CUDA_VISIBLE_DEVICES; where there are fewer
-GPUs than workers, all train on the CPU.
+Set for every process: TF_CONFIG; TFPAR_RESTARTS; TFPAR_LEFT_OUT, the number of workers left out;
+TF_NUM_INTRAOP_THREADS, the cores divided by the processes, unless you set it. GPUs are shared out evenly
+over the workers through CUDA_VISIBLE_DEVICES; where there are fewer GPUs than workers, all train on the CPU.
 
 No process outlives the launcher, however that ends. Ctrl-C and SIGTERM are passed on; a second one kills at once.
 
@@ -136,30 +136,30 @@ def _run_with_restarts(
     options: Options, new_group: Callable[[], Group], interrupts: Interrupts, say: Callable[[str], None]
 ) -> int:
     started, restarts, bind_failures, delays = time.monotonic(), 0, 0, Delays(options.restart_delay)
-    suspect, visible = "", visible_gpus(os.environ)
-    if share_gpus(options.workers, visible)[:1] == [NO_GPU]:
+    slots = Slots(options.workers, visible_gpus(os.environ), least=options.min_workers)
+    if slots.gpus[:1] == [NO_GPU]:
         say(f"fewer GPUs than workers ({options.workers}), and NCCL wants one each at least: training on the CPU")
     while True:
-        gpus = share_gpus(options.workers, visible)
+        options = dataclasses.replace(options, workers=slots.workers)
+        environ = {**os.environ, "TFPAR_RESTARTS": str(restarts), LEFT_OUT: str(slots.left_out)}
         began = time.monotonic()
         group = new_group()
-        failed = _run_once(options, group, commands(options, os.environ, gpus, restarts), interrupts, say)
+        failed = _run_once(options, group, commands(options, environ, slots.gpus), interrupts, say)
         again = f" after {restarts} restart{'s' * (restarts > 1)}" if restarts else ""
         if failed and not interrupts.received:
             if bind_failures < _BIND_RETRIES and _lost_port(failed):
                 bind_failures += 1
                 say(f"{failed.label} lost its port to another program; starting again on other ports")
                 continue
-            if restarts < options.max_restarts and failed.code != USAGE_ERROR:
+            if restarts < options.max_restarts and failed.code not in FINAL:
                 restarts += 1
+                ran = time.monotonic() - began
                 say(f"{failed.label} {failed.how_it_ended()}; restart {restarts} of {options.max_restarts}")
-                if failed.label == suspect and 0 < options.min_workers < options.workers:
-                    options, suspect = dataclasses.replace(options, workers=options.workers - 1), ""
-                    left = f"{options.workers} worker{'s' * (options.workers > 1)}"
-                    say(f"going on with {left}, without {failed.label}")
-                elif failed.code not in _TOGETHER:
-                    suspect = failed.label
-                interrupts.sleep(delays.next(time.monotonic() - began))
+                if options.min_workers:
+                    alone = failed.code not in _TOGETHER and not group.ended_alike(failed)
+                    if text := slots.failed(int(failed.label.split()[1]), ran, alone=alone):
+                        say(text)
+                interrupts.sleep(delays.next(ran))
                 if not interrupts.received:
                     continue
         if interrupts.received:
@@ -193,8 +193,10 @@ class Delays:
 
 def _interrupted(number: int, group: Group, say: Callable[[str], None]) -> int:
     name = signal.Signals(number).name
-    if number == signal.SIGTERM and all(process.code == PREEMPTED for process in group.processes):
-        say(f"ended by {name}; all processes have saved a checkpoint and ended (exit code {PREEMPTED})")
+    codes = {process.code for process in group.processes}
+    # Besides those that said so: one that lost a peer which ended sooner, or was not far enough to handle the signal.
+    if number == signal.SIGTERM and PREEMPTED in codes and codes <= {PREEMPTED, PEER_LOST, -signal.SIGTERM}:
+        say(f"ended by {name}; all processes were asked to end and did so (exit code {PREEMPTED})")
         return PREEMPTED
     say(f"ended by {name}; all processes have ended")
     return 128 + number
@@ -216,34 +218,34 @@ def _run_once(
             group.wait([f"worker {index}" for index in range(options.workers)], _DRAIN_S)
         else:
             group.wait(everyone)
-            if group.failed and group.failed.code in _TOGETHER and not interrupts.received:
-                group.settle(_SETTLE_S)
+            if group.failed and not interrupts.received:
+                together = group.failed.code in _TOGETHER
+                group.settle(_SETTLE_S if together else _ALIKE_S if options.min_workers else 0.0)
     finally:
         for label in group.end_stopped():
             say(f"{label} is stopped (SIGSTOP) and does not answer: killed")
         group.stop(interrupts.received[0] if interrupts.received else signal.SIGTERM, options.grace_period)
-    return group.culprit(consequences=(PEER_LOST,))
+    return group.culprit(consequences=(PEER_LOST,), final=FINAL)
 
 
 def _lost_port(failed: Process) -> bool:
     return any(_BIND_ERROR in line for line in failed.channel.recent)
 
 
-def commands(options: Options, environ: Mapping[str, str], gpus: Sequence[str], restarts: int) -> list[Command]:
+def commands(options: Options, environ: Mapping[str, str], gpus: Sequence[str]) -> list[Command]:
     """The processes of a cluster, on ports that are free now.
 
     Args:
       options: Which cluster.
       environ: The environment variables that all share.
       gpus: CUDA_VISIBLE_DEVICES of every worker; empty where there is no GPU.
-      restarts: How many starts have failed.
     """
     ports = iter(free_ports(sum(options.jobs.values())))
     addresses = {job: tuple(f"127.0.0.1:{next(ports)}" for _ in range(count)) for job, count in options.jobs.items()}
     # Every process would take all cores for itself. TensorFlow 2.21 reads this variable where the program sets no
     # number of threads (measured: it sizes the pool of each CPU device, which XLA's kernels run on too).
     threads = max(1, _cores() // sum(options.jobs.values()))
-    shared = {"TF_NUM_INTRAOP_THREADS": str(threads), **environ, "TFPAR_RESTARTS": str(restarts)}
+    shared = {"TF_NUM_INTRAOP_THREADS": str(threads), **environ}
     made = []
     for job, tasks in addresses.items():
         for index in range(len(tasks)):
@@ -260,26 +262,6 @@ def commands(options: Options, environ: Mapping[str, str], gpus: Sequence[str], 
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def visible_gpus(environ: Mapping[str, str]) -> list[str]:
-    """The GPUs that TensorFlow would see, as CUDA_VISIBLE_DEVICES names them."""
-    chosen = environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None:
-        names = [name.strip() for name in chosen.split(",") if name.strip()]
-        return names[: names.index(NO_GPU)] if NO_GPU in names else names
-    if not shutil.which("nvidia-smi"):
-        return []
-    listing = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=60, check=False)
-    return [str(index) for index in range(sum(line.startswith("GPU ") for line in listing.stdout.splitlines()))]
-
-
-def share_gpus(workers: int, gpus: Sequence[str]) -> list[str]:
-    """CUDA_VISIBLE_DEVICES of each worker: as many GPUs as every one can have; none where there are too few."""
-    if not gpus:
-        return []
-    each = len(gpus) // workers
-    return [",".join(gpus[worker * each : (worker + 1) * each]) or NO_GPU for worker in range(workers)]
 
 
 def free_ports(count: int) -> list[int]:

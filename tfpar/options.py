@@ -23,8 +23,13 @@ class ConfigError(ValueError):
 class TrainingError(RuntimeError):
     """A run that cannot go on, though its configuration is sound. The message says what happened and the way out.
 
-    Programs under `tfpar.flags.run` end with it as one line and exit code 1.
+    Programs under `tfpar.flags.run` end with it as one line and the exit code.
+
+    Attributes:
+      exit_code: 1, or what tells launchers and schedulers more (`tfpar.endings`).
     """
+
+    exit_code = 1
 
 
 def unknown_name(flag: str, value: str, known: Iterable[str]) -> ConfigError:

@@ -37,6 +37,16 @@ def put(stream: IO[Any], content: Any) -> bool:
     return True
 
 
+def shortened(text: str, limit: int = 200) -> str:
+    """The beginning of a text, with `…` where something was left out.
+
+    Args:
+      text: Any text.
+      limit: Characters at most.
+    """
+    return text if len(text) <= limit else text[: limit - 1].rstrip() + "…"
+
+
 def _empty() -> None:
     """Python flushes its streams when it ends, and turns a failure into exit code 120."""
     for stream in _full:

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 
 from tfpar.cluster import ClusterInfo
 from tfpar.endings import PEER_LOST, PeerLostError, end_now
+from tfpar.output import shortened
 from tfpar.rendezvous import meet, names
 
 import tensorflow as tf
@@ -90,16 +91,17 @@ def arriving(info: ClusterInfo, timeout: float) -> Iterator[None]:
     except tf.errors.OpError as error:
         raise PeerLostError(f"TensorFlow could not connect the workers: {error.message.splitlines()[0]}") from error
     finally:
-        default_sigterm()
+        restore_sigterm()
 
 
-def default_sigterm() -> None:
-    """Lets SIGTERM end this process again, unless the program handles it.
+def restore_sigterm() -> None:
+    """Lets SIGTERM do again what Python was told.
 
     TensorFlow 2.21's coordination service catches it, beside Python, and does nothing but remember it.
     """
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    known = signal.getsignal(signal.SIGTERM)
+    if threading.current_thread() is threading.main_thread() and known is not None:
+        signal.signal(signal.SIGTERM, known)
 
 
 @contextlib.contextmanager
@@ -152,8 +154,8 @@ def _lost_text(info: ClusterInfo, ranks: Sequence[int], error: tf.errors.OpError
     if not ranks:
         line = next((line for line in reversed(error.message.splitlines()) if "abort" in line.lower()), error.message)
         return (
-            f"a collective operation failed though every worker answers ({line.strip()[:200]}). This worker ends; the "
-            "log of the worker that ended first tells why."
+            f"a collective operation failed though every worker answers ({shortened(line.strip())}). This worker ends; "
+            "the log of the worker that ended first tells why."
         )
     return (
         f"lost {names(info, ranks)}: ended, hanging or not reachable. This worker ends too; start all of them again "
@@ -165,7 +167,7 @@ def _server_text(error: tf.errors.OpError) -> str:
     spoken_of = dict.fromkeys(_TASK.findall(error.message))
     # A worker that has lost a server is spoken of too, as the one who said so.
     tasks = [task for task in spoken_of if task[0] == "ps"] or [task for task in spoken_of if task[0] == "worker"]
-    who = ", ".join(f"{job} {index}" for job, index in tasks) or error.message.splitlines()[0][:200]
+    who = ", ".join(f"{job} {index}" for job, index in tasks) or shortened(error.message.splitlines()[0])
     return (
         f"lost {who}. The chief ends; start all tasks of the cluster again and they go on from the newest checkpoint."
     )

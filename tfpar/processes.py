@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from tfpar.endings import PREEMPTED
+from tfpar.output import shortened
 from tfpar.terminal import Channel, Terminal
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -70,13 +71,23 @@ class Command:
 
 @dataclasses.dataclass
 class Process:
-    """A started process; `code` is None while it runs, then negative for a signal."""
+    """A started process.
+
+    Attributes:
+      command: What was started.
+      popen: The process.
+      output: The end of a pipe or pseudo-terminal that its output comes from; -1 once that is closed.
+      channel: Where its output goes.
+      code: None while it runs, then its exit code, negative for a signal.
+      was_stopped: Whether it was stopped (SIGSTOP), and killed for that by this program.
+    """
 
     command: Command
     popen: subprocess.Popen[bytes]
     output: int
     channel: Channel
     code: int | None = None
+    was_stopped: bool = False
 
     @property
     def label(self) -> str:
@@ -93,10 +104,12 @@ class Process:
         """`failed with exit code 3 (ValueError: ...)`, or the signal that killed it."""
         assert self.code is not None
         if self.code == PREEMPTED:
-            return f"was asked to end and has saved a checkpoint (exit code {PREEMPTED})"
+            return f"was asked to end and did so (exit code {PREEMPTED})"
+        if self.was_stopped:
+            return f"was stopped (SIGSTOP) and killed here (exit code {self.exit_code})"
         if self.code >= 0:
             reason = self.channel.last_error()
-            return f"failed with exit code {self.code}" + (f" ({reason[:200]})" if reason else "")
+            return f"failed with exit code {self.code}" + (f" ({shortened(reason)})" if reason else "")
         name = signal.Signals(-self.code).name if -self.code in set(signal.Signals) else f"signal {-self.code}"
         hint = "; if nobody did that, the machine may have run out of memory" if name == "SIGKILL" else ""
         return f"was killed by {name} (exit code {self.exit_code}{hint})"
@@ -265,18 +278,32 @@ class Group:
         """Kills processes that are stopped (SIGSTOP), which no other signal reaches; returns their labels."""
         stopped = [process for process in self.processes if process.code is None and _is_stopped(process.popen.pid)]
         for process in stopped:
+            process.was_stopped = True
             _signal_group(process, signal.SIGKILL)
         self._pump(lambda: all(process.code is not None for process in stopped), _KILL_WAIT_S)
         return [process.label for process in stopped]
 
-    def culprit(self, *, consequences: Sequence[int]) -> Process | None:
+    def culprit(self, *, consequences: Sequence[int], final: Sequence[int] = ()) -> Process | None:
         """The first process that failed by itself, or had to be killed because it was stopped.
 
         Args:
           consequences: Exit codes of those that failed because of another; they count only if there is no other.
+          final: Exit codes that come before all others.
         """
         causes = [process for process in self._failures if process.code not in consequences]
+        causes.sort(key=lambda process: process.code not in final)  # stable: else in the order in which they failed
         return causes[0] if causes else self.failed
+
+    def ended_alike(self, failed: Process) -> list[str]:
+        """Those that ended by themselves just as this one did: with the same exit code, or killed by the same signal.
+
+        After `stop`, an exit code counts too (a signal then is the one that it sent): it was on its way.
+
+        Args:
+          failed: Which failed.
+        """
+        others = [process for process in self.processes if process is not failed and process.code == failed.code]
+        return [process.label for process in others if process in self._failures or failed.exit_code < 128]
 
     def stop(self, number: int, grace_period: float) -> None:
         """Ends what still runs: the signal, then SIGKILL. A further signal to the launcher cuts the wait short.

@@ -13,7 +13,7 @@ import dataclasses
 import re
 from typing import Any
 
-from tfpar import listening, peers
+from tfpar import endings, listening, peers
 from tfpar.cluster import ClusterInfo
 from tfpar.config import ConfigError, StrategyConfig
 
@@ -304,6 +304,7 @@ def _build_parameter_server(plan: Plan) -> tf.distribute.Strategy:
             start=True,
         )
         _restrict_port(plan)
+        endings.leave_sigterm()  # it ends servers when a run is done, and no handler would get its turn in `join`
         server.join()
     return tf.distribute.ParameterServerStrategy(resolver)
 

@@ -76,9 +76,11 @@ def undelivered(states: list[dict[str, np.ndarray]]) -> np.ndarray:
 
 @pytest.mark.parametrize(("workers", "devices"), [(1, 2), (2, 1), (2, 2), (3, 1), (4, 1), (5, 1), (8, 1)])
 def test_sums_over_workers(tmp_path, workers, devices):
-    chosen = SPECS if workers in (2, 3) else FEW
+    chosen = SPECS if workers == 3 else FEW
     if workers & (workers - 1) == 0:
         chosen = [*chosen, "int8:pattern=halving_doubling"]
+    if devices > 1:
+        chosen = [*chosen, "int4:pattern=hierarchical"]
     arguments = ["-m", "tests.cluster.scripts.exchange_sums", str(tmp_path), str(devices), *chosen]
     result = launch(workers, *arguments, timeout=300.0)
     assert result.returncode == 0, result.stdout + result.stderr

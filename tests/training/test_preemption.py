@@ -10,9 +10,11 @@ import sys
 import threading
 import time
 
-from tfpar.endings import PREEMPTED
+from tfpar.endings import PREEMPTED, end_when_asked, leave_sigterm
 from tfpar.training import report
 from tfpar.training.preemption import StopRequest
+
+import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -63,6 +65,65 @@ def test_a_second_request_ends_the_process():
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (-signal.SIGTERM, "True\n"), done
+
+
+def test_before_training_nothing_is_lost():
+    code = "\n".join(
+        [
+            "import os, signal",
+            "from tfpar.endings import end_when_asked",
+            "end_when_asked()",
+            "end_when_asked()",
+            "print('unfinished', end='')",
+            "os.kill(os.getpid(), signal.SIGTERM)",
+            "print('still here')",
+        ]
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (PREEMPTED, "unfinished"), done
+    assert done.stderr.startswith("asked to end (SIGTERM) while not training")
+
+
+def test_training_takes_over_and_gives_back():
+    end_when_asked()
+    before = signal.getsignal(signal.SIGTERM)
+    assert before != signal.SIG_DFL
+    with StopRequest() as request:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert request.received
+    assert signal.getsignal(signal.SIGTERM) == before
+    leave_sigterm()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_program_keeps_its_own_handler_before_training_too():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    end_when_asked()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    leave_sigterm()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+
+
+@pytest.mark.cluster
+def test_workers_told_to_end_before_they_train(tmp_path):
+    """Nothing is lost, so it is a preemption, though a worker may notice its lost peer before the signal."""
+    command = [
+        *(sys.executable, "-u", "-m", "tfpar.launch", "--workers=2", "--"),
+        *("experiments/image_classification.py", "--model=mlp", "--steps=2000", f"--workdir={tmp_path}"),
+    ]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as launcher:
+        assert launcher.stdout is not None
+        try:
+            lines = [next(line for line in launcher.stdout if "strategy multi_worker" in line)]
+            launcher.terminate()
+            lines += launcher.stdout
+            launcher.wait(timeout=60)
+        finally:
+            launcher.kill()
+    output = "".join(lines)
+    assert launcher.returncode == PREEMPTED, output
+    assert "asked to end (SIGTERM) while not training" in output
+    assert "all processes were asked to end and did so (exit code 85)" in output
 
 
 def start(workdir):

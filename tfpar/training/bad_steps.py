@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tfpar import inputs
+from tfpar.endings import BAD_NUMBERS
 from tfpar.options import TrainingError
 from tfpar.training.batches import Batches
 
@@ -29,6 +30,8 @@ FILE = "bad_steps.json"
 
 class BadStepsError(TrainingError):
     """Too many updates in a row were left out. The message says which, their examples, and likely causes."""
+
+    exit_code = BAD_NUMBERS
 
 
 class BadSteps:

@@ -1,11 +1,16 @@
-"""Being asked to end: SIGTERM becomes a question that all workers answer together, between two updates."""
+"""Being asked to end: SIGTERM becomes a question that all workers answer together, between two updates.
+
+Outside of training it ends the process at once (`tfpar.endings.end_when_asked`).
+"""
 
 from __future__ import annotations
 
 import os
 import signal
-import threading
 import types
+from typing import Any
+
+from tfpar.endings import sigterm_is_free
 
 
 class StopRequest:
@@ -20,18 +25,17 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.received = False
-        self._installed = False
+        self._before: Any = None
 
     def __enter__(self) -> StopRequest:
-        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, self._note)
-            self._installed = True
+        if sigterm_is_free():
+            self._before = signal.signal(signal.SIGTERM, self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._installed:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            self._installed = False
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
+            self._before = None
 
     def _note(self, number: int, _: types.FrameType | None) -> None:
         if self.received:

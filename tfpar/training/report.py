@@ -345,7 +345,9 @@ def warn_of_skipped(run: Run) -> None:
 
 
 def note_end(run: Run, finished: bool, preempted: bool, unit: str) -> None:
-    """Notes how this start ended, and says so where the run is to go on.
+    """Notes how this start ended, and says so where the run is to go on, and from which checkpoint it can.
+
+    Call it once the last checkpoint is written.
 
     Args:
       run: The run.
@@ -356,7 +358,19 @@ def note_end(run: Run, finished: bool, preempted: bool, unit: str) -> None:
     run.journal.end("finished" if finished else "preempted" if preempted else "stopped")
     if not finished:
         why = "asked to end (SIGTERM): " if preempted else ""
-        run.monitor.message(f"{why}stopped after {unit} {run.steps_done} of {run.total}; start again to go on")
+        run.monitor.message(f"{why}stopped after {unit} {run.steps_done} of {run.total}; {_way_on(run, unit)}")
+
+
+def _way_on(run: Run, unit: str) -> str:
+    """What another start would find."""
+    workdir = run.trainer.config.checkpoint.workdir
+    if not workdir:
+        return "without --workdir nothing is kept, another start begins anew"
+    newest = max(checkpoint_files.steps_in(pathlib.Path(workdir) / "checkpoints"), default=None)
+    if newest is None:
+        return "no checkpoint could be saved, another start begins anew"
+    failed = "" if newest >= run.steps_done else f"{unit} {run.steps_done} could not be saved, "
+    return f"{failed}the newest checkpoint is of {unit} {newest}; start again to go on there"
 
 
 def _number(value: float | None) -> str:

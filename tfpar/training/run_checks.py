@@ -5,9 +5,13 @@ Nothing here runs a TensorFlow operation.
 
 from __future__ import annotations
 
+import dataclasses
+import os
+
 from tfpar import inputs, models, strategies
-from tfpar.config import ConfigError, ExperimentConfig
-from tfpar.training import asynchronous, optimizers, report, schedules
+from tfpar.config import ConfigError, ExperimentConfig, InputConfig
+from tfpar.endings import LEFT_OUT
+from tfpar.training import asynchronous, checkpoints, optimizers, report, schedules
 from tfpar.training.model_files import task_spec
 
 
@@ -61,10 +65,34 @@ def check_sources(
         inputs.Pipeline(validation, config.input, replicas=plan.replicas, workers=plan.workers, training=False)
 
 
+def train_input(config: ExperimentConfig) -> InputConfig:
+    """The input options that training goes by: a run that goes on may do so on any number of replicas.
+
+    At a fresh start a batch that does not divide is more likely an oversight. A run that has a checkpoint, or that the
+    launcher continues with fewer workers, is better off with shares of different sizes, weighted by example, than
+    refused.
+    """
+    workdir = config.checkpoint.workdir
+    goes_on = os.environ.get(LEFT_OUT, "0") != "0" or (workdir != "" and checkpoints.has_any(workdir))
+    return dataclasses.replace(config.input, uneven_batches=config.input.uneven_batches or goes_on)
+
+
+def uneven_notice(config: ExperimentConfig, replicas: int) -> str:
+    """One line where a run goes on with batches that do not divide by its replicas; else empty."""
+    batch, parts = config.input.global_batch_size, replicas * config.train.accumulate_steps
+    if batch % parts == 0 or config.input.uneven_batches:
+        return ""
+    micro = f" x {config.train.accumulate_steps} micro-batches" if config.train.accumulate_steps > 1 else ""
+    return (
+        f"--global_batch_size={batch} does not divide by {replicas} replicas{micro}: this run goes on with up to "
+        f"{-(-batch // parts)} examples for each, weighted by example, so that updates stay exact"
+    )
+
+
 def _updates_per_epoch(config: ExperimentConfig, plan: strategies.Plan, train: inputs.Source) -> int:
     pipeline = inputs.Pipeline(
         train,
-        config.input,
+        train_input(config),
         accumulate_steps=config.train.accumulate_steps,
         replicas=plan.replicas,
         workers=plan.workers,

@@ -10,11 +10,12 @@ import tempfile
 
 from tfpar import cluster, inputs, models, precision, strategies
 from tfpar.config import ConfigError, ExperimentConfig, unknown_name
+from tfpar.endings import end_when_asked, exit_by_code
 from tfpar.exchange import Exchange
 from tfpar.quiet import quiet_startup
 from tfpar.training import checkpoints, optimizers, run_state, schedules, workdir_lock
 from tfpar.training.checkpoints import check_same_run
-from tfpar.training.run_checks import check_run
+from tfpar.training.run_checks import check_run, train_input, uneven_notice
 
 import keras
 import numpy as np
@@ -46,6 +47,7 @@ def start(
         started or a file is touched.
     """
     quiet_startup(config.monitor.verbose)
+    exit_by_code()
     plan = check(config)
     if train is not None:
         check_run(config, plan, train, validation)
@@ -56,6 +58,8 @@ def start(
     precision.set_policy(config.precision)
     if plan.is_chief:
         print(layout.plan.describe(), flush=True)
+        if notice := uneven_notice(config, layout.plan.replicas):
+            print(notice, flush=True)
     return layout
 
 
@@ -70,7 +74,8 @@ def seed_everything(seed: int) -> None:
 def check(config: ExperimentConfig) -> strategies.Plan:
     """Checks names, sizes, the cluster and the workdir against each other. Starts nothing and writes nothing.
 
-    `start` does the same; on its own it finds what is wrong before a large data set is looked at.
+    `start` does the same; on its own it finds what is wrong before a large data set is looked at. From here on SIGTERM
+    is a preemption, exit code 85, unless the program handles it.
 
     Returns:
       The layout that the strategy would have.
@@ -78,6 +83,7 @@ def check(config: ExperimentConfig) -> strategies.Plan:
     Raises:
       ConfigError: The first thing that cannot work.
     """
+    end_when_asked()
     plan = strategies.plan(config.strategy, cluster.detect())
     if config.model.model not in (*models.names(), CUSTOM):
         raise unknown_name("--model", config.model.model, models.names())
@@ -89,7 +95,7 @@ def check(config: ExperimentConfig) -> strategies.Plan:
         inputs.check_kind(config.input)
     inputs.check_augmentation(config.input.augment)
     if plan.name != "tpu":  # a TPU's replicas are known once it is initialised
-        inputs.check_divides(config.input, plan.replicas, config.train.accumulate_steps)
+        inputs.check_divides(train_input(config), plan.replicas, config.train.accumulate_steps)
     if config.input.data_service:
         inputs.check_service(config.input.data_service)
     check_workdir(config)

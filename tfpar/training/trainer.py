@@ -16,7 +16,7 @@ from tfpar.training.core import Core, build_metrics, per_example_loss, takes_cla
 from tfpar.training.data_checks import check_fits
 from tfpar.training.evaluation import Evaluation
 from tfpar.training.input_faults import SkippedExamples, named
-from tfpar.training.run_checks import check_sources
+from tfpar.training.run_checks import check_sources, train_input
 from tfpar.training.start import CUSTOM, start
 from tfpar.training.step import TrainStep
 from tfpar.training.synchronous import SynchronousRun
@@ -146,7 +146,7 @@ class Trainer:
           CheckpointError: A checkpoint could not be written, and `on_checkpoint_error` is `fail`.
           PeerLostError: Another worker ended, hangs or cannot be reached. TensorFlow's runtime of this process is of no
             more use: end it, and start all workers again.
-          Preempted: SIGTERM came to a worker; all have saved a checkpoint. A SystemExit with code 85.
+          Preempted: SIGTERM came to a worker; all have saved a checkpoint if they could. A SystemExit with code 85.
         """
         check_sources(self.config, self.plan, train, validation)
         check_fits(self.model, train, validation, class_numbers=self._takes_class_numbers)
@@ -196,7 +196,7 @@ class Trainer:
         """The input pipeline of a source for this layout."""
         return inputs.Pipeline(
             source,
-            self.config.input,
+            train_input(self.config) if training else self.config.input,
             accumulate_steps=self.config.train.accumulate_steps if training else 1,
             replicas=self.plan.replicas,
             workers=self.plan.workers,

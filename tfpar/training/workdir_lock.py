@@ -28,6 +28,7 @@ from typing import Any
 
 from tfpar import cluster
 from tfpar.config import ConfigError
+from tfpar.output import shortened
 
 NAME = ".lock"
 # A process that was killed may take a moment to end, above all one whose gradients are still on their way to the disk.
@@ -72,7 +73,7 @@ class Owner:
         text += f", user {self.user}" if self.user else ""
         text += f", since {self.since}" if self.since else ""
         text += f", {self.scheduler}" if self.scheduler else ""
-        return text + (f": {self.command[:200]}{'...' if len(self.command) > 200 else ''}" if self.command else "")
+        return text + (f": {shortened(self.command)}" if self.command else "")
 
 
 def _say(text: str) -> None:

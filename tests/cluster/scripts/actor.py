@@ -77,6 +77,14 @@ def kill(number: str) -> None:
     os.kill(os.getpid(), getattr(signal, number))
 
 
+def fail_on_gpu(number: str) -> None:
+    """Exits where this process has that GPU; else waits until the one that has it is gone, or left out."""
+    if os.environ["CUDA_VISIBLE_DEVICES"] == number:
+        sys.exit(9)
+    if os.environ["TFPAR_LEFT_OUT"] == "0":
+        time.sleep(30)
+
+
 def fail_until(restarts: str) -> None:
     if int(os.environ["TFPAR_RESTARTS"]) < int(restarts):
         raise ValueError(f"failing in start {os.environ['TFPAR_RESTARTS']}")
@@ -103,6 +111,8 @@ ACTIONS = {
     "spawn": spawn,
     "kill": kill,
     "fail_until": fail_until,
+    "fail_on_gpu": fail_on_gpu,
+    "show": lambda name: print(f"{name}={os.environ[name]}"),
     "wait_for": wait_for,
     "touch": touch,
     "say": lambda text: print(text),

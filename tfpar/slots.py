@@ -1,0 +1,98 @@
+"""Where the workers of a local cluster run, and which of these places is left out once it keeps failing.
+
+A slot is a worker's share of the GPUs. Workers are numbered anew when one is left out, for TensorFlow wants them
+numbered without a gap; their slots stay what they were, so that it is the failing GPU which is no longer used.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+
+NO_GPU = "-1"  # the CUDA_VISIBLE_DEVICES that hides all
+TRUSTED_S = 600.0  # a start that ran so long has shown that every slot works
+
+
+class Slots:
+    """The slots of a cluster's workers.
+
+    Args:
+      workers: How many there are.
+      gpus: All GPUs, as `visible_gpus` names them.
+      least: How many must be left; 0: all.
+    """
+
+    def __init__(self, workers: int, gpus: Sequence[str], *, least: int = 0) -> None:
+        self._shares = dict(enumerate(share_gpus(workers, gpus) or [""] * workers))
+        self._first = workers
+        self._least = least
+        self._suspect: int | None = None
+
+    @property
+    def workers(self) -> int:
+        """How many are left."""
+        return len(self._shares)
+
+    @property
+    def left_out(self) -> int:
+        """How many are not used any more."""
+        return self._first - self.workers
+
+    @property
+    def gpus(self) -> list[str]:
+        """CUDA_VISIBLE_DEVICES of each worker that is left; empty where there is no GPU."""
+        return [share for share in self._shares.values() if share]
+
+    def failed(self, worker: int, ran: float, *, alone: bool) -> str:
+        """Takes note of a start that failed. The same slot twice in a row is left out, if enough others are left.
+
+        Args:
+          worker: Which worker failed first, as they are numbered now.
+          ran: Seconds that the start ran.
+          alone: Whether it failed by itself and as the only one. What happens to several is not their slots' fault.
+
+        Returns:
+          What to say where a slot is left out; empty where none is.
+        """
+        if ran >= TRUSTED_S:
+            self._suspect = None
+        if not alone:
+            return ""
+        slot = list(self._shares)[worker]
+        if slot != self._suspect or not 0 < self._least < self.workers:
+            self._suspect = slot
+            return ""
+        self._suspect = None
+        gpus = self._shares.pop(slot)
+        where = f" (GPU {gpus})" if gpus not in ("", NO_GPU) else ""
+        left = f"{self.workers} worker{'s' * (self.workers > 1)}"
+        return f"going on with {left}, without worker {worker}{where}{_renumbered(worker, self.workers)}"
+
+
+def _renumbered(gone: int, workers: int) -> str:
+    if gone >= workers:
+        return ""
+    if gone == workers - 1:
+        return f"; worker {gone + 1} is now worker {gone}"
+    return f"; workers {gone + 1} to {workers} are now workers {gone} to {workers - 1}"
+
+
+def visible_gpus(environ: Mapping[str, str]) -> list[str]:
+    """The GPUs that TensorFlow would see, as CUDA_VISIBLE_DEVICES names them."""
+    chosen = environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        names = [name.strip() for name in chosen.split(",") if name.strip()]
+        return names[: names.index(NO_GPU)] if NO_GPU in names else names
+    if not shutil.which("nvidia-smi"):
+        return []
+    listing = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=60, check=False)
+    return [str(index) for index in range(sum(line.startswith("GPU ") for line in listing.stdout.splitlines()))]
+
+
+def share_gpus(workers: int, gpus: Sequence[str]) -> list[str]:
+    """CUDA_VISIBLE_DEVICES of each worker: as many GPUs as every one can have; none where there are too few."""
+    if not gpus:
+        return []
+    each = len(gpus) // workers
+    return [",".join(gpus[worker * each : (worker + 1) * each]) or NO_GPU for worker in range(workers)]
