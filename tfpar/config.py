@@ -113,8 +113,8 @@ class StrategyConfig(Options):
     tpu: str = option("", "Name or address of the TPU; empty: what the environment gives, 'local' for a TPU VM.")
     peer_timeout: float = option(
         30.0,
-        "Seconds after which a worker that does not answer is lost, and all others end with an error that names it (with "
-        "parameter servers, of which the same holds: the chief). A slow one (compiling, evaluating, writing) answers.",
+        "Seconds after which a worker or parameter server that does not answer is lost, and all others (beside parameter "
+        "servers: the chief) end with an error that names it. A slow one (compiling, evaluating, writing) answers.",
         minimum=2.0,
     )
     start_timeout: float = option(
