@@ -113,8 +113,8 @@ class StrategyConfig(Options):
     tpu: str = option("", "Name or address of the TPU; empty: what the environment gives, 'local' for a TPU VM.")
     peer_timeout: float = option(
         30.0,
-        "Seconds after which a worker or parameter server that does not answer is lost, and all others (beside parameter "
-        "servers: the chief) end with an error that names it. A slow one (compiling, evaluating, writing) answers.",
+        "Seconds after which a worker or parameter server that does not answer is lost, and all others (with "
+        "parameter_server: the chief) end with an error that names it. A slow one (compiling, evaluating) answers.",
         minimum=2.0,
     )
     start_timeout: float = option(

@@ -39,14 +39,14 @@ class Tasks:
 
     def start(self, job, *flags):
         config = {"cluster": self.cluster, "task": {"type": job, "index": 0}}
-        output = self._stack.enter_context(open(self._folder / job, "wb"))
-        process = subprocess.Popen(
-            [sys.executable, "-u", "experiments/image_classification.py", *FLAGS, *flags],
-            cwd=ROOT,
-            env={**os.environ, "TF_CONFIG": json.dumps(config)},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
+        with open(self._folder / job, "wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-u", "experiments/image_classification.py", *FLAGS, *flags],
+                cwd=ROOT,
+                env={**os.environ, "TF_CONFIG": json.dumps(config)},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
         self._stack.callback(process.wait)
         self._stack.callback(process.kill)
         return process
