@@ -115,6 +115,10 @@ class AsynchronousRun:
 
     def run(self) -> dict[str, Any]:
         """Announces, resumes, hands out updates until all are done, and writes the results."""
+        with self.watchdog:
+            return self._run()
+
+    def _run(self) -> dict[str, Any]:
         report.announce(self)
         self._resume_or_warm_start()
         if self.steps_done >= self.total and (known := report.results_of_before(self)):
@@ -125,7 +129,7 @@ class AsynchronousRun:
         saves = self.config.checkpoint.checkpoint_every or every
         last = min(self.total, self.steps_done + (self.config.train.stop_after or self.total))
         self.journal.begin(self.steps_done)
-        with self.monitor.session(), self._stop_request as asked, self.watchdog:
+        with self.monitor.session(), self._stop_request as asked:
             while self.steps_done < last and not asked.received:
                 step = self.steps_done
                 self._train_until(min(last, next_multiple(step, every), next_multiple(step, saves)))

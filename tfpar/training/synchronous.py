@@ -106,6 +106,10 @@ class SynchronousRun:
 
     def run(self) -> dict[str, Any]:
         """Announces, resumes, trains, and writes the results."""
+        with self.watchdog:
+            return self._run()
+
+    def _run(self) -> dict[str, Any]:
         report.announce(self)
         self._resume_or_warm_start()
         if self.position.step >= self.total:
@@ -116,7 +120,7 @@ class SynchronousRun:
                 return known
         report.record_start(self)
         self.journal.begin(self.position.step)
-        with self.monitor.session(), self.stop_request, self.watchdog:
+        with self.monitor.session(), self.stop_request:
             finished, preempted = self._train()
             self.watchdog.progress("the last evaluation or checkpoint", patient=True)
             summary = self._finish(finished, preempted)
