@@ -100,7 +100,7 @@ def test_alone_nothing_is_lost(answering):
 
 @pytest.fixture(autouse=True)
 def _sigterm():
-    """`named` leaves SIGTERM ignored in a process that is about to end; this one is not."""
+    """After `named`, SIGTERM says who was lost and ends the process; not this one."""
     yield
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
@@ -108,8 +108,47 @@ def _sigterm():
 def test_of_asynchronous_training_the_server_is_named():
     text = "Connection reset\nfrom /job:ps/replica:0/task:1 while calling\nfrom /job:worker/replica:0/task:0 while"
     info = ClusterInfo("test", {"chief": ("a:1",), "worker": ("b:1",), "ps": ("c:1", "d:1")}, "chief", 0)
-    with pytest.raises(PeerLostError, match=r"lost ps 1\. The chief ends"), peers.named(info):
+    said = r"lost ps 1 \(d:1\): ended, hanging or not reachable\. The chief ends"
+    with pytest.raises(PeerLostError, match=said), peers.named(info):
         raise unavailable(text)
+    with pytest.raises(PeerLostError, match=r"lost worker 0 \(b:1\): "), peers.named(info):
+        raise unavailable("refused\nfrom /job:worker/replica:0/task:0/device:CPU:0 while, /job:chief/replica:0/task:0")
+
+
+CAUGHT = """
+import os, signal
+import tensorflow as tf
+from tfpar import peers
+from tfpar.cluster import ClusterInfo
+from tfpar.endings import PeerLostError
+
+if OWN:
+    signal.signal(signal.SIGTERM, lambda *_: print("own handler", flush=True))
+
+def answers(_, rank):
+    os.kill(os.getpid(), signal.SIGTERM)  # a launcher that ends everyone, while this worker looks for who is lost
+    return rank != 1
+
+peers._answers = answers
+peers._LINGER_S = 0
+try:
+    with peers.named(ClusterInfo("test", {"worker": ("a:1", "b:1")}, "worker", 0)):
+        raise tf.errors.UnavailableError(None, None, "Collective ops is aborted by: recvmsg")
+except PeerLostError:
+    print("caught", flush=True)
+os.kill(os.getpid(), signal.SIGTERM)
+print("went on", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("own", "output", "code"), [(False, "caught\n", PEER_LOST), (True, "caught\nown handler\nwent on\n", 0)]
+)
+def test_a_program_that_catches_the_loss_can_still_be_ended(own, output, code):
+    program = CAUGHT.replace("OWN", str(own))
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == (output, code), done.stderr
+    assert ("error: lost worker 1 (b:1): " in done.stderr) == (not own)
 
 
 def test_in_any_script_the_loss_is_one_line_and_an_exit_code():
@@ -121,7 +160,7 @@ def test_in_any_script_the_loss_is_one_line_and_an_exit_code():
             "peers._answers = lambda _, rank: rank != 1",
             "peers._LINGER_S = 0",
             "info = ClusterInfo('test', {'worker': ('a:1', 'b:1')}, 'worker', 0)",
-            "peers._exit_by_code(info)",
+            "peers.exit_by_code(info)",
             "raise tf.errors.UnavailableError(None, None, 'Collective ops is aborted by: recvmsg')",
         ]
     )

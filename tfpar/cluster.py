@@ -105,6 +105,21 @@ class ClusterInfo:
         """Job and index of chief and workers, in the order of their ranks."""
         return tuple((job, index) for job in ("chief", "worker") for index in range(len(self.cluster.get(job, ()))))
 
+    @property
+    def server_tasks(self) -> tuple[tuple[str, int], ...]:
+        """Job and index of all that run a server of TensorFlow: chief and workers by rank, then parameter servers."""
+        return (*self.worker_tasks, *(("ps", index) for index in range(self.num_ps)))
+
+    @property
+    def server_addresses(self) -> tuple[str, ...]:
+        """`host:port` of each of `server_tasks`."""
+        return (*self.worker_addresses, *self.cluster.get("ps", ()))
+
+    def server_name(self, place: int) -> str:
+        """What to call one of `server_tasks`: `worker 1`, by rank or, beside parameter servers, by job, as `ps 0`."""
+        job, index = self.server_tasks[place]
+        return f"{job} {index}" if self.num_ps else f"worker {place}"
+
     def describe(self) -> str:
         """One line for people: `worker 0 of 1 chief, 2 worker, 1 ps (TF_CONFIG)`."""
         members = ", ".join(f"{len(tasks)} {job}" for job, tasks in self.cluster.items()) or "one process"

@@ -113,15 +113,17 @@ class StrategyConfig(Options):
     tpu: str = option("", "Name or address of the TPU; empty: what the environment gives, 'local' for a TPU VM.")
     peer_timeout: float = option(
         30.0,
-        "Seconds after which a worker that does not answer is lost, and all others end with an error that names it. A "
-        "slow one (compiling, evaluating, writing) answers.",
+        "Seconds after which a worker or parameter server that does not answer is lost, and all others (with "
+        "parameter_server: the chief) end with an error that names it. A slow one (compiling, evaluating) answers.",
         minimum=2.0,
     )
-    start_timeout: float = option(600.0, "Seconds that workers wait for each other at the start.", minimum=1.0)
+    start_timeout: float = option(
+        600.0, "Seconds that workers and parameter servers wait for each other at the start.", minimum=1.0
+    )
     stall_timeout: float = option(
         1800.0,
         "Seconds in which a worker must finish some updates; one that does not, as in a deadlock of its program, says "
-        "where it hangs and ends. Evaluation, checkpoints and compilation do not count. 0: off.",
+        "where it hangs and ends. The first update, evaluation and checkpoints may each take 5 times as long. 0: off.",
         minimum=0.0,
     )
 

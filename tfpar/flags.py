@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from tfpar.config import ROOMS, ConfigError, ExperimentConfig, unknown_name
-from tfpar.endings import USAGE_ERROR
+from tfpar.endings import PEER_LOST, USAGE_ERROR, PeerLostError, end_now
 from tfpar.options import TrainingError
 
 from absl import app, flags, logging
@@ -95,9 +95,9 @@ def run(main: Callable[[list[str]], Any], argv: list[str] | None = None) -> None
     """Parses the flags, calls `main`, and exits with what it returns.
 
     `absl.app.run` with errors for people: a wrong flag, a stray argument or a `ConfigError` from `main` is one line
-    on standard error and exit code 2, without a traceback; a `TrainingError` the same with its own. `--help` shows
-    the flags of this experiment by room, `--helpfull` all that exist. absl's log shows warnings and errors, with
-    --verbose also information.
+    on standard error and exit code 2, without a traceback; a `TrainingError` the same with its own, a `PeerLostError`
+    with 75. `--help` shows the flags of this experiment by room, `--helpfull` all that exist. The log of absl shows
+    warnings and errors, with --verbose also information.
 
     Args:
       main: Called with the program's name in a list, as absl does.
@@ -111,6 +111,9 @@ def run(main: Callable[[list[str]], Any], argv: list[str] | None = None) -> None
             _fail(str(error))
         except TrainingError as error:
             _fail(str(error), code=error.exit_code)
+        except PeerLostError as error:
+            print(f"error: {error}", file=sys.stderr)
+            end_now(PEER_LOST)
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             sys.exit(130)

@@ -3,6 +3,9 @@
 TensorFlow 2.21 notices by itself. Its coordination service takes heartbeats in threads of its own, so that a worker
 which compiles, evaluates or writes a checkpoint is not taken for dead, and a connection that breaks ends the
 collectives that wait for it. What is left to do: how long it waits, and an error of one line in place of fifty.
+
+Of parameter servers, and of workers beside them, it notices only what breaks a connection. There the chief asks all of
+them whether they answer, see `tfpar.health`.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import time
 import types
 from collections.abc import Iterator, Sequence
 
+from tfpar import health
 from tfpar.cluster import ClusterInfo
 from tfpar.endings import PEER_LOST, PeerLostError, end_now
 from tfpar.output import shortened
@@ -63,7 +67,7 @@ def configure(info: ClusterInfo, *, peer_timeout: float, start_timeout: float) -
     state = context.context()
     if state._context_handle is not None and state._collective_leader is None:
         raise RuntimeError("Collective ops must be configured at program startup")
-    _exit_by_code(info)
+    exit_by_code(info)
     jobs = {job: len(tasks) for job, tasks in info.cluster.items() if job in ("chief", "worker")}
     context.context().configure_coordination_service(
         service_type="standalone",
@@ -72,6 +76,27 @@ def configure(info: ClusterInfo, *, peer_timeout: float, start_timeout: float) -
         cluster_register_timeout_in_ms=round(1e3 * start_timeout),
         coordinated_jobs=[coordination_config_pb2.CoordinatedJob(name=job, num_tasks=n) for job, n in jobs.items()],
     )
+
+
+def watch_servers(info: ClusterInfo, *, peer_timeout: float, start_timeout: float) -> None:
+    """Ends the chief of `parameter_server`, with one line and exit code 75, once a server or worker does not answer.
+
+    TensorFlow gives what a lost worker had to do to the others only where nothing of it was being fetched, and waits
+    for one that hangs, as for a parameter server, for ever. Here the loss of any ends the run, as it does elsewhere.
+
+    Args:
+      info: The cluster.
+      peer_timeout: Seconds after which one that does not answer is lost.
+      start_timeout: The same for one that has not answered yet.
+    """
+    places = {info.server_name(place): place for place in range(1, len(info.server_tasks))}
+
+    def lost(silent: list[str]) -> None:
+        print(f"error: {_server_text(names(info, [places[name] for name in silent]))}", file=sys.stderr)
+        end_now(PEER_LOST)
+
+    servers = {name: info.server_addresses[place] for name, place in places.items()}
+    health.watch(servers, peer_timeout=peer_timeout, start_timeout=start_timeout, lost=lost)
 
 
 @contextlib.contextmanager
@@ -120,15 +145,29 @@ def named(info: ClusterInfo | None) -> Iterator[None]:
         if info is None or info.num_workers < 2 or not _is_of_peers(error):
             raise
         if info.num_ps:  # no collectives there: the error itself speaks of the task
-            raise PeerLostError(_server_text(error)) from error
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends in any case, and first says why
-        ranks = find_lost(error, info)
-        time.sleep(_LINGER_S)
-        raise PeerLostError(_lost_text(info, ranks, error)) from error
+            who = names(info, _spoken_of(info, error)) or shortened(error.message.splitlines()[0])
+            raise PeerLostError(_server_text(who)) from error
+        raise _found(error, info) from error
 
 
-def _exit_by_code(info: ClusterInfo) -> None:
+def _found(error: tf.errors.OpError, info: ClusterInfo) -> PeerLostError:
+    """Finds out who is lost. A launcher that ends all workers meanwhile must not keep this one from saying so."""
+    in_main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN) if in_main else None
+    ranks = find_lost(error, info)
+    time.sleep(_LINGER_S)
+    lost = PeerLostError(_lost_text(info, ranks, error))
+    if in_main:
+
+        def say_and_end(*_: object) -> None:
+            print(f"error: {lost}", file=sys.stderr)
+            end_now(PEER_LOST)
+
+        signal.signal(signal.SIGTERM, say_and_end if before in (None, signal.SIG_DFL) else before)
+    return lost
+
+
+def exit_by_code(info: ClusterInfo) -> None:
     """Makes the loss of a worker one line and exit code 75 in any script: Keras' `fit`, a loop of one's own."""
     before = sys.excepthook
 
@@ -163,13 +202,18 @@ def _lost_text(info: ClusterInfo, ranks: Sequence[int], error: tf.errors.OpError
     )
 
 
-def _server_text(error: tf.errors.OpError) -> str:
-    spoken_of = dict.fromkeys(_TASK.findall(error.message))
+def _spoken_of(info: ClusterInfo, error: tf.errors.OpError) -> list[int]:
+    known = {task: place for place, task in enumerate(info.server_tasks) if place}
+    tasks = [(job, int(index)) for job, index in _TASK.findall(error.message)]
     # A worker that has lost a server is spoken of too, as the one who said so.
-    tasks = [task for task in spoken_of if task[0] == "ps"] or [task for task in spoken_of if task[0] == "worker"]
-    who = ", ".join(f"{job} {index}" for job, index in tasks) or shortened(error.message.splitlines()[0])
+    tasks = [task for task in tasks if task[0] == "ps"] or tasks
+    return [known[task] for task in dict.fromkeys(tasks) if task in known]
+
+
+def _server_text(who: str) -> str:
     return (
-        f"lost {who}. The chief ends; start all tasks of the cluster again and they go on from the newest checkpoint."
+        f"lost {who}: ended, hanging or not reachable. The chief ends; start all tasks of the cluster again and they "
+        "go on from the newest checkpoint."
     )
 
 

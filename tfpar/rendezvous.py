@@ -1,8 +1,11 @@
 """Waiting for all workers before TensorFlow's servers start, and saying who is missing.
 
 TensorFlow 2.21 waits for missing workers without a word, on the chief for ever, and holds Python's interpreter lock and
-SIGTERM meanwhile. So the workers meet before: the chief listens for a moment on the port that will be its server's,
-the others report there with their rank, and all go on once everyone has.
+SIGTERM meanwhile. So the workers, and parameter servers where there are any, meet before: the chief listens for a
+moment on the port that will be its server's, the others report there with their place in the cluster, and all go on
+once everyone has.
+
+Servers of `parameter_server` outlive their chief. Where it comes again, those that serve already count as present.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from collections.abc import Sequence
 
 from tfpar.cluster import ClusterInfo, host_and_port
 from tfpar.endings import PeerLostError
+from tfpar.health import answering
 
 _GO, _LOST = b"go\n", b"lost "
 _FIRST_NOTICE_S, _NOTICE_EVERY_S = 10.0, 30.0
@@ -24,26 +28,27 @@ _RETRY_S = 0.1
 _CONNECT_S = 2.0
 _CLOSE_S = 5.0
 _LINE_BYTES = 4096
+_ASK_EVERY_S, _ASK_S = 2.0, 0.5
 
 
 def meet(info: ClusterInfo, timeout: float) -> None:
-    """Returns when all workers have called this.
+    """Returns when all workers and parameter servers have called this.
 
     Args:
       info: The cluster.
       timeout: Seconds to wait.
 
     Raises:
-      PeerLostError: Not all came in that time; names those missing. Or this worker has another list of workers than the
-        chief.
+      PeerLostError: Not all came in that time; names those missing. Or this process has another list of the others
+        than the chief.
     """
-    if info.num_workers > 1:
+    if len(info.server_tasks) > 1:
         (_gather if info.is_chief else _report)(info, time.monotonic() + timeout, timeout)
 
 
-def names(info: ClusterInfo, ranks: Sequence[int]) -> str:
-    """`worker 1 (10.0.0.2:2222), worker 3 (10.0.0.4:2222)`, the first eight."""
-    found = [f"worker {rank} ({info.worker_addresses[rank]})" for rank in ranks]
+def names(info: ClusterInfo, places: Sequence[int]) -> str:
+    """`worker 1 (10.0.0.2:2222), worker 3 (10.0.0.4:2222)`, the first eight, by their place in `server_tasks`."""
+    found = [f"{info.server_name(place)} ({info.server_addresses[place]})" for place in places]
     return ", ".join(found[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
 
 
@@ -54,18 +59,21 @@ class _Notices:
         self._info, self._deadline = info, deadline
         self._next = time.monotonic() + _FIRST_NOTICE_S
 
-    def give(self, ranks: Sequence[int]) -> None:
+    def give(self, places: Sequence[int]) -> None:
         now = time.monotonic()
         if now >= self._next:
             self._next = now + _NOTICE_EVERY_S
             left = f"{max(0.0, self._deadline - now):.0f} s left (--start_timeout)"
-            print(f"waiting for {names(self._info, ranks)}, {left}", file=sys.stderr, flush=True)
+            print(f"waiting for {names(self._info, places)}, {left}", file=sys.stderr, flush=True)
 
 
 def _gather(info: ClusterInfo, deadline: float, timeout: float) -> None:
     """The chief's part."""
     notices = _Notices(info, deadline)
+    others = range(1, len(info.server_tasks))
     present: dict[int, socket.socket] = {}
+    serving: set[int] = set()
+    ask = time.monotonic() + _ASK_EVERY_S
     with contextlib.ExitStack() as stack:
         try:
             host, port = host_and_port(info.address)
@@ -74,32 +82,35 @@ def _gather(info: ClusterInfo, deadline: float, timeout: float) -> None:
         except OSError:  # a name of this machine that is none of its own addresses, or TensorFlow tells what is wrong
             return
         server.settimeout(_RETRY_S)
-        while len(present) < info.num_workers - 1:
-            absent = [rank for rank in range(1, info.num_workers) if rank not in present]
+        while absent := [place for place in others if place not in present and place not in serving]:
             if time.monotonic() >= deadline:
                 error = PeerLostError(_missing(info, absent, timeout))
                 _answer(present, _LOST + str(error).encode() + b"\n")
                 raise error
             notices.give(absent)
+            if info.num_ps and time.monotonic() >= ask:
+                answers = answering([info.server_addresses[place] for place in absent], _ASK_S)
+                serving.update(place for place, answered in zip(absent, answers, strict=True) if answered)
+                ask = time.monotonic() + _ASK_EVERY_S
             with contextlib.suppress(OSError, ValueError):
                 connection = stack.enter_context(server.accept()[0])
-                rank = _admit(info, connection)
-                if rank is not None:
-                    present[rank] = connection
+                place = _admit(info, connection)
+                if place is not None:
+                    present[place] = connection
         server.close()  # the port must be free for TensorFlow's server before anybody looks for it
         _answer(present, _GO)
 
 
 def _admit(info: ClusterInfo, connection: socket.socket) -> int | None:
-    """Rank of the worker that reports on a new connection; None for one that does not belong here."""
+    """Place of the process that reports on a new connection; None for one that does not belong here."""
     connection.settimeout(_CONNECT_S)
     greeting = json.loads(_read_line(connection))
     if greeting["cluster"] != _digest(info):
         text = "the chief has another list of workers than this one: give all the same TF_CONFIG but for the task"
         connection.sendall(_LOST + text.encode() + b"\n")
         return None
-    rank = int(greeting["rank"])
-    return rank if 0 < rank < info.num_workers else None
+    place = int(greeting["place"])
+    return place if 0 < place < len(info.server_tasks) else None
 
 
 def _answer(connections: dict[int, socket.socket], line: bytes) -> None:
@@ -115,9 +126,9 @@ def _answer(connections: dict[int, socket.socket], line: bytes) -> None:
 
 
 def _report(info: ClusterInfo, deadline: float, timeout: float) -> None:
-    """What every other worker does."""
+    """What every other process does."""
     notices = _Notices(info, deadline)
-    greeting = json.dumps({"cluster": _digest(info), "rank": info.worker_rank}).encode() + b"\n"
+    greeting = json.dumps({"cluster": _digest(info), "place": _place(info)}).encode() + b"\n"
     while True:
         left = deadline - time.monotonic()
         if left <= 0:
@@ -147,13 +158,18 @@ def _read_line(connection: socket.socket) -> bytes:
     return line
 
 
-def _missing(info: ClusterInfo, ranks: Sequence[int], timeout: float) -> str:
+def _missing(info: ClusterInfo, places: Sequence[int], timeout: float) -> str:
     return (
-        f"{names(info, ranks)} did not come within {timeout:g} s (--start_timeout). Start the same script on every "
+        f"{names(info, places)} did not come within {timeout:g} s (--start_timeout). Start the same script on every "
         "machine of the cluster, or look there for an error; python -m tfpar.doctor on all of them checks addresses "
         "and connections."
     )
 
 
+def _place(info: ClusterInfo) -> int:
+    own = (info.task_type, info.task_index)
+    return info.server_tasks.index(own) if own in info.server_tasks else -1
+
+
 def _digest(info: ClusterInfo) -> str:
-    return hashlib.sha256(json.dumps(info.worker_addresses).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(info.server_addresses).encode()).hexdigest()[:16]

@@ -295,7 +295,12 @@ def _resolver(plan: Plan) -> tf.distribute.cluster_resolver.SimpleClusterResolve
 
 def _build_parameter_server(plan: Plan) -> tf.distribute.Strategy:
     resolver = _resolver(plan)
-    if resolver.task_type in ("worker", "ps"):
+    assert plan.cluster is not None
+    peers.exit_by_code(plan.cluster)
+    with peers.arriving(plan.cluster, plan.start_timeout):
+        if plan.is_chief:
+            peers.watch_servers(plan.cluster, peer_timeout=plan.peer_timeout, start_timeout=plan.start_timeout)
+            return tf.distribute.ParameterServerStrategy(resolver)
         server = tf.distribute.Server(
             resolver.cluster_spec(),
             job_name=resolver.task_type,
@@ -303,10 +308,10 @@ def _build_parameter_server(plan: Plan) -> tf.distribute.Strategy:
             protocol="grpc",
             start=True,
         )
-        _restrict_port(plan)
-        endings.leave_sigterm()  # it ends servers when a run is done, and no handler would get its turn in `join`
-        server.join()
-    return tf.distribute.ParameterServerStrategy(resolver)
+    _restrict_port(plan)
+    endings.leave_sigterm()  # it ends servers when a run is done, and no handler would get its turn in `join`
+    server.join()
+    raise AssertionError("a server of TensorFlow serves until its process is ended")
 
 
 def _build_tpu(plan: Plan) -> Layout:

@@ -2,8 +2,8 @@
 
 The variables live on the parameter servers. The chief hands out numbered updates; a worker that takes number k
 fetches exactly the examples that belong to it, pulls the weights, computes a gradient and pushes it, without waiting
-for anybody. The update of a worker that dies is handed to another, if the others are let live. What a gradient was
-computed on may be a few updates old by the time it is applied; that is the price, and why runs are not reproducible.
+for anybody. What a gradient was computed on may be a few updates old by the time it is applied; that is the price,
+and why runs are not reproducible. The loss of any of them ends the run, which goes on from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from tfpar.training.batches import Pushes
 from tfpar.training.journal import Journal
 from tfpar.training.pace import next_multiple
 from tfpar.training.preemption import StopRequest
+from tfpar.training.watchdog import Watchdog
 
 import keras
 import numpy as np
@@ -87,6 +88,7 @@ class AsynchronousRun:
             else None
         )
         self.journal = Journal(self.config.checkpoint.workdir, writes=True)
+        self.watchdog = Watchdog(self.config.strategy.stall_timeout, "the chief")
         self._stop_request = StopRequest()
         self._best: float | None = None
         self._best_step = self._evaluated_at = -1
@@ -113,6 +115,10 @@ class AsynchronousRun:
 
     def run(self) -> dict[str, Any]:
         """Announces, resumes, hands out updates until all are done, and writes the results."""
+        with self.watchdog:
+            return self._run()
+
+    def _run(self) -> dict[str, Any]:
         report.announce(self)
         self._resume_or_warm_start()
         if self.steps_done >= self.total and (known := report.results_of_before(self)):
@@ -128,6 +134,7 @@ class AsynchronousRun:
                 step = self.steps_done
                 self._train_until(min(last, next_multiple(step, every), next_multiple(step, saves)))
                 until = self.steps_done
+                self.watchdog.progress(f"evaluation or checkpoint after update {until}", patient=True)
                 evaluated = self.validation is not None and (until % every == 0 or until == self.total)
                 if evaluated:
                     self._start_evaluation()
@@ -137,6 +144,8 @@ class AsynchronousRun:
                 due = until % saves == 0 and not self.bad_steps.holds_back
                 if due or ends or evaluated:  # only later is it known whether it is the best
                     self._save(candidate=evaluated)
+                self.watchdog.progress(f"the updates after {until}")
+            self.watchdog.progress("the last evaluation or checkpoint", patient=True)
             preempted = asked.received and self.steps_done < self.total
             summary = self._finish(preempted)
         if preempted:
@@ -158,6 +167,7 @@ class AsynchronousRun:
             number = self.steps_done + len(finished)
             with input_faults.named(self.train, functools.partial(self._pushes.indices, number, 1)):
                 finished.append(pending.popleft().fetch())
+            self.watchdog.progress(f"the updates after {number + 1}")
             now = time.perf_counter()
             if now - reported >= _REPORT_SECONDS or not pending:
                 self._report(finished, now - reported)

@@ -75,10 +75,6 @@ class Agreement:
             return [number]
         return self._gather(tf.constant(number, tf.int64)).numpy().tolist()
 
-    def min(self, number: int) -> int:
-        """The least of the workers' integers (each below 2^62 in magnitude)."""
-        return min(self.gather(number))
-
     def all_equal(self, numbers: list[int]) -> bool:
         """Whether all workers hold the same integers (each below 2^26 in magnitude)."""
         if self._workers == 1:

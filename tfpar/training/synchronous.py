@@ -106,6 +106,10 @@ class SynchronousRun:
 
     def run(self) -> dict[str, Any]:
         """Announces, resumes, trains, and writes the results."""
+        with self.watchdog:
+            return self._run()
+
+    def _run(self) -> dict[str, Any]:
         report.announce(self)
         self._resume_or_warm_start()
         if self.position.step >= self.total:
@@ -116,8 +120,9 @@ class SynchronousRun:
                 return known
         report.record_start(self)
         self.journal.begin(self.position.step)
-        with self.monitor.session(), self.stop_request, self.watchdog:
+        with self.monitor.session(), self.stop_request:
             finished, preempted = self._train()
+            self.watchdog.progress("the last evaluation or checkpoint", patient=True)
             summary = self._finish(finished, preempted)
         if preempted:
             raise Preempted
@@ -145,15 +150,16 @@ class SynchronousRun:
             seconds, told = self.agreement.sums([time.perf_counter() - began, asked])
             pace.measured(updates, seconds / self.plan.workers)
             step, preempted = self.position.step, told > 0
-            self.watchdog.progress(f"the updates after {step}")
-            with self.watchdog.paused():
-                improved = self._evaluate() if step % every == 0 or step == self.total else False
-                due = step % saves == 0 and not self.bad_steps.holds_back
-                if due or step == last or improved or preempted:
-                    self._save(best=improved)
-                if step % retunes == 0 and step < last and trainer.exchange.retune():
-                    self.say(trainer.exchange.plan_table)
-                    self.step = trainer.train_step(self.schedule, anew=True)  # traced anew, with the new plan
+            self.watchdog.progress(f"evaluation or checkpoint after update {step}", patient=True)
+            improved = self._evaluate() if step % every == 0 or step == self.total else False
+            due = step % saves == 0 and not self.bad_steps.holds_back
+            if due or step == last or improved or preempted:
+                self._save(best=improved)
+            retuned = step % retunes == 0 and step < last and trainer.exchange.retune()
+            if retuned:
+                self.say(trainer.exchange.plan_table)
+                self.step = trainer.train_step(self.schedule, anew=True)  # traced anew, with the new plan
+            self.watchdog.progress(f"the updates after {step}", patient=retuned)
         finished = self.position.step >= self.total
         return finished, preempted and not finished
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import sys
 import threading
 import time
-from collections.abc import Iterator
 
 from tfpar.endings import PEER_LOST, end_now
+
+# What is given to a piece of work that has no steps to watch: the first update, which compiles, or an evaluation.
+PATIENCE = 5
 
 
 class Watchdog:
@@ -26,12 +27,11 @@ class Watchdog:
     def __init__(self, timeout: float, name: str) -> None:
         self._timeout = timeout
         self._name = name
-        self._paused = 1  # until the first update is done: compiling takes what it takes
-        self._what = ""
-        self._since = time.monotonic()
+        self._due = ("", 0.0, 0.0)  # what is being done, since when, and how long it may take: changed all at once
         self._done = threading.Event()
 
     def __enter__(self) -> Watchdog:
+        self.progress("what comes before the end of the first update", patient=True)
         if self._timeout:
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
         return self
@@ -39,29 +39,26 @@ class Watchdog:
     def __exit__(self, *_: object) -> None:
         self._done.set()
 
-    def progress(self, what: str) -> None:
-        """Notes that something was done; `what` comes next, as in `update 120`."""
-        self._what, self._since, self._paused = what, time.monotonic(), 0
+    def progress(self, what: str, *, patient: bool = False) -> None:
+        """Notes that something was done.
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Surrounds what may take any time: evaluation, checkpoint, tracing."""
-        self._paused += 1
-        try:
-            yield
-        finally:
-            self._paused -= 1
-            self._since = time.monotonic()
+        Args:
+          what: What comes next, as in `update 120`.
+          patient: It may take `PATIENCE` times as long: evaluation, a checkpoint, an update that is compiled first.
+        """
+        self._due = (what, time.monotonic(), self._timeout * (PATIENCE if patient else 1))
 
     def _watch(self) -> None:
         while not self._done.wait(min(1.0, self._timeout / 4)):
-            if self._paused or time.monotonic() - self._since < self._timeout:
+            what, since, limit = self._due
+            if time.monotonic() - since < limit:
                 continue
             faulthandler.dump_traceback(sys.stderr, all_threads=True)
+            times = f"{PATIENCE} times " if limit > self._timeout else ""
             print(
-                f"error: {self._name} made no progress for {self._timeout:g} s (--stall_timeout), in {self._what}. The "
-                "stacks above show where it hangs; a worker that shows only its training call waits for its input or "
-                "for one that hangs. It ends now; start all workers again and they go on from the newest checkpoint.",
+                f"error: {self._name} made no progress for {limit:g} s ({times}--stall_timeout), in {what}. The stacks "
+                "above show where it hangs; a worker that shows only its training call waits for its input or for one "
+                "that hangs. It ends now; start all workers again and they go on from the newest checkpoint.",
                 file=sys.stderr,
             )
             end_now(PEER_LOST)

@@ -1,0 +1,93 @@
+"""Parameter servers and their workers, lost in a run that no launcher looks after."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+from tfpar.endings import PEER_LOST
+from tfpar.launch import free_ports
+
+import pytest
+
+pytestmark = pytest.mark.cluster
+ROOT = pathlib.Path(__file__).parents[2]
+FLAGS = [
+    *("--strategy=parameter_server", "--dataset=digits", "--model=mlp", "--optimizer=sgd", "--jit_compile=false"),
+    *("--schedule=constant", "--checkpoint_every=20", "--peer_timeout=5", "--start_timeout=120"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_keras_state():
+    """Replaces the one of conftest.py: there is no Keras in these tests, and resetting it takes longer than most."""
+
+
+class Tasks:
+    """A chief, a worker and a server, as a scheduler starts them."""
+
+    def __init__(self, folder, stack):
+        chief, worker, server = (f"127.0.0.1:{port}" for port in free_ports(3))
+        self.cluster = {"chief": [chief], "worker": [worker], "ps": [server]}
+        self._folder, self._stack = folder, stack
+
+    def start(self, job, *flags):
+        config = {"cluster": self.cluster, "task": {"type": job, "index": 0}}
+        with open(self._folder / job, "wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-u", "experiments/image_classification.py", *FLAGS, *flags],
+                cwd=ROOT,
+                env={**os.environ, "TF_CONFIG": json.dumps(config)},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        self._stack.callback(process.wait)
+        self._stack.callback(process.kill)
+        return process
+
+    def said(self, job):
+        return (self._folder / job).read_text()
+
+
+@pytest.fixture
+def tasks(tmp_path):
+    with contextlib.ExitStack() as stack:
+        yield Tasks(tmp_path, stack)
+
+
+@pytest.mark.parametrize(
+    ("job", "how"), [("ps", signal.SIGSTOP), ("ps", signal.SIGKILL), ("worker", signal.SIGSTOP)], ids=str
+)
+def test_the_chief_names_who_is_lost_and_ends(tmp_path, tasks, job, how):
+    workdir = f"--workdir={tmp_path}/run"
+    others = {name: tasks.start(name) for name in ("worker", "ps")}
+    chief = tasks.start("chief", "--steps=10000000", workdir)
+    while not any((tmp_path / "run" / "checkpoints").glob("step-*")):
+        assert chief.poll() is None, tasks.said("chief")
+        time.sleep(0.05)
+    others[job].send_signal(how)
+    assert chief.wait(timeout=120) == PEER_LOST, tasks.said("chief")
+    (lost,) = (line for line in tasks.said("chief").splitlines() if line.startswith("error: "))
+    assert lost.startswith(f"error: lost {job} 0 ({tasks.cluster[job][0]}): ended, hanging or not reachable. The chief")
+    assert "Traceback" not in tasks.said("chief")
+    if job == "worker":  # servers outlive their chief, and one that comes again goes on with them
+        step = max(int(path.name[5:]) for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
+        others[job].send_signal(signal.SIGCONT)
+        chief = tasks.start("chief", f"--steps={step + 20}", workdir)
+        assert chief.wait(timeout=120) == 0, tasks.said("chief")
+        assert f"resumed from update {step} " in tasks.said("chief")
+
+
+@pytest.mark.parametrize(("job", "absent"), [("chief", ("worker", "ps")), ("ps", ("chief",)), ("worker", ("chief",))])
+def test_who_does_not_come_is_named(tasks, job, absent):
+    process = tasks.start(job, "--steps=20", "--start_timeout=3")
+    assert process.wait(timeout=120) == PEER_LOST, tasks.said(job)
+    names = ", ".join(f"{name} 0 ({tasks.cluster[name][0]})" for name in absent)
+    assert f"error: {names} did not come within 3 s (--start_timeout)" in tasks.said(job)
+    assert "Traceback" not in tasks.said(job)
