@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import selectors
 import socket
 import sys
 import time
@@ -71,7 +72,6 @@ def _gather(info: ClusterInfo, deadline: float, timeout: float) -> None:
     """The chief's part."""
     notices = _Notices(info, deadline)
     others = range(1, len(info.server_tasks))
-    present: dict[int, socket.socket] = {}
     serving: set[int] = set()
     ask = time.monotonic() + _ASK_EVERY_S
     with contextlib.ExitStack() as stack:
@@ -81,36 +81,92 @@ def _gather(info: ClusterInfo, deadline: float, timeout: float) -> None:
             server = stack.enter_context(socket.create_server((host, port), family=family))
         except OSError:  # a name of this machine that is none of its own addresses, or TensorFlow tells what is wrong
             return
-        server.settimeout(_RETRY_S)
-        while absent := [place for place in others if place not in present and place not in serving]:
+        desk = stack.enter_context(contextlib.closing(_Desk(info, server)))
+        while absent := [place for place in others if place not in desk.present and place not in serving]:
             if time.monotonic() >= deadline:
                 error = PeerLostError(_missing(info, absent, timeout))
-                _answer(present, _LOST + str(error).encode() + b"\n")
+                _answer(desk.present, _LOST + str(error).encode() + b"\n")
                 raise error
             notices.give(absent)
             if info.num_ps and time.monotonic() >= ask:
                 answers = answering([info.server_addresses[place] for place in absent], _ASK_S)
                 serving.update(place for place, answered in zip(absent, answers, strict=True) if answered)
                 ask = time.monotonic() + _ASK_EVERY_S
-            with contextlib.suppress(OSError, ValueError):
-                connection = stack.enter_context(server.accept()[0])
-                place = _admit(info, connection)
-                if place is not None:
-                    present[place] = connection
+            desk.serve(_RETRY_S)
         server.close()  # the port must be free for TensorFlow's server before anybody looks for it
-        _answer(present, _GO)
+        _answer(desk.present, _GO)
 
 
-def _admit(info: ClusterInfo, connection: socket.socket) -> int | None:
-    """Place of the process that reports on a new connection; None for one that does not belong here."""
-    connection.settimeout(_CONNECT_S)
-    greeting = json.loads(_read_line(connection))
-    if greeting["cluster"] != _digest(info):
-        text = "the chief has another list of workers than this one: give all the same TF_CONFIG but for the task"
-        connection.sendall(_LOST + text.encode() + b"\n")
-        return None
-    place = int(greeting["place"])
-    return place if 0 < place < len(info.server_tasks) else None
+class _Desk:
+    """Where the others report. Anybody may connect, say anything or nothing, and keeps nobody else waiting.
+
+    Attributes:
+      present: Connections of those that have come, by their place.
+    """
+
+    def __init__(self, info: ClusterInfo, server: socket.socket) -> None:
+        self.present: dict[int, socket.socket] = {}
+        self._info, self._server = info, server
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(server, selectors.EVENT_READ)
+        self._heard: dict[socket.socket, bytes] = {}
+
+    def serve(self, seconds: float) -> None:
+        """Hears those who are there, or waits for somebody for so long."""
+        for key, _ in self._selector.select(seconds):
+            with contextlib.suppress(OSError):
+                if key.fileobj is self._server:
+                    connection = self._server.accept()[0]
+                    connection.setblocking(False)
+                    self._selector.register(connection, selectors.EVENT_READ)
+                    self._heard[connection] = b""
+                elif isinstance(key.fileobj, socket.socket):
+                    self._hear(key.fileobj)
+
+    def close(self) -> None:
+        """Closes all connections."""
+        for connection in [*self.present.values(), *self._heard]:
+            connection.close()
+        self._selector.close()
+
+    def _hear(self, connection: socket.socket) -> None:
+        try:
+            part = connection.recv(_LINE_BYTES)
+        except OSError:
+            part = b""
+        self._heard[connection] += part
+        line = self._heard[connection]
+        if part and not line.endswith(b"\n") and len(line) < _LINE_BYTES:
+            return
+        self._selector.unregister(connection)
+        del self._heard[connection]
+        connection.settimeout(_CONNECT_S)
+        place = self._admit(connection, line)
+        # One that comes again, for it was ended meanwhile, takes its own place.
+        ended = connection if place is None else self.present.pop(place, None)
+        if ended is not None:
+            ended.close()
+        if place is not None:
+            self.present[place] = connection
+
+    def _admit(self, connection: socket.socket, line: bytes) -> int | None:
+        """Place of the process that reports on a connection; None for one that does not belong here."""
+        try:
+            greeting = json.loads(line)
+        except (ValueError, RecursionError):
+            return None
+        if not isinstance(greeting, dict) or not isinstance(greeting.get("cluster"), str):
+            return None
+        if greeting["cluster"] != _digest(self._info):
+            text = "the chief has another list of workers than this one: give all the same TF_CONFIG but for the task"
+            with contextlib.suppress(OSError):
+                print(
+                    f"{connection.getpeername()[0]} came with another list of workers, and is told so", file=sys.stderr
+                )
+                connection.sendall(_LOST + text.encode() + b"\n")
+            return None
+        place = greeting.get("place")
+        return place if type(place) is int and 0 < place < len(self._info.server_tasks) else None
 
 
 def _answer(connections: dict[int, socket.socket], line: bytes) -> None:
