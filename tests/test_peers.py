@@ -160,7 +160,7 @@ def test_in_any_script_the_loss_is_one_line_and_an_exit_code():
             "peers._answers = lambda _, rank: rank != 1",
             "peers._LINGER_S = 0",
             "info = ClusterInfo('test', {'worker': ('a:1', 'b:1')}, 'worker', 0)",
-            "peers.exit_by_code(info)",
+            "peers.report_losses(info)",
             "raise tf.errors.UnavailableError(None, None, 'Collective ops is aborted by: recvmsg')",
         ]
     )

@@ -67,7 +67,7 @@ def configure(info: ClusterInfo, *, peer_timeout: float, start_timeout: float) -
     state = context.context()
     if state._context_handle is not None and state._collective_leader is None:
         raise RuntimeError("Collective ops must be configured at program startup")
-    exit_by_code(info)
+    report_losses(info)
     jobs = {job: len(tasks) for job, tasks in info.cluster.items() if job in ("chief", "worker")}
     context.context().configure_coordination_service(
         service_type="standalone",
@@ -167,7 +167,7 @@ def _found(error: tf.errors.OpError, info: ClusterInfo) -> PeerLostError:
     return lost
 
 
-def exit_by_code(info: ClusterInfo) -> None:
+def report_losses(info: ClusterInfo) -> None:
     """Makes the loss of a worker one line and exit code 75 in any script: Keras' `fit`, a loop of one's own."""
     before = sys.excepthook
 
@@ -197,8 +197,8 @@ def _lost_text(info: ClusterInfo, ranks: Sequence[int], error: tf.errors.OpError
             "the log of the worker that ended first tells why."
         )
     return (
-        f"lost {names(info, ranks)}: ended, hanging or not reachable. This worker ends too; start all of them again "
-        "and they go on from the newest checkpoint. The log of the lost worker tells why it ended."
+        f"lost {names(info, ranks)}: ended, hanging or not reachable. This worker ends too. The log of the lost worker "
+        "tells why it ended; where nothing has to be mended, start all again and they go on from the newest checkpoint."
     )
 
 

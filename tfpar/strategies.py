@@ -296,7 +296,7 @@ def _resolver(plan: Plan) -> tf.distribute.cluster_resolver.SimpleClusterResolve
 def _build_parameter_server(plan: Plan) -> tf.distribute.Strategy:
     resolver = _resolver(plan)
     assert plan.cluster is not None
-    peers.exit_by_code(plan.cluster)
+    peers.report_losses(plan.cluster)
     with peers.arriving(plan.cluster, plan.start_timeout):
         if plan.is_chief:
             peers.watch_servers(plan.cluster, peer_timeout=plan.peer_timeout, start_timeout=plan.start_timeout)
