@@ -10,6 +10,7 @@ from tests.cluster.test_experiments import CLASSIFY, script, succeeded, summary_
 from tests.cluster.test_multi_worker import launch
 from tests.inputs.test_bad_records import flip
 from tfpar.config import InputConfig
+from tfpar.endings import BAD_NUMBERS
 from tfpar.inputs import write
 
 import pytest
@@ -83,7 +84,7 @@ def test_a_run_that_diverges_ends_alike_everywhere(tmp_path):
     data = ["--dataset=synthetic:6:3:120", "--global_batch_size=16", "--model=mlp", "--jit_compile=false"]
     result = launch(2, CLASSIFY, *data, *diverging, f"--workdir={tmp_path}", "--checkpoint_every=1")
     said = result.stdout + result.stderr
-    assert result.returncode == 1, said
+    assert result.returncode == BAD_NUMBERS, said
     assert "6 in a row (--max_bad_steps=6), changed nothing" in said
     assert "Traceback" not in said
     listed = json.loads((tmp_path / "bad_steps.json").read_text())
