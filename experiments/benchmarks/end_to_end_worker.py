@@ -137,7 +137,7 @@ def _tensorflow(workload: Workload, seed: int) -> Contender:
     @tf.function(jit_compile=True)
     def gradients(x: tf.Tensor, y: tf.Tensor) -> tuple[tf.Tensor, list[tf.Tensor]]:
         with tf.GradientTape() as tape:
-            loss = LOSS(y, model(x, training=True)) / strategy.num_replicas_in_sync
+            loss = LOSS(y, model(x, training=True))  # Keras 3.15 divides it by the number of replicas
         return loss, tape.gradient(loss, model.trainable_variables)
 
     def replica_step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
@@ -156,7 +156,7 @@ def _tensorflow(workload: Workload, seed: int) -> Contender:
         for _ in range(count):
             x, y, _ = next(batches)
             loss = step(x, y)
-        return float(loss) * strategy.num_replicas_in_sync
+        return float(strategy.reduce(tf.distribute.ReduceOp.SUM, loss, axis=None))
 
     return model, steps, held_out
 
@@ -171,6 +171,7 @@ def _tfpar(exchange: str, workload: Workload, seed: int) -> Contender:
             "optimizer": "adam",
             "learning_rate": workload.learning_rate,
             "schedule": "constant",
+            "steps": 1 << 20,  # as many as are asked for
             "seed": seed,
         }
     )
