@@ -49,6 +49,12 @@ def end_now(code: int) -> NoReturn:
     os._exit(code)
 
 
+def end_of_loss(text: object) -> NoReturn:
+    """Says in one line who is lost, and ends the process with exit code 75."""
+    print(f"error: {text}", file=sys.stderr)
+    end_now(PEER_LOST)
+
+
 def exit_by_code() -> None:
     """Makes uncaught errors with an `exit_code` end this process with that code, in any script, and not with 1."""
     if getattr(sys.excepthook, "by_code", False):

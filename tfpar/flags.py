@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from tfpar.config import ROOMS, ConfigError, ExperimentConfig, unknown_name
-from tfpar.endings import PEER_LOST, USAGE_ERROR, PeerLostError, end_now
+from tfpar.endings import USAGE_ERROR, PeerLostError, end_of_loss
 from tfpar.options import TrainingError
 
 from absl import app, flags, logging
@@ -112,8 +112,7 @@ def run(main: Callable[[list[str]], Any], argv: list[str] | None = None) -> None
         except TrainingError as error:
             _fail(str(error), code=error.exit_code)
         except PeerLostError as error:
-            print(f"error: {error}", file=sys.stderr)
-            end_now(PEER_LOST)
+            end_of_loss(error)
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             sys.exit(130)

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 
 from tfpar import health
 from tfpar.cluster import ClusterInfo
-from tfpar.endings import PEER_LOST, PeerLostError, end_now
+from tfpar.endings import PeerLostError, end_of_loss
 from tfpar.output import shortened
 from tfpar.rendezvous import meet, names
 
@@ -92,8 +92,7 @@ def watch_servers(info: ClusterInfo, *, peer_timeout: float, start_timeout: floa
     places = {info.server_name(place): place for place in range(1, len(info.server_tasks))}
 
     def lost(silent: list[str]) -> None:
-        print(f"error: {_server_text(names(info, [places[name] for name in silent]))}", file=sys.stderr)
-        end_now(PEER_LOST)
+        end_of_loss(_server_text(names(info, [places[name] for name in silent])))
 
     servers = {name: info.server_addresses[place] for name, place in places.items()}
     health.watch(servers, peer_timeout=peer_timeout, start_timeout=start_timeout, lost=lost)
@@ -160,8 +159,7 @@ def _found(error: tf.errors.OpError, info: ClusterInfo) -> PeerLostError:
     if in_main:
 
         def say_and_end(*_: object) -> None:
-            print(f"error: {lost}", file=sys.stderr)
-            end_now(PEER_LOST)
+            end_of_loss(lost)
 
         signal.signal(signal.SIGTERM, say_and_end if before in (None, signal.SIG_DFL) else before)
     return lost
@@ -176,8 +174,7 @@ def report_losses(info: ClusterInfo) -> None:
             with named(info):
                 raise error
         except PeerLostError as lost:
-            print(f"error: {lost}", file=sys.stderr)
-            end_now(PEER_LOST)
+            end_of_loss(lost)
         except BaseException:
             before(kind, error, trace)
 

@@ -15,19 +15,17 @@ order. Time is that of the slowest worker, in training steps alone: neither comp
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
-import os
 import statistics
 import sys
-import time
-from collections.abc import Mapping
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for the workers' modules, when started as a script
 
-from experiments.benchmarks import netns
+from experiments.benchmarks import hosts, netns
 from experiments.benchmarks.fleet import Fleet, FleetError
-from tfpar.cluster import ClusterInfo, tf_config_json
+from experiments.benchmarks.hosts import progress
 
 from absl import app, flags
 
@@ -47,7 +45,6 @@ STEPS = flags.DEFINE_integer("steps", 4, f"Steps of {STEPS_ONLY}.", lower_bound=
 SEED = flags.DEFINE_integer("seed", 1, "Of first weights and order of examples.")
 OUTPUT = flags.DEFINE_string("output", "", "JSON file for the results.")
 
-_PORT = 2222
 _BUILD_S, _STEP_S = 600.0, 120.0  # at most, on busy cores
 
 
@@ -85,16 +82,9 @@ def run(network: netns.Network, workload: str, contender: str) -> tuple[Result, 
     Raises:
       FleetError: A worker failed.
     """
-    hosts = len(network.namespaces)
-    threads = str(max(1, len(os.sched_getaffinity(0)) // hosts))  # as tfpar.launch shares them out
-    addresses = {"worker": tuple(f"{network.address(host)}:{_PORT}" for host in range(hosts))}
-
-    def environ(host: int) -> Mapping[str, str]:
-        config = tf_config_json(ClusterInfo("local", addresses, "worker", host))
-        return {"TF_CONFIG": config, "TF_NUM_INTRAOP_THREADS": threads, "CUDA_VISIBLE_DEVICES": "-1"}
-
     network.shape(LINK.value)
-    with Fleet(network, [sys.executable, "-m", "experiments.benchmarks.end_to_end_worker"], environ) as fleet:
+    command = [sys.executable, "-m", "experiments.benchmarks.end_to_end_worker"]
+    with Fleet(network, command, functools.partial(hosts.tensorflow_environ, network)) as fleet:
         built = fleet.ask({"do": "build", "workload": workload, "contender": contender, "seed": SEED.value}, _BUILD_S)
         result = Result(workload, contender, built[0]["first_loss"])
         while result.steps < (MAX_STEPS.value if workload == TO_TARGET else STEPS.value):
@@ -111,11 +101,6 @@ def run(network: netns.Network, workload: str, contender: str) -> tuple[Result, 
             if result.reached:
                 break
         return result, f"{built[0]['machine']}; {workload}: {built[0]['parameters']:,} parameters"
-
-
-def progress(text: str) -> None:
-    """A line on standard error."""
-    print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
 
 
 def report(results: list[Result]) -> str:

@@ -32,7 +32,6 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for the workers'
 
 from experiments.benchmarks import netns
 from experiments.benchmarks.fleet import Fleet, FleetError
-from tfpar.cluster import ClusterInfo, tf_config_json
+from experiments.benchmarks.hosts import PORT, progress, tensorflow_environ, threads
 from tfpar.doctor import check_memory
 
 from absl import app, flags
@@ -82,7 +81,6 @@ RESUME = flags.DEFINE_boolean("resume", False, "Keep what --output has, and meas
 BEYOND = flags.DEFINE_list("beyond", ["16", "64", "256", "1024"], "Numbers of hosts that the cost model predicts for.")
 TORCH_PYTHON = flags.DEFINE_string("torch_python", sys.executable, "A Python that has PyTorch.")
 
-_PORT = 2222
 _START_S, _BUILD_S = 300.0, 600.0  # on busy cores
 # A worker's memory: of the program, and in gradients (residuals, results, buffers on their way). Measured.
 _PROGRAM_BYTES = 0.7e9
@@ -190,22 +188,18 @@ def workers(
     Raises:
       FleetError: They cannot start.
     """
-    hosts = len(network.namespaces)
-    threads = str(max(1, len(os.sched_getaffinity(0)) // hosts))  # as tfpar.launch shares them out
-    addresses = {"worker": tuple(f"{network.address(host)}:{_PORT}" for host in range(hosts))}
 
     def environ(host: int) -> Mapping[str, str]:
         if torch:
             return {
                 "MASTER_ADDR": network.address(0),
-                "MASTER_PORT": str(_PORT),
+                "MASTER_PORT": str(PORT),
                 "RANK": str(host),
-                "WORLD_SIZE": str(hosts),
+                "WORLD_SIZE": str(len(network.namespaces)),
                 "GLOO_SOCKET_IFNAME": "eth0",
-                "OMP_NUM_THREADS": threads,
+                "OMP_NUM_THREADS": threads(network),
             }
-        config = tf_config_json(ClusterInfo("local", addresses, "worker", host))
-        return {"TF_CONFIG": config, "TF_NUM_INTRAOP_THREADS": threads, "CUDA_VISIBLE_DEVICES": "-1"}
+        return tensorflow_environ(network, host)
 
     command = [python, "-m", f"experiments.benchmarks.exchange_{'torch' if torch else 'tensorflow'}"]
     network.shape("none")
@@ -288,11 +282,6 @@ def _note(results: Results, cell: Cell, result: Measured) -> None:
     if ring and ring.seconds and result.seconds and exchange != RING:
         said += f", the ring's time / {ring.ms / result.ms:.2f}"
     progress(f"{model}, {hosts} hosts, link {link}, {exchange}: {said}")
-
-
-def progress(text: str) -> None:
-    """A line on standard error."""
-    print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
 
 
 def report(results: Results, cells: Sequence[Cell]) -> str:
