@@ -61,6 +61,19 @@ def test_heartbeats_that_reach_nobody_mean_the_chief(answering):
     assert peers.find_lost(tf.errors.DeadlineExceededError(None, None, LEADER), cluster_of(3)) == [0]
 
 
+def test_a_chief_that_ended_hides_nobody(answering):
+    """One who learns of a loss late finds the chief gone too, because of it."""
+    answering -= {0, 2}
+    for text in (LEADER, "Socket closed"):
+        assert peers.find_lost(unavailable(text), cluster_of(3)) == [0, 2]
+
+
+@pytest.mark.parametrize(("bound", "heartbeats"), [(8.0, 4.0), (10.0, 5.0), (20.0, 15.0), (30.0, 24.0)])
+def test_heartbeats_leave_time_to_say_who_is_lost(bound, heartbeats):
+    assert peers._heartbeat_timeout(bound) == heartbeats
+    assert heartbeats + 1 + peers._LINGER_S <= bound
+
+
 def test_of_those_in_a_broken_call_the_one_that_does_not_answer(answering):
     answering.remove(1)
     assert peers.find_lost(unavailable(RESET), cluster_of(0)) == [1]

@@ -115,7 +115,7 @@ class StrategyConfig(Options):
         30.0,
         "Seconds after which a worker or parameter server that does not answer is lost, and all others (with "
         "parameter_server: the chief) end with an error that names it. A slow one (compiling, evaluating) answers.",
-        minimum=2.0,
+        minimum=8.0,
     )
     start_timeout: float = option(
         600.0, "Seconds that workers and parameter servers wait for each other at the start.", minimum=1.0

@@ -29,9 +29,10 @@ import tensorflow as tf
 from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
 from tensorflow.python.eager import context
 
-# A worker counts as unhealthy when its heartbeats stay out for this share of the bound; the rest is for the service to
-# look, and for the word to get round.
-_HEARTBEAT_SHARE = 0.8
+# A worker counts as unhealthy when its heartbeats stay out for the bound less this: the service looks once a second,
+# the word has to get round, and a survivor lingers before it speaks. Never for less than a share, nor for more.
+_TO_SAY_S = 5.0
+_HEARTBEAT_SHARES = 0.5, 0.8
 _POLL_S = 0.2
 # For a process that is about to end: its peers learn of the broken call before its port closes.
 _ENDING_S = 6.0
@@ -58,7 +59,7 @@ def configure(info: ClusterInfo, *, peer_timeout: float, start_timeout: float) -
 
     Args:
       info: The cluster.
-      peer_timeout: Seconds after which a worker that does not answer is lost.
+      peer_timeout: Seconds after which a worker that does not answer has been named lost by all others.
       start_timeout: Seconds that workers wait for each other at the start.
 
     Raises:
@@ -72,10 +73,16 @@ def configure(info: ClusterInfo, *, peer_timeout: float, start_timeout: float) -
     context.context().configure_coordination_service(
         service_type="standalone",
         service_leader=_device(info, 0),
-        heartbeat_timeout_in_ms=round(1e3 * _HEARTBEAT_SHARE * peer_timeout),
+        heartbeat_timeout_in_ms=round(1e3 * _heartbeat_timeout(peer_timeout)),
         cluster_register_timeout_in_ms=round(1e3 * start_timeout),
         coordinated_jobs=[coordination_config_pb2.CoordinatedJob(name=job, num_tasks=n) for job, n in jobs.items()],
     )
+
+
+def _heartbeat_timeout(peer_timeout: float) -> float:
+    """Seconds without a heartbeat after which a worker is lost, so that `peer_timeout` holds when it is said."""
+    least, most = (share * peer_timeout for share in _HEARTBEAT_SHARES)
+    return min(most, max(least, peer_timeout - _TO_SAY_S))
 
 
 def watch_servers(info: ClusterInfo, *, peer_timeout: float, start_timeout: float) -> None:
@@ -227,19 +234,24 @@ def find_lost(error: tf.errors.OpError, info: ClusterInfo) -> list[int]:
     listed = _UNHEALTHY.search(error.message)
     if listed:
         return _ranks(info, listed[1])
-    if "CoordinationService" in error.message and not info.is_chief:
-        return [0]  # the chief keeps the service
     # The call that broke names its target first, those it broke in turn after it.
     suspects = list(dict.fromkeys([*_ranks(info, error.message), *range(info.num_workers)]))
     suspects = [rank for rank in suspects if rank != info.worker_rank]
+    if "CoordinationService" in error.message and not info.is_chief:
+        return _with_the_chief(info, suspects)  # who keeps the service
     deadline = time.monotonic() + _ENDING_S
     while True:
         for rank in suspects:
             if not _answers(info, rank):
-                return [rank]
+                return _with_the_chief(info, suspects) if rank == 0 else [rank]
         if time.monotonic() > deadline:
             return []
         time.sleep(_POLL_S)
+
+
+def _with_the_chief(info: ClusterInfo, suspects: Sequence[int]) -> list[int]:
+    """The chief and all who are silent: to one who learns of a loss late, the chief may have ended because of it."""
+    return [0, *(rank for rank in suspects if rank and not _answers(info, rank))]
 
 
 def _ranks(info: ClusterInfo, text: str) -> list[int]:

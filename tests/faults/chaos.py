@@ -27,9 +27,8 @@ import time
 ROOT = pathlib.Path(__file__).parents[2]
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM)
 PEER_TIMEOUT = 10.0
-# Over the bound for silence: the service looks once a second, survivors linger for each other, processes share cores.
-SLACK = 15.0
-_LOST = re.compile(r"\[worker (\d+)\] error: lost worker (\d+) ")
+_LOST = re.compile(r"\[worker (\d+)\] error: lost (.*?): ended, ")
+_NAMED = re.compile(r"worker (\d+) \(")
 
 
 @dataclasses.dataclass
@@ -132,11 +131,12 @@ class Cluster:
         return found
 
 
-def disturb(cluster: Cluster, fault: Fault, workers: int, limit: float) -> None:
+def disturb(cluster: Cluster, fault: Fault, workers: int, limit: float, slack: float) -> None:
     """Waits for the update, sends the signal, and waits until training goes on.
 
     Raises:
-      AssertionError: The run ended, or did not go on within `limit` seconds, or a survivor did not name the victim.
+      AssertionError: The run ended, or did not go on within `limit` seconds, or a survivor did not name the victim
+        within `slack` seconds of the bound.
     """
     _until(cluster, lambda: cluster.newest >= fault.step and len(cluster.pids()) == workers, limit)
     starts, seen = cluster.starts, len(cluster.lines)
@@ -148,11 +148,11 @@ def disturb(cluster: Cluster, fault: Fault, workers: int, limit: float) -> None:
         return
     for came, line in cluster.lines[seen:]:
         match = _LOST.match(line)
-        if match and int(match[2]) == fault.victim:
+        if match and str(fault.victim) in _NAMED.findall(match[2]):
             fault.named[int(match[1])] = came - sent
     missing = set(range(workers)) - {fault.victim} - set(fault.named)
     assert not missing, f"{fault}: not named by {sorted(missing)}\n{cluster.output()}"
-    bound = PEER_TIMEOUT + SLACK
+    bound = PEER_TIMEOUT + slack
     assert max(fault.named.values()) <= bound, f"{fault}: later than {bound} s"
 
 
@@ -170,12 +170,21 @@ def draw(generator: random.Random, faults: int, workers: int, steps: int) -> lis
     return [Fault(SIGNALS[n % len(SIGNALS)], generator.randrange(workers), step) for n, step in enumerate(at)]
 
 
-def run(folder: pathlib.Path, faults: list[Fault], workers: int, steps: int, exchange: str, limit: float) -> dict:
+def run(
+    folder: pathlib.Path,
+    faults: list[Fault],
+    workers: int,
+    steps: int,
+    exchange: str,
+    *,
+    limit: float,
+    slack: float = 0.0,
+) -> dict:
     """One run with these faults; returns its `summary.json`."""
     cluster = Cluster(folder, workers, steps, len(faults) + 1, exchange)
     try:
         for fault in faults:
-            disturb(cluster, fault, workers, limit)
+            disturb(cluster, fault, workers, limit, slack)
             print(f"  {fault}", flush=True)
         assert cluster.wait() == 0, cluster.output()
     finally:
@@ -193,17 +202,24 @@ def main() -> None:
     parser.add_argument("--exchange", default="int8")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=float, default=180.0, help="seconds in which each recovery must have happened")
+    parser.add_argument(
+        "--slack",
+        type=float,
+        default=0.0,
+        help=f"seconds over the bound of {PEER_TIMEOUT:g} allowed for naming the victim, where cores are busy",
+    )
     options = parser.parse_args()
     generator = random.Random(options.seed)
-    shape = (options.workers, options.steps, options.exchange, options.limit)
+    shape = (options.workers, options.steps, options.exchange)
+    patience = {"limit": options.limit, "slack": options.slack}
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
-        expected = run(folder / "undisturbed", [], *shape)["params_sha256"]
+        expected = run(folder / "undisturbed", [], *shape, **patience)["params_sha256"]
         print(f"undisturbed: params_sha256 {expected[:16]}", flush=True)
         redone = slowest = 0.0
         for number in range(options.runs):
             faults = draw(generator, options.faults, options.workers, options.steps)
-            summary = run(folder / f"run-{number}", faults, *shape)
+            summary = run(folder / f"run-{number}", faults, *shape, **patience)
             same = summary["params_sha256"] == expected
             redone += summary["steps_redone"]
             slowest = max([slowest, *(seconds for fault in faults for seconds in fault.named.values())])

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.cluster
 ROOT = pathlib.Path(__file__).parents[2]
 FLAGS = [
     *("--strategy=parameter_server", "--dataset=digits", "--model=mlp", "--optimizer=sgd", "--jit_compile=false"),
-    *("--schedule=constant", "--checkpoint_every=20", "--peer_timeout=5", "--start_timeout=120"),
+    *("--schedule=constant", "--checkpoint_every=20", "--peer_timeout=8", "--start_timeout=120"),
 ]
 
 
