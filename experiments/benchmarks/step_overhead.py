@@ -17,7 +17,7 @@ import functools
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ import tensorflow as tf
 from absl import flags as absl_flags
 
 flags.define(rooms=["precision"])
-ROUNDS = absl_flags.DEFINE_integer("rounds", 7, "Turns of each contender; the median counts.", lower_bound=1)
+ROUNDS = absl_flags.DEFINE_integer("rounds", 7, "Turns of each contender; the median counts.", lower_bound=2)
 SECONDS = absl_flags.DEFINE_float("seconds", 2.0, "Length of a turn.", lower_bound=0.1)
 JIT = absl_flags.DEFINE_boolean("xla", True, "Compile forward, backward and update with XLA, in all three.")
 ONLY = absl_flags.DEFINE_string("only", "", "One workload by name; all if empty.")
@@ -106,8 +106,8 @@ def contenders(workload: str, config: ExperimentConfig, layout: tfpar.Layout) ->
     }
 
 
-def measure(loops: dict[str, Callable[[int], Any]]) -> dict[str, float]:
-    """Milliseconds per step: the median over the rounds, the contenders taking turns."""
+def measure(loops: dict[str, Callable[[int], Any]]) -> dict[str, list[float]]:
+    """Milliseconds per step in each round, the contenders taking turns."""
     counts = {}
     for name, loop in loops.items():
         loop(2)  # compile
@@ -120,7 +120,14 @@ def measure(loops: dict[str, Callable[[int], Any]]) -> dict[str, float]:
             began = time.perf_counter()
             loop(counts[name])
             times[name].append((time.perf_counter() - began) / counts[name] * 1e3)
-    return {name: statistics.median(values) for name, values in times.items()}
+    return times
+
+
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> str:
+    """Median of the ratios of each round, which what else the machine does in a round leaves alone; their quartiles."""
+    ratios = [own / other for own, other in zip(ours, theirs, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return f"{middle:.3f} ({low:.2f}-{high:.2f})"
 
 
 def main(_: list[str]) -> None:
@@ -129,19 +136,21 @@ def main(_: list[str]) -> None:
     print(describe_machine())
     print(
         f"precision {config.precision.precision}, XLA {'on' if JIT.value else 'off'}, "
-        f"ms per step, median of {ROUNDS.value}\n"
+        f"ms per step, median of {ROUNDS.value}; ratios (quartiles) "
+        "within rounds\n"
     )
-    print(f"{'':30}{'hand-written':>14}{'fit':>10}{'tfpar':>10}{'/ hand-written':>16}{'/ fit':>8}")
+    print(f"{'':30}{'hand-written':>14}{'fit':>10}{'tfpar':>10}{'/ hand-written':>22}{'/ fit':>22}")
     for workload in WORKLOADS:
         if ONLY.value and not workload.startswith(ONLY.value):
             continue
         keras.utils.clear_session(free_memory=True)
-        result = measure(contenders(workload, config, layout))
-        ratios = [result["tfpar"] / result[name] for name in ("hand-written", "fit")]
+        times = measure(contenders(workload, config, layout))
         row = "".join(
-            f"{result[name]:{width}.3f}" for name, width in (("hand-written", 14), ("fit", 10), ("tfpar", 10))
+            f"{statistics.median(times[name]):{width}.3f}"
+            for name, width in (("hand-written", 14), ("fit", 10), ("tfpar", 10))
         )
-        print(f"{workload:30}{row}{ratios[0]:16.3f}{ratios[1]:8.3f}", flush=True)
+        ratios = "".join(f"{ratio(times['tfpar'], times[name]):>22}" for name in ("hand-written", "fit"))
+        print(f"{workload:30}{row}{ratios}", flush=True)
 
 
 if __name__ == "__main__":
