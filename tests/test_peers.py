@@ -133,10 +133,9 @@ import os, signal
 import tensorflow as tf
 from tfpar import peers
 from tfpar.cluster import ClusterInfo
-from tfpar.endings import PeerLostError
+from tfpar.endings import PeerLostError, end_when_asked
 
-if OWN:
-    signal.signal(signal.SIGTERM, lambda *_: print("own handler", flush=True))
+PREPARE
 
 def answers(_, rank):
     os.kill(os.getpid(), signal.SIGTERM)  # a launcher that ends everyone, while this worker looks for who is lost
@@ -154,14 +153,22 @@ print("went on", flush=True)
 """
 
 
+OWN = 'signal.signal(signal.SIGTERM, lambda *_: print("own handler", flush=True))'
+
+
 @pytest.mark.parametrize(
-    ("own", "output", "code"), [(False, "caught\n", PEER_LOST), (True, "caught\nown handler\nwent on\n", 0)]
+    ("prepare", "output", "code"),
+    [
+        ("", "caught\n", PEER_LOST),
+        ("end_when_asked()", "caught\n", PEER_LOST),  # as tfpar.check does
+        (OWN, "caught\nown handler\nwent on\n", 0),
+    ],
 )
-def test_a_program_that_catches_the_loss_can_still_be_ended(own, output, code):
-    program = CAUGHT.replace("OWN", str(own))
+def test_a_program_that_catches_the_loss_can_still_be_ended(prepare, output, code):
+    program = CAUGHT.replace("PREPARE", prepare)
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.stdout, done.returncode) == (output, code), done.stderr
-    assert ("error: lost worker 1 (b:1): " in done.stderr) == (not own)
+    assert ("error: lost worker 1 (b:1): " in done.stderr) == (code == PEER_LOST)
 
 
 def test_in_any_script_the_loss_is_one_line_and_an_exit_code():

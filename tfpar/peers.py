@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 
 from tfpar import health
 from tfpar.cluster import ClusterInfo
-from tfpar.endings import PeerLostError, end_of_loss
+from tfpar.endings import PeerLostError, end_of_loss, sigterm_is_free
 from tfpar.output import shortened
 from tfpar.rendezvous import meet, names
 
@@ -159,6 +159,7 @@ def named(info: ClusterInfo | None) -> Iterator[None]:
 def _found(error: tf.errors.OpError, info: ClusterInfo) -> PeerLostError:
     """Finds out who is lost. A launcher that ends all workers meanwhile must not keep this one from saying so."""
     in_main = threading.current_thread() is threading.main_thread()
+    free = sigterm_is_free()
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN) if in_main else None
     ranks = find_lost(error, info)
     time.sleep(_LINGER_S)
@@ -168,7 +169,7 @@ def _found(error: tf.errors.OpError, info: ClusterInfo) -> PeerLostError:
         def say_and_end(*_: object) -> None:
             end_of_loss(lost)
 
-        signal.signal(signal.SIGTERM, say_and_end if before in (None, signal.SIG_DFL) else before)
+        signal.signal(signal.SIGTERM, say_and_end if free or before is None else before)
     return lost
 
 

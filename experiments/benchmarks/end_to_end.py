@@ -41,6 +41,7 @@ EXCHANGES = flags.DEFINE_string("exchanges", "none int8 int4", "Exchanges of tfp
 TARGET = flags.DEFINE_float("target", 0.98, "Held-out accuracy to reach.", lower_bound=0.0, upper_bound=1.0)
 EVALUATE_EVERY = flags.DEFINE_integer("evaluate_every", 11, "Steps between evaluations.", lower_bound=1)
 MAX_STEPS = flags.DEFINE_integer("max_steps", 440, "Steps after which the target is given up.", lower_bound=1)
+JIT = flags.DEFINE_boolean("xla", True, "Compile forward and backward pass with XLA, for all contenders.")
 STEPS = flags.DEFINE_integer("steps", 4, f"Steps of {STEPS_ONLY}.", lower_bound=1)
 SEED = flags.DEFINE_integer("seed", 1, "Of first weights and order of examples.")
 OUTPUT = flags.DEFINE_string("output", "", "JSON file for the results.")
@@ -85,7 +86,8 @@ def run(network: netns.Network, workload: str, contender: str) -> tuple[Result, 
     network.shape(LINK.value)
     command = [sys.executable, "-m", "experiments.benchmarks.end_to_end_worker"]
     with Fleet(network, command, functools.partial(hosts.tensorflow_environ, network)) as fleet:
-        built = fleet.ask({"do": "build", "workload": workload, "contender": contender, "seed": SEED.value}, _BUILD_S)
+        request = {"workload": workload, "contender": contender, "seed": SEED.value, "jit_compile": JIT.value}
+        built = fleet.ask({"do": "build", **request}, _BUILD_S)
         result = Result(workload, contender, built[0]["first_loss"])
         while result.steps < (MAX_STEPS.value if workload == TO_TARGET else STEPS.value):
             steps = EVALUATE_EVERY.value if workload == TO_TARGET else 1
@@ -150,7 +152,8 @@ def main(_: list[str]) -> int:
                 content = [dataclasses.asdict(result) for result in results]
                 Path(OUTPUT.value).write_text(json.dumps({"machine": machine, "results": content}, indent=1))
     print(
-        f"{machine}; {HOSTS.value} hosts (network namespaces on this machine), link {LINK.value}\n\n{report(results)}"
+        f"{machine}; {HOSTS.value} hosts (network namespaces on this machine), link {LINK.value}, "
+        f"XLA {'on' if JIT.value else 'off'}\n\n{report(results)}"
     )
     return int(failed)
 

@@ -77,12 +77,12 @@ class Worker:
         """Does what is asked."""
         return getattr(self, f"_{request.pop('do')}")(**request)
 
-    def _build(self, workload: str, contender: str, seed: int) -> dict[str, Any]:
+    def _build(self, workload: str, contender: str, seed: int, jit_compile: bool) -> dict[str, Any]:
         """Starts the strategy, makes the model and does the first step, with all that it has to trace and compile."""
         chosen = WORKLOADS[workload]
         self._batch = chosen.data["global_batch_size"]
         build_strategy = _tensorflow if contender == TENSORFLOW else functools.partial(_tfpar, contender)
-        self._model, self._train, self._held_out = build_strategy(chosen, seed)
+        self._model, self._train, self._held_out = build_strategy(chosen, seed, jit_compile)
         first_loss = self._train(1)
         return {"machine": describe_machine(), "parameters": self._model.count_params(), "first_loss": first_loss}
 
@@ -116,10 +116,10 @@ def _task(workload: Workload, source: inputs.Source) -> models.TaskSpec:
     return dataclasses.replace(task, num_classes=workload.classes) if workload.classes else task
 
 
-def _tensorflow(workload: Workload, seed: int) -> Contender:
+def _tensorflow(workload: Workload, seed: int, jit_compile: bool) -> Contender:
     """MultiWorkerMirroredStrategy as it comes, in the loop that TensorFlow's guide to it shows.
 
-    Forward and backward pass are compiled by XLA, as in tfpar; the optimizer's `apply` sums the gradients.
+    Forward and backward pass are compiled by XLA where tfpar's are; the optimizer's `apply` sums the gradients.
     """
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     resolver = strategy.cluster_resolver
@@ -134,7 +134,7 @@ def _tensorflow(workload: Workload, seed: int) -> Contender:
         optimizer = keras.optimizers.Adam(workload.learning_rate)
         optimizer.build(model.trainable_variables)
 
-    @tf.function(jit_compile=True)
+    @tf.function(jit_compile=jit_compile)
     def gradients(x: tf.Tensor, y: tf.Tensor) -> tuple[tf.Tensor, list[tf.Tensor]]:
         with tf.GradientTape() as tape:
             loss = LOSS(y, model(x, training=True))  # Keras 3.15 divides it by the number of replicas
@@ -161,13 +161,14 @@ def _tensorflow(workload: Workload, seed: int) -> Contender:
     return model, steps, held_out
 
 
-def _tfpar(exchange: str, workload: Workload, seed: int) -> Contender:
+def _tfpar(exchange: str, workload: Workload, seed: int, jit_compile: bool) -> Contender:
     """`tfpar.Trainer` with this exchange."""
     config = ExperimentConfig.from_flat_dict(
         {
             **workload.data,
             "strategy": "multi_worker",
             "exchange": exchange,
+            "jit_compile": str(jit_compile).lower(),
             "optimizer": "adam",
             "learning_rate": workload.learning_rate,
             "schedule": "constant",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from tests.cluster.scripts.exchange_sums import BAD_STEP, RETUNED, SHAPES, STEPS, gradients
+from tests.cluster.scripts.exchange_sums import BAD_STEP, EARLY, RETUNED, SHAPES, STEPS, gradients
 from tests.cluster.test_multi_worker import launch
 from tfpar.exchange import schedules, specs
 
@@ -37,6 +37,7 @@ SPECS = [
     "topk:0.05,block=256,momentum=0.9",
     "auto",
     RETUNED,
+    *(EARLY + spec for spec in ("int4:bucket_bytes=20000", "int8:pattern=ring", "powersgd:4", "auto")),
 ]
 # Of each kind of pattern one, for every number of workers.
 FEW = [
@@ -47,6 +48,7 @@ FEW = [
     "int4:pattern=ring",
     "topk:0.05,block=256,pattern=binary_blocks",
     "powersgd:2",
+    EARLY + "int4",
 ]
 LARGE = [index for index, shape in enumerate(SHAPES) if len(shape) > 1 and np.prod(shape) >= 1024]
 
@@ -84,9 +86,24 @@ def test_sums_over_workers(tmp_path, workers, devices):
     arguments = ["-m", "tests.cluster.scripts.exchange_sums", str(tmp_path), str(devices), *chosen]
     result = launch(workers, *arguments, timeout=300.0)
     assert result.returncode == 0, result.stdout + result.stderr
-    for number, spec in enumerate(chosen):
-        states = [dict(np.load(tmp_path / f"{number}-{worker}.npz")) for worker in range(workers)]
-        check(spec, states, workers * devices, workers)
+    results = {
+        spec: [dict(np.load(tmp_path / f"{number}-{worker}.npz")) for worker in range(workers)]
+        for number, spec in enumerate(chosen)
+    }
+    for spec, states in results.items():
+        plain = spec.removeprefix(EARLY)
+        check(plain, states, workers * devices, workers)
+        if plain != spec and plain != "auto":  # which may plan anew
+            check_same(results[plain], states)
+
+
+def check_same(plain: list[dict[str, np.ndarray]], early: list[dict[str, np.ndarray]]) -> None:
+    """Buckets that leave early bring the same bits, and leave the same state."""
+    for expected, state in zip(plain, early, strict=True):
+        assert expected.keys() == state.keys()
+        for name, value in expected.items():
+            if not name.startswith(f"mean/{BAD_STEP}/"):
+                np.testing.assert_array_equal(state[name], value, err_msg=name)
 
 
 def check(spec: str, states: list[dict[str, np.ndarray]], replicas: int, workers: int) -> None:

@@ -42,7 +42,7 @@ def _monitor(workdir, *, is_chief=True, total_steps=100, stream=None, config=Non
 
 def _durations(count, total=0.1):
     """Every update: 10% input wait, 50% compute, 20% exchange, 20% update."""
-    return np.outer(np.full(count, total), [0.1, 0.5, 0.2, 0.2, 1.0])
+    return np.outer(np.full(count, total), [0.1, 0.5, 0.2, 0.2, 1.0, 0.0])
 
 
 def _events(workdir, run):
@@ -246,7 +246,7 @@ def test_statistics_leave_the_compiling_call_out():
     monitor.on_steps(1, np.zeros(1), _durations(1, 30.0), {})
     assert monitor.statistics()["step_ms_p50"] == pytest.approx(30e3)  # nothing else is known yet
     times = np.linspace(0.1, 0.3, 101)
-    durations = np.outer(times, [0.1, 0.5, 0.2, 0.2, 1.0])
+    durations = np.outer(times, [0.1, 0.5, 0.2, 0.2, 1.0, 0.0])
     monitor.on_steps(61, np.zeros(60), durations[:60], {})
     monitor.on_steps(102, np.zeros(41), durations[60:], {})
     figures = monitor.statistics()

@@ -56,7 +56,7 @@ def test_norms_are_those_of_the_update():
 def test_durations_add_up():
     result = Steps(2).run(random_updates(5, 2))
     durations = result.durations.numpy()
-    assert durations.shape == (5, 5)
+    assert durations.shape == (5, 6)
     assert (durations >= 0).all()
     np.testing.assert_allclose(durations[:, :4].sum(axis=1), durations[:, 4], atol=1e-6)
 

@@ -30,25 +30,34 @@ class Wire:
     sent: int
 
 
+# Changes of a bucket's state that an exchange has not carried out: variable and new value.
+Changes = list[tuple[tf.Variable, tf.Tensor]]
+
+
 class Bucket(Protocol):
     """Tensors that are exchanged together, in one pattern.
 
     Attributes:
+      defers: Whether `sum` can leave its changes of state to the caller.
       elements: Elements L of all of them.
       shard_elements: Elements of the shard of which a worker is the owner; L where there are no owners.
       state: This worker's variables; those of `RESIDUALS` have mass that is to be delivered.
     """
 
+    defers: bool
     elements: int
     shard_elements: int
     state: dict[str, tf.Variable]
 
-    def sum(self, tensors: Sequence[tf.Tensor], step: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
+    def sum(
+        self, tensors: Sequence[tf.Tensor], step: tf.Tensor, changes: Changes | None = None
+    ) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Sums tensors over the workers.
 
         Args:
           tensors: This worker's, float32, of the bucket's shapes.
           step: Int64 scalar, different for every exchange.
+          changes: If given, takes the changes of `state`, which then stays as it is. Only where it `defers`.
 
         Returns:
           The sums, the same bits on every worker, and the squared L2 norms of input and of the worker's new residual,
@@ -63,6 +72,14 @@ def worker_variable(shape: Sequence[int], name: str, value: tf.Tensor | None = N
     """A float32 variable, zeros by default, that belongs to this worker alone, also when made under a strategy."""
     variable = tf.Variable(tf.zeros(shape) if value is None else value, trainable=False, name=name, **LOCAL)
     return local(variable)
+
+
+def change(variable: tf.Variable, value: tf.Tensor, changes: Changes | None) -> None:
+    """Carries a change of state out, or notes it."""
+    if changes is None:
+        variable.assign(value, read_value=False)
+    else:
+        changes.append((variable, value))
 
 
 def counter_variable(size: int, name: str) -> tf.Variable:

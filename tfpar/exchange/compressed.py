@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import tfpar_ops
 from tfpar.exchange import buckets
-from tfpar.exchange.buckets import Wire
+from tfpar.exchange.buckets import Changes, Wire
 from tfpar.exchange.groups import Group, new_instances
 from tfpar.exchange.specs import Spec
 from tfpar_ops import Codec
@@ -39,6 +39,8 @@ class Collective:
       name: Of the residual variables.
       state: Variables of another bucket with the same blocks, to share; by default new ones.
     """
+
+    defers = True
 
     def __init__(
         self,
@@ -75,18 +77,21 @@ class Collective:
             else {}
         )
 
-    def sum(self, tensors: Sequence[tf.Tensor], step: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
+    def sum(
+        self, tensors: Sequence[tf.Tensor], step: tf.Tensor, changes: Changes | None = None
+    ) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Sums tensors over the workers.
 
         Args:
           tensors: This worker's, float32, of the bucket's shapes.
           step: Int64 scalar, different for every exchange.
+          changes: See `buckets.Bucket`. Then residuals are copied as they are changed.
 
         Returns:
           The sums, the same bits on every worker, and the squared L2 norms of input and of the worker's new residual,
           float32 [2].
         """
-        encoded = self._encode(tensors, step)
+        encoded = self._encode(tensors, step, changes)
         first, second = self._instances
         if not self._two_phase:
             payloads = self._group.all_gather(encoded.payload, first)
@@ -94,7 +99,7 @@ class Collective:
             parts = tf.split(flat, [shape.num_elements() for shape in self.shapes])
             return [tf.reshape(part, shape) for part, shape in zip(parts, self.shapes, strict=True)], encoded.norms
         rows = self._group.all_to_all(encoded.payload, first)
-        payloads = self._group.all_gather(self._recode(rows, step).payload, second)
+        payloads = self._group.all_gather(self._recode(rows, step, changes).payload, second)
         sums = tfpar_ops.decode(payloads, self.codec, self.shapes, shard_elements=self.shard_elements)
         return sums, encoded.norms
 
@@ -104,29 +109,31 @@ class Collective:
         phases = 2 if self._two_phase else 1
         return Wire(payload=payload * self._shards, sent=phases * payload * (self._group.size - 1))
 
-    def _encode(self, tensors: Sequence[tf.Tensor], step: tf.Tensor) -> tfpar_ops.Encoded:
+    def _encode(self, tensors: Sequence[tf.Tensor], step: tf.Tensor, changes: Changes | None) -> tfpar_ops.Encoded:
         arguments = {"shards": self._shards, "shard_elements": self.shard_elements}
         seed_step = self._seed_step(step, phase=0)
-        if self.state:
+        if self.state and changes is None:
             return tfpar_ops.encode_into(self.state["worker"], tensors, self.codec, seed_step=seed_step, **arguments)
-        return tfpar_ops.encode(tensors, None, self.codec, seed_step=seed_step, **arguments)
+        residual = self.state["worker"].read_value() if self.state else None
+        return self._noted(
+            "worker", tfpar_ops.encode(tensors, residual, self.codec, seed_step=seed_step, **arguments), changes
+        )
 
-    def _recode(self, rows: tf.Tensor, step: tf.Tensor) -> tfpar_ops.Encoded:
+    def _recode(self, rows: tf.Tensor, step: tf.Tensor, changes: Changes | None) -> tfpar_ops.Encoded:
         begin = self._group.rank * self.shard_elements
         seed_step = self._seed_step(step, phase=1)
-        if self.state:
-            return tfpar_ops.recode_into(
-                self.state["owner"],
-                rows,
-                self.codec,
-                self.shard_elements,
-                begin=begin,
-                valid=self._valid,
-                seed_step=seed_step,
-            )
-        return tfpar_ops.recode(
-            rows, None, self.codec, self.shard_elements, begin=begin, valid=self._valid, seed_step=seed_step
+        arguments = {"begin": begin, "valid": self._valid, "seed_step": seed_step}
+        if self.state and changes is None:
+            return tfpar_ops.recode_into(self.state["owner"], rows, self.codec, self.shard_elements, **arguments)
+        residual = self.state["owner"].read_value() if self.state else None
+        return self._noted(
+            "owner", tfpar_ops.recode(rows, residual, self.codec, self.shard_elements, **arguments), changes
         )
+
+    def _noted(self, role: str, encoded: tfpar_ops.Encoded, changes: Changes | None) -> tfpar_ops.Encoded:
+        if encoded.residual is not None:
+            buckets.change(self.state[role], encoded.residual, changes)
+        return encoded
 
     def _seed_step(self, step: tf.Tensor, *, phase: int) -> tf.Tensor | None:
         return buckets.seed_step(self.codec, self._seed, 2 * self._group.rank + phase, step)

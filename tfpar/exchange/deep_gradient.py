@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from tfpar.exchange import buckets
-from tfpar.exchange.buckets import Bucket, Wire
+from tfpar.exchange.buckets import Bucket, Changes, Wire
 from tfpar.exchange.compressed import Collective
 from tfpar.exchange.groups import Group
 from tfpar.exchange.specs import Spec
@@ -38,6 +38,8 @@ class DeepGradient:
       name: Of the variables.
     """
 
+    defers = False  # what is sent decides about the velocity
+
     def __init__(self, spec: Spec, shapes: Sequence[tf.TensorShape], group: Group, seed: int, name: str) -> None:
         assert spec.codec is not None
         codec = spec.codec
@@ -63,8 +65,11 @@ class DeepGradient:
         if self._momentum:
             self.state["velocity"] = buckets.worker_variable([self.elements], f"{name}_velocity")
 
-    def sum(self, tensors: Sequence[tf.Tensor], step: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
+    def sum(
+        self, tensors: Sequence[tf.Tensor], step: tf.Tensor, changes: Changes | None = None
+    ) -> tuple[list[tf.Tensor], tf.Tensor]:
         """See `buckets.Bucket`; the sums are of velocities if there is momentum."""
+        assert changes is None
         if not self._momentum:
             return self._stage_sum(tensors, step)
         velocity, residual = self.state["velocity"], self.state["worker"]

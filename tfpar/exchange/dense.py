@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tfpar.exchange import buckets
-from tfpar.exchange.buckets import Wire
+from tfpar.exchange.buckets import Changes, Wire
 from tfpar.exchange.groups import Group, new_instances
 from tfpar.exchange.specs import Spec
 
@@ -25,6 +25,8 @@ class Dense:
       name: Of the residual variable.
     """
 
+    defers = True
+
     def __init__(self, spec: Spec, shapes: Sequence[tf.TensorShape], group: Group, seed: int, name: str) -> None:
         self.shapes = list(shapes)
         self.elements = self.shard_elements = sum(shape.num_elements() for shape in shapes)
@@ -34,7 +36,9 @@ class Dense:
             {"worker": buckets.worker_variable([self.elements], f"{name}_worker")} if spec.error_feedback else {}
         )
 
-    def sum(self, tensors: Sequence[tf.Tensor], step: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
+    def sum(
+        self, tensors: Sequence[tf.Tensor], step: tf.Tensor, changes: Changes | None = None
+    ) -> tuple[list[tf.Tensor], tf.Tensor]:
         """See `buckets.Bucket`."""
         del step
         flat = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], axis=0)
@@ -42,7 +46,7 @@ class Dense:
         if self.state:
             flat += self.state["worker"].read_value()
             with tf.control_dependencies([flat]):
-                self.state["worker"].assign(tf.zeros([self.elements]), read_value=False)
+                buckets.change(self.state["worker"], tf.zeros([self.elements]), changes)
         parts = tf.split(self._group.all_reduce(flat, self._instance), [shape.num_elements() for shape in self.shapes])
         sums = [tf.reshape(part, shape) for part, shape in zip(parts, self.shapes, strict=True)]
         return sums, tf.stack([norm, tf.zeros([])])

@@ -95,6 +95,7 @@ class Exchange:
         worker: int = 0,
         seed: int = 0,
         sparse: Sequence[int] = (),
+        overlap: bool = False,
     ) -> None:
         """Plans buckets for gradients shaped like `variables`, and makes the residuals.
 
@@ -109,6 +110,10 @@ class Exchange:
             workers, the rows of such a gradient travel, summed by row, as float32 (with `bf16`, as bfloat16), in the
             steps in which that is less than the table; see `rows`. Gradients of other variables, and all where workers
             talk through NCCL, travel as the dense tensors they stand for.
+          overlap: Whether gradients come one after the other, as from a backward pass that is not one XLA program.
+            Buckets then leave as soon as their tensors are complete, before it is known that all are finite: the
+            results are the same to the last bit, for one more copy of the residuals. Not with `warmup_steps`, momentum
+            or a ramp, nor beside tables of which rows travel.
 
         Raises:
           ValueError: A rank or a number in `sparse` that cannot be.
@@ -131,7 +136,9 @@ class Exchange:
         # NCCL wants the same calls in the same order on all workers, and rows come in calls of many sizes.
         sparse = sparse if self._by_rings else ()
         if self._spec.lossy and workers > 1:
-            self._hosts = HostExchange(self._spec, self._shapes, self._group, self._device, seed, sparse)
+            self._hosts = HostExchange(
+                self._spec, self._shapes, self._group, self._device, seed, sparse, overlap=overlap
+            )
         else:
             self._rings = Rings(self._shapes, self._group, BUCKET_BYTES, sparse)
 
@@ -156,6 +163,11 @@ class Exchange:
     def state(self) -> list[tf.Variable]:
         """What the exchange carries from step to step on this worker: residuals, and the count of exchanges."""
         return self._hosts.state if self._hosts else []
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether gradients leave while others are still being computed."""
+        return self._hosts is not None and self._hosts.overlaps
 
     @property
     def plan_table(self) -> str:

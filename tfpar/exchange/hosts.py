@@ -30,6 +30,7 @@ class HostExchange:
       device: Where the exchange runs.
       seed: Of stochastic rounding.
       sparse: Tensors of which rows are to travel where that is less, see `rows`.
+      overlap: Whether tensors come one after the other, see `Exchange.build`.
 
     Attributes:
       plan_table: What `auto` has measured and decided; empty for any other spec.
@@ -48,6 +49,8 @@ class HostExchange:
         device: str,
         seed: int,
         sparse: Collection[int] = (),
+        *,
+        overlap: bool = False,
     ) -> None:
         planning.check_workers(spec, group.size, device)
         self._spec = spec
@@ -55,6 +58,7 @@ class HostExchange:
         self._group = group
         self._device = device
         self._seed = seed
+        self._overlap = overlap
         self.plan_table = ""
         sizes = [shape.num_elements() for shape in shapes]
         large = [index for index, shape in enumerate(shapes) if planning.travels_encoded(spec, shape)]
@@ -69,6 +73,12 @@ class HostExchange:
             # Squared L2 norms of gradients and residuals at the last exchange, and a cosine.
             self._observed = tf.Variable([0.0, 0.0, float("nan")], trainable=False, name="exchange_observed", **LOCAL)
         self._make_buckets(self._plan())
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether buckets leave before it is known that there will be an update."""
+        able = not self.rows.numbers and all(bucket.defers for bucket in self._buckets)
+        return self._overlap and self._spec.overlap and able and not self._spec.warmup_steps
 
     @property
     def state(self) -> list[tf.Variable]:
@@ -140,21 +150,11 @@ class HostExchange:
           sidecar: Float32 vector.
         """
         with tf.device(self._device):
-            # First, and dense, what decides whether there is an update at all: residuals must not change if not. Small
-            # tensors ride along.
-            vector = tf.concat([sidecar, *(tf.reshape(tensors[index], [-1]) for index in self._small)], axis=0)
-            reduced = self._group.all_reduce(vector, self._instances[0])
-            sidecar, *parts = tf.split(
-                reduced,
-                [
-                    reduced.shape[0] - self._small_elements(),
-                    *(self._shapes[index].num_elements() for index in self._small),
-                ],
-            )
-            result: list[Any] = [None] * len(tensors)
-            for index, part in zip(self._small, parts, strict=True):
-                result[index] = tf.reshape(part, self._shapes[index])
             large = [index for bucket in self._fused for index in bucket]
+            if self.overlaps and large:
+                return self._sum_early(tensors, sidecar)
+            # First, and dense, what decides whether there is an update at all: residuals must not change if not.
+            result, sidecar = self._sum_small(tensors, sidecar)
             if large:
                 exchanged = tf.cond(
                     tf.equal(sidecar[0], 0.0),
@@ -163,6 +163,44 @@ class HostExchange:
                 )
                 for index, value in exchanged.items():
                     result[index] = value
+        return result, sidecar
+
+    def _sum_early(self, tensors: Sequence[tf.Tensor], sidecar: tf.Tensor) -> tuple[list[Any], tf.Tensor]:
+        """Every bucket as soon as its tensors are there; only the state waits for what decides about the update."""
+        step = local(self._step).read_value()
+        changes: buckets.Changes = []
+        norms = []
+        sums: dict[int, tf.Tensor] = {}
+        # The last layers first, as the backward pass finishes them: NCCL takes its calls in this order.
+        for indices, bucket in reversed(list(self._own_buckets())):
+            parts, norm = bucket.sum([tensors[index] for index in indices], step, changes)
+            sums |= dict(zip(indices, parts, strict=True))
+            norms.append(norm)
+        result, sidecar = self._sum_small(tensors, sidecar)
+
+        def keep() -> tf.Tensor:
+            for variable, value in changes:
+                variable.assign(value, read_value=False)
+            self._observe([tensors[index] for index in sums], list(sums.values()), tf.add_n(norms), step)
+            local(self._step).assign_add(1, read_value=False)
+            return tf.constant(True)
+
+        kept = tf.cond(tf.equal(sidecar[0], 0.0), keep, lambda: tf.constant(False))
+        with tf.control_dependencies([kept]):
+            sidecar = tf.identity(sidecar)
+        for index, value in sums.items():
+            result[index] = value
+        return result, sidecar
+
+    def _sum_small(self, tensors: Sequence[Any], sidecar: tf.Tensor) -> tuple[list[Any], tf.Tensor]:
+        """Sums of the small tensors, which ride along with the sidecar; None in the places of all others."""
+        vector = tf.concat([sidecar, *(tf.reshape(tensors[index], [-1]) for index in self._small)], axis=0)
+        reduced = self._group.all_reduce(vector, self._instances[0])
+        sizes = [self._shapes[index].num_elements() for index in self._small]
+        sidecar, *parts = tf.split(reduced, [reduced.shape[0] - sum(sizes), *sizes])
+        result: list[Any] = [None] * len(tensors)
+        for index, part in zip(self._small, parts, strict=True):
+            result[index] = tf.reshape(part, self._shapes[index])
         return result, sidecar
 
     def _nothing(self, index: int) -> Any:

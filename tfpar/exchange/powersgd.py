@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tfpar.exchange import buckets
-from tfpar.exchange.buckets import Wire
+from tfpar.exchange.buckets import Changes, Wire
 from tfpar.exchange.groups import Group, new_instances
 from tfpar.exchange.specs import Spec
 
@@ -45,6 +45,8 @@ class PowerSGD:
       name: Of the variables.
     """
 
+    defers = True
+
     def __init__(self, spec: Spec, shapes: Sequence[tf.TensorShape], group: Group, seed: int, name: str) -> None:
         self.shapes = list(shapes)
         self.elements = self.shard_elements = sum(shape.num_elements() for shape in shapes)
@@ -59,7 +61,9 @@ class PowerSGD:
         if spec.error_feedback:
             self.state["worker"] = buckets.worker_variable([self.elements], f"{name}_worker")
 
-    def sum(self, tensors: Sequence[tf.Tensor], step: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
+    def sum(
+        self, tensors: Sequence[tf.Tensor], step: tf.Tensor, changes: Changes | None = None
+    ) -> tuple[list[tf.Tensor], tf.Tensor]:
         """See `buckets.Bucket`."""
         del step
         norm = tf.add_n([2.0 * tf.nn.l2_loss(tensor) for tensor in tensors])
@@ -75,12 +79,12 @@ class PowerSGD:
         right = self._all_reduce(products, self._columns, second)
         sums = [tf.matmul(one, other, transpose_b=True) for one, other in zip(left, right, strict=True)]
         # Only its directions matter for the next step; the mean keeps it from growing.
-        self.state["factors"].assign(_flat(right) / self._group.size, read_value=False)
+        buckets.change(self.state["factors"], _flat(right) / self._group.size, changes)
         residual_norm = tf.zeros([])
         if "worker" in self.state:
             rest = [matrix - total / self._group.size for matrix, total in zip(matrices, sums, strict=True)]
             residual_norm = tf.add_n([2.0 * tf.nn.l2_loss(part) for part in rest])
-            self.state["worker"].assign(_flat(rest), read_value=False)
+            buckets.change(self.state["worker"], _flat(rest), changes)
         result = [tf.reshape(total, shape) for total, shape in zip(sums, self.shapes, strict=True)]
         return result, tf.stack([norm, residual_norm])
 

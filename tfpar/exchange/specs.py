@@ -57,6 +57,7 @@ class Spec:
       max_error: Of `auto`: codecs with a larger relative L2 error on normally distributed numbers are not considered.
       sample_every: Exchanges from one comparison with the dense mean to the next, for TensorBoard. 0: never.
       ramp_steps: Of `topk`: exchanges after `warmup_steps` in which the share that is kept falls to the final one.
+      overlap: Whether buckets leave while other gradients are being computed, where those come one after the other.
     """
 
     text: str
@@ -72,6 +73,7 @@ class Spec:
     ramp_steps: int = 0
     max_error: float = 0.05
     sample_every: int = 1000
+    overlap: bool = True
 
     @property
     def lossy(self) -> bool:
@@ -134,9 +136,17 @@ def _known_options(name: str) -> list[str]:
     if name == "none":
         return []
     if name == "powersgd":
-        return ["error_feedback", "warmup_steps", "start_after", "min_elements", "sample_every"]
+        return ["error_feedback", "warmup_steps", "start_after", "min_elements", "sample_every", "overlap"]
     if name == "auto":
-        return ["max_error", "error_feedback", "warmup_steps", "min_elements", "bucket_bytes", "sample_every"]
+        return [
+            "max_error",
+            "error_feedback",
+            "warmup_steps",
+            "min_elements",
+            "bucket_bytes",
+            "sample_every",
+            "overlap",
+        ]
     fixed = ("text", "name", "codec", "rank", "max_error")
     own = [field.name for field in dataclasses.fields(Spec) if field.name not in fixed]
     if name != "topk":
@@ -157,8 +167,9 @@ def _codec(flag: str, text: str, name: str, share: float | None, options: dict[s
 def _own_options(flag: str, text: str, options: dict[str, Any]) -> dict[str, Any]:
     if "pattern" in options and options["pattern"] not in PATTERNS:
         raise unknown_name(f"{flag}={text}: pattern", str(options["pattern"]), PATTERNS)
-    if not isinstance(options.get("error_feedback", True), bool):
-        raise ConfigError(f"{flag}={text}: error_feedback={options['error_feedback']!r} is not true or false.")
+    for key in ("error_feedback", "overlap"):
+        if not isinstance(options.get(key, True), bool):
+            raise ConfigError(f"{flag}={text}: {key}={options[key]!r} is not true or false.")
     _check_momentum(flag, text, options)
     error = options.get("max_error", 0.0)
     if not isinstance(error, (int, float)) or isinstance(error, bool) or not error >= 0.0:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import tfpar_ops
 from tfpar.exchange import buckets, schedules
-from tfpar.exchange.buckets import Wire
+from tfpar.exchange.buckets import Changes, Wire
 from tfpar.exchange.groups import Group, new_instances
 from tfpar.exchange.specs import Spec
 
@@ -33,6 +33,8 @@ class Staged:
       name: Of the residual variable.
     """
 
+    defers = True
+
     def __init__(self, spec: Spec, shapes: Sequence[tf.TensorShape], group: Group, seed: int, name: str) -> None:
         assert spec.codec is not None
         self.codec = spec.codec
@@ -53,7 +55,9 @@ class Staged:
             {"worker": buckets.worker_variable([self.elements], f"{name}_worker")} if spec.error_feedback else {}
         )
 
-    def sum(self, tensors: Sequence[tf.Tensor], step: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
+    def sum(
+        self, tensors: Sequence[tf.Tensor], step: tf.Tensor, changes: Changes | None = None
+    ) -> tuple[list[tf.Tensor], tf.Tensor]:
         """See `buckets.Bucket`."""
         flat = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], axis=0)
         run = _Run(self, flat, step)
@@ -66,7 +70,7 @@ class Staged:
         with tf.control_dependencies(run.sent):
             payloads = tf.concat([rows[shard] for shard in range(self._schedule.shards)], axis=0)
         sums = tfpar_ops.decode(payloads, self.codec, self.shapes, shard_elements=self.shard_elements)
-        return sums, tf.stack([tfpar_ops.norm_squared([flat])[0], run.finish()])
+        return sums, tf.stack([tfpar_ops.norm_squared([flat])[0], run.finish(changes)])
 
     def wire(self) -> Wire:
         """Bytes per exchange and worker; with `binary_blocks`, of this one."""
@@ -127,12 +131,12 @@ class _Run:
         """The encoded sums of the shards that are left: those that this worker owns."""
         return {shard: self._encode(shard, shard + 1) for shard in list(self._held)}
 
-    def finish(self) -> tf.Tensor:
-        """Puts the residual in place; its squared L2 norm."""
+    def finish(self, changes: Changes | None) -> tf.Tensor:
+        """Puts the residual in place, or leaves it to the caller; its squared L2 norm."""
         if self._residual is None:
             return tf.zeros([])
         kept = tf.concat([self._kept[first] for first in sorted(self._kept)], axis=0)
-        self._bucket.state["worker"].assign(kept, read_value=False)
+        buckets.change(self._bucket.state["worker"], kept, changes)
         return tf.add_n(self._norms)
 
     def _encode(self, first: int, last: int) -> tf.Tensor:

@@ -129,7 +129,7 @@ class AsynchronousRun:
         saves = self.config.checkpoint.checkpoint_every or every
         last = min(self.total, self.steps_done + (self.config.train.stop_after or self.total))
         self.journal.begin(self.steps_done)
-        with self.monitor.session(), self._stop_request as asked:
+        with self._stop_request as asked, self.monitor.session():
             while self.steps_done < last and not asked.received:
                 step = self.steps_done
                 self._train_until(min(last, next_multiple(step, every), next_multiple(step, saves)))
@@ -212,7 +212,7 @@ class AsynchronousRun:
         with tf.control_dependencies([pushed]):
             done = tf.timestamp()
         zero = tf.zeros([], tf.float64)
-        durations = tf.stack([fetched - began, computed - fetched, zero, done - computed, done - began])
+        durations = tf.stack([fetched - began, computed - fetched, zero, done - computed, done - began, zero])
         return sums.loss / count, sums.count, finite, norm, rate, durations, *sums.metrics
 
     def _report(self, finished: Sequence[Any], seconds: float) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 # Scalars with a place of their own in TensorBoard; all others are metrics.
+_TIME_TAGS = {"total": "step", "overlapped": "exchange_overlapped"}
 _TAGS = {
     "learning_rate": "learning_rate",
     "loss_scale": "loss_scale",
@@ -145,7 +146,7 @@ class Monitor:
         Args:
           last_step: Finished updates after the call.
           losses: [n] mean loss of each update.
-          durations: [n, 5] seconds of each update: input wait, compute, exchange, update, total.
+          durations: [n, 6] seconds of each update, see `timings.COLUMNS`.
           scalars: Values at the last update: `learning_rate`, `gradient_norm`, `parameter_norm`, `update_norm`,
             `loss_scale`, `skipped_steps`, `skipped_examples`, those of the exchange; any other name is a metric.
           examples: [n] examples of each update; by default the global batch size.
@@ -282,7 +283,8 @@ class Monitor:
     def _point_values(self) -> dict[str, float]:
         values = {"loss": self._point.loss, "throughput/examples_per_second": self._point.examples_per_second}
         for name, milliseconds in self._point.milliseconds().items():
-            values[f"time_ms/{'step' if name == 'total' else name}"] = milliseconds
+            if name != "overlapped" or milliseconds:
+                values[f"time_ms/{_TIME_TAGS.get(name, name)}"] = milliseconds
         mfu = self._mfu(self._point.examples_per_second)
         return values if mfu is None else {**values, "mfu": mfu}
 

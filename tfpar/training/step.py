@@ -30,9 +30,6 @@ from tfpar.training.sidecar import Sidecar
 import keras
 import tensorflow as tf
 
-# Columns of `Steps.durations`, seconds.
-DURATIONS = ("input_wait", "compute", "exchange", "update", "total")
-
 
 class Norms(NamedTuple):
     """L2 norms over all trainable weights. Float32 scalars; zero where they were not asked for."""
@@ -49,7 +46,7 @@ class Steps(NamedTuple):
       loss: Float32 `[n]`: mean loss over the examples of each update; NaN if it has none.
       count: Float32 `[n]`: examples of each update.
       finite: Bool `[n]`: whether the update was applied: all replicas were finite, and there were examples.
-      durations: Float64 `[n, 5]`, seconds: see `DURATIONS`. All zero if not `timed`.
+      durations: Float64 `[n, 6]`, seconds: see `timings.COLUMNS`. All zero if not `timed`.
       metrics: Metric state summed over the steps.
       norms: Norms at the last step.
       learning_rate: Float32 scalar: of the last step.
@@ -164,7 +161,7 @@ class TrainStep:
         measured = steps - tf.cast(measure, tf.int32)
         began = self._clock([])
         reports = tf.TensorArray(tf.float32, size=steps, element_shape=[1 + self.sidecar.report_length])
-        stamps = tf.TensorArray(tf.float64, size=steps, element_shape=[4])
+        stamps = tf.TensorArray(tf.float64, size=steps, element_shape=[5])
 
         def body(index: tf.Tensor, carried: _Carried, *, measure: bool) -> tuple[tf.Tensor, _Carried]:
             step = first_step + tf.cast(index, tf.int64)
@@ -215,15 +212,16 @@ class TrainStep:
     def _all_replicas(
         self, batch: Any, step: tf.Tensor, rate: tf.Tensor, loss_scale: LossScale, measure: bool
     ) -> tuple[tf.Tensor, LossScale, list[tf.Tensor]]:
-        """One step on every replica: the report, the new loss scale, and when gradients, exchange, update were done."""
+        """One step on every replica: the report, the new loss scale, and when the first gradient that leaves early, all
+        gradients, exchange and update were done."""
         function = self._whole_step if self._whole_program else functools.partial(self._replica_step, measure=measure)
         results = self.strategy.run(function, args=(batch, step, rate, loss_scale))
         local = [self._local(part) for part in tf.nest.flatten(results)]
-        report, new_scale, computed, exchanged, _ = tf.nest.pack_sequence_as(results, [part[0] for part in local])
+        report, new_scale, *times, _ = tf.nest.pack_sequence_as(results, [part[0] for part in local])
         if self._whole_program:  # an XLA program has no clock: its whole time counts as computing
-            return report, new_scale, [self._clock([part[0] for part in local])] * 3
+            return report, new_scale, [self._clock([part[0] for part in local])] * 4
         done = local[-1]
-        return report, new_scale, [computed, exchanged, tf.reduce_max(tf.stack(done)) if len(done) > 1 else done[0]]
+        return report, new_scale, [*times, tf.reduce_max(tf.stack(done)) if len(done) > 1 else done[0]]
 
     def _flat_params(self) -> tf.Tensor:
         """A copy of all trainable weights as one vector."""
@@ -240,7 +238,7 @@ class TrainStep:
 
     def _replica_step(
         self, batch: Any, step: tf.Tensor, rate: tf.Tensor, loss_scale: LossScale, *, measure: bool
-    ) -> tuple[tf.Tensor, LossScale, tf.Tensor, tf.Tensor, tf.Tensor]:
+    ) -> tuple[tf.Tensor, LossScale, tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]:
         context = tf.distribute.get_replica_context()
         model = self.core.model
 
@@ -251,6 +249,7 @@ class TrainStep:
         norm_squared = self._norm_squared(gradients)
         vector = Sidecar.flag(packed, norm_squared)
         computed = self._replica_clock([vector])
+        first = self._replica_clock([gradients[-1]]) if self.exchange.overlaps else computed
 
         # 3: one exchange, which also tells whether all replicas are finite.
         gradients, vector = self.exchange.reduce_sums(gradients, vector)
@@ -272,11 +271,11 @@ class TrainStep:
         if self._scale_loss:
             loss_scale = update_loss_scale(loss_scale, finite, self._growth_steps)
         report = tf.concat([[norm], vector[: self.sidecar.report_length]], axis=0)
-        return report, loss_scale, computed, exchanged, self._replica_clock([done])
+        return report, loss_scale, first, computed, exchanged, self._replica_clock([done])
 
     def _measured_step(
         self, batch: Any, step: tf.Tensor, rate: tf.Tensor, loss_scale: LossScale
-    ) -> tuple[tf.Tensor, LossScale, tf.Tensor, tf.Tensor, tf.Tensor]:
+    ) -> tuple[tf.Tensor, LossScale, tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]:
         """One program for measured steps and others: within XLA the norm is cheaper than a second compilation."""
         return self._replica_step(batch, step, rate, loss_scale, measure=True)
 
@@ -359,8 +358,9 @@ def _xla_norm_squared(tensors: Tensors) -> tf.Tensor:
 
 
 def _durations(began: tf.Tensor, stamps: tf.Tensor) -> tf.Tensor:
-    """Seconds `[n, 5]` from the times `[n, 4]` at which batch, gradients, exchange and update were done."""
-    fetched, computed, exchanged, done = tf.unstack(stamps, axis=1)
+    """Seconds `[n, 6]` from the times `[n, 5]` at which batch, first gradient, all, exchange and update were done."""
+    fetched, first, computed, exchanged, done = tf.unstack(stamps, axis=1)
     before = tf.concat([[began], done[:-1]], axis=0)
     start = tf.maximum(fetched, before)  # a batch may have been there before the update before was done
-    return tf.stack([start - before, computed - start, exchanged - computed, done - exchanged, done - before], axis=1)
+    parts = [start - before, computed - start, exchanged - computed, done - exchanged, done - before, computed - first]
+    return tf.stack(parts, axis=1)

@@ -120,7 +120,7 @@ class SynchronousRun:
                 return known
         report.record_start(self)
         self.journal.begin(self.position.step)
-        with self.monitor.session(), self.stop_request:
+        with self.stop_request, self.monitor.session():
             finished, preempted = self._train()
             self.watchdog.progress("the last evaluation or checkpoint", patient=True)
             summary = self._finish(finished, preempted)

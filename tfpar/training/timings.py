@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# Columns of durations, in seconds; `total` is the whole update, wall clock.
-COLUMNS = ("input_wait", "compute", "exchange", "update", "total")
+# Columns of durations, in seconds; `total` is the whole update, wall clock, and the four before it add up to it:
+# `exchange` is the time that nothing else was done in. While some gradients were under way already and others still
+# being computed, time counts as `compute`, and once more as `overlapped`.
+COLUMNS = ("input_wait", "compute", "exchange", "update", "total", "overlapped")
 _WAIT, _TOTAL = COLUMNS.index("input_wait"), COLUMNS.index("total")
 
 
@@ -30,7 +32,7 @@ class Window:
 
         Args:
           losses: [n] mean loss of each update; not-finite ones do not count.
-          durations: [n, 5] seconds, see `COLUMNS`.
+          durations: [n, 6] seconds, see `COLUMNS`.
           examples: [n] examples of each update.
         """
         finite = np.isfinite(losses)
@@ -87,7 +89,7 @@ class Timings:
         self._examples = 0.0
 
     def add(self, durations: np.ndarray, examples: np.ndarray) -> None:
-        """Takes the updates of one call in: durations [n, 5] in seconds, examples [n]."""
+        """Takes the updates of one call in: durations [n, 6] in seconds, examples [n]."""
         if self._first is None:
             self._first = (durations, examples)
             return

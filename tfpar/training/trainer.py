@@ -114,6 +114,8 @@ class Trainer:
                 workers=self.plan.workers if self.plan.synchronous else 1,
                 worker=max(self.plan.worker, 0),
                 seed=self.config.train.seed,
+                # Elsewhere all gradients come at once: from an XLA program, from a loop over micro-batches.
+                overlap=not self.jit_compile and self.config.train.accumulate_steps == 1,
             )
         self._evaluation: Evaluation | None = None
         self._named_skipped: set[str] = set()  # sources whose examples that evaluation skips have been named
@@ -158,7 +160,9 @@ class Trainer:
         with peers.named(self.plan.cluster), workdir_lock.held(workdir):
             run = kind(self, train, validation, steps, epochs)
             try:
-                return run.run()
+                # Before anything is closed: a launcher may ask this worker to end meanwhile; it is to say who is lost.
+                with peers.named(self.plan.cluster):
+                    return run.run()
             finally:
                 if run.checkpointer:
                     run.checkpointer.abandon()  # what is being written must not go on without the lock

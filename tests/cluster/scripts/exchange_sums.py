@@ -17,6 +17,7 @@ import tensorflow as tf
 
 SHAPES = [(37, 53), (7,), (129, 65), (3, 3, 16, 40), (2000,), (8, 9)]
 STEPS = 6
+EARLY = "early "  # before a spec: buckets leave before it is known that all gradients are finite
 BAD_STEP = 3  # in which one replica has a NaN
 
 
@@ -47,13 +48,20 @@ def plan_of_step(step: int) -> Callable[..., planning.Plan]:
 
 def exchange_all(spec: str, layout: tfpar.Layout) -> dict[str, np.ndarray]:
     strategy, plan = layout.strategy, layout.plan
+    early, spec = spec.startswith(EARLY), spec.removeprefix(EARLY)
     exchange = tfpar.Exchange(spec)
     measured = planning.choose
     if spec == RETUNED:
         planning.choose = plan_of_step(0)
     exchange.build(
-        [tf.TensorSpec(shape) for shape in SHAPES], workers=plan.workers, worker=plan.worker, strategy=strategy
+        [tf.TensorSpec(shape) for shape in SHAPES],
+        workers=plan.workers,
+        worker=plan.worker,
+        strategy=strategy,
+        overlap=early,
     )
+    if early and plan.workers > 1:
+        assert exchange.overlaps
 
     def traced():
         @tf.function
