@@ -114,10 +114,20 @@ TINY = [
 ]
 
 
-@pytest.mark.parametrize(("workers", "exchange"), [(1, "none"), (2, "none"), (2, "int4:rounding=stochastic")])
-def test_a_stopped_and_resumed_run_gives_the_bits_of_one_that_was_not(tmp_path, workers, exchange):
+@pytest.mark.parametrize(
+    ("workers", "exchanges", "xla"),
+    [
+        (1, ("none", "none"), True),
+        (2, ("none", "none"), True),
+        # One lets the exchange overlap the backward pass, the other not.
+        (2, ("int4:rounding=stochastic", "int4:rounding=stochastic,overlap=false"), False),
+    ],
+)
+def test_a_stopped_and_resumed_run_gives_the_bits_of_one_that_was_not(tmp_path, workers, exchanges, xla):
     def train(workdir: str, *flags: str) -> str:
-        arguments = [*TINY, f"--exchange={exchange}", f"--workdir={tmp_path / workdir}", *flags]
+        exchange = dict(zip(("whole", "parts"), exchanges, strict=True))[workdir]
+        compiled = f"--jit_compile={'auto' if xla else 'false'}"
+        arguments = [*TINY, compiled, f"--exchange={exchange}", f"--workdir={tmp_path / workdir}", *flags]
         if workers == 1:
             return succeeded(script("image_classification", *arguments))
         return succeeded(launch(workers, CLASSIFY, *arguments))

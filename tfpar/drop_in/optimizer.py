@@ -140,7 +140,13 @@ class Distribution:
             return
         found = self.workers.gather("compare gradients", sorted(sparse))
         common = set(found[0]).intersection(*found)
-        self._exchange.build(self._variables, strategy=self.workers.strategy, seed=self._seed, sparse=sorted(common))
+        self._exchange.build(
+            self._variables,
+            strategy=self.workers.strategy,
+            seed=self._seed,
+            sparse=sorted(common),
+            overlap=True,  # Keras' step is not one XLA program: `_refuse`
+        )
         self._sparse = self._exchange.sparse
         self._reduce = self._reduction()
 
@@ -255,17 +261,22 @@ class Distribution:
             buckets[-1].append(index)
         instances = new_instances(len(buckets))
 
+        in_order = "GPU" in self.workers.strategy.extended.worker_devices[0]
+
         def mean(gradients: list[tf.Tensor]) -> list[tf.Tensor]:
-            means: list[tf.Tensor] = []
-            for bucket, instance in zip(buckets, instances, strict=True):
+            means: dict[int, tf.Tensor] = {}
+            before: list[tf.Tensor] = []
+            # As the backward pass finishes them; on GPUs collectives must start in the same order on all workers.
+            for bucket, instance in reversed(list(zip(buckets, instances, strict=True))):
                 tensors = [gradients[index] for index in bucket]
-                # One after the other: GPU collectives must start in the same order on all workers.
-                with tf.control_dependencies(means[-1:]):
+                with tf.control_dependencies(before if in_order else []):
                     flat = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], axis=0)
                     summed = group.all_reduce(flat, instance)
+                before = [summed]
                 parts = tf.split(summed / group.size, [tensor.shape.num_elements() for tensor in tensors])
-                means += [tf.reshape(part, tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
-            return means
+                for index, tensor, part in zip(bucket, tensors, parts, strict=True):
+                    means[index] = tf.reshape(part, tensor.shape)
+            return [means[index] for index in range(len(gradients))]
 
         return mean
 

@@ -62,19 +62,22 @@ class Rings:
             tf.concat([tf.zeros([0]), *(tf.reshape(gradients[index], [-1]) for index in bucket)], axis=0)
             for bucket in self._buckets
         ]
-        # The sidecar rides in the last bucket: a call of its own would cost a round trip.
-        buffers[-1] = tf.concat([buffers[-1], sidecar], axis=0)
+        # A call of its own would cost the sidecar a round trip. It rides with the first layers, whose gradients come
+        # last, as it does.
+        buffers[0] = tf.concat([buffers[0], sidecar], axis=0)
         return buffers
 
     def cut(self, buffers: Sequence[tf.Tensor]) -> tuple[list[Any], tf.Tensor]:
         """Tensors and sidecar from what `fused` gave; None in the places of tables."""
         result: list[Any] = [None] * len(self._shapes)
+        rests = []
         for bucket, buffer in zip(self._buckets, buffers, strict=True):
             sizes = [self._sizes[index] for index in bucket]
             *parts, rest = tf.split(buffer, [*sizes, buffer.shape[0] - sum(sizes)])
             for index, part in zip(bucket, parts, strict=True):
                 result[index] = tf.reshape(part, self._shapes[index])
-        return result, rest
+            rests.append(rest)
+        return result, rests[0]
 
     def payload_and_sent(self, sidecar_length: int) -> tuple[int, int]:
         """Bytes of this worker's gradients, and of what it sends, with a sidecar of so many scalars."""
