@@ -19,7 +19,7 @@ help:
 	@echo "make test    run all tests"
 	@echo "make lint    style, types, import rules"
 	@echo "make sanitize, make fuzz SECONDS=300   the codecs under sanitizers, and decoding of hostile payloads"
-	@echo "make chaos   kill, stop and preempt random workers 20 times, and compare the weights (about 10 minutes)"
+	@echo "make chaos   kill, stop and preempt random workers 20 times, and compare the weights (about 20 minutes)"
 	@echo "make bench   measure step overhead, input pipeline, codecs and (as root) the gradient exchange"
 	@echo "make clean   remove what the build made (runs/ stays)"
 
