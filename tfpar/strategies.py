@@ -278,7 +278,11 @@ def _build_multi_worker(plan: Plan) -> tf.distribute.Strategy:
     with peers.arriving(plan.cluster, plan.start_timeout):
         if plan.device_type == "CPU" and plan.local_replicas > 1:
             return _MultiWorkerLogicalDevices(resolver, plan.local_replicas)
-        return tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=resolver)
+        # TensorFlow 2.21 takes NCCL only where it is asked for, and else sums what GPUs have through gRPC.
+        gpus = plan.device_type == "GPU"
+        implementation = tf.distribute.experimental.CommunicationImplementation.NCCL if gpus else None
+        options = tf.distribute.experimental.CommunicationOptions(implementation=implementation) if gpus else None
+        return tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=resolver, communication_options=options)
 
 
 def _resolver(plan: Plan) -> tf.distribute.cluster_resolver.SimpleClusterResolver:

@@ -120,7 +120,11 @@ TINY = [
         (1, ("none", "none"), True),
         (2, ("none", "none"), True),
         # One lets the exchange overlap the backward pass, the other not.
-        (2, ("int4:rounding=stochastic", "int4:rounding=stochastic,overlap=false"), False),
+        (
+            2,
+            tuple(f"int4:rounding=stochastic,bucket_bytes=20000,overlap={overlap}" for overlap in ("true", "false")),
+            False,
+        ),
     ],
 )
 def test_a_stopped_and_resumed_run_gives_the_bits_of_one_that_was_not(tmp_path, workers, exchanges, xla):
@@ -140,6 +144,27 @@ def test_a_stopped_and_resumed_run_gives_the_bits_of_one_that_was_not(tmp_path, 
     whole, parts = summary_of(tmp_path / "whole"), summary_of(tmp_path / "parts")
     assert whole["params_sha256"] == parts["params_sha256"]
     assert whole["eval"] == parts["eval"]
+
+
+def test_without_xla_the_exchange_overlaps_the_backward_pass(tmp_path):
+    flags = [
+        QUICK,
+        "--epochs=0",
+        "--steps=20",
+        "--warmup_steps=5",
+        "--exchange=int8:bucket_bytes=20000",
+        "--jit_compile=false",
+    ]
+    succeeded(launch(2, CLASSIFY, *flags, f"--workdir={tmp_path}"))
+    overlapped = [
+        tf.make_ndarray(value.tensor).item()
+        for path in (tmp_path / "tensorboard").rglob("*events*")
+        for event in tf.compat.v1.train.summary_iterator(str(path))
+        for value in event.summary.value
+        if value.tag == "time_ms/exchange_overlapped"
+    ]
+    assert overlapped
+    assert min(overlapped) > 0.0
 
 
 def test_parameter_servers_train_digits(tmp_path):

@@ -97,7 +97,7 @@ def test_what_was_not_delivered_survives_where_nothing_is_encoded_any_more(spec,
 
 # Of several replicas, XLA cannot hold what they exchange.
 @pytest.mark.parametrize(("devices", "jit_compile"), [(1, False), (1, True), (2, False)])
-def test_a_lone_worker_delivers_it_with_its_first_finite_gradients(devices, jit_compile):
+def test_a_lone_worker_delivers_it_with_the_first_update(devices, jit_compile):
     names = [f"CPU:{number}" for number in range(devices)]
     strategy = tf.distribute.MirroredStrategy(names) if devices > 1 else tf.distribute.OneDeviceStrategy(names[0])
     old = exchanges("int4", 2)
@@ -108,18 +108,23 @@ def test_a_lone_worker_delivers_it_with_its_first_finite_gradients(devices, jit_
     exchange.restore(2, lambda rank: old[rank].export())
 
     @tf.function(jit_compile=jit_compile)
-    def step(failed: tf.Tensor) -> list[tf.Tensor]:
+    def step(failed: tf.Tensor, count: tf.Tensor) -> list[tf.Tensor]:
         def replica_step() -> list[tf.Tensor]:
-            return exchange.reduce_sums([tf.ones(shape) for shape in SHAPES], tf.stack([failed, 1.0]))[0]
+            gradients = [tf.ones(shape) for shape in SHAPES]
+            return exchange.reduce_sums(
+                gradients, tf.stack([failed, count]), lambda sums: (sums[0] == 0) & (sums[1] > 0)
+            )[0]
 
         return strategy.run(replica_step)
 
-    def delivered(failed: float) -> np.ndarray:
-        sums = [strategy.experimental_local_results(value)[-1].numpy() for value in step(tf.constant(failed))]
+    def delivered(failed: float, count: float = 1.0) -> np.ndarray:
+        values = step(tf.constant(failed), tf.constant(count))
+        sums = [strategy.experimental_local_results(value)[-1].numpy() for value in values]
         np.testing.assert_array_equal(sums[1], np.full(SHAPES[1], devices))  # small tensors are never kept back
         return np.concatenate([sums[number].reshape(-1) for number in (0, 2, 3)]) - devices
 
     delivered(1.0)
+    delivered(0.0, count=0.0)  # no example: no update
     np.testing.assert_allclose(undelivered([exchange]), expected, rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(delivered(0.0), expected, rtol=1e-5, atol=1e-5)
     assert not undelivered([exchange]).any()

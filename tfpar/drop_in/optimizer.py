@@ -130,11 +130,12 @@ class Distribution:
         _compare(self.workers.gather("compare models", [facts, described]))
         self._variables = variables
 
-    def _build(self, sparse: set[int]) -> None:
+    def _build(self, sparse: set[int], accumulates: bool) -> None:
         """Builds the exchange, once.
 
         Args:
           sparse: The variables, by number, whose gradients came as IndexedSlices in the first step.
+          accumulates: Whether Keras adds up gradients of several steps, and then brings all at once.
         """
         if self._reduce is not None:
             return
@@ -145,7 +146,7 @@ class Distribution:
             strategy=self.workers.strategy,
             seed=self._seed,
             sparse=sorted(common),
-            overlap=True,  # Keras' step is not one XLA program: `_refuse`
+            overlap=not accumulates,  # Keras' step is not one XLA program: `_refuse`
         )
         self._sparse = self._exchange.sparse
         self._reduce = self._reduction()
@@ -172,7 +173,7 @@ class Distribution:
         with tf.init_scope():
             self.start(optimizer)
             self._check_same_start(optimizer)
-            self._build(sparse)
+            self._build(sparse, bool(optimizer.gradient_accumulation_steps))
         given: list[Any] = [None] * len(self._variables)
         for place, gradient in zip(places, gradients, strict=True):
             given[place] = gradient
@@ -252,7 +253,8 @@ class Distribution:
     def _dense_mean(self) -> Any:
         """For `none`. The strategy's own all-reduce fails inside a tf.cond (TensorFlow 2.21: "You must feed a value for
         placeholder"), and Keras has one around the step (`steps_per_execution`) and the update (accumulation)."""
-        group = Group.of_workers(self.workers.size, self.workers.rank)
+        device = self.workers.strategy.extended.worker_devices[0]
+        group = Group.of_workers(self.workers.size, self.workers.rank, device)
         buckets: list[list[int]] = [[]]
         for index, variable in enumerate(self._variables):
             elements = sum(int(np.prod(self._variables[other].shape)) for other in buckets[-1])
@@ -261,18 +263,13 @@ class Distribution:
             buckets[-1].append(index)
         instances = new_instances(len(buckets))
 
-        in_order = "GPU" in self.workers.strategy.extended.worker_devices[0]
-
         def mean(gradients: list[tf.Tensor]) -> list[tf.Tensor]:
             means: dict[int, tf.Tensor] = {}
-            before: list[tf.Tensor] = []
-            # As the backward pass finishes them; on GPUs collectives must start in the same order on all workers.
+            # As the backward pass finishes them: on GPUs collectives start in the order of the code.
             for bucket, instance in reversed(list(zip(buckets, instances, strict=True))):
                 tensors = [gradients[index] for index in bucket]
-                with tf.control_dependencies(before if in_order else []):
-                    flat = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], axis=0)
-                    summed = group.all_reduce(flat, instance)
-                before = [summed]
+                flat = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], axis=0)
+                summed = group.all_reduce(flat, instance)
                 parts = tf.split(summed / group.size, [tensor.shape.num_elements() for tensor in tensors])
                 for index, tensor, part in zip(bucket, tensors, parts, strict=True):
                     means[index] = tf.reshape(part, tensor.shape)

@@ -38,13 +38,11 @@ class Bucket(Protocol):
     """Tensors that are exchanged together, in one pattern.
 
     Attributes:
-      defers: Whether `sum` can leave its changes of state to the caller.
       elements: Elements L of all of them.
       shard_elements: Elements of the shard of which a worker is the owner; L where there are no owners.
       state: This worker's variables; those of `RESIDUALS` have mass that is to be delivered.
     """
 
-    defers: bool
     elements: int
     shard_elements: int
     state: dict[str, tf.Variable]
@@ -57,7 +55,8 @@ class Bucket(Protocol):
         Args:
           tensors: This worker's, float32, of the bucket's shapes.
           step: Int64 scalar, different for every exchange.
-          changes: If given, takes the changes of `state`, which then stays as it is. Only where it `defers`.
+          changes: If given, takes the changes of `state`, which then stays as it is. Not with `momentum`
+            or `ramp_steps`.
 
         Returns:
           The sums, the same bits on every worker, and the squared L2 norms of input and of the worker's new residual,

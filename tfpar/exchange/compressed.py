@@ -40,8 +40,6 @@ class Collective:
       state: Variables of another bucket with the same blocks, to share; by default new ones.
     """
 
-    defers = True
-
     def __init__(
         self,
         spec: Spec,

@@ -38,8 +38,6 @@ class DeepGradient:
       name: Of the variables.
     """
 
-    defers = False  # what is sent decides about the velocity
-
     def __init__(self, spec: Spec, shapes: Sequence[tf.TensorShape], group: Group, seed: int, name: str) -> None:
         assert spec.codec is not None
         codec = spec.codec
@@ -69,7 +67,7 @@ class DeepGradient:
         self, tensors: Sequence[tf.Tensor], step: tf.Tensor, changes: Changes | None = None
     ) -> tuple[list[tf.Tensor], tf.Tensor]:
         """See `buckets.Bucket`; the sums are of velocities if there is momentum."""
-        assert changes is None
+        assert changes is None  # what is sent decides about the velocity
         if not self._momentum:
             return self._stage_sum(tensors, step)
         velocity, residual = self.state["velocity"], self.state["worker"]

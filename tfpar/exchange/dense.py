@@ -25,8 +25,6 @@ class Dense:
       name: Of the residual variable.
     """
 
-    defers = True
-
     def __init__(self, spec: Spec, shapes: Sequence[tf.TensorShape], group: Group, seed: int, name: str) -> None:
         self.shapes = list(shapes)
         self.elements = self.shard_elements = sum(shape.num_elements() for shape in shapes)

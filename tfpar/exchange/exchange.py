@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import tfpar_ops
 from tfpar.config import ConfigError
 from tfpar.exchange import planning, residuals, specs
 from tfpar.exchange.groups import Group
-from tfpar.exchange.hosts import HostExchange
+from tfpar.exchange.hosts import HostExchange, Wanted
 from tfpar.exchange.rings import Rings
 from tfpar.exchange.rows import Slices, summed_by_row
 
@@ -112,8 +113,8 @@ class Exchange:
             talk through NCCL, travel as the dense tensors they stand for.
           overlap: Whether gradients come one after the other, as from a backward pass that is not one XLA program.
             Buckets then leave as soon as their tensors are complete, before it is known that all are finite: the
-            results are the same to the last bit, for one more copy of the residuals. Not with `warmup_steps`, momentum
-            or a ramp, nor beside tables of which rows travel.
+            results are the same to the last bit, for one more copy of the residuals. Not with a single bucket,
+            `warmup_steps`, momentum or a ramp, nor beside tables of which rows travel. The same on all workers.
 
         Raises:
           ValueError: A rank or a number in `sparse` that cannot be.
@@ -126,10 +127,10 @@ class Exchange:
             workers, worker = _place(strategy) if strategy else (1, 0)
         if not 0 <= worker < workers:
             raise ValueError(f"worker={worker} is not a rank among workers={workers}")
-        self._group = Group.of_workers(workers, worker)
         self._seed = seed
         self._hosts = self._rings = None
         self._device = strategy.extended.worker_devices[0] if strategy else "/device:CPU:0"
+        self._group = Group.of_workers(workers, worker, self._device)
         # TensorFlow's strategy would put the buckets into one buffer again, and run a single ring (2.21:
         # `bytes_per_pack`).
         self._by_rings = workers > 1 and "GPU" not in self._device
@@ -168,6 +169,11 @@ class Exchange:
     def overlaps(self) -> bool:
         """Whether gradients leave while others are still being computed."""
         return self._hosts is not None and self._hosts.overlaps
+
+    @property
+    def leaves_first(self) -> list[int]:
+        """Numbers of the variables whose gradients leave first, where the exchange overlaps."""
+        return self._hosts.leaves_first if self._hosts is not None and self._hosts.overlaps else []
 
     @property
     def plan_table(self) -> str:
@@ -241,27 +247,31 @@ class Exchange:
         replicas = _replica_context().num_replicas_in_sync
         gradients = self._prepared(gradients)
         if self._hosts is None:
-            sums, _ = self._sums(gradients, tf.zeros([0], tf.float32))
+            sums, _ = self._sums(gradients, tf.zeros([0], tf.float32), _always)
             return [_mapped(lambda part: part / replicas, value) for value in sums]
         tensors = [gradient for gradient in gradients if not isinstance(gradient, tf.IndexedSlices)]
         rows = [gradient.values for gradient in gradients if isinstance(gradient, tf.IndexedSlices)]
         _, finite = tfpar_ops.norm_squared(tensors)  # of finite numbers, however large, it is finite
         finite = tf.reduce_all([finite, *(tf.reduce_all(tf.math.is_finite(values)) for values in rows)])
-        sums, sidecar = self._sums(gradients, tf.where(finite, [0.0], [1.0]))
+        sums, sidecar = self._sums(gradients, tf.where(finite, [0.0], [1.0]), lambda flag: tf.equal(flag[0], 0.0))
         factor = tf.where(sidecar[0] > 0.0, float("nan"), 1.0 / replicas)
         return [_mapped(lambda part: part * factor, value) for value in sums]
 
     def reduce_sums(
-        self, gradients: Sequence[tf.Tensor | tf.IndexedSlices], sidecar: tf.Tensor
+        self,
+        gradients: Sequence[tf.Tensor | tf.IndexedSlices],
+        sidecar: tf.Tensor,
+        wanted: Wanted = lambda sidecar: tf.equal(sidecar[0], 0.0),
     ) -> tuple[list[tf.Tensor | tf.IndexedSlices], tf.Tensor]:
         """Sums gradients and sidecar over all replicas.
 
         Args:
           gradients: Gradient sums of this replica, float32 tensors, or `tf.IndexedSlices`, shaped like the variables
             given to `build`.
-          sidecar: Float32 vector of scalars to sum along with them, always exactly. With a codec, the first one
-            tells, where it is not 0, that the gradients of this replica are not finite: then no replica's residuals
-            change, and what comes back in place of the gradients is of no use.
+          sidecar: Float32 vector of scalars to sum along with them, always exactly.
+          wanted: Tells from the summed sidecar (bool scalar) whether there will be an update. If not, no replica's
+            residuals change, and what comes back in place of the gradients is of no use. By default the first scalar
+            tells, where it is not 0, that the gradients of some replica are not finite.
 
         Returns:
           The summed gradients, as tensors or `tf.IndexedSlices` like the means of `reduce`, and the summed sidecar, the
@@ -271,7 +281,7 @@ class Exchange:
           RuntimeError: Called outside a replica context.
           ValueError: Another number of gradients than variables given to `build`, or `build` was not called.
         """
-        return self._sums(self._prepared(gradients), sidecar)
+        return self._sums(self._prepared(gradients), sidecar, wanted)
 
     @property
     def sparse(self) -> list[int]:
@@ -298,7 +308,7 @@ class Exchange:
     def _slices(self, number: int, parts: Slices) -> tf.IndexedSlices:
         return tf.IndexedSlices(*parts, dense_shape=tf.constant(self._shapes[number].as_list(), tf.int64))
 
-    def _sums(self, gradients: Sequence[Any], sidecar: tf.Tensor) -> tuple[list[Any], tf.Tensor]:
+    def _sums(self, gradients: Sequence[Any], sidecar: tf.Tensor, wanted: Wanted) -> tuple[list[Any], tf.Tensor]:
         """`reduce_sums` of gradients that are prepared."""
         context = _replica_context()
         if context.num_replicas_in_sync == 1 and self._hosts is None:
@@ -314,20 +324,22 @@ class Exchange:
             return self._rings.cut(summed)
         # Slices as structures of tensors, which every strategy knows how to hand over.
         parts = [(one.values, one.indices) if isinstance(one, tf.IndexedSlices) else one for one in gradients]
-        sums, sidecar = context.merge_call(self._between_hosts, args=(parts, sidecar))
+        sums, sidecar = context.merge_call(functools.partial(self._between_hosts, wanted), args=(parts, sidecar))
         return [
             self._slices(number, one) if isinstance(one, tuple) else one for number, one in enumerate(sums)
         ], sidecar
 
     def _between_hosts(
-        self, strategy: tf.distribute.Strategy, gradients: Sequence[Any], sidecar: Any
+        self, wanted: Wanted, strategy: tf.distribute.Strategy, gradients: Sequence[Any], sidecar: Any
     ) -> tuple[list[Any], tf.Tensor]:
         """The exchange between workers: once per worker, after its replicas have added up what they have."""
-        between = self._hosts or self._rings
-        assert between is not None
         with tf.device(self._device):
             local = [_sum_local(strategy, gradient) for gradient in gradients]
-            return between.sum(local, _sum_local(strategy, sidecar))
+            total = _sum_local(strategy, sidecar)
+            if self._hosts:
+                return self._hosts.sum(local, total, wanted)
+            assert self._rings is not None
+            return self._rings.sum(local, total)
 
     def traffic(self, replicas: int, sidecar_length: int) -> Traffic:
         """What one exchange costs on the wire.
@@ -355,6 +367,10 @@ class Exchange:
         payload, sent = between.payload_and_sent(sidecar_length)
         pattern += ", rows" if self.sparse else ""
         return Traffic(codec, pattern, payload, sent, 2 * (hosts - 1) * dense // hosts)
+
+
+def _always(_: tf.Tensor) -> tf.Tensor:
+    return tf.constant(True)
 
 
 def _sum_local(strategy: tf.distribute.Strategy, value: Any) -> Any:

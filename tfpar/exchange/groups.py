@@ -35,16 +35,23 @@ class Group:
       size: Number of members.
       rank: This worker's place among them.
       key: Group key.
+      gpus: Whether the members are GPUs, whose collectives NCCL carries out; the runtime's own do otherwise.
     """
 
     size: int
     rank: int
     key: int
+    gpus: bool = False
 
     @classmethod
-    def of_workers(cls, workers: int, worker: int) -> Group:
-        """The group of all workers of a cluster."""
-        return cls(workers, worker, _FIRST_KEY)
+    def of_workers(cls, workers: int, worker: int, device: str = "") -> Group:
+        """The group of all workers of a cluster; on GPUs if the device of this one is a GPU."""
+        return cls(workers, worker, _FIRST_KEY, "GPU" in device)
+
+    @property
+    def _hint(self) -> str:
+        """TensorFlow 2.21 takes NCCL only where it is asked for (`AssignCollectiveType`), else gRPC for GPUs too."""
+        return "nccl" if self.gpus else "auto"
 
     def all_reduce(self, value: tf.Tensor, instance: int) -> tf.Tensor:
         """Sum over the members, the same bits on each. Float32 of any static shape."""
@@ -58,9 +65,9 @@ class Group:
             ordering_token=[],
             merge_op="Add",
             final_op="Id",
-            communication_hint="auto",
+            communication_hint=self._hint,
         )
-        return _independent(reduced)
+        return independent(reduced)
 
     def all_to_all(self, rows: tf.Tensor, instance: int) -> tf.Tensor:
         """Row i goes to member i; row i of the result came from member i. `[size, ...]`, any type but uint8."""
@@ -72,9 +79,9 @@ class Group:
             group_key=self.key,
             instance_key=instance,
             ordering_token=[],
-            communication_hint="auto",
+            communication_hint=self._hint,
         )
-        return _independent(received)
+        return independent(received)
 
     def all_gather(self, row: tf.Tensor, instance: int) -> tf.Tensor:
         """The members' rows in the order of their ranks: `[1, ...]` to `[size, ...]`."""
@@ -86,9 +93,9 @@ class Group:
             group_key=self.key,
             instance_key=instance,
             ordering_token=[],
-            communication_hint="auto",
+            communication_hint=self._hint,
         )
-        return tf.ensure_shape(_independent(gathered), [self.size, *row.shape[1:]])
+        return tf.ensure_shape(independent(gathered), [self.size, *row.shape[1:]])
 
     def send(self, value: tf.Tensor, target: int, instance: int) -> tf.Tensor:
         """Sends to one member, who calls `receive` with the same instance key.
@@ -124,12 +131,13 @@ def new_instances(count: int) -> list[int]:
         return [next(_instances) for _ in range(count)]
 
 
-def _independent(value: tf.Tensor) -> tf.Tensor:
-    """Lets a collective run beside the others of its function.
+def independent(value: tf.Tensor) -> tf.Tensor:
+    """Lets a collective, or a clock, run beside the others of its function.
 
     TensorFlow 2.21 runs stateful operations of a function in the order in which they were traced, these among them
     (`auto_control_deps.py`): buckets would go one after the other, and a link be idle while a bucket is encoded. On
-    gRPC keys alone tell calls apart. NCCL needs the same order on every worker, and keeps it.
+    gRPC keys alone tell calls apart. NCCL needs the same order on every worker, which this keeps. (Messages between two
+    workers are in no such order; they go through gRPC, on GPUs too.)
     """
     if tf.is_symbolic_tensor(value) and "GPU" not in value.device:
         manager = value.graph.experimental_acd_manager

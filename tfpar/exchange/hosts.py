@@ -19,6 +19,9 @@ from tfpar.exchange.specs import Spec
 import numpy as np
 import tensorflow as tf
 
+# Scalar bool from the summed sidecar.
+Wanted = Callable[[tf.Tensor], tf.Tensor]
+
 
 class HostExchange:
     """Sums tensors over the workers of a cluster, large ones encoded.
@@ -77,8 +80,14 @@ class HostExchange:
     @property
     def overlaps(self) -> bool:
         """Whether buckets leave before it is known that there will be an update."""
-        able = not self.rows.numbers and all(bucket.defers for bucket in self._buckets)
-        return self._overlap and self._spec.overlap and able and not self._spec.warmup_steps
+        spec = self._spec
+        hinders = self.rows.numbers or spec.warmup_steps or spec.momentum or spec.ramp_steps
+        return self._overlap and spec.overlap and len(self._fused) > 1 and not hinders
+
+    @property
+    def leaves_first(self) -> list[int]:
+        """The tensors of the bucket that is complete first."""
+        return self._fused[-1]
 
     @property
     def state(self) -> list[tf.Variable]:
@@ -142,22 +151,23 @@ class HostExchange:
         patterns = ["all_reduce" if spec.codec is None else spec.pattern for spec in self._chosen]
         return _joined([spec.name for spec in self._chosen]), _joined(patterns)
 
-    def sum(self, tensors: Sequence[Any], sidecar: tf.Tensor) -> tuple[list[Any], tf.Tensor]:
+    def sum(self, tensors: Sequence[Any], sidecar: tf.Tensor, wanted: Wanted) -> tuple[list[Any], tf.Tensor]:
         """Sums tensors and sidecar over the workers; see `Exchange.reduce_sums`.
 
         Args:
           tensors: Float32; of `rows.numbers`, `rows.Slices`.
           sidecar: Float32 vector.
+          wanted: Tells from the summed sidecar whether the sums are of use; if not, no state changes.
         """
         with tf.device(self._device):
             large = [index for bucket in self._fused for index in bucket]
             if self.overlaps and large:
-                return self._sum_early(tensors, sidecar)
+                return self._sum_early(tensors, sidecar, wanted)
             # First, and dense, what decides whether there is an update at all: residuals must not change if not.
             result, sidecar = self._sum_small(tensors, sidecar)
             if large:
                 exchanged = tf.cond(
-                    tf.equal(sidecar[0], 0.0),
+                    wanted(sidecar),
                     lambda: self._exchange_large({index: tensors[index] for index in large}),
                     lambda: {index: self._nothing(index) for index in large},
                 )
@@ -165,13 +175,15 @@ class HostExchange:
                     result[index] = value
         return result, sidecar
 
-    def _sum_early(self, tensors: Sequence[tf.Tensor], sidecar: tf.Tensor) -> tuple[list[Any], tf.Tensor]:
+    def _sum_early(
+        self, tensors: Sequence[tf.Tensor], sidecar: tf.Tensor, wanted: Wanted
+    ) -> tuple[list[Any], tf.Tensor]:
         """Every bucket as soon as its tensors are there; only the state waits for what decides about the update."""
         step = local(self._step).read_value()
         changes: buckets.Changes = []
         norms = []
         sums: dict[int, tf.Tensor] = {}
-        # The last layers first, as the backward pass finishes them: NCCL takes its calls in this order.
+        # The last layers first, as the backward pass finishes them: on GPUs calls start in the order of the code.
         for indices, bucket in reversed(list(self._own_buckets())):
             parts, norm = bucket.sum([tensors[index] for index in indices], step, changes)
             sums |= dict(zip(indices, parts, strict=True))
@@ -185,7 +197,7 @@ class HostExchange:
             local(self._step).assign_add(1, read_value=False)
             return tf.constant(True)
 
-        kept = tf.cond(tf.equal(sidecar[0], 0.0), keep, lambda: tf.constant(False))
+        kept = tf.cond(wanted(sidecar), keep, lambda: tf.constant(False))
         with tf.control_dependencies([kept]):
             sidecar = tf.identity(sidecar)
         for index, value in sums.items():

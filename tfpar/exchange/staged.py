@@ -33,8 +33,6 @@ class Staged:
       name: Of the residual variable.
     """
 
-    defers = True
-
     def __init__(self, spec: Spec, shapes: Sequence[tf.TensorShape], group: Group, seed: int, name: str) -> None:
         assert spec.codec is not None
         self.codec = spec.codec

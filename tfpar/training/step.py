@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from tfpar.exchange import Exchange
+from tfpar.exchange.groups import independent
 from tfpar.precision import LossScale
 from tfpar.precision import update as update_loss_scale
 from tfpar.training import replica, sidecar
@@ -165,7 +166,7 @@ class TrainStep:
 
         def body(index: tf.Tensor, carried: _Carried, *, measure: bool) -> tuple[tf.Tensor, _Carried]:
             step = first_step + tf.cast(index, tf.int64)
-            # Iterations may overlap in this much: batches are fetched one after the other, ahead of the updates.
+            # A batch waits for the one before alone; an iteration, until the one before has assigned its variables.
             with tf.control_dependencies([carried.fetched]):
                 batch = next(iterator)
             fetched = self._clock(tf.nest.flatten(self._local(batch)))
@@ -248,11 +249,12 @@ class TrainStep:
         gradients, packed, state = self._contribute(params, state, batch, where, loss_scale.scale)
         norm_squared = self._norm_squared(gradients)
         vector = Sidecar.flag(packed, norm_squared)
+        early = [gradients[number] for number in self.exchange.leaves_first]
         computed = self._replica_clock([vector])
-        first = self._replica_clock([gradients[-1]]) if self.exchange.overlaps else computed
+        first = self._replica_clock(early) if early else computed
 
         # 3: one exchange, which also tells whether all replicas are finite.
-        gradients, vector = self.exchange.reduce_sums(gradients, vector)
+        gradients, vector = self.exchange.reduce_sums(gradients, vector, _to_be_applied)
         exchanged = self._replica_clock([vector, gradients[-1]])
         finite = tf.equal(vector[sidecar.NON_FINITE], 0.0)
 
@@ -266,7 +268,7 @@ class TrainStep:
             factor, norm = factor * clip, norm * clip
 
         # 5, 6: the update, or none, also where all examples were skipped; the loss scale.
-        apply = finite & (vector[sidecar.COUNT] > 0.0)
+        apply = _to_be_applied(vector)
         done = tf.cond(apply, lambda: self._apply(gradients, vector, state, factor, rate), lambda: tf.identity(factor))
         if self._scale_loss:
             loss_scale = update_loss_scale(loss_scale, finite, self._growth_steps)
@@ -335,7 +337,12 @@ class TrainStep:
             with tf.control_dependencies(after):  # no time, but still the order
                 return tf.identity(tf.zeros([], tf.float64))
         with tf.device("/device:CPU:0"), tf.control_dependencies(after):
-            return tf.timestamp()
+            return independent(tf.timestamp())
+
+
+def _to_be_applied(vector: tf.Tensor) -> tf.Tensor:
+    """Whether the summed sidecar calls for an update: all replicas are finite, and there are examples."""
+    return tf.equal(vector[sidecar.NON_FINITE], 0.0) & (vector[sidecar.COUNT] > 0.0)
 
 
 def _norm_squared(tensors: Tensors) -> tf.Tensor:
@@ -361,6 +368,12 @@ def _durations(began: tf.Tensor, stamps: tf.Tensor) -> tf.Tensor:
     """Seconds `[n, 6]` from the times `[n, 5]` at which batch, first gradient, all, exchange and update were done."""
     fetched, first, computed, exchanged, done = tf.unstack(stamps, axis=1)
     before = tf.concat([[began], done[:-1]], axis=0)
-    start = tf.maximum(fetched, before)  # a batch may have been there before the update before was done
+    # A batch may have been there before the update before was done. And a clock, which runs beside all else, may be
+    # read after one whose turn came later.
+    start = tf.maximum(fetched, before)
+    computed = tf.maximum(computed, start)
+    first = tf.clip_by_value(first, start, computed)
+    exchanged = tf.maximum(exchanged, computed)
+    done = tf.maximum(done, exchanged)
     parts = [start - before, computed - start, exchanged - computed, done - exchanged, done - before, computed - first]
     return tf.stack(parts, axis=1)

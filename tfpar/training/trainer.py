@@ -114,8 +114,7 @@ class Trainer:
                 workers=self.plan.workers if self.plan.synchronous else 1,
                 worker=max(self.plan.worker, 0),
                 seed=self.config.train.seed,
-                # Elsewhere all gradients come at once: from an XLA program, from a loop over micro-batches.
-                overlap=not self.jit_compile and self.config.train.accumulate_steps == 1,
+                overlap=self._gradients_come_in_turn(),
             )
         self._evaluation: Evaluation | None = None
         self._named_skipped: set[str] = set()  # sources whose examples that evaluation skips have been named
@@ -293,6 +292,12 @@ class Trainer:
             **run_state.named(self.model.variables, "model"),
             **run_state.named(self.optimizer.variables, "optimizer"),
         }
+
+    def _gradients_come_in_turn(self) -> bool:
+        """Whether some are complete before others, and can leave: an XLA program, or a loop over micro-batches, gives
+        all at once. On GPUs calls of two groups, ours and that of synchronised batch statistics, must not mix."""
+        mixes = self.plan.device_type == "GPU" and models.uses_synchronized_statistics(self.model)
+        return not self.jit_compile and self.config.train.accumulate_steps == 1 and not mixes
 
     def _build_optimizer(self, optimizer: Any) -> keras.optimizers.Optimizer:
         if optimizer is None or isinstance(optimizer, str):
