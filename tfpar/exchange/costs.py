@@ -1,8 +1,8 @@
 """What an exchange costs: bytes and seconds of any codec and pattern, for any number of workers.
 
 The usual model of messages (Hockney 1994): one of b bytes takes `latency + b / bandwidth`; a worker sends and receives
-at the same time, and all of them at once. Encoding and decoding do not overlap with messages: that is how they run
-here.
+at the same time, and all of them at once. Encoding and decoding do not overlap with messages: within a bucket they do
+not. That an exchange may overlap the backward pass does not count.
 """
 
 from __future__ import annotations
