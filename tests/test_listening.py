@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 
+from tests import nursery
 from tests.cluster.test_multi_worker import launch
 from tfpar import listening
 
@@ -146,7 +147,7 @@ def test_tensorflow_binds_all_addresses_and_is_restricted_to_its_own():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with subprocess.Popen(
+    with nursery.Popen(
         [sys.executable, "-c", SERVER, str(port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         try:

@@ -6,9 +6,9 @@ import json
 import os
 import pathlib
 import signal
-import subprocess
 import sys
 
+from tests import nursery
 from tfpar import peers
 from tfpar.cluster import ClusterInfo
 from tfpar.endings import PEER_LOST, PeerLostError
@@ -166,7 +166,7 @@ OWN = 'signal.signal(signal.SIGTERM, lambda *_: print("own handler", flush=True)
 )
 def test_a_program_that_catches_the_loss_can_still_be_ended(prepare, output, code):
     program = CAUGHT.replace("PREPARE", prepare)
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = nursery.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.stdout, done.returncode) == (output, code), done.stderr
     assert ("error: lost worker 1 (b:1): " in done.stderr) == (code == PEER_LOST)
 
@@ -184,12 +184,12 @@ def test_in_any_script_the_loss_is_one_line_and_an_exit_code():
             "raise tf.errors.UnavailableError(None, None, 'Collective ops is aborted by: recvmsg')",
         ]
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = nursery.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == PEER_LOST
     assert done.stderr.splitlines()[-1].startswith("error: lost worker 1 (b:1): ended, hanging or not reachable.")
     assert "Traceback" not in done.stderr
     other = code.replace("tf.errors.UnavailableError(None, None, ", "ValueError(")
-    done = subprocess.run([sys.executable, "-c", other], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = nursery.run([sys.executable, "-c", other], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "Traceback" in done.stderr
 
@@ -199,7 +199,7 @@ def test_in_any_script_the_loss_is_one_line_and_an_exit_code():
 def test_who_does_not_come_is_named(rank):
     addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
     config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": rank}}
-    done = subprocess.run(
+    done = nursery.run(
         [sys.executable, "experiments/image_classification.py", "--steps=2", "--start_timeout=3"],
         cwd=ROOT,
         env={**os.environ, "TF_CONFIG": json.dumps(config)},

@@ -8,6 +8,7 @@ import pathlib
 import subprocess
 import sys
 
+from tests import nursery
 from tests.cluster.test_multi_worker import ROOT, launch
 
 import keras
@@ -27,7 +28,7 @@ SUMMARY_KEYS = {
 def script(name: str, *flags: str, timeout: float = 300.0) -> subprocess.CompletedProcess:
     """Runs a script in one process, as `python experiments/NAME`."""
     environ = {key: value for key, value in os.environ.items() if key not in ("TF_CONFIG", "TF_CPP_MIN_LOG_LEVEL")}
-    return subprocess.run(
+    return nursery.run(
         [sys.executable, f"experiments/{name}.py", *flags],
         cwd=ROOT,
         env=environ,

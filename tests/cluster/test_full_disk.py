@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 
+from tests import nursery
 from tests.cluster.test_multi_worker import ROOT, launch
 from tests.training import small_disk
 from tfpar.training import checkpoints
@@ -36,7 +37,7 @@ def train(output: pathlib.Path, workdir: pathlib.Path, spoil, *flags: str) -> tu
     command = [sys.executable, "experiments/image_classification.py", *FLAGS, f"--workdir={workdir}", *flags]
     with (
         open(output, "wb") as file,
-        subprocess.Popen(command, cwd=ROOT, env=environ, stdout=file, stderr=subprocess.STDOUT) as process,
+        nursery.Popen(command, cwd=ROOT, env=environ, stdout=file, stderr=subprocess.STDOUT) as process,
     ):
         try:
             while not any((workdir / "checkpoints").glob("step-*")):

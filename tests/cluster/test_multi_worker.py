@@ -8,6 +8,7 @@ import pathlib
 import subprocess
 import sys
 
+from tests import nursery
 from tests.training import layouts
 from tfpar import strategies
 from tfpar.config import StrategyConfig
@@ -22,7 +23,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 def launch(workers: int, *command: str, ps: int = 0, timeout: float = 300.0) -> subprocess.CompletedProcess:
     # TF_CPP_MIN_LOG_LEVEL is the tests' own; a user has none, and tfpar then sets what keeps the start quiet.
     environ = {name: value for name, value in os.environ.items() if name not in ("TF_CONFIG", "TF_CPP_MIN_LOG_LEVEL")}
-    return subprocess.run(
+    return nursery.run(
         [sys.executable, "-m", "tfpar.launch", f"--workers={workers}", f"--ps={ps}", "--", *command],
         cwd=ROOT,
         env=environ,

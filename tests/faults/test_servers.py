@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 
+from tests import nursery
 from tfpar.endings import PEER_LOST
 from tfpar.launch import free_ports
 
@@ -40,7 +41,7 @@ class Tasks:
     def start(self, job, *flags):
         config = {"cluster": self.cluster, "task": {"type": job, "index": 0}}
         with open(self._folder / job, "wb") as output:
-            process = subprocess.Popen(
+            process = nursery.Popen(
                 [sys.executable, "-u", "experiments/image_classification.py", *FLAGS, *flags],
                 cwd=ROOT,
                 env={**os.environ, "TF_CONFIG": json.dumps(config)},

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import pathlib
-import subprocess
 import sys
 
+from tests import nursery
 from tests.inputs.helpers import fetch_all, index_source
 from tfpar import inputs
 from tfpar.config import ConfigError, InputConfig
@@ -232,7 +232,7 @@ cpu = tf.config.list_physical_devices("CPU")[0]
 tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 3)
 print(len(tf.config.list_logical_devices("CPU")))
 """
-    result = subprocess.run(
+    result = nursery.run(
         [sys.executable, "-c", program], cwd=ROOT, env={**os.environ}, capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stderr

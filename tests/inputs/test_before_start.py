@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
+from tests import nursery
 from tests.inputs import helpers
 from tfpar.config import InputConfig
 from tfpar.inputs import write
@@ -34,7 +34,7 @@ source.fetch(np.array([0]))
 
 
 def build(dataset: str, *options: str) -> None:
-    result = subprocess.run(
+    result = nursery.run(
         [sys.executable, "-c", PROGRAM, dataset, *options], capture_output=True, text=True, timeout=300, check=False
     )
     assert result.returncode == 0, result.stderr

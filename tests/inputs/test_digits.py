@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 
+from tests import nursery
 from tests.inputs.helpers import fetch_all
 from tfpar.config import ConfigError, InputConfig
 from tfpar.inputs import Pipeline, build_source, digits
@@ -101,9 +102,7 @@ def test_processes_that_start_together_agree(tmp_path):
     )
     environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
     running = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True, env=environment
-        )
+        nursery.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True, env=environment)
         for _ in range(2)
     ]
     # Nothing of TFDS' own chatter is on standard output.

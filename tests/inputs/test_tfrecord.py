@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-import subprocess
 import sys
 
+from tests import nursery
 from tests.inputs.helpers import fetch_all
 from tfpar.config import ConfigError, InputConfig
 from tfpar.inputs import Pipeline, build_source, records, write
@@ -96,7 +96,7 @@ def test_command_line(tmp_path):
     output = tmp_path / "made" / "shards"
     command = [sys.executable, "-m", "tfpar.inputs.write", f"--dataset=text:{tmp_path}/book.txt", f"--output={output}"]
     environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
-    done = subprocess.run(
+    done = nursery.run(
         [*command, "--shards=2", "--sequence_length=20"], capture_output=True, text=True, env=environment, timeout=120
     )
     assert done.returncode == 0, done.stderr
@@ -123,7 +123,7 @@ def test_command_line_ends_with_the_error(tmp_path, capsys):
 def test_wrong_flags_on_the_command_line_are_one_line():
     for flag in ("--shards=few", "--shard=3"):
         command = [sys.executable, "-m", "tfpar.inputs.write", "--output=new", flag]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        done = nursery.run(command, capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == 2
         assert flag.split("=")[0].strip("-") in done.stderr
         assert "Traceback" not in done.stderr

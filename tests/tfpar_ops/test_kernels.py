@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import os
 import pathlib
-import subprocess
 import sys
 
 import tfpar_ops
+from tests import nursery
 from tests.tfpar_ops import data
 from tfpar_ops import Codec, reference
 from tfpar_ops.library import OPERATIONS, library
@@ -135,7 +135,7 @@ def test_results_do_not_depend_on_the_number_of_threads():
     found = {}
     for threads in (1, 2, 8):
         environ = {**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"}
-        result = subprocess.run(
+        result = nursery.run(
             [sys.executable, "-c", _FINGERPRINT, str(threads)],
             cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300, check=False,
         )  # fmt: skip

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 
+from tests import nursery
 from tests.training import small_disk
 from tfpar.training import checkpoint_staging
 from tfpar.training.checkpoints import Checkpoint, Checkpointer, CheckpointError
@@ -68,7 +69,7 @@ for line in sys.stdin:
 def test_killed_at_any_moment_there_is_a_whole_checkpoint_and_none_is_lost(tmp_path):
     generator = random.Random(0)
     interrupted = acknowledged = 0
-    with subprocess.Popen(
+    with nursery.Popen(
         [sys.executable, "-c", WRITER, str(KEEP)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as writer:
         for _ in range(KILLS):

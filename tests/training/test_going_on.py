@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 
+from tests import nursery
 from tests.training import small_disk
 from tests.training.test_trainer import BATCH, everything, source, trainer_of
 from tfpar import endings
@@ -105,7 +105,7 @@ raise {error}
 def test_numbers_that_went_bad_have_an_exit_code_in_any_script(error, code):
     environ = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
     command = [sys.executable, "-c", PROGRAM.format(error=error)]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    done = nursery.run(command, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == code
     assert done.stderr.count("Traceback") == 1
     assert done.stderr.splitlines()[-1].endswith("Error: NaN")

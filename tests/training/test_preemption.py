@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 
+from tests import nursery
 from tfpar.endings import PREEMPTED, end_when_asked, leave_sigterm
 from tfpar.training import report
 from tfpar.training.preemption import StopRequest
@@ -63,7 +64,7 @@ def test_a_second_request_ends_the_process():
             "    print('still here')",
         ]
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = nursery.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (-signal.SIGTERM, "True\n"), done
 
 
@@ -79,7 +80,7 @@ def test_before_training_nothing_is_lost():
             "print('still here')",
         ]
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = nursery.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (PREEMPTED, "unfinished"), done
     assert done.stderr.startswith("asked to end (SIGTERM) while not training")
 
@@ -111,7 +112,7 @@ def test_workers_told_to_end_before_they_train(tmp_path):
         *(sys.executable, "-u", "-m", "tfpar.launch", "--workers=2", "--"),
         *("experiments/image_classification.py", "--model=mlp", "--steps=2000", f"--workdir={tmp_path}"),
     ]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as launcher:
+    with nursery.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as launcher:
         assert launcher.stdout is not None
         try:
             lines = [next(line for line in launcher.stdout if "strategy multi_worker" in line)]
@@ -131,7 +132,7 @@ def start(workdir):
         *(sys.executable, "-u", "experiments/image_classification.py", "--model=mlp", "--steps=2000"),
         *("--eval_every=1000", "--deterministic", f"--workdir={workdir}"),
     ]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return nursery.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def test_a_run_told_to_end_saves_and_goes_on_there(tmp_path):

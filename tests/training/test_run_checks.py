@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
+from tests import nursery
 from tests.cluster.test_multi_worker import ROOT, launch
 from tests.training.test_trainer import model, source, trainer_of
 from tfpar import inputs
@@ -69,7 +69,7 @@ for options, _ in WRONG:
         pass
 assert context.context()._context_handle is None, "TensorFlow was initialised"
 """
-    result = subprocess.run(
+    result = nursery.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
     )
     assert result.returncode == 0, result.stderr

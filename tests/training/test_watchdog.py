@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pathlib
-import subprocess
 import sys
 
+from tests import nursery
 from tfpar.endings import PEER_LOST
 
 import pytest
@@ -32,7 +32,7 @@ with Watchdog(1.0, "worker 3") as watchdog:
 
 
 def run(program, *arguments):
-    return subprocess.run(
+    return nursery.run(
         [sys.executable, "-c", program, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from tfpar.inputs import bad_records
-from tfpar.inputs.source import Batch, Held, Source
+from tfpar.inputs.source import Batch, Held, Source, as_written
 
 import numpy as np
 import tensorflow as tf
@@ -68,6 +68,7 @@ def _read_all(source: Source) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """All examples as stored, and which are usable: x [n, ...], y [n, ...], bool [n]."""
     info = source.info
 
+    @as_written
     def read(indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         if source.skip:
             return bad_records.read_usable(source, indices)

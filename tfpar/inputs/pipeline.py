@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from tfpar.config import InputConfig
 from tfpar.inputs import bad_records, checks, plan, report, service
-from tfpar.inputs.source import Source
+from tfpar.inputs.source import Source, as_written
 
 import numpy as np
 import tensorflow as tf
@@ -237,8 +237,7 @@ class Pipeline:
             start_update, _ENDLESS if self._training else self.updates_per_epoch, stride, output_type=tf.int64
         )
 
-        # Nothing in the plan needs AutoGraph, whose conversion of it would take over a second.
-        @tf.autograph.experimental.do_not_convert
+        @as_written
         def slots(first: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             indices, real = self._plan.slots(first + tf.range(stride, dtype=tf.int64), shard, replicas)
             flat = [stride * local, self._plan.accumulate_steps, self.micro_batch]
@@ -249,6 +248,7 @@ class Pipeline:
             planned = planned.take((self.updates_per_epoch - start_update) * local)
         return planned
 
+    @as_written
     def _fetch(self, indices: tf.Tensor, real: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         x_spec, y_spec, weight_spec = self.element_spec
         flat = tf.reshape(indices, [weight_spec.shape.num_elements()])

@@ -15,6 +15,7 @@ import hashlib
 import json
 import threading
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -23,6 +24,7 @@ CLASSIFICATION = "classification"
 LANGUAGE_MODEL = "language_model"
 Batch = tuple[tf.Tensor, tf.Tensor]
 Read = Callable[[tf.Tensor], Batch]
+Function = TypeVar("Function", bound=Callable)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,6 +84,11 @@ class SourceInfo:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def as_written(function: Function) -> Function:
+    """The function, for `Dataset.map`, without AutoGraph: half a second for what uses TensorFlow's ops alone."""
+    return tf.autograph.experimental.do_not_convert(function)
+
+
 class Held:
     """Arrays that become tensors in host memory when they are first used, and not before.
 
@@ -94,8 +101,7 @@ class Held:
         self._tensors: tuple[tf.Tensor, ...] = ()
         self._lock = threading.Lock()
 
-    # AutoGraph would follow the pipeline's functions into here and rewrite the error of a source that cannot be read.
-    @tf.autograph.experimental.do_not_convert
+    @as_written  # AutoGraph would rewrite the error of a source that cannot be read
     def tensors(self) -> tuple[tf.Tensor, ...]:
         """The tensors. Functions capture them by reference; NumPy arrays they would copy into the graph."""
         with self._lock:
@@ -117,8 +123,8 @@ class Source:
 
     `read` is the whole of what a new kind of source has to write. It maps int64 indices [n] to
     `(x, y)` of shapes [n, ...] in the compact dtypes they are stored in (uint8 for pixels and
-    bytes), as TensorFlow ops with static trailing shapes; it may be traced many times and called
-    from several threads. `fetch` turns that into what a model takes. Caches and record files keep
+    bytes), as TensorFlow ops (no AutoGraph) with static trailing shapes; it may be traced many times
+    and called from several threads. `fetch` turns that into what a model takes. Caches and record files keep
     the compact form.
 
     Attributes:

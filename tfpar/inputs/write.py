@@ -10,6 +10,7 @@ of it was written. An example that cannot be used ends it, or is left out with `
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import shutil
@@ -20,7 +21,7 @@ from typing import NoReturn
 
 from tfpar.config import ConfigError, InputConfig
 from tfpar.inputs import bad_records, registry, tfrecord
-from tfpar.inputs.source import Source
+from tfpar.inputs.source import Source, as_written
 from tfpar.options import TrainingError
 
 import tensorflow as tf
@@ -77,7 +78,8 @@ def _write_split(source: Source, folder: str, shards: int, progress: Callable[[s
     names = [f"{source.info.split}-{shard:05d}-of-{shards:05d}.tfrecord" for shard in range(shards)]
     ends = [(shard + 1) * total // shards for shard in range(shards)]
     batches = tf.data.Dataset.range(total).batch(_READ_AT_ONCE)
-    batches = batches.map(lambda some: bad_records.read_usable(source, some), num_parallel_calls=tf.data.AUTOTUNE)
+    read = as_written(functools.partial(bad_records.read_usable, source))
+    batches = batches.map(read, num_parallel_calls=tf.data.AUTOTUNE)
     examples = (row for parts in batches.prefetch(2).as_numpy_iterator() for row in zip(*parts, strict=True))
     counts = dict.fromkeys(names, 0)
     done = 0

@@ -159,12 +159,11 @@ class TrainStep:
           rate_factor: Float32 scalar that the scheduled learning rate is multiplied by.
           measure: Bool scalar: compute norms at the last step.
         """
-        measured = steps - tf.cast(measure, tf.int32)
         began = self._clock([])
         reports = tf.TensorArray(tf.float32, size=steps, element_shape=[1 + self.sidecar.report_length])
         stamps = tf.TensorArray(tf.float64, size=steps, element_shape=[5])
 
-        def body(index: tf.Tensor, carried: _Carried, *, measure: bool) -> tuple[tf.Tensor, _Carried]:
+        def body(index: tf.Tensor, carried: _Carried, measured: tf.Tensor) -> tuple[tf.Tensor, _Carried]:
             step = first_step + tf.cast(index, tf.int64)
             # A batch waits for the one before alone; an iteration, until the one before has assigned its variables.
             with tf.control_dependencies([carried.fetched]):
@@ -172,7 +171,7 @@ class TrainStep:
             fetched = self._clock(tf.nest.flatten(self._local(batch)))
             with tf.control_dependencies([fetched, carried.done]):
                 rate = self._learning_rate(step, rate_factor)
-                report, loss_scale, times = self._all_replicas(batch, step, rate, carried.loss_scale, measure)
+                report, loss_scale, times = self._all_replicas(batch, step, rate, carried.loss_scale, measured)
             return index + 1, _Carried(
                 fetched,
                 times[-1],
@@ -181,18 +180,26 @@ class TrainStep:
                 loss_scale if self._scale_loss else carried.loss_scale,
             )
 
-        def loop(first: Any, last: tf.Tensor, carried: _Carried, *, measure: bool) -> tuple[tf.Tensor, _Carried]:
-            one = functools.partial(body, measure=measure)
-            return tf.while_loop(lambda index, _: index < last, one, (first, carried))
+        def part(number: tf.Tensor, index: tf.Tensor, before: tf.Tensor, carried: _Carried) -> tuple[Any, ...]:
+            last = tf.equal(number, 1)
+            stop = tf.where(last, steps, steps - tf.cast(measure, tf.int32))
+            index, carried = tf.while_loop(
+                lambda index, _: index < stop,
+                lambda index, carried: body(index, carried, measure & last),
+                (index, carried),
+            )
+            with tf.control_dependencies([carried.done]):
+                before = tf.cond(measure & ~last, self._flat_params, lambda: before)
+            with tf.control_dependencies([before]):
+                carried = carried._replace(done=tf.identity(carried.done))
+            return number + 1, index, before, carried
 
-        # The last step is a loop of its own: what is measured around it costs the others nothing, not even a branch.
+        # In two parts, of which the second has the step to be measured: what is measured around it costs the others
+        # nothing, not even a branch. And in a loop over the two, as the step of many replicas takes seconds to trace.
         start = _Carried(began, began, reports, stamps, loss_scale)
-        index, carried = loop(tf.constant(0), measured, start, measure=False)
-        with tf.control_dependencies([carried.done]):
-            before = tf.cond(measure, self._flat_params, lambda: tf.zeros([0]))
-        with tf.control_dependencies([before]):
-            carried = carried._replace(done=tf.identity(carried.done))
-        _, carried = loop(index, steps, carried, measure=True)
+        values = (tf.constant(0), tf.constant(0), tf.zeros([0]), start)
+        shapes = (None, None, tf.TensorShape([None]), tf.nest.map_structure(lambda _: None, start))
+        *_, before, carried = tf.while_loop(lambda number, *_: number < 2, part, values, shape_invariants=shapes)
         with tf.control_dependencies([carried.done]):
             norms = tf.cond(measure, lambda: self._norms(before), lambda: tf.zeros([2]))
 
@@ -211,12 +218,14 @@ class TrainStep:
         )
 
     def _all_replicas(
-        self, batch: Any, step: tf.Tensor, rate: tf.Tensor, loss_scale: LossScale, measure: bool
+        self, batch: Any, step: tf.Tensor, rate: tf.Tensor, loss_scale: LossScale, measure: tf.Tensor
     ) -> tuple[tf.Tensor, LossScale, list[tf.Tensor]]:
         """One step on every replica: the report, the new loss scale, and when the first gradient that leaves early, all
         gradients, exchange and update were done."""
-        function = self._whole_step if self._whole_program else functools.partial(self._replica_step, measure=measure)
-        results = self.strategy.run(function, args=(batch, step, rate, loss_scale))
+        if self._whole_program:
+            results = self.strategy.run(self._whole_step, args=(batch, step, rate, loss_scale))
+        else:
+            results = self.strategy.run(self._replica_step, args=(batch, step, rate, loss_scale, measure))
         local = [self._local(part) for part in tf.nest.flatten(results)]
         report, new_scale, *times, _ = tf.nest.pack_sequence_as(results, [part[0] for part in local])
         if self._whole_program:  # an XLA program has no clock: its whole time counts as computing
@@ -238,7 +247,7 @@ class TrainStep:
         return self.strategy.experimental_local_results(value)
 
     def _replica_step(
-        self, batch: Any, step: tf.Tensor, rate: tf.Tensor, loss_scale: LossScale, *, measure: bool
+        self, batch: Any, step: tf.Tensor, rate: tf.Tensor, loss_scale: LossScale, measure: tf.Tensor | None
     ) -> tuple[tf.Tensor, LossScale, tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]:
         context = tf.distribute.get_replica_context()
         model = self.core.model
@@ -260,7 +269,9 @@ class TrainStep:
 
         # 4: the reduced gradient's mean, clipped: one factor.
         if context.num_replicas_in_sync > 1 or self.exchange.state:  # else it is this replica's own
-            norm_squared = self._norm_squared(gradients) if measure or self._clip_norm else tf.zeros([])
+            reduced = functools.partial(self._norm_squared, gradients)
+            always = measure is None or self._clip_norm
+            norm_squared = reduced() if always else tf.cond(measure, reduced, lambda: tf.zeros([]))
         factor = 1.0 / tf.maximum(vector[sidecar.COUNT], 1e-30)
         norm = tf.sqrt(norm_squared) * factor
         if self._clip_norm:
@@ -278,8 +289,8 @@ class TrainStep:
     def _measured_step(
         self, batch: Any, step: tf.Tensor, rate: tf.Tensor, loss_scale: LossScale
     ) -> tuple[tf.Tensor, LossScale, tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]:
-        """One program for measured steps and others: within XLA the norm is cheaper than a second compilation."""
-        return self._replica_step(batch, step, rate, loss_scale, measure=True)
+        """The step that takes its gradient's norm every time: within XLA that is cheaper than a branch."""
+        return self._replica_step(batch, step, rate, loss_scale, None)
 
     def _contribution(
         self, params: Tensors, state: Tensors, batch: Any, where: tuple[tf.Tensor, tf.Tensor], scale: tf.Tensor
