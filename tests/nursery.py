@@ -191,8 +191,8 @@ def _main(command: list[str]) -> int:
     import numpy as np
 
     np.random.seed()  # Python's own generator is seeded anew in a fork
-    unbuffered = command[0] == "-u"
-    command = command[unbuffered:]
+    unbuffered = command[0] == "-u" or bool(os.environ.get("PYTHONUNBUFFERED"))
+    command = command[command[0] == "-u" :]
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout = open(1, "w", buffering=-1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False, errors="backslashreplace")  # noqa: SIM115
