@@ -64,6 +64,20 @@ class Steps(NamedTuple):
     loss_scale: LossScale
 
 
+class _Outcome(NamedTuple):
+    """What one step gives on a replica; empty where there is nothing to tell.
+
+    Attributes:
+      report: Norm of the mean gradient, and the front of the summed sidecar.
+      loss_scale: The new loss scale, if one is in use.
+      times: When the first gradient that leaves early, all gradients, exchange and update were done, in seconds.
+    """
+
+    report: tf.Tensor
+    loss_scale: LossScale | tuple[()]
+    times: tuple[tf.Tensor, ...]
+
+
 class _Carried(NamedTuple):
     """What one step of a loop hands to the next; times in seconds."""
 
@@ -170,14 +184,13 @@ class TrainStep:
                 batch = next(iterator)
             fetched = self._clock(tf.nest.flatten(self._local(batch)))
             with tf.control_dependencies([fetched, carried.done]):
-                rate = self._learning_rate(step, rate_factor)
-                report, loss_scale, times = self._all_replicas(batch, step, rate, carried.loss_scale, measured)
+                report, loss_scale, times = self._all_replicas(batch, step, rate_factor, carried.loss_scale, measured)
             return index + 1, _Carried(
                 fetched,
                 times[-1],
                 carried.reports.write(index, report),
                 carried.stamps.write(index, tf.stack([fetched, *times])),
-                loss_scale if self._scale_loss else carried.loss_scale,
+                loss_scale or carried.loss_scale,
             )
 
         def part(number: tf.Tensor, index: tf.Tensor, before: tf.Tensor, carried: _Carried) -> tuple[Any, ...]:
@@ -218,20 +231,20 @@ class TrainStep:
         )
 
     def _all_replicas(
-        self, batch: Any, step: tf.Tensor, rate: tf.Tensor, loss_scale: LossScale, measure: tf.Tensor
-    ) -> tuple[tf.Tensor, LossScale, list[tf.Tensor]]:
-        """One step on every replica: the report, the new loss scale, and when the first gradient that leaves early, all
-        gradients, exchange and update were done."""
+        self, batch: Any, step: tf.Tensor, rate_factor: tf.Tensor, loss_scale: LossScale, measure: tf.Tensor
+    ) -> _Outcome:
+        """One step on every replica. The update is done when the last replica's is."""
         if self._whole_program:
-            results = self.strategy.run(self._whole_step, args=(batch, step, rate, loss_scale))
+            results = self.strategy.run(self._whole_step, args=(batch, step, rate_factor, loss_scale))
         else:
-            results = self.strategy.run(self._replica_step, args=(batch, step, rate, loss_scale, measure))
+            results = self.strategy.run(self._replica_step, args=(batch, step, rate_factor, loss_scale, measure))
         local = [self._local(part) for part in tf.nest.flatten(results)]
-        report, new_scale, *times, _ = tf.nest.pack_sequence_as(results, [part[0] for part in local])
+        outcome: _Outcome = tf.nest.pack_sequence_as(results, [part[0] for part in local])
         if self._whole_program:  # an XLA program has no clock: its whole time counts as computing
-            return report, new_scale, [self._clock([part[0] for part in local])] * 4
+            return outcome._replace(times=(self._clock([part[0] for part in local]),) * 4)
         done = local[-1]
-        return report, new_scale, [*times, tf.reduce_max(tf.stack(done)) if len(done) > 1 else done[0]]
+        last = tf.reduce_max(tf.stack(done)) if len(done) > 1 else done[0]
+        return outcome._replace(times=(*outcome.times[:-1], last))
 
     def _flat_params(self) -> tf.Tensor:
         """A copy of all trainable weights as one vector."""
@@ -247,8 +260,8 @@ class TrainStep:
         return self.strategy.experimental_local_results(value)
 
     def _replica_step(
-        self, batch: Any, step: tf.Tensor, rate: tf.Tensor, loss_scale: LossScale, measure: tf.Tensor | None
-    ) -> tuple[tf.Tensor, LossScale, tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]:
+        self, batch: Any, step: tf.Tensor, rate_factor: tf.Tensor, loss_scale: LossScale, measure: tf.Tensor | None
+    ) -> _Outcome:
         context = tf.distribute.get_replica_context()
         model = self.core.model
 
@@ -280,17 +293,16 @@ class TrainStep:
 
         # 5, 6: the update, or none, also where all examples were skipped; the loss scale.
         apply = _to_be_applied(vector)
-        done = tf.cond(apply, lambda: self._apply(gradients, vector, state, factor, rate), lambda: tf.identity(factor))
-        if self._scale_loss:
-            loss_scale = update_loss_scale(loss_scale, finite, self._growth_steps)
+        update = functools.partial(self._apply, gradients, vector, state, factor, step, rate_factor)
+        done = tf.cond(apply, update, lambda: tf.identity(factor))
+        new_scale = update_loss_scale(loss_scale, finite, self._growth_steps) if self._scale_loss else ()
         report = tf.concat([[norm], vector[: self.sidecar.report_length]], axis=0)
-        return report, loss_scale, first, computed, exchanged, self._replica_clock([done])
+        times = () if self._whole_program else (first, computed, exchanged, self._clock([done]))
+        return _Outcome(report, new_scale, times)
 
-    def _measured_step(
-        self, batch: Any, step: tf.Tensor, rate: tf.Tensor, loss_scale: LossScale
-    ) -> tuple[tf.Tensor, LossScale, tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]:
+    def _measured_step(self, batch: Any, step: tf.Tensor, rate_factor: tf.Tensor, loss_scale: LossScale) -> _Outcome:
         """The step that takes its gradient's norm every time: within XLA that is cheaper than a branch."""
-        return self._replica_step(batch, step, rate, loss_scale, None)
+        return self._replica_step(batch, step, rate_factor, loss_scale, None)
 
     def _contribution(
         self, params: Tensors, state: Tensors, batch: Any, where: tuple[tf.Tensor, tf.Tensor], scale: tf.Tensor
@@ -306,14 +318,20 @@ class TrainStep:
         return gradients, self.sidecar.pack(sums), sums.state
 
     def _apply_update(
-        self, gradients: Tensors, vector: tf.Tensor, local_state: Tensors, factor: tf.Tensor, rate: tf.Tensor
+        self,
+        gradients: Tensors,
+        vector: tf.Tensor,
+        local_state: Tensors,
+        factor: tf.Tensor,
+        step: tf.Tensor,
+        rate_factor: tf.Tensor,
     ) -> tf.Tensor:
         """Updates this replica's variables with gradient sums times `factor`; returns when that is done."""
         model = self.core.model
         groups = [model.trainable_variables, self.optimizer.variables, self._state]
         params, optimizer, state = (replica.own(variables) for variables in groups)
         weights, slots = ([copy.read_value() for copy in copies] for copies in (params, optimizer))
-        new = self._new_values(weights, slots, gradients, vector, local_state, factor, rate)
+        new = self._new_values(weights, slots, gradients, vector, local_state, factor, step, rate_factor)
         replica.assign([*params, *optimizer, *state], [value for group in new for value in group])
         return tf.identity(factor)
 
@@ -325,11 +343,12 @@ class TrainStep:
         vector: tf.Tensor,
         local_state: Tensors,
         factor: tf.Tensor,
-        rate: tf.Tensor,
+        step: tf.Tensor,
+        rate_factor: tf.Tensor,
     ) -> tuple[Tensors, Tensors, Tensors]:
         """New weights, optimizer state and model state, from gradient sums that are the same on every replica."""
         mean = [gradient * factor for gradient in gradients]
-        learning_rate = rate if self._schedule is not None else None
+        learning_rate = self._learning_rate(step, rate_factor) if self._schedule is not None else None
         new_params, new_optimizer = pure_apply(self.optimizer, optimizer, params, mean, learning_rate)
         every = zip(self.core.model.non_trainable_variables, self.sidecar.state(vector, local_state), strict=True)
         return new_params, new_optimizer, [value for variable, value in every if not is_seed_state(variable)]
