@@ -7,6 +7,9 @@ TensorFlow of the environment and, where `nvcc` is found, the CUDA sources as we
   CXX                the C++ compiler
   NVCC, CUDA_HOME    where to look for nvcc, before the PATH and /usr/local/cuda
   TFPAR_CUDA=0|1     leave the GPU kernels out, or fail where they cannot be built
+  TFPAR_CUDA_ARCHITECTURES="8.0 9.0"
+                     compute capabilities to compile for, each of which takes a minute or more; by default all that
+                     are known. GPUs later than the last are served too, from its PTX
   TFPAR_OPS_BUILD=0  install without the library: the reference in plain TensorFlow operations takes its place
 """
 
@@ -144,6 +147,23 @@ class Compiler:
         return cls(path, first_line, version, abi, tuple(compile_flags), tuple(link_flags))
 
 
+def wanted_architectures() -> tuple[str, ...]:
+    """The GPUs to compile for, as nvcc numbers them, the oldest first.
+
+    Raises:
+      PlatformError: `TFPAR_CUDA_ARCHITECTURES` names one that the kernels were not written for.
+    """
+    asked = re.findall(r"[^\s,;]+", os.environ.get("TFPAR_CUDA_ARCHITECTURES", ""))
+    numbers = {name.replace(".", "") for name in asked}
+    if unknown := sorted(numbers.difference(CUDA_ARCHITECTURES)):
+        known = ", ".join(f"{number[:-1]}.{number[-1]}" for number in CUDA_ARCHITECTURES)
+        raise PlatformError(
+            f"tfpar_ops: TFPAR_CUDA_ARCHITECTURES names {', '.join(unknown)}; known are {known} (later GPUs run the "
+            "PTX of the last), or leave it out for all of them"
+        )
+    return tuple(number for number in CUDA_ARCHITECTURES if not numbers or number in numbers)
+
+
 @dataclasses.dataclass(frozen=True)
 class Nvcc:
     """The CUDA compiler."""
@@ -194,7 +214,7 @@ class Nvcc:
         return cls(
             path,
             version[1] if version else "unknown",
-            tuple(number for number in CUDA_ARCHITECTURES if f"compute_{number}" in known),
+            tuple(number for number in wanted_architectures() if f"compute_{number}" in known),
             (f"-L{folder}", "-lcudart_static", "-ldl", "-lrt", "-lpthread") if folder else (),
         )
 

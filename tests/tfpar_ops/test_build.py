@@ -434,6 +434,13 @@ def test_an_nvcc_that_knows_only_some_gpus(build, monkeypatch, tmp_path, capsys)
     ]
     assert f"-L{tmp_path}" in found.link_flags
     assert "GPU kernels: CUDA 11.2, compute capability 7.5 and later" in capsys.readouterr().out
+    for asked in ("8.0", "80", "8.0, 9.0"):
+        monkeypatch.setenv("TFPAR_CUDA_ARCHITECTURES", asked)
+        assert build.Nvcc.find().flags()[-2:] == ["-gencode", "arch=compute_80,code=[sm_80,compute_80]"]
+    monkeypatch.setenv("TFPAR_CUDA_ARCHITECTURES", "8.0;5.2")
+    with pytest.raises(PlatformError, match=r"names 52; known are 7\.5, 8\.0, 8\.6, 8\.9, 9\.0 .*leave it out"):
+        build.Nvcc.find()
+    monkeypatch.delenv("TFPAR_CUDA_ARCHITECTURES")
     (tmp_path / "libcudart_static.a").unlink()
     assert build.Nvcc.find() is None
     assert "comes without libcudart_static.a" in capsys.readouterr().out

@@ -31,6 +31,8 @@ from tfpar.training.sidecar import Sidecar
 import keras
 import tensorflow as tf
 
+_SHORT = 4096  # elements
+
 
 class Norms(NamedTuple):
     """L2 norms over all trainable weights. Float32 scalars; zero where they were not asked for."""
@@ -381,17 +383,23 @@ def _norm_squared(tensors: Tensors) -> tf.Tensor:
 
 
 def _xla_norm_squared(tensors: Tensors) -> tf.Tensor:
-    """The same for XLA, which adds up one element after the other on a CPU (TensorFlow 2.21): eight at a time."""
-    lanes, parts = 8, []
+    """The same for XLA, which adds up one element after the other on a CPU (TensorFlow 2.21): eight at a time, and what
+    is short then of all tensors together, since each sum by itself is several calls."""
+    lanes, short, sums = 8, [], []
     for tensor in tensors:
         flat = tf.reshape(tensor, [-1])
         length = flat.shape[0] // lanes
         if length > lanes:
             columns = tf.split(flat[: lanes * length], lanes)
-            parts.append(tf.reduce_sum(tf.add_n([tf.square(column) for column in columns])))
+            added = tf.add_n([tf.square(column) for column in columns])
+            if length > _SHORT:
+                sums.append(tf.reduce_sum(added))
+            else:
+                short.append(added)
             flat = flat[lanes * length :]
-        parts.append(tf.reduce_sum(tf.square(flat)))
-    return tf.add_n(parts)
+        if flat.shape[0]:
+            short.append(tf.square(flat))
+    return tf.add_n([tf.reduce_sum(tf.concat(short, axis=0)), *sums]) if short else tf.add_n(sums)
 
 
 def _durations(began: tf.Tensor, stamps: tf.Tensor) -> tf.Tensor:
