@@ -87,7 +87,7 @@ class _Carried(NamedTuple):
     done: tf.Tensor
     reports: tf.TensorArray
     stamps: tf.TensorArray
-    loss_scale: LossScale
+    loss_scale: LossScale | tuple[()]  # empty where none is in use
 
 
 class TrainStep:
@@ -186,13 +186,14 @@ class TrainStep:
                 batch = next(iterator)
             fetched = self._clock(tf.nest.flatten(self._local(batch)))
             with tf.control_dependencies([fetched, carried.done]):
-                report, loss_scale, times = self._all_replicas(batch, step, rate_factor, carried.loss_scale, measured)
+                scale = carried.loss_scale or loss_scale
+                report, new_scale, times = self._all_replicas(batch, step, rate_factor, scale, measured)
             return index + 1, _Carried(
                 fetched,
                 times[-1],
                 carried.reports.write(index, report),
                 carried.stamps.write(index, tf.stack([fetched, *times])),
-                loss_scale or carried.loss_scale,
+                new_scale,
             )
 
         def part(number: tf.Tensor, index: tf.Tensor, before: tf.Tensor, carried: _Carried) -> tuple[Any, ...]:
@@ -211,7 +212,7 @@ class TrainStep:
 
         # In two parts, of which the second has the step to be measured: what is measured around it costs the others
         # nothing, not even a branch. And in a loop over the two, as the step of many replicas takes seconds to trace.
-        start = _Carried(began, began, reports, stamps, loss_scale)
+        start = _Carried(began, began, reports, stamps, loss_scale if self._scale_loss else ())
         values = (tf.constant(0), tf.constant(0), tf.zeros([0]), start)
         shapes = (None, None, tf.TensorShape([None]), tf.nest.map_structure(lambda _: None, start))
         *_, before, carried = tf.while_loop(lambda number, *_: number < 2, part, values, shape_invariants=shapes)
@@ -229,7 +230,7 @@ class TrainStep:
             metrics=self.sidecar.metrics(sums),
             norms=Norms(gradient_norm[-1], norms[0], norms[1]),
             learning_rate=self._learning_rate(first_step + tf.cast(steps - 1, tf.int64), rate_factor),
-            loss_scale=carried.loss_scale,
+            loss_scale=carried.loss_scale or loss_scale,
         )
 
     def _all_replicas(
