@@ -8,8 +8,8 @@ with their own number, session, environment, folder, output and signals. Tests o
 
 from __future__ import annotations
 
-import atexit
 import contextlib
+import ctypes
 import functools
 import gc
 import inspect
@@ -180,10 +180,8 @@ def _become(
     except BaseException:
         traceback.print_exc()
     finally:
-        for finish in (threading._shutdown, atexit._run_exitfuncs, sys.stdout.flush, sys.stderr.flush):
-            with contextlib.suppress(BaseException):
-                finish()
-        os._exit(code)
+        # The end of the interpreter, with all that it does then, from the middle of what is no longer of interest.
+        ctypes.pythonapi.Py_Exit(code)
 
 
 def _main(command: list[str]) -> int:

@@ -421,8 +421,8 @@ def test_an_nvcc_that_knows_only_some_gpus(build, monkeypatch, tmp_path, capsys)
         f'--dryrun) echo \'#$ LIBRARIES=  "-L{tmp_path}/stubs" "-L{tmp_path}"\' >&2;;\nesac\n'
     )
     nvcc.chmod(0o755)
-    monkeypatch.delenv("TFPAR_CUDA", raising=False)
-    monkeypatch.delenv("NVCC", raising=False)
+    for name in ("TFPAR_CUDA", "TFPAR_CUDA_ARCHITECTURES", "NVCC"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     found = build.Nvcc.find()
     assert found.path == str(nvcc)

@@ -260,14 +260,10 @@ class AsynchronousRun:
         return "/job:chief/replica:0/task:0/device:CPU:0"
 
     def _evaluate(self, step: int, params: list[tf.Tensor], state: list[tf.Tensor]) -> tuple[int, dict[str, float]]:
-        assert self.validation is not None
         core = self.trainer.core
         total: list[np.ndarray] | None = None
         with tf.device(self._chief_device()):
-            pipeline = inputs.Pipeline(
-                self.validation, self.config.input, accumulate_steps=1, replicas=1, workers=1, seed=0, training=False
-            )
-            for batch in pipeline.dataset(0, 1):
+            for batch in self._validation_batches:
                 sums = self._evaluate_batch(params, state, batch)
                 row = [np.asarray(part, np.float64) for part in (sums.loss, sums.count, *sums.metrics)]
                 total = row if total is None else [a + b for a, b in zip(total, row, strict=True)]
@@ -275,6 +271,16 @@ class AsynchronousRun:
                 return step, {}
             loss, count, *metrics = total
             return step, {"loss": float(loss / count), "examples": float(count), **core.metric_results(metrics)}
+
+    @functools.cached_property
+    def _validation_batches(self) -> tf.data.Dataset:
+        """Made once: TensorFlow 2.21 tells all workers of every function that is traced, and does so with Python's lock
+        held, so that a worker which does not answer then keeps the chief from noticing."""
+        assert self.validation is not None
+        pipeline = inputs.Pipeline(
+            self.validation, self.config.input, accumulate_steps=1, replicas=1, workers=1, seed=0, training=False
+        )
+        return pipeline.dataset(0, 1)
 
     def _collect_evaluation(self, *, wait: bool) -> None:
         if self._evaluation is None or not (wait or self._evaluation.done()):
