@@ -1,4 +1,4 @@
-"""Evaluates a trained model on a data set, on any strategy.
+"""Evaluates a trained model on a data set, on any synchronous strategy.
 
 python experiments/evaluate.py --model_file=runs/quickstart/model.keras --dataset=digits
 """

@@ -323,7 +323,7 @@ def _build_tpu(plan: Plan) -> Layout:
         resolver = tf.distribute.cluster_resolver.TPUClusterResolver(tpu=plan.tpu or "local")
         tf.config.experimental_connect_to_cluster(resolver)
         tf.tpu.experimental.initialize_tpu_system(resolver)
-    except (ValueError, tf.errors.OpError) as error:
+    except (ValueError, OSError, tf.errors.OpError) as error:  # OSError: the cloud's API does not answer
         raise ConfigError(
             f"--tpu={plan.tpu!r}: the TPU cannot be reached ({error}). Check the name, or use --tpu=local on a TPU VM."
         ) from error

@@ -33,15 +33,17 @@ def read(variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
     return [variable.read_value() for variable in own(variables)]
 
 
-def assign(copies: Sequence[Any], values: Sequence[tf.Tensor]) -> None:
-    """Stores values in copies that `own` gave, with the same values on every replica."""
+def assign(copies: Sequence[Any], values: Sequence[tf.Tensor]) -> list[tf.Operation]:
+    """Stores values in copies that `own` gave, with the same values on every replica; returns what does so."""
+    stored = []
     for copy, value in zip(copies, values, strict=True):
         if _on_tpu():
             # In a TPU replica the handle of a mirrored variable is the replicated one, and a raw assignment to it is
             # local (TensorFlow 2.21, `tpu_util.make_raw_assign_fn` does the same).
-            tf.raw_ops.AssignVariableOp(resource=copy.handle, value=tf.cast(value, copy.dtype))
+            stored.append(tf.raw_ops.AssignVariableOp(resource=copy.handle, value=tf.cast(value, copy.dtype)))
         else:
-            copy.assign(value, read_value=False)
+            stored.append(copy.assign(value, read_value=False))
+    return stored
 
 
 def static_replica_id() -> int:

@@ -299,7 +299,8 @@ class TrainStep:
         update = functools.partial(self._apply, gradients, vector, state, factor, step, rate_factor)
         done = tf.cond(apply, update, lambda: tf.identity(factor))
         new_scale = update_loss_scale(loss_scale, finite, self._growth_steps) if self._scale_loss else ()
-        report = tf.concat([[norm], vector[: self.sidecar.report_length]], axis=0)
+        with tf.control_dependencies([done]):  # where this is no XLA program, there is a report before
+            report = tf.concat([[norm], vector[: self.sidecar.report_length]], axis=0)
         times = () if self._whole_program else (first, computed, exchanged, self._clock([done]))
         return _Outcome(report, new_scale, times)
 
@@ -335,8 +336,9 @@ class TrainStep:
         params, optimizer, state = (replica.own(variables) for variables in groups)
         weights, slots = ([copy.read_value() for copy in copies] for copies in (params, optimizer))
         new = self._new_values(weights, slots, gradients, vector, local_state, factor, step, rate_factor)
-        replica.assign([*params, *optimizer, *state], [value for group in new for value in group])
-        return tf.identity(factor)
+        stored = replica.assign([*params, *optimizer, *state], [value for group in new for value in group])
+        with tf.control_dependencies(stored):
+            return tf.identity(factor)
 
     def _updated(
         self,

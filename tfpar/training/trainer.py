@@ -174,7 +174,15 @@ class Trainer:
 
         Returns:
           `loss`, `examples`, and one entry per metric.
+
+        Raises:
+          ConfigError: The strategy is `parameter_server`, whose chief alone evaluates, beside the training.
         """
+        if not self.plan.synchronous:
+            raise ConfigError(
+                "--strategy=parameter_server evaluates while it trains: give fit(validation=...). To evaluate a model "
+                "that is trained, use --strategy=one_device, mirrored or multi_worker."
+            )
         pipeline, elements = self._evaluation_inputs(source)
         weights = self.evaluated_weights()
         if self._evaluation is None or not all(map(operator.is_, self._evaluation.weights, weights)):
