@@ -9,7 +9,9 @@ TensorFlow of the environment and, where `nvcc` is found, the CUDA sources as we
   TFPAR_CUDA=0|1     leave the GPU kernels out, or fail where they cannot be built
   TFPAR_CUDA_ARCHITECTURES="8.0 9.0"
                      compute capabilities to compile for, each of which takes a minute or more; by default all that
-                     are known. GPUs later than the last are served too, from its PTX
+                     are known. GPUs later than the last are served too, from its PTX; an earlier one
+                     by the next lower of the same major version. A tree that is set up is built again by
+                     `python setup.py build_ext --inplace`
   TFPAR_OPS_BUILD=0  install without the library: the reference in plain TensorFlow operations takes its place
 """
 
@@ -195,7 +197,8 @@ class Nvcc:
             if path is not None:
                 found = cls._ask(path)
                 if found.architectures and found.link_flags:
-                    say(f"GPU kernels: CUDA {found.version}, compute capability {found.capabilities[0]} and later")
+                    capabilities = ", ".join(found.capabilities)
+                    say(f"GPU kernels: CUDA {found.version}, compute capability {capabilities} and later")
                     return found
                 problem = f"{path} knows none of our GPUs, or comes without libcudart_static.a"
         if wanted == "1":

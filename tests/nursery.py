@@ -3,7 +3,8 @@
 A new interpreter takes three seconds of processor time to import TensorFlow and Keras, and these tests start hundreds.
 `run` and `Popen` are those of `subprocess`, for programs of this interpreter, but fork them from a process that has
 imported both and used neither. What they start, and what `tfpar.launch` starts in them, are processes as any other:
-with their own number, session, environment, folder, output and signals. Tests of the start itself use `subprocess`.
+with their own number, session, environment, folder, output and signals. Tests of the start itself use `subprocess`, and
+so do those of variables that are read as Python starts or packages are imported (PYTHONPATH, TFDS_DATA_DIR).
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ _DEFAULTS = (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGWINCH, sig
 _PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
 _NUMBER = struct.Struct("<q")  # a length, a process, an exit code
 _exec = subprocess.Popen
+_kept: list[subprocess.Popen] = []  # for as long as its standard input is open, it goes on
 _arguments_of = inspect.signature(_exec._execute_child).bind
 
 
@@ -98,7 +100,9 @@ def run(
 
 
 def _receive(connection: socket.socket) -> int:
-    return _NUMBER.unpack(connection.recv(_NUMBER.size))[0]
+    received = connection.recv(_NUMBER.size, socket.MSG_WAITALL)
+    assert len(received) == _NUMBER.size, "the process that others are forked from has ended"
+    return _NUMBER.unpack(received)[0]
 
 
 @functools.cache
@@ -116,6 +120,7 @@ def _nursery() -> str:
         stdout=subprocess.PIPE,
         start_new_session=True,  # signals to the tests' group are not for it: it ends once they have
     )
+    _kept.append(process)
     assert process.stdout is not None
     assert process.stdout.readline() == b"ready\n"
     return path

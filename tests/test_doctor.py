@@ -179,7 +179,9 @@ def test_a_gpu_that_tensorflow_does_not_see(tmp_path: Path, monkeypatch: pytest.
 
 H100 = {"device_name": "NVIDIA H100", "compute_capability": "(9, 0)"}
 P100 = {"device_name": "Tesla P100", "compute_capability": "(6, 0)"}
+L4 = {"device_name": "NVIDIA L4", "compute_capability": "(8, 9)"}
 CUDA_12_5 = {"cuda": "12.5", "cuda_capabilities": ["7.5", "8.0", "9.0"]}
+CUDA_GAP = {"cuda": "12.5", "cuda_capabilities": ["7.5", "9.0"]}
 CUDA_13 = {**CUDA_12_5, "cuda": "13.0"}
 
 
@@ -191,7 +193,9 @@ CUDA_13 = {**CUDA_12_5, "cuda": "13.0"}
         ({"cuda": ""}, [H100], "", WARN, "no GPU kernels: codecs", "make setup"),
         (CUDA_13, [], "", OK, "built with CUDA 13.0, TensorFlow with 12.5.1; no GPU here", ""),
         (CUDA_12_5, [H100], "", OK, "built with CUDA 12.5, TensorFlow with 12.5.1", ""),
-        (CUDA_12_5, [H100, P100], "", FAIL, "Tesla P100: compute capability below 7.5", "CUDA_VISIBLE_DEVICES"),
+        (CUDA_12_5, [H100, P100], "", FAIL, "no kernels for Tesla P100", "CUDA_VISIBLE_DEVICES"),
+        (CUDA_12_5, [L4], "", OK, "built with CUDA 12.5", ""),
+        (CUDA_GAP, [H100, L4], "", FAIL, "7.5, 9.0 and later: no kernels for NVIDIA L4", "TFPAR_CUDA_ARCHITECTURES"),
         (CUDA_13, [H100], "", WARN, "another major version, which needs a driver of 580", "nvidia-smi"),
         (CUDA_13, [H100], "580.65.06", OK, "built with CUDA 13.0", ""),
         (CUDA_13, [H100], "550.54", FAIL, "need a driver of 580 or later, and this one is 550", "Update the driver"),

@@ -139,13 +139,18 @@ def _check_ops_cuda(built: dict[str, Any], facts: dict[str, Any]) -> Check:
     detail = f"built with CUDA {ours}" + (f", TensorFlow with {theirs}" if theirs else ", TensorFlow without CUDA")
     if not gpus:
         return Check(name, OK, f"{detail}; no GPU here that would run them")
-    least = built.get("cuda_capabilities") or ["0.0"]
-    lowest = min(tuple(map(int, capability.split("."))) for capability in least)
-    old = [gpu for gpu in gpus if _capability(gpu) < lowest]
-    if old:
-        shown = ", ".join(gpu.get("device_name", "GPU") for gpu in old)
-        found = f"{detail}; {shown}: compute capability below {lowest[0]}.{lowest[1]}, the lowest it has kernels for"
-        return Check(name, FAIL, found, "Hide this GPU with CUDA_VISIBLE_DEVICES, or train with --exchange=none.")
+    capabilities = built.get("cuda_capabilities") or ["0.0"]
+    without = [gpu for gpu in gpus if not _has_kernels(_capability(gpu), capabilities)]
+    if without:
+        shown = ", ".join(gpu.get("device_name", "GPU") for gpu in without)
+        found = f"{detail}, for compute capability {', '.join(capabilities)} and later: no kernels for {shown}"
+        return Check(
+            name,
+            FAIL,
+            found,
+            "Build again without TFPAR_CUDA_ARCHITECTURES (python setup.py build_ext --inplace), hide this GPU with "
+            "CUDA_VISIBLE_DEVICES, or train with --exchange=none.",
+        )
     major, drivers = int(ours.split(".")[0]), [int(line.rsplit(",", 1)[-1].split(".")[0]) for line in _nvidia_smi()]
     needed = _OLDEST_DRIVER.get(major)
     if needed and drivers and min(drivers) < needed:
@@ -156,6 +161,12 @@ def _check_ops_cuda(built: dict[str, Any], facts: dict[str, Any]) -> Check:
         found = f"{detail}: another major version, which needs {needs}, whatever TensorFlow's own needs"
         return Check(name, WARN, found, f"Look at nvidia-smi; or build with TensorFlow's CUDA: {build_again}")
     return Check(name, OK, detail)
+
+
+def _has_kernels(capability: tuple[int, ...], built: list[str]) -> bool:
+    """Machine code runs on GPUs of its major version from its minor version on, PTX (of the last) on all later ones."""
+    known = sorted(tuple(map(int, number.split("."))) for number in built)
+    return capability >= known[-1] or any(own[0] == capability[0] and own <= capability for own in known)
 
 
 def _capability(gpu: dict[str, str]) -> tuple[int, ...]:

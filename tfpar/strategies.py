@@ -116,9 +116,10 @@ def plan(config: StrategyConfig, cluster: ClusterInfo | None = None) -> Plan:
     if name == "mirrored":
         return Plan(local_replicas=devices, **common)
     if cluster is None:
+        tasks = "--workers=2 --ps=1" if name == "parameter_server" else "--workers=2"
         raise ConfigError(
             f"--strategy={name} needs a cluster and found none. Start the script with `python -m tfpar.launch "
-            "--workers=2 -- SCRIPT FLAGS...`, or set TF_CONFIG (see the README, 'On a cluster')."
+            f"{tasks} -- SCRIPT FLAGS...`, or set TF_CONFIG (see the README, 'On a cluster')."
         )
     common |= {"workers": cluster.num_workers, "worker": cluster.worker_rank, "cluster": cluster}
     common |= {"peer_timeout": config.peer_timeout, "start_timeout": config.start_timeout}

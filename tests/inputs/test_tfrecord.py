@@ -120,6 +120,13 @@ def test_command_line_ends_with_the_error(tmp_path, capsys):
         assert message in capsys.readouterr().err
 
 
+def test_an_empty_source_is_refused(tmp_path):
+    (tmp_path / "book.txt").write_text("short")
+    with pytest.raises(ConfigError, match=r"has no example to write.*--sequence_length"):
+        write.write(InputConfig(dataset=f"text:{tmp_path}/book.txt"), str(tmp_path / "out"), shards=1)
+    assert not (tmp_path / "out").exists()
+
+
 def test_wrong_flags_on_the_command_line_are_one_line():
     for flag in ("--shards=few", "--shard=3"):
         command = [sys.executable, "-m", "tfpar.inputs.write", "--output=new", flag]

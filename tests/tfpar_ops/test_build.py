@@ -433,7 +433,7 @@ def test_an_nvcc_that_knows_only_some_gpus(build, monkeypatch, tmp_path, capsys)
         *("-gencode", "arch=compute_86,code=[sm_86,compute_86]"),
     ]
     assert f"-L{tmp_path}" in found.link_flags
-    assert "GPU kernels: CUDA 11.2, compute capability 7.5 and later" in capsys.readouterr().out
+    assert "GPU kernels: CUDA 11.2, compute capability 7.5, 8.0, 8.6 and later" in capsys.readouterr().out
     for asked in ("8.0", "80", "8.0, 9.0"):
         monkeypatch.setenv("TFPAR_CUDA_ARCHITECTURES", asked)
         assert build.Nvcc.find().flags()[-2:] == ["-gencode", "arch=compute_80,code=[sm_80,compute_80]"]

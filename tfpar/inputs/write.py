@@ -47,13 +47,18 @@ def write(
       Number of records by file name.
 
     Raises:
-      ConfigError: `output` exists, `shards` is not positive, the source cannot be built, or an example cannot be used.
+      ConfigError: `output` exists, `shards` is not positive, the source cannot be built or is empty, or an example
+        cannot be used.
     """
     if shards < 1:
         raise ConfigError(f"--shards={shards} must be at least 1.")
     if os.path.exists(output):
         raise ConfigError(f"--output={output!r} exists. Give a new directory, or remove that one first.")
     sources = [registry.build_source(config, split, seed) for split in tfrecord.SPLITS]
+    if not any(source.info.num_examples for source in sources):
+        raise ConfigError(
+            f"--dataset={config.dataset!r} has no example to write. For text, a smaller --sequence_length may help."
+        )
     parent = os.path.dirname(os.path.abspath(output))
     os.makedirs(parent, exist_ok=True)
     workplace = tempfile.mkdtemp(prefix=f".{os.path.basename(output)}.", dir=parent)
