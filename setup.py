@@ -149,6 +149,11 @@ class Compiler:
         return cls(path, first_line, version, abi, tuple(compile_flags), tuple(link_flags))
 
 
+def capability(number: str) -> str:
+    """What nvcc numbers `75`, as NVIDIA writes it: `7.5`."""
+    return f"{number[:-1]}.{number[-1]}"
+
+
 def wanted_architectures() -> tuple[str, ...]:
     """The GPUs to compile for, as nvcc numbers them, the oldest first.
 
@@ -158,7 +163,7 @@ def wanted_architectures() -> tuple[str, ...]:
     asked = re.findall(r"[^\s,;]+", os.environ.get("TFPAR_CUDA_ARCHITECTURES", ""))
     numbers = {name.replace(".", "") for name in asked}
     if unknown := sorted(numbers.difference(CUDA_ARCHITECTURES)):
-        known = ", ".join(f"{number[:-1]}.{number[-1]}" for number in CUDA_ARCHITECTURES)
+        known = ", ".join(map(capability, CUDA_ARCHITECTURES))
         raise PlatformError(
             f"tfpar_ops: TFPAR_CUDA_ARCHITECTURES names {', '.join(unknown)}; known are {known} (later GPUs run the "
             "PTX of the last), or leave it out for all of them"
@@ -224,7 +229,7 @@ class Nvcc:
     @property
     def capabilities(self) -> list[str]:
         """Compute capabilities, as `7.5`."""
-        return [f"{number[:-1]}.{number[-1]}" for number in self.architectures]
+        return list(map(capability, self.architectures))
 
     def flags(self) -> list[str]:
         """Of every CUDA source: code for each GPU we know, and PTX of the last for those to come."""

@@ -46,17 +46,8 @@ class Popen(subprocess.Popen):
         given = _arguments_of(self, *args).arguments
         self._connection = socket.socket(socket.AF_UNIX)
         self._connection.connect(_nursery())
-        files = [given["p2cread"], given["c2pwrite"], given["errwrite"]]
-        files = [number if file == -1 else file for number, file in enumerate(files)]
-        request = pickle.dumps(
-            {
-                "command": list(map(os.fspath, given["args"]))[1:],
-                "environ": dict(os.environ if given["env"] is None else given["env"]),
-                "folder": os.fspath(given["cwd"] or os.getcwd()),
-                "session": given["start_new_session"],
-            }
-        )
-        socket.send_fds(self._connection, [_NUMBER.pack(len(request))], files)
+        request = pickle.dumps(_program(given))
+        socket.send_fds(self._connection, [_NUMBER.pack(len(request))], _files(given))
         self._connection.sendall(request)
         self._child_created = True
         self.pid = _receive(self._connection)
@@ -99,6 +90,23 @@ def run(
     return done
 
 
+def _program(given: dict[str, Any]) -> dict[str, Any]:
+    """What `_become` is told, from the arguments of `_execute_child`."""
+    return {
+        "command": list(map(os.fspath, given["args"]))[1:],
+        "environ": dict(os.environ if given["env"] is None else given["env"]),
+        "folder": os.fspath(given["cwd"] or os.getcwd()),
+        "session": given["start_new_session"],
+    }
+
+
+def _files(given: dict[str, Any]) -> list[int]:
+    """Its standard input, output and errors; this process's own where it has none of its own."""
+    return [
+        number if given[name] == -1 else given[name] for number, name in enumerate(("p2cread", "c2pwrite", "errwrite"))
+    ]
+
+
 def _receive(connection: socket.socket) -> int:
     received = connection.recv(_NUMBER.size, socket.MSG_WAITALL)
     assert len(received) == _NUMBER.size, "the process that others are forked from has ended"
@@ -139,14 +147,7 @@ class _Forked(subprocess.Popen):
         self.pid = os.fork()
         self._child_created = True
         if self.pid == 0:
-            _become(
-                command[1:],
-                environ=dict(os.environ if given["env"] is None else given["env"]),
-                folder=os.fspath(given["cwd"] or os.getcwd()),
-                session=given["start_new_session"],
-                files=[given["p2cread"], given["c2pwrite"], given["errwrite"]],
-                prepare=given["preexec_fn"],
-            )
+            _become(**_program(given), files=_files(given), prepare=given["preexec_fn"])
         self._close_pipe_fds(*(given[name] for name in _PIPES))
         return None
 
@@ -167,7 +168,7 @@ def _become(
         for number in _DEFAULTS:
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        kept = [os.dup(number if file == -1 else file) for number, file in enumerate(files)]
+        kept = [os.dup(file) for file in files]
         for number, file in enumerate(kept):
             os.dup2(file, number)
         if session:
