@@ -5,12 +5,20 @@ RUN := $(VENV)/bin/python
 PACKAGES := $(VENV)/.tfpar-packages
 STAMP := $(VENV)/.tfpar-installed
 LIBRARY := tfpar_ops/libtfpar_ops.so
+OPTIONS := $(VENV)/.tfpar-options
 NATIVE := $(shell find tfpar_ops -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 WORKDIR ?= runs/quickstart
 # How gradients travel in make train: 8-bit integers with error feedback, which learn as well as float32 (README.md).
 EXCHANGE ?= int8
 # Two test processes: on two cores more would only wait for each other.
 TEST_PROCESSES ?= 2
+
+# What the library was last built with stays so until these variables say otherwise, or another nvcc is found.
+-include $(OPTIONS)
+export TFPAR_CUDA TFPAR_CUDA_ARCHITECTURES
+FOUND := $(firstword $(shell command -v $(NVCC)) $(wildcard $(CUDA_HOME:=/bin/nvcc) $(CUDA_PATH:=/bin/nvcc)) \
+  $(shell command -v nvcc) $(wildcard /usr/local/cuda/bin/nvcc))
+BUILDS := $(TFPAR_CUDA)|$(strip $(TFPAR_CUDA_ARCHITECTURES))|$(if $(filter 0,$(TFPAR_CUDA)),,$(FOUND))
 
 .PHONY: help setup train test native-test network-tools sanitize fuzz chaos lint format bench clean missing
 
@@ -40,8 +48,13 @@ $(PACKAGES): setup.py pyproject.toml
 	@touch $@
 
 # In place and incremental: only what changed is compiled.
+ifneq ($(BUILDS),$(BUILT))
+$(STAMP): missing
+endif
 $(STAMP): $(PACKAGES) $(NATIVE) $(if $(wildcard $(LIBRARY)),,missing)
 	@$(RUN) setup.py --quiet build_ext --inplace
+	@printf '%s\n' 'TFPAR_CUDA ?= $(TFPAR_CUDA)' 'TFPAR_CUDA_ARCHITECTURES ?= $(TFPAR_CUDA_ARCHITECTURES)' \
+	  'BUILT := $(BUILDS)' > $(OPTIONS)
 	@touch $@
 
 # A finished run of before is moved aside: its workdir would otherwise be resumed, and nothing would be left to do.

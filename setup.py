@@ -10,8 +10,7 @@ TensorFlow of the environment and, where `nvcc` is found, the CUDA sources as we
   TFPAR_CUDA_ARCHITECTURES="8.0 9.0"
                      compute capabilities to compile for, each of which takes a minute or more; by default all that
                      are known. GPUs later than the last are served too, from its PTX; an earlier one
-                     by the next lower of the same major version. A tree that is set up is built again by
-                     `python setup.py build_ext --inplace`
+                     by the next lower of the same major version
   TFPAR_OPS_BUILD=0  install without the library: the reference in plain TensorFlow operations takes its place
 """
 

@@ -5,6 +5,7 @@ python experiments/evaluate.py --model_file=runs/quickstart/model.keras --datase
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import tfpar
@@ -21,6 +22,8 @@ SPLIT = absl_flags.DEFINE_enum("split", "validation", ["train", "validation"], "
 
 def main(_: list[str]) -> None:
     config = flags.experiment_config()
+    # A batch that does not divide costs an evaluation nothing but padding.
+    config = dataclasses.replace(config, input=dataclasses.replace(config.input, uneven_batches=True))
     if not MODEL_FILE.value:
         raise ConfigError("--model_file is missing: name a .keras file, e.g. --model_file=runs/quickstart/model.keras.")
     tfpar.check(config)

@@ -60,6 +60,11 @@ def main(_: list[str]) -> None:
             raise ConfigError(f"--format=onnx needs {error.name}: pip install 'tfpar[onnx]'.") from error
     tfpar.check_model_file(MODEL_FILE.value)
     source = inputs.build_source(config.input, "validation")
+    if not source.info.num_examples:
+        raise ConfigError(
+            f"--dataset={config.input.dataset}: the validation split is empty, and the export is checked on it. Hold "
+            "out more: --validation_fraction."
+        )
     tfpar.start(config)
     model = tfpar.load_model(MODEL_FILE.value, tfpar.task_spec(source))
     if FORMAT.value == "onnx" and any(layer.compute_dtype == "bfloat16" for layer in model.layers):

@@ -238,6 +238,18 @@ def _code_of(end: SystemExit) -> int:
     return 1
 
 
+def _request(connection: socket.socket) -> tuple[bytes, list[int]]:
+    """What `Popen` sends, and its files; nothing where it ended meanwhile."""
+    files: list[int] = []
+    with contextlib.suppress(OSError, struct.error):
+        head, files, *_ = socket.recv_fds(connection, _NUMBER.size, 3)
+        length = _NUMBER.unpack(head)[0]
+        request = connection.recv(length, socket.MSG_WAITALL)
+        if len(request) == length:
+            return request, files
+    return b"", files
+
+
 def _serve(path: str) -> None:
     """Forks a process for each request; ends when the tests have, which hold its standard input open."""
     listener = socket.socket(socket.AF_UNIX)
@@ -255,17 +267,16 @@ def _serve(path: str) -> None:
                 return
             if key.fileobj is listener:
                 connection, _ = listener.accept()
-                head, files, *_ = socket.recv_fds(connection, _NUMBER.size, 3)
-                request, length = b"", _NUMBER.unpack(head)[0]
-                while len(request) < length:
-                    request += connection.recv(length - len(request))
-                pid = os.fork()
-                if pid == 0:
+                request, files = _request(connection)
+                pid = os.fork() if request else 0  # none where who asked is gone
+                if request and pid == 0:
                     _become(**pickle.loads(request), files=files)
                 for file in files:
                     os.close(file)
-                connection.sendall(_NUMBER.pack(pid))
-                selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, connection))
+                if pid:
+                    with contextlib.suppress(OSError):
+                        connection.sendall(_NUMBER.pack(pid))
+                    selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, connection))
             else:
                 pid, connection = key.data
                 code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 
 from tfpar import cluster, strategies
 from tfpar.config import ConfigError, StrategyConfig
@@ -37,6 +38,7 @@ def test_plan(options, jobs, name, replicas):
     plan = strategies.plan(StrategyConfig(**options), of_cluster(**jobs) if jobs else None)
     assert (plan.name, plan.replicas) == (name, replicas)
     assert plan.reason in plan.describe()
+    assert ("a run of its own" in plan.reason) == (name == "one_device" and jobs is not None)
 
 
 @pytest.mark.parametrize(
@@ -75,3 +77,11 @@ def test_more_devices_after_start_up_are_refused():
 def test_an_unreachable_tpu_is_a_plain_error():
     with pytest.raises(ConfigError, match="--tpu='local'"):
         strategies.build(strategies.plan(StrategyConfig(strategy="tpu", tpu="local")))
+
+
+def test_a_tpu_address_where_nothing_listens_is_refused_at_once():
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # and does not listen
+        address = f"grpc://127.0.0.1:{unused.getsockname()[1]}"
+        with pytest.raises(ConfigError, match="nothing listens"):
+            strategies.build(strategies.plan(StrategyConfig(strategy="tpu", tpu=address)))

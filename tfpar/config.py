@@ -225,7 +225,8 @@ class TrainConfig(Options):
     jit_compile: str = option(
         "auto",
         "XLA for forward and backward: 'auto' compiles, except where a model synchronises batch statistics across "
-        "replicas. Without XLA, a compressed exchange overlaps the backward pass, which pays on slow links.",
+        "replicas, and convolutional models on CPUs, where XLA is slower. Without XLA, a compressed exchange "
+        "overlaps the backward pass, which pays on slow links.",
         choices=("auto", "true", "false"),
     )
     steps_per_loop: int = option(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import socket
 from typing import Any
 
 from tfpar import endings, listening, peers
@@ -22,6 +23,8 @@ from tensorflow.python.distribute import collective_all_reduce_strategy, collect
 
 # What TensorFlow 2.21 says of devices and collectives that are configured when its runtime is up already.
 _TOO_LATE = re.compile("after being initialized|at program startup|already configured|after initialization")
+
+_TPU_CONNECT_S = 20.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,6 +112,8 @@ def plan(config: StrategyConfig, cluster: ClusterInfo | None = None) -> Plan:
         )
     devices = config.devices or (gpus if name != "one_device" and gpus else 1)
     common: dict[str, Any] = {"name": name, "reason": reason, "device_type": device_type}
+    if name in ("one_device", "mirrored") and cluster is not None and cluster.num_workers > 1:
+        common["reason"] += f"; each of the {cluster.num_workers} workers in {cluster.source} has a run of its own"
     if name == "one_device":
         if devices > 1:
             raise ConfigError(f"--devices={devices} needs --strategy=mirrored; --strategy=one_device uses one.")
@@ -319,7 +324,22 @@ def _build_parameter_server(plan: Plan) -> tf.distribute.Strategy:
     raise AssertionError("a server of TensorFlow serves until its process is ended")
 
 
+def _check_listens(address: str) -> None:
+    """Refuses the address of a TPU where nothing listens: TensorFlow 2.21 would try it for several minutes."""
+    given = re.fullmatch(r"grpc://(?:\[([^\]]+)\]|([^:\[\]]+)):(\d+)", address)
+    if given is None:
+        return
+    try:
+        socket.create_connection((given[1] or given[2], int(given[3])), timeout=_TPU_CONNECT_S).close()
+    except (OSError, OverflowError) as error:  # OverflowError: no port
+        raise ConfigError(
+            f"--tpu={address!r}: nothing listens at this address ({error}). Check the TPU's address and that this "
+            "machine's network reaches it."
+        ) from error
+
+
 def _build_tpu(plan: Plan) -> Layout:
+    _check_listens(plan.tpu)
     try:
         resolver = tf.distribute.cluster_resolver.TPUClusterResolver(tpu=plan.tpu or "local")
         tf.config.experimental_connect_to_cluster(resolver)

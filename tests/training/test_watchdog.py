@@ -62,6 +62,16 @@ def test_a_hang_where_nothing_shows_progress_has_a_bound_too(after, what):
     assert f"error: worker 3 made no progress for 1 s (5 times --stall_timeout), in {what}." in done.stderr
 
 
+def test_a_call_that_hangs_with_pythons_lock_held_ends_too():
+    program = (
+        HANGS[: HANGS.index("    time.sleep(2)  #")].replace("1.0", "0.4")
+        + "    import ctypes\n    time.sleep(0.3)\n    ctypes.PyDLL(None).sleep(100)\n"
+    )
+    done = run(program)
+    assert done.returncode == 1
+    assert done.stderr.startswith("Timeout (0:00:02)!"), done.stderr
+
+
 SOURCE_HANGS = """
 import dataclasses, sys, threading
 import tfpar

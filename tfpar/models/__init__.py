@@ -6,7 +6,15 @@ from __future__ import annotations
 from tfpar.models import convnet, mlp, resnet, transformer_lm, vit  # noqa: F401
 from tfpar.models.normalization import BatchNormalization, example_weights, uses_synchronized_statistics
 from tfpar.models.registry import TaskSpec, build, check, names, options, register
-from tfpar.models.summary import ModelSummary, PeakFlops, describe, format_summary, peak_flops, uses_max_pooling
+from tfpar.models.summary import (
+    ModelSummary,
+    PeakFlops,
+    describe,
+    format_summary,
+    is_convolutional,
+    peak_flops,
+    uses_max_pooling,
+)
 
 __all__ = [
     "BatchNormalization",
@@ -18,6 +26,7 @@ __all__ = [
     "describe",
     "example_weights",
     "format_summary",
+    "is_convolutional",
     "names",
     "options",
     "peak_flops",

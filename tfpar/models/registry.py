@@ -15,7 +15,9 @@ import contextlib
 import dataclasses
 import difflib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from tfpar.config import ConfigError, unknown_name
@@ -134,9 +136,12 @@ def check(name: str, spec: TaskSpec, **overrides: Any) -> None:
     """
     entry = _entry(name)
     allowed = options(name)
-    for key in overrides:
+    hints = typing.get_type_hints(entry.builder)
+    for key, value in overrides.items():
         if key not in allowed:
             raise _unknown_option(name, key, allowed)
+        if not _fits(value, hints.get(key, Any)):
+            raise ConfigError(f"--model_args {key}={value!r}: {key} of --model={name} is {_in_words(hints[key])}.")
     merged = {**allowed, **overrides}
     missing = [key for key, value in merged.items() if value is inspect.Parameter.empty]
     if missing:
@@ -197,6 +202,35 @@ def _options(builder: Builder) -> dict[str, Any]:
     """Keyword options of a builder with their defaults; `inspect.Parameter.empty` where there is none."""
     parameters = list(inspect.signature(builder).parameters.values())[1:]
     return {parameter.name: parameter.default for parameter in parameters}
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value is what an option is annotated as, as far as that is told by numbers, truth and sequences.
+
+    What names may stand for is the builder's own check: `none` arrives as None where it is one of several words.
+    """
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, part) for part in typing.get_args(hint))
+    if origin is not None and issubclass(origin, Sequence):
+        each = value if isinstance(value, (list, tuple)) else [value]  # one stands for a list of one
+        return all(_fits(part, typing.get_args(hint)[0]) for part in each)
+    if hint in (int, float):
+        return isinstance(value, int if hint is int else (int, float)) and not isinstance(value, bool)
+    if hint in (bool, types.NoneType):
+        return isinstance(value, hint)
+    return True
+
+
+def _in_words(hint: Any) -> str:
+    parts = typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_in_words(part) for part in parts)
+    if origin is not None and issubclass(origin, Sequence):
+        return f"a list, each {_in_words(parts[0])}"
+    words = {bool: "true or false", int: "a whole number", float: "a number", str: "a word", types.NoneType: "none"}
+    return words.get(hint, str(hint))
 
 
 def _unknown_option(name: str, key: str, allowed: Mapping[str, Any]) -> ConfigError:

@@ -10,6 +10,13 @@ from tfpar.models.peak import PeakFlops, peak_flops
 
 import keras
 
+_CONVOLUTIONS = tuple(
+    getattr(keras.layers, f"{kind}{dims}D")
+    for kind, most in (("Conv", 3), ("DepthwiseConv", 2), ("SeparableConv", 2))
+    for dims in range(1, most + 1)
+)
+_SMALL_SHARE = 0.05
+
 __all__ = ["ModelSummary", "PeakFlops", "describe", "format_summary", "peak_flops"]
 
 # Forward, the gradient with respect to activations, and with respect to weights: each about the forward's cost.
@@ -67,6 +74,20 @@ def uses_max_pooling(model: keras.Model) -> bool:
     """Whether a layer of the model is a max pooling of Keras, nested models included."""
     pooling = (keras.layers.MaxPooling1D, keras.layers.MaxPooling2D, keras.layers.MaxPooling3D)
     return any(isinstance(layer, pooling) for layer in model._flatten_layers())
+
+
+def is_convolutional(model: keras.Model) -> bool:
+    """Whether convolutions with overlapping windows dominate the model's cost, nested models included.
+
+    Their kernels are used at every position, so they do where they hold but a small share of the weights. A patch
+    embedding, whose windows do not overlap, is a matrix product.
+    """
+    kernels = 0
+    for layer in model._flatten_layers():
+        if isinstance(layer, _CONVOLUTIONS) and max(layer.kernel_size) > 1:
+            overlaps = any(size > step for size, step in zip(layer.kernel_size, layer.strides, strict=True))
+            kernels += _numbers(layer.trainable_weights) if overlaps else 0
+    return kernels > _SMALL_SHARE * _numbers(model.weights)
 
 
 def format_summary(summary: ModelSummary, name: str = "model") -> str:

@@ -112,7 +112,7 @@ def announce(run: Run) -> None:
     exchange_text += _bytes_text(traffic) if trainer.plan.replicas > 1 else "one replica, nothing travels"
     step_text = f"step: {trainer.config.precision.precision}, XLA {'on' if trainer.jit_compile else 'off'}"
     if trainer.config.train.jit_compile == "auto" and not trainer.jit_compile:
-        step_text += f" ({trainer.xla_obstacle()})"
+        step_text += f" ({trainer.why_no_xla()})"
     for text in (_model_text(trainer), _input_text(run), trainer.exchange.plan_table, exchange_text, step_text):
         if text:
             monitor.message(text)

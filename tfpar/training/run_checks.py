@@ -32,6 +32,7 @@ def check_run(
     optimizers.check_arguments(config.optimizer)
     check_sources(config, plan, train, validation)
     models.check(config.model.model, task_spec(train), **config.model.arguments())
+    _check_compiles(config, plan)
     inputs.check_augmentation(config.input.augment, train.info.input_spec.shape)
     if plan.name == "tpu":  # its replicas, and with them the batches, are known once it is initialised
         return
@@ -100,6 +101,16 @@ def _updates_per_epoch(config: ExperimentConfig, plan: strategies.Plan, train: i
     )
     # Asynchronous updates are one worker's each.
     return pipeline.updates_per_epoch * (1 if plan.synchronous else plan.workers)
+
+
+def _check_compiles(config: ExperimentConfig, plan: strategies.Plan) -> None:
+    """Refuses what `Trainer.jit_compile` would, where the model's options tell."""
+    options = models.options(config.model.model) | config.model.arguments()
+    if config.train.jit_compile == "true" and plan.replicas > 1 and options.get("normalization") == "sync_batch":
+        raise ConfigError(
+            "--jit_compile=true: the model synchronises batch statistics between replicas, for which TensorFlow has no "
+            "XLA kernel. Use --jit_compile=auto, or another --model_args=normalization."
+        )
 
 
 def _check_not_empty(config: ExperimentConfig, role: str, source: inputs.Source) -> None:

@@ -71,7 +71,7 @@ def check(config: ScheduleConfig) -> None:
     Raises:
       ConfigError: What `build` or `plateau` would refuse whatever the length of the run.
     """
-    build(config, 1.0, max(10**6, 10 * config.warmup_steps))
+    build(config, 1.0, 10**15)  # so long that nothing said here depends on it
     plateau(config)
 
 
@@ -248,12 +248,16 @@ def _step(
 ) -> Schedule:
     _require(factor > 0.0, f"factor={factor} must be positive.")
     _require(len(milestones) > 0, "milestones=[] is empty; use --schedule=constant.")
+    _require(
+        milestones[0] > 0 and all(a < b for a, b in itertools.pairwise(milestones)),
+        f"milestones={list(milestones)} must be positive and increase.",
+    )
     shares = all(at <= 1 for at in milestones)
     updates = [round(at * steps if shares else at) for at in milestones]
+    counted = f" are updates {updates} of {steps}, which" if shares else ""
     _require(
         warmup < updates[0] and all(a < b for a, b in itertools.pairwise(updates)),
-        f"milestones={list(milestones)} are updates {updates} of {steps}; they must increase and come after the "
-        f"warm-up ({warmup}).",
+        f"milestones={list(milestones)}{counted} must differ and come after the warm-up (--warmup_steps={warmup}).",
     )
     # Keras keeps the old value at a boundary itself; here a milestone is the first update at the new rate.
     boundaries = [update - warmup - 1 for update in updates]

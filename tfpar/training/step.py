@@ -80,9 +80,30 @@ class _Outcome(NamedTuple):
     times: tuple[tf.Tensor, ...]
 
 
+class _Reduced(NamedTuple):
+    """What a replica makes its update of; all but `state` is the same on every replica.
+
+    Attributes:
+      gradients: Gradient sums over all replicas.
+      vector: The summed sidecar.
+      state: The model state that this replica has computed.
+      factor: What makes the gradient sums the gradient to apply: their mean, clipped.
+      step: Int64 scalar: number of the update.
+      rate_factor: Float32 scalar that the scheduled learning rate is multiplied by.
+    """
+
+    gradients: Tensors
+    vector: tf.Tensor
+    state: Tensors
+    factor: tf.Tensor
+    step: tf.Tensor
+    rate_factor: tf.Tensor
+
+
 class _Carried(NamedTuple):
     """What one step of a loop hands to the next; times in seconds."""
 
+    batch: Any
     fetched: tf.Tensor
     done: tf.Tensor
     reports: tf.TensorArray
@@ -181,15 +202,17 @@ class TrainStep:
 
         def body(index: tf.Tensor, carried: _Carried, measured: tf.Tensor) -> tuple[tf.Tensor, _Carried]:
             step = first_step + tf.cast(index, tf.int64)
-            # A batch waits for the one before alone; an iteration, until the one before has assigned its variables.
-            with tf.control_dependencies([carried.fetched]):
-                batch = next(iterator)
-            fetched = self._clock(tf.nest.flatten(self._local(batch)))
-            with tf.control_dependencies([fetched, carried.done]):
+            batch, fetched = carried.batch, carried.fetched
+            # The batch of the next step is fetched beside this one. Not in its own turn: iterations do not overlap in
+            # TensorFlow 2.21, which starts none before the one before has run all that has effects.
+            following = tf.cond(index + 1 < steps, lambda: next(iterator), lambda: batch)
+            arrived = self._clock(self._all_local(following))
+            with tf.control_dependencies([carried.done]):
                 scale = carried.loss_scale or loss_scale
                 report, new_scale, times = self._all_replicas(batch, step, rate_factor, scale, measured)
             return index + 1, _Carried(
-                fetched,
+                following,
+                arrived,
                 times[-1],
                 carried.reports.write(index, report),
                 carried.stamps.write(index, tf.stack([fetched, *times])),
@@ -212,7 +235,9 @@ class TrainStep:
 
         # In two parts, of which the second has the step to be measured: what is measured around it costs the others
         # nothing, not even a branch. And in a loop over the two, as the step of many replicas takes seconds to trace.
-        start = _Carried(began, began, reports, stamps, loss_scale if self._scale_loss else ())
+        batch = next(iterator)
+        fetched = self._clock(self._all_local(batch))
+        start = _Carried(batch, fetched, began, reports, stamps, loss_scale if self._scale_loss else ())
         values = (tf.constant(0), tf.constant(0), tf.zeros([0]), start)
         shapes = (None, None, tf.TensorShape([None]), tf.nest.map_structure(lambda _: None, start))
         *_, before, carried = tf.while_loop(lambda number, *_: number < 2, part, values, shape_invariants=shapes)
@@ -259,6 +284,10 @@ class TrainStep:
         now = self._flat_params()
         return tf.stack([tf.norm(now), tf.norm(now - before)])
 
+    def _all_local(self, batch: Any) -> list[tf.Tensor]:
+        """The tensors of a batch on all devices of this process."""
+        return [part for value in tf.nest.flatten(batch) for part in self._local(value)]
+
     def _local(self, value: Any) -> tuple[Any, ...]:
         return self.strategy.experimental_local_results(value)
 
@@ -296,7 +325,7 @@ class TrainStep:
 
         # 5, 6: the update, or none, also where all examples were skipped; the loss scale.
         apply = _to_be_applied(vector)
-        update = functools.partial(self._apply, gradients, vector, state, factor, step, rate_factor)
+        update = functools.partial(self._apply, _Reduced(gradients, vector, state, factor, step, rate_factor))
         done = tf.cond(apply, update, lambda: tf.identity(factor))
         new_scale = update_loss_scale(loss_scale, finite, self._growth_steps) if self._scale_loss else ()
         with tf.control_dependencies([done]):  # where this is no XLA program, there is a report before
@@ -321,41 +350,24 @@ class TrainStep:
             gradients = [gradient / scale for gradient in gradients]
         return gradients, self.sidecar.pack(sums), sums.state
 
-    def _apply_update(
-        self,
-        gradients: Tensors,
-        vector: tf.Tensor,
-        local_state: Tensors,
-        factor: tf.Tensor,
-        step: tf.Tensor,
-        rate_factor: tf.Tensor,
-    ) -> tf.Tensor:
-        """Updates this replica's variables with gradient sums times `factor`; returns when that is done."""
+    def _apply_update(self, reduced: _Reduced) -> tf.Tensor:
+        """Updates this replica's variables; returns the factor when that is done."""
         model = self.core.model
         groups = [model.trainable_variables, self.optimizer.variables, self._state]
         params, optimizer, state = (replica.own(variables) for variables in groups)
         weights, slots = ([copy.read_value() for copy in copies] for copies in (params, optimizer))
-        new = self._new_values(weights, slots, gradients, vector, local_state, factor, step, rate_factor)
+        new = self._new_values(weights, slots, reduced)
         stored = replica.assign([*params, *optimizer, *state], [value for group in new for value in group])
         with tf.control_dependencies(stored):
-            return tf.identity(factor)
+            return tf.identity(reduced.factor)
 
-    def _updated(
-        self,
-        params: Tensors,
-        optimizer: Tensors,
-        gradients: Tensors,
-        vector: tf.Tensor,
-        local_state: Tensors,
-        factor: tf.Tensor,
-        step: tf.Tensor,
-        rate_factor: tf.Tensor,
-    ) -> tuple[Tensors, Tensors, Tensors]:
-        """New weights, optimizer state and model state, from gradient sums that are the same on every replica."""
-        mean = [gradient * factor for gradient in gradients]
-        learning_rate = self._learning_rate(step, rate_factor) if self._schedule is not None else None
-        new_params, new_optimizer = pure_apply(self.optimizer, optimizer, params, mean, learning_rate)
-        every = zip(self.core.model.non_trainable_variables, self.sidecar.state(vector, local_state), strict=True)
+    def _updated(self, params: Tensors, optimizer: Tensors, reduced: _Reduced) -> tuple[Tensors, Tensors, Tensors]:
+        """New weights, optimizer state and model state."""
+        mean = [gradient * reduced.factor for gradient in reduced.gradients]
+        rate = self._learning_rate(reduced.step, reduced.rate_factor) if self._schedule is not None else None
+        new_params, new_optimizer = pure_apply(self.optimizer, optimizer, params, mean, rate)
+        state = self.sidecar.state(reduced.vector, reduced.state)
+        every = zip(self.core.model.non_trainable_variables, state, strict=True)
         return new_params, new_optimizer, [value for variable, value in every if not is_seed_state(variable)]
 
     def _learning_rate(self, step: tf.Tensor, factor: tf.Tensor) -> tf.Tensor:

@@ -38,6 +38,7 @@ class Watchdog:
 
     def __exit__(self, *_: object) -> None:
         self._done.set()
+        faulthandler.cancel_dump_traceback_later()
 
     def progress(self, what: str, *, patient: bool = False) -> None:
         """Notes that something was done.
@@ -50,6 +51,10 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._done.wait(min(1.0, self._timeout / 4)):
+            # For a call that hangs with Python's lock held, under which this thread gets no turn either: TensorFlow
+            # 2.21 does so where it tells a remote worker of a new function, and that worker does not answer. Python
+            # shows the stacks then and ends the process with exit code 1, from a thread that needs no lock.
+            faulthandler.dump_traceback_later(PATIENCE * self._timeout, exit=True, file=sys.stderr)
             what, since, limit = self._due
             if time.monotonic() - since < limit:
                 continue
