@@ -131,8 +131,8 @@ TINY = [
 def test_a_stopped_and_resumed_run_gives_the_bits_of_one_that_was_not(tmp_path, workers, exchanges, xla):
     def train(workdir: str, *flags: str) -> str:
         exchange = dict(zip(("whole", "parts"), exchanges, strict=True))[workdir]
-        compiled = f"--jit_compile={'auto' if xla else 'false'}"
-        arguments = [*TINY, compiled, f"--exchange={exchange}", f"--workdir={tmp_path / workdir}", *flags]
+        compiled = ["--model=mlp", "--jit_compile=true"] if xla else ["--jit_compile=false"]
+        arguments = [*TINY, *compiled, f"--exchange={exchange}", f"--workdir={tmp_path / workdir}", *flags]
         if workers == 1:
             return succeeded(script("image_classification", *arguments))
         return succeeded(launch(workers, CLASSIFY, *arguments))

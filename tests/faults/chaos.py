@@ -11,6 +11,7 @@ SIGKILL or SIGSTOP has named the victim within the bound.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -57,7 +58,15 @@ class Fault:
 class Cluster:
     """A training run under the launcher, its lines with the time they came."""
 
-    def __init__(self, workdir: pathlib.Path, workers: int, steps: int, restarts: int, exchange: str) -> None:
+    def __init__(
+        self,
+        workdir: pathlib.Path,
+        workers: int,
+        steps: int,
+        restarts: int,
+        exchange: str,
+        start: type[subprocess.Popen],
+    ) -> None:
         self.workdir = workdir
         self.lines: list[tuple[float, str]] = []
         environ = {name: value for name, value in os.environ.items() if name not in ("TF_CONFIG",)}
@@ -66,9 +75,10 @@ class Cluster:
             *("--restart_delay=0", "--", "experiments/image_classification.py", "--dataset=digits", "--model=mlp"),
             *(f"--steps={steps}", "--global_batch_size=48", "--checkpoint_every=20", f"--eval_every={steps}"),
             *(f"--exchange={exchange}", f"--peer_timeout={PEER_TIMEOUT:g}", "--deterministic", "--uneven_batches"),
+            "--jit_compile=false",  # the same faults in less time
             f"--workdir={workdir}",
         ]
-        self.process = subprocess.Popen(
+        self.process = start(
             command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
         self._reader = threading.Thread(target=self._read)
@@ -114,21 +124,19 @@ class Cluster:
         """All lines so far."""
         return "\n".join(line for _, line in self.lines)
 
-    def pids(self) -> dict[int, int]:
-        """Process of each worker, by rank."""
-        found = {}
+    def pids(self) -> list[int]:
+        """Process of each worker, in the order of their ranks: the launcher starts them in it."""
+        found = []
         for entry in pathlib.Path("/proc").iterdir():
             if not entry.name.isdigit():
                 continue
-            try:
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                environ = (entry / "environ").read_bytes().split(b"\0") if parent == self.process.pid else []
-            except OSError:
-                continue
-            config = next((part for part in environ if part.startswith(b"TF_CONFIG=")), None)
-            if config:
-                found[json.loads(config.partition(b"=")[2])["task"]["index"]] = int(entry.name)
-        return found
+            with contextlib.suppress(OSError):
+                _, parent, *more = (entry / "stat").read_text().rpartition(")")[2].split()
+                if (
+                    int(parent) == self.process.pid and b"\0-I\0-S\0" not in (entry / "cmdline").read_bytes()
+                ):  # its guard
+                    found.append((int(more[17]), int(entry.name)))  # when it started
+        return [pid for _, pid in sorted(found)]
 
 
 def disturb(cluster: Cluster, fault: Fault, workers: int, limit: float, slack: float) -> None:
@@ -179,9 +187,10 @@ def run(
     *,
     limit: float,
     slack: float = 0.0,
+    start: type[subprocess.Popen] = subprocess.Popen,
 ) -> dict:
     """One run with these faults; returns its `summary.json`."""
-    cluster = Cluster(folder, workers, steps, len(faults) + 1, exchange)
+    cluster = Cluster(folder, workers, steps, len(faults) + 1, exchange, start)
     try:
         for fault in faults:
             disturb(cluster, fault, workers, limit, slack)

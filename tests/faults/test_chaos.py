@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+from tests import nursery
 from tests.faults import chaos
 
 import pytest
@@ -15,8 +16,9 @@ WORKERS, STEPS, LIMIT, SLACK = 3, 500, 240.0, 15.0  # other tests share the core
 @pytest.mark.timeout(900)
 def test_a_disturbed_run_ends_with_the_weights_of_the_undisturbed_one(tmp_path):
     faults = chaos.draw(random.Random(1), len(chaos.SIGNALS), WORKERS, STEPS)
-    undisturbed = chaos.run(tmp_path / "undisturbed", [], WORKERS, STEPS, "int4", limit=LIMIT, slack=SLACK)
-    disturbed = chaos.run(tmp_path / "disturbed", faults, WORKERS, STEPS, "int4", limit=LIMIT, slack=SLACK)
+    options = {"limit": LIMIT, "slack": SLACK, "start": nursery.Popen}
+    undisturbed = chaos.run(tmp_path / "undisturbed", [], WORKERS, STEPS, "int4", **options)
+    disturbed = chaos.run(tmp_path / "disturbed", faults, WORKERS, STEPS, "int4", **options)
     assert disturbed["params_sha256"] == undisturbed["params_sha256"]
     assert disturbed["restarts"] == len(faults)
     assert disturbed["skipped_steps"] == 0

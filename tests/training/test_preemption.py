@@ -111,6 +111,7 @@ def test_workers_told_to_end_before_they_train(tmp_path):
     command = [
         *(sys.executable, "-u", "-m", "tfpar.launch", "--workers=2", "--"),
         *("experiments/image_classification.py", "--model=mlp", "--steps=2000", f"--workdir={tmp_path}"),
+        "--jit_compile=false",
     ]
     with nursery.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as launcher:
         assert launcher.stdout is not None
@@ -130,7 +131,7 @@ def test_workers_told_to_end_before_they_train(tmp_path):
 def start(workdir):
     command = [
         *(sys.executable, "-u", "experiments/image_classification.py", "--model=mlp", "--steps=2000"),
-        *("--eval_every=1000", "--deterministic", f"--workdir={workdir}"),
+        *("--eval_every=1000", "--deterministic", "--jit_compile=false", f"--workdir={workdir}"),
     ]
     return nursery.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 

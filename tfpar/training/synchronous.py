@@ -323,7 +323,7 @@ class SynchronousRun:
         if finished and self.evaluated_at != self.position.step and self._evaluate():
             self._save(best=True)
         digests = report.replica_digests(self.trainer)
-        same = len(set(digests)) == 1 and self.agreement.all_equal(list(bytes.fromhex(digests[0])))
+        same = len(set(digests)) == 1 and self.agreement.all_equal([int(digests[0], 16)])
         if not same:
             raise RuntimeError("the replicas' weights differ; this is a defect of tfpar or of the hardware")
         if self.checkpointer:
