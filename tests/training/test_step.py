@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.training.harness import Steps, linear_model
 from tfpar.precision import LossScale
-from tfpar.training.step import _norm_squared, _xla_norm_squared
+from tfpar.training import norms
 
 import keras
 import numpy as np
@@ -34,6 +34,11 @@ def test_several_updates_a_call_equal_single_ones(replicas, jit):
     np.testing.assert_array_equal(losses, single)
     np.testing.assert_array_equal(together.weights()[0][0], one_by_one.weights()[0][0])
     assert together.optimizer.iterations.numpy() == 6
+
+    in_turn = Steps(replicas, optimizer=lambda: keras.optimizers.Adam(0.1), jit_compile=jit)
+    in_turn.step._fetches_ahead = False  # as where there are several GPUs
+    np.testing.assert_array_equal(in_turn.run(updates).loss.numpy(), losses)
+    np.testing.assert_array_equal(in_turn.weights()[0][0], together.weights()[0][0])
 
 
 def test_the_number_of_updates_a_call_does_not_retrace():
@@ -138,8 +143,8 @@ def test_the_norm_for_xla_is_the_norm(shape):
     values = [np.random.default_rng(7).normal(size=shape).astype(np.float32), np.ones((5,), np.float32)]
     expected = sum(np.sum(np.square(value, dtype=np.float64)) for value in values)
     tensors = [tf.constant(value) for value in values]
-    np.testing.assert_allclose(tf.function(_xla_norm_squared, jit_compile=True)(tensors), expected, rtol=1e-6)
-    np.testing.assert_allclose(_norm_squared(tensors), expected, rtol=1e-6)
+    np.testing.assert_allclose(tf.function(norms.squared_in_xla, jit_compile=True)(tensors), expected, rtol=1e-6)
+    np.testing.assert_allclose(norms.squared(tensors), expected, rtol=1e-6)
     spoiled = values[0].copy()
     spoiled.reshape(-1)[-1] = np.inf
-    assert not np.isfinite(_xla_norm_squared([tf.constant(spoiled), tensors[1]]))
+    assert not np.isfinite(norms.squared_in_xla([tf.constant(spoiled), tensors[1]]))

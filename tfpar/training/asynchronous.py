@@ -9,7 +9,6 @@ and why runs are not reproducible. The loss of any of them ends the run, which g
 from __future__ import annotations
 
 import collections
-import concurrent.futures
 import functools
 import math
 import time
@@ -26,9 +25,10 @@ from tfpar.training.batches import Pushes
 from tfpar.training.journal import Journal
 from tfpar.training.pace import next_multiple
 from tfpar.training.preemption import StopRequest
+from tfpar.training.server_optimizer import on_servers
+from tfpar.training.snapshots import SnapshotEvaluation
 from tfpar.training.watchdog import Watchdog
 
-import keras
 import numpy as np
 import tensorflow as tf
 
@@ -72,7 +72,7 @@ class AsynchronousRun:
         self.monitor = report.build_monitor(trainer, self.total)
         self.steps_done = 0
         self.skipped = 0
-        self.train_loss: float | None = None
+        self._loss_sum, self._loss_count = 0.0, 0
         self._pushes = pushes = Pushes(self.pipeline, self.plan.workers)
         self.bad_steps = BadSteps(pushes, limit=self.config.train.max_bad_steps, workdir=self.config.checkpoint.workdir)
         self.skipped_examples = input_faults.SkippedExamples(pushes, is_chief=True)
@@ -91,16 +91,19 @@ class AsynchronousRun:
         self.watchdog = Watchdog(self.config.strategy.stall_timeout, "the chief")
         self._stop_request = StopRequest()
         self._best: float | None = None
-        self._best_step = self._evaluated_at = -1
+        self._best_step = -1
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(trainer.strategy)
         self._push = tf.function(self._push_update, autograph=False)
-        self._server_optimizer = _on_servers(trainer.optimizer, trainer.strategy)
+        self._server_optimizer = on_servers(trainer.optimizer, trainer.strategy)
         core = trainer.core
         jit_compile = trainer.jit_compile or None
         self._gradients = tf.function(core.accumulate, jit_compile=jit_compile, autograph=False)
-        self._evaluate_batch = tf.function(core.evaluate, jit_compile=jit_compile, autograph=False)
-        self._evaluator = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="evaluation")
-        self._evaluation: concurrent.futures.Future[tuple[int, dict[str, float]]] | None = None
+        self._evaluation = SnapshotEvaluation(trainer, validation) if validation is not None else None
+
+    @property
+    def train_loss(self) -> float | None:
+        """Mean loss of the updates since the last evaluation that was due, the last interval at the end."""
+        return self._loss_sum / self._loss_count if self._loss_count else None
 
     @property
     def failures(self) -> list[str]:
@@ -132,10 +135,12 @@ class AsynchronousRun:
         with self._stop_request as asked, self.monitor.session():
             while self.steps_done < last and not asked.received:
                 step = self.steps_done
+                if step % every == 0:
+                    self._loss_sum, self._loss_count = 0.0, 0
                 self._train_until(min(last, next_multiple(step, every), next_multiple(step, saves)))
                 until = self.steps_done
                 self.watchdog.progress(f"evaluation or checkpoint after update {until}", patient=True)
-                evaluated = self.validation is not None and (until % every == 0 or until == self.total)
+                evaluated = self._evaluation is not None and (until % every == 0 or until == self.total)
                 if evaluated:
                     self._start_evaluation()
                 ends = until == last or asked.received
@@ -225,7 +230,8 @@ class AsynchronousRun:
         self.skipped_examples.note(numbers[0], counts)
         applied = finite & (counts > 0)
         if applied.any():
-            self.train_loss = float(losses[applied].mean())
+            self._loss_sum += float(losses[applied].sum())
+            self._loss_count += int(applied.sum())
         losses = np.where(counts > 0, losses, np.nan)  # the monitor leaves out what is not finite
         # Workers overlap: their shares of an update are scaled to the time that passes between updates here.
         durations = durations * (seconds / max(durations[:, 4].sum(), 1e-9))
@@ -243,51 +249,15 @@ class AsynchronousRun:
 
     def _start_evaluation(self) -> None:
         """Evaluates a snapshot of the weights on the chief, beside the training."""
-        if self.validation is None:
-            return
         self._collect_evaluation(wait=True)
-        self._evaluation = self._evaluator.submit(self._evaluate, self.steps_done, *self._snapshot())
-
-    def _snapshot(self) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        with tf.device(self._chief_device()):
-            model = self.trainer.model
-            return (
-                [tf.identity(variable.value) for variable in self.trainer.evaluated_weights()],
-                [tf.identity(variable.value) for variable in model.non_trainable_variables],
-            )
-
-    def _chief_device(self) -> str:
-        return "/job:chief/replica:0/task:0/device:CPU:0"
-
-    def _evaluate(self, step: int, params: list[tf.Tensor], state: list[tf.Tensor]) -> tuple[int, dict[str, float]]:
-        core = self.trainer.core
-        total: list[np.ndarray] | None = None
-        with tf.device(self._chief_device()):
-            for batch in self._validation_batches:
-                sums = self._evaluate_batch(params, state, batch)
-                row = [np.asarray(part, np.float64) for part in (sums.loss, sums.count, *sums.metrics)]
-                total = row if total is None else [a + b for a, b in zip(total, row, strict=True)]
-            if total is None:
-                return step, {}
-            loss, count, *metrics = total
-            return step, {"loss": float(loss / count), "examples": float(count), **core.metric_results(metrics)}
-
-    @functools.cached_property
-    def _validation_batches(self) -> tf.data.Dataset:
-        """Made once: TensorFlow 2.21 tells all workers of every function that is traced, and does so with Python's lock
-        held, so that a worker which does not answer then keeps the chief from noticing."""
-        assert self.validation is not None
-        pipeline = inputs.Pipeline(
-            self.validation, self.config.input, accumulate_steps=1, replicas=1, workers=1, seed=0, training=False
-        )
-        return pipeline.dataset(0, 1)
+        if self._evaluation:
+            self._evaluation.start(self.steps_done)
 
     def _collect_evaluation(self, *, wait: bool) -> None:
-        if self._evaluation is None or not (wait or self._evaluation.done()):
+        found = self._evaluation.collect(wait=wait) if self._evaluation else None
+        if found is None:
             return
-        step, self.results = self._evaluation.result()
-        self._evaluation = None
-        self._evaluated_at = step
+        step, self.results = found
         self.monitor.on_evaluation(step, self.results)
         loss = self.results.get("loss", math.nan)
         if math.isfinite(loss) and (self._best is None or loss < self._best):
@@ -333,12 +303,13 @@ class AsynchronousRun:
     def _finish(self, preempted: bool) -> dict[str, Any]:
         self._collect_evaluation(wait=True)
         finished = self.steps_done >= self.total
-        if finished and self.validation is not None:
-            if self._evaluated_at != self.steps_done:
+        if finished and self._evaluation is not None and self.validation is not None:
+            if self._evaluation.latest != self.steps_done:
                 self._start_evaluation()
                 self._collect_evaluation(wait=True)
             samples.write_text(self.monitor, self.trainer, self.validation, self.steps_done)
-        self._evaluator.shutdown()
+        if self._evaluation:
+            self._evaluation.close()
         if self.checkpointer:
             self.checkpointer.close()
         summary = report.summary(self, run_state.params_sha256(self.trainer.model.trainable_variables))
@@ -374,49 +345,3 @@ def check(config: ExperimentConfig, train: inputs.Source) -> None:
         raise ConfigError(
             "--ema and --schedule=plateau need updates in order; parameter_server has no order. Leave them out."
         )
-
-
-class _ServerUpdate(keras.optimizers.Optimizer):
-    """Applies updates where the variables are, from inside a `tf.cond`.
-
-    Keras 3.15 wraps its updates in `maybe_merge_call`, which under ParameterServerStrategy (TensorFlow 2.21) asks for a
-    replica context that a function scheduled by the coordinator does not have. Here the update goes straight to
-    `strategy.extended.update`, which places it on the variable's server. `_on_servers` puts this class between the
-    optimizer's own class and Keras' TensorFlow backend.
-    """
-
-    def _get_current_learning_rate(self) -> Any:
-        return self._rate
-
-    def _backend_update_step(
-        self, grads: Sequence[tf.Tensor], trainable_variables: Sequence[keras.Variable], learning_rate: Any
-    ) -> None:
-        pairs = [(gradient, variable.value) for gradient, variable in zip(grads, trainable_variables, strict=True)]
-        self._distributed_tf_update_step(self._strategy, pairs, learning_rate)
-
-    def _apply_weight_decay(self, variables: Sequence[keras.Variable]) -> None:
-        if self.weight_decay is None:
-            return
-
-        def decay(variable: tf.Variable, factor: tf.Tensor) -> None:
-            variable.assign_sub(variable * factor)
-
-        for variable in variables:
-            if self._use_weight_decay(variable):
-                factor = tf.cast(self.learning_rate * self.weight_decay, variable.dtype)
-                self._strategy.extended.update(variable.value, decay, args=(factor,), group=False)
-
-
-@functools.cache
-def _server_class(kind: Any) -> type[keras.optimizers.Optimizer]:
-    return type(f"Server{kind.__name__}", (kind, _ServerUpdate), {})
-
-
-def _on_servers(optimizer: keras.optimizers.Optimizer, strategy: tf.distribute.Strategy) -> keras.optimizers.Optimizer:
-    """The same optimizer (it shares every attribute) with `_ServerUpdate`'s way to update."""
-    kind: Any = type(optimizer)
-    view = object.__new__(_server_class(kind))
-    vars(view).update(vars(optimizer))
-    vars(view)["_strategy"] = strategy
-    vars(view)["_rate"] = None
-    return view

@@ -23,15 +23,13 @@ from tfpar.exchange import Exchange
 from tfpar.exchange.groups import independent
 from tfpar.precision import LossScale
 from tfpar.precision import update as update_loss_scale
-from tfpar.training import replica, sidecar
+from tfpar.training import norms, replica, sidecar, timings
 from tfpar.training.core import Core, Tensors, is_seed_state
 from tfpar.training.optimizers import pure_apply
 from tfpar.training.sidecar import Sidecar
 
 import keras
 import tensorflow as tf
-
-_SHORT = 4096  # elements
 
 
 class Norms(NamedTuple):
@@ -165,13 +163,18 @@ class TrainStep:
         wrap = compiled if jit_compile and not self._whole_program else (lambda function: function)
         # Two XLA programs a step where something is exchanged, which XLA cannot hold. They take tensors, so that all
         # replicas of a process share one compilation; where a process has one, the second changes variables in place.
-        alone = len(strategy.extended.worker_devices) == 1
+        devices = strategy.extended.worker_devices
+        alone = len(devices) == 1
         self._contribute = wrap(self._contribution)
         self._new_values = self._updated if alone else wrap(self._updated)
         self._apply = wrap(self._apply_update) if alone else self._apply_update
+        # The batch of the next step is fetched beside a step, not in its own turn: iterations do not overlap in
+        # TensorFlow 2.21, which starts none before the one before has run all that has effects. What a loop carries
+        # lies on one device, so that batches for several GPUs would be copied to the first of them.
+        self._fetches_ahead = not on_tpu and (alone or all("CPU" in device for device in devices))
         # TPUStrategy.run compiles what it is given by itself.
         self._whole_step = compiled(self._measured_step) if jit_compile and not on_tpu else self._measured_step
-        self._norm_squared = _xla_norm_squared if self._whole_program and jit_compile else _norm_squared
+        self._norm_squared = norms.squared_in_xla if self._whole_program and jit_compile else norms.squared
         self.run = tf.function(self._run, autograph=False, reduce_retracing=True)
         # TensorFlow 2.21 counts tracings by code, over all objects: a program of several short runs would be warned of
         # tracings that each of them needs once.
@@ -202,11 +205,13 @@ class TrainStep:
 
         def body(index: tf.Tensor, carried: _Carried, measured: tf.Tensor) -> tuple[tf.Tensor, _Carried]:
             step = first_step + tf.cast(index, tf.int64)
-            batch, fetched = carried.batch, carried.fetched
-            # The batch of the next step is fetched beside this one. Not in its own turn: iterations do not overlap in
-            # TensorFlow 2.21, which starts none before the one before has run all that has effects.
-            following = tf.cond(index + 1 < steps, lambda: next(iterator), lambda: batch)
-            arrived = self._clock(self._all_local(following))
+            if self._fetches_ahead:
+                batch, fetched = carried.batch, carried.fetched
+                following = tf.cond(index + 1 < steps, lambda: next(iterator), lambda: batch)
+                arrived = self._clock(self._all_local(following))
+            else:
+                batch, following = next(iterator), ()
+                fetched = arrived = self._clock(self._all_local(batch))
             with tf.control_dependencies([carried.done]):
                 scale = carried.loss_scale or loss_scale
                 report, new_scale, times = self._all_replicas(batch, step, rate_factor, scale, measured)
@@ -235,14 +240,14 @@ class TrainStep:
 
         # In two parts, of which the second has the step to be measured: what is measured around it costs the others
         # nothing, not even a branch. And in a loop over the two, as the step of many replicas takes seconds to trace.
-        batch = next(iterator)
+        batch = next(iterator) if self._fetches_ahead else ()
         fetched = self._clock(self._all_local(batch))
         start = _Carried(batch, fetched, began, reports, stamps, loss_scale if self._scale_loss else ())
         values = (tf.constant(0), tf.constant(0), tf.zeros([0]), start)
         shapes = (None, None, tf.TensorShape([None]), tf.nest.map_structure(lambda _: None, start))
         *_, before, carried = tf.while_loop(lambda number, *_: number < 2, part, values, shape_invariants=shapes)
         with tf.control_dependencies([carried.done]):
-            norms = tf.cond(measure, lambda: self._norms(before), lambda: tf.zeros([2]))
+            sizes = tf.cond(measure, lambda: self._norms(before), lambda: tf.zeros([2]))
 
         table = carried.reports.stack()
         gradient_norm, sums = table[:, 0], table[:, 1:]
@@ -251,9 +256,9 @@ class TrainStep:
             loss=sums[:, sidecar.LOSS] / count,
             count=count,
             finite=tf.equal(sums[:, sidecar.NON_FINITE], 0.0) & (count > 0.0),
-            durations=_durations(began, carried.stamps.stack()),
+            durations=timings.durations(began, carried.stamps.stack()),
             metrics=self.sidecar.metrics(sums),
-            norms=Norms(gradient_norm[-1], norms[0], norms[1]),
+            norms=Norms(gradient_norm[-1], sizes[0], sizes[1]),
             learning_rate=self._learning_rate(first_step + tf.cast(steps - 1, tf.int64), rate_factor),
             loss_scale=carried.loss_scale or loss_scale,
         )
@@ -390,43 +395,3 @@ class TrainStep:
 def _to_be_applied(vector: tf.Tensor) -> tf.Tensor:
     """Whether the summed sidecar calls for an update: all replicas are finite, and there are examples."""
     return tf.equal(vector[sidecar.NON_FINITE], 0.0) & (vector[sidecar.COUNT] > 0.0)
-
-
-def _norm_squared(tensors: Tensors) -> tf.Tensor:
-    """Square of the L2 norm over all tensors."""
-    return 2.0 * tf.add_n([tf.nn.l2_loss(tensor) for tensor in tensors])
-
-
-def _xla_norm_squared(tensors: Tensors) -> tf.Tensor:
-    """The same for XLA, which adds up one element after the other on a CPU (TensorFlow 2.21): eight at a time, and what
-    is short then of all tensors together, since each sum by itself is several calls."""
-    lanes, short, sums = 8, [], []
-    for tensor in tensors:
-        flat = tf.reshape(tensor, [-1])
-        length = flat.shape[0] // lanes
-        if length > lanes:
-            columns = tf.split(flat[: lanes * length], lanes)
-            added = tf.add_n([tf.square(column) for column in columns])
-            if length > _SHORT:
-                sums.append(tf.reduce_sum(added))
-            else:
-                short.append(added)
-            flat = flat[lanes * length :]
-        if flat.shape[0]:
-            short.append(tf.square(flat))
-    return tf.add_n([tf.reduce_sum(tf.concat(short, axis=0)), *sums]) if short else tf.add_n(sums)
-
-
-def _durations(began: tf.Tensor, stamps: tf.Tensor) -> tf.Tensor:
-    """Seconds `[n, 6]` from the times `[n, 5]` at which batch, first gradient, all, exchange and update were done."""
-    fetched, first, computed, exchanged, done = tf.unstack(stamps, axis=1)
-    before = tf.concat([[began], done[:-1]], axis=0)
-    # A batch may have been there before the update before was done. And a clock, which runs beside all else, may be
-    # read after one whose turn came later.
-    start = tf.maximum(fetched, before)
-    computed = tf.maximum(computed, start)
-    first = tf.clip_by_value(first, start, computed)
-    exchanged = tf.maximum(exchanged, computed)
-    done = tf.maximum(done, exchanged)
-    parts = [start - before, computed - start, exchanged - computed, done - exchanged, done - before, computed - first]
-    return tf.stack(parts, axis=1)

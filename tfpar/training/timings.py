@@ -5,12 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import tensorflow as tf
 
 # Columns of durations, in seconds; `total` is the whole update, wall clock, and the four before it add up to it:
 # `exchange` is the time that nothing else was done in. While some gradients were under way already and others still
 # being computed, time counts as `compute`, and once more as `overlapped`.
 COLUMNS = ("input_wait", "compute", "exchange", "update", "total", "overlapped")
 _WAIT, _TOTAL = COLUMNS.index("input_wait"), COLUMNS.index("total")
+
+
+def durations(began: tf.Tensor, stamps: tf.Tensor) -> tf.Tensor:
+    """Seconds `[n, 6]` from the times `[n, 5]` at which batch, first gradient, all, exchange and update were done."""
+    fetched, first, computed, exchanged, done = tf.unstack(stamps, axis=1)
+    before = tf.concat([[began], done[:-1]], axis=0)
+    # A batch may have been there before the update before was done. And a clock, which runs beside all else, may be
+    # read after one whose turn came later.
+    start = tf.maximum(fetched, before)
+    computed = tf.maximum(computed, start)
+    first = tf.clip_by_value(first, start, computed)
+    exchanged = tf.maximum(exchanged, computed)
+    done = tf.maximum(done, exchanged)
+    parts = [start - before, computed - start, exchanged - computed, done - exchanged, done - before, computed - first]
+    return tf.stack(parts, axis=1)
 
 
 class Window:
