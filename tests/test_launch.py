@@ -18,7 +18,9 @@ import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+from tests import nursery
 from tfpar import endings, launch, slots
 from tfpar.terminal import Channel, Terminal
 
@@ -65,8 +67,10 @@ class Actors:
             start_new_session=True,
         )
 
-    def run(self, flags: str, *acts: str, script: list[str] | None = None) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
+    def run(
+        self, flags: str, *acts: str, script: list[str] | None = None, start: Any = subprocess.run
+    ) -> subprocess.CompletedProcess[str]:
+        return start(
             self.command(flags, [ACTOR, *acts] if script is None else script),
             cwd=ROOT,
             env=self.environ,
@@ -548,7 +552,8 @@ def test_an_interrupt_during_the_delay_ends_the_launcher(actors: Actors) -> None
 
 def test_tensorflow_gets_another_port_where_its_own_was_taken(actors: Actors) -> None:
     """Real TensorFlow, end to end: the second start is no restart, and the workers then find each other."""
-    result = actors.run("--workers=2", script=[str(SCRIPTS / "all_reduce.py"), str(actors.folder / "marker")])
+    script = [str(SCRIPTS / "all_reduce.py"), str(actors.folder / "marker")]
+    result = actors.run("--workers=2 --grace_period=3", script=script, start=nursery.run)
     assert result.returncode == 0, result.stdout
     assert "worker 1 lost its port to another program" in result.stdout
     for index in range(2):

@@ -105,7 +105,7 @@ trainer.fit(train, validation=validation)
     ("where", "timeout", "what"),
     [
         ("first", 0.5, "what comes before the end of the first update"),
-        ("evaluation", 3, "evaluation or checkpoint after update 2"),  # within five times that the updates are done
+        ("evaluation", 2, "evaluation or checkpoint after update 2"),  # within five times that the updates are done
     ],
 )
 def test_a_source_that_hangs_is_noticed(where, timeout, what):
