@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import tfpar
 from tfpar import inputs, precision
 from tfpar.training.synchronous import SynchronousRun
@@ -31,3 +35,33 @@ class FrameworkLoop:
         self._scale = result.loss_scale
         self._done += steps
         return float(result.loss[-1])
+
+
+def take_turns(
+    loops: Mapping[str, Callable[[int], Any]], rounds: int, seconds: float
+) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Times several loops in one process.
+
+    Args:
+      loops: By name, what runs a number of steps.
+      rounds: Turns of each; they alternate, so that what else the machine does meets all.
+      seconds: About the length of a turn.
+
+    Returns:
+      Milliseconds per step in each round, by name; and the seconds of the first two steps, which trace and compile.
+    """
+    first, counts = {}, {}
+    for name, loop in loops.items():
+        first[name] = _seconds(loop, 2)
+        counts[name] = max(3, int(seconds / (_seconds(loop, 3) / 3)))
+    times: dict[str, list[float]] = {name: [] for name in loops}
+    for _ in range(rounds):
+        for name, loop in loops.items():
+            times[name].append(1e3 * _seconds(loop, counts[name]) / counts[name])
+    return times, first
+
+
+def _seconds(loop: Callable[[int], Any], steps: int) -> float:
+    began = time.perf_counter()
+    loop(steps)
+    return time.perf_counter() - began

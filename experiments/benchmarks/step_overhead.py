@@ -16,7 +16,6 @@ from __future__ import annotations
 import functools
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for the module beside it, when started as a script
 
 import tfpar
-from experiments.benchmarks.loops import FrameworkLoop
+from experiments.benchmarks.loops import FrameworkLoop, take_turns
 from tfpar import flags, inputs, models
 from tfpar.config import ExperimentConfig, InputConfig
 from tfpar.doctor import describe_machine
@@ -106,23 +105,6 @@ def contenders(workload: str, config: ExperimentConfig, layout: tfpar.Layout) ->
     }
 
 
-def measure(loops: dict[str, Callable[[int], Any]]) -> dict[str, list[float]]:
-    """Milliseconds per step in each round, the contenders taking turns."""
-    counts = {}
-    for name, loop in loops.items():
-        loop(2)  # compile
-        began = time.perf_counter()
-        loop(3)
-        counts[name] = max(3, int(SECONDS.value / ((time.perf_counter() - began) / 3)))
-    times: dict[str, list[float]] = {name: [] for name in loops}
-    for _ in range(ROUNDS.value):
-        for name, loop in loops.items():
-            began = time.perf_counter()
-            loop(counts[name])
-            times[name].append((time.perf_counter() - began) / counts[name] * 1e3)
-    return times
-
-
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> str:
     """Median of the ratios of each round, which what else the machine does in a round leaves alone; their quartiles."""
     ratios = [own / other for own, other in zip(ours, theirs, strict=True)]
@@ -144,7 +126,7 @@ def main(_: list[str]) -> None:
         if ONLY.value and not workload.startswith(ONLY.value):
             continue
         keras.utils.clear_session(free_memory=True)
-        times = measure(contenders(workload, config, layout))
+        times, _ = take_turns(contenders(workload, config, layout), ROUNDS.value, SECONDS.value)
         row = "".join(
             f"{statistics.median(times[name]):{width}.3f}"
             for name, width in (("hand-written", 14), ("fit", 10), ("tfpar", 10))

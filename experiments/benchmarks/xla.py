@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import statistics
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for the module beside it, when started as a script
 
 import tfpar
-from experiments.benchmarks.loops import FrameworkLoop
+from experiments.benchmarks.loops import FrameworkLoop, take_turns
 from tfpar import flags, inputs, models
 from tfpar.config import ExperimentConfig, InputConfig
 from tfpar.doctor import describe_machine
@@ -64,25 +63,6 @@ def contenders(workload: str, config: ExperimentConfig, layout: tfpar.Layout) ->
     return {"XLA": loop(True), "without": loop(False)}
 
 
-def measure(loops: dict[str, FrameworkLoop]) -> dict[str, list[float]]:
-    """Milliseconds per step in each round, and seconds of the first two steps, which trace and compile."""
-    counts, times = {}, {}
-    for name, loop in loops.items():
-        began = time.perf_counter()
-        loop(2)
-        times[f"{name} first"] = [time.perf_counter() - began]
-        began = time.perf_counter()
-        loop(3)
-        counts[name] = max(3, int(SECONDS.value / ((time.perf_counter() - began) / 3)))
-        times[name] = []
-    for _ in range(ROUNDS.value):
-        for name, loop in loops.items():
-            began = time.perf_counter()
-            loop(counts[name])
-            times[name].append((time.perf_counter() - began) / counts[name] * 1e3)
-    return times
-
-
 def main(_: list[str]) -> None:
     config = flags.experiment_config()
     layout = tfpar.start(config)
@@ -93,11 +73,11 @@ def main(_: list[str]) -> None:
         if ONLY.value and not workload.startswith(ONLY.value):
             continue
         keras.utils.clear_session(free_memory=True)
-        times = measure(contenders(workload, config, layout))
+        times, first = take_turns(contenders(workload, config, layout), ROUNDS.value, SECONDS.value)
         with_xla, without = times["XLA"], times["without"]
         ratio = statistics.median(own / other for own, other in zip(with_xla, without, strict=True))
         row = f"{workload:34}{statistics.median(with_xla):9.3f}{statistics.median(without):10.3f}{ratio:8.2f}"
-        print(f"{row}{times['XLA first'][0]:22.1f}{times['without first'][0]:10.1f}", flush=True)
+        print(f"{row}{first['XLA']:22.1f}{first['without']:10.1f}", flush=True)
 
 
 if __name__ == "__main__":
