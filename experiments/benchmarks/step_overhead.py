@@ -126,7 +126,7 @@ def main(_: list[str]) -> None:
         if ONLY.value and not workload.startswith(ONLY.value):
             continue
         keras.utils.clear_session(free_memory=True)
-        times, _ = take_turns(contenders(workload, config, layout), ROUNDS.value, SECONDS.value)
+        times = take_turns(contenders(workload, config, layout), ROUNDS.value, SECONDS.value)[0]
         row = "".join(
             f"{statistics.median(times[name]):{width}.3f}"
             for name, width in (("hand-written", 14), ("fit", 10), ("tfpar", 10))
