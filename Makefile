@@ -35,9 +35,10 @@ setup: $(STAMP)
 
 # Packages first, tfpar among them but without its native library: that needs the TensorFlow that comes with them.
 $(PACKAGES): setup.py pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
-	  { echo "Python 3.10 or later is needed; name one with make PYTHON=/path/to/python3"; exit 1; }
-	@test -x $(RUN) && $(RUN) -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) || \
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Keras 3.15 needs Python 3.11 or later; name one with make PYTHON=/path/to/python3"; exit 1; }
+	@test -x $(RUN) && $(RUN) -c 'import sys; sys.exit(sys.version_info < (3, 11))' && \
+	  $(RUN) -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) || \
 	  { test "$$(id -u)" = 0 && command -v apt-get > /dev/null && apt-get update -qq && \
 	    apt-get install -y -qq python3-venv && $(PYTHON) -m venv --clear $(VENV); } || \
 	  { echo "Python's venv module is missing: apt-get install python3-venv"; exit 1; }

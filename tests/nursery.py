@@ -140,7 +140,11 @@ class _Forked(subprocess.Popen):
     def _execute_child(self, *args: Any) -> None:
         given = _arguments_of(self, *args).arguments
         command = list(map(os.fspath, given["args"]))
-        if command[0] != sys.executable or (command[1].startswith("-") and command[1] not in ("-m", "-c", "-u")):
+        if (
+            command[0] != sys.executable
+            or len(command) < 2
+            or (command[1].startswith("-") and command[1] not in ("-m", "-c", "-u"))
+        ):
             return super()._execute_child(*args)
         sys.stdout.flush()
         sys.stderr.flush()

@@ -125,6 +125,7 @@ class StrategyConfig(Options):
         "Seconds in which a worker must finish some updates; one that does not, as in a deadlock of its program, says "
         "where it hangs and ends. The first update, evaluation and checkpoints may each take 5 times as long. 0: off.",
         minimum=0.0,
+        maximum=1e7,
     )
 
 

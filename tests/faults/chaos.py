@@ -105,8 +105,8 @@ class Cluster:
     @property
     def newest(self) -> int:
         """Step of the newest checkpoint, 0 if there is none."""
-        names = (path.name for path in (self.workdir / "checkpoints").glob("step-*"))
-        return max((int(name.removeprefix("step-")) for name in names), default=0)
+        names = [path.name.removeprefix("step-") for path in (self.workdir / "checkpoints").glob("step-*")]
+        return max((int(name) for name in names if name.isdigit()), default=0)  # the others are damaged
 
     @property
     def starts(self) -> int:

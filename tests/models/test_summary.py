@@ -186,3 +186,18 @@ def test_gpus_are_found_by_the_name_that_tensorflow_reports(name: str, dtype: st
 
 def test_a_gpu_that_is_not_in_the_table_is_not_guessed() -> None:
     assert peak.lookup_gpu("NVIDIA Something 9000", "float32", True) is None
+
+
+@pytest.mark.parametrize(
+    ("layers", "share"),
+    [
+        (lambda: [keras.layers.Conv2D(8, 3), keras.layers.Flatten(), keras.layers.Dense(64)], (0.1, 0.9)),
+        (lambda: [keras.layers.Conv2DTranspose(8, 3), keras.layers.DepthwiseConv2D(3)], (1.0, 1.0)),
+        (lambda: [keras.layers.Flatten(), keras.layers.Dense(64)], (0.0, 0.0)),
+    ],
+)
+def test_the_share_of_convolutions(layers, share):
+    model = keras.Sequential([keras.Input((8, 8, 1)), keras.Sequential(layers())])
+    low, high = share
+    assert low <= models.describe(model).convolution_share <= high
+    assert models.uses_convolutions(model) == (high > 0)

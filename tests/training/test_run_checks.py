@@ -39,6 +39,7 @@ WRONG = [
         {**DIGITS, "model_args": "normalization=sync_batch", "jit_compile": "true", "devices": 2},
         "--jit_compile=true: the model synchronises",
     ),
+    ({**DIGITS, "model_args": "widths=[]"}, "a convnet needs at least one stage"),
     ({**TEXT, "model": "convnet"}, "convnet is for the task 'classification'"),
     ({**DIGITS, "optimizer_args": "beta_1=abc"}, "beta_1 of adamw is a number, not 'abc'"),
     ({**DIGITS, "optimizer": "sgd", "optimizer_args": "nesterov=7"}, "nesterov of sgd is true or false, not 7"),

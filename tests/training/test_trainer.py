@@ -574,3 +574,27 @@ def test_the_progress_line_shows_metrics_over_its_interval(capsys, monkeypatch):
         (line,) = [text for text in capsys.readouterr().out.splitlines() if text.startswith("step 5/5")]
         shown.append(line.split("accuracy")[1].split()[0])
     assert shown[0] == shown[1]
+
+
+def convolutional():
+    layers = [keras.layers.Reshape((3, 2, 1)), keras.layers.Conv2D(4, 2), keras.layers.Flatten()]
+    return keras.Sequential([keras.Input((6,)), *layers, keras.layers.Dense(3)])
+
+
+@pytest.mark.parametrize(
+    ("builder", "jit_compile", "compiled"),
+    [(model, "auto", True), (convolutional, "auto", False), (convolutional, "true", True)],
+)
+def test_auto_leaves_xla_out_for_convolutions_on_cpus(builder, jit_compile, compiled):
+    trainer = trainer_of(builder, jit_compile=jit_compile)
+    assert trainer.jit_compile == compiled
+    assert ("convolutions on CPUs" in trainer.why_no_xla()) == (builder is convolutional)
+
+
+def test_weights_of_several_dtypes():
+    def mixed():
+        return keras.Sequential(
+            [keras.Input((6,)), keras.layers.Dense(4, dtype="bfloat16"), keras.layers.Dense(3, dtype="float32")]
+        )
+
+    assert np.isfinite(trainer_of(mixed).fit(source(), steps=2)["train_loss"])

@@ -11,8 +11,8 @@ from tfpar.models.summary import (
     PeakFlops,
     describe,
     format_summary,
-    is_convolutional,
     peak_flops,
+    uses_convolutions,
     uses_max_pooling,
 )
 
@@ -26,11 +26,11 @@ __all__ = [
     "describe",
     "example_weights",
     "format_summary",
-    "is_convolutional",
     "names",
     "options",
     "peak_flops",
     "register",
+    "uses_convolutions",
     "uses_max_pooling",
     "uses_synchronized_statistics",
 ]

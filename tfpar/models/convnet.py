@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tfpar.config import ConfigError
 from tfpar.models import common
 from tfpar.models.registry import TaskSpec, register
 
@@ -19,6 +20,8 @@ LARGEST_FLAT_MAP = 4
 def _check(spec: TaskSpec, options: Mapping[str, Any]) -> None:
     common.check_image(spec, "convnet")
     common.check_options(options)
+    if not common.check_sizes("widths", options["widths"]):
+        raise ConfigError("--model_args widths=[]: a convnet needs at least one stage, e.g. widths=[32,64,128].")
 
 
 @register("convnet", check=_check)

@@ -20,6 +20,7 @@ _SHAPE_ONLY = frozenset({"Shape", "ShapeN", "Size", "Rank", "ZerosLike", "OnesLi
 _CONVOLUTIONS = frozenset({"Conv2D", "Conv3D"})
 _TRANSPOSED_CONVOLUTIONS = frozenset({"Conv2DBackpropInput", "Conv3DBackpropInputV2"})
 _DEPTHWISE = frozenset({"DepthwiseConv2dNative"})
+_ALL_CONVOLUTIONS = _CONVOLUTIONS | _TRANSPOSED_CONVOLUTIONS | _DEPTHWISE
 _MATMULS = frozenset({"BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"})
 _CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 _BRANCHES = frozenset({"If", "StatelessIf", "Case", "StatelessCase"})
@@ -38,11 +39,13 @@ class GraphCost:
       forward_flops: Floating point operations of all matrix products and convolutions, a multiply-add being two.
       saved_bytes: Bytes of the tensors that depend on the input and that the backward pass reads.
       uncounted: Names of operations whose shapes the trace does not know; the figures are lower bounds if any.
+      convolution_flops: Those of `forward_flops` that are in convolutions.
     """
 
     forward_flops: int
     saved_bytes: int
     uncounted: tuple[str, ...]
+    convolution_flops: int = 0
 
 
 def count(model: keras.Model, batch_size: int) -> GraphCost:
@@ -79,10 +82,12 @@ def count(model: keras.Model, batch_size: int) -> GraphCost:
 
     graph = tf.function(step, autograph=False).get_concrete_function(specs, weights, state).graph
     uncounted: list[str] = []
-    flops = sum(_flops(operation, uncounted) for operation in _needed(results))
+    needed = _needed(results)
+    flops = sum(_flops(operation, uncounted) for operation in needed)
+    in_convolutions = sum(_flops(operation, [], _ALL_CONVOLUTIONS) for operation in needed)
     sources = graph.inputs[: len(specs)]
     saved = _saved_bytes(forward, graph.get_operations()[len(forward) :], sources, uncounted)
-    return GraphCost(flops, saved, tuple(uncounted))
+    return GraphCost(flops, saved, tuple(uncounted), in_convolutions)
 
 
 def _input_specs(model: keras.Model, batch_size: int) -> list[tf.TensorSpec]:
@@ -114,10 +119,11 @@ def _needed(results: Iterable[tf.Tensor]) -> list[tf.Operation]:
     return list(found)
 
 
-def _flops(operation: tf.Operation, uncounted: list[str]) -> int:
-    """FLOPs of one operation, with everything in the functions it calls."""
+def _flops(operation: tf.Operation, uncounted: list[str], kinds: frozenset[str] | None = None) -> int:
+    """FLOPs of one operation, with everything in the functions it calls; of these kinds alone, if given."""
     try:
-        return _matrix_flops(operation) + _nested_flops(operation, uncounted)
+        own = _matrix_flops(operation) if kinds is None or operation.type in kinds else 0
+        return own + _nested_flops(operation, uncounted, kinds)
     except UnknownShapeError:
         uncounted.append(operation.name)
         return 0
@@ -163,20 +169,20 @@ def _einsum_flops(equation: str, shapes: Sequence[tuple[int, ...]]) -> int:
     return 2 * math.prod(sizes.values()) if len(shapes) == 2 and contracted else 0
 
 
-def _nested_flops(operation: tf.Operation, uncounted: list[str]) -> int:
+def _nested_flops(operation: tf.Operation, uncounted: list[str], kinds: frozenset[str] | None) -> int:
     """FLOPs of the functions that an operation calls: a loop's body times its trips, the dearest of branches."""
     kind = operation.type
     if kind in _CALLS:
-        return _function_flops(operation, operation.get_attr("f"), uncounted)
+        return _function_flops(operation, operation.get_attr("f"), uncounted, kinds)
     if kind in _BRANCHES:
         branches = (
             [operation.get_attr("then_branch"), operation.get_attr("else_branch")]
             if kind.endswith("If")
             else operation.get_attr("branches")
         )
-        return max(_function_flops(operation, branch, uncounted) for branch in branches)
+        return max(_function_flops(operation, branch, uncounted, kinds) for branch in branches)
     if kind in _LOOPS:
-        body = _function_flops(operation, operation.get_attr("body"), uncounted)
+        body = _function_flops(operation, operation.get_attr("body"), uncounted, kinds)
         trips = _static_trips(operation.inputs[1]) if body else 0
         if trips is None or trips < 0:
             raise UnknownShapeError(operation.name)
@@ -194,10 +200,10 @@ def _static_trips(maximum: tf.Tensor) -> int | None:
     return None if value is None else int(value)
 
 
-def _function_flops(operation: tf.Operation, function: Any, uncounted: list[str]) -> int:
+def _function_flops(operation: tf.Operation, function: Any, uncounted: list[str], kinds: frozenset[str] | None) -> int:
     # No public way leads from a call to the graph it calls (TensorFlow 2.21).
     called = operation.graph._get_function(function.name)
-    return sum(_flops(inner, uncounted) for inner in called.graph.get_operations())
+    return sum(_flops(inner, uncounted, kinds) for inner in called.graph.get_operations())
 
 
 def _saved_bytes(

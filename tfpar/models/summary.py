@@ -11,11 +11,13 @@ from tfpar.models.peak import PeakFlops, peak_flops
 import keras
 
 _CONVOLUTIONS = tuple(
-    getattr(keras.layers, f"{kind}{dims}D")
-    for kind, most in (("Conv", 3), ("DepthwiseConv", 2), ("SeparableConv", 2))
+    getattr(keras.layers, kind.format(dims))
+    for kind, most in (
+        *(("Conv{}D", 3), ("Conv{}DTranspose", 3), ("ConvLSTM{}D", 3)),
+        *(("DepthwiseConv{}D", 2), ("SeparableConv{}D", 2)),
+    )
     for dims in range(1, most + 1)
 )
-_SMALL_SHARE = 0.05
 
 __all__ = ["ModelSummary", "PeakFlops", "describe", "format_summary", "peak_flops"]
 
@@ -35,6 +37,7 @@ class ModelSummary:
       activation_bytes_per_example: Bytes that the backward pass needs of the forward pass, before fusion: an upper
         bound of what XLA keeps.
       uncounted: Names of operations whose shapes are unknown before they run; with any, the figures are lower bounds.
+      convolution_share: Share of the FLOPs that is in convolutions.
     """
 
     parameters: int
@@ -43,6 +46,7 @@ class ModelSummary:
     training_flops_per_example: int
     activation_bytes_per_example: int
     uncounted: tuple[str, ...] = ()
+    convolution_share: float = 0.0
 
 
 def describe(model: keras.Model, batch_size: int = 1) -> ModelSummary:
@@ -67,6 +71,7 @@ def describe(model: keras.Model, batch_size: int = 1) -> ModelSummary:
         training_flops_per_example=TRAINING_OVER_FORWARD * forward,
         activation_bytes_per_example=round(cost.saved_bytes / batch_size),
         uncounted=cost.uncounted,
+        convolution_share=cost.convolution_flops / max(cost.forward_flops, 1),
     )
 
 
@@ -76,18 +81,9 @@ def uses_max_pooling(model: keras.Model) -> bool:
     return any(isinstance(layer, pooling) for layer in model._flatten_layers())
 
 
-def is_convolutional(model: keras.Model) -> bool:
-    """Whether convolutions with overlapping windows dominate the model's cost, nested models included.
-
-    Their kernels are used at every position, so they do where they hold but a small share of the weights. A patch
-    embedding, whose windows do not overlap, is a matrix product.
-    """
-    kernels = 0
-    for layer in model._flatten_layers():
-        if isinstance(layer, _CONVOLUTIONS) and max(layer.kernel_size) > 1:
-            overlaps = any(size > step for size, step in zip(layer.kernel_size, layer.strides, strict=True))
-            kernels += _numbers(layer.trainable_weights) if overlaps else 0
-    return kernels > _SMALL_SHARE * _numbers(model.weights)
+def uses_convolutions(model: keras.Model) -> bool:
+    """Whether a layer of the model is a convolution of Keras, nested models included."""
+    return any(isinstance(layer, _CONVOLUTIONS) for layer in model._flatten_layers())
 
 
 def format_summary(summary: ModelSummary, name: str = "model") -> str:

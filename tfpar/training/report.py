@@ -389,7 +389,7 @@ def closing_table(content: dict[str, Any], workdir: str) -> str:
         ]
     exchange = content["exchange"]
     rows += [
-        ("layout", f"{content['strategy']}, {content['workers']} workers, {content['replicas']} replicas"),
+        ("layout", f"{content['strategy']}, workers: {content['workers']}, replicas: {content['replicas']}"),
         ("exchange", f"{exchange['codec']}, {exchange['wire_bytes_per_step'] / 1e6:.3f} MB sent per step and sender"),
     ]
     saved = exchange["dense_wire_bytes_per_step"] - exchange["wire_bytes_per_step"]

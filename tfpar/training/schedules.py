@@ -253,6 +253,10 @@ def _step(
         f"milestones={list(milestones)} must be positive and increase.",
     )
     shares = all(at <= 1 for at in milestones)
+    _require(
+        shares or all(float(at).is_integer() for at in milestones),
+        f"milestones={list(milestones)}: either all are shares, at most 1, or all are updates, whole numbers.",
+    )
     updates = [round(at * steps if shares else at) for at in milestones]
     counted = f" are updates {updates} of {steps}, which" if shares else ""
     _require(

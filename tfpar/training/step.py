@@ -9,7 +9,7 @@
 5. the optimizer's update, the same bits on every replica (pure, under XLA);
 6. schedule and loss scale.
 
-A replica with no peers, and one on a TPU, does all of it in one XLA program; elsewhere 1, 2 and 5 are a program each.
+Under XLA a replica with no peers, and one on a TPU, does all of it in one program; elsewhere 1, 2 and 5 are one each.
 `TrainStep.run` does any number of steps in one call from Python.
 """
 
@@ -155,7 +155,7 @@ class TrainStep:
         self._scale_loss = scale_loss
         self._growth_steps = growth_steps
         on_tpu = isinstance(strategy, tf.distribute.TPUStrategy)
-        self._whole_program = on_tpu or strategy.num_replicas_in_sync == 1
+        self._whole_program = on_tpu or (jit_compile and strategy.num_replicas_in_sync == 1)
         self._timed = timed
         # Seed states are never stored: every step derives its own.
         self._state = [variable for variable in core.model.non_trainable_variables if not is_seed_state(variable)]
@@ -174,7 +174,7 @@ class TrainStep:
         self._fetches_ahead = not on_tpu and (alone or all("CPU" in device for device in devices))
         # TPUStrategy.run compiles what it is given by itself.
         self._whole_step = compiled(self._measured_step) if jit_compile and not on_tpu else self._measured_step
-        self._norm_squared = norms.squared_in_xla if self._whole_program and jit_compile else norms.squared
+        self._norm_squared = norms.squared_in_xla if self._whole_program else norms.squared
         self.run = tf.function(self._run, autograph=False, reduce_retracing=True)
         # TensorFlow 2.21 counts tracings by code, over all objects: a program of several short runs would be warned of
         # tracings that each of them needs once.
@@ -282,7 +282,7 @@ class TrainStep:
     def _flat_params(self) -> tf.Tensor:
         """A copy of all trainable weights as one vector."""
         local = [self._local(variable.value)[0] for variable in self.core.model.trainable_variables]
-        return tf.concat([tf.reshape(variable, [-1]) for variable in local], axis=0)
+        return tf.concat([tf.cast(tf.reshape(variable, [-1]), tf.float32) for variable in local], axis=0)
 
     def _norms(self, before: tf.Tensor) -> tf.Tensor:
         """Norms of the weights and of their last update. Outside XLA: inside, old weights would have to be copied."""

@@ -26,6 +26,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+_CONVOLUTIONAL_SHARE = 0.1
+
 
 class Trainer:
     """Trains a Keras 3 model on any strategy, with one loop.
@@ -248,11 +250,19 @@ class Trainer:
         """Why `--jit_compile=auto` leaves XLA out for this model in this layout; empty where it does not."""
         if obstacle := self._xla_obstacle():
             return obstacle
-        # 5 times as slow for the convnet, 1.2 times for ResNet-18 (README.md): its CPU code for the gradients of
-        # convolutions is a plain loop where TensorFlow's kernels are matrix products.
-        if self.plan.device_type == "CPU" and models.is_convolutional(self.model):
+        # 3 to 6 times as slow for the convnet, 1.2 times for ResNet-18 (README.md).
+        if self.plan.device_type == "CPU" and self._is_convolutional():
             return "XLA is slower than TensorFlow's own kernels in convolutions on CPUs; --jit_compile=true turns it on"
         return ""
+
+    def _is_convolutional(self) -> bool:
+        """Whether convolutions take a good part of the model's FLOPs, or cannot be told from the rest before it runs.
+
+        Less than that is the patch embedding of a transformer, which gains more than it loses.
+        """
+        if not models.uses_convolutions(self.model):  # before it is traced
+            return False
+        return self.description is None or self.description.convolution_share > _CONVOLUTIONAL_SHARE
 
     def _xla_obstacle(self) -> str:
         """Why XLA cannot compile this model in this layout; empty where it can."""

@@ -38,7 +38,6 @@ class Watchdog:
 
     def __exit__(self, *_: object) -> None:
         self._done.set()
-        faulthandler.cancel_dump_traceback_later()
 
     def progress(self, what: str, *, patient: bool = False) -> None:
         """Notes that something was done.
@@ -50,6 +49,12 @@ class Watchdog:
         self._due = (what, time.monotonic(), self._timeout * (PATIENCE if patient else 1))
 
     def _watch(self) -> None:
+        try:
+            self._watch_until_done()
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+    def _watch_until_done(self) -> None:
         while not self._done.wait(min(1.0, self._timeout / 4)):
             # For a call that hangs with Python's lock held, under which this thread gets no turn either: TensorFlow
             # 2.21 does so where it tells a remote worker of a new function, and that worker does not answer. Python
