@@ -15,7 +15,7 @@ RECIPE = [
     "--flagfile=experiments/recipes/language_model.flags",
     f"--steps={STEPS}",
     f"--eval_every={STEPS}",
-    "--validation_fraction=0.01",  # whole files, never trained on
+    "--validation_fraction=0.02",  # whole files, never trained on
 ]
 
 
