@@ -132,9 +132,10 @@ class Cluster:
                 continue
             with contextlib.suppress(OSError):
                 _, parent, *more = (entry / "stat").read_text().rpartition(")")[2].split()
-                if (
-                    int(parent) == self.process.pid and b"\0-I\0-S\0" not in (entry / "cmdline").read_bytes()
-                ):  # its guard
+                if int(parent) != self.process.pid:
+                    continue
+                is_guard = b"\0-I\0-S\0" in (entry / "cmdline").read_bytes()
+                if not is_guard:
                     found.append((int(more[17]), int(entry.name)))  # when it started
         return [pid for _, pid in sorted(found)]
 

@@ -29,13 +29,8 @@ def start(hosts, rank, folder, *flags):
     environ = {**os.environ, "TF_CONFIG": json.dumps(config), "TF_NUM_INTRAOP_THREADS": "1"}
     command = [
         *(sys.executable, "-u", "experiments/image_classification.py", "--model=mlp", "--global_batch_size=48"),
-        *(
-            "--eval_every=1000000",
-            f"--peer_timeout={PEER_TIMEOUT}",
-            f"--workdir={folder / 'run'}",
-            "--jit_compile=false",
-            *flags,
-        ),
+        *("--eval_every=1000000", f"--peer_timeout={PEER_TIMEOUT}", "--jit_compile=false"),
+        *(f"--workdir={folder / 'run'}", *flags),
     ]
     log = open(folder / f"{rank}.log", "wb")  # noqa: SIM115 - the process writes to it
     return subprocess.Popen(hosts.command(rank, command), cwd=ROOT, env=environ, stdout=log, stderr=log)

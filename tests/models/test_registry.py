@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, Literal
+
 from tfpar import models
 from tfpar.config import ConfigError, parse_arguments
 from tfpar.models import registry
@@ -157,3 +160,29 @@ def test_an_option_without_a_default_must_be_given(monkeypatch: pytest.MonkeyPat
 def test_integer_features_are_refused() -> None:
     with pytest.raises(ConfigError, match="input_dtype='int32'"):
         models.build("mlp", TaskSpec("classification", (8,), "int32", 2))
+
+
+@pytest.mark.parametrize(
+    ("hint", "fits", "fits_not"),
+    [
+        (bool, [True], [1, "no"]),
+        (float, [1, 0.5], [True, "1"]),
+        (int | None, [3, None], [0.5, "none"]),
+        (tuple[int, ...], [[1, 2], (), 3], [[1, 0.5], "1"]),
+        # What is not told by numbers, truth and sequences is the builder's own check.
+        (str, ["gelu", None], []),
+        (Literal["sum", "mean"], ["sum", 3], []),
+        (tuple[int, float], [[1, 0.5]], []),
+        (Callable[[int], int], ["relu"], []),
+        (Any, [object()], []),
+    ],
+)
+def test_values_fit_the_annotations_of_a_builder(hint, fits, fits_not):
+    assert all(registry._fits(value, hint) for value in fits)
+    assert not any(registry._fits(value, hint) for value in fits_not)
+
+
+def test_annotations_that_only_type_checkers_know_are_no_obstacle():
+    def builder(spec, *, scale: "Unknown" = 1): ...  # noqa: F821, UP037
+
+    assert registry._hints(builder) == {}

@@ -136,7 +136,7 @@ def check(name: str, spec: TaskSpec, **overrides: Any) -> None:
     """
     entry = _entry(name)
     allowed = options(name)
-    hints = typing.get_type_hints(entry.builder)
+    hints = _hints(entry.builder)
     for key, value in overrides.items():
         if key not in allowed:
             raise _unknown_option(name, key, allowed)
@@ -204,15 +204,22 @@ def _options(builder: Builder) -> dict[str, Any]:
     return {parameter.name: parameter.default for parameter in parameters}
 
 
+def _hints(builder: Builder) -> dict[str, Any]:
+    """What the options are annotated as; nothing where a name is known to type checkers alone."""
+    try:
+        return typing.get_type_hints(builder)
+    except NameError:
+        return {}
+
+
 def _fits(value: Any, hint: Any) -> bool:
     """Whether a value is what an option is annotated as, as far as that is told by numbers, truth and sequences.
 
     What names may stand for is the builder's own check: `none` arrives as None where it is one of several words.
     """
-    origin = typing.get_origin(hint)
-    if origin in (typing.Union, types.UnionType):
+    if _is_union(hint):
         return any(_fits(value, part) for part in typing.get_args(hint))
-    if origin is not None and issubclass(origin, Sequence):
+    if _is_list(hint):
         each = value if isinstance(value, (list, tuple)) else [value]  # one stands for a list of one
         return all(_fits(part, typing.get_args(hint)[0]) for part in each)
     if hint in (int, float):
@@ -224,13 +231,23 @@ def _fits(value: Any, hint: Any) -> bool:
 
 def _in_words(hint: Any) -> str:
     parts = typing.get_args(hint)
-    origin = typing.get_origin(hint)
-    if origin in (typing.Union, types.UnionType):
+    if _is_union(hint):
         return " or ".join(_in_words(part) for part in parts)
-    if origin is not None and issubclass(origin, Sequence):
+    if _is_list(hint):
         return f"a list, each {_in_words(parts[0])}"
     words = {bool: "true or false", int: "a whole number", float: "a number", str: "a word", types.NoneType: "none"}
     return words.get(hint, str(hint))
+
+
+def _is_union(hint: Any) -> bool:
+    return typing.get_origin(hint) in (typing.Union, types.UnionType)
+
+
+def _is_list(hint: Any) -> bool:
+    """Whether it stands for any number of one kind; `Literal` and the like have origins that are no classes."""
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    of_one_kind = len(parts) == 1 or parts[1:] == (...,)
+    return isinstance(origin, type) and issubclass(origin, Sequence) and of_one_kind
 
 
 def _unknown_option(name: str, key: str, allowed: Mapping[str, Any]) -> ConfigError:

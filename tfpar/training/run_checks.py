@@ -14,6 +14,9 @@ from tfpar.endings import LEFT_OUT
 from tfpar.training import asynchronous, checkpoints, optimizers, report, schedules
 from tfpar.training.model_files import task_spec
 
+# Why XLA cannot compile such a model on several replicas.
+SYNCHRONISED = "the model synchronises batch statistics between replicas, for which TensorFlow has no XLA kernel"
+
 
 def check_run(
     config: ExperimentConfig, plan: strategies.Plan, train: inputs.Source, validation: inputs.Source | None
@@ -108,8 +111,7 @@ def _check_compiles(config: ExperimentConfig, plan: strategies.Plan) -> None:
     options = models.options(config.model.model) | config.model.arguments()
     if config.train.jit_compile == "true" and plan.replicas > 1 and options.get("normalization") == "sync_batch":
         raise ConfigError(
-            "--jit_compile=true: the model synchronises batch statistics between replicas, for which TensorFlow has no "
-            "XLA kernel. Use --jit_compile=auto, or another --model_args=normalization."
+            f"--jit_compile=true: {SYNCHRONISED}. Use --jit_compile=auto, or another --model_args=normalization."
         )
 
 

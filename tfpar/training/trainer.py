@@ -17,7 +17,7 @@ from tfpar.training.core import Core, build_metrics, per_example_loss, takes_cla
 from tfpar.training.data_checks import check_fits
 from tfpar.training.evaluation import Evaluation
 from tfpar.training.input_faults import SkippedExamples, named
-from tfpar.training.run_checks import check_sources, train_input
+from tfpar.training.run_checks import SYNCHRONISED, check_sources, train_input
 from tfpar.training.start import CUSTOM, start
 from tfpar.training.step import TrainStep
 from tfpar.training.synchronous import SynchronousRun
@@ -267,7 +267,7 @@ class Trainer:
     def _xla_obstacle(self) -> str:
         """Why XLA cannot compile this model in this layout; empty where it can."""
         if self.plan.replicas > 1 and models.uses_synchronized_statistics(self.model):
-            return "the model synchronises batch statistics between replicas, for which TensorFlow has no XLA kernel"
+            return SYNCHRONISED
         if self.config.train.deterministic and models.uses_max_pooling(self.model):
             return "the gradient of the model's max pooling has no deterministic XLA kernel in TensorFlow"
         return ""
