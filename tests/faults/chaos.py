@@ -89,6 +89,20 @@ class Cluster:
         for line in self.process.stdout:
             self.lines.append((time.monotonic(), line.rstrip()))
 
+    def finish(self, limit: float) -> None:
+        """Waits for its end.
+
+        Raises:
+          AssertionError: It failed, or wrote no further checkpoint for `limit` seconds.
+        """
+        newest, deadline = self.newest, time.monotonic() + limit
+        while self.process.poll() is None:
+            if self.newest != newest:
+                newest, deadline = self.newest, time.monotonic() + limit
+            assert time.monotonic() < deadline, f"no progress in {limit} s\n{self.output()}"
+            time.sleep(0.05)
+        assert self.wait() == 0, self.output()
+
     def wait(self) -> int:
         """Its exit code, once it has ended."""
         code = self.process.wait()
@@ -196,7 +210,7 @@ def run(
         for fault in faults:
             disturb(cluster, fault, workers, limit, slack)
             print(f"  {fault}", flush=True)
-        assert cluster.wait() == 0, cluster.output()
+        cluster.finish(limit)
     finally:
         cluster.stop()
     return cluster.summary()

@@ -37,7 +37,7 @@ def index_source(count: int, records_per_file: Sequence[int] = (), *, storage: s
 
 def fetch_all(source: Source) -> tuple[np.ndarray, np.ndarray]:
     """All examples of a source in order, read through a traced graph in three uneven batches."""
-    fetch = tf.function(source.fetch, input_signature=[tf.TensorSpec([None], tf.int64)])
+    fetch = tf.function(source.fetch, input_signature=[tf.TensorSpec([None], tf.int64)], autograph=False)
     count = source.info.num_examples
     parts = [fetch(tf.constant(part, tf.int64)) for part in np.array_split(np.arange(count), 3)]
     return np.concatenate([x.numpy() for x, _ in parts]), np.concatenate([y.numpy() for _, y in parts])

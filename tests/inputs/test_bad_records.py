@@ -66,7 +66,7 @@ def assert_skips(source: Source, options: InputConfig, clean: dict, bad: set[int
 
 def assert_named(source: Source, reasons: dict[int, str]) -> None:
     """Each bad example fails the read of any batch that it is in; looking for them finds these, for these reasons."""
-    fetch = tf.function(source.fetch, input_signature=[tf.TensorSpec([None], tf.int64)])
+    fetch = tf.function(source.fetch, input_signature=[tf.TensorSpec([None], tf.int64)], autograph=False)
     good = min(set(range(source.info.num_examples)) - set(reasons))
     fetch(tf.constant([good], tf.int64))
     for index in reasons:

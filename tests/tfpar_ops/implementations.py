@@ -118,7 +118,7 @@ class Implementation:
         if not self.jit:
             return op(*arguments)
         if key not in _COMPILED:
-            _COMPILED[key] = tf.function(op, jit_compile=True)
+            _COMPILED[key] = tf.function(op, jit_compile=True, autograph=False)
         return _COMPILED[key](*arguments)
 
 

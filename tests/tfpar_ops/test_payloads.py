@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from tests.tfpar_ops import data, implementations, oracle
 from tfpar_ops import reference
 from tfpar_ops.codecs import Codec
@@ -135,6 +137,23 @@ def test_where_xla_drops_assertions_the_result_is_nan():
         assert np.all(np.isnan(tf.concat([*parts, total], axis=0)))
         assert np.all(np.isnan(oracle.decode(codec, words.numpy().tobytes(), 100)))
         assert np.all(residual == 1)
+
+
+@pytest.mark.parametrize("codec", data.KINDS, ids=data.identifier)
+def test_one_program_of_xla_reads_every_payload(codec: Codec):
+    """An argument that says which part of another to take would be a constant, and compiled anew for every value."""
+    elements = 2 * codec.block
+
+    @tf.function(jit_compile=True, autograph=False)
+    def read(words: tf.Tensor, begin: tf.Tensor, factor: tf.Tensor) -> list[tf.Tensor]:
+        again = reference.recode(words, tf.ones([elements]), codec, elements, begin=begin, factor=factor)
+        parts = reference.decode(words[:1], codec, [(elements,)])
+        return [*parts, reference.decode_sum(words, codec, elements, factor=factor), again.payload, again.residual]
+
+    words = implementations.words_of([payload(codec, elements)] * 2)
+    program = read.experimental_get_compiler_ir(words, tf.constant(0), tf.constant(0.5))(stage="hlo")
+    arguments = re.search(r"entry_computation_layout=\{\((.*?)\)->", program)[1]
+    assert re.fullmatch(rf"s32\[2,{words.shape[1]}\]\S*, s32\[\], f32\[\]", arguments), arguments
 
 
 @pytest.mark.parametrize("codec", data.CODECS, ids=data.identifier)

@@ -167,7 +167,8 @@ def find(
     source = source.origin or source
     deadline = time.monotonic() + seconds
     fetch, read = (
-        tf.function(reader, input_signature=[tf.TensorSpec([None], tf.int64)]) for reader in (source.fetch, source.read)
+        tf.function(reader, input_signature=[tf.TensorSpec([None], tf.int64)], autograph=False)
+        for reader in (source.fetch, source.read)
     )
     remaining = np.array(list(dict.fromkeys(int(index) for index in indices)), np.int64)
     found: list[BadExample] = []

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ _CONVOLUTIONS = frozenset({"Conv2D", "Conv3D"})
 _TRANSPOSED_CONVOLUTIONS = frozenset({"Conv2DBackpropInput", "Conv3DBackpropInputV2"})
 _DEPTHWISE = frozenset({"DepthwiseConv2dNative"})
 _ALL_CONVOLUTIONS = _CONVOLUTIONS | _TRANSPOSED_CONVOLUTIONS | _DEPTHWISE
-_MATMULS = frozenset({"BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"})
+_BATCHED_PRODUCTS = frozenset({"BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"})
 _CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 _BRANCHES = frozenset({"If", "StatelessIf", "Case", "StatelessCase"})
 _LOOPS = frozenset({"While", "StatelessWhile"})
@@ -82,12 +83,11 @@ def count(model: keras.Model, batch_size: int) -> GraphCost:
 
     graph = tf.function(step, autograph=False).get_concrete_function(specs, weights, state).graph
     uncounted: list[str] = []
-    needed = _needed(results)
-    flops = sum(_flops(operation, uncounted) for operation in needed)
-    in_convolutions = sum(_flops(operation, [], _ALL_CONVOLUTIONS) for operation in needed)
+    flops = _flops(_needed(results), uncounted)
     sources = graph.inputs[: len(specs)]
     saved = _saved_bytes(forward, graph.get_operations()[len(forward) :], sources, uncounted)
-    return GraphCost(flops, saved, tuple(uncounted), in_convolutions)
+    convolutions = sum(flops[kind] for kind in _ALL_CONVOLUTIONS)
+    return GraphCost(flops.total(), saved, tuple(uncounted), convolutions)
 
 
 def _input_specs(model: keras.Model, batch_size: int) -> list[tf.TensorSpec]:
@@ -119,14 +119,16 @@ def _needed(results: Iterable[tf.Tensor]) -> list[tf.Operation]:
     return list(found)
 
 
-def _flops(operation: tf.Operation, uncounted: list[str], kinds: frozenset[str] | None = None) -> int:
-    """FLOPs of one operation, with everything in the functions it calls; of these kinds alone, if given."""
-    try:
-        own = _matrix_flops(operation) if kinds is None or operation.type in kinds else 0
-        return own + _nested_flops(operation, uncounted, kinds)
-    except UnknownShapeError:
-        uncounted.append(operation.name)
-        return 0
+def _flops(operations: Iterable[tf.Operation], uncounted: list[str]) -> Counter[str]:
+    """FLOPs by the kind of operation, with everything in the functions that are called."""
+    total: Counter[str] = Counter()
+    for operation in operations:
+        try:
+            total[operation.type] += _matrix_flops(operation)
+            total += _nested_flops(operation, uncounted)
+        except UnknownShapeError:
+            uncounted.append(operation.name)
+    return total
 
 
 def _matrix_flops(operation: tf.Operation) -> int:
@@ -135,7 +137,7 @@ def _matrix_flops(operation: tf.Operation) -> int:
     if kind == "MatMul":
         contracted = _dims(inputs[0])[0 if operation.get_attr("transpose_a") else 1]
         return 2 * math.prod(_dims(operation.outputs[0])) * contracted
-    if kind in _MATMULS:
+    if kind in _BATCHED_PRODUCTS:
         contracted = _dims(inputs[0])[-2 if operation.get_attr("adj_x") else -1]
         return 2 * math.prod(_dims(operation.outputs[0])) * contracted
     if kind in _CONVOLUTIONS:
@@ -169,25 +171,25 @@ def _einsum_flops(equation: str, shapes: Sequence[tuple[int, ...]]) -> int:
     return 2 * math.prod(sizes.values()) if len(shapes) == 2 and contracted else 0
 
 
-def _nested_flops(operation: tf.Operation, uncounted: list[str], kinds: frozenset[str] | None) -> int:
+def _nested_flops(operation: tf.Operation, uncounted: list[str]) -> Counter[str]:
     """FLOPs of the functions that an operation calls: a loop's body times its trips, the dearest of branches."""
     kind = operation.type
     if kind in _CALLS:
-        return _function_flops(operation, operation.get_attr("f"), uncounted, kinds)
+        return _function_flops(operation, operation.get_attr("f"), uncounted)
     if kind in _BRANCHES:
         branches = (
             [operation.get_attr("then_branch"), operation.get_attr("else_branch")]
             if kind.endswith("If")
             else operation.get_attr("branches")
         )
-        return max(_function_flops(operation, branch, uncounted, kinds) for branch in branches)
+        return max((_function_flops(operation, branch, uncounted) for branch in branches), key=Counter.total)
     if kind in _LOOPS:
-        body = _function_flops(operation, operation.get_attr("body"), uncounted, kinds)
-        trips = _static_trips(operation.inputs[1]) if body else 0
+        body = _function_flops(operation, operation.get_attr("body"), uncounted)
+        trips = _static_trips(operation.inputs[1]) if body.total() else 0
         if trips is None or trips < 0:
             raise UnknownShapeError(operation.name)
-        return body * trips
-    return 0
+        return Counter({inner: flops * trips for inner, flops in body.items()})
+    return Counter()
 
 
 def _static_trips(maximum: tf.Tensor) -> int | None:
@@ -200,10 +202,10 @@ def _static_trips(maximum: tf.Tensor) -> int | None:
     return None if value is None else int(value)
 
 
-def _function_flops(operation: tf.Operation, function: Any, uncounted: list[str], kinds: frozenset[str] | None) -> int:
+def _function_flops(operation: tf.Operation, function: Any, uncounted: list[str]) -> Counter[str]:
     # No public way leads from a call to the graph it calls (TensorFlow 2.21).
     called = operation.graph._get_function(function.name)
-    return sum(_flops(inner, uncounted, kinds) for inner in called.graph.get_operations())
+    return _flops(called.graph.get_operations(), uncounted)
 
 
 def _saved_bytes(

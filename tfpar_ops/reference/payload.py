@@ -73,7 +73,7 @@ def check_header(codec: Codec, payloads: tf.Tensor, elements: int) -> tf.Tensor:
     foreign = tf.reduce_any(headers != expected, axis=1)
     valid = ~tf.reduce_any(foreign)
     row = tf.argmax(tf.cast(foreign, tf.int32))  # the first of them
-    message = ["payloads[", row, f"]: payload header: {_FIELDS} are ", _fields(headers[row]), ", expected "]
+    message = ["payloads[", row, f"]: payload header: {_FIELDS} are ", _fields(tf.gather(headers, row)), ", expected "]
     require(valid, [*message, _fields(tf.constant(expected)), f" for {elements} elements of {codec}"])
     return valid
 
@@ -104,7 +104,7 @@ def check_positions(codec: Codec, stored: blocks.Codes, payloads: int, valid: tf
         positions = tf.reshape(stored.codes[:, : codec.keep], [-1])
         place = tf.argmax(tf.cast(positions >= codec.block, tf.int32))  # the first of them
         block, per_payload = place // codec.keep, stored.codes.shape[0] // payloads
-        message = ["payloads[", block // per_payload, "]: topk position ", positions[place]]
+        message = ["payloads[", block // per_payload, "]: topk position ", tf.gather(positions, place)]
         message += [", in block ", block % per_payload]
         require(valid, [*message, f", is not below the block size, {codec.block}"])
     return valid
