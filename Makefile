@@ -1,5 +1,9 @@
 # Each target does the set-up it needs; `make setup` is quick when nothing changed.
 PYTHON ?= python3
+# Keras 3.15 needs Python 3.11, TensorFlow 2.21 has no wheels for 3.14. Where `python3` is another (Ubuntu 22.04: 3.10), one
+# that fits may be there or can be installed.
+PYTHONS := $(PYTHON) $(if $(filter file,$(origin PYTHON)),python3.13 python3.12 python3.11)
+FITS := import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
 VENV := .venv
 RUN := $(VENV)/bin/python
 PACKAGES := $(VENV)/.tfpar-packages
@@ -35,13 +39,16 @@ setup: $(STAMP)
 
 # Packages first, tfpar among them but without its native library: that needs the TensorFlow that comes with them.
 $(PACKAGES): setup.py pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo "Keras 3.15 needs Python 3.11 or later; name one with make PYTHON=/path/to/python3"; exit 1; }
-	@test -x $(RUN) && $(RUN) -c 'import sys; sys.exit(sys.version_info < (3, 11))' && \
-	  $(RUN) -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) || \
-	  { test "$$(id -u)" = 0 && command -v apt-get > /dev/null && apt-get update -qq && \
-	    apt-get install -y -qq python3-venv && $(PYTHON) -m venv --clear $(VENV); } || \
-	  { echo "Python's venv module is missing: apt-get install python3-venv"; exit 1; }
+	@$(RUN) -c '$(FITS)' 2> /dev/null && $(RUN) -m pip --version > /dev/null 2>&1 && exit; \
+	  root() { test "$$(id -u)" = 0 && command -v apt-get > /dev/null && apt-get update -qq; }; \
+	  python=$$(for each in $(PYTHONS); do $$each -c '$(FITS)' 2> /dev/null && echo $$each && break; done); \
+	  test -n "$$python" -o "$(origin PYTHON)" != file || \
+	    { root && apt-get install -y -qq python3.11 python3.11-venv && python=python3.11; }; \
+	  test -n "$$python" || \
+	    { echo "Keras 3.15 and TensorFlow 2.21 need Python 3.11 to 3.13; name one with make PYTHON=/path/to/python3"; exit 1; }; \
+	  $$python -m venv --clear $(VENV) || \
+	    { root && apt-get install -y -qq $${python##*/}-venv && $$python -m venv --clear $(VENV); } || \
+	    { echo "Python's venv module is missing: apt-get install $${python##*/}-venv"; exit 1; }
 	@echo "installing into $(VENV) (TensorFlow is large: the first time takes a few minutes)"
 	@$(RUN) -m pip install --quiet --disable-pip-version-check --upgrade pip "setuptools>=77"
 	@PYTHONWARNINGS="ignore:Editable installation" TFPAR_OPS_BUILD=0 \

@@ -407,7 +407,7 @@ if __name__ == "__main__":
         long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
         long_description_content_type="text/markdown",
         license="Apache-2.0",
-        python_requires=">=3.11",
+        python_requires=">=3.11,<3.14",
         packages=find_packages(include=["tfpar", "tfpar.*", "tfpar_ops", "tfpar_ops.*"]),
         package_data={"tfpar": ["py.typed"], "tfpar_ops": ["py.typed", "FORMAT.md"]},
         ext_modules=[] if os.environ.get("TFPAR_OPS_BUILD") == "0" else [extension()],
