@@ -66,7 +66,7 @@ def _expected(scale, good, finite, growth_steps):
 
 @pytest.mark.parametrize("jit", [False, True])
 def test_update_follows_the_rule_over_a_random_history(jit):
-    @tf.function(jit_compile=jit)
+    @tf.function(jit_compile=jit, autograph=False)
     def step(state, finite):
         return precision.update(state, finite, growth_steps=3)
 
@@ -94,7 +94,7 @@ def test_replicas_agree_without_talking():
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
     state = precision.LossScale(tf.constant(64.0), tf.constant(0, tf.int32))
 
-    @tf.function
+    @tf.function(autograph=False)
     def run(finite):
         return strategy.run(lambda: precision.update(state, finite, growth_steps=2))
 

@@ -34,7 +34,7 @@ def test_mean_and_sidecar_are_exact_and_equal_on_every_replica(replicas, bucket_
     exchange = Exchange("none")
     exchange.build([tf.TensorSpec(shape) for shape in SHAPES])
 
-    @tf.function
+    @tf.function(autograph=False)
     def step():
         def replica_step():
             replica = tf.distribute.get_replica_context().replica_id_in_sync_group

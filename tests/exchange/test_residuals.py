@@ -107,7 +107,7 @@ def test_a_lone_worker_delivers_it_with_the_first_update(devices, jit_compile):
     exchange.build([tf.TensorSpec(shape) for shape in SHAPES], strategy=strategy)
     exchange.restore(2, lambda rank: old[rank].export())
 
-    @tf.function(jit_compile=jit_compile)
+    @tf.function(jit_compile=jit_compile, autograph=False)
     def step(failed: tf.Tensor, count: tf.Tensor) -> list[tf.Tensor]:
         def replica_step() -> list[tf.Tensor]:
             gradients = [tf.ones(shape) for shape in SHAPES]

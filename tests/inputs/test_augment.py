@@ -21,7 +21,7 @@ def images(count: int = 64, height: int = 8, width: int = 6, channels: int = 2) 
 
 def augmented(text: str, x: np.ndarray, seed: int = 0) -> np.ndarray:
     layers = augment.build(text, seed)
-    return tf.function(lambda batch: layers(batch, training=True), jit_compile=True)(x).numpy()
+    return tf.function(lambda batch: layers(batch, training=True), jit_compile=True, autograph=False)(x).numpy()
 
 
 def windows(padded: np.ndarray, height: int, width: int) -> list[np.ndarray]:
@@ -99,7 +99,7 @@ def test_draws_come_from_the_seed_state_alone():
     state = [tf.constant(variable.numpy()) for variable in layers.non_trainable_variables]
     assert len(state) == 6
 
-    @tf.function(jit_compile=True)
+    @tf.function(jit_compile=True, autograph=False)
     def apply(state, x):
         return layers.stateless_call([], state, x, training=True)
 

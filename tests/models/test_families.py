@@ -111,7 +111,7 @@ def test_xla_gradients_are_those_without_xla(name: str) -> None:
             loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(y, logits))
         return loss, [tf.convert_to_tensor(g) for g in tape.gradient(loss, params)], new_state
 
-    loss, gradients, new_state = tf.function(loss_and_gradients, jit_compile=True)(params, state)
+    loss, gradients, new_state = tf.function(loss_and_gradients, jit_compile=True, autograph=False)(params, state)
     expected_loss, expected, expected_state = loss_and_gradients(params, state)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
     assert any(np.abs(gradient).max() > 0 for gradient in gradients)
@@ -127,7 +127,7 @@ def test_xla_compiles_dropout_and_hands_its_state_on(name: str) -> None:
     x, _ = batch(spec)
     params = [tf.convert_to_tensor(weight) for weight in model.trainable_variables]
 
-    @tf.function(jit_compile=True)
+    @tf.function(jit_compile=True, autograph=False)
     def call(state: list[tf.Tensor]) -> Any:
         return model.stateless_call(params, state, x, training=True)
 
@@ -217,7 +217,7 @@ def test_the_convnet_learns_digits() -> None:
     optimizer = keras.optimizers.Adam(keras.optimizers.schedules.CosineDecay(2e-3, epochs * updates))
     optimizer.build(model.trainable_variables)
 
-    @tf.function(jit_compile=True)
+    @tf.function(jit_compile=True, autograph=False)
     def gradients(params: list[tf.Tensor], x: tf.Tensor, y: tf.Tensor) -> list[tf.Tensor]:
         with tf.GradientTape() as tape:
             tape.watch(params)
@@ -225,7 +225,7 @@ def test_the_convnet_learns_digits() -> None:
             loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(y, logits))
         return tape.gradient(loss, params)
 
-    @tf.function
+    @tf.function(autograph=False)
     def update(x: tf.Tensor, y: tf.Tensor) -> None:
         optimizer.apply(gradients([w.value for w in model.trainable_variables], x, y), model.trainable_variables)
 

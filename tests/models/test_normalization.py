@@ -252,7 +252,7 @@ def test_synchronized_replicas_equal_one_device(weights: list[list[float]]) -> N
             lambda context: tf.constant(parts[context.replica_id_in_sync_group])
         )
 
-    @tf.function
+    @tf.function(autograph=False)
     def step(x: Any, weight: Any) -> tuple[Any, Any, Any]:
         outputs, gradients, state = strategy.run(training_step, (model, x, weight))
         return (
@@ -284,5 +284,7 @@ def test_unsynchronized_replicas_keep_their_own_statistics() -> None:
     def moving_mean(x: tf.Tensor) -> tf.Tensor:
         return gradient_of_graph(layer, x, tf.ones(4))[2]
 
-    means = strategy.experimental_local_results(tf.function(lambda x: strategy.run(moving_mean, (x,)))(parts))
+    means = strategy.experimental_local_results(
+        tf.function(lambda x: strategy.run(moving_mean, (x,)), autograph=False)(parts)
+    )
     np.testing.assert_allclose(means, [x[:4].mean(0), x[4:].mean(0)], rtol=1e-5)

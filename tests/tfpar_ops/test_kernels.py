@@ -269,7 +269,7 @@ def test_in_a_function_with_static_shapes():
     variable = tf.Variable(tf.zeros([ELEMENTS]))
     traces = []
 
-    @tf.function
+    @tf.function(autograph=False)
     def step(parts: list[tf.Tensor], seed: tf.Tensor) -> tuple[tf.Tensor, list[tf.Tensor]]:
         made = tfpar_ops.encode_into(variable, parts, CODECS[4], shards=2, seed_step=seed)
         decoded = tfpar_ops.decode(made.payload, CODECS[4], SHAPES)
@@ -293,7 +293,7 @@ def test_two_updates_of_one_variable_run_in_their_order():
     """Nothing else connects the two: automatic control dependencies must see that they write."""
     variable = tf.Variable(tf.zeros([1000]))
 
-    @tf.function
+    @tf.function(autograph=False)
     def twice(x: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         return (
             tfpar_ops.encode_into(variable, [x], INT4).payload,
@@ -312,7 +312,7 @@ def test_two_updates_of_one_variable_run_in_their_order():
 def test_an_update_without_a_reader_is_not_pruned():
     variable = tf.Variable(tf.zeros([1000]))
 
-    @tf.function
+    @tf.function(autograph=False)
     def step(x: tf.Tensor) -> None:
         tfpar_ops.encode_into(variable, [x], INT4)
 
@@ -331,7 +331,7 @@ def test_under_a_mirrored_strategy():
             aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
         )
 
-    @tf.function
+    @tf.function(autograph=False)
     def step(parts: list[list[tf.Tensor]]):
         def replica_step() -> tf.Tensor:
             me = tf.distribute.get_replica_context().replica_id_in_sync_group
@@ -374,7 +374,10 @@ def test_nothing_is_differentiable():
 
 
 def shapes_of(build, *specs: tf.TensorSpec) -> list[tf.TensorShape]:
-    return [output.shape for output in tf.nest.flatten(tf.function(build).get_concrete_function(*specs).outputs)]
+    return [
+        output.shape
+        for output in tf.nest.flatten(tf.function(build, autograph=False).get_concrete_function(*specs).outputs)
+    ]
 
 
 def test_unknown_shapes_stay_unknown_and_known_ones_are_known():
@@ -414,7 +417,7 @@ def test_shapes_that_do_not_fit_are_found_while_the_graph_is_built(name, argumen
             return tf.zeros(argument, tf.int32 if key == "payloads" else tf.float32)
         return argument
 
-    @tf.function
+    @tf.function(autograph=False)
     def build():
         return raw(name, **{key: tensor(argument, key) for key, argument in arguments.items()})
 
@@ -539,7 +542,7 @@ def test_as_many_shapes_as_outputs_also_where_no_shape_function_is_asked():
 def test_more_elements_than_can_be_counted():
     """Shapes that are whole numbers each, and not together: found before anything is allocated."""
     half = [2**62]
-    for build in (raw, tf.function(raw)):
+    for build in (raw, tf.function(raw, autograph=False)):
         with pytest.raises((tf.errors.InvalidArgumentError, ValueError), match="more elements together than can be"):
             build("tfpar_decode", payloads=tf.zeros([1, 8], tf.int32), factor=1.0, shapes=[half, half], N=2)
 

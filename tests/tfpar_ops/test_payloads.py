@@ -108,7 +108,7 @@ def test_a_residual_stays_as_it_was_where_encoding_again_fails(ops: Implementati
 def test_in_a_graph_it_raises_too(ops: Implementation):
     good, bad = payload(INT4, 100), payload(INT4, 128)
 
-    @tf.function
+    @tf.function(autograph=False)
     def total(words: tf.Tensor) -> tf.Tensor:
         return ops.module.decode_sum(words, INT4, 100)
 
@@ -124,7 +124,7 @@ def test_where_xla_drops_assertions_the_result_is_nan():
     foreign[8] ^= 1
     outside[16:18] = b"\x40\x00"
 
-    @tf.function(jit_compile=True)
+    @tf.function(jit_compile=True, autograph=False)
     def read(words: tf.Tensor) -> list[tf.Tensor]:
         parts = reference.decode(words[:1], codec, [(30,), (70,)])
         again = reference.recode(words, tf.ones([100]), codec, 100)

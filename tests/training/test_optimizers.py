@@ -117,7 +117,7 @@ def test_pure_apply_in_replicas_with_local_copies(name):
         for copy, value in zip(copies, tf.nest.flatten(new), strict=True):
             copy.assign(value)
 
-    @tf.function
+    @tf.function(autograph=False)
     def step(gradients):
         strategy.run(replica_step, args=(gradients,))
 

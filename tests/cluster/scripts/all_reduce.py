@@ -22,7 +22,7 @@ if info.worker_rank == 1 and not marker.exists():
 strategy = tf.distribute.MultiWorkerMirroredStrategy()
 
 
-@tf.function
+@tf.function(autograph=False)
 def total() -> tf.Tensor:
     def replica() -> tf.Tensor:
         context = tf.distribute.get_replica_context()

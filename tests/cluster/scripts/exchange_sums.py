@@ -64,7 +64,7 @@ def exchange_all(spec: str, layout: tfpar.Layout) -> dict[str, np.ndarray]:
         assert exchange.overlaps
 
     def traced():
-        @tf.function
+        @tf.function(autograph=False)
         def reduce(stacked):
             def replica_step():
                 context = tf.distribute.get_replica_context()
