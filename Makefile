@@ -14,8 +14,8 @@ NATIVE := $(shell find tfpar_ops -name '*.cc' -o -name '*.h' -o -name '*.cu' -o 
 WORKDIR ?= runs/quickstart
 # How gradients travel in make train: 8-bit integers with error feedback, which learn as well as float32 (README.md).
 EXCHANGE ?= int8
-# Two test processes: on two cores more would only wait for each other.
-TEST_PROCESSES ?= 2
+# One test process more than the two cores for which this is meant: some tests wait for time-outs, or for slow networks.
+TEST_PROCESSES ?= 3
 
 # What the library was last built with stays so until these variables say otherwise, or another nvcc is found.
 -include $(OPTIONS)
