@@ -10,7 +10,7 @@ from tfpar import inputs
 from tfpar.config import InputConfig
 from tfpar.inputs import BadRecordError, write
 from tfpar.options import TrainingError
-from tfpar.training import input_faults, report
+from tfpar.training import input_faults, results
 from tfpar.training.bad_steps import BadStepsError
 
 import numpy as np
@@ -132,4 +132,4 @@ def test_errors_of_peers_are_left_alone(shards):
 def test_the_closing_table_is_silent_where_nothing_was_skipped():
     trainer = trainer_of(on_bad_record="skip")
     source = inputs.from_arrays(np.ones([16, 6]), np.arange(16) % 3)
-    assert "skipped examples" not in report.closing_table(trainer.fit(source, epochs=1), "")
+    assert "skipped examples" not in results.closing_table(trainer.fit(source, epochs=1), "")

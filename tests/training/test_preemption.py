@@ -12,7 +12,7 @@ import time
 
 from tests import nursery
 from tfpar.endings import PREEMPTED, end_when_asked, leave_sigterm
-from tfpar.training import report
+from tfpar.training import results
 from tfpar.training.preemption import StopRequest
 
 import pytest
@@ -151,6 +151,6 @@ def test_a_run_told_to_end_saves_and_goes_on_there(tmp_path):
     assert "resumed from step" in output
     assert whole.communicate(timeout=120)
     assert whole.returncode == 0
-    summary, expected = report.read_summary(str(tmp_path / "told")), report.read_summary(str(tmp_path / "whole"))
+    summary, expected = results.read_summary(str(tmp_path / "told")), results.read_summary(str(tmp_path / "whole"))
     assert summary["params_sha256"] == expected["params_sha256"]
     assert (summary["restarts"], summary["steps_redone"]) == (1, 0)

@@ -86,6 +86,11 @@ def uses_convolutions(model: keras.Model) -> bool:
     return any(isinstance(layer, _CONVOLUTIONS) for layer in model._flatten_layers())
 
 
+def is_of_known_layers(model: keras.Model) -> bool:
+    """Whether all layers are of Keras or of tfpar, so that what they compute is told by their types."""
+    return all(type(layer).__module__.partition(".")[0] in ("keras", "tfpar") for layer in model._flatten_layers())
+
+
 def format_summary(summary: ModelSummary, name: str = "model") -> str:
     """The summary as three short lines.
 

@@ -19,7 +19,7 @@ from tfpar import inputs, precision
 from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.endings import Preempted
 from tfpar.exchange import Traffic
-from tfpar.training import checkpoints, input_faults, report, resuming, run_state, samples
+from tfpar.training import checkpoints, input_faults, report, results, resuming, run_state, samples
 from tfpar.training.bad_steps import BadSteps
 from tfpar.training.batches import Pushes
 from tfpar.training.journal import Journal
@@ -124,8 +124,8 @@ class AsynchronousRun:
     def _run(self) -> dict[str, Any]:
         report.announce(self)
         self._resume_or_warm_start()
-        if self.steps_done >= self.total and (known := report.results_of_before(self)):
-            report.announce_finished(self)
+        if self.steps_done >= self.total and (known := results.of_before(self)):
+            results.announce_finished(self)
             return known
         report.record_start(self)
         every = self.config.train.eval_every or max(1, min(self.updates_per_epoch, self.total))
@@ -312,10 +312,10 @@ class AsynchronousRun:
             self._evaluation.close()
         if self.checkpointer:
             self.checkpointer.close()
-        summary = report.summary(self, run_state.params_sha256(self.trainer.model.trainable_variables))
+        summary = results.summary(self, run_state.params_sha256(self.trainer.model.trainable_variables))
         report.warn_of_skipped(self)
         if finished:
-            report.write_results(self, summary)
+            results.write(self, summary)
         report.note_end(self, finished, preempted, "update")
         return summary
 

@@ -11,7 +11,7 @@ from tfpar import inputs, precision
 from tfpar.endings import Preempted
 from tfpar.exchange import Traffic
 from tfpar.precision import LossScale
-from tfpar.training import checkpoints, input_faults, report, resuming, run_state, samples, schedules
+from tfpar.training import checkpoints, input_faults, report, results, resuming, run_state, samples, schedules
 from tfpar.training.bad_steps import BadSteps
 from tfpar.training.collective import Agreement
 from tfpar.training.journal import Journal
@@ -113,10 +113,10 @@ class SynchronousRun:
         report.announce(self)
         self._resume_or_warm_start()
         if self.position.step >= self.total:
-            known = report.results_of_before(self)
+            known = results.of_before(self)
             if self.agreement.mean(float(known is not None)) == 1.0:  # else the others would wait for the one that goes
                 assert known is not None
-                report.announce_finished(self)
+                results.announce_finished(self)
                 return known
         report.record_start(self)
         self.journal.begin(self.position.step)
@@ -322,16 +322,16 @@ class SynchronousRun:
         """Evaluates if that is still due, checks that all replicas agree, and writes the results."""
         if finished and self.evaluated_at != self.position.step and self._evaluate():
             self._save(best=True)
-        digests = report.replica_digests(self.trainer)
+        digests = results.replica_digests(self.trainer)
         same = len(set(digests)) == 1 and self.agreement.all_equal([int(digests[0], 16)])
         if not same:
             raise RuntimeError("the replicas' weights differ; this is a defect of tfpar or of the hardware")
         if self.checkpointer:
             self.checkpointer.close()
-        summary = report.summary(self, digests[0])
+        summary = results.summary(self, digests[0])
         report.warn_of_skipped(self)
         if finished:
-            report.write_results(self, summary)
+            results.write(self, summary)
         report.note_end(self, finished, preempted, "step")
         self.agreement.all_equal([self.position.step])  # nobody leaves before the chief
         return summary

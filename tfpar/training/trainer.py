@@ -260,9 +260,10 @@ class Trainer:
 
         Less than that is the patch embedding of a transformer, which gains more than it loses.
         """
-        if not models.uses_convolutions(self.model):  # before it is traced
+        has_some = models.uses_convolutions(self.model)
+        if not has_some and models.is_of_known_layers(self.model):  # before it is traced
             return False
-        return self.description is None or self.description.convolution_share > _CONVOLUTIONAL_SHARE
+        return has_some if self.description is None else self.description.convolution_share > _CONVOLUTIONAL_SHARE
 
     def _xla_obstacle(self) -> str:
         """Why XLA cannot compile this model in this layout; empty where it can."""
