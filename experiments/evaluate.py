@@ -1,5 +1,7 @@
 """Evaluates a trained model on a data set, on any synchronous strategy.
 
+Data set, held-out share, window and seed are those of the run in whose workdir the model lies, unless given.
+
 python experiments/evaluate.py --model_file=runs/quickstart/model.keras --dataset=digits
 """
 
@@ -9,7 +11,7 @@ import dataclasses
 import json
 
 import tfpar
-from tfpar import flags, inputs
+from tfpar import flags, inputs, models
 from tfpar.config import ConfigError
 
 import keras
@@ -22,10 +24,11 @@ SPLIT = absl_flags.DEFINE_enum("split", "validation", ["train", "validation"], "
 
 def main(_: list[str]) -> None:
     config = flags.experiment_config()
-    # A batch that does not divide costs an evaluation nothing but padding.
-    config = dataclasses.replace(config, input=dataclasses.replace(config.input, uneven_batches=True))
     if not MODEL_FILE.value:
         raise ConfigError("--model_file is missing: name a .keras file, e.g. --model_file=runs/quickstart/model.keras.")
+    config = tfpar.examples_of_run(config, MODEL_FILE.value, flags.is_given)
+    # A batch that does not divide costs an evaluation nothing but padding.
+    config = dataclasses.replace(config, input=dataclasses.replace(config.input, uneven_batches=True))
     tfpar.check(config)
     tfpar.check_model_file(MODEL_FILE.value)
     source = inputs.build_source(config.input, SPLIT.value, config.train.seed)
@@ -33,7 +36,10 @@ def main(_: list[str]) -> None:
     trainer = tfpar.Trainer(
         lambda: tfpar.load_model(MODEL_FILE.value, tfpar.task_spec(source)),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        metrics=[keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
+        metrics=[
+            keras.metrics.SparseCategoricalAccuracy(name="accuracy"),
+            *([models.BitsPerByte()] if source.info.task == inputs.LANGUAGE_MODEL else []),
+        ],
         config=config,
         layout=layout,
     )

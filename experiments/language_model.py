@@ -14,7 +14,6 @@ import tfpar
 from tfpar import flags, inputs, models
 
 import keras
-import tensorflow as tf
 
 flags.define(
     defaults={
@@ -31,11 +30,6 @@ flags.define(
 )
 
 
-def bits_per_byte(y: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
-    """Cross-entropy in bits: nats / ln 2. A token is a byte."""
-    return keras.losses.sparse_categorical_crossentropy(y, logits, from_logits=True) / 0.6931471805599453
-
-
 def main(_: list[str]) -> None:
     config = flags.experiment_config()
     tfpar.check(config)
@@ -46,7 +40,7 @@ def main(_: list[str]) -> None:
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=[
             keras.metrics.SparseCategoricalAccuracy(name="accuracy"),
-            keras.metrics.MeanMetricWrapper(bits_per_byte, name="bits_per_byte"),
+            models.BitsPerByte(),
         ],
         config=config,
         layout=layout,

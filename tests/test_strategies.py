@@ -57,6 +57,12 @@ def test_refusals_name_the_way_out(options, jobs, message):
         strategies.plan(StrategyConfig(**options), of_cluster(**jobs) if jobs else None)
 
 
+def test_an_evaluator_has_no_part():
+    jobs = {"cluster": {**SERVERS, "evaluator": ["127.0.0.1:4009"]}, "task": {"type": "evaluator", "index": 0}}
+    with pytest.raises(ConfigError, match=r"this process is an evaluator.*Take 'evaluator' out"):
+        strategies.plan(StrategyConfig(), cluster.detect({"TF_CONFIG": json.dumps(jobs)}))
+
+
 def test_an_unknown_strategy_gets_suggestions():
     with pytest.raises(ConfigError, match="Did you mean 'mirrored'"):
         StrategyConfig(strategy="miror")

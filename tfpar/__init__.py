@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tfpar.exchange import Exchange
     from tfpar.options import TrainingError
     from tfpar.strategies import Layout
-    from tfpar.training.model_files import check_model_file, load_model, task_spec
+    from tfpar.training.model_files import check_model_file, examples_of_run, load_model, task_spec
     from tfpar.training.start import check, start
     from tfpar.training.trainer import Trainer
 
@@ -47,6 +47,7 @@ _HOMES = {
     "TrainingError": "tfpar.options",
     "check": "tfpar.training.start",
     "check_model_file": "tfpar.training.model_files",
+    "examples_of_run": "tfpar.training.model_files",
     "init_cluster": "tfpar.drop_in",
     "load_model": "tfpar.training.model_files",
     "rank": "tfpar.drop_in",
@@ -68,6 +69,7 @@ __all__ = [
     "TrainingError",
     "check",
     "check_model_file",
+    "examples_of_run",
     "init_cluster",
     "inputs",
     "load_model",
@@ -86,3 +88,7 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'tfpar' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

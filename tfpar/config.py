@@ -20,6 +20,8 @@ from tfpar.options import parse_arguments as parse_arguments
 from tfpar.options import unknown_name as unknown_name
 
 STRATEGIES = ("auto", "one_device", "mirrored", "multi_worker", "parameter_server", "tpu")
+# In the place of a name: a program gave a model, optimizer or data set of its own.
+CUSTOM = "custom"
 PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16")
 
 

@@ -82,12 +82,13 @@ def experiment_config(flag_values: flags.FlagValues = flags.FLAGS) -> Experiment
     options = {name: flag_values[name].value for name in names if name in flag_values}
     for given, other in (("steps", "epochs"), ("epochs", "steps")):
         # The one on the command line replaces the other that is merely this experiment's default.
-        if _is_given(given, flag_values) and not _is_given(other, flag_values):
+        if is_given(given, flag_values) and not is_given(other, flag_values):
             options.pop(other, None)
     return ExperimentConfig.from_flat_dict(options)
 
 
-def _is_given(name: str, flag_values: flags.FlagValues) -> bool:
+def is_given(name: str, flag_values: flags.FlagValues = flags.FLAGS) -> bool:
+    """Whether an option was given on the command line, or in a flagfile, and is not empty."""
     return name in flag_values and flag_values[name].present > 0 and bool(flag_values[name].value)
 
 

@@ -126,6 +126,11 @@ def plan(config: StrategyConfig, cluster: ClusterInfo | None = None) -> Plan:
             f"--strategy={name} needs a cluster and found none. Start the script with `python -m tfpar.launch "
             f"{tasks} -- SCRIPT FLAGS...`, or set TF_CONFIG (see the README, 'On a cluster')."
         )
+    if cluster.task_type == "evaluator":
+        raise ConfigError(
+            f"{cluster.source}: this process is an evaluator, which tfpar has no part for: workers evaluate between "
+            "updates, the chief of parameter servers beside them. Take 'evaluator' out of the cluster."
+        )
     common |= {"workers": cluster.num_workers, "worker": cluster.worker_rank, "cluster": cluster}
     common |= {"peer_timeout": config.peer_timeout, "start_timeout": config.start_timeout}
     if name == "multi_worker":

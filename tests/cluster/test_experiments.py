@@ -84,7 +84,7 @@ def test_tensorboard_has_what_one_watches(quickstart):
 
 
 def test_evaluate_agrees_with_the_run(quickstart):
-    output = succeeded(script("evaluate", f"--model_file={quickstart}/model.keras", "--dataset=digits"))
+    output = succeeded(script("evaluate", f"--model_file={quickstart}/model.keras"))
     results = json.loads(output[output.index("{") :])
     assert results["examples"] == 360
     assert results["accuracy"] == pytest.approx(summary_of(quickstart)["eval"]["accuracy"])

@@ -61,3 +61,19 @@ def test_keras_fit_fails_where_tfpar_trains():
     result = launch(2, "tests/cluster/scripts/keras_fit.py")
     assert result.returncode != 0
     assert "Attempt to convert a value (PerReplica" in result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [
+        ("data", ["training data (here arrays, 200 examples", "training data (here arrays, 120"]),
+        ("option", ["--eval_every (here 10)", "--eval_every (here 5)"]),
+        ("nothing", []),
+    ],
+)
+def test_workers_that_were_not_given_the_same_say_so_before_the_first_step(what, named):
+    result = launch(2, "-m", "tests.cluster.scripts.own_data", what, timeout=90.0)
+    said = result.stdout + result.stderr
+    assert (result.returncode == 0) == (not named), said
+    assert ("the workers were not given the same" in said) == bool(named)
+    assert all(part in said for part in named), said

@@ -108,6 +108,7 @@ def test_lists_are_arrays_too():
             {"num_classes": 5},
             r"example 2 has label 5, and labels are 0 to 4",
         ),
+        (np.array([[7], [2**32 + 5]]), np.zeros(2, int), {}, r"integer inputs reach from 7 to 4294967301"),
         (np.zeros((3, 2)), np.array([0, -1, -1]), {}, r"train example 1 has label -1, .*; 1 more cannot be used"),
         (
             np.zeros((2, 2)),
@@ -139,13 +140,15 @@ def test_arrays_train_through_the_pipeline_and_each_example_comes_once():
     assert sorted(seen) == list(range(23))
 
 
-def test_the_fingerprint_tells_numbers_and_shapes_apart():
+def test_the_fingerprint_tells_numbers_shapes_and_content_apart():
     x, y = arrays()
     first = inputs.from_arrays(x, y, num_classes=4).info.fingerprint
     assert inputs.from_arrays(x.copy(), y, num_classes=4, name="other").info.fingerprint == first
     for other in (
         inputs.from_arrays(x[:9], y[:9], num_classes=4),
         inputs.from_arrays(x[:, :2], y, num_classes=4),
+        inputs.from_arrays(x[::-1].copy(), y, num_classes=4),
+        inputs.from_arrays(x, y[::-1].copy(), num_classes=4),
         inputs.from_arrays(x, y, num_classes=5),
         inputs.from_arrays(x, y, num_classes=4, split="validation"),
     ):

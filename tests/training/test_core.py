@@ -182,3 +182,59 @@ def test_accuracy_is_the_one_of_the_loss(loss, y, outputs, expected):
 def test_accuracy_of_no_cross_entropy_is_refused():
     with pytest.raises(ConfigError, match="cannot be told from loss='mean_squared_error'"):
         build_metrics(["accuracy"], "mean_squared_error")
+
+
+@pytest.mark.parametrize(
+    "loss", ["hinge", "squared_hinge", "poisson", "binary_crossentropy", "kl_divergence", "square"]
+)
+@pytest.mark.parametrize("labels", [(5,), (5, 1)])
+def test_labels_and_outputs_of_another_rank_are_aligned_as_in_compile(loss, labels):
+    generator = np.random.default_rng(2)
+    y, outputs = generator.integers(0, 2, labels).astype(np.float32), generator.uniform(0.1, 0.9, (5, 1))
+    given = (lambda y, outputs: tf.square(outputs - y)) if loss == "square" else loss
+    outputs = outputs.astype(np.float32)
+    plain = keras.Sequential([keras.Input((1,)), keras.layers.Identity()])
+    plain.compile(loss=given)
+    found = tf.reduce_mean(per_example_loss(given)(tf.constant(y), tf.constant(outputs)))
+    np.testing.assert_allclose(found, plain.evaluate(outputs, y, verbose=0), rtol=1e-5)
+
+
+def test_what_weights_positions_is_refused():
+    with pytest.raises(ConfigError, match="ignore_class"):
+        per_example_loss(keras.losses.SparseCategoricalCrossentropy(ignore_class=-1))
+    masked = keras.Sequential(
+        [keras.Input((6,), dtype="int32"), keras.layers.Embedding(9, 4, mask_zero=True), keras.layers.Dense(3)]
+    )
+    core = Core(masked, per_example_loss(SPARSE))
+    data = (tf.ones([1, 4, 6], tf.int32), tf.ones([1, 4, 6], tf.int32), tf.ones([1, 4]))
+    with pytest.raises(ConfigError, match="carry a mask"):
+        run(core, data)
+
+
+def test_a_loss_with_another_number_of_values_is_refused():
+    core = Core(classifier(), lambda y, outputs: tf.zeros([3]))
+    with pytest.raises(ConfigError, match="returned 3 values for 8 examples"):
+        run(core, batch(1, 8))
+
+
+@pytest.mark.parametrize("average", [None, "macro", "micro"])
+def test_metrics_that_make_their_state_late_equal_keras(average):
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, activation="sigmoid")])
+    generator = np.random.default_rng(4)
+    x, y = generator.normal(size=(12, 4)).astype(np.float32), generator.integers(0, 2, (12, 3)).astype(np.float32)
+    metrics = build_metrics([keras.metrics.F1Score(average=average, threshold=0.5)], None, model.outputs[0].shape)
+    core = Core(model, per_example_loss("binary_crossentropy"), metrics)
+    sums = run(core, (x[None], y[None], np.ones((1, 12), np.float32))).metrics
+    expected = keras.metrics.F1Score(average=average, threshold=0.5)
+    expected.update_state(y, model(x))
+    names = ["f1_score"] if average else ["f1_score/0", "f1_score/1", "f1_score/2"]
+    found = core.metric_results(sums)
+    assert list(found) == names
+    np.testing.assert_allclose(list(found.values()), np.ravel(expected.result()), rtol=1e-6)
+    with pytest.raises(ConfigError, match=r"f1_score.*makes its state from the outputs"):
+        build_metrics([keras.metrics.F1Score()])
+
+
+def test_two_metrics_of_one_name_are_refused():
+    with pytest.raises(ConfigError, match="two are called 'accuracy'"):
+        build_metrics(["accuracy", keras.metrics.MeanSquaredError(name="accuracy")], SPARSE)

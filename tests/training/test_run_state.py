@@ -10,6 +10,7 @@ from tests.training.harness import strategy_of
 from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.training import run_state
 from tfpar.training.checkpoints import Checkpoint, Checkpointer
+from tfpar.training.model_files import examples_of_run
 
 import keras
 import numpy as np
@@ -139,7 +140,7 @@ def save_run(workdir: pathlib.Path, made: keras.Model, *, steps: tuple[int, ...]
     for step in steps:
         arrays = {name: value + step for name, value in run_state.snapshot(variables_of(made)).items()}
         arrays["optimizer/SGD/iterations"] = np.asarray(step)
-        writer.save(Checkpoint(step, arrays, {}, {}, {}), best=step == best)
+        writer.save(Checkpoint(step, arrays, {}, {"variables": list(arrays)}, {}), best=step == best)
     writer.close()
 
 
@@ -197,6 +198,19 @@ def test_a_model_of_another_name_gets_each_weight_in_its_place(tmp_path, kind):
     """Keras names models sequential, sequential_1, ... in the order in which a process builds them."""
     source, target = filled(model(name=None)), model(name=None)
     assert not {v.path for v in source.weights} & {v.path for v in target.weights}
+    path = tmp_path / "model.keras" if kind == "keras" else tmp_path
+    source.save(path) if kind == "keras" else save_run(tmp_path, source, steps=(0,))
+    run_state.warm_start(target, str(path), print)
+    for theirs, ours in zip(source.weights, target.weights, strict=True):
+        np.testing.assert_array_equal(ours.numpy(), theirs.numpy(), err_msg=ours.path)
+
+
+@pytest.mark.parametrize("kind", ["workdir", "keras"])
+def test_layers_that_keras_counted_further_get_each_weight_in_its_place(tmp_path, kind):
+    """`dense_1` of the one is `dense` of the other, though both have a `dense_1` of that shape."""
+    shape = {"classes": 5, "width": 5}
+    source = filled(model(layers=("dense", "norm", "dense_1"), **shape))
+    target = model(layers=("dense_1", "norm", "dense_2"), **shape)
     path = tmp_path / "model.keras" if kind == "keras" else tmp_path
     source.save(path) if kind == "keras" else save_run(tmp_path, source, steps=(0,))
     run_state.warm_start(target, str(path), print)
@@ -317,3 +331,38 @@ def test_warm_start_from_a_run_whose_best_is_damaged_says_so_and_takes_the_newes
     assert same(target.get_weights(), [value + 3 for value in source.get_weights()])
     assert "checkpoint of step 2" in said[0]
     assert "is damaged" in said[0]
+
+
+# What a model was trained on
+
+
+def test_a_model_is_evaluated_on_what_its_run_held_out(tmp_path):
+    flat = {
+        "dataset": "text:corpus",
+        "validation_fraction": 0.05,
+        "sequence_length": 64,
+        "seed": 3,
+        "learning_rate": 0.5,
+    }
+    ran = ExperimentConfig.from_flat_dict(flat)
+    path = str(tmp_path / "model.keras")
+    plain = ExperimentConfig.from_flat_dict({"dataset": "digits", "sequence_length": 32})
+    assert examples_of_run(plain, path, lambda name: False) == plain  # no run there
+    writer = Checkpointer(tmp_path, keep=1)
+    writer.save(Checkpoint(1, {}, {}, {}, ran.as_flat_dict()))
+    writer.close()
+    found = examples_of_run(plain, path, lambda name: name == "sequence_length").as_flat_dict()
+    assert found == {
+        **plain.as_flat_dict(),
+        **{name: flat[name] for name in ("dataset", "validation_fraction", "seed")},
+    }
+    assert examples_of_run(plain, path, lambda name: name == "dataset") == plain  # other data
+
+
+def test_a_model_of_a_program_is_evaluated_on_what_is_given(tmp_path):
+    ran = ExperimentConfig.from_flat_dict({"dataset": "custom", "validation_fraction": 0.4})
+    writer = Checkpointer(tmp_path, keep=1)
+    writer.save(Checkpoint(1, {}, {}, {}, ran.as_flat_dict()))
+    writer.close()
+    plain = ExperimentConfig()
+    assert examples_of_run(plain, str(tmp_path / "model.keras"), lambda name: False) == plain

@@ -43,9 +43,12 @@ def contribution(count: float, loss: float, seed: int = 0, gradient: float = 1.0
     )
 
 
-def vector_of(layout: Sidecar, sums: LocalSums) -> tf.Tensor:
+BEFORE = contribution(1.0, 0.0, 9).state  # what all replicas start from
+
+
+def vector_of(layout: Sidecar, sums: LocalSums, before: list[tf.Tensor] | None = None) -> tf.Tensor:
     norm_squared = tf.add_n([tf.reduce_sum(tf.square(gradient)) for gradient in sums.gradients])
-    return layout.flag(layout.pack(sums), norm_squared)
+    return layout.flag(layout.pack(sums, (BEFORE if before is None else before)[: len(sums.state)]), norm_squared)
 
 
 @pytest.mark.parametrize(("replicas", "traveling"), [(1, 0), (2, 7)])
@@ -65,7 +68,7 @@ def test_sums_over_replicas_weight_state_by_examples():
     assert [total[place] for place in (module.NON_FINITE, module.COUNT, module.LOSS)] == [0.0, 8.0, 12.0]
 
     for local in parts:
-        state = layout.state(total, local.state)
+        state = layout.state(total, layout.base(BEFORE, local.state))
         for index in (0, 2):
             wanted = (5 * parts[0].state[index] + 3 * parts[1].state[index]) / 8
             np.testing.assert_allclose(state[index], wanted, rtol=1e-6)
@@ -116,6 +119,18 @@ def test_flags_of_several_replicas_add_up_and_never_cancel():
     assert tf.add_n([vector_of(layout, part) for part in empty])[module.NON_FINITE] == 2.0
 
 
+def test_state_that_does_not_change_keeps_its_bits_and_frozen_weights_do_not_travel():
+    layout = Sidecar.of(variables(), metric_variables(), 3)
+    parts = [contribution(count, 1.0)._replace(state=BEFORE) for count in (3.0, 7.0, 4.0)]
+    total = tf.add_n([vector_of(layout, part) for part in parts])
+    for found, old in zip(layout.state(total, layout.base(BEFORE, BEFORE)), BEFORE, strict=True):
+        np.testing.assert_array_equal(found, old)
+    state = variables()
+    frozen = Sidecar.of(state, metric_variables(), 3, frozen=state[:1])
+    assert frozen.averaged == (False, False, True, False)
+    assert layout.length - frozen.length == 6
+
+
 def test_metrics_of_a_step_that_was_left_out_do_not_count():
     layout = Sidecar.of([], metric_variables(), 2)
     good = contribution(4.0, 1.0, 1)._replace(state=[])
@@ -130,7 +145,7 @@ def test_metrics_of_a_step_that_was_left_out_do_not_count():
 def test_an_update_without_examples_gives_finite_state():
     layout = Sidecar.of(variables(), metric_variables(), 2)
     parts = [contribution(0.0, 0.0, 1), contribution(0.0, 0.0, 2)]
-    state = layout.state(tf.add_n([vector_of(layout, part) for part in parts]), parts[0].state)
+    state = layout.state(tf.add_n([vector_of(layout, part) for part in parts]), layout.base(BEFORE, parts[0].state))
     assert all(np.isfinite(np.asarray(value, np.float64)).all() for value in state)
 
 
@@ -141,7 +156,7 @@ def test_it_compiles():
     @tf.function(jit_compile=True, autograph=False)
     def both(sums: LocalSums) -> tuple[tf.Tensor, list[tf.Tensor]]:
         vector = vector_of(layout, sums)
-        return vector, layout.state(2 * vector, sums.state)
+        return vector, layout.state(2 * vector, layout.base(BEFORE, sums.state))
 
     vector, state = both(local)
     np.testing.assert_array_equal(vector, vector_of(layout, local))

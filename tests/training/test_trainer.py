@@ -633,3 +633,33 @@ def test_weights_of_several_dtypes():
         )
 
     assert np.isfinite(trainer_of(mixed).fit(source(), steps=2)["train_loss"])
+
+
+def partly_frozen() -> keras.Model:
+    frozen = keras.layers.Dense(50, trainable=False, activation="tanh")
+    norm = keras.layers.BatchNormalization(trainable=False)
+    return keras.Sequential([keras.Input((6,)), frozen, norm, keras.layers.Dense(CLASSES)])
+
+
+def test_frozen_weights_keep_their_bits_and_do_not_travel():
+    trainer = trainer_of(partly_frozen, strategy="mirrored", devices=3, remainder="pad")
+    generator = np.random.default_rng(1)
+    trainer.model.layers[1].set_weights([generator.uniform(0.5, 1.5, 50) for _ in range(4)])
+    before = [value.numpy() for value in trainer.model.non_trainable_variables]
+    first = trainer.model.trainable_variables[0].numpy()
+    summary = trainer.fit(source(), steps=20)
+    assert np.abs(trainer.model.trainable_variables[0].numpy() - first).max() > 1e-4
+    for variable, value in zip(trainer.model.non_trainable_variables, before, strict=True):
+        for copy in trainer.strategy.experimental_local_results(variable.value):
+            np.testing.assert_array_equal(copy.numpy(), value, err_msg=variable.path)
+    learning = sum(int(np.prod(weight.shape)) for weight in trainer.model.trainable_variables)
+    # With flag, count, loss, the accuracy's two numbers, and the statistics of the normalisation.
+    assert summary["exchange"]["payload_bytes_per_step"] == 4 * (learning + 3 + 2 + 100)
+
+
+@pytest.mark.parametrize(
+    ("builder", "examples", "warned"), [(partly_frozen, 41, False), (model, 41, True), (model, 40, False)]
+)
+def test_padding_that_keras_normalisation_counts_is_said(builder, examples, warned, capsys):
+    trainer_of(builder).fit(source(examples), steps=1)
+    assert ("BatchNormalization (batch_normalization) takes the padding" in capsys.readouterr().out) == warned

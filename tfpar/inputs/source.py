@@ -46,6 +46,7 @@ class SourceInfo:
       records_per_file: How many examples each of `files` holds.
       storage: `"memory"` (decoded once and kept), `"files"` (read each epoch) or `"generated"`.
       decode: For text: token ids (any shape of integers, flattened) to a string.
+      digest: Of the examples' content, where they are in memory anyway; else empty.
     """
 
     name: str
@@ -60,6 +61,7 @@ class SourceInfo:
     records_per_file: tuple[int, ...] = ()
     storage: str = "files"
     decode: Callable[[np.ndarray], str] | None = None
+    digest: str = ""
 
     def __post_init__(self) -> None:
         if self.files and (
@@ -76,11 +78,11 @@ class SourceInfo:
 
         Workers compare it to find out that they do not see the same data; a resumed run compares
         it with its checkpoint. File contents are not read and directories do not count, so the
-        same data may be mounted elsewhere.
+        same data may be mounted elsewhere. Of arrays it is the content that counts.
         """
         files = [name.replace("\\", "/").rsplit("/", 1)[-1] for name in self.files]
         parts = [self.task, self.split, self.num_examples, self.num_classes, str(self.input_spec.shape)]
-        text = json.dumps([*parts, files, self.records_per_file])
+        text = json.dumps([*parts, files, self.records_per_file, *([self.digest] if self.digest else [])])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

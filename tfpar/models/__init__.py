@@ -16,9 +16,11 @@ from tfpar.models.summary import (
     uses_convolutions,
     uses_max_pooling,
 )
+from tfpar.models.transformer_lm import BitsPerByte
 
 __all__ = [
     "BatchNormalization",
+    "BitsPerByte",
     "ModelSummary",
     "PeakFlops",
     "TaskSpec",

@@ -11,6 +11,7 @@ from tfpar.models.registry import TaskSpec, register
 from tfpar.models.transformer import NORMALIZATIONS, PositionEmbedding, TokenEmbedding, TransformerBlock, make_norm
 
 import keras
+import tensorflow as tf
 
 
 def _check(spec: TaskSpec, options: Mapping[str, Any]) -> None:
@@ -85,3 +86,19 @@ def transformer_lm(
         return keras.Model(inputs, embedding(x, reverse=True))
     head = TokenEmbedding(spec.num_classes, width, logits_dtype=logits_dtype, dtype="float32", name="logits")
     return keras.Model(inputs, head(x, reverse=True))
+
+
+@keras.saving.register_keras_serializable("tfpar")
+class BitsPerByte(keras.metrics.MeanMetricWrapper):
+    """Cross-entropy of logits in bits, nats / ln 2, where a token is a byte."""
+
+    def __init__(self, name: str = "bits_per_byte", dtype: Any = None) -> None:
+        super().__init__(_bits, name=name, dtype=dtype)
+
+    def get_config(self) -> dict[str, Any]:
+        """The arguments of the constructor."""
+        return {"name": self.name, "dtype": self.dtype}
+
+
+def _bits(y: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
+    return keras.losses.sparse_categorical_crossentropy(y, logits, from_logits=True) / math.log(2.0)

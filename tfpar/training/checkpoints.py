@@ -295,7 +295,7 @@ def saved_config(workdir: str | os.PathLike[str]) -> Mapping[str, Any] | None:
 # or how long, but not what is being trained.
 MAY_DIFFER = frozenset(
     {
-        *("strategy", "devices", "tpu", "exchange", "uneven_batches"),
+        *("strategy", "devices", "tpu", "exchange", "exchange_retune_every", "uneven_batches"),
         *("peer_timeout", "start_timeout", "stall_timeout"),
         *("workdir", "checkpoint_every", "keep_checkpoints", "on_checkpoint_error", "warm_start"),
         *("log_every", "profile_steps", "verbose", "eval_every"),

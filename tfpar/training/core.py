@@ -8,6 +8,7 @@ strategy, on weights sharded by DTensor, and on a stage of a pipeline.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +16,9 @@ from tfpar.config import ConfigError
 from tfpar.models import example_weights, uses_synchronized_statistics
 
 import keras
+import numpy as np
 import tensorflow as tf
+from keras.src.losses.loss import squeeze_or_expand_to_same_rank
 
 Tensors = list[tf.Tensor]
 Batch = tuple[Any, Any, tf.Tensor]
@@ -164,7 +167,8 @@ class Core:
           sums: Arrays in the order of `metric_variables`.
 
         Returns:
-          Value by metric name. A metric with several values gives one entry `name/key` each.
+          Value by metric name. A metric with several values gives one entry `name/key` each, a vector `name/0` and so
+          on.
         """
         results: dict[str, float] = {}
         position = 0
@@ -177,20 +181,33 @@ class Core:
             ]
             position += len(metric.variables)
             value = metric.stateless_result(values)
-            if isinstance(value, dict):
-                results |= {f"{metric.name}/{key}": float(part) for key, part in value.items()}
-            else:
-                results[metric.name] = float(value)
+            parts = value if isinstance(value, dict) else {"": value}
+            for key, part in parts.items():
+                name, flat = f"{metric.name}/{key}" if key else metric.name, np.ravel(part)
+                if np.ndim(part) == 0:
+                    results[name] = float(flat[0])
+                else:
+                    results |= {f"{name}/{place}": float(number) for place, number in enumerate(flat)}
         return results
 
     def _weighted_loss(
         self, y: Any, outputs: Any, weight: tf.Tensor, extra: Sequence[tf.Tensor]
     ) -> tuple[tf.Tensor, tf.Tensor]:
+        if any(getattr(output, "_keras_mask", None) is not None for output in tf.nest.flatten(outputs)):
+            raise ConfigError(
+                f"the outputs of model {self.model.name!r} carry a mask (mask_zero=True, Masking), which would have to "
+                "count in the loss: here it goes by examples, each with the mean over all its positions. Leave the "
+                "mask out and give a loss (y, outputs) -> [m] that takes its own mean over the positions that count."
+            )
         values = tf.cast(self.loss(y, outputs), tf.float32)
         if values.shape.rank is None or values.shape.rank < 1:
             raise ConfigError(
                 f"the loss returned a value of shape {values.shape}: it must keep one value per example (Keras losses: "
                 "reduction=None), because uneven batches are weighted by example."
+            )
+        if not values.shape[:1].is_compatible_with(weight.shape):
+            raise ConfigError(
+                f"the loss returned {values.shape[0]} values for {weight.shape[0]} examples; it must keep one for each."
             )
         if values.shape.rank > 1:
             values = tf.reduce_mean(values, axis=list(range(1, values.shape.rank)))
@@ -223,6 +240,16 @@ class Core:
         return result
 
 
+def frozen_weights(model: keras.Model) -> list[keras.Variable]:
+    """Weights made to learn, of layers with `trainable=False`: among the model's non-trainable variables, but no state.
+
+    Keras 3.15 tells them apart in private only: a layer's `_trainable_variables` are those made to learn.
+    """
+    learning = {id(variable) for variable in model.trainable_variables}
+    made = [variable for layer in model._flatten_layers() for variable in layer._trainable_variables]
+    return [variable for variable in made if id(variable) not in learning]
+
+
 def is_seed_state(variable: keras.Variable) -> bool:
     """Whether this is the state of a `keras.random.SeedGenerator` (Keras 3: uint32 `[2]` of that name)."""
     return variable.name == "seed_generator_state" and tuple(variable.shape) == (2,)
@@ -243,9 +270,21 @@ def per_example_loss(loss: Any) -> Callable[[Any, Any], tf.Tensor]:
         raise ConfigError(f"loss={loss!r} is not known to Keras: {error}") from error
     if resolved is None or not callable(resolved):
         raise ConfigError(f"loss={loss!r} is not a loss: give a Keras loss, its name, or a function (y, outputs).")
-    function = resolved.call if isinstance(resolved, keras.losses.Loss) else resolved
+    if isinstance(resolved, keras.losses.Loss) and resolved.get_config().get("ignore_class") is not None:
+        raise ConfigError(
+            "loss: ignore_class would count positions, while here examples are what is weighted, each with the mean "
+            "over all its positions. Give a loss (y, outputs) -> [m] that takes its own mean over those that count."
+        )
+    function = resolved.call if isinstance(resolved, keras.losses.Loss) else functools.partial(_aligned, resolved)
     # Losses are computed in float32 whatever the model computes in.
     return lambda y, outputs: function(y, tf.nest.map_structure(lambda part: tf.cast(part, tf.float32), outputs))
+
+
+def _aligned(function: Callable[[Any, Any], tf.Tensor], y: Any, outputs: Any) -> tf.Tensor:
+    """Calls a loss function as Keras' `compile` does: labels `[m]` and outputs `[m, 1]` (or the other way) alike."""
+    if isinstance(y, tf.Tensor) and isinstance(outputs, tf.Tensor):
+        y, outputs = squeeze_or_expand_to_same_rank(y, outputs)
+    return function(y, outputs)
 
 
 def takes_class_numbers(loss: Any) -> bool:
@@ -256,23 +295,26 @@ def takes_class_numbers(loss: Any) -> bool:
     """
     resolved = keras.losses.get(loss)
     if isinstance(resolved, keras.losses.SparseCategoricalCrossentropy):
-        options = resolved.get_config()  # a label to ignore may lie outside
-        return options.get("ignore_class") is None and options.get("axis", -1) == -1
+        return resolved.get_config().get("axis", -1) == -1
     return resolved is keras.losses.sparse_categorical_crossentropy
 
 
-def build_metrics(metrics: Sequence[Any], loss: Any = None) -> list[keras.metrics.Metric]:
+def build_metrics(
+    metrics: Sequence[Any], loss: Any = None, output_shape: Sequence[int | None] | None = None
+) -> list[keras.metrics.Metric]:
     """Keras metrics from names, instances or functions, checked to be additive.
 
     Args:
       metrics: Names (`"sparse_categorical_accuracy"`), metric instances, or functions `(y, outputs) -> [m]`.
         `"accuracy"` is the accuracy that belongs to the loss, as in Keras' `compile`.
       loss: As for `per_example_loss`; tells what `"accuracy"` is.
+      output_shape: Shape of the model's only output, for metrics such as `F1Score` that make their state when they
+        first see outputs; None where it is not known.
 
     Raises:
-      ConfigError: A metric whose state is not a sum, or an unknown name.
+      ConfigError: A metric whose state is not a sum, an unknown name, or one name for two.
     """
-    built = []
+    built: list[keras.metrics.Metric] = []
     for item in metrics:
         try:
             metric = accuracy(loss) if item == "accuracy" else keras.metrics.get(item)
@@ -280,13 +322,31 @@ def build_metrics(metrics: Sequence[Any], loss: Any = None) -> list[keras.metric
             raise ConfigError(f"metrics: {item!r} is not known to Keras: {error}") from error
         if not isinstance(metric, keras.metrics.Metric):
             metric = keras.metrics.MeanMetricWrapper(metric, name=getattr(metric, "__name__", "metric"))
+        if not metric.variables:
+            _make_state(metric, output_shape)
         if any(bool(keras.ops.any(variable != 0)) for variable in metric.variables):
             raise ConfigError(
                 f"metrics: the state of {metric.name!r} does not start at zero, so it is no sum over examples and "
                 "cannot be combined across replicas. Use a metric that counts or averages."
             )
+        if any(metric.name == other.name for other in built):
+            raise ConfigError(f"metrics: two are called {metric.name!r}. Give one of them another name=....")
         built.append(metric)
     return built
+
+
+def _make_state(metric: keras.metrics.Metric, output_shape: Sequence[int | None] | None) -> None:
+    """Lets a metric make the state that it makes for the first outputs it sees."""
+    try:
+        if not output_shape or not all(isinstance(size, int) for size in output_shape[1:]):
+            raise ValueError(f"the model's outputs have no shape that is known (found {output_shape})")
+        seen = tf.zeros([1, *output_shape[1:]])
+        metric.update_state(seen, seen)
+        metric.reset_state()
+    except (ValueError, TypeError, tf.errors.InvalidArgumentError) as error:
+        raise ConfigError(
+            f"metrics: {metric.name!r} makes its state from the outputs it sees, which fails for this model: {error}"
+        ) from error
 
 
 def accuracy(loss: Any) -> keras.metrics.Metric:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pathlib
 import zipfile
 import zlib
+from collections.abc import Callable
 
 from tfpar import inputs, models
-from tfpar.config import ConfigError
+from tfpar.config import CUSTOM, ConfigError, ExperimentConfig
+from tfpar.training import checkpoints
 
 import keras
 
@@ -39,6 +42,26 @@ def check_model_file(path: str, *, flag: str = "--model_file") -> None:
         complete = False
     if not complete:
         raise ConfigError(f"{flag}={path} is not a .keras file. A finished run leaves one as WORKDIR/model.keras.")
+
+
+def examples_of_run(config: ExperimentConfig, path: str, given: Callable[[str], bool]) -> ExperimentConfig:
+    """The configuration with the examples of the run whose workdir a `.keras` file lies in.
+
+    What was held out from training depends on options such as `validation_fraction`: others would evaluate a model on
+    examples it was trained on.
+
+    Args:
+      config: From the command line.
+      path: The file.
+      given: Whether an option was given there; those keep their values. Where it names another data set, all do.
+    """
+    saved = checkpoints.saved_config(pathlib.Path(path).parent) or {}
+    dataset = saved.get("dataset", CUSTOM)
+    if dataset == CUSTOM or (given("dataset") and dataset != config.input.dataset):
+        return config
+    options = ("dataset", "validation_fraction", "sequence_length", "image_size", "seed")
+    taken = {name: saved[name] for name in options if name in saved and not given(name)}
+    return ExperimentConfig.from_flat_dict({**config.as_flat_dict(), **taken})
 
 
 def load_model(path: str, spec: models.TaskSpec | None = None, *, flag: str = "--model_file") -> keras.Model:

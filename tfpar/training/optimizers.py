@@ -233,40 +233,6 @@ def ema_variables(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable 
     return list(optimizer._model_variables_moving_average)
 
 
-def ema_weights(optimizer: keras.optimizers.Optimizer, model: keras.Model) -> list[tf.Tensor] | None:
-    """The moving average of the model's trainable variables, for evaluation.
-
-    Args:
-      optimizer: An optimizer built on `model.trainable_variables`.
-      model: The model.
-
-    Returns:
-      Values in the order of `model.trainable_variables`; the variables' own values before the first update
-      (there is nothing to average yet). None where the optimizer keeps no average.
-    """
-    averages = ema_variables(optimizer)
-    if averages is None:
-        return None
-    started = int(optimizer.iterations) > 0
-    return [
-        tf.convert_to_tensor(average.value if started and average is not None else variable.value)
-        for average, variable in zip(averages, model.trainable_variables, strict=True)
-    ]
-
-
-def learning_rate_index(optimizer: keras.optimizers.Optimizer) -> int | None:
-    """The place of the learning rate in `optimizer.variables`, or None where a schedule or function gives it."""
-    for index, variable in enumerate(optimizer.variables):
-        if variable is optimizer._learning_rate:
-            return index
-    return None
-
-
-def current_learning_rate(optimizer: keras.optimizers.Optimizer) -> float:
-    """The learning rate that the optimizer itself would use in its next update."""
-    return float(tf.convert_to_tensor(optimizer.learning_rate))
-
-
 def _checked_arguments(config: OptimizerConfig, kind: type[keras.optimizers.Optimizer]) -> dict[str, Any]:
     """`optimizer_args` after a comparison with the constructor's signature; whole numbers become floats where due."""
     parameters = {

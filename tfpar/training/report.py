@@ -11,6 +11,8 @@ from tfpar.exchange import Traffic
 from tfpar.training import checkpoint_files, results, samples
 from tfpar.training.monitor import Monitor
 
+import keras
+
 if TYPE_CHECKING:
     from tfpar.training.trainer import Trainer
 
@@ -72,6 +74,30 @@ def announce(run: results.Run) -> None:
     for text in (_model_text(trainer), _input_text(run), trainer.exchange.plan_table, exchange_text, step_text):
         if text:
             monitor.message(text)
+    warn_of_counted_padding(run)
+
+
+def warn_of_counted_padding(run: results.Run) -> None:
+    """Says so where Keras' batch normalisation would take padding for examples."""
+    options, trainer = run.trainer.config.input, run.trainer
+    whole = options.global_batch_size * (1 if trainer.plan.synchronous else trainer.plan.workers)
+    parts = trainer.plan.replicas * trainer.config.train.accumulate_steps
+    uneven = run.train.info.num_examples % whole or options.global_batch_size % parts
+    if options.remainder == "drop" or not (uneven or options.on_bad_record == "skip"):
+        return
+    counting = [
+        layer.name
+        for layer in trainer.model._flatten_layers()
+        if isinstance(layer, keras.layers.BatchNormalization)
+        and not isinstance(layer, models.BatchNormalization)
+        and layer.trainable
+    ]
+    if counting:
+        run.monitor.message(
+            f"WARNING: keras.layers.BatchNormalization ({counting[0]}{' ...' * (len(counting) > 1)}) takes the padding "
+            "of batches that are not full for examples. tfpar.models.BatchNormalization leaves it out (same "
+            "arguments); or use --remainder=drop."
+        )
 
 
 def record_start(run: results.Run) -> None:

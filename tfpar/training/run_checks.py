@@ -128,7 +128,10 @@ def _check_not_empty(config: ExperimentConfig, role: str, source: inputs.Source)
     else:
         ways.append("give it examples")
     if role == "validation" and by_flag:
-        ways.append(f"hold out more than --validation_fraction={config.input.validation_fraction:g}")
+        if info.name.startswith("tfrecord:"):  # files of one split only: what is held out of none is nothing
+            ways.append("let the pattern match files named validation* too, or none named train*")
+        else:
+            ways.append(f"hold out more than --validation_fraction={config.input.validation_fraction:g}")
         ways.append("train without evaluation: --validation_fraction=0")
     elif role == "validation":
         ways.append("leave validation out")

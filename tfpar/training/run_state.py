@@ -139,8 +139,9 @@ def _no_weights(source: str) -> ConfigError:
 def warm_start(model: keras.Model, source: str, say: Callable[[str], None]) -> None:
     """Copies the weights that fit from another run, a checkpoint directory or a `.keras` file.
 
-    Weights are matched by path; where no path matches, by path without the model's name (`sequential_1/...`), or else
-    by position. A weight of another shape, such as a head for other classes, keeps its initial value and is named.
+    Weights are matched by path; by position where paths differ in Keras' counts alone (`dense_1` for `dense`); where no
+    path matches, by path without the model's name (`sequential_1/...`), or else by position. A weight of another shape,
+    such as a head for other classes, keeps its initial value and is named.
 
     Args:
       model: A built model.
@@ -152,7 +153,9 @@ def warm_start(model: keras.Model, source: str, say: Callable[[str], None]) -> N
     """
     saved = values = _weights_of(source, say)
     own = {variable.path: variable for variable in model.weights}
-    if not set(values) & set(own):
+    if set(values) != set(own) and [*map(_uncounted, values)] == [*map(_uncounted, own)]:
+        values = dict(zip(own, values.values(), strict=True))  # Keras counts names over a whole process
+    elif not set(values) & set(own):
         values = _renamed(values, list(own))
     fitting = {path for path in own if path in values and values[path].shape == tuple(own[path].shape)}
     if not fitting:
@@ -186,9 +189,8 @@ def _weights_of(source: str, say: Callable[[str], None]) -> dict[str, np.ndarray
         raise ConfigError(f"--warm_start={source} is damaged ({error}). Name an older checkpoint directory.") from error
     if checkpoint is None:
         raise _no_weights(source)
-    return {
-        name.removeprefix("model/"): value for name, value in checkpoint.arrays.items() if name.startswith("model/")
-    }
+    order = [name for name in checkpoint.run.get("variables", ()) if name in checkpoint.arrays] or checkpoint.arrays
+    return {name.removeprefix("model/"): checkpoint.arrays[name] for name in order if name.startswith("model/")}
 
 
 def params_sha256(variables: Sequence[Any]) -> str:

@@ -1,8 +1,9 @@
 """The sidecar: the short dense vector that travels with the gradients and is summed exactly.
 
-Layout, float32: `[non-finite replicas, count, loss sum, metric sums..., count x floating-point model state...]`.
+Layout, float32: `[non-finite replicas, count, loss sum, metric sums..., count x change of model state...]`.
 Summing over replicas and dividing by the summed count weights uneven replicas right, and one flag anywhere tells
-every replica of a non-finite gradient before any of them updates anything.
+every replica of a non-finite gradient before any of them updates anything. Of model state (batch statistics) the change
+travels, not the value: the average of equal values need not have their bits, that of changes which are 0 has.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Sidecar:
       metric_shapes: Shapes of the additive metric state.
       state_shapes: Shapes of the model's non-trainable variables.
       averaged: For each of them, whether replicas average it (floating-point state such as batch statistics).
-        Seed states and counters are the same on every replica anyway.
+        Seed states, counters and weights that are kept from learning are the same on every replica anyway.
     """
 
     metric_shapes: tuple[tuple[int, ...], ...]
@@ -36,13 +37,30 @@ class Sidecar:
     averaged: tuple[bool, ...]
 
     @classmethod
-    def of(cls, state: Sequence[keras.Variable], metric_variables: Sequence[keras.Variable], replicas: int) -> Sidecar:
-        """The layout for a model and its metrics; a single replica has nothing to average."""
+    def of(
+        cls,
+        state: Sequence[keras.Variable],
+        metric_variables: Sequence[keras.Variable],
+        replicas: int,
+        frozen: Sequence[keras.Variable] = (),
+    ) -> Sidecar:
+        """The layout for a model and its metrics; a single replica has nothing to average.
+
+        Args:
+          state: The model's non-trainable variables.
+          metric_variables: Additive metric state.
+          replicas: Replicas of all workers.
+          frozen: Those of `state` that are weights kept from learning.
+        """
+        kept = {id(variable) for variable in frozen}
         return cls(
             metric_shapes=tuple(tuple(variable.shape) for variable in metric_variables),
             state_shapes=tuple(tuple(variable.shape) for variable in state),
             averaged=tuple(
-                replicas > 1 and tf.as_dtype(variable.dtype).is_floating and not is_seed_state(variable)
+                replicas > 1
+                and tf.as_dtype(variable.dtype).is_floating
+                and not is_seed_state(variable)
+                and id(variable) not in kept
                 for variable in state
             ),
         )
@@ -57,11 +75,16 @@ class Sidecar:
         """Scalars before the model state: what a step reports."""
         return METRICS + sum(math.prod(shape) for shape in self.metric_shapes)
 
-    def pack(self, sums: LocalSums) -> tf.Tensor:
-        """The vector of one replica without its first scalar, the non-finite flag: see `flag`."""
+    def pack(self, sums: LocalSums, before: Tensors) -> tf.Tensor:
+        """The vector of one replica without its first scalar, the non-finite flag: see `flag`.
+
+        Args:
+          sums: What the replica contributes.
+          before: The model's non-trainable variables before it, the same on all replicas.
+        """
         state = [
-            tf.cast(value, tf.float32) * sums.count
-            for value, averaged in zip(sums.state, self.averaged, strict=True)
+            (tf.cast(after, tf.float32) - tf.cast(old, tf.float32)) * sums.count
+            for after, old, averaged in zip(sums.state, before, self.averaged, strict=True)
             if averaged
         ]
         parts = [tf.stack([sums.count, sums.loss]), *[tf.reshape(part, [-1]) for part in [*sums.metrics, *state]]]
@@ -79,20 +102,24 @@ class Sidecar:
         finite = tf.math.is_finite(norm_squared) & tf.math.is_finite(packed[LOSS - 1])
         return tf.concat([[tf.where(finite, 0.0, 1.0)], packed], axis=0)
 
-    def state(self, vector: tf.Tensor, local_state: Tensors) -> Tensors:
+    def base(self, before: Tensors, after: Tensors) -> Tensors:
+        """What `state` builds on: values before the update where the change travels, else this replica's new ones."""
+        return [old if averaged else new for old, new, averaged in zip(before, after, self.averaged, strict=True)]
+
+    def state(self, vector: tf.Tensor, base: Tensors) -> Tensors:
         """The model's non-trainable variables after the update: averages over replicas, weighted by examples.
 
         Args:
           vector: The summed vector.
-          local_state: This replica's values; those that do not travel are taken as they are.
+          base: From `base`.
         """
         shapes = self._traveling_shapes()
         parts = tf.split(vector[self.report_length :], [math.prod(shape) for shape in shapes]) if shapes else []
         traveled = iter([tf.reshape(part, shape) for part, shape in zip(parts, shapes, strict=True)])
         count = tf.maximum(vector[COUNT], 1e-30)
         return [
-            tf.cast(next(traveled) / count, local.dtype) if averaged else local
-            for local, averaged in zip(local_state, self.averaged, strict=True)
+            tf.cast(tf.cast(value, tf.float32) + next(traveled) / count, value.dtype) if averaged else value
+            for value, averaged in zip(base, self.averaged, strict=True)
         ]
 
     def metrics(self, reports: tf.Tensor) -> Tensors:

@@ -9,7 +9,7 @@ import random
 import tempfile
 
 from tfpar import cluster, inputs, models, precision, strategies
-from tfpar.config import ConfigError, ExperimentConfig, unknown_name
+from tfpar.config import CUSTOM, ConfigError, ExperimentConfig, unknown_name
 from tfpar.endings import end_when_asked, exit_by_code
 from tfpar.exchange import Exchange
 from tfpar.quiet import quiet_startup
@@ -20,9 +20,6 @@ from tfpar.training.run_checks import check_run, train_input, uneven_notice
 import keras
 import numpy as np
 import tensorflow as tf
-
-# In the place of a name: a program gave a model, optimizer or data set of its own.
-CUSTOM = "custom"
 
 
 def start(

@@ -24,7 +24,7 @@ from tfpar.exchange.groups import independent
 from tfpar.precision import LossScale
 from tfpar.precision import update as update_loss_scale
 from tfpar.training import norms, replica, sidecar, timings
-from tfpar.training.core import Core, Tensors, is_seed_state
+from tfpar.training.core import Core, Tensors, frozen_weights, is_seed_state
 from tfpar.training.optimizers import pure_apply
 from tfpar.training.sidecar import Sidecar
 
@@ -147,7 +147,10 @@ class TrainStep:
         self.exchange = exchange
         self.strategy = strategy
         self.sidecar = Sidecar.of(
-            core.model.non_trainable_variables, core.metric_variables, strategy.num_replicas_in_sync
+            core.model.non_trainable_variables,
+            core.metric_variables,
+            strategy.num_replicas_in_sync,
+            frozen=frozen_weights(core.model),
         )
         self._schedule = schedule
         self._seed = seed
@@ -325,8 +328,7 @@ class TrainStep:
         factor = 1.0 / tf.maximum(vector[sidecar.COUNT], 1e-30)
         norm = tf.sqrt(norm_squared) * factor
         if self._clip_norm:
-            clip = self._clip_norm / tf.maximum(norm, self._clip_norm)
-            factor, norm = factor * clip, norm * clip
+            factor = factor * (self._clip_norm / tf.maximum(norm, self._clip_norm))
 
         # 5, 6: the update, or none, also where all examples were skipped; the loss scale.
         apply = _to_be_applied(vector)
@@ -345,7 +347,7 @@ class TrainStep:
     def _contribution(
         self, params: Tensors, state: Tensors, batch: Any, where: tuple[tf.Tensor, tf.Tensor], scale: tf.Tensor
     ) -> tuple[Tensors, tf.Tensor, Tensors]:
-        """This replica's gradient sums, its part of the sidecar, and its new model state."""
+        """This replica's gradient sums, its part of the sidecar, and what the model's new state builds on."""
         seed = tf.constant([self._seed & 0x7FFFFFFF, self._seed >> 31], tf.int32)
         for part in where:
             seed = tf.random.fold_in(seed, tf.cast(part, tf.int32), alg="philox")
@@ -353,7 +355,7 @@ class TrainStep:
         gradients = sums.gradients
         if self._scale_loss:  # residuals of the exchange are kept from step to step, and the scale changes
             gradients = [gradient / scale for gradient in gradients]
-        return gradients, self.sidecar.pack(sums), sums.state
+        return gradients, self.sidecar.pack(sums, state), self.sidecar.base(state, sums.state)
 
     def _apply_update(self, reduced: _Reduced) -> tf.Tensor:
         """Updates this replica's variables; returns the factor when that is done."""

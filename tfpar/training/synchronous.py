@@ -11,7 +11,7 @@ from tfpar import inputs, precision
 from tfpar.endings import Preempted
 from tfpar.exchange import Traffic
 from tfpar.precision import LossScale
-from tfpar.training import checkpoints, input_faults, report, results, resuming, run_state, samples, schedules
+from tfpar.training import checkpoints, input_faults, report, results, resuming, run_state, same_run, samples, schedules
 from tfpar.training.bad_steps import BadSteps
 from tfpar.training.collective import Agreement
 from tfpar.training.journal import Journal
@@ -110,6 +110,7 @@ class SynchronousRun:
             return self._run()
 
     def _run(self) -> dict[str, Any]:
+        self._check_same_everywhere()
         report.announce(self)
         self._resume_or_warm_start()
         if self.position.step >= self.total:
@@ -127,6 +128,19 @@ class SynchronousRun:
         if preempted:
             raise Preempted
         return summary
+
+    def _check_same_everywhere(self) -> None:
+        facts = {
+            "training data": self._data_of(self.train),
+            "validation data": self._data_of(self.validation) if self.validation is not None else "none",
+            "updates in all": self.total,
+            "shapes of the weights": [tuple(weight.shape) for weight in self.trainer.model.weights],
+        }
+        same_run.check(self.agreement, self.config, facts)
+
+    @staticmethod
+    def _data_of(source: inputs.Source) -> str:
+        return f"{source.info.name}, {source.info.num_examples} examples, fingerprint {source.info.fingerprint}"
 
     def _train(self) -> tuple[bool, bool]:
         """Trains until the end, or until this start is to end; returns whether it did, and whether it was told to."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tfpar import inputs, models, peers, precision, strategies
-from tfpar.config import ConfigError, ExperimentConfig
+from tfpar.config import CUSTOM, ConfigError, ExperimentConfig
 from tfpar.exchange import Exchange
 from tfpar.training import optimizers, run_state, schedules, workdir_lock
 from tfpar.training.asynchronous import AsynchronousRun
@@ -18,7 +18,7 @@ from tfpar.training.data_checks import check_fits
 from tfpar.training.evaluation import Evaluation
 from tfpar.training.input_faults import SkippedExamples, named
 from tfpar.training.run_checks import SYNCHRONISED, check_sources, train_input
-from tfpar.training.start import CUSTOM, start
+from tfpar.training.start import start
 from tfpar.training.step import TrainStep
 from tfpar.training.synchronous import SynchronousRun
 
@@ -106,7 +106,12 @@ class Trainer:
             self.optimizer.build(self.model.trainable_variables)
             if augmentation is None:
                 augmentation = inputs.build_augmentation(self.config.input.augment, self.config.train.seed)
-            self.core = Core(self.model, per_example_loss(loss), build_metrics(metrics, loss), augmentation)
+            self.core = Core(
+                self.model,
+                per_example_loss(loss),
+                build_metrics(metrics, loss, _shape_of_output(self.model)),
+                augmentation,
+            )
         self._takes_class_numbers = takes_class_numbers(loss)
         self._check_precision()
         self.exchange = Exchange(self.config.exchange.exchange)
@@ -153,6 +158,12 @@ class Trainer:
             more use: end it, and start all workers again.
           Preempted: SIGTERM came to a worker; all have saved a checkpoint if they could. A SystemExit with code 85.
         """
+        for role, source in (("train", train), ("validation", validation)):
+            if source is not None and not isinstance(source, inputs.Source):
+                raise ConfigError(
+                    f"fit({role}=...): a {type(source).__name__} is no source of examples. Make one with "
+                    "tfpar.inputs.from_arrays(x, y), or tfpar.inputs.build_source."
+                )
         check_sources(self.config, self.plan, train, validation)
         check_fits(self.model, train, validation, class_numbers=self._takes_class_numbers)
         augmentation = self.core.augmentation
@@ -366,11 +377,22 @@ def _check_has_effect(optimizer: keras.optimizers.Optimizer, options: dict[str, 
         )
 
 
+def _shape_of_output(model: keras.Model) -> tuple[int | None, ...] | None:
+    """Shape of the model's output with the batch, or None where it has several or they are not known."""
+    outputs = getattr(model, "outputs", None)
+    return tuple(outputs[0].shape) if outputs and len(outputs) == 1 else None
+
+
 def _under_strategy(model: keras.Model | Callable[[], keras.Model], strategy: tf.distribute.Strategy) -> keras.Model:
     if not isinstance(model, keras.Model):
+        if not callable(model):
+            raise ConfigError(f"model={model!r} is no Keras model, nor a function that builds one.")
         built = model()
         if not isinstance(built, keras.Model) or not built.built:
-            raise ConfigError(f"model() returned {built!r}; it must return a built Keras model.")
+            raise ConfigError(
+                f"model() returned {built!r}; it must return a built Keras model. Give it an Input, or call it on a "
+                "batch (of zeros) before it is returned."
+            )
         return built
     if not model.built:
         raise ConfigError("the model has no weights yet: call it on data or give it an Input, or pass a function.")
