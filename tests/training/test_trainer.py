@@ -565,6 +565,17 @@ def test_a_program_records_what_it_gave(tmp_path, optimizer):
         trainer_of(optimizer="sgd", workdir=tmp_path)
 
 
+def test_a_run_goes_on_with_the_optimizer_it_had(tmp_path):
+    def run(optimizer: keras.optimizers.Optimizer, steps: int, **options) -> dict:
+        return trainer_of(optimizer=optimizer, workdir=tmp_path, **options).fit(source(), steps=steps)
+
+    run(keras.optimizers.Adam(0.01), 2)
+    with pytest.raises(ConfigError, match=r"not the one of the run .*learning_rate 0\.0\d+ -> .*beta_1 0\.9 -> 0\.5"):
+        run(keras.optimizers.Adam(0.1, beta_1=0.5), 4)
+    keras.optimizers.Adam(0.3)  # Keras counts names
+    assert run(keras.optimizers.Adam(0.01), 4)["steps"] == 4
+
+
 def test_the_progress_line_shows_metrics_over_its_interval(capsys, monkeypatch):
     """With a single line at the end, the accuracy of an epoch does not depend on the updates per call."""
     monkeypatch.setattr("tfpar.training.progress.Progress.due", lambda self: False)

@@ -276,6 +276,7 @@ class AsynchronousRun:
                 run={
                     "seed": self.config.train.seed,
                     "variables": list(self.trainer.variables()),
+                    "optimizer_options": self.trainer.optimizer_options,
                     "input": {"update": self.steps_done, "fingerprint": self.train.info.fingerprint},
                     "best": self._best,
                     "skipped": self.skipped,
@@ -295,6 +296,7 @@ class AsynchronousRun:
             return
         run = run_state.checked(checkpoint.run, synchronous=False)
         run_state.check_data(run, self.train.info.fingerprint, self.config)
+        run_state.check_optimizer(run, self.trainer.optimizer_options, self.config.checkpoint.workdir)
         run_state.restore(self.trainer.variables(), checkpoint.arrays, run["variables"])
         self.steps_done, self.skipped, self._best = checkpoint.step, run["skipped"], run["best"]
         self.skipped_examples.count = run.get("skipped_examples", 0)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
 import pathlib
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -113,6 +115,37 @@ def check_data(run: Mapping[str, Any], fingerprint: str, config: ExperimentConfi
         raise ConfigError(
             f"--dataset={config.input.dataset}: the data set is not the one the run in {config.checkpoint.workdir} was "
             "trained on (number, shape or files of its examples differ). Restore it, or use another --workdir."
+        )
+
+
+def optimizer_options(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
+    """The options of an optimizer that a program made, as far as JSON holds them, without its name, which Keras counts."""
+    options = {}
+    for name, value in optimizer.get_config().items():
+        with contextlib.suppress(TypeError, ValueError):
+            options[name] = json.loads(json.dumps(value))
+    options.pop("name", None)
+    return options
+
+
+def check_optimizer(run: Mapping[str, Any], options: Mapping[str, Any], workdir: str) -> None:
+    """Refuses to continue a run with an optimizer object of other options: half of them would be those of before.
+
+    Args:
+      run: The run state of the checkpoint.
+      options: From `optimizer_options`; empty where a name tells all.
+      workdir: For the message.
+
+    Raises:
+      ConfigError: With what differs.
+    """
+    saved = run.get("optimizer_options") or {}
+    differ = [name for name in options if name in saved and saved[name] != options[name]]
+    if differ:
+        shown = ", ".join(f"{name} {saved[name]} -> {options[name]}" for name in differ)
+        raise ConfigError(
+            f"optimizer: not the one of the run in {workdir} ({shown}). Go on with the same, or start in another workdir "
+            "with warm_start."
         )
 
 

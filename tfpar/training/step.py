@@ -33,7 +33,10 @@ import tensorflow as tf
 
 
 class Norms(NamedTuple):
-    """L2 norms over all trainable weights. Float32 scalars; zero where they were not asked for."""
+    """L2 norms over all trainable weights, that of the gradient before clipping.
+
+    Float32 scalars; zero where they were not asked for.
+    """
 
     gradient: tf.Tensor
     parameter: tf.Tensor

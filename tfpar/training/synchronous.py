@@ -283,6 +283,7 @@ class SynchronousRun:
         return {
             "seed": self.config.train.seed,
             "variables": list(self.trainer.variables()),
+            "optimizer_options": self.trainer.optimizer_options,
             "input": {
                 "update": position.step,
                 "updates_per_epoch": self.pipeline.updates_per_epoch,
@@ -310,6 +311,7 @@ class SynchronousRun:
             return
         run = run_state.checked(checkpoint.run, synchronous=True)
         run_state.check_data(run, self.train.info.fingerprint, self.config)
+        run_state.check_optimizer(run, self.trainer.optimizer_options, self.config.checkpoint.workdir)
         run_state.restore(self.trainer.variables(), checkpoint.arrays, run["variables"])
         assert self.checkpointer is not None
         self.trainer.exchange.restore(

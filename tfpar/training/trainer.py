@@ -95,6 +95,11 @@ class Trainer:
         self.strategy = self.layout.strategy
         self.plan = self.layout.plan
         self._own_schedule = isinstance(optimizer, keras.optimizers.Optimizer) and "schedule" not in options
+        self.optimizer_options: dict[str, Any] = {}
+        if isinstance(optimizer, keras.optimizers.Optimizer):
+            self.optimizer_options = run_state.optimizer_options(optimizer)
+            if not self._own_schedule:
+                self.optimizer_options.pop("learning_rate", None)
         with self.strategy.scope():
             self.model = _under_strategy(model, self.strategy)
             if not self.model.trainable_variables:
