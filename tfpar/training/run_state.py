@@ -119,7 +119,7 @@ def check_data(run: Mapping[str, Any], fingerprint: str, config: ExperimentConfi
 
 
 def optimizer_options(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
-    """The options of an optimizer that a program made, as far as JSON holds them, without its name, which Keras counts."""
+    """Options of an optimizer that a program made, as far as JSON holds them; not its name, which Keras counts."""
     options = {}
     for name, value in optimizer.get_config().items():
         with contextlib.suppress(TypeError, ValueError):
@@ -144,8 +144,8 @@ def check_optimizer(run: Mapping[str, Any], options: Mapping[str, Any], workdir:
     if differ:
         shown = ", ".join(f"{name} {saved[name]} -> {options[name]}" for name in differ)
         raise ConfigError(
-            f"optimizer: not the one of the run in {workdir} ({shown}). Go on with the same, or start in another workdir "
-            "with warm_start."
+            f"optimizer: not the one of the run in {workdir} ({shown}). Go on with the same, or start in "
+            "another workdir with warm_start."
         )
 
 
