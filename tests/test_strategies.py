@@ -57,6 +57,12 @@ def test_refusals_name_the_way_out(options, jobs, message):
         strategies.plan(StrategyConfig(**options), of_cluster(**jobs) if jobs else None)
 
 
+def test_a_tpu_slice_is_one_process_fed_by_its_hosts():
+    slice_of_four = strategies.Plan(name="tpu", local_replicas=16, device_type="TPU", hosts=4)
+    assert (slice_of_four.workers, slice_of_four.replicas, slice_of_four.input_pipelines) == (1, 16, 4)
+    assert strategies.Plan(name="multi_worker", workers=3, local_replicas=2).input_pipelines == 3
+
+
 def test_an_evaluator_has_no_part():
     jobs = {"cluster": {**SERVERS, "evaluator": ["127.0.0.1:4009"]}, "task": {"type": "evaluator", "index": 0}}
     with pytest.raises(ConfigError, match=r"this process is an evaluator.*Take 'evaluator' out"):

@@ -40,6 +40,7 @@ class Plan:
       reason: Why this strategy, in words for the log.
       cluster: The cluster this process belongs to, if any.
       tpu: Name or address of the TPU.
+      hosts: Hosts of a TPU slice, all driven by one process, each of which feeds its own replicas; else 0.
       peer_timeout: Seconds after which a worker that does not answer is lost.
       start_timeout: Seconds that workers wait for each other at the start.
     """
@@ -52,6 +53,7 @@ class Plan:
     reason: str = ""
     cluster: ClusterInfo | None = None
     tpu: str = ""
+    hosts: int = 0
     peer_timeout: float = 30.0
     start_timeout: float = 600.0
 
@@ -59,6 +61,11 @@ class Plan:
     def replicas(self) -> int:
         """Replicas over all workers."""
         return self.workers * self.local_replicas
+
+    @property
+    def input_pipelines(self) -> int:
+        """Pipelines that feed the replicas, as many each: one a host."""
+        return self.hosts or self.workers
 
     @property
     def is_chief(self) -> bool:
@@ -354,8 +361,5 @@ def _build_tpu(plan: Plan) -> Layout:
             f"--tpu={plan.tpu!r}: the TPU cannot be reached ({error}). Check the name, or use --tpu=local on a TPU VM."
         ) from error
     strategy = tf.distribute.TPUStrategy(resolver)
-    workers = max(1, strategy.extended.num_hosts)
-    replicas = strategy.num_replicas_in_sync
-    return Layout(
-        plan=dataclasses.replace(plan, workers=workers, local_replicas=replicas // workers), strategy=strategy
-    )
+    hosts, replicas = max(1, strategy.extended.num_hosts), strategy.num_replicas_in_sync
+    return Layout(plan=dataclasses.replace(plan, hosts=hosts, local_replicas=replicas), strategy=strategy)

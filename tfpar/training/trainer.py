@@ -228,7 +228,7 @@ class Trainer:
             train_input(self.config) if training else self.config.input,
             accumulate_steps=self.config.train.accumulate_steps if training else 1,
             replicas=self.plan.replicas,
-            workers=self.plan.workers,
+            workers=self.plan.input_pipelines,
             seed=self.config.train.seed,
             training=training,
         )
@@ -241,7 +241,7 @@ class Trainer:
             return pipeline.dataset(plan.worker, 1, start_update)
 
         def dataset(context: tf.distribute.InputContext) -> tf.data.Dataset:
-            return pipeline.dataset(context.input_pipeline_id, self.plan.local_replicas, start_update)
+            return pipeline.dataset(context.input_pipeline_id, plan.replicas // plan.input_pipelines, start_update)
 
         options = tf.distribute.InputOptions(experimental_fetch_to_device=plan.device_type != "CPU")
         return self.strategy.distribute_datasets_from_function(dataset, options)
