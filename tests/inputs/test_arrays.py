@@ -279,3 +279,20 @@ def test_batch_needs_sharding_by_example():
     pipeline = Pipeline(source, InputConfig(global_batch_size=4, shard_by="file"), replicas=2, workers=2)
     with pytest.raises(ValueError, match="shard_by='example'"):
         pipeline.batch(tf.constant(0, tf.int64), tf.constant(0, tf.int64))
+
+
+@pytest.mark.parametrize(
+    ("count", "options", "replicas", "pads"),
+    [
+        (48, {}, 2, False),
+        (50, {}, 2, True),
+        (50, {"remainder": "drop"}, 2, False),
+        (48, {"uneven_batches": True}, 5, True),
+        (48, {"remainder": "drop", "uneven_batches": True}, 5, True),
+        (48, {"on_bad_record": "skip"}, 2, True),
+    ],
+)
+def test_the_pipeline_knows_whether_it_pads(count, options, replicas, pads):
+    source = inputs.from_arrays(np.zeros((count, 3), np.float32), np.zeros(count, np.int32))
+    config = InputConfig(dataset="arrays", global_batch_size=24, **options)
+    assert inputs.Pipeline(source, config, replicas=replicas).pads == pads

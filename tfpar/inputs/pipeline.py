@@ -94,6 +94,13 @@ class Pipeline:
         self.skips = source.skip or config.on_bad_record == "skip"
         checks.check_updates(config, [shard.size for shard in self._plan.shards], self.updates_per_epoch)
 
+    @property
+    def pads(self) -> bool:
+        """Whether some places in the batches of an epoch hold padding, at weight 0."""
+        order = self._plan
+        places = len(order.shards) * order.replicas * order.accumulate_steps * self.micro_batch
+        return self.skips or self.updates_per_epoch * places != self.examples_per_epoch
+
     def report(self, *, asynchronous: bool = False) -> str:
         """What is read, by whom and in which order: the lines that the chief prints before the first update.
 

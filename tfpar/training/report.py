@@ -79,15 +79,11 @@ def announce(run: results.Run) -> None:
 
 def warn_of_counted_padding(run: results.Run) -> None:
     """Says so where Keras' batch normalisation would take padding for examples."""
-    options, trainer = run.trainer.config.input, run.trainer
-    whole = options.global_batch_size * (1 if trainer.plan.synchronous else trainer.plan.workers)
-    parts = trainer.plan.replicas * trainer.config.train.accumulate_steps
-    uneven = run.train.info.num_examples % whole or options.global_batch_size % parts
-    if options.remainder == "drop" or not (uneven or options.on_bad_record == "skip"):
+    if not run.pipeline.pads:
         return
     counting = [
         layer.name
-        for layer in trainer.model._flatten_layers()
+        for layer in run.trainer.model._flatten_layers()
         if isinstance(layer, keras.layers.BatchNormalization)
         and not isinstance(layer, models.BatchNormalization)
         and layer.trainable
