@@ -281,3 +281,13 @@ def test_helpfull_shows_absl_too(script: Path) -> None:
 def test_reading_flags_does_not_import_tensorflow(script: Path) -> None:
     code = "import sys, tfpar.flags as f; f.define(); assert not {'tensorflow', 'keras'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_an_option_given_as_zero_is_given():
+    values = absl_flags.FlagValues()
+    absl_flags.DEFINE_float("validation_fraction", 0.1, "", flag_values=values)
+    absl_flags.DEFINE_integer("seed", 0, "", flag_values=values)
+    values(["script", "--validation_fraction=0"])
+    assert flags.is_given("validation_fraction", values)
+    assert not flags.is_given("seed", values)
+    assert not flags.is_given("dataset", values)

@@ -82,14 +82,18 @@ def experiment_config(flag_values: flags.FlagValues = flags.FLAGS) -> Experiment
     options = {name: flag_values[name].value for name in names if name in flag_values}
     for given, other in (("steps", "epochs"), ("epochs", "steps")):
         # The one on the command line replaces the other that is merely this experiment's default.
-        if is_given(given, flag_values) and not is_given(other, flag_values):
+        if _is_set(given, flag_values) and not _is_set(other, flag_values):
             options.pop(other, None)
     return ExperimentConfig.from_flat_dict(options)
 
 
 def is_given(name: str, flag_values: flags.FlagValues = flags.FLAGS) -> bool:
-    """Whether an option was given on the command line, or in a flagfile, and is not empty."""
-    return name in flag_values and flag_values[name].present > 0 and bool(flag_values[name].value)
+    """Whether an option was given on the command line, or in a flagfile; 0 counts."""
+    return name in flag_values and flag_values[name].present > 0
+
+
+def _is_set(name: str, flag_values: flags.FlagValues) -> bool:
+    return is_given(name, flag_values) and bool(flag_values[name].value)
 
 
 def run(main: Callable[[list[str]], Any], argv: list[str] | None = None) -> None:

@@ -68,6 +68,7 @@ def test_keras_fit_fails_where_tfpar_trains():
     [
         ("data", ["training data (here arrays, 200 examples", "training data (here arrays, 120"]),
         ("option", ["--eval_every (here 10)", "--eval_every (here 5)"]),
+        ("name", []),
         ("nothing", []),
     ],
 )

@@ -21,13 +21,14 @@ HOSTS_OWN = frozenset(
 )
 
 
-def check(agreement: Agreement, config: ExperimentConfig, facts: Mapping[str, Any]) -> None:
+def check(agreement: Agreement, config: ExperimentConfig, facts: Mapping[str, Any], shown: Mapping[str, str]) -> None:
     """Compares what the workers were given. All workers call it, and all of them raise.
 
     Args:
       agreement: Between the workers.
       config: This worker's options.
       facts: What else must be the same, by the name it has in the message.
+      shown: What the message says of facts instead of their values; it may differ, as paths do.
 
     Raises:
       ConfigError: What differs, with this worker's values.
@@ -36,9 +37,9 @@ def check(agreement: Agreement, config: ExperimentConfig, facts: Mapping[str, An
     if _same(agreement, given):
         return
     differ = [name for name, value in given.items() if not _same(agreement, value)]
-    shown = ", ".join(f"{name} (here {given[name]})" for name in differ)
+    text = ", ".join(f"{name} (here {shown.get(name, given[name])})" for name in differ)
     raise ConfigError(
-        f"the workers were not given the same: {shown}. Each worker must get the same flags, see the same data and "
+        f"the workers were not given the same: {text}. Each worker must get the same flags, see the same data and "
         "build the same model; compare what the others say."
     )
 

@@ -130,17 +130,18 @@ class SynchronousRun:
         return summary
 
     def _check_same_everywhere(self) -> None:
-        facts = {
-            "training data": self._data_of(self.train),
-            "validation data": self._data_of(self.validation) if self.validation is not None else "none",
+        # The same names on every worker: each is compared in a call of its own.
+        sources = {"training data": self.train, "validation data": self.validation}
+        facts = {name: source.info.fingerprint if source else "none" for name, source in sources.items()} | {
             "updates in all": self.total,
             "shapes of the weights": [tuple(weight.shape) for weight in self.trainer.model.weights],
         }
-        same_run.check(self.agreement, self.config, facts)
-
-    @staticmethod
-    def _data_of(source: inputs.Source) -> str:
-        return f"{source.info.name}, {source.info.num_examples} examples, fingerprint {source.info.fingerprint}"
+        shown = {
+            name: f"{source.info.name}, {source.info.num_examples} examples, fingerprint {source.info.fingerprint}"
+            for name, source in sources.items()
+            if source
+        }
+        same_run.check(self.agreement, self.config, facts, shown)
 
     def _train(self) -> tuple[bool, bool]:
         """Trains until the end, or until this start is to end; returns whether it did, and whether it was told to."""

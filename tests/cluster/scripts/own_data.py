@@ -1,6 +1,6 @@
 """A worker that trains on data of its own, or with an option of its own: tests/cluster/test_multi_worker.py.
 
-python -m tests.cluster.scripts.own_data data|option|nothing
+python -m tests.cluster.scripts.own_data data|option|name|nothing
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def main(what: str) -> None:
         config=config,
         layout=layout,
     )
-    trainer.fit(tfpar.inputs.from_arrays(x, x[:, :1]), steps=20)
+    name = f"arrays{rank}" if what == "name" else "arrays"  # as the path of a file that each host mounts elsewhere
+    trainer.fit(tfpar.inputs.from_arrays(x, x[:, :1], name=name), steps=20)
 
 
 if __name__ == "__main__":
