@@ -11,8 +11,8 @@ import dataclasses
 import json
 
 import tfpar
-from tfpar import flags, inputs, models
-from tfpar.config import ConfigError
+from tfpar import inputs, models
+from tfpar.config import ConfigError, flags
 
 import keras
 from absl import flags as absl_flags

@@ -13,8 +13,8 @@ import warnings
 from collections.abc import Callable
 
 import tfpar
-from tfpar import flags, inputs
-from tfpar.config import ConfigError
+from tfpar import inputs
+from tfpar.config import ConfigError, flags
 
 import numpy as np
 import tensorflow as tf

@@ -8,7 +8,8 @@ python -m tfpar.launch --workers=2 -- experiments/image_classification.py \
 from __future__ import annotations
 
 import tfpar
-from tfpar import flags, inputs, models
+from tfpar import inputs, models
+from tfpar.config import flags
 
 import keras
 

@@ -2,7 +2,7 @@
 
 python -m tfpar.launch --workers=2 -- experiments/keras_fit.py
 
-The README shows the body of `main` (tests/test_drop_in.py compares them).
+The README shows the body of `main` (tests/drop_in/test_drop_in.py compares them).
 """
 
 from __future__ import annotations

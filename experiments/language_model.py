@@ -11,7 +11,8 @@ for validation. The figure to watch is bits per byte.
 from __future__ import annotations
 
 import tfpar
-from tfpar import flags, inputs, models
+from tfpar import inputs, models
+from tfpar.config import flags
 
 import keras
 

@@ -229,7 +229,7 @@ def _main(command: list[str]) -> int:
     except BaseException:
         try:
             sys.excepthook(*sys.exc_info())
-        except SystemExit as end:  # as in tfpar.endings
+        except SystemExit as end:  # as in tfpar.process.exit_codes
             return _code_of(end)
         return 1
     return 0

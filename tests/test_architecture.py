@@ -113,7 +113,7 @@ def test_public_functions_and_classes_are_documented(path):
 
 def test_every_recipe_is_read_by_a_script():
     """Each flagfile in experiments/recipes parses with the flags of the configuration."""
-    from tfpar import flags
+    from tfpar.config import flags
 
     from absl import flags as absl_flags
 
@@ -144,7 +144,7 @@ def loaded_after(*command: str) -> subprocess.CompletedProcess[str]:
         "import tfpar",
         "import tfpar; tfpar.ConfigError, tfpar.ExperimentConfig()",
         "import tfpar.config",
-        "import tfpar.flags; tfpar.flags.define()",
+        "import tfpar.config.flags; tfpar.config.flags.define()",
         "import tfpar.launch",
         "import tfpar.cluster; tfpar.cluster.detect({})",
     ],
@@ -164,7 +164,7 @@ def test_the_launchers_help_does_not_import_tensorflow():
     imported = {
         line.rpartition("|")[2].strip() for line in result.stderr.splitlines() if line.startswith("import time")
     }
-    assert "tfpar.launch" in imported or "tfpar.processes" in imported
+    assert "tfpar.launch" in imported or "tfpar.launch.supervisor" in imported
     assert not {name for name in imported if name.partition(".")[0] in ("tensorflow", "keras", "tensorflow_datasets")}
 
 

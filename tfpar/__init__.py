@@ -9,11 +9,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from tfpar.quiet import quiet_startup
+from tfpar.process.startup import quiet_startup
 
 if TYPE_CHECKING:
     from tfpar import inputs, models
+    from tfpar.checkpoint.model_files import check_model_file, examples_of_run, load_model, task_spec
     from tfpar.config import ConfigError, ExperimentConfig
+    from tfpar.config.errors import TrainingError
     from tfpar.drop_in import (
         AverageMetrics,
         BroadcastInitialWeights,
@@ -24,9 +26,7 @@ if TYPE_CHECKING:
         size,
     )
     from tfpar.exchange import Exchange
-    from tfpar.options import TrainingError
-    from tfpar.strategies import Layout
-    from tfpar.training.model_files import check_model_file, examples_of_run, load_model, task_spec
+    from tfpar.parallel.strategies import Layout
     from tfpar.training.start import check, start
     from tfpar.training.trainer import Trainer
 
@@ -42,19 +42,19 @@ _HOMES = {
     "DistributedOptimizer": "tfpar.drop_in",
     "Exchange": "tfpar.exchange",
     "ExperimentConfig": "tfpar.config",
-    "Layout": "tfpar.strategies",
+    "Layout": "tfpar.parallel.strategies",
     "Trainer": "tfpar.training.trainer",
-    "TrainingError": "tfpar.options",
+    "TrainingError": "tfpar.config",
     "check": "tfpar.training.start",
-    "check_model_file": "tfpar.training.model_files",
-    "examples_of_run": "tfpar.training.model_files",
+    "check_model_file": "tfpar.checkpoint.model_files",
+    "examples_of_run": "tfpar.checkpoint.model_files",
     "init_cluster": "tfpar.drop_in",
-    "load_model": "tfpar.training.model_files",
+    "load_model": "tfpar.checkpoint.model_files",
     "rank": "tfpar.drop_in",
     "shard": "tfpar.drop_in",
     "size": "tfpar.drop_in",
     "start": "tfpar.training.start",
-    "task_spec": "tfpar.training.model_files",
+    "task_spec": "tfpar.checkpoint.model_files",
 }
 
 __all__ = [

@@ -232,7 +232,7 @@ def measure_core(
 
     TensorFlow is loaded, as the library is linked to it, but idle.
     """
-    tfpar.quiet.quiet_startup()
+    tfpar.process.startup.quiet_startup()
     import tensorflow as tf  # noqa: F401
 
     times: dict[int, Times] = {number: {} for number in numbers}
@@ -316,7 +316,7 @@ def measure(names: Sequence[str], sizes: Sequence[str], peers: int, threads: int
 
     With several threads the reference and NumPy are left out.
     """
-    tfpar.quiet.quiet_startup()
+    tfpar.process.startup.quiet_startup()
     import tensorflow as tf
 
     tf.config.threading.set_intra_op_parallelism_threads(threads)
@@ -514,7 +514,7 @@ def main(_: list[str]) -> None:
     unknown = sorted({*ONLY.value} - CODECS.keys() | {*WANTED.value} - SIZES.keys())
     if unknown:
         raise app.UsageError(f"unknown codec or size: {', '.join(unknown)}")
-    tfpar.quiet.quiet_startup()
+    tfpar.process.startup.quiet_startup()
     if not tfpar_ops.uses_library():
         raise SystemExit(f"Nothing to measure: {tfpar_ops.library_status()}. Run `make setup`.")
     threads = len(os.sched_getaffinity(0))

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import tfpar
-from tfpar import flags, inputs, models
-from tfpar.config import ExperimentConfig
+from tfpar import inputs, models
+from tfpar.config import ExperimentConfig, flags
 from tfpar.doctor import describe_machine
 
 import keras

@@ -14,8 +14,9 @@ import time
 from collections.abc import Callable
 
 import tfpar
-from tfpar import ExperimentConfig, strategies
+from tfpar import ExperimentConfig
 from tfpar.doctor import describe_machine
+from tfpar.parallel import strategies
 
 import numpy as np
 import tensorflow as tf

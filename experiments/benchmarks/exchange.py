@@ -41,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for the workers'
 from experiments.benchmarks import netns
 from experiments.benchmarks.fleet import Fleet, FleetError
 from experiments.benchmarks.hosts import PORT, progress, tensorflow_environ, threads
-from tfpar.doctor import check_memory
+from tfpar.doctor.cli import check_memory
 
 from absl import app, flags
 

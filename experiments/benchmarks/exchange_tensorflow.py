@@ -14,11 +14,13 @@ from typing import Any
 
 import tfpar
 from experiments.benchmarks import fleet, netns
-from tfpar import ExperimentConfig, strategies
+from tfpar import ExperimentConfig
+from tfpar.collectives.tensorflow import Group, new_instances
 from tfpar.doctor import describe_machine
-from tfpar.exchange import planning, specs
+from tfpar.exchange import spec as specs
 from tfpar.exchange.exchange import BUCKET_BYTES
-from tfpar.exchange.groups import Group, new_instances
+from tfpar.exchange.tuning import auto as planning
+from tfpar.parallel import strategies
 
 import numpy as np
 import tensorflow as tf
@@ -159,14 +161,14 @@ def after(values: Sequence[tf.Tensor], result: tf.Tensor) -> tf.Tensor:
 
 def predicted_ms(spec: str, elements: int, hosts: int, bits_per_second: float | None) -> float | None:
     """What the cost model says; None where it has nothing to say, as of an unshaped link."""
-    if bits_per_second is None or importlib.util.find_spec("tfpar.exchange.costs") is None:
+    if bits_per_second is None or importlib.util.find_spec("tfpar.exchange.tuning.cost_model") is None:
         return None
-    from tfpar.exchange import costs
+    from tfpar.exchange.tuning import cost_model
 
     if spec.partition(":")[0] == "auto":  # chosen by measuring; what it then takes has no spec of its own
         return None
-    link = costs.Link(latency=LATENCY_S, bandwidth=bits_per_second / 8)
-    return 1e3 * costs.predict(specs.parse(spec), elements, hosts, link).seconds
+    link = cost_model.Link(latency=LATENCY_S, bandwidth=bits_per_second / 8)
+    return 1e3 * cost_model.predict(specs.parse(spec), elements, hosts, link).seconds
 
 
 if __name__ == "__main__":

@@ -11,10 +11,10 @@ import time
 from typing import Any
 
 import tfpar
-from tfpar import flags, inputs, models, precision
-from tfpar.config import InputConfig
+from tfpar import inputs, models, precision
+from tfpar.config import InputConfig, flags
 from tfpar.doctor import describe_machine
-from tfpar.training.synchronous import SynchronousRun
+from tfpar.training.loops.synchronous import SynchronousRun
 
 import keras
 import numpy as np

@@ -8,7 +8,7 @@ from typing import Any
 
 import tfpar
 from tfpar import inputs, precision
-from tfpar.training.synchronous import SynchronousRun
+from tfpar.training.loops.synchronous import SynchronousRun
 
 import tensorflow as tf
 

@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for the module b
 
 import tfpar
 from experiments.benchmarks.loops import FrameworkLoop, take_turns
-from tfpar import flags, inputs, models
-from tfpar.config import ExperimentConfig, InputConfig
+from tfpar import inputs, models
+from tfpar.config import ExperimentConfig, InputConfig, flags
 from tfpar.doctor import describe_machine
 
 import keras

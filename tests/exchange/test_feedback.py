@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from tfpar.exchange import planning, specs
+from tfpar.collectives.tensorflow import Group
+from tfpar.exchange import spec as specs
+from tfpar.exchange.algorithms.deep_gradient import RAMP
 from tfpar.exchange.buckets import Bucket
-from tfpar.exchange.deep_gradient import RAMP
-from tfpar.exchange.groups import Group
+from tfpar.exchange.tuning import auto
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ import tensorflow as tf
 
 def bucket(text: str, elements: int) -> Bucket:
     spec = specs.parse(text)
-    return planning.bucket_type(spec)(spec, [tf.TensorShape([elements])], Group.of_workers(1, 0), 0, "bucket")
+    return auto.bucket_type(spec)(spec, [tf.TensorShape([elements])], Group.of_workers(1, 0), 0, "bucket")
 
 
 def exchanged(one: Bucket, gradient: np.ndarray, step: int = 0) -> np.ndarray:

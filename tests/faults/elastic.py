@@ -12,7 +12,7 @@ import sys
 import tfpar
 from tfpar import inputs, models
 from tfpar.config import ExperimentConfig
-from tfpar.training.monitor import Monitor
+from tfpar.monitor.monitor import Monitor
 
 import keras
 import numpy as np

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 
-from tests.cluster.test_multi_worker import launch
 from tests.faults import elastic
+from tests.integration.test_multi_worker import launch
+from tfpar.checkpoint import checkpointer
 from tfpar.exchange.residuals import undelivered
-from tfpar.training import checkpoints
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ def summary(folder):
 
 def saved_residuals(folder, workers):
     newest = max((folder / "run" / "checkpoints").glob("step-*"))
-    return [checkpoints.read(newest, worker=worker).exchange for worker in range(workers)]
+    return [checkpointer.read(newest, worker=worker).exchange for worker in range(workers)]
 
 
 def restored_residuals(folder, workers):

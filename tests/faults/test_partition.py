@@ -11,7 +11,7 @@ import sys
 import time
 
 from experiments.benchmarks import netns
-from tfpar.endings import PEER_LOST
+from tfpar.process.exit_codes import PEER_LOST
 
 import pytest
 

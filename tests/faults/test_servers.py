@@ -12,8 +12,8 @@ import sys
 import time
 
 from tests import nursery
-from tfpar.endings import PEER_LOST
 from tfpar.launch import free_ports
+from tfpar.process.exit_codes import PEER_LOST
 
 import pytest
 

@@ -47,7 +47,7 @@ class TinyShapes(tfds.core.GeneratorBasedBuilder):
     """6x5 colour images of random pixels, three classes, with a validation split."""
 
     VERSION = tfds.core.Version("1.2.0")
-    code_path = None  # see tfpar.inputs.digits
+    code_path = None  # see tfpar.inputs.sources.digits
     IMAGES = np.random.default_rng(0).integers(0, 256, (29, 6, 5, 3), np.uint8)
 
     def _info(self) -> tfds.core.DatasetInfo:

@@ -18,9 +18,9 @@ from tfpar.inputs import (
     find_bad,
     from_arrays,
     records,
-    tfrecord,
     write,
 )
+from tfpar.inputs.sources import tfrecord
 
 import numpy as np
 import pytest

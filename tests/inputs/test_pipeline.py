@@ -8,7 +8,7 @@ import math
 
 from tests.inputs.helpers import CLASSES, index_source
 from tfpar.config import ConfigError, InputConfig
-from tfpar.inputs import Pipeline, find_bad, plan
+from tfpar.inputs import Pipeline, epoch_order, find_bad
 
 import numpy as np
 import pytest
@@ -221,7 +221,7 @@ class TestFileShards:
                     assert x[..., 0][weight > 0].astype(int).tolist() == real([batch[:, r]]), update
 
     def test_shards_are_balanced_and_uneven_workers_take_the_same_updates(self):
-        shards = plan.by_file(self.RECORDS, 6, 3)
+        shards = epoch_order.by_file(self.RECORDS, 6, 3)
         assert sorted(shard.size for shard in shards) == [25, 26, 30]
         assert sum(shard.files for shard in shards) == 6
         assert self.pipeline(workers=3).updates_per_epoch == 15
@@ -231,7 +231,7 @@ class TestFileShards:
 
     def test_batches_that_do_not_divide_by_the_workers(self):
         pipeline = self.pipeline(workers=4, batch=7)
-        assert [shard.batch for shard in plan.by_file(self.RECORDS, 7, 4)] == [1, 2, 2, 2]
+        assert [shard.batch for shard in epoch_order.by_file(self.RECORDS, 7, 4)] == [1, 2, 2, 2]
         assert sorted(real(epoch_indices(pipeline))) == list(range(sum(self.RECORDS)))
 
     @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tfpar
 from tfpar import inputs
-from tfpar.training import checkpoints
+from tfpar.checkpoint import checkpointer
 
 import keras
 import numpy as np
@@ -139,7 +139,7 @@ def averaged(request, tmp_path_factory):
 
 
 def own_weights(workdir, step: int) -> dict[str, np.ndarray]:
-    arrays = checkpoints.read(workdir / "checkpoints" / f"step-{step:09d}").arrays
+    arrays = checkpointer.read(workdir / "checkpoints" / f"step-{step:09d}").arrays
     return {name.removeprefix("model/"): value for name, value in arrays.items() if name.startswith("model/")}
 
 

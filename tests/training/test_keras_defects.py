@@ -1,6 +1,6 @@
 """What Keras 3.15 gets wrong under a strategy, shown, and what tfpar does instead.
 
-The fifth defect, `fit` under MultiWorkerMirroredStrategy, needs two processes: tests/cluster/test_multi_worker.py.
+The fifth defect, `fit` under MultiWorkerMirroredStrategy, needs two processes: tests/integration/test_multi_worker.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The same seed, data and global batch give the same weights on every layout of one process.
 
-Several processes: tests/cluster/test_multi_worker.py.
+Several processes: tests/integration/test_multi_worker.py.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import functools
 
 from tests.training import layouts
-from tfpar import strategies
 from tfpar.config import StrategyConfig
+from tfpar.parallel import strategies
 
 import numpy as np
 import pytest

@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import tfpar
 from tfpar import inputs
+from tfpar.checkpoint import checkpointer, workdir_lock
 from tfpar.config import ConfigError, ExperimentConfig
-from tfpar.training import checkpoints, workdir_lock
 
 import keras
 import numpy as np
@@ -389,7 +389,7 @@ def test_stopped_and_resumed_gives_the_bits_of_a_run_that_was_not(tmp_path, caps
     for name in ("steps", "eval", "params_sha256", "skipped_steps"):
         assert resumed[name] == summary[name], name
     assert summary_of(tmp_path / "parts") == resumed
-    last = [checkpoints.Checkpointer(tmp_path / name).latest() for name in ("whole", "parts")]
+    last = [checkpointer.Checkpointer(tmp_path / name).latest() for name in ("whole", "parts")]
     assert last[0].step == last[1].step == TOTAL
     assert last[0].run == last[1].run
     assert case.moved(parts, last[1].run)
@@ -403,7 +403,7 @@ def test_resuming_does_not_depend_on_how_often_checkpoints_were_written(tmp_path
 
     whole = run("whole", checkpoint_every=4)
     run("parts", checkpoint_every=3, stop_after=4, steps_per_loop=2)
-    assert checkpoints.Checkpointer(tmp_path / "parts").steps() == [3, 4]
+    assert checkpointer.Checkpointer(tmp_path / "parts").steps() == [3, 4]
     assert_same_bits(everything(whole), everything(run("parts", checkpoint_every=5)))
 
 
@@ -558,7 +558,7 @@ def test_several_short_runs_of_a_program_are_not_warned_of_retracing():
 def test_a_program_records_what_it_gave(tmp_path, optimizer):
     made = optimizer(0.01) if isinstance(optimizer, type) else optimizer
     trainer_of(optimizer=made, workdir=tmp_path).fit(source(), steps=1)
-    saved = checkpoints.saved_config(tmp_path)
+    saved = checkpointer.saved_config(tmp_path)
     assert (saved["model"], saved["dataset"]) == ("custom", "custom")
     assert saved["optimizer"] == {None: "adamw", "lion": "lion"}.get(optimizer, "custom")
     with pytest.raises(ConfigError, match="--optimizer: "):
@@ -578,7 +578,7 @@ def test_a_run_goes_on_with_the_optimizer_it_had(tmp_path):
 
 def test_the_progress_line_shows_metrics_over_its_interval(capsys, monkeypatch):
     """With a single line at the end, the accuracy of an epoch does not depend on the updates per call."""
-    monkeypatch.setattr("tfpar.training.progress.Progress.due", lambda self: False)
+    monkeypatch.setattr("tfpar.monitor.progress.Progress.due", lambda self: False)
     shown = []
     for steps_per_loop in (1, EXAMPLES // BATCH):
         trainer_of(optimizer="adam", steps_per_loop=steps_per_loop).fit(source(), epochs=1)

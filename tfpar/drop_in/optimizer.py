@@ -8,13 +8,13 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from tfpar.collectives.tensorflow import Group
 from tfpar.config import ConfigError
 from tfpar.drop_in import workers
 from tfpar.drop_in.workers import Workers
 from tfpar.exchange import Exchange
+from tfpar.exchange.dense import Rings
 from tfpar.exchange.exchange import BUCKET_BYTES
-from tfpar.exchange.groups import Group
-from tfpar.exchange.rings import Rings
 
 import keras
 import numpy as np

@@ -7,15 +7,16 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from tfpar import cluster, strategies
+from tfpar import cluster
+from tfpar.collectives.tensorflow import Group
 from tfpar.config import ConfigError, StrategyConfig
-from tfpar.exchange.groups import Group
+from tfpar.parallel import strategies
 
 import numpy as np
 import tensorflow as tf
 
 # Messages between workers have a group of CPUs for themselves: the members of the exchange's group may be GPUs, and a
-# group is of one kind. Below the keys of `tfpar.exchange.groups`, far above those of TensorFlow's strategies.
+# group is of one kind. Below the keys of `tfpar.collectives.tensorflow`, far above those of TensorFlow's strategies.
 _GROUP_KEY = 1 << 19
 _MESSAGE_BYTES = 64 << 20
 

@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import Protocol
 
-from tfpar.exchange.groups import LOCAL, local
+from tfpar.collectives.tensorflow import LOCAL, local
 from tfpar_ops import Codec
 
 import tensorflow as tf

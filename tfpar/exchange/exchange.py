@@ -8,12 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tfpar_ops
+from tfpar.collectives.tensorflow import Group
 from tfpar.config import ConfigError
-from tfpar.exchange import planning, residuals, specs
-from tfpar.exchange.groups import Group
-from tfpar.exchange.hosts import HostExchange, Wanted
-from tfpar.exchange.rings import Rings
-from tfpar.exchange.rows import Slices, summed_by_row
+from tfpar.exchange import residuals
+from tfpar.exchange import spec as specs
+from tfpar.exchange.algorithms.sparse_rows import Slices, summed_by_row
+from tfpar.exchange.compressed import HostExchange, Wanted
+from tfpar.exchange.dense import Rings
+from tfpar.exchange.tuning import auto as planning
 
 import numpy as np
 import tensorflow as tf
@@ -69,7 +71,7 @@ class Exchange:
     traffic on the network does not grow with the number of devices in a host. Within one host nothing is compressed.
 
     Args:
-      spec: Codec and options, see `tfpar.exchange.specs.parse`. `none` is the dense float32 all-reduce of TensorFlow's
+      spec: Codec and options, see `tfpar.exchange.spec.parse`. `none` is the dense float32 all-reduce of TensorFlow's
         runtime.
 
     Raises:

@@ -11,7 +11,6 @@ A new kind of source is a function `(argument, config, split, seed) -> Source`; 
 it a name for `--dataset`.
 """
 
-from tfpar.inputs.arrays import from_arrays
 from tfpar.inputs.augment import build as build_augmentation
 from tfpar.inputs.augment import check as check_augmentation
 from tfpar.inputs.bad_records import READ_ERRORS, BadExample, BadRecordError, fetch_usable, passing_error
@@ -22,6 +21,7 @@ from tfpar.inputs.pipeline import Pipeline
 from tfpar.inputs.registry import build_source, build_splits, check_kind, kinds, load, register
 from tfpar.inputs.service import check_reachable as check_service
 from tfpar.inputs.source import CLASSIFICATION, LANGUAGE_MODEL, Source, SourceInfo
+from tfpar.inputs.sources.arrays import from_arrays
 
 __all__ = [
     "CLASSIFICATION",

@@ -19,8 +19,8 @@ import time
 from collections.abc import Sequence
 
 from tfpar.config import ConfigError
+from tfpar.config.errors import TrainingError
 from tfpar.inputs.source import Read, Source, SourceInfo, usable_rows
-from tfpar.options import TrainingError
 
 import numpy as np
 import tensorflow as tf

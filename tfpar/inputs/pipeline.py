@@ -2,7 +2,7 @@
 
     counter of updates -> plan (many updates at once) -> one element per replica -> fetch -> prefetch
 
-The order is `tfpar.inputs.plan`'s, a pure function, so there is no shuffle buffer to fill or to
+The order is `tfpar.inputs.epoch_order`'s, a pure function, so there is no shuffle buffer to fill or to
 save: starting at update k costs nothing, and an element depends on its update number alone.
 
 Shapes: A micro-batches an update, R replicas, m slots of a micro-batch on a replica.
@@ -11,7 +11,8 @@ Shapes: A micro-batches an update, R replicas, m slots of a micro-batch on a rep
 from __future__ import annotations
 
 from tfpar.config import InputConfig
-from tfpar.inputs import bad_records, checks, plan, report, service
+from tfpar.inputs import bad_records, checks, epoch_order, service
+from tfpar.inputs import describe as report
 from tfpar.inputs.source import Source, as_written
 
 import numpy as np
@@ -78,10 +79,10 @@ class Pipeline:
         self._workers = workers
         self._by_file = by_file
         self._local_replicas = replicas // workers
-        self._plan = plan.Plan(
-            shards=plan.by_file(source.info.records_per_file, batch, workers)
+        self._plan = epoch_order.Plan(
+            shards=epoch_order.by_file(source.info.records_per_file, batch, workers)
             if by_file
-            else plan.whole(source.info.num_examples, batch),
+            else epoch_order.whole(source.info.num_examples, batch),
             replicas=self._local_replicas if by_file else replicas,
             accumulate_steps=accumulate_steps,
             drop_remainder=training and config.remainder == "drop",

@@ -23,7 +23,9 @@ Builder = Callable[[str, InputConfig, str, int], Source]
 
 SPLITS = ("train", "validation")
 # Modules by kind. They are imported when first used: TFDS and scikit-learn cost nothing to who does not use them.
-_MODULES = {kind: f"tfpar.inputs.{kind}" for kind in ("digits", "images", "synthetic", "text", "tfds", "tfrecord")}
+_MODULES = {
+    kind: f"tfpar.inputs.sources.{kind}" for kind in ("digits", "images", "synthetic", "text", "tfds", "tfrecord")
+}
 _REGISTERED: dict[str, Builder] = {}
 
 

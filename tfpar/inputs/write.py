@@ -20,9 +20,10 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from tfpar.config import ConfigError, InputConfig
-from tfpar.inputs import bad_records, registry, tfrecord
+from tfpar.config.errors import TrainingError
+from tfpar.inputs import bad_records, registry
 from tfpar.inputs.source import Source, as_written
-from tfpar.options import TrainingError
+from tfpar.inputs.sources import tfrecord
 
 import tensorflow as tf
 from absl import app, flags

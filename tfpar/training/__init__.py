@@ -1,0 +1,1 @@
+"""The loop: `Trainer`, the loops it runs, and the step."""

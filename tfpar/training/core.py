@@ -74,7 +74,7 @@ class Core:
         Returns:
           The sums; `gradients` still carry the loss scale. They are dense, those of embeddings too: this is one XLA
           program, whose shapes are static, while the number of rows that a batch touches is not; and micro-batches add
-          up in dense buffers. (`tfpar.exchange.rows` sends rows of gradients that come as tf.IndexedSlices.)
+          up in dense buffers. (`exchange/algorithms/sparse_rows.py` sends rows of gradients that are IndexedSlices.)
         """
         x, y, weight = batch
         state = self._seeded(self.model.non_trainable_variables, state, seed, salt=0)

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tfpar.training import replica
-from tfpar.training.collective import sum_over_workers
+from tfpar.collectives.agreement import sum_over_workers
+from tfpar.parallel import replica
 from tfpar.training.core import Core
 
 import keras

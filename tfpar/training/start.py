@@ -8,14 +8,16 @@ import pathlib
 import random
 import tempfile
 
-from tfpar import cluster, inputs, models, precision, strategies
+from tfpar import cluster, inputs, models, precision
+from tfpar.checkpoint import checkpointer, run_state, workdir_lock
+from tfpar.checkpoint.checkpointer import check_same_run
 from tfpar.config import CUSTOM, ConfigError, ExperimentConfig, unknown_name
-from tfpar.endings import end_when_asked, exit_by_code
 from tfpar.exchange import Exchange
-from tfpar.quiet import quiet_startup
-from tfpar.training import checkpoints, optimizers, run_state, schedules, workdir_lock
-from tfpar.training.checkpoints import check_same_run
-from tfpar.training.run_checks import check_run, train_input, uneven_notice
+from tfpar.optim import optimizers, schedules
+from tfpar.parallel import strategies
+from tfpar.process.exit_codes import end_when_asked, exit_by_code
+from tfpar.process.startup import quiet_startup
+from tfpar.training.validate import check_run, train_input, uneven_notice
 
 import keras
 import numpy as np
@@ -115,12 +117,12 @@ def check_workdir(config: ExperimentConfig) -> None:
             pass
     except OSError as error:
         # A run that is to go on, restarted by a scheduler perhaps, can do without room on its disk.
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not checkpoints.has_any(workdir):
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not checkpointer.has_any(workdir):
             raise ConfigError(
                 f"--workdir={workdir}: {existing} cannot be written to ({error.strerror}). Name a directory that can."
             ) from error
     workdir_lock.check_free(workdir)
-    saved = checkpoints.saved_config(workdir)
+    saved = checkpointer.saved_config(workdir)
     if saved is None and config.checkpoint.warm_start:
         run_state.check_warm_start(config.checkpoint.warm_start)
     if saved is not None:

@@ -19,13 +19,15 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from tfpar.collectives.tensorflow import independent
 from tfpar.exchange import Exchange
-from tfpar.exchange.groups import independent
+from tfpar.monitor import timings
+from tfpar.optim.optimizers import pure_apply
+from tfpar.parallel import replica
 from tfpar.precision import LossScale
 from tfpar.precision import update as update_loss_scale
-from tfpar.training import norms, replica, sidecar, timings
+from tfpar.training import norms, sidecar
 from tfpar.training.core import Core, Tensors, frozen_weights, is_seed_state
-from tfpar.training.optimizers import pure_apply
 from tfpar.training.sidecar import Sidecar
 
 import keras

@@ -8,19 +8,22 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tfpar import inputs, models, peers, precision, strategies
+from tfpar import inputs, models, precision
+from tfpar.checkpoint import run_state, workdir_lock
+from tfpar.cluster import failure
 from tfpar.config import CUSTOM, ConfigError, ExperimentConfig
 from tfpar.exchange import Exchange
-from tfpar.training import optimizers, run_state, schedules, workdir_lock
-from tfpar.training.asynchronous import AsynchronousRun
+from tfpar.guards.bad_examples import SkippedExamples, named
+from tfpar.optim import optimizers, schedules
+from tfpar.parallel import strategies
 from tfpar.training.core import Core, build_metrics, per_example_loss, takes_class_numbers
 from tfpar.training.data_checks import check_fits
 from tfpar.training.evaluation import Evaluation
-from tfpar.training.input_faults import SkippedExamples, named
-from tfpar.training.run_checks import SYNCHRONISED, check_sources, train_input
+from tfpar.training.loops.parameter_server import AsynchronousRun
+from tfpar.training.loops.synchronous import SynchronousRun
 from tfpar.training.start import start
 from tfpar.training.step import TrainStep
-from tfpar.training.synchronous import SynchronousRun
+from tfpar.training.validate import SYNCHRONISED, check_sources, train_input
 
 import keras
 import numpy as np
@@ -120,7 +123,7 @@ class Trainer:
         self._takes_class_numbers = takes_class_numbers(loss)
         self._check_precision()
         self.exchange = Exchange(self.config.exchange.exchange)
-        with peers.named(self.plan.cluster):
+        with failure.named(self.plan.cluster):
             self.exchange.build(
                 self.model.trainable_variables,
                 strategy=self.strategy,
@@ -178,7 +181,7 @@ class Trainer:
         workdir = self.config.checkpoint.workdir if self.plan.is_chief else ""
         # `named` acts before anything is closed: a launcher may ask this worker to end meanwhile, and it must have said
         # who is lost.
-        with workdir_lock.held(workdir), contextlib.ExitStack() as closing, peers.named(self.plan.cluster):
+        with workdir_lock.held(workdir), contextlib.ExitStack() as closing, failure.named(self.plan.cluster):
             run = kind(self, train, validation, steps, epochs)
             if run.checkpointer:
                 closing.callback(run.checkpointer.abandon)  # what is being written must not go on without the lock
@@ -213,7 +216,7 @@ class Trainer:
             )
         updates = pipeline.updates_per_epoch
         read = functools.partial(pipeline.indices, 0, updates, max(self.plan.worker, 0))
-        with peers.named(self.plan.cluster), named(source, read):
+        with failure.named(self.plan.cluster), named(source, read):
             results = self._evaluation.run(iter(elements), updates)
         total = source.info.num_examples
         if results["examples"] < total and self.plan.is_chief and source.info.fingerprint not in self._named_skipped:

@@ -1,0 +1,161 @@
+"""Checkpoints are whole or not there."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+
+from tfpar.checkpoint import checkpointer as checkpoints
+from tfpar.checkpoint.checkpointer import Checkpoint, Checkpointer
+from tfpar.config import ConfigError, ExperimentConfig
+
+import numpy as np
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _fresh_keras_state() -> None:
+    """Replaces the one of conftest.py: there is no Keras in these tests, and resetting it takes longer than most."""
+
+
+def checkpoint(step: int, value: float = 0.0, exchange: dict | None = None) -> Checkpoint:
+    return Checkpoint(
+        step=step,
+        arrays={"model/dense/kernel": np.full((3, 4), value, np.float32), "optimizer/iterations": np.asarray(step)},
+        exchange=exchange or {},
+        run={"best": value},
+        config={"seed": 1},
+    )
+
+
+@pytest.fixture
+def warnings():
+    return []
+
+
+@pytest.fixture
+def checkpointer(tmp_path, warnings):
+    made = Checkpointer(tmp_path, keep=2, warn=warnings.append)
+    yield made
+    made.close()
+
+
+def test_round_trip(checkpointer):
+    checkpointer.save(checkpoint(7, 1.5))
+    checkpointer.wait()
+    loaded = checkpointer.latest()
+    assert loaded.step == 7
+    np.testing.assert_array_equal(loaded.arrays["model/dense/kernel"], np.full((3, 4), 1.5, np.float32))
+    assert loaded.arrays["optimizer/iterations"].shape == ()
+    assert loaded.run == {"best": 1.5}
+    assert loaded.config == {"seed": 1}
+
+
+def test_keeps_the_newest_and_the_best(checkpointer, tmp_path):
+    for step in range(1, 6):
+        checkpointer.save(checkpoint(step), best=step == 2)
+    checkpointer.wait()
+    assert checkpointer.steps() == [2, 4, 5]
+    assert checkpoints.find(tmp_path).step == 2
+
+
+def test_no_checkpoint_is_none(checkpointer, tmp_path):
+    assert checkpointer.latest() is None
+    assert checkpoints.find(tmp_path) is None
+    assert checkpoints.saved_config(tmp_path) is None
+
+
+def test_an_interrupted_write_is_not_a_checkpoint(tmp_path, warnings):
+    partial = tmp_path / "checkpoints" / ".step-000000009.partial"
+    partial.mkdir(parents=True)
+    (partial / "state.safetensors").write_bytes(b"half")
+    writer = Checkpointer(tmp_path, warn=warnings.append)
+    assert writer.latest() is None
+    assert not partial.exists()
+    writer.close()
+
+
+def test_a_failed_write_warns_and_keeps_what_was_there(tmp_path, warnings):
+    writer = Checkpointer(tmp_path, warn=warnings.append)
+    writer.save(checkpoint(1))
+    writer.wait()
+    blocked = tmp_path / "checkpoints" / ".step-000000002.partial"
+    blocked.write_text("a file where the directory should be")
+    writer.save(checkpoint(2))
+    writer.close()
+    assert writer.steps() == [1]
+    assert len(writer.failures) == 1
+    assert warnings == [
+        "WARNING: checkpoint of step 2 could not be written (.step-000000002.partial: File exists); training goes on. "
+        "Checkpoints: the newest is of step 1"
+    ]
+
+
+def test_the_same_step_can_be_written_again(checkpointer):
+    checkpointer.save(checkpoint(3, 1.0))
+    checkpointer.save(checkpoint(3, 2.0))
+    checkpointer.wait()
+    assert checkpointer.latest().arrays["model/dense/kernel"][0, 0] == 2.0
+
+
+def test_exchange_state_of_every_worker_is_in_one_checkpoint(tmp_path):
+    residual = {worker: {"exchange/residual": np.full(5, worker, np.float32)} for worker in range(3)}
+    writers = [Checkpointer(tmp_path, worker=worker, workers=3) for worker in range(3)]
+    threads = [
+        threading.Thread(target=writer.save, args=(checkpoint(4, exchange=residual[worker]),))
+        for worker, writer in enumerate(writers)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for writer in writers:
+        writer.close()
+    for worker in range(3):
+        loaded = Checkpointer(tmp_path, worker=worker, workers=3).latest()
+        np.testing.assert_array_equal(loaded.exchange["exchange/residual"], np.full(5, worker, np.float32))
+    assert os.listdir(tmp_path / "checkpoints") == ["step-000000004"]
+
+
+def test_nothing_is_executed_on_reading(checkpointer, tmp_path):
+    checkpointer.save(checkpoint(1))
+    checkpointer.wait()
+    directory = tmp_path / "checkpoints" / "step-000000001"
+    header = int.from_bytes((directory / "state.safetensors").read_bytes()[:8], "little")
+    assert json.loads((directory / "state.safetensors").read_bytes()[8 : 8 + header])
+
+
+def test_another_format_is_refused(checkpointer, tmp_path):
+    checkpointer.save(checkpoint(1))
+    checkpointer.wait()
+    path = tmp_path / "checkpoints" / "step-000000001" / "manifest.json"
+    text = path.read_text().rsplit("\n", 2)[0].replace(f'"format": {checkpoints.FORMAT}', '"format": 99') + "\n"
+    path.write_text(text + hashlib.sha256(text.encode()).hexdigest() + "\n")
+    with pytest.raises(ValueError, match="99"):
+        checkpoints.read(path.parent)
+
+
+def test_another_configuration_is_refused_with_the_difference():
+    saved = ExperimentConfig().as_flat_dict()
+    checkpoints.check_same_run(saved, {**saved, "strategy": "mirrored", "epochs": 9.0}, "runs/a")
+    with pytest.raises(ConfigError, match=r"--learning_rate: 0.001 -> 0.5.*--warm_start=runs/a"):
+        checkpoints.check_same_run(saved, {**saved, "learning_rate": 0.5}, "runs/a")
+
+
+OTHER = {
+    bool: lambda value: not value,
+    int: lambda value: value + 1,
+    float: lambda value: value + 0.5,
+    str: "x".__add__,
+}
+
+
+def test_every_option_that_says_what_is_trained_is_compared():
+    saved = ExperimentConfig().as_flat_dict()
+    for name in sorted(set(saved) - checkpoints.MAY_DIFFER):
+        other = OTHER[type(saved[name])](saved[name])
+        with pytest.raises(ConfigError) as caught:
+            checkpoints.check_same_run(json.loads(json.dumps(saved)), {**saved, name: other}, "runs/a")
+        assert f"--{name}: {saved[name]!r} -> {other!r}" in str(caught.value)

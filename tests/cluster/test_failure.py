@@ -1,0 +1,212 @@
+"""Who was lost, from what TensorFlow says; waiting at the start. Real losses: tests/faults."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import signal
+import sys
+
+from tests import nursery
+from tfpar.cluster import ClusterInfo, failure
+from tfpar.launch import free_ports
+from tfpar.process.exit_codes import PEER_LOST, PeerLostError
+
+import pytest
+import tensorflow as tf
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+# As TensorFlow 2.21 words them, shortened.
+UNHEALTHY = """Collective ops is aborted by: Error reported from /job:worker/task:2: The following tasks are unhealthy \
+(stopped sending heartbeats):
+/job:worker/replica:0/task:2
+/job:worker/replica:0/task:1
+The tasks have crashed. Check the task logs for an earlier error."""
+LEADER = """Collective ops is aborted by: Deadline Exceeded
+RPC: /tensorflow.CoordinationService/Heartbeat"""
+RESET = """Collective ops is aborted by: recvmsg:Connection reset by peer
+Additional GRPC error information from remote target /job:worker/replica:0/task:2 while calling WorkerService/RecvBuf:
+Additional GRPC error information from remote target /job:worker/replica:0/task:1 while calling WorkerService/RecvBuf:
+"""
+
+
+def cluster_of(rank, workers=4):
+    addresses = tuple(f"10.0.0.{number + 1}:2222" for number in range(workers))
+    return ClusterInfo("test", {"worker": addresses}, "worker", rank)
+
+
+def unavailable(text):
+    return tf.errors.UnavailableError(None, None, text)
+
+
+@pytest.fixture
+def answering(monkeypatch):
+    """Ranks that answer when asked."""
+    ranks = {0, 1, 2, 3}
+    monkeypatch.setattr(failure, "_answers", lambda _, rank: rank in ranks)
+    monkeypatch.setattr(failure, "_ENDING_S", 0.0)
+    monkeypatch.setattr(failure, "_LINGER_S", 0.0)
+    return ranks
+
+
+def test_the_service_lists_those_that_are_silent(answering):
+    assert failure.find_lost(unavailable(UNHEALTHY), cluster_of(0)) == [2, 1]
+    assert failure.find_lost(unavailable(UNHEALTHY), cluster_of(1)) == [2]
+
+
+def test_heartbeats_that_reach_nobody_mean_the_chief(answering):
+    assert failure.find_lost(tf.errors.DeadlineExceededError(None, None, LEADER), cluster_of(3)) == [0]
+
+
+def test_a_chief_that_ended_hides_nobody(answering):
+    """One who learns of a loss late finds the chief gone too, because of it."""
+    answering -= {0, 2}
+    for text in (LEADER, "Socket closed"):
+        assert failure.find_lost(unavailable(text), cluster_of(3)) == [0, 2]
+
+
+@pytest.mark.parametrize(("bound", "heartbeats"), [(8.0, 4.0), (10.0, 5.0), (20.0, 15.0), (30.0, 24.0)])
+def test_heartbeats_leave_time_to_say_who_is_lost(bound, heartbeats):
+    assert failure._heartbeat_timeout(bound) == heartbeats
+    assert heartbeats + 1 + failure._LINGER_S <= bound
+
+
+def test_of_those_in_a_broken_call_the_one_that_does_not_answer(answering):
+    answering.remove(1)
+    assert failure.find_lost(unavailable(RESET), cluster_of(0)) == [1]
+    answering.remove(2)  # it is spoken of first: the others broke because of it
+    assert failure.find_lost(unavailable(RESET), cluster_of(0)) == [2]
+
+
+def test_one_that_is_not_spoken_of_is_found_too(answering):
+    answering.remove(3)
+    assert failure.find_lost(unavailable("Socket closed"), cluster_of(0)) == [3]
+
+
+def test_all_may_answer(answering):
+    assert failure.find_lost(unavailable(RESET), cluster_of(0)) == []
+
+
+def test_the_error_names_worker_and_address(answering):
+    answering.remove(2)
+    with pytest.raises(PeerLostError, match=r"lost worker 2 \(10.0.0.3:2222\)"), failure.named(cluster_of(0)):
+        raise unavailable(RESET)
+    answering.add(2)
+    with pytest.raises(PeerLostError, match="every worker answers"), failure.named(cluster_of(0)):
+        raise unavailable(RESET)
+
+
+@pytest.mark.parametrize("error", [tf.errors.InvalidArgumentError(None, None, "x /task:1"), ValueError("x")])
+def test_other_errors_pass_unchanged(answering, error):
+    with pytest.raises(type(error)), failure.named(cluster_of(0)):
+        raise error
+
+
+def test_alone_nothing_is_lost(answering):
+    for info in (None, cluster_of(0, workers=1)):
+        with pytest.raises(tf.errors.UnavailableError), failure.named(info):
+            raise unavailable(RESET)
+
+
+@pytest.fixture(autouse=True)
+def _sigterm():
+    """After `named`, SIGTERM says who was lost and ends the process; not this one."""
+    yield
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def test_of_asynchronous_training_the_server_is_named():
+    text = "Connection reset\nfrom /job:ps/replica:0/task:1 while calling\nfrom /job:worker/replica:0/task:0 while"
+    info = ClusterInfo("test", {"chief": ("a:1",), "worker": ("b:1",), "ps": ("c:1", "d:1")}, "chief", 0)
+    said = r"lost ps 1 \(d:1\): ended, hanging or not reachable\. The chief ends"
+    with pytest.raises(PeerLostError, match=said), failure.named(info):
+        raise unavailable(text)
+    with pytest.raises(PeerLostError, match=r"lost worker 0 \(b:1\): "), failure.named(info):
+        raise unavailable("refused\nfrom /job:worker/replica:0/task:0/device:CPU:0 while, /job:chief/replica:0/task:0")
+
+
+CAUGHT = """
+import os, signal
+import tensorflow as tf
+from tfpar.cluster import failure as peers
+from tfpar.cluster import ClusterInfo
+from tfpar.process.exit_codes import PeerLostError, end_when_asked
+
+PREPARE
+
+def answers(_, rank):
+    os.kill(os.getpid(), signal.SIGTERM)  # a launcher that ends everyone, while this worker looks for who is lost
+    return rank != 1
+
+failure._answers = answers
+failure._LINGER_S = 0
+try:
+    with failure.named(ClusterInfo("test", {"worker": ("a:1", "b:1")}, "worker", 0)):
+        raise tf.errors.UnavailableError(None, None, "Collective ops is aborted by: recvmsg")
+except PeerLostError:
+    print("caught", flush=True)
+os.kill(os.getpid(), signal.SIGTERM)
+print("went on", flush=True)
+"""
+
+
+OWN = 'signal.signal(signal.SIGTERM, lambda *_: print("own handler", flush=True))'
+
+
+@pytest.mark.parametrize(
+    ("prepare", "output", "code"),
+    [
+        ("", "caught\n", PEER_LOST),
+        ("end_when_asked()", "caught\n", PEER_LOST),  # as tfpar.check does
+        (OWN, "caught\nown handler\nwent on\n", 0),
+    ],
+)
+def test_a_program_that_catches_the_loss_can_still_be_ended(prepare, output, code):
+    program = CAUGHT.replace("PREPARE", prepare)
+    done = nursery.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == (output, code), done.stderr
+    assert ("error: lost worker 1 (b:1): " in done.stderr) == (code == PEER_LOST)
+
+
+def test_in_any_script_the_loss_is_one_line_and_an_exit_code():
+    code = "\n".join(
+        [
+            "import tensorflow as tf",
+            "from tfpar.cluster import failure as peers",
+            "from tfpar.cluster import ClusterInfo",
+            "peers._answers = lambda _, rank: rank != 1",
+            "peers._LINGER_S = 0",
+            "info = ClusterInfo('test', {'worker': ('a:1', 'b:1')}, 'worker', 0)",
+            "peers.report_losses(info)",
+            "raise tf.errors.UnavailableError(None, None, 'Collective ops is aborted by: recvmsg')",
+        ]
+    )
+    done = nursery.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == PEER_LOST
+    assert done.stderr.splitlines()[-1].startswith("error: lost worker 1 (b:1): ended, hanging or not reachable.")
+    assert "Traceback" not in done.stderr
+    other = code.replace("tf.errors.UnavailableError(None, None, ", "ValueError(")
+    done = nursery.run([sys.executable, "-c", other], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("rank", [0, 1])
+def test_who_does_not_come_is_named(rank):
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
+    config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": rank}}
+    done = nursery.run(
+        [sys.executable, "experiments/image_classification.py", "--steps=2", "--start_timeout=3"],
+        cwd=ROOT,
+        env={**os.environ, "TF_CONFIG": json.dumps(config)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    absent = f"worker {1 - rank} ({addresses[1 - rank]})"
+    assert done.returncode == PEER_LOST, done.stderr
+    assert f"error: {absent} did not come within 3 s (--start_timeout)" in done.stderr

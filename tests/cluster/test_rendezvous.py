@@ -1,0 +1,106 @@
+"""Workers that wait for each other, on real sockets, while strangers say what they like."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import socket
+import time
+from collections.abc import Iterator
+
+from tfpar.cluster import ClusterInfo, rendezvous
+from tfpar.launch import free_ports
+from tfpar.process.exit_codes import PeerLostError
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _fresh_keras_state() -> None:
+    """Replaces the one of conftest.py: there is no Keras in these tests, and resetting it takes longer than most."""
+
+
+@pytest.fixture
+def pool() -> Iterator[concurrent.futures.ThreadPoolExecutor]:
+    with concurrent.futures.ThreadPoolExecutor(8) as executor:
+        yield executor
+
+
+def cluster(workers: int) -> list[ClusterInfo]:
+    addresses = tuple(f"127.0.0.1:{port}" for port in free_ports(workers))
+    return [ClusterInfo("test", {"worker": addresses}, "worker", rank) for rank in range(workers)]
+
+
+def connected(info: ClusterInfo) -> socket.socket:
+    """A connection to the chief, once it listens."""
+    host, _, port = info.worker_addresses[0].rpartition(":")
+    for _ in range(200):
+        with contextlib.suppress(ConnectionRefusedError):
+            return socket.create_connection((host, int(port)), timeout=5.0)
+        time.sleep(0.02)
+    raise AssertionError("the chief does not listen")
+
+
+def test_all_go_on_once_everyone_has_come(pool):
+    infos = cluster(4)
+    waiting = [pool.submit(rendezvous.meet, info, 20.0) for info in infos[:3]]
+    done, _ = concurrent.futures.wait(waiting, timeout=0.5)
+    assert not done
+    rendezvous.meet(infos[3], 20.0)
+    for one in waiting:
+        one.result(timeout=10.0)
+
+
+def test_what_strangers_say_harms_nobody_and_keeps_nobody_waiting(pool):
+    infos = cluster(2)
+    chief = pool.submit(rendezvous.meet, infos[0], 20.0)
+    lines = [b"{}", b"[]", b"1", b"null", b"\xff\xfe", b"[" * 4000, b'{"cluster": null}', b"GET / HTTP/1.1\r", b""]
+    lines += [b'{"cluster": "%s", "place": %s}' % (rendezvous._digest(infos[0]).encode(), place) for place in PLACES]
+    with contextlib.ExitStack() as stack:
+        for _ in range(20):  # that say nothing at all
+            stack.enter_context(connected(infos[0]))
+        for line in lines:
+            with connected(infos[0]) as connection:
+                connection.sendall(line + b"\n")
+                assert connection.recv(1) == b"", line  # it is shown the door
+        assert not chief.done()
+        began = time.monotonic()
+        rendezvous.meet(infos[1], 20.0)
+        chief.result(timeout=10.0)
+        assert time.monotonic() - began < 10.0
+
+
+PLACES = [b"null", b'"1"', b"true", b"0", b"2", b"-1", b"1e999", b"[1]"]
+
+
+def test_a_worker_with_another_list_is_told_and_the_chief_says_who_it_was(pool, capfd):
+    infos = cluster(2)
+    other = ClusterInfo("test", {"worker": (infos[0].address, "127.0.0.1:1")}, "worker", 1)
+    chief = pool.submit(rendezvous.meet, infos[0], 20.0)
+    with pytest.raises(PeerLostError, match="the chief has another list of workers"):
+        rendezvous.meet(other, 20.0)
+    assert "127.0.0.1 came with another list of workers" in capfd.readouterr().err
+    rendezvous.meet(infos[1], 20.0)
+    chief.result(timeout=10.0)
+
+
+def test_one_that_comes_again_takes_its_place(pool):
+    infos = cluster(3)
+    chief = pool.submit(rendezvous.meet, infos[0], 20.0)
+    greeting = b'{"cluster": "%s", "place": 1}\n' % rendezvous._digest(infos[0]).encode()
+    with connected(infos[0]) as first:
+        first.sendall(greeting)
+        again = pool.submit(rendezvous.meet, infos[1], 20.0)
+        assert first.recv(1) == b""
+    rendezvous.meet(infos[2], 20.0)
+    for one in (chief, again):
+        one.result(timeout=10.0)
+
+
+def test_those_missing_are_named(pool):
+    infos = cluster(3)
+    worker = pool.submit(rendezvous.meet, infos[1], 20.0)
+    with pytest.raises(PeerLostError, match=rf"worker 2 \({infos[2].address}\) did not come within 1 s"):
+        rendezvous.meet(infos[0], 1.0)
+    with pytest.raises(PeerLostError, match="worker 2"):  # the chief has told it
+        worker.result(timeout=10.0)

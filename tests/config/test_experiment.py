@@ -1,0 +1,307 @@
+"""tfpar.config: what a configuration may say, and how a wrong one is answered."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import pathlib
+
+from tfpar.config import (
+    ConfigError,
+    ExperimentConfig,
+    InputConfig,
+    ModelConfig,
+    MonitorConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    TrainConfig,
+    parse_arguments,
+    unknown_name,
+)
+from tfpar.config.experiment import ROOMS
+from tfpar.config.fields import option
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+FIELDS = [(kind, field) for kind in ROOMS.values() for field in dataclasses.fields(kind)]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_keras_state() -> None:
+    """Replaces the one of conftest.py: there is no Keras in these tests, and resetting it takes longer than most."""
+
+
+# key=value,key=value
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", {}),
+        (" , ", {}),
+        ("width=64", {"width": 64}),
+        ("rate=1e-3,momentum=0.5", {"rate": 1e-3, "momentum": 0.5}),
+        ("a=true,b=True,c=false,d=FALSE", {"a": True, "b": True, "c": False, "d": False}),
+        ("a=null,b=None,c=none", {"a": None, "b": None, "c": None}),
+        ("activation=gelu", {"activation": "gelu"}),
+        ('activation="gelu"', {"activation": "gelu"}),
+        ("widths=[64,128],depth=2", {"widths": [64, 128], "depth": 2}),
+        ("pairs=[[1,2],[3,4]]", {"pairs": [[1, 2], [3, 4]]}),
+        ('table={"a":1,"b":[2,3]},depth=2', {"table": {"a": 1, "b": [2, 3]}, "depth": 2}),
+        (" width = 64 , name = a b ", {"width": 64, "name": "a b"}),
+        ("pattern=a=b", {"pattern": "a=b"}),
+        ("empty=", {"empty": ""}),
+        ("_private1=1", {"_private1": 1}),
+    ],
+)
+def test_arguments(text, expected):
+    found = parse_arguments("--model_args", text, example="a=1")
+    assert found == expected
+    assert list(found) == list(expected)
+    assert [type(value) for value in found.values()] == [type(value) for value in expected.values()]
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("width", "'width' is not key=value"),
+        ("=3", "'=3' is not key=value"),
+        ("width=64,gelu", "'gelu' is not key=value"),
+        ("2width=64", "'2width=64' is not key=value"),
+        ("wid th=64", "is not key=value"),
+        ("width:64", "Write e.g. --model_args=depth=2."),
+        ("width=64,width=32", "'width' is given twice"),
+    ],
+)
+def test_malformed_arguments_name_flag_text_and_part(text, part):
+    with pytest.raises(ConfigError) as caught:
+        parse_arguments("--model_args", text, example="depth=2")
+    assert part in str(caught.value)
+    assert f"--model_args={text!r}" in str(caught.value)
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False),
+    lambda children: st.lists(children, max_size=3),
+    max_leaves=5,
+)
+names = st.from_regex(r"[a-z_][a-z_0-9]{0,8}", fullmatch=True)
+
+
+@settings(max_examples=100, deadline=None)
+@given(arguments=st.dictionaries(names, values, max_size=4))
+def test_whatever_is_written_as_json_comes_back(arguments):
+    text = ",".join(f"{name}={json.dumps(value)}" for name, value in arguments.items())
+    assert parse_arguments("--x", text, example="a=1") == arguments
+
+
+def test_what_stands_before_the_arguments_is_shown_with_them():
+    with pytest.raises(ConfigError) as caught:
+        parse_arguments("--exchange", "block", example="block=64", prefix="int4:")
+    assert str(caught.value) == (
+        "--exchange='int4:block': 'block' is not key=value. Write e.g. --exchange=int4:block=64."
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "flag", "example"),
+    [
+        (ModelConfig, "model_args", "width=64,activation=gelu"),
+        (OptimizerConfig, "optimizer_args", "beta_2=0.95,nesterov=true"),
+        (ScheduleConfig, "schedule_args", "milestones=[0.5,0.75],factor=0.1"),
+    ],
+)
+def test_argument_options_are_parsed_when_the_room_is_built(kind, flag, example):
+    assert kind(**{flag: "a=1,b=x"}).arguments() == {"a": 1, "b": "x"}
+    with pytest.raises(ConfigError) as caught:
+        kind(**{flag: "a"})
+    assert str(caught.value) == f"--{flag}='a': 'a' is not key=value. Write e.g. --{flag}={example}."
+    assert kind(**{flag: example}).arguments()
+
+
+# Choices and bounds: every field that declares them.
+
+
+@pytest.mark.parametrize(
+    ("kind", "field"),
+    [pytest.param(kind, field, id=field.name) for kind, field in FIELDS if field.metadata["choices"]],
+)
+def test_choices(kind, field):
+    for choice in field.metadata["choices"]:
+        assert getattr(kind(**{field.name: choice}), field.name) == choice
+    nearly = field.metadata["choices"][-1] + "x"
+    with pytest.raises(ConfigError) as caught:
+        kind(**{field.name: nearly})
+    message = str(caught.value)
+    assert f"--{field.name}={nearly!r}" in message
+    assert f"Did you mean {field.metadata['choices'][-1]!r}" in message
+    assert all(choice in message for choice in field.metadata["choices"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "bound", "outside"),
+    [
+        pytest.param(kind, field, field.metadata[side], field.metadata[side] + step, id=f"{field.name}-{side}")
+        for kind, field in FIELDS
+        for side, step in (("minimum", -1), ("maximum", 1))
+        if field.metadata[side] is not None
+    ],
+)
+def test_bounds_belong_to_the_range_and_what_lies_beyond_does_not(kind, field, bound, outside):
+    value = type(field.default)(bound)
+    assert getattr(kind(**{field.name: value}), field.name) == value
+    with pytest.raises(ConfigError) as caught:
+        kind(**{field.name: type(field.default)(outside)})
+    message = str(caught.value)
+    assert f"--{field.name}={type(field.default)(outside)} is out of range" in message
+    for word, side in (("at least", "minimum"), ("at most", "maximum")):
+        declared = field.metadata[side]
+        assert (f"{word} {declared}" in message) == (declared is not None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "field"), [pytest.param(kind, field, id=field.name) for kind, field in FIELDS if field.type == "float"]
+)
+def test_not_a_number_is_refused(kind, field):
+    with pytest.raises(ConfigError, match=f"--{field.name}=nan is not a finite number"):
+        kind(**{field.name: float("nan")})
+
+
+def test_every_number_is_bounded_and_every_option_has_a_help_text():
+    for kind, field in FIELDS:
+        if type(field.default) in (int, float):
+            assert field.metadata["minimum"] is not None, (kind, field.name)
+        assert field.metadata["help"].rstrip().endswith((".", "?")), (kind, field.name)
+
+
+def test_the_names_of_options_are_unique_over_all_rooms():
+    found = [field.name for _, field in FIELDS]
+    assert len(found) == len(set(found))
+
+
+def test_configurations_cannot_change():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        TrainConfig().steps = 3
+    with pytest.raises(TypeError):
+        TrainConfig(3)  # by name only
+
+
+def test_steps_and_epochs_contradict_each_other():
+    assert (TrainConfig(steps=3).epochs, TrainConfig(epochs=2.5).steps) == (0, 0)
+    with pytest.raises(ConfigError, match=r"--steps=3 and --epochs=2\.5 contradict each other: give one of them"):
+        TrainConfig(steps=3, epochs=2.5)
+
+
+@pytest.mark.parametrize(("text", "window"), [("", None), ("10,15", (10, 15)), ("3,3", (3, 3)), (" 0 , 2 ", (0, 2))])
+def test_profile_window(text, window):
+    assert MonitorConfig(profile_steps=text).profile_window() == window
+
+
+@pytest.mark.parametrize("text", ["10", "15,10", "-1,3", "1,2,3", "a,b", ",", "1.5,2"])
+def test_a_wrong_profile_window_shows_a_right_one(text):
+    with pytest.raises(ConfigError) as caught:
+        MonitorConfig(profile_steps=text)
+    assert f"--profile_steps={text!r}" in str(caught.value)
+    assert "--profile_steps=10,15" in str(caught.value)
+
+
+# The whole configuration.
+
+
+def test_flat_dict_round_trip():
+    flat = ExperimentConfig().as_flat_dict()
+    assert set(flat) == {field.name for _, field in FIELDS}
+    assert ExperimentConfig.from_flat_dict(flat) == ExperimentConfig()
+    assert ExperimentConfig.from_flat_dict({}) == ExperimentConfig()
+
+
+@pytest.mark.parametrize(("kind", "field"), [pytest.param(kind, field, id=field.name) for kind, field in FIELDS])
+def test_each_option_reaches_its_room_and_survives_json(kind, field):
+    choices = field.metadata["choices"]
+    changed = {
+        bool: lambda: not field.default,
+        int: lambda: field.default + 1,
+        float: lambda: 0.25 if field.default < 1 else 2 * field.default,
+        str: lambda: "2,3" if field.name == "profile_steps" else "a=1",
+    }[type(field.default)]()
+    if choices:
+        changed = next(choice for choice in choices if choice != field.default)
+    config = ExperimentConfig.from_flat_dict({field.name: changed})
+    room = next(name for name, room in ROOMS.items() if room is kind)
+    assert getattr(getattr(config, room), field.name) == changed
+    flat = config.as_flat_dict()
+    assert {name for name, value in flat.items() if value != ExperimentConfig().as_flat_dict()[name]} == {field.name}
+    assert ExperimentConfig.from_flat_dict(json.loads(json.dumps(flat))) == config
+
+
+def test_an_unknown_option_gets_suggestions():
+    with pytest.raises(ConfigError, match=r"option='learning_rates' is not known\. Did you mean 'learning_rate'"):
+        ExperimentConfig.from_flat_dict({"steps": 3, "learning_rates": 0.1})
+
+
+def test_an_invalid_value_is_refused_before_an_unknown_name_is_looked_for():
+    with pytest.raises(ConfigError, match="--global_batch_size=0 is out of range: it must be at least 1"):
+        ExperimentConfig.from_flat_dict({"global_batch_size": 0, "nonsense": 1})
+
+
+def test_from_flat_dict_leaves_its_argument_alone():
+    given_options = {"steps": 3}
+    ExperimentConfig.from_flat_dict(given_options)
+    assert given_options == {"steps": 3}
+
+
+@pytest.mark.parametrize(
+    ("value", "hint"),
+    [
+        ("resnet19", "Did you mean 'resnet18' or 'resnet34'?"),
+        ("qqqq", "is not known. Known: mlp, resnet18, resnet34, vit."),
+    ],
+)
+def test_unknown_names_suggest_what_is_near_and_list_what_is_known(value, hint):
+    error = unknown_name("--model", value, ["vit", "resnet34", "resnet18", "mlp"])
+    assert isinstance(error, ValueError)
+    assert hint in str(error)
+    assert str(error).startswith(f"--model={value!r}")
+    assert "Known: mlp, resnet18, resnet34, vit." in str(error)
+
+
+def test_a_room_of_ones_own_is_checked_the_same_way():
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Shape(InputConfig):
+        sides: int = option(3, "Sides.", minimum=3, maximum=9)
+
+    assert Shape(sides=9).sides == 9
+    with pytest.raises(ConfigError, match="--sides=10 is out of range: it must be at least 3 and at most 9"):
+        Shape(sides=10)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "complaint"),
+    [
+        ("steps", 2.5, "not a whole number"),
+        ("steps", "8", "not a whole number"),
+        ("steps", True, "not a whole number"),
+        ("steps", math.inf, "not a whole number"),
+        ("learning_rate", "0.1", "not a finite number"),
+        ("learning_rate", math.inf, "not a finite number"),
+        ("learning_rate", math.nan, "not a finite number"),
+        ("deterministic", 1, "not true or false"),
+        ("model", None, "not a string"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_by_name(name, value, complaint):
+    with pytest.raises(ConfigError, match=rf"--{name}=.*{complaint}"):
+        ExperimentConfig.from_flat_dict({name: value})
+
+
+def test_values_that_lose_nothing_are_converted():
+    config = ExperimentConfig.from_flat_dict(
+        {"steps": np.int64(8), "learning_rate": 1, "epochs": np.float32(0.0), "workdir": pathlib.Path("runs") / "a"}
+    )
+    assert (config.train.steps, config.optimizer.learning_rate, config.checkpoint.workdir) == (8, 1.0, "runs/a")
+    assert type(config.train.steps) is int
+    assert type(config.optimizer.learning_rate) is float

@@ -1,0 +1,352 @@
+"""The drop-in for plain Keras scripts, in one process. Real workers: tests/integration/test_drop_in.py."""
+
+from __future__ import annotations
+
+import ast
+import json
+import pathlib
+import re
+import zipfile
+
+import tfpar
+from tfpar import drop_in
+from tfpar.drop_in import callbacks, workers
+from tfpar.drop_in.optimizer import distribution_of
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+ROOT = pathlib.Path(__file__).parents[2]
+TWO_WORKERS = {"cluster": {"worker": ["127.0.0.1:20001", "127.0.0.1:20002"]}, "task": {"type": "worker", "index": 1}}
+X = np.random.default_rng(0).standard_normal((24, 3)).astype(np.float32)
+Y = X.sum(axis=1, keepdims=True)
+
+
+def model_of() -> keras.Model:
+    return keras.Sequential(
+        [keras.Input((3,)), keras.layers.Dense(4), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
+    )
+
+
+@pytest.fixture
+def worker_1_of_2(monkeypatch):
+    monkeypatch.setenv("TF_CONFIG", json.dumps(TWO_WORKERS))
+
+
+class Alone:
+    """Stands for the workers of a cluster, and answers for the others."""
+
+    size, rank = 1, 0
+
+    def __init__(self) -> None:
+        self.strategy = tf.distribute.OneDeviceStrategy("CPU:0")
+        self.others: list = []
+
+    def gather(self, what, value):
+        del what
+        others = [other(value) for other in self.others]
+        return json.loads(json.dumps([value, *others]))
+
+    def broadcast(self, arrays):
+        return arrays
+
+
+@pytest.fixture
+def alone(monkeypatch) -> Alone:
+    """A process that believes to be one of several, so that optimizers are distributed."""
+    found = Alone()
+    monkeypatch.setattr(workers, "_workers", found)
+    return found
+
+
+# Without a cluster
+
+
+def test_without_a_cluster_the_script_is_a_plain_one():
+    tfpar.init_cluster()
+    assert (tfpar.rank(), tfpar.size()) == (0, 1)
+    adam = keras.optimizers.Adam()
+    assert tfpar.DistributedOptimizer(adam, exchange="int4") is adam
+    assert type(adam) is keras.optimizers.Adam
+    model = model_of()
+    model.compile(adam, "mse", jit_compile=True)
+    history = model.fit(X, Y, verbose=0, callbacks=[tfpar.BroadcastInitialWeights(), tfpar.AverageMetrics()])
+    assert np.isfinite(history.history["loss"]).all()
+
+
+def test_an_unknown_exchange_is_refused_without_a_cluster_too():
+    with pytest.raises(tfpar.ConfigError, match="int5"):
+        tfpar.DistributedOptimizer(keras.optimizers.Adam(), exchange="int5")
+
+
+# Setting up
+
+
+def test_too_late_a_start_says_where_it_belongs(worker_1_of_2):
+    tf.constant(0)
+    with pytest.raises(tfpar.ConfigError, match="call it right after the imports") as caught:
+        tfpar.init_cluster()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_forgotten_start_is_noticed(worker_1_of_2):
+    assert (tfpar.rank(), tfpar.size()) == (1, 2)
+    with pytest.raises(tfpar.ConfigError, match=r"call tfpar.init_cluster\(\) right after the imports"):
+        tfpar.DistributedOptimizer(keras.optimizers.Adam())
+    model = model_of()
+    model.compile("sgd", "mse")
+    with pytest.raises(tfpar.ConfigError, match=r"call tfpar.init_cluster\(\)"):
+        model.fit(X, Y, verbose=0, callbacks=[tfpar.AverageMetrics()])
+
+
+@pytest.mark.parametrize("task", ["ps", "worker"])
+def test_parameter_servers_are_refused(monkeypatch, task):
+    jobs = {"chief": ["a:1"], "worker": ["b:1"], "ps": ["c:1"]}
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": jobs, "task": {"type": task, "index": 0}}))
+    with pytest.raises(tfpar.ConfigError, match="Take 'ps' and 'evaluator' out of the cluster"):
+        tfpar.init_cluster()
+
+
+# Shares of the data
+
+
+def test_shares_of_arrays_are_disjoint_and_of_one_length(monkeypatch):
+    x, y = np.arange(11), np.arange(11) * 2
+    shares = []
+    for rank in range(3):
+        monkeypatch.setattr(workers, "size", lambda: 3)
+        monkeypatch.setattr(workers, "rank", lambda rank=rank: rank)
+        share_x, share_y = tfpar.shard(x, y)
+        np.testing.assert_array_equal(share_y, share_x * 2)
+        nested = tfpar.shard({"x": x, "more": [tf.constant(y)]})
+        np.testing.assert_array_equal(nested["x"], share_x)
+        np.testing.assert_array_equal(nested["more"][0], share_y)
+        dataset = tfpar.shard(tf.data.Dataset.from_tensor_slices(x))
+        assert int(dataset.cardinality()) == 3
+        assert [int(value) for value in dataset] == share_x.tolist()
+        shares.append(share_x.tolist())
+    assert shares == [[0, 3, 6], [1, 4, 7], [2, 5, 8]]
+
+
+def test_a_share_of_a_data_set_of_unknown_length(monkeypatch):
+    monkeypatch.setattr(workers, "size", lambda: 2)
+    monkeypatch.setattr(workers, "rank", lambda: 1)
+    assert [int(value) for value in tfpar.shard(tf.data.Dataset.range(7).filter(lambda value: value != 2))] == [1, 4, 6]
+
+
+def test_shares_that_cannot_be(monkeypatch):
+    monkeypatch.setattr(workers, "size", lambda: 3)
+    monkeypatch.setattr(workers, "rank", lambda: 0)
+    with pytest.raises(tfpar.ConfigError, match="2 examples are not enough for 3 workers"):
+        tfpar.shard(np.zeros(2))
+    with pytest.raises(tfpar.ConfigError, match=r"different lengths, \[4, 5\]"):
+        tfpar.shard(np.zeros(4), np.zeros(5))
+    with pytest.raises(tfpar.ConfigError, match="not generator"):
+        tfpar.shard(iter_of := (value for value in range(3)))
+    del iter_of
+
+
+# The optimizer, seen from Keras
+
+
+def test_keras_sees_the_optimizer_that_it_knows(alone):
+    adam = tfpar.DistributedOptimizer(keras.optimizers.Adam(0.01, clipnorm=1.0), exchange="int4")
+    assert isinstance(adam, keras.optimizers.Adam)
+    assert distribution_of(adam) is not None
+    assert keras.optimizers.get(adam) is adam
+    plain = keras.optimizers.Adam(0.01, clipnorm=1.0, name=adam.name)
+    assert keras.optimizers.serialize(adam) == keras.optimizers.serialize(plain)
+    assert type(adam).from_config(adam.get_config()).get_config() == plain.get_config()
+    adam.learning_rate = 0.5
+    assert float(adam.learning_rate) == 0.5
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+        lambda: keras.optimizers.AdamW(keras.optimizers.schedules.CosineDecay(0.1, 20)),
+        lambda: keras.optimizers.Adam(0.1, use_ema=True, gradient_accumulation_steps=3),
+        lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)),
+    ],
+)
+def test_saved_it_loads_as_the_plain_optimizer_and_goes_on(alone, tmp_path, make):
+    def train(optimizer: keras.optimizers.Optimizer) -> keras.Model:
+        keras.backend.clear_session()
+        keras.utils.set_random_seed(0)
+        model = model_of()
+        model.compile(optimizer, "mse", jit_compile=False)
+        model.fit(X, Y, batch_size=6, epochs=2, shuffle=False, verbose=0)
+        return model
+
+    plain, distributed = train(make()), train(tfpar.DistributedOptimizer(make()))
+    for name, model in (("plain", plain), ("distributed", distributed)):
+        model.save(tmp_path / f"{name}.keras")
+    configs = [zipfile.ZipFile(tmp_path / f"{name}.keras").read("config.json") for name in ("plain", "distributed")]
+    assert json.loads(configs[0])["compile_config"] == json.loads(configs[1])["compile_config"]
+    loaded = keras.models.load_model(tmp_path / "distributed.keras")
+    assert type(loaded.optimizer) is type(plain.optimizer)
+    for ours, theirs in zip(loaded.optimizer.variables, plain.optimizer.variables, strict=True):
+        np.testing.assert_allclose(ours.numpy(), theirs.numpy(), rtol=1e-5, atol=1e-6)
+    # A loaded optimizer, with its state, is distributed in its place.
+    assert tfpar.DistributedOptimizer(loaded.optimizer) is loaded.optimizer
+    for model in (plain, loaded):
+        model.fit(X, Y, batch_size=6, shuffle=False, verbose=0)
+    for ours, theirs in zip(loaded.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_it_works_in_a_loop_of_ones_own(alone):
+    variables = [keras.Variable([1.0, 2.0]), keras.Variable([3.0])]
+    sgd = tfpar.DistributedOptimizer(keras.optimizers.SGD(1.0))
+
+    @tf.function
+    def step() -> None:
+        sgd.apply([None, tf.constant([0.5])], variables)
+
+    with pytest.warns(UserWarning, match="Gradients do not exist"):
+        step()
+    np.testing.assert_array_equal(variables[0].numpy(), [1.0, 2.0])
+    np.testing.assert_array_equal(variables[1].numpy(), [2.5])
+
+
+def test_repeated_rows_of_a_sparse_gradient_add_up(alone):
+    """Keras 3.15 alone squares each of the rows by itself for Adam's second moment."""
+    rows = tf.IndexedSlices(tf.constant([[1.0], [2.0]]), tf.constant([1, 1]), tf.constant([3, 1]))
+    found = []
+    for gradient in (rows, tf.constant([[0.0], [3.0], [0.0]])):
+        variable = keras.Variable(np.ones((3, 1), np.float32))
+        adam = tfpar.DistributedOptimizer(keras.optimizers.Adam(0.1))
+        adam.apply([gradient], [variable])
+        found.append([value.numpy() for value in adam.variables])
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+# Misuse
+
+
+def fit(alone, optimizer=None, callback=tfpar.BroadcastInitialWeights, model=None, data=(X, Y), **keywords):
+    model = model or model_of()
+    model.compile(optimizer or tfpar.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse", jit_compile=False)
+    return model.fit(*data, verbose=0, callbacks=[callback()], **keywords)
+
+
+def test_misuse_is_refused_in_one_line(alone):
+    distributed = tfpar.DistributedOptimizer
+
+    def under_strategy():
+        with tf.distribute.OneDeviceStrategy("CPU:0").scope():
+            distributed(keras.optimizers.SGD())
+
+    def mixed_float16():
+        keras.config.set_dtype_policy("mixed_float16")
+        fit(alone)
+
+    def scaled_and_accumulated():
+        inner = keras.optimizers.SGD(gradient_accumulation_steps=2)
+        distributed(keras.optimizers.LossScaleOptimizer(inner))
+
+    generator = tf.data.Dataset.from_generator(
+        lambda: iter([(X, Y)]), output_signature=(tf.TensorSpec(X.shape), tf.TensorSpec(Y.shape))
+    )
+    for misuse, said in [
+        (under_strategy, "train with tfpar.Trainer"),
+        (lambda: distributed(distributed(keras.optimizers.SGD())), "distributed already"),
+        (scaled_and_accumulated, "would exchange at every step"),
+        (lambda: fit(alone, keras.optimizers.SGD()), "does not exchange gradients"),
+        (lambda: fit(alone, model=keras.Sequential([keras.layers.Dense(1)])), "Give it a keras.Input"),
+        (lambda: fit(alone, data=(generator,)), "steps_per_epoch=N"),
+        (mixed_float16, "tfpar.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer))"),
+    ]:
+        with pytest.raises(tfpar.ConfigError) as caught:
+            misuse()
+        assert said in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_float16_with_loss_scaling_inside(alone):
+    keras.config.set_dtype_policy("mixed_float16")
+    optimizer = tfpar.DistributedOptimizer(
+        keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01), initial_scale=64.0)
+    )
+    model = model_of()
+    history = fit(alone, optimizer, model=model, epochs=4)
+    assert model.optimizer is optimizer  # Keras put no second one around it
+    assert history.history["loss"][-1] < history.history["loss"][0]
+
+
+def test_keras_chooses_xla_by_itself_where_there_is_a_gpu(alone, monkeypatch):
+    class Gpu:
+        device_type = "GPU"
+
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda *_: [Gpu()])
+    model = model_of()
+    model.compile(tfpar.DistributedOptimizer(keras.optimizers.SGD()), "mse")
+    with pytest.raises(tfpar.ConfigError, match="jit_compile=False"):
+        model.fit(X, Y, verbose=0, callbacks=[tfpar.BroadcastInitialWeights()])
+
+
+def test_data_that_runs_out(alone):
+    data = tf.data.Dataset.from_tensors((X, Y)).repeat(3)
+    with pytest.raises(tfpar.ConfigError, match="worker 0 ended epoch 1 after 3 of 5 steps"):
+        fit(alone, data=(data,), steps_per_epoch=5, epochs=2)
+
+
+def test_stopping_at_different_times_is_noticed(alone):
+    alone.others = [lambda value: value | {"stop_training": True} if isinstance(value, dict) else value]
+    with pytest.raises(tfpar.ConfigError, match=r"values of stop_training, \[False, True\]"):
+        fit(alone, callback=tfpar.AverageMetrics)
+
+
+def test_other_names_in_the_logs_are_noticed(alone):
+    alone.others = [lambda value: value | {"values": {"other": 1.0}} if isinstance(value, dict) else value]
+    with pytest.raises(tfpar.ConfigError, match="worker 1 logs other, worker 0 loss"):
+        fit(alone, callback=tfpar.AverageMetrics)
+
+
+# Averages
+
+
+def test_logs_are_weighted_by_examples(alone):
+    seen = []
+
+    def other(value):
+        if not isinstance(value, dict):
+            return value
+        seen.append(value)
+        return value | {"values": {"loss": 1.0, "val_loss": 2.0}, "train": 8.0, "validation": 10.0}
+
+    alone.others = [other]
+    history = fit(alone, callback=tfpar.AverageMetrics, validation_data=(X[:5], Y[:5]))
+    (own,) = seen
+    assert (own["train"], own["validation"]) == (24.0, 5.0)
+    expected = (24 * own["values"]["loss"] + 8 * 1.0) / 32, (5 * own["values"]["val_loss"] + 10 * 2.0) / 15
+    np.testing.assert_allclose((history.history["loss"][0], history.history["val_loss"][0]), expected, rtol=1e-12)
+
+
+def test_weighted_mean():
+    assert callbacks.weighted_mean([1.0, 4.0], [2.0, 1.0]) == 2.0
+    assert callbacks.weighted_mean([1.0, 2.0], [0.0, 0.0]) == 1.5
+    assert callbacks.weighted_mean([float("nan"), 2.0], [0.0, 3.0]) == 2.0
+    assert callbacks.weighted_mean([0.1, 0.1, 0.1], [1.0, 1.0, 1.0]) == 0.1
+
+
+# What the reader sees
+
+
+def test_the_readme_shows_the_example():
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    (shown,) = [ast.parse(block).body for block in blocks if "DistributedOptimizer" in block]
+    script = ast.parse((ROOT / "experiments/keras_fit.py").read_text()).body
+    (main,) = [node for node in script if isinstance(node, ast.FunctionDef)]
+    imports = [node for node in script if isinstance(node, (ast.Import, ast.ImportFrom))]
+    written = [ast.unparse(node) for node in [*imports, *main.body]]
+    assert [ast.unparse(node) for node in shown] == written[1:]  # all but __future__
+
+
+def test_the_names_are_those_of_the_package():
+    for name in drop_in.__all__:
+        assert getattr(tfpar, name) is getattr(drop_in, name)

@@ -1,0 +1,51 @@
+"""How tensors and the sidecar are put together for the exchange of `none`, and taken apart again."""
+
+from __future__ import annotations
+
+from tfpar.collectives.tensorflow import Group
+from tfpar.exchange.dense import Rings
+from tfpar.exchange.exchange import BUCKET_BYTES
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+LARGE = (1 << 10, 1 << 10)  # 4 MiB as float32
+ALONE = Group.of_workers(1, 0)  # whose sums are what it has
+
+
+def numbered(shapes):
+    return [tf.random.stateless_normal(shape, [number, 1]) for number, shape in enumerate(shapes)]
+
+
+@pytest.mark.parametrize("sidecar", [0, 3])
+@pytest.mark.parametrize(
+    ("shapes", "buckets"),
+    [
+        ([(3,), LARGE, (2, 5), (), LARGE, (7,)], 3),
+        ([LARGE, LARGE], 2),
+        ([LARGE], 1),
+        ([(3, 1), (2,)], 1),
+        ([(0,), (4,)], 1),
+    ],
+)
+def test_what_goes_in_comes_out(shapes, buckets, sidecar):
+    rings = Rings([tf.TensorShape(shape) for shape in shapes], ALONE, BUCKET_BYTES)
+    gradients, extra = numbered(shapes), tf.range(sidecar, dtype=tf.float32)
+    fused = rings.fused(gradients, extra)
+    assert len(fused) == buckets
+    assert sum(len(buffer) for buffer in fused) == sum(int(np.prod(shape)) for shape in shapes) + sidecar
+    sums, total = tf.function(rings.sum, autograph=False)(gradients, extra)
+    np.testing.assert_array_equal(total, extra)
+    for result, gradient in zip(sums, gradients, strict=True):
+        np.testing.assert_array_equal(result, gradient)
+        assert result.shape == gradient.shape
+
+
+def test_small_tensors_around_a_large_one_travel_together():
+    shapes = [(3,), LARGE, (2, 5)]
+    small, large = Rings([tf.TensorShape(shape) for shape in shapes], ALONE, BUCKET_BYTES).fused(
+        numbered(shapes), tf.zeros([1])
+    )
+    assert len(small) == 3 + 10 + 1
+    assert len(large) == 1 << 20

@@ -1,0 +1,70 @@
+"""Schedules, played through for any number of workers."""
+
+from __future__ import annotations
+
+from tfpar.exchange.algorithms import rounds as schedules
+from tfpar.exchange.algorithms.rounds import Schedule
+
+import numpy as np
+import pytest
+
+SIZES = [*range(1, 34), 48, 63, 64, 65, 100]
+
+
+def play(schedule: Schedule) -> list[int]:
+    """Runs it on numbers, checks that all workers end with all sums, and gives what each sent, in shards."""
+    workers, shards = schedule.workers, schedule.shards
+    values = np.random.default_rng(workers).integers(0, 1000, [workers, shards])
+    held = {(rank, shard): int(values[rank, shard]) for rank in range(workers) for shard in range(shards)}
+    sent = [0] * workers
+    for phase in schedule.reduce:
+        arriving = []
+        for move in phase:
+            for shard in range(move.first, move.last):
+                arriving.append((move.target, shard, held.pop((move.source, shard))))  # KeyError: sent twice
+                sent[move.source] += 1
+        for target, shard, value in arriving:
+            held[target, shard] += value  # KeyError: it had sent that away
+    assert set(held) == {(owner, shard) for shard, owner in enumerate(schedule.owners)}
+    for phase in schedule.gather:
+        arriving = []
+        for move in phase:
+            for shard in range(move.first, move.last):
+                arriving.append((move.target, shard, held[move.source, shard]))
+                sent[move.source] += 1
+        for target, shard, value in arriving:
+            assert (target, shard) not in held, "nothing arrives twice"
+            held[target, shard] = value
+    for rank in range(workers):
+        assert [held[rank, shard] for shard in range(shards)] == values.sum(axis=0).tolist()
+    return sent
+
+
+@pytest.mark.parametrize("workers", SIZES)
+@pytest.mark.parametrize("name", ["ring", "binary_blocks"])
+def test_every_worker_ends_with_every_sum(name, workers):
+    schedule = schedules.SCHEDULES[name](workers)
+    sent = play(schedule)
+    assert sent == [schedule.sent_shards(rank) for rank in range(workers)]
+    if name == "ring":
+        assert sent == [2 * (workers - 1)] * workers  # shards of 1 / N
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4, 8, 32, 64])
+def test_halving_doubling(workers):
+    schedule = schedules.halving_doubling(workers)
+    assert play(schedule) == [2 * (workers - 1)] * workers
+    assert len(schedule.reduce) == len(schedule.gather) == workers.bit_length() - 1
+    assert schedule.critical_shards() == 2 * (workers - 1)
+
+
+@pytest.mark.parametrize("workers", [3, 5, 6, 7, 12])
+def test_halving_doubling_wants_a_power_of_two(workers):
+    with pytest.raises(ValueError, match=f"{workers} workers"):
+        schedules.halving_doubling(workers)
+
+
+@pytest.mark.parametrize(("workers", "rounds"), [(3, 2), (5, 3), (6, 3), (7, 4)])
+def test_rounds_of_binary_blocks(workers, rounds):
+    """log2 of the largest block, and one for each further block."""
+    assert len(schedules.binary_blocks(workers).reduce) == rounds

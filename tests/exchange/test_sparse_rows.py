@@ -1,0 +1,216 @@
+"""Rows of embedding tables between workers, which logical devices stand for. Real ones: tests/cluster."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import itertools
+
+from tfpar.collectives import tensorflow as groups
+from tfpar.collectives.tensorflow import Group
+from tfpar.exchange import Exchange
+from tfpar.exchange.algorithms.sparse_rows import Rows, densified, summed_by_row
+from tfpar.exchange.buckets import Wire
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+V = 200
+_group_keys = itertools.count(1 << 18)  # the runtime remembers groups and their shapes while the process lives
+
+
+class Workers:
+    """Workers that exchange rows of some tables with each other.
+
+    Args:
+      monkeypatch: Of pytest.
+      count: Number of workers.
+      shapes: Of the tables.
+      dense: Bytes per element that a worker sends of a dense table, over 2 (N - 1) / N.
+      half: Whether rows travel as bfloat16.
+    """
+
+    def __init__(self, monkeypatch, count: int, shapes: list[tuple[int, ...]], dense: float = 4.0, half: bool = False):
+        self.count = count
+        key = next(_group_keys)
+        self.groups = [Group(count, rank, key) for rank in range(count)]
+        self.shapes = [tf.TensorShape(shape) for shape in shapes]
+        share = 2 * (count - 1) / count
+        wires = [
+            Wire(int(dense * shape.num_elements()), int(share * dense * shape.num_elements())) for shape in self.shapes
+        ]
+        self.rows = []
+        for group in self.groups:  # each counts its keys as if it were alone in its process
+            monkeypatch.setattr(groups, "_instances", itertools.count(key << 10))
+            self.rows.append(Rows(dict(enumerate(zip(self.shapes, wires, strict=True))), group, half=half))
+        signature = [(tf.TensorSpec([None, *shape[1:]]), tf.TensorSpec([None], tf.int64)) for shape in self.shapes]
+        self._functions = [
+            tf.function(functools.partial(self._sum, rank), input_signature=[signature], autograph=False)
+            for rank in range(count)
+        ]
+
+    def _sum(self, rank: int, slices):
+        with tf.device(f"CPU:{rank}"):
+            dense = {
+                number: functools.partial(self.groups[rank].all_reduce, instance=self.groups[rank].key + number)
+                for number in range(len(self.shapes))
+            }
+            mine = {number: summed_by_row(*pair) for number, pair in enumerate(slices)}
+            return self.rows[rank].sum(mine, dense)
+
+    def sum(self, slices):
+        """Each in a thread of its own, as workers are processes: a function runs calls one after the other."""
+        with concurrent.futures.ThreadPoolExecutor(self.count) as pool:
+            return list(pool.map(lambda function, mine: function(mine), self._functions, slices))
+
+    def check(self, slices, *, exact_rows: bool, tolerance: float = 1e-6) -> None:
+        """Exchanges, and compares with the dense sum in float64."""
+        results = self.sum([[(tf.constant(v), tf.constant(i)) for v, i in worker] for worker in slices])
+        for number, shape in enumerate(self.shapes):
+            expected = np.zeros(shape)
+            touched = set()
+            for worker in slices:
+                values, numbers = worker[number]
+                np.add.at(expected, numbers, values.astype(np.float64))
+                touched |= set(numbers.tolist())
+            for result in results:
+                values, numbers = result[number]
+                assert len(set(numbers.numpy().tolist())) == len(numbers)
+                assert numbers.dtype == tf.int64
+                assert (set(numbers.numpy().tolist()) == touched) or not exact_rows
+                assert exact_rows or numbers.numpy().tolist() == list(range(shape[0]))
+                np.testing.assert_array_equal(values, results[0][number][0])
+                np.testing.assert_array_equal(numbers, results[0][number][1])
+                scale = np.abs(expected).max(initial=1.0)
+                np.testing.assert_allclose(
+                    densified(result[number], shape), expected, rtol=tolerance, atol=tolerance * scale
+                )
+
+
+def slices_of(rng: np.random.Generator, rows: int, shape: tuple[int, ...], among: int | None = None):
+    """Random rows; with fewer different numbers than rows, some repeat."""
+    numbers = rng.integers(0, among or shape[0], rows) * ((shape[0] - 1) // max((among or shape[0]) - 1, 1))
+    return rng.standard_normal((rows, *shape[1:])).astype(np.float32), numbers
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4])
+@pytest.mark.parametrize("half", [False, True])
+def test_sums_equal_the_dense_ones(monkeypatch, workers, half):
+    """Uneven numbers of rows, none at all on one worker, repeated ones, and several tables, one of rank 3."""
+    shapes = [(V, 5), (V, 3, 2)]
+    all_of_them = Workers(monkeypatch, workers, shapes, half=half)
+    rng = np.random.default_rng(workers)
+    for counts in ([0, 7, 30, 12], [1, 0, 0, 0], [0, 0, 0, 0], [20, 20, 20, 20]):
+        slices = [[slices_of(rng, n, shape, among=9) for shape in shapes] for n in counts[:workers]]
+        all_of_them.check(slices, exact_rows=True, tolerance=2e-2 if half else 1e-6)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_all_rows_travel_as_a_table(monkeypatch, workers):
+    """One worker that has too many decides for all: whoever else has few."""
+    all_of_them = Workers(monkeypatch, workers, [(V, 4)])
+    every = np.random.default_rng(0).standard_normal((V, 4)).astype(np.float32), np.arange(V)
+    few = np.ones((3, 4), np.float32), np.array([5, 5, 7])
+    all_of_them.check([[every]] + [[few]] * (workers - 1), exact_rows=False)
+    all_of_them.check([[few]] * workers, exact_rows=True)
+
+
+def test_the_limit_is_where_rows_are_no_longer_less(monkeypatch):
+    """Two workers, 7 elements: a row is 32 bytes, the table sends 5,600; 174 rows are less, 175 are not."""
+    all_of_them = Workers(monkeypatch, 2, [(V, 7)])
+    for rows, exact in ((174, True), (175, False)):
+        mine = np.ones((rows, 7), np.float32), np.arange(rows)
+        nothing = np.zeros((0, 7), np.float32), np.arange(0)
+        before = all_of_them.rows[0].wire()
+        all_of_them.check([[mine], [nothing]], exact_rows=exact)
+        if exact:
+            assert before == Wire(5600, 5600)  # nothing measured yet
+            assert all_of_them.rows[0].wire() == Wire(174 * 32 + 4, 174 * 32 + 4)
+    assert all_of_them.rows[1].wire() == Wire((174 * 32 + 5600) // 2 + 4, (174 * 32 + 5600) // 2 + 4)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 16, 17, 100, 128, 150])
+def test_padding_is_small_and_counted(monkeypatch, rows):
+    all_of_them = Workers(monkeypatch, 3, [(2000, 4)])
+    mine = np.ones((rows, 4), np.float32), np.arange(rows)
+    all_of_them.check([[mine], [(mine[0][:1], mine[1][:1])], [mine]], exact_rows=True)
+    sent = all_of_them.rows[2].wire().sent - 2 * 4
+    padded = sent / (2 * 20)
+    assert padded in (16, 18, 104, 128, 160)
+    assert rows <= padded <= max(16, 1.125 * rows)
+
+
+def test_a_dense_gradient_cheaper_than_a_row_is_no_table(monkeypatch):
+    """As with powersgd: then nothing is told, and nothing travels as rows."""
+    all_of_them = Workers(monkeypatch, 2, [(V, 5), (V, 5)], dense=0.02)
+    assert all_of_them.rows[0].numbers == []
+    assert all_of_them.rows[0].wire() == Wire(0, 0)
+
+
+def test_what_is_not_finite_reaches_every_worker(monkeypatch):
+    all_of_them = Workers(monkeypatch, 2, [(V, 2)])
+    values = np.array([[np.nan, 1.0], [2.0, np.inf]], np.float32)
+    result = all_of_them.sum([[(tf.constant(values), tf.constant([3, 4], tf.int64))]] * 2)
+    for rows in result:
+        found = densified(rows[0], tf.TensorShape([V, 2])).numpy()
+        assert np.isnan(found[3, 0])
+        assert np.isinf(found[4, 1])
+        assert np.isfinite(np.delete(found, [3, 4], axis=0)).all()
+
+
+def test_repeated_rows_add_up():
+    values, numbers = summed_by_row(tf.constant([[1.0], [2.0], [4.0]], tf.float16), tf.constant([7, 3, 7]))
+    np.testing.assert_array_equal(numbers, [7, 3])
+    np.testing.assert_array_equal(values, [[5.0], [2.0]])
+    assert values.dtype == tf.float32
+
+
+# The interface
+
+
+def test_a_single_worker_and_other_variables_stay_dense():
+    exchange = Exchange("none")
+    exchange.build([tf.TensorSpec([4, 2])], sparse=[0])
+    assert exchange.sparse == []
+    (mean,) = exchange.reduce([tf.IndexedSlices(tf.ones([2, 2]), tf.constant([1, 1]), tf.constant([4, 2]))])
+    np.testing.assert_array_equal(mean, [[0, 0], [2, 2], [0, 0], [0, 0]])
+
+
+@pytest.mark.parametrize("sparse", [[1], [-1], [2]])
+def test_numbers_that_are_no_tables_are_refused(sparse):
+    with pytest.raises(ValueError, match="not all are numbers, from 0, of variables that have rows"):
+        Exchange().build([tf.TensorSpec([4, 2]), tf.TensorSpec([])], sparse=sparse)
+
+
+@pytest.mark.parametrize("spec", ["none", "int4", "bf16", "powersgd:2", "topk:0.1,momentum=0.9"])
+def test_traffic_counts_tables_as_dense_before_anything_was_exchanged(spec):
+    shapes = [tf.TensorSpec([60_000, 16]), tf.TensorSpec([64, 64]), tf.TensorSpec([9])]
+    plain, tables = Exchange(spec), Exchange(spec)
+    plain.build(shapes, workers=3)
+    tables.build(shapes, workers=3, sparse=[0])
+    assert tables.sparse == ([] if "momentum" in spec else [0])
+    ours, theirs = tables.traffic(3, 5), plain.traffic(3, 5)
+    assert ours.dense_bytes == theirs.dense_bytes
+    np.testing.assert_allclose(ours.payload_bytes, theirs.payload_bytes, rtol=0.01)  # padding
+    np.testing.assert_allclose(ours.wire_bytes, theirs.wire_bytes, rtol=0.01)
+    assert ours.pattern.endswith(", rows") == bool(tables.sparse)
+
+
+def test_a_table_has_a_bucket_of_its_own_in_its_place():
+    """What was kept back lies in the order of the variables, whether or not rows may travel."""
+    shapes = [tf.TensorSpec([64, 64]), tf.TensorSpec([3000, 16]), tf.TensorSpec([64, 64]), tf.TensorSpec([64, 32])]
+    saved = []
+    for worker in range(2):
+        exchange = Exchange("int4")
+        exchange.build(shapes, workers=2, worker=worker, sparse=[1])
+        state = exchange.export()
+        for number in range(3):
+            state[f"{number}/worker"][:] = (number + 1) * (worker == 0)
+        saved.append(state)
+    elements = [int(saved[0][f"{number}/layout"][0]) for number in range(3)]
+    assert elements == [64 * 64, 3000 * 16, 64 * 64 + 64 * 32]
+    plain = Exchange("int4")
+    plain.build(shapes, workers=2)
+    plain.restore(2, saved.__getitem__)
+    np.testing.assert_array_equal(plain.export()["0/worker"], np.repeat([1.0, 2.0, 3.0], elements))

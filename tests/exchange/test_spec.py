@@ -1,0 +1,72 @@
+"""What --exchange may say."""
+
+from __future__ import annotations
+
+from tfpar.config import ConfigError
+from tfpar.exchange import spec as specs
+
+import pytest
+
+
+@pytest.mark.parametrize("name", specs.NAMES)
+def test_every_name_stands_alone(name):
+    spec = specs.parse(name)
+    assert spec.name == name
+    assert (spec.codec is None) == (name in ("none", "powersgd", "auto"))
+    assert spec.pattern == "two_phase"
+    assert spec.error_feedback
+
+
+def test_options_go_to_the_codec_and_to_the_exchange():
+    spec = specs.parse("int4:block=128,rounding=stochastic,pattern=all_gather,error_feedback=false,warmup_steps=10")
+    assert (spec.codec.bits, spec.codec.block, spec.codec.rounding) == (4, 128, "stochastic")
+    assert (spec.pattern, spec.error_feedback, spec.warmup_steps) == ("all_gather", False, 10)
+
+
+@pytest.mark.parametrize(
+    ("text", "keep", "block"),
+    [("topk:0.01", 41, 4096), ("topk", 41, 4096), ("topk:1", 4096, 4096), ("topk:0.05,block=256", 13, 256)],
+)
+def test_topk_takes_the_share_it_keeps(text, keep, block):
+    codec = specs.parse(text).codec
+    assert (codec.keep, codec.block) == (keep, block)
+
+
+def test_topk_keeps_at_least_one():
+    assert specs.parse("topk:0.0001,block=64").codec.keep == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("int5", r"--exchange='int5' is not known\. Did you mean 'int"),
+        ("int4:blok=64", r"option='blok' is not known\. Did you mean 'block'"),
+        ("int4:block=100", r"int4:block=100: .*block=100 is not one of 64, 128, 256, 512, 1024, 2048, 4096 elements"),
+        ("int4:block=a", r"--exchange=int4:block=a: .* is not a whole number; allowed are 64, 128, .* 4096 elements"),
+        ("topk:0.1,block=9", r"block=9 is not one of 64, .* 8192, 16384 elements"),
+        ("bf16:rounding=stochastic", "rounding='stochastic' is an option of quantize only"),
+        ("none:block=64", r"--exchange=none:block=64: none takes no options\. Write --exchange=none\."),
+        ("int4:pattern=rink", r"pattern='rink' is not known"),
+        ("int4:error_feedback=2", "error_feedback=2 is not true or false"),
+        ("int4:overlap=no", "overlap='no' is not true or false"),
+        ("int4:warmup_steps=-1", r"warmup_steps=-1 is not a whole number of at least 0"),
+        ("topk:2", r"'2' is not a share of elements in \(0, 1\]"),
+        ("topk:nan", r"'nan' is not a share"),
+        ("topk:x", r"'x' is not a share"),
+        ("int4:block", r"'block' is not key=value\. Write e\.g\. --exchange=int4:block=512,pattern=ring\."),
+        ("topk:0.1,x", r"--exchange='topk:0\.1,x': 'x' is not .* Write e\.g\. --exchange=topk:0\.1,momentum=0\.9,"),
+        ("powersgd:2,x", r"Write e\.g\. --exchange=powersgd:2,start_after=100\."),
+        ("auto:x", r"Write e\.g\. --exchange=auto:max_error=0\.2\."),
+    ],
+)
+def test_what_cannot_be_is_refused(text, message):
+    with pytest.raises(ConfigError, match=message):
+        specs.parse(text)
+
+
+@pytest.mark.parametrize("name", [name for name in specs.NAMES if name != "none"])
+def test_what_errors_propose_can_be_written(name):
+    with pytest.raises(ConfigError) as caught:
+        specs.parse(f"{name}:=")
+    proposed = str(caught.value).partition("Write e.g. --exchange=")[2].removesuffix(".")
+    assert specs.parse(proposed).text == proposed

@@ -1,0 +1,156 @@
+"""SIGTERM while training: a checkpoint, an exit code of its own, and the same weights in the end."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+from tests import nursery
+from tfpar.guards.preemption import StopRequest
+from tfpar.monitor import summary as results
+from tfpar.process.exit_codes import PREEMPTED, end_when_asked, leave_sigterm
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def test_a_request_is_noted_and_the_handler_given_back():
+    with StopRequest() as request:
+        assert not request.received
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert request.received
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_program_keeps_its_own_handler():
+    came = []
+    signal.signal(signal.SIGTERM, lambda *_: came.append(1))
+    try:
+        with StopRequest() as request:
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert (came, request.received) == ([1], False)
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def test_in_another_thread_nothing_is_handled():
+    requests = []
+
+    def enter():
+        with StopRequest() as request:
+            requests.append(request)
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert not requests[0].received
+
+
+def test_a_second_request_ends_the_process():
+    code = "\n".join(
+        [
+            "import os, signal",
+            "from tfpar.guards.preemption import StopRequest",
+            "with StopRequest() as request:",
+            "    os.kill(os.getpid(), signal.SIGTERM)",
+            "    print(request.received, flush=True)",
+            "    os.kill(os.getpid(), signal.SIGTERM)",
+            "    print('still here')",
+        ]
+    )
+    done = nursery.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (-signal.SIGTERM, "True\n"), done
+
+
+def test_before_training_nothing_is_lost():
+    code = "\n".join(
+        [
+            "import os, signal",
+            "from tfpar.process.exit_codes import end_when_asked",
+            "end_when_asked()",
+            "end_when_asked()",
+            "print('unfinished', end='')",
+            "os.kill(os.getpid(), signal.SIGTERM)",
+            "print('still here')",
+        ]
+    )
+    done = nursery.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (PREEMPTED, "unfinished"), done
+    assert done.stderr.startswith("asked to end (SIGTERM) while not training")
+
+
+def test_training_takes_over_and_gives_back():
+    end_when_asked()
+    before = signal.getsignal(signal.SIGTERM)
+    assert before != signal.SIG_DFL
+    with StopRequest() as request:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert request.received
+    assert signal.getsignal(signal.SIGTERM) == before
+    leave_sigterm()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_program_keeps_its_own_handler_before_training_too():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    end_when_asked()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    leave_sigterm()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+
+
+@pytest.mark.cluster
+def test_workers_told_to_end_before_they_train(tmp_path):
+    """Nothing is lost, so it is a preemption, though a worker may notice its lost peer before the signal."""
+    command = [
+        *(sys.executable, "-u", "-m", "tfpar.launch", "--workers=2", "--"),
+        *("experiments/image_classification.py", "--model=mlp", "--steps=2000", f"--workdir={tmp_path}"),
+        "--jit_compile=false",
+    ]
+    with nursery.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as launcher:
+        assert launcher.stdout is not None
+        try:
+            lines = [next(line for line in launcher.stdout if "strategy multi_worker" in line)]
+            launcher.terminate()
+            lines += launcher.stdout
+            launcher.wait(timeout=60)
+        finally:
+            launcher.kill()
+    output = "".join(lines)
+    assert launcher.returncode == PREEMPTED, output
+    assert "asked to end (SIGTERM) while not training" in output
+    assert "all processes were asked to end and did so (exit code 85)" in output
+
+
+def start(workdir):
+    command = [
+        *(sys.executable, "-u", "experiments/image_classification.py", "--model=mlp", "--steps=2000"),
+        *("--eval_every=1000", "--deterministic", "--jit_compile=false", f"--workdir={workdir}"),
+    ]
+    return nursery.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def test_a_run_told_to_end_saves_and_goes_on_there(tmp_path):
+    whole, told = start(tmp_path / "whole"), start(tmp_path / "told")
+    while told.poll() is None and not (tmp_path / "told" / "starts.json").exists():
+        time.sleep(0.05)
+    time.sleep(1.0)
+    told.send_signal(signal.SIGTERM)
+    output, _ = told.communicate(timeout=120)
+    assert told.returncode == PREEMPTED, output
+    assert "asked to end (SIGTERM): stopped after step" in output
+    again = start(tmp_path / "told")
+    output, _ = again.communicate(timeout=120)
+    assert again.returncode == 0, output
+    assert "resumed from step" in output
+    assert whole.communicate(timeout=120)
+    assert whole.returncode == 0
+    summary, expected = results.read_summary(str(tmp_path / "told")), results.read_summary(str(tmp_path / "whole"))
+    assert summary["params_sha256"] == expected["params_sha256"]
+    assert (summary["restarts"], summary["steps_redone"]) == (1, 0)

@@ -1,0 +1,121 @@
+"""A process whose program hangs ends itself, and says where; one that is only slow does not."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+
+from tests import nursery
+from tfpar.process.exit_codes import PEER_LOST
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+HANGS = """
+import threading, time
+from tfpar.guards.watchdog import Watchdog
+
+def waits_for_ever():
+    threading.Event().wait()
+
+with Watchdog(1.0, "worker 3") as watchdog:
+    time.sleep(2)  # the first update may take five times as long
+    watchdog.progress("update 7")
+    watchdog.progress("evaluation after update 7", patient=True)
+    time.sleep(2)
+    for _ in range(4):
+        watchdog.progress("update 8")
+        time.sleep(0.5)
+    print("so far", flush=True)
+    waits_for_ever()
+"""
+
+
+def run(program, *arguments):
+    return nursery.run(
+        [sys.executable, "-c", program, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_a_hang_ends_the_process_with_its_stacks():
+    done = run(HANGS)
+    assert done.stdout == "so far\n"
+    assert done.returncode == PEER_LOST
+    assert "waits_for_ever" in done.stderr
+    assert "error: worker 3 made no progress for 1 s (--stall_timeout), in update 8." in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("after", "what"),
+    [
+        ("", "what comes before the end of the first update"),
+        ("watchdog.progress('evaluation', patient=True)", "evaluation"),
+    ],
+)
+def test_a_hang_where_nothing_shows_progress_has_a_bound_too(after, what):
+    program = (
+        HANGS[: HANGS.index("    time.sleep(2)  #")].replace("1.0", "0.2") + f"    {after}\n    waits_for_ever()\n"
+    )
+    done = run(program)
+    assert done.returncode == PEER_LOST
+    assert "waits_for_ever" in done.stderr
+    assert f"error: worker 3 made no progress for 1 s (5 times --stall_timeout), in {what}." in done.stderr
+
+
+def test_a_call_that_hangs_with_pythons_lock_held_ends_too():
+    program = (
+        HANGS[: HANGS.index("    time.sleep(2)  #")].replace("1.0", "0.4")
+        + "    import ctypes\n    time.sleep(0.3)\n    ctypes.PyDLL(None).sleep(100)\n"
+    )
+    done = run(program)
+    assert done.returncode == 1
+    assert done.stderr.startswith("Timeout (0:00:02)!"), done.stderr
+
+
+SOURCE_HANGS = """
+import dataclasses, sys, threading
+import tfpar
+from tfpar import inputs
+import keras, numpy as np, tensorflow as tf
+
+def hangs(source):
+    def wait(indices):
+        threading.Event().wait()
+
+    def read(indices):
+        with tf.control_dependencies([tf.py_function(wait, [indices], [])]):
+            return tuple(map(tf.identity, source.read(indices)))
+
+    return dataclasses.replace(source, read=read, portable=False)
+
+def model():
+    return keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+
+train = inputs.from_arrays(np.zeros([16, 3], np.float32), np.zeros([16], np.int32))
+validation = hangs(train) if sys.argv[1] == "evaluation" else train
+train = hangs(train) if sys.argv[1] == "first" else train
+loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+options = {"strategy": "one_device", "jit_compile": "false", "cache": "none", "global_batch_size": 8, "steps": 2}
+trainer = tfpar.Trainer(model, loss=loss, stall_timeout=float(sys.argv[2]), **options)
+trainer.fit(train, validation=validation)
+"""
+
+
+@pytest.mark.parametrize(
+    ("where", "timeout", "what"),
+    [
+        ("first", 0.5, "what comes before the end of the first update"),
+        ("evaluation", 2, "evaluation or checkpoint after update 2"),  # within five times that the updates are done
+    ],
+)
+def test_a_source_that_hangs_is_noticed(where, timeout, what):
+    done = run(SOURCE_HANGS, where, str(timeout))
+    assert done.returncode == PEER_LOST, done.stderr
+    assert (
+        f"error: worker 0 made no progress for {5 * timeout:g} s (5 times --stall_timeout), in {what}." in done.stderr
+    )
+
+
+def test_switched_off_it_does_nothing():
+    done = run(HANGS.replace("Watchdog(1.0,", "Watchdog(0.0,").replace("    waits_for_ever()\n", "    time.sleep(2)\n"))
+    assert (done.returncode, done.stdout) == (0, "so far\n"), done.stderr

@@ -1,0 +1,250 @@
+"""One worker of tests/integration/test_drop_in.py: fits plain Keras models, and misuses the drop-in, in one process.
+
+python tests/integration/scripts/drop_in.py OUTPUT_DIR
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import tfpar
+from tfpar.drop_in import optimizer
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+BATCH, STEPS, EPOCHS = 8, 5, 4  # BATCH is that of one of two workers; an even number of steps in all
+ROWS = 500  # of an embedding of which a batch touches few
+OVERFLOW = 37  # the example that makes a gradient overflow
+
+
+def data() -> tuple[np.ndarray, np.ndarray]:
+    """Examples of all workers."""
+    generator = np.random.default_rng(0)
+    x = generator.standard_normal((2 * BATCH * STEPS, 6)).astype(np.float32)
+    return x, (x[:, :3].sum(axis=1, keepdims=True) + 0.1 * generator.standard_normal((len(x), 1))).astype(np.float32)
+
+
+def dense_model(seed: int = 0, width: int = 64) -> keras.Model:
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(seed)
+    return keras.Sequential(
+        [
+            keras.Input((6,)),
+            keras.layers.Dense(width, activation="tanh"),
+            keras.layers.Dense(32, activation="tanh"),
+            keras.layers.Dense(1),
+        ]
+    )
+
+
+def embedding_model(vocabulary: int = 11) -> keras.Model:
+    """With IndexedSlices for a gradient, and a weight without one."""
+
+    class Unused(keras.layers.Layer):
+        def build(self, shape: Any) -> None:
+            self.unused = self.add_weight(shape=(3, 2), name="unused")
+
+        def call(self, inputs: Any) -> Any:
+            return inputs
+
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((6,))
+    tokens = keras.layers.Lambda(lambda x: tf.cast(tf.abs(x) * 40.0, tf.int32) % vocabulary)(inputs)
+    hidden = Unused()(keras.layers.Flatten()(keras.layers.Embedding(vocabulary, 4)(tokens)))
+    return keras.Model(inputs, keras.layers.Dense(1)(hidden))
+
+
+class SummingAdam(keras.optimizers.Adam):
+    """Adam as it should be in one process: that of Keras 3.15 clips, and squares, repeated rows one by one."""
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        super().apply([None if grad is None else tf.convert_to_tensor(grad) for grad in grads], trainable_variables)
+
+
+def overflowing() -> tuple[np.ndarray, np.ndarray]:
+    x, y = data()
+    x[OVERFLOW] = np.inf
+    return x, y
+
+
+SCHEDULE = {"initial_learning_rate": 0.05, "decay_steps": 4, "decay_rate": 0.5}
+# Name: model, optimizer, keywords of compile, data. Each must come out as on one process with the joint batch.
+FITS: dict[str, tuple[Callable[[], keras.Model], Callable[[], Any], dict[str, Any], Callable[[], Any]]] = {
+    "clipped": (
+        dense_model,
+        lambda: keras.optimizers.Adam(
+            keras.optimizers.schedules.ExponentialDecay(**SCHEDULE), global_clipnorm=0.02, weight_decay=0.1
+        ),
+        {},
+        data,
+    ),
+    "accumulated": (
+        dense_model,
+        lambda: keras.optimizers.SGD(0.1, momentum=0.9, clipnorm=0.05, gradient_accumulation_steps=2, use_ema=True),
+        {"steps_per_execution": 2},
+        data,
+    ),
+    "loss_scaled": (
+        dense_model,
+        lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=8.0),
+        {},
+        overflowing,
+    ),
+    "indexed": (embedding_model, lambda: keras.optimizers.SGD(0.1, momentum=0.9), {"run_eagerly": True}, data),
+    "rows": (
+        lambda: embedding_model(ROWS),
+        lambda: SummingAdam(0.01, global_clipnorm=0.05),
+        {"steps_per_execution": 2},
+        data,
+    ),
+    "rows_scaled": (
+        lambda: embedding_model(ROWS),
+        lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=8.0),
+        {},
+        data,
+    ),
+    "rows_accumulated": (
+        lambda: embedding_model(ROWS),
+        lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2),
+        {},
+        data,
+    ),
+}
+
+
+def fit(name: str, batch: int, exchange: str = "none", sent: dict[str, int] | None = None) -> dict[str, np.ndarray]:
+    """Trains, on several workers or on one, and returns weights, optimizer variables and the logs of the epochs.
+
+    Args:
+      name: Of `FITS`.
+      batch: Examples of a worker.
+      exchange: Of the gradients.
+      sent: Gets the bytes that a worker sends in a step, and what they would be dense.
+    """
+    build, make, keywords, examples = FITS[name]
+    model = build()
+    model.compile(tfpar.DistributedOptimizer(make(), exchange), "mse", metrics=["mae"], jit_compile=False, **keywords)
+    x, y = examples()
+    held = tfpar.shard(x[:30], y[:30])
+    x, y = tfpar.shard(x, y)
+    history = model.fit(
+        x,
+        y,
+        batch_size=batch,
+        epochs=EPOCHS,
+        shuffle=False,
+        verbose=0,
+        callbacks=[tfpar.BroadcastInitialWeights(), tfpar.AverageMetrics()],
+        validation_data=held,
+    )
+    distribution = optimizer.distribution_of(model.optimizer)
+    if sent is not None and distribution is not None:
+        traffic = distribution._exchange.traffic(2, 0)
+        sent |= {name: traffic.wire_bytes, f"{name}, dense": traffic.dense_bytes}
+    return state(model) | {f"log/{key}": np.array(values) for key, values in history.history.items()}
+
+
+def state(model: keras.Model) -> dict[str, np.ndarray]:
+    result = {f"weight/{index}": value for index, value in enumerate(model.get_weights())}
+    return result | {f"slot/{index}": value.numpy() for index, value in enumerate(model.optimizer.variables)}
+
+
+def compressed(rank: int, directory: pathlib.Path) -> dict[str, np.ndarray]:
+    """int4, from other weights on every worker, with callbacks that decide from the metrics; inside conds and loops."""
+    model = dense_model(seed=rank)
+    before = model.get_weights()
+    adam = keras.optimizers.Adam(0.02, gradient_accumulation_steps=2)
+    model.compile(tfpar.DistributedOptimizer(adam, "int4"), "mse", jit_compile=False, steps_per_execution=3)
+    x, y = tfpar.shard(*data())
+    history = model.fit(
+        tf.data.Dataset.from_tensor_slices((x, y)).shuffle(99, seed=rank).batch(BATCH),
+        epochs=40,
+        verbose=0,
+        validation_data=(x[: 5 + 9 * rank], y[: 5 + 9 * rank]),
+        callbacks=[
+            tfpar.BroadcastInitialWeights(),
+            tfpar.AverageMetrics(),
+            keras.callbacks.ReduceLROnPlateau(factor=0.5, patience=0, min_delta=0.05),
+        ],
+    )
+    own = {"own/val_loss": np.array(model.evaluate(x[: 5 + 9 * rank], y[: 5 + 9 * rank], verbose=0))}
+    if rank == 0:
+        model.save(directory / "int4.keras")
+    logs = {f"log/{key}": np.array(values) for key, values in history.history.items()}
+    return state(model) | logs | own | {"before": before[0]}
+
+
+def misuses(rank: int) -> dict[str, Callable[[], Any]]:
+    """What every worker must refuse, by name: nobody is left waiting, so that they can go on with the next."""
+    x, y = tfpar.shard(*data())
+
+    def run(
+        model: keras.Model | None = None,
+        sgd: Any = "sgd",
+        exchange: str = "none",
+        callbacks: Any = None,
+        examples: int = len(x),
+        jit_compile: bool = False,
+        **keywords: Any,
+    ) -> None:
+        model = model or dense_model()
+        distributed = tfpar.DistributedOptimizer(keras.optimizers.get(sgd), exchange)
+        model.compile(distributed, "mse", jit_compile=jit_compile)
+        callbacks = [tfpar.BroadcastInitialWeights(), tfpar.AverageMetrics()] if callbacks is None else callbacks
+        keywords = {"batch_size": BATCH, "verbose": 0, "shuffle": False} | keywords
+        model.fit(x[:examples], y[:examples], callbacks=callbacks, **keywords)
+
+    late = keras.callbacks.LearningRateScheduler(lambda epoch: 0.1 + rank * epoch), tfpar.AverageMetrics()
+
+    def stop(epoch: int, logs: Any) -> None:
+        stopping.model.stop_training = epoch + rank == 2
+
+    stopping = keras.callbacks.LambdaCallback(on_epoch_end=stop)
+    return {
+        "xla": lambda: run(jit_compile=True),
+        "xla, no callback": lambda: run(jit_compile=True, callbacks=[]),
+        "other model": lambda: run(model=dense_model(width=32 + rank)),
+        "other model, no callback": lambda: run(model=dense_model(width=32 + rank), callbacks=[]),
+        "other exchange": lambda: run(exchange=("int4", "int8")[rank]),
+        "other optimizer": lambda: run(sgd=keras.optimizers.SGD(momentum=0.5 + 0.1 * rank)),
+        "other weights": lambda: run(model=dense_model(seed=rank), callbacks=[]),
+        "other optimizer variables": lambda: run(sgd=keras.optimizers.SGD(0.1 + rank), callbacks=[]),
+        "other callbacks": lambda: run(callbacks=[(tfpar.BroadcastInitialWeights, tfpar.AverageMetrics)[rank]()]),
+        "other end": lambda: run(callbacks=[tfpar.BroadcastInitialWeights(), stopping], epochs=5),
+        "other steps": lambda: run(examples=len(x) - BATCH * rank),
+        "other learning rates": lambda: run(callbacks=late, epochs=3),
+    }
+
+
+def main() -> None:
+    directory = pathlib.Path(sys.argv[1])
+    tfpar.init_cluster()
+    rank = tfpar.rank()
+    optimizer._DENSE_BYTES = 4000  # several collectives for `none`
+    sent: dict[str, int] = {}
+    for name in FITS:
+        np.savez(directory / f"{name}-{rank}.npz", **fit(name, BATCH, sent=sent))
+    np.savez(directory / f"rows_int8-{rank}.npz", **fit("rows", BATCH, "int8:min_elements=100"))
+    (directory / f"sent-{rank}.json").write_text(json.dumps(sent))
+    np.savez(directory / f"int4-{rank}.npz", **compressed(rank, directory))
+    refusals = {}
+    for name, misuse in misuses(rank).items():
+        try:
+            misuse()
+            refusals[name] = "nothing was refused"
+        except tfpar.ConfigError as error:
+            refusals[name] = str(error)
+        except Exception as error:
+            refusals[name] = f"{type(error).__name__}: {error}"
+    (directory / f"refusals-{rank}.json").write_text(json.dumps(refusals))
+
+
+if __name__ == "__main__":
+    main()

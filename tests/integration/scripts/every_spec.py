@@ -1,0 +1,25 @@
+"""What the workers of the exchange tests share.
+
+python -m tests.cluster.scripts.MODULE OUTPUT_DIR DEVICES SPEC...
+"""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+from collections.abc import Callable
+
+import tfpar
+from tfpar import ExperimentConfig
+from tfpar.parallel import strategies
+
+import numpy as np
+
+
+def main(exchange_all: Callable[[str, strategies.Layout], dict[str, np.ndarray]]) -> None:
+    """Exchanges with every spec of the command line, and writes what came back to `OUTPUT_DIR/NUMBER-WORKER.npz`."""
+    directory, devices, *specs = sys.argv[1:]
+    config = ExperimentConfig.from_flat_dict({"strategy": "multi_worker", "devices": int(devices)})
+    layout = strategies.build(strategies.plan(config.strategy, tfpar.cluster.detect()))
+    for number, spec in enumerate(specs):
+        np.savez(pathlib.Path(directory) / f"{number}-{layout.plan.worker}.npz", **exchange_all(spec, layout))

@@ -1,0 +1,172 @@
+"""Compressed exchange between real processes: the same bits everywhere, and nothing is lost."""
+
+from __future__ import annotations
+
+import functools
+
+from tests.integration.scripts.exchange_sums import BAD_STEP, EARLY, RETUNED, SHAPES, STEPS, gradients
+from tests.integration.test_multi_worker import launch
+from tfpar.exchange import spec as specs
+from tfpar.exchange.algorithms import rounds
+
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.cluster
+
+EARLY_SPECS = [
+    "int4:bucket_bytes=20000",
+    "int8:pattern=ring,bucket_bytes=20000",
+    "topk:0.05,bucket_bytes=20000,pattern=all_gather",
+    "sign:bucket_bytes=20000,sample_every=2",
+    RETUNED,
+]
+SPECS = [
+    "none",
+    "bf16",
+    "fp16",
+    "fp8",
+    "int8",
+    "int4",
+    "int4:block=64,rounding=stochastic,scale=float32",
+    "int2",
+    "sign",
+    "topk:0.05,block=256",
+    "int4:pattern=all_gather",
+    "topk:0.05,pattern=all_gather",
+    "int8:warmup_steps=2",
+    "int4:bucket_bytes=20000",
+    "int8:pattern=ring",
+    "int4:pattern=binary_blocks,rounding=stochastic",
+    "int4:pattern=hierarchical",
+    "powersgd:4",
+    "powersgd:2,start_after=2",
+    "topk:0.05,block=256,ramp_steps=4",
+    "topk:0.05,block=256,momentum=0.9",
+    "auto",
+    RETUNED,
+    "int8:pattern=ring,bucket_bytes=20000",
+    "topk:0.05,bucket_bytes=20000,pattern=all_gather",
+    "sign:bucket_bytes=20000,sample_every=2",
+    *(EARLY + spec for spec in EARLY_SPECS),
+]
+# Of each kind of pattern one, for every number of workers.
+FEW = [
+    "none",
+    "int4",
+    "topk:0.05,block=256",
+    "sign:pattern=all_gather",
+    "int4:pattern=ring",
+    "topk:0.05,block=256,pattern=binary_blocks",
+    "powersgd:2",
+    "int4:bucket_bytes=20000",
+    EARLY + "int4:bucket_bytes=20000",
+]
+LARGE = [index for index, shape in enumerate(SHAPES) if len(shape) > 1 and np.prod(shape) >= 1024]
+
+
+@functools.cache
+def true_sums(replicas: int) -> list[np.ndarray]:
+    """Per tensor, the float64 sum over replicas and finite steps."""
+    total = [np.zeros(shape) for shape in SHAPES]
+    for step in range(STEPS):
+        for replica in range(replicas):
+            for index, value in enumerate(gradients(replica, step)):
+                total[index] += 0.0 if step == BAD_STEP else value.astype(np.float64)
+    return total
+
+
+def undelivered(states: list[dict[str, np.ndarray]]) -> np.ndarray:
+    """What all workers together have kept back, over the large tensors laid end to end."""
+    buckets = []
+    while any(f"state/{len(buckets)}/worker" in state for state in states):
+        name = f"state/{len(buckets)}"
+        kept = np.sum([state[f"{name}/worker"] for state in states], axis=0, dtype=np.float64)
+        if f"{name}/owner" in states[0]:
+            kept += np.concatenate([state[f"{name}/owner"] for state in states])
+        buckets.append(kept)
+    return np.concatenate(buckets)
+
+
+@pytest.mark.parametrize(("workers", "devices"), [(1, 2), (2, 1), (2, 2), (3, 1), (4, 1), (5, 1), (8, 1)])
+def test_sums_over_workers(tmp_path, workers, devices):
+    chosen = SPECS if workers == 3 else FEW
+    if workers & (workers - 1) == 0:
+        chosen = [*chosen, "int8:pattern=halving_doubling"]
+    if devices > 1:
+        chosen = [*chosen, "int4:pattern=hierarchical"]
+    arguments = ["-m", "tests.integration.scripts.exchange_sums", str(tmp_path), str(devices), *chosen]
+    result = launch(workers, *arguments, timeout=300.0)
+    assert result.returncode == 0, result.stdout + result.stderr
+    results = {
+        spec: [dict(np.load(tmp_path / f"{number}-{worker}.npz")) for worker in range(workers)]
+        for number, spec in enumerate(chosen)
+    }
+    for spec, states in results.items():
+        plain = spec.removeprefix(EARLY)
+        check(plain, states, workers * devices, workers)
+        if plain != spec:
+            check_same(results[plain], states)
+
+
+def check_same(plain: list[dict[str, np.ndarray]], early: list[dict[str, np.ndarray]]) -> None:
+    """Buckets that leave early bring the same bits, and leave the same state."""
+    for expected, state in zip(plain, early, strict=True):
+        assert expected.keys() == state.keys()
+        for name, value in expected.items():
+            if not name.startswith(f"mean/{BAD_STEP}/"):
+                np.testing.assert_array_equal(state[name], value, err_msg=name)
+
+
+def check(spec: str, states: list[dict[str, np.ndarray]], replicas: int, workers: int) -> None:
+    for name, value in states[0].items():
+        if name.startswith("mean/"):
+            for state in states[1:]:
+                np.testing.assert_array_equal(state[name], value, err_msg=f"{spec} {name}")
+    # A step that one replica found not finite is NaN for all, and leaves no trace.
+    assert np.isnan(states[0][f"mean/{BAD_STEP}/2"]).any(), spec
+    assert all(state["unchanged"] for state in states), spec
+    finite = [step for step in range(STEPS) if step != BAD_STEP]
+    delivered = [
+        replicas * sum(states[0][f"mean/{step}/{index}"].astype(np.float64) for step in finite)
+        for index in range(len(SHAPES))
+    ]
+    expected = true_sums(replicas)
+    compressed = spec != "none" and workers > 1
+    for index in range(len(SHAPES)):
+        if not (compressed and index in LARGE):  # dense: exact to float32 rounding
+            np.testing.assert_allclose(delivered[index], expected[index], rtol=1e-5, atol=1e-5 * 10.0 ** (index - 3))
+    if compressed and "momentum" not in spec:  # there velocities are delivered
+        total = np.concatenate([delivered[index].reshape(-1) for index in LARGE]) + undelivered(states)
+        truth = np.concatenate([expected[index].reshape(-1) for index in LARGE])
+        error = np.linalg.norm(total - truth) / np.linalg.norm(truth)
+        assert error < 1e-5, f"{spec}: {error}"
+    if compressed:
+        check_traffic(spec, states[0]["traffic"], workers)
+
+
+def check_traffic(text: str, traffic: np.ndarray, workers: int) -> None:
+    spec = specs.parse(text)
+    payload, sent, dense = traffic
+    large = sum(int(np.prod(SHAPES[index])) for index in LARGE)
+    small = 4 * (sum(int(np.prod(shape)) for shape in SHAPES) - large)
+    assert dense == 2 * (workers - 1) * (4 * large + small) // workers
+    share = (workers - 1) / workers
+    if spec.name == "auto":
+        assert sent <= dense
+        return
+    if spec.rank:
+        matrices = [(np.prod(SHAPES[index]) // SHAPES[index][-1], SHAPES[index][-1]) for index in LARGE]
+        assert payload - small == 4 * spec.rank * sum(rows + columns for rows, columns in matrices)
+        np.testing.assert_allclose(sent, 2 * share * payload, atol=1)
+        return
+    bits = 8 * (payload - small) / large
+    expected = 8 * spec.codec.payload_bytes(1 << 20) / (1 << 20)
+    assert expected <= bits < 1.5 * expected + 3  # headers and padding weigh on so short a vector
+    shares = 2 * share
+    if spec.pattern == "all_gather":
+        shares = workers - 1
+    elif spec.pattern == "binary_blocks":
+        schedule = rounds.binary_blocks(workers)
+        shares = schedule.sent_shards(0) / schedule.shards
+    np.testing.assert_allclose(sent, shares * (payload - small) + 2 * share * small, atol=1)

@@ -1,0 +1,245 @@
+"""The experiment scripts as a user starts them: real processes, real data, the contract's files."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+from tests import nursery
+from tests.integration.test_multi_worker import ROOT, launch
+
+import keras
+import pytest
+import tensorflow as tf
+
+pytestmark = pytest.mark.cluster
+CLASSIFY = "experiments/image_classification.py"
+QUICK = "--flagfile=experiments/recipes/quickstart.flags"
+
+SUMMARY_KEYS = {
+    *("steps", "train_loss", "eval", "examples_per_second", "step_ms_p50", "step_ms_p95", "input_wait_fraction"),
+    *("strategy", "workers", "replicas", "precision", "jit_compile", "exchange", "params_sha256", "restarts"),
+}
+
+
+def script(name: str, *flags: str, timeout: float = 300.0) -> subprocess.CompletedProcess:
+    """Runs a script in one process, as `python experiments/NAME`."""
+    environ = {key: value for key, value in os.environ.items() if key not in ("TF_CONFIG", "TF_CPP_MIN_LOG_LEVEL")}
+    return nursery.run(
+        [sys.executable, f"experiments/{name}.py", *flags],
+        cwd=ROOT,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def succeeded(result: subprocess.CompletedProcess) -> str:
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def summary_of(workdir: pathlib.Path) -> dict:
+    return json.loads((workdir / "summary.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory) -> pathlib.Path:
+    """The main job, as `make train` runs it."""
+    workdir = tmp_path_factory.mktemp("quickstart") / "run"
+    succeeded(launch(2, CLASSIFY, QUICK, f"--workdir={workdir}", "--profile_steps=40,42"))
+    return workdir
+
+
+def test_the_main_job_keeps_its_contract(quickstart):
+    summary = summary_of(quickstart)
+    assert set(summary) >= SUMMARY_KEYS
+    assert set(summary["exchange"]) >= {"codec", "pattern", "payload_bytes_per_step", "wire_bytes_per_step"}
+    assert summary["eval"]["accuracy"] >= 0.98
+    assert summary["workers"] == summary["replicas"] == 2
+    assert summary["strategy"] == "multi_worker"
+    # Weights and sidecar (count, flag, loss, and two numbers of the accuracy), float32; a ring of two sends it once.
+    model = keras.saving.load_model(quickstart / "model.keras", safe_mode=True)
+    assert summary["exchange"]["payload_bytes_per_step"] == 4 * (model.count_params() + 5)
+    assert summary["exchange"]["wire_bytes_per_step"] == summary["exchange"]["payload_bytes_per_step"]
+
+
+def test_tensorboard_has_what_one_watches(quickstart):
+    tags: set[str] = set()
+    for path in (quickstart / "tensorboard").rglob("*events*"):
+        for event in tf.compat.v1.train.summary_iterator(str(path)):
+            tags |= {value.tag for value in event.summary.value}
+    for wanted in (
+        *("loss", "learning_rate", "norms/gradient", "norms/parameter", "norms/update", "loss_scale", "mfu"),
+        *("throughput/examples_per_second", "metrics/accuracy", "configuration", "inputs"),
+        *("time_ms/input_wait", "time_ms/compute", "time_ms/exchange", "time_ms/update", "time_ms/step"),
+    ):
+        assert any(wanted in tag for tag in tags), (wanted, sorted(tags))
+    assert list((quickstart / "tensorboard").rglob("*.xplane.pb")), "no profile"
+
+
+def test_evaluate_agrees_with_the_run(quickstart):
+    output = succeeded(script("evaluate", f"--model_file={quickstart}/model.keras"))
+    results = json.loads(output[output.index("{") :])
+    assert results["examples"] == 360
+    assert results["accuracy"] == pytest.approx(summary_of(quickstart)["eval"]["accuracy"])
+    assert results["loss"] == pytest.approx(summary_of(quickstart)["eval"]["loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["saved_model", "onnx"])
+def test_export_is_checked_against_the_model(quickstart, tmp_path, kind):
+    output = tmp_path / ("model.onnx" if kind == "onnx" else "export")
+    flags = [f"--model_file={quickstart}/model.keras", "--dataset=digits", f"--format={kind}", f"--output={output}"]
+    exported = script("export", *flags)
+    assert "checked on 64 examples" in succeeded(exported)
+    assert "Warning" not in exported.stderr
+    assert output.exists()
+    again = script("export", *flags)
+    assert again.returncode == 2
+    assert "exists" in again.stderr
+
+
+TINY = [
+    QUICK,
+    "--epochs=0",
+    "--steps=40",
+    "--eval_every=40",
+    "--checkpoint_every=10",
+    "--deterministic",
+    "--warmup_steps=5",
+]
+
+
+@pytest.mark.parametrize(
+    ("workers", "exchanges", "xla"),
+    [
+        (1, ("none", "none"), True),
+        (2, ("none", "none"), True),
+        # One lets the exchange overlap the backward pass, the other not.
+        (
+            2,
+            tuple(f"int4:rounding=stochastic,bucket_bytes=20000,overlap={overlap}" for overlap in ("true", "false")),
+            False,
+        ),
+    ],
+)
+def test_a_stopped_and_resumed_run_gives_the_bits_of_one_that_was_not(tmp_path, workers, exchanges, xla):
+    def train(workdir: str, *flags: str) -> str:
+        exchange = dict(zip(("whole", "parts"), exchanges, strict=True))[workdir]
+        compiled = ["--model=mlp", "--jit_compile=true"] if xla else ["--jit_compile=false"]
+        arguments = [*TINY, *compiled, f"--exchange={exchange}", f"--workdir={tmp_path / workdir}", *flags]
+        if workers == 1:
+            return succeeded(script("image_classification", *arguments))
+        return succeeded(launch(workers, CLASSIFY, *arguments))
+
+    train("whole")
+    # 29 is in the middle of the second epoch of 23 updates.
+    assert "stopped after step 29 of 40" in train("parts", "--stop_after=29")
+    assert not (tmp_path / "parts" / "summary.json").exists()
+    assert "resumed from step 29" in train("parts")
+    whole, parts = summary_of(tmp_path / "whole"), summary_of(tmp_path / "parts")
+    assert whole["params_sha256"] == parts["params_sha256"]
+    assert whole["eval"] == parts["eval"]
+
+
+def test_without_xla_the_exchange_overlaps_the_backward_pass(tmp_path):
+    flags = [
+        QUICK,
+        "--epochs=0",
+        "--steps=20",
+        "--warmup_steps=5",
+        "--exchange=int8:bucket_bytes=20000",
+        "--jit_compile=false",
+    ]
+    succeeded(launch(2, CLASSIFY, *flags, f"--workdir={tmp_path}"))
+    overlapped = [
+        tf.make_ndarray(value.tensor).item()
+        for path in (tmp_path / "tensorboard").rglob("*events*")
+        for event in tf.compat.v1.train.summary_iterator(str(path))
+        for value in event.summary.value
+        if value.tag == "time_ms/exchange_overlapped"
+    ]
+    assert overlapped
+    assert min(overlapped) > 0.0
+
+
+def test_parameter_servers_train_digits(tmp_path):
+    flags = [QUICK, "--strategy=parameter_server", "--epochs=20", f"--workdir={tmp_path}"]
+    output = succeeded(launch(2, CLASSIFY, *flags, ps=1))
+    assert "32 examples an update, each the push of one worker = 64 / 2 workers" in output
+    assert "46 updates; remainder=pad: the last 2 share 29 examples" in output
+    summary = summary_of(tmp_path)
+    assert summary["eval"]["accuracy"] >= 0.97
+    assert summary["strategy"] == "parameter_server"
+    assert summary["steps"] == 20 * 23 * 2
+
+
+def test_another_configuration_in_the_same_workdir_is_refused(quickstart):
+    before = {path: path.stat().st_mtime_ns for path in quickstart.rglob("*") if path.is_file()}
+    result = script("image_classification", QUICK, f"--workdir={quickstart}", "--learning_rate=0.5")
+    assert result.returncode == 2
+    assert "--learning_rate: 0.003 -> 0.5" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert {path: path.stat().st_mtime_ns for path in quickstart.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("name", ["evaluate", "export"])
+def test_a_file_that_is_no_model_is_one_plain_line(tmp_path, name):
+    (tmp_path / "broken.keras").write_bytes(b"PK")
+    flags = ["--dataset=digits", *([f"--output={tmp_path / 'out'}"] if name == "export" else [])]
+    for path in (tmp_path / "broken.keras", tmp_path / "missing.keras"):
+        result = script(name, f"--model_file={path}", *flags)
+        assert result.returncode == 2
+        assert "is not a .keras file" in result.stderr
+        assert "Traceback" not in result.stderr
+        assert "strategy" not in result.stdout
+    assert not (tmp_path / "out").exists()
+
+
+def test_training_without_evaluation(tmp_path):
+    flags = [f"--dataset=text:{ROOT}/README.md", "--validation_fraction=0", "--global_batch_size=4", "--steps=2"]
+    output = succeeded(script("language_model", *flags, "--warmup_steps=1", f"--workdir={tmp_path}"))
+    assert "evaluation" not in output
+    assert summary_of(tmp_path)["eval"] == {}
+
+
+def test_warm_start_takes_the_weights(quickstart, tmp_path):
+    flags = ["--dataset=digits", "--steps=1", "--learning_rate=0", f"--workdir={tmp_path}"]
+    output = succeeded(script("image_classification", *flags, f"--warm_start={quickstart}"))
+    assert "warm start from" in output
+    assert summary_of(tmp_path)["eval"]["accuracy"] >= 0.98
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--model=resnet19"], "resnet18"),
+        (["--dataset=digit"], "digits"),
+        (["--optimizer=adamm"], "adam"),
+        (["--schedule=cosin"], "cosine"),
+        (["--augment=flipp"], "flip"),
+        (["--exchange=nonne"], "none"),
+        (["--strategy=multi_worker"], "tfpar.launch"),
+        (["--strategy=mirrored", "--devices=3"], "--uneven_batches=true"),
+        (["--learning_rate=-1"], "at least 0"),
+        (["--learning_rates=1"], "--learning_rate"),
+        (["--steps=5", "--epochs=2"], "contradict"),
+        (["--strategy=tpu"], "no TPU was found"),
+        (["--profile_steps=9"], "10,15"),
+        (["--dataset=tfds:nonesuch"], "not prepared"),
+        (["--model_args=activation=rellu"], "'relu'"),
+        (["--augment=crop:9"], "crop:7"),
+        (["--warm_start=/nonesuch"], "a run's workdir"),
+    ],
+)
+def test_wrong_flags_are_one_plain_line(tmp_path, flags, message):
+    result = script("image_classification", f"--workdir={tmp_path / 'run'}", *flags)
+    assert result.returncode == 2, result.stdout + result.stderr
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not (tmp_path / "run").exists()

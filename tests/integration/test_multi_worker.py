@@ -1,0 +1,80 @@
+"""Real processes with TF_CONFIG: the same weights as one device, the same bits on every worker."""
+
+from __future__ import annotations
+
+import functools
+import os
+import pathlib
+import subprocess
+import sys
+
+from tests import nursery
+from tests.training import layouts
+from tfpar.config import StrategyConfig
+from tfpar.parallel import strategies
+
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.cluster
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def launch(workers: int, *command: str, ps: int = 0, timeout: float = 300.0) -> subprocess.CompletedProcess:
+    # TF_CPP_MIN_LOG_LEVEL is the tests' own; a user has none, and tfpar then sets what keeps the start quiet.
+    environ = {name: value for name, value in os.environ.items() if name not in ("TF_CONFIG", "TF_CPP_MIN_LOG_LEVEL")}
+    return nursery.run(
+        [sys.executable, "-m", "tfpar.launch", f"--workers={workers}", f"--ps={ps}", "--", *command],
+        cwd=ROOT,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+@functools.cache
+def on_one_device(accumulate_steps: int) -> dict[str, np.ndarray]:
+    layout = strategies.build(strategies.plan(StrategyConfig(strategy="one_device")))
+    trainer, _ = layouts.train("one_device", 1, accumulate_steps, layout=layout)
+    return layouts.weights_of(trainer)
+
+
+@pytest.mark.parametrize(("devices", "accumulate_steps"), [(1, 1), (1, 4), (2, 1), (2, 4)])
+def test_two_workers_equal_one_device(tmp_path, devices, accumulate_steps):
+    output = tmp_path / "WORKER.npz"
+    arguments = [str(output), "multi_worker", str(devices), str(accumulate_steps), "auto"]
+    result = launch(2, "-m", "tests.training.layouts", *arguments)
+    assert result.returncode == 0, result.stdout + result.stderr
+    workers = [dict(np.load(tmp_path / f"{worker}.npz")) for worker in range(2)]
+    assert workers[0].pop("params_sha256") == workers[1].pop("params_sha256")
+    expected = on_one_device(accumulate_steps)
+    for worker in workers:
+        assert set(worker) == set(expected)
+        for name, value in expected.items():
+            np.testing.assert_allclose(worker[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
+    assert "[worker 1]" not in result.stdout  # only the chief talks
+
+
+def test_keras_fit_fails_where_tfpar_trains():
+    result = launch(2, "tests/integration/scripts/keras_fit.py")
+    assert result.returncode != 0
+    assert "Attempt to convert a value (PerReplica" in result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [
+        ("data", ["training data (here arrays, 200 examples", "training data (here arrays, 120"]),
+        ("option", ["--eval_every (here 10)", "--eval_every (here 5)"]),
+        ("name", []),
+        ("nothing", []),
+    ],
+)
+def test_workers_that_were_not_given_the_same_say_so_before_the_first_step(what, named):
+    result = launch(2, "-m", "tests.integration.scripts.own_data", what, timeout=90.0)
+    said = result.stdout + result.stderr
+    assert (result.returncode == 0) == (not named), said
+    assert ("the workers were not given the same" in said) == bool(named)
+    assert all(part in said for part in named), said

@@ -1,0 +1,470 @@
+"""What one sees: event files read back with TensorBoard's own reader, a terminal, the profiler, the figures."""
+
+from __future__ import annotations
+
+import io
+import os
+import pathlib
+import pty
+import threading
+
+from tfpar.config import ExperimentConfig
+from tfpar.monitor.monitor import Monitor
+from tfpar.monitor.progress import Progress, format_seconds
+from tfpar.monitor.tensorboard import displayable
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorboard import context
+from tensorboard.backend.event_processing import data_provider, event_accumulator, plugin_event_multiplexer
+from tensorboard.plugins import base_plugin
+from tensorboard.plugins.hparams import api_pb2, backend_context, list_session_groups
+
+BATCH = 32
+
+
+def _config(**options):
+    return ExperimentConfig.from_flat_dict({"global_batch_size": BATCH, **options})
+
+
+def _monitor(workdir, *, is_chief=True, total_steps=100, stream=None, config=None, **arguments):
+    progress = Progress(total_steps, stream=stream if stream is not None else io.StringIO(), live=False)
+    return Monitor(
+        str(workdir) if workdir else None,
+        is_chief=is_chief,
+        config=config or _config(log_every=10),
+        total_steps=total_steps,
+        progress=progress,
+        **arguments,
+    )
+
+
+def _durations(count, total=0.1):
+    """Every update: 10% input wait, 50% compute, 20% exchange, 20% update."""
+    return np.outer(np.full(count, total), [0.1, 0.5, 0.2, 0.2, 1.0, 0.0])
+
+
+def _events(workdir, run):
+    accumulator = event_accumulator.EventAccumulator(
+        str(pathlib.Path(workdir) / "tensorboard" / run), size_guidance={"tensors": 0}
+    )
+    accumulator.Reload()
+    return accumulator
+
+
+def _points(accumulator, tag):
+    return [(event.step, float(tf.make_ndarray(event.tensor_proto))) for event in accumulator.Tensors(tag)]
+
+
+def _assert_points(accumulator, tag, expected):
+    np.testing.assert_allclose(_points(accumulator, tag), expected, rtol=1e-6, err_msg=tag)
+
+
+def _texts(accumulator, tag):
+    return [tf.make_ndarray(event.tensor_proto).ravel()[0].decode() for event in accumulator.Tensors(tag)]
+
+
+# --- TensorBoard -----------------------------------------------------------------------------------------------------
+
+
+def test_points_are_means_over_log_every_updates(tmp_path):
+    """Calls of 25, 25 and 10 updates, points every 10: where calls end must not matter."""
+    monitor = _monitor(tmp_path, flops_per_example=2e6, peak_flops=1e9, replicas=2)
+    losses = np.arange(60, dtype=np.float64)
+    losses[13] = np.nan  # a skipped update: no part of the mean
+    scalars = {"learning_rate": 0.5, "gradient_norm": 2.0, "parameter_norm": 3.0, "update_norm": 4.0, "loss_scale": 8.0}
+    with monitor.session():
+        for begin, end in ((0, 25), (25, 50), (50, 60)):
+            monitor.on_steps(end, losses[begin:end], _durations(end - begin), {**scalars, "accuracy": end / 100})
+    train = _events(tmp_path, "train")
+    expected = [(end, np.nanmean(losses[end - 10 : end])) for end in range(10, 61, 10)]
+    _assert_points(train, "loss", expected)
+    rate = BATCH / 0.1
+    _assert_points(train, "throughput/examples_per_second", [(end, rate) for end, _ in expected])
+    for name, milliseconds in (("input_wait", 10), ("compute", 50), ("exchange", 20), ("update", 20), ("step", 100)):
+        assert _points(train, f"time_ms/{name}")[-1] == pytest.approx((60, milliseconds))
+    assert _points(train, "mfu")[0] == pytest.approx((10, 2e6 * rate / (2 * 1e9)))
+    for tag, value in (
+        ("learning_rate", 0.5),
+        ("norms/gradient", 2.0),
+        ("norms/parameter", 3.0),
+        ("norms/update", 4.0),
+        ("loss_scale", 8.0),
+    ):
+        assert _points(train, tag) == [(25, value), (50, value), (60, value)]
+    _assert_points(train, "metrics/accuracy", [(25, 0.25), (50, 0.5), (60, 0.6)])
+
+
+def test_without_log_every_points_come_by_time(tmp_path):
+    monitor = _monitor(tmp_path, config=_config())
+    with monitor.session():
+        for step in range(1, 100):
+            monitor.on_steps(step, np.array([float(step)]), _durations(1), {"learning_rate": 1.0})
+        monitor.on_steps(100, np.array([100.0]), _durations(1), {"learning_rate": 1.0})
+    points = _points(_events(tmp_path, "train"), "loss")
+    assert points[0] == (1, 1.0)  # at once
+    assert points[-1][0] == 100  # and at the end
+    assert len(points) < 10  # 99 updates in no time are not 99 points
+
+
+def test_real_example_counts_make_the_throughput(tmp_path):
+    monitor = _monitor(tmp_path, config=_config(log_every=2))
+    with monitor.session():
+        monitor.on_steps(2, np.zeros(2), _durations(2, 0.5), {}, examples=np.array([32.0, 5.0]))
+    assert _points(_events(tmp_path, "train"), "throughput/examples_per_second") == [(2, 37.0)]
+
+
+def test_configuration_images_and_text(tmp_path):
+    monitor = _monitor(tmp_path, config=_config(optimizer="lamb", seed=7))
+    images = np.random.default_rng(0).normal(size=(3, 8, 8, 1)).astype("float32")
+    with monitor.session():
+        monitor.images("inputs", images)
+        monitor.sample_text("generated", "def f(x):\n  return `x` | 1", step=40)
+        monitor.text("model", "layer    size\ndense      10")
+    train = _events(tmp_path, "train")
+    table = _texts(train, "configuration")[0]
+    assert "| optimizer | `lamb` |" in table
+    assert "| seed | `7` |" in table
+    assert len(table.splitlines()) == 2 + len(_config().as_flat_dict())
+    assert _texts(train, "samples/generated") == ["    def f(x):\n      return `x` | 1"]
+    assert train.Tensors("samples/generated")[0].step == 40
+    assert _texts(train, "model") == ["    layer    size\n    dense      10"]
+    width, height, *encoded = tf.make_ndarray(train.Tensors("samples/inputs")[0].tensor_proto)
+    assert (width, height, len(encoded)) == (b"8", b"8", 3)
+    shown = tf.io.decode_png(encoded[1]).numpy() / 255.0
+    scaled = (images[1] - images.min()) / (images.max() - images.min())
+    np.testing.assert_allclose(shown, scaled, atol=0.01)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (np.array([0.0, 0.25, 1.0], np.float32), [0.0, 0.25, 1.0]),
+        (np.array([0.25, 0.5], np.float32), [0.25, 0.5]),
+        (np.array([-1.0, 0.0, 1.0], np.float16), [0.0, 0.5, 1.0]),
+        (np.array([0, 8, 16], np.int64), [0.0, 0.5, 1.0]),
+        (np.array([7.0, 7.0], np.float32), [0.0, 0.0]),
+        (np.array([0, 128, 255], np.uint8), [0, 128, 255]),
+    ],
+)
+def test_images_are_brought_into_range(given, expected):
+    shown = displayable(given.reshape(1, 1, -1, 1))
+    assert shown.dtype == (np.uint8 if given.dtype == np.uint8 else np.float32)
+    np.testing.assert_allclose(shown.ravel(), expected)
+
+
+def _session_groups(logdir):
+    """What TensorBoard's HPARAMS tab shows for a log directory, from the plug-in's own backend."""
+    multiplexer = plugin_event_multiplexer.EventMultiplexer()
+    multiplexer.AddRunsFromDirectory(str(logdir))
+    multiplexer.Reload()
+    provider = data_provider.MultiplexerDataProvider(multiplexer, str(logdir))
+    backend = backend_context.Context(base_plugin.TBContext(data_provider=provider))
+    request = api_pb2.ListSessionGroupsRequest(start_index=0, slice_size=10, allowed_statuses=[0, 1, 2, 3])
+    return list_session_groups.Handler(context.RequestContext(), backend, "", request).run().session_groups
+
+
+def test_hparams_tab_lists_runs_with_their_results(tmp_path):
+    for number, rate in ((1, 0.1), (2, 0.2)):
+        workdir = tmp_path / f"run{number}"
+        stream = io.StringIO()
+        monitor = _monitor(workdir, config=_config(learning_rate=rate, workdir=str(workdir)), stream=stream)
+        with monitor.session():
+            monitor.on_evaluation(50, {"loss": 1.0, "accuracy": 0.5, "examples": 180.0})
+            monitor.on_evaluation(100, {"loss": 0.25 * number, "accuracy": 0.75, "examples": 180.0})
+            monitor.finish({"steps": 100, "train_loss": 0.125, "examples_per_second": 1000.0, "mfu": None})
+        assert stream.getvalue().splitlines() == [
+            "evaluation at step 50  loss 1.0000  accuracy 0.5000  (180 examples)",
+            f"evaluation at step 100  loss {0.25 * number:.4f}  accuracy 0.7500  (180 examples)",
+        ]
+    groups = sorted(_session_groups(tmp_path), key=lambda group: group.name)
+    assert [group.name for group in groups] == [str(tmp_path / "run1"), str(tmp_path / "run2")]
+    for number, group in enumerate(groups, start=1):
+        assert group.hparams["learning_rate"].number_value == pytest.approx(0.1 * number)
+        assert group.hparams["optimizer"].string_value == "adamw"
+        assert group.hparams["shuffle"].bool_value is True
+        assert "workdir" not in group.hparams
+        metrics = {metric.name.tag: (metric.value, metric.training_step) for metric in group.metric_values}
+        assert metrics == {
+            "loss": (0.25 * number, 100),
+            "metrics/accuracy": (0.75, 100),
+            "final/train_loss": (0.125, 100),
+            "final/examples_per_second": (1000.0, 100),
+        }
+        assert group.sessions[0].status == api_pb2.STATUS_SUCCESS
+
+
+def test_a_failed_run_is_shown_as_failed(tmp_path):
+    monitor = _monitor(tmp_path)
+
+    def train():
+        with monitor.session():
+            monitor.on_steps(10, np.full(10, 0.5), _durations(10), {})
+            raise RuntimeError("worker died")
+
+    with pytest.raises(RuntimeError, match="worker died"):
+        train()
+    (group,) = _session_groups(tmp_path)
+    assert group.sessions[0].status == api_pb2.STATUS_FAILURE
+    assert _points(_events(tmp_path, "train"), "loss") == [(10, 0.5)]  # what was known is on disk
+
+
+def test_only_the_chief_talks_and_writes(tmp_path, capfd):
+    monitor = Monitor(str(tmp_path), is_chief=False, config=_config(log_every=1, profile_steps="2,3"), total_steps=4)
+    with monitor.session():
+        assert monitor.next_boundary(0) == 1  # every process must make the chief's calls
+        for step in range(1, 5):
+            monitor.before_step(step - 1)
+            monitor.on_steps(step, np.zeros(1), _durations(1), {"accuracy": 1.0})
+            monitor.after_step(step)
+        monitor.on_evaluation(4, {"loss": 0.0})
+        monitor.message("hello")
+        monitor.text("a", "b")
+        monitor.sample_text("a", "b")
+        monitor.images("c", np.zeros((1, 4, 4, 3)))
+        monitor.finish({"steps": 4, "train_loss": 0.0})
+    assert capfd.readouterr().out == ""
+    assert list(tmp_path.iterdir()) == []
+    assert monitor.statistics()["step_ms_p50"] == pytest.approx(100.0)  # the summary is every worker's
+
+
+def test_nothing_is_created_before_there_is_something_to_write(tmp_path):
+    monitor = _monitor(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    monitor.text("model", "x")
+    assert (tmp_path / "tensorboard" / "train").is_dir()
+    monitor.close()
+
+
+# --- figures ---------------------------------------------------------------------------------------------------------
+
+
+def test_statistics_leave_the_compiling_call_out():
+    monitor = _monitor(None, flops_per_example=1e6, peak_flops=1e8, replicas=4)
+    assert monitor.statistics()["examples_per_second"] == 0.0
+    monitor.on_steps(1, np.zeros(1), _durations(1, 30.0), {})
+    assert monitor.statistics()["step_ms_p50"] == pytest.approx(30e3)  # nothing else is known yet
+    times = np.linspace(0.1, 0.3, 101)
+    durations = np.outer(times, [0.1, 0.5, 0.2, 0.2, 1.0, 0.0])
+    monitor.on_steps(61, np.zeros(60), durations[:60], {})
+    monitor.on_steps(102, np.zeros(41), durations[60:], {})
+    figures = monitor.statistics()
+    assert figures["step_ms_p50"] == pytest.approx(200.0)
+    assert figures["step_ms_p95"] == pytest.approx(290.0)
+    assert figures["input_wait_fraction"] == pytest.approx(0.1)
+    assert figures["examples_per_second"] == pytest.approx(BATCH / 0.2)
+    assert figures["mfu"] == pytest.approx(1e6 * BATCH / 0.2 / (4 * 1e8))
+    assert _monitor(None).statistics()["mfu"] is None
+
+
+# --- profiler --------------------------------------------------------------------------------------------------------
+
+
+def _profiled_calls(monitor, total, per_call):
+    """Runs the trainer's loop; returns where its calls ended and during which updates the profiler ran."""
+    step, ends, profiled = 0, [], []
+    while step < total:
+        count = min(per_call, total - step, monitor.next_boundary(step) - step)
+        monitor.before_step(step)
+        running = monitor._profile.running
+        for _ in range(count):
+            tf.linalg.matmul(tf.ones([16, 16]), tf.ones([16, 16])).numpy()
+        step += count
+        profiled += range(step - count + 1, step + 1) if running else []
+        monitor.after_step(step)
+        ends.append(step)
+    return ends, profiled
+
+
+@pytest.mark.parametrize(
+    ("window", "per_call", "ends"),
+    [("3,5", 4, [2, 5, 9, 12]), ("1,2", 5, [2, 7, 12]), ("0,1", 12, [1, 12]), ("12,12", 6, [6, 11, 12])],
+)
+def test_profile_window_is_met_exactly(tmp_path, window, per_call, ends):
+    stream = io.StringIO()
+    monitor = _monitor(tmp_path, total_steps=12, config=_config(profile_steps=window), stream=stream)
+    with monitor.session():
+        result = _profiled_calls(monitor, 12, per_call)
+    first, last = (max(int(edge), 1) for edge in window.split(","))
+    assert result == (ends, list(range(first, last + 1)))
+    (trace,) = (tmp_path / "tensorboard").glob("plugins/profile/*/*.xplane.pb")
+    assert trace.stat().st_size > 1000
+    assert f"profiled updates {first} to {last}" in stream.getvalue()
+
+
+def test_no_profile_after_a_resume_beyond_the_window(tmp_path):
+    monitor = _monitor(tmp_path, config=_config(profile_steps="3,5"))
+    assert monitor.next_boundary(20) == 100
+    monitor.before_step(20)
+    assert not monitor._profile.running
+
+
+def test_a_run_that_ends_inside_the_window_keeps_its_profile(tmp_path):
+    monitor = _monitor(tmp_path, config=_config(profile_steps="2,50"))
+
+    def train():
+        with monitor.session():
+            monitor.before_step(1)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train()
+    assert list((tmp_path / "tensorboard").glob("plugins/profile/*/*.xplane.pb"))
+    tf.profiler.experimental.start(str(tmp_path / "free"))  # the profiler is free again
+    tf.profiler.experimental.stop()
+
+
+def test_profiler_in_use_and_missing_workdir_are_said_not_fatal(tmp_path):
+    stream = io.StringIO()
+    tf.profiler.experimental.start(str(tmp_path / "other"))
+    try:
+        monitor = _monitor(tmp_path, config=_config(profile_steps="1,2"), stream=stream)
+        monitor.before_step(0)
+        monitor.after_step(2)
+    finally:
+        tf.profiler.experimental.stop()
+    assert "the profiler does not start" in stream.getvalue()
+    stream = io.StringIO()
+    monitor = _monitor(None, config=_config(profile_steps="1,2"), stream=stream)
+    monitor.before_step(0)
+    assert "--workdir" in stream.getvalue()
+
+
+# --- terminal --------------------------------------------------------------------------------------------------------
+
+
+class _Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def _screen(written):
+    """The lines that a terminal shows: a carriage return goes back to the first column, letters overwrite."""
+    lines = []
+    for line in written.replace("\r\n", "\n").split("\n"):
+        cells: list[str] = []
+        column = 0
+        for letter in line:
+            if letter == "\r":
+                column = 0
+                continue
+            cells[column : column + 1] = [letter]
+            column += 1
+        lines.append("".join(cells).rstrip())
+    return lines
+
+
+def test_plain_lines_come_soon_then_every_few_seconds_and_at_the_end():
+    stream, clock = io.StringIO(), _Clock()
+    progress = Progress(1000, stream=stream, clock=clock)
+    for step in range(1, 1001):
+        clock.now += 1 / 32
+        progress.update(step, {"loss": f"{1 / step:.3f}", "examples/s": "50"})
+    progress.close()
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "step    1/1000    0%  loss 1.000  examples/s 50"
+    assert lines[1] == "step  161/1000   16%  loss 0.006  ETA 0:26  examples/s 50"
+    assert [line.split("/")[0].split()[-1] for line in lines] == ["1", "161", "321", "481", "641", "801", "961", "1000"]
+    assert lines[-1] == "step 1000/1000  100%  loss 0.001  ETA 0:00  examples/s 50"
+
+
+def test_live_line_on_a_real_terminal(monkeypatch):
+    """A pseudo-terminal: one line overwritten in place, messages whole above it, nothing wider than the terminal."""
+    monkeypatch.setenv("COLUMNS", "80")
+    master, slave = pty.openpty()
+    clock = _Clock()
+    with os.fdopen(slave, "w") as stream:
+        progress = Progress(200, stream=stream, clock=clock)
+        values = {"loss": "0.1234", "accuracy": "0.98", "examples/s": "1234", "input wait": "0.5%"}
+        for step in range(1, 101):
+            clock.now += 1 / 16
+            progress.update(step, values)
+            if step in (30, 60):
+                progress.message(f"evaluation at step {step}")
+        progress.close()
+        progress.message("the end")
+    written = ""
+    while not written.endswith("the end\r\n"):  # a terminal hands over what it has so far
+        written += os.read(master, 1 << 16).decode()
+    os.close(master)
+    assert _screen(written) == [
+        "evaluation at step 30",
+        "evaluation at step 60",
+        "step  99/200   50%  loss 0.1234  ETA 0:06  accuracy 0.98  examples/s 1234",
+        "the end",
+        "",
+    ]
+    assert written.count("step  ") < 60  # every other update is within 0.1 s of the one before
+
+
+@pytest.mark.parametrize(
+    ("columns", "expected"),
+    [
+        ("120", "step  50/100  [==========          ]   50%  loss 0.5  ETA 0:10  examples/s 1234  input wait 0.5%"),
+        ("60", "step  50/100   50%  loss 0.5  ETA 0:10  examples/s 1234"),
+        ("30", "step  50/100   50%  loss 0.5"),
+        ("8", "step  5"),
+    ],
+)
+def test_live_line_fits_the_terminal(monkeypatch, columns, expected):
+    monkeypatch.setenv("COLUMNS", columns)
+    stream, clock = io.StringIO(), _Clock()
+    progress = Progress(100, stream=stream, live=True, clock=clock)
+    for step in (1, 50):
+        progress.update(step, {"loss": "0.5", "examples/s": "1234", "input wait": "0.5%"})
+        clock.now += 9.8
+    assert _screen(stream.getvalue())[-1] == expected
+    assert all(len(line) < int(columns) for line in stream.getvalue().split("\r"))
+
+
+def test_messages_from_threads_stay_whole(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    stream, clock = io.StringIO(), _Clock()
+    progress = Progress(10**6, stream=stream, live=True, clock=clock)
+
+    def talk(name):
+        for number in range(50):
+            progress.message(f"{name} says {number}")
+
+    threads = [threading.Thread(target=talk, args=(name,)) for name in "abcd"]
+    for thread in threads:
+        thread.start()
+    for step in range(200):
+        clock.now += 1.0
+        progress.update(step, {"loss": "1.0" * (step % 3)})
+    for thread in threads:
+        thread.join()
+    progress.close()
+    lines = _screen(stream.getvalue())
+    assert sorted(line for line in lines if " says " in line) == sorted(
+        f"{n} says {i}" for n in "abcd" for i in range(50)
+    )
+
+
+def test_a_reader_that_left_does_not_end_the_training():
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as stream:
+        os.close(reader)
+        progress = Progress(10, stream=stream)
+        progress.update(1, {"loss": "1"})
+        progress.message("still here")
+
+
+def test_monitor_shows_the_window_since_the_last_line():
+    stream = io.StringIO()
+    monitor = _monitor(None, total_steps=30, stream=stream)
+    monitor.on_steps(10, np.full(10, 2.0), _durations(10), {"accuracy": 0.5, "learning_rate": 1.0})
+    monitor.on_steps(20, np.full(10, 1.0), _durations(10), {"accuracy": 0.6})
+    monitor.on_steps(30, np.full(10, 0.5), _durations(10), {"accuracy": 0.75})
+    first, last = stream.getvalue().splitlines()
+    assert first == "step 10/30   33%  loss 2.0000  accuracy 0.5000  examples/s 320  input wait 10.0%"
+    assert last.startswith("step 30/30  100%  loss 0.7500  ETA 0:00  accuracy 0.7500  examples/s 320")
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.2, "0:00"), (59.6, "1:00"), (3599, "59:59"), (36000, "10:00:00")])
+def test_durations_read_as_clocks(seconds, text):
+    assert format_seconds(seconds) == text

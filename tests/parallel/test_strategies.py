@@ -1,0 +1,100 @@
+"""Which strategy a configuration gets, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import json
+import socket
+
+from tfpar import cluster
+from tfpar.config import ConfigError, StrategyConfig
+from tfpar.parallel import strategies
+
+import pytest
+import tensorflow as tf
+
+
+def of_cluster(**jobs):
+    task_type = "chief" if "chief" in jobs else "worker"
+    environ = {"TF_CONFIG": json.dumps({"cluster": jobs, "task": {"type": task_type, "index": 0}})}
+    return cluster.detect(environ)
+
+
+WORKERS = {"worker": ["127.0.0.1:4001", "127.0.0.1:4002"]}
+SERVERS = {"chief": ["127.0.0.1:4000"], **WORKERS, "ps": ["127.0.0.1:4003"]}
+
+
+@pytest.mark.parametrize(
+    ("options", "jobs", "name", "replicas"),
+    [
+        ({}, None, "one_device", 1),
+        ({"devices": 3}, None, "mirrored", 3),
+        ({}, WORKERS, "multi_worker", 2),
+        ({"devices": 2}, WORKERS, "multi_worker", 4),
+        ({}, SERVERS, "parameter_server", 2),
+        ({"strategy": "one_device"}, WORKERS, "one_device", 1),
+        ({"strategy": "mirrored", "devices": 2}, None, "mirrored", 2),
+    ],
+)
+def test_plan(options, jobs, name, replicas):
+    plan = strategies.plan(StrategyConfig(**options), of_cluster(**jobs) if jobs else None)
+    assert (plan.name, plan.replicas) == (name, replicas)
+    assert plan.reason in plan.describe()
+    assert ("a run of its own" in plan.reason) == (name == "one_device" and jobs is not None)
+
+
+@pytest.mark.parametrize(
+    ("options", "jobs", "message"),
+    [
+        ({"strategy": "multi_worker"}, None, "tfpar.launch"),
+        ({"strategy": "parameter_server"}, WORKERS, "--ps=1"),
+        ({"strategy": "multi_worker"}, SERVERS, "parameter_server"),
+        ({"strategy": "one_device", "devices": 2}, None, "mirrored"),
+        ({"strategy": "tpu"}, None, "no TPU was found"),
+        ({"strategy": "parameter_server", "devices": 2}, SERVERS, "--devices"),
+    ],
+)
+def test_refusals_name_the_way_out(options, jobs, message):
+    with pytest.raises(ConfigError, match=message):
+        strategies.plan(StrategyConfig(**options), of_cluster(**jobs) if jobs else None)
+
+
+def test_a_tpu_slice_is_one_process_fed_by_its_hosts():
+    slice_of_four = strategies.Plan(name="tpu", local_replicas=16, device_type="TPU", hosts=4)
+    assert (slice_of_four.workers, slice_of_four.replicas, slice_of_four.input_pipelines) == (1, 16, 4)
+    assert strategies.Plan(name="multi_worker", workers=3, local_replicas=2).input_pipelines == 3
+
+
+def test_an_evaluator_has_no_part():
+    jobs = {"cluster": {**SERVERS, "evaluator": ["127.0.0.1:4009"]}, "task": {"type": "evaluator", "index": 0}}
+    with pytest.raises(ConfigError, match=r"this process is an evaluator.*Take 'evaluator' out"):
+        strategies.plan(StrategyConfig(), cluster.detect({"TF_CONFIG": json.dumps(jobs)}))
+
+
+def test_an_unknown_strategy_gets_suggestions():
+    with pytest.raises(ConfigError, match="Did you mean 'mirrored'"):
+        StrategyConfig(strategy="miror")
+
+
+@pytest.mark.parametrize("devices", [2, 3, 4])
+def test_mirrored_on_logical_devices(devices):
+    layout = strategies.build(strategies.plan(StrategyConfig(strategy="mirrored", devices=devices)))
+    assert layout.strategy.num_replicas_in_sync == devices
+
+
+def test_more_devices_after_start_up_are_refused():
+    tf.zeros([]).numpy()
+    with pytest.raises(ConfigError, match="before TensorFlow"):
+        strategies.build(strategies.plan(StrategyConfig(strategy="mirrored", devices=9)))
+
+
+def test_an_unreachable_tpu_is_a_plain_error():
+    with pytest.raises(ConfigError, match="--tpu='local'"):
+        strategies.build(strategies.plan(StrategyConfig(strategy="tpu", tpu="local")))
+
+
+def test_a_tpu_address_where_nothing_listens_is_refused_at_once():
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # and does not listen
+        address = f"grpc://127.0.0.1:{unused.getsockname()[1]}"
+        with pytest.raises(ConfigError, match="nothing listens"):
+            strategies.build(strategies.plan(StrategyConfig(strategy="tpu", tpu=address)))

@@ -1,0 +1,86 @@
+"""A quiet start: real processes that import TensorFlow, and what must still be heard."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import subprocess
+import sys
+
+from tfpar.process import startup
+
+import pytest
+
+PROGRAM = """
+import gc
+from tfpar.process.startup import quiet_startup
+quiet_startup()
+import keras
+import tensorflow as tf
+strategy = tf.distribute.MirroredStrategy(["CPU:0"])
+tf.get_logger().warning("There are non-GPU devices in `tf.distribute.Strategy`, not using nccl allreduce.")
+tf.get_logger().warning("5 out of the last 5 calls triggered tf.function retracing")
+print(tf.reduce_sum(tf.ones([3])).numpy(), gc.isenabled(), gc.get_freeze_count() > 100_000)
+"""
+
+
+def _start(**environ):
+    clean = {name: value for name, value in os.environ.items() if name not in ("TF_CPP_MIN_LOG_LEVEL", "TFPAR_VERBOSE")}
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env={**clean, **environ},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+
+
+def test_start_up_is_silent_but_for_what_matters():
+    result = _start()
+    assert result.stdout == "3.0 True True\n"  # the collector is on, and spared what TensorFlow is made of
+    assert result.stderr.splitlines() == [
+        "WARNING:tensorflow:5 out of the last 5 calls triggered tf.function retracing"
+    ]
+
+
+def test_verbose_leaves_everything():
+    result = _start(TFPAR_VERBOSE="1")
+    assert re.search(r"^I\d{4} .*(oneDNN|cpu_feature_guard)", result.stderr, re.MULTILINE)
+    assert "not using nccl" in result.stderr
+
+
+def test_errors_on_standard_error_come_through(capfd):
+    def work():
+        with startup.filtered_stderr():
+            os.write(2, b"I0000 00:00:1795247585.374341    4401 port.cc:153] oneDNN custom operations are on.\n")
+            os.write(2, b"E0000 00:00:1795247585.374341    4401 driver.cc:1] the driver is too old\n")
+            print("Traceback, say", file=sys.stderr)
+            raise OSError("import failed")
+
+    with pytest.raises(OSError, match="import failed"):
+        work()
+    print("after", file=sys.stderr)
+    assert sorted(capfd.readouterr().err.splitlines()) == [
+        "E0000 00:00:1795247585.374341    4401 driver.cc:1] the driver is too old",
+        "Traceback, say",
+        "after",
+    ]
+
+
+def test_user_settings_and_repeated_calls(monkeypatch):
+    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "0")
+    finders, logger = list(sys.meta_path), logging.getLogger("tensorflow")
+    filters = list(logger.filters)
+    try:
+        for _ in range(2):
+            startup.quiet_startup(False)
+        assert os.environ["TF_CPP_MIN_LOG_LEVEL"] == "0"
+        assert logger.filters.count(startup._hide_harmless) == 1
+        assert sys.meta_path == finders  # TensorFlow is loaded already: nothing to wrap
+        monkeypatch.setattr(sys, "argv", ["train.py", "--verbose"])
+        startup.quiet_startup()
+        assert startup._hide_harmless not in logger.filters
+    finally:
+        logger.filters[:] = filters

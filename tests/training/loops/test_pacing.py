@@ -1,0 +1,70 @@
+"""How long calls from Python are."""
+
+from __future__ import annotations
+
+from tfpar.training.loops.pacing import Pace, next_multiple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+
+@pytest.fixture(autouse=True)
+def _fresh_keras_state() -> None:
+    """Replaces the one of conftest.py: there is no Keras in these tests, and resetting it takes longer than most."""
+
+
+FAR = [10**9]
+
+
+def test_the_first_call_compiles_the_second_measures_the_third_is_about_half_a_second_long():
+    pace = Pace()
+    assert pace.next(0, FAR) == 1
+    pace.measured(1, 30.0)  # compilation says nothing about the pace
+    assert pace.next(1, FAR) == 5
+    pace.measured(5, 0.01)
+    assert pace.next(6, FAR) == 250
+    pace.measured(250, 1.0)
+    assert pace.next(256, FAR) == 125
+
+
+@pytest.mark.parametrize(("seconds_per_update", "updates"), [(10.0, 1), (0.6, 1), (0.25, 2), (1e-6, 2000), (0.0, 2000)])
+def test_slow_updates_go_one_by_one_and_fast_ones_are_bounded(seconds_per_update, updates):
+    pace = Pace()
+    pace.measured(1, 1.0)
+    pace.measured(5, 5 * seconds_per_update)
+    assert pace.next(6, FAR) == updates
+
+
+def test_a_fixed_pace_does_not_adapt():
+    pace = Pace(7)
+    for seconds in (100.0, 1e-9, 3.0):
+        assert pace.next(0, FAR) == 7
+        pace.measured(7, seconds)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    fixed=st.integers(0, 50),
+    every=st.integers(1, 40),
+    total=st.integers(1, 200),
+    seconds=st.lists(st.floats(1e-6, 10.0), min_size=1, max_size=20),
+)
+def test_calls_meet_every_boundary_exactly(fixed, every, total, seconds):
+    pace, step, visited = Pace(fixed), 0, []
+    while step < total:
+        updates = pace.next(step, [total, next_multiple(step, every)])
+        assert updates >= 1
+        step += updates
+        pace.measured(updates, seconds[len(visited) % len(seconds)])
+        visited.append(step)
+    assert visited[-1] == total
+    assert set(range(every, total + 1, every)) <= set(visited)
+
+
+@settings(max_examples=100, deadline=None)
+@given(step=st.integers(0, 10**12), every=st.integers(1, 10**6))
+def test_next_multiple_is_the_first_one_after(step, every):
+    found = next_multiple(step, every)
+    assert found % every == 0
+    assert step < found <= step + every

@@ -1,0 +1,1 @@
+"""Everything that survives a process."""

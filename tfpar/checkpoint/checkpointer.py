@@ -1,0 +1,349 @@
+"""Checkpoints: everything that defines a run, written beside the training, whole or not at all.
+
+```
+WORKDIR/checkpoints/
+  step-000000600/            one checkpoint, see `checkpoint_files`
+  best.json                  which checkpoint had the best evaluation, sealed by its SHA-256
+  step-000000400.damaged/    found damaged when the run was resumed; set aside, never read again
+```
+
+A checkpoint is written into a hidden directory, flushed to the disk and renamed, so a directory of that name is
+always whole. No older one is touched before that, and then only those that `keep` lets go.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import errno
+import os
+import pathlib
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tfpar.checkpoint import format as files
+from tfpar.checkpoint import staging as staging
+from tfpar.checkpoint.format import FORMAT, Checkpoint, read
+from tfpar.checkpoint.staging import reason
+from tfpar.config import ConfigError
+from tfpar.config.errors import TrainingError
+
+import numpy as np
+
+__all__ = ["FORMAT", "MAY_DIFFER", "Checkpoint", "CheckpointError", "Checkpointer", "check_same_run", "find", "read"]
+
+_BEST = "best.json"
+# A file that is not there, or that the disk cannot give back. With other errors it may be whole, and read later.
+_OF_DAMAGE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO, None})
+
+
+class CheckpointError(TrainingError):
+    """A checkpoint could not be written, and the run was to end in that case; or one that is there cannot be read."""
+
+
+class Checkpointer:
+    """Writes checkpoints in the background and finds the one to resume from.
+
+    A checkpoint that cannot be written, for whatever reason, is reported through `warn`, kept in `failures`, and leaves
+    older checkpoints untouched.
+
+    Args:
+      workdir: Directory of the run. Worker 0 removes from it what interrupted writes left behind.
+      keep: Newest checkpoints that stay; the best one stays besides.
+      worker: Rank of this worker. Worker 0 writes the variables, the same everywhere; every worker its exchange state.
+      workers: Number of workers; all see the same `workdir`.
+      warn: Called with one line when something went wrong that does not end the run.
+      on_error: `warn`, or `fail`: then the call after a failed write raises `CheckpointError`.
+
+    Attributes:
+      failures: What could not be written, and why, one line each.
+      damaged: Steps of the checkpoints that `latest` found damaged, and why.
+    """
+
+    def __init__(
+        self,
+        workdir: str | os.PathLike[str],
+        *,
+        keep: int = 3,
+        worker: int = 0,
+        workers: int = 1,
+        warn: Callable[[str], None] = print,
+        on_error: str = "warn",
+    ) -> None:
+        self.directory = pathlib.Path(workdir) / "checkpoints"
+        self.worker = worker
+        self.failures: list[str] = []
+        self.damaged: dict[int, str] = {}
+        self.warn = warn
+        self._keep = keep
+        self._workers = workers
+        self._on_error = on_error
+        self._candidate: int | None = None
+        self._pending: concurrent.futures.Future[None] | None = None
+        self._executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._abandoned = threading.Event()
+        self._spared: set[int] = set()
+        if worker == 0:
+            staging.tidy(self.directory)
+            if isinstance(_best_step(self.directory), OSError | ValueError):  # which it was is not known: none may go
+                self._spared = set(self.steps())
+
+    def save(self, checkpoint: Checkpoint, *, best: bool = False, candidate: bool = False) -> None:
+        """Starts writing a checkpoint; returns as soon as the one before it is on disk.
+
+        The arrays must not change afterwards (they are copies of the variables).
+
+        Args:
+          checkpoint: What to write.
+          best: Whether this is the best evaluation so far.
+          candidate: Whether its evaluation is still under way: it stays until the next candidate is saved, so that
+            `mark_best` finds it.
+
+        Raises:
+          CheckpointError: The one before could not be written, and `on_error` is `fail`.
+        """
+        self.wait()
+        if candidate:
+            self._candidate = checkpoint.step
+        self._pending = self._executor.submit(self._write_guarded, checkpoint, best)
+
+    def mark_best(self, step: int) -> None:
+        """Notes that a checkpoint turned out to be the best; nothing if it could not be written."""
+        self.wait()
+        if (self.directory / files.directory_name(step)).is_dir():
+            self._write_best(step)
+
+    def wait(self) -> None:
+        """Returns when the last `save` is on disk; raises as `save` does."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending.result()
+
+    def close(self) -> None:
+        """Finishes writing and ends the writer thread; raises as `save` does."""
+        try:
+            self.wait()
+        finally:
+            self._executor.shutdown()
+
+    def abandon(self) -> None:
+        """Ends the writer thread without waiting for peers, who may be gone; nothing where it has ended already."""
+        self._abandoned.set()
+        self._executor.shutdown()
+
+    def steps(self) -> list[int]:
+        """Steps of the checkpoints that there are, oldest first."""
+        return files.steps_in(self.directory)
+
+    def read(self, step: int) -> Checkpoint:
+        """The checkpoint of a step, with this worker's exchange state; raises as `checkpoint_files.read` does."""
+        return read(self.directory / files.directory_name(step), worker=self.worker, workers=self._workers)
+
+    def latest(self, *, below: int | None = None) -> Checkpoint | None:
+        """The newest checkpoint that passes its checksums, or None where there is none.
+
+        One that is damaged is reported through `warn` and the one before it is taken.
+
+        Args:
+          below: Looks only at checkpoints of steps below this one.
+
+        Raises:
+          CheckpointError: The file system does not let a checkpoint be read, which says nothing of its content.
+        """
+        for step in reversed(self.steps()):
+            if below is not None and step >= below:
+                continue
+            try:
+                return self.read(step)
+            except (OSError, ValueError) as error:
+                if isinstance(error, OSError) and error.errno not in _OF_DAMAGE:
+                    raise CheckpointError(
+                        f"the checkpoint of step {step} in {self.directory} cannot be read ({reason(error)}). It may "
+                        "be whole, so none before it is taken. Start again once it can be read, or move it away."
+                    ) from error
+                self.damaged[step] = reason(error)
+                self.warn(f"checkpoint of step {step} is damaged ({reason(error)}); trying the one before it")
+        return None
+
+    def set_aside(self, after: int) -> None:
+        """Renames the checkpoints of later steps, found damaged, so that they no longer count as the newest.
+
+        Worker 0 does it. Nothing is deleted: one that was set aside earlier stays, too.
+
+        Args:
+          after: The step that the run resumes from.
+        """
+        if self.worker != 0:
+            return
+        for step in self.steps():
+            if step <= after:
+                continue
+            path = self.directory / files.directory_name(step)
+            aside, number = path.with_name(f"{path.name}.damaged"), 1
+            while aside.exists():
+                number += 1
+                aside = path.with_name(f"{path.name}.damaged-{number}")
+            try:
+                os.rename(path, aside)
+                self.warn(f"the damaged checkpoint of step {step} is kept as {aside}")
+            except OSError as error:
+                self.warn(f"the damaged checkpoint of step {step} cannot be renamed: {reason(error)}")
+
+    def exchange_state(self, step: int, worker: int) -> Mapping[str, np.ndarray]:
+        """The exchange state that a worker saved at a step, empty if it had none; ValueError if it is damaged."""
+        return files.read_exchange(self.directory / files.directory_name(step), worker)
+
+    def _write_guarded(self, checkpoint: Checkpoint, best: bool) -> None:
+        try:
+            staging.write(self.directory, checkpoint, self.worker, self._workers, self._abandoned)
+        except Exception as error:  # whatever it is: the training can do without this checkpoint
+            self._failed(f"step {checkpoint.step}", f"checkpoint of step {checkpoint.step}", error)
+            return
+        if self.worker == 0:
+            if best:
+                self._write_best(checkpoint.step)
+            self._remove_old(checkpoint.step)
+
+    def _failed(self, short: str, what: str, error: Exception) -> None:
+        why = reason(error)
+        self.failures.append(f"{short}: {why}")
+        if self._on_error == "fail":
+            raise CheckpointError(
+                f"the {what} could not be written ({why}), and --on_checkpoint_error=fail ends the run then. Older "
+                f"checkpoints in {self.directory} are untouched; make room there, or use --on_checkpoint_error=warn."
+            ) from error
+        newest = max(self.steps(), default=None)
+        state = "there is none yet" if newest is None else f"the newest is of step {newest}"
+        self.warn(f"WARNING: {what} could not be written ({why}); training goes on. Checkpoints: {state}")
+
+    def _write_best(self, step: int) -> None:
+        temporary = self.directory / f".{_BEST}"
+        try:
+            files.write_file(temporary, files.seal({"step": step}))
+            os.replace(temporary, self.directory / _BEST)
+            files.sync_directory(self.directory)
+            self._spared = set()
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            # The file still names the best before, which therefore stays; and so must this one, at least in this run.
+            self._spared = {*self._spared, step}
+            self._failed(f"{_BEST} of step {step}", f"{_BEST} (step {step} is the best)", error)
+
+    def _remove_old(self, written: int) -> None:
+        best = _best_step(self.directory)
+        kept = {written, self._candidate, best if isinstance(best, int) else None, *self._spared}
+        for step in self.steps()[: -self._keep]:
+            if step not in kept:
+                staging.remove(self.directory / files.directory_name(step))
+
+
+def find(workdir: str | os.PathLike[str], *, warn: Callable[[str], None] = print) -> Checkpoint | None:
+    """The best checkpoint of a run where one was marked, else its newest; None where there is none. Reads only.
+
+    Args:
+      workdir: Directory of the run.
+      warn: Called with one line where the one to take is damaged, and another is taken.
+
+    Raises:
+      ValueError: There are checkpoints, and all are damaged.
+    """
+    directory = pathlib.Path(workdir) / "checkpoints"
+    steps = files.steps_in(directory)
+    best = _best_step(directory)
+    if isinstance(best, OSError | ValueError):
+        warn(f"{directory / _BEST} is damaged ({reason(best)}): the newest checkpoint is taken, not the best")
+    elif best is not None:
+        if best not in steps:
+            warn(f"the best checkpoint, of step {best}, is missing in {directory}: the newest is taken")
+        steps = [*(step for step in steps if step != best), *([best] if best in steps else [])]
+    damage = []
+    for step in reversed(steps):
+        try:
+            return read(directory / files.directory_name(step))
+        except (OSError, ValueError) as error:
+            damage.append(f"step {step}: {reason(error)}")
+            warn(f"checkpoint of step {step} in {directory} is damaged ({reason(error)}); trying another")
+    if damage:
+        raise ValueError(f"every checkpoint in {directory} is damaged: {'; '.join(damage)}")
+    return None
+
+
+def is_checkpoint(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is the directory of one checkpoint."""
+    return (pathlib.Path(path) / files.MANIFEST).is_file()
+
+
+def has_any(workdir: str | os.PathLike[str]) -> bool:
+    """Whether a workdir holds a checkpoint."""
+    return bool(files.steps_in(pathlib.Path(workdir) / "checkpoints"))
+
+
+def saved_config(workdir: str | os.PathLike[str]) -> Mapping[str, Any] | None:
+    """The configuration in the newest checkpoint of a workdir, or None where there is none."""
+    directory = pathlib.Path(workdir) / "checkpoints"
+    for step in reversed(files.steps_in(directory)):
+        try:
+            return files.read_manifest(directory / files.directory_name(step))["config"]
+        except (OSError, ValueError):
+            continue
+    return None
+
+
+# Options that may differ between a run and its continuation: they change where, how fast and how visibly it runs,
+# or how long, but not what is being trained.
+MAY_DIFFER = frozenset(
+    {
+        *("strategy", "devices", "tpu", "exchange", "exchange_retune_every", "uneven_batches"),
+        *("peer_timeout", "start_timeout", "stall_timeout"),
+        *("workdir", "checkpoint_every", "keep_checkpoints", "on_checkpoint_error", "warm_start"),
+        *("log_every", "profile_steps", "verbose", "eval_every"),
+        *("data_dir", "cache", "prefetch", "input_threads", "data_service", "on_bad_record", "max_bad_steps"),
+        *(
+            "accumulate_steps",
+            "jit_compile",
+            "tf32",
+            "deterministic",
+            "steps_per_loop",
+            "steps",
+            "epochs",
+            "stop_after",
+        ),
+    }
+)
+
+
+def check_same_run(saved: Mapping[str, Any], current: Mapping[str, Any], workdir: str) -> None:
+    """Refuses to continue a run under another configuration.
+
+    Args:
+      saved: Configuration in the checkpoint, by flag name.
+      current: Configuration of this start.
+      workdir: For the message.
+
+    Raises:
+      ConfigError: With every option that differs, old and new value.
+    """
+    differences = [
+        f"--{name}: {saved[name]!r} -> {value!r}"
+        for name, value in current.items()
+        if name in saved and name not in MAY_DIFFER and saved[name] != value
+    ]
+    if differences:
+        raise ConfigError(
+            f"--workdir={workdir} holds a run of another configuration. Differences (saved -> now): "
+            f"{'; '.join(differences)}. Give the saved values to continue it, another --workdir to start afresh, or "
+            f"another --workdir with --warm_start={workdir} to start from its weights."
+        )
+
+
+def _best_step(directory: pathlib.Path) -> int | OSError | ValueError | None:
+    """The best step; None where none was marked; what is wrong with the file where it cannot be read."""
+    try:
+        step = files.unseal(directory / _BEST).get("step")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        return error
+    return step if type(step) is int else ValueError("it names no step")

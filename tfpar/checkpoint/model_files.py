@@ -1,0 +1,91 @@
+"""Models and the sources they read: does one fit the other."""
+
+from __future__ import annotations
+
+import pathlib
+import zipfile
+import zlib
+from collections.abc import Callable
+
+from tfpar import inputs, models
+from tfpar.checkpoint import checkpointer
+from tfpar.config import CUSTOM, ConfigError, ExperimentConfig
+
+import keras
+
+
+def task_spec(source: inputs.Source) -> models.TaskSpec:
+    """What a model has to take and give for the examples of a source."""
+    info = source.info
+    return models.TaskSpec(
+        task=info.task,
+        input_shape=tuple(info.input_spec.shape),
+        input_dtype=info.input_spec.dtype.name,
+        num_classes=info.num_classes,
+    )
+
+
+def check_model_file(path: str, *, flag: str = "--model_file") -> None:
+    """Refuses what is not a `.keras` file, without loading it.
+
+    Args:
+      path: The file.
+      flag: The flag that named the file, for errors.
+
+    Raises:
+      ConfigError: No such file, or another kind of file.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            complete = {"config.json", "metadata.json"} <= set(archive.namelist())
+    except (OSError, zipfile.BadZipFile):
+        complete = False
+    if not complete:
+        raise ConfigError(f"{flag}={path} is not a .keras file. A finished run leaves one as WORKDIR/model.keras.")
+
+
+def examples_of_run(config: ExperimentConfig, path: str, given: Callable[[str], bool]) -> ExperimentConfig:
+    """The configuration with the examples of the run whose workdir a `.keras` file lies in.
+
+    What was held out from training depends on options such as `validation_fraction`: others would evaluate a model on
+    examples it was trained on.
+
+    Args:
+      config: From the command line.
+      path: The file.
+      given: Whether an option was given there; those keep their values. Where it names another data set, all do.
+    """
+    saved = checkpointer.saved_config(pathlib.Path(path).parent) or {}
+    dataset = saved.get("dataset", CUSTOM)
+    if dataset == CUSTOM or (given("dataset") and dataset != config.input.dataset):
+        return config
+    options = ("dataset", "validation_fraction", "sequence_length", "image_size", "seed")
+    taken = {name: saved[name] for name in options if name in saved and not given(name)}
+    return ExperimentConfig.from_flat_dict({**config.as_flat_dict(), **taken})
+
+
+def load_model(path: str, spec: models.TaskSpec | None = None, *, flag: str = "--model_file") -> keras.Model:
+    """Loads a `.keras` file in Keras' safe mode: nothing in it is executed.
+
+    Args:
+      path: The file.
+      spec: If given, the model's inputs and outputs are checked against it.
+      flag: The flag that named the file, for errors.
+
+    Raises:
+      ConfigError: No such file, not a `.keras` file, or a model for other examples.
+    """
+    check_model_file(path, flag=flag)
+    try:
+        model = keras.saving.load_model(path, compile=False, safe_mode=True)
+    except (ValueError, TypeError, KeyError, OSError, zipfile.BadZipFile, zlib.error) as error:
+        raise ConfigError(f"{flag}={path} cannot be loaded: {error}") from error
+    if spec is not None:
+        shape = tuple(model.inputs[0].shape[1:])
+        classes = model.outputs[0].shape[-1]
+        if shape != spec.input_shape or classes != spec.num_classes:
+            raise ConfigError(
+                f"{flag}={path} takes inputs {shape} and gives {classes} outputs; the data set has inputs "
+                f"{spec.input_shape} and {spec.num_classes} classes. Give the --dataset it was trained on."
+            )
+    return model

@@ -1,0 +1,78 @@
+"""Which checkpoint a run goes on from: the newest that every worker finds whole."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from tfpar.checkpoint.checkpointer import Checkpoint, Checkpointer
+from tfpar.collectives.agreement import Agreement
+from tfpar.config import ConfigError
+
+_NONE = -1
+# A network file system may show a worker names that are some seconds old, such as those of before a crash.
+_LOOKS = 10
+_SECONDS_BETWEEN_LOOKS = 1.0
+
+
+def newest(checkpointer: Checkpointer, agreement: Agreement | None = None) -> Checkpoint | None:
+    """The newest checkpoint that passes its checksums, on all workers; those after it, if any, are set aside.
+
+    All workers call it together. Damage is reported by the worker that finds it, and by worker 0.
+
+    Args:
+      checkpointer: This worker's.
+      agreement: Between the workers; None where there is only one.
+
+    Returns:
+      The checkpoint, the same on each worker but for its exchange state, or None where there is none.
+
+    Raises:
+      ConfigError: The workers see different checkpoints, or there are some and none is whole.
+    """
+    steps = _steps_all_see(checkpointer, agreement)
+    if not steps:
+        return None
+    found = checkpointer.latest()
+    while True:
+        mine = _NONE if found is None else found.step
+        held = [mine] if agreement is None else agreement.gather(mine)
+        agreed = min(held)
+        if agreed == _NONE:
+            raise ConfigError(
+                f"every checkpoint in {checkpointer.directory} is damaged (steps {', '.join(map(str, steps))}). Bring "
+                "one back from a backup; or move the directory away, or give another --workdir, to start afresh."
+            )
+        if len(set(held)) == 1:
+            break
+        if mine < max(held) and checkpointer.worker != 0:  # worker 0 has said so; the others are silent otherwise
+            for step in sorted(step for step in checkpointer.damaged if step > mine):
+                print(f"checkpoint of step {step} is damaged here ({checkpointer.damaged[step]})", flush=True)
+        if mine == max(held):
+            victims = [str(rank) for rank, step in enumerate(held) if step < mine]
+            names = f"worker{'s' * (len(victims) > 1)} {', '.join(victims)}"
+            checkpointer.warn(f"checkpoint of step {mine} is damaged for {names}; trying the one before it")
+        if found is not None and found.step > agreed:
+            found = checkpointer.latest(below=agreed + 1)
+    if agreed != steps[-1]:
+        checkpointer.set_aside(agreed)
+    return found
+
+
+def _steps_all_see(checkpointer: Checkpointer, agreement: Agreement | None) -> Sequence[int]:
+    """The steps of the checkpoints, the same on all workers."""
+    if agreement is None:
+        return checkpointer.steps()
+    for look in range(_LOOKS):
+        if look:
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+        # The first exchange also makes sure that worker 0 has finished tidying up.
+        agreement.all_equal([look])
+        steps = checkpointer.steps()
+        if agreement.all_equal(list(steps)):
+            return steps
+    raise ConfigError(
+        f"the workers find different checkpoints in {checkpointer.directory} (this one: "
+        f"{', '.join(map(str, steps)) or 'none'}). All workers must see the same directory: put --workdir on storage "
+        "they share."
+    )

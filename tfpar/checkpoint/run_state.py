@@ -1,0 +1,238 @@
+"""Between the variables of a run and the arrays of a checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import pathlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tfpar.checkpoint import checkpointer
+from tfpar.checkpoint.model_files import check_model_file, load_model
+from tfpar.config import ConfigError, ExperimentConfig
+
+import keras
+import numpy as np
+
+
+def named(variables: Sequence[keras.Variable], prefix: str) -> dict[str, keras.Variable]:
+    """Variables by `prefix/path`; a path that occurs twice gets its position appended."""
+    result: dict[str, keras.Variable] = {}
+    for position, variable in enumerate(variables):
+        name = f"{prefix}/{variable.path}"
+        result[name if name not in result else f"{name}#{position}"] = variable
+    return result
+
+
+def snapshot(variables: Mapping[str, keras.Variable]) -> dict[str, np.ndarray]:
+    """Copies of the variables' values; later updates do not touch them."""
+    return {name: np.array(variable.numpy(), copy=True, order="C") for name, variable in variables.items()}
+
+
+def restore(
+    variables: Mapping[str, keras.Variable], arrays: Mapping[str, np.ndarray], order: Sequence[str] = ()
+) -> None:
+    """Assigns saved values, all or none.
+
+    Args:
+      variables: By name, in order.
+      arrays: Saved values by name.
+      order: The names in the order they were saved in. Keras counts names over a whole process (`dense`, `dense_1`),
+        so a second model of one program has others; where names differ in such counts only, the order tells.
+
+    Raises:
+      ConfigError: Names or shapes that do not match, listing them.
+    """
+    if set(variables) != set(arrays) and [*map(_uncounted, variables)] == [*map(_uncounted, order)]:
+        arrays = {name: arrays[saved] for name, saved in zip(variables, order, strict=True)}
+    problems = [f"missing {name}" for name in variables if name not in arrays]
+    problems += [f"unexpected {name}" for name in arrays if name not in variables]
+    problems += [
+        f"{name}: saved {arrays[name].shape}, model has {tuple(variable.shape)}"
+        for name, variable in variables.items()
+        if name in arrays and arrays[name].shape != tuple(variable.shape)
+    ]
+    if problems:
+        shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
+        raise ConfigError(f"the checkpoint does not fit this model and optimizer: {shown}.")
+    for name, variable in variables.items():
+        variable.assign(arrays[name])
+
+
+def _uncounted(name: str) -> str:
+    return re.sub(r"_\d+", "", name)
+
+
+def checked(run: Mapping[str, Any], *, synchronous: bool) -> Mapping[str, Any]:
+    """The run state of a checkpoint, with everything in it that a run needs to go on.
+
+    Args:
+      run: As saved.
+      synchronous: Whether a synchronous run is to go on.
+
+    Raises:
+      ConfigError: Something is missing or has another type; a synchronous run is to go on as an asynchronous one, where
+        an update is the work of a single worker, or the other way round.
+    """
+    if isinstance(run.get("loss_scale"), dict) is not synchronous and "variables" in run:
+        was, now = ("asynchronous", "another") if synchronous else ("synchronous", "this")
+        raise ConfigError(
+            f"--strategy: the checkpoint is of {'an' if synchronous else 'a'} {was} run, whose updates {now} strategy "
+            "cannot count on from. Go on with the --strategy of before, or start in another --workdir with "
+            "--warm_start."
+        )
+    number = (int, float)
+    wanted: dict[str, Any] = {"variables": list, "input": dict, "skipped": int, "best": (*number, type(None))}
+    if synchronous:
+        wanted |= {"loss": list, "workers": int, "plateau": (dict, type(None))}
+    wrong = [name for name, kind in wanted.items() if name not in run or not isinstance(run[name], kind)]
+    if not wrong:
+        parts: dict[str, Any] = {"input.fingerprint": (run["input"].get("fingerprint"), str)}
+        if synchronous:
+            scale = run["loss_scale"]
+            parts["loss_scale.scale"] = (scale.get("scale"), number)
+            parts["loss_scale.good_steps"] = (scale.get("good_steps"), int)
+            parts["loss"] = (run["loss"][1] if len(run["loss"]) == 2 else None, int)
+        wrong = [name for name, (value, kind) in parts.items() if not isinstance(value, kind)]
+    if wrong:
+        raise ConfigError(
+            f"the checkpoint's manifest has no valid {', '.join(wrong)}: another version or another program wrote it. "
+            "Start in another --workdir; --warm_start takes the weights."
+        )
+    return run
+
+
+def check_data(run: Mapping[str, Any], fingerprint: str, config: ExperimentConfig) -> None:
+    """Refuses to continue a run on other examples.
+
+    Raises:
+      ConfigError: The fingerprint of the data set is not the saved one.
+    """
+    if run["input"]["fingerprint"] != fingerprint:
+        raise ConfigError(
+            f"--dataset={config.input.dataset}: the data set is not the one the run in {config.checkpoint.workdir} was "
+            "trained on (number, shape or files of its examples differ). Restore it, or use another --workdir."
+        )
+
+
+def optimizer_options(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
+    """Options of an optimizer that a program made, as far as JSON holds them; not its name, which Keras counts."""
+    options = {}
+    for name, value in optimizer.get_config().items():
+        with contextlib.suppress(TypeError, ValueError):
+            options[name] = json.loads(json.dumps(value))
+    options.pop("name", None)
+    return options
+
+
+def check_optimizer(run: Mapping[str, Any], options: Mapping[str, Any], workdir: str) -> None:
+    """Refuses to continue a run with an optimizer object of other options: half of them would be those of before.
+
+    Args:
+      run: The run state of the checkpoint.
+      options: From `optimizer_options`; empty where a name tells all.
+      workdir: For the message.
+
+    Raises:
+      ConfigError: With what differs.
+    """
+    saved = run.get("optimizer_options") or {}
+    differ = [name for name in options if name in saved and saved[name] != options[name]]
+    if differ:
+        shown = ", ".join(f"{name} {saved[name]} -> {options[name]}" for name in differ)
+        raise ConfigError(
+            f"optimizer: not the one of the run in {workdir} ({shown}). Go on with the same, or start in "
+            "another workdir with warm_start."
+        )
+
+
+def check_warm_start(source: str) -> None:
+    """Refuses a path where there are no weights, before anything is started.
+
+    Raises:
+      ConfigError: No run, no checkpoint and no `.keras` file there.
+    """
+    path = pathlib.Path(source)
+    if path.is_file() and path.suffix == ".keras":
+        check_model_file(source, flag="--warm_start")
+    elif not checkpointer.is_checkpoint(path) and not checkpointer.has_any(path):
+        raise _no_weights(source)
+
+
+def _no_weights(source: str) -> ConfigError:
+    return ConfigError(
+        f"--warm_start={source}: no checkpoint and no .keras file there. Give a run's workdir, one of its "
+        "checkpoints/step-* directories, or a model.keras."
+    )
+
+
+def warm_start(model: keras.Model, source: str, say: Callable[[str], None]) -> None:
+    """Copies the weights that fit from another run, a checkpoint directory or a `.keras` file.
+
+    Weights are matched by path; by position where paths differ in Keras' counts alone (`dense_1` for `dense`); where no
+    path matches, by path without the model's name (`sequential_1/...`), or else by position. A weight of another shape,
+    such as a head for other classes, keeps its initial value and is named.
+
+    Args:
+      model: A built model.
+      source: A workdir, a checkpoint directory, or a `.keras` file.
+      say: Called with one line on what was taken.
+
+    Raises:
+      ConfigError: Nothing there, or nothing that fits.
+    """
+    saved = values = _weights_of(source, say)
+    own = {variable.path: variable for variable in model.weights}
+    if set(values) != set(own) and [*map(_uncounted, values)] == [*map(_uncounted, own)]:
+        values = dict(zip(own, values.values(), strict=True))  # Keras counts names over a whole process
+    elif not set(values) & set(own):
+        values = _renamed(values, list(own))
+    fitting = {path for path in own if path in values and values[path].shape == tuple(own[path].shape)}
+    if not fitting:
+        raise ConfigError(f"--warm_start={source}: none of its {len(saved)} weights fits the model's {len(own)}.")
+    for path in fitting:
+        own[path].assign(values[path])
+    kept = sorted(set(own) - fitting)
+    say(
+        f"warm start from {source}: {len(fitting)} of {len(own)} weights taken"
+        + (f"; initialised afresh: {', '.join(kept[:6])}{' ...' if len(kept) > 6 else ''}" if kept else "")
+    )
+
+
+def _renamed(values: dict[str, np.ndarray], paths: list[str]) -> dict[str, np.ndarray]:
+    """The values under the paths of a model of another name."""
+    inner = {path.partition("/")[2]: value for path, value in values.items()}
+    renamed = {path: inner[path.partition("/")[2]] for path in paths if path.partition("/")[2] in inner}
+    if renamed or len(values) != len(paths):
+        return renamed
+    return dict(zip(paths, values.values(), strict=True))
+
+
+def _weights_of(source: str, say: Callable[[str], None]) -> dict[str, np.ndarray]:
+    path = pathlib.Path(source)
+    if path.is_file() and path.suffix == ".keras":
+        loaded = load_model(source, flag="--warm_start")
+        return {variable.path: variable.numpy() for variable in loaded.weights}
+    try:
+        checkpoint = checkpointer.read(path) if checkpointer.is_checkpoint(path) else checkpointer.find(path, warn=say)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--warm_start={source} is damaged ({error}). Name an older checkpoint directory.") from error
+    if checkpoint is None:
+        raise _no_weights(source)
+    order = [name for name in checkpoint.run.get("variables", ()) if name in checkpoint.arrays] or checkpoint.arrays
+    return {name.removeprefix("model/"): checkpoint.arrays[name] for name in order if name.startswith("model/")}
+
+
+def params_sha256(variables: Sequence[Any]) -> str:
+    """SHA-256 over the float32 bytes of the trainable weights in path order.
+
+    Args:
+      variables: The trainable variables (anything with `path` and `numpy()`).
+    """
+    digest = hashlib.sha256()
+    for variable in sorted(variables, key=lambda variable: variable.path):
+        digest.update(np.ascontiguousarray(variable.numpy(), dtype="<f4").tobytes())
+    return digest.hexdigest()

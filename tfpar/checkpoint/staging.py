@@ -1,0 +1,176 @@
+"""How a checkpoint comes to be: in a hidden directory beside the whole ones, which it joins by a rename.
+
+```
+WORKDIR/checkpoints/
+  .step-000000600.partial/             being written, by all workers together
+    exchange-1.safetensors             appears whole, by a rename
+    exchange-1.safetensors.failed      worker 1 could not write its file: nobody need wait for it
+  .step-000000600.replaced/            gave its name to another checkpoint of the same step
+  .step-000000300.removed/             on its way out
+```
+
+Whatever the moment a process is killed in, `tidy` brings back or removes what it left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import pathlib
+import shutil
+import threading
+import time
+from collections.abc import Sequence
+
+from tfpar.checkpoint import format as files
+from tfpar.checkpoint.format import Checkpoint
+
+_PARTIAL, _REPLACED, _REMOVED, _FAILED = ".partial", ".replaced", ".removed", ".failed"
+_PEER_WAIT_SECONDS = 120.0
+_SLACK_BYTES = 1 << 16  # manifest, directories, and what the file system needs besides
+
+
+def write(
+    directory: pathlib.Path, checkpoint: Checkpoint, worker: int, workers: int, abandoned: threading.Event
+) -> None:
+    """Writes one checkpoint, this worker's part of it.
+
+    Args:
+      directory: Of the checkpoints; made where it does not exist.
+      checkpoint: What to write. Where it has exchange state, that of every worker has.
+      worker: Rank of this worker. Worker 0 waits for its peers' files, and puts the whole in place.
+      workers: Number of workers.
+      abandoned: Once set, peers are not waited for any longer.
+
+    Raises:
+      OSError: It could not be written. Older checkpoints are as they were.
+    """
+    target = directory / files.directory_name(checkpoint.step)
+    partial = _hidden(target, _PARTIAL)
+    if worker == 0:
+        _remove_stale(directory, partial)
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+        _check_space(directory, checkpoint, worker)
+        if checkpoint.exchange:
+            name = files.exchange_name(worker)
+            files.write_arrays(partial / f"{name}.new", checkpoint.exchange)
+            os.replace(partial / f"{name}.new", partial / name)
+        if worker == 0:
+            peers = [files.exchange_name(peer) for peer in range(workers)] if checkpoint.exchange else []
+            files.write_arrays(partial / files.STATE, checkpoint.arrays)
+            _wait_for(partial, peers, abandoned)
+            files.write_manifest(partial, checkpoint, workers, [files.STATE, *peers])
+            _put_in_place(partial, target)
+    except BaseException as error:
+        if worker == 0:
+            shutil.rmtree(partial, ignore_errors=True)  # it may be what fills the disk
+        else:
+            _tell_worker_0(partial, files.exchange_name(worker), error)
+        raise
+
+
+def tidy(directory: pathlib.Path) -> None:
+    """Finishes or undoes what was going on when an earlier process of this run was killed. For worker 0."""
+    for replaced in directory.glob(f".step-*{_REPLACED}"):
+        target = directory / replaced.name[1 : -len(_REPLACED)]
+        if target.exists():
+            remove(replaced)
+        else:
+            with contextlib.suppress(OSError):
+                os.rename(replaced, target)
+    for kind in (_PARTIAL, _REMOVED):
+        for leftover in directory.glob(f".step-*{kind}"):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def remove(path: pathlib.Path) -> None:
+    """Deletes a checkpoint. It loses its name first: half deleted, it must not look like a damaged one."""
+    removed = path.with_name(f".{path.name.removeprefix('.').removesuffix(_REPLACED)}{_REMOVED}")
+    with contextlib.suppress(OSError):
+        shutil.rmtree(removed, ignore_errors=True)
+        os.rename(path, removed)
+        shutil.rmtree(removed, ignore_errors=True)
+
+
+def reason(error: BaseException) -> str:
+    """What went wrong, in a few words, without the path of a hidden directory."""
+    if isinstance(error, OSError) and error.strerror:
+        name = os.path.basename(error.filename) if isinstance(error.filename, str) else ""
+        return f"{name}: {error.strerror}" if name else error.strerror
+    return str(error) or type(error).__name__
+
+
+def _hidden(path: pathlib.Path, kind: str) -> pathlib.Path:
+    return path.with_name(f".{path.name}{kind}")
+
+
+def _remove_stale(directory: pathlib.Path, partial: pathlib.Path) -> None:
+    """Removes what peers wrote for checkpoints that did not come to be; they may be at the next one already."""
+    for path in directory.glob(f".step-*{_PARTIAL}"):
+        if (len(path.name), path.name) < (len(partial.name), partial.name):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _check_space(directory: pathlib.Path, checkpoint: Checkpoint, worker: int) -> None:
+    """Fails before the disk is full to the brim, which other programs would suffer from too."""
+    arrays = [*checkpoint.exchange.values(), *(checkpoint.arrays.values() if worker == 0 else ())]
+    needed = sum(array.nbytes for array in arrays) + _SLACK_BYTES
+    disk = shutil.disk_usage(directory)
+    if disk.total and disk.free < needed:  # file systems that know no sizes report 0
+        raise OSError(
+            errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {needed / 1e6:.1f} MB needed, {disk.free / 1e6:.1f} MB free"
+        )
+
+
+def _put_in_place(partial: pathlib.Path, target: pathlib.Path) -> None:
+    """Gives a whole checkpoint its name; at no moment is there less than one whole one of the step."""
+    directory = target.parent
+    replaced = _hidden(target, _REPLACED)
+    again = target.exists()  # the same step once more, e.g. after a restart from an older one
+    if again:
+        os.rename(target, replaced)
+    try:
+        os.rename(partial, target)
+    except BaseException:
+        if again:
+            os.rename(replaced, target)
+        raise
+    files.sync_directory(directory)
+    files.sync_directory(directory.parent)  # of the first checkpoint, the directory itself is new
+    if again:
+        remove(replaced)
+
+
+def _tell_worker_0(partial: pathlib.Path, name: str, error: BaseException) -> None:
+    """Says that a file will not come. An empty marker often fits where nothing else does."""
+    with contextlib.suppress(OSError):
+        (partial / f"{name}.new").unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        partial.mkdir(parents=True, exist_ok=True)
+        marker = partial / f"{name}{_FAILED}"
+        marker.touch()
+        marker.write_text(reason(error))
+
+
+def _wait_for(partial: pathlib.Path, names: Sequence[str], abandoned: threading.Event) -> None:
+    """Waits for the files of the workers.
+
+    Raises:
+      OSError: One of them could not be written, did not come in time, or is not to be waited for.
+    """
+    deadline = time.monotonic() + _PEER_WAIT_SECONDS
+    while missing := [name for name in names if not (partial / name).exists()]:
+        for name in missing:
+            failed = partial / f"{name}{_FAILED}"
+            if failed.exists():
+                worker = name.removeprefix("exchange-").partition(".")[0]
+                why = failed.read_text().strip() or "no room to write down why"
+                raise OSError(f"worker {worker} could not write its exchange state: {why}")
+        if abandoned.wait(0.05):
+            raise OSError(f"the run ended before {', '.join(missing)} appeared")
+        if time.monotonic() > deadline:
+            raise OSError(
+                f"{', '.join(missing)} did not appear within {_PEER_WAIT_SECONDS:.0f} s; is the workdir shared?"
+            )

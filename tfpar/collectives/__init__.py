@@ -1,0 +1,1 @@
+"""Data between processes: groups of ranks and the transports under them."""

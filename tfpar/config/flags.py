@@ -1,0 +1,294 @@
+"""absl flags made from the typed configuration of `tfpar.config`.
+
+An experiment defines them once, runs its `main` through `run`, and reads the configuration back inside:
+
+    flags.define(defaults={"dataset": "digits", "steps": 500})
+
+    def main(_: list[str]) -> None:
+        config = flags.experiment_config()
+        ...
+
+    if __name__ == "__main__":
+        flags.run(main)
+
+Everything about a flag - type, default, choices, bounds, help - comes from the dataclass field. Flags can stand in
+a file, one a line, given as --flagfile=FILE.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import logging as stdlib_logging
+import re
+import shutil
+import sys
+import textwrap
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from tfpar.config.errors import ConfigError, TrainingError, unknown_name
+from tfpar.config.experiment import ROOMS, ExperimentConfig
+from tfpar.process.exit_codes import USAGE_ERROR, PeerLostError, end_of_loss
+
+from absl import app, flags, logging
+
+_MODULE = "tfpar.config."  # flags are registered under this and their room: the headings of the help
+_HELP_COLUMN = 30
+
+
+def define(
+    rooms: Iterable[str] = tuple(ROOMS),
+    defaults: Mapping[str, Any] | None = None,
+    flag_values: flags.FlagValues = flags.FLAGS,
+) -> None:
+    """Defines a flag for every option of these rooms.
+
+    Args:
+      rooms: Names from `tfpar.config.ROOMS`; all by default.
+      defaults: Option name to the default of this experiment, where it differs from that of the dataclass.
+      flag_values: Where to define them; absl's global flags by default.
+
+    Raises:
+      ConfigError: An unknown room or option, or a default that is not allowed.
+    """
+    remaining = dict(defaults or {})
+    chosen = list(rooms)
+    for room in chosen:
+        if room not in ROOMS:
+            raise unknown_name("room", room, ROOMS)
+        fields = dataclasses.fields(ROOMS[room])
+        own = {field.name: remaining.pop(field.name) for field in fields if field.name in remaining}
+        values = ROOMS[room](**own)  # validates the defaults
+        types = typing.get_type_hints(ROOMS[room])
+        for field in fields:
+            flag = _flag(field, types[field.name], getattr(values, field.name))
+            flags.DEFINE_flag(flag, flag_values, module_name=_MODULE + room)
+    if remaining:
+        name = next(iter(remaining))
+        raise unknown_name(
+            "default", name, (field.name for room in chosen for field in dataclasses.fields(ROOMS[room]))
+        )
+
+
+def experiment_config(flag_values: flags.FlagValues = flags.FLAGS) -> ExperimentConfig:
+    """The configuration that the parsed flags describe. Rooms without flags keep their defaults.
+
+    Raises:
+      ConfigError: A value out of range, or values that contradict each other.
+    """
+    names = (field.name for kind in ROOMS.values() for field in dataclasses.fields(kind))
+    options = {name: flag_values[name].value for name in names if name in flag_values}
+    for given, other in (("steps", "epochs"), ("epochs", "steps")):
+        # The one on the command line replaces the other that is merely this experiment's default.
+        if _is_set(given, flag_values) and not _is_set(other, flag_values):
+            options.pop(other, None)
+    return ExperimentConfig.from_flat_dict(options)
+
+
+def is_given(name: str, flag_values: flags.FlagValues = flags.FLAGS) -> bool:
+    """Whether an option was given on the command line, or in a flagfile; 0 counts."""
+    return name in flag_values and flag_values[name].present > 0
+
+
+def _is_set(name: str, flag_values: flags.FlagValues) -> bool:
+    return is_given(name, flag_values) and bool(flag_values[name].value)
+
+
+def run(main: Callable[[list[str]], Any], argv: list[str] | None = None) -> None:
+    """Parses the flags, calls `main`, and exits with what it returns.
+
+    `absl.app.run` with errors for people: a wrong flag, a stray argument or a `ConfigError` from `main` is one line
+    on standard error and exit code 2, without a traceback; a `TrainingError` the same with its own, a `PeerLostError`
+    with 75. `--help` shows the flags of this experiment by room, `--helpfull` all that exist. The log of absl shows
+    warnings and errors, with --verbose also information.
+
+    Args:
+      main: Called with the program's name in a list, as absl does.
+      argv: The command line; `sys.argv` by default.
+    """
+
+    def guarded(arguments: list[str]) -> Any:
+        try:
+            return main(arguments)
+        except (ConfigError, app.UsageError) as error:
+            _fail(str(error))
+        except TrainingError as error:
+            _fail(str(error), code=error.exit_code)
+        except PeerLostError as error:
+            end_of_loss(error)
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            sys.exit(130)
+
+    app.define_help_flags()
+    flags.DEFINE_flag(_HelpFlag())
+    app.run(guarded, argv, flags_parser=_parse)
+
+
+def _parse(argv: list[str]) -> list[str]:
+    """Parses with absl, in our words where something is wrong."""
+    values = flags.FLAGS
+    try:
+        rest = values(argv)
+    except flags.UnrecognizedFlagError as error:
+        _fail(_unknown_flag(error.flagname, values))
+    except flags.Error as error:
+        _fail(re.sub(r"^(flag |ERROR:: )", "", str(error)))  # absl's "flag --steps=x: ..."
+    if len(rest) > 1:
+        _fail(
+            f"unexpected argument {rest[1]!r}. Flags are written --name=value, switches --name, --noname, --name=true."
+        )
+    if values["verbosity"].using_default_value and not ("verbose" in values and values["verbose"].value):
+        values.verbosity = logging.WARNING  # app.run would raise it to INFO
+        logging.get_absl_handler().addFilter(_is_ours_to_read)
+    return rest
+
+
+def _is_ours_to_read(record: stdlib_logging.LogRecord) -> bool:
+    # TensorFlow Datasets 4.9 warns of its own deprecated properties, many times for every data set.
+    return record.levelno >= stdlib_logging.ERROR or "tensorflow_datasets" not in record.pathname
+
+
+def _fail(message: str, code: int = USAGE_ERROR) -> typing.NoReturn:
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(code)
+
+
+def _unknown_flag(name: str, values: flags.FlagValues) -> str:
+    if name.startswith("no") and name[2:] in values:
+        return (
+            f"--{name}: --{name[2:]} is not a switch; give it a value, as in --{name[2:]}={values[name[2:]].default}."
+        )
+    near = difflib.get_close_matches(name, list(values), n=3, cutoff=0.6)
+    hint = f" Did you mean {' or '.join(f'--{flag}' for flag in near)}?" if near else ""
+    return f"unknown flag --{name}.{hint} --help lists the flags."
+
+
+# From fields to flags.
+
+
+def _flag(field: dataclasses.Field[Any], kind: type, default: Any) -> flags.Flag:
+    text = field.metadata["help"]
+    choices = field.metadata["choices"]
+    serializer = flags.ArgumentSerializer()
+    if choices:
+        return _ChoiceFlag(_Choice(choices), serializer, field.name, default, text)
+    if kind is bool:
+        switch = flags.BooleanFlag(field.name, default, text)
+        switch.parser = _Switch()
+        return switch
+    parsers: dict[type, flags.ArgumentParser] = {int: _Whole(), float: _Number(), str: flags.ArgumentParser()}
+    return flags.Flag(parsers[kind], serializer, field.name, default, text)
+
+
+class _Whole(flags.IntegerParser):
+    def convert(self, argument: Any) -> int:
+        try:
+            return super().convert(argument)
+        except ValueError:
+            raise ValueError("not a whole number.") from None
+
+
+class _Number(flags.FloatParser):
+    def convert(self, argument: Any) -> float:
+        try:
+            return super().convert(argument)
+        except ValueError:
+            raise ValueError("not a number.") from None
+
+
+class _Switch(flags.BooleanParser):
+    def parse(self, argument: Any) -> bool:
+        try:
+            return super().parse(argument)
+        except ValueError:
+            raise ValueError("neither true nor false.") from None
+
+
+class _Choice(flags.EnumParser):
+    def __init__(self, choices: Iterable[str]) -> None:
+        super().__init__(list(choices), case_sensitive=False)
+
+    def parse(self, argument: str) -> str:
+        try:
+            return super().parse(argument)
+        except ValueError:
+            near = difflib.get_close_matches(argument, self.enum_values, n=1, cutoff=0.5)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            raise ValueError(f"must be one of {', '.join(self.enum_values)}.{hint}") from None
+
+
+class _ChoiceFlag(flags.Flag):
+    """One of several words. Where `true` and `false` are among them, --name and --noname work as well."""
+
+    def __init__(self, parser: _Choice, *arguments: Any) -> None:
+        super().__init__(parser, *arguments)
+        self.boolean = {"true", "false"} <= set(parser.enum_values)
+
+    def serialize(self) -> str:
+        return f"--{self.name}={self.value}"
+
+
+# Help.
+
+
+class _HelpFlag(flags.BooleanFlag):
+    """Replaces absl's --help, which lists only the flags of the main module and exits with 1."""
+
+    def __init__(self) -> None:
+        super().__init__("help", False, "Shows this help.", short_name="h", allow_override=True)
+
+    def parse(self, argument: Any) -> None:
+        super().parse(argument)
+        if self.value:
+            print(help_text(flags.FLAGS))
+            sys.exit(0)
+
+
+def help_text(values: flags.FlagValues, width: int = 0) -> str:
+    """What `--help` prints: the script's own docstring, its flags, then those of each room.
+
+    Args:
+      values: The flags.
+      width: Columns; 0 for those of the terminal.
+    """
+    width = width or min(120, shutil.get_terminal_size().columns)
+    program = sys.argv[0]
+    doc = textwrap.dedent(sys.modules["__main__"].__doc__ or "").strip()
+    parts = [f"usage: python {program} [--flag=value ...]", *([doc] if doc else [])]
+    modules = values.flags_by_module_dict()
+    own = [flag for flag in modules.get(program, []) if flag.name != "help"]
+    if own:
+        parts.append(_section("of this script", "", own, width))
+    for room, kind in ROOMS.items():
+        if _MODULE + room in modules:
+            parts.append(_section(room, (kind.__doc__ or "").strip(), modules[_MODULE + room], width))
+    parts.append(
+        "--flagfile=FILE reads flags from a file, one a line, # starts a comment; a flag given twice takes its last\n"
+        "value. --helpfull shows the flags of absl and other modules too."
+    )
+    return "\n\n".join(parts)
+
+
+def _section(title: str, summary: str, members: Iterable[flags.Flag], width: int) -> str:
+    lines = [f"{title}: {summary}".rstrip(": ") + ("" if summary else ":")]
+    for flag in members:
+        default = {"True": "on", "False": "off", "": "empty"}.get(str(flag.default), str(flag.default))
+        choices = getattr(flag.parser, "enum_values", None)
+        value = "" if flag.boolean and not choices else f"={_metavar(flag)}"
+        name = f"  --{'[no]' if not value else ''}{flag.name}{value}"
+        text = " ".join(str(flag.help).split()) + (f" One of: {', '.join(choices)}." if choices else "")
+        room = " " * _HELP_COLUMN
+        wrapped = textwrap.wrap(f"{text} Default: {default}.", width - _HELP_COLUMN)
+        first = name.ljust(_HELP_COLUMN) if len(name) < _HELP_COLUMN else f"{name}\n{room}"
+        lines.append(first + f"\n{room}".join(wrapped))
+    return "\n".join(lines)
+
+
+def _metavar(flag: flags.Flag) -> str:
+    parser = flag.parser
+    if isinstance(parser, flags.EnumParser):
+        return "NAME"
+    return "N" if isinstance(parser, flags.IntegerParser) else "X" if isinstance(parser, flags.FloatParser) else "TEXT"

@@ -1,0 +1,187 @@
+"""What `tfpar.doctor` says of TensorFlow, Keras, GPUs and the native operations, from what `tfpar.doctor.probe` saw."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+OK, WARN, FAIL = "ok", "warn", "FAIL"
+TESTED = {"tensorflow": "2.21", "keras": "3.15"}  # the releases that setup.py allows
+# Oldest Linux driver, by major version, that runs programs built with a major version of CUDA (NVIDIA's release notes,
+# "minor version compatibility").
+_OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
+_BACKEND_FIX = 'Set KERAS_BACKEND=tensorflow, or "backend": "tensorflow" in ~/.keras/keras.json.'
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One line of the report.
+
+    Attributes:
+      name: What was looked at.
+      status: `ok`, `warn` or `FAIL`.
+      detail: What was found.
+      fix: The way out, unless all is well.
+    """
+
+    name: str
+    status: str
+    detail: str
+    fix: str = ""
+
+
+def check_tensorflow(facts: dict[str, Any]) -> Iterator[Check]:
+    """Everything about TensorFlow, Keras and GPUs, from the facts of the probe."""
+    error = facts.get("error", "")
+    if "tensorflow" not in facts:
+        fix = "Run `make setup`."
+        if "SIGILL" in error:
+            fix = "This CPU lacks AVX, which TensorFlow's wheels need."
+        elif "backend" in error:  # TensorFlow 2.21 imports Keras, which then cannot start
+            fix = _BACKEND_FIX
+        yield Check("tensorflow", FAIL, f"cannot be imported: {error}", fix)
+        return
+    yield _check_version("tensorflow", facts["tensorflow"])
+    yield from _check_keras(facts.get("keras", {"error": error}))
+    yield from _check_gpus(facts)
+    wrong = [f"{result['device']} computed wrongly" for result in facts["xla"] if not result["right"]]
+    if error or wrong or not facts["xla"]:
+        problem = ", ".join(wrong) or error or "not tried"
+        yield Check("xla", FAIL, problem, "Train with --jit_compile=false; on a GPU, update the driver.")
+    else:
+        times = ", ".join(f"{result['device']} {result['seconds']:.1f} s" for result in facts["xla"])
+        yield Check("xla", OK, f"compiles and computes rightly ({times})")
+    ops = facts.get("ops", {"error": error})
+    if "error" in ops:
+        fix = "Run `make setup`, which installs and builds it."
+        if "TFPAR_OPS" in ops["error"]:
+            fix = "Unset the variable, or give it one of these values."
+        yield Check("tfpar_ops", FAIL, ops["error"], fix)
+    else:
+        yield Check("tfpar_ops", OK, ops["status"])
+        if "built" in ops:
+            yield _check_ops_cuda(ops["built"], facts)
+
+
+def _check_version(name: str, version: str) -> Check:
+    tested = TESTED[name]
+    if version.split(".")[:2] == tested.split("."):
+        return Check(name, OK, version)
+    status = FAIL if version.split(".")[0] != tested.split(".")[0] else WARN
+    return Check(name, status, f"{version}, tested with {tested}", f"pip install '{name}=={tested}.*'")
+
+
+def _check_keras(keras: dict[str, Any]) -> Iterator[Check]:
+    if "error" in keras:
+        yield Check("keras", FAIL, keras["error"], f"{_BACKEND_FIX} If Keras is missing, run `make setup`.")
+        return
+    yield _check_version("keras", keras["version"])
+    backend = keras["backend"]
+    yield Check(
+        "keras backend", OK if backend == "tensorflow" else FAIL, backend, _BACKEND_FIX * (backend != "tensorflow")
+    )
+
+
+def _check_gpus(facts: dict[str, Any]) -> Iterator[Check]:
+    seen, installed = facts.get("gpus", []), _nvidia_smi()
+    names = [
+        f"{gpu.get('device_name', 'GPU')} (compute capability {gpu.get('compute_capability', '?')})" for gpu in seen
+    ]
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if seen:
+        memory = f"; memory and driver: {'; '.join(installed)}" if installed else ""
+        yield Check("gpu", OK, ", ".join(names) + memory)
+    elif installed and not hidden:
+        yield Check(
+            "gpu",
+            FAIL,
+            f"TensorFlow sees none of {len(installed)}: {'; '.join(installed)}",
+            "pip install 'tensorflow[and-cuda]' brings the CUDA libraries; CUDA_VISIBLE_DEVICES=-1 chooses the CPU.",
+        )
+    else:
+        yield Check(
+            "gpu", OK, "hidden by CUDA_VISIBLE_DEVICES; the CPU trains" if installed else "none; the CPU trains"
+        )
+    build = facts.get("build", {})
+    if build.get("is_cuda_build"):
+        yield Check("cuda", OK, f"TensorFlow is built for CUDA {build['cuda_version']}, cuDNN {build['cudnn_version']}")
+    else:
+        yield Check("cuda", FAIL if installed and not hidden else OK, "TensorFlow is built without CUDA")
+    if facts.get("nccl"):
+        yield Check("nccl", OK, "kernels present")
+    else:
+        status = WARN if len(seen) > 1 else OK
+        yield Check("nccl", status, "no kernels; several GPUs would talk through the CPU")
+
+
+def _check_ops_cuda(built: dict[str, Any], facts: dict[str, Any]) -> Check:
+    """Whether the GPU kernels of tfpar_ops can run beside those of this TensorFlow, on these GPUs and their driver.
+
+    Args:
+      built: What setup.py noted beside the library: `cuda`, `cuda_capabilities`; empty where there is none.
+      facts: Of the probe.
+    """
+    name, gpus = "tfpar_ops cuda", facts.get("gpus", [])
+    theirs = facts.get("build", {}).get("cuda_version", "")
+    build_again = f"nvcc of CUDA {theirs or 'of TensorFlow'} on the PATH, or CUDA_HOME, then `make setup`."
+    if not built.get("cuda"):
+        if gpus:
+            found = "no GPU kernels: codecs of gradients on GPUs run as plain TensorFlow operations, or on the CPU"
+            return Check(name, WARN, found, f"Put {build_again}")
+        return Check(name, OK, "no GPU kernels, and no GPU that would need them")
+    ours = built["cuda"]
+    detail = f"built with CUDA {ours}" + (f", TensorFlow with {theirs}" if theirs else ", TensorFlow without CUDA")
+    if not gpus:
+        return Check(name, OK, f"{detail}; no GPU here that would run them")
+    capabilities = built.get("cuda_capabilities") or ["0.0"]
+    without = [gpu for gpu in gpus if not _has_kernels(_capability(gpu), capabilities)]
+    if without:
+        shown = ", ".join(gpu.get("device_name", "GPU") for gpu in without)
+        found = f"{detail}, for compute capability {', '.join(capabilities)} and later: no kernels for {shown}"
+        return Check(
+            name,
+            FAIL,
+            found,
+            "Build again without TFPAR_CUDA_ARCHITECTURES (python setup.py build_ext --inplace), hide this GPU with "
+            "CUDA_VISIBLE_DEVICES, or train with --exchange=none.",
+        )
+    major, drivers = int(ours.split(".")[0]), [int(line.rsplit(",", 1)[-1].split(".")[0]) for line in _nvidia_smi()]
+    needed = _OLDEST_DRIVER.get(major)
+    if needed and drivers and min(drivers) < needed:
+        found = f"{detail}; its kernels need a driver of {needed} or later, and this one is {min(drivers)}"
+        return Check(name, FAIL, found, f"Update the driver, or build with TensorFlow's CUDA: {build_again}")
+    if theirs and major != int(theirs.split(".")[0]) and not (needed and drivers):
+        needs = f"a driver of {needed} or later" if needed else f"a driver for CUDA {major}"
+        found = f"{detail}: another major version, which needs {needs}, whatever TensorFlow's own needs"
+        return Check(name, WARN, found, f"Look at nvidia-smi; or build with TensorFlow's CUDA: {build_again}")
+    return Check(name, OK, detail)
+
+
+def _has_kernels(capability: tuple[int, ...], built: list[str]) -> bool:
+    """Machine code runs on GPUs of its major version from its minor version on, PTX (of the last) on all later ones."""
+    known = sorted(tuple(map(int, number.split("."))) for number in built)
+    return capability >= known[-1] or any(own[0] == capability[0] and own <= capability for own in known)
+
+
+def _capability(gpu: dict[str, str]) -> tuple[int, ...]:
+    """Of a GPU as TensorFlow describes it, "(9, 0)"; as high as can be where it does not say."""
+    found = tuple(int(part) for part in re.findall(r"\d+", gpu.get("compute_capability", "")))
+    return found or (999,)
+
+
+def _nvidia_smi() -> list[str]:
+    """Name, memory and driver of each GPU that the driver shows."""
+    if not shutil.which("nvidia-smi"):
+        return []
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        result = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
+        if result.returncode == 0:
+            return [line.strip() for line in result.stdout.splitlines() if line.strip()]
+    return []

@@ -1,0 +1,1 @@
+"""How one bucket of gradients is summed over the workers."""

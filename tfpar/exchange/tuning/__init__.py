@@ -1,0 +1,1 @@
+"""What `--exchange=auto` measures, predicts and decides."""

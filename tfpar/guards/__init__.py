@@ -1,0 +1,1 @@
+"""What keeps a run honest: non-finite steps, bad examples, stalls, preemption."""

@@ -1,0 +1,96 @@
+"""Examples that a run could not use: an error that names the one, or a count and the first few names."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+
+from tfpar import inputs
+from tfpar.cluster.failure import COMMUNICATION_ERRORS
+from tfpar.guards.batches import Batches
+
+import numpy as np
+import tensorflow as tf
+
+_NAMED = 5
+_SECONDS_TO_LOOK = 60.0
+_SECONDS_TO_NAME = 10.0
+# What TensorFlow raises where a peer, or memory, and not this worker's input is at fault.
+_NOT_OF_INPUT = (*COMMUNICATION_ERRORS, tf.errors.ResourceExhaustedError)
+
+
+@contextlib.contextmanager
+def named(source: inputs.Source, indices: Callable[[], Sequence[int] | np.ndarray]) -> Iterator[None]:
+    """Turns the error of a TensorFlow op that read examples into one that says which example, in one line.
+
+    Args:
+      source: What is read inside the context.
+      indices: The examples that may have been read there, the first ones first; negative ones are padding.
+
+    Raises:
+      BadRecordError: One of them cannot be used.
+      TrainingError: Reading failed, and works again.
+    """
+    try:
+        yield
+    except _NOT_OF_INPUT:
+        raise
+    except inputs.READ_ERRORS as error:
+        candidates = np.asarray(indices()).reshape(-1)
+        found = inputs.find_bad(source, candidates[candidates >= 0], seconds=_SECONDS_TO_LOOK)
+        if found:
+            raise inputs.bad_record_error(source.info, found[0]) from None
+        if isinstance(error, UnicodeDecodeError) or "Iterator::" in str(error):
+            raise inputs.passing_error(source.info, error) from None
+        raise
+
+
+class SkippedExamples:
+    """Counts the examples left out under `--on_bad_record=skip`.
+
+    What updates report of their weights is the same number on every worker, so that the count is too, without a word
+    between them. The chief reads updates that lack examples again, to name the first few on standard error.
+
+    Args:
+      batches: What is trained or evaluated on.
+      is_chief: Whether this process names them.
+
+    Attributes:
+      count: Examples left out; one that comes again counts again.
+    """
+
+    def __init__(self, batches: Batches, *, is_chief: bool) -> None:
+        self.count = 0
+        self._batches = batches
+        self._to_name = _NAMED if is_chief else 0
+        self._known: set[int] = set()
+
+    def note(self, first: int, counts: np.ndarray) -> None:
+        """Takes note of some updates.
+
+        Args:
+          first: Number of the first one, from 0.
+          counts: [n] examples of each that were used: sums of weights.
+        """
+        if not self._batches.skips:
+            return
+        expected = self._batches.examples_in(first + np.arange(len(counts))).sum(axis=1)
+        lacking = np.maximum(np.rint(expected - counts).astype(np.int64), 0)
+        self.count += int(lacking.sum())
+        for update in first + np.flatnonzero(lacking):
+            if self._to_name <= 0:
+                return
+            self.name(self._batches.indices(int(update), 1))
+
+    def name(self, indices: np.ndarray) -> None:
+        """Looks through examples for ones that cannot be used, and names those that are new."""
+        source = self._batches.source
+        unknown = [index for index in indices.reshape(-1).tolist() if index >= 0 and index not in self._known]
+        for bad in inputs.find_bad(source, unknown, limit=self._to_name, seconds=_SECONDS_TO_NAME):
+            self._known.add(bad.index)
+            self._to_name -= 1
+            last = "" if self._to_name else " (further ones are only counted)"
+            print(
+                f"skipped: --dataset={source.info.name}: {bad.describe(source.info)}{last}", file=sys.stderr, flush=True
+            )

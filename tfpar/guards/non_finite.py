@@ -1,0 +1,170 @@
+"""Updates that changed nothing: counted in a row, explained, and too many of them end the run.
+
+An update is left out, on all replicas alike, when loss or gradients are not finite on any of them, or when none of its
+examples can be used. Weights, optimizer and residuals stay what they were, so a checkpoint of before such updates is
+as good as one of after them, and older ones are worth more: weights that have begun to diverge are finite for a while.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pathlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tfpar import inputs
+from tfpar.config.errors import TrainingError
+from tfpar.guards.batches import Batches
+from tfpar.process.exit_codes import BAD_NUMBERS
+
+import numpy as np
+
+_NAMED = 5
+_INDICES_SHOWN = 16
+_SECONDS_TO_LOOK = 20.0
+FILE = "bad_steps.json"
+
+
+class BadStepsError(TrainingError):
+    """Too many updates in a row were left out. The message says which, their examples, and likely causes."""
+
+    exit_code = BAD_NUMBERS
+
+
+class BadSteps:
+    """Counts updates in a row that were left out. All workers see the same ones, and end alike.
+
+    Args:
+      batches: What is trained on.
+      limit: `--max_bad_steps`; 0 for none.
+      workdir: Where the chief writes the complete list when the limit is reached; empty for nowhere.
+      is_chief: Whether this process writes.
+      settle: Called by every worker before it raises, and returns when all have called it: no worker's exit then ends
+        the chief before its list is written.
+
+    Attributes:
+      streak: The loss of each update left out since the last one that was applied, by number from 0 on; empty where
+        there is no limit.
+    """
+
+    def __init__(
+        self,
+        batches: Batches,
+        *,
+        limit: int,
+        workdir: str = "",
+        is_chief: bool = True,
+        settle: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.streak: dict[int, float] = {}
+        self._batches = batches
+        self._limit = limit
+        self._workdir = workdir
+        self._is_chief = is_chief
+        self._settle = settle
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether checkpoints are better not written now: they would push out those of before the streak."""
+        return bool(self.streak)
+
+    def note(self, updates: np.ndarray, applied: np.ndarray, losses: np.ndarray) -> None:
+        """Takes note of some updates.
+
+        Args:
+          updates: [n], their numbers from 0 on.
+          applied: bool [n].
+          losses: [n].
+
+        Raises:
+          BadStepsError: As many in a row as the limit were left out.
+        """
+        if not self._limit or (applied.all() and not self.streak):
+            return
+        for update, good, loss in zip(updates.tolist(), applied, losses, strict=True):
+            if good:
+                self.streak.clear()
+                continue
+            self.streak[update] = float(loss)
+            if len(self.streak) == self._limit:
+                self._end()
+
+    def _end(self) -> None:
+        batches = {update: _real(self._batches.indices(update, 1)) for update in self.streak}
+        source = self._batches.source
+        every = np.concatenate([*batches.values(), np.zeros(0, np.int64)])
+        began = time.monotonic()
+        found = inputs.find_bad(source, every, limit=_NAMED, seconds=_SECONDS_TO_LOOK)
+        looked_at_all = time.monotonic() - began < _SECONDS_TO_LOOK
+        if self._is_chief and self._workdir:
+            write_list(self._workdir, source.info, batches, self.streak, found)
+        self._settle()
+        raise BadStepsError(self._message(batches, found, looked_at_all))
+
+    def _message(
+        self, batches: Mapping[int, np.ndarray], found: Sequence[inputs.BadExample], looked_at_all: bool
+    ) -> str:
+        info = self._batches.source.info
+        first, last = min(batches), max(batches)
+        listed = ", ".join(str(index) for index in batches[first][:_INDICES_SHOWN])
+        more = ", ..." if len(batches[first]) > _INDICES_SHOWN else ""
+        where = f" All are listed in {os.path.join(self._workdir, FILE)}." if self._workdir else ""
+        if found:
+            named = "; ".join(bad.describe(info) for bad in found)
+            cause = f"The cause is in the data: {named}. Repair or remove such examples."
+        else:
+            examples = "The examples" if looked_at_all else "Those of their examples that there was time to look at"
+            cause = (
+                f"{examples} are finite. Likely causes: a --learning_rate that is too high (lower it, or "
+                "give --warmup_steps or --clip_norm), overflow in --precision=mixed_float16 (mixed_bfloat16 has none), "
+                "a loss that is not defined for some outputs."
+            )
+        return (
+            f"updates {first + 1} to {last + 1}, {len(self.streak)} in a row (--max_bad_steps={self._limit}), changed "
+            f"nothing: loss or gradients were not finite, or no example could be used. {cause} Update {first + 1} had "
+            f"the {info.split} examples {listed}{more} of --dataset={info.name}.{where} Checkpoints of before are kept."
+        )
+
+
+def write_list(
+    workdir: str,
+    info: inputs.SourceInfo,
+    batches: Mapping[int, np.ndarray],
+    losses: Mapping[int, float],
+    found: Sequence[inputs.BadExample],
+) -> None:
+    """Writes `WORKDIR/bad_steps.json`: every update of the streak with its loss and examples, and the bad ones found.
+
+    Updates are numbered from 1, as everywhere a person reads them. A directory that cannot be written to is no reason
+    to hide the error that this is about: then nothing is written.
+    """
+    content: dict[str, Any] = {
+        "dataset": info.name,
+        "split": info.split,
+        "updates": [
+            {"update": update + 1, "loss": _number(losses.get(update)), "examples": examples.tolist()}
+            for update, examples in batches.items()
+        ],
+        "unusable": [{"example": bad.index, "file": bad.file, "reason": bad.reason} for bad in found],
+    }
+    path = pathlib.Path(workdir) / FILE
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{FILE}")
+        temporary.write_text(json.dumps(content, indent=1) + "\n")
+        os.replace(temporary, path)
+    except OSError:
+        pass
+
+
+def _real(indices: np.ndarray) -> np.ndarray:
+    """The examples among slots, in order."""
+    flat = np.asarray(indices).reshape(-1)
+    return flat[flat >= 0]
+
+
+def _number(loss: float | None) -> float | None:
+    return loss if loss is not None and math.isfinite(loss) else None

@@ -1,0 +1,44 @@
+"""Being asked to end: SIGTERM becomes a question that all workers answer together, between two updates.
+
+Outside of training it ends the process at once (`tfpar.process.exit_codes.end_when_asked`).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import types
+from typing import Any
+
+from tfpar.process.exit_codes import sigterm_is_free
+
+
+class StopRequest:
+    """Notes SIGTERM while it is entered, in place of ending the process; a second one ends it at once.
+
+    A program that handles SIGTERM itself keeps its handler, and in another thread than the main one nothing can be
+    handled: `received` then stays False.
+
+    Attributes:
+      received: Whether SIGTERM has come.
+    """
+
+    def __init__(self) -> None:
+        self.received = False
+        self._before: Any = None
+
+    def __enter__(self) -> StopRequest:
+        if sigterm_is_free():
+            self._before = signal.signal(signal.SIGTERM, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
+            self._before = None
+
+    def _note(self, number: int, _: types.FrameType | None) -> None:
+        if self.received:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        self.received = True

@@ -1,0 +1,74 @@
+"""Ends a process whose training does not move, though it still answers: a deadlock in Python, an input that hangs."""
+
+from __future__ import annotations
+
+import faulthandler
+import sys
+import threading
+import time
+
+from tfpar.process.exit_codes import PEER_LOST, end_now
+
+# What is given to a piece of work that has no steps to watch: the first update, which compiles, or an evaluation.
+PATIENCE = 5
+
+
+class Watchdog:
+    """Watches one thread's progress from another.
+
+    Peers cannot tell such a worker from a slow one: its heartbeats go on. Where it ends itself, they learn of it like
+    of any lost worker.
+
+    Args:
+      timeout: Seconds without `progress` after which the process ends; 0: never.
+      name: This process, for the message.
+    """
+
+    def __init__(self, timeout: float, name: str) -> None:
+        self._timeout = timeout
+        self._name = name
+        self._due = ("", 0.0, 0.0)  # what is being done, since when, and how long it may take: changed all at once
+        self._done = threading.Event()
+
+    def __enter__(self) -> Watchdog:
+        self.progress("what comes before the end of the first update", patient=True)
+        if self._timeout:
+            threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+
+    def progress(self, what: str, *, patient: bool = False) -> None:
+        """Notes that something was done.
+
+        Args:
+          what: What comes next, as in `update 120`.
+          patient: It may take `PATIENCE` times as long: evaluation, a checkpoint, an update that is compiled first.
+        """
+        self._due = (what, time.monotonic(), self._timeout * (PATIENCE if patient else 1))
+
+    def _watch(self) -> None:
+        try:
+            self._watch_until_done()
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+    def _watch_until_done(self) -> None:
+        while not self._done.wait(min(1.0, self._timeout / 4)):
+            # For a call that hangs with Python's lock held, under which this thread gets no turn either: TensorFlow
+            # 2.21 does so where it tells a remote worker of a new function, and that worker does not answer. Python
+            # shows the stacks then and ends the process with exit code 1, from a thread that needs no lock.
+            faulthandler.dump_traceback_later(PATIENCE * self._timeout, exit=True, file=sys.stderr)
+            what, since, limit = self._due
+            if time.monotonic() - since < limit:
+                continue
+            faulthandler.dump_traceback(sys.stderr, all_threads=True)
+            times = f"{PATIENCE} times " if limit > self._timeout else ""
+            print(
+                f"error: {self._name} made no progress for {limit:g} s ({times}--stall_timeout), in {what}. The stacks "
+                "above show where it hangs; a worker that shows only its training call waits for its input or for one "
+                "that hangs. It ends now; start all workers again and they go on from the newest checkpoint.",
+                file=sys.stderr,
+            )
+            end_now(PEER_LOST)

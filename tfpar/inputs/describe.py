@@ -1,0 +1,121 @@
+"""The input report: what is read, by whom, in which order, in a few lines of text."""
+
+from __future__ import annotations
+
+from tfpar.config import InputConfig
+from tfpar.inputs.epoch_order import Plan
+from tfpar.inputs.source import LANGUAGE_MODEL, Source
+
+_LISTED_WORKERS = 16
+
+
+def describe(
+    source: Source, config: InputConfig, order: Plan, *, workers: int, by_file: bool, training: bool, asynchronous: bool
+) -> str:
+    """The report of one pipeline.
+
+    Args:
+      source: The examples.
+      config: The input options.
+      order: Where each example goes.
+      workers: Processes that read.
+      by_file: Whether each worker has whole files.
+      training: Whether it trains.
+      asynchronous: Whether each replica's share of a batch is an update of its own.
+
+    Returns:
+      Lines of `name: value`, indented under a title.
+    """
+    lines = {
+        "examples": _examples(source),
+        "per worker": _workers(order, source, workers, by_file),
+        "batch": _pushes(order, config) if asynchronous else _batch(order, config, workers if by_file else 1),
+        "epoch": _epoch(order, source.info.num_examples, order.replicas if asynchronous else 1),
+        "order": _order(order, by_file, training),
+        "storage": _storage(source, config),
+    }
+    if config.augment not in ("", "none") and training:
+        lines["augment"] = f"{config.augment}, on the device inside the step"
+    if source.skip or config.on_bad_record == "skip":
+        lines["bad records"] = "left out at weight 0, and counted (on_bad_record=skip)"
+    if config.data_service:
+        lines["service"] = f"{config.data_service}; in order with one service worker, interleaved with more"
+    width = max(map(len, lines))
+    body = "\n".join(f"  {name:<{width}}  {value}" for name, value in lines.items())
+    return f"input {source.info.name}, {source.info.split} split\n{body}"
+
+
+def _examples(source: Source) -> str:
+    info = source.info
+    shape = "x".join(map(str, info.input_spec.shape.as_list())) or "scalar"
+    kind = "tokens" if info.task == LANGUAGE_MODEL else "classes"
+    files = f" in {len(info.files):,} files" if info.files else ""
+    return f"{info.num_examples:,}{files}, {shape} {info.input_spec.dtype.name}, {info.num_classes:,} {kind}"
+
+
+def _workers(order: Plan, source: Source, workers: int, by_file: bool) -> str:
+    if by_file:
+        parts = [f"{shard.size:,} examples in {shard.files} files" for shard in order.shards[:_LISTED_WORKERS]]
+        listed = "; ".join(f"worker {worker}: {part}" for worker, part in enumerate(parts))
+        more = f"; and {workers - len(parts)} more" if workers > len(parts) else ""
+        return f"sharded by file: {listed}{more}"
+    if workers == 1:
+        return "sharded by example: one worker reads all"
+    share = source.info.num_examples / workers
+    files = f" from any of {len(source.info.files):,} files" if source.info.files else ""
+    about = "" if source.info.num_examples % workers == 0 else "about "
+    return f"sharded by example: {about}{share:,.0f} examples{files} for each of {workers} workers, anew each epoch"
+
+
+def _batch(order: Plan, config: InputConfig, groups: int) -> str:
+    steps = order.accumulate_steps
+    replicas = order.replicas * groups
+    micro = f"{steps} micro-batches x " if steps > 1 else ""
+    padded = steps * replicas * order.micro_batch - config.global_batch_size
+    note = f", {padded} of them padding with weight 0" if padded > 0 else ""
+    each = order.micro_batch
+    return f"{config.global_batch_size} an update = {micro}{replicas} replicas x {each} examples{note}"
+
+
+def _pushes(order: Plan, config: InputConfig) -> str:
+    return (
+        f"{order.accumulate_steps * order.micro_batch} examples an update, each the push of one worker = "
+        f"{config.global_batch_size} / {order.replicas} workers"
+    )
+
+
+def _epoch(order: Plan, examples: int, updates_per_batch: int) -> str:
+    updates = order.updates_per_epoch * updates_per_batch
+    dropped = examples - order.examples_per_epoch
+    if order.drop_remainder:
+        rest = f"{dropped} examples of the last batch are left out" if dropped else "no remainder"
+        return f"{updates:,} updates; remainder=drop: {rest}"
+    partial = [
+        (worker, shard.size % shard.batch) for worker, shard in enumerate(order.shards) if shard.size % shard.batch
+    ]
+    if not partial and len({shard.size // shard.batch for shard in order.shards}) == 1:
+        return f"{updates:,} updates; no remainder"
+    if updates_per_batch > 1:
+        return f"{updates:,} updates; remainder=pad: the last {updates_per_batch} share {partial[0][1]} examples"
+    if len(order.shards) == 1:
+        last, full = partial[0][1], order.shards[0].batch
+        return f"{updates:,} updates; remainder=pad: the last has {last} of {full} examples, at their true weight"
+    return f"{updates:,} updates; remainder=pad: workers that run out of examples add none, at weight 0"
+
+
+def _order(order: Plan, by_file: bool, training: bool) -> str:
+    if not training:
+        return "as stored, each example once"
+    if not order.shuffle:
+        return "as stored, each epoch the same (--shuffle=false)"
+    scope = "within each worker's files" if by_file else "over all examples"
+    return f"permuted {scope}, anew each epoch, from seed {order.seed}"
+
+
+def _storage(source: Source, config: InputConfig) -> str:
+    if source.info.storage == "memory":
+        return f"kept decoded in memory, {source.kept_bytes / 2**20:,.1f} MiB in each worker (cache={config.cache})"
+    if source.info.storage == "generated":
+        return "generated when needed"
+    threads = config.input_threads or "as many as tf.data finds useful"
+    return f"read and decoded each epoch (cache={config.cache}), parallel reads: {threads}"

@@ -1,0 +1,246 @@
+"""`tfds:NAME`: any TensorFlow Datasets data set that is prepared on disk, by random access.
+
+Names, splits and features are TFDS' own; records are read by index from the shard files
+(`tfpar.inputs.records`) and decoded by TFDS' feature decoders, in the graph. Nothing is ever
+downloaded.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Callable
+from typing import Any
+
+from tfpar.config import ConfigError, InputConfig
+from tfpar.inputs import memory, records, source
+from tfpar.inputs.source import Source, SourceInfo
+from tfpar.inputs.sources import images, text
+
+import numpy as np
+import tensorflow as tf
+import tensorflow_datasets as tfds
+from tensorflow_datasets.core import read_only_builder
+
+_SPEC = re.compile(r"(?P<name>[\w/.\-]+)(:(?P<version>\d+\.[\d*]+\.[\d*]+))?(:(?P<split>[A-Za-z_].*))?")
+_TEXT_BYTES = 1 << 30
+_READ_AT_ONCE = 256
+
+
+def data_dir(config: InputConfig) -> str:
+    """`--data_dir`, or TFDS' default directory."""
+    return os.path.expanduser(config.data_dir or str(tfds.core.constants.DATA_DIR))
+
+
+def build(argument: str, config: InputConfig, split: str, seed: int) -> Source:
+    """`--dataset=tfds:NAME[/CONFIG][:VERSION][:TRAIN_SPLIT[,VALIDATION_SPLIT]]`.
+
+    Splits are TFDS' (`train[:80%]`). The training split is `train` unless given. The validation
+    split, unless given, is `validation` or else `test`; where there is neither, the last
+    `--validation_fraction` of the training split, which training then leaves out.
+
+    Args:
+      argument: What follows `tfds:`.
+      config: The input options.
+      split: `"train"` or `"validation"`.
+      seed: Not used: splits do not depend on it.
+
+    Raises:
+      ConfigError: The data set is not prepared in `--data_dir`, a split does not exist, or the
+        features are of a kind that is not supported.
+    """
+    match = _SPEC.fullmatch(argument)
+    if not match:
+        raise ConfigError(
+            f"--dataset='tfds:{argument}' is not tfds:NAME[/CONFIG][:VERSION][:TRAIN_SPLIT[,VALIDATION_SPLIT]]. "
+            "Write e.g. --dataset=tfds:mnist or --dataset='tfds:mnist:train[:90%],train[90%:]'."
+        )
+    name = match["name"] + (f":{match['version']}" if match["version"] else "")
+    directory = data_dir(config)
+    try:
+        builder = read_only_builder.builder_from_files(name, data_dir=directory)
+    except tfds.core.registered.DatasetNotFoundError as error:
+        raise ConfigError(_not_prepared(name, directory)) from error
+    part = _choose_split(argument, builder, match["split"], config, split)
+    return from_builder(f"tfds:{argument}", builder, part, config, split)
+
+
+def from_builder(name: str, builder: tfds.core.DatasetBuilder, part: str, config: InputConfig, split: str) -> Source:
+    """A source over one split of a prepared builder.
+
+    Args:
+      name: The source as `--dataset` writes it.
+      builder: The builder; its files are on disk.
+      part: A split in TFDS' notation.
+      config: The input options.
+      split: `"train"` or `"validation"`, for the description.
+
+    Raises:
+      ConfigError: The features are of a kind that is not supported.
+    """
+    input_key, label_key = _supervised_keys(name, builder.info)
+    feature = builder.info.features[input_key]
+    if isinstance(feature, tfds.features.Text):
+        return _text_source(name, builder, part, input_key, config, split)
+    if label_key is None:
+        raise ConfigError(
+            f"--dataset={name} has no label to learn: its supervised keys are {builder.info.supervised_keys}."
+        )
+    label = builder.info.features[label_key]
+    if not isinstance(label, tfds.features.ClassLabel) or not label.num_classes:
+        raise ConfigError(
+            f"--dataset={name}: label feature {label_key!r} is {type(label).__name__}, not ClassLabel; only "
+            "classification with one label an example is supported."
+        )
+    instructions = builder.info.splits[part].file_instructions
+    reader = _record_reader(builder, instructions)
+    wanted = tfds.decode.PartialDecoding({input_key: True, label_key: True}).extract_features(builder.info.features)
+    shape, dtype, scale, shaped = _input_format(feature, config)
+
+    def decode(record: tf.Tensor) -> source.Batch:
+        example = wanted.deserialize_example(record)
+        return shaped(example[input_key]), tf.cast(example[label_key], tf.int32)
+
+    def read(indices: tf.Tensor) -> source.Batch:
+        serialised = records.read_records(reader, indices)
+        signature = (tf.TensorSpec(shape, dtype), tf.TensorSpec([], tf.int32))
+        return tf.map_fn(decode, serialised, fn_output_signature=signature, parallel_iterations=16)
+
+    info = SourceInfo(
+        name=name,
+        task=source.CLASSIFICATION,
+        split=split,
+        num_examples=sum(part.take for part in instructions),
+        input_spec=tf.TensorSpec(shape, tf.float32),
+        label_spec=tf.TensorSpec([], tf.int32),
+        num_classes=label.num_classes,
+        class_names=tuple(label.names),
+        files=tuple(str(part.filename) for part in instructions),
+        records_per_file=tuple(part.take for part in instructions),
+    )
+    stored = Source(info=info, read=read, scale=scale, portable=False, skip=config.on_bad_record == "skip")
+    return memory.cached(stored, config.cache, dtype.size * shape.num_elements() + tf.int32.size)
+
+
+def _not_prepared(name: str, directory: str) -> str:
+    present = sorted(
+        entry.name
+        for entry in (os.scandir(directory) if os.path.isdir(directory) else ())
+        if entry.is_dir() and not entry.name.startswith(".") and entry.name != "downloads"
+    )
+    near = difflib.get_close_matches(name.partition(":")[0].partition("/")[0], present, n=3, cutoff=0.5)
+    hint = f" Did you mean {' or '.join(f'tfds:{other}' for other in near)}?" if near else ""
+    return (
+        f"--dataset=tfds:{name} is not prepared in --data_dir={directory!r} (there: "
+        f"{', '.join(present) or 'nothing'}).{hint} tfpar downloads nothing; prepare it once with: tfds build {name} "
+        f"--data_dir={directory}"
+    )
+
+
+def _choose_split(
+    argument: str, builder: tfds.core.DatasetBuilder, given: str | None, config: InputConfig, split: str
+) -> str:
+    parts = [part.strip() for part in given.split(",")] if given else []
+    known = list(builder.info.splits)
+    if len(parts) == 2:
+        chosen = parts[0] if split == "train" else parts[1]
+    elif len(parts) > 2:
+        raise ConfigError(
+            f"--dataset='tfds:{argument}' names {len(parts)} splits; give one for training and one for validation."
+        )
+    else:
+        train = parts[0] if parts else "train"
+        separate = next((name for name in ("validation", "test") if name in known and name != train), None)
+        chosen = train if split == "train" else separate or ""
+        if separate is None:
+            if train not in known:
+                raise ConfigError(
+                    f"--dataset='tfds:{argument}' has no validation split (there are: {', '.join(known)}): name one, "
+                    f"e.g. --dataset='tfds:{argument},SPLIT'."
+                )
+            count = builder.info.splits[train].num_examples
+            boundary = count - round(count * config.validation_fraction)
+            chosen = f"{train}[:{boundary}]" if split == "train" else f"{train}[{boundary}:]"
+    try:
+        builder.info.splits[chosen]
+    except (KeyError, ValueError, AssertionError) as error:
+        raise ConfigError(
+            f"--dataset='tfds:{argument}': split {chosen!r} does not exist. There are: {', '.join(known)}; parts are "
+            f"written as in train[:90%]."
+        ) from error
+    return chosen
+
+
+def _supervised_keys(name: str, info: tfds.core.DatasetInfo) -> tuple[str, str | None]:
+    """Names of the input and label features; no label for text."""
+    keys = info.supervised_keys
+    if keys and len(keys) == 2 and all(isinstance(key, str) for key in keys):
+        return keys
+    available = list(info.features) if isinstance(info.features, tfds.features.FeaturesDict) else []
+    if "image" in available and "label" in available:
+        return "image", "label"
+    if "text" in available:
+        return "text", None
+    raise ConfigError(
+        f"--dataset={name}: what to learn is not clear. It has features {', '.join(available) or info.features} and "
+        f"supervised keys {keys}; supported are supervised pairs, features 'image' and 'label', and feature 'text'."
+    )
+
+
+def _record_reader(builder: tfds.core.DatasetBuilder, instructions: list[Any]) -> records.RecordReader:
+    file_format = str(builder.info.file_format.value)
+    if file_format == "array_record":
+        return records.ArrayRecordReader(instructions)
+    if file_format == "tfrecord":
+        return records.TFRecordReader(
+            [records.FileSlice(str(part.filename), part.skip, part.take) for part in instructions]
+        )
+    raise ConfigError(
+        f"TFDS data set {builder.info.full_name!r} is stored as {file_format}, which has no random access here. "
+        f"Prepare it with: tfds build {builder.name} --file_format=array_record"
+    )
+
+
+def _input_format(
+    feature: Any, config: InputConfig
+) -> tuple[tf.TensorShape, tf.DType, float, Callable[[tf.Tensor], tf.Tensor]]:
+    """Stored shape, stored dtype, scale, and the op that brings a decoded example to that shape."""
+    shape, dtype = tf.TensorShape(feature.shape), tf.as_dtype(feature.tf_dtype)
+    if isinstance(feature, tfds.features.Image) and not shape.is_fully_defined():
+        size = config.image_size
+        channels = shape[-1] or 3
+        return (
+            tf.TensorShape([size, size, channels]),
+            tf.uint8,
+            1 / 255,
+            lambda image: tf.ensure_shape(images.square(image, size), [size, size, channels]),
+        )
+    if not shape.is_fully_defined():
+        raise ConfigError(f"An input feature of shape {shape} is not supported: every dimension must be fixed.")
+    if not (dtype.is_floating or dtype.is_integer or dtype.is_bool):
+        raise ConfigError(f"An input feature of dtype {dtype.name} is not supported: it must hold numbers.")
+    pixels = dtype in (tf.uint8, tf.uint16) and (isinstance(feature, tfds.features.Image) or shape.rank == 3)
+    return shape, dtype, 1 / dtype.max if pixels else 1.0, lambda value: tf.ensure_shape(value, shape)
+
+
+def _text_source(
+    name: str, builder: tfds.core.DatasetBuilder, part: str, key: str, config: InputConfig, split: str
+) -> Source:
+    """Byte-level windows over all texts of a split, held in memory."""
+    stored = builder.info.splits[part].num_bytes if part in builder.info.splits else 0
+    if stored > _TEXT_BYTES:
+        raise ConfigError(
+            f"--dataset={name}: {stored / 2**30:.1f} GiB of text do not fit in the 1 GiB that is kept in memory. "
+            f"Name a part of it, e.g. --dataset='{name}:{part}[:5%]'."
+        )
+    instructions = builder.info.splits[part].file_instructions
+    reader = _record_reader(builder, instructions)
+    count = sum(part.take for part in instructions)
+    documents: list[tuple[str, bytes]] = []
+    for first in range(0, count, _READ_AT_ONCE):
+        for record in reader.read(np.arange(first, min(first + _READ_AT_ONCE, count))):
+            # By protobuf, not by TFDS' decoders: those are TensorFlow operations.
+            content = tf.train.Example.FromString(record).features.feature[key].bytes_list.value[0]
+            documents.append((str(len(documents)), content))
+    return text.windows(name, documents, config.sequence_length, split, named_files=False)

@@ -1,0 +1,362 @@
+"""Starts a local cluster: `python -m tfpar.launch --workers=2 -- SCRIPT FLAGS...`.
+
+Every process runs the same script with its own TF_CONFIG on loopback. Each line of output is prefixed with the
+process it came from. When one fails, all are ended, and started again on fresh ports if --max_restarts allows; with
+--min_workers without the one that fails again and again. The exit code is that of the process that failed first,
+128 + N if signal N killed it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import difflib
+import importlib.util
+import os
+import random
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from tfpar.cluster.info import ClusterInfo, tf_config_json
+from tfpar.launch.console import Terminal
+from tfpar.launch.gpu_slots import NO_GPU, Slots, visible_gpus
+from tfpar.launch.supervisor import Command, Group, Guard, Interrupts, Process
+from tfpar.process.exit_codes import FINAL, LEFT_OUT, PEER_LOST, PREEMPTED, USAGE_ERROR
+
+_DRAIN_S = 2.0  # for workers that end by themselves once the chief has, before they are ended as servers
+_BIND_RETRIES = 3
+_TOGETHER = (PEER_LOST, PREEMPTED)  # what happened to one that ends so happens to all
+_SETTLE_S = 5.0  # for workers that follow one that was lost or preempted, before they are asked to end
+_ALIKE_S = 1.5  # for workers that fail just as the first did, which says that no single one is to blame
+_LASTED_S = 60.0  # a start that ran so long was no failure to start
+_LONGEST_DELAY_S = 60.0
+# What TensorFlow 2.21 says when its port is taken.
+_BIND_ERROR = "Could not start gRPC server"
+
+_EPILOG = """\
+SCRIPT is a .py file or `-m module`; everything after -- goes to Python as it is.
+
+With --ps=K the cluster has a chief besides the N workers: the chief drives the training, the workers compute, the
+K parameter servers hold the weights. Workers and parameter servers of TensorFlow serve for ever, so the run is
+over when the chief has ended. Without --ps it is over when all workers have ended.
+
+Restarts: after a failure all processes are ended and started again on fresh ports, with TFPAR_RESTARTS=n in their
+environment; training goes on from the newest checkpoint. Each further failure within a minute doubles the delay, up
+to a minute. Exit codes 2, a usage error, and 65, numbers that went bad, are never tried again. With --min_workers=M, a
+worker that alone is the first to fail twice in a row, the second time within ten minutes, is left out with its GPUs,
+as long as M others are left; a global batch that then does not divide is shared out unevenly.
+
+Preemption: SIGTERM to the launcher or to any worker makes all save a checkpoint and end; exit code 85. Allow for it
+with --grace_period, and start again later. Exit code 75: a worker was lost, and --max_restarts is used up.
+
+Set for every process: TF_CONFIG; TFPAR_RESTARTS; TFPAR_LEFT_OUT, the number of workers left out;
+TF_NUM_INTRAOP_THREADS, the cores divided by the processes, unless you set it. GPUs are shared out evenly
+over the workers through CUDA_VISIBLE_DEVICES; where there are fewer GPUs than workers, all train on the CPU.
+
+No process outlives the launcher, however that ends. Ctrl-C and SIGTERM are passed on; a second one kills at once.
+
+examples:
+  python -m tfpar.launch --workers=2 -- experiments/image_classification.py --steps=100 --workdir=runs/a
+  python -m tfpar.launch --workers=2 --ps=1 -- -m experiments.image_classification --strategy=parameter_server
+  python -m tfpar.launch --workers=2 -- -m tfpar.doctor
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to start.
+
+    Attributes:
+      command: What Python is given: the script or `-m module`, and its flags.
+      workers: Processes that train.
+      ps: Parameter servers; more than 0 adds a chief.
+      max_restarts: How often a failed cluster is started again.
+      min_workers: Down to how many workers it may go on without those that keep failing; 0: with all or none.
+      restart_delay: Seconds before the first restart in a row.
+      grace_period: Seconds between asking processes to end and killing them.
+      log_dir: Where the output of every process is kept too, if anywhere.
+    """
+
+    command: tuple[str, ...]
+    workers: int
+    ps: int = 0
+    max_restarts: int = 0
+    min_workers: int = 0
+    restart_delay: float = 1.0
+    grace_period: float = 30.0
+    log_dir: Path | None = None
+
+    @property
+    def jobs(self) -> dict[str, int]:
+        """Job name to number of tasks."""
+        return {"chief": 1, "worker": self.workers, "ps": self.ps} if self.ps else {"worker": self.workers}
+
+    def log(self, label: str) -> Path | None:
+        """The log file of a process."""
+        return self.log_dir / f"{label.replace(' ', '_')}.log" if self.log_dir else None
+
+
+def run(options: Options) -> int:
+    """Runs a cluster to its end.
+
+    Args:
+      options: What to start.
+
+    Returns:
+      0, or the exit code of the process that failed first, or 128 + the signal that ended the launcher.
+    """
+    is_tty = sys.stdout.isatty()
+    terminal = Terminal(sys.stdout.buffer, is_tty=is_tty, colours=is_tty and "NO_COLOR" not in os.environ)
+    if options.log_dir:
+        options.log_dir.mkdir(parents=True, exist_ok=True)
+        for job, count in options.jobs.items():
+            for index in range(count):
+                (options.log_dir / f"{job}_{index}.log").unlink(missing_ok=True)
+    with Interrupts() as interrupts, contextlib.closing(Guard()) as guard:
+        code = _run_with_restarts(
+            options, lambda: Group(terminal, interrupts, guard), interrupts, lambda text: _say(terminal, text)
+        )
+    if terminal.broken:  # the reader has gone, as in `| head`: as if SIGPIPE had ended this program
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    return code
+
+
+def _say(terminal: Terminal, text: str) -> None:
+    terminal.line("launch", text.encode())
+
+
+def _run_with_restarts(
+    options: Options, new_group: Callable[[], Group], interrupts: Interrupts, say: Callable[[str], None]
+) -> int:
+    started, restarts, bind_failures, delays = time.monotonic(), 0, 0, Delays(options.restart_delay)
+    slots = Slots(options.workers, visible_gpus(os.environ), least=options.min_workers)
+    if slots.gpus[:1] == [NO_GPU]:
+        say(f"fewer GPUs than workers ({options.workers}), and NCCL wants one each at least: training on the CPU")
+    while True:
+        options = dataclasses.replace(options, workers=slots.workers)
+        environ = {**os.environ, "TFPAR_RESTARTS": str(restarts), LEFT_OUT: str(slots.left_out)}
+        began = time.monotonic()
+        group = new_group()
+        failed = _run_once(options, group, commands(options, environ, slots.gpus), interrupts, say)
+        again = f" after {restarts} restart{'s' * (restarts > 1)}" if restarts else ""
+        if failed and not interrupts.received:
+            if bind_failures < _BIND_RETRIES and _lost_port(failed):
+                bind_failures += 1
+                say(f"{failed.label} lost its port to another program; starting again on other ports")
+                continue
+            if restarts < options.max_restarts and failed.code not in FINAL:
+                restarts += 1
+                ran = time.monotonic() - began
+                say(f"{failed.label} {failed.how_it_ended()}; restart {restarts} of {options.max_restarts}")
+                if options.min_workers:
+                    alone = failed.code not in _TOGETHER and not group.ended_alike(failed)
+                    if text := slots.failed(int(failed.label.split()[1]), ran, alone=alone):
+                        say(text)
+                interrupts.sleep(delays.next(ran))
+                if not interrupts.received:
+                    continue
+        if interrupts.received:
+            return _interrupted(interrupts.received[0], group, say)
+        if failed:
+            where = f"; log: {failed.command.log}" if failed.command.log else ""
+            say(f"{failed.label} {failed.how_it_ended()}{again}{where}")
+            return failed.exit_code
+        members = ", ".join(f"{count} {job}{'s' * (count > 1 and job != 'ps')}" for job, count in options.jobs.items())
+        say(f"{members}: done in {time.monotonic() - started:.1f} s{again}")
+        return 0
+
+
+class Delays:
+    """Seconds to wait before each restart: twice as long after each failure that follows soon on a start.
+
+    Args:
+      first: The first and shortest.
+    """
+
+    def __init__(self, first: float) -> None:
+        self._first = self._next = first
+
+    def next(self, ran: float) -> float:
+        """The delay now, after a start that ran so many seconds."""
+        if ran >= _LASTED_S:
+            self._next = self._first
+        delay, self._next = self._next, min(2 * self._next, max(_LONGEST_DELAY_S, self._first))
+        return delay
+
+
+def _interrupted(number: int, group: Group, say: Callable[[str], None]) -> int:
+    name = signal.Signals(number).name
+    codes = {process.code for process in group.processes}
+    # Besides those that said so: one that lost a peer which ended sooner, or was not far enough to handle the signal.
+    if number == signal.SIGTERM and PREEMPTED in codes and codes <= {PREEMPTED, PEER_LOST, -signal.SIGTERM}:
+        say(f"ended by {name}; all processes were asked to end and did so (exit code {PREEMPTED})")
+        return PREEMPTED
+    say(f"ended by {name}; all processes have ended")
+    return 128 + number
+
+
+def _run_once(
+    options: Options, group: Group, members: Sequence[Command], interrupts: Interrupts, say: Callable[[str], None]
+) -> Process | None:
+    """Starts all processes and waits for the end of the run; returns the one that failed, if one did.
+
+    That is the first which did not end because it had lost another.
+    """
+    everyone = [command.label for command in members]
+    try:
+        for command in members:
+            group.start(command)
+        if options.ps:
+            group.wait(["chief 0"])
+            group.wait([f"worker {index}" for index in range(options.workers)], _DRAIN_S)
+        else:
+            group.wait(everyone)
+            if group.failed and not interrupts.received:
+                together = group.failed.code in _TOGETHER
+                group.settle(_SETTLE_S if together else _ALIKE_S if options.min_workers else 0.0)
+    finally:
+        for label in group.end_stopped():
+            say(f"{label} is stopped (SIGSTOP) and does not answer: killed")
+        group.stop(interrupts.received[0] if interrupts.received else signal.SIGTERM, options.grace_period)
+    return group.culprit(consequences=(PEER_LOST,), final=FINAL)
+
+
+def _lost_port(failed: Process) -> bool:
+    return any(_BIND_ERROR in line for line in failed.channel.recent)
+
+
+def commands(options: Options, environ: Mapping[str, str], gpus: Sequence[str]) -> list[Command]:
+    """The processes of a cluster, on ports that are free now.
+
+    Args:
+      options: Which cluster.
+      environ: The environment variables that all share.
+      gpus: CUDA_VISIBLE_DEVICES of every worker; empty where there is no GPU.
+    """
+    ports = iter(free_ports(sum(options.jobs.values())))
+    addresses = {job: tuple(f"127.0.0.1:{next(ports)}" for _ in range(count)) for job, count in options.jobs.items()}
+    # Every process would take all cores for itself. TensorFlow 2.21 reads this variable where the program sets no
+    # number of threads (measured: it sizes the pool of each CPU device, which XLA's kernels run on too).
+    threads = max(1, _cores() // sum(options.jobs.values()))
+    shared = {"TF_NUM_INTRAOP_THREADS": str(threads), **environ}
+    made = []
+    for job, tasks in addresses.items():
+        for index in range(len(tasks)):
+            info, label = ClusterInfo("local", addresses, job, index), f"{job} {index}"
+            own = {**shared, "TF_CONFIG": tf_config_json(info)}
+            if gpus:
+                own["CUDA_VISIBLE_DEVICES"] = gpus[index] if job == "worker" else NO_GPU
+            arguments = [sys.executable, "-u", *options.command]
+            made.append(
+                Command(label=label, arguments=arguments, environ=own, log=options.log(label), live=info.is_chief)
+            )
+    return made
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def free_ports(count: int) -> list[int]:
+    """TCP ports that nothing is bound to now, all different.
+
+    They lie below the range from which the system takes the ports of outgoing connections, so that a peer's
+    connection cannot take one in the moment before TensorFlow binds it. (It cannot be handed over open:
+    TensorFlow's server binds without SO_REUSEPORT.)
+    """
+    try:
+        first_ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError):
+        first_ephemeral = 32768
+    generator = random.SystemRandom()  # not seeded: launchers started together must not draw the same
+    ports: list[int] = []
+    with contextlib.ExitStack() as sockets:
+        while len(ports) < count:
+            holder = sockets.enter_context(socket.socket())
+            roomy = first_ephemeral >= 16384 and len(ports) < 4096
+            with contextlib.suppress(OSError):
+                holder.bind(("", generator.randrange(10240, first_ephemeral) if roomy else 0))
+                ports.append(holder.getsockname()[1])
+    return ports
+
+
+class _Parser(argparse.ArgumentParser):
+    """Errors without the usage block, and with suggestions for misspelt flags."""
+
+    def error(self, message: str) -> NoReturn:
+        unknown = message.removeprefix("unrecognized arguments: ").split()
+        if message.startswith("unrecognized arguments: "):
+            flag = unknown[0].split("=")[0]
+            near = difflib.get_close_matches(flag, self._option_string_actions, n=1, cutoff=0.5)
+            message = f"unknown argument {flag}." + (f" Did you mean {near[0]}?" if near else "")
+        self.exit(USAGE_ERROR, f"error: {message} See python -m tfpar.launch --help.\n")
+
+
+def parse(argv: Sequence[str]) -> Options:
+    """The options of a command line; a wrong one is an error message and exit code 2."""
+    parser = _Parser(
+        prog="python -m tfpar.launch",
+        usage="python -m tfpar.launch --workers=N [--ps=K] [FLAGS] -- SCRIPT [SCRIPT FLAGS]",
+        description=(__doc__ or "").partition("\n\n")[2],
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--workers", type=int, metavar="N", help="processes that train; required")
+    add("--ps", type=int, default=0, metavar="K", help="parameter servers; adds a chief (default: 0)")
+    add("--max_restarts", type=int, default=0, metavar="R", help="starts again after a failure (default: 0)")
+    add("--min_workers", type=int, default=0, metavar="M", help="may go on without failing workers, down to M (0: off)")
+    add("--restart_delay", type=float, default=1.0, metavar="S", help="seconds before a restart (default: 1)")
+    add("--grace_period", type=float, default=30.0, metavar="S", help="seconds from SIGTERM to SIGKILL (default: 30)")
+    add("--log_dir", type=Path, metavar="DIR", help="also write the output of each process to DIR/worker_0.log, ...")
+    split = argv.index("--") if "--" in argv else len(argv)
+    values = parser.parse_args(argv[:split])
+    if values.workers is None:
+        parser.error("how many processes? Give --workers=N, e.g. --workers=2.")
+    least_of = {
+        "workers": 1,
+        **dict.fromkeys(("ps", "max_restarts", "min_workers", "restart_delay", "grace_period"), 0),
+    }
+    for name, least in least_of.items():
+        if not getattr(values, name) >= least:
+            parser.error(f"--{name}={getattr(values, name)} must be at least {least}.")
+    if values.min_workers > values.workers:
+        parser.error(f"--min_workers={values.min_workers} is more than --workers={values.workers}.")
+    if values.min_workers and values.ps:
+        parser.error("--min_workers is for workers that train together; leave it out with --ps.")
+    command = tuple(argv[split + 1 :])
+    if not command:
+        parser.error("no script. Put it after --, as in `python -m tfpar.launch --workers=2 -- train.py --steps=100`.")
+    problem = _script_problem(command)
+    if problem:
+        parser.error(problem)
+    return Options(command=command, **vars(values))
+
+
+def _script_problem(command: Sequence[str]) -> str | None:
+    if command[0] == "-m":
+        if len(command) < 2:
+            return "-m needs the name of a module."
+        top = command[1].split(".")[0]
+        return None if importlib.util.find_spec(top) else f"no module named {top!r} (from -m {command[1]})."
+    script = Path(command[0])
+    if script.is_file() or (script / "__main__.py").is_file():
+        return None
+    if command[0].startswith("-"):
+        return f"the script must come first after --, found the flag {command[0]}."
+    beside = script.parent.glob("*.py") if script.parent.is_dir() else []
+    near = difflib.get_close_matches(script.name, [path.name for path in beside], n=1)
+    return f"no such script: {script}." + (f" Did you mean {script.parent / near[0]}?" if near else "")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    return run(parse(sys.argv[1:] if argv is None else argv))

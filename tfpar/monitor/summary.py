@@ -1,0 +1,296 @@
+"""What a run leaves behind: `summary.json`, `model.keras` and the closing table."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import pathlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+from tfpar import inputs
+from tfpar.checkpoint import format as checkpoint_format
+from tfpar.checkpoint import run_state
+from tfpar.checkpoint.checkpointer import CheckpointError
+from tfpar.exchange import Traffic
+from tfpar.guards.bad_examples import SkippedExamples
+from tfpar.guards.restarts import Journal
+from tfpar.monitor.monitor import Monitor
+
+import keras
+import numpy as np
+
+if TYPE_CHECKING:
+    from tfpar.training.trainer import Trainer
+
+
+RESULTS = ("summary.json", "model.keras")
+
+
+class Run(Protocol):
+    """What the results of a run are made from."""
+
+    trainer: Trainer
+    monitor: Monitor
+    pipeline: inputs.Pipeline
+    train: inputs.Source
+    validation: inputs.Source | None
+    skipped_examples: SkippedExamples
+    results: dict[str, float]
+    total: int
+    journal: Journal
+
+    @property
+    def steps_done(self) -> int: ...
+
+    @property
+    def train_loss(self) -> float | None: ...
+
+    @property
+    def skipped(self) -> int: ...
+
+    @property
+    def failures(self) -> list[str]: ...
+
+    @property
+    def traffic(self) -> Traffic: ...
+
+
+def replica_digests(trainer: Trainer) -> list[str]:
+    """`params_sha256` of every replica of this process."""
+    weights = trainer.model.trainable_variables
+    copies = [trainer.strategy.experimental_local_results(variable.value) for variable in weights]
+
+    @dataclasses.dataclass
+    class Copy:
+        path: str
+        value: Any
+
+        def numpy(self) -> np.ndarray:
+            return self.value.numpy()
+
+    return [
+        run_state.params_sha256(
+            [Copy(weight.path, copy[replica]) for weight, copy in zip(weights, copies, strict=True)]
+        )
+        for replica in range(len(copies[0]) if copies else 0)
+    ]
+
+
+def summary(run: Run, params_sha256: str) -> dict[str, Any]:
+    """The contents of `summary.json`: what a script may rely on (README, 'What a run leaves behind')."""
+    trainer = run.trainer
+    plan = trainer.plan
+    traffic = run.traffic
+    return {
+        "steps": run.steps_done,
+        "train_loss": run.train_loss,
+        "eval": {name: value for name, value in run.results.items() if name != "examples"},
+        **run.monitor.statistics(),
+        "strategy": plan.name,
+        "workers": plan.workers,
+        "replicas": plan.replicas,
+        "precision": trainer.config.precision.precision,
+        "jit_compile": trainer.jit_compile,
+        "exchange": {
+            "codec": traffic.codec,
+            "pattern": traffic.pattern,
+            "payload_bytes_per_step": traffic.payload_bytes,
+            "wire_bytes_per_step": traffic.wire_bytes,
+            "dense_wire_bytes_per_step": traffic.dense_bytes,
+        },
+        "params_sha256": params_sha256,
+        "restarts": run.journal.restarts,
+        "steps_redone": run.journal.steps_redone,
+        "skipped_steps": run.skipped,
+        "skipped_examples": run.skipped_examples.count,
+        "skipped_validation_examples": _skipped_validation_examples(run),
+        "failed_checkpoints": run.failures,
+        "failed_writes": [*run.monitor.failures],
+        "parameters": trainer.model.count_params(),
+    }
+
+
+def _skipped_validation_examples(run: Run) -> int:
+    """How many examples the last evaluation left out."""
+    if run.validation is None or "examples" not in run.results:
+        return 0
+    return run.validation.info.num_examples - round(run.results["examples"])
+
+
+def write(run: Run, content: dict[str, Any]) -> None:
+    """Writes `model.keras` and `summary.json` on the chief, each whole or not at all, and prints the closing table.
+
+    What cannot be written is reported, and the results are printed whatever happens.
+
+    Raises:
+      CheckpointError: Something could not be written, and `on_checkpoint_error` is `fail`.
+    """
+    trainer = run.trainer
+    if not trainer.plan.is_chief:
+        return
+    options = trainer.config.checkpoint
+    run.monitor.finish(content)
+    failed = content["failed_writes"] = [*run.monitor.failures]
+    if options.workdir:
+        path = pathlib.Path(options.workdir)
+        failed += _attempt("model.keras", lambda: save_model(trainer, path / "model.keras"))
+        problem = _attempt("summary.json", lambda: _write_summary(path, content))
+        if problem:
+            failed += problem
+            run.monitor.message(f"what summary.json would hold: {json.dumps(_finite(content))}")
+    run.monitor.message(closing_table(content, options.workdir))
+    if options.on_checkpoint_error == "fail" and failed:
+        raise CheckpointError(
+            f"--workdir={options.workdir}: not everything could be written ({'; '.join(failed)}), and "
+            "--on_checkpoint_error=fail makes that an error. The results are above."
+        )
+
+
+def _attempt(name: str, write: Callable[[], None]) -> list[str]:
+    """Writes; gives one line on what went wrong with the disk, if anything did."""
+    try:
+        write()
+    except Exception as error:
+        if not _is_of_disk(error):
+            raise
+        return [f"{name}: {error}"]
+    return []
+
+
+def _is_of_disk(error: BaseException | None) -> bool:
+    """Whether an error comes from the file system; zipfile and h5py wrap some of these in other types."""
+    while error is not None:
+        if isinstance(error, OSError) or "errno = " in str(error):
+            return True
+        error = error.__context__
+    return False
+
+
+def _write_summary(path: pathlib.Path, content: dict[str, Any]) -> None:
+    temporary = path / ".summary.json"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        checkpoint_format.write_file(temporary, (json.dumps(_finite(content), indent=2) + "\n").encode())
+        os.replace(temporary, path / "summary.json")
+    except OSError:
+        _discard(temporary)
+        raise
+
+
+def _discard(path: pathlib.Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they become null."""
+    if isinstance(value, dict):
+        return {key: _finite(part) for key, part in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def save_model(trainer: Trainer, path: pathlib.Path) -> None:
+    """Saves the model, with the weights that evaluation used, as a `.keras` file."""
+    model = trainer.model
+    evaluated = trainer.evaluated_weights()
+    kept = None
+    if any(weight is not own for weight, own in zip(evaluated, model.trainable_variables, strict=True)):
+        kept = [variable.numpy() for variable in model.trainable_variables]
+        _assign(model.trainable_variables, [variable.numpy() for variable in evaluated])
+    temporary = path.with_name(f".{path.stem}.partial.keras")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        model.save(temporary)
+        os.replace(temporary, path)
+    except BaseException:
+        _discard(temporary)  # it may be what fills the disk
+        raise
+    finally:
+        if kept is not None:
+            _assign(model.trainable_variables, kept)
+
+
+def _assign(variables: list[keras.Variable], values: list[np.ndarray]) -> None:
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)
+
+
+def read_summary(workdir: str) -> dict[str, Any] | None:
+    """The `summary.json` of a workdir, or None where there is none that can be read."""
+    try:
+        return json.loads((pathlib.Path(workdir) / "summary.json").read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def of_before(run: Run) -> dict[str, Any] | None:
+    """The results that an earlier start left of the very step where this one stands, or None.
+
+    A summary of another step is a shorter run's, which this one went beyond.
+    """
+    workdir = run.trainer.config.checkpoint.workdir
+    known = read_summary(workdir) if workdir else None
+    return known if known is not None and known.get("steps") == run.steps_done else None
+
+
+def announce_finished(run: Run) -> None:
+    """Says that there is nothing left to do, and writes a `model.keras` that has gone missing."""
+    run.monitor.message(f"this run is finished (step {run.steps_done} of {run.total}); more --steps would go on")
+    path = pathlib.Path(run.trainer.config.checkpoint.workdir) / "model.keras"
+    if run.trainer.plan.is_chief and not path.exists():
+        for problem in _attempt("model.keras", lambda: save_model(run.trainer, path)):
+            run.monitor.message(f"WARNING: could not be written: {problem}")
+
+
+def closing_table(content: dict[str, Any], workdir: str) -> str:
+    """A short table of the results and where to look next."""
+    rows = [("steps", f"{content['steps']}"), ("train loss", _number(content["train_loss"]))]
+    rows += [(f"eval {name}", f"{value:.4f}") for name, value in content["eval"].items()]
+    if content["examples_per_second"] is not None:  # a run of a few updates has no time without compilation
+        rows += [
+            ("examples/s", f"{content['examples_per_second']:.0f}"),
+            ("step ms (p50 / p95)", f"{content['step_ms_p50']:.2f} / {content['step_ms_p95']:.2f}"),
+            ("input wait", f"{100 * content['input_wait_fraction']:.1f} %"),
+        ]
+    exchange = content["exchange"]
+    rows += [
+        ("layout", f"{content['strategy']}, workers: {content['workers']}, replicas: {content['replicas']}"),
+        ("exchange", f"{exchange['codec']}, {exchange['wire_bytes_per_step'] / 1e6:.3f} MB sent per step and sender"),
+    ]
+    saved = exchange["dense_wire_bytes_per_step"] - exchange["wire_bytes_per_step"]
+    if saved > 0:
+        share = saved / exchange["dense_wire_bytes_per_step"]
+        rows.append(("saved on the wire", f"{saved * content['steps'] / 1e6:.1f} MB per sender, {share:.0%} of dense"))
+    if content["skipped_steps"]:
+        every = content["skipped_steps"] == content["steps"]
+        rows.append(("skipped (non-finite)", f"{content['skipped_steps']}{': every update' if every else ''}"))
+    if content["restarts"]:
+        rows.append(("restarts", f"{content['restarts']}, {content['steps_redone']} updates done again"))
+    skipped = {"training": content["skipped_examples"], "validation": content["skipped_validation_examples"]}
+    if any(skipped.values()):
+        texts = [f"{count} in {what}" for what, count in skipped.items() if count]
+        rows.append(("skipped examples", f"{', '.join(texts)} (--on_bad_record=skip)"))
+    if content["failed_checkpoints"]:
+        first, *more = content["failed_checkpoints"]
+        rows.append(("failed checkpoints", first + (f"; and {len(more)} more, last {more[-1]}" if more else "")))
+    if content["failed_writes"]:
+        rows.append(("failed to write", "; ".join(content["failed_writes"])))
+    width = max(len(name) for name, _ in rows)
+    lines = ["", "result", *[f"  {name:<{width}}  {value}" for name, value in rows]]
+    if workdir:
+        lines += [
+            "",
+            "look next",
+            f"  tensorboard --logdir {workdir}",
+        ]
+        there = [f"{workdir}/{name}" for name in RESULTS if os.path.exists(os.path.join(workdir, name))]
+        lines += [f"  {', '.join(there)}"] if there else []
+    return "\n".join(lines)
+
+
+def _number(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.4f}"

@@ -1,0 +1,376 @@
+"""Optimizers by name, and their update as a pure function.
+
+`build` makes a Keras optimizer from the configuration: Keras' own class where there is one, `LARS` from
+here. `pure_apply` runs the update of any such optimizer on tensors, so that the training step can
+compile it with XLA and run it on every replica without a word between them.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from tfpar.config import ConfigError, OptimizerConfig, unknown_name
+from tfpar.optim.lars import LARS
+
+import keras
+import tensorflow as tf
+
+OPTIMIZERS: dict[str, type[keras.optimizers.Optimizer]] = {
+    "sgd": keras.optimizers.SGD,
+    "adam": keras.optimizers.Adam,
+    "adamw": keras.optimizers.AdamW,
+    "lamb": keras.optimizers.Lamb,
+    "lars": LARS,
+    "lion": keras.optimizers.Lion,
+    "muon": keras.optimizers.Muon,
+}
+
+# Layers that give a model's output, by the names in use for them. Muon orthogonalises hidden matrices only;
+# Keras' class takes regular expressions that are searched for in a variable's path.
+MUON_OUTPUT_LAYERS = r"(^|/)(output|outputs|logits|head|lm_head|classifier|predictions|unembed)(_\d+)?(/|$)"
+
+# Constructor arguments that a flag of their own governs.
+_GOVERNED_BY_FLAG = {
+    "learning_rate": "--learning_rate",
+    "weight_decay": "--weight_decay",
+    "adam_weight_decay": "--weight_decay",
+    "exclude": "--weight_decay_exclude",
+    "global_clipnorm": "--clip_norm",
+    "use_ema": "--ema",
+    "ema_momentum": "--ema",
+    "gradient_accumulation_steps": "--accumulate_steps",
+    "loss_scale_factor": "--precision",
+}
+
+
+def names() -> list[str]:
+    """The names that `build` knows."""
+    return sorted(OPTIMIZERS)
+
+
+def check_arguments(config: OptimizerConfig) -> None:
+    """Checks name and arguments without making the optimizer, which would run a TensorFlow operation.
+
+    Raises:
+      ConfigError: An unknown name or argument, with suggestions; an argument that has a flag of its own; a value of
+        another kind than its default.
+    """
+    if config.optimizer not in OPTIMIZERS:
+        raise unknown_name("--optimizer", config.optimizer, OPTIMIZERS)
+    _checked_arguments(config, OPTIMIZERS[config.optimizer])
+
+
+def build(config: OptimizerConfig, *, global_batch_size: int) -> keras.optimizers.Optimizer:
+    """The optimizer of a configuration.
+
+    The learning rate is `learning_rate`, times `global_batch_size / base_batch_size` where a base batch size is set
+    (linear scaling, Goyal et al. 2017). SGD and LARS get a momentum of 0.9.
+
+    Weight decay is decoupled from the gradient, `w -= learning_rate * weight_decay * w` (Loshchilov and Hutter 2019),
+    but for LARS, whose trust ratio contains it. Variables with a part of `weight_decay_exclude` in their path are not
+    decayed; LARS does not rescale them either. The exclusion belongs to the returned object and takes effect when it is
+    built, by whomever.
+
+    Muon moves two-dimensional hidden weights; embeddings, output layers (`MUON_OUTPUT_LAYERS`) and everything of
+    another rank move by Adam at the same learning rate.
+
+    Args:
+      config: Name, arguments and rates.
+      global_batch_size: Examples per update over all replicas and micro-batches.
+
+    Returns:
+      A Keras optimizer, not yet built, whose learning rate is a variable.
+
+    Raises:
+      ConfigError: An unknown name or argument, with suggestions; an argument that has a flag of its own;
+        a value that the optimizer refuses.
+    """
+    check_arguments(config)
+    kind = OPTIMIZERS[config.optimizer]
+    excluded = tuple(part.strip().lower() for part in config.weight_decay_exclude.split(",") if part.strip())
+    arguments: dict[str, Any] = {"learning_rate": scaled_learning_rate(config, global_batch_size)}
+    # AdamW refuses None; for the others it saves the decay's operations.
+    arguments["weight_decay"] = config.weight_decay if config.weight_decay or config.optimizer == "adamw" else None
+    if config.ema:
+        arguments |= {"use_ema": True, "ema_momentum": config.ema}
+    if config.optimizer in ("sgd", "lars"):
+        arguments["momentum"] = 0.9
+    if config.optimizer == "lars":
+        arguments["exclude"] = list(excluded)
+    if config.optimizer == "muon":
+        arguments |= {"adam_weight_decay": arguments["weight_decay"], "exclude_layers": [MUON_OUTPUT_LAYERS]}
+    arguments |= _checked_arguments(config, kind)
+    try:
+        optimizer = kind(**arguments)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"--optimizer_args={config.optimizer_args!r}: {config.optimizer} refuses it: {error}"
+        ) from error
+    if excluded:
+        _exclude_by_path(optimizer, excluded)
+    return optimizer
+
+
+def scaled_learning_rate(config: OptimizerConfig, global_batch_size: int) -> float:
+    """The peak learning rate at a global batch size (Goyal et al. 2017, section 2.1)."""
+    factor = global_batch_size / config.base_batch_size if config.base_batch_size else 1.0
+    return float(config.learning_rate * factor)
+
+
+def check(optimizer: keras.optimizers.Optimizer) -> None:
+    """Refuses optimizers that keep to themselves what the training step does for all replicas together.
+
+    Raises:
+      ConfigError: Not a Keras optimizer; or a `LossScaleOptimizer`, a `MultiOptimizer`, or one with a loss scale or
+        gradient accumulation of its own. The message says what to use instead.
+    """
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise ConfigError(f"optimizer={optimizer!r} is not a Keras 3 optimizer. Pass e.g. keras.optimizers.AdamW().")
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        raise ConfigError(
+            "optimizer=LossScaleOptimizer checks for overflow on replica 0 alone (Keras 3.15). Pass the optimizer "
+            "inside it and --precision=mixed_float16 (precision='mixed_float16'): the step scales the loss itself."
+        )
+    if optimizer.loss_scale_factor is not None:
+        raise ConfigError(
+            f"loss_scale_factor={optimizer.loss_scale_factor} of the optimizer would divide gradients that were never "
+            "multiplied by it. Leave it out; --precision=mixed_float16 scales the loss in the step."
+        )
+    if isinstance(optimizer, keras.optimizers.MultiOptimizer):
+        raise ConfigError(
+            "optimizer=MultiOptimizer hides its learning rates and hands each group to an update of its own. "
+            "Pass a single optimizer; Muon already pairs with Adam by itself (--optimizer=muon)."
+        )
+    if optimizer.gradient_accumulation_steps:
+        raise ConfigError(
+            f"gradient_accumulation_steps={optimizer.gradient_accumulation_steps} of the optimizer cannot run under a "
+            f"strategy (Keras 3.15). Leave it out and use --accumulate_steps={optimizer.gradient_accumulation_steps} "
+            f"(accumulate_steps=...): micro-batches add up in the step, with one exchange an update."
+        )
+
+
+def recreate(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+    """The same optimizer anew, without variables, for the strategy in whose scope this is called.
+
+    Args:
+      optimizer: What to copy: class, configuration, and exclusions from weight decay, which Keras' configuration leaves
+        out.
+
+    Raises:
+      ConfigError: Variables were excluded from weight decay as objects; the copy will meet other ones.
+    """
+    if getattr(optimizer, "_exclude_from_weight_decay", None) and not hasattr(optimizer, "_excluded_parts"):
+        raise ConfigError(
+            f"{optimizer.name}.exclude_from_weight_decay(var_list=...) names variables made outside the strategy. "
+            "Exclude by name (var_names=[...]), or make model and optimizer in the strategy's scope."
+        )
+    copy = type(optimizer).from_config(optimizer.get_config())
+    pattern = getattr(optimizer, "_exclude_from_weight_decay_pattern", None)
+    if pattern is not None:
+        copy.exclude_from_weight_decay(var_names=[pattern.pattern])
+    if hasattr(optimizer, "_excluded_parts"):
+        _exclude_by_path(copy, optimizer._excluded_parts)
+    return copy
+
+
+def pure_apply(
+    optimizer: keras.optimizers.Optimizer,
+    optimizer_variables: Sequence[tf.Tensor],
+    params: Sequence[tf.Tensor],
+    gradients: Sequence[tf.Tensor | None],
+    learning_rate: tf.Tensor | None = None,
+) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+    """One optimizer update on tensors; no variable is read or assigned, nothing is communicated.
+
+    It is the optimizer's own update in every respect: clipping, weight decay, moments, EMA, constraints of the
+    variables, the count of iterations. It runs eagerly, in a graph, under XLA and in a replica context.
+
+    Args:
+      optimizer: A built optimizer that passes `check`.
+      optimizer_variables: Values of `optimizer.variables`, in order.
+      params: Values of the trainable variables the optimizer was built with, in order.
+      gradients: Gradients of `params`; None (no path from the loss) leaves a parameter as it is.
+      learning_rate: float32 [] that takes the place of the optimizer's learning rate, in this update only.
+        None: the optimizer's own variable, or its own schedule at its count of iterations.
+
+    Returns:
+      The new values of `params` and of `optimizer_variables`, in the same order.
+
+    Raises:
+      ValueError: The optimizer is not built, or a list does not fit it.
+    """
+    if not optimizer.built:
+        raise ValueError(
+            f"{optimizer.name} has no variables yet. Call optimizer.build(model.trainable_variables) before pure_apply."
+        )
+    trainable, variables = optimizer._trainable_variables, optimizer.variables
+    for name, given, known in (
+        ("optimizer_variables", optimizer_variables, variables),
+        ("params", params, trainable),
+        ("gradients", gradients, trainable),
+    ):
+        if len(given) != len(known):
+            raise ValueError(f"{name} holds {len(given)} tensors, but {optimizer.name} was built for {len(known)}.")
+    view = _pure_view(optimizer, learning_rate)
+    mapping = [*zip(trainable, params, strict=True), *zip(variables, optimizer_variables, strict=True)]
+    # Gradients of embeddings are IndexedSlices; XLA and the rules below want them dense.
+    dense = [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
+    with keras.StatelessScope(state_mapping=mapping) as scope:
+        view.apply(dense)
+    return (
+        [scope.get_current_value(variable) for variable in trainable],
+        [scope.get_current_value(variable) for variable in variables],
+    )
+
+
+def ema_variables(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable | None] | None:
+    """The variables that hold the moving average of each trainable variable, in order; None without EMA."""
+    if not (optimizer.use_ema and optimizer.built):
+        return None
+    return list(optimizer._model_variables_moving_average)
+
+
+def _checked_arguments(config: OptimizerConfig, kind: type[keras.optimizers.Optimizer]) -> dict[str, Any]:
+    """`optimizer_args` after a comparison with the constructor's signature; whole numbers become floats where due."""
+    parameters = {
+        name: parameter
+        for name, parameter in inspect.signature(kind.__init__).parameters.items()
+        if name != "self" and parameter.kind is not inspect.Parameter.VAR_KEYWORD
+    }
+    arguments = config.arguments()
+    for name, value in arguments.items():
+        if name in _GOVERNED_BY_FLAG:
+            raise ConfigError(
+                f"--optimizer_args={config.optimizer_args!r}: {name} is governed by {_GOVERNED_BY_FLAG[name]}. "
+                "Leave it out here."
+            )
+        if name not in parameters:
+            raise unknown_name("--optimizer_args", name, parameters.keys() - _GOVERNED_BY_FLAG.keys())
+        default = parameters[name].default
+        _check_kind(config, name, value, default)
+        # 'momentum=0' reads as an integer, which Keras refuses.
+        if isinstance(default, float) and isinstance(value, int):
+            arguments[name] = float(value)
+    return arguments
+
+
+def _check_kind(config: OptimizerConfig, name: str, value: Any, default: Any) -> None:
+    """Refuses a value that Keras would take and stumble over in the first update."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if isinstance(default, bool):
+        fits, wanted = isinstance(value, bool), "true or false"
+    elif isinstance(default, (int, float)):
+        fits, wanted = is_number, "a number"
+    elif isinstance(default, str):
+        fits, wanted = isinstance(value, str), "a word"
+    elif name in ("clipnorm", "clipvalue", "ema_overwrite_frequency"):
+        fits, wanted = is_number or value is None, "a number"
+    else:
+        return
+    if not fits:
+        raise ConfigError(
+            f"--optimizer_args={config.optimizer_args!r}: {name} of {config.optimizer} is {wanted}, not {value!r}."
+        )
+
+
+def _exclude_by_path(optimizer: keras.optimizers.Optimizer, parts: tuple[str, ...]) -> None:
+    """Makes the optimizer exclude variables from weight decay by parts of their path, whoever builds it.
+
+    Keras 3.15 compares names of variables ('gamma', 'kernel'), in which a layer such as 'layer_normalization' does
+    not occur. The variables are known only when the optimizer is built; a subclass would have to be imported by
+    everyone who loads the saved model. So the choice is hooked into this one object's `build`.
+    """
+    build_of_class = optimizer.build
+
+    @functools.wraps(build_of_class)
+    def build_excluding(variables: Sequence[keras.Variable]) -> None:
+        if not optimizer.built:
+            chosen = [variable for variable in variables if path_contains(variable, parts)]
+            if optimizer.weight_decay and len(chosen) == len(variables):
+                raise ConfigError(
+                    f"--weight_decay_exclude={','.join(parts)} excludes every variable, so --weight_decay="
+                    f"{optimizer.weight_decay} would do nothing. Paths look like {variables[0].path!r}."
+                )
+            optimizer.exclude_from_weight_decay(var_list=chosen)
+        build_of_class(variables)
+
+    vars(optimizer)["build"] = build_excluding
+    vars(optimizer)["_excluded_parts"] = parts
+
+
+def path_contains(variable: keras.Variable, parts: Iterable[str]) -> bool:
+    """Whether any of the parts (lower case) occurs in the variable's path, e.g. 'norm' in 'block/layer_norm/gamma'."""
+    path = variable.path.lower()
+    return any(part in path for part in parts)
+
+
+class _PureUpdate(keras.optimizers.Optimizer):
+    """Replaces what Keras' TensorFlow backend adds to an optimizer by plain tensor arithmetic.
+
+    Keras 3.15.1 refuses `stateless_apply` on TensorFlow: its `TFOptimizer` all-reduces gradients, enters
+    `merge_call`, and assigns `tf.Variable`s. The methods below put Keras variables in a `StatelessScope` back
+    in their place. They must come after the optimizer's own class and before `TFOptimizer` in the method
+    resolution order, so that an optimizer that overrides one of them (Nadam, Muon) still does, and reaches
+    these with `super()`: `_pure_view` derives a class from both.
+    """
+
+    def assign(self, variable: keras.Variable, value: tf.Tensor) -> None:
+        variable.assign(value)
+
+    def assign_add(self, variable: keras.Variable, value: tf.Tensor) -> None:
+        variable.assign_add(value)
+
+    def assign_sub(self, variable: keras.Variable, value: tf.Tensor) -> None:
+        variable.assign_sub(value)
+
+    def _var_key(self, variable: keras.Variable) -> Any:
+        return self._keys[id(variable)]
+
+    def _get_current_learning_rate(self) -> Any:
+        return super()._get_current_learning_rate() if self._rate is None else self._rate
+
+    def _apply_weight_decay(self, variables: Sequence[keras.Variable]) -> None:
+        if self.weight_decay is None:
+            return
+        for variable in variables:
+            if self._use_weight_decay(variable):
+                rate = tf.cast(self.learning_rate, variable.dtype)
+                variable.assign_sub(variable.value * tf.cast(self.weight_decay, variable.dtype) * rate)
+
+    def _backend_update_step(
+        self, grads: Sequence[tf.Tensor], trainable_variables: Sequence[keras.Variable], learning_rate: Any
+    ) -> None:
+        for gradient, variable in zip(grads, trainable_variables, strict=True):
+            self.update_step(gradient, variable, learning_rate)
+
+    def _backend_apply_gradients(
+        self, grads: Sequence[tf.Tensor], trainable_variables: Sequence[keras.Variable]
+    ) -> None:
+        grads = self._clip_gradients(grads)
+        self._apply_weight_decay(trainable_variables)
+        self._backend_update_step(grads, trainable_variables, self.learning_rate)
+        if not self.use_ema:
+            return
+        self._update_model_variables_moving_average(self._trainable_variables)
+        if self.ema_overwrite_frequency:
+            # Keras assigns inside a cond, which would leak the branch's tensors into the scope.
+            overwrite = tf.equal((self.iterations + 1) % self.ema_overwrite_frequency, 0)
+            for variable, average in zip(self._trainable_variables, self._model_variables_moving_average, strict=True):
+                if average is not None:
+                    variable.assign(tf.where(overwrite, average.value, variable.value))
+
+
+def _pure_view(optimizer: keras.optimizers.Optimizer, learning_rate: tf.Tensor | None) -> keras.optimizers.Optimizer:
+    """The same optimizer (it shares every attribute) with `_PureUpdate`'s way to update. Made anew for each trace."""
+    check(optimizer)
+    kind = type(f"Pure{type(optimizer).__name__}", (type(optimizer), _PureUpdate), {})
+    view: Any = object.__new__(kind)
+    vars(view).update(vars(optimizer))
+    # In the scope a variable's value is a tensor, which Keras can make no key from.
+    key: Callable[[keras.Variable], Any] = optimizer._var_key
+    vars(view)["_keys"] = {id(variable): key(variable) for variable in optimizer._trainable_variables}
+    vars(view)["_rate"] = learning_rate
+    return view

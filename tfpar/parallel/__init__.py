@@ -1,0 +1,1 @@
+"""How work is laid out over devices."""
