@@ -32,7 +32,7 @@ def main(_: list[str]) -> None:
     tfpar.check(config)
     tfpar.check_model_file(MODEL_FILE.value)
     source = inputs.build_source(config.input, SPLIT.value, config.train.seed)
-    layout = tfpar.start(config)
+    runtime = tfpar.start(config)
     trainer = tfpar.Trainer(
         lambda: tfpar.load_model(MODEL_FILE.value, tfpar.task_spec(source)),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
@@ -41,10 +41,10 @@ def main(_: list[str]) -> None:
             *([models.BitsPerByte()] if source.info.task == inputs.LANGUAGE_MODEL else []),
         ],
         config=config,
-        layout=layout,
+        runtime=runtime,
     )
     results = trainer.evaluate(source)
-    if layout.plan.is_chief:
+    if runtime.topology.is_chief:
         print(json.dumps(results, indent=2))
 
 

@@ -35,7 +35,7 @@ def main(_: list[str]) -> None:
     config = flags.experiment_config()
     tfpar.check(config)
     train, validation = inputs.build_splits(config.input, config.train.seed)
-    layout = tfpar.start(config, train, validation)
+    runtime = tfpar.start(config, train, validation)
     trainer = tfpar.Trainer(
         lambda: models.build(config.model.model, tfpar.task_spec(train), **config.model.arguments()),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
@@ -44,7 +44,7 @@ def main(_: list[str]) -> None:
             models.BitsPerByte(),
         ],
         config=config,
-        layout=layout,
+        runtime=runtime,
     )
     trainer.fit(train, validation=validation)
 

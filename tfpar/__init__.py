@@ -7,6 +7,7 @@ the validation of a configuration answer at once.
 from __future__ import annotations
 
 import importlib
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from tfpar.process.startup import quiet_startup
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
         size,
     )
     from tfpar.exchange import Exchange
-    from tfpar.parallel.strategies import Layout
+    from tfpar.parallel.strategies import Runtime
     from tfpar.training.start import check, start
     from tfpar.training.trainer import Trainer
 
@@ -42,7 +43,7 @@ _HOMES = {
     "DistributedOptimizer": "tfpar.drop_in",
     "Exchange": "tfpar.exchange",
     "ExperimentConfig": "tfpar.config",
-    "Layout": "tfpar.parallel.strategies",
+    "Runtime": "tfpar.parallel.strategies",
     "Trainer": "tfpar.training.trainer",
     "TrainingError": "tfpar.config",
     "check": "tfpar.training.start",
@@ -64,7 +65,7 @@ __all__ = [
     "DistributedOptimizer",
     "Exchange",
     "ExperimentConfig",
-    "Layout",
+    "Runtime",
     "Trainer",
     "TrainingError",
     "check",
@@ -82,7 +83,18 @@ __all__ = [
 ]
 
 
+# Names of version 0.1.0 that moved; each goes with version 0.3.
+_DEPRECATED = {
+    "Layout": ("tfpar.parallel.strategies", "Runtime", "tfpar.Runtime"),
+    "flags": ("tfpar.config", "flags", "tfpar.config.flags"),
+}
+
+
 def __getattr__(name: str) -> Any:
+    if name in _DEPRECATED:
+        module, member, successor = _DEPRECATED[name]
+        warnings.warn(f"tfpar.{name} is deprecated; use {successor}", DeprecationWarning, stacklevel=2)
+        return getattr(importlib.import_module(module), member, None) or importlib.import_module(f"{module}.{member}")
     if name in ("inputs", "models"):
         return importlib.import_module(f"tfpar.{name}")
     if name in _HOMES:

@@ -67,7 +67,7 @@ MEMBER = absl_flags.DEFINE_boolean("member", False, "Used inside: this process i
 Run = tuple[str, str, int]  # task, exchange, seed
 
 
-def train(task: str, spec: str, seed: int, layout: tfpar.Layout) -> dict[str, float]:
+def train(task: str, spec: str, seed: int, runtime: tfpar.Runtime) -> dict[str, float]:
     """One run on all workers; the held-out results."""
     config = ExperimentConfig.from_flat_dict(
         {**TASKS[task], "exchange": spec, "seed": seed, "strategy": "multi_worker", "eval_every": TASKS[task]["steps"]}
@@ -79,7 +79,7 @@ def train(task: str, spec: str, seed: int, layout: tfpar.Layout) -> dict[str, fl
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
         config=config,
-        layout=layout,
+        runtime=runtime,
     )
     return trainer.fit(data, validation=held_out)["eval"]
 
@@ -95,10 +95,10 @@ def done(path: pathlib.Path) -> dict[Run, dict[str, float]]:
 def member(runs: Sequence[Run], path: pathlib.Path) -> None:
     """What each worker does."""
     first = ExperimentConfig.from_flat_dict({**TASKS[runs[0][0]], "strategy": "multi_worker"})
-    layout = tfpar.start(first)
+    runtime = tfpar.start(first)
     for number, (task, spec, seed) in enumerate(runs, 1):
-        results = train(task, spec, seed, layout)
-        if layout.plan.is_chief:
+        results = train(task, spec, seed, runtime)
+        if runtime.topology.is_chief:
             with path.open("a") as file:
                 file.write(json.dumps({"task": task, "exchange": spec, "seed": seed, "eval": results}) + "\n")
             print(f"run {number}/{len(runs)}: {task} {spec} seed {seed}: loss {results['loss']:.4f}", flush=True)

@@ -17,6 +17,7 @@ import tfpar
 from tfpar import ExperimentConfig
 from tfpar.doctor import describe_machine
 from tfpar.parallel import strategies
+from tfpar.parallel.topology import choose_topology
 
 import numpy as np
 import tensorflow as tf
@@ -47,11 +48,11 @@ def timed(call: Callable[[int], object], steps: int) -> tuple[float, int]:
     return statistics.median(seconds), loopback_bytes() - before
 
 
-def exchanging(spec: str, layout: tfpar.Layout, sparse: list[int]) -> tuple[tfpar.Exchange, Callable[[int], object]]:
+def exchanging(spec: str, runtime: tfpar.Runtime, sparse: list[int]) -> tuple[tfpar.Exchange, Callable[[int], object]]:
     """An exchange of the table's gradient, and a call that carries out one step of it."""
     shape = [_VOCABULARY.value, _WIDTH.value]
     exchange = tfpar.Exchange(spec)
-    exchange.build([tf.TensorSpec(shape)], strategy=layout.strategy, sparse=sparse)
+    exchange.build([tf.TensorSpec(shape)], strategy=runtime.strategy, sparse=sparse)
 
     @tf.function
     def reduce(values: tf.Tensor, tokens: tf.Tensor) -> tf.Tensor:
@@ -59,10 +60,10 @@ def exchanging(spec: str, layout: tfpar.Layout, sparse: list[int]) -> tuple[tfpa
             (mean,) = exchange.reduce([tf.IndexedSlices(values, tokens, tf.constant(shape))])
             return mean.values if isinstance(mean, tf.IndexedSlices) else mean
 
-        return layout.strategy.run(replica_step)
+        return runtime.strategy.run(replica_step)
 
     def step(number: int) -> object:
-        generator = np.random.default_rng([layout.plan.worker, number])
+        generator = np.random.default_rng([runtime.topology.worker, number])
         tokens = generator.zipf(1.2, 20 * _TOKENS.value)
         tokens = (tokens[tokens < _VOCABULARY.value])[: _TOKENS.value]
         values = generator.standard_normal((len(tokens), _WIDTH.value), np.float32)
@@ -73,8 +74,8 @@ def exchanging(spec: str, layout: tfpar.Layout, sparse: list[int]) -> tuple[tfpa
 
 def main(_: list[str]) -> None:
     config = ExperimentConfig.from_flat_dict({"strategy": "multi_worker"})
-    layout = strategies.build(strategies.plan(config.strategy, tfpar.cluster.detect()))
-    chief, workers = layout.plan.worker == 0, layout.plan.workers
+    runtime = strategies.build(choose_topology(config.strategy, tfpar.cluster.detect()))
+    chief, workers = runtime.topology.worker == 0, runtime.topology.workers
     if chief:
         print(
             f"{_VOCABULARY.value:,} x {_WIDTH.value}, {_TOKENS.value} tokens, {workers} workers; {describe_machine()}"
@@ -82,7 +83,7 @@ def main(_: list[str]) -> None:
         print("exchange    gradient  sent by each  counted by lo     ms")
     for spec in _EXCHANGES.value:
         for name, sparse in (("table", []), ("rows", [0])):
-            exchange, step = exchanging(spec, layout, sparse)
+            exchange, step = exchanging(spec, runtime, sparse)
             seconds, counted = timed(step, _STEPS.value)
             sent = exchange.traffic(workers, 0).wire_bytes
             if chief:

@@ -178,12 +178,12 @@ def _tfpar(exchange: str, workload: Workload, seed: int, jit_compile: bool) -> C
         }
     )
     train, held_out = inputs.build_splits(config.input, seed)
-    layout = tfpar.start(config, train, held_out)
+    runtime = tfpar.start(config, train, held_out)
     trainer = tfpar.Trainer(
         lambda: models.build(workload.model, _task(workload, train), **workload.overrides),
         loss=LOSS,
         config=config,
-        layout=layout,
+        runtime=runtime,
     )
     return trainer.model, FrameworkLoop(trainer, train), held_out
 

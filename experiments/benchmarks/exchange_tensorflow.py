@@ -21,6 +21,7 @@ from tfpar.exchange import spec as specs
 from tfpar.exchange.exchange import BUCKET_BYTES
 from tfpar.exchange.tuning import auto as planning
 from tfpar.parallel import strategies
+from tfpar.parallel.topology import choose_topology
 
 import numpy as np
 import tensorflow as tf
@@ -38,8 +39,8 @@ class Worker:
 
     def __init__(self) -> None:
         config = ExperimentConfig.from_flat_dict({"strategy": "multi_worker"})
-        self._layout = strategies.build(strategies.plan(config.strategy, tfpar.cluster.detect()))
-        plan = self._layout.plan
+        self._layout = strategies.build(choose_topology(config.strategy, tfpar.cluster.detect()))
+        plan = self._layout.topology
         self._group = Group.of_workers(plan.workers, plan.worker)
         self._gradients: list[tf.Tensor] = []
         self._call: Call = lambda: tf.zeros([])

@@ -80,7 +80,7 @@ def fit(model: keras.Model, data: tf.data.Dataset, jit_compile: bool) -> Callabl
     return lambda steps: model.fit(data, epochs=1, steps_per_epoch=steps, verbose=0)
 
 
-def contenders(workload: str, config: ExperimentConfig, layout: tfpar.Layout) -> dict[str, Callable[[int], Any]]:
+def contenders(workload: str, config: ExperimentConfig, runtime: tfpar.Runtime) -> dict[str, Callable[[int], Any]]:
     """The three loops for a workload, each with a model of its own."""
     name, overrides, options = WORKLOADS[workload]
     source = inputs.build_source(InputConfig(**options), "train")
@@ -90,7 +90,7 @@ def contenders(workload: str, config: ExperimentConfig, layout: tfpar.Layout) ->
         "adamw",
         LOSS,
         config=config,
-        layout=layout,
+        runtime=runtime,
         jit_compile=JIT.value,
         schedule="constant",
         weight_decay=0.004,  # what Keras' AdamW does by default
@@ -114,7 +114,7 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> str:
 
 def main(_: list[str]) -> None:
     config = flags.experiment_config()
-    layout = tfpar.start(config)
+    runtime = tfpar.start(config)
     print(describe_machine())
     print(
         f"precision {config.precision.precision}, XLA {'on' if JIT.value else 'off'}, "
@@ -126,7 +126,7 @@ def main(_: list[str]) -> None:
         if ONLY.value and not workload.startswith(ONLY.value):
             continue
         keras.utils.clear_session(free_memory=True)
-        times = take_turns(contenders(workload, config, layout), ROUNDS.value, SECONDS.value)[0]
+        times = take_turns(contenders(workload, config, runtime), ROUNDS.value, SECONDS.value)[0]
         row = "".join(
             f"{statistics.median(times[name]):{width}.3f}"
             for name, width in (("hand-written", 14), ("fit", 10), ("tfpar", 10))

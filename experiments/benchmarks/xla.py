@@ -41,7 +41,7 @@ WORKLOADS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
-def contenders(workload: str, config: ExperimentConfig, layout: tfpar.Layout) -> dict[str, FrameworkLoop]:
+def contenders(workload: str, config: ExperimentConfig, runtime: tfpar.Runtime) -> dict[str, FrameworkLoop]:
     """The step with and without XLA, each with a model of its own."""
     name, overrides, options = WORKLOADS[workload]
     source = inputs.build_source(InputConfig(**options), "train")
@@ -53,7 +53,7 @@ def contenders(workload: str, config: ExperimentConfig, layout: tfpar.Layout) ->
             "adamw",
             LOSS,
             config=config,
-            layout=layout,
+            runtime=runtime,
             jit_compile=jit_compile,
             schedule="constant",
             **options,
@@ -65,7 +65,7 @@ def contenders(workload: str, config: ExperimentConfig, layout: tfpar.Layout) ->
 
 def main(_: list[str]) -> None:
     config = flags.experiment_config()
-    layout = tfpar.start(config)
+    runtime = tfpar.start(config)
     print(describe_machine())
     print(f"precision {config.precision.precision}, ms per step, median of {ROUNDS.value}; ratios within rounds\n")
     print(f"{'':34}{'XLA':>9}{'without':>10}{'ratio':>8}{'first steps, s: XLA':>22}{'without':>10}")
@@ -73,7 +73,7 @@ def main(_: list[str]) -> None:
         if ONLY.value and not workload.startswith(ONLY.value):
             continue
         keras.utils.clear_session(free_memory=True)
-        times, first = take_turns(contenders(workload, config, layout), ROUNDS.value, SECONDS.value)
+        times, first = take_turns(contenders(workload, config, runtime), ROUNDS.value, SECONDS.value)
         with_xla, without = times["XLA"], times["without"]
         ratio = statistics.median(own / other for own, other in zip(with_xla, without, strict=True))
         row = f"{workload:34}{statistics.median(with_xla):9.3f}{statistics.median(without):10.3f}{ratio:8.2f}"

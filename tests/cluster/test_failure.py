@@ -130,7 +130,7 @@ def test_of_asynchronous_training_the_server_is_named():
 CAUGHT = """
 import os, signal
 import tensorflow as tf
-from tfpar.cluster import failure as peers
+from tfpar.cluster import failure
 from tfpar.cluster import ClusterInfo
 from tfpar.process.exit_codes import PeerLostError, end_when_asked
 
@@ -174,12 +174,12 @@ def test_in_any_script_the_loss_is_one_line_and_an_exit_code():
     code = "\n".join(
         [
             "import tensorflow as tf",
-            "from tfpar.cluster import failure as peers",
+            "from tfpar.cluster import failure",
             "from tfpar.cluster import ClusterInfo",
-            "peers._answers = lambda _, rank: rank != 1",
-            "peers._LINGER_S = 0",
+            "failure._answers = lambda _, rank: rank != 1",
+            "failure._LINGER_S = 0",
             "info = ClusterInfo('test', {'worker': ('a:1', 'b:1')}, 'worker', 0)",
-            "peers.report_losses(info)",
+            "failure.report_losses(info)",
             "raise tf.errors.UnavailableError(None, None, 'Collective ops is aborted by: recvmsg')",
         ]
     )

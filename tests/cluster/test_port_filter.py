@@ -131,7 +131,7 @@ def test_a_name_that_is_loopback_here_only_is_not_trusted(monkeypatch):
 
 SERVER = """
 import sys
-from tfpar.cluster import port_filter as listening
+from tfpar.cluster import port_filter
 import tensorflow as tf
 port = int(sys.argv[1])
 server = tf.distribute.Server({"worker": [f"127.0.0.1:{port}"]}, job_name="worker", task_index=0)

@@ -42,12 +42,13 @@ def record(folder: pathlib.Path, trainer: tfpar.Trainer) -> None:
 
     def on_steps(self, *arguments, metric_sums, **keywords):
         seen[:] += metric_sums[0]
-        np.save(folder / f"seen-{os.getpid()}-{trainer.plan.worker}.npy", seen)
+        np.save(folder / f"seen-{os.getpid()}-{trainer.topology.worker}.npy", seen)
         return reported(self, *arguments, metric_sums=metric_sums, **keywords)
 
     def restore(workers, state_of):
         restored(workers, state_of)
-        np.savez(folder / f"restored-{trainer.plan.workers}-{trainer.plan.worker}.npz", **trainer.exchange.export())
+        topology = trainer.topology
+        np.savez(folder / f"restored-{topology.workers}-{topology.worker}.npz", **trainer.exchange.export())
 
     Monitor.on_steps, trainer.exchange.restore = on_steps, restore
 
@@ -67,7 +68,7 @@ def main(folder: pathlib.Path, stop_after: int) -> None:
             "schedule": "cosine",
         }
     )
-    layout = tfpar.start(config)
+    runtime = tfpar.start(config)
     generator = np.random.default_rng(0)
     x = generator.normal(size=(EXAMPLES, 8, 8, 1)).astype(np.float32)
     source = inputs.from_arrays(x, np.arange(EXAMPLES, dtype=np.int32), num_classes=EXAMPLES)
@@ -76,7 +77,7 @@ def main(folder: pathlib.Path, stop_after: int) -> None:
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=[Seen()],
         config=config,
-        layout=layout,
+        runtime=runtime,
     )
     record(folder, trainer)
     trainer.fit(source, validation=source)

@@ -12,6 +12,7 @@ from tests import nursery
 from tests.training import layouts
 from tfpar.config import StrategyConfig
 from tfpar.parallel import strategies
+from tfpar.parallel.topology import choose_topology
 
 import numpy as np
 import pytest
@@ -36,8 +37,8 @@ def launch(workers: int, *command: str, ps: int = 0, timeout: float = 300.0) -> 
 
 @functools.cache
 def on_one_device(accumulate_steps: int) -> dict[str, np.ndarray]:
-    layout = strategies.build(strategies.plan(StrategyConfig(strategy="one_device")))
-    trainer, _ = layouts.train("one_device", 1, accumulate_steps, layout=layout)
+    runtime = strategies.build(choose_topology(StrategyConfig(strategy="one_device")))
+    trainer, _ = layouts.train("one_device", 1, accumulate_steps, runtime=runtime)
     return layouts.weights_of(trainer)
 
 

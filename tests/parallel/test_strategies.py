@@ -8,6 +8,7 @@ import socket
 from tfpar import cluster
 from tfpar.config import ConfigError, StrategyConfig
 from tfpar.parallel import strategies
+from tfpar.parallel.topology import Topology, choose_topology
 
 import pytest
 import tensorflow as tf
@@ -36,10 +37,10 @@ SERVERS = {"chief": ["127.0.0.1:4000"], **WORKERS, "ps": ["127.0.0.1:4003"]}
     ],
 )
 def test_plan(options, jobs, name, replicas):
-    plan = strategies.plan(StrategyConfig(**options), of_cluster(**jobs) if jobs else None)
-    assert (plan.name, plan.replicas) == (name, replicas)
-    assert plan.reason in plan.describe()
-    assert ("a run of its own" in plan.reason) == (name == "one_device" and jobs is not None)
+    topology = choose_topology(StrategyConfig(**options), of_cluster(**jobs) if jobs else None)
+    assert (topology.name, topology.replicas) == (name, replicas)
+    assert topology.reason in topology.describe()
+    assert ("a run of its own" in topology.reason) == (name == "one_device" and jobs is not None)
 
 
 @pytest.mark.parametrize(
@@ -55,19 +56,19 @@ def test_plan(options, jobs, name, replicas):
 )
 def test_refusals_name_the_way_out(options, jobs, message):
     with pytest.raises(ConfigError, match=message):
-        strategies.plan(StrategyConfig(**options), of_cluster(**jobs) if jobs else None)
+        choose_topology(StrategyConfig(**options), of_cluster(**jobs) if jobs else None)
 
 
 def test_a_tpu_slice_is_one_process_fed_by_its_hosts():
-    slice_of_four = strategies.Plan(name="tpu", local_replicas=16, device_type="TPU", hosts=4)
+    slice_of_four = Topology(name="tpu", local_replicas=16, device_type="TPU", hosts=4)
     assert (slice_of_four.workers, slice_of_four.replicas, slice_of_four.input_pipelines) == (1, 16, 4)
-    assert strategies.Plan(name="multi_worker", workers=3, local_replicas=2).input_pipelines == 3
+    assert Topology(name="multi_worker", workers=3, local_replicas=2).input_pipelines == 3
 
 
 def test_an_evaluator_has_no_part():
     jobs = {"cluster": {**SERVERS, "evaluator": ["127.0.0.1:4009"]}, "task": {"type": "evaluator", "index": 0}}
     with pytest.raises(ConfigError, match=r"this process is an evaluator.*Take 'evaluator' out"):
-        strategies.plan(StrategyConfig(), cluster.detect({"TF_CONFIG": json.dumps(jobs)}))
+        choose_topology(StrategyConfig(), cluster.detect({"TF_CONFIG": json.dumps(jobs)}))
 
 
 def test_an_unknown_strategy_gets_suggestions():
@@ -77,19 +78,19 @@ def test_an_unknown_strategy_gets_suggestions():
 
 @pytest.mark.parametrize("devices", [2, 3, 4])
 def test_mirrored_on_logical_devices(devices):
-    layout = strategies.build(strategies.plan(StrategyConfig(strategy="mirrored", devices=devices)))
-    assert layout.strategy.num_replicas_in_sync == devices
+    runtime = strategies.build(choose_topology(StrategyConfig(strategy="mirrored", devices=devices)))
+    assert runtime.strategy.num_replicas_in_sync == devices
 
 
 def test_more_devices_after_start_up_are_refused():
     tf.zeros([]).numpy()
     with pytest.raises(ConfigError, match="before TensorFlow"):
-        strategies.build(strategies.plan(StrategyConfig(strategy="mirrored", devices=9)))
+        strategies.build(choose_topology(StrategyConfig(strategy="mirrored", devices=9)))
 
 
 def test_an_unreachable_tpu_is_a_plain_error():
     with pytest.raises(ConfigError, match="--tpu='local'"):
-        strategies.build(strategies.plan(StrategyConfig(strategy="tpu", tpu="local")))
+        strategies.build(choose_topology(StrategyConfig(strategy="tpu", tpu="local")))
 
 
 def test_a_tpu_address_where_nothing_listens_is_refused_at_once():
@@ -97,4 +98,4 @@ def test_a_tpu_address_where_nothing_listens_is_refused_at_once():
         unused.bind(("127.0.0.1", 0))  # and does not listen
         address = f"grpc://127.0.0.1:{unused.getsockname()[1]}"
         with pytest.raises(ConfigError, match="nothing listens"):
-            strategies.build(strategies.plan(StrategyConfig(strategy="tpu", tpu=address)))
+            strategies.build(choose_topology(StrategyConfig(strategy="tpu", tpu=address)))

@@ -45,9 +45,9 @@ def examples() -> inputs.Source:
     return inputs.from_arrays(x, y, num_classes=2)
 
 
-def train(strategy: str, devices: int, accumulate_steps: int, layout=None, **options) -> tuple[tfpar.Trainer, dict]:
+def train(strategy: str, devices: int, accumulate_steps: int, runtime=None, **options) -> tuple[tfpar.Trainer, dict]:
     chosen = config(strategy, devices, accumulate_steps, **options)
-    layout = layout or tfpar.start(chosen)
+    runtime = runtime or tfpar.start(chosen)
     keras.utils.set_random_seed(3)
     source = examples()
     trainer = tfpar.Trainer(
@@ -57,7 +57,7 @@ def train(strategy: str, devices: int, accumulate_steps: int, layout=None, **opt
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=[keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
         config=chosen,
-        layout=layout,
+        runtime=runtime,
     )
     return trainer, trainer.fit(source, validation=source)
 
@@ -69,5 +69,5 @@ def weights_of(trainer: tfpar.Trainer) -> dict[str, np.ndarray]:
 if __name__ == "__main__":
     output, strategy, devices, accumulate_steps, jit_compile = sys.argv[1:]
     trainer, summary = train(strategy, int(devices), int(accumulate_steps), jit_compile=jit_compile)
-    name = output.replace("WORKER", str(trainer.plan.worker))
+    name = output.replace("WORKER", str(trainer.topology.worker))
     np.savez(name, **weights_of(trainer), params_sha256=np.asarray(summary["params_sha256"]))

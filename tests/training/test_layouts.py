@@ -10,6 +10,7 @@ import functools
 from tests.training import layouts
 from tfpar.config import StrategyConfig
 from tfpar.parallel import strategies
+from tfpar.parallel.topology import choose_topology
 
 import numpy as np
 import pytest
@@ -17,8 +18,8 @@ import pytest
 
 @functools.cache
 def trained(strategy: str, devices: int, accumulate_steps: int) -> tuple[dict[str, np.ndarray], float]:
-    layout = strategies.build(strategies.plan(StrategyConfig(strategy=strategy, devices=devices)))
-    trainer, summary = layouts.train(strategy, devices, accumulate_steps, layout=layout)
+    runtime = strategies.build(choose_topology(StrategyConfig(strategy=strategy, devices=devices)))
+    trainer, summary = layouts.train(strategy, devices, accumulate_steps, runtime=runtime)
     return layouts.weights_of(trainer), summary["eval"]["loss"]
 
 

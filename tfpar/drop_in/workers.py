@@ -11,6 +11,7 @@ from tfpar import cluster
 from tfpar.collectives.tensorflow import Group
 from tfpar.config import ConfigError, StrategyConfig
 from tfpar.parallel import strategies
+from tfpar.parallel.topology import choose_topology
 
 import numpy as np
 import tensorflow as tf
@@ -47,13 +48,13 @@ def init_cluster() -> None:
     if info.num_workers == 1 or _workers is not None:
         return
     try:
-        layout = strategies.build(strategies.plan(StrategyConfig(strategy="multi_worker", devices=1), info))
+        runtime = strategies.build(choose_topology(StrategyConfig(strategy="multi_worker", devices=1), info))
     except ConfigError as error:
         raise ConfigError(
             "tfpar.init_cluster() must come before TensorFlow runs its first op, and one has run: call it right after "
             "the imports, before any Keras model, layer, optimizer, metric or tf.data set is made."
         ) from error
-    _workers = Workers(layout)
+    _workers = Workers(runtime)
 
 
 def rank() -> int:
@@ -155,10 +156,10 @@ class Workers:
       rank: This worker's number.
     """
 
-    def __init__(self, layout: strategies.Layout) -> None:
-        self.strategy = layout.strategy
-        self.size = layout.plan.workers
-        self.rank = layout.plan.worker
+    def __init__(self, runtime: strategies.Runtime) -> None:
+        self.strategy = runtime.strategy
+        self.size = runtime.topology.workers
+        self.rank = runtime.topology.worker
         self._group = Group(self.size, self.rank, _GROUP_KEY)
         self._instances = itertools.count(_GROUP_KEY)
 

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from tfpar.config import InputConfig
-from tfpar.inputs.epoch_order import Plan
+from tfpar.inputs.epoch_order import EpochOrder
 from tfpar.inputs.source import LANGUAGE_MODEL, Source
 
 _LISTED_WORKERS = 16
 
 
 def describe(
-    source: Source, config: InputConfig, order: Plan, *, workers: int, by_file: bool, training: bool, asynchronous: bool
+    source: Source,
+    config: InputConfig,
+    order: EpochOrder,
+    *,
+    workers: int,
+    by_file: bool,
+    training: bool,
+    asynchronous: bool,
 ) -> str:
     """The report of one pipeline.
 
@@ -53,7 +60,7 @@ def _examples(source: Source) -> str:
     return f"{info.num_examples:,}{files}, {shape} {info.input_spec.dtype.name}, {info.num_classes:,} {kind}"
 
 
-def _workers(order: Plan, source: Source, workers: int, by_file: bool) -> str:
+def _workers(order: EpochOrder, source: Source, workers: int, by_file: bool) -> str:
     if by_file:
         parts = [f"{shard.size:,} examples in {shard.files} files" for shard in order.shards[:_LISTED_WORKERS]]
         listed = "; ".join(f"worker {worker}: {part}" for worker, part in enumerate(parts))
@@ -67,7 +74,7 @@ def _workers(order: Plan, source: Source, workers: int, by_file: bool) -> str:
     return f"sharded by example: {about}{share:,.0f} examples{files} for each of {workers} workers, anew each epoch"
 
 
-def _batch(order: Plan, config: InputConfig, groups: int) -> str:
+def _batch(order: EpochOrder, config: InputConfig, groups: int) -> str:
     steps = order.accumulate_steps
     replicas = order.replicas * groups
     micro = f"{steps} micro-batches x " if steps > 1 else ""
@@ -77,14 +84,14 @@ def _batch(order: Plan, config: InputConfig, groups: int) -> str:
     return f"{config.global_batch_size} an update = {micro}{replicas} replicas x {each} examples{note}"
 
 
-def _pushes(order: Plan, config: InputConfig) -> str:
+def _pushes(order: EpochOrder, config: InputConfig) -> str:
     return (
         f"{order.accumulate_steps * order.micro_batch} examples an update, each the push of one worker = "
         f"{config.global_batch_size} / {order.replicas} workers"
     )
 
 
-def _epoch(order: Plan, examples: int, updates_per_batch: int) -> str:
+def _epoch(order: EpochOrder, examples: int, updates_per_batch: int) -> str:
     updates = order.updates_per_epoch * updates_per_batch
     dropped = examples - order.examples_per_epoch
     if order.drop_remainder:
@@ -103,7 +110,7 @@ def _epoch(order: Plan, examples: int, updates_per_batch: int) -> str:
     return f"{updates:,} updates; remainder=pad: workers that run out of examples add none, at weight 0"
 
 
-def _order(order: Plan, by_file: bool, training: bool) -> str:
+def _order(order: EpochOrder, by_file: bool, training: bool) -> str:
     if not training:
         return "as stored, each example once"
     if not order.shuffle:

@@ -44,7 +44,7 @@ class Shard:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
+class EpochOrder:
     """The order of one split's examples over updates, micro-batches and replicas.
 
     Attributes:

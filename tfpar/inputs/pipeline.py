@@ -79,7 +79,7 @@ class Pipeline:
         self._workers = workers
         self._by_file = by_file
         self._local_replicas = replicas // workers
-        self._plan = epoch_order.Plan(
+        self._plan = epoch_order.EpochOrder(
             shards=epoch_order.by_file(source.info.records_per_file, batch, workers)
             if by_file
             else epoch_order.whole(source.info.num_examples, batch),

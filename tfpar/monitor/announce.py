@@ -39,19 +39,19 @@ def build_monitor(trainer: Trainer, total: int) -> Monitor:
     described = trainer.description
     return Monitor(
         trainer.config.checkpoint.workdir or None,
-        is_chief=trainer.plan.is_chief,
+        is_chief=trainer.topology.is_chief,
         config=trainer.config,
         total_steps=total,
         flops_per_example=described.training_flops_per_example if described else None,
-        peak_flops=_peak_flops_per_replica(trainer) if described and trainer.plan.is_chief else None,
-        replicas=trainer.plan.replicas,
+        peak_flops=_peak_flops_per_replica(trainer) if described and trainer.topology.is_chief else None,
+        replicas=trainer.topology.replicas,
         metric_results=trainer.core.metric_results,
     )
 
 
 def _peak_flops_per_replica(trainer: Trainer) -> float:
     # Logical devices share the cores of their host, with each other and with all workers that run on it.
-    plan = trainer.plan
+    plan = trainer.topology
     replicas = plan.local_replicas
     if plan.cluster is not None:
         workers = [task for job, tasks in plan.cluster.cluster.items() if job == "worker" for task in tasks]
@@ -64,11 +64,11 @@ def _peak_flops_per_replica(trainer: Trainer) -> float:
 def announce(run: summary.Run) -> None:
     """Prints model, input and exchange before step 1."""
     trainer, monitor = run.trainer, run.monitor
-    if not trainer.plan.is_chief:
+    if not trainer.topology.is_chief:
         return
     traffic = run.traffic
     exchange_text = f"exchange {trainer.exchange.describe()}: "
-    exchange_text += _bytes_text(traffic) if trainer.plan.replicas > 1 else "one replica, nothing travels"
+    exchange_text += _bytes_text(traffic) if trainer.topology.replicas > 1 else "one replica, nothing travels"
     step_text = f"step: {trainer.config.precision.precision}, XLA {'on' if trainer.jit_compile else 'off'}"
     if trainer.config.train.jit_compile == "auto" and not trainer.jit_compile:
         step_text += f" ({trainer.why_no_xla()})"
@@ -99,7 +99,7 @@ def warn_of_counted_padding(run: summary.Run) -> None:
 
 def record_start(run: summary.Run) -> None:
     """Records model, input and sample inputs in TensorBoard, once it is known that there is something to train."""
-    if not run.trainer.plan.is_chief:
+    if not run.trainer.topology.is_chief:
         return
     run.monitor.text("model", _model_text(run.trainer))
     run.monitor.text("input", _input_text(run))
@@ -107,7 +107,7 @@ def record_start(run: summary.Run) -> None:
 
 
 def _input_text(run: summary.Run) -> str:
-    return run.pipeline.report(asynchronous=not run.trainer.plan.synchronous)
+    return run.pipeline.report(asynchronous=not run.trainer.topology.synchronous)
 
 
 def _model_text(trainer: Trainer) -> str:

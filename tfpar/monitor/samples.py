@@ -38,7 +38,7 @@ def write_inputs(monitor: Monitor, source: inputs.Source) -> None:
 def write_text(monitor: Monitor, trainer: Trainer, source: inputs.Source, step: int) -> None:
     """Lets a language model continue the beginning of the first held-out example. Chief only; nothing otherwise."""
     info = source.info
-    if not trainer.plan.is_chief or info.task != "language_model" or info.decode is None or not info.num_examples:
+    if not trainer.topology.is_chief or info.task != "language_model" or info.decode is None or not info.num_examples:
         return
     x, _, _ = inputs.fetch_usable(source, tf.constant([0], tf.int64))
     prompt = x.numpy()[0][:PROMPT_TOKENS]

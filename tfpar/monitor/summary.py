@@ -83,7 +83,7 @@ def replica_digests(trainer: Trainer) -> list[str]:
 def summary(run: Run, params_sha256: str) -> dict[str, Any]:
     """The contents of `summary.json`: what a script may rely on (README, 'What a run leaves behind')."""
     trainer = run.trainer
-    plan = trainer.plan
+    plan = trainer.topology
     traffic = run.traffic
     return {
         "steps": run.steps_done,
@@ -130,7 +130,7 @@ def write(run: Run, content: dict[str, Any]) -> None:
       CheckpointError: Something could not be written, and `on_checkpoint_error` is `fail`.
     """
     trainer = run.trainer
-    if not trainer.plan.is_chief:
+    if not trainer.topology.is_chief:
         return
     options = trainer.config.checkpoint
     run.monitor.finish(content)
@@ -241,7 +241,7 @@ def announce_finished(run: Run) -> None:
     """Says that there is nothing left to do, and writes a `model.keras` that has gone missing."""
     run.monitor.message(f"this run is finished (step {run.steps_done} of {run.total}); more --steps would go on")
     path = pathlib.Path(run.trainer.config.checkpoint.workdir) / "model.keras"
-    if run.trainer.plan.is_chief and not path.exists():
+    if run.trainer.topology.is_chief and not path.exists():
         for problem in _attempt("model.keras", lambda: save_model(run.trainer, path)):
             run.monitor.message(f"WARNING: could not be written: {problem}")
 

@@ -15,6 +15,7 @@ from tfpar.config import CUSTOM, ConfigError, ExperimentConfig, unknown_name
 from tfpar.exchange import Exchange
 from tfpar.optim import optimizers, schedules
 from tfpar.parallel import strategies
+from tfpar.parallel.topology import Topology, choose_topology
 from tfpar.process.exit_codes import end_when_asked, exit_by_code
 from tfpar.process.startup import quiet_startup
 from tfpar.training.validate import check_run, train_input, uneven_notice
@@ -26,7 +27,7 @@ import tensorflow as tf
 
 def start(
     config: ExperimentConfig, train: inputs.Source | None = None, validation: inputs.Source | None = None
-) -> strategies.Layout:
+) -> strategies.Runtime:
     """Validates a configuration, seeds everything, and creates the strategy.
 
     Call it before anything runs a TensorFlow operation: devices and collectives can only be set up until then. Sources
@@ -47,19 +48,19 @@ def start(
     """
     quiet_startup(config.monitor.verbose)
     exit_by_code()
-    plan = check(config)
+    topology = check(config)
     if train is not None:
-        check_run(config, plan, train, validation)
+        check_run(config, topology, train, validation)
     if config.train.deterministic:
         tf.config.experimental.enable_op_determinism()
     seed_everything(config.train.seed)
-    layout = strategies.build(plan)
+    runtime = strategies.build(topology)
     precision.set_policy(config.precision)
-    if plan.is_chief:
-        print(layout.plan.describe(), flush=True)
-        if notice := uneven_notice(config, layout.plan.replicas):
+    if topology.is_chief:
+        print(runtime.topology.describe(), flush=True)
+        if notice := uneven_notice(config, runtime.topology.replicas):
             print(notice, flush=True)
-    return layout
+    return runtime
 
 
 def seed_everything(seed: int) -> None:
@@ -70,7 +71,7 @@ def seed_everything(seed: int) -> None:
     keras.utils.set_random_seed(seed % 2**32)
 
 
-def check(config: ExperimentConfig) -> strategies.Plan:
+def check(config: ExperimentConfig) -> Topology:
     """Checks names, sizes, the cluster and the workdir against each other. Starts nothing and writes nothing.
 
     `start` does the same; on its own it finds what is wrong before a large data set is looked at. From here on SIGTERM
@@ -83,22 +84,22 @@ def check(config: ExperimentConfig) -> strategies.Plan:
       ConfigError: The first thing that cannot work.
     """
     end_when_asked()
-    plan = strategies.plan(config.strategy, cluster.detect())
+    topology = choose_topology(config.strategy, cluster.detect())
     if config.model.model not in (*models.names(), CUSTOM):
         raise unknown_name("--model", config.model.model, models.names())
     if config.optimizer.optimizer != CUSTOM:
         optimizers.check_arguments(config.optimizer)
     schedules.check(config.schedule)
-    Exchange(config.exchange.exchange).check_supported(plan.name)
+    Exchange(config.exchange.exchange).check_supported(topology.name)
     if config.input.dataset != CUSTOM:
         inputs.check_kind(config.input)
     inputs.check_augmentation(config.input.augment)
-    if plan.name != "tpu":  # a TPU's replicas are known once it is initialised
-        inputs.check_divides(train_input(config), plan.replicas, config.train.accumulate_steps)
+    if topology.name != "tpu":  # a TPU's replicas are known once it is initialised
+        inputs.check_divides(train_input(config), topology.replicas, config.train.accumulate_steps)
     if config.input.data_service:
         inputs.check_service(config.input.data_service)
     check_workdir(config)
-    return plan
+    return topology
 
 
 def check_workdir(config: ExperimentConfig) -> None:

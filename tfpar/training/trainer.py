@@ -58,7 +58,7 @@ class Trainer:
       loss: A Keras loss, its name, or a function `(y, outputs) -> values [m, ...]`; reduced over examples by weight.
       metrics: Keras metrics whose state is a sum, names, or functions; `"accuracy"` is the one that fits the loss.
       config: The whole configuration; `options` override single fields of it.
-      layout: From `tfpar.start(config)`; by default the trainer starts one.
+      runtime: From `tfpar.start(config)`; by default the trainer starts one.
       augmentation: Keras layer applied to the inputs on the device, inside the step, in training only; by default what
         the option `augment` names.
       **options: Any option of `tfpar.config` by its flag name: `strategy="mirrored", devices=2, exchange="none",
@@ -76,7 +76,7 @@ class Trainer:
         metrics: Sequence[Any] = (),
         *,
         config: ExperimentConfig | None = None,
-        layout: strategies.Layout | None = None,
+        runtime: strategies.Runtime | None = None,
         augmentation: keras.layers.Layer | None = None,
         **options: Any,
     ) -> None:
@@ -94,9 +94,9 @@ class Trainer:
             _check_has_effect(optimizer, options)
         if loss is None:
             raise ConfigError("loss is missing: give a Keras loss, its name, or a function (y, outputs).")
-        self.layout = layout or start(self.config)
-        self.strategy = self.layout.strategy
-        self.plan = self.layout.plan
+        self.runtime = runtime or start(self.config)
+        self.strategy = self.runtime.strategy
+        self.topology = self.runtime.topology
         self._own_schedule = isinstance(optimizer, keras.optimizers.Optimizer) and "schedule" not in options
         self.optimizer_options: dict[str, Any] = {}
         if isinstance(optimizer, keras.optimizers.Optimizer):
@@ -123,12 +123,12 @@ class Trainer:
         self._takes_class_numbers = takes_class_numbers(loss)
         self._check_precision()
         self.exchange = Exchange(self.config.exchange.exchange)
-        with failure.named(self.plan.cluster):
+        with failure.named(self.topology.cluster):
             self.exchange.build(
                 self.model.trainable_variables,
                 strategy=self.strategy,
-                workers=self.plan.workers if self.plan.synchronous else 1,
-                worker=max(self.plan.worker, 0),
+                workers=self.topology.workers if self.topology.synchronous else 1,
+                worker=max(self.topology.worker, 0),
                 seed=self.config.train.seed,
                 overlap=self._gradients_come_in_turn(),
             )
@@ -172,16 +172,16 @@ class Trainer:
                     f"fit({role}=...): a {type(source).__name__} is no source of examples. Make one with "
                     "tfpar.inputs.from_arrays(x, y), or tfpar.inputs.build_source."
                 )
-        check_sources(self.config, self.plan, train, validation)
+        check_sources(self.config, self.topology, train, validation)
         check_fits(self.model, train, validation, class_numbers=self._takes_class_numbers)
         augmentation = self.core.augmentation
         if augmentation is not None and not augmentation.built:
             augmentation.build((None, *train.info.input_spec.shape))
-        kind = SynchronousRun if self.plan.synchronous else AsynchronousRun
-        workdir = self.config.checkpoint.workdir if self.plan.is_chief else ""
+        kind = SynchronousRun if self.topology.synchronous else AsynchronousRun
+        workdir = self.config.checkpoint.workdir if self.topology.is_chief else ""
         # `named` acts before anything is closed: a launcher may ask this worker to end meanwhile, and it must have said
         # who is lost.
-        with workdir_lock.held(workdir), contextlib.ExitStack() as closing, failure.named(self.plan.cluster):
+        with workdir_lock.held(workdir), contextlib.ExitStack() as closing, failure.named(self.topology.cluster):
             run = kind(self, train, validation, steps, epochs)
             if run.checkpointer:
                 closing.callback(run.checkpointer.abandon)  # what is being written must not go on without the lock
@@ -199,7 +199,7 @@ class Trainer:
         Raises:
           ConfigError: The strategy is `parameter_server`, whose chief alone evaluates, beside the training.
         """
-        if not self.plan.synchronous:
+        if not self.topology.synchronous:
             raise ConfigError(
                 "--strategy=parameter_server evaluates while it trains: give fit(validation=...). To evaluate a model "
                 "that is trained, use --strategy=one_device, mirrored or multi_worker."
@@ -210,16 +210,17 @@ class Trainer:
             self._evaluation = Evaluation(
                 self.core,
                 self.strategy,
-                workers=self.plan.workers,
+                workers=self.topology.workers,
                 jit_compile=self.jit_compile,
                 weights=weights,
             )
         updates = pipeline.updates_per_epoch
-        read = functools.partial(pipeline.indices, 0, updates, max(self.plan.worker, 0))
-        with failure.named(self.plan.cluster), named(source, read):
+        read = functools.partial(pipeline.indices, 0, updates, max(self.topology.worker, 0))
+        with failure.named(self.topology.cluster), named(source, read):
             results = self._evaluation.run(iter(elements), updates)
         total = source.info.num_examples
-        if results["examples"] < total and self.plan.is_chief and source.info.fingerprint not in self._named_skipped:
+        already_named = source.info.fingerprint in self._named_skipped
+        if results["examples"] < total and self.topology.is_chief and not already_named:
             self._named_skipped.add(source.info.fingerprint)
             SkippedExamples(pipeline, is_chief=True).name(np.arange(total))
         return results
@@ -230,23 +231,24 @@ class Trainer:
             source,
             train_input(self.config) if training else self.config.input,
             accumulate_steps=self.config.train.accumulate_steps if training else 1,
-            replicas=self.plan.replicas,
-            workers=self.plan.input_pipelines,
+            replicas=self.topology.replicas,
+            workers=self.topology.input_pipelines,
             seed=self.config.train.seed,
             training=training,
         )
 
     def distribute(self, pipeline: inputs.Pipeline, start_update: int = 0) -> Any:
         """The pipeline's elements on this worker's devices, one per replica."""
-        plan = self.plan
-        if plan.local_replicas == 1 and plan.device_type == "CPU":
+        topology = self.topology
+        if topology.local_replicas == 1 and topology.device_type == "CPU":
             # Nothing to hand out: a distributed iterator would cost 0.2 ms a step (TensorFlow 2.21, GeneratorDataset).
-            return pipeline.dataset(plan.worker, 1, start_update)
+            return pipeline.dataset(topology.worker, 1, start_update)
 
         def dataset(context: tf.distribute.InputContext) -> tf.data.Dataset:
-            return pipeline.dataset(context.input_pipeline_id, plan.replicas // plan.input_pipelines, start_update)
+            replicas = topology.replicas // topology.input_pipelines
+            return pipeline.dataset(context.input_pipeline_id, replicas, start_update)
 
-        options = tf.distribute.InputOptions(experimental_fetch_to_device=plan.device_type != "CPU")
+        options = tf.distribute.InputOptions(experimental_fetch_to_device=topology.device_type != "CPU")
         return self.strategy.distribute_datasets_from_function(dataset, options)
 
     @functools.cached_property
@@ -270,7 +272,7 @@ class Trainer:
         if obstacle := self._xla_obstacle():
             return obstacle
         # 3 to 6 times as slow for the convnet, 1.2 times for ResNet-18 (README.md).
-        if self.plan.device_type == "CPU" and self._is_convolutional():
+        if self.topology.device_type == "CPU" and self._is_convolutional():
             return "XLA is slower than TensorFlow's own kernels in convolutions on CPUs; --jit_compile=true turns it on"
         return ""
 
@@ -286,7 +288,7 @@ class Trainer:
 
     def _xla_obstacle(self) -> str:
         """Why XLA cannot compile this model in this layout; empty where it can."""
-        if self.plan.replicas > 1 and models.uses_synchronized_statistics(self.model):
+        if self.topology.replicas > 1 and models.uses_synchronized_statistics(self.model):
             return SYNCHRONISED
         if self.config.train.deterministic and models.uses_max_pooling(self.model):
             return "the gradient of the model's max pooling has no deterministic XLA kernel in TensorFlow"
@@ -351,7 +353,7 @@ class Trainer:
     def _gradients_come_in_turn(self) -> bool:
         """Whether some are complete before others, and can leave: an XLA program, or a loop over micro-batches, gives
         all at once. On GPUs calls of two groups, ours and that of synchronised batch statistics, must not mix."""
-        mixes = self.plan.device_type == "GPU" and models.uses_synchronized_statistics(self.model)
+        mixes = self.topology.device_type == "GPU" and models.uses_synchronized_statistics(self.model)
         return not self.jit_compile and self.config.train.accumulate_steps == 1 and not mixes
 
     def _build_optimizer(self, optimizer: Any) -> keras.optimizers.Optimizer:

@@ -14,7 +14,7 @@ from tfpar.checkpoint.model_files import task_spec
 from tfpar.config import ConfigError, ExperimentConfig, InputConfig
 from tfpar.monitor import announce
 from tfpar.optim import optimizers, schedules
-from tfpar.parallel import strategies
+from tfpar.parallel.topology import Topology
 from tfpar.process.exit_codes import LEFT_OUT
 from tfpar.training.loops import parameter_server
 
@@ -23,13 +23,13 @@ SYNCHRONISED = "the model synchronises batch statistics between replicas, for wh
 
 
 def check_run(
-    config: ExperimentConfig, plan: strategies.Plan, train: inputs.Source, validation: inputs.Source | None
+    config: ExperimentConfig, topology: Topology, train: inputs.Source, validation: inputs.Source | None
 ) -> None:
     """Checks what a configuration says of model, batches, augmentation and length against the data.
 
     Args:
       config: The experiment; its model is the one that is to be trained.
-      plan: The layout.
+      topology: The layout.
       train: Training examples.
       validation: Examples to evaluate on, or None.
 
@@ -37,19 +37,19 @@ def check_run(
       ConfigError: The first thing that cannot work.
     """
     optimizers.check_arguments(config.optimizer)
-    check_sources(config, plan, train, validation)
+    check_sources(config, topology, train, validation)
     models.check(config.model.model, task_spec(train), **config.model.arguments())
-    _check_compiles(config, plan)
+    _check_compiles(config, topology)
     inputs.check_augmentation(config.input.augment, train.info.input_spec.shape)
-    if plan.name == "tpu":  # its replicas, and with them the batches, are known once it is initialised
+    if topology.name == "tpu":  # its replicas, and with them the batches, are known once it is initialised
         return
-    total = announce.total_steps(config.train, None, None, _updates_per_epoch(config, plan, train))
+    total = announce.total_steps(config.train, None, None, _updates_per_epoch(config, topology, train))
     peak = optimizers.scaled_learning_rate(config.optimizer, config.input.global_batch_size)
     schedules.build(config.schedule, peak=peak, total_steps=total)
 
 
 def check_sources(
-    config: ExperimentConfig, plan: strategies.Plan, train: inputs.Source, validation: inputs.Source | None
+    config: ExperimentConfig, topology: Topology, train: inputs.Source, validation: inputs.Source | None
 ) -> None:
     """Checks that there are examples to train and to evaluate on, and that this layout can read them.
 
@@ -64,13 +64,13 @@ def check_sources(
             "--schedule=plateau waits for evaluations, and there are no validation examples. Hold some out "
             "(--validation_fraction=0.1), or choose another schedule."
         )
-    if not plan.synchronous:
+    if not topology.synchronous:
         parameter_server.check(config, train)
-    if plan.name == "tpu":
+    if topology.name == "tpu":
         return
-    _updates_per_epoch(config, plan, train)
+    _updates_per_epoch(config, topology, train)
     if validation is not None:
-        inputs.Pipeline(validation, config.input, replicas=plan.replicas, workers=plan.workers, training=False)
+        inputs.Pipeline(validation, config.input, replicas=topology.replicas, workers=topology.workers, training=False)
 
 
 def train_input(config: ExperimentConfig) -> InputConfig:
@@ -97,23 +97,23 @@ def uneven_notice(config: ExperimentConfig, replicas: int) -> str:
     )
 
 
-def _updates_per_epoch(config: ExperimentConfig, plan: strategies.Plan, train: inputs.Source) -> int:
+def _updates_per_epoch(config: ExperimentConfig, topology: Topology, train: inputs.Source) -> int:
     pipeline = inputs.Pipeline(
         train,
         train_input(config),
         accumulate_steps=config.train.accumulate_steps,
-        replicas=plan.replicas,
-        workers=plan.workers,
+        replicas=topology.replicas,
+        workers=topology.workers,
         seed=config.train.seed,
     )
     # Asynchronous updates are one worker's each.
-    return pipeline.updates_per_epoch * (1 if plan.synchronous else plan.workers)
+    return pipeline.updates_per_epoch * (1 if topology.synchronous else topology.workers)
 
 
-def _check_compiles(config: ExperimentConfig, plan: strategies.Plan) -> None:
+def _check_compiles(config: ExperimentConfig, topology: Topology) -> None:
     """Refuses what `Trainer.jit_compile` would, where the model's options tell."""
     options = models.options(config.model.model) | config.model.arguments()
-    if config.train.jit_compile == "true" and plan.replicas > 1 and options.get("normalization") == "sync_batch":
+    if config.train.jit_compile == "true" and topology.replicas > 1 and options.get("normalization") == "sync_batch":
         raise ConfigError(
             f"--jit_compile=true: {SYNCHRONISED}. Use --jit_compile=auto, or another --model_args=normalization."
         )

@@ -12,12 +12,13 @@ from tfpar import cluster
 from tfpar.collectives.agreement import Agreement
 from tfpar.config import StrategyConfig
 from tfpar.parallel import strategies
+from tfpar.parallel.topology import choose_topology
 
-plan = strategies.plan(StrategyConfig(strategy="multi_worker"), cluster.detect())
-agreement = Agreement(strategies.build(plan).strategy, plan.workers)
+topology = choose_topology(StrategyConfig(strategy="multi_worker"), cluster.detect())
+agreement = Agreement(strategies.build(topology).strategy, topology.workers)
 answers = []
 for held in json.loads(sys.argv[1]):
-    mine = held[plan.worker]
+    mine = held[topology.worker]
     answers.append({"equal": agreement.all_equal(mine), "mean": agreement.mean(mine[0])})
     answers[-1] |= {"gathered": agreement.gather(mine[0])}
 print("answers", json.dumps(answers), flush=True)

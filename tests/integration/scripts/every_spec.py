@@ -12,14 +12,15 @@ from collections.abc import Callable
 import tfpar
 from tfpar import ExperimentConfig
 from tfpar.parallel import strategies
+from tfpar.parallel.topology import choose_topology
 
 import numpy as np
 
 
-def main(exchange_all: Callable[[str, strategies.Layout], dict[str, np.ndarray]]) -> None:
+def main(exchange_all: Callable[[str, strategies.Runtime], dict[str, np.ndarray]]) -> None:
     """Exchanges with every spec of the command line, and writes what came back to `OUTPUT_DIR/NUMBER-WORKER.npz`."""
     directory, devices, *specs = sys.argv[1:]
     config = ExperimentConfig.from_flat_dict({"strategy": "multi_worker", "devices": int(devices)})
-    layout = strategies.build(strategies.plan(config.strategy, tfpar.cluster.detect()))
+    runtime = strategies.build(choose_topology(config.strategy, tfpar.cluster.detect()))
     for number, spec in enumerate(specs):
-        np.savez(pathlib.Path(directory) / f"{number}-{layout.plan.worker}.npz", **exchange_all(spec, layout))
+        np.savez(pathlib.Path(directory) / f"{number}-{runtime.topology.worker}.npz", **exchange_all(spec, runtime))

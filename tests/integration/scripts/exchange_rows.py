@@ -38,8 +38,8 @@ def gradients(replica: int, step: int) -> tuple[np.ndarray, np.ndarray, np.ndarr
     return others[0], values, numbers, others[1]
 
 
-def exchange_all(spec: str, layout: tfpar.Layout) -> dict[str, np.ndarray]:
-    strategy, plan = layout.strategy, layout.plan
+def exchange_all(spec: str, runtime: tfpar.Runtime) -> dict[str, np.ndarray]:
+    strategy, plan = runtime.strategy, runtime.topology
     exchange = tfpar.Exchange(spec)
     exchange.build([tf.TensorSpec(shape) for shape in SHAPES], strategy=strategy, sparse=[1])
     first = plan.worker * plan.local_replicas

@@ -47,8 +47,8 @@ def plan_of_step(step: int) -> Callable[..., planning.Plan]:
     return choose
 
 
-def exchange_all(spec: str, layout: tfpar.Layout) -> dict[str, np.ndarray]:
-    strategy, plan = layout.strategy, layout.plan
+def exchange_all(spec: str, runtime: tfpar.Runtime) -> dict[str, np.ndarray]:
+    strategy, plan = runtime.strategy, runtime.topology
     early, spec = spec.startswith(EARLY), spec.removeprefix(EARLY)
     exchange = tfpar.Exchange(spec)
     measured = planning.choose

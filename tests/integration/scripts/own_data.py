@@ -22,13 +22,13 @@ def main(what: str) -> None:
     config = tfpar.ExperimentConfig.from_flat_dict(
         {"strategy": "multi_worker", "global_batch_size": 16, "eval_every": 5 if what == "option" and rank else 10}
     )
-    layout = tfpar.start(config)
+    runtime = tfpar.start(config)
     x = np.random.default_rng(0).normal(size=(count, 4)).astype(np.float32)
     trainer = tfpar.Trainer(
         lambda: keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]),
         loss="mean_squared_error",
         config=config,
-        layout=layout,
+        runtime=runtime,
     )
     name = f"arrays{rank}" if what == "name" else "arrays"  # as the path of a file that each host mounts elsewhere
     trainer.fit(tfpar.inputs.from_arrays(x, x[:, :1], name=name), steps=20)

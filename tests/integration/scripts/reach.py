@@ -14,10 +14,11 @@ from tfpar import cluster
 from tfpar.collectives.agreement import Agreement
 from tfpar.config import StrategyConfig
 from tfpar.parallel import strategies
+from tfpar.parallel.topology import choose_topology
 
 info = cluster.current()
-plan = strategies.plan(StrategyConfig(strategy="multi_worker"), info)
-agreement = Agreement(strategies.build(plan).strategy, plan.workers)
+topology = choose_topology(StrategyConfig(strategy="multi_worker"), info)
+agreement = Agreement(strategies.build(topology).strategy, topology.workers)
 agreement.all_equal([0])  # all have set up theirs
 reached = {}
 for address in info.cluster["worker"]:

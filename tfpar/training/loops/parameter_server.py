@@ -69,16 +69,16 @@ class AsynchronousRun:
     ) -> None:
         check(trainer.config, train)
         self.trainer, self.train, self.validation = trainer, train, validation
-        self.config, self.plan = trainer.config, trainer.plan
+        self.config, self.topology = trainer.config, trainer.topology
         self.pipeline = trainer.pipeline(train, training=True)
-        self.updates_per_epoch = self.pipeline.updates_per_epoch * self.plan.workers
+        self.updates_per_epoch = self.pipeline.updates_per_epoch * self.topology.workers
         self.total = report.total_steps(self.config.train, steps, epochs, self.updates_per_epoch)
         self.schedule = trainer.learning_rate_schedule(self.total)
         self.monitor = report.build_monitor(trainer, self.total)
         self.steps_done = 0
         self.skipped = 0
         self._loss_sum, self._loss_count = 0.0, 0
-        self._pushes = pushes = Pushes(self.pipeline, self.plan.workers)
+        self._pushes = pushes = Pushes(self.pipeline, self.topology.workers)
         self.bad_steps = BadSteps(pushes, limit=self.config.train.max_bad_steps, workdir=self.config.checkpoint.workdir)
         self.skipped_examples = bad_examples.SkippedExamples(pushes, is_chief=True)
         self.results: dict[str, float] = {}
@@ -164,7 +164,7 @@ class AsynchronousRun:
 
     def _train_until(self, until: int) -> None:
         """Hands out updates up to number `until`, or fewer if asked to end, and waits for all of them."""
-        window = _IN_FLIGHT_PER_WORKER * self.plan.workers
+        window = _IN_FLIGHT_PER_WORKER * self.topology.workers
         pending: collections.deque[Any] = collections.deque()
         finished: list[Any] = []
         following, reported = self.steps_done, time.perf_counter()
@@ -189,7 +189,7 @@ class AsynchronousRun:
         trainer = self.trainer
         model = trainer.model
         began = tf.timestamp()
-        batch = self.pipeline.batch(update // self.plan.workers, update % self.plan.workers)
+        batch = self.pipeline.batch(update // self.topology.workers, update % self.topology.workers)
         with tf.control_dependencies([batch[2]]):
             fetched = tf.timestamp()
             params = [variable.value.read_value() for variable in model.trainable_variables]

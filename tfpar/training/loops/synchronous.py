@@ -59,7 +59,7 @@ class SynchronousRun:
     ) -> None:
         self.trainer = trainer
         self.config = config = trainer.config
-        self.plan = trainer.plan
+        self.topology = trainer.topology
         self.train, self.validation = train, validation
         self.pipeline = trainer.pipeline(train, training=True)
         self.total = report.total_steps(config.train, steps, epochs, self.pipeline.updates_per_epoch)
@@ -73,18 +73,18 @@ class SynchronousRun:
         self.evaluate_every = config.train.eval_every or max(1, min(self.pipeline.updates_per_epoch, self.total))
         self.evaluated_at = -1
         self.checkpointer = self._checkpointer()
-        self.agreement = Agreement(trainer.strategy, self.plan.workers)
-        self.journal = Journal(config.checkpoint.workdir, writes=self.plan.is_chief)
-        self.watchdog = Watchdog(config.strategy.stall_timeout, f"worker {self.plan.worker}")
+        self.agreement = Agreement(trainer.strategy, self.topology.workers)
+        self.journal = Journal(config.checkpoint.workdir, writes=self.topology.is_chief)
+        self.watchdog = Watchdog(config.strategy.stall_timeout, f"worker {self.topology.worker}")
         self.stop_request = StopRequest()
         self.bad_steps = BadSteps(
             self.pipeline,
             limit=config.train.max_bad_steps,
             workdir=config.checkpoint.workdir,
-            is_chief=self.plan.is_chief,
+            is_chief=self.topology.is_chief,
             settle=lambda: self.agreement.all_equal([0]),
         )
-        self.skipped_examples = bad_examples.SkippedExamples(self.pipeline, is_chief=self.plan.is_chief)
+        self.skipped_examples = bad_examples.SkippedExamples(self.pipeline, is_chief=self.topology.is_chief)
 
     @property
     def steps_done(self) -> int:
@@ -109,7 +109,7 @@ class SynchronousRun:
     @property
     def traffic(self) -> Traffic:
         """What one update costs on the wire."""
-        return self.trainer.exchange.traffic(self.plan.replicas, self.step.sidecar.length)
+        return self.trainer.exchange.traffic(self.topology.replicas, self.step.sidecar.length)
 
     def run(self) -> dict[str, Any]:
         """Announces, resumes, trains, and writes the results."""
@@ -170,7 +170,7 @@ class SynchronousRun:
             # by the iteration, and a worker in another iteration would wait for ever.
             asked = float(self.stop_request.received)
             seconds, told = self.agreement.sums([time.perf_counter() - began, asked])
-            pace.measured(updates, seconds / self.plan.workers)
+            pace.measured(updates, seconds / self.topology.workers)
             step, preempted = self.position.step, told > 0
             self.watchdog.progress(f"evaluation or checkpoint after update {step}", patient=True)
             improved = self._evaluate() if step % every == 0 or step == self.total else False
@@ -191,7 +191,8 @@ class SynchronousRun:
         self.monitor.before_step(position.step)
         factor = self.plateau.multiplier if self.plateau else 1.0
         began = time.perf_counter()
-        with bad_examples.named(self.train, lambda: self.pipeline.indices(position.step, updates, self.plan.worker)):
+        worker = self.topology.worker
+        with bad_examples.named(self.train, lambda: self.pipeline.indices(position.step, updates, worker)):
             result: Steps = self.step.run(
                 iterator,
                 tf.constant(position.step, tf.int64),
@@ -268,18 +269,18 @@ class SynchronousRun:
         return checkpoints.Checkpointer(
             self.config.checkpoint.workdir,
             keep=self.config.checkpoint.keep_checkpoints,
-            worker=self.plan.worker,
-            workers=self.plan.workers,
+            worker=self.topology.worker,
+            workers=self.topology.workers,
             warn=self.say,
             on_error=self.config.checkpoint.on_checkpoint_error,
         )
 
     def _save(self, *, best: bool) -> None:
-        if self.checkpointer is None or not (self.plan.is_chief or self.trainer.exchange.state):
+        if self.checkpointer is None or not (self.topology.is_chief or self.trainer.exchange.state):
             return
         checkpoint = checkpoints.Checkpoint(
             step=self.position.step,
-            arrays=run_state.snapshot(self.trainer.variables()) if self.plan.is_chief else {},
+            arrays=run_state.snapshot(self.trainer.variables()) if self.topology.is_chief else {},
             exchange=self.trainer.exchange.export(),
             run=self._run_state(),
             config=self.config.as_flat_dict(),
@@ -307,8 +308,8 @@ class SynchronousRun:
             "loss": [position.loss_sum, position.loss_count],
             "skipped": position.skipped,
             "skipped_examples": self.skipped_examples.count,
-            "replicas": self.plan.replicas,
-            "workers": self.plan.workers,
+            "replicas": self.topology.replicas,
+            "workers": self.topology.workers,
         }
 
     def _resume_or_warm_start(self) -> None:

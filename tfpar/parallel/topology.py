@@ -1,0 +1,164 @@
+"""`Topology`: which strategy, how many workers, how many replicas, and which of them this process is.
+
+`choose_topology(config, cluster)` decides it from the flags, the cluster description and the physical devices. It
+starts no server and opens no connection, so that everything that can be refused is refused before anything starts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from tfpar.cluster.info import ClusterInfo
+from tfpar.config import ConfigError, StrategyConfig
+
+import tensorflow as tf
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Topology:
+    """How work is laid out over workers and devices; decided, not yet started.
+
+    Attributes:
+      name: `one_device`, `mirrored`, `multi_worker`, `parameter_server` or `tpu`.
+      workers: Processes that hold replicas.
+      worker: Rank of this process among them, from 0; -1 for a parameter server.
+      local_replicas: Replicas (devices) in each of them.
+      device_type: `CPU`, `GPU` or `TPU`.
+      reason: Why this strategy, in words for the log.
+      cluster: The cluster this process belongs to, if any.
+      tpu: Name or address of the TPU.
+      hosts: Hosts of a TPU slice, all driven by one process, each of which feeds its own replicas; else 0.
+      peer_timeout: Seconds after which a worker that does not answer is lost.
+      start_timeout: Seconds that workers wait for each other at the start.
+    """
+
+    name: str
+    workers: int = 1
+    worker: int = 0
+    local_replicas: int = 1
+    device_type: str = "CPU"
+    reason: str = ""
+    cluster: ClusterInfo | None = None
+    tpu: str = ""
+    hosts: int = 0
+    peer_timeout: float = 30.0
+    start_timeout: float = 600.0
+
+    @property
+    def replicas(self) -> int:
+        """Replicas over all workers."""
+        return self.workers * self.local_replicas
+
+    @property
+    def input_pipelines(self) -> int:
+        """Pipelines that feed the replicas, as many each: one a host."""
+        return self.hosts or self.workers
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process writes files and talks on the terminal."""
+        return self.cluster is None or self.cluster.is_chief
+
+    @property
+    def synchronous(self) -> bool:
+        """Whether every replica takes part in every update."""
+        return self.name != "parameter_server"
+
+    def describe(self) -> str:
+        """One line for the log: what was chosen and why."""
+        shape = f"{self.workers} worker{'s' * (self.workers != 1)} x {self.local_replicas} {self.device_type}"
+        return f"strategy {self.name}: {shape} = {self.replicas} replica{'s' * (self.replicas != 1)} ({self.reason})"
+
+
+def choose_topology(config: StrategyConfig, cluster: ClusterInfo | None = None) -> Topology:
+    """Decides the topology without starting anything.
+
+    Args:
+      config: The strategy and the number of devices asked for.
+      cluster: Who this process is, from `tfpar.cluster.detect()`; None outside a cluster.
+
+    Returns:
+      The topology. With `--strategy=auto`: a TPU if the environment names one, then the cluster, then all
+      GPUs, then one device.
+
+    Raises:
+      ConfigError: A strategy that this environment cannot carry out, with the way out.
+    """
+    name, reason = config.strategy, f"--strategy={config.strategy}"
+    if name == "auto":
+        name, reason = _choose(config, cluster)
+    if name == "tpu":
+        return _tpu_topology(config, reason, cluster)
+    gpus = len(tf.config.list_physical_devices("GPU"))
+    device_type = "GPU" if gpus else "CPU"
+    if gpus and config.devices > gpus:
+        raise ConfigError(
+            f"--devices={config.devices}: this machine has {gpus} GPU(s). Use at most {gpus}, or hide the GPUs with "
+            "CUDA_VISIBLE_DEVICES=-1 to split the CPU into logical devices."
+        )
+    devices = config.devices or (gpus if name != "one_device" and gpus else 1)
+    common: dict[str, Any] = {"name": name, "reason": reason, "device_type": device_type}
+    if name in ("one_device", "mirrored") and cluster is not None and cluster.num_workers > 1:
+        common["reason"] += f"; each of the {cluster.num_workers} workers in {cluster.source} has a run of its own"
+    if name == "one_device":
+        if devices > 1:
+            raise ConfigError(f"--devices={devices} needs --strategy=mirrored; --strategy=one_device uses one.")
+        return Topology(**common)
+    if name == "mirrored":
+        return Topology(local_replicas=devices, **common)
+    if cluster is None:
+        tasks = "--workers=2 --ps=1" if name == "parameter_server" else "--workers=2"
+        raise ConfigError(
+            f"--strategy={name} needs a cluster and found none. Start the script with `python -m tfpar.launch "
+            f"{tasks} -- SCRIPT FLAGS...`, or set TF_CONFIG (see the README, 'On a cluster')."
+        )
+    if cluster.task_type == "evaluator":
+        raise ConfigError(
+            f"{cluster.source}: this process is an evaluator, which tfpar has no part for: workers evaluate between "
+            "updates, the chief of parameter servers beside them. Take 'evaluator' out of the cluster."
+        )
+    common |= {"workers": cluster.num_workers, "worker": cluster.worker_rank, "cluster": cluster}
+    common |= {"peer_timeout": config.peer_timeout, "start_timeout": config.start_timeout}
+    if name == "multi_worker":
+        if cluster.num_ps:
+            raise ConfigError(
+                f"--strategy=multi_worker: the cluster has {cluster.num_ps} parameter server(s), which it would leave "
+                "idle. Use --strategy=parameter_server, or take 'ps' out of TF_CONFIG."
+            )
+        return Topology(local_replicas=devices, **common)
+    return _parameter_server_topology(cluster, devices, common)
+
+
+def _choose(config: StrategyConfig, cluster: ClusterInfo | None) -> tuple[str, str]:
+    if config.tpu or tf.config.list_physical_devices("TPU"):
+        return "tpu", "auto: a TPU was found"
+    if cluster is not None:
+        name = "parameter_server" if cluster.num_ps else "multi_worker"
+        return name, f"auto: {cluster.source} describes a cluster"
+    gpus = len(tf.config.list_physical_devices("GPU"))
+    if config.devices > 1 or (config.devices == 0 and gpus > 1):
+        return "mirrored", f"auto: {config.devices or gpus} devices on this machine"
+    return "one_device", "auto: no TPU, no cluster, " + ("one GPU" if gpus else "no GPU")
+
+
+def _tpu_topology(config: StrategyConfig, reason: str, cluster: ClusterInfo | None) -> Topology:
+    if not config.tpu and not tf.config.list_physical_devices("TPU"):
+        raise ConfigError(
+            "--strategy=tpu: no TPU was found on this machine. Name one with --tpu=NAME or --tpu=grpc://HOST:8470, use "
+            "--tpu=local on a TPU VM, or choose --strategy=auto."
+        )
+    return Topology(name="tpu", reason=reason, device_type="TPU", tpu=config.tpu, cluster=cluster)
+
+
+def _parameter_server_topology(cluster: ClusterInfo, devices: int, common: dict[str, Any]) -> Topology:
+    if devices > 1:
+        raise ConfigError(f"--devices={devices}: parameter_server runs one replica per worker; leave --devices at 0.")
+    jobs = cluster.cluster
+    if not jobs.get("chief") or not jobs.get("worker") or not jobs.get("ps"):
+        raise ConfigError(
+            f"--strategy=parameter_server needs a chief, workers and parameter servers; the cluster has "
+            f"{ {job: len(tasks) for job, tasks in jobs.items()} }. Start one with `python -m tfpar.launch --workers=2 "
+            "--ps=1 -- SCRIPT ...`."
+        )
+    return Topology(**{**common, "workers": len(jobs["worker"])})
