@@ -10,7 +10,8 @@ PACKAGES := $(VENV)/.tfpar-packages
 STAMP := $(VENV)/.tfpar-installed
 LIBRARY := tfpar_ops/libtfpar_ops.so
 OPTIONS := $(VENV)/.tfpar-options
-NATIVE := $(shell find tfpar_ops -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+NATIVE := CMakeLists.txt $(shell find cmake tfpar_ops -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' \
+  -o -name CMakeLists.txt -o -name '*.cmake')
 WORKDIR ?= runs/quickstart
 # How gradients travel in make train: 8-bit integers with error feedback, which learn as well as float32 (README.md).
 EXCHANGE ?= int8
@@ -50,7 +51,8 @@ $(PACKAGES): setup.py pyproject.toml
 	    { root && apt-get install -y -qq $${python##*/}-venv && $$python -m venv --clear $(VENV); } || \
 	    { echo "Python's venv module is missing: apt-get install $${python##*/}-venv"; exit 1; }
 	@echo "installing into $(VENV) (TensorFlow is large: the first time takes a few minutes)"
-	@$(RUN) -m pip install --quiet --disable-pip-version-check --upgrade pip "setuptools>=77"
+	@$(RUN) -m pip install --quiet --disable-pip-version-check --upgrade pip "setuptools>=77" \
+	  "cmake>=3.28,<5" "ninja>=1.11,<2"
 	@PYTHONWARNINGS="ignore:Editable installation" TFPAR_OPS_BUILD=0 \
 	  $(RUN) -m pip install --quiet --disable-pip-version-check --no-build-isolation -e ".[test]"
 	@touch $@
@@ -82,14 +84,14 @@ network-tools:
 	  echo "iproute2 could not be installed: tests that need a network of their own will be skipped"
 
 # The codecs and their CUDA kernels (compiled for the processor) without TensorFlow.
-native-test:
+native-test: $(PACKAGES)
 	$(MAKE) --no-print-directory -C tests/native test
 	$(MAKE) --no-print-directory -C tests/native/cuda emulate
 
-sanitize:
+sanitize: $(PACKAGES)
 	$(MAKE) --no-print-directory -C tests/native sanitize
 
-fuzz:
+fuzz: $(PACKAGES)
 	@command -v clang++ > /dev/null || { test "$$(id -u)" = 0 && apt-get update -qq && apt-get install -y -qq clang; } || \
 	  { echo "libFuzzer comes with clang, which is missing: apt-get install clang"; exit 1; }
 	$(MAKE) --no-print-directory -C tests/native fuzz SECONDS=$(or $(SECONDS),300)
