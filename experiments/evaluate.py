@@ -17,7 +17,7 @@ from tfpar.config import ConfigError, flags
 import keras
 from absl import flags as absl_flags
 
-flags.define(rooms=["input", "strategy", "precision", "train", "monitor"])
+flags.define(sections=["input", "strategy", "precision", "train", "monitor"])
 MODEL_FILE = absl_flags.DEFINE_string("model_file", "", "The .keras file to evaluate.")
 SPLIT = absl_flags.DEFINE_enum("split", "validation", ["train", "validation"], "Which examples.")
 

@@ -20,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 from absl import flags as absl_flags
 
-flags.define(rooms=["input", "precision", "monitor"])
+flags.define(sections=["input", "precision", "monitor"])
 MODEL_FILE = absl_flags.DEFINE_string("model_file", "", "The .keras file to export.")
 FORMAT = absl_flags.DEFINE_enum("format", "saved_model", ["saved_model", "onnx"], "What to write.")
 OUTPUT = absl_flags.DEFINE_string("output", "", "Directory (saved_model) or file (onnx) to write; must not exist.")

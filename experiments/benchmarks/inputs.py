@@ -21,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 from absl import flags as absl_flags
 
-flags.define(rooms=["precision"])
+flags.define(sections=["precision"])
 ROUNDS = absl_flags.DEFINE_integer("rounds", 7, "Turns of each side; the median counts.", lower_bound=1)
 SECONDS = absl_flags.DEFINE_float("seconds", 2.0, "Length of a turn.", lower_bound=0.1)
 

@@ -9,7 +9,7 @@ import threading
 
 from tfpar.checkpoint import checkpointer as checkpoints
 from tfpar.checkpoint.checkpointer import Checkpoint, Checkpointer
-from tfpar.config import ConfigError, ExperimentConfig
+from tfpar.config import RESUME_MAY_CHANGE, ConfigError, ExperimentConfig
 
 import numpy as np
 import pytest
@@ -154,7 +154,7 @@ OTHER = {
 
 def test_every_option_that_says_what_is_trained_is_compared():
     saved = ExperimentConfig().as_flat_dict()
-    for name in sorted(set(saved) - checkpoints.MAY_DIFFER):
+    for name in sorted(set(saved) - RESUME_MAY_CHANGE):
         other = OTHER[type(saved[name])](saved[name])
         with pytest.raises(ConfigError) as caught:
             checkpoints.check_same_run(json.loads(json.dumps(saved)), {**saved, name: other}, "runs/a")

@@ -9,16 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tfpar.collectives.agreement import Agreement
-from tfpar.config import ConfigError, ExperimentConfig
-
-# Options that belong to a host or to the chief alone. Of `dataset`, which may be a path, the data tells.
-HOSTS_OWN = frozenset(
-    {
-        *("strategy", "devices", "tpu", "peer_timeout", "start_timeout", "stall_timeout"),
-        *("dataset", "data_dir", "cache", "prefetch", "input_threads", "data_service"),
-        *("workdir", "warm_start", "keep_checkpoints", "on_checkpoint_error", "verbose"),
-    }
-)
+from tfpar.config import PER_HOST_OPTIONS, ConfigError, ExperimentConfig
 
 
 def check(agreement: Agreement, config: ExperimentConfig, facts: Mapping[str, Any], shown: Mapping[str, str]) -> None:
@@ -33,7 +24,9 @@ def check(agreement: Agreement, config: ExperimentConfig, facts: Mapping[str, An
     Raises:
       ConfigError: What differs, with this worker's values.
     """
-    given = {f"--{name}": value for name, value in config.as_flat_dict().items() if name not in HOSTS_OWN} | {**facts}
+    given = {f"--{name}": value for name, value in config.as_flat_dict().items() if name not in PER_HOST_OPTIONS} | {
+        **facts
+    }
     if _same(agreement, given):
         return
     differ = [name for name, value in given.items() if not _same(agreement, value)]
