@@ -67,7 +67,7 @@ def main(_: list[str]) -> None:
             f"--dataset={config.input.dataset}: the validation split is empty, and the export is checked on it. Hold "
             "out more: --validation_fraction."
         )
-    tfpar.start(config)
+    tfpar.initialize(config)
     model = tfpar.load_model(MODEL_FILE.value, tfpar.task_spec(source))
     if FORMAT.value == "onnx" and any(layer.compute_dtype == "bfloat16" for layer in model.layers):
         raise ConfigError(

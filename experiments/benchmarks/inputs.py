@@ -33,7 +33,7 @@ WORKLOADS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def main(_: list[str]) -> None:
     config = flags.experiment_config()
-    runtime = tfpar.start(config)
+    runtime = tfpar.initialize(config)
     print(describe_machine())
     print(f"\n{'':36}{'one tensor':>12}{'pipeline':>12}{'ratio':>8}{'input wait':>12}{'pipeline alone':>18}")
     for workload, (name, options) in WORKLOADS.items():

@@ -114,7 +114,7 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> str:
 
 def main(_: list[str]) -> None:
     config = flags.experiment_config()
-    runtime = tfpar.start(config)
+    runtime = tfpar.initialize(config)
     print(describe_machine())
     print(
         f"precision {config.precision.precision}, XLA {'on' if JIT.value else 'off'}, "

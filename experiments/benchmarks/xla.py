@@ -65,7 +65,7 @@ def contenders(workload: str, config: ExperimentConfig, runtime: tfpar.Runtime) 
 
 def main(_: list[str]) -> None:
     config = flags.experiment_config()
-    runtime = tfpar.start(config)
+    runtime = tfpar.initialize(config)
     print(describe_machine())
     print(f"precision {config.precision.precision}, ms per step, median of {ROUNDS.value}; ratios within rounds\n")
     print(f"{'':34}{'XLA':>9}{'without':>10}{'ratio':>8}{'first steps, s: XLA':>22}{'without':>10}")
