@@ -75,7 +75,7 @@ def check_divides(config: InputConfig, replicas: int, accumulate_steps: int) -> 
     near = f"{below} or {above}" if below else str(above)
     raise ConfigError(
         f"--global_batch_size={batch} is not divisible by {replicas} replicas x {accumulate_steps} micro-batches = "
-        f"{parts} ({batch} = {batch // parts} x {parts} + {batch % parts}). The nearest sizes that are: {near}. Or "
+        f"{parts} ({batch} = {batch // parts} x {parts} + {batch % parts}). The nearest sizes that are: {near}; or "
         "allow it with --uneven_batches=true: the weighting stays exact, smaller shares are padded."
     )
 
