@@ -17,7 +17,7 @@ from tfpar.config import ConfigError, flags
 import keras
 from absl import flags as absl_flags
 
-flags.define(rooms=["input", "strategy", "precision", "train", "monitor"])
+flags.define(sections=["input", "strategy", "precision", "train", "monitor"])
 MODEL_FILE = absl_flags.DEFINE_string("model_file", "", "The .keras file to evaluate.")
 SPLIT = absl_flags.DEFINE_enum("split", "validation", ["train", "validation"], "Which examples.")
 
@@ -29,10 +29,10 @@ def main(_: list[str]) -> None:
     config = tfpar.examples_of_run(config, MODEL_FILE.value, flags.is_given)
     # A batch that does not divide costs an evaluation nothing but padding.
     config = dataclasses.replace(config, input=dataclasses.replace(config.input, uneven_batches=True))
-    tfpar.check(config)
+    tfpar.validate(config)
     tfpar.check_model_file(MODEL_FILE.value)
     source = inputs.build_source(config.input, SPLIT.value, config.train.seed)
-    runtime = tfpar.start(config)
+    runtime = tfpar.initialize(config)
     trainer = tfpar.Trainer(
         lambda: tfpar.load_model(MODEL_FILE.value, tfpar.task_spec(source)),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),

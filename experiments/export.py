@@ -20,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 from absl import flags as absl_flags
 
-flags.define(rooms=["input", "precision", "monitor"])
+flags.define(sections=["input", "precision", "monitor"])
 MODEL_FILE = absl_flags.DEFINE_string("model_file", "", "The .keras file to export.")
 FORMAT = absl_flags.DEFINE_enum("format", "saved_model", ["saved_model", "onnx"], "What to write.")
 OUTPUT = absl_flags.DEFINE_string("output", "", "Directory (saved_model) or file (onnx) to write; must not exist.")
@@ -67,7 +67,7 @@ def main(_: list[str]) -> None:
             f"--dataset={config.input.dataset}: the validation split is empty, and the export is checked on it. Hold "
             "out more: --validation_fraction."
         )
-    tfpar.start(config)
+    tfpar.initialize(config)
     model = tfpar.load_model(MODEL_FILE.value, tfpar.task_spec(source))
     if FORMAT.value == "onnx" and any(layer.compute_dtype == "bfloat16" for layer in model.layers):
         raise ConfigError(

@@ -33,9 +33,9 @@ flags.define(
 
 def main(_: list[str]) -> None:
     config = flags.experiment_config()
-    tfpar.check(config)
+    tfpar.validate(config)
     train, validation = inputs.build_splits(config.input, config.train.seed)
-    runtime = tfpar.start(config, train, validation)
+    runtime = tfpar.initialize(config, train, validation)
     trainer = tfpar.Trainer(
         lambda: models.build(config.model.model, tfpar.task_spec(train), **config.model.arguments()),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),

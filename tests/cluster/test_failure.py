@@ -159,7 +159,7 @@ OWN = 'signal.signal(signal.SIGTERM, lambda *_: print("own handler", flush=True)
     ("prepare", "output", "code"),
     [
         ("", "caught\n", PEER_LOST),
-        ("end_when_asked()", "caught\n", PEER_LOST),  # as tfpar.check does
+        ("end_when_asked()", "caught\n", PEER_LOST),  # as tfpar.validate does
         (OWN, "caught\nown handler\nwent on\n", 0),
     ],
 )

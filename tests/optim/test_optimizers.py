@@ -243,7 +243,7 @@ def test_pure_apply_refuses_what_does_not_fit():
 )
 def test_check_refuses_with_a_way_out(optimizer, way_out):
     with pytest.raises(ConfigError, match=way_out):
-        optimizers.check(optimizer())
+        optimizers.check_optimizer(optimizer())
 
 
 # --- build -----------------------------------------------------------------------------------------------------------
@@ -253,7 +253,7 @@ def test_check_refuses_with_a_way_out(optimizer, way_out):
 def test_build_trains_and_survives_saving(name):
     config = OptimizerConfig(optimizer=name, learning_rate=0.02, base_batch_size=32)
     optimizer = optimizers.build(config, global_batch_size=64)
-    optimizers.check(optimizer)
+    optimizers.check_optimizer(optimizer)
     assert float(tf.convert_to_tensor(optimizer.learning_rate)) == pytest.approx(0.04)
     # What loading a .keras file calls. keras.optimizers.deserialize does not know Lamb (Keras 3.15.1).
     again = keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(optimizer))

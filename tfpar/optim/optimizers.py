@@ -120,7 +120,7 @@ def scaled_learning_rate(config: OptimizerConfig, global_batch_size: int) -> flo
     return float(config.learning_rate * factor)
 
 
-def check(optimizer: keras.optimizers.Optimizer) -> None:
+def check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
     """Refuses optimizers that keep to themselves what the training step does for all replicas together.
 
     Raises:
@@ -365,7 +365,7 @@ class _PureUpdate(keras.optimizers.Optimizer):
 
 def _pure_view(optimizer: keras.optimizers.Optimizer, learning_rate: tf.Tensor | None) -> keras.optimizers.Optimizer:
     """The same optimizer (it shares every attribute) with `_PureUpdate`'s way to update. Made anew for each trace."""
-    check(optimizer)
+    check_optimizer(optimizer)
     kind = type(f"Pure{type(optimizer).__name__}", (type(optimizer), _PureUpdate), {})
     view: Any = object.__new__(kind)
     vars(view).update(vars(optimizer))

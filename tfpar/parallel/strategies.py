@@ -64,7 +64,7 @@ def build(topology: Topology) -> Runtime:
             f"--strategy={topology.name} must be set up before TensorFlow runs its first op, and an op has run "
             f"({error}). Creating a Keras model, optimizer or metric is enough. Give the Trainer names "
             "(optimizer='adamw', metrics=['accuracy']) and a function that builds the model, or call "
-            "runtime = tfpar.start(config) first thing in the program and pass config=config, runtime=runtime."
+            "runtime = tfpar.initialize(config) first thing in the program and pass config=config, runtime=runtime."
         ) from error
 
 

@@ -23,9 +23,10 @@ from tfpar.monitor import summary as results
 from tfpar.optim import schedules
 from tfpar.precision import LossScale
 from tfpar.process.exit_codes import Preempted
-from tfpar.training.loops import consistency
+from tfpar.training.duration import total_steps
 from tfpar.training.loops.pacing import Pace, next_multiple
 from tfpar.training.step import Steps
+from tfpar.training.validate import validate_workers_agree
 
 import numpy as np
 import tensorflow as tf
@@ -62,7 +63,7 @@ class SynchronousRun:
         self.topology = trainer.topology
         self.train, self.validation = train, validation
         self.pipeline = trainer.pipeline(train, training=True)
-        self.total = report.total_steps(config.train, steps, epochs, self.pipeline.updates_per_epoch)
+        self.total = total_steps(config.train, steps, epochs, self.pipeline.updates_per_epoch)
         self.schedule = trainer.learning_rate_schedule(self.total)
         self.plateau = schedules.plateau(config.schedule) if self.schedule is not None else None
         self.monitor = report.build_monitor(trainer, self.total)
@@ -148,7 +149,7 @@ class SynchronousRun:
             for name, source in sources.items()
             if source
         }
-        consistency.check(self.agreement, self.config, facts, shown)
+        validate_workers_agree(self.agreement, self.config, facts, shown)
 
     def _train(self) -> tuple[bool, bool]:
         """Trains until the end, or until this start is to end; returns whether it did, and whether it was told to."""
