@@ -59,7 +59,7 @@ def main(_: list[str]) -> None:
         scale = precision.initial(config.precision)
 
         def turn(side: str, count: int, run: Any = run, sides: Any = sides, scale: Any = scale) -> np.ndarray:
-            arguments = (tf.constant(0, tf.int64), tf.constant(count), scale, tf.constant(1.0), tf.constant(True))
+            arguments = (tf.constant(0, tf.int64), tf.constant(count), scale, tf.constant(1.0))
             return run.step.run(sides[side], *arguments).durations.numpy()
 
         turn("one tensor", 5)

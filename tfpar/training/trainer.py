@@ -16,10 +16,12 @@ from tfpar.exchange import Exchange
 from tfpar.guards.bad_examples import SkippedExamples, named
 from tfpar.optim import optimizers, schedules
 from tfpar.parallel import strategies
-from tfpar.training.core import Core, build_metrics, per_example_loss, takes_class_numbers
+from tfpar.training.core import Core
 from tfpar.training.evaluation import Evaluation
 from tfpar.training.loops.parameter_server import AsynchronousRun
 from tfpar.training.loops.synchronous import SynchronousRun
+from tfpar.training.metrics import build_metrics
+from tfpar.training.objective import SupervisedObjective, per_example_loss, uses_integer_labels
 from tfpar.training.start import initialize
 from tfpar.training.step import TrainStep
 from tfpar.training.uneven_batches import train_input
@@ -114,13 +116,11 @@ class Trainer:
             self.optimizer.build(self.model.trainable_variables)
             if augmentation is None:
                 augmentation = inputs.build_augmentation(self.config.input.augment, self.config.train.seed)
-            self.core = Core(
-                self.model,
-                per_example_loss(loss),
-                build_metrics(metrics, loss, _shape_of_output(self.model)),
-                augmentation,
+            objective = SupervisedObjective(
+                self.model, per_example_loss(loss), build_metrics(metrics, loss, _shape_of_output(self.model))
             )
-        self._takes_class_numbers = takes_class_numbers(loss)
+            self.core = Core(self.model, objective, augmentation)
+        self._uses_integer_labels = uses_integer_labels(loss)
         self._check_precision()
         self.exchange = Exchange(self.config.exchange.exchange)
         with failure.named(self.topology.cluster):
@@ -173,7 +173,7 @@ class Trainer:
                     "tfpar.inputs.from_arrays(x, y), or tfpar.inputs.build_source."
                 )
         validate_data(self.config, self.topology, train, validation)
-        built = {"model": self.model, "integer_labels": self._takes_class_numbers}
+        built = {"model": self.model, "integer_labels": self._uses_integer_labels}
         validate_model(self.config, self.topology, train, validation, **built)
         augmentation = self.core.augmentation
         if augmentation is not None and not augmentation.built:

@@ -25,7 +25,7 @@ from tfpar.precision import LossScale
 from tfpar.process.exit_codes import Preempted
 from tfpar.training.duration import total_steps
 from tfpar.training.loops.pacing import Pace, next_multiple
-from tfpar.training.step import Steps
+from tfpar.training.step_loop import StepsResult
 from tfpar.training.validate import validate_workers_agree
 
 import numpy as np
@@ -194,13 +194,12 @@ class SynchronousRun:
         began = time.perf_counter()
         worker = self.topology.worker
         with bad_examples.named(self.train, lambda: self.pipeline.indices(position.step, updates, worker)):
-            result: Steps = self.step.run(
+            result: StepsResult = self.step.run(
                 iterator,
                 tf.constant(position.step, tf.int64),
                 tf.constant(updates),
                 position.loss_scale,
                 tf.constant(factor, tf.float32),
-                tf.constant(True),
             )
         losses, finite = result.loss.numpy(), result.finite.numpy()
         durations = result.durations.numpy()
