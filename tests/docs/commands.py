@@ -13,7 +13,7 @@ from tests.docs.markdown import ROOT, Block
 from tfpar.config import ExperimentConfig
 
 _PYTHON = re.compile(r"(.*/)?python3?$")
-_ABSL = {"flagfile", "help", "helpfull"}
+_ABSL = {"flagfile", "help", "helpfull", "verbosity"}
 _PYTEST = {"n", "q", "x"}
 
 
@@ -113,7 +113,7 @@ def flags_of(program: str) -> frozenset[str]:
 def all_flags() -> frozenset[str]:
     """The flags of all programs of the repository."""
     files = [path for name in ("experiments", "tfpar") for path in sorted((ROOT / name).rglob("*.py"))]
-    return experiment_flags().union(*(defined_flags(str(path.relative_to(ROOT))) for path in files))
+    return experiment_flags().union(_ABSL, *(defined_flags(str(path.relative_to(ROOT))) for path in files))
 
 
 @functools.cache
