@@ -111,7 +111,7 @@ def choose_topology(config: StrategyConfig, cluster: ClusterInfo | None = None) 
         tasks = "--workers=2 --ps=1" if name == "parameter_server" else "--workers=2"
         raise ConfigError(
             f"--strategy={name} needs a cluster and found none. Start the script with `python -m tfpar.launch "
-            f"{tasks} -- SCRIPT FLAGS...`, or set TF_CONFIG (see the README, 'On a cluster')."
+            f"{tasks} -- SCRIPT FLAGS...`, or set TF_CONFIG (see docs/cluster.md)."
         )
     if cluster.task_type == "evaluator":
         raise ConfigError(

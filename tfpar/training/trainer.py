@@ -272,7 +272,7 @@ class Trainer:
         """Why `--jit_compile=auto` leaves XLA out for this model in this layout; empty where it does not."""
         if obstacle := self._xla_obstacle():
             return obstacle
-        # 3 to 6 times as slow for the convnet, 1.2 times for ResNet-18 (README.md).
+        # 3 to 6 times as slow for the convnet, 1.2 times for ResNet-18 (docs/benchmarks/xla.md).
         if self.topology.device_type == "CPU" and self._is_convolutional():
             return "XLA is slower than TensorFlow's own kernels in convolutions on CPUs; --jit_compile=true turns it on"
         return ""
