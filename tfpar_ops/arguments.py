@@ -25,9 +25,7 @@ def check_codec(codec: Codec) -> None:
       TypeError: See there.
     """
     if not isinstance(codec, Codec):
-        raise TypeError(
-            f"codec: {codec!r} is {_kind_of(codec)}; expected a tfpar_ops.Codec, as in Codec('quantize', bits=4)"
-        )
+        raise TypeError(f"codec: {codec!r} is {_kind_of(codec)}; expected a tfpar_ops.Codec, as in Codec('int4')")
 
 
 def float_tensors(tensors: Sequence[Any]) -> list[tf.Tensor]:

@@ -308,7 +308,6 @@ def norm_squared(tensors: Sequence[tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
 def _attributes(codec: Codec) -> dict[str, Any]:
     return {
         "kind": codec.kind,
-        "bits": codec.bits,
         "block": codec.block,
         "keep": codec.keep,
         "scale": codec.scale,

@@ -18,13 +18,12 @@ from tfpar_ops.library import FILE
 import numpy as np
 import pytest
 
-_KINDS = {"bf16": 1, "fp16": 2, "fp8": 3, "quantize": 4, "sign": 5, "topk": 6}
 _FLOATS = ctypes.POINTER(ctypes.c_float)
 
 
 class _Codec(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_int32) for name in ("kind", "bits", "block", "keep", "scale_bits", "stochastic")),
+        *((name, ctypes.c_int32) for name in ("kind", "block", "keep", "scale_bits", "stochastic")),
         *((name, ctypes.c_uint64) for name in ("seed", "step")),
     )
 
@@ -95,7 +94,7 @@ def decode_sum(payloads: Sequence[bytes], codec: Codec, elements: int) -> np.nda
 def _options(codec: Codec, seed: int, step: int) -> _Codec:
     scale_bits = {"bf16": 16, "float32": 32}[codec.scale] if codec.has_scale else 0
     stochastic = codec.rounding == "stochastic"
-    return _Codec(_KINDS[codec.kind], codec.bits, codec.block, codec.keep, scale_bits, stochastic, seed, step)
+    return _Codec(codec.format.number, codec.block, codec.keep, scale_bits, stochastic, seed, step)
 
 
 def _vector(arrays: Sequence[np.ndarray]) -> _Vector:
