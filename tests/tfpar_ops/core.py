@@ -37,7 +37,8 @@ class _Vector(ctypes.Structure):
 
 
 @functools.cache
-def _library() -> ctypes.CDLL:
+def load() -> ctypes.CDLL:
+    """The library, whether or not its operations are in use."""
     library = ctypes.CDLL(str(pathlib.Path(tfpar_ops.__file__).with_name(FILE)))
     codec, vector, pointer, number = ctypes.POINTER(_Codec), ctypes.POINTER(_Vector), ctypes.c_void_p, ctypes.c_int64
     library.tfpar_payload_bytes.argtypes = [codec, number]
@@ -57,7 +58,7 @@ def get() -> ctypes.CDLL:
     """The library; skips the test where it was not built."""
     if not tfpar_ops.uses_library():
         pytest.skip(f"the native library is not in use here: {tfpar_ops.library_status()}")
-    return _library()
+    return load()
 
 
 def encode(
