@@ -115,11 +115,11 @@ class Codec:
         return (self.keep if self.format.keeps else self.block) * self.format.code_bits // 8
 
     def blocks(self, elements: int) -> int:
-        """Number of blocks of a vector of so many elements."""
+        """Number of blocks of a vector of `elements` elements."""
         return -(-elements // self.block)
 
     def payload_bytes(self, elements: int) -> int:
-        """Bytes of the payload of a vector of so many elements, a multiple of 16."""
+        """Bytes of the payload of a vector of `elements` elements, a multiple of 16."""
         body = HEADER_BYTES + self.blocks(elements) * (self.block_bytes + self.scale_bytes)
         return -(-body // 16) * 16
 
@@ -130,7 +130,7 @@ class Codec:
 
 
 def _renamed(bits: object) -> str:
-    """Today's name of `quantize` with so many bits."""
+    """The name that `quantize` with `bits` has now."""
     kind = _QUANTIZE.get(_whole("quantize", "bits", bits))
     if kind is None:
         calls = ", ".join(FORMATS[name].call for name in _QUANTIZE.values())

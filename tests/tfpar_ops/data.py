@@ -29,7 +29,9 @@ CODECS = [
     Codec("topk", block=64, keep=64),
     Codec("topk", keep=41),
 ]
-CODECS += [Codec(kind) for kind in FORMATS if all(codec.kind != kind for codec in CODECS)]
+# Those of formats that this list does not name.
+_NAMED = {codec.kind for codec in CODECS}
+CODECS += [Codec(kind, keep=5 * entry.keeps) for kind, entry in FORMATS.items() if kind not in _NAMED]
 # One of each kind, for what takes long.
 KINDS = list({codec.kind: codec for codec in reversed(CODECS)}.values())[::-1]
 STOCHASTIC = [codec for codec in CODECS if codec.rounding == "stochastic"]
