@@ -1,7 +1,7 @@
 """Checks of arguments, shared by all implementations.
 
-A wrong type or dtype is a TypeError, a wrong value or shape a ValueError; what is known only when an operation runs, in a
-function, a tf.errors.InvalidArgumentError. Messages say argument, value, what is allowed and what to do.
+A wrong type or dtype is a TypeError, a wrong value or shape a ValueError; what is known only when an operation runs, in
+a function, a tf.errors.InvalidArgumentError. Messages say argument, value, what is allowed and what to do.
 """
 
 from __future__ import annotations
