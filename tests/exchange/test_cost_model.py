@@ -69,9 +69,8 @@ def choose(monkeypatch):
         what: str = "name",
     ) -> list[str]:
         def measure(group, codecs, device):
-            errors = {"bf16": 0.002, "fp8": 0.03, "quantize8": 0.007, "quantize4": 0.13, "quantize2": 0.8, "sign0": 0.6}
-            names = [codec.kind + (str(codec.bits) if codec.kind in ("quantize", "sign") else "") for codec in codecs]
-            return Measured(link, [speed] * len(codecs), [errors[name] for name in names])
+            errors = {"bf16": 0.002, "fp8": 0.03, "int8": 0.007, "int4": 0.13, "int2": 0.8, "sign": 0.6}
+            return Measured(link, [speed] * len(codecs), [errors[codec.kind] for codec in codecs])
 
         monkeypatch.setattr(planning.measure, "measure", measure)
         plan = planning.choose(specs.parse(text), elements, Group.of_workers(workers, 0), device)

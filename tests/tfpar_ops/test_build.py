@@ -88,7 +88,7 @@ def test_public_names_exist():
 
 _ROUND_TRIP = """
 import tensorflow as tf, tfpar_ops
-codec = tfpar_ops.Codec("quantize", bits=4)
+codec = tfpar_ops.Codec("int4")
 x, variable = tf.sin(tf.range(1000.0)), tf.Variable(tf.zeros([1000]))
 for number in range(2):
     made = tfpar_ops.encode_into(variable, [x], codec)

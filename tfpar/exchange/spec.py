@@ -19,9 +19,9 @@ _CODECS: dict[str, dict[str, Any]] = {
     "bf16": {"kind": "bf16"},
     "fp16": {"kind": "fp16"},
     "fp8": {"kind": "fp8"},
-    "int8": {"kind": "quantize", "bits": 8},
-    "int4": {"kind": "quantize", "bits": 4},
-    "int2": {"kind": "quantize", "bits": 2},
+    "int8": {"kind": "int8"},
+    "int4": {"kind": "int4"},
+    "int2": {"kind": "int2"},
     "sign": {"kind": "sign"},
     "topk": {"kind": "topk"},
 }
