@@ -101,7 +101,7 @@ def choose_topology(config: StrategyConfig, cluster: ClusterInfo | None = None) 
     devices = config.devices or (gpus if name != "one_device" and gpus else 1)
     common: dict[str, Any] = {"name": name, "reason": reason, "device_type": device_type}
     if name in ("one_device", "mirrored") and cluster is not None and cluster.num_workers > 1:
-        common["reason"] += f"; each of the {cluster.num_workers} workers in {cluster.source} has a run of its own"
+        common["reason"] += f"; each of the {cluster.num_workers} workers in {cluster.source} trains on its own"
     if name == "one_device":
         if devices > 1:
             raise ConfigError(f"--devices={devices} needs --strategy=mirrored; --strategy=one_device uses one.")
