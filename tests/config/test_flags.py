@@ -9,8 +9,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tfpar.config import ConfigError, ExperimentConfig, flags, flags_page
+from tfpar.config import ConfigError, ExchangeConfig, ExperimentConfig, flags, flags_page
 from tfpar.config.experiment import SECTIONS, option_fields
+from tfpar.exchange import Exchange
 
 import pytest
 from absl import flags as absl_flags
@@ -290,6 +291,21 @@ def test_reading_flags_does_not_import_tensorflow(script: Path) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
+@pytest.mark.parametrize("name", ["image_classification", "language_model", "evaluate", "export"])
+def test_help_of_an_experiment_and_a_wrong_flag_do_not_wait_for_tensorflow(name: str) -> None:
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-X", "importtime", f"experiments/{name}.py"]
+    for argument, code in (("--help", 0), ("--stepps=3", 2)):
+        result = subprocess.run(
+            [*command, argument], env=environ, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert result.returncode == code
+        lines = [line for line in result.stderr.splitlines() if line.startswith("import time")]
+        imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in lines}
+        assert "tfpar" in imported
+        assert not imported & {"tensorflow", "keras", "tensorflow_datasets", "numpy"}
+
+
 def test_an_option_given_as_zero_is_given():
     values = absl_flags.FlagValues()
     absl_flags.DEFINE_float("validation_fraction", 0.1, "", flag_values=values)
@@ -298,6 +314,16 @@ def test_an_option_given_as_zero_is_given():
     assert flags.is_given("validation_fraction", values)
     assert not flags.is_given("seed", values)
     assert not flags.is_given("dataset", values)
+
+
+def test_the_help_names_every_exchange() -> None:
+    """tfpar.config stands below tfpar.exchange and cannot import the names; this keeps the two together."""
+    help_text = ExchangeConfig.__dataclass_fields__["exchange"].metadata["help"]
+    with pytest.raises(ConfigError) as caught:
+        Exchange("nonesuch")
+    names = re.search(r"Known: (.*)\.$", str(caught.value))[1].split(", ")
+    assert {"none", "int8", "auto"} <= set(names)
+    assert not [name for name in names if not re.search(rf"\b{name}\b", help_text)]
 
 
 # The reference page.

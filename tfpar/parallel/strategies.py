@@ -1,6 +1,6 @@
-"""The `tf.distribute` strategy of a topology.
+"""`build(topology)` configures the devices and creates the `tf.distribute` strategy.
 
-`build(topology)` configures devices and creates the strategy. It must run before TensorFlow's first op.
+It must run before TensorFlow's first op.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import socket
+import warnings
 from typing import Any
 
 from tfpar.cluster import failure, port_filter
@@ -18,7 +19,7 @@ from tfpar.process import exit_codes
 import tensorflow as tf
 from tensorflow.python.distribute import collective_all_reduce_strategy, collective_util
 
-# What TensorFlow 2.21 says of devices and collectives that are configured when its runtime is up already.
+# TensorFlow 2.21's messages about devices and collectives that are configured after its runtime was initialised.
 _TOO_LATE = re.compile("after being initialized|at program startup|already configured|after initialization")
 
 _TPU_CONNECT_S = 20.0
@@ -26,10 +27,21 @@ _TPU_CONNECT_S = 20.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Runtime:
-    """A topology and the running strategy that carries it out."""
+    """A topology and the strategy that runs it.
+
+    Attributes:
+      topology: How work is laid out. Of a TPU, its `hosts` and `local_replicas` are known here.
+      strategy: The running strategy.
+    """
 
     topology: Topology
     strategy: tf.distribute.Strategy
+
+    @property
+    def plan(self) -> Topology:
+        """Deprecated name of `topology`."""
+        warnings.warn("Runtime.plan is deprecated; use Runtime.topology", DeprecationWarning, stacklevel=2)
+        return self.topology
 
 
 def build(topology: Topology) -> Runtime:
@@ -69,7 +81,7 @@ def build(topology: Topology) -> Runtime:
 
 
 def _restrict_port(topology: Topology) -> None:
-    """Lets the server that TensorFlow has started for this process answer on its own address only."""
+    """Restricts the server that TensorFlow started for this process to the process' own address."""
     if topology.name not in ("multi_worker", "parameter_server") or not (topology.cluster and topology.cluster.address):
         return
     try:
@@ -84,7 +96,7 @@ def _restrict_port(topology: Topology) -> None:
 
 
 def _local_devices(topology: Topology) -> list[str]:
-    """Makes `topology.local_replicas` devices of its type visible and returns their names."""
+    """Makes `topology.local_replicas` devices of the topology's type visible; returns their names."""
     count, kind = topology.local_replicas, topology.device_type
     physical = tf.config.list_physical_devices(kind)
     if kind == "GPU":
@@ -144,7 +156,7 @@ def _build_multi_worker(topology: Topology) -> tf.distribute.Strategy:
     with failure.arriving(topology.cluster, topology.start_timeout):
         if topology.device_type == "CPU" and topology.local_replicas > 1:
             return _MultiWorkerLogicalDevices(resolver, topology.local_replicas)
-        # TensorFlow 2.21 takes NCCL only where it is asked for, and else sums what GPUs have through gRPC.
+        # TensorFlow 2.21 uses NCCL only if asked to; otherwise it reduces the gradients of GPUs through gRPC.
         gpus = topology.device_type == "GPU"
         implementation = tf.distribute.experimental.CommunicationImplementation.NCCL if gpus else None
         options = tf.distribute.experimental.CommunicationOptions(implementation=implementation) if gpus else None
@@ -181,18 +193,18 @@ def _build_parameter_server(topology: Topology) -> tf.distribute.Strategy:
             start=True,
         )
     _restrict_port(topology)
-    exit_codes.leave_sigterm()  # it ends servers when a run is done, and no handler would get its turn in `join`
+    exit_codes.leave_sigterm()  # it ends servers after a run, and a Python handler would not be called during `join`
     server.join()
     raise AssertionError("a server of TensorFlow serves until its process is ended")
 
 
 def _check_listens(address: str) -> None:
-    """Refuses the address of a TPU where nothing listens: TensorFlow 2.21 would try it for several minutes."""
-    given = re.fullmatch(r"grpc://(?:\[([^\]]+)\]|([^:\[\]]+)):(\d+)", address)
-    if given is None:
+    """Refuses a TPU address at which nothing listens: TensorFlow 2.21 would retry for several minutes."""
+    match = re.fullmatch(r"grpc://(?:\[([^\]]+)\]|([^:\[\]]+)):(\d+)", address)
+    if match is None:
         return
     try:
-        socket.create_connection((given[1] or given[2], int(given[3])), timeout=_TPU_CONNECT_S).close()
+        socket.create_connection((match[1] or match[2], int(match[3])), timeout=_TPU_CONNECT_S).close()
     except (OSError, OverflowError) as error:  # OverflowError: no port
         raise ConfigError(
             f"--tpu={address!r}: nothing listens at this address ({error}). Check the TPU's address and that this "
