@@ -10,6 +10,7 @@ from tfpar.checkpoint import format as checkpoint_format
 from tfpar.exchange import Traffic
 from tfpar.monitor import samples, summary
 from tfpar.monitor.monitor import Monitor
+from tfpar.optim.keras_internals import all_layers
 
 import keras
 
@@ -67,7 +68,7 @@ def warn_of_counted_padding(run: summary.Run) -> None:
         return
     counting = [
         layer.name
-        for layer in run.trainer.model._flatten_layers()
+        for layer in all_layers(run.trainer.model)
         if isinstance(layer, keras.layers.BatchNormalization)
         and not isinstance(layer, models.BatchNormalization)
         and layer.trainable

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from tfpar.models import example_weights, uses_synchronized_statistics
+from tfpar.optim.keras_internals import is_seed_state
 from tfpar.training import metrics as additive_metrics
 from tfpar.training.objective import Batch, Objective, Tensors
 
@@ -163,21 +164,6 @@ def _seeded(variables: Sequence[keras.Variable], state: Sequence[Any], seed: tf.
         for row, position in enumerate(positions):
             result[position] = tf.bitcast(draws[row], tf.uint32)
     return result
-
-
-def frozen_weights(model: keras.Model) -> list[keras.Variable]:
-    """Weights made to learn, of layers with `trainable=False`: among the model's non-trainable variables, but no state.
-
-    Keras 3.15 tells them apart in private only: a layer's `_trainable_variables` are those made to learn.
-    """
-    learning = {id(variable) for variable in model.trainable_variables}
-    made = [variable for layer in model._flatten_layers() for variable in layer._trainable_variables]
-    return [variable for variable in made if id(variable) not in learning]
-
-
-def is_seed_state(variable: keras.Variable) -> bool:
-    """Whether this is the state of a `keras.random.SeedGenerator` (Keras 3: uint32 `[2]` of that name)."""
-    return variable.name == "seed_generator_state" and tuple(variable.shape) == (2,)
 
 
 def _fold_in(seed: tf.Tensor, data: Any) -> tf.Tensor:

@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from tfpar.config import ConfigError
+from tfpar.optim import keras_internals
 from tfpar.training import metrics as additive_metrics
 
 import keras
 import tensorflow as tf
-from keras.src.losses.loss import squeeze_or_expand_to_same_rank
 
 Tensors = list[tf.Tensor]
 Batch = tuple[Any, Any, tf.Tensor]
@@ -78,7 +78,7 @@ class SupervisedObjective:
         """
         x, y, weight = batch
         outputs, new_state, extra = self.model.stateless_call(params, state, x, training=training, return_losses=True)
-        if any(getattr(output, "_keras_mask", None) is not None for output in tf.nest.flatten(outputs)):
+        if any(map(keras_internals.carries_mask, tf.nest.flatten(outputs))):
             raise ConfigError(
                 f"the outputs of model {self.model.name!r} carry a mask (mask_zero=True, Masking), which would have to "
                 "count in the loss: here it goes by examples, each with the mean over all its positions. Leave the "
@@ -144,7 +144,7 @@ def per_example_loss(loss: Any) -> Callable[[Any, Any], tf.Tensor]:
 def _matching_ranks(function: Callable[[Any, Any], tf.Tensor], y: Any, outputs: Any) -> tf.Tensor:
     """Calls a loss function as Keras' `compile` does: labels `[m]` and outputs `[m, 1]` (or the other way) alike."""
     if isinstance(y, tf.Tensor) and isinstance(outputs, tf.Tensor):
-        y, outputs = squeeze_or_expand_to_same_rank(y, outputs)
+        y, outputs = keras_internals.matching_ranks(y, outputs)
     return function(y, outputs)
 
 

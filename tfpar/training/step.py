@@ -19,15 +19,16 @@ from typing import Any, NamedTuple
 
 from tfpar.collectives.tensorflow import independent
 from tfpar.exchange import Exchange
-from tfpar.optim.optimizers import pure_apply
+from tfpar.optim.keras_internals import is_seed_state
+from tfpar.optim.pure_update import pure_apply
 from tfpar.parallel import replica
 from tfpar.precision import LossScale
 from tfpar.precision import update as update_loss_scale
 from tfpar.training import norms, sidecar
 from tfpar.training.compilation import compilation_plan
-from tfpar.training.core import Core, frozen_weights, is_seed_state
+from tfpar.training.core import Core
 from tfpar.training.objective import Tensors
-from tfpar.training.sidecar import Sidecar
+from tfpar.training.sidecar import Sidecar, frozen_weights
 from tfpar.training.step_loop import StepReport, StepsResult, run_steps
 
 import keras
@@ -118,7 +119,7 @@ class TrainStep:
             strategy.num_replicas_in_sync,
             frozen=frozen_weights(core.model),
         )
-        self.plan = plan = compilation_plan(
+        self.plan = compilation_plan(
             replicas=strategy.num_replicas_in_sync,
             local_devices=strategy.extended.worker_devices,
             on_tpu=isinstance(strategy, tf.distribute.TPUStrategy),
@@ -132,15 +133,20 @@ class TrainStep:
         self._timed = timed
         # Seed states are never stored: every step derives its own.
         self._state = [variable for variable in core.model.non_trainable_variables if not is_seed_state(variable)]
+        self._make_programs()
+        self.run = tf.function(self._run, autograph=False, reduce_retracing=True)
+        # TensorFlow 2.21 counts tracings by code, over all objects: a program of several short runs would be warned of
+        # tracings that each of them needs once.
+        self.run._omit_frequent_tracing_warning = True
+
+    def _make_programs(self) -> None:
+        """Compiles what the plan says, in place of the plain methods."""
+        plan = self.plan
         self._contribute = _compiled(self._contribution, plan.compiles_gradients)
         self._new_values = _compiled(self._updated, plan.compiles_update and not plan.updates_in_place)
         self._apply = _compiled(self._apply_update, plan.updates_in_place)
         self._whole_step = _compiled(self._single_program, plan.single_xla_program and not plan.strategy_compiles)
         self._norm_squared = norms.squared_in_xla if plan.single_xla_program else norms.squared
-        self.run = tf.function(self._run, autograph=False, reduce_retracing=True)
-        # TensorFlow 2.21 counts tracings by code, over all objects: a program of several short runs would be warned of
-        # tracings that each of them needs once.
-        self.run._omit_frequent_tracing_warning = True
 
     def _run(
         self,

@@ -161,11 +161,18 @@ def run_steps(
         loss_scale,
     )
     weights_before, state = while_in_two_parts(steps, body, step.weights_vector, start)
+    last_step = first_step + tf.cast(steps - 1, tf.int64)
+    return _result(step, state, began, weights_before, step.learning_rate(last_step, lr_multiplier))
+
+
+def _result(
+    step: Step, state: _LoopState, began: tf.Tensor, weights_before: tf.Tensor, learning_rate: tf.Tensor
+) -> StepsResult:
+    """What the steps report, from the state after the last of them."""
     with tf.control_dependencies([state.done]):
         # Outside XLA: inside, the old weights would have to be copied.
         weights = step.weights_vector()
         parameter_norm, update_norm = tf.norm(weights), tf.norm(weights - weights_before)
-
     table = state.sums.stack()
     gradient_norm, sums = table[:, 0], table[:, 1:]
     count = sums[:, sidecar.COUNT]
@@ -176,7 +183,7 @@ def run_steps(
         durations=timings.durations(began, state.stamps.stack()),
         metrics=step.sidecar.metrics(sums),
         norms=Norms(gradient_norm[-1], parameter_norm, update_norm),
-        learning_rate=step.learning_rate(first_step + tf.cast(steps - 1, tf.int64), lr_multiplier),
+        learning_rate=learning_rate,
         loss_scale=state.loss_scale,
     )
 

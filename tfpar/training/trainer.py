@@ -14,7 +14,7 @@ from tfpar.cluster import failure
 from tfpar.config import CUSTOM, ConfigError, ExperimentConfig
 from tfpar.exchange import Exchange
 from tfpar.guards.bad_examples import SkippedExamples, named
-from tfpar.optim import optimizers, schedules
+from tfpar.optim import keras_internals, optimizers, schedules
 from tfpar.parallel import strategies
 from tfpar.training.core import Core
 from tfpar.training.evaluation import Evaluation
@@ -361,13 +361,14 @@ class Trainer:
         if optimizer is None or isinstance(optimizer, str):
             return optimizers.build(self.config.optimizer, global_batch_size=self.config.input.global_batch_size)
         optimizers.check_optimizer(optimizer)
-        if optimizer._distribution_strategy is self.strategy:
+        if keras_internals.strategy_of(optimizer) is self.strategy:
             return optimizer
         return optimizers.recreate(optimizer)  # its slots must be made under the strategy
 
     def _check_precision(self) -> None:
         wanted = precision.policy(self.config.precision.precision).compute_dtype
-        used = {layer.compute_dtype for layer in self.model._flatten_layers(include_self=False) if layer.weights}
+        layers = keras_internals.all_layers(self.model, include_self=False)
+        used = {layer.compute_dtype for layer in layers if layer.weights}
         if used and wanted not in used:
             raise ConfigError(
                 f"--precision={self.config.precision.precision}: the model was built to compute in "

@@ -28,7 +28,7 @@ from tfpar.guards.watchdog import Watchdog
 from tfpar.monitor import announce as report
 from tfpar.monitor import samples
 from tfpar.monitor import summary as results
-from tfpar.optim.server_update import on_servers
+from tfpar.optim.server_update import apply_on_servers
 from tfpar.process.exit_codes import Preempted
 from tfpar.training.duration import total_steps
 from tfpar.training.loops.pacing import next_multiple
@@ -95,7 +95,6 @@ class AsynchronousRun:
         self._best_step = -1
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(trainer.strategy)
         self._push = tf.function(self._push_update, autograph=False)
-        self._server_optimizer = on_servers(trainer.optimizer, trainer.strategy)
         core = trainer.core
         jit_compile = trainer.jit_compile or None
         self._gradients = tf.function(core.accumulate, jit_compile=jit_compile, autograph=False)
@@ -206,8 +205,7 @@ class AsynchronousRun:
         )
 
         def push() -> tf.Tensor:
-            vars(self._server_optimizer)["_rate"] = rate
-            self._server_optimizer.apply(mean, model.trainable_variables)
+            apply_on_servers(trainer.optimizer, trainer.strategy, mean, model.trainable_variables, rate)
             for variable, old, new in zip(model.non_trainable_variables, state, sums.state, strict=True):
                 if tf.as_dtype(variable.dtype).is_floating:  # batch statistics: every worker moves them a little
                     variable.value.assign_add(new - old)
