@@ -10,7 +10,7 @@ from typing import Any
 
 from tfpar.optim import keras_internals
 from tfpar.optim.keras_internals import OptimizerView
-from tfpar.optim.optimizers import check
+from tfpar.optim.optimizers import check_optimizer
 
 import keras
 import tensorflow as tf
@@ -55,7 +55,7 @@ def pure_apply(
     ):
         if len(given) != len(known):
             raise ValueError(f"{name} holds {len(given)} tensors, but {optimizer.name} was built for {len(known)}.")
-    check(optimizer)
+    check_optimizer(optimizer)
     # In the scope a variable's value is a tensor, which Keras can make no key from.
     keys = {id(variable): keras_internals.variable_key(optimizer, variable) for variable in trainable}
     view = keras_internals.view_of(optimizer, PureUpdate, learning_rate, _keys=keys)
