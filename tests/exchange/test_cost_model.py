@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from tfpar.collectives.tensorflow import Group
+from tfpar.collectives.tensorflow import world_group
 from tfpar.config import ConfigError
 from tfpar.exchange import spec as specs
 from tfpar.exchange.tuning import auto as planning
@@ -74,7 +74,7 @@ def choose(monkeypatch):
             return Measured(link, [speed] * len(codecs), [errors[name] for name in names])
 
         monkeypatch.setattr(planning.measure, "measure", measure)
-        plan = planning.choose(specs.parse(text), elements, Group.of_workers(workers, 0), device)
+        plan = planning.choose(specs.parse(text), elements, world_group(workers, 0), device)
         assert all(f"bucket {number}" in plan.table for number in range(len(elements)))
         return [getattr(spec, what) for spec in plan.specs]
 

@@ -6,8 +6,8 @@ import concurrent.futures
 import functools
 import itertools
 
-from tfpar.collectives import tensorflow as groups
-from tfpar.collectives.tensorflow import Group
+from tfpar.collectives import group as groups
+from tfpar.collectives.tensorflow import new_group
 from tfpar.exchange import Exchange
 from tfpar.exchange.algorithms.sparse_rows import Rows, densified, summed_by_row
 from tfpar.exchange.buckets import Wire
@@ -17,7 +17,8 @@ import pytest
 import tensorflow as tf
 
 V = 200
-_group_keys = itertools.count(1 << 18)  # the runtime remembers groups and their shapes while the process lives
+DENSE_KEY = 1 << 24  # instance keys of dense sums, far from those that are allocated
+_first_members = itertools.count(0, 10)  # the runtime remembers groups and their shapes while the process lives
 
 
 class Workers:
@@ -33,8 +34,8 @@ class Workers:
 
     def __init__(self, monkeypatch, count: int, shapes: list[tuple[int, ...]], dense: float = 4.0, half: bool = False):
         self.count = count
-        key = next(_group_keys)
-        self.groups = [Group(count, rank, key) for rank in range(count)]
+        members = range(first := next(_first_members), first + count)
+        self.groups = [new_group(members, worker) for worker in members]
         self.shapes = [tf.TensorShape(shape) for shape in shapes]
         share = 2 * (count - 1) / count
         wires = [
@@ -42,7 +43,7 @@ class Workers:
         ]
         self.rows = []
         for group in self.groups:  # each counts its keys as if it were alone in its process
-            monkeypatch.setattr(groups, "_instances", itertools.count(key << 10))
+            monkeypatch.setattr(groups, "_instance_keys", groups.InstanceKeys())
             self.rows.append(Rows(dict(enumerate(zip(self.shapes, wires, strict=True))), group, half=half))
         signature = [(tf.TensorSpec([None, *shape[1:]]), tf.TensorSpec([None], tf.int64)) for shape in self.shapes]
         self._functions = [
@@ -53,7 +54,7 @@ class Workers:
     def _sum(self, rank: int, slices):
         with tf.device(f"CPU:{rank}"):
             dense = {
-                number: functools.partial(self.groups[rank].all_reduce, instance=self.groups[rank].key + number)
+                number: functools.partial(self.groups[rank].all_reduce, instance=DENSE_KEY + number)
                 for number in range(len(self.shapes))
             }
             mine = {number: summed_by_row(*pair) for number, pair in enumerate(slices)}

@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from tfpar.collectives.tensorflow import Group
+from tfpar.collectives.tensorflow import world_group
 from tfpar.config import ConfigError
 from tfpar.drop_in import workers
 from tfpar.drop_in.workers import Workers
@@ -254,7 +254,7 @@ class Distribution:
         """For `none`. The strategy's own all-reduce fails inside a tf.cond (TensorFlow 2.21: "You must feed a value for
         placeholder"), and Keras has one around the step (`steps_per_execution`) and the update (accumulation)."""
         device = self.workers.strategy.extended.worker_devices[0]
-        group = Group.of_workers(self.workers.size, self.workers.rank, device)
+        group = world_group(self.workers.size, self.workers.rank, device)
         rings = Rings([tf.TensorShape(variable.shape) for variable in self._variables], group, BUCKET_BYTES)
 
         def mean(gradients: list[tf.Tensor]) -> list[tf.Tensor]:

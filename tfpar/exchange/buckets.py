@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import Protocol
 
-from tfpar.collectives.tensorflow import LOCAL, local
+from tfpar.collectives.tensorflow import PER_WORKER, local_copy
 from tfpar_ops import Codec
 
 import tensorflow as tf
@@ -69,8 +69,8 @@ class Bucket(Protocol):
 
 def worker_variable(shape: Sequence[int], name: str, value: tf.Tensor | None = None) -> tf.Variable:
     """A float32 variable, zeros by default, that belongs to this worker alone, also when made under a strategy."""
-    variable = tf.Variable(tf.zeros(shape) if value is None else value, trainable=False, name=name, **LOCAL)
-    return local(variable)
+    variable = tf.Variable(tf.zeros(shape) if value is None else value, trainable=False, name=name, **PER_WORKER)
+    return local_copy(variable)
 
 
 def change(variable: tf.Variable, value: tf.Tensor, changes: Changes | None) -> None:
@@ -83,7 +83,7 @@ def change(variable: tf.Variable, value: tf.Tensor, changes: Changes | None) -> 
 
 def counter_variable(size: int, name: str) -> tf.Variable:
     """An int64 vector of zeros that belongs to this worker alone."""
-    return local(tf.Variable(tf.zeros([size], tf.int64), trainable=False, name=name, **LOCAL))
+    return local_copy(tf.Variable(tf.zeros([size], tf.int64), trainable=False, name=name, **PER_WORKER))
 
 
 def seed_step(codec: Codec, seed: int, stream: int, step: tf.Tensor) -> tf.Tensor | None:

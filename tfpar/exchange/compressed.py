@@ -10,7 +10,8 @@ import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from tfpar.collectives.tensorflow import LOCAL, Group, local, new_instances
+from tfpar.collectives.group import Group, allocate_instance_keys
+from tfpar.collectives.tensorflow import PER_WORKER, local_copy
 from tfpar.exchange import buckets, residuals
 from tfpar.exchange.algorithms.sparse_rows import Rows
 from tfpar.exchange.residuals import LAYOUT
@@ -70,12 +71,14 @@ class HostExchange:
         # Momentum correction (topk) adds to what is sent what was not: a table then travels like any other tensor.
         self._sparse = [index for index in large if index in sparse and not (spec.momentum or spec.ramp_steps)]
         self._fused = [bucket for bucket in planning.fuse(large, sizes, spec.bucket_bytes, self._sparse) if bucket]
-        self._instances = new_instances(3)
-        self._table_instances = dict(zip(self._sparse, new_instances(len(self._sparse)), strict=True))
+        self._instances = allocate_instance_keys(3)
+        self._table_instances = dict(zip(self._sparse, allocate_instance_keys(len(self._sparse)), strict=True))
         with tf.device(device):
-            self._step = tf.Variable(0, dtype=tf.int64, trainable=False, name="exchange_step", **LOCAL)
+            self._step = tf.Variable(0, dtype=tf.int64, trainable=False, name="exchange_step", **PER_WORKER)
             # Squared L2 norms of gradients and residuals at the last exchange, and a cosine.
-            self._observed = tf.Variable([0.0, 0.0, float("nan")], trainable=False, name="exchange_observed", **LOCAL)
+            self._observed = tf.Variable(
+                [0.0, 0.0, float("nan")], trainable=False, name="exchange_observed", **PER_WORKER
+            )
         self._make_buckets(self._plan())
 
     @property
@@ -93,11 +96,11 @@ class HostExchange:
     @property
     def state(self) -> list[tf.Variable]:
         """See `Exchange.state`."""
-        return [local(self._step), *(variable for bucket in self._buckets for variable in bucket.state.values())]
+        return [local_copy(self._step), *(variable for bucket in self._buckets for variable in bucket.state.values())]
 
     def export(self) -> dict[str, np.ndarray]:
         """See `Exchange.export`."""
-        arrays = {"step": np.array(local(self._step).numpy(), np.int64)}
+        arrays = {"step": np.array(local_copy(self._step).numpy(), np.int64)}
         for number, (bucket, spec) in enumerate(zip(self._buckets, self._chosen, strict=True)):
             arrays[f"{number}/{LAYOUT}"] = np.array([bucket.elements, bucket.shard_elements, spec.rank], np.int64)
             for role, variable in bucket.state.items():
@@ -111,7 +114,7 @@ class HostExchange:
         own = residuals.checked(read(mine), mine)
         if not own:
             return
-        local(self._step).assign(own["step"])
+        local_copy(self._step).assign(own["step"])
         # Layouts, not shapes, which may agree on one worker and not on another: all must decide alike.
         if workers == self._group.size and _layout(own) == _layout(self.export()):
             for number, bucket in enumerate(self._buckets):
@@ -135,7 +138,7 @@ class HostExchange:
 
     def observed(self) -> dict[str, float]:
         """See `Exchange.observed`."""
-        gradient, residual, cosine = local(self._observed).numpy().tolist()
+        gradient, residual, cosine = local_copy(self._observed).numpy().tolist()
         result = {"residual_over_gradient": (residual / gradient) ** 0.5} if gradient > 0.0 else {}
         return result | ({} if cosine != cosine else {"cosine": cosine})
 
@@ -180,7 +183,7 @@ class HostExchange:
         self, tensors: Sequence[tf.Tensor], sidecar: tf.Tensor, wanted: Wanted
     ) -> tuple[list[Any], tf.Tensor]:
         """Every bucket as soon as its tensors are there; only the state waits for what decides about the update."""
-        step = local(self._step).read_value()
+        step = local_copy(self._step).read_value()
         changes: buckets.Changes = []
         norms = []
         sums: dict[int, tf.Tensor] = {}
@@ -195,7 +198,7 @@ class HostExchange:
             for variable, value in changes:
                 variable.assign(value, read_value=False)
             self._observe([tensors[index] for index in sums], list(sums.values()), tf.add_n(norms), step)
-            local(self._step).assign_add(1, read_value=False)
+            local_copy(self._step).assign_add(1, read_value=False)
             return tf.constant(True)
 
         kept = tf.cond(wanted(sidecar), keep, lambda: tf.constant(False))
@@ -264,7 +267,7 @@ class HostExchange:
 
     def _exchange_large(self, tensors: dict[int, Any]) -> dict[int, Any]:
         """Sums of all tensors that have a bucket; of tables, rows."""
-        variable = local(self._step)
+        variable = local_copy(self._step)
         step = variable.read_value()
         tables = self.rows.numbers
         result: dict[int, Any] = {}
@@ -318,7 +321,7 @@ class HostExchange:
 
     def _observe(self, tensors: list[tf.Tensor], sums: list[tf.Tensor], norms: tf.Tensor, step: tf.Tensor) -> None:
         """Notes the norms, and now and then how far what was delivered points where the gradients do."""
-        observed = local(self._observed)
+        observed = local_copy(self._observed)
         every = self._spec.sample_every
 
         def cosine() -> tf.Tensor:

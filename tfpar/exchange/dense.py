@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from tfpar.collectives.tensorflow import Group, new_instances
+from tfpar.collectives.group import Group, allocate_instance_keys
 from tfpar.exchange.algorithms.sparse_rows import Rows
 from tfpar.exchange.buckets import Wire
 from tfpar.exchange.tuning import auto
@@ -45,7 +45,7 @@ class Rings:
         # it a round trip.
         first, *fused = auto.fuse(small, self._sizes, bucket_bytes)
         self._buckets = [first, *sorted([*fused, *([number] for number in large)])]
-        self._instances = new_instances(len(self._buckets) + len(tables))
+        self._instances = allocate_instance_keys(len(self._buckets) + len(tables))
 
     def sum(self, gradients: Sequence[Any], sidecar: tf.Tensor) -> tuple[list[Any], tf.Tensor]:
         """Sums tensors and sidecar over the workers, several rings at a time: they fill a link better than one.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tfpar_ops
-from tfpar.collectives.tensorflow import Group
+from tfpar.collectives.tensorflow import is_gpu, world_group
 from tfpar.config import ConfigError
 from tfpar.exchange import residuals
 from tfpar.exchange import spec as specs
@@ -82,7 +82,7 @@ class Exchange:
         self._spec = specs.parse(spec)
         self.spec = spec
         self._shapes: list[tf.TensorShape] = []
-        self._group = Group.of_workers(1, 0)
+        self._group = world_group(1, 0)
         self._device = ""
         self._by_rings = False
         self._hosts: HostExchange | None = None
@@ -132,10 +132,10 @@ class Exchange:
         self._seed = seed
         self._hosts = self._rings = None
         self._device = strategy.extended.worker_devices[0] if strategy else "/device:CPU:0"
-        self._group = Group.of_workers(workers, worker, self._device)
+        self._group = world_group(workers, worker, self._device)
         # TensorFlow's strategy would put the buckets into one buffer again, and run a single ring (2.21:
         # `bytes_per_pack`).
-        self._by_rings = workers > 1 and "GPU" not in self._device
+        self._by_rings = workers > 1 and not is_gpu(self._device)
         # NCCL wants the same calls in the same order on all workers, and rows come in calls of many sizes.
         sparse = sparse if self._by_rings else ()
         if self._spec.lossy and workers > 1:

@@ -19,7 +19,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from tfpar.collectives.tensorflow import independent
+from tfpar.collectives.tensorflow import run_unordered
 from tfpar.exchange import Exchange
 from tfpar.monitor import timings
 from tfpar.optim.optimizers import pure_apply
@@ -396,7 +396,7 @@ class TrainStep:
             with tf.control_dependencies(after):  # no time, but still the order
                 return tf.identity(tf.zeros([], tf.float64))
         with tf.device("/device:CPU:0"), tf.control_dependencies(after):
-            return independent(tf.timestamp())
+            return run_unordered(tf.timestamp())
 
 
 def _to_be_applied(vector: tf.Tensor) -> tf.Tensor:

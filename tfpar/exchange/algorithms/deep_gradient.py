@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from tfpar.collectives.tensorflow import Group
+from tfpar.collectives.group import Group
 from tfpar.exchange import buckets
 from tfpar.exchange.algorithms.two_phase import Collective
 from tfpar.exchange.buckets import Bucket, Changes, Wire

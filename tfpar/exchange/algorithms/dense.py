@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tfpar.collectives.tensorflow import Group, new_instances
+from tfpar.collectives.group import Group, allocate_instance_keys
 from tfpar.exchange import buckets
 from tfpar.exchange.buckets import Changes, Wire
 from tfpar.exchange.spec import Spec
@@ -29,7 +29,7 @@ class Dense:
         self.shapes = list(shapes)
         self.elements = self.shard_elements = sum(shape.num_elements() for shape in shapes)
         self._group = group
-        self._instance = new_instances(1)[0]
+        self._instance = allocate_instance_keys(1)[0]
         self.state = (
             {"worker": buckets.worker_variable([self.elements], f"{name}_worker")} if spec.error_feedback else {}
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import tfpar_ops
-from tfpar.collectives.tensorflow import Group, new_instances
+from tfpar.collectives.group import Group, allocate_instance_keys
 from tfpar.exchange import buckets
 from tfpar.exchange.algorithms import rounds as schedules
 from tfpar.exchange.buckets import Changes, Wire
@@ -49,7 +49,7 @@ class Staged:
         self._sizes = [bounds[shard + 1] - bounds[shard] for shard in range(shards)]
         self._words = self.codec.payload_bytes(self.shard_elements) // 4
         rounds = (*self._schedule.reduce, *self._schedule.gather)
-        self._keys = new_instances(sum(len(phase) for phase in rounds))
+        self._keys = allocate_instance_keys(sum(len(phase) for phase in rounds))
         self.state = (
             {"worker": buckets.worker_variable([self.elements], f"{name}_worker")} if spec.error_feedback else {}
         )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tfpar.collectives.tensorflow import Group, new_instances
+from tfpar.collectives.group import Group, allocate_instance_keys
 from tfpar.exchange import buckets
 from tfpar.exchange.buckets import Changes, Wire
 from tfpar.exchange.spec import Spec
@@ -53,7 +53,7 @@ class PowerSGD:
         self._rank = spec.rank
         self._rows = [rows * self._rank for rows, _ in self._matrices]
         self._columns = [columns * self._rank for _, columns in self._matrices]
-        self._instances = new_instances(2)
+        self._instances = allocate_instance_keys(2)
         first = tf.random.stateless_normal([sum(self._columns)], [seed, 0x5067])
         self.state = {"factors": buckets.worker_variable([sum(self._columns)], f"{name}_factors", first)}
         if spec.error_feedback:

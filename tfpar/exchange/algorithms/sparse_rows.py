@@ -13,7 +13,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 
-from tfpar.collectives.tensorflow import Group, local, new_instances
+from tfpar.collectives.group import Group, allocate_instance_keys
+from tfpar.collectives.tensorflow import local_copy
 from tfpar.exchange import buckets
 
 import numpy as np
@@ -84,10 +85,10 @@ class Rows:
             if largest < 1:
                 continue
             sizes = _sizes(largest)
-            instance = new_instances(len(sizes))[0]
+            instance = allocate_instance_keys(len(sizes))[0]
             self._tables[number] = _Table(shape, len(self._tables), sizes, instance, wire.payload, wire.sent)
         if self._tables:
-            self._instance = new_instances(1)[0]
+            self._instance = allocate_instance_keys(1)[0]
             # Bytes of all exchanges so far, payload and sent, and their number.
             self._total = buckets.counter_variable(3, "exchange_rows")
 
@@ -170,11 +171,11 @@ class Rows:
 
     def _note(self, payload: tf.Tensor | int, sent: tf.Tensor | int, exchanges: int) -> None:
         values = [tf.cast(value, tf.int64) for value in (payload, sent, exchanges)]
-        local(self._total).assign_add(tf.stack(values), read_value=False)
+        local_copy(self._total).assign_add(tf.stack(values), read_value=False)
 
     def wire(self) -> buckets.Wire:
         """Bytes per exchange and worker: the mean of those so far; before the first, those of dense tables."""
-        payload, sent, exchanges = local(self._total).numpy().tolist() if self._tables else (0, 0, 0)
+        payload, sent, exchanges = local_copy(self._total).numpy().tolist() if self._tables else (0, 0, 0)
         if not exchanges:
             tables = self._tables.values()
             return buckets.Wire(sum(one.dense_payload for one in tables), sum(one.dense_sent for one in tables))

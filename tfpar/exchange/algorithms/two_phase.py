@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import tfpar_ops
-from tfpar.collectives.tensorflow import Group, new_instances
+from tfpar.collectives.group import Group, allocate_instance_keys
 from tfpar.exchange import buckets
 from tfpar.exchange.buckets import Changes, Wire
 from tfpar.exchange.spec import Spec
@@ -57,7 +57,7 @@ class Collective:
         self._group = group
         self._seed = seed
         self._two_phase = spec.pattern != "all_gather"
-        self._instances = new_instances(2)
+        self._instances = allocate_instance_keys(2)
         self._shards = group.size if self._two_phase else 1
         blocks = -(-self.codec.blocks(self.elements) // self._shards)
         self.shard_elements = blocks * self.codec.block if self._two_phase else self.elements

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
 
-from tfpar.collectives.tensorflow import Group
+from tfpar.collectives.group import Group
+from tfpar.collectives.tensorflow import is_gpu
 from tfpar.config import ConfigError
 from tfpar.exchange import spec as specs
 from tfpar.exchange.algorithms.deep_gradient import DeepGradient
@@ -70,7 +71,7 @@ def check_workers(spec: Spec, workers: int, device: str) -> None:
 
 def can_sum(pattern: str, workers: int, device: str) -> bool:
     """Whether a device can add up as many payloads at once as a pattern asks for."""
-    return pattern not in specs.COLLECTIVES or workers <= GPU_PEERS or "GPU" not in device
+    return pattern not in specs.COLLECTIVES or workers <= GPU_PEERS or not is_gpu(device)
 
 
 def travels_encoded(spec: Spec, shape: tf.TensorShape) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tfpar.collectives.agreement import Agreement
+from tfpar.collectives.agreement import WorkerAgreement
 from tfpar.config import ConfigError, ExperimentConfig
 
 # Options that belong to a host or to the chief alone. Of `dataset`, which may be a path, the data tells.
@@ -21,7 +21,9 @@ HOSTS_OWN = frozenset(
 )
 
 
-def check(agreement: Agreement, config: ExperimentConfig, facts: Mapping[str, Any], shown: Mapping[str, str]) -> None:
+def check(
+    agreement: WorkerAgreement, config: ExperimentConfig, facts: Mapping[str, Any], shown: Mapping[str, str]
+) -> None:
     """Compares what the workers were given. All workers call it, and all of them raise.
 
     Args:
@@ -34,15 +36,11 @@ def check(agreement: Agreement, config: ExperimentConfig, facts: Mapping[str, An
       ConfigError: What differs, with this worker's values.
     """
     given = {f"--{name}": value for name, value in config.as_flat_dict().items() if name not in HOSTS_OWN} | {**facts}
-    if _same(agreement, given):
+    if agreement.all_equal(given):
         return
-    differ = [name for name, value in given.items() if not _same(agreement, value)]
+    differ = [name for name, value in given.items() if not agreement.all_equal(value)]
     text = ", ".join(f"{name} (here {shown.get(name, given[name])})" for name in differ)
     raise ConfigError(
         f"the workers were not given the same: {text}. Each worker must get the same flags, see the same data and "
         "build the same model; compare what the others say."
     )
-
-
-def _same(agreement: Agreement, value: Any) -> bool:
-    return agreement.all_equal([*repr(value).encode()])
