@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import tfpar.exchange.exchange as module
 from tfpar.config import ConfigError
-from tfpar.exchange import Exchange
+from tfpar.exchange import Exchange, buckets
 
 import numpy as np
 import pytest
@@ -29,7 +28,7 @@ def gradients_of(replica):
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4])
 @pytest.mark.parametrize("bucket_bytes", [8, 64, 1 << 20])
 def test_mean_and_sidecar_are_exact_and_equal_on_every_replica(replicas, bucket_bytes, monkeypatch):
-    monkeypatch.setattr(module, "BUCKET_BYTES", bucket_bytes)
+    monkeypatch.setattr(buckets, "DENSE_BUCKET_BYTES", bucket_bytes)
     strategy = strategy_of(replicas)
     exchange = Exchange("none")
     exchange.build([tf.TensorSpec(shape) for shape in SHAPES])
