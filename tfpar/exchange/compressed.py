@@ -178,7 +178,7 @@ class CompressedReducer(Reducer):
         """Sums gradients and sidecar over all replicas; see `Reducer`."""
         reduce = self._reduce_early if self.first_ready_indices else self._reduce_after_sidecar
         per_worker = functools.partial(reduce, should_apply=should_apply)
-        return reduce_per_worker(per_worker, self._group, self._device, gradients, sidecar)
+        return reduce_per_worker(per_worker, self._device, gradients, sidecar)
 
     def _reduce_after_sidecar(
         self, gradients: Sequence[Gradient], sidecar: tf.Tensor, should_apply: ShouldApply

@@ -57,7 +57,7 @@ class DenseReducer(Reducer):
     ) -> tuple[list[Gradient], tf.Tensor]:
         """Sums gradients and sidecar over all replicas; see `Reducer`."""
         del should_apply
-        return reduce_per_worker(self._reduce, self._group, self._device, gradients, sidecar)
+        return reduce_per_worker(self._reduce, self._device, gradients, sidecar)
 
     def _reduce(self, gradients: Sequence[Gradient], sidecar: tf.Tensor) -> tuple[list[Gradient], tf.Tensor]:
         """Sums over the workers, several rings at a time: they fill a link better than one."""

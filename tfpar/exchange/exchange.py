@@ -14,7 +14,15 @@ from tfpar.exchange import spec as specs
 from tfpar.exchange.compressed import CompressedReducer
 from tfpar.exchange.dense import DenseReducer
 from tfpar.exchange.gradients import Gradient, as_float32, as_slices
-from tfpar.exchange.reducer import LocalReducer, Reducer, ShouldApply, StrategyReducer, Traffic, replica_context
+from tfpar.exchange.reducer import (
+    LocalReducer,
+    Reducer,
+    ShouldApply,
+    StrategyReducer,
+    Traffic,
+    local_replicas,
+    replica_context,
+)
 from tfpar.exchange.spec import Spec
 
 import numpy as np
@@ -61,8 +69,10 @@ class Exchange:
         self._spec = specs.parse(spec)
         self.spec = spec
         self._shapes: list[tf.TensorShape] = []
+        self._group = Group.of_workers(1, 0)
+        self._group_given = False
         self._reducer: Reducer = LocalReducer([])
-        self._deliver_pending: Callable[[], Reducer] = lambda: self._reducer
+        self._pending_reducer: Callable[[], Reducer] = lambda: self._reducer
 
     def build(
         self,
@@ -84,8 +94,9 @@ class Exchange:
           strategy: The strategy that `reduce` will run under; by default the current one.
           workers: Number of worker processes; by default that of the strategy's cluster.
           worker: Rank of this worker.
-          group: The workers that exchange, in place of `workers` and `worker`. All sums between them are then
-            collective calls of this group, never the strategy's, which fail inside a `tf.cond` (TensorFlow 2.21).
+          group: The workers that exchange, in place of `workers` and `worker`; also some of the strategy's only. All
+            sums between them are then collective calls of this group, never the strategy's, which fail inside a
+            `tf.cond` (TensorFlow 2.21).
           seed: Seed of stochastic rounding.
           sparse: Indices of those variables, embeddings, whose gradients will come as `tf.IndexedSlices`. Between
             workers, the rows of such a gradient travel, summed by row, as float32 (with `bf16`, as bfloat16), in the
@@ -105,7 +116,7 @@ class Exchange:
             raise ValueError(f"sparse={list(sparse)}: not all are indices, from 0, of variables that have rows")
         strategy = strategy or (tf.distribute.get_strategy() if tf.distribute.has_strategy() else None)
         device = strategy.extended.worker_devices[0] if strategy else "/device:CPU:0"
-        own_collectives = group is not None
+        self._group_given = own_collectives = group is not None
         if group is None:
             if workers is None:
                 workers, worker = _place(strategy) if strategy else (1, 0)
@@ -113,12 +124,12 @@ class Exchange:
                 raise ValueError(f"worker={worker} is not a rank among workers={workers}")
             group = Group.of_workers(workers, worker, device)
             own_collectives = workers > 1 and transport.allows_any_order(group)
-        # Rows come in calls of many sizes.
-        sparse = sparse if group.size > 1 and transport.allows_any_order(group) else ()
+        self._group = group
+        sparse = sparse if group.size > 1 and transport.allows_variable_sizes(group) else ()
         self._reducer = _reducer(
             self._spec, shapes, group, device, seed, sparse, strategy, overlap=overlap, own_collectives=own_collectives
         )
-        self._deliver_pending = lambda: CompressedReducer(self._spec, shapes, group, device, seed, encodes=False)
+        self._pending_reducer = lambda: CompressedReducer(self._spec, shapes, group, device, seed, encodes=False)
 
     def check_supported(self, strategy: str) -> None:
         """Refuses a codec under a strategy, by its tfpar name, that cannot carry it.
@@ -182,7 +193,7 @@ class Exchange:
           ConfigError: This exchange encodes other tensors, or has no residuals.
         """
         if not self._reducer.state and residuals.has_pending(workers, read):
-            self._reducer = self._deliver_pending()
+            self._reducer = self._pending_reducer()
         self._reducer.restore(workers, read)
 
     def retune(self) -> bool:
@@ -236,7 +247,7 @@ class Exchange:
           RuntimeError: Called outside a replica context, or under another strategy than `build` was told.
           ValueError: Another number of gradients than variables given to `build`, or `build` was not called.
         """
-        replicas = replica_context().num_replicas_in_sync
+        replicas = self._replicas()
         prepared = self._as_float32(gradients)
         if not self._reducer.state:
             sums, _ = self._reducer.reduce(prepared, tf.zeros([0], tf.float32), lambda _: tf.constant(True))
@@ -272,8 +283,27 @@ class Exchange:
           RuntimeError: Called outside a replica context, or under another strategy than `build` was told.
           ValueError: Another number of gradients than variables given to `build`, or `build` was not called.
         """
+        self._replicas()
         sums, sidecar = self._reducer.reduce(self._as_float32(gradients), sidecar, should_apply or _first_is_zero)
         return as_slices(sums, self._shapes, lambda values: values), sidecar
+
+    def _replicas(self) -> int:
+        """Number of replicas that exchange.
+
+        Raises:
+          RuntimeError: Called outside a replica context, or under a strategy with another number of workers.
+        """
+        context = replica_context()
+        if self._group_given:
+            return self._group.size * local_replicas(context)
+        if self._group.size > 1 or self._reducer.state:
+            workers = context.num_replicas_in_sync // local_replicas(context)
+            if workers != self._group.size:
+                raise RuntimeError(
+                    f"the exchange was built for {self._group.size} workers and runs on {workers}: give build() a "
+                    "strategy"
+                )
+        return context.num_replicas_in_sync
 
     def _as_float32(self, gradients: Sequence[tf.Tensor | tf.IndexedSlices]) -> list[Gradient]:
         if len(gradients) != len(self._shapes):

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from tfpar.collectives.tensorflow import Group
 from tfpar.exchange.algorithms.sparse_rows import summed_by_row
 from tfpar.exchange.fusion import Fusion
 from tfpar.exchange.gradients import Gradient
@@ -185,9 +184,14 @@ def replica_context() -> tf.distribute.ReplicaContext:
     return context
 
 
+def local_replicas(context: tf.distribute.ReplicaContext) -> int:
+    """Number of replicas of this worker."""
+    # TensorFlow's default strategy, one replica, names no devices (2.21).
+    return len(context.strategy.extended.worker_devices) if tf.distribute.has_strategy() else 1
+
+
 def reduce_per_worker(
     reduce: Callable[[Sequence[Gradient], tf.Tensor], tuple[list[Gradient], tf.Tensor]],
-    group: Group,
     device: str,
     gradients: Sequence[Gradient],
     sidecar: tf.Tensor,
@@ -196,7 +200,6 @@ def reduce_per_worker(
 
     Args:
       reduce: Sums this worker's gradients and sidecar over the workers.
-      group: All workers.
       device: Where this worker's part runs.
       gradients: Gradients of this replica. Those of the worker's replicas are added up first, in their order.
       sidecar: Float32 vector of this replica.
@@ -205,16 +208,8 @@ def reduce_per_worker(
       What `reduce` returns, on every replica.
 
     Raises:
-      RuntimeError: Called outside a replica context, or under a strategy with another number of workers.
+      RuntimeError: Called outside a replica context.
     """
-    context = replica_context()
-    # TensorFlow's default strategy, one replica, names no devices (2.21).
-    devices = len(context.strategy.extended.worker_devices) if tf.distribute.has_strategy() else 1
-    workers = context.num_replicas_in_sync // devices
-    if workers != group.size:
-        raise RuntimeError(
-            f"the exchange was built for {group.size} workers and runs on {workers}: give build() a strategy"
-        )
 
     def merged(
         strategy: tf.distribute.Strategy, gradients: Sequence[Any], sidecar: Any
@@ -222,7 +217,7 @@ def reduce_per_worker(
         with tf.device(device):
             return reduce([_sum_local(strategy, gradient) for gradient in gradients], _sum_local(strategy, sidecar))
 
-    return context.merge_call(merged, args=(list(gradients), sidecar))
+    return replica_context().merge_call(merged, args=(list(gradients), sidecar))
 
 
 def _sum_local(strategy: tf.distribute.Strategy, value: Any) -> Gradient:

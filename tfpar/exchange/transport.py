@@ -13,6 +13,11 @@ def allows_any_order(group: Group) -> bool:
     return not group.gpus
 
 
+def allows_variable_sizes(group: Group) -> bool:
+    """Whether members may choose at run time among calls of different sizes, as rows of embeddings need."""
+    return not group.gpus
+
+
 def largest_fan_in(group: Group) -> int:
     """How many payloads one member can add up at once."""
     return GPU_PEERS if group.gpus else sys.maxsize

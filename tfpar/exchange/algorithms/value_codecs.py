@@ -26,11 +26,13 @@ _NOT_CONSIDERED = ("fp16",)
 
 def codec_arguments() -> dict[str, dict[str, Any]]:
     """The arguments of `Codec` for each value codec, by the name that `--exchange` gives it."""
-    return {
-        f"int{bits}" if kind == "quantize" else kind: {"kind": kind, "bits": bits}
-        for kind, bits in codecs._FORMATS
-        if kind != _TOPK
-    }
+    arguments: dict[str, dict[str, Any]] = {}
+    for kind in codecs.KINDS:
+        if kind == "quantize":
+            arguments |= {f"int{bits}": {"kind": kind, "bits": bits} for bits in (8, 4, 2)}
+        elif kind != _TOPK:
+            arguments[kind] = {"kind": kind}
+    return arguments
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
