@@ -18,9 +18,9 @@ from tfpar import ExperimentConfig
 from tfpar.collectives.group import allocate_instance_keys
 from tfpar.collectives.tensorflow import world_group
 from tfpar.doctor import describe_machine
+from tfpar.exchange import fusion
 from tfpar.exchange import spec as specs
-from tfpar.exchange.exchange import BUCKET_BYTES
-from tfpar.exchange.tuning import auto as planning
+from tfpar.exchange.buckets import DENSE_BUCKET_BYTES
 from tfpar.parallel import strategies
 from tfpar.parallel.topology import choose_topology
 
@@ -121,7 +121,7 @@ class Worker:
 
     def _ring(self, sizes: Sequence[int]) -> Call:
         """TensorFlow's ring over buffers of the size to which `none` fuses: copies in and out are part of it."""
-        buckets = planning.fuse(range(len(sizes)), sizes, BUCKET_BYTES)
+        buckets = fusion.group_indices(range(len(sizes)), sizes, DENSE_BUCKET_BYTES)
         keys = allocate_instance_keys(len(buckets))
 
         @tf.function
@@ -170,7 +170,7 @@ def predicted_ms(spec: str, elements: int, hosts: int, bits_per_second: float | 
     if spec.partition(":")[0] == "auto":  # chosen by measuring; what it then takes has no spec of its own
         return None
     link = cost_model.Link(latency=LATENCY_S, bandwidth=bits_per_second / 8)
-    return 1e3 * cost_model.predict(specs.parse(spec), elements, hosts, link).seconds
+    return 1e3 * specs.parse(spec).cost(elements, hosts, link).seconds
 
 
 if __name__ == "__main__":

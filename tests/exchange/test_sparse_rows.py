@@ -9,8 +9,8 @@ import itertools
 from tfpar.collectives import group as groups
 from tfpar.collectives.tensorflow import new_group
 from tfpar.exchange import Exchange
-from tfpar.exchange.algorithms.sparse_rows import Rows, densified, summed_by_row
-from tfpar.exchange.buckets import Wire
+from tfpar.exchange.algorithms.sparse_rows import SparseRows, densified, summed_by_row
+from tfpar.exchange.buckets import WireBytes
 
 import numpy as np
 import pytest
@@ -39,12 +39,17 @@ class Workers:
         self.shapes = [tf.TensorShape(shape) for shape in shapes]
         share = 2 * (count - 1) / count
         wires = [
-            Wire(int(dense * shape.num_elements()), int(share * dense * shape.num_elements())) for shape in self.shapes
+            WireBytes(int(dense * shape.num_elements()), int(share * dense * shape.num_elements()))
+            for shape in self.shapes
         ]
         self.rows = []
         for group in self.groups:  # each counts its keys as if it were alone in its process
             monkeypatch.setattr(groups, "_instance_keys", groups.InstanceKeys())
-            self.rows.append(Rows(dict(enumerate(zip(self.shapes, wires, strict=True))), group, half=half))
+            self.rows.append(
+                SparseRows(
+                    dict(enumerate(zip(self.shapes, wires, strict=True))), group, tf.bfloat16 if half else tf.float32
+                )
+            )
         signature = [(tf.TensorSpec([None, *shape[1:]]), tf.TensorSpec([None], tf.int64)) for shape in self.shapes]
         self._functions = [
             tf.function(functools.partial(self._sum, rank), input_signature=[signature], autograph=False)
@@ -58,7 +63,7 @@ class Workers:
                 for number in range(len(self.shapes))
             }
             mine = {number: summed_by_row(*pair) for number, pair in enumerate(slices)}
-            return self.rows[rank].sum(mine, dense)
+            return self.rows[rank].all_reduce(mine, dense)
 
     def sum(self, slices):
         """Each in a thread of its own, as workers are processes: a function runs calls one after the other."""
@@ -123,12 +128,12 @@ def test_the_limit_is_where_rows_are_no_longer_less(monkeypatch):
     for rows, exact in ((174, True), (175, False)):
         mine = np.ones((rows, 7), np.float32), np.arange(rows)
         nothing = np.zeros((0, 7), np.float32), np.arange(0)
-        before = all_of_them.rows[0].wire()
+        before = all_of_them.rows[0].wire_bytes()
         all_of_them.check([[mine], [nothing]], exact_rows=exact)
         if exact:
-            assert before == Wire(5600, 5600)  # nothing measured yet
-            assert all_of_them.rows[0].wire() == Wire(174 * 32 + 4, 174 * 32 + 4)
-    assert all_of_them.rows[1].wire() == Wire((174 * 32 + 5600) // 2 + 4, (174 * 32 + 5600) // 2 + 4)
+            assert before == WireBytes(5600, 5600)  # nothing measured yet
+            assert all_of_them.rows[0].wire_bytes() == WireBytes(174 * 32 + 4, 174 * 32 + 4)
+    assert all_of_them.rows[1].wire_bytes() == WireBytes((174 * 32 + 5600) // 2 + 4, (174 * 32 + 5600) // 2 + 4)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 16, 17, 100, 128, 150])
@@ -136,7 +141,7 @@ def test_padding_is_small_and_counted(monkeypatch, rows):
     all_of_them = Workers(monkeypatch, 3, [(2000, 4)])
     mine = np.ones((rows, 4), np.float32), np.arange(rows)
     all_of_them.check([[mine], [(mine[0][:1], mine[1][:1])], [mine]], exact_rows=True)
-    sent = all_of_them.rows[2].wire().sent - 2 * 4
+    sent = all_of_them.rows[2].wire_bytes().sent - 2 * 4
     padded = sent / (2 * 20)
     assert padded in (16, 18, 104, 128, 160)
     assert rows <= padded <= max(16, 1.125 * rows)
@@ -145,8 +150,8 @@ def test_padding_is_small_and_counted(monkeypatch, rows):
 def test_a_dense_gradient_cheaper_than_a_row_is_no_table(monkeypatch):
     """As with powersgd: then nothing is told, and nothing travels as rows."""
     all_of_them = Workers(monkeypatch, 2, [(V, 5), (V, 5)], dense=0.02)
-    assert all_of_them.rows[0].numbers == []
-    assert all_of_them.rows[0].wire() == Wire(0, 0)
+    assert all_of_them.rows[0].indices == []
+    assert all_of_them.rows[0].wire_bytes() == WireBytes(0, 0)
 
 
 def test_what_is_not_finite_reaches_every_worker(monkeypatch):
@@ -180,7 +185,7 @@ def test_a_single_worker_and_other_variables_stay_dense():
 
 @pytest.mark.parametrize("sparse", [[1], [-1], [2]])
 def test_numbers_that_are_no_tables_are_refused(sparse):
-    with pytest.raises(ValueError, match="not all are numbers, from 0, of variables that have rows"):
+    with pytest.raises(ValueError, match="not all are indices, from 0, of variables that have rows"):
         Exchange().build([tf.TensorSpec([4, 2]), tf.TensorSpec([])], sparse=sparse)
 
 

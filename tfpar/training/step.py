@@ -316,7 +316,7 @@ class TrainStep:
         gradients, packed, state = self._contribute(params, state, batch, where, loss_scale.scale)
         norm_squared = self._norm_squared(gradients)
         vector = Sidecar.flag(packed, norm_squared)
-        early = [gradients[number] for number in self.exchange.leaves_first]
+        early = [gradients[index] for index in self.exchange.first_ready_indices]
         computed = self._replica_clock([vector])
         first = self._replica_clock(early) if early else computed
 
