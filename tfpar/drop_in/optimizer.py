@@ -7,13 +7,11 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from tfpar.collectives.tensorflow import Group
+from tfpar.collectives.tensorflow import world_group
 from tfpar.config import ConfigError
 from tfpar.drop_in import workers
 from tfpar.drop_in.workers import Workers
 from tfpar.exchange import Exchange
-from tfpar.exchange.dense import Rings
-from tfpar.exchange.exchange import BUCKET_BYTES
 from tfpar.optim.exchanged_update import exchange_before_update, exchange_of
 from tfpar.optim.keras_internals import trainable_variables, variable_index
 
@@ -139,9 +137,15 @@ class Distribution:
             return
         found = self.workers.gather("compare gradients", sorted(sparse))
         common = set(found[0]).intersection(*found)
+        strategy = self.workers.strategy
+        # A group, so that not the strategy reduces: its all-reduce fails inside a tf.cond (TensorFlow 2.21: "You must
+        # feed a value for placeholder"), and Keras has one around the step (`steps_per_execution`) and the update
+        # (accumulation).
+        group = world_group(self.workers.size, self.workers.rank, strategy.extended.worker_devices[0])
         self._exchange.build(
             self._variables,
-            strategy=self.workers.strategy,
+            strategy=strategy,
+            group=group,
             seed=self._seed,
             sparse=sorted(common),
             overlap=not accumulates,  # Keras' step is not one XLA program: `_refuse`
@@ -224,7 +228,6 @@ class Distribution:
         for another batch size, which may come up on one worker alone.
         """
         device = self.workers.strategy.extended.worker_devices[0]
-        reduce = self._replica_mean if self._exchange.compresses or self._sparse else self._dense_mean()
         signature: list[Any] = [tf.TensorSpec(variable.shape, tf.float32) for variable in self._variables]
         for place in self._sparse:
             rows = tf.TensorSpec([None, *self._variables[place].shape[1:]], tf.float32)
@@ -233,7 +236,7 @@ class Distribution:
         @tf.function(input_signature=[signature], autograph=False)
         def mean(gradients: list[Any]) -> list[tf.Tensor]:
             with tf.device(device):
-                return reduce(tf.nest.map_structure(tf.identity, gradients))
+                return self._replica_mean(tf.nest.map_structure(tf.identity, gradients))
 
         mean.get_concrete_function()
         return mean
@@ -247,19 +250,6 @@ class Distribution:
             tf.ensure_shape(mean, one.shape)
             for mean, one in zip(map(tf.convert_to_tensor, means), self._variables, strict=True)
         ]
-
-    def _dense_mean(self) -> Any:
-        """For `none`. The strategy's own all-reduce fails inside a tf.cond (TensorFlow 2.21: "You must feed a value for
-        placeholder"), and Keras has one around the step (`steps_per_execution`) and the update (accumulation)."""
-        device = self.workers.strategy.extended.worker_devices[0]
-        group = Group.of_workers(self.workers.size, self.workers.rank, device)
-        rings = Rings([tf.TensorShape(variable.shape) for variable in self._variables], group, BUCKET_BYTES)
-
-        def mean(gradients: list[tf.Tensor]) -> list[tf.Tensor]:
-            sums, _ = rings.sum(gradients, tf.zeros([0]))
-            return [total / group.size for total in sums]
-
-        return mean
 
 
 def xla_error() -> ConfigError:

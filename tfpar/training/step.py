@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from tfpar.collectives.tensorflow import independent
+from tfpar.collectives.tensorflow import run_unordered
 from tfpar.exchange import Exchange
 from tfpar.optim.keras_internals import is_seed_state
 from tfpar.optim.pure_update import pure_apply
@@ -51,7 +51,7 @@ class TrainStep:
         gradients, packed, state = self._contribute(params, state, batch, seed_path, loss_scale.scale)
         norm_squared = self._norm_squared(gradients)
         vector = Sidecar.flag(packed, norm_squared)
-        early = [gradients[index] for index in self.exchange.leaves_first]
+        early = [gradients[index] for index in self.exchange.first_ready_indices]
         computed = self._replica_clock([vector])
         first = self._replica_clock(early) if early else computed
 
@@ -207,7 +207,7 @@ class TrainStep:
             with tf.control_dependencies(after):  # no time, but still the order
                 return tf.identity(tf.zeros([], tf.float64))
         with tf.device("/device:CPU:0"), tf.control_dependencies(after):
-            return independent(tf.timestamp())
+            return run_unordered(tf.timestamp())
 
     def _replica_clock(self, after: list[Any]) -> tf.Tensor:
         return tf.zeros([], tf.float64) if self.plan.single_xla_program else self.clock(after)

@@ -11,6 +11,8 @@ from typing import Any
 from tfpar import inputs, models, precision
 from tfpar.checkpoint import run_state, workdir_lock
 from tfpar.cluster import failure
+from tfpar.collectives.agreement import WorkerAgreement
+from tfpar.collectives.tensorflow import world_group
 from tfpar.config import CUSTOM, ConfigError, ExperimentConfig
 from tfpar.exchange import Exchange
 from tfpar.guards.bad_examples import SkippedExamples, named
@@ -211,7 +213,7 @@ class Trainer:
             self._evaluation = Evaluation(
                 self.core,
                 self.strategy,
-                workers=self.topology.workers,
+                agreement=WorkerAgreement(world_group(self.topology.workers, self.topology.worker)),
                 jit_compile=self.jit_compile,
                 weights=weights,
             )

@@ -23,7 +23,7 @@ from typing import Any
 from tfpar import cluster, inputs, models, precision
 from tfpar.checkpoint import checkpointer, run_state, workdir_lock
 from tfpar.checkpoint.model_files import task_spec
-from tfpar.collectives.agreement import Agreement
+from tfpar.collectives.agreement import WorkerAgreement
 from tfpar.config import (
     CUSTOM,
     PER_HOST_OPTIONS,
@@ -193,7 +193,7 @@ def validate_workdir(config: ExperimentConfig) -> None:
 
 
 def validate_workers_agree(
-    agreement: Agreement, config: ExperimentConfig, facts: Mapping[str, Any], descriptions: Mapping[str, str]
+    agreement: WorkerAgreement, config: ExperimentConfig, facts: Mapping[str, Any], descriptions: Mapping[str, str]
 ) -> None:
     """Stage 5: refuses workers that were given different flags, data or models.
 
@@ -212,18 +212,14 @@ def validate_workers_agree(
     """
     options = {f"--{name}": value for name, value in config.as_flat_dict().items() if name not in PER_HOST_OPTIONS}
     values = {**options, **facts}
-    if _same(agreement, values):
+    if agreement.all_equal(values):
         return
-    differ = [name for name, value in values.items() if not _same(agreement, value)]
+    differ = [name for name, value in values.items() if not agreement.all_equal(value)]
     text = ", ".join(f"{name} (here {descriptions.get(name, values[name])})" for name in differ)
     raise ConfigError(
         f"the workers were not given the same: {text}. Each worker must get the same flags, see the same data and "
         "build the same model; compare this message with those of the other workers."
     )
-
-
-def _same(agreement: Agreement, value: Any) -> bool:
-    return agreement.all_equal([*repr(value).encode()])
 
 
 def _steps_per_epoch(config: ExperimentConfig, topology: Topology, train: inputs.Source) -> int:

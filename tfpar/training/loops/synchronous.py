@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from tfpar import inputs, precision
 from tfpar.checkpoint import checkpointer as checkpoints
 from tfpar.checkpoint import resume, run_state
-from tfpar.collectives.agreement import Agreement
+from tfpar.collectives.agreement import WorkerAgreement
+from tfpar.collectives.tensorflow import world_group
 from tfpar.exchange import Traffic
 from tfpar.guards import bad_examples
 from tfpar.guards.non_finite import BadSteps
@@ -74,7 +75,7 @@ class SynchronousRun:
         self.evaluate_every = config.train.eval_every or max(1, min(self.pipeline.updates_per_epoch, self.total))
         self.evaluated_at = -1
         self.checkpointer = self._checkpointer()
-        self.agreement = Agreement(trainer.strategy, self.topology.workers)
+        self.agreement = WorkerAgreement(world_group(self.topology.workers, self.topology.worker))
         self.journal = Journal(config.checkpoint.workdir, writes=self.topology.is_chief)
         self.watchdog = Watchdog(config.strategy.stall_timeout, f"worker {self.topology.worker}")
         self.stop_request = StopRequest()
