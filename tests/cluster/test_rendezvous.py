@@ -79,7 +79,7 @@ def test_a_worker_with_another_list_is_told_and_the_chief_says_who_it_was(pool, 
     chief = pool.submit(rendezvous.meet, infos[0], 20.0)
     with pytest.raises(PeerLostError, match="the chief has another list of workers"):
         rendezvous.meet(other, 20.0)
-    assert "127.0.0.1 came with another list of workers" in capfd.readouterr().err
+    assert "WARNING: 127.0.0.1 reported a different worker list and was rejected" in capfd.readouterr().out
     rendezvous.meet(infos[1], 20.0)
     chief.result(timeout=10.0)
 

@@ -13,15 +13,17 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import selectors
 import socket
-import sys
 import time
 from collections.abc import Sequence
 
 from tfpar.cluster.heartbeat import answering
 from tfpar.cluster.info import ClusterInfo, host_and_port
 from tfpar.process.exit_codes import PeerLostError
+
+_log = logging.getLogger(__name__)
 
 _GO, _LOST = b"go\n", b"lost "
 _FIRST_NOTICE_S, _NOTICE_EVERY_S = 10.0, 30.0
@@ -65,7 +67,7 @@ class _Notices:
         if now >= self._next:
             self._next = now + _NOTICE_EVERY_S
             left = f"{max(0.0, self._deadline - now):.0f} s left (--start_timeout)"
-            print(f"waiting for {names(self._info, places)}, {left}", file=sys.stderr, flush=True)
+            _log.info("waiting for %s, %s", names(self._info, places), left)
 
 
 def _gather(info: ClusterInfo, deadline: float, timeout: float) -> None:
@@ -160,9 +162,7 @@ class _Desk:
         if greeting["cluster"] != _digest(self._info):
             text = "the chief has another list of workers than this one: give all the same TF_CONFIG but for the task"
             with contextlib.suppress(OSError):
-                print(
-                    f"{connection.getpeername()[0]} came with another list of workers, and is told so", file=sys.stderr
-                )
+                _log.warning("%s reported a different worker list and was rejected", connection.getpeername()[0])
                 connection.sendall(_LOST + text.encode() + b"\n")
             return None
         place = greeting.get("place")

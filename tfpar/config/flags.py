@@ -30,6 +30,7 @@ from typing import Any
 
 from tfpar.config.errors import ConfigError, TrainingError, unknown_name
 from tfpar.config.experiment import ROOMS, ExperimentConfig
+from tfpar.process import logs
 from tfpar.process.exit_codes import USAGE_ERROR, PeerLostError, end_of_loss
 
 from absl import app, flags, logging
@@ -143,6 +144,8 @@ def _parse(argv: list[str]) -> list[str]:
     if values["verbosity"].using_default_value and not ("verbose" in values and values["verbose"].value):
         values.verbosity = logging.WARNING  # app.run would raise it to INFO
         logging.get_absl_handler().addFilter(_is_ours_to_read)
+    if not values["verbosity"].using_default_value:
+        logs.set_absl_verbosity(values["verbosity"].value)
     return rest
 
 

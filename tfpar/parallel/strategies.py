@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import re
 import socket
 from typing import Any
@@ -14,9 +15,12 @@ from tfpar.cluster import failure, port_filter
 from tfpar.config import ConfigError
 from tfpar.parallel.topology import Topology
 from tfpar.process import exit_codes
+from tfpar.process.logs import NOTE
 
 import tensorflow as tf
 from tensorflow.python.distribute import collective_all_reduce_strategy, collective_util
+
+_log = logging.getLogger(__name__)
 
 # What TensorFlow 2.21 says of devices and collectives that are configured when its runtime is up already.
 _TOO_LATE = re.compile("after being initialized|at program startup|already configured|after initialization")
@@ -76,10 +80,10 @@ def _restrict_port(topology: Topology) -> None:
         port_filter.restrict(topology.cluster.address)
     except port_filter.StillOpenError as reason:
         if topology.is_chief:
-            print(
-                f"note: TensorFlow's port {topology.cluster.address.rpartition(':')[2]} is open on all addresses of "
+            _log.log(
+                NOTE,
+                f"TensorFlow's port {topology.cluster.address.rpartition(':')[2]} is open on all addresses of "
                 f"this machine ({reason}); restrict access with a firewall",
-                flush=True,
             )
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import sys
 import threading
 import types
 from typing import NoReturn
+
+_log = logging.getLogger(__name__)
 
 # As Python and argparse use it for a wrong command line: another try would only give the same error.
 USAGE_ERROR = 2
@@ -51,7 +54,7 @@ def end_now(code: int) -> NoReturn:
 
 def end_of_loss(text: object) -> NoReturn:
     """Says in one line who is lost, and ends the process with exit code 75."""
-    print(f"error: {text}", file=sys.stderr)
+    _log.error("%s", text)
     end_now(PEER_LOST)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import pathlib
 import random
 import tempfile
@@ -23,6 +24,8 @@ from tfpar.training.validate import check_run, train_input, uneven_notice
 import keras
 import numpy as np
 import tensorflow as tf
+
+_log = logging.getLogger(__name__)
 
 
 def start(
@@ -57,9 +60,9 @@ def start(
     runtime = strategies.build(topology)
     precision.set_policy(config.precision)
     if topology.is_chief:
-        print(runtime.topology.describe(), flush=True)
+        _log.info(runtime.topology.describe())
         if notice := uneven_notice(config, runtime.topology.replicas):
-            print(notice, flush=True)
+            _log.info(notice)
     return runtime
 
 
