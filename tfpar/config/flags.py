@@ -31,7 +31,7 @@ from typing import Any
 from tfpar.config.errors import ConfigError, TrainingError, unknown_name
 from tfpar.config.experiment import ROOMS, ExperimentConfig
 from tfpar.process import logs
-from tfpar.process.exit_codes import USAGE_ERROR, PeerLostError, end_of_loss
+from tfpar.process.exit_codes import USAGE_ERROR, PeerLostError, exit_peer_lost
 
 from absl import app, flags, logging
 
@@ -118,7 +118,7 @@ def run(main: Callable[[list[str]], Any], argv: list[str] | None = None) -> None
         except TrainingError as error:
             _fail(str(error), code=error.exit_code)
         except PeerLostError as error:
-            end_of_loss(error)
+            exit_peer_lost(error)
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             sys.exit(130)
@@ -141,11 +141,11 @@ def _parse(argv: list[str]) -> list[str]:
         _fail(
             f"unexpected argument {rest[1]!r}. Flags are written --name=value, switches --name, --noname, --name=true."
         )
-    if values["verbosity"].using_default_value and not ("verbose" in values and values["verbose"].value):
-        values.verbosity = logging.WARNING  # app.run would raise it to INFO
-        logging.get_absl_handler().addFilter(_is_ours_to_read)
     if not values["verbosity"].using_default_value:
         logs.set_absl_verbosity(values["verbosity"].value)
+    elif not ("verbose" in values and values["verbose"].value):
+        values.verbosity = logging.WARNING  # app.run would raise it to INFO
+        logging.get_absl_handler().addFilter(_is_ours_to_read)
     return rest
 
 

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 
-from tfpar.process.exit_codes import PEER_LOST, end_now
+from tfpar.process.exit_codes import PEER_LOST, exit_immediately
 
 _log = logging.getLogger(__name__)
 
@@ -71,6 +71,6 @@ class Watchdog:
             _log.error(
                 f"{self._name} made no progress for {limit:g} s ({times}--stall_timeout), in {what}. The stacks "
                 "above show where it hangs; a worker that shows only its training call waits for its input or for one "
-                "that hangs. It ends now; start all workers again and they go on from the newest checkpoint."
+                "that hangs. It ends now; restart all workers; they resume from the newest checkpoint."
             )
-            end_now(PEER_LOST)
+            exit_immediately(PEER_LOST)

@@ -145,7 +145,7 @@ def _build_multi_worker(topology: Topology) -> tf.distribute.Strategy:
     _local_devices(topology)
     assert topology.cluster is not None
     failure.configure(topology.cluster, peer_timeout=topology.peer_timeout, start_timeout=topology.start_timeout)
-    with failure.arriving(topology.cluster, topology.start_timeout):
+    with failure.connecting(topology.cluster, topology.start_timeout):
         if topology.device_type == "CPU" and topology.local_replicas > 1:
             return _MultiWorkerLogicalDevices(resolver, topology.local_replicas)
         # TensorFlow 2.21 takes NCCL only where it is asked for, and else sums what GPUs have through gRPC.
@@ -170,8 +170,8 @@ def _resolver(topology: Topology) -> tf.distribute.cluster_resolver.SimpleCluste
 def _build_parameter_server(topology: Topology) -> tf.distribute.Strategy:
     resolver = _resolver(topology)
     assert topology.cluster is not None
-    failure.report_losses(topology.cluster)
-    with failure.arriving(topology.cluster, topology.start_timeout):
+    failure.install_peer_loss_hook(topology.cluster)
+    with failure.connecting(topology.cluster, topology.start_timeout):
         if topology.is_chief:
             failure.watch_servers(
                 topology.cluster, peer_timeout=topology.peer_timeout, start_timeout=topology.start_timeout
@@ -185,7 +185,8 @@ def _build_parameter_server(topology: Topology) -> tf.distribute.Strategy:
             start=True,
         )
     _restrict_port(topology)
-    exit_codes.leave_sigterm()  # it ends servers when a run is done, and no handler would get its turn in `join`
+    # SIGTERM ends servers when a run is done; a Python handler would never run during `join`.
+    exit_codes.restore_default_sigterm()
     server.join()
     raise AssertionError("a server of TensorFlow serves until its process is ended")
 

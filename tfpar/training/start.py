@@ -17,7 +17,7 @@ from tfpar.exchange import Exchange
 from tfpar.optim import optimizers, schedules
 from tfpar.parallel import strategies
 from tfpar.parallel.topology import Topology, choose_topology
-from tfpar.process.exit_codes import end_when_asked, exit_by_code
+from tfpar.process.exit_codes import install_exit_code_hook, install_sigterm_handler
 from tfpar.process.startup import quiet_startup
 from tfpar.training.validate import check_run, train_input, uneven_notice
 
@@ -50,7 +50,7 @@ def start(
         started or a file is touched.
     """
     quiet_startup(config.monitor.verbose)
-    exit_by_code()
+    install_exit_code_hook()
     topology = check(config)
     if train is not None:
         check_run(config, topology, train, validation)
@@ -86,7 +86,7 @@ def check(config: ExperimentConfig) -> Topology:
     Raises:
       ConfigError: The first thing that cannot work.
     """
-    end_when_asked()
+    install_sigterm_handler()
     topology = choose_topology(config.strategy, cluster.detect())
     if config.model.model not in (*models.names(), CUSTOM):
         raise unknown_name("--model", config.model.model, models.names())
