@@ -182,7 +182,7 @@ class Trainer:
         # `peer_errors_named` acts before anything is closed: a launcher may ask this worker to end meanwhile, and it
         # must have named the lost worker by then.
         with (
-            workdir_lock.held(workdir),
+            workdir_lock.lock_workdir(workdir),
             contextlib.ExitStack() as closing,
             failure.peer_errors_named(self.topology.cluster),
         ):
