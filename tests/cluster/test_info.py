@@ -17,6 +17,7 @@ from pathlib import Path
 
 from tfpar import cluster
 from tfpar.cluster import kubernetes
+from tfpar.cluster.__main__ import main
 from tfpar.cluster.info import EXAMPLE, LOCAL
 from tfpar.cluster.members import Members, expand_hostlist
 from tfpar.config import ConfigError
@@ -147,6 +148,22 @@ def test_the_example_in_the_messages_is_right() -> None:
     info = cluster.detect({"TF_CONFIG": EXAMPLE})
     assert info is not None
     assert info.num_workers == 2
+
+
+def test_the_command_prints_what_was_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("TF_CONFIG", tf_config({"worker": ["a:1", "b:2"]}, {"type": "worker", "index": 1})["TF_CONFIG"])
+    assert main() == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "worker 1 of 2 worker (TF_CONFIG)",
+        "  worker 0  a:1",
+        "  worker 1  b:2  (this process)",
+    ]
+    monkeypatch.delenv("TF_CONFIG")
+    assert main() == 0
+    assert capsys.readouterr().out == "worker 0 of one process (local)\n"
+    monkeypatch.setenv("TF_CONFIG", "{")
+    assert main() == exit_codes.USAGE_ERROR
+    assert capsys.readouterr().err.startswith("error: TF_CONFIG: not JSON")
 
 
 def test_validation_does_not_import_tensorflow() -> None:

@@ -167,6 +167,18 @@ def test_a_live_line_is_cleared_before_a_message_and_drawn_again(monkeypatch):
     assert terminal.getvalue() == f"{expected}\ndone\n"
 
 
+@pytest.mark.parametrize("live", [False, True])
+def test_a_level_hides_the_progress_too(capsys, logger, live):
+    logger.setLevel(logging.WARNING)
+    progress = Progress(10, live=live)
+    progress.update(10, {"loss": "0.5"})
+    progress.close()
+    assert capsys.readouterr().out == ""
+    logger.setLevel(logging.INFO)
+    Progress(10, live=live).update(10, {"loss": "0.5"})
+    assert capsys.readouterr().out.strip().startswith("step 10/10")
+
+
 def test_another_line_stays_attached_when_an_older_one_ends(monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     first, second = Progress(10, live=True), Progress(10, live=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import sys
 import threading
@@ -10,6 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import TextIO
 
 from tfpar.process import logs, safe_write
+
+_log = logging.getLogger(__name__)
 
 _REDRAW_SECONDS = 0.1
 _PLAIN_SECONDS = 5.0
@@ -25,7 +28,7 @@ class Progress:
 
     Args:
       total_steps: Updates in the whole run.
-      stream: Where to write; standard output by default.
+      stream: Where to write; by default the live line goes to standard output, and plain lines are log messages.
       live: Whether to overwrite one line; by default, whether the stream is a TTY.
       interval: Seconds between plain lines.
       clock: Returns seconds; for tests.
@@ -44,6 +47,7 @@ class Progress:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._total = total_steps
+        self._logs_lines = stream is None
         self.stream = stream if stream is not None else sys.stdout
         self._live = self.stream.isatty() if live is None else live
         self._interval = _REDRAW_SECONDS if self._live else interval
@@ -74,9 +78,11 @@ class Progress:
                 self._start = (step, now)  # what came before was mostly compilation
             self._shown_at = now
             self._line = self._format(step, values, self._eta(step, now))
-            if self._live:
+            if self._live and (not self._logs_lines or _log.isEnabledFor(logging.INFO)):
                 logs.attach(self)
                 self._paint()
+            elif self._logs_lines:
+                _log.info(self._line)
             else:
                 self._write(self._line + "\n")
 
