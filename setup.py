@@ -38,6 +38,7 @@ INSTALL = [
     "absl-py>=2.1,<3",
     "tensorboard>=2.20,<2.22",
     "numpy>=1.26,<3",
+    "filelock>=4.2,<5",
     "safetensors>=0.5,<1",  # checkpoints: bytes with a JSON header, nothing that can execute
     "scikit-learn>=1.5,<2",  # ships the digits data set
     "pillow>=10,<14",  # TFDS decodes and TensorBoard encodes images with it

@@ -10,6 +10,7 @@ import importlib
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from tfpar.process import logs
 from tfpar.process.startup import quiet_startup
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 # Before anything imports TensorFlow: its import messages cannot be held back later.
 quiet_startup()
+logs.install()
 
 __version__ = "0.1.0"
 

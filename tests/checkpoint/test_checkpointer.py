@@ -30,13 +30,8 @@ def checkpoint(step: int, value: float = 0.0, exchange: dict | None = None) -> C
 
 
 @pytest.fixture
-def warnings():
-    return []
-
-
-@pytest.fixture
-def checkpointer(tmp_path, warnings):
-    made = Checkpointer(tmp_path, keep=2, warn=warnings.append)
+def checkpointer(tmp_path, messages):
+    made = Checkpointer(tmp_path, keep=2)
     yield made
     made.close()
 
@@ -66,18 +61,18 @@ def test_no_checkpoint_is_none(checkpointer, tmp_path):
     assert checkpoints.saved_config(tmp_path) is None
 
 
-def test_an_interrupted_write_is_not_a_checkpoint(tmp_path, warnings):
+def test_an_interrupted_write_is_not_a_checkpoint(tmp_path, messages):
     partial = tmp_path / "checkpoints" / ".step-000000009.partial"
     partial.mkdir(parents=True)
     (partial / "state.safetensors").write_bytes(b"half")
-    writer = Checkpointer(tmp_path, warn=warnings.append)
+    writer = Checkpointer(tmp_path)
     assert writer.latest() is None
     assert not partial.exists()
     writer.close()
 
 
-def test_a_failed_write_warns_and_keeps_what_was_there(tmp_path, warnings):
-    writer = Checkpointer(tmp_path, warn=warnings.append)
+def test_a_failed_write_warns_and_keeps_what_was_there(tmp_path, messages):
+    writer = Checkpointer(tmp_path)
     writer.save(checkpoint(1))
     writer.wait()
     blocked = tmp_path / "checkpoints" / ".step-000000002.partial"
@@ -86,7 +81,7 @@ def test_a_failed_write_warns_and_keeps_what_was_there(tmp_path, warnings):
     writer.close()
     assert writer.steps() == [1]
     assert len(writer.failures) == 1
-    assert warnings == [
+    assert messages == [
         "WARNING: checkpoint of step 2 could not be written (.step-000000002.partial: File exists); training goes on. "
         "Checkpoints: the newest is of step 1"
     ]

@@ -96,8 +96,8 @@ def test_how_a_run_that_stops_can_go_on(tmp_path, capsys):
 PROGRAM = """
 from tfpar.process import exit_codes
 from tfpar.guards.non_finite import BadStepsError
-exit_codes.exit_by_code()
-exit_codes.exit_by_code()
+exit_codes.install_exit_code_hook()
+exit_codes.install_exit_code_hook()
 raise {error}
 """
 

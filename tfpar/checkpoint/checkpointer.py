@@ -16,6 +16,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import errno
+import logging
 import os
 import pathlib
 import threading
@@ -32,6 +33,8 @@ import numpy as np
 
 __all__ = ["FORMAT", "Checkpoint", "CheckpointError", "Checkpointer", "find", "read"]
 
+_log = logging.getLogger(__name__)
+
 _BEST = "best.json"
 # A file that is not there, or that the disk cannot give back. With other errors it may be whole, and read later.
 _OF_DAMAGE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO, None})
@@ -44,15 +47,14 @@ class CheckpointError(TrainingError):
 class Checkpointer:
     """Writes checkpoints in the background and finds the one to resume from.
 
-    A checkpoint that cannot be written, for whatever reason, is reported through `warn`, kept in `failures`, and leaves
-    older checkpoints untouched.
+    A checkpoint that cannot be written, for whatever reason, is noted in `failures` and leaves older checkpoints
+    untouched; worker 0 logs a warning.
 
     Args:
       workdir: Directory of the run. Worker 0 removes from it what interrupted writes left behind.
       keep: Newest checkpoints that stay; the best one stays besides.
       worker: Rank of this worker. Worker 0 writes the variables, the same everywhere; every worker its exchange state.
       workers: Number of workers; all see the same `workdir`.
-      warn: Called with one line when something went wrong that does not end the run.
       on_error: `warn`, or `fail`: then the call after a failed write raises `CheckpointError`.
 
     Attributes:
@@ -67,14 +69,12 @@ class Checkpointer:
         keep: int = 3,
         worker: int = 0,
         workers: int = 1,
-        warn: Callable[[str], None] = print,
         on_error: str = "warn",
     ) -> None:
         self.directory = pathlib.Path(workdir) / "checkpoints"
         self.worker = worker
         self.failures: list[str] = []
         self.damaged: dict[int, str] = {}
-        self.warn = warn
         self._keep = keep
         self._workers = workers
         self._on_error = on_error
@@ -131,6 +131,11 @@ class Checkpointer:
         self._abandoned.set()
         self._executor.shutdown()
 
+    def warn(self, text: str) -> None:
+        """Logs a warning in worker 0, and nothing in the others, which would say the same."""
+        if self.worker == 0:
+            _log.warning("%s", text)
+
     def steps(self) -> list[int]:
         """Steps of the checkpoints that there are, oldest first."""
         return files.steps_in(self.directory)
@@ -142,7 +147,7 @@ class Checkpointer:
     def latest(self, *, below: int | None = None) -> Checkpoint | None:
         """The newest checkpoint that passes its checksums, or None where there is none.
 
-        One that is damaged is reported through `warn` and the one before it is taken.
+        Worker 0 warns of one that is damaged; the one before it is taken.
 
         Args:
           below: Looks only at checkpoints of steps below this one.
@@ -214,7 +219,7 @@ class Checkpointer:
             ) from error
         newest = max(self.steps(), default=None)
         state = "there is none yet" if newest is None else f"the newest is of step {newest}"
-        self.warn(f"WARNING: {what} could not be written ({why}); training goes on. Checkpoints: {state}")
+        self.warn(f"{what} could not be written ({why}); training goes on. Checkpoints: {state}")
 
     def _write_best(self, step: int) -> None:
         temporary = self.directory / f".{_BEST}"
@@ -238,7 +243,7 @@ class Checkpointer:
                 staging.remove(self.directory / files.directory_name(step))
 
 
-def find(workdir: str | os.PathLike[str], *, warn: Callable[[str], None] = print) -> Checkpoint | None:
+def find(workdir: str | os.PathLike[str], *, warn: Callable[[str], None] = _log.warning) -> Checkpoint | None:
     """The best checkpoint of a run where one was marked, else its newest; None where there is none. Reads only.
 
     Args:

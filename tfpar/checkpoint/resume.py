@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 
 from tfpar.checkpoint.checkpointer import Checkpoint, Checkpointer
 from tfpar.collectives.agreement import WorkerAgreement
 from tfpar.config import ConfigError
+
+_log = logging.getLogger(__name__)
 
 _NONE = -1
 # A network file system may show a worker names that are some seconds old, such as those of before a crash.
@@ -47,7 +50,7 @@ def newest(checkpointer: Checkpointer, agreement: WorkerAgreement | None = None)
             break
         if mine < max(held) and checkpointer.worker != 0:  # worker 0 has said so; the others are silent otherwise
             for step in sorted(step for step in checkpointer.damaged if step > mine):
-                print(f"checkpoint of step {step} is damaged here ({checkpointer.damaged[step]})", flush=True)
+                _log.warning("checkpoint of step %d is damaged here (%s)", step, checkpointer.damaged[step])
         if mine == max(held):
             victims = [str(rank) for rank, step in enumerate(held) if step < mine]
             names = f"worker{'s' * (len(victims) > 1)} {', '.join(victims)}"

@@ -31,7 +31,8 @@ from typing import Any
 
 from tfpar.config.errors import ConfigError, TrainingError, unknown_name
 from tfpar.config.experiment import SECTIONS, ExperimentConfig, option_fields
-from tfpar.process.exit_codes import USAGE_ERROR, PeerLostError, end_of_loss
+from tfpar.process import logs
+from tfpar.process.exit_codes import USAGE_ERROR, PeerLostError, exit_peer_lost
 
 from absl import app, flags, logging
 
@@ -122,7 +123,7 @@ def run(main: Callable[[list[str]], Any], argv: list[str] | None = None) -> None
         except TrainingError as error:
             _fail(str(error), code=error.exit_code)
         except PeerLostError as error:
-            end_of_loss(error)
+            exit_peer_lost(error)
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             sys.exit(130)
@@ -145,7 +146,9 @@ def _parse(argv: list[str]) -> list[str]:
         _fail(
             f"unexpected argument {rest[1]!r}. Flags are written --name=value, switches --name, --noname, --name=true."
         )
-    if values["verbosity"].using_default_value and not ("verbose" in values and values["verbose"].value):
+    if not values["verbosity"].using_default_value:
+        logs.set_absl_verbosity(values["verbosity"].value)
+    elif not ("verbose" in values and values["verbose"].value):
         values.verbosity = logging.WARNING  # app.run would raise it to INFO
         logging.get_absl_handler().addFilter(_is_relevant)
     return rest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import pathlib
 from typing import TYPE_CHECKING
 
@@ -75,9 +76,10 @@ def warn_of_counted_padding(run: summary.Run) -> None:
     ]
     if counting:
         run.monitor.message(
-            f"WARNING: keras.layers.BatchNormalization ({counting[0]}{' ...' * (len(counting) > 1)}) takes the padding "
+            f"keras.layers.BatchNormalization ({counting[0]}{' ...' * (len(counting) > 1)}) takes the padding "
             "of batches that are not full for examples. tfpar.models.BatchNormalization leaves it out (same "
-            "arguments); or use --remainder=drop."
+            "arguments); or use --remainder=drop.",
+            logging.WARNING,
         )
 
 
@@ -114,9 +116,10 @@ def warn_of_skipped(run: summary.Run) -> None:
         return
     which = f"all {run.steps_done} updates" if run.skipped == run.steps_done else "the last updates"
     run.monitor.message(
-        f"WARNING: {which} were skipped because loss or gradients were not finite: the model has learned nothing from "
+        f"{which} were skipped because loss or gradients were not finite: the model has learned nothing from "
         "them. Likely causes: NaN or infinity in the inputs, labels outside the model's outputs, a --learning_rate "
-        "that is too high (lower it, or give --clip_norm), overflow in --precision=mixed_float16."
+        "that is too high (lower it, or give --clip_norm), overflow in --precision=mixed_float16.",
+        logging.WARNING,
     )
 
 

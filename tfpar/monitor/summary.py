@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 import math
 import os
 import pathlib
@@ -243,7 +244,7 @@ def announce_finished(run: Run) -> None:
     path = pathlib.Path(run.trainer.config.checkpoint.workdir) / "model.keras"
     if run.trainer.topology.is_chief and not path.exists():
         for problem in _attempt("model.keras", lambda: save_model(run.trainer, path)):
-            run.monitor.message(f"WARNING: could not be written: {problem}")
+            run.monitor.message(f"could not be written: {problem}", logging.WARNING)
 
 
 def closing_table(content: dict[str, Any], workdir: str) -> str:

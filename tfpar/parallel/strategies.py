@@ -6,6 +6,7 @@ It must run before TensorFlow's first op.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import re
 import socket
 import warnings
@@ -15,9 +16,12 @@ from tfpar.cluster import failure, port_filter
 from tfpar.config import ConfigError
 from tfpar.parallel.topology import Topology
 from tfpar.process import exit_codes
+from tfpar.process.logs import NOTE
 
 import tensorflow as tf
 from tensorflow.python.distribute import collective_all_reduce_strategy, collective_util
+
+_log = logging.getLogger(__name__)
 
 # TensorFlow 2.21's messages about devices and collectives that are configured after its runtime was initialised.
 _TOO_LATE = re.compile("after being initialized|at program startup|already configured|after initialization")
@@ -88,10 +92,10 @@ def _restrict_port(topology: Topology) -> None:
         port_filter.restrict(topology.cluster.address)
     except port_filter.StillOpenError as reason:
         if topology.is_chief:
-            print(
-                f"note: TensorFlow's port {topology.cluster.address.rpartition(':')[2]} is open on all addresses of "
+            _log.log(
+                NOTE,
+                f"TensorFlow's port {topology.cluster.address.rpartition(':')[2]} is open on all addresses of "
                 f"this machine ({reason}); restrict access with a firewall",
-                flush=True,
             )
 
 
@@ -153,7 +157,7 @@ def _build_multi_worker(topology: Topology) -> tf.distribute.Strategy:
     _local_devices(topology)
     assert topology.cluster is not None
     failure.configure(topology.cluster, peer_timeout=topology.peer_timeout, start_timeout=topology.start_timeout)
-    with failure.arriving(topology.cluster, topology.start_timeout):
+    with failure.connecting(topology.cluster, topology.start_timeout):
         if topology.device_type == "CPU" and topology.local_replicas > 1:
             return _MultiWorkerLogicalDevices(resolver, topology.local_replicas)
         # TensorFlow 2.21 uses NCCL only if asked to; otherwise it reduces the gradients of GPUs through gRPC.
@@ -178,8 +182,8 @@ def _resolver(topology: Topology) -> tf.distribute.cluster_resolver.SimpleCluste
 def _build_parameter_server(topology: Topology) -> tf.distribute.Strategy:
     resolver = _resolver(topology)
     assert topology.cluster is not None
-    failure.report_losses(topology.cluster)
-    with failure.arriving(topology.cluster, topology.start_timeout):
+    failure.install_peer_loss_hook(topology.cluster)
+    with failure.connecting(topology.cluster, topology.start_timeout):
         if topology.is_chief:
             failure.watch_servers(
                 topology.cluster, peer_timeout=topology.peer_timeout, start_timeout=topology.start_timeout
@@ -193,7 +197,8 @@ def _build_parameter_server(topology: Topology) -> tf.distribute.Strategy:
             start=True,
         )
     _restrict_port(topology)
-    exit_codes.leave_sigterm()  # it ends servers after a run, and a Python handler would not be called during `join`
+    # SIGTERM ends servers when a run is done; a Python handler would never run during `join`.
+    exit_codes.restore_default_sigterm()
     server.join()
     raise AssertionError("a server of TensorFlow serves until its process is ended")
 

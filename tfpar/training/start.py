@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import random
 
 from tfpar import inputs, precision
 from tfpar.config import ExperimentConfig
 from tfpar.parallel import strategies
 from tfpar.parallel.topology import Topology
-from tfpar.process.exit_codes import end_when_asked, exit_by_code
+from tfpar.process.exit_codes import install_exit_code_hook, install_sigterm_handler
 from tfpar.process.startup import quiet_startup
 from tfpar.training.uneven_batches import uneven_notice
 from tfpar.training.validate import validate_config, validate_data, validate_model, validate_workdir
@@ -16,6 +17,8 @@ from tfpar.training.validate import validate_config, validate_data, validate_mod
 import keras
 import numpy as np
 import tensorflow as tf
+
+_log = logging.getLogger(__name__)
 
 
 def validate(
@@ -38,7 +41,7 @@ def validate(
     Raises:
       ConfigError: The first thing that cannot work.
     """
-    end_when_asked()
+    install_sigterm_handler()
     topology = validate_config(config)
     if train is not None:
         validate_data(config, topology, train, validation)
@@ -69,7 +72,7 @@ def initialize(
         is started or a file is touched.
     """
     quiet_startup(config.monitor.verbose)
-    exit_by_code()
+    install_exit_code_hook()
     topology = validate(config, train, validation)
     if config.train.deterministic:
         tf.config.experimental.enable_op_determinism()
@@ -77,9 +80,9 @@ def initialize(
     runtime = strategies.build(topology)
     precision.set_policy(config.precision)
     if topology.is_chief:
-        print(runtime.topology.describe(), flush=True)
+        _log.info(runtime.topology.describe())
         if notice := uneven_notice(config, runtime.topology.replicas):
-            print(notice, flush=True)
+            _log.info(notice)
     return runtime
 
 

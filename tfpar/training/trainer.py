@@ -125,7 +125,7 @@ class Trainer:
         self._uses_integer_labels = uses_integer_labels(loss)
         self._check_precision()
         self.exchange = Exchange(self.config.exchange.exchange)
-        with failure.named(self.topology.cluster):
+        with failure.peer_errors_named(self.topology.cluster):
             self.exchange.build(
                 self.model.trainable_variables,
                 strategy=self.strategy,
@@ -182,9 +182,13 @@ class Trainer:
             augmentation.build((None, *train.info.input_spec.shape))
         kind = SynchronousRun if self.topology.synchronous else AsynchronousRun
         workdir = self.config.checkpoint.workdir if self.topology.is_chief else ""
-        # `named` acts before anything is closed: a launcher may ask this worker to end meanwhile, and it must have said
-        # who is lost.
-        with workdir_lock.held(workdir), contextlib.ExitStack() as closing, failure.named(self.topology.cluster):
+        # `peer_errors_named` acts before anything is closed: a launcher may ask this worker to end meanwhile, and it
+        # must have named the lost worker by then.
+        with (
+            workdir_lock.lock_workdir(workdir),
+            contextlib.ExitStack() as closing,
+            failure.peer_errors_named(self.topology.cluster),
+        ):
             run = kind(self, train, validation, steps, epochs)
             if run.checkpointer:
                 closing.callback(run.checkpointer.abandon)  # what is being written must not go on without the lock
@@ -219,7 +223,7 @@ class Trainer:
             )
         updates = pipeline.updates_per_epoch
         read = functools.partial(pipeline.indices, 0, updates, max(self.topology.worker, 0))
-        with failure.named(self.topology.cluster), named(source, read):
+        with failure.peer_errors_named(self.topology.cluster), named(source, read):
             results = self._evaluation.run(iter(elements), updates)
         total = source.info.num_examples
         already_named = source.info.fingerprint in self._named_skipped

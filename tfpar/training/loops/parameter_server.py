@@ -82,7 +82,6 @@ class AsynchronousRun:
             checkpoints.Checkpointer(
                 self.config.checkpoint.workdir,
                 keep=self.config.checkpoint.keep_checkpoints,
-                warn=self.monitor.message,
                 on_error=self.config.checkpoint.on_checkpoint_error,
             )
             if self.config.checkpoint.workdir

@@ -272,7 +272,6 @@ class SynchronousRun:
             keep=self.config.checkpoint.keep_checkpoints,
             worker=self.topology.worker,
             workers=self.topology.workers,
-            warn=self.say,
             on_error=self.config.checkpoint.on_checkpoint_error,
         )
 
