@@ -357,7 +357,7 @@ RESUMED = {
         (7,),
         lambda trainer, _: all(
             np.abs(average.numpy() - own.numpy()).max() > 1e-5
-            for average, own in zip(trainer.evaluated_weights(), trainer.model.trainable_variables, strict=True)
+            for average, own in zip(trainer.eval_weights(), trainer.model.trainable_variables, strict=True)
         ),
     ),
     "mirrored": Resumed(

@@ -97,7 +97,7 @@ def warn_of_counted_padding(run: summary.Run) -> None:
         )
 
 
-def record_start(run: summary.Run) -> None:
+def record_run_info(run: summary.Run) -> None:
     """Records model, input and sample inputs in TensorBoard, once it is known that there is something to train."""
     if not run.trainer.topology.is_chief:
         return
@@ -136,7 +136,7 @@ def warn_of_skipped(run: summary.Run) -> None:
     )
 
 
-def note_end(run: summary.Run, finished: bool, preempted: bool, unit: str) -> None:
+def record_end(run: summary.Run, finished: bool, preempted: bool, unit: str) -> None:
     """Notes how this start ended, and says so where the run is to go on, and from which checkpoint it can.
 
     Call it once the last checkpoint is written.
@@ -150,10 +150,10 @@ def note_end(run: summary.Run, finished: bool, preempted: bool, unit: str) -> No
     run.journal.end("finished" if finished else "preempted" if preempted else "stopped")
     if not finished:
         why = "asked to end (SIGTERM): " if preempted else ""
-        run.monitor.message(f"{why}stopped after {unit} {run.steps_done} of {run.total}; {_way_on(run, unit)}")
+        run.monitor.message(f"{why}stopped after {unit} {run.steps_done} of {run.total}; {_resume_hint(run, unit)}")
 
 
-def _way_on(run: summary.Run, unit: str) -> str:
+def _resume_hint(run: summary.Run, unit: str) -> str:
     """What another start would find."""
     workdir = run.trainer.config.checkpoint.workdir
     if not workdir:

@@ -76,7 +76,7 @@ def generate(
     tokens[0, :position] = prompt[:position]
     local = trainer.strategy.experimental_local_results
     # This runs on the chief alone, so it must not touch the other replicas: its own copies, as tensors.
-    params = [local(variable.value)[0].read_value() for variable in trainer.evaluated_weights()]
+    params = [local(variable.value)[0].read_value() for variable in trainer.eval_weights()]
     state = [local(variable.value)[0].read_value() for variable in trainer.model.non_trainable_variables]
     forward = _forward(trainer)
     generator = np.random.default_rng(seed)

@@ -16,8 +16,8 @@ from tfpar.checkpoint import format as checkpoint_format
 from tfpar.checkpoint import run_state
 from tfpar.checkpoint.checkpointer import CheckpointError
 from tfpar.exchange import Traffic
-from tfpar.guards.bad_examples import SkippedExamples
-from tfpar.guards.restarts import Journal
+from tfpar.guards.bad_examples import SkippedExampleLog
+from tfpar.guards.restarts import RestartLog
 from tfpar.monitor.monitor import Monitor
 
 import keras
@@ -38,10 +38,10 @@ class Run(Protocol):
     pipeline: inputs.Pipeline
     train: inputs.Source
     validation: inputs.Source | None
-    skipped_examples: SkippedExamples
+    skipped_examples: SkippedExampleLog
     results: dict[str, float]
     total: int
-    journal: Journal
+    journal: RestartLog
 
     @property
     def steps_done(self) -> int: ...
@@ -137,8 +137,8 @@ def write(run: Run, content: dict[str, Any]) -> None:
     failed = content["failed_writes"] = [*run.monitor.failures]
     if options.workdir:
         path = pathlib.Path(options.workdir)
-        failed += _attempt("model.keras", lambda: save_model(trainer, path / "model.keras"))
-        problem = _attempt("summary.json", lambda: _write_summary(path, content))
+        failed += _try_write("model.keras", lambda: save_model(trainer, path / "model.keras"))
+        problem = _try_write("summary.json", lambda: _write_summary(path, content))
         if problem:
             failed += problem
             run.monitor.message(f"what summary.json would hold: {json.dumps(_finite(content))}")
@@ -150,18 +150,18 @@ def write(run: Run, content: dict[str, Any]) -> None:
         )
 
 
-def _attempt(name: str, write: Callable[[], None]) -> list[str]:
+def _try_write(name: str, write: Callable[[], None]) -> list[str]:
     """Writes; gives one line on what went wrong with the disk, if anything did."""
     try:
         write()
     except Exception as error:
-        if not _is_of_disk(error):
+        if not _is_disk_error(error):
             raise
         return [f"{name}: {error}"]
     return []
 
 
-def _is_of_disk(error: BaseException | None) -> bool:
+def _is_disk_error(error: BaseException | None) -> bool:
     """Whether an error comes from the file system; zipfile and h5py wrap some of these in other types."""
     while error is not None:
         if isinstance(error, OSError) or "errno = " in str(error):
@@ -196,7 +196,7 @@ def _finite(value: Any) -> Any:
 def save_model(trainer: Trainer, path: pathlib.Path) -> None:
     """Saves the model, with the weights that evaluation used, as a `.keras` file."""
     model = trainer.model
-    evaluated = trainer.evaluated_weights()
+    evaluated = trainer.eval_weights()
     kept = None
     if any(weight is not own for weight, own in zip(evaluated, model.trainable_variables, strict=True)):
         kept = [variable.numpy() for variable in model.trainable_variables]
@@ -227,7 +227,7 @@ def read_summary(workdir: str) -> dict[str, Any] | None:
         return None
 
 
-def of_before(run: Run) -> dict[str, Any] | None:
+def previous_summary(run: Run) -> dict[str, Any] | None:
     """The results that an earlier start left of the very step where this one stands, or None.
 
     A summary of another step is a shorter run's, which this one went beyond.
@@ -237,12 +237,12 @@ def of_before(run: Run) -> dict[str, Any] | None:
     return known if known is not None and known.get("steps") == run.steps_done else None
 
 
-def announce_finished(run: Run) -> None:
+def report_already_finished(run: Run) -> None:
     """Says that there is nothing left to do, and writes a `model.keras` that has gone missing."""
     run.monitor.message(f"this run is finished (step {run.steps_done} of {run.total}); more --steps would go on")
     path = pathlib.Path(run.trainer.config.checkpoint.workdir) / "model.keras"
     if run.trainer.topology.is_chief and not path.exists():
-        for problem in _attempt("model.keras", lambda: save_model(run.trainer, path)):
+        for problem in _try_write("model.keras", lambda: save_model(run.trainer, path)):
             run.monitor.message(f"WARNING: could not be written: {problem}")
 
 

@@ -13,7 +13,7 @@ from tfpar.checkpoint import run_state, workdir_lock
 from tfpar.cluster import failure
 from tfpar.config import CUSTOM, ConfigError, ExperimentConfig
 from tfpar.exchange import Exchange
-from tfpar.guards.bad_examples import SkippedExamples, named
+from tfpar.guards.bad_examples import SkippedExampleLog, named
 from tfpar.optim import optimizers, schedules
 from tfpar.parallel import strategies
 from tfpar.training.core import Core, build_metrics, per_example_loss, takes_class_numbers
@@ -130,7 +130,7 @@ class Trainer:
                 workers=self.topology.workers if self.topology.synchronous else 1,
                 worker=max(self.topology.worker, 0),
                 seed=self.config.train.seed,
-                overlap=self._gradients_come_in_turn(),
+                overlap=self._can_overlap_exchange(),
             )
         self._evaluation: Evaluation | None = None
         self._evaluated: tuple[inputs.Source, inputs.Pipeline, Any] | None = None
@@ -205,7 +205,7 @@ class Trainer:
                 "that is trained, use --strategy=one_device, mirrored or multi_worker."
             )
         pipeline, elements = self._evaluation_inputs(source)
-        weights = self.evaluated_weights()
+        weights = self.eval_weights()
         if self._evaluation is None or not all(map(operator.is_, self._evaluation.weights, weights)):
             self._evaluation = Evaluation(
                 self.core,
@@ -222,7 +222,7 @@ class Trainer:
         already_named = source.info.fingerprint in self._named_skipped
         if results["examples"] < total and self.topology.is_chief and not already_named:
             self._named_skipped.add(source.info.fingerprint)
-            SkippedExamples(pipeline, is_chief=True).name(np.arange(total))
+            SkippedExampleLog(pipeline, is_chief=True).name(np.arange(total))
         return results
 
     def pipeline(self, source: inputs.Source, *, training: bool) -> inputs.Pipeline:
@@ -294,7 +294,7 @@ class Trainer:
             return "the gradient of the model's max pooling has no deterministic XLA kernel in TensorFlow"
         return ""
 
-    def evaluated_weights(self) -> list[keras.Variable]:
+    def eval_weights(self) -> list[keras.Variable]:
         """The trainable weights that evaluation and export use: their moving averages where `--ema` keeps them."""
         averages = optimizers.ema_variables(self.optimizer)
         own = self.model.trainable_variables
@@ -350,7 +350,7 @@ class Trainer:
             self._evaluated = source, pipeline, self.distribute(pipeline)
         return self._evaluated[1:]
 
-    def _gradients_come_in_turn(self) -> bool:
+    def _can_overlap_exchange(self) -> bool:
         """Whether some are complete before others, and can leave: an XLA program, or a loop over micro-batches, gives
         all at once. On GPUs calls of two groups, ours and that of synchronised batch statistics, must not mix."""
         mixes = self.topology.device_type == "GPU" and models.uses_synchronized_statistics(self.model)

@@ -7,7 +7,7 @@ _TARGET_SECONDS = 0.5
 _MAXIMUM = 2000
 
 
-class Pace:
+class StepsPerCall:
     """Chooses the length of the next call from the measured step time.
 
     Args:

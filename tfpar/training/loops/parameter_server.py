@@ -21,10 +21,10 @@ from tfpar.checkpoint import resume, run_state
 from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.exchange import Traffic
 from tfpar.guards import bad_examples
-from tfpar.guards.batches import Pushes
-from tfpar.guards.non_finite import BadSteps
-from tfpar.guards.preemption import StopRequest
-from tfpar.guards.restarts import Journal
+from tfpar.guards.batches import PushOrder
+from tfpar.guards.non_finite import NonFiniteStreak
+from tfpar.guards.preemption import PreemptionFlag
+from tfpar.guards.restarts import RestartLog
 from tfpar.guards.watchdog import Watchdog
 from tfpar.monitor import announce as report
 from tfpar.monitor import samples
@@ -78,9 +78,11 @@ class AsynchronousRun:
         self.steps_done = 0
         self.skipped = 0
         self._loss_sum, self._loss_count = 0.0, 0
-        self._pushes = pushes = Pushes(self.pipeline, self.topology.workers)
-        self.bad_steps = BadSteps(pushes, limit=self.config.train.max_bad_steps, workdir=self.config.checkpoint.workdir)
-        self.skipped_examples = bad_examples.SkippedExamples(pushes, is_chief=True)
+        self._pushes = pushes = PushOrder(self.pipeline, self.topology.workers)
+        self.bad_steps = NonFiniteStreak(
+            pushes, limit=self.config.train.max_bad_steps, workdir=self.config.checkpoint.workdir
+        )
+        self.skipped_examples = bad_examples.SkippedExampleLog(pushes, is_chief=True)
         self.results: dict[str, float] = {}
         self.checkpointer = (
             checkpoints.Checkpointer(
@@ -92,9 +94,9 @@ class AsynchronousRun:
             if self.config.checkpoint.workdir
             else None
         )
-        self.journal = Journal(self.config.checkpoint.workdir, writes=True)
+        self.journal = RestartLog(self.config.checkpoint.workdir, writes=True)
         self.watchdog = Watchdog(self.config.strategy.stall_timeout, "the chief")
-        self._stop_request = StopRequest()
+        self._stop_request = PreemptionFlag()
         self._best: float | None = None
         self._best_step = -1
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(trainer.strategy)
@@ -129,10 +131,10 @@ class AsynchronousRun:
     def _run(self) -> dict[str, Any]:
         report.announce(self)
         self._resume_or_warm_start()
-        if self.steps_done >= self.total and (known := results.of_before(self)):
-            results.announce_finished(self)
+        if self.steps_done >= self.total and (known := results.previous_summary(self)):
+            results.report_already_finished(self)
             return known
-        report.record_start(self)
+        report.record_run_info(self)
         every = self.config.train.eval_every or max(1, min(self.updates_per_epoch, self.total))
         saves = self.config.checkpoint.checkpoint_every or every
         last = min(self.total, self.steps_done + (self.config.train.stop_after or self.total))
@@ -151,7 +153,7 @@ class AsynchronousRun:
                 ends = until == last or asked.received
                 if ends:  # what it found belongs into the last checkpoint
                     self._collect_evaluation(wait=True)
-                due = until % saves == 0 and not self.bad_steps.holds_back
+                due = until % saves == 0 and not self.bad_steps.suspends_checkpoints
                 if due or ends or evaluated:  # only later is it known whether it is the best
                     self._save(candidate=evaluated)
                 self.watchdog.progress(f"the updates after {until}")
@@ -323,7 +325,7 @@ class AsynchronousRun:
         report.warn_of_skipped(self)
         if finished:
             results.write(self, summary)
-        report.note_end(self, finished, preempted, "update")
+        report.record_end(self, finished, preempted, "update")
         return summary
 
 

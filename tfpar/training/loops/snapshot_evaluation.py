@@ -60,7 +60,7 @@ class SnapshotEvaluation:
         with tf.device(_CHIEF):
             model = self._trainer.model
             return (
-                [tf.identity(variable.value) for variable in self._trainer.evaluated_weights()],
+                [tf.identity(variable.value) for variable in self._trainer.eval_weights()],
                 [tf.identity(variable.value) for variable in model.non_trainable_variables],
             )
 

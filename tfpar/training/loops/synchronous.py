@@ -13,9 +13,9 @@ from tfpar.checkpoint import resume, run_state
 from tfpar.collectives.agreement import Agreement
 from tfpar.exchange import Traffic
 from tfpar.guards import bad_examples
-from tfpar.guards.non_finite import BadSteps
-from tfpar.guards.preemption import StopRequest
-from tfpar.guards.restarts import Journal
+from tfpar.guards.non_finite import NonFiniteStreak
+from tfpar.guards.preemption import PreemptionFlag
+from tfpar.guards.restarts import RestartLog
 from tfpar.guards.watchdog import Watchdog
 from tfpar.monitor import announce as report
 from tfpar.monitor import samples
@@ -24,7 +24,7 @@ from tfpar.optim import schedules
 from tfpar.precision import LossScale
 from tfpar.process.exit_codes import Preempted
 from tfpar.training.loops import consistency
-from tfpar.training.loops.pacing import Pace, next_multiple
+from tfpar.training.loops.pacing import StepsPerCall, next_multiple
 from tfpar.training.step import Steps
 
 import numpy as np
@@ -74,17 +74,17 @@ class SynchronousRun:
         self.evaluated_at = -1
         self.checkpointer = self._checkpointer()
         self.agreement = Agreement(trainer.strategy, self.topology.workers)
-        self.journal = Journal(config.checkpoint.workdir, writes=self.topology.is_chief)
+        self.journal = RestartLog(config.checkpoint.workdir, writes=self.topology.is_chief)
         self.watchdog = Watchdog(config.strategy.stall_timeout, f"worker {self.topology.worker}")
-        self.stop_request = StopRequest()
-        self.bad_steps = BadSteps(
+        self.stop_request = PreemptionFlag()
+        self.bad_steps = NonFiniteStreak(
             self.pipeline,
             limit=config.train.max_bad_steps,
             workdir=config.checkpoint.workdir,
             is_chief=self.topology.is_chief,
-            settle=lambda: self.agreement.all_equal([0]),
+            before_raise=lambda: self.agreement.all_equal([0]),
         )
-        self.skipped_examples = bad_examples.SkippedExamples(self.pipeline, is_chief=self.topology.is_chief)
+        self.skipped_examples = bad_examples.SkippedExampleLog(self.pipeline, is_chief=self.topology.is_chief)
 
     @property
     def steps_done(self) -> int:
@@ -121,12 +121,12 @@ class SynchronousRun:
         report.announce(self)
         self._resume_or_warm_start()
         if self.position.step >= self.total:
-            known = results.of_before(self)
+            known = results.previous_summary(self)
             if self.agreement.mean(float(known is not None)) == 1.0:  # else the others would wait for the one that goes
                 assert known is not None
-                results.announce_finished(self)
+                results.report_already_finished(self)
                 return known
-        report.record_start(self)
+        report.record_run_info(self)
         self.journal.begin(self.position.step)
         with self.stop_request, self.monitor.session():
             finished, preempted = self._train()
@@ -157,7 +157,7 @@ class SynchronousRun:
         saves = config.checkpoint.checkpoint_every or every
         retunes = config.exchange.exchange_retune_every or self.total
         last = min(self.total, self.position.step + (config.train.stop_after or self.total))
-        pace = Pace(config.train.steps_per_loop)
+        pace = StepsPerCall(config.train.steps_per_loop)
         iterator = iter(trainer.distribute(self.pipeline, self.position.step))
         preempted = False
         while self.position.step < last and not preempted:
@@ -174,7 +174,7 @@ class SynchronousRun:
             step, preempted = self.position.step, told > 0
             self.watchdog.progress(f"evaluation or checkpoint after update {step}", patient=True)
             improved = self._evaluate() if step % every == 0 or step == self.total else False
-            due = step % saves == 0 and not self.bad_steps.holds_back
+            due = step % saves == 0 and not self.bad_steps.suspends_checkpoints
             if due or step == last or improved or preempted:
                 self._save(best=improved)
             retuned = step % retunes == 0 and step < last and trainer.exchange.retune()
@@ -357,6 +357,6 @@ class SynchronousRun:
         report.warn_of_skipped(self)
         if finished:
             results.write(self, summary)
-        report.note_end(self, finished, preempted, "step")
+        report.record_end(self, finished, preempted, "step")
         self.agreement.all_equal([self.position.step])  # nobody leaves before the chief
         return summary
