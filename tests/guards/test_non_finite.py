@@ -11,7 +11,7 @@ from tfpar.checkpoint import checkpointer
 from tfpar.config import InputConfig
 from tfpar.config.errors import TrainingError
 from tfpar.guards.batches import PushOrder
-from tfpar.guards.non_finite import NonFiniteStreak, BadStepsError
+from tfpar.guards.non_finite import BadStepsError, NonFiniteStreak
 from tfpar.inputs.source import SourceInfo
 
 import numpy as np

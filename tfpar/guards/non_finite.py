@@ -42,8 +42,8 @@ class NonFiniteStreak:
       limit: `--max_bad_steps`; 0 for none.
       workdir: Where the chief writes the complete list when the limit is reached; empty for nowhere.
       is_chief: Whether this process writes.
-      before_raise: Called by every worker before it raises, and returns when all have called it: no worker's exit then ends
-        the chief before its list is written.
+      before_raise: Every worker calls it before it raises; it returns when all have called it, so that no worker exits
+        before the chief has written its list.
 
     Attributes:
       streak: The loss of each update left out since the last one that was applied, by number from 0 on; empty where

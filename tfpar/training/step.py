@@ -28,6 +28,7 @@ from tfpar.precision import LossScale
 from tfpar.precision import update as update_loss_scale
 from tfpar.training import norms, sidecar
 from tfpar.training.core import Core, Tensors, frozen_weights, is_seed_state
+from tfpar.training.seeds import step_seed
 from tfpar.training.sidecar import Sidecar
 
 import keras
@@ -353,9 +354,7 @@ class TrainStep:
         self, params: Tensors, state: Tensors, batch: Any, where: tuple[tf.Tensor, tf.Tensor], scale: tf.Tensor
     ) -> tuple[Tensors, tf.Tensor, Tensors]:
         """This replica's gradient sums, its part of the sidecar, and what the model's new state builds on."""
-        seed = tf.constant([self._seed & 0x7FFFFFFF, self._seed >> 31], tf.int32)
-        for part in where:
-            seed = tf.random.fold_in(seed, tf.cast(part, tf.int32), alg="philox")
+        seed = step_seed(self._seed, *where)
         sums = self.core.accumulate(params, state, batch, seed, scale if self._scale_loss else None)
         gradients = sums.gradients
         if self._scale_loss:  # residuals of the exchange are kept from step to step, and the scale changes

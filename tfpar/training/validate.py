@@ -8,15 +8,14 @@ from __future__ import annotations
 import dataclasses
 import os
 
-from tfpar import inputs, models
+from tfpar import inputs, models, precision
 from tfpar.checkpoint import checkpointer
 from tfpar.checkpoint.model_files import task_spec
 from tfpar.config import ConfigError, ExperimentConfig, InputConfig
-from tfpar.monitor import announce
 from tfpar.optim import optimizers, schedules
 from tfpar.parallel.topology import Topology
 from tfpar.process.exit_codes import LEFT_OUT
-from tfpar.training.loops import parameter_server
+from tfpar.training.duration import total_steps
 
 # Why XLA cannot compile such a model on several replicas.
 SYNCHRONISED = "the model synchronises batch statistics between replicas, for which TensorFlow has no XLA kernel"
@@ -43,7 +42,7 @@ def check_run(
     inputs.check_augmentation(config.input.augment, train.info.input_spec.shape)
     if topology.name == "tpu":  # its replicas, and with them the batches, are known once it is initialised
         return
-    total = announce.total_steps(config.train, None, None, _updates_per_epoch(config, topology, train))
+    total = total_steps(config.train, None, None, _updates_per_epoch(config, topology, train))
     peak = optimizers.scaled_learning_rate(config.optimizer, config.input.global_batch_size)
     schedules.build(config.schedule, peak=peak, total_steps=total)
 
@@ -65,12 +64,39 @@ def check_sources(
             "(--validation_fraction=0.1), or choose another schedule."
         )
     if not topology.synchronous:
-        parameter_server.check(config, train)
+        check_asynchronous(config, train)
     if topology.name == "tpu":
         return
     _updates_per_epoch(config, topology, train)
     if validation is not None:
         inputs.Pipeline(validation, config.input, replicas=topology.replicas, workers=topology.workers, training=False)
+
+
+def check_asynchronous(config: ExperimentConfig, train: inputs.Source) -> None:
+    """Refuses what asynchronous training does not support.
+
+    Raises:
+      ConfigError: Examples that are read through Python, loss scaling, determinism, or what needs updates in order.
+    """
+    if not train.portable:
+        raise ConfigError(
+            f"--dataset={train.info.name}: with --strategy=parameter_server the workers read examples by number, "
+            "and this source reads files through Python on the chief. Use --cache=memory, or a synchronous strategy."
+        )
+    if precision.uses_loss_scale(config.precision.precision):
+        raise ConfigError(
+            f"--precision={config.precision.precision}: loss scaling needs replicas that agree on overflow, and "
+            "parameter_server has none. Use --precision=mixed_bfloat16."
+        )
+    if config.train.deterministic:
+        raise ConfigError(
+            "--deterministic: asynchronous updates arrive in no fixed order. Leave it out, or use a synchronous "
+            "strategy."
+        )
+    if config.optimizer.ema or config.schedule.schedule == "plateau":
+        raise ConfigError(
+            "--ema and --schedule=plateau need updates in order; parameter_server has no order. Leave them out."
+        )
 
 
 def train_input(config: ExperimentConfig) -> InputConfig:
