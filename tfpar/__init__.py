@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     )
     from tfpar.exchange import Exchange
     from tfpar.parallel.strategies import Runtime
+    from tfpar.training.loops.hooks import Hook
+    from tfpar.training.loops.state import LoopState
     from tfpar.training.start import initialize, validate
     from tfpar.training.trainer import Trainer
 
@@ -45,6 +47,8 @@ _HOMES = {
     "DistributedOptimizer": "tfpar.drop_in",
     "Exchange": "tfpar.exchange",
     "ExperimentConfig": "tfpar.config",
+    "Hook": "tfpar.training.loops.hooks",
+    "LoopState": "tfpar.training.loops.state",
     "Runtime": "tfpar.parallel.strategies",
     "Trainer": "tfpar.training.trainer",
     "TrainingError": "tfpar.config",
@@ -67,6 +71,8 @@ __all__ = [
     "DistributedOptimizer",
     "Exchange",
     "ExperimentConfig",
+    "Hook",
+    "LoopState",
     "Runtime",
     "Trainer",
     "TrainingError",

@@ -14,14 +14,13 @@ import tfpar
 from tfpar import inputs, models, precision
 from tfpar.config import InputConfig, flags
 from tfpar.doctor import describe_machine
-from tfpar.training.loops.synchronous import SynchronousRun
 
 import keras
 import numpy as np
 import tensorflow as tf
 from absl import flags as absl_flags
 
-flags.define(sections=["precision"])
+flags.define(rooms=["precision"])
 ROUNDS = absl_flags.DEFINE_integer("rounds", 7, "Turns of each side; the median counts.", lower_bound=1)
 SECONDS = absl_flags.DEFINE_float("seconds", 2.0, "Length of a turn.", lower_bound=0.1)
 
@@ -33,7 +32,7 @@ WORKLOADS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def main(_: list[str]) -> None:
     config = flags.experiment_config()
-    runtime = tfpar.initialize(config)
+    runtime = tfpar.start(config)
     print(describe_machine())
     print(f"\n{'':36}{'one tensor':>12}{'pipeline':>12}{'ratio':>8}{'input wait':>12}{'pipeline alone':>18}")
     for workload, (name, options) in WORKLOADS.items():
@@ -47,20 +46,22 @@ def main(_: list[str]) -> None:
             schedule="constant",
             **options,
         )
-        run = SynchronousRun(trainer, source, None, 1 << 30, None)
-        element = next(iter(run.pipeline.dataset()))
+        program = trainer.program
+        pipeline = program.pipeline(source, training=True)
+        step = program.step(program.schedule(1 << 30))
+        element = next(iter(pipeline.dataset()))
         tensor = tf.data.Dataset.from_tensors(element).repeat()
         sides = {
             "one tensor": iter(trainer.strategy.experimental_distribute_dataset(tensor)),
-            "pipeline": iter(trainer.distribute(run.pipeline)),
+            "pipeline": iter(program.distribute(pipeline)),
         }
         times: dict[str, list[float]] = {side: [] for side in sides}
         waits: dict[str, list[float]] = {side: [] for side in sides}
         scale = precision.initial(config.precision)
 
-        def turn(side: str, count: int, run: Any = run, sides: Any = sides, scale: Any = scale) -> np.ndarray:
+        def turn(side: str, count: int, step: Any = step, sides: Any = sides, scale: Any = scale) -> np.ndarray:
             arguments = (tf.constant(0, tf.int64), tf.constant(count), scale, tf.constant(1.0))
-            return run.step.run(sides[side], *arguments).durations.numpy()
+            return step.run(sides[side], *arguments).durations.numpy()
 
         turn("one tensor", 5)
         turn("pipeline", 5)
@@ -74,7 +75,7 @@ def main(_: list[str]) -> None:
         print(
             f"{workload:36}{median['one tensor']:9.3f} ms{median['pipeline']:9.3f} ms"
             f"{median['pipeline'] / median['one tensor']:8.3f}{statistics.median(waits['pipeline']):12.2%}"
-            f"{rate(run.pipeline):12.0f} el/s",
+            f"{rate(pipeline):12.0f} el/s",
             flush=True,
         )
 

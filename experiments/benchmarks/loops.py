@@ -8,7 +8,6 @@ from typing import Any
 
 import tfpar
 from tfpar import inputs, precision
-from tfpar.training.loops.synchronous import SynchronousRun
 
 import tensorflow as tf
 
@@ -22,10 +21,10 @@ class FrameworkLoop:
     """
 
     def __init__(self, trainer: tfpar.Trainer, source: inputs.Source) -> None:
-        run = SynchronousRun(trainer, source, None, 1 << 30, None)
-        self._step = run.step
-        self._iterator = iter(trainer.distribute(run.pipeline))
-        self._scale = precision.initial(trainer.config.precision)
+        program = trainer.program
+        self._step = program.step(program.schedule(1 << 30))
+        self._iterator = iter(program.distribute(program.pipeline(source, training=True)))
+        self._scale = precision.initial(program.config.precision)
         self._done = 0
 
     def __call__(self, steps: int) -> float:

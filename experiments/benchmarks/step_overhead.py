@@ -96,7 +96,7 @@ def contenders(workload: str, config: ExperimentConfig, runtime: tfpar.Runtime) 
         weight_decay=0.004,  # what Keras' AdamW does by default
         **options,
     )
-    pipeline = trainer.pipeline(source, training=True)
+    pipeline = trainer.program.pipeline(source, training=True)
     data = pipeline.dataset().map(lambda x, y, weight: (x[0], y[0])).prefetch(4)
     return {
         "hand-written": handwritten(build(), data, JIT.value),

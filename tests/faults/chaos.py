@@ -126,7 +126,7 @@ class Cluster:
     def starts(self) -> int:
         """How often the run was started so far."""
         try:
-            return int(json.loads((self.workdir / "starts.json").read_text())["starts"])
+            return int(json.loads((self.workdir / "restarts.json").read_text())["starts"])
         except (OSError, ValueError):
             return 0
 

@@ -84,7 +84,7 @@ def test_the_chief_names_who_is_lost_and_ends(tmp_path, tasks, job, how):
         others[job].send_signal(signal.SIGCONT)
         chief = tasks.start("chief", f"--steps={step + 20}", workdir)
         assert chief.wait(timeout=120) == 0, tasks.said("chief")
-        assert f"resumed from update {step} " in tasks.said("chief")
+        assert f"resumed from step {step} " in tasks.said("chief")
 
 
 @pytest.mark.parametrize(("job", "absent"), [("chief", ("worker", "ps")), ("ps", ("chief",)), ("worker", ("chief",))])

@@ -10,8 +10,8 @@ from tfpar import inputs
 from tfpar.checkpoint import checkpointer
 from tfpar.config import InputConfig
 from tfpar.config.errors import TrainingError
-from tfpar.guards.batches import Pushes
-from tfpar.guards.non_finite import BadSteps, BadStepsError
+from tfpar.guards.batches import PushOrder
+from tfpar.guards.non_finite import BadStepsError, NonFiniteStreak
 from tfpar.inputs.source import SourceInfo
 
 import numpy as np
@@ -100,12 +100,12 @@ class TestStreaks:
     def test_are_counted_across_calls_and_end_with_an_update_that_is_applied(self):
         pipeline = inputs.Pipeline(generated(FIRST_BAD), IN_ORDER)
         settled = []
-        steps = BadSteps(pipeline, limit=4, settle=lambda: settled.append(True))
+        steps = NonFiniteStreak(pipeline, limit=4, before_raise=lambda: settled.append(True))
         steps.note(np.arange(3), np.array([True, False, False]), np.full(3, np.nan))
         assert list(steps.streak) == [1, 2]
-        assert steps.holds_back
+        assert steps.suspends_checkpoints
         steps.note(np.arange(3, 5), np.array([False, True]), np.ones(2))
-        assert not steps.holds_back
+        assert not steps.suspends_checkpoints
         steps.note(np.arange(5, 7), np.array([False, False]), np.ones(2))
         with pytest.raises(BadStepsError, match=r"updates 6 to 9, 4 in a row"):
             # That the last one is well again changes nothing: how many updates a call has depends on the pace.
@@ -113,26 +113,26 @@ class TestStreaks:
         assert settled == [True]
 
     def test_without_a_limit_nothing_ends_and_nothing_is_held_back(self):
-        steps = BadSteps(inputs.Pipeline(generated(FIRST_BAD), IN_ORDER), limit=0)
+        steps = NonFiniteStreak(inputs.Pipeline(generated(FIRST_BAD), IN_ORDER), limit=0)
         for first in range(0, 1000, 100):
             steps.note(np.arange(first, first + 100), np.zeros(100, bool), np.ones(100))
         assert not steps.streak
-        assert not steps.holds_back
+        assert not steps.suspends_checkpoints
 
     def test_of_pushes_name_the_share_of_one_worker(self):
         pipeline = inputs.Pipeline(generated(FIRST_BAD), IN_ORDER, replicas=2)
-        pushes = Pushes(pipeline, 2)
+        pushes = PushOrder(pipeline, 2)
         assert pushes.indices(4, 2).reshape(2, -1).tolist() == [[16, 17, 18, 19], [20, 21, 22, 23]]
         assert pushes.examples_in(np.arange(10)).tolist() == [[4]] * 10
         with pytest.raises(
             BadStepsError, match=r"updates 5 to 6, .* Update 5 had the train examples 16, 17, 18, 19 of"
         ):
-            BadSteps(pushes, limit=2).note(np.arange(4, 6), np.array([False, False]), np.ones(2))
+            NonFiniteStreak(pushes, limit=2).note(np.arange(4, 6), np.array([False, False]), np.ones(2))
 
     def test_a_directory_that_cannot_be_written_hides_nothing(self, tmp_path):
         (tmp_path / "file").touch()
         pipeline = inputs.Pipeline(generated(FIRST_BAD), IN_ORDER)
         with pytest.raises(BadStepsError, match="1 in a row"):
-            BadSteps(pipeline, limit=1, workdir=str(tmp_path / "file")).note(
+            NonFiniteStreak(pipeline, limit=1, workdir=str(tmp_path / "file")).note(
                 np.arange(1), np.array([False]), np.ones(1)
             )

@@ -11,7 +11,7 @@ import threading
 import time
 
 from tests import nursery
-from tfpar.guards.preemption import StopRequest
+from tfpar.guards.preemption import PreemptionFlag
 from tfpar.monitor import summary as results
 from tfpar.process.exit_codes import PREEMPTED, install_sigterm_handler, restore_default_sigterm
 
@@ -21,7 +21,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 def test_a_request_is_noted_and_the_handler_given_back():
-    with StopRequest() as request:
+    with PreemptionFlag() as request:
         assert not request.received
         os.kill(os.getpid(), signal.SIGTERM)
         assert request.received
@@ -32,7 +32,7 @@ def test_a_program_keeps_its_own_handler():
     came = []
     signal.signal(signal.SIGTERM, lambda *_: came.append(1))
     try:
-        with StopRequest() as request:
+        with PreemptionFlag() as request:
             os.kill(os.getpid(), signal.SIGTERM)
         assert (came, request.received) == ([1], False)
     finally:
@@ -43,7 +43,7 @@ def test_in_another_thread_nothing_is_handled():
     requests = []
 
     def enter():
-        with StopRequest() as request:
+        with PreemptionFlag() as request:
             requests.append(request)
 
     thread = threading.Thread(target=enter)
@@ -56,8 +56,8 @@ def test_a_second_request_ends_the_process():
     code = "\n".join(
         [
             "import os, signal",
-            "from tfpar.guards.preemption import StopRequest",
-            "with StopRequest() as request:",
+            "from tfpar.guards.preemption import PreemptionFlag",
+            "with PreemptionFlag() as request:",
             "    os.kill(os.getpid(), signal.SIGTERM)",
             "    print(request.received, flush=True)",
             "    os.kill(os.getpid(), signal.SIGTERM)",
@@ -89,7 +89,7 @@ def test_training_takes_over_and_gives_back():
     install_sigterm_handler()
     before = signal.getsignal(signal.SIGTERM)
     assert before != signal.SIG_DFL
-    with StopRequest() as request:
+    with PreemptionFlag() as request:
         os.kill(os.getpid(), signal.SIGTERM)
         assert request.received
     assert signal.getsignal(signal.SIGTERM) == before
@@ -138,7 +138,7 @@ def start(workdir):
 
 def test_a_run_told_to_end_saves_and_goes_on_there(tmp_path):
     whole, told = start(tmp_path / "whole"), start(tmp_path / "told")
-    while told.poll() is None and not (tmp_path / "told" / "starts.json").exists():
+    while told.poll() is None and not (tmp_path / "told" / "restarts.json").exists():
         time.sleep(0.05)
     time.sleep(1.0)
     told.send_signal(signal.SIGTERM)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import tfpar
 from tfpar import models
-from tfpar.monitor import samples
 
 import numpy as np
 import pytest
@@ -27,11 +27,14 @@ def trainer():
 
 def test_text_goes_on_until_the_context_is_full(trainer):
     prompt = np.arange(5)
-    first = samples.generate(trainer, prompt, 100, seed=1)
+    program = trainer.program
+    weights = [program.first_copies(group) for group in (program.eval_weights(), program.model.non_trainable_variables)]
+    generate = functools.partial(program.text_sampler.generate, *weights, prompt)
+    first = generate(100, seed=1)
     assert first.shape == (11,)
     assert ((first >= 0) & (first < 32)).all()
-    np.testing.assert_array_equal(samples.generate(trainer, prompt, 100, seed=1), first)
-    assert samples.generate(trainer, prompt, 3, seed=1).tolist() == first[:3].tolist()
+    np.testing.assert_array_equal(generate(100, seed=1), first)
+    assert generate(3, seed=1).tolist() == first[:3].tolist()
 
 
 def test_one_program_serves_every_position(trainer):
@@ -39,6 +42,6 @@ def test_one_program_serves_every_position(trainer):
     weights = [variable.value for variable in trainer.model.trainable_variables]
     state = [variable.value for variable in trainer.model.non_trainable_variables]
     arguments = (weights, state, tf.zeros([1, 16], tf.int32), tf.constant(3))
-    program = samples._forward(trainer).experimental_get_compiler_ir(*arguments)(stage="hlo")
+    program = trainer.program.text_sampler.forward.experimental_get_compiler_ir(*arguments)(stage="hlo")
     used = set(re.findall(r"parameter\((\d+)\)", program.split("ENTRY")[1]))
     assert len(used) == len(tf.nest.flatten(arguments))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from tfpar.parallel.compilation import compilation_plan
 from tfpar.precision import LossScale
 from tfpar.training import step_loop
-from tfpar.training.compilation import compilation_plan
 from tfpar.training.sidecar import Sidecar
 from tfpar.training.step_loop import StepReport, run_steps, while_in_two_parts
 

@@ -66,7 +66,7 @@ def another_trainer(builder=model, optimizer=None, loss=SPARSE, **options) -> tf
 
 
 def everything(trainer: tfpar.Trainer) -> dict[str, np.ndarray]:
-    return {name: np.array(variable.numpy()) for name, variable in trainer.variables().items()}
+    return {name: np.array(variable.numpy()) for name, variable in trainer.program.checkpoint_variables().items()}
 
 
 def assert_same_bits(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
@@ -357,7 +357,7 @@ RESUMED = {
         (7,),
         lambda trainer, _: all(
             np.abs(average.numpy() - own.numpy()).max() > 1e-5
-            for average, own in zip(trainer.evaluated_weights(), trainer.model.trainable_variables, strict=True)
+            for average, own in zip(trainer.program.eval_weights(), trainer.model.trainable_variables, strict=True)
         ),
     ),
     "mirrored": Resumed(
@@ -465,7 +465,9 @@ def test_a_second_trainer_of_the_same_program_resumes_too(tmp_path, capsys):
     resumed = another_trainer(unnamed, workdir=str(tmp_path), **options)
     resumed.fit(source())
     assert "resumed from step 2" in capsys.readouterr().out
-    for one, other in zip(whole.variables().values(), resumed.variables().values(), strict=True):
+    for one, other in zip(
+        whole.program.checkpoint_variables().values(), resumed.program.checkpoint_variables().values(), strict=True
+    ):
         np.testing.assert_array_equal(one.numpy(), other.numpy(), err_msg=one.path)
 
 
@@ -538,7 +540,7 @@ def test_fits_with_one_schedule_share_one_compiled_step():
     trainer = trainer_of(schedule="constant")
     for steps in (2, 3, 3):
         trainer.fit(source(), steps=steps)
-    assert trainer.train_step(trainer.learning_rate_schedule(1)).run.experimental_get_tracing_count() == 1
+    assert trainer.program.step(trainer.program.schedule(1)).run.experimental_get_tracing_count() == 1
 
 
 def test_several_short_runs_of_a_program_are_not_warned_of_retracing():
@@ -634,7 +636,7 @@ def own_layers(layer: keras.layers.Layer) -> keras.Model:
 def test_auto_leaves_xla_out_for_convolutions_on_cpus(builder, jit_compile, left_out):
     trainer = trainer_of(builder, jit_compile=jit_compile)
     assert trainer.jit_compile == (not left_out)
-    assert ("convolutions on CPUs" in trainer.why_no_xla()) == (left_out or jit_compile == "true")
+    assert ("convolutions on CPUs" in trainer.program.xla_disabled_reason) == (left_out or jit_compile == "true")
 
 
 def test_weights_of_several_dtypes():

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from tfpar import inputs
 from tfpar.cluster.failure import COMMUNICATION_ERRORS
-from tfpar.guards.batches import Batches
+from tfpar.guards.batches import BatchIndex
 
 import numpy as np
 import tensorflow as tf
@@ -48,7 +48,7 @@ def named(source: inputs.Source, indices: Callable[[], Sequence[int] | np.ndarra
         raise
 
 
-class SkippedExamples:
+class SkippedExampleLog:
     """Counts the examples left out under `--on_bad_record=skip`.
 
     What updates report of their weights is the same number on every worker, so that the count is too, without a word
@@ -62,7 +62,7 @@ class SkippedExamples:
       count: Examples left out; one that comes again counts again.
     """
 
-    def __init__(self, batches: Batches, *, is_chief: bool) -> None:
+    def __init__(self, batches: BatchIndex, *, is_chief: bool) -> None:
         self.count = 0
         self._batches = batches
         self._to_name = _NAMED if is_chief else 0

@@ -10,7 +10,7 @@ from tfpar import inputs
 import numpy as np
 
 
-class Batches(Protocol):
+class BatchIndex(Protocol):
     """Examples by number of update; `tfpar.inputs.Pipeline` is one, where an update is a whole batch."""
 
     @property
@@ -27,7 +27,7 @@ class Batches(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Pushes:
+class PushOrder:
     """The updates of asynchronous training: number `k` is the share of worker `k % workers` in batch `k // workers`.
 
     Attributes:

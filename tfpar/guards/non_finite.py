@@ -17,7 +17,7 @@ from typing import Any
 
 from tfpar import inputs
 from tfpar.config.errors import TrainingError
-from tfpar.guards.batches import Batches
+from tfpar.guards.batches import BatchIndex
 from tfpar.process.exit_codes import BAD_NUMBERS
 
 import numpy as np
@@ -34,7 +34,7 @@ class BadStepsError(TrainingError):
     exit_code = BAD_NUMBERS
 
 
-class BadSteps:
+class NonFiniteStreak:
     """Counts updates in a row that were left out. All workers see the same ones, and end alike.
 
     Args:
@@ -42,8 +42,8 @@ class BadSteps:
       limit: `--max_bad_steps`; 0 for none.
       workdir: Where the chief writes the complete list when the limit is reached; empty for nowhere.
       is_chief: Whether this process writes.
-      settle: Called by every worker before it raises, and returns when all have called it: no worker's exit then ends
-        the chief before its list is written.
+      before_raise: Every worker calls it before it raises; it returns when all have called it, so that no worker exits
+        before the chief has written its list.
 
     Attributes:
       streak: The loss of each update left out since the last one that was applied, by number from 0 on; empty where
@@ -52,22 +52,22 @@ class BadSteps:
 
     def __init__(
         self,
-        batches: Batches,
+        batches: BatchIndex,
         *,
         limit: int,
         workdir: str = "",
         is_chief: bool = True,
-        settle: Callable[[], object] = lambda: None,
+        before_raise: Callable[[], object] = lambda: None,
     ) -> None:
         self.streak: dict[int, float] = {}
         self._batches = batches
         self._limit = limit
         self._workdir = workdir
         self._is_chief = is_chief
-        self._settle = settle
+        self._before_raise = before_raise
 
     @property
-    def holds_back(self) -> bool:
+    def suspends_checkpoints(self) -> bool:
         """Whether checkpoints are better not written now: they would push out those of before the streak."""
         return bool(self.streak)
 
@@ -101,7 +101,7 @@ class BadSteps:
         looked_at_all = time.monotonic() - began < _SECONDS_TO_LOOK
         if self._is_chief and self._workdir:
             write_list(self._workdir, source.info, batches, self.streak, found)
-        self._settle()
+        self._before_raise()
         raise BadStepsError(self._message(batches, found, looked_at_all))
 
     def _message(

@@ -13,7 +13,7 @@ from typing import Any
 from tfpar.process.exit_codes import sigterm_is_free
 
 
-class StopRequest:
+class PreemptionFlag:
     """Notes SIGTERM while it is entered, in place of ending the process; a second one ends it at once.
 
     A program that handles SIGTERM itself keeps its handler, and in another thread than the main one nothing can be
@@ -27,7 +27,7 @@ class StopRequest:
         self.received = False
         self._before: Any = None
 
-    def __enter__(self) -> StopRequest:
+    def __enter__(self) -> PreemptionFlag:
         if sigterm_is_free():
             self._before = signal.signal(signal.SIGTERM, self._note)
         return self

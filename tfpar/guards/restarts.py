@@ -1,4 +1,4 @@
-"""How often a run had to start again, and how many updates that cost: `starts.json` in its workdir."""
+"""How often a run had to start again, and how many steps that cost: `restarts.json` in its workdir."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ import pathlib
 import time
 from typing import Any
 
-_NAME = "starts.json"
+_NAME = "restarts.json"
+_OLD_NAME = "starts.json"  # until version 0.1.0; read where there is no file of the new name
 _WRITE_SECONDS = 0.25
 _COUNTS = ("starts", "restarts", "steps_redone", "reached")
 _WITHOUT_LOSS = ("new", "finished", "stopped")
 
 
-class Journal:
+class RestartLog:
     """Counts starts of a run. Every worker has one; only the chief's writes.
 
-    The counts are worth less than the run: a file that cannot be read or written is passed over.
+    The counts matter less than the run: a file that cannot be read or written is ignored.
 
     Args:
-      workdir: Directory of the run; None or empty: only what the launcher says is known.
+      workdir: Directory of the run; None or empty: only the launcher's count is known.
       writes: Whether this process is the chief.
     """
 
@@ -34,8 +35,10 @@ class Journal:
             self._state["restarts"] = launcher_restarts()
             return
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
-            found = json.loads(self._path.read_text())
-            self._state = {**{key: int(found[key]) for key in _COUNTS}, "ended": str(found["ended"])}
+            old_path = self._path.with_name(_OLD_NAME)
+            path = old_path if old_path.exists() and not self._path.exists() else self._path
+            saved = json.loads(path.read_text())
+            self._state = {**{key: int(saved[key]) for key in _COUNTS}, "ended": str(saved["ended"])}
 
     @property
     def restarts(self) -> int:
@@ -44,11 +47,11 @@ class Journal:
 
     @property
     def steps_redone(self) -> int:
-        """Updates done again because they came after the newest checkpoint; the last quarter second's are not known."""
+        """Steps done again because they came after the newest checkpoint; those of the last 0.25 s are not counted."""
         return self._state["steps_redone"]
 
     def begin(self, step: int) -> None:
-        """Notes a start that goes on at this update."""
+        """Records a start that continues at this step."""
         state = self._state
         if self._path is not None and state["ended"] not in _WITHOUT_LOSS:
             state["restarts"] += 1
@@ -61,13 +64,13 @@ class Journal:
         self._write()
 
     def reached(self, step: int) -> None:
-        """Notes the updates done so far; cheap enough for every call from Python."""
+        """Records the steps done so far; cheap enough for every call from Python."""
         self._state["reached"] = step
         if time.monotonic() - self._written >= _WRITE_SECONDS:
             self._write()
 
     def end(self, how: str) -> None:
-        """Notes that this start ended by itself: `finished`, `stopped` or `preempted`."""
+        """Records that this start ended normally: `finished`, `stopped` or `preempted`."""
         self._state["ended"] = how
         self._write()
 

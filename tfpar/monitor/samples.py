@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import weakref
-from typing import TYPE_CHECKING
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 from tfpar import inputs
 from tfpar.monitor.monitor import Monitor
 
+import keras
 import numpy as np
 import tensorflow as tf
-
-if TYPE_CHECKING:
-    from tfpar.training.trainer import Trainer
 
 IMAGES = 16
 PROMPT_TOKENS = 32
@@ -35,78 +34,116 @@ def write_inputs(monitor: Monitor, source: inputs.Source) -> None:
         monitor.images("inputs", shown)
 
 
-def write_text(monitor: Monitor, trainer: Trainer, source: inputs.Source, step: int) -> None:
-    """Lets a language model continue the beginning of the first held-out example. Chief only; nothing otherwise."""
+def continues_text(source: inputs.Source) -> bool:
+    """Whether a source has text that a language model can continue."""
     info = source.info
-    if not trainer.topology.is_chief or info.task != "language_model" or info.decode is None or not info.num_examples:
-        return
+    return info.task == "language_model" and info.decode is not None and info.num_examples > 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Continuation:
+    """What a language model made of the beginning of an example.
+
+    Attributes:
+      text: Prompt and continuation, divided by `|`; empty if there is none.
+      problem: Why there is none, in one line; empty otherwise.
+    """
+
+    text: str
+    problem: str = ""
+
+
+def continue_first(
+    sampler: TextSampler, params: Sequence[Any], state: Sequence[Any], source: inputs.Source, *, seed: int
+) -> Continuation:
+    """Lets a language model continue the beginning of a source's first example.
+
+    Args:
+      sampler: Of the model.
+      params: Values of its trainable weights, in order, all on one device.
+      state: Values of its other variables, in order.
+      source: One that `continues_text`.
+      seed: Seed of the draws.
+    """
+    info = source.info
+    assert info.decode is not None
     x, _, _ = inputs.fetch_usable(source, tf.constant([0], tf.int64))
     prompt = x.numpy()[0][:PROMPT_TOKENS]
     try:
-        generated = info.decode(generate(trainer, prompt, GENERATED_TOKENS, seed=step))
+        generated = info.decode(sampler.generate(params, state, prompt, GENERATED_TOKENS, seed=seed))
     except FloatingPointError:
         generated = "(not finite)"
     except Exception as error:
-        monitor.message(f"no sample text: {type(error).__name__}: {error}")
-        return
-    monitor.sample_text("generated", f"{info.decode(prompt)}|{generated}", step=step)
+        return Continuation("", f"no sample text: {type(error).__name__}: {error}")
+    return Continuation(f"{info.decode(prompt)}|{generated}")
 
 
-def generate(
-    trainer: Trainer, prompt: np.ndarray, length: int, *, seed: int = 0, temperature: float = 0.8
-) -> np.ndarray:
-    """Samples tokens from a decoder-only language model.
+def write_continuation(monitor: Monitor, continuation: Continuation, step: int) -> None:
+    """Records generated text in TensorBoard, or prints why there is none."""
+    if continuation.problem:
+        monitor.message(continuation.problem)
+    else:
+        monitor.sample_text("generated", continuation.text, step=step)
+
+
+class TextSampler:
+    """Samples tokens from a decoder-only language model. Its forward pass is traced once.
 
     Args:
-      trainer: A trainer of a model that maps int32 `[1, T]` to logits `[1, T, vocabulary]`, causally.
-      prompt: Int `[P]`, P below T.
-      length: Tokens to generate; ends earlier when the context of T tokens is full.
-      seed: Seed of the draws.
-      temperature: Divides the logits; below 1 sharpens.
-
-    Returns:
-      Int64 `[at most length]`.
-
-    Raises:
-      FloatingPointError: The model gives logits that are not finite, as after training has diverged.
+      model: Maps int32 `[1, T]` to logits `[1, T, vocabulary]`, causally.
+      jit_compile: Whether XLA compiles it.
     """
-    context = int(trainer.model.inputs[0].shape[1])
-    tokens = np.zeros([1, context], np.int32)
-    position = min(len(prompt), context - 1)
-    tokens[0, :position] = prompt[:position]
-    local = trainer.strategy.experimental_local_results
-    # This runs on the chief alone, so it must not touch the other replicas: its own copies, as tensors.
-    params = [local(variable.value)[0].read_value() for variable in trainer.evaluated_weights()]
-    state = [local(variable.value)[0].read_value() for variable in trainer.model.non_trainable_variables]
-    forward = _forward(trainer)
-    generator = np.random.default_rng(seed)
-    generated: list[int] = []
-    while position < context and len(generated) < length:
-        logits = forward(params, state, tf.constant(tokens), tf.constant(position - 1)).numpy().astype(np.float64)
-        odds = np.exp((logits - logits.max()) / temperature)
-        if not np.isfinite(odds.sum()):
-            raise FloatingPointError("the model's logits are not finite")
-        token = int(generator.choice(len(odds), p=odds / odds.sum()))
-        tokens[0, position] = token
-        generated.append(token)
-        position += 1
-    return np.asarray(generated, np.int64)
 
+    def __init__(self, model: keras.Model, *, jit_compile: bool) -> None:
+        self._model = model
 
-# Traced once a trainer, and no longer there than it is. The functions know the model, never the trainer.
-_FORWARD: weakref.WeakKeyDictionary[Trainer, tf.types.experimental.GenericFunction] = weakref.WeakKeyDictionary()
+        def forward(params: Any, state: Any, tokens: tf.Tensor, position: tf.Tensor) -> tf.Tensor:
+            logits, _ = model.stateless_call(params, state, tokens, training=False)
+            # Not logits[0, position]: XLA takes what a slice begins at for a constant, and would compile for each.
+            return tf.gather(logits[0], position)
 
+        self.forward = tf.function(forward, autograph=False, jit_compile=jit_compile)
 
-def _forward(trainer: Trainer) -> tf.types.experimental.GenericFunction:
-    if trainer in _FORWARD:
-        return _FORWARD[trainer]
-    model = trainer.model
+    def generate(
+        self,
+        params: Sequence[Any],
+        state: Sequence[Any],
+        prompt: np.ndarray,
+        length: int,
+        *,
+        seed: int = 0,
+        temperature: float = 0.8,
+    ) -> np.ndarray:
+        """Continues a prompt.
 
-    @tf.function(autograph=False, jit_compile=trainer.jit_compile)
-    def forward(params: list[tf.Tensor], state: list[tf.Tensor], tokens: tf.Tensor, position: tf.Tensor) -> tf.Tensor:
-        logits, _ = model.stateless_call(params, state, tokens, training=False)
-        # Not logits[0, position]: XLA takes what a slice begins at for a constant, and would compile anew for each.
-        return tf.gather(logits[0], position)
+        Args:
+          params: Values of the trainable weights, in order, all on one device.
+          state: Values of the other variables, in order.
+          prompt: Int `[P]`, P below T.
+          length: Tokens to generate; ends earlier when the context of T tokens is full.
+          seed: Seed of the draws.
+          temperature: Divides the logits; below 1 sharpens.
 
-    _FORWARD[trainer] = forward
-    return forward
+        Returns:
+          Int64 `[at most length]`.
+
+        Raises:
+          FloatingPointError: The model gives logits that are not finite, as after training has diverged.
+        """
+        context = int(self._model.inputs[0].shape[1])
+        tokens = np.zeros([1, context], np.int32)
+        position = min(len(prompt), context - 1)
+        tokens[0, :position] = prompt[:position]
+        generator = np.random.default_rng(seed)
+        generated: list[int] = []
+        while position < context and len(generated) < length:
+            row = self.forward([*params], [*state], tf.constant(tokens), tf.constant(position - 1))
+            logits = row.numpy().astype(np.float64)
+            odds = np.exp((logits - logits.max()) / temperature)
+            if not np.isfinite(odds.sum()):
+                raise FloatingPointError("the model's logits are not finite")
+            token = int(generator.choice(len(odds), p=odds / odds.sum()))
+            tokens[0, position] = token
+            generated.append(token)
+            position += 1
+        return np.asarray(generated, np.int64)

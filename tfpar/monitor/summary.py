@@ -9,61 +9,30 @@ import logging
 import math
 import os
 import pathlib
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from tfpar import inputs
 from tfpar.checkpoint import format as checkpoint_format
 from tfpar.checkpoint import run_state
 from tfpar.checkpoint.checkpointer import CheckpointError
-from tfpar.exchange import Traffic
-from tfpar.guards.bad_examples import SkippedExamples
-from tfpar.guards.restarts import Journal
 from tfpar.monitor.monitor import Monitor
+from tfpar.monitor.run_info import RunInfo, RunOutcome
 
 import keras
 import numpy as np
-
-if TYPE_CHECKING:
-    from tfpar.training.trainer import Trainer
-
+import tensorflow as tf
 
 RESULTS = ("summary.json", "model.keras")
 
 
-class Run(Protocol):
-    """What the results of a run are made from."""
+def replica_digests(strategy: tf.distribute.Strategy, weights: Sequence[keras.Variable]) -> list[str]:
+    """`params_sha256` of every replica of this process.
 
-    trainer: Trainer
-    monitor: Monitor
-    pipeline: inputs.Pipeline
-    train: inputs.Source
-    validation: inputs.Source | None
-    skipped_examples: SkippedExamples
-    results: dict[str, float]
-    total: int
-    journal: Journal
-
-    @property
-    def steps_done(self) -> int: ...
-
-    @property
-    def train_loss(self) -> float | None: ...
-
-    @property
-    def skipped(self) -> int: ...
-
-    @property
-    def failures(self) -> list[str]: ...
-
-    @property
-    def traffic(self) -> Traffic: ...
-
-
-def replica_digests(trainer: Trainer) -> list[str]:
-    """`params_sha256` of every replica of this process."""
-    weights = trainer.model.trainable_variables
-    copies = [trainer.strategy.experimental_local_results(variable.value) for variable in weights]
+    Args:
+      strategy: The strategy that the weights were created under.
+      weights: The trainable weights.
+    """
+    copies = [strategy.experimental_local_results(variable.value) for variable in weights]
 
     @dataclasses.dataclass
     class Copy:
@@ -81,21 +50,19 @@ def replica_digests(trainer: Trainer) -> list[str]:
     ]
 
 
-def summary(run: Run, params_sha256: str) -> dict[str, Any]:
+def summary(info: RunInfo, outcome: RunOutcome, monitor: Monitor, params_sha256: str) -> dict[str, Any]:
     """The contents of `summary.json`: what a script may rely on (docs/outputs.md)."""
-    trainer = run.trainer
-    plan = trainer.topology
-    traffic = run.traffic
+    topology, traffic = info.topology, outcome.traffic
     return {
-        "steps": run.steps_done,
-        "train_loss": run.train_loss,
-        "eval": {name: value for name, value in run.results.items() if name != "examples"},
-        **run.monitor.statistics(),
-        "strategy": plan.name,
-        "workers": plan.workers,
-        "replicas": plan.replicas,
-        "precision": trainer.config.precision.precision,
-        "jit_compile": trainer.jit_compile,
+        "steps": outcome.steps,
+        "train_loss": outcome.train_loss,
+        "eval": {name: value for name, value in outcome.results.items() if name != "examples"},
+        **monitor.statistics(),
+        "strategy": topology.name,
+        "workers": topology.workers,
+        "replicas": topology.replicas,
+        "precision": info.config.precision.precision,
+        "jit_compile": info.jit_compile,
         "exchange": {
             "codec": traffic.codec,
             "pattern": traffic.pattern,
@@ -104,46 +71,53 @@ def summary(run: Run, params_sha256: str) -> dict[str, Any]:
             "dense_wire_bytes_per_step": traffic.dense_bytes,
         },
         "params_sha256": params_sha256,
-        "restarts": run.journal.restarts,
-        "steps_redone": run.journal.steps_redone,
-        "skipped_steps": run.skipped,
-        "skipped_examples": run.skipped_examples.count,
-        "skipped_validation_examples": _skipped_validation_examples(run),
-        "failed_checkpoints": run.failures,
-        "failed_writes": [*run.monitor.failures],
-        "parameters": trainer.model.count_params(),
+        "restarts": outcome.restarts,
+        "steps_redone": outcome.steps_redone,
+        "skipped_steps": outcome.skipped_steps,
+        "skipped_examples": outcome.skipped_examples,
+        "skipped_validation_examples": _skipped_validation_examples(info, outcome),
+        "failed_checkpoints": [*outcome.failed_checkpoints],
+        "failed_writes": [*monitor.failures],
+        "parameters": info.model.count_params(),
     }
 
 
-def _skipped_validation_examples(run: Run) -> int:
+def _skipped_validation_examples(info: RunInfo, outcome: RunOutcome) -> int:
     """How many examples the last evaluation left out."""
-    if run.validation is None or "examples" not in run.results:
+    if info.validation is None or "examples" not in outcome.results:
         return 0
-    return run.validation.info.num_examples - round(run.results["examples"])
+    return info.validation.info.num_examples - round(outcome.results["examples"])
 
 
-def write(run: Run, content: dict[str, Any]) -> None:
+def write(
+    info: RunInfo, content: dict[str, Any], monitor: Monitor, eval_weights: Callable[[], Sequence[keras.Variable]]
+) -> None:
     """Writes `model.keras` and `summary.json` on the chief, each whole or not at all, and prints the closing table.
 
     What cannot be written is reported, and the results are printed whatever happens.
 
+    Args:
+      info: The run.
+      content: From `summary`.
+      monitor: The run's monitor.
+      eval_weights: Gives the trainable weights that evaluation used, in order.
+
     Raises:
       CheckpointError: Something could not be written, and `on_checkpoint_error` is `fail`.
     """
-    trainer = run.trainer
-    if not trainer.topology.is_chief:
+    if not info.topology.is_chief:
         return
-    options = trainer.config.checkpoint
-    run.monitor.finish(content)
-    failed = content["failed_writes"] = [*run.monitor.failures]
+    options = info.config.checkpoint
+    monitor.finish(content)
+    failed = content["failed_writes"] = [*monitor.failures]
     if options.workdir:
         path = pathlib.Path(options.workdir)
-        failed += _attempt("model.keras", lambda: save_model(trainer, path / "model.keras"))
-        problem = _attempt("summary.json", lambda: _write_summary(path, content))
+        failed += _try_write("model.keras", lambda: save_model(info.model, eval_weights(), path / "model.keras"))
+        problem = _try_write("summary.json", lambda: _write_summary(path, content))
         if problem:
             failed += problem
-            run.monitor.message(f"what summary.json would hold: {json.dumps(_finite(content))}")
-    run.monitor.message(closing_table(content, options.workdir))
+            monitor.message(f"what summary.json would hold: {json.dumps(_finite(content))}")
+    monitor.message(closing_table(content, options.workdir))
     if options.on_checkpoint_error == "fail" and failed:
         raise CheckpointError(
             f"--workdir={options.workdir}: not everything could be written ({'; '.join(failed)}), and "
@@ -151,18 +125,18 @@ def write(run: Run, content: dict[str, Any]) -> None:
         )
 
 
-def _attempt(name: str, write: Callable[[], None]) -> list[str]:
-    """Writes; gives one line on what went wrong with the disk, if anything did."""
+def _try_write(name: str, write: Callable[[], None]) -> list[str]:
+    """Writes; returns one line that describes the disk's error, if there was one."""
     try:
         write()
     except Exception as error:
-        if not _is_of_disk(error):
+        if not _is_disk_error(error):
             raise
         return [f"{name}: {error}"]
     return []
 
 
-def _is_of_disk(error: BaseException | None) -> bool:
+def _is_disk_error(error: BaseException | None) -> bool:
     """Whether an error comes from the file system; zipfile and h5py wrap some of these in other types."""
     while error is not None:
         if isinstance(error, OSError) or "errno = " in str(error):
@@ -194,14 +168,18 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def save_model(trainer: Trainer, path: pathlib.Path) -> None:
-    """Saves the model, with the weights that evaluation used, as a `.keras` file."""
-    model = trainer.model
-    evaluated = trainer.evaluated_weights()
-    kept = None
-    if any(weight is not own for weight, own in zip(evaluated, model.trainable_variables, strict=True)):
-        kept = [variable.numpy() for variable in model.trainable_variables]
-        _assign(model.trainable_variables, [variable.numpy() for variable in evaluated])
+def save_model(model: keras.Model, eval_weights: Sequence[keras.Variable], path: pathlib.Path) -> None:
+    """Saves the model, with the weights that evaluation used, as a `.keras` file.
+
+    Args:
+      model: The model; its weights are the same afterwards.
+      eval_weights: The trainable weights to save, in order: the model's own, or their moving averages.
+      path: The file.
+    """
+    trained = None
+    if any(average is not weight for average, weight in zip(eval_weights, model.trainable_variables, strict=True)):
+        trained = [variable.numpy() for variable in model.trainable_variables]
+        _assign(model.trainable_variables, [variable.numpy() for variable in eval_weights])
     temporary = path.with_name(f".{path.stem}.partial.keras")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -211,8 +189,8 @@ def save_model(trainer: Trainer, path: pathlib.Path) -> None:
         _discard(temporary)  # it may be what fills the disk
         raise
     finally:
-        if kept is not None:
-            _assign(model.trainable_variables, kept)
+        if trained is not None:
+            _assign(model.trainable_variables, trained)
 
 
 def _assign(variables: list[keras.Variable], values: list[np.ndarray]) -> None:
@@ -228,30 +206,42 @@ def read_summary(workdir: str) -> dict[str, Any] | None:
         return None
 
 
-def of_before(run: Run) -> dict[str, Any] | None:
+def previous_summary(workdir: str, step: int) -> dict[str, Any] | None:
     """The results that an earlier start left of the very step where this one stands, or None.
 
-    A summary of another step is a shorter run's, which this one went beyond.
+    A summary of another step is a shorter run's, which this one has passed.
+
+    Args:
+      workdir: Of the run; empty if it has none.
+      step: Steps done.
     """
-    workdir = run.trainer.config.checkpoint.workdir
-    known = read_summary(workdir) if workdir else None
-    return known if known is not None and known.get("steps") == run.steps_done else None
+    content = read_summary(workdir) if workdir else None
+    return content if content is not None and content.get("steps") == step else None
 
 
-def announce_finished(run: Run) -> None:
-    """Says that there is nothing left to do, and writes a `model.keras` that has gone missing."""
-    run.monitor.message(f"this run is finished (step {run.steps_done} of {run.total}); more --steps would go on")
-    path = pathlib.Path(run.trainer.config.checkpoint.workdir) / "model.keras"
-    if run.trainer.topology.is_chief and not path.exists():
-        for problem in _attempt("model.keras", lambda: save_model(run.trainer, path)):
-            run.monitor.message(f"could not be written: {problem}", logging.WARNING)
+def report_already_finished(
+    info: RunInfo, step: int, monitor: Monitor, eval_weights: Callable[[], Sequence[keras.Variable]]
+) -> None:
+    """Prints that there is nothing left to do, and writes a `model.keras` that has gone missing.
+
+    Args:
+      info: The run.
+      step: Steps done.
+      monitor: The run's monitor.
+      eval_weights: Gives the trainable weights that evaluation used, in order.
+    """
+    monitor.message(f"this run is finished (step {step} of {info.total}); more --steps would go on")
+    path = pathlib.Path(info.config.checkpoint.workdir) / "model.keras"
+    if info.topology.is_chief and not path.exists():
+        for problem in _try_write("model.keras", lambda: save_model(info.model, eval_weights(), path)):
+            monitor.message(f"could not be written: {problem}", logging.WARNING)
 
 
 def closing_table(content: dict[str, Any], workdir: str) -> str:
     """A short table of the results and where to look next."""
     rows = [("steps", f"{content['steps']}"), ("train loss", _number(content["train_loss"]))]
     rows += [(f"eval {name}", f"{value:.4f}") for name, value in content["eval"].items()]
-    if content["examples_per_second"] is not None:  # a run of a few updates has no time without compilation
+    if content["examples_per_second"] is not None:  # a run of a few steps has no time without compilation
         rows += [
             ("examples/s", f"{content['examples_per_second']:.0f}"),
             ("step ms (p50 / p95)", f"{content['step_ms_p50']:.2f} / {content['step_ms_p95']:.2f}"),
@@ -268,9 +258,9 @@ def closing_table(content: dict[str, Any], workdir: str) -> str:
         rows.append(("saved on the wire", f"{saved * content['steps'] / 1e6:.1f} MB per sender, {share:.0%} of dense"))
     if content["skipped_steps"]:
         every = content["skipped_steps"] == content["steps"]
-        rows.append(("skipped (non-finite)", f"{content['skipped_steps']}{': every update' if every else ''}"))
+        rows.append(("skipped (non-finite)", f"{content['skipped_steps']}{': every step' if every else ''}"))
     if content["restarts"]:
-        rows.append(("restarts", f"{content['restarts']}, {content['steps_redone']} updates done again"))
+        rows.append(("restarts", f"{content['restarts']}, {content['steps_redone']} steps done again"))
     skipped = {"training": content["skipped_examples"], "validation": content["skipped_validation_examples"]}
     if any(skipped.values()):
         texts = [f"{count} in {what}" for what, count in skipped.items() if count]

@@ -2,17 +2,80 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from tfpar import inputs
+from tfpar.cluster import failure
 from tfpar.collectives.agreement import WorkerAgreement
+from tfpar.collectives.tensorflow import world_group
+from tfpar.guards.bad_examples import SkippedExampleLog, named
 from tfpar.parallel import replica
 from tfpar.training.core import Core
+from tfpar.training.program import Program
 
 import keras
 import numpy as np
 import tensorflow as tf
+
+
+class Evaluator:
+    """Evaluates a program on sources, under a synchronous strategy. What it compiles serves every later call.
+
+    Args:
+      program: Model, loss and metrics under the strategy.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._evaluation: Evaluation | None = None
+        self._elements: tuple[inputs.Source, inputs.Pipeline, Any] | None = None
+        self._named_skipped: set[str] = set()  # fingerprints of sources whose skipped examples have been named
+
+    def __call__(self, source: inputs.Source) -> dict[str, float]:
+        """Loss and metrics over all examples of a source, each counted once; all workers call it together.
+
+        Args:
+          source: Examples; no shuffling, no augmentation.
+
+        Returns:
+          `loss`, `examples`, and one entry per metric.
+        """
+        program, topology = self._program, self._program.topology
+        pipeline, elements = self._pipeline_and_elements(source)
+        batches = pipeline.updates_per_epoch
+        read = functools.partial(pipeline.indices, 0, batches, max(topology.worker, 0))
+        with failure.peer_errors_named(topology.cluster), named(source, read):
+            results = self._current(program.eval_weights()).run(iter(elements), batches)
+        total = source.info.num_examples
+        already_named = source.info.fingerprint in self._named_skipped
+        if results["examples"] < total and topology.is_chief and not already_named:
+            self._named_skipped.add(source.info.fingerprint)
+            SkippedExampleLog(pipeline, is_chief=True).name(np.arange(total))
+        return results
+
+    def _current(self, weights: Sequence[keras.Variable]) -> Evaluation:
+        """The compiled evaluation with these weights: others once moving averages exist."""
+        if self._evaluation is None or not all(map(operator.is_, self._evaluation.weights, weights)):
+            program = self._program
+            self._evaluation = Evaluation(
+                program.core,
+                program.strategy,
+                agreement=WorkerAgreement(world_group(program.topology.workers, program.topology.worker)),
+                jit_compile=program.jit_compile,
+                weights=weights,
+            )
+        return self._evaluation
+
+    def _pipeline_and_elements(self, source: inputs.Source) -> tuple[inputs.Pipeline, Any]:
+        """The pipeline of a source and its elements; kept for the next evaluation, as they take 0.3 s to make."""
+        if self._elements is None or self._elements[0] is not source:
+            pipeline = self._program.pipeline(source, training=False)
+            self._elements = source, pipeline, self._program.distribute(pipeline)
+        return self._elements[1:]
 
 
 class Evaluation:

@@ -22,12 +22,13 @@ from tfpar.exchange import Exchange
 from tfpar.optim.keras_internals import is_seed_state
 from tfpar.optim.pure_update import pure_apply
 from tfpar.parallel import replica
+from tfpar.parallel.compilation import compilation_plan
 from tfpar.precision import LossScale
 from tfpar.precision import update as update_loss_scale
 from tfpar.training import norms, sidecar
-from tfpar.training.compilation import compilation_plan
 from tfpar.training.core import Core
 from tfpar.training.objective import Tensors
+from tfpar.training.seeds import step_seed
 from tfpar.training.sidecar import Sidecar, frozen_weights
 from tfpar.training.step_loop import StepReport, StepsResult, run_steps
 
@@ -225,9 +226,7 @@ class TrainStep:
         self, params: Tensors, state: Tensors, batch: Any, seed_path: tuple[tf.Tensor, tf.Tensor], scale: tf.Tensor
     ) -> tuple[Tensors, tf.Tensor, Tensors]:
         """This replica's gradient sums, its part of the sidecar, and what the model's new state builds on."""
-        seed = tf.constant([self._seed & 0x7FFFFFFF, self._seed >> 31], tf.int32)
-        for part in seed_path:
-            seed = tf.random.fold_in(seed, tf.cast(part, tf.int32), alg="philox")
+        seed = step_seed(self._seed, *seed_path)
         sums = self.core.accumulate(params, state, batch, seed, scale if self._scale_loss else None)
         gradients = sums.gradients
         if self._scale_loss:  # residuals of the exchange are kept from step to step, and the scale changes

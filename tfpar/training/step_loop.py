@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 from tfpar.monitor import timings
+from tfpar.parallel.compilation import CompilationPlan
 from tfpar.precision import LossScale
 from tfpar.training import sidecar
-from tfpar.training.compilation import CompilationPlan
 from tfpar.training.objective import Tensors
 from tfpar.training.sidecar import Sidecar
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tfpar.training.loops.pacing import Pace, next_multiple
+from tfpar.training.loops.pacing import StepsPerCall, next_multiple
 
 import pytest
 from hypothesis import given, settings
@@ -18,7 +18,7 @@ FAR = [10**9]
 
 
 def test_the_first_call_compiles_the_second_measures_the_third_is_about_half_a_second_long():
-    pace = Pace()
+    pace = StepsPerCall()
     assert pace.next(0, FAR) == 1
     pace.measured(1, 30.0)  # compilation says nothing about the pace
     assert pace.next(1, FAR) == 5
@@ -30,14 +30,14 @@ def test_the_first_call_compiles_the_second_measures_the_third_is_about_half_a_s
 
 @pytest.mark.parametrize(("seconds_per_update", "updates"), [(10.0, 1), (0.6, 1), (0.25, 2), (1e-6, 2000), (0.0, 2000)])
 def test_slow_updates_go_one_by_one_and_fast_ones_are_bounded(seconds_per_update, updates):
-    pace = Pace()
+    pace = StepsPerCall()
     pace.measured(1, 1.0)
     pace.measured(5, 5 * seconds_per_update)
     assert pace.next(6, FAR) == updates
 
 
 def test_a_fixed_pace_does_not_adapt():
-    pace = Pace(7)
+    pace = StepsPerCall(7)
     for seconds in (100.0, 1e-9, 3.0):
         assert pace.next(0, FAR) == 7
         pace.measured(7, seconds)
@@ -51,7 +51,7 @@ def test_a_fixed_pace_does_not_adapt():
     seconds=st.lists(st.floats(1e-6, 10.0), min_size=1, max_size=20),
 )
 def test_calls_meet_every_boundary_exactly(fixed, every, total, seconds):
-    pace, step, visited = Pace(fixed), 0, []
+    pace, step, visited = StepsPerCall(fixed), 0, []
     while step < total:
         updates = pace.next(step, [total, next_multiple(step, every)])
         assert updates >= 1

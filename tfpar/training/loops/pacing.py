@@ -1,4 +1,4 @@
-"""How many updates one call from Python does."""
+"""How many steps one call from Python does."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ _TARGET_SECONDS = 0.5
 _MAXIMUM = 2000
 
 
-class Pace:
+class StepsPerCall:
     """Chooses the length of the next call from the measured step time.
 
     Args:
-      fixed: Updates per call; 0 adapts.
+      fixed: Steps per call; 0 adapts.
     """
 
     def __init__(self, fixed: int = 0) -> None:
@@ -19,7 +19,7 @@ class Pace:
         self._step_seconds: float | None = None
 
     def next(self, step: int, boundaries: list[int]) -> int:
-        """Updates to run from `step` on, not past the nearest of `boundaries` (each greater than `step`)."""
+        """Steps to run from `step` on, not past the nearest of `boundaries` (each greater than `step`)."""
         if self._fixed:
             wanted = self._fixed
         elif self._step_seconds is None:
@@ -28,12 +28,12 @@ class Pace:
             wanted = max(1, min(_MAXIMUM, int(_TARGET_SECONDS / self._step_seconds)))
         return min([wanted, *[boundary - step for boundary in boundaries]])
 
-    def measured(self, updates: int, seconds: float) -> None:
+    def measured(self, steps: int, seconds: float) -> None:
         """Takes note of a finished call; the first one, which compiles, only ends the waiting."""
         if self._step_seconds is None:
             self._step_seconds = _TARGET_SECONDS / 5  # five updates next, to measure without compilation
         else:
-            self._step_seconds = max(seconds / updates, 1e-6)
+            self._step_seconds = max(seconds / steps, 1e-6)
 
 
 def next_multiple(step: int, every: int) -> int:

@@ -1,362 +1,194 @@
-"""One run of training on a strategy whose replicas move together."""
+"""The loop on a strategy whose replicas move together."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from tfpar import inputs, precision
-from tfpar.checkpoint import checkpointer as checkpoints
-from tfpar.checkpoint import resume, run_state
-from tfpar.collectives.agreement import WorkerAgreement
-from tfpar.collectives.tensorflow import world_group
+from tfpar import inputs
 from tfpar.exchange import Traffic
 from tfpar.guards import bad_examples
-from tfpar.guards.non_finite import BadSteps
-from tfpar.guards.preemption import StopRequest
-from tfpar.guards.restarts import Journal
-from tfpar.guards.watchdog import Watchdog
-from tfpar.monitor import announce as report
 from tfpar.monitor import samples
 from tfpar.monitor import summary as results
-from tfpar.optim import schedules
-from tfpar.precision import LossScale
-from tfpar.process.exit_codes import Preempted
-from tfpar.training.duration import total_steps
-from tfpar.training.loops.pacing import Pace, next_multiple
+from tfpar.training.loops.context import RunContext
+from tfpar.training.loops.hooks import Hook, HookRows
+from tfpar.training.loops.pacing import StepsPerCall
+from tfpar.training.loops.state import Interval, LoopState
 from tfpar.training.step_loop import StepsResult
 from tfpar.training.validate import validate_workers_agree
 
 import numpy as np
 import tensorflow as tf
 
-if TYPE_CHECKING:
-    from tfpar.training.trainer import Trainer
 
+class SynchronousLoop:
+    """Runs steps in calls whose length adapts to the step time.
 
-@dataclasses.dataclass
-class _Position:
-    """Where a run stands: what a checkpoint holds besides variables."""
+    Args:
+      context: What is run.
+      evaluator: Computes loss and metrics on a source.
 
-    step: int
-    loss_scale: LossScale
-    skipped: int = 0
-    loss_sum: float = 0.0  # over the applied updates since the last evaluation was due
-    loss_count: int = 0
-    best: float | None = None
+    Attributes:
+      compiles_next: Whether the next steps are compiled first.
+    """
 
-
-class SynchronousRun:
-    """One call of `Trainer.fit` on a strategy whose replicas move together."""
-
-    def __init__(
-        self,
-        trainer: Trainer,
-        train: inputs.Source,
-        validation: inputs.Source | None,
-        steps: int | None,
-        epochs: float | None,
-    ) -> None:
-        self.trainer = trainer
-        self.config = config = trainer.config
-        self.topology = trainer.topology
-        self.train, self.validation = train, validation
-        self.pipeline = trainer.pipeline(train, training=True)
-        self.total = total_steps(config.train, steps, epochs, self.pipeline.updates_per_epoch)
-        self.schedule = trainer.learning_rate_schedule(self.total)
-        self.plateau = schedules.plateau(config.schedule) if self.schedule is not None else None
-        self.monitor = report.build_monitor(trainer, self.total)
-        self.say = self.monitor.message
-        self.position = _Position(0, precision.initial(config.precision))
-        self.step = trainer.train_step(self.schedule)
-        self.results: dict[str, float] = {}
-        self.evaluate_every = config.train.eval_every or max(1, min(self.pipeline.updates_per_epoch, self.total))
-        self.evaluated_at = -1
-        self.checkpointer = self._checkpointer()
-        self.agreement = WorkerAgreement(world_group(self.topology.workers, self.topology.worker))
-        self.journal = Journal(config.checkpoint.workdir, writes=self.topology.is_chief)
-        self.watchdog = Watchdog(config.strategy.stall_timeout, f"worker {self.topology.worker}")
-        self.stop_request = StopRequest()
-        self.bad_steps = BadSteps(
-            self.pipeline,
-            limit=config.train.max_bad_steps,
-            workdir=config.checkpoint.workdir,
-            is_chief=self.topology.is_chief,
-            settle=lambda: self.agreement.all_equal([0]),
-        )
-        self.skipped_examples = bad_examples.SkippedExamples(self.pipeline, is_chief=self.topology.is_chief)
-
-    @property
-    def steps_done(self) -> int:
-        """Updates done, over all starts of this run."""
-        return self.position.step
-
-    @property
-    def skipped(self) -> int:
-        """Updates that were left out because a replica was not finite."""
-        return self.position.skipped
-
-    @property
-    def train_loss(self) -> float | None:
-        """Mean loss of the updates since the last evaluation that was due, the last interval at the end."""
-        return self.position.loss_sum / self.position.loss_count if self.position.loss_count else None
-
-    @property
-    def failures(self) -> list[str]:
-        """Checkpoints that could not be written."""
-        return self.checkpointer.failures if self.checkpointer else []
+    def __init__(self, context: RunContext, evaluator: Callable[[inputs.Source], Mapping[str, float]]) -> None:
+        self._context = context
+        self._evaluator = evaluator
+        self._step = context.program.step(context.schedule)
+        self._steps_per_call = StepsPerCall(context.program.config.train.steps_per_loop)
+        self._iterator: Any = None
+        self._rows: HookRows | None = None
+        self.compiles_next = False
 
     @property
     def traffic(self) -> Traffic:
-        """What one update costs on the wire."""
-        return self.trainer.exchange.traffic(self.topology.replicas, self.step.sidecar.length)
+        """What one step costs on the wire."""
+        program = self._context.program
+        return program.exchange.traffic(program.topology.replicas, self._step.sidecar.length)
 
-    def run(self) -> dict[str, Any]:
-        """Announces, resumes, trains, and writes the results."""
-        with self.watchdog:
-            return self._run()
-
-    def _run(self) -> dict[str, Any]:
-        self._check_same_everywhere()
-        report.announce(self)
-        self._resume_or_warm_start()
-        if self.position.step >= self.total:
-            known = results.of_before(self)
-            if self.agreement.mean(float(known is not None)) == 1.0:  # else the others would wait for the one that goes
-                assert known is not None
-                results.announce_finished(self)
-                return known
-        report.record_start(self)
-        self.journal.begin(self.position.step)
-        with self.stop_request, self.monitor.session():
-            finished, preempted = self._train()
-            self.watchdog.progress("the last evaluation or checkpoint", patient=True)
-            summary = self._finish(finished, preempted)
-        if preempted:
-            raise Preempted
-        return summary
-
-    def _check_same_everywhere(self) -> None:
+    def check(self) -> None:
+        """Refuses workers that were not given the same run; they would wait for each other for ever."""
+        context, info = self._context, self._context.info
         # The same names on every worker: each is compared in a call of its own.
-        sources = {"training data": self.train, "validation data": self.validation}
+        sources = {"training data": info.train, "validation data": info.validation}
         facts = {name: source.info.fingerprint if source else "none" for name, source in sources.items()} | {
-            "updates in all": self.total,
-            "shapes of the weights": [tuple(weight.shape) for weight in self.trainer.model.weights],
+            "steps in all": info.total,
+            "shapes of the weights": [tuple(weight.shape) for weight in info.model.weights],
         }
         shown = {
             name: f"{source.info.name}, {source.info.num_examples} examples, fingerprint {source.info.fingerprint}"
             for name, source in sources.items()
             if source
         }
-        validate_workers_agree(self.agreement, self.config, facts, shown)
+        validate_workers_agree(context.agreement, info.config, facts, shown)
 
-    def _train(self) -> tuple[bool, bool]:
-        """Trains until the end, or until this start is to end; returns whether it did, and whether it was told to."""
-        trainer, config = self.trainer, self.config
-        every = self.evaluate_every
-        saves = config.checkpoint.checkpoint_every or every
-        retunes = config.exchange.exchange_retune_every or self.total
-        last = min(self.total, self.position.step + (config.train.stop_after or self.total))
-        pace = Pace(config.train.steps_per_loop)
-        iterator = iter(trainer.distribute(self.pipeline, self.position.step))
-        preempted = False
-        while self.position.step < last and not preempted:
-            step = self.position.step
-            boundaries = [last, *(next_multiple(step, interval) for interval in (every, saves, retunes))]
-            updates = pace.next(step, [*boundaries, self.monitor.next_boundary(step)])
-            began = time.perf_counter()
-            self._advance(iterator, updates)
-            # All workers must make calls of the same length: TensorFlow 2.21 tells collectives inside a loop apart
-            # by the iteration, and a worker in another iteration would wait for ever.
-            asked = float(self.stop_request.received)
-            seconds, told = self.agreement.sums([time.perf_counter() - began, asked])
-            pace.measured(updates, seconds / self.topology.workers)
-            step, preempted = self.position.step, told > 0
-            self.watchdog.progress(f"evaluation or checkpoint after update {step}", patient=True)
-            improved = self._evaluate() if step % every == 0 or step == self.total else False
-            due = step % saves == 0 and not self.bad_steps.holds_back
-            if due or step == last or improved or preempted:
-                self._save(best=improved)
-            retuned = step % retunes == 0 and step < last and trainer.exchange.retune()
-            if retuned:
-                self.say(trainer.exchange.plan_table)
-                self.step = trainer.train_step(self.schedule, anew=True)  # traced anew, with the new plan
-            self.watchdog.progress(f"the updates after {step}", patient=retuned)
-        finished = self.position.step >= self.total
-        return finished, preempted and not finished
+    def begin(self, rows: HookRows, state: LoopState) -> None:
+        """Opens the input at the state's step."""
+        self._rows = rows
+        program = self._context.program
+        self._iterator = iter(program.distribute(self._context.info.pipeline, state.step))
 
-    def _advance(self, iterator: Any, updates: int) -> None:
-        """Runs some updates and reports them."""
-        position = self.position
-        self.monitor.before_step(position.step)
-        factor = self.plateau.multiplier if self.plateau else 1.0
+    def advance(self, state: LoopState, stops: Sequence[int]) -> LoopState:
+        """Runs some steps in one call, not past the nearest of `stops`; all workers run the same number."""
+        context = self._context
+        self.compiles_next = False
+        steps = self._steps_per_call.next(state.step, [*stops, context.monitor.next_boundary(state.step)])
         began = time.perf_counter()
-        worker = self.topology.worker
-        with bad_examples.named(self.train, lambda: self.pipeline.indices(position.step, updates, worker)):
-            result: StepsResult = self.step.run(
-                iterator,
-                tf.constant(position.step, tf.int64),
-                tf.constant(updates),
-                position.loss_scale,
-                tf.constant(factor, tf.float32),
+        state = self._run_steps(state, steps)
+        # All workers must make calls of the same length: TensorFlow 2.21 tells collectives inside a loop apart
+        # by the iteration, and a worker in another iteration would wait for ever.
+        asked = float(context.preemption.received)
+        seconds, asked_workers = context.agreement.sums([time.perf_counter() - began, asked])
+        self._steps_per_call.measured(steps, seconds / context.program.topology.workers)
+        return state.replace(preempted=asked_workers > 0)
+
+    def _run_steps(self, state: LoopState, steps: int) -> LoopState:
+        """Runs some steps and reports them."""
+        context, monitor = self._context, self._context.monitor
+        monitor.before_step(state.step)
+        multiplier = (context.plateau.multiplier if context.plateau else 1.0) * state.lr_multiplier
+        began = time.perf_counter()
+        worker = context.program.topology.worker
+        with bad_examples.named(context.info.train, lambda: context.info.pipeline.indices(state.step, steps, worker)):
+            result: StepsResult = self._step.run(
+                self._iterator,
+                tf.constant(state.step, tf.int64),
+                tf.constant(steps),
+                state.loss_scale,
+                tf.constant(multiplier, tf.float32),
             )
-        losses, finite = result.loss.numpy(), result.finite.numpy()
         durations = result.durations.numpy()
         if not durations.any():  # no clock inside the step: all its time counts as computing
-            durations[:, [1, 4]] = (time.perf_counter() - began) / updates
-        position.step += updates
-        position.loss_scale = result.loss_scale
-        position.skipped += int(np.sum(~finite))
-        self.skipped_examples.note(position.step - updates, result.count.numpy())
-        if (position.step - updates) % self.evaluate_every == 0:
-            position.loss_sum, position.loss_count = 0.0, 0
-        position.loss_sum += float(np.sum(losses[finite], dtype=np.float64))
-        position.loss_count += int(np.sum(finite))
+            durations[:, [1, 4]] = (time.perf_counter() - began) / steps
+        done = Interval(
+            result.loss.numpy(),
+            result.count.numpy(),
+            result.finite.numpy(),
+            [part.numpy() for part in result.metrics],
+        )
+        first = state.step
+        context.skipped_examples.note(first, done.counts)
+        state = state.advanced(done, skipped=int(np.sum(~done.applied)), evaluate_every=context.evaluate_every).replace(
+            loss_scale=result.loss_scale
+        )
+        scalars = self._scalars(result, state)
+        monitor.on_steps(
+            state.step, done.losses, durations, scalars, examples=done.counts, metric_sums=done.metric_sums
+        )
+        monitor.after_step(state.step)
+        context.files.restarts.reached(state.step)
+        context.non_finite.note(np.arange(first, state.step), done.applied, done.losses)
+        if self._rows:
+            self._rows.record(done)
+        return state
+
+    def _scalars(self, result: StepsResult, state: LoopState) -> dict[str, float]:
+        """What the monitor records of the last step."""
         scalars = {
             "learning_rate": float(result.learning_rate),
             "gradient_norm": float(result.norms.gradient),
             "parameter_norm": float(result.norms.parameter),
             "update_norm": float(result.norms.update),
             "loss_scale": float(result.loss_scale.scale),
-            "skipped_steps": float(position.skipped),
-            "skipped_examples": float(self.skipped_examples.count),
-            **self._exchange_scalars(),
+            "skipped_steps": float(state.skipped),
+            "skipped_examples": float(self._context.skipped_examples.count),
         }
-        self.monitor.on_steps(
-            position.step,
-            losses,
-            durations,
-            scalars,
-            examples=result.count.numpy(),
-            metric_sums=[part.numpy() for part in result.metrics],
-        )
-        self.monitor.after_step(position.step)
-        self.journal.reached(position.step)
-        self.bad_steps.note(np.arange(position.step - updates, position.step), finite, losses)
-
-    def _exchange_scalars(self) -> dict[str, float]:
         traffic = self.traffic
-        if not traffic.wire_bytes:
-            return {}
-        return {
-            "payload_bytes": traffic.payload_bytes,
-            "wire_bytes": traffic.wire_bytes,
-            "compression_ratio": traffic.dense_bytes / traffic.wire_bytes,
-            **self.trainer.exchange.observed(),
-        }
+        if traffic.wire_bytes:
+            scalars |= {
+                "payload_bytes": traffic.payload_bytes,
+                "wire_bytes": traffic.wire_bytes,
+                "compression_ratio": traffic.dense_bytes / traffic.wire_bytes,
+                **self._context.program.exchange.observed(),
+            }
+        return scalars
 
-    def _evaluate(self) -> bool:
-        """Evaluates, feeds the plateau schedule; returns whether this is the best so far."""
-        if self.validation is None:
-            return False
-        step = self.position.step
-        self.results = self.trainer.evaluate(self.validation)
-        self.evaluated_at = step
-        self.monitor.on_evaluation(step, self.results)
-        samples.write_text(self.monitor, self.trainer, self.validation, step)
-        if self.plateau:
-            self.plateau.update(self.results["loss"])
-        loss = self.results["loss"]
-        if not np.isfinite(loss) or (self.position.best is not None and loss >= self.position.best):
-            return False
-        self.position.best = loss
-        return True
+    def evaluate(self, state: LoopState) -> LoopState:
+        """Evaluates now, on all workers, and feeds the plateau schedule."""
+        context, program, validation = self._context, self._context.program, self._context.info.validation
+        assert validation is not None
+        state = state.evaluated(state.step, self._evaluator(validation))
+        context.monitor.on_evaluation(state.step, state.results)
+        if program.topology.is_chief and samples.continues_text(validation):
+            # The chief alone does this, so it must not touch the other replicas: its own copies, as tensors.
+            params = program.first_copies(program.eval_weights())
+            others = program.first_copies(program.model.non_trainable_variables)
+            text = samples.continue_first(program.text_sampler, params, others, validation, seed=state.step)
+            samples.write_continuation(context.monitor, text, state.step)
+        if context.plateau:
+            context.plateau.update(state.results["loss"])
+        return state
 
-    def _checkpointer(self) -> checkpoints.Checkpointer | None:
-        if not self.config.checkpoint.workdir:
-            return None
-        return checkpoints.Checkpointer(
-            self.config.checkpoint.workdir,
-            keep=self.config.checkpoint.keep_checkpoints,
-            worker=self.topology.worker,
-            workers=self.topology.workers,
-            on_error=self.config.checkpoint.on_checkpoint_error,
-        )
+    def rows_before(self) -> Sequence[Hook]:
+        """None: an evaluation has ended when its row has run."""
+        return []
 
-    def _save(self, *, best: bool) -> None:
-        if self.checkpointer is None or not (self.topology.is_chief or self.trainer.exchange.state):
-            return
-        checkpoint = checkpoints.Checkpoint(
-            step=self.position.step,
-            arrays=run_state.snapshot(self.trainer.variables()) if self.topology.is_chief else {},
-            exchange=self.trainer.exchange.export(),
-            run=self._run_state(),
-            config=self.config.as_flat_dict(),
-        )
-        self.checkpointer.save(checkpoint, best=best)
+    def rows_after(self) -> Sequence[Hook]:
+        """Retuning the exchange, where that is asked for."""
+        every = self._context.program.config.exchange.exchange_retune_every
+        return [Hook(every, self._retune)] if every else []
 
-    def _run_state(self) -> dict[str, Any]:
-        position = self.position
-        return {
-            "seed": self.config.train.seed,
-            "variables": list(self.trainer.variables()),
-            "optimizer_options": self.trainer.optimizer_options,
-            "input": {
-                "update": position.step,
-                "updates_per_epoch": self.pipeline.updates_per_epoch,
-                "global_batch_size": self.config.input.global_batch_size,
-                "fingerprint": self.train.info.fingerprint,
-            },
-            "loss_scale": {
-                "scale": float(position.loss_scale.scale),
-                "good_steps": int(position.loss_scale.good_steps),
-            },
-            "plateau": self.plateau.state() if self.plateau else None,
-            "best": position.best,
-            "loss": [position.loss_sum, position.loss_count],
-            "skipped": position.skipped,
-            "skipped_examples": self.skipped_examples.count,
-            "replicas": self.topology.replicas,
-            "workers": self.topology.workers,
-        }
+    def _retune(self, state: LoopState) -> None:
+        program = self._context.program
+        if not state.ending and program.exchange.retune():
+            self._context.monitor.message(program.exchange.plan_table)
+            self._step = program.step(self._context.schedule, rebuild=True)
+            self.compiles_next = True
 
-    def _resume_or_warm_start(self) -> None:
-        checkpoint = resume.newest(self.checkpointer, self.agreement) if self.checkpointer else None
-        if checkpoint is None:
-            if self.config.checkpoint.warm_start:
-                run_state.warm_start(self.trainer.model, self.config.checkpoint.warm_start, self.say)
-            return
-        run = run_state.checked(checkpoint.run, synchronous=True)
-        run_state.check_data(run, self.train.info.fingerprint, self.config)
-        run_state.check_optimizer(run, self.trainer.optimizer_options, self.config.checkpoint.workdir)
-        run_state.restore(self.trainer.variables(), checkpoint.arrays, run["variables"])
-        assert self.checkpointer is not None
-        self.trainer.exchange.restore(
-            run["workers"], functools.partial(self.checkpointer.exchange_state, checkpoint.step)
-        )
-        if self.trainer.exchange.state and not self.trainer.exchange.compresses:
-            self.say("gradient that the exchange of before had kept back goes into the next update")
-        scale = run["loss_scale"]
-        self.position = _Position(
-            checkpoint.step,
-            LossScale(tf.constant(scale["scale"], tf.float32), tf.constant(scale["good_steps"], tf.int32)),
-            skipped=run["skipped"],
-            best=run["best"],
-            loss_sum=run["loss"][0],
-            loss_count=run["loss"][1],
-        )
-        self.skipped_examples.count = run.get("skipped_examples", 0)
-        if self.plateau and run["plateau"]:
-            self.plateau.restore(run["plateau"])
-        epoch = checkpoint.step / self.pipeline.updates_per_epoch
-        self.say(f"resumed from step {checkpoint.step} (epoch {epoch:.2f}) of {self.config.checkpoint.workdir}")
+    def params_sha256(self) -> str:
+        """The digest of the trainable weights, the same on every replica.
 
-    def _finish(self, finished: bool, preempted: bool) -> dict[str, Any]:
-        """Evaluates if that is still due, checks that all replicas agree, and writes the results."""
-        if finished and self.evaluated_at != self.position.step and self._evaluate():
-            self._save(best=True)
-        digests = results.replica_digests(self.trainer)
-        same = len(set(digests)) == 1 and self.agreement.all_equal([int(digests[0], 16)])
-        if not same:
+        Raises:
+          RuntimeError: Replicas differ.
+        """
+        program = self._context.program
+        digests = results.replica_digests(program.strategy, program.model.trainable_variables)
+        if len(set(digests)) > 1 or not self._context.agreement.all_equal([int(digests[0], 16)]):
             raise RuntimeError("the replicas' weights differ; this is a defect of tfpar or of the hardware")
-        if self.checkpointer:
-            self.checkpointer.close()
-        summary = results.summary(self, digests[0])
-        report.warn_of_skipped(self)
-        if finished:
-            results.write(self, summary)
-        report.note_end(self, finished, preempted, "step")
-        self.agreement.all_equal([self.position.step])  # nobody leaves before the chief
-        return summary
+        return digests[0]
+
+    def close(self) -> None:
+        """Frees the input."""
+        self._iterator = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tfpar.training.compilation import CompilationPlan, compilation_plan
+from tfpar.parallel.compilation import CompilationPlan, compilation_plan
 
 import pytest
 

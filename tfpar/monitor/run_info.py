@@ -1,0 +1,74 @@
+"""What a run is and how it went, as plain values: all that announcements and results are made from."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tfpar import inputs, models
+from tfpar.config import ExperimentConfig
+from tfpar.exchange import Exchange, Traffic
+from tfpar.parallel.topology import Topology
+
+import keras
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RunInfo:
+    """What a run is, known before its first step.
+
+    Attributes:
+      config: The experiment.
+      topology: How its replicas lie on workers and devices.
+      model: The model.
+      model_summary: Its size and cost, or None where they are not known before it runs.
+      jit_compile: Whether XLA compiles the step.
+      xla_disabled_reason: Why `--jit_compile=auto` left XLA out; empty where it did not.
+      exchange: The gradient exchange.
+      pipeline: The training batches.
+      train: Training examples.
+      validation: Examples to evaluate on, or None.
+      total: Steps of the whole run.
+      metric_results: Metrics by name from their summed states.
+    """
+
+    config: ExperimentConfig
+    topology: Topology
+    model: keras.Model
+    model_summary: models.ModelSummary | None
+    jit_compile: bool
+    xla_disabled_reason: str
+    exchange: Exchange
+    pipeline: inputs.Pipeline
+    train: inputs.Source
+    validation: inputs.Source | None
+    total: int
+    metric_results: Callable[[Sequence[Any]], Mapping[str, float]]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RunOutcome:
+    """How far a run has come.
+
+    Attributes:
+      steps: Steps done, over all starts of the run.
+      train_loss: Mean loss since the last evaluation was due, or None if no step was applied since.
+      results: The last evaluation: `loss`, `examples`, and metrics by name; empty if there was none.
+      traffic: What one step costs on the wire.
+      skipped_steps: Steps left out because a replica was not finite.
+      skipped_examples: Training examples left out under `--on_bad_record=skip`.
+      restarts: Starts after one that failed or was preempted.
+      steps_redone: Steps done again because they came after the newest checkpoint.
+      failed_checkpoints: Checkpoints that could not be written, one line each.
+    """
+
+    steps: int
+    train_loss: float | None
+    results: Mapping[str, float]
+    traffic: Traffic
+    skipped_steps: int
+    skipped_examples: int
+    restarts: int
+    steps_redone: int
+    failed_checkpoints: Sequence[str]

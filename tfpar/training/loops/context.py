@@ -1,0 +1,147 @@
+"""What every loop of a run works with: data, monitor, guards and files."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from tfpar import inputs
+from tfpar.collectives.agreement import WorkerAgreement
+from tfpar.collectives.tensorflow import world_group
+from tfpar.guards.bad_examples import SkippedExampleLog
+from tfpar.guards.batches import BatchIndex, PushOrder
+from tfpar.guards.non_finite import NonFiniteStreak
+from tfpar.guards.preemption import PreemptionFlag
+from tfpar.guards.watchdog import Watchdog
+from tfpar.monitor import announce
+from tfpar.monitor.monitor import Monitor
+from tfpar.monitor.run_info import RunInfo
+from tfpar.optim import schedules
+from tfpar.optim.plateau import PlateauController
+from tfpar.training.duration import total_steps
+from tfpar.training.loops.run_files import RunFiles
+from tfpar.training.program import Program
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RunContext:
+    """One call of `Trainer.fit`, whatever loop runs it.
+
+    Attributes:
+      program: What is trained.
+      info: What is announced and summarised of it, data and length among it.
+      steps_per_epoch: Steps of one pass over the examples.
+      evaluate_every: Steps between evaluations.
+      schedule: Learning rate by step, or None where the optimizer keeps its own.
+      plateau: The controller of `--schedule=plateau`, or None.
+      batches: Which examples a step has.
+      monitor: The terminal and TensorBoard.
+      files: Checkpoints and restart log.
+      agreement: Between the workers.
+      watchdog: Ends the process if it makes no progress.
+      preemption: Whether this process was asked to end.
+      non_finite: Steps left out in a row.
+      skipped_examples: Examples left out.
+    """
+
+    program: Program
+    info: RunInfo
+    steps_per_epoch: int
+    evaluate_every: int
+    schedule: schedules.Schedule | None
+    plateau: PlateauController | None
+    batches: BatchIndex
+    monitor: Monitor
+    files: RunFiles
+    agreement: WorkerAgreement
+    watchdog: Watchdog
+    preemption: PreemptionFlag
+    non_finite: NonFiniteStreak
+    skipped_examples: SkippedExampleLog
+
+
+def prepare(
+    program: Program,
+    train: inputs.Source,
+    validation: inputs.Source | None,
+    steps: int | None,
+    epochs: float | None,
+) -> RunContext:
+    """Puts together what a run needs. Nothing is written and nothing is restored yet.
+
+    Args:
+      program: What is trained.
+      train: Training examples.
+      validation: Examples to evaluate on, or None.
+      steps: Steps of the whole run, over all its starts.
+      epochs: Passes over the examples, instead of `steps`.
+
+    Raises:
+      ConfigError: Neither steps nor epochs, or both.
+    """
+    config, topology = program.config, program.topology
+    pipeline = program.pipeline(train, training=True)
+    # Under parameter_server a step is one worker's share of a batch.
+    shares = 1 if topology.synchronous else topology.workers
+    steps_per_epoch = pipeline.updates_per_epoch * shares
+    total = total_steps(config.train, steps, epochs, steps_per_epoch)
+    info = _info(program, pipeline, train, validation, total)
+    monitor = announce.build_monitor(info)
+    schedule = program.schedule(total)
+    plateau = schedules.plateau(config.schedule) if schedule is not None else None
+    # The chief of parameter servers agrees with nobody.
+    synchronous = topology.synchronous
+    group = world_group(topology.workers, topology.worker) if synchronous else world_group(1, 0)
+    agreement = WorkerAgreement(group)
+    batches = pipeline if topology.synchronous else PushOrder(pipeline, topology.workers)
+    skipped_examples = SkippedExampleLog(batches, is_chief=topology.is_chief)
+    return RunContext(
+        program=program,
+        info=info,
+        steps_per_epoch=steps_per_epoch,
+        evaluate_every=config.train.eval_every or max(1, min(steps_per_epoch, total)),
+        schedule=schedule,
+        plateau=plateau,
+        batches=batches,
+        monitor=monitor,
+        files=RunFiles(
+            program,
+            pipeline,
+            steps_per_epoch=steps_per_epoch,
+            skipped_examples=skipped_examples,
+            plateau=plateau,
+            message=monitor.message,
+        ),
+        agreement=agreement,
+        watchdog=Watchdog(
+            config.strategy.stall_timeout, f"worker {topology.worker}" if topology.synchronous else "the chief"
+        ),
+        preemption=PreemptionFlag(),
+        non_finite=NonFiniteStreak(
+            batches,
+            limit=config.train.max_bad_steps,
+            workdir=config.checkpoint.workdir,
+            is_chief=topology.is_chief,
+            before_raise=lambda: agreement.all_equal([0]),
+        ),
+        skipped_examples=skipped_examples,
+    )
+
+
+def _info(
+    program: Program, pipeline: inputs.Pipeline, train: inputs.Source, validation: inputs.Source | None, total: int
+) -> RunInfo:
+    auto_without_xla = program.config.train.jit_compile == "auto" and not program.jit_compile
+    return RunInfo(
+        config=program.config,
+        topology=program.topology,
+        model=program.model,
+        model_summary=program.model_summary,
+        jit_compile=program.jit_compile,
+        xla_disabled_reason=program.xla_disabled_reason if auto_without_xla else "",
+        exchange=program.exchange,
+        pipeline=pipeline,
+        train=train,
+        validation=validation,
+        total=total,
+        metric_results=program.core.metric_results,
+    )

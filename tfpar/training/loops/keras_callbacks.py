@@ -1,0 +1,193 @@
+"""Keras callbacks, run through one hook with the logs that Keras would give them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tfpar.config import ConfigError
+from tfpar.training.loops.hooks import Hook
+from tfpar.training.loops.state import Interval, LoopState, MetricResults
+from tfpar.training.program import Program
+
+import keras
+import numpy as np
+
+_PER_BATCH = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
+# What they write is one file for the whole run.
+_CHIEF_ONLY = (
+    keras.callbacks.CSVLogger,
+    keras.callbacks.ModelCheckpoint,
+    keras.callbacks.RemoteMonitor,
+    keras.callbacks.TensorBoard,
+)
+_INSTEAD = {
+    keras.callbacks.BackupAndRestore: "--workdir keeps checkpoints that a run resumes from",
+    keras.callbacks.SwapEMAWeights: "--ema keeps moving averages, and evaluates and exports them",
+}
+
+
+class KerasCallbacks:
+    """Runs Keras callbacks at the ends of epochs, and of batches where one of them asks for that.
+
+    An epoch is a pass over the training examples; the end of the run ends the last one, complete or not. Its logs are
+    `loss` and metrics over its examples, and those of the validation, prefixed `val_`, if an evaluation was made at
+    that step. In an epoch that this start has resumed in, `loss` and metrics are those of its own steps.
+
+    - Batch methods are called for every batch, which costs a call from Python for each: only a callback that overrides
+      one has them called, with the logs of the epoch so far, as Keras gives them.
+    - `model.stop_training = True` on any worker ends the run on all of them.
+    - `model.optimizer.learning_rate` shows the current rate. Where a schedule of tfpar drives it, a callback that sets
+      it scales the schedule from then on.
+    - Callbacks run on every worker; `CSVLogger`, `ModelCheckpoint`, `RemoteMonitor` and `TensorBoard` on the chief.
+    - Under `parameter_server` training waits for each evaluation, and batch methods are refused.
+
+    Args:
+      callbacks: Keras callbacks.
+      program: What is trained.
+      steps_per_epoch: Steps of one pass over the examples.
+      total: Steps of the whole run.
+      current_rate: Scheduled learning rate at a step, or None where the optimizer keeps its own.
+      metric_results: Metrics by name from their summed states.
+
+    Raises:
+      ConfigError: Something that is no callback, or one that cannot work here.
+
+    Attributes:
+      hook: The row that runs them.
+    """
+
+    def __init__(
+        self,
+        callbacks: Sequence[keras.callbacks.Callback],
+        program: Program,
+        *,
+        steps_per_epoch: int,
+        total: int,
+        current_rate: Callable[[int], float] | None,
+        metric_results: MetricResults,
+    ) -> None:
+        check_callbacks(callbacks, synchronous=program.topology.synchronous)
+        self._program = program
+        self._steps_per_epoch = steps_per_epoch
+        self._current_rate = current_rate
+        self._metric_results = metric_results
+        self._epoch: list[Interval] = []
+        self._compiled_with = vars(program.model).get("optimizer")
+        self._shown = np.float32(0.0)
+        chosen = [one for one in callbacks if program.topology.is_chief or not isinstance(one, _CHIEF_ONLY)]
+        self._per_batch = any(_wants_batches(one) for one in callbacks)  # on every worker alike
+        self._callbacks = keras.callbacks.CallbackList(
+            chosen,
+            add_history=False,
+            add_progbar=False,
+            model=program.model,
+            verbose=0,
+            epochs=math.ceil(total / steps_per_epoch),
+            steps=steps_per_epoch,
+        )
+        every = 1 if self._per_batch else steps_per_epoch
+        self.hook = Hook(every, self._run, also=lambda state: state.ending)
+
+    def begin(self, state: LoopState) -> LoopState:
+        """Starts training: `on_train_begin`, and the epoch that this start begins in."""
+        model = self._program.model
+        model.stop_training = False
+        # As `compile` does, for callbacks to find; past Keras' tracking, so that it can be taken away again.
+        vars(model)["optimizer"] = self._program.optimizer
+        self._show_rate(state)
+        self._callbacks.on_train_begin()
+        self._begin_epoch(state)
+        return self._with_rate(state).replace(stop=bool(model.stop_training))
+
+    def end(self, state: LoopState) -> None:
+        """Ends training: `on_train_end`."""
+        self._callbacks.on_train_end(self._epoch_logs(state))
+        self.release()
+
+    def release(self) -> None:
+        """Takes back from the model what only callbacks need; also where training fails."""
+        attributes = vars(self._program.model)
+        attributes.pop("optimizer", None)
+        if self._compiled_with is not None:
+            attributes["optimizer"] = self._compiled_with
+
+    def _run(self, state: LoopState) -> LoopState:
+        self._epoch.append(state.since)
+        self._show_rate(state)
+        if self._per_batch and len(state.since.losses):
+            batch = (state.step - 1) % self._steps_per_epoch
+            self._callbacks.on_train_batch_end(batch, self._train_logs())
+        ended = state.step % self._steps_per_epoch == 0
+        if ended or state.step == state.total:
+            self._callbacks.on_epoch_end((state.step - 1) // self._steps_per_epoch, self._epoch_logs(state))
+        stop = bool(self._program.model.stop_training)
+        if not (state.ending or stop):
+            if ended:
+                self._begin_epoch(state)
+            elif self._per_batch:
+                self._callbacks.on_train_batch_begin(state.step % self._steps_per_epoch)
+        return self._with_rate(state).replace(stop=state.stop or stop)
+
+    def _begin_epoch(self, state: LoopState) -> None:
+        self._epoch.clear()
+        self._callbacks.on_epoch_begin(state.step // self._steps_per_epoch)
+        if self._per_batch:
+            self._callbacks.on_train_batch_begin(state.step % self._steps_per_epoch)
+
+    def _train_logs(self) -> dict[str, float]:
+        return Interval.join(self._epoch, self._metric_results).results()
+
+    def _epoch_logs(self, state: LoopState) -> dict[str, float]:
+        logs = self._train_logs()
+        if state.evaluated_at == state.step:
+            logs |= {f"val_{name}": value for name, value in state.results.items() if name != "examples"}
+        return logs
+
+    def _show_rate(self, state: LoopState) -> None:
+        """Sets the optimizer's learning rate to the one in use, for callbacks to read."""
+        if self._current_rate is not None:
+            self._shown = np.float32(self._current_rate(state.step) * state.lr_multiplier)
+            self._program.optimizer.learning_rate = self._shown
+
+    def _with_rate(self, state: LoopState) -> LoopState:
+        """The state, with a learning rate that a callback has set."""
+        if self._current_rate is None:
+            return state  # the step reads the optimizer's own
+        rate = np.float32(self._program.optimizer.learning_rate.numpy())
+        if rate == self._shown or not self._shown:
+            return state
+        return state.replace(lr_multiplier=state.lr_multiplier * float(rate / self._shown))
+
+
+def check_callbacks(callbacks: Sequence[Any], *, synchronous: bool) -> None:
+    """Refuses callbacks that cannot work.
+
+    Args:
+      callbacks: What `fit` was given.
+      synchronous: Whether the strategy's replicas move together.
+
+    Raises:
+      ConfigError: With what to use instead.
+    """
+    for one in callbacks:
+        name = type(one).__name__
+        if not isinstance(one, keras.callbacks.Callback):
+            raise ConfigError(f"fit(callbacks=...): expected Keras callbacks, got {one!r}. For a function use hooks=.")
+        for kind, instead in _INSTEAD.items():
+            if isinstance(one, kind):
+                raise ConfigError(f"fit(callbacks=...): {name} is not supported; {instead}.")
+        if not synchronous and _wants_batches(one):
+            raise ConfigError(
+                f"fit(callbacks=...): {name} has a method for every batch, which --strategy=parameter_server cannot "
+                "call: its workers train without waiting for each other. Use methods of epochs, or another strategy."
+            )
+
+
+def _wants_batches(callback: keras.callbacks.Callback) -> bool:
+    """Whether a callback does something at a batch."""
+    if isinstance(callback, keras.callbacks.ModelCheckpoint) and callback.save_freq == "epoch":
+        return False  # it overrides the method, and does nothing in it
+    base = keras.callbacks.Callback
+    return any(getattr(getattr(callback, name), "__func__", None) is not getattr(base, name) for name in _PER_BATCH)

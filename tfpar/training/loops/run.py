@@ -1,0 +1,173 @@
+"""One run of training: announce, resume, train between hooks, write the results. Every loop runs through it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from tfpar.exchange import Traffic
+from tfpar.monitor import announce
+from tfpar.monitor import summary as results
+from tfpar.monitor.run_info import RunOutcome
+from tfpar.process.exit_codes import Preempted
+from tfpar.training.loops.context import RunContext
+from tfpar.training.loops.hooks import Hook, HookRows
+from tfpar.training.loops.keras_callbacks import KerasCallbacks
+from tfpar.training.loops.state import LoopState
+
+
+class Loop(Protocol):
+    """What the synchronous and the parameter-server loop do each in its own way."""
+
+    @property
+    def traffic(self) -> Traffic:
+        """What one step costs on the wire."""
+
+    @property
+    def compiles_next(self) -> bool:
+        """Whether the next steps are compiled first."""
+
+    def check(self) -> None:
+        """Refuses workers that were not given the same run."""
+
+    def begin(self, rows: HookRows, state: LoopState) -> None:
+        """Gets ready to train from a state; `rows` take what steps report."""
+
+    def advance(self, state: LoopState, stops: Sequence[int]) -> LoopState:
+        """Runs some steps, not past the nearest of `stops`; sets `preempted` if a worker was asked to end."""
+
+    def evaluate(self, state: LoopState) -> LoopState | None:
+        """Evaluates, or starts to."""
+
+    def rows_before(self) -> Sequence[Hook]:
+        """Rows of this loop alone that run after evaluation."""
+
+    def rows_after(self) -> Sequence[Hook]:
+        """Rows of this loop alone that run after saving."""
+
+    def params_sha256(self) -> str:
+        """The digest of the trainable weights; raises RuntimeError where replicas differ."""
+
+    def close(self) -> None:
+        """Frees what the loop holds."""
+
+
+class Run:
+    """One call of `Trainer.fit`.
+
+    Args:
+      context: What is run.
+      loop: How its steps are run.
+      hooks: The user's hooks.
+      callbacks: The user's Keras callbacks, or None.
+    """
+
+    def __init__(
+        self, context: RunContext, loop: Loop, hooks: Sequence[Hook] = (), callbacks: KerasCallbacks | None = None
+    ) -> None:
+        self._context, self._loop, self._callbacks = context, loop, callbacks
+        config, total = context.info.config, context.info.total
+        evaluation = Hook(context.evaluate_every, self._evaluate, also=lambda state: state.step == total)
+        saving = Hook(config.checkpoint.checkpoint_every or context.evaluate_every, self._save, also=self._must_save)
+        self._rows = HookRows(
+            [evaluation, *loop.rows_before()],
+            [*hooks, *([callbacks.hook] if callbacks else [])],
+            [saving, *loop.rows_after()],
+            metric_results=context.info.metric_results,
+            any_worker=lambda value: context.agreement.sums([float(value)])[0] > 0,
+        )
+
+    def run(self) -> dict[str, Any]:
+        """Announces, resumes, trains, and writes the results.
+
+        Returns:
+          The contents of `summary.json`.
+
+        Raises:
+          Preempted: A worker was asked to end before the run was finished.
+        """
+        with self._context.watchdog:
+            return self._run()
+
+    def _run(self) -> dict[str, Any]:
+        context, info = self._context, self._context.info
+        self._loop.check()
+        announce.announce(info, context.monitor, self._loop.traffic)
+        state = context.files.resume_or_warm_start(info.total, context.agreement)
+        if state.finished:
+            previous = results.previous_summary(info.config.checkpoint.workdir, state.step)
+            # All or none: a worker that trained on would wait for one that returned.
+            if context.agreement.mean(float(previous is not None)) == 1.0:
+                assert previous is not None
+                results.report_already_finished(info, state.step, context.monitor, context.program.eval_weights)
+                return previous
+        announce.record_run_info(info, context.monitor)
+        context.files.restarts.begin(state.step)
+        with context.preemption, context.monitor.session():
+            state = self._train(state)
+            context.watchdog.progress("the last evaluation or checkpoint", patient=True)
+            summary = self._finish(state)
+        if state.preempted and not state.finished:
+            raise Preempted
+        return summary
+
+    def _train(self, state: LoopState) -> LoopState:
+        """Trains until the run is finished, or until this start is to end."""
+        context, watchdog = self._context, self._context.watchdog
+        last = min(state.total, state.step + (context.info.config.train.stop_after or state.total))
+        if state.finished:
+            return state
+        self._loop.begin(self._rows, state)
+        if self._callbacks:
+            state = self._callbacks.begin(state)
+        while state.step < last and not state.ending:
+            state = self._loop.advance(state, [last, *self._rows.boundaries(state.step)])
+            watchdog.progress(f"evaluation or checkpoint after step {state.step}", patient=True)
+            state = self._rows.run(state.replace(ending=state.step >= last or state.preempted))
+            watchdog.progress(f"the steps after {state.step}", patient=self._loop.compiles_next)
+        if self._callbacks:
+            self._callbacks.end(state)
+        return state
+
+    def _evaluate(self, state: LoopState) -> LoopState | None:
+        return self._loop.evaluate(state) if self._context.info.validation is not None else None
+
+    def _must_save(self, state: LoopState) -> bool:
+        """Whether a checkpoint is written at a stop where none is due by number, or while steps are left out."""
+        return state.ending or state.step in (state.best_step, state.evaluating)
+
+    def _save(self, state: LoopState) -> None:
+        if self._must_save(state) or not self._context.non_finite.suspends_checkpoints:
+            self._context.files.save(state)
+
+    def _finish(self, state: LoopState) -> dict[str, Any]:
+        """Evaluates if that is still due, checks that all replicas agree, and writes the results."""
+        context, info = self._context, self._context.info
+        if state.finished and state.evaluated_at != state.step:
+            state = self._evaluate(state.replace(ending=True)) or state
+            if state.best_step == state.step:
+                context.files.save(state)
+        self._loop.close()
+        digest = self._loop.params_sha256()
+        context.files.close()
+        restarts = context.files.restarts
+        outcome = RunOutcome(
+            steps=state.step,
+            train_loss=state.train_loss,
+            results=state.results,
+            traffic=self._loop.traffic,
+            skipped_steps=state.skipped,
+            skipped_examples=context.skipped_examples.count,
+            restarts=restarts.restarts,
+            steps_redone=restarts.steps_redone,
+            failed_checkpoints=context.files.failures,
+        )
+        summary = results.summary(info, outcome, context.monitor, digest)
+        announce.warn_of_skipped(outcome, context.monitor)
+        if state.finished:
+            results.write(info, summary, context.monitor, context.program.eval_weights)
+        restarts.end("finished" if state.finished else "preempted" if state.preempted else "stopped")
+        if not state.finished:
+            announce.report_stopped(info, context.monitor, state.step, preempted=state.preempted)
+        context.agreement.all_equal([state.step])  # no worker leaves before the chief
+        return summary

@@ -1,0 +1,178 @@
+"""What a run keeps in its workdir to resume from: checkpoints with its state, and the log of its starts."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from tfpar import inputs, precision
+from tfpar.checkpoint import checkpointer as checkpoints
+from tfpar.checkpoint import resume, run_state
+from tfpar.collectives.agreement import WorkerAgreement
+from tfpar.guards.bad_examples import SkippedExampleLog
+from tfpar.guards.restarts import RestartLog
+from tfpar.optim.plateau import PlateauController
+from tfpar.precision import LossScale
+from tfpar.training.loops.state import LoopState
+from tfpar.training.program import Program
+
+import tensorflow as tf
+
+
+class RunFiles:
+    """Checkpoints and restart log of one run, the same for every loop. Every worker has one.
+
+    Args:
+      program: What is trained.
+      pipeline: The training batches.
+      steps_per_epoch: Steps of one pass over the examples.
+      skipped_examples: Counts examples left out; a checkpoint holds the count.
+      plateau: The controller of `--schedule=plateau`, or None.
+      message: Prints a line on the chief.
+
+    Attributes:
+      restarts: The log of starts.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        pipeline: inputs.Pipeline,
+        *,
+        steps_per_epoch: int,
+        skipped_examples: SkippedExampleLog,
+        plateau: PlateauController | None,
+        message: Callable[[str], None],
+    ) -> None:
+        self._program = program
+        self._pipeline = pipeline
+        self._steps_per_epoch = steps_per_epoch
+        self._skipped_examples = skipped_examples
+        self._plateau = plateau
+        self._message = message
+        config, topology = program.config, program.topology
+        self._workdir = config.checkpoint.workdir
+        self._writes = topology.is_chief or (topology.synchronous and bool(program.exchange.state))
+        self.restarts = RestartLog(self._workdir, writes=topology.is_chief)
+        self._checkpointer: checkpoints.Checkpointer | None = None
+        if self._workdir:
+            self._checkpointer = checkpoints.Checkpointer(
+                self._workdir,
+                keep=config.checkpoint.keep_checkpoints,
+                worker=topology.worker if topology.synchronous else 0,
+                workers=topology.workers if topology.synchronous else 1,
+                on_error=config.checkpoint.on_checkpoint_error,
+            )
+
+    @property
+    def failures(self) -> list[str]:
+        """Checkpoints that could not be written, one line each."""
+        return self._checkpointer.failures if self._checkpointer else []
+
+    def save(self, state: LoopState) -> None:
+        """Starts writing a checkpoint. It is the best one if the best evaluation so far was of this step.
+
+        Raises:
+          CheckpointError: The one before could not be written, and `on_checkpoint_error` is `fail`.
+        """
+        if self._checkpointer is None or not self._writes:
+            return
+        program = self._program
+        checkpoint = checkpoints.Checkpoint(
+            step=state.step,
+            arrays=run_state.snapshot(program.checkpoint_variables()) if program.topology.is_chief else {},
+            exchange=program.exchange.export(),
+            run=self._run_state(state),
+            config=program.config.as_flat_dict(),
+        )
+        self._checkpointer.save(
+            checkpoint, best=state.best_step == state.step, candidate=state.evaluating == state.step
+        )
+
+    def mark_best(self, step: int) -> None:
+        """Marks the checkpoint of an earlier step as the best, when its evaluation has ended."""
+        if self._checkpointer:
+            self._checkpointer.mark_best(step)
+
+    def close(self) -> None:
+        """Finishes writing; raises as `save` does."""
+        if self._checkpointer:
+            self._checkpointer.close()
+
+    def abandon(self) -> None:
+        """Stops writing without waiting for other workers, which may be gone; nothing once closed."""
+        if self._checkpointer:
+            self._checkpointer.abandon()
+
+    def resume_or_warm_start(self, total: int, agreement: WorkerAgreement) -> LoopState:
+        """The state that the newest checkpoint holds, restored; or that of a new run. All workers call it together.
+
+        Args:
+          total: Steps of the whole run.
+          agreement: Between the workers.
+
+        Raises:
+          ConfigError: A checkpoint of other data, another model or optimizer, or another kind of strategy.
+        """
+        program = self._program
+        scale = precision.initial(program.config.precision) if program.topology.synchronous else None
+        checkpoint = resume.newest(self._checkpointer, agreement) if self._checkpointer else None
+        if checkpoint is None:
+            if program.config.checkpoint.warm_start:
+                run_state.warm_start(program.model, program.config.checkpoint.warm_start, self._message)
+            return LoopState(0, total, loss_scale=scale)
+        assert self._checkpointer is not None
+        run = run_state.checked(checkpoint.run, synchronous=program.topology.synchronous)
+        run_state.check_data(run, self._pipeline.source.info.fingerprint, program.config)
+        run_state.check_optimizer(run, program.optimizer_options, self._workdir)
+        run_state.restore(program.checkpoint_variables(), checkpoint.arrays, run["variables"])
+        if program.topology.synchronous:
+            restored = functools.partial(self._checkpointer.exchange_state, checkpoint.step)
+            program.exchange.restore(run["workers"], restored)
+            if program.exchange.state and not program.exchange.compresses:
+                self._message("applying the previous exchange's residual in the next step")
+            values = run["loss_scale"]
+            scale = LossScale(tf.constant(values["scale"], tf.float32), tf.constant(values["good_steps"], tf.int32))
+        self._skipped_examples.count = run.get("skipped_examples", 0)
+        if self._plateau and run["plateau"]:
+            self._plateau.restore(run["plateau"])
+        epoch = checkpoint.step / self._steps_per_epoch
+        self._message(f"resumed from step {checkpoint.step} (epoch {epoch:.2f}) of {self._workdir}")
+        loss_sum, loss_count = run.get("loss") or (0.0, 0)
+        return LoopState(
+            checkpoint.step,
+            total,
+            loss_scale=scale,
+            skipped=run["skipped"],
+            best=run["best"],
+            loss_sum=loss_sum,
+            loss_count=loss_count,
+            lr_multiplier=run.get("lr_multiplier", 1.0),
+            stop=run.get("stopped_of", 0) >= total,
+        )
+
+    def _run_state(self, state: LoopState) -> dict[str, Any]:
+        program, topology = self._program, self._program.topology
+        scale = state.loss_scale
+        return {
+            "seed": program.config.train.seed,
+            "variables": list(program.checkpoint_variables()),
+            "optimizer_options": program.optimizer_options,
+            "input": {
+                "update": state.step,
+                "updates_per_epoch": self._pipeline.updates_per_epoch,
+                "global_batch_size": program.config.input.global_batch_size,
+                "fingerprint": self._pipeline.source.info.fingerprint,
+            },
+            "loss_scale": {"scale": float(scale.scale), "good_steps": int(scale.good_steps)} if scale else None,
+            "plateau": self._plateau.state() if self._plateau else None,
+            "best": state.best,
+            "loss": [state.loss_sum, state.loss_count],
+            "lr_multiplier": state.lr_multiplier,
+            "stopped_of": state.total if state.stop else 0,  # a run with more steps goes on after it
+            "skipped": state.skipped,
+            "skipped_examples": self._skipped_examples.count,
+            "replicas": topology.replicas,
+            "workers": topology.workers,
+        }

@@ -1,0 +1,143 @@
+"""Where a run stands: `LoopState`, the one value that loops and hooks hand to each other."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tfpar.precision import LossScale
+
+import numpy as np
+
+MetricResults = Callable[[Sequence[np.ndarray]], Mapping[str, float]]
+
+
+def _no_metrics(_: Sequence[np.ndarray]) -> Mapping[str, float]:
+    return {}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Interval:
+    """Some consecutive steps.
+
+    Attributes:
+      losses: Float64 `[n]`: mean loss over the examples of each step; NaN where a step had none.
+      counts: Float64 `[n]`: examples of each step.
+      applied: Bool `[n]`: whether the step changed the weights.
+      metric_sums: States of the metrics, summed over the steps.
+      metric_results: Metrics by name from such sums.
+    """
+
+    losses: np.ndarray
+    counts: np.ndarray
+    applied: np.ndarray
+    metric_sums: Sequence[np.ndarray] = ()
+    metric_results: MetricResults = _no_metrics
+
+    @classmethod
+    def join(cls, intervals: Sequence[Interval], metric_results: MetricResults) -> Interval:
+        """One interval of several, in order; an empty one of none."""
+        if not intervals:
+            return cls(np.zeros(0), np.zeros(0), np.zeros(0, bool), (), metric_results)
+        return cls(
+            np.concatenate([part.losses for part in intervals]),
+            np.concatenate([part.counts for part in intervals]),
+            np.concatenate([part.applied for part in intervals]),
+            [np.sum(parts, axis=0) for parts in zip(*(part.metric_sums for part in intervals), strict=True)],
+            metric_results,
+        )
+
+    def results(self) -> dict[str, float]:
+        """`loss`, the mean over all examples of the applied steps (NaN if there are none), and metrics by name."""
+        counts = self.counts[self.applied]
+        if not counts.sum():
+            return {"loss": math.nan}
+        loss = float(np.average(self.losses[self.applied], weights=counts))
+        return {"loss": loss, **(self.metric_results(self.metric_sums) if self.metric_sums else {})}
+
+
+_NO_STEPS = Interval(np.zeros(0), np.zeros(0), np.zeros(0, bool))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LoopState:
+    """Where a run stands after `step` steps. The same on every worker.
+
+    A hook reads it, and may return a copy with another `stop` or `lr_multiplier`.
+
+    Attributes:
+      step: Steps done, over all starts of the run.
+      total: Steps of the whole run.
+      results: The last evaluation: `loss`, `examples`, and metrics by name; empty before the first.
+      evaluated_at: The step that `results` belong to; -1 before the first.
+      best: The lowest finite validation loss so far, or None.
+      best_step: The step of that evaluation, if this start made it; else -1.
+      skipped: Steps left out because a replica was not finite.
+      since: The steps since this hook ran last, or since this start began. Empty outside of hooks.
+      lr_multiplier: What the scheduled learning rate is multiplied by, beside the schedule's own factors.
+      stop: End the run here, as finished. It is enough that one worker's hook says so.
+      preempted: A worker was asked to end (SIGTERM).
+      ending: This is the last stop of this start: the run is finished, preempted, or after `--stop_after` steps.
+      loss_scale: The loss scale (mixed_float16), or None under `parameter_server`.
+      loss_sum: Sum of the mean losses of the applied steps since an evaluation was last due.
+      loss_count: Their number.
+      evaluating: The step whose evaluation is still under way, under `parameter_server`; else -1.
+    """
+
+    step: int
+    total: int
+    results: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    evaluated_at: int = -1
+    best: float | None = None
+    best_step: int = -1
+    skipped: int = 0
+    since: Interval = _NO_STEPS
+    lr_multiplier: float = 1.0
+    stop: bool = False
+    preempted: bool = False
+    ending: bool = False
+    loss_scale: LossScale | None = None
+    loss_sum: float = 0.0
+    loss_count: int = 0
+    evaluating: int = -1
+
+    @property
+    def train_loss(self) -> float | None:
+        """Mean loss of the steps since an evaluation was last due, the last interval at the end."""
+        return self.loss_sum / self.loss_count if self.loss_count else None
+
+    @property
+    def finished(self) -> bool:
+        """Whether there is nothing left to train."""
+        return self.stop or self.step >= self.total
+
+    def replace(self, **changes: Any) -> LoopState:
+        """A copy with other values of some attributes."""
+        return dataclasses.replace(self, **changes)
+
+    def advanced(self, steps: Interval, *, skipped: int, evaluate_every: int) -> LoopState:
+        """The state after some more steps.
+
+        Args:
+          steps: What they reported; not past the next multiple of `evaluate_every`.
+          skipped: How many of them a replica that was not finite left out.
+          evaluate_every: Steps between evaluations; the training loss starts again there.
+        """
+        starts_again = self.step % evaluate_every == 0
+        losses = steps.losses[steps.applied]
+        return self.replace(
+            step=self.step + len(steps.losses),
+            skipped=self.skipped + skipped,
+            loss_sum=(0.0 if starts_again else self.loss_sum) + float(np.sum(losses, dtype=np.float64)),
+            loss_count=(0 if starts_again else self.loss_count) + len(losses),
+        )
+
+    def evaluated(self, step: int, results: Mapping[str, float]) -> LoopState:
+        """The state with the results of an evaluation of step `step`, the best one so far or not."""
+        loss = results.get("loss", math.nan)
+        state = self.replace(results=results, evaluated_at=step, evaluating=-1)
+        if not math.isfinite(loss) or (self.best is not None and loss >= self.best):
+            return state
+        return state.replace(best=loss, best_step=step)

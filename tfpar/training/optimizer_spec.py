@@ -1,0 +1,76 @@
+"""Which optimizer a run has: one that the configuration names, or a Keras object."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from tfpar.checkpoint import run_state
+from tfpar.config import ConfigError, ExperimentConfig
+from tfpar.optim import keras_internals, optimizers
+
+import keras
+import tensorflow as tf
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class OptimizerSpec:
+    """An optimizer that can be used, not yet built under a strategy.
+
+    Attributes:
+      instance: A Keras optimizer, or None for the one that the configuration names.
+      keeps_own_rate: Whether `instance` keeps its own learning rate or schedule; the configuration's schedule drives
+        every other optimizer.
+    """
+
+    instance: keras.optimizers.Optimizer | None
+    keeps_own_rate: bool
+
+    @classmethod
+    def of(cls, optimizer: keras.optimizers.Optimizer | str | None, options: Mapping[str, Any]) -> OptimizerSpec:
+        """The optimizer that `Trainer` was given.
+
+        Args:
+          optimizer: A Keras optimizer, a name, or None for what the options say.
+          options: Options given beside it.
+
+        Raises:
+          ConfigError: No Keras optimizer, one that cannot be used, or options without effect on an object.
+        """
+        if optimizer is None or isinstance(optimizer, str):
+            return cls(None, False)
+        if isinstance(optimizer, keras.optimizers.Optimizer):
+            _check_has_effect(optimizer, options)
+        optimizers.check_optimizer(optimizer)
+        return cls(optimizer, "schedule" not in options)
+
+    def recorded_options(self) -> dict[str, Any]:
+        """Options of the object that a checkpoint records, to compare when it is resumed; empty for a name."""
+        if self.instance is None:
+            return {}
+        recorded = run_state.optimizer_options(self.instance)
+        if not self.keeps_own_rate:
+            recorded.pop("learning_rate", None)
+        return recorded
+
+    def build(self, config: ExperimentConfig, strategy: tf.distribute.Strategy) -> keras.optimizers.Optimizer:
+        """The optimizer. Call it in the strategy's scope, where its variables must be created."""
+        if self.instance is None:
+            return optimizers.build(config.optimizer, global_batch_size=config.input.global_batch_size)
+        if keras_internals.strategy_of(self.instance) is strategy:
+            return self.instance
+        return optimizers.recreate(self.instance)
+
+
+def _check_has_effect(optimizer: keras.optimizers.Optimizer, options: Mapping[str, Any]) -> None:
+    """Refuses options that say how to build or drive an optimizer beside an optimizer that is already built."""
+    idle = {"optimizer_args", "weight_decay", "weight_decay_exclude", "ema"} & options.keys()
+    if "schedule" not in options:
+        idle |= {"learning_rate", "base_batch_size", "schedule_args", "warmup_steps"} & options.keys()
+    if idle:
+        remedy = "" if "schedule" in options else ", or give a schedule=... that replaces the object's learning rate"
+        raise ConfigError(
+            f"{', '.join(sorted(idle))}: without effect on the {type(optimizer).__name__} object given as optimizer. "
+            f"Set it there, or give the optimizer by name{remedy}."
+        )

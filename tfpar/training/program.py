@@ -1,0 +1,314 @@
+"""What a training loop runs: model, optimizer and exchange under a running strategy."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tfpar import inputs, models, precision
+from tfpar.checkpoint import run_state
+from tfpar.cluster import failure
+from tfpar.config import ConfigError, ExperimentConfig
+from tfpar.exchange import Exchange
+from tfpar.monitor.samples import TextSampler
+from tfpar.optim import keras_internals, optimizers, schedules
+from tfpar.parallel import strategies
+from tfpar.parallel.topology import Topology
+from tfpar.training.core import Core
+from tfpar.training.metrics import build_metrics
+from tfpar.training.objective import SupervisedObjective, per_example_loss, uses_integer_labels
+from tfpar.training.optimizer_spec import OptimizerSpec
+from tfpar.training.step import TrainStep
+from tfpar.training.uneven_batches import train_input
+from tfpar.training.validate import SYNCHRONISED
+
+import keras
+import tensorflow as tf
+
+_CONVOLUTIONAL_SHARE = 0.1
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """What a training loop runs. It knows of no loop, and every loop runs the same one.
+
+    Attributes:
+      config: The experiment.
+      topology: How its replicas lie on workers and devices.
+      strategy: The running strategy that all variables were created under.
+      core: Model, loss, metrics and augmentation, as pure functions.
+      optimizer: Built for the model's trainable variables.
+      exchange: Built for the same variables.
+      optimizer_options: Options of an optimizer object, which a checkpoint records; empty where a name says all.
+      keeps_own_rate: Whether the optimizer keeps its own learning rate, so that no schedule drives it.
+      integer_labels: Whether the loss reads labels as positions among the model's outputs.
+    """
+
+    config: ExperimentConfig
+    topology: Topology
+    strategy: tf.distribute.Strategy
+    core: Core
+    optimizer: keras.optimizers.Optimizer
+    exchange: Exchange
+    optimizer_options: Mapping[str, Any]
+    keeps_own_rate: bool
+    integer_labels: bool
+    # The compiled step, with what its schedule was: at most one.
+    _steps: list[tuple[Any, TrainStep]] = dataclasses.field(default_factory=list, repr=False)
+
+    @classmethod
+    def build(
+        cls,
+        config: ExperimentConfig,
+        runtime: strategies.Runtime,
+        *,
+        model: keras.Model | Callable[[], keras.Model],
+        optimizer: OptimizerSpec,
+        loss: Any,
+        metrics: Sequence[Any] = (),
+        augmentation: keras.layers.Layer | None = None,
+    ) -> Program:
+        """Creates model, optimizer and metrics under the strategy, and connects the exchange.
+
+        Args:
+          config: The experiment.
+          runtime: The running strategy.
+          model: A Keras model, rebuilt under the strategy where it was built outside; or a function that builds one.
+          optimizer: By name, or an object.
+          loss: A Keras loss, its name, or a function `(y, outputs) -> values [m, ...]`.
+          metrics: Keras metrics, names or functions.
+          augmentation: Applied to inputs in training; by default what `--augment` names.
+
+        Raises:
+          ConfigError: A model, loss, metric or precision that cannot be used.
+        """
+        strategy = runtime.strategy
+        recorded_options = optimizer.recorded_options()  # before anything changes the learning rate
+        with strategy.scope():
+            built = _under_strategy(model, strategy)
+            if not built.trainable_variables:
+                raise ConfigError(
+                    f"the model {built.name!r} has no trainable weights, so there is nothing to train. Set "
+                    "trainable=True on the layers that should learn, or only evaluate it."
+                )
+            keras_optimizer = optimizer.build(config, strategy)
+            keras_optimizer.build(built.trainable_variables)
+            if augmentation is None:
+                augmentation = inputs.build_augmentation(config.input.augment, config.train.seed)
+            metric_objects = build_metrics(metrics, loss, _output_shape(built))
+            core = Core(built, SupervisedObjective(built, per_example_loss(loss), metric_objects), augmentation)
+        _check_precision(config, built)
+        program = cls(
+            config,
+            runtime.topology,
+            strategy,
+            core,
+            keras_optimizer,
+            Exchange(config.exchange.exchange),
+            recorded_options,
+            optimizer.keeps_own_rate,
+            uses_integer_labels(loss),
+        )
+        program._build_exchange()
+        return program
+
+    @property
+    def model(self) -> keras.Model:
+        """The model, under the strategy."""
+        return self.core.model
+
+    @functools.cached_property
+    def jit_compile(self) -> bool:
+        """Whether XLA compiles forward, backward and optimizer; see `--jit_compile`."""
+        choice, obstacle = self.config.train.jit_compile, self._xla_obstacle()
+        if choice == "true" and obstacle:
+            raise ConfigError(f"--jit_compile=true: {obstacle}. Use --jit_compile=auto, or another model.")
+        return choice == "true" or (choice == "auto" and not self.xla_disabled_reason)
+
+    @functools.cached_property
+    def xla_disabled_reason(self) -> str:
+        """Why `--jit_compile=auto` leaves XLA out for this model and topology; empty where it does not."""
+        if obstacle := self._xla_obstacle():
+            return obstacle
+        # 3 to 6 times as slow for the convnet, 1.2 times for ResNet-18 (README.md).
+        if self.topology.device_type == "CPU" and self._is_convolutional():
+            return "XLA is slower than TensorFlow's own kernels in convolutions on CPUs; --jit_compile=true turns it on"
+        return ""
+
+    @functools.cached_property  # it traces the model, which takes seconds for a large one
+    def model_summary(self) -> models.ModelSummary | None:
+        """Size and cost of the model, or None where its inputs are not known before it runs."""
+        try:
+            return models.describe(self.model)
+        except ValueError:
+            return None
+
+    @functools.cached_property
+    def text_sampler(self) -> TextSampler:
+        """Generates text with the model, if it is a language model; traced once for all runs of the program."""
+        return TextSampler(self.model, jit_compile=self.jit_compile)
+
+    def pipeline(self, source: inputs.Source, *, training: bool) -> inputs.Pipeline:
+        """The input pipeline of a source for this topology."""
+        return inputs.Pipeline(
+            source,
+            train_input(self.config) if training else self.config.input,
+            accumulate_steps=self.config.train.accumulate_steps if training else 1,
+            replicas=self.topology.replicas,
+            workers=self.topology.input_pipelines,
+            seed=self.config.train.seed,
+            training=training,
+        )
+
+    def distribute(self, pipeline: inputs.Pipeline, start: int = 0) -> Any:
+        """The pipeline's elements on this worker's devices, one per replica, from step `start` on."""
+        topology = self.topology
+        if topology.local_replicas == 1 and topology.device_type == "CPU":
+            # Nothing to hand out: a distributed iterator would cost 0.2 ms a step (TensorFlow 2.21, GeneratorDataset).
+            return pipeline.dataset(topology.worker, 1, start)
+
+        def dataset(context: tf.distribute.InputContext) -> tf.data.Dataset:
+            replicas = topology.replicas // topology.input_pipelines
+            return pipeline.dataset(context.input_pipeline_id, replicas, start)
+
+        options = tf.distribute.InputOptions(experimental_fetch_to_device=topology.device_type != "CPU")
+        return self.strategy.distribute_datasets_from_function(dataset, options)
+
+    def schedule(self, total_steps: int) -> schedules.Schedule | None:
+        """The configuration's learning-rate schedule, or None where the optimizer keeps its own learning rate."""
+        if self.keeps_own_rate:
+            return None
+        peak = optimizers.scaled_learning_rate(self.config.optimizer, self.config.input.global_batch_size)
+        return schedules.build(self.config.schedule, peak=peak, total_steps=total_steps)
+
+    def step(self, schedule: schedules.Schedule | None, *, rebuild: bool = False) -> TrainStep:
+        """The training step with this schedule, on a synchronous strategy.
+
+        A later call with an equal schedule returns the step that is already compiled.
+
+        Args:
+          schedule: From `schedule`.
+          rebuild: Trace it again, because the exchange has changed.
+        """
+        key = (type(schedule), schedule.get_config() if schedule is not None else None)
+        if rebuild or not self._steps or self._steps[0][0] != key:
+            config = self.config
+            step = TrainStep(
+                self.core,
+                self.optimizer,
+                self.exchange,
+                self.strategy,
+                schedule=schedule,
+                seed=config.train.seed,
+                jit_compile=self.jit_compile,
+                clip_norm=config.optimizer.clip_norm,
+                scale_loss=precision.uses_loss_scale(config.precision.precision),
+                growth_steps=precision.growth_steps(config.precision),
+                timed=not config.train.deterministic,
+            )
+            self._steps[:] = [(key, step)]
+        return self._steps[0][1]
+
+    def eval_weights(self) -> list[keras.Variable]:
+        """The trainable weights that evaluation and export use: their moving averages where `--ema` keeps them."""
+        averages = optimizers.ema_variables(self.optimizer)
+        weights = self.model.trainable_variables
+        if averages is None or int(self.optimizer.iterations.numpy()) == 0:  # before the first step there is no average
+            return list(weights)
+        return [average if average is not None else weight for average, weight in zip(averages, weights, strict=True)]
+
+    def checkpoint_variables(self) -> dict[str, keras.Variable]:
+        """Every variable that defines a run, by the name it has in a checkpoint."""
+        return {
+            **run_state.named(self.model.variables, "model"),
+            **run_state.named(self.optimizer.variables, "optimizer"),
+        }
+
+    def first_copies(self, variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
+        """The values of variables on the first replica of this process; no other replica is touched."""
+        local = self.strategy.experimental_local_results
+        return [local(variable.value)[0].read_value() for variable in variables]
+
+    def _build_exchange(self) -> None:
+        with failure.peer_errors_named(self.topology.cluster):
+            self.exchange.build(
+                self.model.trainable_variables,
+                strategy=self.strategy,
+                workers=self.topology.workers if self.topology.synchronous else 1,
+                worker=max(self.topology.worker, 0),
+                seed=self.config.train.seed,
+                overlap=self._can_overlap_exchange(),
+            )
+
+    def _can_overlap_exchange(self) -> bool:
+        """Whether some gradients are complete before others, so that they can leave early.
+
+        An XLA program, or a loop over micro-batches, gives all at once. On GPUs calls of two groups, ours and that of
+        synchronised batch statistics, must not mix.
+        """
+        mixes = self.topology.device_type == "GPU" and models.uses_synchronized_statistics(self.model)
+        return not self.jit_compile and self.config.train.accumulate_steps == 1 and not mixes
+
+    def _is_convolutional(self) -> bool:
+        """Whether convolutions take a good part of the model's FLOPs, or cannot be told from the rest before it runs.
+
+        Less than that is the patch embedding of a transformer, which gains more than it loses.
+        """
+        has_some = models.uses_convolutions(self.model)
+        if not has_some and models.is_of_known_layers(self.model):  # before it is traced
+            return False
+        summary = self.model_summary
+        return has_some if summary is None else summary.convolution_share > _CONVOLUTIONAL_SHARE
+
+    def _xla_obstacle(self) -> str:
+        """Why XLA cannot compile this model in this topology; empty where it can."""
+        if self.topology.replicas > 1 and models.uses_synchronized_statistics(self.model):
+            return SYNCHRONISED
+        if self.config.train.deterministic and models.uses_max_pooling(self.model):
+            return "the gradient of the model's max pooling has no deterministic XLA kernel in TensorFlow"
+        return ""
+
+
+def _check_precision(config: ExperimentConfig, model: keras.Model) -> None:
+    wanted = precision.policy(config.precision.precision).compute_dtype
+    layers = keras_internals.all_layers(model, include_self=False)
+    used = {layer.compute_dtype for layer in layers if layer.weights}
+    if used and wanted not in used:
+        raise ConfigError(
+            f"--precision={config.precision.precision}: the model was built to compute in "
+            f"{', '.join(sorted(used))}. Pass a function that builds it, or build it after tfpar.initialize(config)."
+        )
+
+
+def _output_shape(model: keras.Model) -> tuple[int | None, ...] | None:
+    """Shape of the model's output with the batch, or None where it has several or they are not known."""
+    outputs = getattr(model, "outputs", None)
+    return tuple(outputs[0].shape) if outputs and len(outputs) == 1 else None
+
+
+def _under_strategy(model: keras.Model | Callable[[], keras.Model], strategy: tf.distribute.Strategy) -> keras.Model:
+    if not isinstance(model, keras.Model):
+        if not callable(model):
+            raise ConfigError(f"model={model!r} is neither a Keras model nor a function that returns one.")
+        built = model()
+        if not isinstance(built, keras.Model) or not built.built:
+            raise ConfigError(
+                f"model() returned {built!r}; it must return a built Keras model. Give it an Input, or call it on a "
+                "batch (of zeros) before it is returned."
+            )
+        return built
+    if not model.built:
+        raise ConfigError("the model has no weights yet: call it on data or give it an Input, or pass a function.")
+    if not model.variables or strategy.extended.variable_created_in_scope(model.variables[0].value):
+        return model
+    try:
+        rebuilt = type(model).from_config(model.get_config())
+        rebuilt.set_weights(model.get_weights())
+    except (NotImplementedError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"the model was built outside the strategy and cannot be rebuilt under it ({error}). Pass a function that "
+            "builds it: Trainer(lambda: build_model(), ...)."
+        ) from error
+    return rebuilt
