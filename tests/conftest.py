@@ -30,7 +30,7 @@ def pytest_configure() -> None:
 
 @pytest.fixture(autouse=True)
 def _sigterm_ends_the_process():
-    """`tfpar.check` makes SIGTERM a preemption for the rest of a program: a test before, or a fixture of many tests."""
+    """`tfpar.validate` makes SIGTERM a preemption for the rest of the process, as an earlier test may have done."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 

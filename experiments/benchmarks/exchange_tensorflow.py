@@ -15,11 +15,12 @@ from typing import Any
 import tfpar
 from experiments.benchmarks import fleet, netns
 from tfpar import ExperimentConfig
-from tfpar.collectives.tensorflow import Group, new_instances
+from tfpar.collectives.group import allocate_instance_keys
+from tfpar.collectives.tensorflow import world_group
 from tfpar.doctor import describe_machine
+from tfpar.exchange import fusion
 from tfpar.exchange import spec as specs
-from tfpar.exchange.exchange import BUCKET_BYTES
-from tfpar.exchange.tuning import auto as planning
+from tfpar.exchange.buckets import DENSE_BUCKET_BYTES
 from tfpar.parallel import strategies
 from tfpar.parallel.topology import choose_topology
 
@@ -41,10 +42,10 @@ class Worker:
         config = ExperimentConfig.from_flat_dict({"strategy": "multi_worker"})
         self._layout = strategies.build(choose_topology(config.strategy, tfpar.cluster.detect()))
         plan = self._layout.topology
-        self._group = Group.of_workers(plan.workers, plan.worker)
+        self._group = world_group(plan.workers, plan.worker)
         self._gradients: list[tf.Tensor] = []
         self._call: Call = lambda: tf.zeros([])
-        [key] = new_instances(1)
+        [key] = allocate_instance_keys(1)
         self._barrier = tf.function(lambda: self._group.all_reduce(tf.zeros([1]), key))
 
     def handle(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -120,8 +121,8 @@ class Worker:
 
     def _ring(self, sizes: Sequence[int]) -> Call:
         """TensorFlow's ring over buffers of the size to which `none` fuses: copies in and out are part of it."""
-        buckets = planning.fuse(range(len(sizes)), sizes, BUCKET_BYTES)
-        keys = new_instances(len(buckets))
+        buckets = fusion.group_indices(range(len(sizes)), sizes, DENSE_BUCKET_BYTES)
+        keys = allocate_instance_keys(len(buckets))
 
         @tf.function
         def step(gradients: list[tf.Tensor]) -> tf.Tensor:
@@ -136,7 +137,7 @@ class Worker:
 
     def _ring_buffer(self, elements: int) -> Call:
         """TensorFlow's ring over one buffer that is there already: nothing but the collective."""
-        [key] = new_instances(1)
+        [key] = allocate_instance_keys(1)
         buffer = tf.zeros([elements])
         step = tf.function(lambda value: after([self._ring_reduce(value, key)], tf.zeros([])))
         return lambda: step(buffer)
@@ -169,7 +170,7 @@ def predicted_ms(spec: str, elements: int, hosts: int, bits_per_second: float | 
     if spec.partition(":")[0] == "auto":  # chosen by measuring; what it then takes has no spec of its own
         return None
     link = cost_model.Link(latency=LATENCY_S, bandwidth=bits_per_second / 8)
-    return 1e3 * cost_model.predict(specs.parse(spec), elements, hosts, link).seconds
+    return 1e3 * specs.parse(spec).cost(elements, hosts, link).seconds
 
 
 if __name__ == "__main__":

@@ -162,7 +162,7 @@ OWN = 'signal.signal(signal.SIGTERM, lambda *_: print("own handler", flush=True)
     ("prepare", "output", "code"),
     [
         ("", "caught\n", PEER_LOST),
-        ("install_sigterm_handler()", "caught\n", PEER_LOST),  # as tfpar.check does
+        ("install_sigterm_handler()", "caught\n", PEER_LOST),  # as tfpar.validate does
         (OWN, "caught\nown handler\nwent on\n", 0),
     ],
 )

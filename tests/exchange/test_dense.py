@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from tfpar.collectives.tensorflow import Group
-from tfpar.exchange.dense import Rings
-from tfpar.exchange.exchange import BUCKET_BYTES
+from tfpar.collectives.tensorflow import world_group
+from tfpar.exchange.buckets import DENSE_BUCKET_BYTES
+from tfpar.exchange.dense import DenseReducer
+from tfpar.exchange.fusion import Fusion
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
 LARGE = (1 << 10, 1 << 10)  # 4 MiB as float32
-ALONE = Group.of_workers(1, 0)  # whose sums are what it has
+ALONE = world_group(1, 0)  # whose sums are what it has
 
 
 def numbered(shapes):
@@ -30,12 +31,13 @@ def numbered(shapes):
     ],
 )
 def test_what_goes_in_comes_out(shapes, buckets, sidecar):
-    rings = Rings([tf.TensorShape(shape) for shape in shapes], ALONE, BUCKET_BYTES)
+    static = [tf.TensorShape(shape) for shape in shapes]
+    reducer = DenseReducer(static, ALONE, "CPU:0", DENSE_BUCKET_BYTES)
     gradients, extra = numbered(shapes), tf.range(sidecar, dtype=tf.float32)
-    fused = rings.fused(gradients, extra)
+    fused = Fusion(static, DENSE_BUCKET_BYTES).fuse(gradients, extra)
     assert len(fused) == buckets
     assert sum(len(buffer) for buffer in fused) == sum(int(np.prod(shape)) for shape in shapes) + sidecar
-    sums, total = tf.function(rings.sum, autograph=False)(gradients, extra)
+    sums, total = tf.function(lambda *given: reducer.reduce(*given, lambda _: True), autograph=False)(gradients, extra)
     np.testing.assert_array_equal(total, extra)
     for result, gradient in zip(sums, gradients, strict=True):
         np.testing.assert_array_equal(result, gradient)
@@ -44,7 +46,7 @@ def test_what_goes_in_comes_out(shapes, buckets, sidecar):
 
 def test_small_tensors_around_a_large_one_travel_together():
     shapes = [(3,), LARGE, (2, 5)]
-    small, large = Rings([tf.TensorShape(shape) for shape in shapes], ALONE, BUCKET_BYTES).fused(
+    small, large = Fusion([tf.TensorShape(shape) for shape in shapes], DENSE_BUCKET_BYTES).fuse(
         numbered(shapes), tf.zeros([1])
     )
     assert len(small) == 3 + 10 + 1

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import tfpar.exchange.exchange as module
+from tfpar.collectives.tensorflow import world_group
 from tfpar.config import ConfigError
-from tfpar.exchange import Exchange
+from tfpar.exchange import Exchange, buckets
+from tfpar.exchange.compressed import CompressedReducer
+from tfpar.exchange.dense import DenseReducer
+from tfpar.exchange.reducer import LocalReducer, StrategyReducer
 
 import numpy as np
 import pytest
@@ -29,7 +32,7 @@ def gradients_of(replica):
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4])
 @pytest.mark.parametrize("bucket_bytes", [8, 64, 1 << 20])
 def test_mean_and_sidecar_are_exact_and_equal_on_every_replica(replicas, bucket_bytes, monkeypatch):
-    monkeypatch.setattr(module, "BUCKET_BYTES", bucket_bytes)
+    monkeypatch.setattr(buckets, "DENSE_BUCKET_BYTES", bucket_bytes)
     strategy = strategy_of(replicas)
     exchange = Exchange("none")
     exchange.build([tf.TensorSpec(shape) for shape in SHAPES])
@@ -82,3 +85,66 @@ def test_traffic_counts_payload_and_wire():
     traffic = exchange.traffic(4, 3)
     assert traffic.payload_bytes == 4 * (elements + 3)
     assert traffic.wire_bytes == 2 * 3 * traffic.payload_bytes // 4
+
+
+GPU = "/job:worker/replica:0/task:0/device:GPU:0"
+
+
+@pytest.mark.parametrize(
+    ("spec", "replicas", "group", "reducer"),
+    [
+        ("none", 1, None, LocalReducer),
+        ("int4", 1, None, LocalReducer),
+        ("none", 2, None, StrategyReducer),
+        ("int4", 2, None, StrategyReducer),  # within one worker nothing is compressed
+        ("none", 1, world_group(2, 0), DenseReducer),
+        ("none", 1, world_group(2, 0, GPU), DenseReducer),  # a group is asked for: not the strategy's all-reduce
+        ("int4", 1, world_group(2, 0), CompressedReducer),
+        ("powersgd", 1, world_group(2, 0), CompressedReducer),
+    ],
+)
+def test_what_carries_an_exchange_out(spec, replicas, group, reducer):
+    exchange = Exchange(spec)
+    exchange.build([tf.TensorSpec((64, 64))], strategy=strategy_of(replicas), group=group)
+    assert type(exchange._reducer) is reducer
+    assert exchange.compresses == (reducer is CompressedReducer)
+    assert bool(exchange.state) == (reducer is CompressedReducer)
+
+
+def test_without_a_group_workers_choose_it():
+    dense, compressed = Exchange("none"), Exchange("int4")
+    for exchange in (dense, compressed):
+        exchange.build([tf.TensorSpec((64, 64))], workers=2, worker=1)
+    assert type(dense._reducer) is DenseReducer
+    assert type(compressed._reducer) is CompressedReducer
+
+
+@pytest.mark.parametrize(("built", "runs", "message"), [(1, 2, "for one replica and runs on 2"), (2, 1, None)])
+def test_another_number_of_replicas_than_the_exchange_was_built_for(built, runs, message):
+    exchange = Exchange()
+    exchange.build([tf.TensorSpec((2,))], strategy=strategy_of(built))
+    step = tf.function(lambda: strategy_of(runs).run(lambda: exchange.reduce([tf.ones(2)])), autograph=False)
+    if message is None:  # TensorFlow's all-reduce goes by the strategy that it runs under
+        np.testing.assert_array_equal(step()[0], [1.0, 1.0])
+        return
+    with pytest.raises(RuntimeError, match=message):
+        step()
+
+
+@pytest.mark.parametrize("spec", ["none", "int4"])
+def test_another_number_of_workers_than_the_exchange_was_built_for(spec):
+    exchange = Exchange(spec)
+    exchange.build([tf.TensorSpec((64, 64))], workers=3)
+    with pytest.raises(RuntimeError, match="built for 3 workers and runs on 1: give build"):
+        strategy_of(1).run(lambda: exchange.reduce([tf.ones((64, 64))]))
+
+
+@pytest.mark.parametrize(("old", "new"), [("overlaps", "overlaps_backward"), ("leaves_first", "first_ready_indices")])
+def test_former_names_still_work(old, new):
+    exchange = Exchange("int4:bucket_bytes=20000")
+    exchange.build([tf.TensorSpec((64, 64)), tf.TensorSpec((64, 64))], workers=2, overlap=True)
+    with pytest.warns(DeprecationWarning, match=f"Exchange.{old} is deprecated; use {new}"):
+        assert getattr(exchange, old) == getattr(exchange, new)
+    assert exchange.first_ready_indices == [1]
+    with pytest.raises(AttributeError, match="no attribute 'unknown'"):
+        _ = exchange.unknown

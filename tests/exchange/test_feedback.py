@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from tfpar.collectives.tensorflow import Group
+from tfpar.collectives.tensorflow import world_group
 from tfpar.exchange import spec as specs
 from tfpar.exchange.algorithms.deep_gradient import RAMP
 from tfpar.exchange.buckets import Bucket
-from tfpar.exchange.tuning import auto
 
 import numpy as np
 import pytest
@@ -14,12 +13,11 @@ import tensorflow as tf
 
 
 def bucket(text: str, elements: int) -> Bucket:
-    spec = specs.parse(text)
-    return auto.bucket_type(spec)(spec, [tf.TensorShape([elements])], Group.of_workers(1, 0), 0, "bucket")
+    return specs.parse(text).build([tf.TensorShape([elements])], world_group(1, 0), 0, "bucket")
 
 
 def exchanged(one: Bucket, gradient: np.ndarray, step: int = 0) -> np.ndarray:
-    sums, _ = one.sum([tf.constant(gradient, tf.float32)], tf.constant(step, tf.int64))
+    sums, _ = one.reduce([tf.constant(gradient, tf.float32)], tf.constant(step, tf.int64))
     return sums[0].numpy()
 
 

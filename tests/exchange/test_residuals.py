@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tfpar.config import ConfigError
 from tfpar.exchange import Exchange
-from tfpar.exchange.buckets import seed_of_bucket
+from tfpar.exchange.buckets import bucket_seed
 
 import numpy as np
 import pytest
@@ -203,10 +203,10 @@ def test_workers_without_a_shard_decide_as_the_others_do(before, after, workers)
 def test_what_cannot_be_taken_up_is_refused(spec):
     old, new = exchanges("int8", 3), exchanges(spec, 3)
     fill(old)
-    with pytest.raises(ConfigError, match="not delivered yet"):
+    with pytest.raises(ConfigError, match="not been applied yet"):
         new[0].restore(3, lambda rank: old[rank].export())
 
 
 def test_buckets_round_by_numbers_of_their_own():
-    assert len({seed_of_bucket(seed, number) for seed in range(20) for number in range(20)}) == 400
-    assert all(0 <= seed_of_bucket(seed, 0) < 1 << 51 for seed in (0, 2**52, 2**63 - 1))
+    assert len({bucket_seed(seed, number) for seed in range(20) for number in range(20)}) == 400
+    assert all(0 <= bucket_seed(seed, 0) < 1 << 51 for seed in (0, 2**52, 2**63 - 1))

@@ -1,9 +1,9 @@
-"""Schedules, played through for any number of workers."""
+"""Message plans, played through for any number of workers."""
 
 from __future__ import annotations
 
-from tfpar.exchange.algorithms import rounds as schedules
-from tfpar.exchange.algorithms.rounds import Schedule
+from tfpar.exchange.algorithms import rounds
+from tfpar.exchange.algorithms.rounds import MessagePlan
 
 import numpy as np
 import pytest
@@ -11,13 +11,13 @@ import pytest
 SIZES = [*range(1, 34), 48, 63, 64, 65, 100]
 
 
-def play(schedule: Schedule) -> list[int]:
+def play(plan: MessagePlan) -> list[int]:
     """Runs it on numbers, checks that all workers end with all sums, and gives what each sent, in shards."""
-    workers, shards = schedule.workers, schedule.shards
+    workers, shards = plan.workers, plan.shards
     values = np.random.default_rng(workers).integers(0, 1000, [workers, shards])
     held = {(rank, shard): int(values[rank, shard]) for rank in range(workers) for shard in range(shards)}
     sent = [0] * workers
-    for phase in schedule.reduce:
+    for phase in plan.reduce:
         arriving = []
         for move in phase:
             for shard in range(move.first, move.last):
@@ -25,8 +25,8 @@ def play(schedule: Schedule) -> list[int]:
                 sent[move.source] += 1
         for target, shard, value in arriving:
             held[target, shard] += value  # KeyError: it had sent that away
-    assert set(held) == {(owner, shard) for shard, owner in enumerate(schedule.owners)}
-    for phase in schedule.gather:
+    assert set(held) == {(owner, shard) for shard, owner in enumerate(plan.owners)}
+    for phase in plan.gather:
         arriving = []
         for move in phase:
             for shard in range(move.first, move.last):
@@ -43,28 +43,28 @@ def play(schedule: Schedule) -> list[int]:
 @pytest.mark.parametrize("workers", SIZES)
 @pytest.mark.parametrize("name", ["ring", "binary_blocks"])
 def test_every_worker_ends_with_every_sum(name, workers):
-    schedule = schedules.SCHEDULES[name](workers)
-    sent = play(schedule)
-    assert sent == [schedule.sent_shards(rank) for rank in range(workers)]
+    plan = rounds.PLANS[name](workers)
+    sent = play(plan)
+    assert sent == [plan.sent_shards(rank) for rank in range(workers)]
     if name == "ring":
         assert sent == [2 * (workers - 1)] * workers  # shards of 1 / N
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4, 8, 32, 64])
 def test_halving_doubling(workers):
-    schedule = schedules.halving_doubling(workers)
-    assert play(schedule) == [2 * (workers - 1)] * workers
-    assert len(schedule.reduce) == len(schedule.gather) == workers.bit_length() - 1
-    assert schedule.critical_shards() == 2 * (workers - 1)
+    plan = rounds.halving_doubling(workers)
+    assert play(plan) == [2 * (workers - 1)] * workers
+    assert len(plan.reduce) == len(plan.gather) == workers.bit_length() - 1
+    assert plan.critical_shards() == 2 * (workers - 1)
 
 
 @pytest.mark.parametrize("workers", [3, 5, 6, 7, 12])
 def test_halving_doubling_wants_a_power_of_two(workers):
     with pytest.raises(ValueError, match=f"{workers} workers"):
-        schedules.halving_doubling(workers)
+        rounds.halving_doubling(workers)
 
 
-@pytest.mark.parametrize(("workers", "rounds"), [(3, 2), (5, 3), (6, 3), (7, 4)])
-def test_rounds_of_binary_blocks(workers, rounds):
+@pytest.mark.parametrize(("workers", "count"), [(3, 2), (5, 3), (6, 3), (7, 4)])
+def test_rounds_of_binary_blocks(workers, count):
     """log2 of the largest block, and one for each further block."""
-    assert len(schedules.binary_blocks(workers).reduce) == rounds
+    assert len(rounds.binary_blocks(workers).reduce) == count

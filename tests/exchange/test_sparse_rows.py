@@ -6,18 +6,19 @@ import concurrent.futures
 import functools
 import itertools
 
-from tfpar.collectives import tensorflow as groups
-from tfpar.collectives.tensorflow import Group
+from tfpar.collectives import group as groups
+from tfpar.collectives.tensorflow import new_group
 from tfpar.exchange import Exchange
-from tfpar.exchange.algorithms.sparse_rows import Rows, densified, summed_by_row
-from tfpar.exchange.buckets import Wire
+from tfpar.exchange.algorithms.sparse_rows import SparseRows, densified, summed_by_row
+from tfpar.exchange.buckets import WireBytes
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
 V = 200
-_group_keys = itertools.count(1 << 18)  # the runtime remembers groups and their shapes while the process lives
+DENSE_KEY = 1 << 24  # instance keys of dense sums, far from those that are allocated
+_first_members = itertools.count(0, 10)  # the runtime remembers groups and their shapes while the process lives
 
 
 class Workers:
@@ -33,17 +34,22 @@ class Workers:
 
     def __init__(self, monkeypatch, count: int, shapes: list[tuple[int, ...]], dense: float = 4.0, half: bool = False):
         self.count = count
-        key = next(_group_keys)
-        self.groups = [Group(count, rank, key) for rank in range(count)]
+        members = range(first := next(_first_members), first + count)
+        self.groups = [new_group(members, worker) for worker in members]
         self.shapes = [tf.TensorShape(shape) for shape in shapes]
         share = 2 * (count - 1) / count
         wires = [
-            Wire(int(dense * shape.num_elements()), int(share * dense * shape.num_elements())) for shape in self.shapes
+            WireBytes(int(dense * shape.num_elements()), int(share * dense * shape.num_elements()))
+            for shape in self.shapes
         ]
         self.rows = []
         for group in self.groups:  # each counts its keys as if it were alone in its process
-            monkeypatch.setattr(groups, "_instances", itertools.count(key << 10))
-            self.rows.append(Rows(dict(enumerate(zip(self.shapes, wires, strict=True))), group, half=half))
+            monkeypatch.setattr(groups, "_instance_keys", groups.InstanceKeys())
+            self.rows.append(
+                SparseRows(
+                    dict(enumerate(zip(self.shapes, wires, strict=True))), group, tf.bfloat16 if half else tf.float32
+                )
+            )
         signature = [(tf.TensorSpec([None, *shape[1:]]), tf.TensorSpec([None], tf.int64)) for shape in self.shapes]
         self._functions = [
             tf.function(functools.partial(self._sum, rank), input_signature=[signature], autograph=False)
@@ -53,11 +59,11 @@ class Workers:
     def _sum(self, rank: int, slices):
         with tf.device(f"CPU:{rank}"):
             dense = {
-                number: functools.partial(self.groups[rank].all_reduce, instance=self.groups[rank].key + number)
+                number: functools.partial(self.groups[rank].all_reduce, instance=DENSE_KEY + number)
                 for number in range(len(self.shapes))
             }
             mine = {number: summed_by_row(*pair) for number, pair in enumerate(slices)}
-            return self.rows[rank].sum(mine, dense)
+            return self.rows[rank].all_reduce(mine, dense)
 
     def sum(self, slices):
         """Each in a thread of its own, as workers are processes: a function runs calls one after the other."""
@@ -122,12 +128,12 @@ def test_the_limit_is_where_rows_are_no_longer_less(monkeypatch):
     for rows, exact in ((174, True), (175, False)):
         mine = np.ones((rows, 7), np.float32), np.arange(rows)
         nothing = np.zeros((0, 7), np.float32), np.arange(0)
-        before = all_of_them.rows[0].wire()
+        before = all_of_them.rows[0].wire_bytes()
         all_of_them.check([[mine], [nothing]], exact_rows=exact)
         if exact:
-            assert before == Wire(5600, 5600)  # nothing measured yet
-            assert all_of_them.rows[0].wire() == Wire(174 * 32 + 4, 174 * 32 + 4)
-    assert all_of_them.rows[1].wire() == Wire((174 * 32 + 5600) // 2 + 4, (174 * 32 + 5600) // 2 + 4)
+            assert before == WireBytes(5600, 5600)  # nothing measured yet
+            assert all_of_them.rows[0].wire_bytes() == WireBytes(174 * 32 + 4, 174 * 32 + 4)
+    assert all_of_them.rows[1].wire_bytes() == WireBytes((174 * 32 + 5600) // 2 + 4, (174 * 32 + 5600) // 2 + 4)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 16, 17, 100, 128, 150])
@@ -135,7 +141,7 @@ def test_padding_is_small_and_counted(monkeypatch, rows):
     all_of_them = Workers(monkeypatch, 3, [(2000, 4)])
     mine = np.ones((rows, 4), np.float32), np.arange(rows)
     all_of_them.check([[mine], [(mine[0][:1], mine[1][:1])], [mine]], exact_rows=True)
-    sent = all_of_them.rows[2].wire().sent - 2 * 4
+    sent = all_of_them.rows[2].wire_bytes().sent - 2 * 4
     padded = sent / (2 * 20)
     assert padded in (16, 18, 104, 128, 160)
     assert rows <= padded <= max(16, 1.125 * rows)
@@ -144,8 +150,8 @@ def test_padding_is_small_and_counted(monkeypatch, rows):
 def test_a_dense_gradient_cheaper_than_a_row_is_no_table(monkeypatch):
     """As with powersgd: then nothing is told, and nothing travels as rows."""
     all_of_them = Workers(monkeypatch, 2, [(V, 5), (V, 5)], dense=0.02)
-    assert all_of_them.rows[0].numbers == []
-    assert all_of_them.rows[0].wire() == Wire(0, 0)
+    assert all_of_them.rows[0].indices == []
+    assert all_of_them.rows[0].wire_bytes() == WireBytes(0, 0)
 
 
 def test_what_is_not_finite_reaches_every_worker(monkeypatch):
@@ -179,7 +185,7 @@ def test_a_single_worker_and_other_variables_stay_dense():
 
 @pytest.mark.parametrize("sparse", [[1], [-1], [2]])
 def test_numbers_that_are_no_tables_are_refused(sparse):
-    with pytest.raises(ValueError, match="not all are numbers, from 0, of variables that have rows"):
+    with pytest.raises(ValueError, match="not all are indices, from 0, of variables that have rows"):
         Exchange().build([tf.TensorSpec([4, 2]), tf.TensorSpec([])], sparse=sparse)
 
 

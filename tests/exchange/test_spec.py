@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from tfpar.config import ConfigError
+from tfpar.exchange import registry
 from tfpar.exchange import spec as specs
 
 import pytest
 
 
-@pytest.mark.parametrize("name", specs.NAMES)
+@pytest.mark.parametrize("name", registry.names())
 def test_every_name_stands_alone(name):
     spec = specs.parse(name)
     assert spec.name == name
-    assert (spec.codec is None) == (name in ("none", "powersgd", "auto"))
-    assert spec.pattern == "two_phase"
-    assert spec.error_feedback
+    assert (spec.options.codec is None) == (name in ("none", "powersgd", "auto"))
+    assert getattr(spec.options, "pattern", "two_phase") == "two_phase"
+    assert spec.options.error_feedback
 
 
 def test_options_go_to_the_codec_and_to_the_exchange():
     spec = specs.parse("int4:block=128,rounding=stochastic,pattern=all_gather,error_feedback=false,warmup_steps=10")
-    assert (spec.codec.bits, spec.codec.block, spec.codec.rounding) == (4, 128, "stochastic")
-    assert (spec.pattern, spec.error_feedback, spec.warmup_steps) == ("all_gather", False, 10)
+    options = spec.options
+    assert (options.codec.bits, options.codec.block, options.codec.rounding) == (4, 128, "stochastic")
+    assert (options.pattern, options.error_feedback, options.warmup_steps) == ("all_gather", False, 10)
 
 
 @pytest.mark.parametrize(
@@ -28,12 +30,12 @@ def test_options_go_to_the_codec_and_to_the_exchange():
     [("topk:0.01", 41, 4096), ("topk", 41, 4096), ("topk:1", 4096, 4096), ("topk:0.05,block=256", 13, 256)],
 )
 def test_topk_takes_the_share_it_keeps(text, keep, block):
-    codec = specs.parse(text).codec
+    codec = specs.parse(text).options.codec
     assert (codec.keep, codec.block) == (keep, block)
 
 
 def test_topk_keeps_at_least_one():
-    assert specs.parse("topk:0.0001,block=64").codec.keep == 1
+    assert specs.parse("topk:0.0001,block=64").options.codec.keep == 1
 
 
 @pytest.mark.parametrize(
@@ -44,7 +46,7 @@ def test_topk_keeps_at_least_one():
         ("int4:block=100", r"int4:block=100: .*block=100 is not one of 64, 128, 256, 512, 1024, 2048, 4096 elements"),
         ("int4:block=a", r"--exchange=int4:block=a: .* is not a whole number; allowed are 64, 128, .* 4096 elements"),
         ("topk:0.1,block=9", r"block=9 is not one of 64, .* 8192, 16384 elements"),
-        ("bf16:rounding=stochastic", "rounding='stochastic' is an option of quantize only"),
+        ("bf16:rounding=stochastic", "rounding='stochastic' is an option of int8, int4, int2 only"),
         ("none:block=64", r"--exchange=none:block=64: none takes no options\. Write --exchange=none\."),
         ("int4:pattern=rink", r"pattern='rink' is not known"),
         ("int4:error_feedback=2", "error_feedback=2 is not true or false"),
@@ -64,7 +66,7 @@ def test_what_cannot_be_is_refused(text, message):
         specs.parse(text)
 
 
-@pytest.mark.parametrize("name", [name for name in specs.NAMES if name != "none"])
+@pytest.mark.parametrize("name", [name for name in registry.names() if name != "none"])
 def test_what_errors_propose_can_be_written(name):
     with pytest.raises(ConfigError) as caught:
         specs.parse(f"{name}:=")

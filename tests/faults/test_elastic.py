@@ -7,7 +7,7 @@ import json
 from tests.faults import elastic
 from tests.integration.test_multi_worker import launch
 from tfpar.checkpoint import checkpointer
-from tfpar.exchange.residuals import undelivered
+from tfpar.exchange.residuals import total_pending
 
 import numpy as np
 import pytest
@@ -45,11 +45,13 @@ def test_from_4_workers_to_3_and_back(tmp_path):
     for workers, stop_after in ((4, 7), (3, 6), (4, 0)):  # in the middle of the second and of the third epoch
         train(changing, workers, stop_after)
         if kept:
-            handed_over = undelivered(restored_residuals(changing, workers))
-            np.testing.assert_allclose(handed_over, undelivered(kept), rtol=1e-6, atol=1e-6 * np.abs(handed_over).max())
+            handed_over = total_pending(restored_residuals(changing, workers))
+            np.testing.assert_allclose(
+                handed_over, total_pending(kept), rtol=1e-6, atol=1e-6 * np.abs(handed_over).max()
+            )
             assert len(kept) == workers_before != workers
         kept, workers_before = saved_residuals(changing, workers), workers
-    assert np.abs(undelivered(kept)).max() > 0
+    assert np.abs(total_pending(kept)).max() > 0
     np.testing.assert_array_equal(seen_by_chief(steady), elastic.EPOCHS)
     np.testing.assert_array_equal(seen_by_chief(changing), elastic.EPOCHS)
     assert summary(changing)["steps"] == summary(steady)["steps"]

@@ -155,18 +155,18 @@ def check_traffic(text: str, traffic: np.ndarray, workers: int) -> None:
     if spec.name == "auto":
         assert sent <= dense
         return
-    if spec.rank:
+    if spec.name == "powersgd":
         matrices = [(np.prod(SHAPES[index]) // SHAPES[index][-1], SHAPES[index][-1]) for index in LARGE]
-        assert payload - small == 4 * spec.rank * sum(rows + columns for rows, columns in matrices)
+        assert payload - small == 4 * spec.options.rank * sum(rows + columns for rows, columns in matrices)
         np.testing.assert_allclose(sent, 2 * share * payload, atol=1)
         return
     bits = 8 * (payload - small) / large
-    expected = 8 * spec.codec.payload_bytes(1 << 20) / (1 << 20)
+    expected = 8 * spec.options.codec.payload_bytes(1 << 20) / (1 << 20)
     assert expected <= bits < 1.5 * expected + 3  # headers and padding weigh on so short a vector
     shares = 2 * share
-    if spec.pattern == "all_gather":
+    if spec.options.pattern == "all_gather":
         shares = workers - 1
-    elif spec.pattern == "binary_blocks":
-        schedule = rounds.binary_blocks(workers)
-        shares = schedule.sent_shards(0) / schedule.shards
+    elif spec.options.pattern == "binary_blocks":
+        plan = rounds.binary_blocks(workers)
+        shares = plan.sent_shards(0) / plan.shards
     np.testing.assert_allclose(sent, shares * (payload - small) + 2 * share * small, atol=1)

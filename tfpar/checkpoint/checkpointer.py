@@ -27,12 +27,11 @@ from tfpar.checkpoint import format as files
 from tfpar.checkpoint import staging as staging
 from tfpar.checkpoint.format import FORMAT, Checkpoint, read
 from tfpar.checkpoint.staging import reason
-from tfpar.config import ConfigError
 from tfpar.config.errors import TrainingError
 
 import numpy as np
 
-__all__ = ["FORMAT", "MAY_DIFFER", "Checkpoint", "CheckpointError", "Checkpointer", "check_same_run", "find", "read"]
+__all__ = ["FORMAT", "Checkpoint", "CheckpointError", "Checkpointer", "find", "read"]
 
 _log = logging.getLogger(__name__)
 
@@ -295,53 +294,6 @@ def saved_config(workdir: str | os.PathLike[str]) -> Mapping[str, Any] | None:
         except (OSError, ValueError):
             continue
     return None
-
-
-# Options that may differ between a run and its continuation: they change where, how fast and how visibly it runs,
-# or how long, but not what is being trained.
-MAY_DIFFER = frozenset(
-    {
-        *("strategy", "devices", "tpu", "exchange", "exchange_retune_every", "uneven_batches"),
-        *("peer_timeout", "start_timeout", "stall_timeout"),
-        *("workdir", "checkpoint_every", "keep_checkpoints", "on_checkpoint_error", "warm_start"),
-        *("log_every", "profile_steps", "verbose", "eval_every"),
-        *("data_dir", "cache", "prefetch", "input_threads", "data_service", "on_bad_record", "max_bad_steps"),
-        *(
-            "accumulate_steps",
-            "jit_compile",
-            "tf32",
-            "deterministic",
-            "steps_per_loop",
-            "steps",
-            "epochs",
-            "stop_after",
-        ),
-    }
-)
-
-
-def check_same_run(saved: Mapping[str, Any], current: Mapping[str, Any], workdir: str) -> None:
-    """Refuses to continue a run under another configuration.
-
-    Args:
-      saved: Configuration in the checkpoint, by flag name.
-      current: Configuration of this start.
-      workdir: For the message.
-
-    Raises:
-      ConfigError: With every option that differs, old and new value.
-    """
-    differences = [
-        f"--{name}: {saved[name]!r} -> {value!r}"
-        for name, value in current.items()
-        if name in saved and name not in MAY_DIFFER and saved[name] != value
-    ]
-    if differences:
-        raise ConfigError(
-            f"--workdir={workdir} holds a run of another configuration. Differences (saved -> now): "
-            f"{'; '.join(differences)}. Give the saved values to continue it, another --workdir to start afresh, or "
-            f"another --workdir with --warm_start={workdir} to start from its weights."
-        )
 
 
 def _best_step(directory: pathlib.Path) -> int | OSError | ValueError | None:

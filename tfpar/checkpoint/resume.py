@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from tfpar.checkpoint.checkpointer import Checkpoint, Checkpointer
-from tfpar.collectives.agreement import Agreement
+from tfpar.collectives.agreement import WorkerAgreement
 from tfpar.config import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -18,7 +18,7 @@ _LOOKS = 10
 _SECONDS_BETWEEN_LOOKS = 1.0
 
 
-def newest(checkpointer: Checkpointer, agreement: Agreement | None = None) -> Checkpoint | None:
+def newest(checkpointer: Checkpointer, agreement: WorkerAgreement | None = None) -> Checkpoint | None:
     """The newest checkpoint that passes its checksums, on all workers; those after it, if any, are set aside.
 
     All workers call it together. Damage is reported by the worker that finds it, and by worker 0.
@@ -62,7 +62,7 @@ def newest(checkpointer: Checkpointer, agreement: Agreement | None = None) -> Ch
     return found
 
 
-def _steps_all_see(checkpointer: Checkpointer, agreement: Agreement | None) -> Sequence[int]:
+def _steps_all_see(checkpointer: Checkpointer, agreement: WorkerAgreement | None) -> Sequence[int]:
     """The steps of the checkpoints, the same on all workers."""
     if agreement is None:
         return checkpointer.steps()

@@ -5,6 +5,11 @@ step needs travels together in one call: the gradient sums, and the *sidecar*, a
 scalars (example count, non-finite flag, loss and metric sums) that is always summed exactly.
 """
 
-from tfpar.exchange.exchange import Exchange, Traffic
+# Importing an algorithm registers it.
+from tfpar.exchange.algorithms import deep_gradient, dense, powersgd, value_codecs  # noqa: F401
+from tfpar.exchange.exchange import Exchange
+from tfpar.exchange.reducer import Traffic
+from tfpar.exchange.registry import register
+from tfpar.exchange.tuning import auto  # noqa: F401
 
-__all__ = ["Exchange", "Traffic"]
+__all__ = ["Exchange", "Traffic", "register"]

@@ -1,4 +1,4 @@
-"""What the patterns have in common: a bucket of tensors, its state on this worker, its bytes."""
+"""What the algorithms have in common: a bucket of tensors, its state on this worker, its bytes."""
 
 from __future__ import annotations
 
@@ -7,92 +7,126 @@ import hashlib
 from collections.abc import Sequence
 from typing import Protocol
 
-from tfpar.collectives.tensorflow import LOCAL, local
+from tfpar.collectives.tensorflow import PER_WORKER, local_copy
 from tfpar_ops import Codec
 
 import tensorflow as tf
 
-# Names of the state that is gradient not yet delivered: by a worker for its own, float32 [L]; by the owner of a shard
-# for the sum, of the elements of that shard. The owners' shards lie end to end in the order of the ranks.
+# Up to how many bytes of float32 tensors are fused into one bucket. A collective call costs about a millisecond on gRPC
+# whatever its size, so small tensors travel together.
+# Dense: past 32 MiB one more call no longer shows, and a larger buffer would only cost memory. Encoded: half of that,
+# because a worker encodes one bucket while another travels, and more buckets overlap more.
+DENSE_BUCKET_BYTES = 32 << 20
+COMPRESSED_BUCKET_BYTES = 16 << 20
+
+# Names of the state that is gradient not yet applied: the residual of a worker for its own gradient, float32 [L]; the
+# residual of the owner of a shard for the sum, of the elements of that shard. The owners' shards lie end to end in the
+# order of the ranks.
 RESIDUALS = ("worker", "owner")
 
 
 @dataclasses.dataclass(frozen=True)
-class Wire:
+class WireBytes:
     """Bytes of one exchange of a bucket, per worker.
 
     Attributes:
-      payload: What encoding this worker's gradients gives.
-      sent: What it sends, framing of the transport left out.
+      payload: Bytes of this worker's encoded gradients.
+      sent: Bytes that this worker sends, framing of the transport left out.
     """
 
     payload: int
     sent: int
 
 
-# Changes of a bucket's state that an exchange has not carried out: variable and new value.
-Changes = list[tuple[tf.Variable, tf.Tensor]]
+# State changes that an exchange has not carried out yet: variable and new value.
+PendingAssigns = list[tuple[tf.Variable, tf.Tensor]]
 
 
 class Bucket(Protocol):
-    """Tensors that are exchanged together, in one pattern.
+    """Tensors that are exchanged together, by one algorithm.
 
     Attributes:
-      elements: Elements L of all of them.
+      elements: Elements L of all tensors.
       shard_elements: Elements of the shard of which a worker is the owner; L where there are no owners.
-      state: This worker's variables; those of `RESIDUALS` have mass that is to be delivered.
+      factor_rank: Columns of low-rank factors in `state`, which a checkpoint must match; 0 where there are none.
+      state: This worker's variables; those named in `RESIDUALS` hold gradient that is not yet applied.
     """
 
     elements: int
     shard_elements: int
+    factor_rank: int
     state: dict[str, tf.Variable]
 
-    def sum(
-        self, tensors: Sequence[tf.Tensor], step: tf.Tensor, changes: Changes | None = None
+    def reduce(
+        self, tensors: Sequence[tf.Tensor], step: tf.Tensor, pending: PendingAssigns | None = None
     ) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Sums tensors over the workers.
 
         Args:
-          tensors: This worker's, float32, of the bucket's shapes.
+          tensors: This worker's tensors, float32, of the bucket's shapes.
           step: Int64 scalar, different for every exchange.
-          changes: If given, takes the changes of `state`, which then stays as it is. Not with `momentum`
-            or `ramp_steps`.
+          pending: If given, takes the changes of `state`, which then stays as it is. Only where the options say
+            `sends_only_gradient`.
 
         Returns:
           The sums, the same bits on every worker, and the squared L2 norms of input and of the worker's new residual,
           float32 [2].
         """
 
-    def wire(self) -> Wire:
+    def wire_bytes(self) -> WireBytes:
         """Bytes per exchange and worker."""
 
 
 def worker_variable(shape: Sequence[int], name: str, value: tf.Tensor | None = None) -> tf.Variable:
     """A float32 variable, zeros by default, that belongs to this worker alone, also when made under a strategy."""
-    variable = tf.Variable(tf.zeros(shape) if value is None else value, trainable=False, name=name, **LOCAL)
-    return local(variable)
+    variable = tf.Variable(tf.zeros(shape) if value is None else value, trainable=False, name=name, **PER_WORKER)
+    return local_copy(variable)
 
 
-def change(variable: tf.Variable, value: tf.Tensor, changes: Changes | None) -> None:
-    """Carries a change of state out, or notes it."""
-    if changes is None:
+def residual_variables(sizes: dict[str, int], name: str, *, error_feedback: bool) -> dict[str, tf.Variable]:
+    """The residuals of a bucket by role, zeros; none without error feedback.
+
+    Args:
+      sizes: Elements by role, one of `RESIDUALS`.
+      name: Prefix of the variables' names.
+      error_feedback: Whether there are residuals.
+    """
+    if not error_feedback:
+        return {}
+    return {role: worker_variable([size], f"{name}_{role}") for role, size in sizes.items()}
+
+
+def assign_or_defer(variable: tf.Variable, value: tf.Tensor, pending: PendingAssigns | None) -> None:
+    """Assigns a new value, or leaves the assignment to the caller, in `pending`."""
+    if pending is None:
         variable.assign(value, read_value=False)
     else:
-        changes.append((variable, value))
+        pending.append((variable, value))
 
 
 def counter_variable(size: int, name: str) -> tf.Variable:
     """An int64 vector of zeros that belongs to this worker alone."""
-    return local(tf.Variable(tf.zeros([size], tf.int64), trainable=False, name=name, **LOCAL))
+    return local_copy(tf.Variable(tf.zeros([size], tf.int64), trainable=False, name=name, **PER_WORKER))
 
 
-def seed_step(codec: Codec, seed: int, stream: int, step: tf.Tensor) -> tf.Tensor | None:
-    """Seed and step of stochastic rounding; None for nearest.
+def concatenated(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """All tensors as one vector."""
+    return tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], axis=0)
+
+
+def split(vector: tf.Tensor, shapes: Sequence[tf.TensorShape]) -> list[tf.Tensor]:
+    """The tensors of which `concatenated` made a vector."""
+    parts = tf.split(vector, [shape.num_elements() for shape in shapes])
+    return [tf.reshape(part, shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def rounding_seed(codec: Codec, seed: int, stream: int, step: tf.Tensor) -> tf.Tensor | None:
+    """Seed and step of stochastic rounding, int64 [2]; None for rounding to nearest.
 
     Args:
       codec: The codec.
-      seed: Of the bucket, see `seed_of_bucket`.
-      stream: Another number, below 4096, for every encoding of the bucket in a step anywhere in the cluster.
+      seed: Seed of the bucket, see `bucket_seed`.
+      stream: A number below 4096, different for every encoding of the bucket in a step anywhere in the cluster.
       step: Int64 scalar.
     """
     if codec.rounding != "stochastic":
@@ -100,7 +134,7 @@ def seed_step(codec: Codec, seed: int, stream: int, step: tf.Tensor) -> tf.Tenso
     return tf.stack([tf.constant((seed << 12) + stream, tf.int64), tf.cast(step, tf.int64)])
 
 
-def seed_of_bucket(seed: int, number: int) -> int:
-    """Another seed, of 51 bits, for every bucket of a run: equal numbers would round alike in all of them."""
-    digest = hashlib.sha256(f"{seed}/{number}".encode()).digest()
+def bucket_seed(seed: int, index: int) -> int:
+    """A distinct 51-bit seed per bucket, so that equal values do not round the same way in all buckets."""
+    digest = hashlib.sha256(f"{seed}/{index}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 13

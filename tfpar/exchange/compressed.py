@@ -1,48 +1,48 @@
-"""The compressed exchange between hosts: buckets, their state, and what can be seen of it.
+"""The compressed exchange between workers: buckets, their state, and what can be observed of it.
 
-Functions run once per worker, on its first device, after its replicas have added up what they have.
+What runs in the training step runs once per worker, on its first device, after its replicas have added up their
+gradients.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from tfpar.collectives.tensorflow import LOCAL, Group, local, new_instances
-from tfpar.exchange import buckets, residuals
-from tfpar.exchange.algorithms.sparse_rows import Rows
+from tfpar.collectives.group import Group, allocate_instance_keys
+from tfpar.collectives.tensorflow import PER_WORKER, local_copy
+from tfpar.exchange import buckets, fusion, residuals
+from tfpar.exchange import spec as specs
+from tfpar.exchange.algorithms.sparse_rows import SparseRows
+from tfpar.exchange.gradients import Gradient
+from tfpar.exchange.reducer import Reducer, ShouldApply, Traffic, reduce_per_worker
+from tfpar.exchange.registry import DENSE
 from tfpar.exchange.residuals import LAYOUT
 from tfpar.exchange.spec import Spec
-from tfpar.exchange.tuning import auto as planning
 
 import numpy as np
 import tensorflow as tf
 
-# Scalar bool from the summed sidecar.
-Wanted = Callable[[tf.Tensor], tf.Tensor]
 
-
-class HostExchange:
+class CompressedReducer(Reducer):
     """Sums tensors over the workers of a cluster, large ones encoded.
 
     Args:
-      spec: The exchange; of `none`, see `planning.dense`.
+      spec: The exchange.
       shapes: Static shapes of all tensors.
       group: All workers.
       device: Where the exchange runs.
-      seed: Of stochastic rounding.
-      sparse: Tensors of which rows are to travel where that is less, see `rows`.
+      seed: Seed of stochastic rounding.
+      sparse: Indices of the tensors of which rows are to travel where that is less, see `sparse_rows`. Each has a
+        bucket of its own, which sums it where rows are not less; that bucket's residual, like the rest of its state,
+        waits until then.
       overlap: Whether tensors come one after the other, see `Exchange.build`.
-
-    Attributes:
-      plan_table: What `auto` has measured and decided; empty for any other spec.
-      rows: The tensors of which rows may travel. Each has a bucket of its own, which serves it where rows are not less;
-        what that bucket has kept back waits, like the rest of its state, until it does.
+      encodes: If not, the tensors that `spec` would encode travel dense, and take the residuals of a saved run with
+        them: on a single worker, or after a change to `none`.
 
     Raises:
-      ConfigError: The pattern does not work for this number of workers.
+      ConfigError: The exchange does not work for this number of workers.
     """
 
     def __init__(
@@ -55,274 +55,261 @@ class HostExchange:
         sparse: Collection[int] = (),
         *,
         overlap: bool = False,
+        encodes: bool = True,
     ) -> None:
-        planning.check_workers(spec, group.size, device)
-        self._spec = spec
+        if encodes:
+            spec.check_group(group)
+        options = spec.options
+        self._spec = spec if encodes else specs.plain(DENSE)
         self._shapes = list(shapes)
         self._group = group
         self._device = device
         self._seed = seed
-        self._overlap = overlap
-        self.plan_table = ""
-        sizes = [shape.num_elements() for shape in shapes]
-        large = [index for index, shape in enumerate(shapes) if planning.travels_encoded(spec, shape)]
-        self._small = [index for index in range(len(sizes)) if index not in set(large)]
-        # Momentum correction (topk) adds to what is sent what was not: a table then travels like any other tensor.
-        self._sparse = [index for index in large if index in sparse and not (spec.momentum or spec.ramp_steps)]
-        self._fused = [bucket for bucket in planning.fuse(large, sizes, spec.bucket_bytes, self._sparse) if bucket]
-        self._instances = new_instances(3)
-        self._table_instances = dict(zip(self._sparse, new_instances(len(self._sparse)), strict=True))
+        self._overlap = overlap and options.overlap
+        self._warmup_steps = options.warmup_steps if encodes else 0
+        self._sample_every = options.sample_every if encodes else 0
+        self._plan_table = ""
+        self._sizes = [shape.num_elements() for shape in shapes]
+        large = [index for index, shape in enumerate(shapes) if options.is_compressible(shape)]
+        self._small = [index for index in range(len(shapes)) if index not in set(large)]
+        # An embedding of which more than gradient is sent travels like any other tensor.
+        self._embeddings = [index for index in large if index in sparse and options.sends_only_gradient]
+        groups = fusion.group_indices(large, self._sizes, options.bucket_bytes, self._embeddings)
+        self._indices = [indices for indices in groups if indices]
+        self._small_instance, self._warmup_instance, self._sample_instance = allocate_instance_keys(3, group)
+        self._embedding_instances = dict(
+            zip(self._embeddings, allocate_instance_keys(len(self._embeddings), group), strict=True)
+        )
         with tf.device(device):
-            self._step = tf.Variable(0, dtype=tf.int64, trainable=False, name="exchange_step", **LOCAL)
+            self._step = tf.Variable(0, dtype=tf.int64, trainable=False, name="exchange_step", **PER_WORKER)
             # Squared L2 norms of gradients and residuals at the last exchange, and a cosine.
-            self._observed = tf.Variable([0.0, 0.0, float("nan")], trainable=False, name="exchange_observed", **LOCAL)
-        self._make_buckets(self._plan())
+            self._observed = tf.Variable(
+                [0.0, 0.0, float("nan")], trainable=False, name="exchange_observed", **PER_WORKER
+            )
+        self._make_buckets(self._choose())
 
     @property
-    def overlaps(self) -> bool:
-        """Whether buckets leave before it is known that there will be an update."""
-        spec = self._spec
-        hinders = self.rows.numbers or spec.warmup_steps or spec.momentum or spec.ramp_steps
-        return self._overlap and spec.overlap and len(self._fused) > 1 and not hinders
+    def compresses(self) -> bool:
+        """Whether gradients are encoded."""
+        return self._spec.compresses
 
     @property
-    def leaves_first(self) -> list[int]:
-        """The tensors of the bucket that is complete first."""
-        return self._fused[-1]
+    def sparse(self) -> list[int]:
+        """Indices of the variables of which rows travel."""
+        return self._rows.indices
 
     @property
     def state(self) -> list[tf.Variable]:
-        """See `Exchange.state`."""
-        return [local(self._step), *(variable for bucket in self._buckets for variable in bucket.state.values())]
+        """The count of exchanges, and the state of all buckets."""
+        return [local_copy(self._step), *(variable for bucket in self._buckets for variable in bucket.state.values())]
+
+    @property
+    def first_ready_indices(self) -> list[int]:
+        """The tensors of the bucket that is complete first, where buckets leave before `should_apply` is known."""
+        prevented = self.sparse or self._warmup_steps or not self._spec.options.sends_only_gradient
+        return self._indices[-1] if self._overlap and len(self._indices) > 1 and not prevented else []
+
+    @property
+    def plan_table(self) -> str:
+        """What `auto` has measured and decided, as text."""
+        return self._plan_table
 
     def export(self) -> dict[str, np.ndarray]:
-        """See `Exchange.export`."""
-        arrays = {"step": np.array(local(self._step).numpy(), np.int64)}
-        for number, (bucket, spec) in enumerate(zip(self._buckets, self._chosen, strict=True)):
-            arrays[f"{number}/{LAYOUT}"] = np.array([bucket.elements, bucket.shard_elements, spec.rank], np.int64)
+        """The count of exchanges; of each bucket, its layout and its state."""
+        arrays = {"step": np.array(local_copy(self._step).numpy(), np.int64)}
+        for index, bucket in enumerate(self._buckets):
+            layout = [bucket.elements, bucket.shard_elements, bucket.factor_rank]
+            arrays[f"{index}/{LAYOUT}"] = np.array(layout, np.int64)
             for role, variable in bucket.state.items():
-                arrays[f"{number}/{role}"] = np.array(variable.numpy(), copy=True)
+                arrays[f"{index}/{role}"] = np.array(variable.numpy(), copy=True)
         return arrays
 
     def restore(self, workers: int, read: Callable[[int], Mapping[str, np.ndarray]]) -> None:
-        """See `Exchange.restore`."""
+        """Takes up this worker's own state if layouts agree, else a share of the pending residual of all."""
         rank = self._group.rank
-        mine = rank if workers == self._group.size else 0
-        own = residuals.checked(read(mine), mine)
+        same_workers = workers == self._group.size
+        own_rank = rank if same_workers else 0
+        own = residuals.checked(read(own_rank), own_rank)
         if not own:
             return
-        local(self._step).assign(own["step"])
+        local_copy(self._step).assign(own["step"])
         # Layouts, not shapes, which may agree on one worker and not on another: all must decide alike.
-        if workers == self._group.size and _layout(own) == _layout(self.export()):
-            for number, bucket in enumerate(self._buckets):
+        if same_workers and _layout(own) == _layout(self.export()):
+            for index, bucket in enumerate(self._buckets):
                 for role, variable in bucket.state.items():
-                    variable.assign(own[f"{number}/{role}"])
+                    variable.assign(own[f"{index}/{role}"])
             return
-        kept = residuals.undelivered([residuals.checked(read(worker), worker) for worker in range(workers)])
-        residuals.hand_over(self._buckets, kept if rank == 0 else np.zeros_like(kept))
+        pending = residuals.total_pending([residuals.checked(read(worker), worker) for worker in range(workers)])
+        residuals.load_pending(self._buckets, pending if rank == 0 else np.zeros_like(pending))
 
     def retune(self) -> bool:
-        """See `Exchange.retune`."""
-        if self._spec.name != "auto":
-            return False
-        chosen = self._plan()
+        """Lets the algorithm choose again; residuals go to the new buckets."""
+        chosen = self._choose()
         if chosen == self._chosen:
             return False
-        kept = residuals.kept_by_worker(self._buckets, self._group.rank)
+        pending = residuals.pending_of(self._buckets, self._group.rank)
         self._make_buckets(chosen)
-        residuals.hand_over(self._buckets, kept)
+        residuals.load_pending(self._buckets, pending)
         return True
 
     def observed(self) -> dict[str, float]:
-        """See `Exchange.observed`."""
-        gradient, residual, cosine = local(self._observed).numpy().tolist()
+        """Norm of the residual over that of the gradient, and cosine between the sums sent and the dense ones."""
+        if not self.compresses:
+            return {}
+        gradient, residual, cosine = local_copy(self._observed).numpy().tolist()
         result = {"residual_over_gradient": (residual / gradient) ** 0.5} if gradient > 0.0 else {}
         return result | ({} if cosine != cosine else {"cosine": cosine})
 
-    def payload_and_sent(self, sidecar_length: int) -> tuple[int, int]:
-        """Bytes that this worker encodes, and sends, in an exchange with a sidecar of so many scalars."""
-        small = 4 * (sidecar_length + self._small_elements())
-        wires = [bucket.wire() for indices, bucket in self._own_buckets() if indices[0] not in self.rows.numbers]
-        wires.append(self.rows.wire())
-        sent = 2 * (self._group.size - 1) * small // self._group.size
-        return small + sum(wire.payload for wire in wires), sent + sum(wire.sent for wire in wires)
+    def bytes_per_step(self, replicas: int, sidecar_length: int) -> Traffic:
+        """Bytes of one exchange: payloads and dense small tensors, and what it would be dense."""
+        share = functools.partial(_ring_share, workers=self._group.size)
+        small = 4 * (sidecar_length + sum(self._sizes[index] for index in self._small))
+        parts = [bucket.wire_bytes() for indices, bucket in self._indexed_buckets() if indices[0] not in self.sparse]
+        parts.append(self._rows.wire_bytes())
+        pattern = _joined([spec.options.pattern_name for spec in self._chosen])
+        if replicas > self._group.size and pattern != "hierarchical":
+            pattern = f"hierarchical, {pattern}"
+        return Traffic(
+            codec=_joined([spec.name for spec in self._chosen]),
+            pattern=pattern + (", rows" if self.sparse else ""),
+            payload_bytes=small + sum(part.payload for part in parts),
+            wire_bytes=share(small) + sum(part.sent for part in parts),
+            dense_bytes=share(4 * (sum(self._sizes) + sidecar_length)),
+        )
 
-    def codecs_and_patterns(self) -> tuple[str, str]:
-        """Of all buckets, different ones joined."""
-        patterns = ["all_reduce" if spec.codec is None else spec.pattern for spec in self._chosen]
-        return _joined([spec.name for spec in self._chosen]), _joined(patterns)
+    def reduce(
+        self, gradients: Sequence[Gradient], sidecar: tf.Tensor, should_apply: ShouldApply
+    ) -> tuple[list[Gradient], tf.Tensor]:
+        """Sums gradients and sidecar over all replicas; see `Reducer`."""
+        reduce = self._reduce_early if self.first_ready_indices else self._reduce_after_sidecar
+        per_worker = functools.partial(reduce, should_apply=should_apply)
+        return reduce_per_worker(per_worker, self._device, gradients, sidecar)
 
-    def sum(self, tensors: Sequence[Any], sidecar: tf.Tensor, wanted: Wanted) -> tuple[list[Any], tf.Tensor]:
-        """Sums tensors and sidecar over the workers; see `Exchange.reduce_sums`.
+    def _reduce_after_sidecar(
+        self, gradients: Sequence[Gradient], sidecar: tf.Tensor, should_apply: ShouldApply
+    ) -> tuple[list[Gradient], tf.Tensor]:
+        """First, and dense, what decides whether there is a step at all: residuals must not change if not."""
+        sums, sidecar = self._reduce_small(gradients, sidecar)
+        large = [index for indices in self._indices for index in indices]
+        if large:
+            reduced = tf.cond(
+                should_apply(sidecar),
+                lambda: self._reduce_large({index: gradients[index] for index in large}),
+                lambda: {index: self._placeholder(index) for index in large},
+            )
+            for index, value in reduced.items():
+                sums[index] = value
+        return sums, sidecar
 
-        Args:
-          tensors: Float32; of `rows.numbers`, `rows.Slices`.
-          sidecar: Float32 vector.
-          wanted: Tells from the summed sidecar whether the sums are of use; if not, no state changes.
-        """
-        with tf.device(self._device):
-            large = [index for bucket in self._fused for index in bucket]
-            if self.overlaps and large:
-                return self._sum_early(tensors, sidecar, wanted)
-            # First, and dense, what decides whether there is an update at all: residuals must not change if not.
-            result, sidecar = self._sum_small(tensors, sidecar)
-            if large:
-                exchanged = tf.cond(
-                    wanted(sidecar),
-                    lambda: self._exchange_large({index: tensors[index] for index in large}),
-                    lambda: {index: self._nothing(index) for index in large},
-                )
-                for index, value in exchanged.items():
-                    result[index] = value
-        return result, sidecar
-
-    def _sum_early(
-        self, tensors: Sequence[tf.Tensor], sidecar: tf.Tensor, wanted: Wanted
-    ) -> tuple[list[Any], tf.Tensor]:
-        """Every bucket as soon as its tensors are there; only the state waits for what decides about the update."""
-        step = local(self._step).read_value()
-        changes: buckets.Changes = []
+    def _reduce_early(
+        self, gradients: Sequence[tf.Tensor], sidecar: tf.Tensor, should_apply: ShouldApply
+    ) -> tuple[list[Gradient], tf.Tensor]:
+        """Every bucket as soon as its tensors are complete; only the state waits for `should_apply`."""
+        step = local_copy(self._step).read_value()
+        pending: buckets.PendingAssigns = []
         norms = []
-        sums: dict[int, tf.Tensor] = {}
+        large: dict[int, tf.Tensor] = {}
         # The last layers first, as the backward pass finishes them: on GPUs calls start in the order of the code.
-        for indices, bucket in reversed(list(self._own_buckets())):
-            parts, norm = bucket.sum([tensors[index] for index in indices], step, changes)
-            sums |= dict(zip(indices, parts, strict=True))
+        for indices, bucket in reversed(list(self._indexed_buckets())):
+            parts, norm = bucket.reduce([gradients[index] for index in indices], step, pending)
+            large |= dict(zip(indices, parts, strict=True))
             norms.append(norm)
-        result, sidecar = self._sum_small(tensors, sidecar)
+        sums, sidecar = self._reduce_small(gradients, sidecar)
 
-        def keep() -> tf.Tensor:
-            for variable, value in changes:
+        def assign() -> tf.Tensor:
+            for variable, value in pending:
                 variable.assign(value, read_value=False)
-            self._observe([tensors[index] for index in sums], list(sums.values()), tf.add_n(norms), step)
-            local(self._step).assign_add(1, read_value=False)
+            self._observe([gradients[index] for index in large], list(large.values()), tf.add_n(norms), step)
+            local_copy(self._step).assign_add(1, read_value=False)
             return tf.constant(True)
 
-        kept = tf.cond(wanted(sidecar), keep, lambda: tf.constant(False))
-        with tf.control_dependencies([kept]):
+        assigned = tf.cond(should_apply(sidecar), assign, lambda: tf.constant(False))
+        with tf.control_dependencies([assigned]):
             sidecar = tf.identity(sidecar)
-        for index, value in sums.items():
-            result[index] = value
-        return result, sidecar
+        for index, value in large.items():
+            sums[index] = value
+        return sums, sidecar
 
-    def _sum_small(self, tensors: Sequence[Any], sidecar: tf.Tensor) -> tuple[list[Any], tf.Tensor]:
-        """Sums of the small tensors, which ride along with the sidecar; None in the places of all others."""
-        vector = tf.concat([sidecar, *(tf.reshape(tensors[index], [-1]) for index in self._small)], axis=0)
-        reduced = self._group.all_reduce(vector, self._instances[0])
-        sizes = [self._shapes[index].num_elements() for index in self._small]
+    def _reduce_small(self, gradients: Sequence[Gradient], sidecar: tf.Tensor) -> tuple[list[Any], tf.Tensor]:
+        """Sums of the small tensors, which ride along with the sidecar; None in place of all others."""
+        vector = tf.concat([sidecar, *(tf.reshape(gradients[index], [-1]) for index in self._small)], axis=0)
+        reduced = self._group.all_reduce(vector, self._small_instance)
+        sizes = [self._sizes[index] for index in self._small]
         sidecar, *parts = tf.split(reduced, [reduced.shape[0] - sum(sizes), *sizes])
-        result: list[Any] = [None] * len(tensors)
+        sums: list[Any] = [None] * len(gradients)
         for index, part in zip(self._small, parts, strict=True):
-            result[index] = tf.reshape(part, self._shapes[index])
-        return result, sidecar
+            sums[index] = tf.reshape(part, self._shapes[index])
+        return sums, sidecar
 
-    def _nothing(self, index: int) -> Any:
-        """In place of the sum of a tensor; of a table, one row, which can be made NaN."""
+    def _reduce_large(self, gradients: dict[int, Any]) -> dict[int, Any]:
+        """Sums of all tensors that have a bucket; of embeddings, rows."""
+        variable = local_copy(self._step)
+        step = variable.read_value()
+        sums: dict[int, Any] = {}
+        if self.sparse:
+            dense = {
+                indices[0]: functools.partial(self._reduce_embedding, indices[0], bucket, step)
+                for indices, bucket in self._indexed_buckets()
+                if indices[0] in self.sparse
+            }
+            sums |= self._rows.all_reduce({index: gradients[index] for index in self.sparse}, dense)
+        others = {index: gradient for index, gradient in gradients.items() if index not in self.sparse}
+        if others:
+            sums |= self._reduce_buckets(others, step)
+        with tf.control_dependencies(tf.nest.flatten(sums)):
+            variable.assign_add(1, read_value=False)
+        return {index: sums[index] for index in gradients}
+
+    def _reduce_embedding(self, index: int, bucket: buckets.Bucket, step: tf.Tensor, gradient: tf.Tensor) -> tf.Tensor:
+        """Sum of an embedding that travels like any other tensor."""
+        instance = self._embedding_instances[index]
+        return self._unless_warming_up(
+            step,
+            lambda: bucket.reduce([gradient], step)[0][0],
+            lambda: self._group.all_reduce(gradient, instance),
+        )
+
+    def _reduce_buckets(self, gradients: dict[int, tf.Tensor], step: tf.Tensor) -> dict[int, tf.Tensor]:
+        """Sums of the tensors of all buckets but the embeddings'."""
+        tensors = list(gradients.values())
+
+        def encoded() -> list[tf.Tensor]:
+            sums: list[tf.Tensor] = []
+            norms = []
+            for indices, bucket in self._indexed_buckets():
+                if indices[0] in self.sparse:
+                    continue
+                parts, norm = bucket.reduce([gradients[index] for index in indices], step)
+                sums += parts
+                norms.append(norm)
+            self._observe(tensors, sums, tf.add_n(norms), step)
+            return sums
+
+        dense = functools.partial(self._dense_sums, tensors, self._warmup_instance)
+        return dict(zip(gradients, self._unless_warming_up(step, encoded, dense), strict=True))
+
+    def _unless_warming_up(self, step: tf.Tensor, encoded: Callable[[], Any], dense: Callable[[], Any]) -> Any:
+        """What `encoded` returns; in the first `warmup_steps` exchanges, what `dense` returns."""
+        return tf.cond(step < self._warmup_steps, dense, encoded) if self._warmup_steps else encoded()
+
+    def _dense_sums(self, tensors: list[tf.Tensor], instance: int) -> list[tf.Tensor]:
+        reduced = self._group.all_reduce(buckets.concatenated(tensors), instance)
+        return buckets.split(reduced, [tensor.shape for tensor in tensors])
+
+    def _placeholder(self, index: int) -> Any:
+        """In place of the sum of a tensor; of an embedding, one row, which can be made NaN."""
         shape = self._shapes[index]
-        if index in self.rows.numbers:
+        if index in self.sparse:
             return tf.zeros([1, *shape[1:]]), tf.zeros([1], tf.int64)
         return tf.zeros(shape)
 
-    def _small_elements(self) -> int:
-        return sum(self._shapes[index].num_elements() for index in self._small)
-
-    def _plan(self) -> list[Spec]:
-        """A spec for each bucket."""
-        if self._spec.name != "auto":
-            # Without a codec, of `powersgd` too, a bucket is dense: its rank then only tells which tensors are meant.
-            spec = self._spec if self._spec.lossy else dataclasses.replace(self._spec, rank=0)
-            return [spec] * len(self._fused)
-        elements = [sum(self._shapes[index].num_elements() for index in bucket) for bucket in self._fused]
-        plan = planning.choose(self._spec, elements, self._group, self._device)
-        self.plan_table = plan.table
-        return plan.specs
-
-    def _make_buckets(self, chosen: Sequence[Spec]) -> None:
-        self._chosen = list(chosen)
-        with tf.device(self._device):
-            self._buckets = [
-                planning.bucket_type(spec)(
-                    spec,
-                    [self._shapes[index] for index in bucket],
-                    self._group,
-                    buckets.seed_of_bucket(self._seed, number),
-                    f"bucket_{number}",
-                )
-                for number, (bucket, spec) in enumerate(zip(self._fused, chosen, strict=True))
-            ]
-            tables = {
-                indices[0]: (self._shapes[indices[0]], bucket.wire())
-                for indices, bucket in self._own_buckets()
-                if indices[0] in self._sparse
-            }
-            half = self._spec.codec is not None and self._spec.codec.kind == "bf16"
-            self.rows = Rows(tables, self._group, half=half)
-
-    def _own_buckets(self) -> Iterable[tuple[list[int], buckets.Bucket]]:
-        """The tensors of every bucket, and the bucket."""
-        return zip(self._fused, self._buckets, strict=True)
-
-    def _exchange_large(self, tensors: dict[int, Any]) -> dict[int, Any]:
-        """Sums of all tensors that have a bucket; of tables, rows."""
-        variable = local(self._step)
-        step = variable.read_value()
-        tables = self.rows.numbers
-        result: dict[int, Any] = {}
-        if tables:
-            alone = {indices[0]: bucket for indices, bucket in self._own_buckets() if indices[0] in tables}
-            dense = {index: functools.partial(self._sum_table, index, alone[index], step) for index in tables}
-            result |= self.rows.sum({index: tensors[index] for index in tables}, dense)
-        fused = [index for indices in self._fused for index in indices if index not in tables]
-        if fused:
-            sums = self._exchange_buckets([tensors[index] for index in fused], step)
-            result |= dict(zip(fused, sums, strict=True))
-        with tf.control_dependencies(tf.nest.flatten(result)):
-            variable.assign_add(1, read_value=False)
-        return {index: result[index] for index in tensors}
-
-    def _sum_table(self, index: int, bucket: buckets.Bucket, step: tf.Tensor, gradient: tf.Tensor) -> tf.Tensor:
-        """Sum of a table as of any other tensor."""
-
-        def compressed() -> tf.Tensor:
-            return bucket.sum([gradient], step)[0][0]
-
-        if not self._spec.warmup_steps:
-            return compressed()
-        instance = self._table_instances[index]
-        return tf.cond(step < self._spec.warmup_steps, lambda: self._group.all_reduce(gradient, instance), compressed)
-
-    def _exchange_buckets(self, tensors: list[tf.Tensor], step: tf.Tensor) -> list[tf.Tensor]:
-        """Sums of the tensors of all buckets but the tables'."""
-
-        def compressed() -> list[tf.Tensor]:
-            result: list[tf.Tensor] = []
-            norms = []
-            for indices, bucket in self._own_buckets():
-                if indices[0] in self.rows.numbers:
-                    continue
-                sums, norm = bucket.sum(tensors[len(result) : len(result) + len(indices)], step)
-                result += sums
-                norms.append(norm)
-            self._observe(tensors, result, tf.add_n(norms), step)
-            return result
-
-        if self._spec.warmup_steps == 0:
-            return compressed()
-        return tf.cond(step < self._spec.warmup_steps, lambda: self._dense_sums(tensors, 1), compressed)
-
-    def _dense_sums(self, tensors: list[tf.Tensor], instance: int) -> list[tf.Tensor]:
-        flat = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], axis=0)
-        summed = self._group.all_reduce(flat, self._instances[instance])
-        parts = tf.split(summed, [tensor.shape.num_elements() for tensor in tensors])
-        return [tf.reshape(part, tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
-
     def _observe(self, tensors: list[tf.Tensor], sums: list[tf.Tensor], norms: tf.Tensor, step: tf.Tensor) -> None:
-        """Notes the norms, and now and then how far what was delivered points where the gradients do."""
-        observed = local(self._observed)
-        every = self._spec.sample_every
+        """Stores the norms and, in some steps, the cosine between the sums and the dense ones."""
+        observed = local_copy(self._observed)
+        every = self._sample_every
 
         def cosine() -> tf.Tensor:
-            dense = self._dense_sums(tensors, 2)
+            dense = self._dense_sums(tensors, self._sample_instance)
             inner = tf.add_n([tf.reduce_sum(one * other) for one, other in zip(dense, sums, strict=True)])
             squares = [2.0 * tf.add_n([tf.nn.l2_loss(part) for part in parts]) for parts in (dense, sums)]
             return inner / tf.sqrt(squares[0] * squares[1])
@@ -333,9 +320,44 @@ class HostExchange:
             latest = tf.cond(tf.equal(step % every, min(every // 10, 100)), cosine, lambda: latest)
         observed.assign(tf.concat([norms, latest[None]], axis=0), read_value=False)
 
+    def _choose(self) -> list[Spec]:
+        """A spec for each bucket."""
+        elements = [sum(self._sizes[index] for index in indices) for indices in self._indices]
+        result = self._spec.algorithm.choose(self._spec, elements, self._group, self._device)
+        self._plan_table = result.table
+        return list(result.specs)
+
+    def _make_buckets(self, chosen: list[Spec]) -> None:
+        self._chosen = chosen
+        with tf.device(self._device):
+            self._buckets = [
+                spec.build(
+                    [self._shapes[index] for index in indices],
+                    self._group,
+                    buckets.bucket_seed(self._seed, number),
+                    f"bucket_{number}",
+                )
+                for number, (indices, spec) in enumerate(zip(self._indices, chosen, strict=True))
+            ]
+            embeddings = {
+                indices[0]: (self._shapes[indices[0]], bucket.wire_bytes())
+                for indices, bucket in self._indexed_buckets()
+                if indices[0] in self._embeddings
+            }
+            self._rows = SparseRows(embeddings, self._group, self._spec.options.sparse_row_dtype)
+
+    def _indexed_buckets(self) -> Iterable[tuple[list[int], buckets.Bucket]]:
+        """Every bucket with the indices of its tensors."""
+        return zip(self._indices, self._buckets, strict=True)
+
+
+def _ring_share(size: int, workers: int) -> int:
+    """Bytes that a worker sends for a ring over `size` bytes."""
+    return 2 * (workers - 1) * size // workers
+
 
 def _layout(state: Mapping[str, np.ndarray]) -> dict[str, object]:
-    """Names of a worker's state, and what the buckets are like: the same on every worker."""
+    """Names of a worker's state, and the layouts of its buckets: the same on every worker."""
     return {name: array.tolist() if name.endswith(LAYOUT) else None for name, array in state.items()}
 
 

@@ -1,4 +1,4 @@
-"""The exchange of `none`: dense sums of TensorFlow's all-reduce, and rows of embedding tables."""
+"""The exchange of `none` between workers: dense float32 sums by our own collective calls, and rows of embeddings."""
 
 from __future__ import annotations
 
@@ -6,89 +6,82 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from tfpar.collectives.tensorflow import Group, new_instances
-from tfpar.exchange.algorithms.sparse_rows import Rows
-from tfpar.exchange.buckets import Wire
-from tfpar.exchange.tuning import auto
+from tfpar.collectives.group import Group, allocate_instance_keys
+from tfpar.exchange.algorithms.sparse_rows import SparseRows
+from tfpar.exchange.buckets import WireBytes
+from tfpar.exchange.fusion import Fusion
+from tfpar.exchange.gradients import Gradient
+from tfpar.exchange.reducer import Reducer, ShouldApply, Traffic, dense_traffic, reduce_per_worker
 
 import tensorflow as tf
 
-# Tensors of this size travel as they are: copies into a bucket and out of it would cost more than a call.
-_ALONE_BYTES = 4 << 20
 
-
-class Rings:
+class DenseReducer(Reducer):
     """Tensors, small ones fused into buckets, each of which one ring sums.
+
+    TensorFlow's strategy would put the buckets into one buffer again, and run a single ring (2.21: `bytes_per_pack`).
+    Its all-reduce also fails inside a `tf.cond` (2.21: "You must feed a value for placeholder").
 
     Args:
       shapes: Static shapes of all tensors.
       group: All workers.
-      bucket_bytes: Tensors are fused up to this size.
-      sparse: Tensors of which rows are to travel where that is less, see `rows`.
-
-    Attributes:
-      rows: The tensors of which rows may travel.
+      device: Where the exchange runs.
+      bucket_bytes: Tensors are fused up to this many bytes.
+      sparse: Indices of the tensors of which rows are to travel where that is less, see `sparse_rows`.
     """
 
     def __init__(
-        self, shapes: Sequence[tf.TensorShape], group: Group, bucket_bytes: int, sparse: Sequence[int] = ()
+        self,
+        shapes: Sequence[tf.TensorShape],
+        group: Group,
+        device: str,
+        bucket_bytes: int,
+        sparse: Sequence[int] = (),
     ) -> None:
-        self._shapes = list(shapes)
-        self._sizes = [shape.num_elements() for shape in shapes]
         self._group = group
-        self.rows = Rows({number: (shapes[number], self._ring(4 * self._sizes[number])) for number in sparse}, group)
-        tables = self.rows.numbers
-        others = [number for number in range(len(shapes)) if number not in tables]
-        small = [number for number in others if 4 * self._sizes[number] < _ALONE_BYTES] or others[:1]
-        large = [number for number in others if number not in small]
-        # The sidecar rides with the first layers, whose gradients come last, as it does: a call of its own would cost
-        # it a round trip.
-        first, *fused = auto.fuse(small, self._sizes, bucket_bytes)
-        self._buckets = [first, *sorted([*fused, *([number] for number in large)])]
-        self._instances = new_instances(len(self._buckets) + len(tables))
+        self._device = device
+        self._elements = sum(shape.num_elements() for shape in shapes)
+        self._rows = SparseRows(
+            {index: (shapes[index], self._ring(4 * shapes[index].num_elements())) for index in sparse}, group
+        )
+        self._fusion = Fusion(shapes, bucket_bytes, self._rows.indices)
+        self._instances = allocate_instance_keys(self._fusion.buffers + len(self._rows.indices), group)
 
-    def sum(self, gradients: Sequence[Any], sidecar: tf.Tensor) -> tuple[list[Any], tf.Tensor]:
-        """Sums tensors and sidecar over the workers, several rings at a time: they fill a link better than one.
+    @property
+    def sparse(self) -> list[int]:
+        """Indices of the variables of which rows travel."""
+        return self._rows.indices
 
-        Args:
-          gradients: Float32; of `rows.numbers`, `rows.Slices`.
-          sidecar: Float32 vector.
-        """
-        fused = self.fused(gradients, sidecar)
-        instances = iter(self._instances[len(fused) :])
+    def reduce(
+        self, gradients: Sequence[Gradient], sidecar: tf.Tensor, should_apply: ShouldApply
+    ) -> tuple[list[Gradient], tf.Tensor]:
+        """Sums gradients and sidecar over all replicas; see `Reducer`."""
+        del should_apply
+        return reduce_per_worker(self._reduce, self._device, gradients, sidecar)
+
+    def _reduce(self, gradients: Sequence[Gradient], sidecar: tf.Tensor) -> tuple[list[Gradient], tf.Tensor]:
+        """Sums over the workers, several rings at a time: they fill a link better than one."""
+        buffers = self._fusion.fuse(gradients, sidecar)
         # The last layers first, as the backward pass finishes them: on GPUs calls start in the order of the code.
-        calls = reversed(list(zip(fused, self._instances, strict=False)))
-        buffers = [self._group.all_reduce(buffer, instance) for buffer, instance in calls]
-        result, sidecar = self.cut(buffers[::-1])
-        if self.rows.numbers:
-            tables = {number: gradients[number] for number in self.rows.numbers}
-            dense = {number: functools.partial(self._group.all_reduce, instance=next(instances)) for number in tables}
-            for number, rows in self.rows.sum(tables, dense).items():
-                result[number] = rows
-        return result, sidecar
+        calls = reversed(list(zip(buffers, self._instances, strict=False)))
+        reduced = [self._group.all_reduce(buffer, instance) for buffer, instance in calls]
+        sums, sidecar = self._fusion.split(reduced[::-1])
+        if self.sparse:
+            keys = dict(zip(self.sparse, self._instances[len(buffers) :], strict=True))
+            dense: dict[int, Any] = {
+                index: functools.partial(self._group.all_reduce, instance=key) for index, key in keys.items()
+            }
+            for index, rows in self._rows.all_reduce({index: gradients[index] for index in keys}, dense).items():
+                sums[index] = rows
+        return sums, sidecar
 
-    def fused(self, gradients: Sequence[Any], sidecar: tf.Tensor) -> list[tf.Tensor]:
-        """What travels together, each bucket as a vector."""
-        flat = [[tf.reshape(gradients[index], [-1]) for index in bucket] for bucket in self._buckets]
-        flat[0].append(sidecar)
-        return [tf.concat(parts, axis=0) if len(parts) > 1 else parts[0] for parts in flat]
+    def bytes_per_step(self, replicas: int, sidecar_length: int) -> Traffic:
+        """Bytes of a ring over all replicas, or, where rows travel, of those that this worker sends."""
+        if not self.sparse:
+            return dense_traffic(self._elements, replicas, sidecar_length)
+        ring, rows = self._ring(self._fusion.fused_bytes(sidecar_length)), self._rows.wire_bytes()
+        all_dense = self._ring(4 * (self._elements + sidecar_length))
+        return Traffic("none", "all_reduce, rows", ring.payload + rows.payload, ring.sent + rows.sent, all_dense.sent)
 
-    def cut(self, buffers: Sequence[tf.Tensor]) -> tuple[list[Any], tf.Tensor]:
-        """Tensors and sidecar from what `fused` gave; None in the places of tables."""
-        result: list[Any] = [None] * len(self._shapes)
-        first, sidecar = tf.split(buffers[0], [sum(self._sizes[index] for index in self._buckets[0]), -1])
-        for bucket, buffer in zip(self._buckets, [first, *buffers[1:]], strict=True):
-            sizes = [self._sizes[index] for index in bucket]
-            for index, part in zip(bucket, tf.split(buffer, sizes) if sizes else [], strict=True):
-                result[index] = tf.reshape(part, self._shapes[index])
-        return result, sidecar
-
-    def payload_and_sent(self, sidecar_length: int) -> tuple[int, int]:
-        """Bytes of this worker's gradients, and of what it sends, with a sidecar of so many scalars."""
-        tables = self.rows.numbers
-        fused = [size for number, size in enumerate(self._sizes) if number not in tables]
-        ring, rows = self._ring(4 * (sum(fused) + sidecar_length)), self.rows.wire()
-        return ring.payload + rows.payload, ring.sent + rows.sent
-
-    def _ring(self, size: int) -> Wire:
-        return Wire(size, 2 * (self._group.size - 1) * size // self._group.size)
+    def _ring(self, size: int) -> WireBytes:
+        return WireBytes(size, 2 * (self._group.size - 1) * size // self._group.size)

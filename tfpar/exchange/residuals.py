@@ -1,4 +1,4 @@
-"""What was kept back and not yet delivered, when the workers or the buckets are no longer the same."""
+"""Pending residuals of a saved run, when the workers or the buckets are no longer the same."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from tfpar.exchange.buckets import RESIDUALS, Bucket
 
 import numpy as np
 
-# Name of what tells a bucket's elements, those of a shard, and the rank of its codec.
+# Name of the array with a bucket's elements, those of a shard, and the rank of its factors.
 LAYOUT = "layout"
 
 
 def checked(state: Mapping[str, np.ndarray], rank: int) -> Mapping[str, np.ndarray]:
-    """The export of a worker, as a checkpoint holds it, if it is what an exchange can have exported.
+    """The export of a worker, as a checkpoint holds it, if an exchange can have exported it.
 
     Raises:
-      ConfigError: Names, shapes, dtypes or values that none has.
+      ConfigError: Names, shapes, dtypes or values that no exchange exports.
     """
     wrong = [name for name, array in state.items() if not _plausible(name, array, state)]
     wrong += [name for name in ("step",) if state and name not in state]
     if wrong:
         raise ConfigError(
             f"the checkpoint's exchange state of worker {rank} is not what an exchange saves: {', '.join(wrong[:6])}. "
-            "Go on from an older checkpoint, or start in another workdir with --warm_start."
+            "Resume from an older checkpoint, or start in another workdir with --warm_start."
         )
     return state
 
@@ -44,8 +44,8 @@ def _plausible(name: str, array: np.ndarray, state: Mapping[str, np.ndarray]) ->
     return array.dtype == np.float32 and array.ndim == 1 and fits and bool(np.isfinite(array).all())
 
 
-def undelivered(saved: Sequence[Mapping[str, np.ndarray]]) -> np.ndarray:
-    """What workers had kept back in all.
+def total_pending(saved: Sequence[Mapping[str, np.ndarray]]) -> np.ndarray:
+    """The pending residual of all workers together.
 
     Args:
       saved: The export of each worker, in the order of their ranks.
@@ -55,26 +55,26 @@ def undelivered(saved: Sequence[Mapping[str, np.ndarray]]) -> np.ndarray:
     """
     worker, owner = RESIDUALS
     buckets = []
-    for number in itertools.count():
-        parts = [state[f"{number}/{worker}"] for state in saved if f"{number}/{worker}" in state]
+    for index in itertools.count():
+        parts = [state[f"{index}/{worker}"] for state in saved if f"{index}/{worker}" in state]
         if not parts:
             break
         total = np.sum(parts, axis=0, dtype=np.float64)
         # The owners' shards lie end to end in the order of the ranks.
-        owned = [state[f"{number}/{owner}"] for state in saved if f"{number}/{owner}" in state]
-        if owned:
-            total += np.concatenate(owned)
+        shards = [state[f"{index}/{owner}"] for state in saved if f"{index}/{owner}" in state]
+        if shards:
+            total += np.concatenate(shards)
         buckets.append(total)
     return np.concatenate(buckets) if buckets else np.zeros(0)
 
 
-def anything_kept(workers: int, read: Callable[[int], Mapping[str, np.ndarray]]) -> bool:
-    """Whether the workers of a saved run had kept anything back; see `Exchange.restore`."""
-    return bool(read(0)) and bool(undelivered([checked(read(rank), rank) for rank in range(workers)]).any())
+def has_pending(workers: int, read: Callable[[int], Mapping[str, np.ndarray]]) -> bool:
+    """Whether the workers of a saved run have residuals that are not zero; see `Exchange.restore`."""
+    return bool(read(0)) and bool(total_pending([checked(read(rank), rank) for rank in range(workers)]).any())
 
 
-def kept_by_worker(buckets: Sequence[Bucket], rank: int) -> np.ndarray:
-    """What one worker has kept back, in either role: float32 over the elements of all buckets, one after the other."""
+def pending_of(buckets: Sequence[Bucket], rank: int) -> np.ndarray:
+    """The residuals of one worker, in both roles: float32 over the elements of all buckets, one after the other."""
     worker, owner = RESIDUALS
     vectors = []
     for bucket in buckets:
@@ -89,22 +89,22 @@ def kept_by_worker(buckets: Sequence[Bucket], rank: int) -> np.ndarray:
     return np.concatenate(vectors) if vectors else np.zeros(0, np.float32)
 
 
-def hand_over(buckets: Sequence[Bucket], vector: np.ndarray) -> None:
-    """Gives a worker what it is to deliver with its next gradients.
+def load_pending(buckets: Sequence[Bucket], vector: np.ndarray) -> None:
+    """Sets the residuals of a worker, which it will send with its next gradients.
 
     Args:
-      buckets: Its buckets.
-      vector: Over the elements of all buckets, one after the other.
+      buckets: The worker's buckets.
+      vector: The residuals over the elements of all buckets, one after the other.
 
     Raises:
-      ConfigError: Other tensors are encoded than in the run that kept it back, or nothing can be kept back any more.
+      ConfigError: This exchange encodes other tensors than the saved run, or has no residuals.
     """
     expected = sum(bucket.elements for bucket in buckets)
     if vector.size != expected:
         raise ConfigError(
-            f"--exchange: the checkpoint holds gradient that is not delivered yet, of tensors with {vector.size:,} "
-            f"elements; this exchange encodes tensors with {expected:,}. Go on with the --exchange of before (its "
-            "min_elements, or powersgd, decide which tensors those are), or start in another workdir."
+            f"--exchange: the checkpoint holds a residual that has not been applied yet, of tensors with "
+            f"{vector.size:,} elements; this exchange encodes tensors with {expected:,}. Resume with the previous "
+            "--exchange (its min_elements, or powersgd, decide which tensors those are), or start in another workdir."
         )
     begin = 0
     for bucket in buckets:
@@ -114,6 +114,6 @@ def hand_over(buckets: Sequence[Bucket], vector: np.ndarray) -> None:
             bucket.state[RESIDUALS[0]].assign(part.astype(np.float32))
         elif part.any():
             raise ConfigError(
-                "--exchange: the checkpoint holds gradient that is not delivered yet, which error_feedback=false would "
-                "lose. Go on with error_feedback=true, or start in another workdir."
+                "--exchange: the checkpoint holds a residual that has not been applied yet, which error_feedback=false "
+                "would lose. Resume with error_feedback=true, or start in another workdir."
             )

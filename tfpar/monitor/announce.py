@@ -8,31 +8,15 @@ from typing import TYPE_CHECKING
 
 from tfpar import models
 from tfpar.checkpoint import format as checkpoint_format
-from tfpar.config import ConfigError, TrainConfig
 from tfpar.exchange import Traffic
 from tfpar.monitor import samples, summary
 from tfpar.monitor.monitor import Monitor
+from tfpar.optim.keras_internals import all_layers
 
 import keras
 
 if TYPE_CHECKING:
     from tfpar.training.trainer import Trainer
-
-
-def total_steps(config: TrainConfig, steps: int | None, epochs: float | None, updates_per_epoch: int) -> int:
-    """Updates in all, from `fit`'s arguments or else the configuration.
-
-    Raises:
-      ConfigError: Neither is given, or both are.
-    """
-    if steps is None and epochs is None:
-        steps, epochs = config.steps or None, config.epochs or None
-    if (steps is None) == (epochs is None):
-        raise ConfigError(f"give --steps or --epochs, one of them (got steps={steps}, epochs={epochs}).")
-    total = steps if steps is not None else round((epochs or 0.0) * updates_per_epoch)
-    if total < 1:
-        raise ConfigError(f"--steps={steps}, --epochs={epochs}: that is {total} updates; at least one is needed.")
-    return total
 
 
 def build_monitor(trainer: Trainer, total: int) -> Monitor:
@@ -85,7 +69,7 @@ def warn_of_counted_padding(run: summary.Run) -> None:
         return
     counting = [
         layer.name
-        for layer in run.trainer.model._flatten_layers()
+        for layer in all_layers(run.trainer.model)
         if isinstance(layer, keras.layers.BatchNormalization)
         and not isinstance(layer, models.BatchNormalization)
         and layer.trainable

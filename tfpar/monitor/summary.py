@@ -82,7 +82,7 @@ def replica_digests(trainer: Trainer) -> list[str]:
 
 
 def summary(run: Run, params_sha256: str) -> dict[str, Any]:
-    """The contents of `summary.json`: what a script may rely on (README, 'What a run leaves behind')."""
+    """The contents of `summary.json`: what a script may rely on (docs/outputs.md)."""
     trainer = run.trainer
     plan = trainer.topology
     traffic = run.traffic

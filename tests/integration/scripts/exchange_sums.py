@@ -5,13 +5,14 @@ python -m tests.integration.scripts.exchange_sums OUTPUT_DIR DEVICES SPEC...
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import tfpar
 from tests.integration.scripts import every_spec
+from tfpar.exchange import registry
 from tfpar.exchange import spec as specs
-from tfpar.exchange.tuning import auto as planning
 
 import numpy as np
 import tensorflow as tf
@@ -38,11 +39,11 @@ RETUNED = "auto:bucket_bytes=20000"  # changes its plan at some steps, as if the
 PLANS = {0: "int4", 1: "sign:pattern=ring", 2: "int8:pattern=all_gather", 4: "none", 5: "int2"}
 
 
-def plan_of_step(step: int) -> Callable[..., planning.Plan]:
-    """In place of `planning.choose`: what the measurement would lead to is given."""
+def plan_of_step(step: int) -> Callable[..., registry.TuningResult]:
+    """In place of `auto.choose`: what the measurement would lead to is given."""
 
-    def choose(spec: specs.Spec, elements: list[int], *_: Any) -> planning.Plan:
-        return planning.Plan([specs.parse(PLANS[step])] * len(elements), f"plan of step {step}")
+    def choose(spec: specs.Spec, elements: list[int], *_: Any) -> registry.TuningResult:
+        return registry.TuningResult([specs.parse(PLANS[step])] * len(elements), f"plan of step {step}")
 
     return choose
 
@@ -51,9 +52,11 @@ def exchange_all(spec: str, runtime: tfpar.Runtime) -> dict[str, np.ndarray]:
     strategy, plan = runtime.strategy, runtime.topology
     early, spec = spec.startswith(EARLY), spec.removeprefix(EARLY)
     exchange = tfpar.Exchange(spec)
-    measured = planning.choose
+    tuned = 0  # step whose plan is in use
     if spec == RETUNED:
-        planning.choose = plan_of_step(0)
+        auto = exchange._spec.algorithm
+        given = dataclasses.replace(auto, choose=lambda *arguments: plan_of_step(tuned)(*arguments))
+        exchange._spec = dataclasses.replace(exchange._spec, algorithm=given)
     exchange.build(
         [tf.TensorSpec(shape) for shape in SHAPES],
         workers=plan.workers,
@@ -81,7 +84,7 @@ def exchange_all(spec: str, runtime: tfpar.Runtime) -> dict[str, np.ndarray]:
     first = plan.worker * plan.local_replicas
     for step in range(STEPS):
         if spec == RETUNED and step in PLANS:
-            planning.choose = plan_of_step(step)
+            tuned = step
             assert exchange.retune() == (step > 0 and plan.workers > 1)
             reduce = traced()
         before = exchange.export()
@@ -97,7 +100,6 @@ def exchange_all(spec: str, runtime: tfpar.Runtime) -> dict[str, np.ndarray]:
             unchanged = all(np.array_equal(after[name], before[name]) for name in before)
             result["unchanged"] = np.array(unchanged)
     result |= {f"state/{name}": value for name, value in exchange.export().items()}
-    planning.choose = measured
     traffic = exchange.traffic(plan.replicas, 0)
     result["traffic"] = np.array([traffic.payload_bytes, traffic.wire_bytes, traffic.dense_bytes])
     return result

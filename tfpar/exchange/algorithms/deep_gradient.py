@@ -7,18 +7,71 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
-from tfpar.collectives.tensorflow import Group
+from tfpar.collectives.group import Group
 from tfpar.exchange import buckets
-from tfpar.exchange.algorithms.two_phase import Collective
-from tfpar.exchange.buckets import Bucket, Changes, Wire
-from tfpar.exchange.spec import Spec
+from tfpar.exchange.algorithms import value_codecs
+from tfpar.exchange.algorithms.value_codecs import ValueOptions
+from tfpar.exchange.buckets import Bucket, PendingAssigns, WireBytes
+from tfpar.exchange.options import is_number, option, whole
+from tfpar.exchange.registry import register
+from tfpar_ops import Codec
 
 import tensorflow as tf
 
 # Shares of elements kept during the ramp, of which those above the final one are used: the paper's warm-up, an epoch
 # each.
 RAMP = (0.25, 0.0625, 0.015625, 0.004)
+# Patterns whose payloads hold nothing but what this worker has chosen to send, so that it knows what was sent.
+_PATTERNS = ("two_phase", "all_gather", "hierarchical")
+
+
+def _read_share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = 0.0
+    if not 0.0 < share <= 1.0:
+        raise ValueError(f"{text!r} is not a share of elements in (0, 1], as in topk:0.01.")
+    return share
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TopKOptions(ValueOptions):
+    """Options of `topk`.
+
+    Attributes:
+      share: Share of the elements of each block that are kept.
+      momentum: Momentum correction, see `DeepGradient`.
+      ramp_steps: Exchanges after `warmup_steps` in which the share that is kept falls to the final one.
+    """
+
+    share: float = option(0.01, "Share of elements that are kept, in (0, 1].", read=_read_share)
+    momentum: float = option(
+        0.0,
+        "Momentum correction, for an optimizer without momentum.",
+        allowed="a number in [0, 1)",
+        is_valid=lambda value: is_number(value) and 0.0 <= value < 1.0,
+    )
+    ramp_steps: int = whole(0, "Steps after warmup_steps in which the share that is kept falls to the final one.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.momentum and not self.error_feedback:
+            raise ValueError("momentum correction needs error_feedback=true, to which it adds.")
+        if not self.sends_only_gradient and self.pattern not in _PATTERNS:
+            raise ValueError(f"momentum and ramp_steps work with pattern={' or '.join(_PATTERNS)}, not {self.pattern}.")
+
+    def make_codec(self, **options: Any) -> Codec:
+        """The codec that keeps the share of elements."""
+        block = Codec("topk", keep=1, **options).block
+        return Codec("topk", keep=max(1, round(self.share * block)), **options)
+
+    @property
+    def sends_only_gradient(self) -> bool:
+        """Not with momentum or a ramp: a velocity is sent, and what was sent decides about it."""
+        return not (self.momentum or self.ramp_steps)
 
 
 class DeepGradient:
@@ -26,76 +79,95 @@ class DeepGradient:
 
     Momentum correction: what is accumulated and sent is the velocity u = m u + g of the worker instead of the gradient,
     so that an element which waits gathers momentum as it would have in dense training. The optimizer must then have
-    none itself: use it with plain SGD. Factor masking: where an element is sent, the velocity starts anew from 0, lest
-    stale momentum carry it on. Ramp: over `ramp_steps` exchanges the share of elements that are kept falls through
-    `RAMP`.
+    none itself: use it with plain SGD. Factor masking: where an element is sent, the velocity restarts from 0, so that
+    stale momentum does not carry it on. Ramp: over `ramp_steps` exchanges the share of elements that are kept falls
+    through `RAMP`.
 
     Args:
-      spec: A `topk` exchange with `momentum` or `ramp_steps`.
+      options: Options with `momentum` or `ramp_steps`.
       shapes: Static shapes of the tensors.
       group: All workers.
       seed: Not used by `topk`.
-      name: Of the variables.
+      name: Prefix of the variables' names.
     """
 
-    def __init__(self, spec: Spec, shapes: Sequence[tf.TensorShape], group: Group, seed: int, name: str) -> None:
-        assert spec.codec is not None
-        codec = spec.codec
+    factor_rank = 0
+
+    def __init__(
+        self, options: TopKOptions, shapes: Sequence[tf.TensorShape], group: Group, seed: int, name: str
+    ) -> None:
+        codec = options.codec
         self.shapes = list(shapes)
-        self._sizes = [shape.num_elements() for shape in shapes]
-        self._momentum = spec.momentum
-        self._final: Bucket = Collective(spec, shapes, group, seed, name)
+        self._momentum = options.momentum
+        self._final = value_codecs.build(options, shapes, group, seed, name)
         self.elements, self.shard_elements = self._final.elements, self._final.shard_elements
         self.state = dict(self._final.state)
-        keeps = [round(share * codec.block) for share in RAMP]
         stages = [
-            dataclasses.replace(spec, codec=dataclasses.replace(codec, keep=keep))
-            for keep in keeps
-            if spec.ramp_steps and keep > codec.keep
+            dataclasses.replace(options, share=share)
+            for share in RAMP
+            if options.ramp_steps and round(share * codec.block) > codec.keep
         ]
         # All stages have the same blocks and shards, hence the same residuals.
         self._stages: list[Bucket] = [
-            *(Collective(stage, shapes, group, seed, name, state=self._final.state) for stage in stages),
+            *(value_codecs.build(stage, shapes, group, seed, name, state=self._final.state) for stage in stages),
             self._final,
         ]
-        self._stage_steps = max(1, spec.ramp_steps // max(1, len(stages)))
-        self._start = spec.warmup_steps
+        self._stage_steps = max(1, options.ramp_steps // max(1, len(stages)))
+        self._start = options.warmup_steps
         if self._momentum:
             self.state["velocity"] = buckets.worker_variable([self.elements], f"{name}_velocity")
 
-    def sum(
-        self, tensors: Sequence[tf.Tensor], step: tf.Tensor, changes: Changes | None = None
+    def reduce(
+        self, tensors: Sequence[tf.Tensor], step: tf.Tensor, pending: PendingAssigns | None = None
     ) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """See `buckets.Bucket`; the sums are of velocities if there is momentum."""
-        assert changes is None  # what is sent decides about the velocity
+        """Sums tensors over the workers; see `buckets.Bucket`. With momentum, the sums are of velocities."""
+        if pending is not None:
+            raise ValueError(
+                "momentum and ramp_steps change the state at once: what is sent decides about the velocity"
+            )
         if not self._momentum:
-            return self._stage_sum(tensors, step)
+            return self._reduce_stage(tensors, step)
         velocity, residual = self.state["velocity"], self.state["worker"]
-        flat = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], axis=0)
-        moved = self._momentum * velocity.read_value() + flat
-        wanted = moved + residual.read_value()
-        parts = [tf.reshape(part, shape) for part, shape in zip(tf.split(moved, self._sizes), self.shapes, strict=True)]
-        with tf.control_dependencies([wanted]):
-            sums, norms = self._stage_sum(parts, step)
+        moved = self._momentum * velocity.read_value() + buckets.concatenated(tensors)
+        accumulated = moved + residual.read_value()
+        with tf.control_dependencies([accumulated]):
+            sums, norms = self._reduce_stage(buckets.split(moved, self.shapes), step)
         with tf.control_dependencies([norms, *sums]):
             # What was not sent is all in the residual, to the last bit.
-            velocity.assign(tf.where(residual.read_value() == wanted, moved, 0.0), read_value=False)
+            velocity.assign(tf.where(residual.read_value() == accumulated, moved, 0.0), read_value=False)
         return sums, norms
 
-    def wire(self) -> Wire:
+    def wire_bytes(self) -> WireBytes:
         """Bytes per exchange and worker after the ramp."""
-        return self._final.wire()
+        return self._final.wire_bytes()
 
-    def _stage_sum(self, tensors: Sequence[tf.Tensor], step: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
+    def _reduce_stage(self, tensors: Sequence[tf.Tensor], step: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
         if len(self._stages) == 1:
-            return self._final.sum(tensors, step)
+            return self._final.reduce(tensors, step)
         stage = tf.clip_by_value((step - self._start) // self._stage_steps, 0, len(self._stages) - 1)
         flat = tf.switch_case(
             tf.cast(stage, tf.int32),
-            [lambda bucket=bucket: _flatten(bucket.sum(tensors, step)) for bucket in self._stages],
+            [lambda bucket=bucket: _flatten(bucket.reduce(tensors, step)) for bucket in self._stages],
         )
         return flat[:-1], flat[-1]
 
 
 def _flatten(result: tuple[list[tf.Tensor], tf.Tensor]) -> list[tf.Tensor]:
     return [*result[0], result[1]]
+
+
+def build(options: TopKOptions, shapes: Sequence[tf.TensorShape], group: Group, seed: int, name: str) -> Bucket:
+    """The bucket, see `registry.register`."""
+    make = value_codecs.build if options.sends_only_gradient else DeepGradient
+    return make(options, shapes, group, seed, name)
+
+
+register(
+    "topk",
+    TopKOptions,
+    build,
+    cost=value_codecs.cost,
+    summary="the largest elements of each block, with Deep Gradient Compression (Lin et al. 2018)",
+    example="momentum=0.9,ramp_steps=1000",
+    fixed={"format": "topk"},
+)

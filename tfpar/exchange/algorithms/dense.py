@@ -1,55 +1,82 @@
-"""A bucket that `auto` sends dense. Functions run once per worker, on its first device."""
+"""`none`: the dense float32 all-reduce, as a bucket. Functions run once per worker, on its first device."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from tfpar.collectives.tensorflow import Group, new_instances
+from tfpar.collectives.group import Group, allocate_instance_keys
 from tfpar.exchange import buckets
-from tfpar.exchange.buckets import Changes, Wire
-from tfpar.exchange.spec import Spec
+from tfpar.exchange.buckets import PendingAssigns, WireBytes
+from tfpar.exchange.options import Options
+from tfpar.exchange.registry import DENSE, register
+from tfpar.exchange.tuning import cost_model
+from tfpar.exchange.tuning.cost_model import Cost, Link, Speed
 
 import tensorflow as tf
 
 
-class Dense:
-    """A bucket whose float32 sums TensorFlow's all-reduce makes.
+class DenseBucket:
+    """A bucket whose float32 sums TensorFlow's all-reduce computes, as `auto` may choose.
 
-    It delivers what the residual holds, which is nothing unless an earlier plan, with a codec, has left it.
+    It applies what the residual holds, which is nothing unless a codec that was in use before has left it.
 
     Args:
-      spec: The exchange.
+      options: Whether there is a residual.
       shapes: Static shapes of the tensors.
       group: All workers.
       seed: Not used.
-      name: Of the residual variable.
+      name: Prefix of the residual variable's name.
     """
 
-    def __init__(self, spec: Spec, shapes: Sequence[tf.TensorShape], group: Group, seed: int, name: str) -> None:
+    factor_rank = 0
+
+    def __init__(self, options: Options, shapes: Sequence[tf.TensorShape], group: Group, seed: int, name: str) -> None:
+        del seed
         self.shapes = list(shapes)
         self.elements = self.shard_elements = sum(shape.num_elements() for shape in shapes)
         self._group = group
-        self._instance = new_instances(1)[0]
-        self.state = (
-            {"worker": buckets.worker_variable([self.elements], f"{name}_worker")} if spec.error_feedback else {}
-        )
+        self._instance = allocate_instance_keys(1, group)[0]
+        self.state = buckets.residual_variables({"worker": self.elements}, name, error_feedback=options.error_feedback)
 
-    def sum(
-        self, tensors: Sequence[tf.Tensor], step: tf.Tensor, changes: Changes | None = None
+    def reduce(
+        self, tensors: Sequence[tf.Tensor], step: tf.Tensor, pending: PendingAssigns | None = None
     ) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """See `buckets.Bucket`."""
+        """Sums tensors over the workers; see `buckets.Bucket`."""
         del step
-        flat = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], axis=0)
+        flat = buckets.concatenated(tensors)
         norm = 2.0 * tf.nn.l2_loss(flat)
         if self.state:
             flat += self.state["worker"].read_value()
             with tf.control_dependencies([flat]):
-                buckets.change(self.state["worker"], tf.zeros([self.elements]), changes)
-        parts = tf.split(self._group.all_reduce(flat, self._instance), [shape.num_elements() for shape in self.shapes])
-        sums = [tf.reshape(part, shape) for part, shape in zip(parts, self.shapes, strict=True)]
+                buckets.assign_or_defer(self.state["worker"], tf.zeros([self.elements]), pending)
+        sums = buckets.split(self._group.all_reduce(flat, self._instance), self.shapes)
         return sums, tf.stack([norm, tf.zeros([])])
 
-    def wire(self) -> Wire:
+    def wire_bytes(self) -> WireBytes:
         """Bytes per exchange and worker."""
         payload = 4 * self.elements
-        return Wire(payload, 2 * (self._group.size - 1) * payload // self._group.size)
+        return WireBytes(payload, 2 * (self._group.size - 1) * payload // self._group.size)
+
+
+def cost(options: Options, elements: int, workers: int, link: Link, speed: Speed) -> Cost:
+    """The cost of TensorFlow's ring."""
+    del options, speed
+    return cost_model.all_reduce(4 * elements, workers, link)
+
+
+def _candidates(common: Mapping[str, Any], group: Group) -> list[Options]:
+    del group
+    return [Options(**common)]
+
+
+register(
+    DENSE,
+    Options,
+    DenseBucket,
+    cost=cost,
+    candidates=_candidates,
+    summary="dense float32 all-reduce",
+    fixed={field.name: field.default for field in dataclasses.fields(Options) if field.init},
+)

@@ -5,12 +5,16 @@ Functions run once per worker, on its first device.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
-from tfpar.collectives.tensorflow import Group, new_instances
+from tfpar.collectives.group import Group, allocate_instance_keys
 from tfpar.exchange import buckets
-from tfpar.exchange.buckets import Changes, Wire
-from tfpar.exchange.spec import Spec
+from tfpar.exchange.buckets import COMPRESSED_BUCKET_BYTES, PendingAssigns, WireBytes
+from tfpar.exchange.options import Options, option, whole
+from tfpar.exchange.registry import register
+from tfpar.exchange.tuning import cost_model
+from tfpar.exchange.tuning.cost_model import Cost, Link, Speed
 
 import tensorflow as tf
 
@@ -21,12 +25,36 @@ def matrix_shape(shape: tf.TensorShape) -> tuple[int, int]:
     return shape.num_elements() // columns, columns
 
 
-def worthwhile(shape: tf.TensorShape, rank: int) -> bool:
-    """Whether the factors of a tensor have fewer elements than it has itself."""
-    if len(shape) < 2:
-        return False
-    rows, columns = matrix_shape(shape)
-    return rank * (rows + columns) < rows * columns
+def _read_rank(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 1024:
+        raise ValueError(f"{text!r} is not a rank from 1 to 1024, as in powersgd:4.")
+    return int(text)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PowerSGDOptions(Options):
+    """Options of `powersgd`.
+
+    Attributes:
+      rank: Columns of the factors.
+      warmup_steps: Exchanges at the start in which gradients travel dense; the paper's code and PyTorch call it
+        `start_after`.
+    """
+
+    rank: int = option(4, "Columns of the factors, 1 to 1024.", read=_read_rank)
+    warmup_steps: int = whole(0, "Steps at the start in which gradients travel dense.", alias="start_after")
+
+    def is_compressible(self, shape: tf.TensorShape) -> bool:
+        """Whether a tensor is large enough, and its factors have fewer elements than it has itself."""
+        if not super().is_compressible(shape):
+            return False
+        rows, columns = matrix_shape(shape)
+        return self.rank * (rows + columns) < rows * columns
+
+    @property
+    def description(self) -> str:
+        """How payloads move between workers, in a few words."""
+        return "all_reduce of factors"
 
 
 class PowerSGD:
@@ -38,37 +66,42 @@ class PowerSGD:
     workers with the same processor and libraries.
 
     Args:
-      spec: The exchange; it has a rank.
-      shapes: Static shapes of the tensors, each `worthwhile`.
+      options: The options.
+      shapes: Static shapes of the tensors, each compressible.
       group: All workers.
       seed: Seed of the first Q, the same on all workers.
-      name: Of the variables.
+      name: Prefix of the variables' names.
     """
 
-    def __init__(self, spec: Spec, shapes: Sequence[tf.TensorShape], group: Group, seed: int, name: str) -> None:
+    def __init__(
+        self, options: PowerSGDOptions, shapes: Sequence[tf.TensorShape], group: Group, seed: int, name: str
+    ) -> None:
         self.shapes = list(shapes)
         self.elements = self.shard_elements = sum(shape.num_elements() for shape in shapes)
         self._group = group
         self._matrices = [matrix_shape(shape) for shape in shapes]
-        self._rank = spec.rank
-        self._rows = [rows * self._rank for rows, _ in self._matrices]
-        self._columns = [columns * self._rank for _, columns in self._matrices]
-        self._instances = new_instances(2)
+        self.factor_rank = options.rank
+        self._rows = [rows * self.factor_rank for rows, _ in self._matrices]
+        self._columns = [columns * self.factor_rank for _, columns in self._matrices]
+        self._instances = allocate_instance_keys(2, group)
         first = tf.random.stateless_normal([sum(self._columns)], [seed, 0x5067])
         self.state = {"factors": buckets.worker_variable([sum(self._columns)], f"{name}_factors", first)}
-        if spec.error_feedback:
-            self.state["worker"] = buckets.worker_variable([self.elements], f"{name}_worker")
+        self.state |= buckets.residual_variables({"worker": self.elements}, name, error_feedback=options.error_feedback)
 
-    def sum(
-        self, tensors: Sequence[tf.Tensor], step: tf.Tensor, changes: Changes | None = None
+    def reduce(
+        self, tensors: Sequence[tf.Tensor], step: tf.Tensor, pending: PendingAssigns | None = None
     ) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """See `buckets.Bucket`."""
+        """Sums tensors over the workers; see `buckets.Bucket`."""
         del step
         norm = tf.add_n([2.0 * tf.nn.l2_loss(tensor) for tensor in tensors])
         matrices = [tf.reshape(tensor, shape) for tensor, shape in zip(tensors, self._matrices, strict=True)]
         if "worker" in self.state:
-            kept = tf.split(self.state["worker"].read_value(), [rows * columns for rows, columns in self._matrices])
-            matrices = [matrix + tf.reshape(part, matrix.shape) for matrix, part in zip(matrices, kept, strict=True)]
+            residuals = tf.split(
+                self.state["worker"].read_value(), [rows * columns for rows, columns in self._matrices]
+            )
+            matrices = [
+                matrix + tf.reshape(part, matrix.shape) for matrix, part in zip(matrices, residuals, strict=True)
+            ]
         right = self._cut(self.state["factors"].read_value(), self._columns)
         first, second = self._instances
         products = [tf.matmul(matrix, factor) for matrix, factor in zip(matrices, right, strict=True)]
@@ -77,26 +110,41 @@ class PowerSGD:
         right = self._all_reduce(products, self._columns, second)
         sums = [tf.matmul(one, other, transpose_b=True) for one, other in zip(left, right, strict=True)]
         # Only its directions matter for the next step; the mean keeps it from growing.
-        buckets.change(self.state["factors"], _flat(right) / self._group.size, changes)
+        buckets.assign_or_defer(self.state["factors"], buckets.concatenated(right) / self._group.size, pending)
         residual_norm = tf.zeros([])
         if "worker" in self.state:
             rest = [matrix - total / self._group.size for matrix, total in zip(matrices, sums, strict=True)]
             residual_norm = tf.add_n([2.0 * tf.nn.l2_loss(part) for part in rest])
-            buckets.change(self.state["worker"], _flat(rest), changes)
+            buckets.assign_or_defer(self.state["worker"], buckets.concatenated(rest), pending)
         result = [tf.reshape(total, shape) for total, shape in zip(sums, self.shapes, strict=True)]
         return result, tf.stack([norm, residual_norm])
 
-    def wire(self) -> Wire:
+    def wire_bytes(self) -> WireBytes:
         """Bytes per exchange and worker: two all-reduces, each of which sends 2 (W - 1) / W of what it sums."""
         payload = 4 * (sum(self._rows) + sum(self._columns))
-        return Wire(payload, 2 * (self._group.size - 1) * payload // self._group.size)
+        return WireBytes(payload, 2 * (self._group.size - 1) * payload // self._group.size)
 
     def _all_reduce(self, parts: Sequence[tf.Tensor], sizes: Sequence[int], instance: int) -> list[tf.Tensor]:
-        return self._cut(self._group.all_reduce(_flat(parts), instance), sizes)
+        return self._cut(self._group.all_reduce(buckets.concatenated(parts), instance), sizes)
 
     def _cut(self, vector: tf.Tensor, sizes: Sequence[int]) -> list[tf.Tensor]:
-        return [tf.reshape(part, [-1, self._rank]) for part in tf.split(vector, sizes)]
+        return [tf.reshape(part, [-1, self.factor_rank]) for part in tf.split(vector, sizes)]
 
 
-def _flat(parts: Sequence[tf.Tensor]) -> tf.Tensor:
-    return tf.concat([tf.reshape(part, [-1]) for part in parts], axis=0)
+def cost(options: PowerSGDOptions, elements: int, workers: int, link: Link, speed: Speed) -> Cost:
+    """The cost of exchanging a vector as one square matrix, see `registry.register`."""
+    side = max(1, round(elements**0.5))
+    ring = cost_model.all_reduce(2 * 4 * side * options.rank, workers, link)
+    # Each of three products and the residual reads the matrix once; two all-reduces wait twice.
+    return dataclasses.replace(ring, latency=2 * ring.latency, compute=4 * 4 * elements / speed.encode)
+
+
+register(
+    "powersgd",
+    PowerSGDOptions,
+    PowerSGD,
+    cost=cost,
+    summary="matrices as two thin factors (Vogels et al. 2019)",
+    example="start_after=100",
+    fixed={"bucket_bytes": COMPRESSED_BUCKET_BYTES},
+)

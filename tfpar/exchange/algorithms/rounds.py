@@ -2,7 +2,7 @@
 
 A vector is cut into shards. In the rounds of `reduce` a worker sends partial sums of a range of shards and forgets
 them; in the end each shard has one owner, who has its full sum. In the rounds of `gather` the encoded sums travel back
-to all. Plain Python, so that tests run the schedules of any number of workers, and the cost model adds up their bytes.
+to all. Plain Python, so that tests run the plans of any number of workers, and the cost model adds up their bytes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Round = tuple[Transfer, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Schedule:
+class MessagePlan:
     """A pattern for a number of workers.
 
     Attributes:
@@ -69,7 +69,7 @@ class Schedule:
         return total
 
 
-def ring(workers: int) -> Schedule:
+def ring(workers: int) -> MessagePlan:
     """Shard c travels once around to be summed, and once more to be known (Patarasuk and Yuan 2009).
 
     2 (N - 1) rounds, in each of which every worker sends one shard of N to its neighbour.
@@ -81,7 +81,7 @@ def ring(workers: int) -> Schedule:
             for rank in range(workers)
         )
 
-    return Schedule(
+    return MessagePlan(
         workers,
         workers,
         tuple((shard - 1) % workers for shard in range(workers)),
@@ -90,7 +90,7 @@ def ring(workers: int) -> Schedule:
     )
 
 
-def halving_doubling(workers: int) -> Schedule:
+def halving_doubling(workers: int) -> MessagePlan:
     """Recursive halving, then recursive doubling (Thakur, Rabenseifner and Gropp 2005).
 
     2 log2 N rounds: a worker sends half of what it still has to a partner, a quarter in the next, and so on.
@@ -103,7 +103,7 @@ def halving_doubling(workers: int) -> Schedule:
     return binary_blocks(workers)
 
 
-def binary_blocks(workers: int) -> Schedule:
+def binary_blocks(workers: int) -> MessagePlan:
     """Recursive halving in blocks of a power of two, of which the smaller hand on to the larger (Rabenseifner 2004).
 
     N is cut into powers of two, each another one. Every block halves by itself; then, from the smallest on, each sends
@@ -146,7 +146,7 @@ def binary_blocks(workers: int) -> Schedule:
             )
         )
     reduce = (*(tuple(phase) for phase in halving), *handing_on)
-    return Schedule(workers, shards, tuple(range(shards)), reduce, _reversed(reduce))
+    return MessagePlan(workers, shards, tuple(range(shards)), reduce, _reversed(reduce))
 
 
 def _reversed(rounds: Sequence[Round]) -> tuple[Round, ...]:
@@ -156,4 +156,4 @@ def _reversed(rounds: Sequence[Round]) -> tuple[Round, ...]:
     )
 
 
-SCHEDULES = {"ring": ring, "halving_doubling": halving_doubling, "binary_blocks": binary_blocks}
+PLANS = {"ring": ring, "halving_doubling": halving_doubling, "binary_blocks": binary_blocks}

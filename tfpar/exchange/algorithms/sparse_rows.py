@@ -1,11 +1,11 @@
-"""Gradients of embedding tables: the rows that a batch has touched, not the table. Functions run once per worker.
+"""Gradients of embeddings: the rows that a batch has touched, not all of them. Functions run once per worker.
 
-V rows of D elements in a table, N workers, n rows that a worker has, M rows that every worker sends.
+V rows of D elements in an embedding, N workers, n rows that a worker has, M rows that every worker sends.
 
-A worker adds up its gradients by row. All tell how many rows they have, pad to the next of a few sizes, and gather the
-rows of all and their numbers; each adds up what it got in the order of the ranks, so that all have the same bits. A
-worker sends `(N - 1) M (4 D + 4)` bytes. Where that is not less than what the table costs as any other tensor, it
-travels as one: the numbers of rows decide, which all know, so that all decide alike.
+A worker adds up its gradients by row. All workers gather how many rows each has, pad to the next of a few sizes, and
+gather the rows of all with their indices; each adds up what it got in the order of the ranks, so that all have the same
+bits. A worker sends `(N - 1) M (4 D + 4)` bytes. Where that is not less than the embedding costs as a dense tensor, it
+travels dense: the counts of rows decide, which all workers know, so that all decide alike.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 
-from tfpar.collectives.tensorflow import Group, local, new_instances
+from tfpar.collectives.group import Group, allocate_instance_keys
+from tfpar.collectives.tensorflow import local_copy
 from tfpar.exchange import buckets
+from tfpar.exchange.buckets import WireBytes
 
 import numpy as np
 import tensorflow as tf
 
-# Values [n, ...] of a gradient and the numbers [n] of their rows: tf.IndexedSlices as a structure of tensors.
-Slices = tuple[tf.Tensor, tf.Tensor]
+# Values [n, ...] of a gradient and the indices [n] of their rows: tf.IndexedSlices as a structure of tensors.
+RowGradient = tuple[tf.Tensor, tf.Tensor]
 
 # TensorFlow's runtime remembers the shape of a collective by its instance key (2.21), so M comes in steps, each with a
 # key of its own: eight to every doubling, at most an eighth of padding.
@@ -30,15 +32,15 @@ _COUNT_BYTES = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class _Table:
-    """What is fixed of a table.
+class _Embedding:
+    """What is fixed of an embedding.
 
     Attributes:
       shape: Static; [V, ...].
-      column: Its place among all tables.
+      column: Its place among all embeddings.
       sizes: What M may be, int32, ascending; the last is the largest that is less than dense.
-      instance: Key of the first of them; the others follow.
-      dense_payload: Bytes of the table where it travels as any other tensor.
+      instance: Instance key of the first size; those of the others follow.
+      dense_payload: Bytes of the embedding where it travels dense.
       dense_sent: Bytes that a worker sends then.
     """
 
@@ -51,110 +53,111 @@ class _Table:
 
     @property
     def rows(self) -> int:
-        """V."""
+        """Number of rows, V."""
         return self.shape[0]
 
     @property
     def elements(self) -> int:
-        """D."""
+        """Elements of a row, D."""
         return self.shape[1:].num_elements()
 
 
-class Rows:
-    """Tables of which rows travel.
+class SparseRows:
+    """Embeddings of which rows travel.
 
     Args:
-      tables: Shape, and bytes of payload and sent by a worker if it travels dense, by the number of the variable.
+      embeddings: Shape, and bytes if it travels dense, by the index of the variable.
       group: All workers.
-      half: Whether rows travel as bfloat16, not float32.
-
-    Attributes:
-      numbers: Variables whose rows may travel: of those given, the ones where a single row is less than the table.
+      dtype: In which rows travel, float32 or bfloat16.
     """
 
     def __init__(
-        self, tables: Mapping[int, tuple[tf.TensorShape, buckets.Wire]], group: Group, *, half: bool = False
+        self,
+        embeddings: Mapping[int, tuple[tf.TensorShape, WireBytes]],
+        group: Group,
+        dtype: tf.DType = tf.float32,
     ) -> None:
         self._group = group
-        self._half = half
-        self._tables: dict[int, _Table] = {}
-        for number, (shape, wire) in tables.items():
+        self._half = dtype == tf.bfloat16
+        self._embeddings: dict[int, _Embedding] = {}
+        for index, (shape, wire) in embeddings.items():
             row_sent = (group.size - 1) * self._row_bytes(shape)
             largest = min((wire.sent - 1) // row_sent if row_sent else 0, shape[0] - 1)
             if largest < 1:
                 continue
             sizes = _sizes(largest)
-            instance = new_instances(len(sizes))[0]
-            self._tables[number] = _Table(shape, len(self._tables), sizes, instance, wire.payload, wire.sent)
-        if self._tables:
-            self._instance = new_instances(1)[0]
-            # Bytes of all exchanges so far, payload and sent, and their number.
+            instance = allocate_instance_keys(len(sizes), group)[0]
+            self._embeddings[index] = _Embedding(shape, len(self._embeddings), sizes, instance, wire.payload, wire.sent)
+        if self._embeddings:
+            self._instance = allocate_instance_keys(1, group)[0]
+            # Bytes of all exchanges so far, payload and sent, and the number of exchanges.
             self._total = buckets.counter_variable(3, "exchange_rows")
 
     @property
-    def numbers(self) -> list[int]:
-        """See the class."""
-        return list(self._tables)
+    def indices(self) -> list[int]:
+        """The variables whose rows may travel: of those given, the ones where a single row is less than all."""
+        return list(self._embeddings)
 
-    def sum(
-        self, gradients: Mapping[int, Slices], dense: Mapping[int, Callable[[tf.Tensor], tf.Tensor]]
-    ) -> dict[int, Slices]:
-        """Sums tables over the workers.
+    def all_reduce(
+        self, gradients: Mapping[int, RowGradient], dense: Mapping[int, Callable[[tf.Tensor], tf.Tensor]]
+    ) -> dict[int, RowGradient]:
+        """Sums the gradients of all embeddings over the workers.
 
         Args:
-          gradients: This worker's, of every table, no row twice; float32 and int64.
-          dense: For every table, how its gradient [V, ...] is summed as any other tensor.
+          gradients: This worker's gradient of every embedding, no row twice; float32 and int64.
+          dense: For every embedding, how its gradient [V, ...] is summed as a dense tensor.
 
         Returns:
           The sums, no row twice, the same bits on every worker.
         """
-        counts = tf.concat([tf.shape(gradients[number][1]) for number in self._tables], axis=0)
+        counts = tf.concat([tf.shape(gradients[index][1]) for index in self._embeddings], axis=0)
         counts = self._group.all_gather(counts[tf.newaxis], self._instance)
-        self._note(_COUNT_BYTES * len(self._tables), _COUNT_BYTES * len(self._tables) * (self._group.size - 1), 1)
+        told = _COUNT_BYTES * len(self._embeddings)
+        self._count_bytes(told, told * (self._group.size - 1), exchanges=1)
         return {
-            number: self._sum(table, gradients[number], counts[:, table.column], dense[number])
-            for number, table in self._tables.items()
+            index: self._reduce_one(embedding, gradients[index], counts[:, embedding.column], dense[index])
+            for index, embedding in self._embeddings.items()
         }
 
-    def _sum(
-        self, table: _Table, gradient: Slices, counts: tf.Tensor, dense: Callable[[tf.Tensor], tf.Tensor]
-    ) -> Slices:
+    def _reduce_one(
+        self, embedding: _Embedding, gradient: RowGradient, counts: tf.Tensor, dense: Callable[[tf.Tensor], tf.Tensor]
+    ) -> RowGradient:
         largest = tf.reduce_max(counts)
 
-        def as_rows() -> Slices:
-            step = tf.searchsorted(table.sizes, largest[tf.newaxis])[0]
-            size = tf.gather(table.sizes, step)
-            payload = tf.cast(size, tf.int64) * self._row_bytes(table.shape)
-            self._note(payload, payload * (self._group.size - 1), 0)
-            return self._sum_rows(table, gradient, counts, size, table.instance + step)
+        def as_rows() -> RowGradient:
+            step = tf.searchsorted(embedding.sizes, largest[tf.newaxis])[0]
+            size = tf.gather(embedding.sizes, step)
+            payload = tf.cast(size, tf.int64) * self._row_bytes(embedding.shape)
+            self._count_bytes(payload, payload * (self._group.size - 1))
+            return self._reduce_rows(embedding, gradient, counts, size, embedding.instance + step)
 
-        def as_tensor() -> Slices:
-            self._note(table.dense_payload, table.dense_sent, 0)
-            return dense(densified(gradient, table.shape)), tf.range(table.rows, dtype=tf.int64)
+        def as_tensor() -> RowGradient:
+            self._count_bytes(embedding.dense_payload, embedding.dense_sent)
+            return dense(densified(gradient, embedding.shape)), tf.range(embedding.rows, dtype=tf.int64)
 
-        return tf.cond(largest <= int(table.sizes[-1]), as_rows, as_tensor)
+        return tf.cond(largest <= int(embedding.sizes[-1]), as_rows, as_tensor)
 
-    def _sum_rows(
-        self, table: _Table, gradient: Slices, counts: tf.Tensor, size: tf.Tensor, instance: tf.Tensor
-    ) -> Slices:
-        words = self._packed(gradient, table.elements)
+    def _reduce_rows(
+        self, embedding: _Embedding, gradient: RowGradient, counts: tf.Tensor, size: tf.Tensor, instance: tf.Tensor
+    ) -> RowGradient:
+        words = self._packed(gradient, embedding.elements)
         padded = tf.pad(words, [[0, size - tf.shape(words)[0]], [0, 0]])
         gathered = self._group.all_gather(padded[tf.newaxis], instance)
         of_rank = [gathered[rank, : counts[rank]] for rank in range(self._group.size)]
-        numbers, places = tf.unique(tf.concat([words[:, -1] for words in of_rank], axis=0))
-        total = tf.zeros([tf.shape(numbers)[0], table.elements])
+        indices, places = tf.unique(tf.concat([words[:, -1] for words in of_rank], axis=0))
+        total = tf.zeros([tf.shape(indices)[0], embedding.elements])
         # A rank at a time, in which no row comes twice: the order of additions is fixed, also where they run at once.
         for words, place in zip(of_rank, tf.split(places, counts, num=self._group.size), strict=True):
-            total = tf.tensor_scatter_nd_add(total, place[:, tf.newaxis], self._unpacked(words, table.elements))
-        return tf.reshape(total, [-1, *table.shape[1:]]), tf.cast(numbers, tf.int64)
+            total = tf.tensor_scatter_nd_add(total, place[:, tf.newaxis], self._unpacked(words, embedding.elements))
+        return tf.reshape(total, [-1, *embedding.shape[1:]]), tf.cast(indices, tf.int64)
 
     def _row_bytes(self, shape: tf.TensorShape) -> int:
-        """Bytes of one row and its number."""
+        """Bytes of one row and its index."""
         elements = shape[1:].num_elements()
         return 4 * ((elements + 1) // 2 + 1) if self._half else 4 * (elements + 1)
 
-    def _packed(self, gradient: Slices, elements: int) -> tf.Tensor:
-        """Rows and, last, their numbers as words: int32 [n, words]. Collectives take no bfloat16 beside integers."""
+    def _packed(self, gradient: RowGradient, elements: int) -> tf.Tensor:
+        """Rows and, last, their indices as words: int32 [n, words]. Collectives take no bfloat16 beside integers."""
         values = tf.reshape(gradient[0], [-1, elements])
         if self._half:
             halves = tf.cast(tf.pad(values, [[0, 0], [0, elements % 2]]), tf.bfloat16)
@@ -168,41 +171,41 @@ class Rows:
         pairs = tf.cast(tf.bitcast(words[:, :-1], tf.bfloat16), tf.float32)
         return tf.reshape(pairs, [-1, elements + elements % 2])[:, :elements]
 
-    def _note(self, payload: tf.Tensor | int, sent: tf.Tensor | int, exchanges: int) -> None:
+    def _count_bytes(self, payload: tf.Tensor | int, sent: tf.Tensor | int, exchanges: int = 0) -> None:
         values = [tf.cast(value, tf.int64) for value in (payload, sent, exchanges)]
-        local(self._total).assign_add(tf.stack(values), read_value=False)
+        local_copy(self._total).assign_add(tf.stack(values), read_value=False)
 
-    def wire(self) -> buckets.Wire:
-        """Bytes per exchange and worker: the mean of those so far; before the first, those of dense tables."""
-        payload, sent, exchanges = local(self._total).numpy().tolist() if self._tables else (0, 0, 0)
+    def wire_bytes(self) -> WireBytes:
+        """Bytes per exchange and worker: the mean of those so far; before the first, those of dense tensors."""
+        payload, sent, exchanges = local_copy(self._total).numpy().tolist() if self._embeddings else (0, 0, 0)
         if not exchanges:
-            tables = self._tables.values()
-            return buckets.Wire(sum(one.dense_payload for one in tables), sum(one.dense_sent for one in tables))
-        return buckets.Wire(round(payload / exchanges), round(sent / exchanges))
+            embeddings = self._embeddings.values()
+            return WireBytes(sum(one.dense_payload for one in embeddings), sum(one.dense_sent for one in embeddings))
+        return WireBytes(round(payload / exchanges), round(sent / exchanges))
 
 
-def summed_by_row(values: tf.Tensor, numbers: tf.Tensor) -> Slices:
-    """Adds up what belongs to the same row.
+def summed_by_row(values: tf.Tensor, indices: tf.Tensor) -> RowGradient:
+    """Adds up the values that belong to the same row.
 
     Args:
-      values: Of any float type, [n, ...].
-      numbers: Integers [n].
+      values: Values of any float type, [n, ...].
+      indices: Integers [n].
 
     Returns:
-      Float32 [m, ...] and int64 [m], no number twice.
+      Float32 [m, ...] and int64 [m], no index twice.
     """
-    unique, places = tf.unique(tf.cast(numbers, tf.int64))
+    unique, places = tf.unique(tf.cast(indices, tf.int64))
     return tf.math.unsorted_segment_sum(tf.cast(values, tf.float32), places, tf.shape(unique)[0]), unique
 
 
-def densified(gradient: Slices, shape: tf.TensorShape) -> tf.Tensor:
-    """The tensor that rows, none of them twice, are of."""
-    values, numbers = gradient
-    return tf.ensure_shape(tf.scatter_nd(numbers[:, tf.newaxis], values, tf.constant(shape.as_list(), tf.int64)), shape)
+def densified(gradient: RowGradient, shape: tf.TensorShape) -> tf.Tensor:
+    """The dense tensor of this shape with these rows, none of them twice, and zeros elsewhere."""
+    values, indices = gradient
+    return tf.ensure_shape(tf.scatter_nd(indices[:, tf.newaxis], values, tf.constant(shape.as_list(), tf.int64)), shape)
 
 
 def _sizes(largest: int) -> np.ndarray:
-    """Numbers of rows to pad to, up to the largest."""
+    """Counts of rows to pad to, up to the largest."""
     sizes = []
     size = _FIRST_SIZE
     while size < largest:

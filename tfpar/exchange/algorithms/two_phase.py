@@ -8,16 +8,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import tfpar_ops
-from tfpar.collectives.tensorflow import Group, new_instances
+from tfpar.collectives.group import Group, allocate_instance_keys
 from tfpar.exchange import buckets
-from tfpar.exchange.buckets import Changes, Wire
-from tfpar.exchange.spec import Spec
+from tfpar.exchange.buckets import PendingAssigns, WireBytes
+from tfpar.exchange.tuning import cost_model
+from tfpar.exchange.tuning.cost_model import Cost, Link, Speed
 from tfpar_ops import Codec
 
 import tensorflow as tf
 
 
-class Collective:
+class TwoPhase:
     """Tensors that are encoded and sent as one vector of L elements.
 
     Two patterns:
@@ -32,106 +33,112 @@ class Collective:
     one, by the worker for its gradients and, in `two_phase`, by the owner of a shard for the sum.
 
     Args:
-      spec: The exchange; it has a codec.
+      codec: The codec.
       shapes: Static shapes of the tensors.
       group: All workers.
       seed: Seed of stochastic rounding.
-      name: Of the residual variables.
-      state: Variables of another bucket with the same blocks, to share; by default new ones.
+      name: Prefix of the residual variables' names.
+      error_feedback: Whether there are residuals.
+      all_gather: The second pattern instead of the first.
+      state: Residuals of another bucket with the same blocks, to share; by default new ones.
     """
+
+    factor_rank = 0
 
     def __init__(
         self,
-        spec: Spec,
+        codec: Codec,
         shapes: Sequence[tf.TensorShape],
         group: Group,
         seed: int,
         name: str,
         *,
+        error_feedback: bool,
+        all_gather: bool = False,
         state: dict[str, tf.Variable] | None = None,
     ) -> None:
-        assert spec.codec is not None
-        self.codec: Codec = spec.codec
+        self.codec = codec
         self.shapes = list(shapes)
         self.elements = sum(shape.num_elements() for shape in shapes)
         self._group = group
         self._seed = seed
-        self._two_phase = spec.pattern != "all_gather"
-        self._instances = new_instances(2)
+        self._two_phase = not all_gather
+        self._instances = allocate_instance_keys(2, group)
         self._shards = group.size if self._two_phase else 1
         blocks = -(-self.codec.blocks(self.elements) // self._shards)
         self.shard_elements = blocks * self.codec.block if self._two_phase else self.elements
         self._valid = min(max(self.elements - group.rank * self.shard_elements, 0), self.shard_elements)
         # Owner's residual: of the elements that exist in this worker's shard.
         sizes = [self.elements, self._valid] if self._two_phase else [self.elements]
+        by_role = dict(zip(buckets.RESIDUALS, sizes, strict=False))
         self.state = (
-            state
-            if state is not None
-            else {
-                role: buckets.worker_variable([size], f"{name}_{role}")
-                for size, role in zip(sizes, buckets.RESIDUALS, strict=False)
-            }
-            if spec.error_feedback
-            else {}
+            buckets.residual_variables(by_role, name, error_feedback=error_feedback) if state is None else state
         )
 
-    def sum(
-        self, tensors: Sequence[tf.Tensor], step: tf.Tensor, changes: Changes | None = None
+    def reduce(
+        self, tensors: Sequence[tf.Tensor], step: tf.Tensor, pending: PendingAssigns | None = None
     ) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """Sums tensors over the workers.
-
-        Args:
-          tensors: This worker's, float32, of the bucket's shapes.
-          step: Int64 scalar, different for every exchange.
-          changes: See `buckets.Bucket`. Then residuals are copied as they are changed.
-
-        Returns:
-          The sums, the same bits on every worker, and the squared L2 norms of input and of the worker's new residual,
-          float32 [2].
-        """
-        encoded = self._encode(tensors, step, changes)
+        """Sums tensors over the workers; see `buckets.Bucket`. With `pending`, residuals are copied as they change."""
+        encoded = self._encode(tensors, step, pending)
         first, second = self._instances
         if not self._two_phase:
             payloads = self._group.all_gather(encoded.payload, first)
             flat = tfpar_ops.decode_sum(payloads, self.codec, self.elements)
-            parts = tf.split(flat, [shape.num_elements() for shape in self.shapes])
-            return [tf.reshape(part, shape) for part, shape in zip(parts, self.shapes, strict=True)], encoded.norms
+            return buckets.split(flat, self.shapes), encoded.norms
         rows = self._group.all_to_all(encoded.payload, first)
-        payloads = self._group.all_gather(self._recode(rows, step, changes).payload, second)
+        payloads = self._group.all_gather(self._recode(rows, step, pending).payload, second)
         sums = tfpar_ops.decode(payloads, self.codec, self.shapes, shard_elements=self.shard_elements)
         return sums, encoded.norms
 
-    def wire(self) -> Wire:
+    def wire_bytes(self) -> WireBytes:
         """Bytes per exchange and worker."""
         payload = self.codec.payload_bytes(self.shard_elements)
         phases = 2 if self._two_phase else 1
-        return Wire(payload=payload * self._shards, sent=phases * payload * (self._group.size - 1))
+        return WireBytes(payload=payload * self._shards, sent=phases * payload * (self._group.size - 1))
 
-    def _encode(self, tensors: Sequence[tf.Tensor], step: tf.Tensor, changes: Changes | None) -> tfpar_ops.Encoded:
+    def _encode(
+        self, tensors: Sequence[tf.Tensor], step: tf.Tensor, pending: PendingAssigns | None
+    ) -> tfpar_ops.Encoded:
         arguments = {"shards": self._shards, "shard_elements": self.shard_elements}
-        seed_step = self._seed_step(step, phase=0)
-        if self.state and changes is None:
+        seed_step = self._rounding_seed(step, phase=0)
+        if self.state and pending is None:
             return tfpar_ops.encode_into(self.state["worker"], tensors, self.codec, seed_step=seed_step, **arguments)
         residual = self.state["worker"].read_value() if self.state else None
-        return self._noted(
-            "worker", tfpar_ops.encode(tensors, residual, self.codec, seed_step=seed_step, **arguments), changes
+        return self._store_residual(
+            "worker", tfpar_ops.encode(tensors, residual, self.codec, seed_step=seed_step, **arguments), pending
         )
 
-    def _recode(self, rows: tf.Tensor, step: tf.Tensor, changes: Changes | None) -> tfpar_ops.Encoded:
+    def _recode(self, rows: tf.Tensor, step: tf.Tensor, pending: PendingAssigns | None) -> tfpar_ops.Encoded:
         begin = self._group.rank * self.shard_elements
-        seed_step = self._seed_step(step, phase=1)
+        seed_step = self._rounding_seed(step, phase=1)
         arguments = {"begin": begin, "valid": self._valid, "seed_step": seed_step}
-        if self.state and changes is None:
+        if self.state and pending is None:
             return tfpar_ops.recode_into(self.state["owner"], rows, self.codec, self.shard_elements, **arguments)
         residual = self.state["owner"].read_value() if self.state else None
-        return self._noted(
-            "owner", tfpar_ops.recode(rows, residual, self.codec, self.shard_elements, **arguments), changes
+        return self._store_residual(
+            "owner", tfpar_ops.recode(rows, residual, self.codec, self.shard_elements, **arguments), pending
         )
 
-    def _noted(self, role: str, encoded: tfpar_ops.Encoded, changes: Changes | None) -> tfpar_ops.Encoded:
+    def _store_residual(
+        self, role: str, encoded: tfpar_ops.Encoded, pending: PendingAssigns | None
+    ) -> tfpar_ops.Encoded:
         if encoded.residual is not None:
-            buckets.change(self.state[role], encoded.residual, changes)
+            buckets.assign_or_defer(self.state[role], encoded.residual, pending)
         return encoded
 
-    def _seed_step(self, step: tf.Tensor, *, phase: int) -> tf.Tensor | None:
-        return buckets.seed_step(self.codec, self._seed, 2 * self._group.rank + phase, step)
+    def _rounding_seed(self, step: tf.Tensor, *, phase: int) -> tf.Tensor | None:
+        return buckets.rounding_seed(self.codec, self._seed, 2 * self._group.rank + phase, step)
+
+
+def cost(codec: Codec, elements: int, workers: int, link: Link, speed: Speed, *, all_gather: bool = False) -> Cost:
+    """The cost of exchanging one vector, see `registry.register`."""
+    gradient = 4 * elements
+    if all_gather:
+        compute = gradient / speed.encode + workers * gradient / speed.decode
+        return cost_model.messages((workers - 1) * codec.payload_bytes(elements), workers - 1, link, compute)
+    shard = -(-codec.blocks(elements) // workers) * codec.block
+    sent = 2 * (workers - 1) * codec.payload_bytes(shard)
+    # Own gradient encoded; N payloads of a shard summed and encoded; all shards decoded.
+    compute = gradient * (1 + 1 / workers) / speed.encode + gradient * 2 / speed.decode
+    # The all-to-all sends all at once; the all-gather goes around in a ring.
+    return cost_model.messages(sent, workers, link, compute)

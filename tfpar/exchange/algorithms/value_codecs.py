@@ -1,0 +1,148 @@
+"""`bf16`, `int8`, `sign` and the like: one payload of a value codec per bucket, in any of `patterns.PATTERNS`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tfpar.collectives.group import Group
+from tfpar.config import unknown_name
+from tfpar.exchange.algorithms.patterns import PATTERNS
+from tfpar.exchange.buckets import Bucket
+from tfpar.exchange.options import Options, option
+from tfpar.exchange.registry import register
+from tfpar.exchange.tuning.cost_model import Cost, Link, Speed
+from tfpar_ops import Codec, codecs
+
+import tensorflow as tf
+
+# `topk` has options of its own, see `deep_gradient`.
+_TOPK = "topk"
+# `auto` does not consider these: the range of fp16 does not suit every gradient.
+_NOT_CONSIDERED = ("fp16",)
+
+
+def codec_arguments() -> dict[str, dict[str, Any]]:
+    """The arguments of `Codec` for each value codec, by the name that `--exchange` gives it."""
+    arguments: dict[str, dict[str, Any]] = {}
+    for kind in codecs.KINDS:
+        if kind == "quantize":
+            arguments |= {f"int{bits}": {"kind": kind, "bits": bits} for bits in (8, 4, 2)}
+        elif kind != _TOPK:
+            arguments[kind] = {"kind": kind}
+    return arguments
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ValueOptions(Options):
+    """Options of an algorithm with a codec.
+
+    Attributes:
+      format: Name of the codec, see `codec_arguments`.
+      pattern: How payloads move between workers, one of `PATTERNS`.
+      block: Elements that share a scale; 0 for the default of the codec.
+      scale: Dtype of the scales, `bf16` or `float32`.
+      rounding: `nearest` or `stochastic`.
+      codec: The codec with these options.
+    """
+
+    format: str
+    pattern: str = option("two_phase", f"How payloads move between workers: {', '.join(PATTERNS)}.")
+    block: int = option(0, "Elements that share a scale, a power of two; 0: the codec's default.")
+    scale: str = option("bf16", f"Dtype of the scales: {', '.join(codecs.SCALES)}.")
+    rounding: str = option("nearest", f"How values are rounded: {', '.join(codecs.ROUNDINGS)}.")
+    codec: Codec = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.pattern not in PATTERNS:
+            raise unknown_name("pattern", str(self.pattern), PATTERNS)
+        codec = self.make_codec(block=self.block, scale=self.scale, rounding=self.rounding)
+        object.__setattr__(self, "codec", codec)
+
+    def make_codec(self, **options: Any) -> Codec:
+        """The codec.
+
+        Raises:
+          ValueError: The codec does not have one of the options, or not with this value.
+        """
+        return Codec(**codec_arguments()[self.format], **options)
+
+    def check_group(self, group: Group) -> None:
+        """Refuses a group that the pattern does not work in; see `Options.check_group`."""
+        workers = group.size
+        if self.pattern == "halving_doubling" and workers & (workers - 1):
+            raise ValueError(
+                f"halving_doubling needs a power of two of workers, and there are {workers}. Use "
+                "pattern=binary_blocks, which is the same for powers of two and works for any number."
+            )
+        if not supports_fan_in(self.pattern, group):
+            otherwise = "" if self.sends_only_gradient else ", without momentum and ramp_steps"
+            largest = group.capabilities.largest_fan_in
+            raise ValueError(
+                f"{self.pattern} adds up the payloads of all {workers} workers at once, and a GPU "
+                f"takes at most {largest}. Use pattern=ring or binary_blocks{otherwise}, where "
+                "two workers at a time exchange messages, or fewer workers with more GPUs each (--devices=0)."
+            )
+
+    @property
+    def pattern_name(self) -> str:
+        """How payloads move between workers, in a word."""
+        return self.pattern
+
+    @property
+    def penalty(self) -> float:
+        """What `auto` multiplies the predicted time by."""
+        return PATTERNS[self.pattern].penalty
+
+    @property
+    def sparse_row_dtype(self) -> tf.DType:
+        """In which dtype the rows of an embedding travel: only `bf16` rounds them, too."""
+        return tf.bfloat16 if self.format == "bf16" else tf.float32
+
+
+def supports_fan_in(pattern: str, group: Group) -> bool:
+    """Whether a worker can add up as many payloads at once as a pattern asks for."""
+    largest = group.capabilities.largest_fan_in
+    return not PATTERNS[pattern].sums_all_at_once or largest is None or group.size <= largest
+
+
+def build(
+    options: ValueOptions, shapes: Sequence[tf.TensorShape], group: Group, seed: int, name: str, **keywords: Any
+) -> Bucket:
+    """The bucket, see `registry.register`; `keywords` go to the pattern's."""
+    make = PATTERNS[options.pattern].build
+    return make(options.codec, shapes, group, seed, name, error_feedback=options.error_feedback, **keywords)
+
+
+def cost(options: ValueOptions, elements: int, workers: int, link: Link, speed: Speed) -> Cost:
+    """The cost of exchanging one vector, see `registry.register`."""
+    return PATTERNS[options.pattern].cost(options.codec, elements, workers, link, speed)
+
+
+def _register(name: str) -> None:
+    def candidates(common: Mapping[str, Any], group: Group) -> list[ValueOptions]:
+        if name in _NOT_CONSIDERED:
+            return []
+        return [
+            ValueOptions(format=name, pattern=pattern, **common)
+            for pattern, traits in PATTERNS.items()
+            if traits.is_candidate and supports_fan_in(pattern, group)
+        ]
+
+    has_scale = Codec(**codec_arguments()[name]).scale_bytes > 0
+    register(
+        name,
+        ValueOptions,
+        build,
+        cost=cost,
+        candidates=candidates,
+        summary=f"{name} values{' with a scale per block' * has_scale}",
+        example="block=512,pattern=ring" if has_scale else "pattern=ring,warmup_steps=100",
+        fixed={"format": name},
+    )
+
+
+for _name in codec_arguments():
+    _register(_name)
