@@ -417,7 +417,7 @@ def test_restart_on_fresh_ports(actors: Actors) -> None:
 
 
 @pytest.mark.parametrize("code", [exit_codes.USAGE_ERROR, exit_codes.BAD_NUMBERS])
-def test_what_would_only_fail_again_is_not_tried_again(actors: Actors, code: int) -> None:
+def test_final_exit_codes_are_not_retried(actors: Actors, code: int) -> None:
     result = actors.run("--workers=2 --max_restarts=3 --min_workers=1", f"all=exit:{code}")
     assert result.returncode == code
     (said,) = result.stdout.splitlines()
@@ -433,7 +433,7 @@ def test_the_final_code_decides_whoever_ends_first(actors: Actors) -> None:
     assert lines_of(result.stdout, "launch") == ["worker 1 failed with exit code 65"]
 
 
-def test_a_worker_that_lost_another_is_not_the_cause(actors: Actors) -> None:
+def test_peer_loss_is_not_blamed(actors: Actors) -> None:
     result = actors.run("--workers=3", "worker0=exit:75", "worker2=sleep:0.5,exit:9", "worker1=sleep:30")
     assert result.returncode == 9
     assert lines_of(result.stdout, "launch") == ["worker 2 failed with exit code 9"]

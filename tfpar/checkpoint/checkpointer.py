@@ -2,13 +2,13 @@
 
 ```
 WORKDIR/checkpoints/
-  step-000000600/            one checkpoint, see `checkpoint_files`
+  step-000000600/            one checkpoint, see `tfpar.checkpoint.format`
   best.json                  which checkpoint had the best evaluation, sealed by its SHA-256
   step-000000400.damaged/    found damaged when the run was resumed; set aside, never read again
 ```
 
 A checkpoint is written into a hidden directory, flushed to the disk and renamed, so a directory of that name is
-always whole. No older one is touched before that, and then only those that `keep` lets go.
+always whole. Older ones are untouched until then; only those beyond `keep` are removed.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ __all__ = ["FORMAT", "Checkpoint", "CheckpointError", "Checkpointer", "find", "r
 _log = logging.getLogger(__name__)
 
 _BEST = "best.json"
-# A file that is not there, or that the disk cannot give back. With other errors it may be whole, and read later.
+# The file is missing, or the disk cannot return it. After other errors it may be whole, and readable later.
 _OF_DAMAGE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO, None})
 
 
 class CheckpointError(TrainingError):
-    """A checkpoint could not be written, and the run was to end in that case; or one that is there cannot be read."""
+    """A checkpoint could not be written, with `on_error` `fail`; or an existing one cannot be read."""
 
 
 class Checkpointer:
@@ -53,7 +53,8 @@ class Checkpointer:
     Args:
       workdir: Directory of the run. Worker 0 removes from it what interrupted writes left behind.
       keep: Newest checkpoints that stay; the best one stays besides.
-      worker: Rank of this worker. Worker 0 writes the variables, the same everywhere; every worker its exchange state.
+      worker: Rank of this worker. Worker 0 writes the variables, which are equal everywhere; every worker writes its
+        exchange state.
       workers: Number of workers; all see the same `workdir`.
       on_error: `warn`, or `fail`: then the call after a failed write raises `CheckpointError`.
 
@@ -85,11 +86,11 @@ class Checkpointer:
         self._spared: set[int] = set()
         if worker == 0:
             staging.tidy(self.directory)
-            if isinstance(_best_step(self.directory), OSError | ValueError):  # which it was is not known: none may go
+            if isinstance(_best_step(self.directory), OSError | ValueError):  # the best is unknown: none may be removed
                 self._spared = set(self.steps())
 
     def save(self, checkpoint: Checkpoint, *, best: bool = False, candidate: bool = False) -> None:
-        """Starts writing a checkpoint; returns as soon as the one before it is on disk.
+        """Starts writing a checkpoint; returns as soon as the previous one is on disk.
 
         The arrays must not change afterwards (they are copies of the variables).
 
@@ -100,7 +101,7 @@ class Checkpointer:
             `mark_best` finds it.
 
         Raises:
-          CheckpointError: The one before could not be written, and `on_error` is `fail`.
+          CheckpointError: The previous one could not be written, and `on_error` is `fail`.
         """
         self.wait()
         if candidate:
@@ -108,7 +109,7 @@ class Checkpointer:
         self._pending = self._executor.submit(self._write_guarded, checkpoint, best)
 
     def mark_best(self, step: int) -> None:
-        """Notes that a checkpoint turned out to be the best; nothing if it could not be written."""
+        """Marks a checkpoint as the best; does nothing if it could not be written."""
         self.wait()
         if (self.directory / files.directory_name(step)).is_dir():
             self._write_best(step)
@@ -127,7 +128,7 @@ class Checkpointer:
             self._executor.shutdown()
 
     def abandon(self) -> None:
-        """Ends the writer thread without waiting for peers, who may be gone; nothing where it has ended already."""
+        """Ends the writer thread without waiting for peers, which may have ended; may be called twice."""
         self._abandoned.set()
         self._executor.shutdown()
 
@@ -137,23 +138,23 @@ class Checkpointer:
             _log.warning("%s", text)
 
     def steps(self) -> list[int]:
-        """Steps of the checkpoints that there are, oldest first."""
+        """Steps of the existing checkpoints, oldest first."""
         return files.steps_in(self.directory)
 
     def read(self, step: int) -> Checkpoint:
-        """The checkpoint of a step, with this worker's exchange state; raises as `checkpoint_files.read` does."""
+        """The checkpoint of a step, with this worker's exchange state; raises as `format.read` does."""
         return read(self.directory / files.directory_name(step), worker=self.worker, workers=self._workers)
 
     def latest(self, *, below: int | None = None) -> Checkpoint | None:
-        """The newest checkpoint that passes its checksums, or None where there is none.
+        """The newest checkpoint that passes its checksums, or None.
 
-        Worker 0 warns of one that is damaged; the one before it is taken.
+        Worker 0 warns of a damaged one; the previous one is used then.
 
         Args:
           below: Looks only at checkpoints of steps below this one.
 
         Raises:
-          CheckpointError: The file system does not let a checkpoint be read, which says nothing of its content.
+          CheckpointError: The file system does not let a checkpoint be read; its content may be whole.
         """
         for step in reversed(self.steps()):
             if below is not None and step >= below:
@@ -164,7 +165,7 @@ class Checkpointer:
                 if isinstance(error, OSError) and error.errno not in _OF_DAMAGE:
                     raise CheckpointError(
                         f"the checkpoint of step {step} in {self.directory} cannot be read ({reason(error)}). It may "
-                        "be whole, so none before it is taken. Start again once it can be read, or move it away."
+                        "be whole, so no earlier one is used. Start again once it can be read, or move it away."
                     ) from error
                 self.damaged[step] = reason(error)
                 self.warn(f"checkpoint of step {step} is damaged ({reason(error)}); trying the one before it")
@@ -201,7 +202,7 @@ class Checkpointer:
     def _write_guarded(self, checkpoint: Checkpoint, best: bool) -> None:
         try:
             staging.write(self.directory, checkpoint, self.worker, self._workers, self._abandoned)
-        except Exception as error:  # whatever it is: the training can do without this checkpoint
+        except Exception as error:  # whatever it is: training can go on without this checkpoint
             self._failed(f"step {checkpoint.step}", f"checkpoint of step {checkpoint.step}", error)
             return
         if self.worker == 0:
@@ -231,7 +232,7 @@ class Checkpointer:
         except OSError as error:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
-            # The file still names the best before, which therefore stays; and so must this one, at least in this run.
+            # The file still names the previous best, which therefore stays. This one must stay too, for this run.
             self._spared = {*self._spared, step}
             self._failed(f"{_BEST} of step {step}", f"{_BEST} (step {step} is the best)", error)
 

@@ -1,15 +1,15 @@
-"""How a checkpoint comes to be: in a hidden directory beside the whole ones, which it joins by a rename.
+"""Writes a checkpoint in a hidden directory beside the complete ones, and puts it in place by a rename.
 
 ```
 WORKDIR/checkpoints/
   .step-000000600.partial/             being written, by all workers together
     exchange-1.safetensors             appears whole, by a rename
-    exchange-1.safetensors.failed      worker 1 could not write its file: nobody need wait for it
-  .step-000000600.replaced/            gave its name to another checkpoint of the same step
-  .step-000000300.removed/             on its way out
+    exchange-1.safetensors.failed      worker 1 could not write its file: worker 0 stops waiting
+  .step-000000600.replaced/            replaced by another checkpoint of the same step
+  .step-000000300.removed/             being deleted
 ```
 
-Whatever the moment a process is killed in, `tidy` brings back or removes what it left.
+Whenever a process is killed, `tidy` restores or removes what it left.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def write(
 
 
 def tidy(directory: pathlib.Path) -> None:
-    """Finishes or undoes what was going on when an earlier process of this run was killed. For worker 0."""
+    """Finishes or undoes what an earlier process of this run was writing when it was killed. For worker 0."""
     for replaced in directory.glob(f".step-*{_REPLACED}"):
         target = directory / replaced.name[1 : -len(_REPLACED)]
         if target.exists():
@@ -107,14 +107,14 @@ def _hidden(path: pathlib.Path, kind: str) -> pathlib.Path:
 
 
 def _remove_stale(directory: pathlib.Path, partial: pathlib.Path) -> None:
-    """Removes what peers wrote for checkpoints that did not come to be; they may be at the next one already."""
+    """Removes what peers wrote for checkpoints that were never completed; they may be writing the next one already."""
     for path in directory.glob(f".step-*{_PARTIAL}"):
         if (len(path.name), path.name) < (len(partial.name), partial.name):
             shutil.rmtree(path, ignore_errors=True)
 
 
 def _check_space(directory: pathlib.Path, checkpoint: Checkpoint, worker: int) -> None:
-    """Fails before the disk is full to the brim, which other programs would suffer from too."""
+    """Fails before the disk is completely full, which would harm other programs too."""
     arrays = [*checkpoint.exchange.values(), *(checkpoint.arrays.values() if worker == 0 else ())]
     needed = sum(array.nbytes for array in arrays) + _SLACK_BYTES
     disk = shutil.disk_usage(directory)
@@ -125,7 +125,7 @@ def _check_space(directory: pathlib.Path, checkpoint: Checkpoint, worker: int) -
 
 
 def _put_in_place(partial: pathlib.Path, target: pathlib.Path) -> None:
-    """Gives a whole checkpoint its name; at no moment is there less than one whole one of the step."""
+    """Gives a complete checkpoint its name; at every moment at least one complete one of the step exists."""
     directory = target.parent
     replaced = _hidden(target, _REPLACED)
     again = target.exists()  # the same step once more, e.g. after a restart from an older one
@@ -144,7 +144,7 @@ def _put_in_place(partial: pathlib.Path, target: pathlib.Path) -> None:
 
 
 def _tell_worker_0(partial: pathlib.Path, name: str, error: BaseException) -> None:
-    """Says that a file will not come. An empty marker often fits where nothing else does."""
+    """Marks that a file will not appear. An empty marker often fits where nothing else does."""
     with contextlib.suppress(OSError):
         (partial / f"{name}.new").unlink(missing_ok=True)
     with contextlib.suppress(OSError):

@@ -45,12 +45,12 @@ _EPILOG = """\
 SCRIPT is a .py file or `-m module`; everything after -- goes to Python as it is.
 
 With --ps=K the cluster has a chief besides the N workers: the chief drives the training, the workers compute, the
-K parameter servers hold the weights. Workers and parameter servers of TensorFlow serve for ever, so the run is
+K parameter servers hold the weights. Workers and parameter servers of TensorFlow serve forever, so the run is
 over when the chief has ended. Without --ps it is over when all workers have ended.
 
 Restarts: after a failure all processes are ended and started again on fresh ports, with TFPAR_RESTARTS=n in their
-environment; training goes on from the newest checkpoint. Each further failure within a minute doubles the delay, up
-to a minute. Exit codes 2, a usage error, and 65, numbers that went bad, are never tried again. With --min_workers=M, a
+environment; training resumes from the newest checkpoint. Each further failure within a minute doubles the delay, up
+to a minute. Exit codes 2, a usage error, and 65, bad numbers, are never retried. With --min_workers=M, a
 worker that alone is the first to fail twice in a row, the second time within ten minutes, is left out with its GPUs,
 as long as M others are left; a global batch that then does not divide is shared out unevenly.
 
@@ -318,7 +318,7 @@ def parse(argv: Sequence[str]) -> LaunchOptions:
     add = parser.add_argument
     add("--workers", type=int, metavar="N", help="processes that train; required")
     add("--ps", type=int, default=0, metavar="K", help="parameter servers; adds a chief (default: 0)")
-    add("--max_restarts", type=int, default=0, metavar="R", help="starts again after a failure (default: 0)")
+    add("--max_restarts", type=int, default=0, metavar="R", help="number of restarts after a failure (default: 0)")
     add("--min_workers", type=int, default=0, metavar="M", help="may go on without failing workers, down to M (0: off)")
     add("--restart_delay", type=float, default=1.0, metavar="S", help="seconds before a restart (default: 1)")
     add("--grace_period", type=float, default=30.0, metavar="S", help="seconds from SIGTERM to SIGKILL (default: 30)")

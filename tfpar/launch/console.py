@@ -85,15 +85,22 @@ class Terminal:
 class Channel:
     """The output of one process.
 
+    Args:
+      terminal: Where its lines go.
+      label: Its name, which prefixes its lines.
+      log: File that its lines are written to as well.
+      live: Whether its live line is shown as it changes.
+
     Attributes:
       recent: Its last lines, without colours, to explain a failure.
     """
 
-    def __init__(self, terminal: Terminal, label: str, log: BinaryIO | None = None) -> None:
+    def __init__(self, terminal: Terminal, label: str, log: BinaryIO | None = None, *, live: bool = True) -> None:
         self.recent: deque[str] = deque(maxlen=50)
         self._terminal = terminal
         self._label = label
         self._log = log
+        self._live = live
         self._pending = b""
 
     def feed(self, data: bytes) -> None:
@@ -108,7 +115,8 @@ class Channel:
             text = _visible(self._pending)
             # What was overwritten need not be kept; whether the next piece overwrites this one must be.
             self._pending = b"\r" + text + (b"\r" if self._pending.endswith(b"\r") else b"")
-            self._terminal.live(self._label, text)
+            if self._live:
+                self._terminal.live(self._label, text)
 
     def close(self) -> None:
         """Writes what came after the last newline, and closes the log."""

@@ -139,7 +139,7 @@ class Supervisor:
         finally:
             os.close(stdout)
         log = open(command.log, "ab") if command.log else None  # noqa: SIM115 - the channel closes it
-        process = Process(command, popen, output, Channel(self._terminal, command.label, log))
+        process = Process(command, popen, output, Channel(self._terminal, command.label, log, live=command.live))
         self.processes.append(process)
         self._selector.register(output, selectors.EVENT_READ, process)
 

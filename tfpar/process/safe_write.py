@@ -1,4 +1,4 @@
-"""Standard output that goes to a file on a full disk, or to a reader who has gone, is no reason to end a run."""
+"""Output that survives a full disk or a closed pipe, neither of which is a reason to end a run."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _full: list[IO[Any]] = []
 
 
 def put(stream: IO[Any], content: Any) -> bool:
-    """Writes and flushes; what a full disk does not take is dropped.
+    """Writes and flushes; what does not fit on a full disk is dropped.
 
     Args:
       stream: Of text or bytes.
       content: Text or bytes.
 
     Returns:
-      False if the reader of a pipe has gone.
+      False if the reader of a pipe has closed it.
     """
     try:
         stream.write(content)
@@ -48,7 +48,7 @@ def shortened(text: str, limit: int = 200) -> str:
 
 
 def _empty() -> None:
-    """Python flushes its streams when it ends, and turns a failure into exit code 120."""
+    """Flushes the streams before Python does, which turns a failure into exit code 120."""
     for stream in _full:
         try:
             if not stream.closed:
@@ -58,7 +58,7 @@ def _empty() -> None:
 
 
 def to_nowhere(stream: IO[Any]) -> None:
-    """Sends the rest of a stream, what is in its buffer too, to /dev/null."""
+    """Sends the rest of a stream, including its buffer, to /dev/null."""
     with contextlib.suppress(OSError, ValueError):  # a stream without a descriptor
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
