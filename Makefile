@@ -8,11 +8,13 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 PACKAGES := $(VENV)/.tfpar-packages
 STAMP := $(VENV)/.tfpar-installed
+DOCS_PACKAGES := $(VENV)/.tfpar-docs
 LIBRARY := tfpar_ops/libtfpar_ops.so
 OPTIONS := $(VENV)/.tfpar-options
-NATIVE := $(shell find tfpar_ops -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+NATIVE := CMakeLists.txt $(shell find cmake tfpar_ops -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' \
+  -o -name CMakeLists.txt -o -name '*.cmake')
 WORKDIR ?= runs/quickstart
-# How gradients travel in make train: 8-bit integers with error feedback, which learn as well as float32 (README.md).
+# How gradients travel in make train: 8-bit integers with error feedback, which learn as well as float32 (docs/convergence.md).
 EXCHANGE ?= int8
 # One test process more than the two cores for which this is meant: some tests wait for time-outs, or for slow networks.
 TEST_PROCESSES ?= 3
@@ -24,12 +26,13 @@ FOUND := $(firstword $(shell command -v $(NVCC)) $(wildcard $(CUDA_HOME:=/bin/nv
   $(shell command -v nvcc) $(wildcard /usr/local/cuda/bin/nvcc))
 BUILDS := $(TFPAR_CUDA)|$(strip $(TFPAR_CUDA_ARCHITECTURES))|$(if $(filter 0,$(TFPAR_CUDA)),,$(FOUND))
 
-.PHONY: help setup train test native-test network-tools sanitize fuzz chaos lint format bench clean missing
+.PHONY: help setup train test native-test network-tools sanitize fuzz chaos lint format docs bench clean missing
 
 help:
 	@echo "make train   train an image classifier on a 2-worker cluster on this machine"
 	@echo "make test    run all tests"
 	@echo "make lint    style, types, import rules"
+	@echo "make docs    build the documentation and the API reference into site/"
 	@echo "make sanitize, make fuzz SECONDS=300   the codecs under sanitizers, and decoding of hostile payloads"
 	@echo "make chaos   kill, stop and preempt random workers 20 times, and compare the weights (about 20 minutes)"
 	@echo "make bench   measure step overhead, input pipeline, codecs and (as root) the gradient exchange"
@@ -50,7 +53,8 @@ $(PACKAGES): setup.py pyproject.toml
 	    { root && apt-get install -y -qq $${python##*/}-venv && $$python -m venv --clear $(VENV); } || \
 	    { echo "Python's venv module is missing: apt-get install $${python##*/}-venv"; exit 1; }
 	@echo "installing into $(VENV) (TensorFlow is large: the first time takes a few minutes)"
-	@$(RUN) -m pip install --quiet --disable-pip-version-check --upgrade pip "setuptools>=77"
+	@$(RUN) -m pip install --quiet --disable-pip-version-check --upgrade pip "setuptools>=77" \
+	  "cmake>=3.28,<5" "ninja>=1.11,<2"
 	@PYTHONWARNINGS="ignore:Editable installation" TFPAR_OPS_BUILD=0 \
 	  $(RUN) -m pip install --quiet --disable-pip-version-check --no-build-isolation -e ".[test]"
 	@touch $@
@@ -82,14 +86,14 @@ network-tools:
 	  echo "iproute2 could not be installed: tests that need a network of their own will be skipped"
 
 # The codecs and their CUDA kernels (compiled for the processor) without TensorFlow.
-native-test:
+native-test: $(PACKAGES)
 	$(MAKE) --no-print-directory -C tests/native test
 	$(MAKE) --no-print-directory -C tests/native/cuda emulate
 
-sanitize:
+sanitize: $(PACKAGES)
 	$(MAKE) --no-print-directory -C tests/native sanitize
 
-fuzz:
+fuzz: $(PACKAGES)
 	@command -v clang++ > /dev/null || { test "$$(id -u)" = 0 && apt-get update -qq && apt-get install -y -qq clang; } || \
 	  { echo "libFuzzer comes with clang, which is missing: apt-get install clang"; exit 1; }
 	$(MAKE) --no-print-directory -C tests/native fuzz SECONDS=$(or $(SECONDS),300)
@@ -107,6 +111,17 @@ format: setup
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
 
+# Its packages are installed on first use. Nothing else is fetched: fonts and scripts of the pages come with them.
+$(DOCS_PACKAGES): $(PACKAGES)
+	@echo "installing the packages that build the documentation into $(VENV)"
+	@PYTHONWARNINGS="ignore:Editable installation" TFPAR_OPS_BUILD=0 \
+	  $(RUN) -m pip install --quiet --disable-pip-version-check --no-build-isolation -e ".[docs]"
+	@touch $@
+
+docs: $(DOCS_PACKAGES)
+	@NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet
+	@echo "open site/index.html, or serve the pages with $(RUN) -m mkdocs serve"
+
 bench: setup
 	$(RUN) experiments/benchmarks/step_overhead.py
 	$(RUN) experiments/benchmarks/inputs.py
@@ -114,6 +129,6 @@ bench: setup
 	-$(RUN) experiments/benchmarks/exchange.py --hosts=2,4 --links=1gbit,none --models=resnet50
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	rm -f $(LIBRARY) tfpar_ops/libtfpar_ops.json bazel-*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -11,34 +11,34 @@ import dataclasses
 import json
 
 import tfpar
-from tfpar import inputs, models
 from tfpar.config import ConfigError, flags
 
-import keras
 from absl import flags as absl_flags
 
-flags.define(rooms=["input", "strategy", "precision", "train", "monitor"])
+flags.define(sections=["input", "strategy", "precision", "train", "monitor"])
 MODEL_FILE = absl_flags.DEFINE_string("model_file", "", "The .keras file to evaluate.")
 SPLIT = absl_flags.DEFINE_enum("split", "validation", ["train", "validation"], "Which examples.")
 
 
 def main(_: list[str]) -> None:
+    import keras  # here, so that --help and a wrong flag need not wait for TensorFlow
+
     config = flags.experiment_config()
     if not MODEL_FILE.value:
         raise ConfigError("--model_file is missing: name a .keras file, e.g. --model_file=runs/quickstart/model.keras.")
     config = tfpar.examples_of_run(config, MODEL_FILE.value, flags.is_given)
-    # A batch that does not divide costs an evaluation nothing but padding.
+    # A batch that the replicas cannot divide costs an evaluation nothing but padding.
     config = dataclasses.replace(config, input=dataclasses.replace(config.input, uneven_batches=True))
-    tfpar.check(config)
+    tfpar.validate(config)
     tfpar.check_model_file(MODEL_FILE.value)
-    source = inputs.build_source(config.input, SPLIT.value, config.train.seed)
-    runtime = tfpar.start(config)
+    source = tfpar.inputs.build_source(config.input, SPLIT.value, config.train.seed)
+    runtime = tfpar.initialize(config)
     trainer = tfpar.Trainer(
         lambda: tfpar.load_model(MODEL_FILE.value, tfpar.task_spec(source)),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=[
             keras.metrics.SparseCategoricalAccuracy(name="accuracy"),
-            *([models.BitsPerByte()] if source.info.task == inputs.LANGUAGE_MODEL else []),
+            *([tfpar.models.BitsPerByte()] if source.info.task == tfpar.inputs.LANGUAGE_MODEL else []),
         ],
         config=config,
         runtime=runtime,

@@ -11,16 +11,17 @@ from __future__ import annotations
 import pathlib
 import warnings
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import tfpar
-from tfpar import inputs
 from tfpar.config import ConfigError, flags
 
-import numpy as np
-import tensorflow as tf
 from absl import flags as absl_flags
 
-flags.define(rooms=["input", "precision", "monitor"])
+if TYPE_CHECKING:
+    import numpy as np
+
+flags.define(sections=["input", "precision", "monitor"])
 MODEL_FILE = absl_flags.DEFINE_string("model_file", "", "The .keras file to export.")
 FORMAT = absl_flags.DEFINE_enum("format", "saved_model", ["saved_model", "onnx"], "What to write.")
 OUTPUT = absl_flags.DEFINE_string("output", "", "Directory (saved_model) or file (onnx) to write; must not exist.")
@@ -32,6 +33,8 @@ TOLERANCE = absl_flags.DEFINE_float(
 
 def saved_model(path: pathlib.Path) -> Callable[[np.ndarray], np.ndarray]:
     """The serving function of a SavedModel."""
+    import tensorflow as tf
+
     loaded = tf.saved_model.load(str(path))  # kept: the function alone does not hold its variables
     return lambda x: loaded.serve(tf.constant(x)).numpy()
 
@@ -46,6 +49,9 @@ def onnx(path: pathlib.Path) -> Callable[[np.ndarray], np.ndarray]:
 
 
 def main(_: list[str]) -> None:
+    import numpy as np  # here, so that --help and a wrong flag need not wait for TensorFlow
+    import tensorflow as tf
+
     config = flags.experiment_config()
     if not MODEL_FILE.value or not OUTPUT.value:
         raise ConfigError(
@@ -61,13 +67,13 @@ def main(_: list[str]) -> None:
         except ImportError as error:
             raise ConfigError(f"--format=onnx needs {error.name}: pip install 'tfpar[onnx]'.") from error
     tfpar.check_model_file(MODEL_FILE.value)
-    source = inputs.build_source(config.input, "validation")
+    source = tfpar.inputs.build_source(config.input, "validation")
     if not source.info.num_examples:
         raise ConfigError(
             f"--dataset={config.input.dataset}: the validation split is empty, and the export is checked on it. Hold "
             "out more: --validation_fraction."
         )
-    tfpar.start(config)
+    tfpar.initialize(config)
     model = tfpar.load_model(MODEL_FILE.value, tfpar.task_spec(source))
     if FORMAT.value == "onnx" and any(layer.compute_dtype == "bfloat16" for layer in model.layers):
         raise ConfigError(

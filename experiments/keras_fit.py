@@ -1,8 +1,8 @@
-"""A plain Keras script; the lines with `tfpar` are what takes it to several workers.
+"""A plain Keras script; the lines with `tfpar` distribute it over several workers.
 
 python -m tfpar.launch --workers=2 -- experiments/keras_fit.py
 
-The README shows the body of `main` (tests/drop_in/test_drop_in.py compares them).
+docs/keras.md shows the body of `main`, and README.md its essential lines (tests/drop_in/test_drop_in.py compares them).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def main() -> None:
     ]
     if tfpar.rank() == 0:
         callbacks.append(keras.callbacks.ModelCheckpoint("runs/keras_fit.keras", save_best_only=True))
-    shown = 2 if tfpar.rank() == 0 else 0
-    model.fit(x, y, batch_size=32, epochs=10, validation_data=(x_test, y_test), callbacks=callbacks, verbose=shown)
+    verbose = 2 if tfpar.rank() == 0 else 0
+    model.fit(x, y, batch_size=32, epochs=10, validation_data=(x_test, y_test), callbacks=callbacks, verbose=verbose)
 
 
 if __name__ == "__main__":

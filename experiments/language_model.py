@@ -11,10 +11,7 @@ for validation. The figure to watch is bits per byte.
 from __future__ import annotations
 
 import tfpar
-from tfpar import inputs, models
 from tfpar.config import flags
-
-import keras
 
 flags.define(
     defaults={
@@ -32,16 +29,18 @@ flags.define(
 
 
 def main(_: list[str]) -> None:
+    import keras  # here, so that --help and a wrong flag need not wait for TensorFlow
+
     config = flags.experiment_config()
-    tfpar.check(config)
-    train, validation = inputs.build_splits(config.input, config.train.seed)
-    runtime = tfpar.start(config, train, validation)
+    tfpar.validate(config)
+    train, validation = tfpar.inputs.build_splits(config.input, config.train.seed)
+    runtime = tfpar.initialize(config, train, validation)
     trainer = tfpar.Trainer(
-        lambda: models.build(config.model.model, tfpar.task_spec(train), **config.model.arguments()),
+        lambda: tfpar.models.build(config.model.model, tfpar.task_spec(train), **config.model.arguments()),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=[
             keras.metrics.SparseCategoricalAccuracy(name="accuracy"),
-            models.BitsPerByte(),
+            tfpar.models.BitsPerByte(),
         ],
         config=config,
         runtime=runtime,

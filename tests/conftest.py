@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 
@@ -29,8 +30,23 @@ def pytest_configure() -> None:
 
 @pytest.fixture(autouse=True)
 def _sigterm_ends_the_process():
-    """`tfpar.check` makes SIGTERM a preemption for the rest of a program: a test before, or a fixture of many tests."""
+    """`tfpar.validate` makes SIGTERM a preemption for the rest of the process, as an earlier test may have done."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@pytest.fixture
+def messages():
+    """The lines that tfpar logs during a test, as the terminal would show them."""
+    from tfpar.process import logs
+
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.setFormatter(logs.LevelFormatter())
+    handler.emit = lambda record: lines.append(handler.format(record))
+    logger = logging.getLogger("tfpar")
+    logger.addHandler(handler)
+    yield lines
+    logger.removeHandler(handler)
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,7 @@ import importlib
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from tfpar.process import logs
 from tfpar.process.startup import quiet_startup
 
 if TYPE_CHECKING:
@@ -28,11 +29,12 @@ if TYPE_CHECKING:
     )
     from tfpar.exchange import Exchange
     from tfpar.parallel.strategies import Runtime
-    from tfpar.training.start import check, start
+    from tfpar.training.start import initialize, validate
     from tfpar.training.trainer import Trainer
 
 # Before anything imports TensorFlow: its import messages cannot be held back later.
 quiet_startup()
+logs.install()
 
 __version__ = "0.1.0"
 
@@ -46,16 +48,16 @@ _HOMES = {
     "Runtime": "tfpar.parallel.strategies",
     "Trainer": "tfpar.training.trainer",
     "TrainingError": "tfpar.config",
-    "check": "tfpar.training.start",
     "check_model_file": "tfpar.checkpoint.model_files",
     "examples_of_run": "tfpar.checkpoint.model_files",
     "init_cluster": "tfpar.drop_in",
+    "initialize": "tfpar.training.start",
     "load_model": "tfpar.checkpoint.model_files",
     "rank": "tfpar.drop_in",
     "shard": "tfpar.drop_in",
     "size": "tfpar.drop_in",
-    "start": "tfpar.training.start",
     "task_spec": "tfpar.checkpoint.model_files",
+    "validate": "tfpar.training.start",
 }
 
 __all__ = [
@@ -68,25 +70,27 @@ __all__ = [
     "Runtime",
     "Trainer",
     "TrainingError",
-    "check",
     "check_model_file",
     "examples_of_run",
     "init_cluster",
+    "initialize",
     "inputs",
     "load_model",
     "models",
     "rank",
     "shard",
     "size",
-    "start",
     "task_spec",
+    "validate",
 ]
 
 
 # Names of version 0.1.0 that moved; each goes with version 0.3.
 _DEPRECATED = {
     "Layout": ("tfpar.parallel.strategies", "Runtime", "tfpar.Runtime"),
+    "check": ("tfpar.training.start", "validate", "tfpar.validate"),
     "flags": ("tfpar.config", "flags", "tfpar.config.flags"),
+    "start": ("tfpar.training.start", "initialize", "tfpar.initialize"),
 }
 
 

@@ -3,13 +3,13 @@
 `mixed_float16` computes in float16 and keeps weights in float32. Small gradients vanish below
 float16's smallest number, so the loss is multiplied by a scale before the backward pass and the
 gradients are divided by it afterwards (Micikevicius et al. 2018, "Mixed Precision Training",
-section 3.2). The scale moves by itself: it halves when a gradient overflows and doubles after a
-long run of finite updates.
+section 3.2). The scale adjusts itself: it halves when a gradient overflows and doubles after
+many consecutive finite steps.
 
-The scale lives in a `LossScale` of two tensors and moves by the pure function `update`. Every
-replica calls it with the same, already agreed, `finite` flag, so that every replica holds the same
-scale without talking about it. Keras' `LossScaleOptimizer` cannot be used for this: under a
-strategy it trusts the finite check of replica 0 alone (Keras 3.15.1).
+The scale is held in a `LossScale` of two tensors and changed by the pure function `update`. Every
+replica calls it with the same `finite` flag, on which they have agreed, so that all replicas have the
+same scale without further communication. Keras' `LossScaleOptimizer` cannot be used for this: under a
+strategy it relies on the finite check of replica 0 alone (Keras 3.15.1).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class LossScale(NamedTuple):
 
     Attributes:
       scale: float32 []. What the loss is multiplied by.
-      good_steps: int32 []. Finite updates in a row since the scale last moved.
+      good_steps: int32 []. Consecutive finite steps since the scale last changed.
     """
 
     scale: tf.Tensor
@@ -51,11 +51,11 @@ def policy(precision: str) -> keras.DTypePolicy:
 
 
 def set_policy(config: PrecisionConfig) -> keras.DTypePolicy:
-    """Makes a precision the process' default; models built afterwards follow it.
+    """Makes a precision the default of the process, for models built afterwards.
 
     Args:
       config: `precision` becomes Keras' global dtype policy. `tf32` lets NVIDIA GPUs since Ampere
-        round the inputs of float32 matrix products to 10 mantissa bits; it changes nothing elsewhere.
+        round the inputs of float32 matrix products to 10 mantissa bits; other devices ignore it.
 
     Returns:
       The policy that was set.
@@ -67,17 +67,17 @@ def set_policy(config: PrecisionConfig) -> keras.DTypePolicy:
 
 
 def uses_loss_scale(precision: str) -> bool:
-    """Whether a precision needs loss scaling: float16 does, bfloat16 has float32's range."""
+    """Whether a precision needs loss scaling: float16 does; bfloat16 has the range of float32."""
     return policy(precision).compute_dtype == "float16"
 
 
 def growth_steps(config: PrecisionConfig) -> int:
-    """`growth_steps` for `update`: the configured run of finite updates, or 0 where the scale is fixed at 1."""
+    """`growth_steps` for `update`: the configured number of finite steps, or 0 if the scale is fixed at 1."""
     return config.loss_scale_growth_steps if uses_loss_scale(config.precision) else 0
 
 
 def initial(config: PrecisionConfig) -> LossScale:
-    """The state before the first update: the configured scale for float16, otherwise 1."""
+    """The state before the first step: the configured scale for float16, otherwise 1."""
     scale = config.initial_loss_scale if uses_loss_scale(config.precision) else 1.0
     return LossScale(tf.constant(scale, tf.float32), tf.constant(0, tf.int32))
 
@@ -91,19 +91,19 @@ def update(
     minimum: float = 1.0,
     maximum: float = MAXIMUM_LOSS_SCALE,
 ) -> LossScale:
-    """The loss scale for the next update. Pure: runs in a graph, under XLA and on every replica alike.
+    """The loss scale for the next step. Pure: works in a graph, under XLA and on every replica.
 
     Args:
-      state: The scale that the update was computed with.
-      finite: bool []. Whether the gradients of all replicas were finite; the same on all of them.
-      growth_steps: Finite updates in a row after which the scale grows. 0: the scale never moves.
-      factor: What the scale is divided by after an overflow and multiplied by when it grows.
-      minimum: The scale does not fall below this.
-      maximum: The scale does not rise above this. Beyond 2**24 a float32 loss has no bits to spare.
+      state: The scale that the step was computed with.
+      finite: bool []. Whether the gradients of all replicas were finite; equal on all replicas.
+      growth_steps: Consecutive finite steps after which the scale grows. 0: the scale never changes.
+      factor: The scale is divided by it after an overflow and multiplied by it when it grows.
+      minimum: Lower bound of the scale.
+      maximum: Upper bound of the scale. Above 2**24 a float32 loss loses bits.
 
     Returns:
       The new state: `scale / factor` after an overflow, `scale * factor` after `growth_steps` finite
-      updates, both within bounds; otherwise the same scale, one good step further.
+      steps, both within bounds; otherwise the same scale with one more good step.
     """
     if not growth_steps:
         return state

@@ -13,6 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from tfpar_ops.codecs import Codec
+from tfpar_ops.formats import FORMATS, Format
 
 if TYPE_CHECKING:
     from tfpar_ops.checksums import masked_crc32c
@@ -30,8 +31,10 @@ if TYPE_CHECKING:
     from tfpar_ops.reference import Encoded
 
 __all__ = [
+    "FORMATS",
     "Codec",
     "Encoded",
+    "Format",
     "decode",
     "decode_sum",
     "encode",

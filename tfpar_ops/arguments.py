@@ -1,7 +1,7 @@
-"""Checks of arguments, the same whichever implementation does the work.
+"""Checks of arguments, shared by all implementations.
 
-Dtypes and kinds that cannot be are a TypeError, values and shapes a ValueError; what is known only when an operation
-runs, in a function, a tf.errors.InvalidArgumentError. Messages say argument, value, what is allowed and the way out.
+A wrong type or dtype is a TypeError, a wrong value or shape a ValueError; what is known only when an operation runs, in
+a function, a tf.errors.InvalidArgumentError. Messages say argument, value, what is allowed and what to do.
 """
 
 from __future__ import annotations
@@ -19,15 +19,13 @@ _LARGEST_BYTES = 2**63 - 1
 
 
 def check_codec(codec: Codec) -> None:
-    """Refuses what is no codec.
+    """Checks that an argument is a `Codec`.
 
     Raises:
-      TypeError: See there.
+      TypeError: It is not.
     """
     if not isinstance(codec, Codec):
-        raise TypeError(
-            f"codec: {codec!r} is {_kind_of(codec)}; expected a tfpar_ops.Codec, as in Codec('quantize', bits=4)"
-        )
+        raise TypeError(f"codec: {codec!r} is {_kind_of(codec)}; expected a tfpar_ops.Codec, as in Codec('int4')")
 
 
 def float_tensors(tensors: Sequence[Any]) -> list[tf.Tensor]:
@@ -106,7 +104,7 @@ def shard_size(codec: Codec, elements: int, shards: int, shard_elements: int | N
     Raises:
       TypeError: A number is not whole.
       ValueError: Fewer than one shard, a shard that does not end with a block, shards that do not hold all elements, or
-        payloads that nobody could count.
+        payloads of more than 2^63 - 1 bytes.
     """
     shards = whole_number("shards", shards, least=1)
     if shard_elements is None:

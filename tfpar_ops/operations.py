@@ -38,7 +38,7 @@ def encode(
     """Encodes tensors, seen as one vector, plus the residual.
 
     The tensors are read where they are, one after the other; nothing is concatenated. The new residual takes the memory
-    of the old one if nobody else holds it; `encode_into` makes sure of that.
+    of the old one if nothing else holds it; `encode_into` makes sure of that.
 
     Args:
       tensors: A list of float32 tensors of any static shapes, or what tf.convert_to_tensor makes them of; together L
@@ -308,7 +308,6 @@ def norm_squared(tensors: Sequence[tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
 def _attributes(codec: Codec) -> dict[str, Any]:
     return {
         "kind": codec.kind,
-        "bits": codec.bits,
         "block": codec.block,
         "keep": codec.keep,
         "scale": codec.scale,

@@ -43,10 +43,10 @@ CODECS = {
     "bf16": Codec("bf16"),
     "fp16": Codec("fp16"),
     "fp8": Codec("fp8"),
-    "int8": Codec("quantize", bits=8),
-    "int4": Codec("quantize", bits=4),
-    "int4 stochastic": Codec("quantize", bits=4, rounding="stochastic"),
-    "int2": Codec("quantize", bits=2),
+    "int8": Codec("int8"),
+    "int4": Codec("int4"),
+    "int4 stochastic": Codec("int4", rounding="stochastic"),
+    "int2": Codec("int2"),
     "sign": Codec("sign"),
     "topk 1%": Codec("topk", keep=41),
 }
@@ -72,7 +72,7 @@ class _Options(ctypes.Structure):
     """tfpar_codec of codec.h."""
 
     _fields_ = [
-        *((name, ctypes.c_int32) for name in ("kind", "bits", "block", "keep", "scale_bits", "stochastic")),
+        *((name, ctypes.c_int32) for name in ("kind", "block", "keep", "scale_bits", "stochastic")),
         *((name, ctypes.c_uint64) for name in ("seed", "step")),
     ]
 
@@ -109,12 +109,9 @@ class Core:
     def __init__(self, codec: Codec, elements: int, peers: int) -> None:
         path = Path(tfpar_ops.__file__).with_name("libtfpar_ops.so")
         self._library = ctypes.CDLL(str(path))
-        kinds = ("bf16", "fp16", "fp8", "quantize", "sign", "topk")
         scale_bits = 8 * codec.scale_bytes if codec.has_scale else 0
         stochastic = int(codec.rounding == "stochastic")
-        self._options = _Options(
-            kinds.index(codec.kind) + 1, codec.bits, codec.block, codec.keep, scale_bits, stochastic
-        )
+        self._options = _Options(codec.format.number, codec.block, codec.keep, scale_bits, stochastic)
         self._elements, self._peers, self.blocks = elements, peers, codec.blocks(elements)
         self._x, self._residual, self._sum = gradient(elements), aligned(elements), aligned(elements)
         self._payloads = [aligned(codec.payload_bytes(elements), np.uint8) for _ in range(peers)]
@@ -383,20 +380,20 @@ def numpy_encode(codec: Codec, v: np.ndarray, rng: np.random.Generator) -> tuple
         return np.take_along_axis(v, positions.astype(np.int64), 1).astype(ml_dtypes.bfloat16), positions
     if codec.kind == "sign":
         return np.packbits(v < 0, axis=1), np.mean(np.abs(v), axis=1, keepdims=True)
-    largest = 448 if codec.kind == "fp8" else (1 << (codec.bits - 1)) - 1
+    largest = 448 if codec.kind == "fp8" else (1 << (codec.format.code_bits - 1)) - 1
     scale = np.maximum(np.abs(v).max(axis=1, keepdims=True) / np.float32(largest), np.float32(2.0**-126))
     t = v / scale
     if codec.kind == "fp8":
         return t.astype(ml_dtypes.float8_e4m3fn), scale
     t = np.floor(t + rng.random(t.shape, np.float32)) if codec.rounding == "stochastic" else np.rint(t)
     q = np.clip(t, -largest, largest).astype(np.int8)
-    if codec.bits == 8:
+    if codec.format.code_bits == 8:
         return q, scale
-    codes = (q + (1 << (codec.bits - 1))).astype(np.uint8)
-    planes = np.split(codes, 8 // codec.bits, axis=1)
+    codes = (q + (1 << (codec.format.code_bits - 1))).astype(np.uint8)
+    planes = np.split(codes, 8 // codec.format.code_bits, axis=1)
     packed = planes[0]
     for number, plane in enumerate(planes[1:], 1):
-        packed = packed | plane << np.uint8(number * codec.bits)
+        packed = packed | plane << np.uint8(number * codec.format.code_bits)
     return packed, scale
 
 
@@ -410,10 +407,10 @@ def numpy_decode(codec: Codec, codes: np.ndarray, scales: np.ndarray) -> np.ndar
         return out
     if codec.kind == "sign":
         return (1 - 2 * np.unpackbits(codes, axis=1).astype(np.float32)) * scales
-    if codec.kind == "fp8" or codec.bits == 8:
+    if codec.kind == "fp8" or codec.format.code_bits == 8:
         return codes.astype(np.float32) * scales
-    mask, middle = np.uint8((1 << codec.bits) - 1), np.float32(1 << (codec.bits - 1))
-    planes = [codes >> np.uint8(place) & mask for place in range(0, 8, codec.bits)]
+    mask, middle = np.uint8((1 << codec.format.code_bits) - 1), np.float32(1 << (codec.format.code_bits - 1))
+    planes = [codes >> np.uint8(place) & mask for place in range(0, 8, codec.format.code_bits)]
     return (np.concatenate(planes, axis=1).astype(np.float32) - middle) * scales
 
 
@@ -487,18 +484,10 @@ def payload_report(names: Sequence[str], size: str) -> str:
     ]
     for name in names:
         codec = CODECS[name]
-        bits = {
-            "bf16": 16,
-            "fp16": 16,
-            "fp8": 8,
-            "quantize": codec.bits,
-            "sign": 1,
-            "topk": 32 * codec.keep / codec.block,
-        }
-        scale = {"fp8": 1, "quantize": 2, "sign": 2}.get(codec.kind, 0)
+        code = codec.format.code_bits / 8 * (codec.keep / codec.block if codec.format.keeps else 1)
         seed = tf.constant([1, 2], tf.int64) if codec.rounding == "stochastic" else None
         payload = tfpar_ops.encode([tf.zeros([elements])], None, codec, seed_step=seed).payload
-        actual, least = 4 * payload.shape[1] / elements, bits[codec.kind] / 8 + scale / codec.block
+        actual, least = 4 * payload.shape[1] / elements, code + codec.scale_bytes / codec.block
         lines.append(f"| {name} | {actual:.5f} | {least:.5f} | {actual / least - 1:.2%} |")
     return "\n".join(lines)
 

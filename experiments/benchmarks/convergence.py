@@ -95,7 +95,7 @@ def done(path: pathlib.Path) -> dict[Run, dict[str, float]]:
 def member(runs: Sequence[Run], path: pathlib.Path) -> None:
     """What each worker does."""
     first = ExperimentConfig.from_flat_dict({**TASKS[runs[0][0]], "strategy": "multi_worker"})
-    runtime = tfpar.start(first)
+    runtime = tfpar.initialize(first)
     for number, (task, spec, seed) in enumerate(runs, 1):
         results = train(task, spec, seed, runtime)
         if runtime.topology.is_chief:

@@ -178,7 +178,7 @@ def _tfpar(exchange: str, workload: Workload, seed: int, jit_compile: bool) -> C
         }
     )
     train, held_out = inputs.build_splits(config.input, seed)
-    runtime = tfpar.start(config, train, held_out)
+    runtime = tfpar.initialize(config, train, held_out)
     trainer = tfpar.Trainer(
         lambda: models.build(workload.model, _task(workload, train), **workload.overrides),
         loss=LOSS,

@@ -15,7 +15,8 @@ from typing import Any
 import tfpar
 from experiments.benchmarks import fleet, netns
 from tfpar import ExperimentConfig
-from tfpar.collectives.tensorflow import Group, new_instances
+from tfpar.collectives.group import allocate_instance_keys
+from tfpar.collectives.tensorflow import world_group
 from tfpar.doctor import describe_machine
 from tfpar.exchange import fusion
 from tfpar.exchange import spec as specs
@@ -41,10 +42,10 @@ class Worker:
         config = ExperimentConfig.from_flat_dict({"strategy": "multi_worker"})
         self._runtime = strategies.build(choose_topology(config.strategy, tfpar.cluster.detect()))
         topology = self._runtime.topology
-        self._group = Group.of_workers(topology.workers, topology.worker)
+        self._group = world_group(topology.workers, topology.worker)
         self._gradients: list[tf.Tensor] = []
         self._call: Call = lambda: tf.zeros([])
-        [key] = new_instances(1)
+        [key] = allocate_instance_keys(1)
         self._barrier = tf.function(lambda: self._group.all_reduce(tf.zeros([1]), key))
 
     def handle(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -121,7 +122,7 @@ class Worker:
     def _ring(self, sizes: Sequence[int]) -> Call:
         """TensorFlow's ring over buffers of the size to which `none` fuses: copies in and out are part of it."""
         buckets = fusion.group_indices(range(len(sizes)), sizes, DENSE_BUCKET_BYTES)
-        keys = new_instances(len(buckets))
+        keys = allocate_instance_keys(len(buckets))
 
         @tf.function
         def step(gradients: list[tf.Tensor]) -> tf.Tensor:
@@ -136,7 +137,7 @@ class Worker:
 
     def _ring_buffer(self, elements: int) -> Call:
         """TensorFlow's ring over one buffer that is there already: nothing but the collective."""
-        [key] = new_instances(1)
+        [key] = allocate_instance_keys(1)
         buffer = tf.zeros([elements])
         step = tf.function(lambda value: after([self._ring_reduce(value, key)], tf.zeros([])))
         return lambda: step(buffer)

@@ -21,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 from absl import flags as absl_flags
 
-flags.define(rooms=["precision"])
+flags.define(sections=["precision"])
 ROUNDS = absl_flags.DEFINE_integer("rounds", 7, "Turns of each side; the median counts.", lower_bound=1)
 SECONDS = absl_flags.DEFINE_float("seconds", 2.0, "Length of a turn.", lower_bound=0.1)
 
@@ -33,7 +33,7 @@ WORKLOADS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def main(_: list[str]) -> None:
     config = flags.experiment_config()
-    runtime = tfpar.start(config)
+    runtime = tfpar.initialize(config)
     print(describe_machine())
     print(f"\n{'':36}{'one tensor':>12}{'pipeline':>12}{'ratio':>8}{'input wait':>12}{'pipeline alone':>18}")
     for workload, (name, options) in WORKLOADS.items():
@@ -59,7 +59,7 @@ def main(_: list[str]) -> None:
         scale = precision.initial(config.precision)
 
         def turn(side: str, count: int, run: Any = run, sides: Any = sides, scale: Any = scale) -> np.ndarray:
-            arguments = (tf.constant(0, tf.int64), tf.constant(count), scale, tf.constant(1.0), tf.constant(True))
+            arguments = (tf.constant(0, tf.int64), tf.constant(count), scale, tf.constant(1.0))
             return run.step.run(sides[side], *arguments).durations.numpy()
 
         turn("one tensor", 5)

@@ -31,7 +31,7 @@ class FrameworkLoop:
     def __call__(self, steps: int) -> float:
         """Runs so many steps in one call; the loss of the last."""
         position = tf.constant(self._done, tf.int64), tf.constant(steps)
-        result = self._step.run(self._iterator, *position, self._scale, tf.constant(1.0), tf.constant(True))
+        result = self._step.run(self._iterator, *position, self._scale, tf.constant(1.0))
         self._scale = result.loss_scale
         self._done += steps
         return float(result.loss[-1])

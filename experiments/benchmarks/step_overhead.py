@@ -32,7 +32,7 @@ import keras
 import tensorflow as tf
 from absl import flags as absl_flags
 
-flags.define(rooms=["precision"])
+flags.define(sections=["precision"])
 ROUNDS = absl_flags.DEFINE_integer("rounds", 7, "Turns of each contender; the median counts.", lower_bound=2)
 SECONDS = absl_flags.DEFINE_float("seconds", 2.0, "Length of a turn.", lower_bound=0.1)
 JIT = absl_flags.DEFINE_boolean("xla", True, "Compile forward, backward and update with XLA, in all three.")
@@ -114,7 +114,7 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> str:
 
 def main(_: list[str]) -> None:
     config = flags.experiment_config()
-    runtime = tfpar.start(config)
+    runtime = tfpar.initialize(config)
     print(describe_machine())
     print(
         f"precision {config.precision.precision}, XLA {'on' if JIT.value else 'off'}, "

@@ -24,7 +24,7 @@ from tfpar.doctor import describe_machine
 import keras
 from absl import flags as absl_flags
 
-flags.define(rooms=["precision"])
+flags.define(sections=["precision"])
 ROUNDS = absl_flags.DEFINE_integer("rounds", 7, "Turns of each contender; the median counts.", lower_bound=2)
 SECONDS = absl_flags.DEFINE_float("seconds", 1.0, "Length of a turn.", lower_bound=0.1)
 ONLY = absl_flags.DEFINE_string("only", "", "One workload by the beginning of its name; all if empty.")
@@ -65,7 +65,7 @@ def contenders(workload: str, config: ExperimentConfig, runtime: tfpar.Runtime) 
 
 def main(_: list[str]) -> None:
     config = flags.experiment_config()
-    runtime = tfpar.start(config)
+    runtime = tfpar.initialize(config)
     print(describe_machine())
     print(f"precision {config.precision.precision}, ms per step, median of {ROUNDS.value}; ratios within rounds\n")
     print(f"{'':34}{'XLA':>9}{'without':>10}{'ratio':>8}{'first steps, s: XLA':>22}{'without':>10}")

@@ -76,37 +76,40 @@ def reader_of(file: str) -> int:
     return 1 if file == "exchange-1.safetensors" else 0
 
 
-def expect_the_one_before(workdir: pathlib.Path, file: str, what: str) -> None:
+def expect_the_one_before(workdir: pathlib.Path, file: str, what: str, messages: list[str]) -> None:
     for worker, workers in ((reader_of(file), WORKERS), (0, 3), (2, 3), (0, 1)):  # as before, and elastic
-        warned: list[str] = []
-        reader = Checkpointer(workdir, worker=worker, workers=workers, warn=warned.append)
+        reader = Checkpointer(workdir, worker=worker, workers=workers)
         loaded = reader.latest()
         reader.close()
         assert loaded is not None, (what, worker, workers)
         assert loaded.step == 1, (what, worker, workers)
-        assert len(warned) == 1, what
-        assert warned[0].startswith("checkpoint of step 2 is damaged (" + file), what
+        assert list(reader.damaged) == [2], what
+        assert reader.damaged[2].startswith(file), what
+        assert messages == [
+            f"WARNING: checkpoint of step 2 is damaged ({reader.damaged[2]}); trying the one before it"
+        ] * (worker == 0), what
+        messages.clear()
         np.testing.assert_array_equal(loaded.arrays["model/kernel"], checkpoint(1).arrays["model/kernel"])
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_a_truncated_file_is_noticed(workdir, file):
+def test_a_truncated_file_is_noticed(workdir, file, messages):
     path = workdir / "checkpoints" / "step-000000002" / file
     content = path.read_bytes()
     for share in PLACES[:-1]:
         length = int(share * len(content))
         path.write_bytes(content[:length])
-        expect_the_one_before(workdir, file, f"{file} cut to {length} of {len(content)}")
+        expect_the_one_before(workdir, file, f"{file} cut to {length} of {len(content)}", messages)
     path.write_bytes(content[:-1])
-    expect_the_one_before(workdir, file, f"{file} without its last byte")
+    expect_the_one_before(workdir, file, f"{file} without its last byte", messages)
     path.write_bytes(content + b"\0")
-    expect_the_one_before(workdir, file, f"{file} with a byte too many")
+    expect_the_one_before(workdir, file, f"{file} with a byte too many", messages)
     path.unlink()
-    expect_the_one_before(workdir, file, f"{file} missing")
+    expect_the_one_before(workdir, file, f"{file} missing", messages)
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_a_flipped_bit_is_noticed(workdir, file):
+def test_a_flipped_bit_is_noticed(workdir, file, messages):
     path = workdir / "checkpoints" / "step-000000002" / file
     content = path.read_bytes()
     for number, share in enumerate(PLACES):
@@ -114,7 +117,7 @@ def test_a_flipped_bit_is_noticed(workdir, file):
         flipped = bytearray(content)
         flipped[position] ^= 1 << (number % 8)
         path.write_bytes(bytes(flipped))
-        expect_the_one_before(workdir, file, f"{file} bit {number % 8} of byte {position}")
+        expect_the_one_before(workdir, file, f"{file} bit {number % 8} of byte {position}", messages)
 
 
 def test_each_worker_reads_only_its_own_exchange_state_where_as_many_resume(workdir):
@@ -128,14 +131,13 @@ def test_weights_alone_need_no_exchange_state(workdir):
     assert checkpointer.find(workdir).step == 2
 
 
-def test_the_damaged_one_is_set_aside_and_does_not_count_as_the_newest(tmp_path):
+def test_the_damaged_one_is_set_aside_and_does_not_count_as_the_newest(tmp_path, messages):
     directory = save(tmp_path, 1, 5, workers=1)
     state = directory / "step-000000005" / "state.safetensors"
     state.write_bytes(state.read_bytes()[:100])
-    warned: list[str] = []
-    resumed = Checkpointer(tmp_path, keep=1, warn=warned.append)
+    resumed = Checkpointer(tmp_path, keep=1)
     assert resuming.newest(resumed).step == 1
-    assert "step-000000005.damaged" in warned[-1]
+    assert "step-000000005.damaged" in messages[-1]
     resumed.save(checkpoint(3, exchange=False))  # with keep=1 and the damaged one as the newest, this would go
     resumed.close()
     assert sorted(path.name for path in directory.iterdir()) == ["step-000000003", "step-000000005.damaged"]
@@ -145,7 +147,7 @@ def test_what_was_set_aside_earlier_stays(tmp_path):
     for _ in range(2):
         directory = save(tmp_path, 1, 5, workers=1)
         (directory / "step-000000005" / "state.safetensors").write_bytes(b"")
-        assert resuming.newest(Checkpointer(tmp_path, warn=lambda text: None)).step == 1
+        assert resuming.newest(Checkpointer(tmp_path)).step == 1
     kept = {"step-000000005.damaged", "step-000000005.damaged-2"}
     assert kept < {path.name for path in directory.iterdir()}
 
@@ -169,19 +171,18 @@ def test_no_run_starts_over_where_every_checkpoint_is_damaged(tmp_path):
     for path in directory.glob("*/state.safetensors"):
         path.write_bytes(b"")
     with pytest.raises(ConfigError, match=r"every checkpoint in .* is damaged \(steps 1, 2\).*another --workdir"):
-        resuming.newest(Checkpointer(tmp_path, warn=lambda text: None))
+        resuming.newest(Checkpointer(tmp_path))
     assert sorted(path.name for path in directory.iterdir()) == ["step-000000001", "step-000000002"]
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b'{"step": 1}\n', b"\xff\xfe", b"null\n"])
-def test_a_damaged_note_of_the_best_is_said_and_loses_no_checkpoint(tmp_path, content):
+def test_a_damaged_note_of_the_best_is_said_and_loses_no_checkpoint(tmp_path, content, messages):
     directory = save(tmp_path, 1, 2, 3, workers=1, best=1)
-    warned: list[str] = []
-    assert checkpointer.find(tmp_path, warn=warned.append).step == 1
-    assert warned == []
+    assert checkpointer.find(tmp_path).step == 1
+    assert messages == []
     (directory / "best.json").write_bytes(content)
-    assert checkpointer.find(tmp_path, warn=warned.append).step == 3
-    assert "best.json is damaged" in warned[0]
+    assert checkpointer.find(tmp_path).step == 3
+    assert "best.json is damaged" in messages[0]
     writer = Checkpointer(tmp_path, keep=1)
     writer.save(checkpoint(4, exchange=False))
     writer.wait()
@@ -191,24 +192,22 @@ def test_a_damaged_note_of_the_best_is_said_and_loses_no_checkpoint(tmp_path, co
     assert writer.steps() == [5]
 
 
-def test_a_flipped_bit_in_the_note_of_the_best_does_not_make_another_one_the_best(tmp_path):
+def test_a_flipped_bit_in_the_note_of_the_best_does_not_make_another_one_the_best(tmp_path, messages):
     directory = save(tmp_path, 1, 2, 3, workers=1, best=2)
     content = (directory / "best.json").read_bytes()
     (directory / "best.json").write_bytes(content.replace(b'"step": 2', b'"step": 1'))
-    warned: list[str] = []
-    assert checkpointer.find(tmp_path, warn=warned.append).step == 3
-    assert "does not match its checksum" in warned[0]
+    assert checkpointer.find(tmp_path).step == 3
+    assert "does not match its checksum" in messages[0]
 
 
-def test_a_damaged_best_checkpoint_is_said_and_the_newest_is_taken(tmp_path):
+def test_a_damaged_best_checkpoint_is_said_and_the_newest_is_taken(tmp_path, messages):
     directory = save(tmp_path, 1, 2, 3, workers=1, best=1)
     (directory / "step-000000001" / "state.safetensors").write_bytes(b"short")
-    warned: list[str] = []
-    assert checkpointer.find(tmp_path, warn=warned.append).step == 3
-    assert "checkpoint of step 1" in warned[0]
+    assert checkpointer.find(tmp_path).step == 3
+    assert "checkpoint of step 1" in messages[0]
     shutil.rmtree(directory / "step-000000001")
-    assert checkpointer.find(tmp_path, warn=warned.append).step == 3
-    assert "of step 1, is missing" in warned[1]
+    assert checkpointer.find(tmp_path).step == 3
+    assert "of step 1, is missing" in messages[1]
 
 
 def rewrite(path: pathlib.Path, **changes) -> None:
@@ -257,7 +256,7 @@ def test_a_manifest_with_anything_else_in_it_is_damaged(tmp_path):
         with pytest.raises(ValueError, match=r"manifest\.json|format"):
             checkpoint_files.read(path)
         with pytest.raises(ConfigError, match="every checkpoint"):
-            resuming.newest(Checkpointer(tmp_path, warn=lambda text: None))
+            resuming.newest(Checkpointer(tmp_path))
         (path / "manifest.json").write_bytes(content)
         assert checkpoint_files.read(path).step == 1
 

@@ -11,7 +11,7 @@ from tests.training.test_trainer import BATCH, everything, source, trainer_of
 from tfpar.checkpoint import checkpointer
 from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.process import exit_codes
-from tfpar.training import validate
+from tfpar.training import uneven_batches
 
 import numpy as np
 import pytest
@@ -29,12 +29,12 @@ def test_on_three_replicas_after_four(tmp_path, capsys):
 
     whole, _ = run("whole", 4)
     run("parts", 4, stop_after=4)
-    assert "does not divide" not in capsys.readouterr().out
+    assert "is not divisible" not in capsys.readouterr().out
     parts, summary = run("parts", 3)
     said = capsys.readouterr().out
     assert (
-        f"--global_batch_size={BATCH} does not divide by 3 replicas: this run goes on with up to 3 examples for each, "
-        "weighted by example, so that updates stay exact\n"
+        f"--global_batch_size={BATCH} is not divisible by 3 replicas: this run continues with up to 3 examples for "
+        "each, weighted by example, so that every step stays exact\n"
     ) in said
     assert "resumed from step 4" in said
     assert (summary["steps"], summary["replicas"]) == (9, 3)
@@ -50,29 +50,29 @@ def plain():
 
 
 def test_a_fresh_start_is_still_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"--global_batch_size=8 does not divide by 3 replicas.*--uneven_batches"):
+    with pytest.raises(ConfigError, match=r"--global_batch_size=8 is not divisible by 3 replicas.*--uneven_batches"):
         trainer_of(workdir=str(tmp_path), devices=3, **EVEN)
-    with pytest.raises(ConfigError, match="--global_batch_size=8 does not divide"):
+    with pytest.raises(ConfigError, match="--global_batch_size=8 is not divisible"):
         trainer_of(devices=3, **EVEN)
 
 
 def test_the_launcher_says_that_a_worker_is_left_out(monkeypatch, capsys):
     monkeypatch.setenv(exit_codes.LEFT_OUT, "0")
-    with pytest.raises(ConfigError, match="--global_batch_size=8 does not divide"):
+    with pytest.raises(ConfigError, match="--global_batch_size=8 is not divisible"):
         trainer_of(devices=3, **EVEN)
     monkeypatch.setenv(exit_codes.LEFT_OUT, "1")
     assert trainer_of(devices=3, **EVEN).fit(source(), steps=2)["replicas"] == 3
-    assert "does not divide by 3 replicas" in capsys.readouterr().out
+    assert "is not divisible by 3 replicas" in capsys.readouterr().out
 
 
 def test_the_notice_counts_micro_batches_and_is_silent_where_all_divides():
     config = ExperimentConfig.from_flat_dict({"global_batch_size": 64, "accumulate_steps": 2})
-    assert validate.uneven_notice(config, 4) == ""
-    assert "does not divide by 3 replicas x 2 micro-batches: this run goes on with up to 11 examples for each" in (
-        validate.uneven_notice(config, 3)
+    assert uneven_batches.uneven_notice(config, 4) == ""
+    assert "is not divisible by 3 replicas x 2 micro-batches: this run continues with up to 11 examples for each" in (
+        uneven_batches.uneven_notice(config, 3)
     )
     asked_for = ExperimentConfig.from_flat_dict({"global_batch_size": 64, "uneven_batches": True})
-    assert validate.uneven_notice(asked_for, 3) == ""
+    assert uneven_batches.uneven_notice(asked_for, 3) == ""
 
 
 def test_how_a_run_that_stops_can_go_on(tmp_path, capsys):
@@ -96,8 +96,8 @@ def test_how_a_run_that_stops_can_go_on(tmp_path, capsys):
 PROGRAM = """
 from tfpar.process import exit_codes
 from tfpar.guards.non_finite import BadStepsError
-exit_codes.exit_by_code()
-exit_codes.exit_by_code()
+exit_codes.install_exit_code_hook()
+exit_codes.install_exit_code_hook()
 raise {error}
 """
 

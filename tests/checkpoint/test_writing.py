@@ -66,7 +66,7 @@ for line in sys.stdin:
 """
 
 
-def test_killed_at_any_moment_there_is_a_whole_checkpoint_and_none_is_lost(tmp_path):
+def test_killed_at_any_moment_there_is_a_whole_checkpoint_and_none_is_lost(tmp_path, messages):
     generator = random.Random(0)
     interrupted = acknowledged = 0
     with nursery.Popen(
@@ -88,18 +88,17 @@ def test_killed_at_any_moment_there_is_a_whole_checkpoint_and_none_is_lost(tmp_p
                 acknowledged = int(line.removeprefix("saved "))
             interrupted += any((tmp_path / "checkpoints").glob(".step-*"))
             # A child may be killed between a checkpoint and its word: the next goes on from there all the same.
-            acknowledged = check_what_is_left(tmp_path, acknowledged)
+            acknowledged = check_what_is_left(tmp_path, acknowledged, messages)
         writer.stdin.close()
     assert acknowledged > KILLS / 2
     assert interrupted > KILLS / 2  # in the midst of writing, not between two writes
 
 
-def check_what_is_left(workdir: pathlib.Path, acknowledged: int) -> int:
+def check_what_is_left(workdir: pathlib.Path, acknowledged: int, messages: list[str]) -> int:
     """Checks all that is there; returns the newest step."""
-    warned: list[str] = []
-    reader = Checkpointer(workdir, worker=0, workers=2, warn=warned.append)  # tidies up
+    reader = Checkpointer(workdir, worker=0, workers=2)  # tidies up
     newest = reader.latest()
-    assert not warned
+    assert not messages
     if acknowledged:
         assert newest.step in (acknowledged, acknowledged + 1)
     steps = reader.steps()
@@ -120,19 +119,18 @@ def checkpoint(step: int, kilobytes: int = 1, exchange_kilobytes: int = 0) -> Ch
 
 
 @pytest.mark.parametrize("foreseen", [True, False])
-def test_a_full_disk_is_survived(tmp_path, monkeypatch, foreseen):
+def test_a_full_disk_is_survived(tmp_path, monkeypatch, foreseen, messages):
     if not foreseen:  # as with a quota, of which the file system's free space says nothing
         monkeypatch.setattr(staging, "_check_space", lambda *arguments: None)
-    warned: list[str] = []
     with small_disk.mounted(tmp_path / "disk", kilobytes=512) as disk:
-        writer = Checkpointer(disk, keep=1, warn=warned.append)
+        writer = Checkpointer(disk, keep=1)
         writer.save(checkpoint(1), best=True)
         writer.save(checkpoint(2, kilobytes=600), best=True)
         writer.wait()
         assert writer.steps() == [1]
-        assert len(warned) == 1
-        assert re.match(r"WARNING: checkpoint of step 2 could not be written \(.*No space left on device", warned[0])
-        assert warned[0].endswith("training goes on. Checkpoints: the newest is of step 1")
+        assert len(messages) == 1
+        assert re.match(r"WARNING: checkpoint of step 2 could not be written \(.*No space left on device", messages[0])
+        assert messages[0].endswith("training goes on. Checkpoints: the newest is of step 1")
         assert re.match("step 2: .*No space left on device", writer.failures[0])
         assert (writer.latest().arrays["model/kernel"] == 1).all()
         assert not list(writer.directory.glob(".step-*"))  # what was written of it takes no room
@@ -148,9 +146,8 @@ def test_a_full_disk_is_survived(tmp_path, monkeypatch, foreseen):
         assert len(writer.failures) == 2
 
 
-def test_a_best_that_cannot_be_noted_is_kept(tmp_path):
-    warned: list[str] = []
-    writer = Checkpointer(tmp_path, keep=1, warn=warned.append)
+def test_a_best_that_cannot_be_noted_is_kept(tmp_path, messages):
+    writer = Checkpointer(tmp_path, keep=1)
     writer.save(checkpoint(1), best=True)
     writer.wait()
     (writer.directory / ".best.json").mkdir()  # in the way of the new note
@@ -159,8 +156,8 @@ def test_a_best_that_cannot_be_noted_is_kept(tmp_path):
     writer.close()
     assert writer.steps() == [1, 2, 3]  # the one that the note names, and the one that it should
     assert writer.failures == ["best.json of step 2: .best.json: Is a directory"]
-    assert len(warned) == 1
-    assert warned[0].startswith("WARNING: best.json (step 2 is the best) could not be written (.best.json: Is a dir")
+    assert len(messages) == 1
+    assert messages[0].startswith("WARNING: best.json (step 2 is the best) could not be written (.best.json: Is a dir")
 
 
 @pytest.mark.parametrize("when", ["next save", "close", "mark_best"])
@@ -193,10 +190,9 @@ def save_together(writers: list[Checkpointer], checkpoints: list[Checkpoint]) ->
         writer.wait()
 
 
-def test_worker_0_hears_of_a_peer_that_could_not_write(tmp_path):
-    warned: list[str] = []
+def test_worker_0_hears_of_a_peer_that_could_not_write(tmp_path, messages):
     with small_disk.mounted(tmp_path / "disk", kilobytes=512) as disk:
-        writers = [Checkpointer(disk, worker=worker, workers=2, warn=warned.append) for worker in (0, 1)]
+        writers = [Checkpointer(disk, worker=worker, workers=2) for worker in (0, 1)]
         save_together(writers, [checkpoint(1, 1, 1), checkpoint(1, 1, 1)])
         save_together(writers, [checkpoint(2, 1, 1), checkpoint(2, 1, 600)])
         assert [len(writer.failures) for writer in writers] == [1, 1]
@@ -209,9 +205,8 @@ def test_worker_0_hears_of_a_peer_that_could_not_write(tmp_path):
         assert not list(writers[0].directory.glob(".*"))
 
 
-def test_nobody_waits_for_peers_of_a_run_that_has_ended(tmp_path):
-    warned: list[str] = []
-    writer = Checkpointer(tmp_path, worker=0, workers=2, warn=warned.append)
+def test_nobody_waits_for_peers_of_a_run_that_has_ended(tmp_path, messages):
+    writer = Checkpointer(tmp_path, worker=0, workers=2)
     writer.save(checkpoint(1, 1, 1))  # worker 1 has died
     writer.abandon()
     assert "the run ended before exchange-1.safetensors appeared" in writer.failures[0]
@@ -221,7 +216,7 @@ def test_nobody_waits_for_peers_of_a_run_that_has_ended(tmp_path):
 
 def test_a_peer_whose_file_never_comes_is_not_waited_for_for_ever(tmp_path, monkeypatch):
     monkeypatch.setattr(staging, "_PEER_WAIT_SECONDS", 0.2)
-    writer = Checkpointer(tmp_path, worker=0, workers=3, warn=lambda text: None)
+    writer = Checkpointer(tmp_path, worker=0, workers=3)
     writer.save(checkpoint(1, 1, 1))
     writer.close()
     assert "exchange-1.safetensors, exchange-2.safetensors did not appear within 0 s" in writer.failures[0]

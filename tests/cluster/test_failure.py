@@ -91,22 +91,25 @@ def test_all_may_answer(answering):
 
 def test_the_error_names_worker_and_address(answering):
     answering.remove(2)
-    with pytest.raises(PeerLostError, match=r"lost worker 2 \(10.0.0.3:2222\)"), failure.named(cluster_of(0)):
+    with (
+        pytest.raises(PeerLostError, match=r"lost worker 2 \(10.0.0.3:2222\)"),
+        failure.peer_errors_named(cluster_of(0)),
+    ):
         raise unavailable(RESET)
     answering.add(2)
-    with pytest.raises(PeerLostError, match="every worker answers"), failure.named(cluster_of(0)):
+    with pytest.raises(PeerLostError, match="every worker answers"), failure.peer_errors_named(cluster_of(0)):
         raise unavailable(RESET)
 
 
 @pytest.mark.parametrize("error", [tf.errors.InvalidArgumentError(None, None, "x /task:1"), ValueError("x")])
 def test_other_errors_pass_unchanged(answering, error):
-    with pytest.raises(type(error)), failure.named(cluster_of(0)):
+    with pytest.raises(type(error)), failure.peer_errors_named(cluster_of(0)):
         raise error
 
 
 def test_alone_nothing_is_lost(answering):
     for info in (None, cluster_of(0, workers=1)):
-        with pytest.raises(tf.errors.UnavailableError), failure.named(info):
+        with pytest.raises(tf.errors.UnavailableError), failure.peer_errors_named(info):
             raise unavailable(RESET)
 
 
@@ -121,9 +124,9 @@ def test_of_asynchronous_training_the_server_is_named():
     text = "Connection reset\nfrom /job:ps/replica:0/task:1 while calling\nfrom /job:worker/replica:0/task:0 while"
     info = ClusterInfo("test", {"chief": ("a:1",), "worker": ("b:1",), "ps": ("c:1", "d:1")}, "chief", 0)
     said = r"lost ps 1 \(d:1\): ended, hanging or not reachable\. The chief ends"
-    with pytest.raises(PeerLostError, match=said), failure.named(info):
+    with pytest.raises(PeerLostError, match=said), failure.peer_errors_named(info):
         raise unavailable(text)
-    with pytest.raises(PeerLostError, match=r"lost worker 0 \(b:1\): "), failure.named(info):
+    with pytest.raises(PeerLostError, match=r"lost worker 0 \(b:1\): "), failure.peer_errors_named(info):
         raise unavailable("refused\nfrom /job:worker/replica:0/task:0/device:CPU:0 while, /job:chief/replica:0/task:0")
 
 
@@ -132,7 +135,7 @@ import os, signal
 import tensorflow as tf
 from tfpar.cluster import failure
 from tfpar.cluster import ClusterInfo
-from tfpar.process.exit_codes import PeerLostError, end_when_asked
+from tfpar.process.exit_codes import PeerLostError, install_sigterm_handler
 
 PREPARE
 
@@ -143,7 +146,7 @@ def answers(_, rank):
 failure._answers = answers
 failure._LINGER_S = 0
 try:
-    with failure.named(ClusterInfo("test", {"worker": ("a:1", "b:1")}, "worker", 0)):
+    with failure.peer_errors_named(ClusterInfo("test", {"worker": ("a:1", "b:1")}, "worker", 0)):
         raise tf.errors.UnavailableError(None, None, "Collective ops is aborted by: recvmsg")
 except PeerLostError:
     print("caught", flush=True)
@@ -159,7 +162,7 @@ OWN = 'signal.signal(signal.SIGTERM, lambda *_: print("own handler", flush=True)
     ("prepare", "output", "code"),
     [
         ("", "caught\n", PEER_LOST),
-        ("end_when_asked()", "caught\n", PEER_LOST),  # as tfpar.check does
+        ("install_sigterm_handler()", "caught\n", PEER_LOST),  # as tfpar.validate does
         (OWN, "caught\nown handler\nwent on\n", 0),
     ],
 )
@@ -179,7 +182,7 @@ def test_in_any_script_the_loss_is_one_line_and_an_exit_code():
             "failure._answers = lambda _, rank: rank != 1",
             "failure._LINGER_S = 0",
             "info = ClusterInfo('test', {'worker': ('a:1', 'b:1')}, 'worker', 0)",
-            "failure.report_losses(info)",
+            "failure.install_peer_loss_hook(info)",
             "raise tf.errors.UnavailableError(None, None, 'Collective ops is aborted by: recvmsg')",
         ]
     )
@@ -209,4 +212,4 @@ def test_who_does_not_come_is_named(rank):
     )
     absent = f"worker {1 - rank} ({addresses[1 - rank]})"
     assert done.returncode == PEER_LOST, done.stderr
-    assert f"error: {absent} did not come within 3 s (--start_timeout)" in done.stderr
+    assert f"error: {absent} did not join within 3 s (--start_timeout)" in done.stderr

@@ -16,8 +16,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tfpar import cluster
-from tfpar.cluster import schedulers
+from tfpar.cluster import kubernetes
+from tfpar.cluster.__main__ import main
 from tfpar.cluster.info import EXAMPLE, LOCAL
+from tfpar.cluster.members import Members, expand_hostlist
 from tfpar.config import ConfigError
 from tfpar.process import exit_codes
 
@@ -148,6 +150,22 @@ def test_the_example_in_the_messages_is_right() -> None:
     assert info.num_workers == 2
 
 
+def test_the_command_prints_what_was_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("TF_CONFIG", tf_config({"worker": ["a:1", "b:2"]}, {"type": "worker", "index": 1})["TF_CONFIG"])
+    assert main() == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "worker 1 of 2 worker (TF_CONFIG)",
+        "  worker 0  a:1",
+        "  worker 1  b:2  (this process)",
+    ]
+    monkeypatch.delenv("TF_CONFIG")
+    assert main() == 0
+    assert capsys.readouterr().out == "worker 0 of one process (local)\n"
+    monkeypatch.setenv("TF_CONFIG", "{")
+    assert main() == exit_codes.USAGE_ERROR
+    assert capsys.readouterr().err.startswith("error: TF_CONFIG: not JSON")
+
+
 def test_validation_does_not_import_tensorflow() -> None:
     script = "import sys, tfpar.cluster as c; c.detect(); assert 'tensorflow' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True, env=tf_config(), cwd=ROOT)
@@ -267,7 +285,7 @@ def test_a_slurm_step_of_one_task_is_no_cluster() -> None:
     ],
 )
 def test_host_lists(text: str, hosts: list[str]) -> None:
-    assert schedulers.expand_hostlist(text) == hosts
+    assert expand_hostlist(text) == hosts
 
 
 # Kubernetes.
@@ -330,16 +348,16 @@ SELECTOR = {"TFPAR_KUBERNETES_SELECTOR": "job-name=train", "TFPAR_NUM_WORKERS": 
 
 def test_kubernetes_api_waits_for_all_pods() -> None:
     pods = PodList(["10.0.0.1", "10.0.0.2"])
-    members = schedulers.ask_kubernetes(SELECTOR, client=pods, timeout=30)
-    assert members == schedulers.Members("kubernetes", ("10.0.0.1:8470", "10.0.0.2:8470"), 1)
+    members = kubernetes.ask_kubernetes(SELECTOR, client=pods, timeout=30)
+    assert members == Members("kubernetes", ("10.0.0.1:8470", "10.0.0.2:8470"), 1)
     assert pods.listings == 2
 
 
 def test_kubernetes_api_says_what_it_waited_for() -> None:
     with pytest.raises(ConfigError, match=r'Pod "train-1" is not running.*TFPAR_NUM_WORKERS=2'):
-        schedulers.ask_kubernetes(SELECTOR, client=PodList(["10.0.0.1", "10.0.0.2", "10.0.0.3"]), timeout=0)
+        kubernetes.ask_kubernetes(SELECTOR, client=PodList(["10.0.0.1", "10.0.0.2", "10.0.0.3"]), timeout=0)
     with pytest.raises(ConfigError, match=r"HOST_IP=10\.0\.0\.9 is not among"):
-        schedulers.ask_kubernetes(SELECTOR | {"HOST_IP": "10.0.0.9", "TFPAR_NUM_WORKERS": "1"}, PodList(["10.0.0.1"]))
+        kubernetes.ask_kubernetes(SELECTOR | {"HOST_IP": "10.0.0.9", "TFPAR_NUM_WORKERS": "1"}, PodList(["10.0.0.1"]))
 
 
 def test_tf_config_wins_over_slurm_and_kubernetes() -> None:
@@ -476,11 +494,11 @@ def test_the_batch_script_ends_as_its_tasks(
 def test_no_scheduler_repeats_what_would_only_fail_again() -> None:
     policy = (ROOT / "deploy" / "kubernetes.yaml").read_text().partition("podFailurePolicy")[2]
     fail, ignore = re.findall(r"values: \[([\d, ]+)\]", policy)
-    assert tuple(map(int, fail.split(","))) == exit_codes.FINAL
+    assert tuple(map(int, fail.split(","))) == exit_codes.NOT_RETRYABLE
     assert tuple(map(int, ignore.split(","))) == (exit_codes.PEER_LOST, exit_codes.PREEMPTED)
     final = re.search(r"--line-regexp '([^']+)'", (ROOT / "deploy" / "slurm.sbatch").read_text())
     assert final is not None
-    assert set(map(int, final[1].split("\\|"))) == {1, *exit_codes.FINAL}
+    assert set(map(int, final[1].split("\\|"))) == {1, *exit_codes.NOT_RETRYABLE}
 
 
 # Reachability.

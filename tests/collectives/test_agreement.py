@@ -1,29 +1,140 @@
-"""Agreements between workers, with one worker; with several: tests/integration/test_agreement.py."""
+"""Agreement between workers that logical devices stand for. Real ones: tests/integration/test_agreement.py."""
 
 from __future__ import annotations
 
-from tests.training.harness import strategy_of
-from tfpar.collectives.agreement import Agreement, sum_over_workers
+import concurrent.futures
+import itertools
+
+from tfpar.collectives import agreement
+from tfpar.collectives.agreement import WorkerAgreement
+from tfpar.collectives.tensorflow import TensorFlowGroup, new_group, world_group
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
-
-@pytest.mark.parametrize("replicas", [1, 3])
-def test_alone_one_agrees_with_oneself(replicas):
-    agreement = Agreement(strategy_of(replicas), workers=1)
-    assert agreement.mean(0.1) == 0.1  # the same bits: not through float32, not divided
-    assert np.isnan(agreement.mean(float("nan")))
-    assert agreement.gather(-7) == [-7]
-    assert agreement.all_equal([])
-    assert agreement.all_equal([3, -(2**26), 0])
+_first_members = itertools.count(1000, 100)  # the runtime remembers groups while the process lives
 
 
-@pytest.mark.parametrize("replicas", [1, 3])
-def test_a_worker_counts_once_however_many_replicas_it_has(replicas):
-    strategy = strategy_of(replicas)
-    value = tf.constant([1.0, 2.5], tf.float64)
-    total = tf.function(lambda: sum_over_workers(strategy, value, 1))()
-    np.testing.assert_array_equal(total, value)
-    assert total.dtype == tf.float64
+class Workers:
+    """Workers of one process, each a logical CPU device with a thread."""
+
+    def __init__(self, monkeypatch, count: int) -> None:
+        members = range(first := next(_first_members), first + count)
+        self.agreements = [WorkerAgreement(new_group(members, worker)) for worker in members]
+        ranks = {id(one._group): rank for rank, one in enumerate(self.agreements)}
+
+        def on_own_device(method):
+            def call(group, *arguments, **keywords):
+                with tf.device(f"CPU:{ranks[id(group)]}"):
+                    return method(group, *arguments, **keywords)
+
+            return call
+
+        for name in ("all_gather", "send", "receive"):
+            monkeypatch.setattr(TensorFlowGroup, name, on_own_device(getattr(TensorFlowGroup, name)))
+
+    def call(self, name: str, values: list) -> list:
+        with concurrent.futures.ThreadPoolExecutor(len(values)) as pool:
+            calls = [pool.submit(getattr(one, name), value) for one, value in zip(self.agreements, values, strict=True)]
+            return [call.result(timeout=60) for call in calls]
+
+
+def random_bytes(length: int) -> bytes:
+    return np.random.default_rng(length).bytes(length)
+
+
+def test_a_single_worker_needs_no_collective(monkeypatch):
+    monkeypatch.setattr(TensorFlowGroup, "all_gather", None)
+    monkeypatch.setattr(TensorFlowGroup, "send", None)
+    alone = WorkerAgreement(world_group())
+    assert alone.mean(0.1) == 0.1  # the same bits: not through float32
+    assert np.isnan(alone.mean(float("nan")))
+    assert alone.gather(-7) == [-7]
+    assert alone.gather_bytes(b"") == [b""]
+    assert alone.all_equal([])
+    assert alone.all_equal("anything")
+    array = np.array([1.0, 2.5])
+    np.testing.assert_array_equal(alone.sum_arrays(array), array)
+    np.testing.assert_array_equal(alone.gather_arrays(array), [array])
+    np.testing.assert_array_equal(alone.broadcast([array]), [array])
+
+
+@pytest.mark.parametrize("lengths", [(0, 0, 0), (0, 248, 1), (249, 0, 247), (5000, 3, 70_001), (1, 2, 3)])
+def test_bytes_of_different_lengths(monkeypatch, lengths):
+    """248 bytes fit in the first row; longer ones follow in pieces, here of at most 4 KiB."""
+    monkeypatch.setattr(agreement, "_LARGEST_EXPONENT", 10)
+    values = [random_bytes(length) for length in lengths]
+    workers = Workers(monkeypatch, 3)
+    for _ in range(2):  # call sites are used again
+        assert workers.call("gather_bytes", values) == [values] * 3
+
+
+def test_arrays_of_different_shapes_and_types(monkeypatch):
+    arrays = [
+        np.array([[np.nan, -0.0]], np.float32),
+        np.array(7, np.int64),
+        np.zeros([0, 3], tf.bfloat16.as_numpy_dtype),
+    ]
+    for gathered in Workers(monkeypatch, 3).call("gather_arrays", arrays):
+        for array, expected in zip(gathered, arrays, strict=True):
+            assert (array.dtype, array.shape) == (expected.dtype, expected.shape)
+            assert array.tobytes() == expected.tobytes()
+
+
+def test_sums_are_added_in_the_order_of_ranks(monkeypatch):
+    workers = Workers(monkeypatch, 3)
+    values = [1e16, 1.0, -1e16]
+    assert workers.call("sums", [[value, 1.0] for value in values]) == [[(1e16 + 1.0) - 1e16, 3.0]] * 3
+    assert workers.call("mean", [0.1, 0.2, 0.4]) == [(0.1 + 0.2 + 0.4) / 3] * 3
+
+
+@pytest.mark.parametrize(
+    ("values", "equal"),
+    [
+        ([[5, 7], [5, 7]], True),
+        ([[5, 7], [7, 5]], False),
+        (["x" * 100_000, "x" * 100_000], True),
+        (["x" * 100_000, "x" * 99_999 + "y"], False),
+        ([1, True], False),
+        ([0.1, 0.1], True),
+        ([0.1, 0.1 + 1e-16], False),
+        ([float("nan"), float("nan")], True),
+        ([None, {}], False),
+    ],
+)
+def test_equality(monkeypatch, values, equal):
+    assert Workers(monkeypatch, 2).call("all_equal", values) == [equal] * 2
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_broadcast_passes_the_bits_of_the_first_worker_on(monkeypatch, count):
+    monkeypatch.setattr(agreement, "_LARGEST_EXPONENT", 10)
+    workers = Workers(monkeypatch, count)
+    arrays = [
+        [
+            np.random.default_rng(rank).standard_normal([33, 47]),
+            np.array(rank, np.uint8),
+            np.zeros([0, 2]),
+            np.array([True]),
+        ]
+        for rank in range(count)
+    ]
+    for _ in range(2):
+        for received in workers.call("broadcast", arrays):
+            for array, expected in zip(received, arrays[0], strict=True):
+                assert (array.dtype, array.shape) == (expected.dtype, expected.shape)
+                assert array.tobytes() == expected.tobytes()
+    assert workers.call("broadcast", [[]] * count) == [[]] * count
+
+
+@pytest.mark.parametrize("stop", [0, 1, 256, 257, 1 << 24, (1 << 24) + 1, 100_000_000])
+def test_pieces_cover_a_range_without_much_padding(stop):
+    end, sizes = 0, []
+    for start, exponent in agreement._pieces(0, stop):
+        assert start == end
+        sizes.append(4 << exponent)
+        end += sizes[-1]
+    assert end >= stop
+    assert all(size == 1 << 24 for size in sizes[:-1])
+    assert stop == 0 or sizes[-1] <= max(256, 2 * (stop - sum(sizes[:-1])) + 6)

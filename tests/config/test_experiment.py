@@ -19,15 +19,15 @@ from tfpar.config import (
     parse_arguments,
     unknown_name,
 )
-from tfpar.config.experiment import ROOMS
-from tfpar.config.fields import option
+from tfpar.config.experiment import PER_HOST_OPTIONS, RESUME_MAY_CHANGE, SECTIONS, option_fields
+from tfpar.config.fields import ConfigBase, option
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-FIELDS = [(kind, field) for kind in ROOMS.values() for field in dataclasses.fields(kind)]
+FIELDS = [(kind, field) for kind in SECTIONS.values() for field in dataclasses.fields(kind)]
 
 
 @pytest.fixture(autouse=True)
@@ -115,7 +115,7 @@ def test_what_stands_before_the_arguments_is_shown_with_them():
         (ScheduleConfig, "schedule_args", "milestones=[0.5,0.75],factor=0.1"),
     ],
 )
-def test_argument_options_are_parsed_when_the_room_is_built(kind, flag, example):
+def test_argument_options_are_parsed_when_the_section_is_built(kind, flag, example):
     assert kind(**{flag: "a=1,b=x"}).arguments() == {"a": 1, "b": "x"}
     with pytest.raises(ConfigError) as caught:
         kind(**{flag: "a"})
@@ -164,7 +164,8 @@ def test_bounds_belong_to_the_range_and_what_lies_beyond_does_not(kind, field, b
 
 
 @pytest.mark.parametrize(
-    ("kind", "field"), [pytest.param(kind, field, id=field.name) for kind, field in FIELDS if field.type == "float"]
+    ("kind", "field"),
+    [pytest.param(kind, field, id=field.name) for kind, field in FIELDS if type(field.default) is float],
 )
 def test_not_a_number_is_refused(kind, field):
     with pytest.raises(ConfigError, match=f"--{field.name}=nan is not a finite number"):
@@ -178,7 +179,7 @@ def test_every_number_is_bounded_and_every_option_has_a_help_text():
         assert field.metadata["help"].rstrip().endswith((".", "?")), (kind, field.name)
 
 
-def test_the_names_of_options_are_unique_over_all_rooms():
+def test_the_names_of_options_are_unique_over_all_sections():
     found = [field.name for _, field in FIELDS]
     assert len(found) == len(set(found))
 
@@ -220,7 +221,7 @@ def test_flat_dict_round_trip():
 
 
 @pytest.mark.parametrize(("kind", "field"), [pytest.param(kind, field, id=field.name) for kind, field in FIELDS])
-def test_each_option_reaches_its_room_and_survives_json(kind, field):
+def test_each_option_reaches_its_section_and_survives_json(kind, field):
     choices = field.metadata["choices"]
     changed = {
         bool: lambda: not field.default,
@@ -231,11 +232,53 @@ def test_each_option_reaches_its_room_and_survives_json(kind, field):
     if choices:
         changed = next(choice for choice in choices if choice != field.default)
     config = ExperimentConfig.from_flat_dict({field.name: changed})
-    room = next(name for name, room in ROOMS.items() if room is kind)
-    assert getattr(getattr(config, room), field.name) == changed
+    section = next(name for name, section in SECTIONS.items() if section is kind)
+    assert getattr(getattr(config, section), field.name) == changed
     flat = config.as_flat_dict()
     assert {name for name, value in flat.items() if value != ExperimentConfig().as_flat_dict()[name]} == {field.name}
     assert ExperimentConfig.from_flat_dict(json.loads(json.dumps(flat))) == config
+
+
+def test_a_custom_section_with_optional_and_other_types():
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Window(ConfigBase):
+        size: int | None = option(None, "Size.", minimum=1)
+        names: tuple[str, ...] = option((), "Names.")
+
+    assert (Window().size, Window(size=2.0).size, Window(names=("a",)).names) == (None, 2, ("a",))
+    with pytest.raises(ConfigError, match="--size='2' is not a whole number"):
+        Window(size="2")
+    with pytest.raises(ConfigError, match="--size=0 is out of range: it must be at least 1"):
+        Window(size=0)
+
+
+# What may differ between two starts of a run, and between the workers of one. A new option belongs here or not by its
+# meaning: decide it where the option is defined, then say so here.
+
+
+def test_the_options_that_a_resumed_run_may_change():
+    assert sorted(RESUME_MAY_CHANGE) == [
+        *("accumulate_steps", "cache", "checkpoint_every", "data_dir", "data_service", "deterministic", "devices"),
+        *("epochs", "eval_every", "exchange", "exchange_retune_every", "input_threads", "jit_compile"),
+        *("keep_checkpoints", "log_every", "max_bad_steps", "on_bad_record", "on_checkpoint_error", "peer_timeout"),
+        *("prefetch", "profile_steps", "stall_timeout", "start_timeout", "steps", "steps_per_loop", "stop_after"),
+        *("strategy", "tf32", "tpu", "uneven_batches", "verbose", "warm_start", "workdir"),
+    ]
+
+
+def test_the_options_that_workers_may_be_given_differently():
+    assert sorted(PER_HOST_OPTIONS) == [
+        *("cache", "data_dir", "data_service", "dataset", "devices", "input_threads", "keep_checkpoints"),
+        *("on_checkpoint_error", "peer_timeout", "prefetch", "stall_timeout", "start_timeout", "strategy", "tpu"),
+        *("verbose", "warm_start", "workdir"),
+    ]
+
+
+def test_both_sets_are_derived_from_the_options():
+    for names, key in ((RESUME_MAY_CHANGE, "may_change_on_resume"), (PER_HOST_OPTIONS, "per_host")):
+        assert names == {field.name for field in option_fields() if field.metadata[key]}
+    assert not option(0, "Width.").metadata["may_change_on_resume"]  # refused unless the option says otherwise
+    assert not option(0, "Width.").metadata["per_host"]
 
 
 def test_an_unknown_option_gets_suggestions():
@@ -269,7 +312,7 @@ def test_unknown_names_suggest_what_is_near_and_list_what_is_known(value, hint):
     assert "Known: mlp, resnet18, resnet34, vit." in str(error)
 
 
-def test_a_room_of_ones_own_is_checked_the_same_way():
+def test_a_custom_section_is_checked_the_same_way():
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Shape(InputConfig):
         sides: int = option(3, "Sides.", minimum=3, maximum=9)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
-from tfpar.config import ConfigError, ExperimentConfig, flags
-from tfpar.config.experiment import ROOMS
+from tfpar.config import ConfigError, ExchangeConfig, ExperimentConfig, flags, flags_page
+from tfpar.config.experiment import SECTIONS, option_fields
+from tfpar.exchange import Exchange
 
 import pytest
 from absl import flags as absl_flags
@@ -92,9 +94,9 @@ def parse(*arguments: str, **keywords: object) -> ExperimentConfig:
 def test_the_flags_that_exist() -> None:
     values = absl_flags.FlagValues()
     flags.define(flag_values=values)
-    by_room = {module: [flag.name for flag in found] for module, found in values.flags_by_module_dict().items()}
-    assert {room: by_room[f"tfpar.config.{room}"] for room in ROOMS} == {
-        room: names.split() for room, names in FLAG_NAMES.items()
+    by_section = {module: [flag.name for flag in found] for module, found in values.flags_by_module_dict().items()}
+    assert {section: by_section[f"tfpar.config.{section}"] for section in SECTIONS} == {
+        section: names.split() for section, names in FLAG_NAMES.items()
     }
 
 
@@ -102,10 +104,10 @@ def test_defaults_are_those_of_the_dataclasses() -> None:
     assert parse() == ExperimentConfig()
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_every_flag_reaches_its_field(room: str) -> None:
+@pytest.mark.parametrize("section", SECTIONS)
+def test_every_flag_reaches_its_field(section: str) -> None:
     """Each field is set to something else than its default, and comes back alone."""
-    for field in dataclasses.fields(ROOMS[room]):
+    for field in dataclasses.fields(SECTIONS[section]):
         default = field.default
         choices = field.metadata["choices"] or ()
         value = {
@@ -142,11 +144,11 @@ def test_ways_to_write_a_flag(arguments: list[str], name: str, value: object) ->
     assert parse(*arguments).as_flat_dict()[name] == value
 
 
-def test_rooms_and_defaults_of_an_experiment() -> None:
-    config = parse("--steps=7", rooms=("train", "model"), defaults={"steps": 50, "model": "mlp"})
+def test_sections_and_defaults_of_an_experiment() -> None:
+    config = parse("--steps=7", sections=("train", "model"), defaults={"steps": 50, "model": "mlp"})
     assert (config.train.steps, config.model.model) == (7, "mlp")
     with pytest.raises(absl_flags.UnrecognizedFlagError):
-        parse("--dataset=digits", rooms=("train",))
+        parse("--dataset=digits", sections=("train",))
 
 
 def test_steps_given_replace_epochs_by_default() -> None:
@@ -159,14 +161,20 @@ def test_steps_given_replace_epochs_by_default() -> None:
         parse("--steps=7", "--epochs=2")
 
 
+def test_the_old_name_of_sections_still_works() -> None:
+    with pytest.warns(DeprecationWarning, match="use sections="):
+        config = parse("--steps=7", rooms=("train",))
+    assert config.train.steps == 7
+
+
 @pytest.mark.parametrize(
     ("keywords", "expected"),
     [
-        ({"rooms": ("trian",)}, "Did you mean 'train'"),
+        ({"sections": ("trian",)}, "Did you mean 'train'"),
         ({"defaults": {"step": 3}}, "Did you mean 'steps'"),
         ({"defaults": {"strategy": "mirored"}}, "Did you mean 'mirrored'"),
         ({"defaults": {"global_batch_size": 0}}, "--global_batch_size=0 is out of range"),
-        ({"rooms": ("train",), "defaults": {"dataset": "digits"}}, "'dataset' is not known"),
+        ({"sections": ("train",), "defaults": {"dataset": "digits"}}, "'dataset' is not known"),
     ],
 )
 def test_a_wrong_definition(keywords: dict[str, object], expected: str) -> None:
@@ -255,19 +263,19 @@ def test_an_interrupt_is_not_a_traceback(script: Path) -> None:
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])
-def test_help_shows_this_experiment_by_room(script: Path, flag: str) -> None:
+def test_help_shows_this_experiment_by_section(script: Path, flag: str) -> None:
     result = run(script, flag)
     assert (result.returncode, result.stderr) == (0, "")
     shown = result.stdout
     headings = [line.split(":")[0] for line in shown.splitlines() if line and not line.startswith((" ", "-"))]
     assert headings[:2] == ["usage", "Trains nothing, to show its flags."]
-    assert headings[2:-1] == ["of this script", *ROOMS]
+    assert headings[2:-1] == ["this script", *SECTIONS]
     for names in FLAG_NAMES.values():
         for name in names.split():
             assert f"--{name}=" in shown or f"--[no]{name}" in shown
     assert "--shards=N" in shown
     assert "Default: 50." in shown  # this experiment's, not the dataclass's
-    assert "One of: auto, one_device" in shown
+    assert "One of: auto, one_device" in " ".join(shown.split())
     assert "pdb" not in shown  # absl's own flags stay in --helpfull
     assert max(map(len, shown.splitlines())) <= 110
 
@@ -283,6 +291,21 @@ def test_reading_flags_does_not_import_tensorflow(script: Path) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
+@pytest.mark.parametrize("name", ["image_classification", "language_model", "evaluate", "export"])
+def test_help_of_an_experiment_and_a_wrong_flag_do_not_wait_for_tensorflow(name: str) -> None:
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-X", "importtime", f"experiments/{name}.py"]
+    for argument, code in (("--help", 0), ("--stepps=3", 2)):
+        result = subprocess.run(
+            [*command, argument], env=environ, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert result.returncode == code
+        lines = [line for line in result.stderr.splitlines() if line.startswith("import time")]
+        imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in lines}
+        assert "tfpar" in imported
+        assert not imported & {"tensorflow", "keras", "tensorflow_datasets", "numpy"}
+
+
 def test_an_option_given_as_zero_is_given():
     values = absl_flags.FlagValues()
     absl_flags.DEFINE_float("validation_fraction", 0.1, "", flag_values=values)
@@ -291,3 +314,35 @@ def test_an_option_given_as_zero_is_given():
     assert flags.is_given("validation_fraction", values)
     assert not flags.is_given("seed", values)
     assert not flags.is_given("dataset", values)
+
+
+def test_the_help_names_every_exchange() -> None:
+    """tfpar.config stands below tfpar.exchange and cannot import the names; this keeps the two together."""
+    help_text = ExchangeConfig.__dataclass_fields__["exchange"].metadata["help"]
+    with pytest.raises(ConfigError) as caught:
+        Exchange("nonesuch")
+    names = re.search(r"Known: (.*)\.$", str(caught.value))[1].split(", ")
+    assert {"none", "int8", "auto"} <= set(names)
+    assert not [name for name in names if not re.search(rf"\b{name}\b", help_text)]
+
+
+# The reference page.
+
+
+def test_the_flags_page_is_up_to_date() -> None:
+    assert (ROOT / flags_page.PAGE).read_text() == flags_page.page(), "run python -m tfpar.config.flags_page"
+
+
+def test_the_flags_page_has_a_row_for_every_option(tmp_path: Path) -> None:
+    flags_page.main([str(tmp_path / "docs" / "flags.md")])
+    text = (tmp_path / "docs" / "flags.md").read_text()
+    rows = [line for line in text.splitlines() if line.startswith("| `--")]
+    assert len(rows) == len(option_fields())
+    for field, row in zip(option_fields(), rows, strict=True):
+        assert re.match(rf"\| `--(\[no\])?{field.name}` \| ", row)
+        assert field.metadata["help"].replace("|", r"\|") in row
+        assert len(re.findall(r"(?<!\\)\|", row)) == 5  # four cells: every other bar is escaped
+    assert "| `--validation_fraction` | `0.1` | number, at least 0 and at most 0.9 |" in text
+    assert "| `--[no]shuffle` | `true` | `true`, `false` |" in text
+    for heading in SECTIONS:
+        assert f"\n## {heading}\n" in text

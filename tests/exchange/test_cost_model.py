@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from tfpar.collectives.tensorflow import Group
+from tfpar.collectives.tensorflow import world_group
 from tfpar.config import ConfigError
 from tfpar.exchange import spec as specs
 from tfpar.exchange.algorithms import rounds
@@ -75,12 +75,11 @@ def choose(monkeypatch):
         what: Callable[[Spec], str] = lambda spec: spec.name,
     ) -> list[str]:
         def measure(group, codecs, device):
-            errors = {"bf16": 0.002, "fp8": 0.03, "quantize8": 0.007, "quantize4": 0.13, "quantize2": 0.8, "sign0": 0.6}
-            names = [codec.kind + (str(codec.bits) if codec.kind in ("quantize", "sign") else "") for codec in codecs]
-            return Measured(link, [speed] * len(codecs), [errors[name] for name in names])
+            errors = {"bf16": 0.002, "fp8": 0.03, "int8": 0.007, "int4": 0.13, "int2": 0.8, "sign": 0.6}
+            return Measured(link, [speed] * len(codecs), [errors[codec.kind] for codec in codecs])
 
         monkeypatch.setattr(auto.measure, "measure", measure)
-        result = auto.choose(specs.parse(text), elements, Group.of_workers(workers, 0, device), device)
+        result = auto.choose(specs.parse(text), elements, world_group(workers, 0, device), device)
         assert all(f"bucket {number}" in result.table for number in range(len(elements)))
         return [what(spec) for spec in result.specs]
 
@@ -109,18 +108,18 @@ def test_each_bucket_for_itself(choose):
 @pytest.mark.parametrize("text", ["int8", "int8:pattern=all_gather", "topk:pattern=hierarchical", "topk:momentum=0.9"])
 def test_more_payloads_than_a_gpu_adds_up_are_refused_at_the_start(text):
     spec = specs.parse(text)
-    spec.check_group(Group.of_workers(64, 0, GPU))
-    spec.check_group(Group.of_workers(1024, 0, CPU))
+    spec.check_group(world_group(64, 0, GPU))
+    spec.check_group(world_group(1024, 0, CPU))
     pattern = spec.options.pattern
     says = rf"--exchange={re.escape(text)}: {pattern} adds up the payloads of all 65 .* at most 64. Use pattern="
     with pytest.raises(ConfigError, match=says) as refusal:
-        spec.check_group(Group.of_workers(65, 0, GPU))
+        spec.check_group(world_group(65, 0, GPU))
     assert ("without momentum" in str(refusal.value)) == ("momentum" in text)
 
 
 @pytest.mark.parametrize("text", ["none", "auto", "powersgd:4", "int8:pattern=ring", "int8:pattern=binary_blocks"])
 def test_what_adds_up_two_at_a_time_works_for_any_number(text):
-    specs.parse(text).check_group(Group.of_workers(1000, 0, GPU))
+    specs.parse(text).check_group(world_group(1000, 0, GPU))
 
 
 def test_auto_leaves_out_what_a_gpu_cannot_add_up(choose):

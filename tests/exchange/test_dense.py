@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tfpar.collectives.tensorflow import Group
+from tfpar.collectives.tensorflow import world_group
 from tfpar.exchange.buckets import DENSE_BUCKET_BYTES
 from tfpar.exchange.dense import DenseReducer
 from tfpar.exchange.fusion import Fusion
@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 LARGE = (1 << 10, 1 << 10)  # 4 MiB as float32
-ALONE = Group.of_workers(1, 0)  # whose sums are what it has
+ALONE = world_group(1, 0)  # whose sums are what it has
 
 
 def numbered(shapes):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tfpar.collectives.tensorflow import Group
+from tfpar.collectives.tensorflow import world_group
 from tfpar.config import ConfigError
 from tfpar.exchange import Exchange, buckets
 from tfpar.exchange.compressed import CompressedReducer
@@ -97,10 +97,10 @@ GPU = "/job:worker/replica:0/task:0/device:GPU:0"
         ("int4", 1, None, LocalReducer),
         ("none", 2, None, StrategyReducer),
         ("int4", 2, None, StrategyReducer),  # within one worker nothing is compressed
-        ("none", 1, Group.of_workers(2, 0), DenseReducer),
-        ("none", 1, Group.of_workers(2, 0, GPU), DenseReducer),  # a group is asked for: not the strategy's all-reduce
-        ("int4", 1, Group.of_workers(2, 0), CompressedReducer),
-        ("powersgd", 1, Group.of_workers(2, 0), CompressedReducer),
+        ("none", 1, world_group(2, 0), DenseReducer),
+        ("none", 1, world_group(2, 0, GPU), DenseReducer),  # a group is asked for: not the strategy's all-reduce
+        ("int4", 1, world_group(2, 0), CompressedReducer),
+        ("powersgd", 1, world_group(2, 0), CompressedReducer),
     ],
 )
 def test_what_carries_an_exchange_out(spec, replicas, group, reducer):

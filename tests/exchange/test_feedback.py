@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tfpar.collectives.tensorflow import Group
+from tfpar.collectives.tensorflow import world_group
 from tfpar.exchange import spec as specs
 from tfpar.exchange.algorithms.deep_gradient import RAMP
 from tfpar.exchange.buckets import Bucket
@@ -13,7 +13,7 @@ import tensorflow as tf
 
 
 def bucket(text: str, elements: int) -> Bucket:
-    return specs.parse(text).build([tf.TensorShape([elements])], Group.of_workers(1, 0), 0, "bucket")
+    return specs.parse(text).build([tf.TensorShape([elements])], world_group(1, 0), 0, "bucket")
 
 
 def exchanged(one: Bucket, gradient: np.ndarray, step: int = 0) -> np.ndarray:

@@ -6,8 +6,8 @@ import concurrent.futures
 import functools
 import itertools
 
-from tfpar.collectives import tensorflow as groups
-from tfpar.collectives.tensorflow import Group
+from tfpar.collectives import group as groups
+from tfpar.collectives.tensorflow import new_group
 from tfpar.exchange import Exchange
 from tfpar.exchange.algorithms.sparse_rows import SparseRows, densified, summed_by_row
 from tfpar.exchange.buckets import WireBytes
@@ -17,7 +17,8 @@ import pytest
 import tensorflow as tf
 
 V = 200
-_group_keys = itertools.count(1 << 18)  # the runtime remembers groups and their shapes while the process lives
+DENSE_KEY = 1 << 24  # instance keys of dense sums, far from those that are allocated
+_first_members = itertools.count(0, 10)  # the runtime remembers groups and their shapes while the process lives
 
 
 class Workers:
@@ -33,8 +34,8 @@ class Workers:
 
     def __init__(self, monkeypatch, count: int, shapes: list[tuple[int, ...]], dense: float = 4.0, half: bool = False):
         self.count = count
-        key = next(_group_keys)
-        self.groups = [Group(count, rank, key) for rank in range(count)]
+        members = range(first := next(_first_members), first + count)
+        self.groups = [new_group(members, worker) for worker in members]
         self.shapes = [tf.TensorShape(shape) for shape in shapes]
         share = 2 * (count - 1) / count
         wires = [
@@ -43,7 +44,7 @@ class Workers:
         ]
         self.rows = []
         for group in self.groups:  # each counts its keys as if it were alone in its process
-            monkeypatch.setattr(groups, "_instances", itertools.count(key << 10))
+            monkeypatch.setattr(groups, "_instance_keys", groups.InstanceKeys())
             self.rows.append(
                 SparseRows(
                     dict(enumerate(zip(self.shapes, wires, strict=True))), group, tf.bfloat16 if half else tf.float32
@@ -58,7 +59,7 @@ class Workers:
     def _sum(self, rank: int, slices):
         with tf.device(f"CPU:{rank}"):
             dense = {
-                index: functools.partial(self.groups[rank].all_reduce, instance=self.groups[rank].key + index)
+                index: functools.partial(self.groups[rank].all_reduce, instance=DENSE_KEY + index)
                 for index in range(len(self.shapes))
             }
             mine = {index: summed_by_row(*pair) for index, pair in enumerate(slices)}

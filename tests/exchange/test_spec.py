@@ -46,7 +46,7 @@ def test_topk_keeps_at_least_one():
         ("int4:block=100", r"int4:block=100: .*block=100 is not one of 64, 128, 256, 512, 1024, 2048, 4096 elements"),
         ("int4:block=a", r"--exchange=int4:block=a: .* is not a whole number; allowed are 64, 128, .* 4096 elements"),
         ("topk:0.1,block=9", r"block=9 is not one of 64, .* 8192, 16384 elements"),
-        ("bf16:rounding=stochastic", "rounding='stochastic' is an option of quantize only"),
+        ("bf16:rounding=stochastic", "rounding='stochastic' is an option of int8, int4, int2 only"),
         ("none:block=64", r"--exchange=none:block=64: none takes no options\. Write --exchange=none\."),
         ("int4:pattern=rink", r"pattern='rink' is not known"),
         ("int4:error_feedback=2", "error_feedback=2 is not true or false"),

@@ -68,7 +68,7 @@ def main(folder: pathlib.Path, stop_after: int) -> None:
             "schedule": "cosine",
         }
     )
-    runtime = tfpar.start(config)
+    runtime = tfpar.initialize(config)
     generator = np.random.default_rng(0)
     x = generator.normal(size=(EXAMPLES, 8, 8, 1)).astype(np.float32)
     source = inputs.from_arrays(x, np.arange(EXAMPLES, dtype=np.int32), num_classes=EXAMPLES)

@@ -92,5 +92,5 @@ def test_who_does_not_come_is_named(tasks, job, absent):
     process = tasks.start(job, "--steps=20", "--start_timeout=3")
     assert process.wait(timeout=120) == PEER_LOST, tasks.said(job)
     names = ", ".join(f"{name} 0 ({tasks.cluster[name][0]})" for name in absent)
-    assert f"error: {names} did not come within 3 s (--start_timeout)" in tasks.said(job)
+    assert f"error: {names} did not join within 3 s (--start_timeout)" in tasks.said(job)
     assert "Traceback" not in tasks.said(job)

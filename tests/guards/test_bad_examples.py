@@ -66,7 +66,7 @@ def test_skip_counts_the_same_in_every_layout(strategy, cache, shards, tmp_path,
     said = capfd.readouterr()
     assert "6 in training, 1 in validation (--on_bad_record=skip)" in said.out
     assert "left out at weight 0, and counted" in said.out
-    named = [line for line in said.err.splitlines() if line.startswith("skipped: ")]
+    named = [line for line in said.out.splitlines() if line.startswith("skipped: ")]
     assert len(named) == len(set(named)) == 3  # each once, however often it comes
     for index, file in ((5, "train-00000"), (27, "train-00001"), (2, "validation-00001")):
         split = file.partition("-")[0]

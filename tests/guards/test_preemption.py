@@ -13,7 +13,7 @@ import time
 from tests import nursery
 from tfpar.guards.preemption import StopRequest
 from tfpar.monitor import summary as results
-from tfpar.process.exit_codes import PREEMPTED, end_when_asked, leave_sigterm
+from tfpar.process.exit_codes import PREEMPTED, install_sigterm_handler, restore_default_sigterm
 
 import pytest
 
@@ -72,9 +72,9 @@ def test_before_training_nothing_is_lost():
     code = "\n".join(
         [
             "import os, signal",
-            "from tfpar.process.exit_codes import end_when_asked",
-            "end_when_asked()",
-            "end_when_asked()",
+            "from tfpar.process.exit_codes import install_sigterm_handler",
+            "install_sigterm_handler()",
+            "install_sigterm_handler()",
             "print('unfinished', end='')",
             "os.kill(os.getpid(), signal.SIGTERM)",
             "print('still here')",
@@ -86,22 +86,22 @@ def test_before_training_nothing_is_lost():
 
 
 def test_training_takes_over_and_gives_back():
-    end_when_asked()
+    install_sigterm_handler()
     before = signal.getsignal(signal.SIGTERM)
     assert before != signal.SIG_DFL
     with StopRequest() as request:
         os.kill(os.getpid(), signal.SIGTERM)
         assert request.received
     assert signal.getsignal(signal.SIGTERM) == before
-    leave_sigterm()
+    restore_default_sigterm()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def test_a_program_keeps_its_own_handler_before_training_too():
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    end_when_asked()
+    install_sigterm_handler()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
-    leave_sigterm()
+    restore_default_sigterm()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
 
 

@@ -257,7 +257,7 @@ class TestRefusals:
             assert part in message
 
     def test_batch_smaller_than_the_replicas_names_the_size_above(self):
-        with pytest.raises(ConfigError, match="nearest sizes that do are 4;"):
+        with pytest.raises(ConfigError, match="nearest sizes that are: 4;"):
             Pipeline(index_source(100), InputConfig(global_batch_size=3), replicas=4)
 
     def test_batch_larger_than_the_training_split(self):

@@ -1,10 +1,12 @@
-"""Agreements between three real workers."""
+"""Agreement between three real workers, and groups of some of them."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 
+from tests.integration.scripts.agree import STEPS, SUBGROUPS, long_bytes
 from tests.integration.test_multi_worker import launch
 
 import pytest
@@ -25,14 +27,47 @@ ROUNDS = [
 ]
 
 
-def test_workers_find_out_whether_they_hold_the_same():
-    result = launch(3, "tests/integration/scripts/agree.py", json.dumps([held for held, _ in ROUNDS]))
+@pytest.fixture(scope="module")
+def output() -> str:
+    """What three workers printed; one start for all tests."""
+    result = launch(3, "-m", "tests.integration.scripts.agree", json.dumps([held for held, _ in ROUNDS]))
     assert result.returncode == 0, result.stdout + result.stderr
-    answers = [json.loads(found) for found in re.findall(r"answers (\[.*\])", result.stdout)]
+    return result.stdout
+
+
+def test_workers_find_out_whether_they_hold_the_same(output):
+    answers = [json.loads(text) for text in re.findall(r"answers (\[.*\])", output)]
     assert len(answers) == 3
     for answer in answers:
-        assert [found["equal"] for found in answer] == [equal for _, equal in ROUNDS]
+        *rounds, _ = answer
+        assert [found["equal"] for found in rounds] == [equal for _, equal in ROUNDS]
         means = [sum(numbers[0] for numbers in held) / 3 for held, _ in ROUNDS]
-        assert [found["mean"] for found in answer] == pytest.approx(means)
-        assert [found["gathered"] for found in answer] == [[numbers[0] for numbers in held] for held, _ in ROUNDS]
-    assert answers[0] == answers[1] == answers[2]  # the mean, too, in every bit
+        assert [found["mean"] for found in rounds] == pytest.approx(means)
+        assert [found["gathered"] for found in rounds] == [[numbers[0] for numbers in held] for held, _ in ROUNDS]
+    assert answers[0] == answers[1] == answers[2]  # the means and sums, too, in every bit
+
+
+def test_values_of_different_lengths_and_long_broadcasts_arrive(output):
+    for answer in re.findall(r"answers (\[.*\])", output):
+        last = json.loads(answer)[-1]
+        assert last["digests"] == [hashlib.sha256(long_bytes(rank)).hexdigest() for rank in range(3)]
+        assert last["broadcast"] == hashlib.sha256(long_bytes(2)).hexdigest()  # worker 0's: nothing flipped
+        assert last["shapes"] == [[0, 2], [1, 2], [2, 2]]
+
+
+def test_groups_of_some_workers_take_turns(output):
+    groups = {int(rank): json.loads(text) for rank, text in re.findall(r"groups (\d) (\{.*\})", output)}
+    assert sorted(groups) == [0, 1, 2]
+    for rank, by_group in groups.items():
+        assert by_group.pop("world") == [[111.0]] * STEPS
+        assert len(by_group) == sum(rank in members for members in SUBGROUPS)
+        for name, results in by_group.items():
+            members = json.loads(name)
+            values = [10.0**member for member in members]
+            message = values[0] if rank == members[-1] else 0.0
+            assert results == [[step * sum(values), *values, message] for step in range(STEPS)]
+
+
+def test_a_lost_worker_is_named():
+    result = launch(3, "-m", "tests.integration.scripts.agree", "lose", timeout=120.0)
+    assert re.search(r"error: lost worker 2 \(", result.stdout + result.stderr), result.stdout + result.stderr

@@ -49,7 +49,7 @@ def test_the_second_is_refused_and_the_third_takes_over_from_a_killed_first(tmp_
     step = max(int(path.name[5:]) for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
     third = launch(2, "experiments/image_classification.py", *flags, f"--steps={step + 100}")
     assert third.returncode == 0, third.stdout
-    assert f"taken over from process {first.pid} " in third.stdout
+    assert f"took over a stale lock left by process {first.pid} " in third.stdout
     assert re.search(rf"resumed from step {step} ", third.stdout)
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == step + 100
     assert not (tmp_path / "run" / ".lock").read_text().strip()

@@ -65,4 +65,4 @@ def test_objects_made_too_early_are_a_plain_error(tmp_path, workers):
     output = result.stdout + result.stderr
     assert "ConfigError: --strategy=m" in output
     assert "metrics=['accuracy']" in output
-    assert "runtime = tfpar.start(config)" in output
+    assert "runtime = tfpar.initialize(config)" in output

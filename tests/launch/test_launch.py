@@ -538,7 +538,7 @@ def test_no_fewer_than_min_workers(actors: Actors) -> None:
 def test_delays_double_until_a_start_has_lasted() -> None:
     delays = launch.Delays(2.0)
     assert [delays.next(1.0) for _ in range(4)] == [2.0, 4.0, 8.0, 16.0]
-    assert delays.next(launch._LASTED_S) == 2.0
+    assert delays.next(launch._STABLE_RUN_S) == 2.0
     assert [delays.next(0.0) for _ in range(7)][-1] == launch._LONGEST_DELAY_S
     assert launch.Delays(100.0).next(0.0) == 100.0
 

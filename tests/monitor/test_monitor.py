@@ -165,16 +165,16 @@ def _session_groups(logdir):
     return list_session_groups.Handler(context.RequestContext(), backend, "", request).run().session_groups
 
 
-def test_hparams_tab_lists_runs_with_their_results(tmp_path):
+def test_hparams_tab_lists_runs_with_their_results(tmp_path, messages):
     for number, rate in ((1, 0.1), (2, 0.2)):
         workdir = tmp_path / f"run{number}"
-        stream = io.StringIO()
-        monitor = _monitor(workdir, config=_config(learning_rate=rate, workdir=str(workdir)), stream=stream)
+        messages.clear()
+        monitor = _monitor(workdir, config=_config(learning_rate=rate, workdir=str(workdir)))
         with monitor.session():
             monitor.on_evaluation(50, {"loss": 1.0, "accuracy": 0.5, "examples": 180.0})
             monitor.on_evaluation(100, {"loss": 0.25 * number, "accuracy": 0.75, "examples": 180.0})
             monitor.finish({"steps": 100, "train_loss": 0.125, "examples_per_second": 1000.0, "mfu": None})
-        assert stream.getvalue().splitlines() == [
+        assert messages == [
             "evaluation at step 50  loss 1.0000  accuracy 0.5000  (180 examples)",
             f"evaluation at step 100  loss {0.25 * number:.4f}  accuracy 0.7500  (180 examples)",
         ]
@@ -281,16 +281,15 @@ def _profiled_calls(monitor, total, per_call):
     ("window", "per_call", "ends"),
     [("3,5", 4, [2, 5, 9, 12]), ("1,2", 5, [2, 7, 12]), ("0,1", 12, [1, 12]), ("12,12", 6, [6, 11, 12])],
 )
-def test_profile_window_is_met_exactly(tmp_path, window, per_call, ends):
-    stream = io.StringIO()
-    monitor = _monitor(tmp_path, total_steps=12, config=_config(profile_steps=window), stream=stream)
+def test_profile_window_is_met_exactly(tmp_path, messages, window, per_call, ends):
+    monitor = _monitor(tmp_path, total_steps=12, config=_config(profile_steps=window))
     with monitor.session():
         result = _profiled_calls(monitor, 12, per_call)
     first, last = (max(int(edge), 1) for edge in window.split(","))
     assert result == (ends, list(range(first, last + 1)))
     (trace,) = (tmp_path / "tensorboard").glob("plugins/profile/*/*.xplane.pb")
     assert trace.stat().st_size > 1000
-    assert f"profiled updates {first} to {last}" in stream.getvalue()
+    assert f"profiled updates {first} to {last}" in messages[-1]
 
 
 def test_no_profile_after_a_resume_beyond_the_window(tmp_path):
@@ -315,20 +314,18 @@ def test_a_run_that_ends_inside_the_window_keeps_its_profile(tmp_path):
     tf.profiler.experimental.stop()
 
 
-def test_profiler_in_use_and_missing_workdir_are_said_not_fatal(tmp_path):
-    stream = io.StringIO()
+def test_profiler_in_use_and_missing_workdir_are_said_not_fatal(tmp_path, messages):
     tf.profiler.experimental.start(str(tmp_path / "other"))
     try:
-        monitor = _monitor(tmp_path, config=_config(profile_steps="1,2"), stream=stream)
+        monitor = _monitor(tmp_path, config=_config(profile_steps="1,2"))
         monitor.before_step(0)
         monitor.after_step(2)
     finally:
         tf.profiler.experimental.stop()
-    assert "the profiler does not start" in stream.getvalue()
-    stream = io.StringIO()
-    monitor = _monitor(None, config=_config(profile_steps="1,2"), stream=stream)
+    assert "the profiler does not start" in messages[-1]
+    monitor = _monitor(None, config=_config(profile_steps="1,2"))
     monitor.before_step(0)
-    assert "--workdir" in stream.getvalue()
+    assert "--workdir" in messages[-1]
 
 
 # --- terminal --------------------------------------------------------------------------------------------------------

@@ -21,10 +21,9 @@ def points(directory: str) -> dict[str, list[int]]:
     return found
 
 
-def test_a_full_disk_is_said_once_and_tried_again_later(tmp_path, monkeypatch):
-    warned: list[str] = []
+def test_a_full_disk_is_said_once_and_tried_again_later(tmp_path, monkeypatch, messages):
     with small_disk.mounted(tmp_path / "disk", kilobytes=256) as disk:
-        files = tensorboard.EventFiles(str(disk), {"steps": 3}, warned.append)
+        files = tensorboard.EventFiles(str(disk), {"steps": 3})
         files.scalars("train", 1, {"loss": 1.0})
         files.flush()
         assert files.failures == []
@@ -36,7 +35,7 @@ def test_a_full_disk_is_said_once_and_tried_again_later(tmp_path, monkeypatch):
             files.flush()
         files.end_session(success=True)
         files.close()
-        assert warned == [
+        assert messages == [
             "WARNING: TensorBoard events cannot be written (No space left on device); training goes on without them"
         ]
         assert files.failures == ["TensorBoard events: No space left on device"]
@@ -49,4 +48,4 @@ def test_a_full_disk_is_said_once_and_tried_again_later(tmp_path, monkeypatch):
         assert steps[0] == 1
         assert steps[-1] == 41
         assert 40 not in steps
-    assert len(warned) == 1
+    assert len(messages) == 1

@@ -4,20 +4,18 @@
 #include <cmath>
 #include <cstring>
 
+#include "../../tfpar_ops/core/layout.h"
+
 namespace cases {
 namespace {
 
 constexpr uint64_t kSeed = 0x0123456789ABCDEFu, kStep = 0xFFFFFFFF00000003u;
 
-tfpar_codec Cast(int kind, int block) { return {kind, 0, block, 0, 0, 0, 0, 0}; }
-
-tfpar_codec Quantize(int bits, int block, int scale_bits, int stochastic) {
-  return {TFPAR_QUANTIZE, bits, block, 0, scale_bits, stochastic, stochastic ? kSeed : 0, stochastic ? kStep : 0};
+tfpar_codec Dense(int kind, int block, int scale_bits = 0, int stochastic = 0) {
+  return {kind, block, 0, scale_bits, stochastic, stochastic ? kSeed : 0, stochastic ? kStep : 0};
 }
 
-tfpar_codec Sign(int block, int scale_bits) { return {TFPAR_SIGN, 0, block, 0, scale_bits, 0, 0, 0}; }
-
-tfpar_codec TopK(int block, int keep) { return {TFPAR_TOPK, 0, block, keep, 0, 0, 0, 0}; }
+tfpar_codec TopK(int block, int keep) { return {TFPAR_TOPK, block, keep, 0, 0, 0, 0}; }
 
 // Norms are wanted of blocks that touch nothing else, hence the guard values around them.
 std::vector<double> GuardedNorms(int64_t blocks) { return std::vector<double>(static_cast<size_t>(2 * blocks + 2), -7.0); }
@@ -35,19 +33,27 @@ std::vector<const void*> Pointers(const std::vector<Bytes>& payloads) {
 }  // namespace
 
 std::vector<tfpar_codec> Defaults() {
-  return {Cast(TFPAR_BF16, 1024),    Cast(TFPAR_FP16, 1024),    Cast(TFPAR_FP8, 512),
-          Quantize(8, 512, 16, 0),   Quantize(4, 512, 16, 0),   Quantize(2, 512, 16, 0),
-          Quantize(4, 512, 16, 1),   Sign(512, 16),             TopK(4096, 41)};
+  std::vector<tfpar_codec> defaults;
+  for (const tfpar::Format& format : tfpar::kFormats) {
+    const int block = std::max(format.smallest_block, std::min(512, format.largest_block));
+    const int scale_bits = format.scale == tfpar::ScaleType::FLOAT ? 16 : 0;
+    const bool keeps = format.codes == tfpar::Codes::KEPT;
+    defaults.push_back(keeps ? TopK(4096, 41) : Dense(format.number, block, scale_bits));
+  }
+  defaults.push_back(Dense(TFPAR_INT4, 512, 16, 1));
+  return defaults;
 }
 
 std::vector<tfpar_codec> All() {
   std::vector<tfpar_codec> all = Defaults();
-  for (int block = 64; block <= 4096; block *= 2) {
-    all.push_back(Cast(TFPAR_FP8, block));
-    all.push_back(Sign(block, 32));
-    for (int bits : {8, 4, 2}) {
-      all.push_back(Quantize(bits, block, block % 3 == 1 ? 32 : 16, 0));
-      all.push_back(Quantize(bits, block, block % 3 == 1 ? 16 : 32, 1));
+  for (const tfpar::Format& format : tfpar::kFormats) {
+    if (format.codes == tfpar::Codes::KEPT || format.smallest_block == format.largest_block) continue;
+    const bool scaled = format.scale == tfpar::ScaleType::FLOAT;
+    const bool stochastic = format.rounding == tfpar::Rounding::STOCHASTIC;
+    for (int block = format.smallest_block; block <= format.largest_block; block *= 2) {
+      const bool wide = block % 3 == 1 || !stochastic;
+      all.push_back(Dense(format.number, block, scaled ? wide ? 32 : 16 : 0));
+      if (stochastic) all.push_back(Dense(format.number, block, scaled ? wide ? 16 : 32 : 0, 1));
     }
   }
   for (int keep : {1, 2, 7, 15, 16, 17, 63, 64}) all.push_back(TopK(64, keep));
@@ -58,7 +64,7 @@ std::vector<tfpar_codec> All() {
 
 std::string Name(const tfpar_codec& codec) {
   char text[128];
-  std::snprintf(text, sizeof text, "kind %d bits %d block %d keep %d scale %d stochastic %d", codec.kind, codec.bits,
+  std::snprintf(text, sizeof text, "%s block %d keep %d scale %d stochastic %d", tfpar::FindFormat(codec.kind)->name,
                 codec.block, codec.keep, codec.scale_bits, codec.stochastic);
   return text;
 }

@@ -8,7 +8,7 @@
 #include <memory>
 #include <vector>
 
-#include "../../tfpar_ops/core/codec.h"
+#include "../../tfpar_ops/core/layout.h"
 
 namespace {
 
@@ -31,19 +31,14 @@ class Input {
 };
 
 tfpar_codec Options(Input* input) {
-  const int kind = 1 + static_cast<int>(input->Number(1) % 6);
+  constexpr int kCount = sizeof tfpar::kFormats / sizeof *tfpar::kFormats;
+  const tfpar::Format& format = tfpar::kFormats[input->Number(1) % kCount];
   const uint32_t more = input->Number(1);
-  tfpar_codec codec = {kind, 0, 64 << (more & 7) % 7, 0, 0, 0, 11, 5};
-  if (kind == TFPAR_BF16 || kind == TFPAR_FP16) codec.block = 1024;
-  if (kind == TFPAR_QUANTIZE) {
-    codec.bits = 2 << (more >> 3) % 3;
-    codec.stochastic = static_cast<int>(more >> 5 & 1);
-  }
-  if (kind == TFPAR_QUANTIZE || kind == TFPAR_SIGN) codec.scale_bits = more & 64 ? 16 : 32;
-  if (kind == TFPAR_TOPK) {
-    if (more & 8) codec.block *= 4;
-    codec.keep = 1 + static_cast<int>(input->Below(codec.block));
-  }
+  tfpar_codec codec = {format.number, format.smallest_block, 0, 0, 0, 11, 5};
+  for (uint32_t doubled = more & 15; doubled > 0 && codec.block < format.largest_block; --doubled) codec.block *= 2;
+  if (format.rounding == tfpar::Rounding::STOCHASTIC) codec.stochastic = static_cast<int>(more >> 5 & 1);
+  if (format.scale == tfpar::ScaleType::FLOAT) codec.scale_bits = more & 64 ? 16 : 32;
+  if (format.codes == tfpar::Codes::KEPT) codec.keep = 1 + static_cast<int>(input->Below(codec.block));
   return codec;
 }
 

@@ -78,6 +78,14 @@ int Nearest(const std::vector<double>& values, double magnitude) {
 
 int64_t Blocks(const tfpar_codec& codec, int64_t n) { return (n + codec.block - 1) / codec.block; }
 
+// Of the symmetric integers; 0 for the other formats.
+int IntegerBits(const tfpar_codec& codec) {
+  return codec.kind == TFPAR_INT8 ? 8 : codec.kind == TFPAR_INT4 ? 4 : codec.kind == TFPAR_INT2 ? 2 : 0;
+}
+
+// bf16 or float32 scales.
+bool HasScale(const tfpar_codec& codec) { return IntegerBits(codec) != 0 || codec.kind == TFPAR_SIGN; }
+
 int64_t CodeBytes(const tfpar_codec& codec) {
   switch (codec.kind) {
     case TFPAR_BF16:
@@ -85,18 +93,16 @@ int64_t CodeBytes(const tfpar_codec& codec) {
       return 2 * codec.block;
     case TFPAR_FP8:
       return codec.block;
-    case TFPAR_QUANTIZE:
-      return codec.block * codec.bits / 8;
     case TFPAR_SIGN:
       return codec.block / 8;
-    default:
+    case TFPAR_TOPK:
       return 4 * codec.keep;
+    default:
+      return codec.block * IntegerBits(codec) / 8;
   }
 }
 
-int64_t ScaleBytes(const tfpar_codec& codec) {
-  return codec.kind == TFPAR_FP8 ? 1 : codec.kind == TFPAR_QUANTIZE || codec.kind == TFPAR_SIGN ? codec.scale_bits / 8 : 0;
-}
+int64_t ScaleBytes(const tfpar_codec& codec) { return codec.kind == TFPAR_FP8 ? 1 : HasScale(codec) ? codec.scale_bits / 8 : 0; }
 
 void Put(uint64_t value, int bytes, uint8_t* to) {
   for (int i = 0; i < bytes; ++i) to[i] = static_cast<uint8_t>(value >> (8 * i));
@@ -180,8 +186,8 @@ void EncodeFp8(const Floats& v, uint8_t* code, uint8_t* scale) {
   }
 }
 
-void EncodeQuantize(const tfpar_codec& codec, const Floats& v, int64_t g, uint8_t* code, uint8_t* scale_bytes) {
-  const int largest = codec.bits == 8 ? 127 : codec.bits == 4 ? 7 : 1;
+void EncodeIntegers(const tfpar_codec& codec, const Floats& v, int64_t g, uint8_t* code, uint8_t* scale_bytes) {
+  const int bits = IntegerBits(codec), largest = bits == 8 ? 127 : bits == 4 ? 7 : 1;
   const bool finite = AllFinite(v);
   const float a = finite ? LargestMagnitude(v) : 0.0f;
   const float scale = finite ? MakeScale(codec, largest == 1 ? a : Mul(a, static_cast<float>(1.0 / largest))) : kNaN;
@@ -199,8 +205,8 @@ void EncodeQuantize(const tfpar_codec& codec, const Floats& v, int64_t g, uint8_
       }
       q = std::max(-largest, std::min(largest, q));
     }
-    const int stored = codec.bits == 8 ? q & 0xFF : codec.bits == 4 ? q + 8 : q + 2;
-    PutCode(p, codec.bits, codec.block, static_cast<uint32_t>(stored), code);
+    const int stored = bits == 8 ? q & 0xFF : bits == 4 ? q + 8 : q + 2;
+    PutCode(p, bits, codec.block, static_cast<uint32_t>(stored), code);
   }
 }
 
@@ -261,8 +267,8 @@ Floats DecodeTopK(const tfpar_codec& codec, const uint8_t* code, bool* invalid) 
 Floats DecodeBlock(const tfpar_codec& codec, const uint8_t* code, const uint8_t* scale_bytes, bool* invalid) {
   if (codec.kind == TFPAR_TOPK) return DecodeTopK(codec, code, invalid);
   Floats d;
-  const bool scaled = codec.kind == TFPAR_QUANTIZE || codec.kind == TFPAR_SIGN;
-  const float scale = scaled ? GetScale(codec, scale_bytes) : 0.0f;
+  const int bits = IntegerBits(codec);
+  const float scale = HasScale(codec) ? GetScale(codec, scale_bytes) : 0.0f;
   for (int p = 0; p < codec.block; ++p) {
     if (codec.kind == TFPAR_BF16) {
       d.push_back(FromBf16(static_cast<uint16_t>(Get(code + 2 * p, 2))));
@@ -273,8 +279,8 @@ Floats DecodeBlock(const tfpar_codec& codec, const uint8_t* code, const uint8_t*
     } else if (codec.kind == TFPAR_SIGN) {
       d.push_back(GetCode(p, 1, codec.block, code) ? Sub(0.0f, scale) : scale);
     } else {
-      const int stored = static_cast<int>(GetCode(p, codec.bits, codec.block, code));
-      const int q = codec.bits == 8 ? static_cast<int8_t>(stored) : stored - (codec.bits == 4 ? 8 : 2);
+      const int stored = static_cast<int>(GetCode(p, bits, codec.block, code));
+      const int q = bits == 8 ? static_cast<int8_t>(stored) : stored - (bits == 4 ? 8 : 2);
       d.push_back(Mul(static_cast<float>(q), scale));
     }
   }
@@ -303,14 +309,14 @@ void EncodeBlock(const tfpar_codec& codec, const Floats& v, int64_t g, int exist
     case TFPAR_FP8:
       EncodeFp8(v, code, scale);
       break;
-    case TFPAR_QUANTIZE:
-      EncodeQuantize(codec, v, g, code, scale);
-      break;
     case TFPAR_SIGN:
       EncodeSign(codec, v, exist, code, scale);
       break;
-    default:
+    case TFPAR_TOPK:
       EncodeTopK(codec, v, code);
+      break;
+    default:
+      EncodeIntegers(codec, v, g, code, scale);
   }
 }
 
@@ -346,9 +352,8 @@ Encoded Encode(const tfpar_codec& codec, const Floats& x, const Floats& residual
   Encoded result;
   result.payload.assign(static_cast<size_t>((16 + blocks * (code_bytes + scale_bytes) + 15) / 16 * 16), 0);
   uint8_t* bytes = result.payload.data();
-  const int kinds[] = {0, 1, 2, 3, codec.bits == 8 ? 4 : codec.bits == 4 ? 5 : 6, 7, 8};
   Put(0x01504654, 4, bytes);
-  bytes[4] = static_cast<uint8_t>(kinds[codec.kind] + (codec.scale_bits == 32 ? 128 : 0));
+  bytes[4] = static_cast<uint8_t>(codec.kind + (codec.scale_bits == 32 ? 128 : 0));
   bytes[5] = static_cast<uint8_t>(std::ilogb(codec.block));
   Put(static_cast<uint64_t>(codec.keep), 2, bytes + 6);
   Put(static_cast<uint64_t>(n), 8, bytes + 8);

@@ -34,23 +34,24 @@ TEST(OtherOptionsAreRefusedByName) {
     tfpar_codec codec;
     const char* option;
   } wrong[] = {
-      {{0, 0, 512, 0, 0, 0, 0, 0}, "kind=0"},
-      {{7, 0, 512, 0, 0, 0, 0, 0}, "kind=7"},
-      {{TFPAR_BF16, 0, 512, 0, 0, 0, 0, 0}, "block=512"},
-      {{TFPAR_FP16, 8, 1024, 0, 0, 0, 0, 0}, "bits=8"},
-      {{TFPAR_FP8, 0, 8192, 0, 0, 0, 0, 0}, "block=8192"},
-      {{TFPAR_FP8, 0, 512, 0, 16, 0, 0, 0}, "scale_bits=16"},
-      {{TFPAR_QUANTIZE, 3, 512, 0, 16, 0, 0, 0}, "bits=3"},
-      {{TFPAR_QUANTIZE, 4, 500, 0, 16, 0, 0, 0}, "block=500"},
-      {{TFPAR_QUANTIZE, 4, 32, 0, 16, 0, 0, 0}, "block=32"},
-      {{TFPAR_QUANTIZE, 4, -512, 0, 16, 0, 0, 0}, "block=-512"},
-      {{TFPAR_QUANTIZE, 4, 512, 0, 8, 0, 0, 0}, "scale_bits=8"},
-      {{TFPAR_QUANTIZE, 4, 512, 1, 16, 0, 0, 0}, "keep=1"},
-      {{TFPAR_QUANTIZE, 4, 512, 0, 16, 2, 0, 0}, "stochastic=2"},
-      {{TFPAR_SIGN, 0, 512, 0, 16, 1, 0, 0}, "stochastic=1"},
-      {{TFPAR_TOPK, 0, 4096, 0, 0, 0, 0, 0}, "keep=0"},
-      {{TFPAR_TOPK, 0, 4096, 4097, 0, 0, 0, 0}, "keep=4097"},
-      {{TFPAR_TOPK, 0, 32768, 1, 0, 0, 0, 0}, "block=32768"},
+      {{0, 512, 0, 0, 0, 0, 0}, "kind=0"},
+      {{127, 512, 0, 0, 0, 0, 0}, 
+       "codec: kind=127; allowed are 1 bf16, 2 fp16, 3 fp8, "},
+      {{TFPAR_BF16, 512, 0, 0, 0, 0, 0}, "codec bf16: block=512; allowed is 1024"},
+      {{TFPAR_FP8, 8192, 0, 0, 0, 0, 0}, "codec fp8: block=8192; allowed are powers of two, 64 to 4096"},
+      {{TFPAR_FP8, 512, 0, 16, 0, 0, 0},
+       "codec fp8: scale_bits=16; must be 0, it is an option of int8, int4, int2, sign"},
+      {{TFPAR_INT4, 500, 0, 16, 0, 0, 0}, "block=500"},
+      {{TFPAR_INT4, 32, 0, 16, 0, 0, 0}, "block=32"},
+      {{TFPAR_INT4, -512, 0, 16, 0, 0, 0}, "block=-512"},
+      {{TFPAR_INT4, 512, 0, 8, 0, 0, 0}, "scale_bits=8"},
+      {{TFPAR_INT4, 512, 1, 16, 0, 0, 0}, "codec int4: keep=1; must be 0, it is an option of topk"},
+      {{TFPAR_INT4, 512, 0, 16, 2, 0, 0}, "stochastic=2"},
+      {{TFPAR_SIGN, 512, 0, 16, 1, 0, 0},
+       "codec sign: stochastic=1; must be 0, it is an option of int8, int4, int2"},
+      {{TFPAR_TOPK, 4096, 0, 0, 0, 0, 0}, "keep=0"},
+      {{TFPAR_TOPK, 4096, 4097, 0, 0, 0, 0}, "keep=4097"},
+      {{TFPAR_TOPK, 32768, 1, 0, 0, 0, 0}, "block=32768"},
   };
   for (const auto& one : wrong) CHECK(Contains(Refusal(one.codec), one.option), Refusal(one.codec) + " for " + one.option);
 }
@@ -64,7 +65,7 @@ TEST(SizesFollowFromTheFormat) {
     }
     CHECK(tfpar_payload_bytes(&codec, -1) == -1, cases::Name(codec));
   }
-  const tfpar_codec cast = {TFPAR_BF16, 0, 1024, 0, 0, 0, 0, 0};
+  const tfpar_codec cast = {TFPAR_BF16, 1024, 0, 0, 0, 0, 0};
   CHECK(tfpar_payload_bytes(&cast, INT64_MAX) == -1, "does not fit");
   CHECK(tfpar_payload_bytes(&cast, INT64_MAX / 4) > INT64_MAX / 4, "fits");
 }
@@ -83,12 +84,12 @@ TEST(HeadersOfOthersAreRefused) {
         CHECK(!Refusal(codec, n, wrong, bytes).empty(), cases::Name(codec) + ", header byte " + std::to_string(byte));
       }
     }
-    if (codec.kind == TFPAR_QUANTIZE && codec.bits == 4) {
+    if (codec.kind == TFPAR_INT4) {
       Bytes wrong = payload;
       wrong[4] ^= 5 ^ 6;
       const std::string scales = codec.scale_bits == 32 ? ", float32 scales)" : ")";
-      CHECK(Contains(Refusal(codec, n, wrong, bytes), "(quantize, 2 bits" + scales), Refusal(codec, n, wrong, bytes));
-      CHECK(Contains(Refusal(codec, n, wrong, bytes), "(quantize, 4 bits" + scales), Refusal(codec, n, wrong, bytes));
+      CHECK(Contains(Refusal(codec, n, wrong, bytes), "(int2" + scales), Refusal(codec, n, wrong, bytes));
+      CHECK(Contains(Refusal(codec, n, wrong, bytes), "(int4" + scales), Refusal(codec, n, wrong, bytes));
       wrong[0] = 0x55;
       CHECK(Contains(Refusal(codec, n, wrong, bytes), "magic is 0x01504655, expected 0x01504654"), "magic");
     }
@@ -97,7 +98,7 @@ TEST(HeadersOfOthersAreRefused) {
     CHECK(!Refusal(codec, n + 1, payload, tfpar_payload_bytes(&codec, n + 1)).empty(), cases::Name(codec));
     CHECK(!Refusal(codec, -1, payload, bytes).empty(), cases::Name(codec));
     for (const tfpar_codec& other : cases::All()) {
-      if (cases::Name(other) == cases::Name(codec) || other.kind != TFPAR_QUANTIZE) continue;
+      if (cases::Name(other) == cases::Name(codec)) continue;
       tfpar_codec nearest = other;  // rounding is not part of the format
       nearest.stochastic = codec.stochastic;
       if (cases::Name(nearest) == cases::Name(codec)) continue;
@@ -108,7 +109,7 @@ TEST(HeadersOfOthersAreRefused) {
 
 // In every entry of every block that is asked about, and in no other one; values are no positions.
 TEST(PositionsOutsideTheirBlockAreFound) {
-  const tfpar_codec codec = {TFPAR_TOPK, 0, 64, 3, 0, 0, 0, 0};
+  const tfpar_codec codec = {TFPAR_TOPK, 64, 3, 0, 0, 0, 0};
   const int64_t n = 300;
   Bytes payload(static_cast<size_t>(tfpar_payload_bytes(&codec, n)), 0);
   tfpar_write_frame(&codec, n, payload.data());
@@ -128,6 +129,6 @@ TEST(PositionsOutsideTheirBlockAreFound) {
       }
     }
   }
-  const tfpar_codec other = {TFPAR_SIGN, 0, 64, 0, 16, 0, 0, 0};
+  const tfpar_codec other = {TFPAR_SIGN, 64, 0, 16, 0, 0, 0};
   CHECK(tfpar_positions_check(&other, payload.data(), 0, 5, nullptr, 0) == 0, "no positions");
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tfpar.config import ConfigError, OptimizerConfig
 from tfpar.optim import optimizers
 from tfpar.optim.lars import LARS
+from tfpar.optim.pure_update import pure_apply
 
 import keras
 import numpy as np
@@ -47,7 +48,7 @@ def _values(variables):
 
 def _run_pure(optimizer, params, gradients, *, jit=False, learning_rate=None):
     """Several pure updates. Returns the new parameters and optimizer variables."""
-    function = lambda v, p, g: optimizers.pure_apply(optimizer, v, p, g, learning_rate)  # noqa: E731
+    function = lambda v, p, g: pure_apply(optimizer, v, p, g, learning_rate)  # noqa: E731
     if jit:
         function = tf.function(function, jit_compile=True, autograph=False)
     variables = _values(optimizer.variables)
@@ -105,9 +106,7 @@ def test_pure_apply_in_replicas_with_local_copies(name):
         optimizer.build(model.trainable_variables)
     everything = [*model.trainable_variables, *optimizer.variables]
     count = len(model.trainable_variables)
-    compiled = tf.function(
-        lambda v, p, g, r: optimizers.pure_apply(optimizer, v, p, g, r), jit_compile=True, autograph=False
-    )
+    compiled = tf.function(lambda v, p, g, r: pure_apply(optimizer, v, p, g, r), jit_compile=True, autograph=False)
 
     def replica_step(gradients):
         replica = int(tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group))
@@ -142,7 +141,7 @@ def test_compiled_update_reads_no_variable():
     model = _model()
     optimizer = keras.optimizers.AdamW(weight_decay=0.1, use_ema=True)
     optimizer.build(model.trainable_variables)
-    function = tf.function(lambda v, p, g: optimizers.pure_apply(optimizer, v, p, g), jit_compile=True, autograph=False)
+    function = tf.function(lambda v, p, g: pure_apply(optimizer, v, p, g), jit_compile=True, autograph=False)
     concrete = function.get_concrete_function(
         _values(optimizer.variables), _values(model.trainable_variables), _gradients(model.trainable_variables)[0]
     )
@@ -191,9 +190,7 @@ def test_missing_sparse_and_constrained():
     optimizer.build(model.trainable_variables)
     sparse = tf.IndexedSlices(tf.ones([2, 3]), tf.constant([1, 1]), tf.constant([5, 3]))
     with pytest.warns(UserWarning, match="positive/bias"):
-        params, _ = optimizers.pure_apply(
-            optimizer, _values(optimizer.variables), start, [sparse, tf.zeros_like(kernel), None]
-        )
+        params, _ = pure_apply(optimizer, _values(optimizer.variables), start, [sparse, tf.zeros_like(kernel), None])
     expected = table.numpy()
     expected[1] -= 1.0  # two slices of one row add up
     np.testing.assert_allclose(params[0], expected, rtol=1e-6)
@@ -222,10 +219,10 @@ def test_pure_apply_refuses_what_does_not_fit():
     optimizer = keras.optimizers.SGD(0.1)
     start = _values(model.trainable_variables)
     with pytest.raises(ValueError, match="build"):
-        optimizers.pure_apply(optimizer, [], start, start)
+        pure_apply(optimizer, [], start, start)
     optimizer.build(model.trainable_variables)
     with pytest.raises(ValueError, match="gradients holds 1 tensors"):
-        optimizers.pure_apply(optimizer, _values(optimizer.variables), start, start[:1])
+        pure_apply(optimizer, _values(optimizer.variables), start, start[:1])
 
 
 @pytest.mark.parametrize(
@@ -243,7 +240,7 @@ def test_pure_apply_refuses_what_does_not_fit():
 )
 def test_check_refuses_with_a_way_out(optimizer, way_out):
     with pytest.raises(ConfigError, match=way_out):
-        optimizers.check(optimizer())
+        optimizers.check_optimizer(optimizer())
 
 
 # --- build -----------------------------------------------------------------------------------------------------------
@@ -253,7 +250,7 @@ def test_check_refuses_with_a_way_out(optimizer, way_out):
 def test_build_trains_and_survives_saving(name):
     config = OptimizerConfig(optimizer=name, learning_rate=0.02, base_batch_size=32)
     optimizer = optimizers.build(config, global_batch_size=64)
-    optimizers.check(optimizer)
+    optimizers.check_optimizer(optimizer)
     assert float(tf.convert_to_tensor(optimizer.learning_rate)) == pytest.approx(0.04)
     # What loading a .keras file calls. keras.optimizers.deserialize does not know Lamb (Keras 3.15.1).
     again = keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(optimizer))
@@ -276,7 +273,7 @@ def test_build_trains_and_survives_saving(name):
     first, _ = loss_and_gradient(value)
     for _ in range(60):
         _, gradient = loss_and_gradient(value)
-        (value,), variables = optimizers.pure_apply(optimizer, variables, [value], [gradient])
+        (value,), variables = pure_apply(optimizer, variables, [value], [gradient])
     last, _ = loss_and_gradient(value)
     # LARS moves a layer by a thousandth of its norm at a rate of 1, and by 0.04 of that here.
     assert float(last) < (0.999 if name == "lars" else 0.6) * float(first)

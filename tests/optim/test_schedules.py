@@ -157,10 +157,11 @@ def test_errors_name_the_flag_and_the_way_out(schedule, args, warmup, message):
 
 
 def test_check_needs_no_length_of_the_run():
-    schedules.check(ScheduleConfig(schedule="step", schedule_args="milestones=[30000,60000]", warmup_steps=500))
+    step = ScheduleConfig(schedule="step", schedule_args="milestones=[30000,60000]", warmup_steps=500)
+    schedules.check_schedule(step)
     for schedule, args in (("cosine", "finall=1"), ("plateau", "patience=0")):
         with pytest.raises(ConfigError):
-            schedules.check(ScheduleConfig(schedule=schedule, schedule_args=args))
+            schedules.check_schedule(ScheduleConfig(schedule=schedule, schedule_args=args))
 
 
 # --- plateau ---------------------------------------------------------------------------------------------------------

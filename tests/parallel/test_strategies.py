@@ -36,11 +36,11 @@ SERVERS = {"chief": ["127.0.0.1:4000"], **WORKERS, "ps": ["127.0.0.1:4003"]}
         ({"strategy": "mirrored", "devices": 2}, None, "mirrored", 2),
     ],
 )
-def test_plan(options, jobs, name, replicas):
+def test_chosen_topology(options, jobs, name, replicas):
     topology = choose_topology(StrategyConfig(**options), of_cluster(**jobs) if jobs else None)
     assert (topology.name, topology.replicas) == (name, replicas)
     assert topology.reason in topology.describe()
-    assert ("a run of its own" in topology.reason) == (name == "one_device" and jobs is not None)
+    assert ("trains on its own" in topology.reason) == (name == "one_device" and jobs is not None)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_plan(options, jobs, name, replicas):
         ({"strategy": "parameter_server", "devices": 2}, SERVERS, "--devices"),
     ],
 )
-def test_refusals_name_the_way_out(options, jobs, message):
+def test_refusals_say_what_to_do(options, jobs, message):
     with pytest.raises(ConfigError, match=message):
         choose_topology(StrategyConfig(**options), of_cluster(**jobs) if jobs else None)
 
@@ -65,7 +65,7 @@ def test_a_tpu_slice_is_one_process_fed_by_its_hosts():
     assert Topology(name="multi_worker", workers=3, local_replicas=2).input_pipelines == 3
 
 
-def test_an_evaluator_has_no_part():
+def test_an_evaluator_is_refused():
     jobs = {"cluster": {**SERVERS, "evaluator": ["127.0.0.1:4009"]}, "task": {"type": "evaluator", "index": 0}}
     with pytest.raises(ConfigError, match=r"this process is an evaluator.*Take 'evaluator' out"):
         choose_topology(StrategyConfig(), cluster.detect({"TF_CONFIG": json.dumps(jobs)}))
@@ -80,6 +80,12 @@ def test_an_unknown_strategy_gets_suggestions():
 def test_mirrored_on_logical_devices(devices):
     runtime = strategies.build(choose_topology(StrategyConfig(strategy="mirrored", devices=devices)))
     assert runtime.strategy.num_replicas_in_sync == devices
+
+
+def test_plan_is_the_old_name_of_topology():
+    runtime = strategies.Runtime(topology=Topology(name="one_device"), strategy=tf.distribute.get_strategy())
+    with pytest.warns(DeprecationWarning, match="use Runtime.topology"):
+        assert runtime.plan is runtime.topology
 
 
 def test_more_devices_after_start_up_are_refused():

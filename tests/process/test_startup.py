@@ -39,10 +39,14 @@ def _start(**environ):
 
 def test_start_up_is_silent_but_for_what_matters():
     result = _start()
-    assert result.stdout == "3.0 True True\n"  # the collector is on, and spared what TensorFlow is made of
+    assert result.stdout == "3.0 True False\n"
     assert result.stderr.splitlines() == [
         "WARNING:tensorflow:5 out of the last 5 calls triggered tf.function retracing"
     ]
+
+
+def test_the_collector_skips_tensorflow_in_processes_of_the_launcher():
+    assert _start(TFPAR_RESTARTS="0").stdout == "3.0 True True\n"
 
 
 def test_verbose_leaves_everything():

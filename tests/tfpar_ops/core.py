@@ -18,13 +18,12 @@ from tfpar_ops.library import FILE
 import numpy as np
 import pytest
 
-_KINDS = {"bf16": 1, "fp16": 2, "fp8": 3, "quantize": 4, "sign": 5, "topk": 6}
 _FLOATS = ctypes.POINTER(ctypes.c_float)
 
 
 class _Codec(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_int32) for name in ("kind", "bits", "block", "keep", "scale_bits", "stochastic")),
+        *((name, ctypes.c_int32) for name in ("kind", "block", "keep", "scale_bits", "stochastic")),
         *((name, ctypes.c_uint64) for name in ("seed", "step")),
     )
 
@@ -38,7 +37,8 @@ class _Vector(ctypes.Structure):
 
 
 @functools.cache
-def _library() -> ctypes.CDLL:
+def load() -> ctypes.CDLL:
+    """The library, whether or not its operations are in use."""
     library = ctypes.CDLL(str(pathlib.Path(tfpar_ops.__file__).with_name(FILE)))
     codec, vector, pointer, number = ctypes.POINTER(_Codec), ctypes.POINTER(_Vector), ctypes.c_void_p, ctypes.c_int64
     library.tfpar_payload_bytes.argtypes = [codec, number]
@@ -58,7 +58,7 @@ def get() -> ctypes.CDLL:
     """The library; skips the test where it was not built."""
     if not tfpar_ops.uses_library():
         pytest.skip(f"the native library is not in use here: {tfpar_ops.library_status()}")
-    return _library()
+    return load()
 
 
 def encode(
@@ -95,7 +95,7 @@ def decode_sum(payloads: Sequence[bytes], codec: Codec, elements: int) -> np.nda
 def _options(codec: Codec, seed: int, step: int) -> _Codec:
     scale_bits = {"bf16": 16, "float32": 32}[codec.scale] if codec.has_scale else 0
     stochastic = codec.rounding == "stochastic"
-    return _Codec(_KINDS[codec.kind], codec.bits, codec.block, codec.keep, scale_bits, stochastic, seed, step)
+    return _Codec(codec.format.number, codec.block, codec.keep, scale_bits, stochastic, seed, step)
 
 
 def _vector(arrays: Sequence[np.ndarray]) -> _Vector:

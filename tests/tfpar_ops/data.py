@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from tfpar_ops.codecs import Codec
+from tfpar_ops.formats import FORMATS
 
 import numpy as np
 from hypothesis import strategies as st
@@ -14,13 +15,13 @@ CODECS = [
     Codec("fp16"),
     Codec("fp8", block=64),
     Codec("fp8"),
-    Codec("quantize", bits=8),
-    Codec("quantize", bits=8, block=64, scale="float32", rounding="stochastic"),
-    Codec("quantize", bits=4),
-    Codec("quantize", bits=4, block=128, scale="float32"),
-    Codec("quantize", bits=4, block=64, rounding="stochastic"),
-    Codec("quantize", bits=2, block=64),
-    Codec("quantize", bits=2, block=256, scale="float32", rounding="stochastic"),
+    Codec("int8"),
+    Codec("int8", block=64, scale="float32", rounding="stochastic"),
+    Codec("int4"),
+    Codec("int4", block=128, scale="float32"),
+    Codec("int4", block=64, rounding="stochastic"),
+    Codec("int2", block=64),
+    Codec("int2", block=256, scale="float32", rounding="stochastic"),
     Codec("sign", block=64),
     Codec("sign", scale="float32"),
     Codec("topk", block=64, keep=1),
@@ -28,8 +29,11 @@ CODECS = [
     Codec("topk", block=64, keep=64),
     Codec("topk", keep=41),
 ]
-# One of each kind and width, for what takes long.
-KINDS = list({(codec.kind, codec.bits): codec for codec in reversed(CODECS)}.values())[::-1]
+# Those of formats that this list does not name.
+_NAMED = {codec.kind for codec in CODECS}
+CODECS += [Codec(kind, keep=5 * entry.keeps) for kind, entry in FORMATS.items() if kind not in _NAMED]
+# One of each kind, for what takes long.
+KINDS = list({codec.kind: codec for codec in reversed(CODECS)}.values())[::-1]
 STOCHASTIC = [codec for codec in CODECS if codec.rounding == "stochastic"]
 
 SPECIAL = np.array(
@@ -46,7 +50,7 @@ FLAVOURS = ("normal", "grid", "ties", "wide", "tiny", "huge", "special", "zeros"
 
 def identifier(codec: Codec) -> str:
     """Short name of a codec for the test report."""
-    parts = [codec.kind + (str(codec.bits) if codec.bits else ""), str(codec.block)]
+    parts = [codec.kind, str(codec.block)]
     parts += [f"keep{codec.keep}"] * bool(codec.keep) + [codec.scale] * codec.has_scale
     return "-".join(parts + ["stochastic"] * (codec.rounding == "stochastic"))
 

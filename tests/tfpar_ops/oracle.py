@@ -13,7 +13,9 @@ from tfpar_ops.codecs import Codec
 
 import numpy as np
 
-KIND = {"bf16": 1, "fp16": 2, "fp8": 3, "sign": 7, "topk": 8}
+KIND = {"bf16": 1, "fp16": 2, "fp8": 3, "int8": 4, "int4": 5, "int2": 6, "sign": 7, "topk": 8}
+CODE_BITS = {"bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "int4": 4, "int2": 2, "sign": 1, "topk": 32}
+INTEGERS = ("int8", "int4", "int2")
 TINY = np.float32(2.0**-126)
 NAN = np.float32("nan")
 
@@ -165,9 +167,9 @@ def encode_block(codec: Codec, v: np.ndarray, existing: int, number: int, seed: 
         return fp16_codes(v).astype("<u2").tobytes(), b""
     if codec.kind == "fp8":
         return encode_fp8(v)
-    if codec.kind == "quantize":
+    if codec.kind in INTEGERS:
         u = offsets(codec.block, number, seed, step) if codec.rounding == "stochastic" else None
-        return encode_quantize(codec, v, u)
+        return encode_integers(codec, v, u)
     if codec.kind == "sign":
         return encode_sign(codec, v, existing)
     return encode_topk(codec, v), b""
@@ -184,17 +186,18 @@ def encode_fp8(v: np.ndarray) -> tuple[bytes, bytes]:
     return e4m3_codes(np.ldexp(v.astype(np.float64), -e)).tobytes(), bytes([e + 127])
 
 
-def encode_quantize(codec: Codec, v: np.ndarray, u: np.ndarray | None) -> tuple[bytes, bytes]:
-    levels = {8: 127, 4: 7, 2: 1}[codec.bits]
-    zero = {8: 0, 4: 8, 2: 2}[codec.bits]
+def encode_integers(codec: Codec, v: np.ndarray, u: np.ndarray | None) -> tuple[bytes, bytes]:
+    bits = CODE_BITS[codec.kind]
+    levels = {8: 127, 4: 7, 2: 1}[bits]
+    zero = {8: 0, 4: 8, 2: 2}[bits]
     a = np.max(np.abs(v))
     if not np.isfinite(a):
-        return planes(np.full(len(v), zero), codec.bits), nan_scale(codec)
+        return planes(np.full(len(v), zero), bits), nan_scale(codec)
     stored = scale_bytes(codec, multiply(a, np.float32(1) / np.float32(levels)))
     scale = scale_value(codec, stored)
     ratio = multiply(v, np.float32(1) / scale) if scale else np.zeros_like(v)
     q = np.rint(ratio) if u is None else np.floor((np.rint(multiply(ratio, 65536.0)).astype(np.float64) + u) / 65536)
-    return planes(np.clip(q.astype(np.int64), -levels, levels) + zero, codec.bits), stored
+    return planes(np.clip(q.astype(np.int64), -levels, levels) + zero, bits), stored
 
 
 def encode_sign(codec: Codec, v: np.ndarray, existing: int) -> tuple[bytes, bytes]:
@@ -228,18 +231,18 @@ def decode_block(codec: Codec, codes: bytes, scale: bytes) -> np.ndarray:
         power = 0.0 if scale == b"\0" else 2.0 ** (scale[0] - 127)
         with np.errstate(over="ignore"):
             return flush((E4M3[np.frombuffer(codes, np.uint8)] * power).astype(np.float32))
-    if codec.kind == "quantize":
-        return multiply(quantized(codec, codes).astype(np.float32), scale_value(codec, scale))
+    if codec.kind in INTEGERS:
+        return multiply(integers(codec, codes).astype(np.float32), scale_value(codec, scale))
     if codec.kind == "sign":
         value = scale_value(codec, scale)
         return np.where(unplanes(codes, 1) == 1, -value, value) if value != 0 else np.zeros(codec.block, np.float32)
     return decode_topk(codec, codes)
 
 
-def quantized(codec: Codec, codes: bytes) -> np.ndarray:
-    if codec.bits == 8:
+def integers(codec: Codec, codes: bytes) -> np.ndarray:
+    if codec.kind == "int8":
         return np.frombuffer(codes, np.int8).astype(np.int64)
-    return unplanes(codes, codec.bits) - {4: 8, 2: 2}[codec.bits]
+    return unplanes(codes, CODE_BITS[codec.kind]) - {"int4": 8, "int2": 2}[codec.kind]
 
 
 def decode_topk(codec: Codec, codes: bytes) -> np.ndarray:
@@ -262,18 +265,16 @@ def decode_topk(codec: Codec, codes: bytes) -> np.ndarray:
 
 
 def header(codec: Codec, n: int) -> bytes:
-    kind = {8: 4, 4: 5, 2: 6}[codec.bits] if codec.kind == "quantize" else KIND[codec.kind]
-    kind += 128 if codec.scale == "float32" else 0
+    kind = KIND[codec.kind] + (128 if codec.scale == "float32" else 0)
     return b"TFP\x01" + struct.pack("<BBHQ", kind, int(np.log2(codec.block)), codec.keep, n)
 
 
 def code_size(codec: Codec) -> int:
-    bits = {"bf16": 16, "fp16": 16, "fp8": 8, "quantize": codec.bits, "sign": 1}
-    return 4 * codec.keep if codec.kind == "topk" else codec.block * bits[codec.kind] // 8
+    return (codec.keep if codec.kind == "topk" else codec.block) * CODE_BITS[codec.kind] // 8
 
 
 def scale_size(codec: Codec) -> int:
-    if codec.kind in ("quantize", "sign"):
+    if codec.kind in (*INTEGERS, "sign"):
         return 2 if codec.scale == "bf16" else 4
     return int(codec.kind == "fp8")
 

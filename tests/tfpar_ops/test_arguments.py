@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-INT4 = Codec("quantize", bits=4, block=64)
-STOCHASTIC = Codec("quantize", bits=4, block=64, rounding="stochastic")
+INT4 = Codec("int4", block=64)
+STOCHASTIC = Codec("int4", block=64, rounding="stochastic")
 TOPK = Codec("topk", block=64, keep=3)
 BAD = tf.errors.InvalidArgumentError
 WORDS = INT4.payload_bytes(100) // 4

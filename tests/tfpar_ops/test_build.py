@@ -9,10 +9,10 @@ import json
 import os
 import pathlib
 import re
+import shlex
 import shutil
 import subprocess
 import sys
-import time
 import zipfile
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
@@ -23,7 +23,7 @@ from tfpar_ops import codecs, library
 
 import pytest
 import tensorflow as tf
-from setuptools.errors import CompileError, PlatformError
+from setuptools.errors import PlatformError
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "tfpar_ops"
@@ -88,7 +88,7 @@ def test_public_names_exist():
 
 _ROUND_TRIP = """
 import tensorflow as tf, tfpar_ops
-codec = tfpar_ops.Codec("quantize", bits=4)
+codec = tfpar_ops.Codec("int4")
 x, variable = tf.sin(tf.range(1000.0)), tf.Variable(tf.zeros([1000]))
 for number in range(2):
     made = tfpar_ops.encode_into(variable, [x], codec)
@@ -289,13 +289,44 @@ def test_the_build_asks_for_the_tensorflow_that_is_installed(build):
     assert bounds in build.INSTALL
 
 
-def test_every_source_is_compiled(build):
-    """What lies in the folders and what setup.py names are the same."""
-    named = {*build.OPS, *build.GPU_OPS, *(f"core/{name}" for name in build.CORE)}
-    named |= {f"core/cuda/{name}" for name in build.CUDA}
+def cmake(*arguments: str | pathlib.Path, **environ: str) -> subprocess.CompletedProcess[str]:
+    beside = pathlib.Path(sys.executable).parent
+    return subprocess.run(
+        [shutil.which("cmake", path=f"{beside}{os.pathsep}{os.environ['PATH']}"), *map(str, arguments)],
+        env={**os.environ, **environ},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory) -> dict[str, list[str]]:
+    """What CMake compiles without nvcc, and with which flags: the library's sources, relative to tfpar_ops."""
+    commands: dict[str, list[str]] = {}
+    tensorflow = {"VERSION": "2.21.0", "INCLUDE": "/headers", "LINK_FLAGS": "-ltensorflow"}
+    for options in (
+        ["-DTFPAR_CXX11_ABI=1", *(f"-DTFPAR_TENSORFLOW_{name}={value}" for name, value in tensorflow.items())],
+        ["-DTFPAR_TESTS=ON"],
+    ):
+        folder = tmp_path_factory.mktemp("cmake")
+        result = cmake("-S", ROOT, "-B", folder, "-DTFPAR_CUDA=0", *options)
+        assert result.returncode == 0, result.stdout + result.stderr
+        for entry in json.loads((folder / "compile_commands.json").read_text()):
+            name = os.path.relpath(entry["file"], PACKAGE)
+            flags = [flag for flag in shlex.split(entry["command"]) if flag.startswith(("-O", "-f", "-m", "-x"))]
+            assert commands.setdefault(name, flags) == flags, name  # the tests compile the codecs as the library does
+    return commands
+
+
+def test_every_source_is_compiled(compiled):
+    """What lies in the folders and what CMakeLists.txt names are the same, but for the operations on GPUs."""
     folders = [PACKAGE / name for name in ("ops", "kernels", "core", "core/cuda")]
-    found = {str(path.relative_to(PACKAGE)) for folder in folders for path in folder.glob("*.c[cu]")}
-    assert named == found
+    files = {str(path.relative_to(PACKAGE)) for folder in folders for path in folder.glob("*.c[cu]")}
+    named = {name for name in compiled if not name.startswith("..")}
+    assert named == files - {"kernels/gpu_kernels.cc"}
+    assert "kernels/gpu_kernels.cc" in (PACKAGE / "CMakeLists.txt").read_text()
 
 
 class Bazel(dict):
@@ -325,122 +356,93 @@ class Bazel(dict):
         return {file.removeprefix("tfpar_ops/") for file in files}
 
 
-def test_bazel_builds_the_same(build):
+def test_bazel_builds_the_same(compiled):
     """Sources, and the flags that bits depend on; but for the GPU's, which it compiles for the processor alone."""
     bazel = Bazel()
     core = ["core", *(name for name in bazel.targets if re.fullmatch("codec_(baseline|v.)", name))]
-    assert bazel.sources(*core) == {f"core/{name}" for name in build.CORE}
-    assert bazel.sources("tfpar_ops/libtfpar_ops.so") == set(build.OPS)
-    assert bazel.copts("core") == ["-O3", *build.CORE_FLAGS]
-    for name, (_, flags) in build.CPU_TARGETS.items():
-        assert bazel.copts(name.removesuffix(".cc")) == ["-O3", *build.CORE_FLAGS, *flags]
+    assert bazel.sources(*core) == {name for name in compiled if re.fullmatch(r"core/\w+\.cc", name)}
+    assert bazel.sources("tfpar_ops/libtfpar_ops.so") == {"ops/codec_ops.cc", "kernels/cpu_kernels.cc"}
+    for target in core:
+        for source in bazel.sources(target):
+            flags = [flag for flag in compiled[source] if flag != "-fPIC"]
+            assert [flag for flag in bazel.copts(target) if flag.startswith(("-O", "-f", "-m"))] == flags, source
     emulated = {file for file in bazel.targets["cuda_emulation_test"]["srcs"] if file.startswith("emulated_")}
-    assert emulated == {f"emulated_{name.removesuffix('.cu')}.cc" for name in build.CUDA}
+    cuda = [pathlib.Path(name).stem for name in compiled if name.startswith("core/cuda/")]
+    assert emulated == {f"emulated_{name}.cc" for name in cuda}
     generated = {file for target in bazel.targets.values() for file in target.get("outs", [])}
     assert emulated == {file for file in generated if file.startswith("emulated_")}
 
 
-def test_the_tests_of_the_core_build_the_same(build):
-    """Sources and flags of tests/native, as make sees them."""
-
-    def values(makefile: str, *names: str) -> list[list[str]]:
-        text = "print:;@true " + " ".join(f"$(info $({name}))" for name in names)
-        command = ["make", "--no-print-directory", "-f", makefile, f"--eval={text}", "NVCC=no-such-compiler", "print"]
-        result = subprocess.run(command, cwd=ROOT / "tests" / "native", capture_output=True, text=True, check=True)
-        return [line.split() for line in result.stdout.splitlines()]
-
-    sources, flags, v3, v4 = values("flags.mk", "CODECS", "CORE_FLAGS", "V3", "V4")
-    assert {f"{name}.cc" for name in sources} == set(build.CORE)
-    assert flags == ["-std=c++17", "-O3", *build.CORE_FLAGS]
-    assert v3 == list(build.V3_FLAGS)
-    assert v4 == list(build.V4_FLAGS)
-    kernels, cuda_flags = values("cuda/Makefile", "KERNELS", "NVCCFLAGS")
-    assert {f"{name}.cu" for name in kernels} == set(build.CUDA)
-    bits_depend_on = [flag for flag in build.CUDA_FLAGS if not flag.startswith("-fPIC")]
-    assert cuda_flags[: len(bits_depend_on) - 1] == bits_depend_on[:-1]
-
-
-def test_only_what_changed_is_compiled_again(build, monkeypatch, tmp_path, capfd):
-    monkeypatch.setattr(build, "ROOT", tmp_path)
-    monkeypatch.setattr(build, "OBJECTS", tmp_path / "build dir")
-    source, header = tmp_path / "tfpar_ops" / "core" / "a.cc", tmp_path / "tfpar_ops" / "core" / "a b.h"
-    for folder in (source.parent, build.OBJECTS):
-        folder.mkdir(parents=True)
-    source.write_text('#include "a b.h"\nint main() { return kValue; }\n')
-    header.write_text("constexpr int kValue = 1;\n")
-    step = build.Step("core/a.cc", ("g++", "-O0"), "g++ -O0")
-    assert not step.is_done()
-    step.run()
-    assert capfd.readouterr().out == "tfpar_ops: compiling core/a.cc\n"
-    assert step.is_done()
-    assert not build.Step("core/a.cc", ("g++", "-O2"), "g++ -O2").is_done()
-
-    later = time.time() + 60
-    os.utime(header, (later, later))
-    assert not step.is_done()
-    os.utime(header, (0, 0))
-    assert step.is_done()
-    header.unlink()
-    assert not step.is_done()
-    with pytest.raises(CompileError, match=r"a b\.h: No such file"):
-        step.run()
-    header.write_text("constexpr int kValue = 2;\n")
-    assert not step.is_done()  # the failure has left nothing that counts
+def test_nothing_is_fused(compiled):
+    """Neither in the codecs nor in their oracle: their bits would depend on the instruction set."""
+    for name, flags in compiled.items():
+        if name.startswith("core/") or "oracle" in name:
+            assert "-ffp-contract=off" in flags, name
+    text = (PACKAGE / "CMakeLists.txt").read_text()
+    assert "-ftz=true -fmad=false -prec-div=true -prec-sqrt=true" in text
 
 
 def test_without_a_compiler_the_message_says_what_to_install(build, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(
-        PlatformError, match=r"no compiler 'no-such-compiler'.*apt-get install g\+\+.*TFPAR_OPS_BUILD=0"
-    ):
-        build.Compiler.find()
+    with pytest.raises(PlatformError, match=r"no 'no-such-compiler' here.*apt-get install.*TFPAR_OPS_BUILD=0"):
+        build.tool(os.environ["CXX"])
+    with pytest.raises(PlatformError, match=r"no 'no-such-tool' here.*pip install cmake"):
+        build.tool("no-such-tool", "cmake")
 
 
-def test_gpu_kernels_are_left_out_with_a_line_that_says_why(build, monkeypatch, tmp_path, capsys):
-    monkeypatch.setenv("TFPAR_CUDA", "0")
-    assert build.Nvcc.find() is None
-    assert capsys.readouterr().out == "tfpar_ops: no GPU kernels: TFPAR_CUDA=0\n"
-
-    monkeypatch.setattr(build.shutil, "which", lambda name: None)
-    monkeypatch.delenv("TFPAR_CUDA")
-    assert build.Nvcc.find() is None
-    assert "no GPU kernels: nvcc was not found" in capsys.readouterr().out
-    monkeypatch.setenv("TFPAR_CUDA", "1")
-    with pytest.raises(PlatformError, match="TFPAR_CUDA=1, but nvcc was not found"):
-        build.Nvcc.find()
+def test_a_library_without_tensorflow_is_refused(tmp_path):
+    result = cmake("-S", ROOT, "-B", tmp_path, "-DTFPAR_CUDA=0")
+    assert result.returncode != 0
+    assert "TFPAR_TENSORFLOW_VERSION is not set" in result.stderr
 
 
-def test_an_nvcc_that_knows_only_some_gpus(build, monkeypatch, tmp_path, capsys):
-    """The last one it knows is also there as PTX, for those to come."""
+@pytest.fixture
+def nvcc(tmp_path) -> pathlib.Path:
+    """The program that a CUDA toolkit of 2020 has, as far as the build asks it."""
     (tmp_path / "libcudart_static.a").touch()
-    nvcc = tmp_path / "bin" / "nvcc"
-    nvcc.parent.mkdir()
-    nvcc.write_text(
+    program = tmp_path / "bin" / "nvcc"
+    program.parent.mkdir()
+    program.write_text(
         '#!/bin/sh\ncase "$1" in\n--version) echo "release 11.2, V11.2.1";;\n'
         '--list-gpu-arch) printf "compute_75\\ncompute_80\\ncompute_86\\n";;\n'
         f'--dryrun) echo \'#$ LIBRARIES=  "-L{tmp_path}/stubs" "-L{tmp_path}"\' >&2;;\nesac\n'
     )
-    nvcc.chmod(0o755)
-    for name in ("TFPAR_CUDA", "TFPAR_CUDA_ARCHITECTURES", "NVCC"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    found = build.Nvcc.find()
-    assert found.path == str(nvcc)
-    assert found.version == "11.2"
-    assert found.flags()[-6:] == [
-        *("-gencode", "arch=compute_75,code=sm_75"),
-        *("-gencode", "arch=compute_80,code=sm_80"),
-        *("-gencode", "arch=compute_86,code=[sm_86,compute_86]"),
-    ]
-    assert f"-L{tmp_path}" in found.link_flags
-    assert "GPU kernels: CUDA 11.2, compute capability 7.5, 8.0, 8.6 and later" in capsys.readouterr().out
+    program.chmod(0o755)
+    return program
+
+
+def find_nvcc(tmp_path: pathlib.Path, *options: str, **environ: str) -> tuple[str, str]:
+    """What cmake/nvcc.cmake finds: the architectures, and everything that it prints."""
+    script = tmp_path / "find.cmake"
+    script.write_text(f'include({ROOT}/cmake/nvcc.cmake)\nmessage(STATUS "for=${{CMAKE_CUDA_ARCHITECTURES}}")\n')
+    lacking = {"CUDA_HOME": "", "CUDA_PATH": "", "NVCC": ""}
+    result = cmake(*options, "-P", script, **{**lacking, **environ})
+    printed = " ".join((result.stdout + result.stderr).split())
+    return "".join(re.findall("for=(.*)", printed)), printed
+
+
+def test_gpu_kernels_are_left_out_with_a_line_that_says_why(tmp_path, nvcc):
+    found, printed = find_nvcc(tmp_path, "-DTFPAR_CUDA=0", CUDA_HOME=str(tmp_path))
+    assert (found, "tfpar_ops: no GPU kernels: TFPAR_CUDA=0" in printed) == ("", True)
+    nvcc.unlink()
+    nowhere = ["-DCMAKE_FIND_USE_CMAKE_SYSTEM_PATH=OFF", "-DCMAKE_FIND_USE_SYSTEM_ENVIRONMENT_PATH=OFF"]
+    if not pathlib.Path("/usr/local/cuda/bin/nvcc").exists():
+        found, printed = find_nvcc(tmp_path, *nowhere)
+        assert (found, "no GPU kernels: nvcc was not found" in printed) == ("", True)
+        _, printed = find_nvcc(tmp_path, *nowhere, "-DTFPAR_CUDA=1")
+        assert "TFPAR_CUDA=1, but nvcc was not found" in printed
+
+
+def test_an_nvcc_that_knows_only_some_gpus(tmp_path, nvcc):
+    """The last one it knows is also there as PTX, for those to come."""
+    found, printed = find_nvcc(tmp_path, CUDA_HOME=str(tmp_path))
+    assert found == "75-real;80-real;86"
+    assert "GPU kernels: CUDA 11.2, compute capability 7.5, 8.0, 8.6 and later" in printed
     for asked in ("8.0", "80", "8.0, 9.0"):
-        monkeypatch.setenv("TFPAR_CUDA_ARCHITECTURES", asked)
-        assert build.Nvcc.find().flags()[-2:] == ["-gencode", "arch=compute_80,code=[sm_80,compute_80]"]
-    monkeypatch.setenv("TFPAR_CUDA_ARCHITECTURES", "8.0;5.2")
-    with pytest.raises(PlatformError, match=r"names 52; known are 7\.5, 8\.0, 8\.6, 8\.9, 9\.0 .*leave it out"):
-        build.Nvcc.find()
-    monkeypatch.delenv("TFPAR_CUDA_ARCHITECTURES")
+        assert find_nvcc(tmp_path, f"-DTFPAR_CUDA_ARCHITECTURES={asked}", CUDA_HOME=str(tmp_path))[0] == "80"
+    found, printed = find_nvcc(tmp_path, "-DTFPAR_CUDA_ARCHITECTURES=8.0 5.2", CUDA_HOME=str(tmp_path))
+    assert re.search(r"names 5\.?2; known are 7\.5, 8\.0, 8\.6, 8\.9, 9\.0 .*leave the variable out", printed)
     (tmp_path / "libcudart_static.a").unlink()
-    assert build.Nvcc.find() is None
-    assert "comes without libcudart_static.a" in capsys.readouterr().out
+    found, printed = find_nvcc(tmp_path, CUDA_HOME=str(tmp_path))
+    assert found == ""
+    assert "comes without libcudart_static.a" in printed

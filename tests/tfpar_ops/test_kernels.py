@@ -18,15 +18,15 @@ import pytest
 import tensorflow as tf
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-INT4 = Codec("quantize", bits=4)
+INT4 = Codec("int4")
 TOPK = Codec("topk", block=64, keep=5)
 CODECS = [
     Codec("bf16"),
     Codec("fp16"),
     Codec("fp8"),
-    Codec("quantize", bits=8, scale="float32"),
-    Codec("quantize", bits=4, rounding="stochastic"),
-    Codec("quantize", bits=2, block=64),
+    Codec("int8", scale="float32"),
+    Codec("int4", rounding="stochastic"),
+    Codec("int2", block=64),
     Codec("sign"),
     Codec("topk", keep=41),
 ]
@@ -69,9 +69,7 @@ def address(variable: tf.Variable) -> int:
 
 def raw(name: str, codec: Codec = INT4, **arguments):
     """An operation without its Python wrapper, whose checks come first otherwise."""
-    return getattr(library().operations, name)(
-        kind=codec.kind, bits=codec.bits, block=codec.block, keep=codec.keep, **arguments
-    )
+    return getattr(library().operations, name)(kind=codec.kind, block=codec.block, keep=codec.keep, **arguments)
 
 
 # Results
@@ -431,11 +429,9 @@ def test_shapes_that_do_not_fit_are_found_while_the_graph_is_built(name, argumen
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kind": "int4"}, "not in the list of allowed values"),
-        ({"kind": "quantize", "bits": 3}, "bits=3; allowed are 8, 4, 2"),
-        ({"kind": "quantize", "bits": 4, "block": 100}, "block=100; allowed"),
+        ({"kind": "quantize"}, "not in the list of allowed values"),
+        ({"kind": "int4", "block": 100}, "block=100; allowed"),
         ({"kind": "sign", "block": 2**40}, "block=.* allowed"),
-        ({"kind": "sign", "bits": 1}, "bits=1"),
         ({"kind": "bf16", "block": 512}, "block=512"),
         ({"kind": "bf16", "block": 1024, "scale": "float32"}, "scale"),
         ({"kind": "fp8", "rounding": "stochastic"}, "rounding|stochastic"),
@@ -529,9 +525,9 @@ def test_more_valid_elements_than_elements():
 
 
 def test_as_many_shapes_as_outputs_also_where_no_shape_function_is_asked():
-    codec = Codec("quantize", bits=4)
+    codec = Codec("int4")
     payload = tfpar_ops.encode([tf.zeros([1000])], None, codec).payload
-    attributes = {"kind": "quantize", "bits": 4, "block": codec.block, "keep": 0, "scale": "bf16"}
+    attributes = {"kind": "int4", "block": codec.block, "keep": 0, "scale": "bf16"}
     for outputs, shapes in ((40, [[1000]]), (1, [[500], [500]])):
         with pytest.raises((tf.errors.InvalidArgumentError, ValueError), match="shapes"):
             library().operations.tfpar_decode(

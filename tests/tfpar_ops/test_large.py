@@ -45,7 +45,7 @@ def test_norms_do_not_lose_count(ops: implementations.Implementation):
 def test_random_numbers_past_2_to_the_24():
     """The last block of a long vector, rounded with the numbers of its place."""
     ops = implementations.get("native")
-    codec = Codec("quantize", bits=4, rounding="stochastic")
+    codec = Codec("int4", rounding="stochastic")
     x = np.resize(data.values(codec.block, "normal", 3), ELEMENTS)
     made = ops.encode([x], None, codec, seed=2**40 + 1, step=2**33)
     begin = ELEMENTS // codec.block * codec.block

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 Implementation = implementations.Implementation
 
 HEADER = r"(?s)payload header: .*expected "
-INT4 = Codec("quantize", bits=4, block=64)
+INT4 = Codec("int4", block=64)
 FOREIGN = [
-    (Codec("quantize", bits=4, block=128), 100),
-    (Codec("quantize", bits=4, block=64, scale="float32"), 100),
-    (Codec("quantize", bits=2, block=128), 100),
+    (Codec("int4", block=128), 100),
+    (Codec("int4", block=64, scale="float32"), 100),
+    (Codec("int2", block=128), 100),
     (INT4, 99),
     (INT4, 128),
 ]

@@ -41,7 +41,7 @@ def error_bound(codec: Codec, v: np.ndarray) -> np.ndarray:
         bound = np.where(rows <= 65504, np.maximum(rows * 2.0**-11, 2.0**-25), np.inf)
     elif codec.kind == "fp8":
         bound = np.maximum(rows * 2.0**-4, largest / 224 * 2.0**-10)
-    elif codec.kind == "quantize":
+    elif codec.bits:
         steps = 1.0 if codec.rounding == "stochastic" else 0.5
         bound = np.broadcast_to(largest * steps * (1 + 2.0**-7) / (2 ** (codec.bits - 1) - 1), rows.shape)
     elif codec.kind == "topk":
@@ -50,7 +50,7 @@ def error_bound(codec: Codec, v: np.ndarray) -> np.ndarray:
     else:
         bound = np.full(rows.shape, np.inf)
     # A scale of up to 2^-126 is 0, and with it the largest value of up to 127 times that.
-    return bound.ravel()[: len(v)] + (TINY if codec.kind != "quantize" else TINY * 2**codec.bits)
+    return bound.ravel()[: len(v)] + TINY * 2**codec.bits
 
 
 @every_codec

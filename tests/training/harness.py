@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from tfpar.exchange import Exchange
 from tfpar.precision import LossScale
-from tfpar.training.core import Core, build_metrics, per_example_loss
+from tfpar.training.core import Core
+from tfpar.training.metrics import build_metrics
+from tfpar.training.objective import SupervisedObjective, per_example_loss
 from tfpar.training.step import TrainStep
 
 import keras
@@ -56,7 +58,8 @@ class Steps:
             self.model = model()
             self.optimizer = optimizer() if optimizer else keras.optimizers.SGD(0.1)
             self.optimizer.build(self.model.trainable_variables)
-            self.core = Core(self.model, per_example_loss(loss), build_metrics(metrics))
+            objective = SupervisedObjective(self.model, per_example_loss(loss), build_metrics(metrics))
+            self.core = Core(self.model, objective)
         exchange = Exchange("none")
         exchange.build(self.model.trainable_variables)
         self.step = TrainStep(
@@ -94,7 +97,6 @@ class Steps:
             tf.constant(len(updates)),
             self.loss_scale,
             tf.constant(1.0),
-            tf.constant(True),
         )
         self.done += len(updates)
         self.loss_scale = result.loss_scale

@@ -47,7 +47,7 @@ def examples() -> inputs.Source:
 
 def train(strategy: str, devices: int, accumulate_steps: int, runtime=None, **options) -> tuple[tfpar.Trainer, dict]:
     chosen = config(strategy, devices, accumulate_steps, **options)
-    runtime = runtime or tfpar.start(chosen)
+    runtime = runtime or tfpar.initialize(chosen)
     keras.utils.set_random_seed(3)
     source = examples()
     trainer = tfpar.Trainer(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from tfpar.training import sidecar as module
-from tfpar.training.core import LocalSums, build_metrics
+from tfpar.training.core import LocalSums
+from tfpar.training.metrics import build_metrics
 from tfpar.training.sidecar import Sidecar
 
 import keras

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from tests.training.harness import Steps, linear_model
 from tfpar.precision import LossScale
 from tfpar.training import norms
@@ -36,7 +38,7 @@ def test_several_updates_a_call_equal_single_ones(replicas, jit):
     assert together.optimizer.iterations.numpy() == 6
 
     in_turn = Steps(replicas, optimizer=lambda: keras.optimizers.Adam(0.1), jit_compile=jit)
-    in_turn.step._fetches_ahead = False  # as where there are several GPUs
+    in_turn.step.plan = dataclasses.replace(in_turn.step.plan, prefetches_in_loop=False)  # as with several GPUs
     np.testing.assert_array_equal(in_turn.run(updates).loss.numpy(), losses)
     np.testing.assert_array_equal(in_turn.weights()[0][0], together.weights()[0][0])
 

@@ -128,7 +128,7 @@ def test_a_model_built_outside_the_strategy_is_rebuilt_under_it_with_its_weights
 
 
 def test_a_model_built_under_the_strategy_is_taken_as_it_is():
-    runtime = tfpar.start(ExperimentConfig.from_flat_dict({"strategy": "mirrored", "devices": 2}))
+    runtime = tfpar.initialize(ExperimentConfig.from_flat_dict({"strategy": "mirrored", "devices": 2}))
     with runtime.strategy.scope():
         inside = model()
     assert trainer_of(inside, runtime=runtime, strategy="mirrored", devices=2).model is inside

@@ -1,15 +1,21 @@
-"""What cannot work is refused before a strategy starts: in plain words, running no operation, writing nothing."""
+"""What cannot work is refused before the first step: in plain words, running no operation, writing nothing."""
 
 from __future__ import annotations
 
+import inspect
+import json
 import sys
+import threading
 
+import tfpar
 from tests import nursery
 from tests.integration.test_multi_worker import ROOT, launch
 from tests.training.test_trainer import model, source, trainer_of
 from tfpar import inputs
-from tfpar.config import ConfigError, ExperimentConfig
-from tfpar.training import start, validate
+from tfpar.checkpoint.checkpointer import Checkpoint, Checkpointer
+from tfpar.config import RESUME_MAY_CHANGE, ConfigError, ExperimentConfig
+from tfpar.parallel.topology import Topology
+from tfpar.training import validate
 
 import numpy as np
 import pytest
@@ -21,8 +27,8 @@ TEXT = {"dataset": "text:README.md", "model": "transformer_lm_tiny", "global_bat
 def check(options: dict) -> None:
     """What a script does before it starts the strategy."""
     config = ExperimentConfig.from_flat_dict(options)
-    plan = start.check(config)
-    validate.check_run(config, plan, *inputs.build_splits(config.input, config.train.seed))
+    tfpar.validate(config)
+    tfpar.validate(config, *inputs.build_splits(config.input, config.train.seed))
 
 
 WRONG = [
@@ -103,6 +109,149 @@ def test_augmentation_by_option_and_images_it_does_not_suit(tmp_path):
     with pytest.raises(ConfigError, match=r"--augment=flip changes images .* \(6,\)"):
         trainer_of(model, augment="flip", workdir=tmp_path / "run").fit(source(), steps=2)
     assert not (tmp_path / "run").exists()
+
+
+# The stages.
+
+
+def test_the_public_functions_are_the_five_stages_in_order():
+    stages = [
+        function
+        for name, function in vars(validate).items()
+        if inspect.isfunction(function) and function.__module__ == validate.__name__ and not name.startswith("_")
+    ]
+    names = ["config", "data", "model", "workdir", "workers_agree"]
+    assert [stage.__name__ for stage in stages] == [f"validate_{name}" for name in names]
+    for number, stage in enumerate(stages, 1):
+        assert stage.__doc__.startswith(f"Stage {number}: refuses ")
+
+
+@pytest.mark.parametrize(("old", "new"), [("check", "validate"), ("start", "initialize")])
+def test_the_old_verbs_are_deprecated(old, new):
+    with pytest.warns(DeprecationWarning, match=f"tfpar.{old} is deprecated; use tfpar.{new}"):
+        assert getattr(tfpar, old) is getattr(tfpar, new)
+
+
+ONE_DEVICE = Topology(name="one_device")
+
+
+def of_shape(shape, split="train", num_classes=3):
+    x, y = np.zeros([8, *shape], np.float32), np.arange(8, dtype=np.int32) % 3
+    return inputs.from_arrays(x, y, num_classes=num_classes, split=split)
+
+
+def test_validation_examples_of_another_shape_are_refused():
+    config = ExperimentConfig.from_flat_dict({"dataset": "custom", "global_batch_size": 4, "steps": 3})
+    validate.validate_data(config, ONE_DEVICE, of_shape([6]), of_shape([6], "validation"))
+    with pytest.raises(ConfigError, match=r"the validation inputs have shape \(5,\), the training inputs \(6,\)"):
+        validate.validate_data(config, ONE_DEVICE, of_shape([6]), of_shape([5], "validation"))
+
+
+def test_parameter_servers_refuse_what_needs_an_order_or_agreement():
+    topology = Topology(name="parameter_server", workers=2)
+    for options, message in (
+        ({"precision": "mixed_float16"}, "--precision=mixed_float16: loss scaling"),
+        ({"deterministic": True}, "--deterministic: asynchronous steps"),
+        ({"ema": 0.9}, "--ema and --schedule=plateau need steps in order"),
+    ):
+        config = ExperimentConfig.from_flat_dict({"global_batch_size": 4, "steps": 3, **options})
+        with pytest.raises(ConfigError, match=message):
+            validate.validate_data(config, topology, of_shape([6]), None)
+
+
+def test_more_classes_than_outputs_are_refused_where_labels_are_indices():
+    config = ExperimentConfig.from_flat_dict({"global_batch_size": 4, "steps": 3})
+    built = model()
+    outputs = built.outputs[0].shape[-1]
+    wide = of_shape([6], "validation", num_classes=outputs + 1)
+    arguments = (config, ONE_DEVICE, of_shape([6]), wide)
+    validate.validate_model(*arguments, model=built, integer_labels=False)
+    validate.validate_model(*arguments[:3], model=built, integer_labels=True)
+    with pytest.raises(
+        ConfigError, match=rf"the validation labels lie in \[0, {outputs + 1}\), but the model .* outputs"
+    ):
+        validate.validate_model(*arguments, model=built, integer_labels=True)
+
+
+def test_a_workdir_of_another_configuration_is_refused_with_the_difference(tmp_path):
+    config = {"workdir": str(tmp_path), "steps": 20}
+    flat = ExperimentConfig.from_flat_dict(config).as_flat_dict()
+    writer = Checkpointer(tmp_path)
+    writer.save(Checkpoint(step=1, arrays={"a": np.zeros(2, np.float32)}, exchange={}, run={}, config=flat))
+    writer.close()
+    for same in (config, {**config, "strategy": "mirrored"}, {"workdir": str(tmp_path), "epochs": 9.0}):
+        validate.validate_workdir(ExperimentConfig.from_flat_dict(same))
+    with pytest.raises(ConfigError, match=rf"--learning_rate: 0.001 -> 0.5\. .*--warm_start={tmp_path}"):
+        validate.validate_workdir(ExperimentConfig.from_flat_dict({**config, "learning_rate": 0.5}))
+
+
+OTHER = {
+    bool: lambda value: not value,
+    int: lambda value: value + 1,
+    float: lambda value: value + 0.5,
+    str: "x".__add__,
+}
+
+
+def test_every_option_that_says_what_is_trained_is_compared(tmp_path, monkeypatch):
+    config = ExperimentConfig.from_flat_dict({"workdir": str(tmp_path)})
+    current = json.loads(json.dumps(config.as_flat_dict()))
+    for name in sorted(current):
+        saved = {**current, name: OTHER[type(current[name])](current[name])}
+        monkeypatch.setattr(validate.checkpointer, "saved_config", lambda _, saved=saved: saved)
+        if name in RESUME_MAY_CHANGE:
+            validate.validate_workdir(config)
+            continue
+        with pytest.raises(ConfigError) as caught:
+            validate.validate_workdir(config)
+        assert f"--{name}: {saved[name]!r} -> {current[name]!r}" in str(caught.value)
+
+
+class Meeting:
+    """An `Agreement` between threads."""
+
+    def __init__(self, workers: int) -> None:
+        self.barrier = threading.Barrier(workers, timeout=60)
+        self.values: dict[threading.Thread, list[int]] = {}
+
+    def all_equal(self, values: list[int]) -> bool:
+        self.values[threading.current_thread()] = values
+        self.barrier.wait()
+        equal = all(other == values for other in self.values.values())
+        self.barrier.wait()
+        return equal
+
+
+def refusals(*workers: tuple[dict, dict]) -> list[str]:
+    """What `validate_workers_agree` says on workers with these (options, facts); empty where it passes."""
+    meeting, messages = Meeting(len(workers)), [""] * len(workers)
+
+    def work(rank: int, options: dict, facts: dict) -> None:
+        config = ExperimentConfig.from_flat_dict(options)
+        try:
+            validate.validate_workers_agree(meeting, config, facts, {"training data": f"data of worker {rank}"})
+        except ConfigError as error:
+            messages[rank] = str(error)
+
+    threads = [threading.Thread(target=work, args=(rank, *worker)) for rank, worker in enumerate(workers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return messages
+
+
+def test_workers_that_were_given_the_same_pass_whatever_belongs_to_a_host():
+    facts = {"training data": "abc"}
+    first = {"dataset": "images:/a", "workdir": "/a", "devices": 1}
+    second = {"dataset": "images:/b", "workdir": "/b", "devices": 2}
+    assert refusals((first, facts), (second, facts)) == ["", ""]
+
+
+def test_workers_that_were_given_different_flags_or_data_all_say_so():
+    first, second = refusals(({"seed": 1}, {"training data": "abc"}), ({"seed": 2}, {"training data": "abd"}))
+    assert "not given the same: --seed (here 1), training data (here data of worker 0). Each worker" in first
+    assert "not given the same: --seed (here 2), training data (here data of worker 1). Each worker" in second
 
 
 @pytest.mark.cluster

@@ -16,6 +16,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import errno
+import logging
 import os
 import pathlib
 import threading
@@ -26,12 +27,13 @@ from tfpar.checkpoint import format as files
 from tfpar.checkpoint import staging as staging
 from tfpar.checkpoint.format import FORMAT, Checkpoint, read
 from tfpar.checkpoint.staging import reason
-from tfpar.config import ConfigError
 from tfpar.config.errors import TrainingError
 
 import numpy as np
 
-__all__ = ["FORMAT", "MAY_DIFFER", "Checkpoint", "CheckpointError", "Checkpointer", "check_same_run", "find", "read"]
+__all__ = ["FORMAT", "Checkpoint", "CheckpointError", "Checkpointer", "find", "read"]
+
+_log = logging.getLogger(__name__)
 
 _BEST = "best.json"
 # A file that is not there, or that the disk cannot give back. With other errors it may be whole, and read later.
@@ -45,15 +47,14 @@ class CheckpointError(TrainingError):
 class Checkpointer:
     """Writes checkpoints in the background and finds the one to resume from.
 
-    A checkpoint that cannot be written, for whatever reason, is reported through `warn`, kept in `failures`, and leaves
-    older checkpoints untouched.
+    A checkpoint that cannot be written, for whatever reason, is noted in `failures` and leaves older checkpoints
+    untouched; worker 0 logs a warning.
 
     Args:
       workdir: Directory of the run. Worker 0 removes from it what interrupted writes left behind.
       keep: Newest checkpoints that stay; the best one stays besides.
       worker: Rank of this worker. Worker 0 writes the variables, the same everywhere; every worker its exchange state.
       workers: Number of workers; all see the same `workdir`.
-      warn: Called with one line when something went wrong that does not end the run.
       on_error: `warn`, or `fail`: then the call after a failed write raises `CheckpointError`.
 
     Attributes:
@@ -68,14 +69,12 @@ class Checkpointer:
         keep: int = 3,
         worker: int = 0,
         workers: int = 1,
-        warn: Callable[[str], None] = print,
         on_error: str = "warn",
     ) -> None:
         self.directory = pathlib.Path(workdir) / "checkpoints"
         self.worker = worker
         self.failures: list[str] = []
         self.damaged: dict[int, str] = {}
-        self.warn = warn
         self._keep = keep
         self._workers = workers
         self._on_error = on_error
@@ -132,6 +131,11 @@ class Checkpointer:
         self._abandoned.set()
         self._executor.shutdown()
 
+    def warn(self, text: str) -> None:
+        """Logs a warning in worker 0, and nothing in the others, which would say the same."""
+        if self.worker == 0:
+            _log.warning("%s", text)
+
     def steps(self) -> list[int]:
         """Steps of the checkpoints that there are, oldest first."""
         return files.steps_in(self.directory)
@@ -143,7 +147,7 @@ class Checkpointer:
     def latest(self, *, below: int | None = None) -> Checkpoint | None:
         """The newest checkpoint that passes its checksums, or None where there is none.
 
-        One that is damaged is reported through `warn` and the one before it is taken.
+        Worker 0 warns of one that is damaged; the one before it is taken.
 
         Args:
           below: Looks only at checkpoints of steps below this one.
@@ -215,7 +219,7 @@ class Checkpointer:
             ) from error
         newest = max(self.steps(), default=None)
         state = "there is none yet" if newest is None else f"the newest is of step {newest}"
-        self.warn(f"WARNING: {what} could not be written ({why}); training goes on. Checkpoints: {state}")
+        self.warn(f"{what} could not be written ({why}); training goes on. Checkpoints: {state}")
 
     def _write_best(self, step: int) -> None:
         temporary = self.directory / f".{_BEST}"
@@ -239,7 +243,7 @@ class Checkpointer:
                 staging.remove(self.directory / files.directory_name(step))
 
 
-def find(workdir: str | os.PathLike[str], *, warn: Callable[[str], None] = print) -> Checkpoint | None:
+def find(workdir: str | os.PathLike[str], *, warn: Callable[[str], None] = _log.warning) -> Checkpoint | None:
     """The best checkpoint of a run where one was marked, else its newest; None where there is none. Reads only.
 
     Args:
@@ -289,53 +293,6 @@ def saved_config(workdir: str | os.PathLike[str]) -> Mapping[str, Any] | None:
         except (OSError, ValueError):
             continue
     return None
-
-
-# Options that may differ between a run and its continuation: they change where, how fast and how visibly it runs,
-# or how long, but not what is being trained.
-MAY_DIFFER = frozenset(
-    {
-        *("strategy", "devices", "tpu", "exchange", "exchange_retune_every", "uneven_batches"),
-        *("peer_timeout", "start_timeout", "stall_timeout"),
-        *("workdir", "checkpoint_every", "keep_checkpoints", "on_checkpoint_error", "warm_start"),
-        *("log_every", "profile_steps", "verbose", "eval_every"),
-        *("data_dir", "cache", "prefetch", "input_threads", "data_service", "on_bad_record", "max_bad_steps"),
-        *(
-            "accumulate_steps",
-            "jit_compile",
-            "tf32",
-            "deterministic",
-            "steps_per_loop",
-            "steps",
-            "epochs",
-            "stop_after",
-        ),
-    }
-)
-
-
-def check_same_run(saved: Mapping[str, Any], current: Mapping[str, Any], workdir: str) -> None:
-    """Refuses to continue a run under another configuration.
-
-    Args:
-      saved: Configuration in the checkpoint, by flag name.
-      current: Configuration of this start.
-      workdir: For the message.
-
-    Raises:
-      ConfigError: With every option that differs, old and new value.
-    """
-    differences = [
-        f"--{name}: {saved[name]!r} -> {value!r}"
-        for name, value in current.items()
-        if name in saved and name not in MAY_DIFFER and saved[name] != value
-    ]
-    if differences:
-        raise ConfigError(
-            f"--workdir={workdir} holds a run of another configuration. Differences (saved -> now): "
-            f"{'; '.join(differences)}. Give the saved values to continue it, another --workdir to start afresh, or "
-            f"another --workdir with --warm_start={workdir} to start from its weights."
-        )
 
 
 def _best_step(directory: pathlib.Path) -> int | OSError | ValueError | None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 
 from tfpar.checkpoint.checkpointer import Checkpoint, Checkpointer
-from tfpar.collectives.agreement import Agreement
+from tfpar.collectives.agreement import WorkerAgreement
 from tfpar.config import ConfigError
+
+_log = logging.getLogger(__name__)
 
 _NONE = -1
 # A network file system may show a worker names that are some seconds old, such as those of before a crash.
@@ -15,7 +18,7 @@ _LOOKS = 10
 _SECONDS_BETWEEN_LOOKS = 1.0
 
 
-def newest(checkpointer: Checkpointer, agreement: Agreement | None = None) -> Checkpoint | None:
+def newest(checkpointer: Checkpointer, agreement: WorkerAgreement | None = None) -> Checkpoint | None:
     """The newest checkpoint that passes its checksums, on all workers; those after it, if any, are set aside.
 
     All workers call it together. Damage is reported by the worker that finds it, and by worker 0.
@@ -47,7 +50,7 @@ def newest(checkpointer: Checkpointer, agreement: Agreement | None = None) -> Ch
             break
         if mine < max(held) and checkpointer.worker != 0:  # worker 0 has said so; the others are silent otherwise
             for step in sorted(step for step in checkpointer.damaged if step > mine):
-                print(f"checkpoint of step {step} is damaged here ({checkpointer.damaged[step]})", flush=True)
+                _log.warning("checkpoint of step %d is damaged here (%s)", step, checkpointer.damaged[step])
         if mine == max(held):
             victims = [str(rank) for rank, step in enumerate(held) if step < mine]
             names = f"worker{'s' * (len(victims) > 1)} {', '.join(victims)}"
@@ -59,7 +62,7 @@ def newest(checkpointer: Checkpointer, agreement: Agreement | None = None) -> Ch
     return found
 
 
-def _steps_all_see(checkpointer: Checkpointer, agreement: Agreement | None) -> Sequence[int]:
+def _steps_all_see(checkpointer: Checkpointer, agreement: WorkerAgreement | None) -> Sequence[int]:
     """The steps of the checkpoints, the same on all workers."""
     if agreement is None:
         return checkpointer.steps()

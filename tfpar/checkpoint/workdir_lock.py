@@ -1,9 +1,8 @@
-"""One job at a time writes a workdir: a lock with its owner's name.
+"""One job at a time writes a workdir: a lock that names its owner.
 
-`WORKDIR/.lock` is locked with flock(2) for as long as `fit` runs, by the chief. The kernel gives the lock back when the
-process ends, however it ends, so that none is ever left behind; the file stays, and says who holds it. On a file
-system without locks the owner's sign of life stands in: its process on the same machine, or else the time at which the
-file was last touched.
+The chief locks `WORKDIR/.lock` while `fit` runs, with flock(2) through the library filelock. The kernel releases the
+lock when the process ends, however it ends, so no stale lock remains; the file stays, and holds the name of the owner.
+On a file system without locks a warning says so; there only a living owner on the same machine is noticed.
 """
 
 from __future__ import annotations
@@ -12,51 +11,53 @@ import contextlib
 import dataclasses
 import datetime
 import errno
-import fcntl
 import getpass
 import hashlib
 import json
+import logging
 import os
 import pathlib
 import shlex
 import socket
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tfpar import cluster
 from tfpar.config import ConfigError
 from tfpar.process.safe_write import shortened
 
+import filelock
+
+_log = logging.getLogger(__name__)
+
 NAME = ".lock"
-# A process that was killed may take a moment to end, above all one whose gradients are still on their way to the disk.
+# A process that was killed may take a moment to end, above all while its gradients are still being written to the disk.
 WAIT_SECONDS = 5.0
-# A file server gives back the locks of a machine that died when their lease ends: of NFSv4, after 90 s by default.
+# A file server releases the locks of a machine that died when their lease ends: for NFSv4, after 90 s by default.
 WAIT_FOR_ANOTHER_MACHINE_SECONDS = 120.0
 _POLL_SECONDS = 0.1
 _UNSUPPORTED = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
 _UNWRITABLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
-_TOUCH_SECONDS = 10.0
-_SILENT_SECONDS = 60.0  # without locks, and on another machine: longer than any pause of a process that lives
 _SIZE = 1 << 13  # bytes of the file
 _LONGEST_COMMAND = 500  # characters, of up to 12 bytes each
 
 
 @dataclasses.dataclass(frozen=True)
 class Owner:
-    """Who holds a workdir.
+    """The process that holds a workdir.
 
     Attributes:
       host: Name of the machine.
-      pid: Number of the process there.
-      began: When that process began, in clock ticks since the machine's start; tells it from a later one of that pid.
+      pid: Its process number there.
+      began: When the process started, in clock ticks since the machine's start; distinguishes it from a later process
+        with the same pid.
       user: Who runs it.
       since: When it took the lock, local time.
       command: Its command line.
-      scheduler: Its number in Slurm or Kubernetes, if any.
-      job: The same for all processes of one start of one job; empty where it is unknown.
+      scheduler: Its job in Slurm or pod in Kubernetes, if any.
+      job: The same for all processes of one start of one job; empty if unknown.
     """
 
     host: str = "unknown"
@@ -76,163 +77,150 @@ class Owner:
         return text + (f": {shortened(self.command)}" if self.command else "")
 
 
-def _say(text: str) -> None:
-    print(text, flush=True)
-
-
 @contextlib.contextmanager
-def held(workdir: str, say: Callable[[str], None] = _say, *, wait: float | None = None) -> Iterator[None]:
-    """Holds the lock of a workdir; makes the directory where there is none.
+def lock_workdir(workdir: str, *, wait: float | None = None) -> Iterator[None]:
+    """Holds the lock of a workdir; creates the directory if there is none.
 
     Args:
       workdir: The directory; empty: nothing is locked.
-      say: Called with one line where a lock is taken over from a process that died, or where there can be none.
-      wait: Seconds for which another owner is waited for; None for `WAIT_SECONDS`, or where the owner's machine is
-        another, `WAIT_FOR_ANOTHER_MACHINE_SECONDS`.
+      wait: Seconds to wait for another owner; None for `WAIT_SECONDS`, or `WAIT_FOR_ANOTHER_MACHINE_SECONDS` if the
+        owner runs on another machine.
 
     Raises:
-      ConfigError: Another job holds it.
+      ConfigError: Another job holds the lock, or the lock file cannot be opened.
     """
     if not workdir:
         yield
         return
     path = pathlib.Path(workdir) / NAME
+    lock = _file_lock(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        _wait_for(lock, path, _Deadline(workdir, wait))
     except OSError as error:
         if error.errno not in _UNWRITABLE:
             raise ConfigError(
                 f"--workdir={workdir}: {path} cannot be opened ({error.strerror}), so this job cannot keep others off. "
                 "Correct its owner and permissions, or give another --workdir."
             ) from error
-        say(f"WARNING: --workdir={workdir} cannot be locked ({error.strerror}); nothing keeps another job from it")
+        _log.warning(
+            "--workdir=%s cannot be locked (%s); nothing prevents another job from using it", workdir, error.strerror
+        )
         yield
         return
-    with contextlib.closing(_Lock(descriptor, path, workdir, say)) as lock:
-        lock.take(wait)
+    _report_previous(workdir, _read(path), locked=lock.is_locked)
+    _write(path, current_owner())
+    try:
         yield
+    finally:
+        _write(path, None)
+        lock.release()
 
 
 def check_free(workdir: str, *, wait: float | None = None) -> None:
-    """Refuses a workdir that another job holds; takes and writes nothing.
+    """Refuses a workdir that another job holds; writes nothing.
 
-    The other processes of the job that asks may hold it. `wait` is that of `held`.
+    The other processes of the job that asks may hold it. `wait` is that of `lock_workdir`.
 
     Raises:
       ConfigError: Another job holds it.
     """
     path = pathlib.Path(workdir) / NAME
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except OSError:  # there is none yet; what else may be wrong shows when it is to be written
+    if not path.exists():
         return
-    job = _job(os.environ)
-    try:
-        patience = _Patience(workdir, _say, wait)
-        while not _is_free(descriptor, path):
-            owner = _read(path)
-            if job and owner is not None and owner.job == job:
+    lock = _file_lock(path)
+    with contextlib.suppress(OSError):  # other problems show when the workdir is locked
+        _wait_for(lock, path, _Deadline(workdir, wait), job=_job(os.environ))
+    lock.release()
+
+
+def _file_lock(path: pathlib.Path) -> filelock.FileLock:
+    # Its soft lock, the mere existence of a file, would outlive a killed process.
+    return filelock.FileLock(path, fallback_to_soft=False, thread_local=False)
+
+
+def _wait_for(lock: filelock.FileLock, path: pathlib.Path, deadline: _Deadline, job: str = "") -> None:
+    """Takes a lock, unless its owner belongs to `job`.
+
+    Raises:
+      ConfigError: It still has another owner at the deadline.
+      OSError: The file cannot be opened.
+    """
+    while True:
+        owner = _read(path)
+        if job and owner is not None and owner.job == job:
+            return
+        if _try(lock, path):
+            return
+        if deadline.has_passed(owner):
+            if job and owner is None:  # on a full disk it has no name; the chief finds out whether it is its own
                 return
-            if patience.ends(owner):
-                if job and owner is None:  # on a full disk it has no name; the chief finds out whether it is its own
-                    return
-                raise _refusal(workdir, owner)
-            time.sleep(_POLL_SECONDS)
-    finally:
-        os.close(descriptor)
+            raise _in_use_error(deadline.workdir, owner)
+        time.sleep(_POLL_SECONDS)
 
 
-class _Patience:
-    """How long an owner is waited for."""
+def _try(lock: filelock.FileLock, path: pathlib.Path) -> bool:
+    """Takes a lock if it is free. On a file system without locks, only checks for a living owner on this machine."""
+    try:
+        lock.acquire(blocking=False)
+    except filelock.Timeout:
+        return False
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
+        owner = _read(path)
+        return owner is None or not _is_alive(owner)
+    return True
 
-    def __init__(self, workdir: str, say: Callable[[str], None], wait: float | None) -> None:
-        self._workdir, self._say, self._wait = workdir, say, wait
+
+class _Deadline:
+    """How long to wait for an owner."""
+
+    def __init__(self, workdir: str, wait: float | None) -> None:
+        self.workdir, self._wait = workdir, wait
         self._began = time.monotonic()
-        self._said = False
+        self._logged = False
 
-    def ends(self, owner: Owner | None) -> bool:
-        """Whether this owner has been waited for long enough."""
+    def has_passed(self, owner: Owner | None) -> bool:
+        """Whether this owner has been waited for long enough; logs a line if that may take long."""
         elsewhere = owner is not None and owner.host != socket.gethostname()
         limit = self._wait
         if limit is None:
             limit = WAIT_FOR_ANOTHER_MACHINE_SECONDS if elsewhere else WAIT_SECONDS
         if time.monotonic() - self._began >= limit:
             return True
-        if elsewhere and not self._said:
-            self._said = True
-            self._say(f"--workdir={self._workdir} is in use by {owner}; waiting up to {limit:.0f} s for it to end")
+        if elsewhere and not self._logged:
+            self._logged = True
+            _log.info("--workdir=%s is in use by %s; waiting up to %.0f s for it to end", self.workdir, owner, limit)
         return False
 
 
-class _Lock:
-    """An open lock file."""
-
-    def __init__(self, descriptor: int, path: pathlib.Path, workdir: str, say: Callable[[str], None]) -> None:
-        self._descriptor = descriptor
-        self._path = path
-        self._workdir = workdir
-        self._say = say
-        self._taken = False
-        self._closed = threading.Event()
-        self._toucher: threading.Thread | None = None
-
-    def take(self, wait: float | None) -> None:
-        """Takes the lock, or raises ConfigError; see `held`."""
-        patience = _Patience(self._workdir, self._say, wait)
-        while not self._try():
-            owner = _read(self._path)
-            if patience.ends(owner):
-                raise _refusal(self._workdir, owner)
-            time.sleep(_POLL_SECONDS)
-        before = _read(self._path)
-        self._taken = True
-        self._write(myself())
-        if before is not None:
-            self._say(f"--workdir={self._workdir}: taken over from {before}, which ended without giving it back")
-
-    def close(self) -> None:
-        """Gives the lock back."""
-        self._closed.set()
-        if self._toucher:
-            self._toucher.join()
-        if self._taken:
-            self._write(None)
-        os.close(self._descriptor)  # and with it the lock
-
-    def _try(self) -> bool:
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            if error.errno not in _UNSUPPORTED:
-                raise
-        owner = _read(self._path)
-        if owner is not None and _shows_life(owner, self._path):
-            return False
-        self._say(
-            f"WARNING: the file system of --workdir={self._workdir} has no locks; other jobs are told to keep off by "
-            f"{self._path}, which is touched every {_TOUCH_SECONDS:.0f} s. Start no two jobs there at the same time."
+def _report_previous(workdir: str, previous: Owner | None, *, locked: bool) -> None:
+    """Logs what the lock file says of an owner that has not released it, and that there are no locks."""
+    if not locked:
+        _log.warning(
+            "the file system of --workdir=%s has no locks, so this job cannot keep others off. Start no two jobs there "
+            "at the same time.",
+            workdir,
         )
-        self._toucher = threading.Thread(target=self._touch, name="workdir lock", daemon=True)
-        self._toucher.start()
-        return True
+    if previous is not None and not locked and previous.host != socket.gethostname():
+        _log.warning("--workdir=%s may still be in use by %s; end it if it runs", workdir, previous)
+    elif previous is not None:
+        _log.info("--workdir=%s: took over a stale lock left by %s", workdir, previous)
 
-    def _touch(self) -> None:
-        while not self._closed.wait(_TOUCH_SECONDS):
-            with contextlib.suppress(OSError):
-                os.utime(self._descriptor)
 
-    def _write(self, owner: Owner | None) -> None:
-        content = json.dumps(dataclasses.asdict(owner), indent=1).encode() if owner else b""
-        with contextlib.suppress(OSError):  # a full disk: the lock holds, only without a name
+def _write(path: pathlib.Path, owner: Owner | None) -> None:
+    content = json.dumps(dataclasses.asdict(owner), indent=1).encode() if owner else b""
+    with contextlib.suppress(OSError):  # a full disk: the lock holds, only without a name
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
             # Always of the same size, in place: on a disk that has become full since, the name can still change.
-            os.pwrite(self._descriptor, content.ljust(_SIZE - 1) + b"\n", 0)
+            os.pwrite(descriptor, content.ljust(_SIZE - 1) + b"\n", 0)
+        finally:
+            os.close(descriptor)
 
 
-def myself() -> Owner:
+def current_owner() -> Owner:
     """This process as an owner."""
     try:
         user = getpass.getuser()
@@ -241,7 +229,7 @@ def myself() -> Owner:
     return Owner(
         host=socket.gethostname(),
         pid=os.getpid(),
-        began=_began(os.getpid()) or 0,
+        began=_process_start_time(os.getpid()) or 0,
         user=user,
         since=datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
         command=" ".join(shlex.join(sys.orig_argv).split())[:_LONGEST_COMMAND],
@@ -257,20 +245,20 @@ def _scheduler(environ: Mapping[str, str]) -> str:
 
 
 def _job(environ: Mapping[str, str]) -> str:
-    """What all processes of one start of one job have in common, and no other job has."""
+    """An identifier that all processes of one start of one job share, and no other job has."""
     try:
-        found = cluster.detect(environ)
-    except ConfigError:  # is reported where the cluster is needed
-        found = None
-    if found is None or not found.cluster:
+        info = cluster.detect(environ)
+    except ConfigError:  # reported where the cluster is needed
+        info = None
+    if info is None or not info.cluster:
         return ""
     names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "TFPAR_RESTARTS")
-    parts = [{job: list(tasks) for job, tasks in sorted(found.cluster.items())}, *map(environ.get, names)]
+    parts = [{job: list(tasks) for job, tasks in sorted(info.cluster.items())}, *map(environ.get, names)]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
-def _refusal(workdir: str, owner: Owner | None) -> ConfigError:
-    who = str(owner) if owner else "another job, which could not write down its name"
+def _in_use_error(workdir: str, owner: Owner | None) -> ConfigError:
+    who = str(owner) if owner else "another job, which could not write its name"
     return ConfigError(
         f"--workdir={workdir} is in use by {who}. Only one job may write there: wait until it has ended, end it, or "
         "give another --workdir."
@@ -278,7 +266,7 @@ def _refusal(workdir: str, owner: Owner | None) -> ConfigError:
 
 
 def _read(path: pathlib.Path) -> Owner | None:
-    """The owner that a lock file names; None where it names none."""
+    """The owner that a lock file names, or None."""
     try:
         with open(path, "rb") as file:
             values = json.loads(file.read(_SIZE))
@@ -286,42 +274,18 @@ def _read(path: pathlib.Path) -> Owner | None:
         return None
     if not isinstance(values, dict):
         return None
-    kinds = {field.name: type(field.default) for field in dataclasses.fields(Owner)}
-    known: dict[str, Any] = {name: values[name] for name, kind in kinds.items() if type(values.get(name)) is kind}
+    types = {field.name: type(field.default) for field in dataclasses.fields(Owner)}
+    known: dict[str, Any] = {name: values[name] for name, kind in types.items() if type(values.get(name)) is kind}
     return Owner(**known)
 
 
-def _is_free(descriptor: int, path: pathlib.Path) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in _UNSUPPORTED:
-            return True  # what is wrong shows when it is to be taken
-        owner = _read(path)
-        return owner is None or not _shows_life(owner, path)
-    fcntl.flock(descriptor, fcntl.LOCK_UN)
-    return True
+def _is_alive(owner: Owner) -> bool:
+    """Whether an owner on this machine still runs; False for other machines, which cannot be asked."""
+    return owner.host == socket.gethostname() and _process_start_time(owner.pid) == owner.began != 0
 
 
-def _shows_life(owner: Owner, path: pathlib.Path) -> bool:
-    """Whether an owner is there still, as far as that can be told without a lock."""
-    if owner.host == socket.gethostname():
-        return _began(owner.pid) == owner.began != 0
-    try:
-        touched = path.stat().st_mtime
-        probe = path.with_name(f"{path.name}.{os.getpid()}")  # what time is it there? clocks differ
-        probe.touch()
-        now = probe.stat().st_mtime
-        probe.unlink()
-    except OSError:
-        return True
-    return now - touched < _SILENT_SECONDS
-
-
-def _began(pid: int) -> int | None:
-    """When a process of this machine began, in clock ticks since the machine's start; None where there is none."""
+def _process_start_time(pid: int) -> int | None:
+    """When a process of this machine started, in clock ticks since the machine's start; None if there is none."""
     try:
         # proc(5): the 22nd field; the second is a name in brackets, which may hold anything.
         return int(pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])

@@ -1,11 +1,12 @@
-"""The other workers: noticing that one is lost, and saying which.
+"""Detects that another worker is lost, and names it.
 
-TensorFlow 2.21 notices by itself. Its coordination service takes heartbeats in threads of its own, so that a worker
-which compiles, evaluates or writes a checkpoint is not taken for dead, and a connection that breaks ends the
-collectives that wait for it. What is left to do: how long it waits, and an error of one line in place of fifty.
+TensorFlow 2.21 detects losses between synchronous workers by itself. Its coordination service handles heartbeats in
+separate threads, so that a worker which compiles, evaluates or writes a checkpoint is not considered dead, and a broken
+connection ends the collectives that wait for it. This module sets how long TensorFlow waits, and replaces its fifty
+lines of error by one.
 
-Of parameter servers, and of workers beside them, it notices only what breaks a connection. There the chief asks all of
-them whether they answer, see `tfpar.cluster.heartbeat`.
+With parameter servers TensorFlow notices only what breaks a connection. There the chief probes all other processes, see
+`tfpar.cluster.heartbeat`.
 """
 
 from __future__ import annotations
@@ -20,25 +21,25 @@ import time
 import types
 from collections.abc import Iterator, Sequence
 
-from tfpar.cluster import heartbeat as health
+from tfpar.cluster import heartbeat
 from tfpar.cluster.info import ClusterInfo
-from tfpar.cluster.rendezvous import meet, names
-from tfpar.process.exit_codes import PeerLostError, end_of_loss, sigterm_is_free
+from tfpar.cluster.rendezvous import format_tasks, wait_for_all
+from tfpar.process.exit_codes import PeerLostError, exit_peer_lost, sigterm_is_free
 from tfpar.process.safe_write import shortened
 
 import tensorflow as tf
 from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
 from tensorflow.python.eager import context
 
-# A worker counts as unhealthy when its heartbeats stay out for the bound less this: the service looks once a second,
-# the word has to get round, and a survivor lingers before it speaks. Never for less than a share, nor for more.
-_TO_SAY_S = 5.0
+# A worker counts as unhealthy when it has sent no heartbeat for the timeout less this margin: the service checks once a
+# second, the failure notice must propagate, and survivors wait before reporting. Clamped to 50-80 % of the timeout.
+_REPORTING_MARGIN_S = 5.0
 _HEARTBEAT_SHARES = 0.5, 0.8
 _POLL_S = 0.2
-# For a process that is about to end: its peers learn of the broken call before its port closes.
+# Time for a process that is ending to close its port: its peers see the broken call first.
 _ENDING_S = 6.0
 _PROBE_MS = 2000
-# How long a worker stays reachable after it has seen a peer lost, so that the others do not take it for lost too.
+# How long a worker stays reachable after it has noticed a loss, so that the others do not consider it lost too.
 _LINGER_S = 3.0
 
 _GRPC_OPTIONS = "TF_GRPC_DEFAULT_OPTIONS"
@@ -47,14 +48,14 @@ _OWN_CONNECTIONS = "grpc.use_local_subchannel_pool"
 _TASK = re.compile(r"/job:(\w+)(?:/replica:\d+)?/task:(\d+)")
 _UNHEALTHY = re.compile(r"stopped sending heartbeats\):((?:\s*/job:\S+)+)")
 
-# What TensorFlow raises where another worker, and nothing of this one, is at fault.
+# What TensorFlow raises when another worker is at fault, and not this one.
 COMMUNICATION_ERRORS = (
     tf.errors.UnavailableError,
     tf.errors.AbortedError,
     tf.errors.CancelledError,
     tf.errors.DeadlineExceededError,
 )
-# What it may also raise then, and otherwise.
+# What it raises then, but also for other reasons.
 _AMBIGUOUS_ERRORS = (tf.errors.FailedPreconditionError, tf.errors.InternalError)
 
 
@@ -63,16 +64,16 @@ def configure(info: ClusterInfo, *, peer_timeout: float, start_timeout: float) -
 
     Args:
       info: The cluster.
-      peer_timeout: Seconds after which a worker that does not answer has been named lost by all others.
+      peer_timeout: Seconds within which all others have reported a worker that does not answer as lost.
       start_timeout: Seconds that workers wait for each other at the start.
 
     Raises:
-      RuntimeError: TensorFlow has run an operation already; in its words, but before anybody waits for this worker.
+      RuntimeError: TensorFlow has already run an operation. The text is TensorFlow's, but no other worker waits yet.
     """
     state = context.context()
     if state._context_handle is not None and state._collective_leader is None:
         raise RuntimeError("Collective ops must be configured at program startup")
-    report_losses(info)
+    install_peer_loss_hook(info)
     _separate_connections()
     jobs = {job: len(tasks) for job, tasks in info.cluster.items() if job in ("chief", "worker")}
     context.context().configure_coordination_service(
@@ -85,12 +86,12 @@ def configure(info: ClusterInfo, *, peer_timeout: float, start_timeout: float) -
 
 
 def _separate_connections() -> None:
-    """Gives heartbeats a connection of their own.
+    """Gives heartbeats a separate connection.
 
-    On that of the gradients they would wait until all that was queued before them is sent, for longer than they may
-    where a link is slow: workers that are well would be taken for lost. TensorFlow 2.21 makes one channel for either,
-    but gRPC carries channels to one address over one connection unless it is told not to (read by `grpc_channel.cc`
-    when the first is made).
+    On the connection of the gradients they would wait until everything queued before them is sent. On a slow link that
+    takes longer than the timeout, and healthy workers would be considered lost. TensorFlow 2.21 makes a channel for
+    each, but by default gRPC carries all channels to one address over one connection (`grpc_channel.cc` reads the
+    option when the first channel is made).
     """
     options = os.environ.get(_GRPC_OPTIONS, "")
     if _OWN_CONNECTIONS not in options:
@@ -98,43 +99,43 @@ def _separate_connections() -> None:
 
 
 def _heartbeat_timeout(peer_timeout: float) -> float:
-    """Seconds without a heartbeat after which a worker is lost, so that `peer_timeout` holds when it is said."""
+    """Seconds without a heartbeat after which a worker is lost, so that it is reported within `peer_timeout`."""
     least, most = (share * peer_timeout for share in _HEARTBEAT_SHARES)
-    return min(most, max(least, peer_timeout - _TO_SAY_S))
+    return min(most, max(least, peer_timeout - _REPORTING_MARGIN_S))
 
 
 def watch_servers(info: ClusterInfo, *, peer_timeout: float, start_timeout: float) -> None:
     """Ends the chief of `parameter_server`, with one line and exit code 75, once a server or worker does not answer.
 
-    TensorFlow gives what a lost worker had to do to the others only where nothing of it was being fetched, and waits
-    for one that hangs, as for a parameter server, for ever. Here the loss of any ends the run, as it does elsewhere.
+    TensorFlow hands the work of a lost worker to the others only if none of its results were being fetched, and waits
+    forever for a worker or parameter server that hangs. Here any loss ends the run, as it does for other strategies.
 
     Args:
       info: The cluster.
-      peer_timeout: Seconds after which one that does not answer is lost.
-      start_timeout: The same for one that has not answered yet.
+      peer_timeout: Seconds after which a process that does not answer is lost.
+      start_timeout: The same for a process that has not answered yet.
     """
     places = {info.server_name(place): place for place in range(1, len(info.server_tasks))}
 
     def lost(silent: list[str]) -> None:
-        end_of_loss(_server_text(names(info, [places[name] for name in silent])))
+        exit_peer_lost(_server_text(format_tasks(info, [places[name] for name in silent])))
 
     servers = {name: info.server_addresses[place] for name, place in places.items()}
-    health.watch(servers, peer_timeout=peer_timeout, start_timeout=start_timeout, lost=lost)
+    heartbeat.start_heartbeat(servers, peer_timeout=peer_timeout, start_timeout=start_timeout, lost=lost)
 
 
 @contextlib.contextmanager
-def arriving(info: ClusterInfo, timeout: float) -> Iterator[None]:
-    """Surrounds the making of the strategy, once all workers have met.
+def connecting(info: ClusterInfo, timeout: float) -> Iterator[None]:
+    """Waits for all workers; within the context the strategy connects to them.
 
     Args:
       info: The cluster.
       timeout: Seconds to wait for them.
 
     Raises:
-      PeerLostError: Not all came, or one was lost meanwhile.
+      PeerLostError: A worker did not join, or was lost meanwhile.
     """
-    meet(info, timeout)
+    wait_for_all(info, timeout)
     try:
         yield
     except tf.errors.OpError as error:
@@ -144,9 +145,9 @@ def arriving(info: ClusterInfo, timeout: float) -> Iterator[None]:
 
 
 def restore_sigterm() -> None:
-    """Lets SIGTERM do again what Python was told.
+    """Restores the SIGTERM handler that was set through Python.
 
-    TensorFlow 2.21's coordination service catches it, beside Python, and does nothing but remember it.
+    TensorFlow 2.21's coordination service installs its own, which only records that the signal came.
     """
     known = signal.getsignal(signal.SIGTERM)
     if threading.current_thread() is threading.main_thread() and known is not None:
@@ -154,11 +155,11 @@ def restore_sigterm() -> None:
 
 
 @contextlib.contextmanager
-def named(info: ClusterInfo | None) -> Iterator[None]:
-    """Turns TensorFlow's errors of a lost worker into a `PeerLostError` that names it.
+def peer_errors_named(info: ClusterInfo | None) -> Iterator[None]:
+    """Turns TensorFlow's errors about a lost worker into a `PeerLostError` that names it.
 
     Args:
-      info: The cluster; None or one worker: nothing is lost.
+      info: The cluster; with None or one worker, errors pass unchanged.
 
     Raises:
       PeerLostError: A collective failed because of another worker.
@@ -168,14 +169,14 @@ def named(info: ClusterInfo | None) -> Iterator[None]:
     except (*COMMUNICATION_ERRORS, *_AMBIGUOUS_ERRORS) as error:
         if info is None or info.num_workers < 2 or not _is_of_peers(error):
             raise
-        if info.num_ps:  # no collectives there: the error itself speaks of the task
-            who = names(info, _spoken_of(info, error)) or shortened(error.message.splitlines()[0])
+        if info.num_ps:  # without collectives, the error itself names the task
+            who = format_tasks(info, _tasks_in_message(info, error)) or shortened(error.message.splitlines()[0])
             raise PeerLostError(_server_text(who)) from error
-        raise _found(error, info) from error
+        raise _identify_lost_peer(error, info) from error
 
 
-def _found(error: tf.errors.OpError, info: ClusterInfo) -> PeerLostError:
-    """Finds out who is lost. A launcher that ends all workers meanwhile must not keep this one from saying so."""
+def _identify_lost_peer(error: tf.errors.OpError, info: ClusterInfo) -> PeerLostError:
+    """Finds out which worker is lost. A SIGTERM from the launcher must not prevent this worker from reporting it."""
     in_main = threading.current_thread() is threading.main_thread()
     free = sigterm_is_free()
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN) if in_main else None
@@ -184,23 +185,23 @@ def _found(error: tf.errors.OpError, info: ClusterInfo) -> PeerLostError:
     lost = PeerLostError(_lost_text(info, ranks, error))
     if in_main:
 
-        def say_and_end(*_: object) -> None:
-            end_of_loss(lost)
+        def report_and_exit(*_: object) -> None:
+            exit_peer_lost(lost)
 
-        signal.signal(signal.SIGTERM, say_and_end if free or before is None else before)
+        signal.signal(signal.SIGTERM, report_and_exit if free or before is None else before)
     return lost
 
 
-def report_losses(info: ClusterInfo) -> None:
-    """Makes the loss of a worker one line and exit code 75 in any script: Keras' `fit`, a loop of one's own."""
+def install_peer_loss_hook(info: ClusterInfo) -> None:
+    """Makes the loss of a worker one line and exit code 75 in any script, such as one that calls Keras' `fit`."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
         try:
-            with named(info):
+            with peer_errors_named(info):
                 raise error
         except PeerLostError as lost:
-            end_of_loss(lost)
+            exit_peer_lost(lost)
         except BaseException:
             before(kind, error, trace)
 
@@ -220,63 +221,64 @@ def _lost_text(info: ClusterInfo, ranks: Sequence[int], error: tf.errors.OpError
             "the log of the worker that ended first tells why."
         )
     return (
-        f"lost {names(info, ranks)}: ended, hanging or not reachable. This worker ends too. The log of the lost worker "
-        "tells why it ended; where nothing has to be mended, start all again and they go on from the newest checkpoint."
+        f"lost {format_tasks(info, ranks)}: ended, hanging or not reachable. This worker ends too. The log of "
+        "the lost worker tells why it ended; if nothing needs fixing, restart all workers; they resume from the newest "
+        "checkpoint."
     )
 
 
-def _spoken_of(info: ClusterInfo, error: tf.errors.OpError) -> list[int]:
+def _tasks_in_message(info: ClusterInfo, error: tf.errors.OpError) -> list[int]:
     known = {task: place for place, task in enumerate(info.server_tasks) if place}
     tasks = [(job, int(index)) for job, index in _TASK.findall(error.message)]
-    # A worker that has lost a server is spoken of too, as the one who said so.
+    # The message also names the worker that reported the loss of a server.
     tasks = [task for task in tasks if task[0] == "ps"] or tasks
     return [known[task] for task in dict.fromkeys(tasks) if task in known]
 
 
 def _server_text(who: str) -> str:
     return (
-        f"lost {who}: ended, hanging or not reachable. The chief ends; start all tasks of the cluster again and they "
-        "go on from the newest checkpoint."
+        f"lost {who}: ended, hanging or not reachable. The chief ends; restart all tasks of the cluster; they "
+        "resume from the newest checkpoint."
     )
 
 
 def find_lost(error: tf.errors.OpError, info: ClusterInfo) -> list[int]:
-    """The workers that a failed collective speaks of, or else those that do not answer any more.
+    """The workers that the error of a failed collective names, or else those that no longer answer.
 
     Args:
       error: What TensorFlow raised.
       info: The cluster.
 
     Returns:
-      Ranks, without this worker's own; empty if every worker answers.
+      Ranks, without this worker's; empty if every worker answers.
     """
     listed = _UNHEALTHY.search(error.message)
     if listed:
         return _ranks(info, listed[1])
-    # The call that broke names its target first, those it broke in turn after it.
+    # The error names the target of the broken call first, and after it those whose calls broke as a consequence.
     suspects = list(dict.fromkeys([*_ranks(info, error.message), *range(info.num_workers)]))
     suspects = [rank for rank in suspects if rank != info.worker_rank]
     if "CoordinationService" in error.message and not info.is_chief:
-        return _with_the_chief(info, suspects)  # who keeps the service
+        return _chief_and_silent(info, suspects)  # which runs the service
     deadline = time.monotonic() + _ENDING_S
     while True:
         for rank in suspects:
             if not _answers(info, rank):
-                return _with_the_chief(info, suspects) if rank == 0 else [rank]
+                return _chief_and_silent(info, suspects) if rank == 0 else [rank]
         if time.monotonic() > deadline:
             return []
         time.sleep(_POLL_S)
 
 
-def _with_the_chief(info: ClusterInfo, suspects: Sequence[int]) -> list[int]:
-    """The chief and all who are silent: to one who learns of a loss late, the chief may have ended because of it."""
+def _chief_and_silent(info: ClusterInfo, suspects: Sequence[int]) -> list[int]:
+    """The chief and all that do not answer: the chief may have ended because of an earlier loss."""
     return [0, *(rank for rank in suspects if rank and not _answers(info, rank))]
 
 
 def _ranks(info: ClusterInfo, text: str) -> list[int]:
     known = {(job, index): rank for rank, (job, index) in enumerate(info.worker_tasks)}
-    found = [known.get((job, int(index))) for job, index in _TASK.findall(text)]
-    return [rank for rank in dict.fromkeys(found) if rank is not None and rank != info.worker_rank]
+    ranks = [known.get((job, int(index))) for job, index in _TASK.findall(text)]
+    return [rank for rank in dict.fromkeys(ranks) if rank is not None and rank != info.worker_rank]
 
 
 def _answers(info: ClusterInfo, rank: int) -> bool:
@@ -288,6 +290,6 @@ def _answers(info: ClusterInfo, rank: int) -> bool:
 
 
 def _device(info: ClusterInfo, rank: int) -> str:
-    """What TensorFlow calls a worker."""
+    """TensorFlow's name of a worker."""
     job, index = info.worker_tasks[rank]
     return f"/job:{job}/replica:0/task:{index}"

@@ -1,8 +1,8 @@
-"""Whether TensorFlow's servers in other processes answer: for clusters whose tasks do not send each other heartbeats.
+"""Probes TensorFlow's servers in other processes, for clusters whose tasks do not send heartbeats to each other.
 
-TensorFlow 2.21's own means do not fit parameter servers: its check of a peer's health is for collectives only, and the
-call that asks any server has no time limit. What that call sends is plain gRPC, WorkerService/GetStatus, and is sent
-here with one. A process that is stopped takes the connection (the kernel does) but does not answer.
+TensorFlow 2.21 has nothing for parameter servers: its check of a peer's health is for collectives only, and the call
+that asks any server has no time limit. That call is plain gRPC, WorkerService/GetStatus, and is sent here with a time
+limit. A process that is stopped (SIGSTOP) still accepts the connection, because the kernel does, but does not answer.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from collections.abc import Callable, Mapping, Sequence
 import grpc
 
 _METHOD = "/tensorflow.WorkerService/GetStatus"
-# A name in TF_CONFIG is that of a machine of the cluster: never by way of a proxy for the world outside. Every question
-# has a connection of its own, for one that failed before would be refused for a while without a try.
+# Names in TF_CONFIG are machines of the cluster: a proxy for outside connections must not be used. Each probe has a new
+# connection, because gRPC refuses one that has failed for a while without trying.
 _OPTIONS = (("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1))
 
-# Of so many questions in a row, spread over less than the bound, none was answered.
+# A process is lost after this many unanswered probes in a row, of the number sent per timeout.
 _MISSES = 4
-_QUESTIONS = 5
+_PROBES = 5
 _CLOSE_S = 1.0
 
 
-def answering(addresses: Sequence[str], timeout: float) -> list[bool]:
-    """Asks TensorFlow's servers, all at the same time.
+def probe_servers(addresses: Sequence[str], timeout: float) -> list[bool]:
+    """Asks TensorFlow's servers whether they answer, all at the same time.
 
     Args:
       addresses: `host:port` of each.
@@ -43,29 +43,29 @@ def answering(addresses: Sequence[str], timeout: float) -> list[bool]:
         return [call.exception() is None for call in calls]
 
 
-def watch(
+def start_heartbeat(
     servers: Mapping[str, str], *, peer_timeout: float, start_timeout: float, lost: Callable[[list[str]], None]
 ) -> None:
-    """Asks servers from a thread of its own, until this process ends.
+    """Probes servers from a thread, until this process ends.
 
-    It is questions without an answer that count, not time, so that a process that was itself stopped for a while does
-    not take its peers for lost.
+    Unanswered probes count, not time, so that a process that was itself stopped for a while does not consider its peers
+    lost.
 
     Args:
-      servers: What to call each, and its `host:port`.
-      peer_timeout: Seconds after which one that does not answer is lost.
-      start_timeout: The same for one that has not answered yet.
-      lost: Called once with the names of those lost, from that thread.
+      servers: The name of each, and its `host:port`.
+      peer_timeout: Seconds after which a server that does not answer is lost.
+      start_timeout: The same for a server that has not answered yet.
+      lost: Called once, from that thread, with the names of the lost servers.
     """
     done = threading.Event()
-    period = peer_timeout / _QUESTIONS
+    period = peer_timeout / _PROBES
     limit = dict.fromkeys(servers, max(_MISSES, math.ceil(start_timeout / period)))
     misses = dict.fromkeys(servers, 0)
 
-    def ask() -> None:
+    def probe() -> None:
         while not done.is_set():
             began = time.monotonic()
-            for name, answers in zip(servers, answering(list(servers.values()), period), strict=True):
+            for name, answers in zip(servers, probe_servers(list(servers.values()), period), strict=True):
                 misses[name] = 0 if answers else misses[name] + 1
                 if answers:
                     limit[name] = _MISSES
@@ -75,7 +75,7 @@ def watch(
                 return
             done.wait(max(0.0, period - (time.monotonic() - began)))
 
-    thread = threading.Thread(target=ask, name="health", daemon=True)
+    thread = threading.Thread(target=probe, name="heartbeat", daemon=True)
     thread.start()
 
     def stop() -> None:

@@ -23,17 +23,16 @@ is then the chief, which only coordinates, and those between are the workers.
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import json
 import os
 import re
-import socket
-import time
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
-from tfpar.cluster import schedulers
+from tfpar.cluster.kubernetes import from_kubernetes
+from tfpar.cluster.members import integer_variable
+from tfpar.cluster.slurm import from_slurm
 from tfpar.config import ConfigError, unknown_name
 
 JOBS = ("chief", "worker", "ps", "evaluator")
@@ -211,7 +210,7 @@ def _check_jobs(info: ClusterInfo) -> None:
 def _check_addresses(info: ClusterInfo) -> None:
     owners: dict[str, str] = {}
     local: dict[bool, str] = {}
-    for task, address in _members(info):
+    for task, address in tasks_and_addresses(info):
         match = _ADDRESS.fullmatch(address)
         if not match:
             raise _error(info.source, f"address {address!r} of {task} {_what_is_wrong(address)}")
@@ -234,7 +233,8 @@ def _check_addresses(info: ClusterInfo) -> None:
         )
 
 
-def _members(info: ClusterInfo) -> Iterator[tuple[str, str]]:
+def tasks_and_addresses(info: ClusterInfo) -> Iterator[tuple[str, str]]:
+    """Each task of a cluster, such as `worker 1`, and its `host:port`."""
     for job, tasks in info.cluster.items():
         for index, address in enumerate(tasks):
             yield f"{job} {index}", address
@@ -314,7 +314,7 @@ def _kind(value: Any) -> str:
 
 def _from_scheduler(environ: Mapping[str, str]) -> ClusterInfo | None:
     """Gives every process of a scheduler's list its job, see TFPAR_PS in the module's docstring."""
-    members = schedulers.from_slurm(environ) or schedulers.from_kubernetes(environ)
+    members = from_slurm(environ) or from_kubernetes(environ)
     if members is None:
         return None
     addresses, rank, source = members.addresses, members.rank, members.source
@@ -322,7 +322,7 @@ def _from_scheduler(environ: Mapping[str, str]) -> ClusterInfo | None:
         raise ConfigError(
             f"{source}: this is process {rank}, but the cluster has 0 to {len(addresses) - 1}: {', '.join(addresses)}."
         )
-    servers = schedulers.number(environ, "TFPAR_PS", 0)
+    servers = integer_variable(environ, "TFPAR_PS", 0)
     if not servers:
         return ClusterInfo(source, {"worker": addresses}, "worker", rank)
     workers = len(addresses) - servers - 1
@@ -334,68 +334,3 @@ def _from_scheduler(environ: Mapping[str, str]) -> ClusterInfo | None:
     cluster = {"chief": addresses[:1], "worker": addresses[1 : 1 + workers], "ps": addresses[1 + workers :]}
     tasks = [(job, index) for job, hosts in cluster.items() for index in range(len(hosts))]
     return ClusterInfo(source, cluster, *tasks[rank])
-
-
-# Reachability.
-
-
-@dataclasses.dataclass(frozen=True)
-class Peer:
-    """What came of connecting to one peer.
-
-    Attributes:
-      task: E.g. `worker 1`.
-      address: Its `host:port`.
-      state: `connected`; `refused` (the machine answers, nothing listens on the port yet); `unreachable` (no
-        answer in time, or no route); `unknown_host` (the name does not resolve).
-      detail: The operating system's words where there was an error.
-      milliseconds: Of the last attempt.
-    """
-
-    task: str
-    address: str
-    state: str
-    detail: str
-    milliseconds: float
-
-
-def host_and_port(address: str) -> tuple[str, int]:
-    """`host:port`, checked before, in the form that sockets take: an IPv6 address without its brackets."""
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)
-
-
-def check_reachable(info: ClusterInfo, timeout: float = 3.0) -> tuple[Peer, ...]:
-    """Tries to open a TCP connection to every peer, all at the same time.
-
-    Args:
-      info: The cluster; this process itself and an evaluator, which has no server, are left out.
-      timeout: Seconds within which a peer must answer. A refused connection is tried again until then, as the
-        peer may just be starting.
-
-    Returns:
-      One result per peer, in the order of the cluster.
-    """
-    own = f"{info.task_type} {info.task_index}"
-    peers = [(task, address) for task, address in _members(info) if task != own and not task.startswith("evaluator")]
-    if not peers:
-        return ()
-    with concurrent.futures.ThreadPoolExecutor(max_workers=min(64, len(peers))) as pool:
-        return tuple(pool.map(lambda peer: _connect(peer[0], peer[1], timeout), peers))
-
-
-def _connect(task: str, address: str, timeout: float) -> Peer:
-    deadline = time.monotonic() + timeout
-    while True:
-        started = time.monotonic()
-        state, detail = "connected", ""
-        try:
-            socket.create_connection(host_and_port(address), timeout=max(0.1, deadline - started)).close()
-        except OSError as error:
-            refused, unknown = isinstance(error, ConnectionRefusedError), isinstance(error, socket.gaierror)
-            state = "refused" if refused else "unknown_host" if unknown else "unreachable"
-            detail = str(error)
-        now = time.monotonic()
-        if state != "refused" or now + 0.2 > deadline:
-            return Peer(task, address, state, detail, (now - started) * 1e3)
-        time.sleep(0.2)

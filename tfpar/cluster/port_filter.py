@@ -1,14 +1,14 @@
 """Which addresses TensorFlow's server answers on.
 
 TensorFlow 2.21 binds its gRPC server to every address of the machine (`[::]:PORT`, whatever TF_CONFIG says: the host
-is a constant in its `GrpcServer::Init`), and whoever reaches it can run operations without proving who they are.
-There is no option for it. What can be had without TensorFlow is a filter in the kernel on the listening socket: packets
-that are not addressed to the host of TF_CONFIG, or to the machine's loopback, are dropped before the server sees them.
-It takes no privileges, and goes with the socket.
+is a constant in its `GrpcServer::Init`), and anyone who reaches it can run operations without authentication. There is
+no option to change that. This module attaches a kernel filter to the listening socket instead: packets that are
+addressed neither to the host of TF_CONFIG nor to the machine's loopback are dropped before the server sees them. The
+filter needs no privileges and ends with the socket.
 
-The socket can be filtered once it is there, which is when TensorFlow has returned from starting its server: until all
-workers have joined, the port is open. Set TFPAR_LISTEN=all to leave it open, e.g. where peers reach this machine by
-another address than the one that its own name stands for.
+A socket can be filtered only once it exists, after TensorFlow has started its server: until all workers have joined,
+the port is open. Set TFPAR_LISTEN=all to leave it open, e.g. where peers reach this machine by another address than the
+one its own name resolves to.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def restrict(address: str, environ: Mapping[str, str] | None = None) -> str:
       environ: The environment variables; `os.environ` by default.
 
     Returns:
-      What came of it, in a few words.
+      One line describing the result.
 
     Raises:
       StillOpenError: The port stays open on all addresses.

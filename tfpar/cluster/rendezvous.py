@@ -1,11 +1,10 @@
-"""Waiting for all workers before TensorFlow's servers start, and saying who is missing.
+"""Waits for all workers before TensorFlow's servers start, and names those that are missing.
 
-TensorFlow 2.21 waits for missing workers without a word, on the chief for ever, and holds Python's interpreter lock and
-SIGTERM meanwhile. So the workers, and parameter servers where there are any, meet before: the chief listens for a
-moment on the port that will be its server's, the others report there with their place in the cluster, and all go on
-once everyone has.
+TensorFlow 2.21 waits for missing workers silently, on the chief forever, and meanwhile blocks Python's interpreter lock
+and SIGTERM. So the workers, and parameter servers if there are any, meet first: the chief listens briefly on the port
+of its future server, the others connect and send their place in the cluster, and all continue once everyone has joined.
 
-Servers of `parameter_server` outlive their chief. Where it comes again, those that serve already count as present.
+Servers of `parameter_server` outlive their chief. When the chief restarts, servers that already run count as present.
 """
 
 from __future__ import annotations
@@ -13,15 +12,18 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import selectors
 import socket
-import sys
 import time
 from collections.abc import Sequence
 
-from tfpar.cluster.heartbeat import answering
-from tfpar.cluster.info import ClusterInfo, host_and_port
+from tfpar.cluster.heartbeat import probe_servers
+from tfpar.cluster.info import ClusterInfo
+from tfpar.cluster.reachability import host_and_port
 from tfpar.process.exit_codes import PeerLostError
+
+_log = logging.getLogger(__name__)
 
 _GO, _LOST = b"go\n", b"lost "
 _FIRST_NOTICE_S, _NOTICE_EVERY_S = 10.0, 30.0
@@ -32,7 +34,7 @@ _LINE_BYTES = 4096
 _ASK_EVERY_S, _ASK_S = 2.0, 0.5
 
 
-def meet(info: ClusterInfo, timeout: float) -> None:
+def wait_for_all(info: ClusterInfo, timeout: float) -> None:
     """Returns when all workers and parameter servers have called this.
 
     Args:
@@ -40,36 +42,36 @@ def meet(info: ClusterInfo, timeout: float) -> None:
       timeout: Seconds to wait.
 
     Raises:
-      PeerLostError: Not all came in that time; names those missing. Or this process has another list of the others
-        than the chief.
+      PeerLostError: Not all joined in that time; the message names those missing. Or this process has a different list
+        of workers than the chief.
     """
     if len(info.server_tasks) > 1:
         (_gather if info.is_chief else _report)(info, time.monotonic() + timeout, timeout)
 
 
-def names(info: ClusterInfo, places: Sequence[int]) -> str:
+def format_tasks(info: ClusterInfo, places: Sequence[int]) -> str:
     """`worker 1 (10.0.0.2:2222), worker 3 (10.0.0.4:2222)`, the first eight, by their place in `server_tasks`."""
-    found = [f"{info.server_name(place)} ({info.server_addresses[place]})" for place in places]
-    return ", ".join(found[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
+    tasks = [f"{info.server_name(place)} ({info.server_addresses[place]})" for place in places]
+    return ", ".join(tasks[:8]) + (f" and {len(tasks) - 8} more" if len(tasks) > 8 else "")
 
 
 class _Notices:
-    """Says now and then for whom this worker waits."""
+    """Logs every now and then which workers this one waits for."""
 
     def __init__(self, info: ClusterInfo, deadline: float) -> None:
         self._info, self._deadline = info, deadline
         self._next = time.monotonic() + _FIRST_NOTICE_S
 
-    def give(self, places: Sequence[int]) -> None:
+    def maybe_print(self, places: Sequence[int]) -> None:
         now = time.monotonic()
         if now >= self._next:
             self._next = now + _NOTICE_EVERY_S
             left = f"{max(0.0, self._deadline - now):.0f} s left (--start_timeout)"
-            print(f"waiting for {names(self._info, places)}, {left}", file=sys.stderr, flush=True)
+            _log.info("waiting for %s, %s", format_tasks(self._info, places), left)
 
 
 def _gather(info: ClusterInfo, deadline: float, timeout: float) -> None:
-    """The chief's part."""
+    """Collects all other processes; runs on the chief."""
     notices = _Notices(info, deadline)
     others = range(1, len(info.server_tasks))
     serving: set[int] = set()
@@ -79,29 +81,29 @@ def _gather(info: ClusterInfo, deadline: float, timeout: float) -> None:
             host, port = host_and_port(info.address)
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
             server = stack.enter_context(socket.create_server((host, port), family=family))
-        except OSError:  # a name of this machine that is none of its own addresses, or TensorFlow tells what is wrong
+        except OSError:  # not an address of this machine: TensorFlow reports what is wrong
             return
-        desk = stack.enter_context(contextlib.closing(_Desk(info, server)))
-        while absent := [place for place in others if place not in desk.present and place not in serving]:
+        listener = stack.enter_context(contextlib.closing(_Listener(info, server)))
+        while absent := [place for place in others if place not in listener.present and place not in serving]:
             if time.monotonic() >= deadline:
                 error = PeerLostError(_missing(info, absent, timeout))
-                _answer(desk.present, _LOST + str(error).encode() + b"\n")
+                _reply(listener.present, _LOST + str(error).encode() + b"\n")
                 raise error
-            notices.give(absent)
+            notices.maybe_print(absent)
             if info.num_ps and time.monotonic() >= ask:
-                answers = answering([info.server_addresses[place] for place in absent], _ASK_S)
+                answers = probe_servers([info.server_addresses[place] for place in absent], _ASK_S)
                 serving.update(place for place, answered in zip(absent, answers, strict=True) if answered)
                 ask = time.monotonic() + _ASK_EVERY_S
-            desk.serve(_RETRY_S)
+            listener.serve(_RETRY_S)
         server.close()  # the port must be free for TensorFlow's server before anybody looks for it
-        _answer(desk.present, _GO)
+        _reply(listener.present, _GO)
 
 
-class _Desk:
-    """Where the others report. Anybody may connect, say anything or nothing, and keeps nobody else waiting.
+class _Listener:
+    """Accepts the connections of the others. Whatever a stranger sends, or does not send, nobody else has to wait.
 
     Attributes:
-      present: Connections of those that have come, by their place.
+      present: Connections of the processes that have joined, by their place.
     """
 
     def __init__(self, info: ClusterInfo, server: socket.socket) -> None:
@@ -109,48 +111,48 @@ class _Desk:
         self._info, self._server = info, server
         self._selector = selectors.DefaultSelector()
         self._selector.register(server, selectors.EVENT_READ)
-        self._heard: dict[socket.socket, bytes] = {}
+        self._partial: dict[socket.socket, bytes] = {}
 
     def serve(self, seconds: float) -> None:
-        """Hears those who are there, or waits for somebody for so long."""
+        """Handles pending connections, or waits up to `seconds` for one."""
         for key, _ in self._selector.select(seconds):
             with contextlib.suppress(OSError):
                 if key.fileobj is self._server:
                     connection = self._server.accept()[0]
                     connection.setblocking(False)
                     self._selector.register(connection, selectors.EVENT_READ)
-                    self._heard[connection] = b""
+                    self._partial[connection] = b""
                 elif isinstance(key.fileobj, socket.socket):
-                    self._hear(key.fileobj)
+                    self._read_greeting(key.fileobj)
 
     def close(self) -> None:
         """Closes all connections."""
-        for connection in [*self.present.values(), *self._heard]:
+        for connection in [*self.present.values(), *self._partial]:
             connection.close()
         self._selector.close()
 
-    def _hear(self, connection: socket.socket) -> None:
+    def _read_greeting(self, connection: socket.socket) -> None:
         try:
             part = connection.recv(_LINE_BYTES)
         except OSError:
             part = b""
-        self._heard[connection] += part
-        line = self._heard[connection]
+        self._partial[connection] += part
+        line = self._partial[connection]
         if part and not line.endswith(b"\n") and len(line) < _LINE_BYTES:
             return
         self._selector.unregister(connection)
-        del self._heard[connection]
+        del self._partial[connection]
         connection.settimeout(_CONNECT_S)
-        place = self._admit(connection, line)
-        # One that comes again, for it was ended meanwhile, takes its own place.
+        place = self._accept(connection, line)
+        # A process that was restarted meanwhile replaces its earlier connection.
         ended = connection if place is None else self.present.pop(place, None)
         if ended is not None:
             ended.close()
         if place is not None:
             self.present[place] = connection
 
-    def _admit(self, connection: socket.socket, line: bytes) -> int | None:
-        """Place of the process that reports on a connection; None for one that does not belong here."""
+    def _accept(self, connection: socket.socket, line: bytes) -> int | None:
+        """The place that a process sent over a connection; None if it is not a process of this cluster."""
         try:
             greeting = json.loads(line)
         except (ValueError, RecursionError):
@@ -158,19 +160,17 @@ class _Desk:
         if not isinstance(greeting, dict) or not isinstance(greeting.get("cluster"), str):
             return None
         if greeting["cluster"] != _digest(self._info):
-            text = "the chief has another list of workers than this one: give all the same TF_CONFIG but for the task"
+            text = "the chief has a different list of workers: give all processes the same TF_CONFIG, except for `task`"
             with contextlib.suppress(OSError):
-                print(
-                    f"{connection.getpeername()[0]} came with another list of workers, and is told so", file=sys.stderr
-                )
+                _log.warning("%s reported a different worker list and was rejected", connection.getpeername()[0])
                 connection.sendall(_LOST + text.encode() + b"\n")
             return None
         place = greeting.get("place")
         return place if type(place) is int and 0 < place < len(self._info.server_tasks) else None
 
 
-def _answer(connections: dict[int, socket.socket], line: bytes) -> None:
-    """Tells all, and lets them close first: a connection closed here would keep the port busy for a minute."""
+def _reply(connections: dict[int, socket.socket], line: bytes) -> None:
+    """Sends a line to all and lets them close first: a connection closed here would keep the port busy for a minute."""
     for connection in connections.values():
         with contextlib.suppress(OSError):
             connection.sendall(line)
@@ -182,14 +182,14 @@ def _answer(connections: dict[int, socket.socket], line: bytes) -> None:
 
 
 def _report(info: ClusterInfo, deadline: float, timeout: float) -> None:
-    """What every other process does."""
+    """Reports to the chief and waits for its answer; runs in every other process."""
     notices = _Notices(info, deadline)
     greeting = json.dumps({"cluster": _digest(info), "place": _place(info)}).encode() + b"\n"
     while True:
         left = deadline - time.monotonic()
         if left <= 0:
             raise PeerLostError(_missing(info, [0], timeout))
-        notices.give([0])
+        notices.maybe_print([0])
         answer = b""
         with contextlib.suppress(OSError):
             address = host_and_port(info.worker_addresses[0])
@@ -199,9 +199,9 @@ def _report(info: ClusterInfo, deadline: float, timeout: float) -> None:
                 answer = _read_line(connection)
         if answer.startswith(_LOST):
             raise PeerLostError(answer.removeprefix(_LOST).decode(errors="replace").strip())
-        if answer:  # to go on, or what TensorFlow's server says that is there already
+        if answer:  # the signal to continue, or the greeting of TensorFlow's server, which runs already
             return
-        time.sleep(_RETRY_S)  # the chief is not there yet, or was ended and comes again
+        time.sleep(_RETRY_S)  # the chief has not started yet, or is being restarted
 
 
 def _read_line(connection: socket.socket) -> bytes:
@@ -216,9 +216,9 @@ def _read_line(connection: socket.socket) -> bytes:
 
 def _missing(info: ClusterInfo, places: Sequence[int], timeout: float) -> str:
     return (
-        f"{names(info, places)} did not come within {timeout:g} s (--start_timeout). Start the same script on every "
-        "machine of the cluster, or look there for an error; python -m tfpar.doctor on all of them checks addresses "
-        "and connections."
+        f"{format_tasks(info, places)} did not join within {timeout:g} s (--start_timeout). Start the same script on "
+        "every machine of the cluster, or look there for an error; python -m tfpar.doctor on all of them checks "
+        "addresses and connections."
     )
 
 

@@ -1,1 +1,1 @@
-"""Data between processes: groups of ranks and the transports under them."""
+"""Data between processes: groups of ranks, the transports under them, and agreement between workers."""

@@ -1,90 +1,151 @@
-"""Small agreements between workers, outside the training step."""
+"""Agreement between workers, outside the training step: small values, compared or gathered on the host.
+
+Everything is a gather of bytes over a group of CPUs, whatever the strategy and the devices of the exchange: results are
+exact, and the same bits on every worker.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-from tfpar.parallel import replica
+from tfpar.collectives.group import HOST_MESSAGE_KEYS, Group
 
 import numpy as np
 import tensorflow as tf
 
+# The first row of a gather holds the length of a worker's bytes, and the bytes themselves where they fit: most do.
+_LENGTH = struct.Struct("<q")
+_ROW_BYTES = 256
+_FITTING_BYTES = _ROW_BYTES - _LENGTH.size
 
-def sum_over_workers(strategy: tf.distribute.Strategy, value: tf.Tensor, workers: int) -> tf.Tensor:
-    """Sums a tensor over workers, each counted once however many replicas it has.
-
-    Call inside a `tf.function`, in cross-replica context, on every worker.
-
-    Args:
-      strategy: A synchronous strategy.
-      value: This worker's contribution.
-      workers: Number of workers; with one, `value` is returned as it is.
-    """
-    if workers == 1:
-        return value
-    local_replicas = strategy.num_replicas_in_sync // workers
-
-    def contribute(value: tf.Tensor) -> tf.Tensor:
-        context = tf.distribute.get_replica_context()
-        # The reduction looks up the tensor's device, which a function's argument does not have: hence the identity.
-        mine = tf.identity(value) if replica.static_replica_id() % local_replicas == 0 else tf.zeros_like(value)
-        return context.all_reduce(tf.distribute.ReduceOp.SUM, mine)
-
-    return strategy.experimental_local_results(strategy.run(contribute, args=(value,)))[0]
+# Longer values follow in pieces of 2^n int32 words (collectives take no bytes). The runtime remembers the size of a
+# call site's tensors, so every size has an instance key of its own.
+_SMALLEST_EXPONENT, _LARGEST_EXPONENT = 6, 22
+_ROW_KEY = HOST_MESSAGE_KEYS[0]
+_GATHER_KEYS = HOST_MESSAGE_KEYS[1:32]
+_MESSAGE_KEYS = HOST_MESSAGE_KEYS[32:]
 
 
-def _in_own_place(strategy: tf.distribute.Strategy, value: tf.Tensor, workers: int) -> tf.Tensor:
-    """The value of each worker: a sum of vectors in which each has filled its own place."""
-    local_replicas = strategy.num_replicas_in_sync // workers
+class WorkerAgreement:
+    """Small agreements between the workers of a group, outside the training step.
 
-    def contribute(value: tf.Tensor) -> tf.Tensor:
-        worker, replica_of_worker = divmod(replica.static_replica_id(), local_replicas)
-        mine = tf.one_hot(worker, workers, on_value=1, off_value=0, dtype=value.dtype) * value
-        mine = mine if replica_of_worker == 0 else tf.zeros_like(mine)
-        return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, mine)
-
-    return strategy.experimental_local_results(strategy.run(contribute, args=(value,)))[0]
-
-
-class Agreement:
-    """Small agreements between the workers of a strategy, outside the training step.
-
-    Every worker makes the same calls in the same order. With one worker nothing travels.
+    Every worker makes the same calls in the same order, not inside a `tf.function`. With one worker nothing travels.
+    Where a worker is lost, calls raise TensorFlow's error of a failed collective (see `tfpar.cluster.failure`).
 
     Args:
-      strategy: A synchronous strategy.
-      workers: Its number of workers.
+      group: The workers, with their CPUs as members.
     """
 
-    def __init__(self, strategy: tf.distribute.Strategy, workers: int) -> None:
-        self._workers = workers
-        self._sum = tf.function(lambda value: sum_over_workers(strategy, value, workers), autograph=False)
-        self._gather = tf.function(lambda value: _in_own_place(strategy, value, workers), autograph=False)
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def all_equal(self, value: Any) -> bool:
+        """Whether all workers hold the same value.
+
+        Args:
+          value: Anything that its `repr` identifies, of any length; 24 bytes travel (BLAKE2b).
+        """
+        digest = hashlib.blake2b(repr(value).encode(), digest_size=24).digest()
+        return len(set(self.gather_bytes(digest))) == 1
+
+    def gather(self, value: Any) -> list[Any]:
+        """The workers' values, in the order of their ranks.
+
+        Args:
+          value: Anything that JSON can hold; floats arrive with the same bits.
+        """
+        return [json.loads(text) for text in self.gather_bytes(json.dumps(value).encode())]
+
+    def gather_arrays(self, array: np.ndarray) -> list[np.ndarray]:
+        """The workers' arrays, in the order of their ranks, bit for bit.
+
+        Args:
+          array: Of numbers, of a type that TensorFlow knows. Shapes and types may differ between workers.
+        """
+        array = np.asarray(array)
+        header = json.dumps([tf.as_dtype(array.dtype).name, array.shape]).encode()
+        arrays = []
+        for data in self.gather_bytes(header + b"\n" + array.tobytes()):
+            header, _, values = data.partition(b"\n")
+            dtype, shape = json.loads(header)
+            arrays.append(np.frombuffer(values, tf.as_dtype(dtype).as_numpy_dtype).reshape(shape))
+        return arrays
+
+    def sum_arrays(self, array: np.ndarray) -> np.ndarray:
+        """The sum of the workers' arrays, added up in the order of their ranks: the same bits on each.
+
+        Args:
+          array: Of the same shape and type on every worker.
+        """
+        return np.sum(self.gather_arrays(array), axis=0) if self._group.size > 1 else array
+
+    def sums(self, values: Sequence[float]) -> list[float]:
+        """Each value summed over the workers in float64, the same bits on each."""
+        return self.sum_arrays(np.array(values, np.float64)).tolist()
 
     def mean(self, value: float) -> float:
         """The mean of the workers' values, the same bits on each."""
-        return self.sums([value])[0] / self._workers
+        return self.sums([value])[0] / self._group.size
 
-    def sums(self, values: list[float]) -> list[float]:
-        """Each value summed over the workers, the same bits on each."""
-        if self._workers == 1:
-            return values
-        return self._sum(tf.constant(values, tf.float64)).numpy().tolist()
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """The workers' bytes, of any lengths, in the order of their ranks."""
+        if self._group.size == 1:
+            return [data]
+        rows = self._all_gather((_LENGTH.pack(len(data)) + data[:_FITTING_BYTES]).ljust(_ROW_BYTES, b"\0"), _ROW_KEY)
+        lengths = [_LENGTH.unpack_from(row)[0] for row in rows]
+        gathered = [bytearray(row[_LENGTH.size :]) for row in rows]
+        for start, exponent in _pieces(_FITTING_BYTES, max(lengths)):
+            size = 4 << exponent
+            pieces = self._all_gather(data[start : start + size].ljust(size, b"\0"), _GATHER_KEYS[exponent])
+            for worker_bytes, piece in zip(gathered, pieces, strict=True):
+                worker_bytes += piece
+        return [bytes(worker_bytes[:length]) for worker_bytes, length in zip(gathered, lengths, strict=True)]
 
-    def gather(self, number: int) -> list[int]:
-        """The workers' integers (each below 2^62 in magnitude), in the order of their ranks."""
-        if self._workers == 1:
-            return [number]
-        return self._gather(tf.constant(number, tf.int64)).numpy().tolist()
+    def broadcast(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """The arrays of the first worker, bit for bit.
 
-    def all_equal(self, numbers: list[int]) -> bool:
-        """Whether all workers hold the same integers."""
-        if self._workers == 1:
-            return True
-        # Their hash: of one length for all calls, which then share a program, and of numbers whose squares fit.
-        mine = np.frombuffer(hashlib.blake2b(repr(numbers).encode(), digest_size=24).digest(), np.uint8)
-        mine = mine.astype(np.int64)
-        # Values v with sum S and sum of squares Q are all equal exactly when N Q = S^2 (Cauchy-Schwarz).
-        total = self._sum(tf.constant(np.concatenate([mine, mine**2]))).numpy().tolist()
-        sums, squares = total[: len(mine)], total[len(mine) :]
-        return all(self._workers * q == s * s for s, q in zip(sums, squares, strict=True))
+        Args:
+          arrays: Of the same shapes and types on every worker.
+        """
+        if self._group.size == 1:
+            return list(arrays)
+        data = bytearray().join(array.tobytes() for array in arrays)
+        for start, exponent in _pieces(0, len(data)):
+            piece = bytes(data[start : start + (4 << exponent)])
+            received = self._pass_on(piece.ljust(4 << exponent, b"\0"), _MESSAGE_KEYS[exponent])
+            data[start : start + len(piece)] = received[: len(piece)]
+        result, start = [], 0
+        for array in arrays:
+            values = bytes(data[start : start + array.nbytes])
+            result.append(np.frombuffer(values, array.dtype).reshape(array.shape))
+            start += array.nbytes
+        return result
+
+    def _pass_on(self, data: bytes, instance: int) -> bytes:
+        """The first worker's bytes, sent down a binary tree: member i has the children 2i + 1 and 2i + 2."""
+        rank = self._group.rank
+        with tf.device("/device:CPU:0"):
+            words = tf.constant(np.frombuffer(data, np.int32))
+            if rank > 0:
+                words = self._group.receive(words.shape, tf.int32, (rank - 1) // 2, instance)
+            for child in range(2 * rank + 1, min(2 * rank + 3, self._group.size)):
+                self._group.send(words, child, instance)
+        return words.numpy().tobytes()
+
+    def _all_gather(self, data: bytes, instance: int) -> list[bytes]:
+        with tf.device("/device:CPU:0"):
+            row = tf.constant(np.frombuffer(data, np.int32)[np.newaxis])
+            return [gathered.tobytes() for gathered in self._group.all_gather(row, instance).numpy()]
+
+
+def _pieces(start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Cuts a range of bytes into pieces of 2^exponent words; yields their starts and exponents."""
+    while start < stop:
+        exponent = (-(-(stop - start) // 4) - 1).bit_length()
+        exponent = min(max(exponent, _SMALLEST_EXPONENT), _LARGEST_EXPONENT)
+        yield start, exponent
+        start += 4 << exponent

@@ -1,60 +1,72 @@
-"""Collective calls of TensorFlow's runtime among workers, and the keys that tell them apart.
-
-A call needs a group key, one per set of members, and an instance key, one per call site: the same on all members, and
-used for nothing else while the program lives. TensorFlow's strategies count theirs from small numbers (2.21:
-`CollectiveKeys`, group and instance keys from 1 and 100); ours start far above.
-
-The runtime takes members in the order of their tasks, so the rank in a group of all workers is the task's index.
-"""
+"""`TensorFlowGroup`: groups over the collectives of TensorFlow's runtime, gRPC on CPUs and NCCL on GPUs."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import threading
+from collections.abc import Sequence
+
+from tfpar.collectives.group import Capabilities, group_key, message_key
+from tfpar_ops.codecs import GPU_PEERS
 
 import tensorflow as tf
 
-_FIRST_KEY = 1 << 20
-
 # Keywords of a variable that is the state of one worker, not of the model: no strategy is to mirror or combine it.
-LOCAL = {
+PER_WORKER = {
     "synchronization": tf.VariableSynchronization.ON_READ,
     "aggregation": tf.VariableAggregation.NONE,
 }
 
-_lock = threading.Lock()
-_instances = itertools.count(_FIRST_KEY)
+# What all of the operations below take (TensorFlow 2.21). Other types travel as int32 words (`tf.bitcast`).
+_DTYPES = frozenset({tf.float16, tf.float32, tf.float64, tf.int32, tf.int64})
+
+
+def is_gpu(device: str) -> bool:
+    """Whether a device, by its name, is a GPU, whose collectives NCCL carries out."""
+    return "GPU" in device
 
 
 @dataclasses.dataclass(frozen=True)
-class Group:
-    """Workers that exchange something.
+class TensorFlowGroup:
+    """A `Group` over `tf.raw_ops.Collective*`. Make one with `new_group` or `world_group`.
+
+    A multi-worker strategy must have connected the workers before the first call.
 
     Attributes:
-      size: Number of members.
-      rank: This worker's place among them.
-      key: Group key.
-      gpus: Whether the members are GPUs, whose collectives NCCL carries out; the runtime's own do otherwise.
+      members: Ranks of the members among all workers, ascending. The runtime sorts members by their tasks (2.21,
+        `DeviceNameUtils::CompareFullNames`), in which order tfpar counts ranks.
+      rank: Place of this worker among the members.
+      on_gpus: Whether the members are GPUs.
+      all_workers: Whether the members are all workers, so that two of them need no key of their own for messages.
     """
 
-    size: int
+    members: tuple[int, ...]
     rank: int
-    key: int
-    gpus: bool = False
-
-    @classmethod
-    def of_workers(cls, workers: int, worker: int, device: str = "") -> Group:
-        """The group of all workers of a cluster; on GPUs if the device of this one is a GPU."""
-        return cls(workers, worker, _FIRST_KEY, "GPU" in device)
+    on_gpus: bool = False
+    all_workers: bool = False
 
     @property
-    def _hint(self) -> str:
-        """TensorFlow 2.21 takes NCCL only where it is asked for (`AssignCollectiveType`), else gRPC for GPUs too."""
-        return "nccl" if self.gpus else "auto"
+    def size(self) -> int:
+        """Number of members."""
+        return len(self.members)
+
+    @property
+    def key(self) -> int:
+        """The group key of its collectives."""
+        return group_key(self.members, self._device_type)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the group can do; depends on the devices alone."""
+        return Capabilities(
+            ordered=self.on_gpus,
+            largest_fan_in=GPU_PEERS if self.on_gpus else None,
+            dtypes=_DTYPES,
+            messages=True,
+            variable_sizes=not self.on_gpus,
+        )
 
     def all_reduce(self, value: tf.Tensor, instance: int) -> tf.Tensor:
-        """Sum over the members, the same bits on each. Float32 of any static shape."""
+        """See `Group.all_reduce`."""
         if self.size == 1:
             return tf.identity(value)
         reduced = tf.raw_ops.CollectiveReduceV2(
@@ -67,10 +79,10 @@ class Group:
             final_op="Id",
             communication_hint=self._hint,
         )
-        return independent(reduced)
+        return run_unordered(reduced)
 
     def all_to_all(self, rows: tf.Tensor, instance: int) -> tf.Tensor:
-        """Row i goes to member i; row i of the result came from member i. `[size, ...]`, any type but uint8."""
+        """See `Group.all_to_all`."""
         if self.size == 1:
             return tf.identity(rows)
         received = tf.raw_ops.CollectiveAllToAllV2(
@@ -81,10 +93,10 @@ class Group:
             ordering_token=[],
             communication_hint=self._hint,
         )
-        return independent(received)
+        return run_unordered(received)
 
-    def all_gather(self, row: tf.Tensor, instance: int) -> tf.Tensor:
-        """The members' rows in the order of their ranks: `[1, ...]` to `[size, ...]`."""
+    def all_gather(self, row: tf.Tensor, instance: int | tf.Tensor) -> tf.Tensor:
+        """See `Group.all_gather`."""
         if self.size == 1:
             return tf.identity(row)
         gathered = tf.raw_ops.CollectiveGatherV2(
@@ -95,28 +107,23 @@ class Group:
             ordering_token=[],
             communication_hint=self._hint,
         )
-        return tf.ensure_shape(independent(gathered), [self.size, *row.shape[1:]])
+        return tf.ensure_shape(run_unordered(gathered), [self.size, *row.shape[1:]])
 
     def send(self, value: tf.Tensor, target: int, instance: int) -> tf.Tensor:
-        """Sends to one member, who calls `receive` with the same instance key.
-
-        Returns:
-          A tensor on which something that is used must depend: functions leave out sends whose result nobody wants
-          (TensorFlow 2.21, `ASYNC_STATEFUL_OPS`), and the receiver would wait for ever.
-        """
+        """See `Group.send`. Functions drop unused sends in TensorFlow 2.21 too (`ASYNC_STATEFUL_OPS`)."""
         return tf.raw_ops.CollectiveBcastSendV2(
             input=value,
             group_size=2,
-            group_key=_pair_key(self.rank, target),
+            group_key=self._message_key(target),
             instance_key=instance,
             communication_hint="auto",
         )
 
     def receive(self, shape: tf.TensorShape, dtype: tf.DType, source: int, instance: int) -> tf.Tensor:
-        """What member `source` sends with this instance key, of a static shape."""
+        """See `Group.receive`."""
         received = tf.raw_ops.CollectiveBcastRecvV2(
             group_size=2,
-            group_key=_pair_key(self.rank, source),
+            group_key=self._message_key(source),
             instance_key=instance,
             shape=tf.constant(shape.as_list(), tf.int32),
             T=dtype,
@@ -124,14 +131,53 @@ class Group:
         )
         return tf.ensure_shape(received, shape)
 
+    @property
+    def _hint(self) -> str:
+        """TensorFlow 2.21 uses NCCL only where asked (`AssignCollectiveType`), otherwise gRPC for GPUs too."""
+        return "nccl" if self.on_gpus else "auto"
 
-def new_instances(count: int) -> list[int]:
-    """Instance keys that no other call site has. All workers must ask for the same in the same order."""
-    with _lock:
-        return [next(_instances) for _ in range(count)]
+    @property
+    def _device_type(self) -> str:
+        return "GPU" if self.on_gpus else "CPU"
+
+    def _message_key(self, other: int) -> int:
+        pair = self.members[self.rank], self.members[other]
+        if self.all_workers:
+            return group_key(pair, self._device_type)
+        return message_key(self.members, *pair, self._device_type)
 
 
-def independent(value: tf.Tensor) -> tf.Tensor:
+def new_group(members: Sequence[int], worker: int, device: str = "") -> TensorFlowGroup:
+    """The group of some workers. Only its members need to call this, in any order, and no data travels.
+
+    Args:
+      members: Ranks of the members among all workers, in any order.
+      worker: Rank of this worker among all workers.
+      device: Device of this worker that takes part; the other members' must be of the same type. By default a CPU.
+
+    Raises:
+      ValueError: A negative or repeated rank; or this worker is not a member.
+    """
+    ranks = tuple(sorted(members))
+    if not ranks or ranks[0] < 0 or len(set(ranks)) < len(ranks):
+        raise ValueError(f"members={list(members)}: a group needs at least one rank, none negative or repeated")
+    if worker not in ranks:
+        raise ValueError(f"worker={worker} is not a rank among members={list(members)}")
+    return TensorFlowGroup(ranks, ranks.index(worker), is_gpu(device))
+
+
+def world_group(workers: int = 1, worker: int = 0, device: str = "") -> TensorFlowGroup:
+    """The group of all workers.
+
+    Args:
+      workers: Number of workers.
+      worker: Rank of this one.
+      device: See `new_group`.
+    """
+    return dataclasses.replace(new_group(range(workers), worker, device), all_workers=True)
+
+
+def run_unordered(value: tf.Tensor) -> tf.Tensor:
     """Lets a collective, or a clock, run beside the others of its function.
 
     TensorFlow 2.21 runs stateful operations of a function in the order in which they were traced, these among them
@@ -139,19 +185,13 @@ def independent(value: tf.Tensor) -> tf.Tensor:
     gRPC keys alone tell calls apart. NCCL needs the same order on every worker, which this keeps. (Messages between two
     workers are in no such order; they go through gRPC, on GPUs too.)
     """
-    if tf.is_symbolic_tensor(value) and "GPU" not in value.device:
+    if tf.is_symbolic_tensor(value) and not is_gpu(value.device):
         manager = value.graph.experimental_acd_manager
         if manager is not None:
             manager.run_independently(value.op)
     return value
 
 
-def _pair_key(one: int, other: int) -> int:
-    """Group key of two members: a number of its own for each pair, whoever asks, in whatever order."""
-    low, high = min(one, other), max(one, other)
-    return _FIRST_KEY + 1 + high * (high - 1) // 2 + low
-
-
-def local(variable: tf.Variable) -> tf.Variable:
-    """This worker's copy, on its first device, of a variable made with `LOCAL`; itself if made under no strategy."""
+def local_copy(variable: tf.Variable) -> tf.Variable:
+    """This worker's copy, on its first device, of a `PER_WORKER` variable; itself if made under no strategy."""
     return tf.distribute.get_strategy().experimental_local_results(variable)[0]

@@ -6,13 +6,14 @@ Importing this package imports neither TensorFlow nor Keras.
 from __future__ import annotations
 
 from tfpar.config.errors import ConfigError, TrainingError, unknown_name
-from tfpar.config.experiment import (
+from tfpar.config.experiment import PER_HOST_OPTIONS, RESUME_MAY_CHANGE, SECTIONS, ExperimentConfig
+from tfpar.config.fields import parse_arguments
+from tfpar.config.sections import (
     CUSTOM,
     PRECISIONS,
     STRATEGIES,
     CheckpointConfig,
     ExchangeConfig,
-    ExperimentConfig,
     InputConfig,
     ModelConfig,
     MonitorConfig,
@@ -22,11 +23,13 @@ from tfpar.config.experiment import (
     StrategyConfig,
     TrainConfig,
 )
-from tfpar.config.fields import parse_arguments
 
 __all__ = [
     "CUSTOM",
+    "PER_HOST_OPTIONS",
     "PRECISIONS",
+    "RESUME_MAY_CHANGE",
+    "SECTIONS",
     "STRATEGIES",
     "CheckpointConfig",
     "ConfigError",

@@ -1,4 +1,4 @@
-"""Errors that are meant for people: what the message names, and how a process ends with it.
+"""Errors for the user of a program, whose messages say what to do.
 
 This module imports neither TensorFlow nor Keras.
 """
@@ -10,16 +10,16 @@ from collections.abc import Iterable
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot work. The message names flag, value and way out."""
+    """A configuration that cannot work. The message names the flag, its value, what is allowed and what to do."""
 
 
 class TrainingError(RuntimeError):
-    """A run that cannot go on, though its configuration is sound. The message says what happened and the way out.
+    """A run that cannot continue, though its configuration is valid. The message says what happened and what to do.
 
-    Programs under `tfpar.config.flags.run` end with it as one line and the exit code.
+    Programs under `tfpar.config.flags.run` print it as one line and exit with its code.
 
     Attributes:
-      exit_code: 1, or what tells launchers and schedulers more (`tfpar.process.exit_codes`).
+      exit_code: 1, or a code that tells launchers and schedulers more (`tfpar.process.exit_codes`).
     """
 
     exit_code = 1
@@ -30,8 +30,8 @@ def unknown_name(flag: str, value: str, known: Iterable[str]) -> ConfigError:
 
     Args:
       flag: The flag or argument, e.g. `"--model"`.
-      value: What was given.
-      known: The names that would have been accepted.
+      value: The unknown name.
+      known: The names that are accepted.
     """
     names = sorted(known)
     near = difflib.get_close_matches(value, names, n=3, cutoff=0.5)

@@ -1,4 +1,4 @@
-"""What options are made of: values as text, fields that become flags, validation when built.
+"""The parts of a configuration: fields that become flags, validation when built, arguments as text.
 
 This module imports neither TensorFlow nor Keras.
 """
@@ -11,6 +11,8 @@ import math
 import numbers
 import operator
 import os
+import types
+import typing
 from collections.abc import Iterable
 from typing import Any
 
@@ -26,8 +28,8 @@ def parse_arguments(flag: str, text: str, *, example: str, prefix: str = "") -> 
     Args:
       flag: The flag the text came from; named in errors.
       text: The text; empty means no arguments.
-      example: What could be written instead; shown in errors.
-      prefix: What stands before the text where the flag takes more than arguments; shown in errors.
+      example: A correct value; shown in errors.
+      prefix: The part of the flag's value before the text; shown in errors.
 
     Returns:
       The keyword arguments in the order given.
@@ -74,6 +76,8 @@ def option(
     choices: Iterable[str] | None = None,
     minimum: float | None = None,
     maximum: float | None = None,
+    may_change_on_resume: bool = False,
+    per_host: bool = False,
 ) -> Any:
     """A dataclass field that can become a flag.
 
@@ -83,23 +87,30 @@ def option(
       choices: The allowed values, for enumerations.
       minimum: Smallest allowed number.
       maximum: Largest allowed number.
+      may_change_on_resume: Whether a run may be resumed with another value. False for what defines what is trained:
+        such a resume is refused.
+      per_host: Whether the workers of a run may have different values, because the option belongs to a machine or to
+        the chief alone. False: workers with different values are refused.
     """
     metadata = {
         "help": help,
         "choices": tuple(choices) if choices is not None else None,
         "minimum": minimum,
         "maximum": maximum,
+        "may_change_on_resume": may_change_on_resume,
+        "per_host": per_host,
     }
     return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
-    """Base of the rooms' configurations: checks choices and bounds when built."""
+class ConfigBase:
+    """Base of the sections of a configuration: checks types, choices and bounds when it is built."""
 
     def __post_init__(self) -> None:
+        annotations = typing.get_type_hints(type(self))
         for field in dataclasses.fields(self):
-            value = _typed(field, getattr(self, field.name))
+            value = _converted(field.name, annotations[field.name], getattr(self, field.name))
             object.__setattr__(self, field.name, value)
             choices = field.metadata.get("choices")
             if choices and value is not None and value not in choices:
@@ -107,27 +118,37 @@ class Options:
             if isinstance(value, (int, float)) and not isinstance(value, bool):
                 low, high = field.metadata.get("minimum"), field.metadata.get("maximum")
                 if (low is not None and not value >= low) or (high is not None and not value <= high):
-                    bounds = " and ".join(
-                        f"{word} {bound}" for word, bound in (("at least", low), ("at most", high)) if bound is not None
-                    )
-                    raise ConfigError(f"--{field.name}={value} is out of range: it must be {bounds}.")
+                    raise ConfigError(f"--{field.name}={value} is out of range: it must be {range_text(field)}.")
 
 
-def _typed(field: dataclasses.Field[Any], value: Any) -> Any:
-    """`value` as the type the field is annotated with, where nothing is lost by that."""
-    kinds = {"int": "a whole number", "float": "a finite number", "bool": "true or false", "str": "a string"}
-    optional = isinstance(field.type, str) and field.type.endswith(" | None")
-    kind = str(field.type).removesuffix(" | None")
-    if kind not in kinds or (value is None and optional):
+def range_text(field: dataclasses.Field[Any]) -> str:
+    """The bounds of an option in words, e.g. `at least 1`; empty if it has none."""
+    bounds = (("at least", field.metadata.get("minimum")), ("at most", field.metadata.get("maximum")))
+    return " and ".join(f"{word} {bound}" for word, bound in bounds if bound is not None)
+
+
+_TYPE_NAMES = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a string"}
+
+
+def _converted(name: str, annotation: Any, value: Any) -> Any:
+    """`value` as the type that its option is annotated with, if that loses nothing.
+
+    Raises:
+      ConfigError: It has another type, or loses something.
+    """
+    union = typing.get_origin(annotation) in (types.UnionType, typing.Union)  # as in `int | None`
+    alternatives = typing.get_args(annotation) if union else (annotation,)
+    kind = next((alternative for alternative in alternatives if alternative in _TYPE_NAMES), None)
+    if kind is None or (value is None and type(None) in alternatives):
         return value
-    if kind == "str" and isinstance(value, (str, os.PathLike)):
+    if kind is str and isinstance(value, (str, os.PathLike)):
         return os.fspath(value)
-    if kind == "bool" and isinstance(value, bool):
+    if kind is bool and isinstance(value, bool):
         return value
-    if kind in ("int", "float") and isinstance(value, numbers.Real) and not isinstance(value, bool):
+    if kind in (int, float) and isinstance(value, numbers.Real) and not isinstance(value, bool):
         number = float(value)
-        if kind == "int" and number.is_integer():
+        if kind is int and number.is_integer():
             return operator.index(value) if isinstance(value, numbers.Integral) else int(number)
-        if kind == "float" and math.isfinite(number):
+        if kind is float and math.isfinite(number):
             return number
-    raise ConfigError(f"--{field.name}={value!r} is not {kinds[kind]}.")
+    raise ConfigError(f"--{name}={value!r} is not {_TYPE_NAMES[kind]}.")

@@ -11,8 +11,8 @@ An experiment defines them once, runs its `main` through `run`, and reads the co
     if __name__ == "__main__":
         flags.run(main)
 
-Everything about a flag - type, default, choices, bounds, help - comes from the dataclass field. Flags can stand in
-a file, one a line, given as --flagfile=FILE.
+Everything about a flag - type, default, choices, bounds, help - comes from the dataclass field. --flagfile=FILE reads
+flags from a file with one flag per line.
 """
 
 from __future__ import annotations
@@ -25,70 +25,76 @@ import shutil
 import sys
 import textwrap
 import typing
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from tfpar.config.errors import ConfigError, TrainingError, unknown_name
-from tfpar.config.experiment import ROOMS, ExperimentConfig
-from tfpar.process.exit_codes import USAGE_ERROR, PeerLostError, end_of_loss
+from tfpar.config.experiment import SECTIONS, ExperimentConfig, option_fields
+from tfpar.process import logs
+from tfpar.process.exit_codes import USAGE_ERROR, PeerLostError, exit_peer_lost
 
 from absl import app, flags, logging
 
-_MODULE = "tfpar.config."  # flags are registered under this and their room: the headings of the help
+_MODULE = "tfpar.config."  # prefix of the module name under which absl lists the flags of a section
 _HELP_COLUMN = 30
 
 
 def define(
-    rooms: Iterable[str] = tuple(ROOMS),
+    sections: Iterable[str] | None = None,
     defaults: Mapping[str, Any] | None = None,
     flag_values: flags.FlagValues = flags.FLAGS,
+    *,
+    rooms: Iterable[str] | None = None,
 ) -> None:
-    """Defines a flag for every option of these rooms.
+    """Defines a flag for every option of these sections.
 
     Args:
-      rooms: Names from `tfpar.config.ROOMS`; all by default.
-      defaults: Option name to the default of this experiment, where it differs from that of the dataclass.
-      flag_values: Where to define them; absl's global flags by default.
+      sections: Names from `tfpar.config.SECTIONS`; by default all of them.
+      defaults: Maps option names to this experiment's defaults, where they differ from those of the dataclasses.
+      flag_values: Where to define the flags; by default among absl's global flags.
+      rooms: Deprecated name of `sections`.
 
     Raises:
-      ConfigError: An unknown room or option, or a default that is not allowed.
+      ConfigError: An unknown section or option, or a default that is not allowed.
     """
+    if rooms is not None:
+        warnings.warn("define(rooms=...) is deprecated; use sections=...", DeprecationWarning, stacklevel=2)
+        sections = rooms
     remaining = dict(defaults or {})
-    chosen = list(rooms)
-    for room in chosen:
-        if room not in ROOMS:
-            raise unknown_name("room", room, ROOMS)
-        fields = dataclasses.fields(ROOMS[room])
-        own = {field.name: remaining.pop(field.name) for field in fields if field.name in remaining}
-        values = ROOMS[room](**own)  # validates the defaults
-        types = typing.get_type_hints(ROOMS[room])
+    chosen = list(SECTIONS if sections is None else sections)
+    for section in chosen:
+        if section not in SECTIONS:
+            raise unknown_name("section", section, SECTIONS)
+        fields = dataclasses.fields(SECTIONS[section])
+        overrides = {field.name: remaining.pop(field.name) for field in fields if field.name in remaining}
+        values = SECTIONS[section](**overrides)  # validates the defaults
+        types = typing.get_type_hints(SECTIONS[section])
         for field in fields:
             flag = _flag(field, types[field.name], getattr(values, field.name))
-            flags.DEFINE_flag(flag, flag_values, module_name=_MODULE + room)
+            flags.DEFINE_flag(flag, flag_values, module_name=_MODULE + section)
     if remaining:
-        name = next(iter(remaining))
-        raise unknown_name(
-            "default", name, (field.name for room in chosen for field in dataclasses.fields(ROOMS[room]))
-        )
+        known = (field.name for section in chosen for field in dataclasses.fields(SECTIONS[section]))
+        raise unknown_name("default", next(iter(remaining)), known)
 
 
 def experiment_config(flag_values: flags.FlagValues = flags.FLAGS) -> ExperimentConfig:
-    """The configuration that the parsed flags describe. Rooms without flags keep their defaults.
+    """The configuration that the parsed flags describe. Sections without flags keep their defaults.
 
     Raises:
       ConfigError: A value out of range, or values that contradict each other.
     """
-    names = (field.name for kind in ROOMS.values() for field in dataclasses.fields(kind))
+    names = (field.name for field in option_fields())
     options = {name: flag_values[name].value for name in names if name in flag_values}
-    for given, other in (("steps", "epochs"), ("epochs", "steps")):
+    for name, other in (("steps", "epochs"), ("epochs", "steps")):
         # The one on the command line replaces the other that is merely this experiment's default.
-        if _is_set(given, flag_values) and not _is_set(other, flag_values):
+        if _is_set(name, flag_values) and not _is_set(other, flag_values):
             options.pop(other, None)
     return ExperimentConfig.from_flat_dict(options)
 
 
 def is_given(name: str, flag_values: flags.FlagValues = flags.FLAGS) -> bool:
-    """Whether an option was given on the command line, or in a flagfile; 0 counts."""
+    """Whether an option was given on the command line or in a flagfile, even as 0."""
     return name in flag_values and flag_values[name].present > 0
 
 
@@ -99,13 +105,13 @@ def _is_set(name: str, flag_values: flags.FlagValues) -> bool:
 def run(main: Callable[[list[str]], Any], argv: list[str] | None = None) -> None:
     """Parses the flags, calls `main`, and exits with what it returns.
 
-    `absl.app.run` with errors for people: a wrong flag, a stray argument or a `ConfigError` from `main` is one line
-    on standard error and exit code 2, without a traceback; a `TrainingError` the same with its own, a `PeerLostError`
-    with 75. `--help` shows the flags of this experiment by room, `--helpfull` all that exist. The log of absl shows
-    warnings and errors, with --verbose also information.
+    Like `absl.app.run`, but with readable errors: a wrong flag, a stray argument or a `ConfigError` from `main` prints
+    one line on standard error, without a traceback, and exits with code 2; a `TrainingError` exits with its own code, a
+    `PeerLostError` with 75. `--help` shows the flags of this experiment by section, `--helpfull` those of all modules.
+    The absl log shows warnings and errors, and with --verbose information too.
 
     Args:
-      main: Called with the program's name in a list, as absl does.
+      main: Called with a list of the program's name, as absl does.
       argv: The command line; `sys.argv` by default.
     """
 
@@ -117,7 +123,7 @@ def run(main: Callable[[list[str]], Any], argv: list[str] | None = None) -> None
         except TrainingError as error:
             _fail(str(error), code=error.exit_code)
         except PeerLostError as error:
-            end_of_loss(error)
+            exit_peer_lost(error)
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             sys.exit(130)
@@ -128,7 +134,7 @@ def run(main: Callable[[list[str]], Any], argv: list[str] | None = None) -> None
 
 
 def _parse(argv: list[str]) -> list[str]:
-    """Parses with absl, in our words where something is wrong."""
+    """Parses with absl; rewrites its error messages."""
     values = flags.FLAGS
     try:
         rest = values(argv)
@@ -140,14 +146,16 @@ def _parse(argv: list[str]) -> list[str]:
         _fail(
             f"unexpected argument {rest[1]!r}. Flags are written --name=value, switches --name, --noname, --name=true."
         )
-    if values["verbosity"].using_default_value and not ("verbose" in values and values["verbose"].value):
+    if not values["verbosity"].using_default_value:
+        logs.set_absl_verbosity(values["verbosity"].value)
+    elif not ("verbose" in values and values["verbose"].value):
         values.verbosity = logging.WARNING  # app.run would raise it to INFO
-        logging.get_absl_handler().addFilter(_is_ours_to_read)
+        logging.get_absl_handler().addFilter(_is_relevant)
     return rest
 
 
-def _is_ours_to_read(record: stdlib_logging.LogRecord) -> bool:
-    # TensorFlow Datasets 4.9 warns of its own deprecated properties, many times for every data set.
+def _is_relevant(record: stdlib_logging.LogRecord) -> bool:
+    # TensorFlow Datasets 4.9 warns about its own deprecated properties, many times for every data set.
     return record.levelno >= stdlib_logging.ERROR or "tensorflow_datasets" not in record.pathname
 
 
@@ -221,7 +229,7 @@ class _Choice(flags.EnumParser):
 
 
 class _ChoiceFlag(flags.Flag):
-    """One of several words. Where `true` and `false` are among them, --name and --noname work as well."""
+    """One of several words. If `true` and `false` are among them, --name and --noname work too."""
 
     def __init__(self, parser: _Choice, *arguments: Any) -> None:
         super().__init__(parser, *arguments)
@@ -248,26 +256,26 @@ class _HelpFlag(flags.BooleanFlag):
 
 
 def help_text(values: flags.FlagValues, width: int = 0) -> str:
-    """What `--help` prints: the script's own docstring, its flags, then those of each room.
+    """What `--help` prints: the script's docstring, the flags it defines, then those of each section.
 
     Args:
       values: The flags.
-      width: Columns; 0 for those of the terminal.
+      width: Columns; 0 for the width of the terminal.
     """
     width = width or min(120, shutil.get_terminal_size().columns)
     program = sys.argv[0]
     doc = textwrap.dedent(sys.modules["__main__"].__doc__ or "").strip()
     parts = [f"usage: python {program} [--flag=value ...]", *([doc] if doc else [])]
     modules = values.flags_by_module_dict()
-    own = [flag for flag in modules.get(program, []) if flag.name != "help"]
-    if own:
-        parts.append(_section("of this script", "", own, width))
-    for room, kind in ROOMS.items():
-        if _MODULE + room in modules:
-            parts.append(_section(room, (kind.__doc__ or "").strip(), modules[_MODULE + room], width))
+    script_flags = [flag for flag in modules.get(program, []) if flag.name != "help"]
+    if script_flags:
+        parts.append(_section("this script", "", script_flags, width))
+    for section, kind in SECTIONS.items():
+        if _MODULE + section in modules:
+            parts.append(_section(section, (kind.__doc__ or "").strip(), modules[_MODULE + section], width))
     parts.append(
-        "--flagfile=FILE reads flags from a file, one a line, # starts a comment; a flag given twice takes its last\n"
-        "value. --helpfull shows the flags of absl and other modules too."
+        "--flagfile=FILE reads flags from a file, one per line, # starts a comment; of a flag given twice the last\n"
+        "value counts. --helpfull shows the flags of absl and other modules too."
     )
     return "\n\n".join(parts)
 
@@ -280,10 +288,10 @@ def _section(title: str, summary: str, members: Iterable[flags.Flag], width: int
         value = "" if flag.boolean and not choices else f"={_metavar(flag)}"
         name = f"  --{'[no]' if not value else ''}{flag.name}{value}"
         text = " ".join(str(flag.help).split()) + (f" One of: {', '.join(choices)}." if choices else "")
-        room = " " * _HELP_COLUMN
+        indent = " " * _HELP_COLUMN
         wrapped = textwrap.wrap(f"{text} Default: {default}.", width - _HELP_COLUMN)
-        first = name.ljust(_HELP_COLUMN) if len(name) < _HELP_COLUMN else f"{name}\n{room}"
-        lines.append(first + f"\n{room}".join(wrapped))
+        first = name.ljust(_HELP_COLUMN) if len(name) < _HELP_COLUMN else f"{name}\n{indent}"
+        lines.append(first + f"\n{indent}".join(wrapped))
     return "\n".join(lines)
 
 

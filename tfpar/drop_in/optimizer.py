@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 from collections.abc import Sequence
 from typing import Any
 
-from tfpar.collectives.tensorflow import Group
+from tfpar.collectives.tensorflow import world_group
 from tfpar.config import ConfigError
 from tfpar.drop_in import workers
 from tfpar.drop_in.workers import Workers
 from tfpar.exchange import Exchange
+from tfpar.optim.exchanged_update import exchange_before_update, exchange_of
+from tfpar.optim.keras_internals import trainable_variables, variable_index
 
 import keras
 import numpy as np
@@ -73,16 +74,13 @@ def DistributedOptimizer(  # noqa: N802  the name that scripts know from elsewhe
     connected = workers.current()
     if connected is None:
         return optimizer
-    distribution = Distribution(connected, made, seed)
-    # TensorFlow's __setattr__ would look for things to track.
-    object.__setattr__(optimizer, "_tfpar_distribution", distribution)
-    object.__setattr__(optimizer, "__class__", _distributed(type(optimizer)))  # type: ignore[arg-type]
+    exchange_before_update(optimizer, Distribution(connected, made, seed))
     return optimizer
 
 
 def distribution_of(optimizer: keras.optimizers.Optimizer) -> Distribution | None:
     """What `DistributedOptimizer` gave to an optimizer; None for any other."""
-    return getattr(optimizer, "_tfpar_distribution", None)
+    return exchange_of(optimizer)
 
 
 class Distribution:
@@ -114,7 +112,7 @@ class Distribution:
         """
         if self._variables:
             return
-        variables = list(optimizer._trainable_variables)
+        variables = trainable_variables(optimizer)
         if any(getattr(variable, "overwrite_with_gradient", False) for variable in variables):
             raise ConfigError(
                 "tfpar.DistributedOptimizer: float8 layers replace variables by their gradients, each worker by its "
@@ -143,7 +141,7 @@ class Distribution:
         # A group, so that not the strategy reduces: its all-reduce fails inside a tf.cond (TensorFlow 2.21: "You must
         # feed a value for placeholder"), and Keras has one around the step (`steps_per_execution`) and the update
         # (accumulation).
-        group = Group.of_workers(self.workers.size, self.workers.rank, strategy.extended.worker_devices[0])
+        group = world_group(self.workers.size, self.workers.rank, strategy.extended.worker_devices[0])
         self._exchange.build(
             self._variables,
             strategy=strategy,
@@ -170,7 +168,7 @@ class Distribution:
           anyhow (3.15); where rows repeat, Keras alone clips and squares them one by one.
         """
         self._refuse()
-        places = [optimizer._get_variable_index(variable) for variable in variables]
+        places = [variable_index(optimizer, variable) for variable in variables]
         sparse = {
             place for place, gradient in zip(places, gradients, strict=True) if isinstance(gradient, tf.IndexedSlices)
         }
@@ -312,82 +310,3 @@ def _describe(optimizer: keras.optimizers.Optimizer) -> dict[str, str]:
 
     facts = {"optimizer": config["class_name"]} | relevant(config["config"])
     return {name: value if isinstance(value, str) else json.dumps(value, default=str) for name, value in facts.items()}
-
-
-class _Distributed(keras.optimizers.Optimizer):
-    """What a distributed optimizer does differently from its own class, which comes next in the order of bases."""
-
-    _tfpar_distribution: Distribution
-
-    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
-        """Exchanges gradients, then applies their means."""
-        variables = self._ready(trainable_variables)
-        if not self.gradient_accumulation_steps:
-            grads = self._tfpar_distribution.mean(grads, variables, self)
-        super().apply(grads, variables)
-
-    def _ready(self, trainable_variables: Sequence[Any] | None) -> list[Any]:
-        """The variables to update; builds the optimizer if it is not."""
-        if trainable_variables is None:
-            return list(self._trainable_variables)
-        if not self.built:
-            with keras.name_scope(self.name, caller=self):
-                self.build(list(trainable_variables))
-        return list(trainable_variables)
-
-    # Keras 3.15 accumulates in `_backend_apply_gradients`, and calls `_clip_gradients` on the accumulated mean where it
-    # updates: the one place between the two.
-
-    def _backend_apply_gradients(self, grads: Sequence[Any], trainable_variables: Sequence[Any]) -> None:
-        object.__setattr__(self, "_tfpar_updating", list(trainable_variables))
-        super()._backend_apply_gradients(grads, trainable_variables)
-
-    def _clip_gradients(self, grads: Sequence[Any]) -> Any:
-        if self.gradient_accumulation_steps:
-            grads = self._tfpar_distribution.mean(grads, self._tfpar_updating, self)
-        return super()._clip_gradients(grads)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        # The constructor of a LossScaleOptimizer does this to the optimizer that it is given.
-        if name == "loss_scale_factor" and value is None:
-            raise ConfigError(
-                "mixed_float16 puts a LossScaleOptimizer around tfpar.DistributedOptimizer, and workers would skip "
-                "steps one by one. Write "
-                "tfpar.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer)): then it finds one there."
-            )
-        super().__setattr__(name, value)
-
-
-class _DistributedLossScale(_Distributed):
-    """The same for a LossScaleOptimizer, which decides from the means whether to skip: all workers alike."""
-
-    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
-        """Exchanges unscaled gradients, so that residuals do not depend on the loss scale."""
-        variables = self._ready(trainable_variables)
-        scale = tf.convert_to_tensor(self.dynamic_scale)
-        grads = [None if gradient is None else _unscaled(gradient, scale) for gradient in grads]
-        means = self._tfpar_distribution.mean(grads, variables, self)
-        # Powers of two: scaling there and back does not round.
-        super(_Distributed, self).apply([None if mean is None else mean * scale for mean in means], variables)
-
-
-def _unscaled(gradient: Any, scale: tf.Tensor) -> Any:
-    """A gradient, a tensor or rows, divided by the loss scale."""
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(gradient.values / scale, gradient.indices, gradient.dense_shape)
-    return tf.convert_to_tensor(gradient) / scale
-
-
-@functools.cache
-def _distributed(base: type) -> type:
-    """The class of a distributed optimizer.
-
-    Serialisation looks at `__class__` and gets the plain class, so a saved model knows nothing of tfpar; what is made
-    from a configuration is plain again.
-    """
-    mixin = _DistributedLossScale if issubclass(base, keras.optimizers.LossScaleOptimizer) else _Distributed
-    plain = {
-        "__class__": property(lambda self: base),
-        "from_config": lambda config, custom_objects=None: base.from_config(config, custom_objects),  # type: ignore[attr-defined]
-    }
-    return type(f"Distributed{base.__name__}", (mixin, base), plain)

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 from collections.abc import Sequence
 from typing import Any
 
 from tfpar import cluster
-from tfpar.collectives.tensorflow import Group
+from tfpar.collectives.agreement import WorkerAgreement
+from tfpar.collectives.tensorflow import world_group
 from tfpar.config import ConfigError, StrategyConfig
 from tfpar.parallel import strategies
 from tfpar.parallel.topology import choose_topology
 
 import numpy as np
 import tensorflow as tf
-
-# Messages between workers have a group of CPUs for themselves: the members of the exchange's group may be GPUs, and a
-# group is of one kind. Below the keys of `tfpar.collectives.tensorflow`, far above those of TensorFlow's strategies.
-_GROUP_KEY = 1 << 19
-_MESSAGE_BYTES = 64 << 20
 
 _workers: Workers | None = None
 
@@ -143,79 +137,45 @@ def under_strategy(what: str) -> ConfigError:
 
 
 class Workers:
-    """The workers of a cluster, and messages between them.
+    """The workers of a cluster, and what they tell each other outside the training step.
 
-    Every worker makes the same calls in the same order; not inside a `tf.function`.
+    Every worker makes the same calls in the same order, not inside a `tf.function`.
 
     Args:
-      layout: A multi-worker layout with one replica per worker.
+      runtime: Of a multi-worker topology with one replica per worker.
 
     Attributes:
       strategy: TensorFlow's strategy over the workers. No model is made under it: it names the replicas of an exchange.
       size: Number of workers.
-      rank: This worker's number.
+      rank: Rank of this worker.
+      agreement: Between all workers.
     """
 
     def __init__(self, runtime: strategies.Runtime) -> None:
         self.strategy = runtime.strategy
         self.size = runtime.topology.workers
         self.rank = runtime.topology.worker
-        self._group = Group(self.size, self.rank, _GROUP_KEY)
-        self._instances = itertools.count(_GROUP_KEY)
+        self.agreement = WorkerAgreement(world_group(self.size, self.rank))
 
-    def gather(self, what: str, value: Any) -> list[Any]:
-        """What every worker gave, in the order of their numbers.
+    def gather(self, purpose: str, value: Any) -> list[Any]:
+        """The workers' values, in the order of their ranks.
 
         Args:
-          what: What is compared, in words.
+          purpose: What the values are for, in words: the same on every worker.
           value: Anything that JSON can hold; floats arrive with the same bits.
 
         Raises:
-          ConfigError: Another worker gathers something else.
+          ConfigError: Another worker gathers for another purpose.
         """
-        found = self._gather_text(json.dumps([what, value]))
-        calls = [call for call, _ in map(json.loads, found)]
-        if any(call != calls[0] for call in calls):
-            places = "; ".join(f"worker {worker}: {call}" for worker, call in enumerate(calls))
+        purposes, values = zip(*self.agreement.gather([purpose, value]), strict=True)
+        if any(other != purposes[0] for other in purposes):
+            calls = "; ".join(f"worker {rank}: {other}" for rank, other in enumerate(purposes))
             raise ConfigError(
-                f"workers do different things at the same time ({places}). Run the same script on all, with tfpar's "
+                f"workers do different things at the same time ({calls}). Run the same script on all, with tfpar's "
                 "callbacks in the same order, and let only averaged metrics decide when to stop."
             )
-        return [answer for _, answer in map(json.loads, found)]
-
-    def _gather_text(self, value: str) -> list[str]:
-        text = np.frombuffer(value.encode(), np.uint8)
-        lengths = self._gather(np.array([[text.size]], np.int64))[:, 0]
-        # Collectives take no bytes: int32 words. The runtime remembers the shape of an instance, hence new ones.
-        words = np.zeros([1, -(-int(lengths.max()) // 4)], np.int32)
-        words.view(np.uint8)[0, : text.size] = text
-        rows = self._gather(words).view(np.uint8)
-        return [row[:length].tobytes().decode() for row, length in zip(rows, lengths, strict=True)]
+        return list(values)
 
     def broadcast(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Worker 0's arrays, bit for bit.
-
-        Args:
-          arrays: Of the same shapes and dtypes on every worker.
-        """
-        sent = np.concatenate([np.frombuffer(array.tobytes(), np.uint8) for array in arrays] or [np.zeros(0, np.uint8)])
-        words = np.zeros(-(-sent.size // 4), np.int32)
-        if self.rank == 0:
-            words.view(np.uint8)[: sent.size] = sent
-        # A sum in which all others give zeros is a copy, and integers are not rounded.
-        step = _MESSAGE_BYTES // 4
-        for begin in range(0, words.size, step):
-            words[begin : begin + step] = self._sum(words[begin : begin + step])
-        received, result = words.view(np.uint8), []
-        for array in arrays:
-            part, received = received[: array.nbytes], received[array.nbytes :]
-            result.append(np.frombuffer(part.tobytes(), array.dtype).reshape(array.shape))
-        return result
-
-    def _gather(self, row: np.ndarray) -> np.ndarray:
-        with tf.device("/device:CPU:0"):
-            return self._group.all_gather(tf.constant(row), next(self._instances)).numpy()
-
-    def _sum(self, values: np.ndarray) -> np.ndarray:
-        with tf.device("/device:CPU:0"):
-            return self._group.all_reduce(tf.constant(values), next(self._instances)).numpy()
+        """Worker 0's arrays, see `WorkerAgreement.broadcast`."""
+        return self.agreement.broadcast(arrays)

@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import Protocol
 
-from tfpar.collectives.tensorflow import LOCAL, local
+from tfpar.collectives.tensorflow import PER_WORKER, local_copy
 from tfpar_ops import Codec
 
 import tensorflow as tf
@@ -79,8 +79,8 @@ class Bucket(Protocol):
 
 def worker_variable(shape: Sequence[int], name: str, value: tf.Tensor | None = None) -> tf.Variable:
     """A float32 variable, zeros by default, that belongs to this worker alone, also when made under a strategy."""
-    variable = tf.Variable(tf.zeros(shape) if value is None else value, trainable=False, name=name, **LOCAL)
-    return local(variable)
+    variable = tf.Variable(tf.zeros(shape) if value is None else value, trainable=False, name=name, **PER_WORKER)
+    return local_copy(variable)
 
 
 def residual_variables(sizes: dict[str, int], name: str, *, error_feedback: bool) -> dict[str, tf.Variable]:
@@ -106,7 +106,7 @@ def assign_or_defer(variable: tf.Variable, value: tf.Tensor, pending: PendingAss
 
 def counter_variable(size: int, name: str) -> tf.Variable:
     """An int64 vector of zeros that belongs to this worker alone."""
-    return local(tf.Variable(tf.zeros([size], tf.int64), trainable=False, name=name, **LOCAL))
+    return local_copy(tf.Variable(tf.zeros([size], tf.int64), trainable=False, name=name, **PER_WORKER))
 
 
 def concatenated(tensors: Sequence[tf.Tensor]) -> tf.Tensor:

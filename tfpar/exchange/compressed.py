@@ -10,7 +10,8 @@ import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from tfpar.collectives.tensorflow import LOCAL, Group, local, new_instances
+from tfpar.collectives.group import Group, allocate_instance_keys
+from tfpar.collectives.tensorflow import PER_WORKER, local_copy
 from tfpar.exchange import buckets, fusion, residuals
 from tfpar.exchange import spec as specs
 from tfpar.exchange.algorithms.sparse_rows import SparseRows
@@ -75,12 +76,16 @@ class CompressedReducer(Reducer):
         self._embeddings = [index for index in large if index in sparse and options.sends_only_gradient]
         groups = fusion.group_indices(large, self._sizes, options.bucket_bytes, self._embeddings)
         self._indices = [indices for indices in groups if indices]
-        self._small_instance, self._warmup_instance, self._sample_instance = new_instances(3)
-        self._embedding_instances = dict(zip(self._embeddings, new_instances(len(self._embeddings)), strict=True))
+        self._small_instance, self._warmup_instance, self._sample_instance = allocate_instance_keys(3, group)
+        self._embedding_instances = dict(
+            zip(self._embeddings, allocate_instance_keys(len(self._embeddings), group), strict=True)
+        )
         with tf.device(device):
-            self._step = tf.Variable(0, dtype=tf.int64, trainable=False, name="exchange_step", **LOCAL)
+            self._step = tf.Variable(0, dtype=tf.int64, trainable=False, name="exchange_step", **PER_WORKER)
             # Squared L2 norms of gradients and residuals at the last exchange, and a cosine.
-            self._observed = tf.Variable([0.0, 0.0, float("nan")], trainable=False, name="exchange_observed", **LOCAL)
+            self._observed = tf.Variable(
+                [0.0, 0.0, float("nan")], trainable=False, name="exchange_observed", **PER_WORKER
+            )
         self._make_buckets(self._choose())
 
     @property
@@ -96,7 +101,7 @@ class CompressedReducer(Reducer):
     @property
     def state(self) -> list[tf.Variable]:
         """The count of exchanges, and the state of all buckets."""
-        return [local(self._step), *(variable for bucket in self._buckets for variable in bucket.state.values())]
+        return [local_copy(self._step), *(variable for bucket in self._buckets for variable in bucket.state.values())]
 
     @property
     def first_ready_indices(self) -> list[int]:
@@ -111,7 +116,7 @@ class CompressedReducer(Reducer):
 
     def export(self) -> dict[str, np.ndarray]:
         """The count of exchanges; of each bucket, its layout and its state."""
-        arrays = {"step": np.array(local(self._step).numpy(), np.int64)}
+        arrays = {"step": np.array(local_copy(self._step).numpy(), np.int64)}
         for index, bucket in enumerate(self._buckets):
             layout = [bucket.elements, bucket.shard_elements, bucket.factor_rank]
             arrays[f"{index}/{LAYOUT}"] = np.array(layout, np.int64)
@@ -127,7 +132,7 @@ class CompressedReducer(Reducer):
         own = residuals.checked(read(own_rank), own_rank)
         if not own:
             return
-        local(self._step).assign(own["step"])
+        local_copy(self._step).assign(own["step"])
         # Layouts, not shapes, which may agree on one worker and not on another: all must decide alike.
         if same_workers and _layout(own) == _layout(self.export()):
             for index, bucket in enumerate(self._buckets):
@@ -151,7 +156,7 @@ class CompressedReducer(Reducer):
         """Norm of the residual over that of the gradient, and cosine between the sums sent and the dense ones."""
         if not self.compresses:
             return {}
-        gradient, residual, cosine = local(self._observed).numpy().tolist()
+        gradient, residual, cosine = local_copy(self._observed).numpy().tolist()
         result = {"residual_over_gradient": (residual / gradient) ** 0.5} if gradient > 0.0 else {}
         return result | ({} if cosine != cosine else {"cosine": cosine})
 
@@ -200,7 +205,7 @@ class CompressedReducer(Reducer):
         self, gradients: Sequence[tf.Tensor], sidecar: tf.Tensor, should_apply: ShouldApply
     ) -> tuple[list[Gradient], tf.Tensor]:
         """Every bucket as soon as its tensors are complete; only the state waits for `should_apply`."""
-        step = local(self._step).read_value()
+        step = local_copy(self._step).read_value()
         pending: buckets.PendingAssigns = []
         norms = []
         large: dict[int, tf.Tensor] = {}
@@ -215,7 +220,7 @@ class CompressedReducer(Reducer):
             for variable, value in pending:
                 variable.assign(value, read_value=False)
             self._observe([gradients[index] for index in large], list(large.values()), tf.add_n(norms), step)
-            local(self._step).assign_add(1, read_value=False)
+            local_copy(self._step).assign_add(1, read_value=False)
             return tf.constant(True)
 
         assigned = tf.cond(should_apply(sidecar), assign, lambda: tf.constant(False))
@@ -238,7 +243,7 @@ class CompressedReducer(Reducer):
 
     def _reduce_large(self, gradients: dict[int, Any]) -> dict[int, Any]:
         """Sums of all tensors that have a bucket; of embeddings, rows."""
-        variable = local(self._step)
+        variable = local_copy(self._step)
         step = variable.read_value()
         sums: dict[int, Any] = {}
         if self.sparse:
@@ -300,7 +305,7 @@ class CompressedReducer(Reducer):
 
     def _observe(self, tensors: list[tf.Tensor], sums: list[tf.Tensor], norms: tf.Tensor, step: tf.Tensor) -> None:
         """Stores the norms and, in some steps, the cosine between the sums and the dense ones."""
-        observed = local(self._observed)
+        observed = local_copy(self._observed)
         every = self._sample_every
 
         def cosine() -> tf.Tensor:

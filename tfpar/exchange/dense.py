@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from tfpar.collectives.tensorflow import Group, new_instances
+from tfpar.collectives.group import Group, allocate_instance_keys
 from tfpar.exchange.algorithms.sparse_rows import SparseRows
 from tfpar.exchange.buckets import WireBytes
 from tfpar.exchange.fusion import Fusion
@@ -45,7 +45,7 @@ class DenseReducer(Reducer):
             {index: (shapes[index], self._ring(4 * shapes[index].num_elements())) for index in sparse}, group
         )
         self._fusion = Fusion(shapes, bucket_bytes, self._rows.indices)
-        self._instances = new_instances(self._fusion.buffers + len(self._rows.indices))
+        self._instances = allocate_instance_keys(self._fusion.buffers + len(self._rows.indices), group)
 
     @property
     def sparse(self) -> list[int]:

@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tfpar_ops
-from tfpar.collectives.tensorflow import Group
+from tfpar.collectives.group import Group
+from tfpar.collectives.tensorflow import world_group
 from tfpar.config import ConfigError
-from tfpar.exchange import buckets, residuals, transport
+from tfpar.exchange import buckets, residuals
 from tfpar.exchange import spec as specs
 from tfpar.exchange.compressed import CompressedReducer
 from tfpar.exchange.dense import DenseReducer
@@ -69,7 +70,7 @@ class Exchange:
         self._spec = specs.parse(spec)
         self.spec = spec
         self._shapes: list[tf.TensorShape] = []
-        self._group = Group.of_workers(1, 0)
+        self._group: Group = world_group()
         self._group_given = False
         self._reducer: Reducer = LocalReducer([])
         self._pending_reducer: Callable[[], Reducer] = lambda: self._reducer
@@ -122,10 +123,10 @@ class Exchange:
                 workers, worker = _place(strategy) if strategy else (1, 0)
             if not 0 <= worker < workers:
                 raise ValueError(f"worker={worker} is not a rank among workers={workers}")
-            group = Group.of_workers(workers, worker, device)
-            own_collectives = workers > 1 and transport.allows_any_order(group)
+            group = world_group(workers, worker, device)
+            own_collectives = workers > 1 and not group.capabilities.ordered
         self._group = group
-        sparse = sparse if group.size > 1 and transport.allows_variable_sizes(group) else ()
+        sparse = sparse if group.size > 1 and group.capabilities.variable_sizes else ()
         self._reducer = _reducer(
             self._spec, shapes, group, device, seed, sparse, strategy, overlap=overlap, own_collectives=own_collectives
         )

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from tfpar.collectives.tensorflow import Group
+from tfpar.collectives.group import Group
 from tfpar.exchange.buckets import COMPRESSED_BUCKET_BYTES
 from tfpar_ops import Codec
 

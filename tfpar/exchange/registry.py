@@ -17,7 +17,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tfpar.collectives.tensorflow import Group
+from tfpar.collectives.group import Group
 from tfpar.config import ConfigError, unknown_name
 from tfpar.exchange.buckets import Bucket
 from tfpar.exchange.options import Options

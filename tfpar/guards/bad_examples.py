@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import sys
+import logging
 from collections.abc import Callable, Iterator, Sequence
 
 from tfpar import inputs
@@ -12,6 +12,8 @@ from tfpar.guards.batches import Batches
 
 import numpy as np
 import tensorflow as tf
+
+_log = logging.getLogger(__name__)
 
 _NAMED = 5
 _SECONDS_TO_LOOK = 60.0
@@ -91,6 +93,4 @@ class SkippedExamples:
             self._known.add(bad.index)
             self._to_name -= 1
             last = "" if self._to_name else " (further ones are only counted)"
-            print(
-                f"skipped: --dataset={source.info.name}: {bad.describe(source.info)}{last}", file=sys.stderr, flush=True
-            )
+            _log.info("skipped: --dataset=%s: %s%s", source.info.name, bad.describe(source.info), last)

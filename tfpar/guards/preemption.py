@@ -1,6 +1,6 @@
 """Being asked to end: SIGTERM becomes a question that all workers answer together, between two updates.
 
-Outside of training it ends the process at once (`tfpar.process.exit_codes.end_when_asked`).
+Outside of training it ends the process at once (`tfpar.process.exit_codes.install_sigterm_handler`).
 """
 
 from __future__ import annotations

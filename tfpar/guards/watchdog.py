@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import faulthandler
+import logging
 import sys
 import threading
 import time
 
-from tfpar.process.exit_codes import PEER_LOST, end_now
+from tfpar.process.exit_codes import PEER_LOST, exit_immediately
+
+_log = logging.getLogger(__name__)
 
 # What is given to a piece of work that has no steps to watch: the first update, which compiles, or an evaluation.
 PATIENCE = 5
@@ -65,10 +68,9 @@ class Watchdog:
                 continue
             faulthandler.dump_traceback(sys.stderr, all_threads=True)
             times = f"{PATIENCE} times " if limit > self._timeout else ""
-            print(
-                f"error: {self._name} made no progress for {limit:g} s ({times}--stall_timeout), in {what}. The stacks "
+            _log.error(
+                f"{self._name} made no progress for {limit:g} s ({times}--stall_timeout), in {what}. The stacks "
                 "above show where it hangs; a worker that shows only its training call waits for its input or for one "
-                "that hangs. It ends now; start all workers again and they go on from the newest checkpoint.",
-                file=sys.stderr,
+                "that hangs. It ends now; restart all workers; they resume from the newest checkpoint."
             )
-            end_now(PEER_LOST)
+            exit_immediately(PEER_LOST)

@@ -12,7 +12,7 @@ it a name for `--dataset`.
 """
 
 from tfpar.inputs.augment import build as build_augmentation
-from tfpar.inputs.augment import check as check_augmentation
+from tfpar.inputs.augment import check_augmentation
 from tfpar.inputs.bad_records import READ_ERRORS, BadExample, BadRecordError, fetch_usable, passing_error
 from tfpar.inputs.bad_records import error as bad_record_error
 from tfpar.inputs.bad_records import find as find_bad

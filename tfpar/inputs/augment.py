@@ -175,7 +175,7 @@ def build(text: str, seed: int = 0) -> keras.Sequential | None:
     return keras.Sequential(layers, name="augment")
 
 
-def check(text: str, shape: Sequence[int | None] | None = None) -> None:
+def check_augmentation(text: str, shape: Sequence[int | None] | None = None) -> None:
     """Raises what `build` would raise, without creating anything: TensorFlow is not touched.
 
     Args:

@@ -9,7 +9,7 @@ from tfpar.inputs import service
 from tfpar.inputs.source import Source
 
 
-def check(
+def check_source(
     source: Source, config: InputConfig, *, replicas: int, workers: int, accumulate_steps: int, training: bool
 ) -> None:
     """Raises ConfigError if this source cannot be read in this layout.
@@ -28,7 +28,7 @@ def check(
     if training and config.shard_by == "file":
         _check_files(source, config, workers)
     if config.data_service:
-        service.check(config.data_service, source)
+        service.check_source(config.data_service, source)
 
 
 def check_updates(config: InputConfig, sizes: Sequence[int], updates_per_epoch: int) -> None:
@@ -67,16 +67,16 @@ def _check_examples(source: Source, config: InputConfig, training: bool) -> None
 
 
 def check_divides(config: InputConfig, replicas: int, accumulate_steps: int) -> None:
-    """Raises ConfigError if the batch does not divide by replicas x micro-batches and that is not allowed."""
+    """Raises ConfigError unless the batch is divisible by replicas x micro-batches, or --uneven_batches is on."""
     batch, parts = config.global_batch_size, replicas * accumulate_steps
     if batch % parts == 0 or config.uneven_batches:
         return
     below, above = batch // parts * parts, -(-batch // parts) * parts
     near = f"{below} or {above}" if below else str(above)
     raise ConfigError(
-        f"--global_batch_size={batch} does not divide by {replicas} replicas x {accumulate_steps} micro-batches = "
-        f"{parts} ({batch} = {batch // parts} x {parts} + {batch % parts}). The nearest sizes that do are {near}; or "
-        "allow it with --uneven_batches=true: weighting stays exact, short replicas compute on padding."
+        f"--global_batch_size={batch} is not divisible by {replicas} replicas x {accumulate_steps} micro-batches = "
+        f"{parts} ({batch} = {batch // parts} x {parts} + {batch % parts}). The nearest sizes that are: {near}; or "
+        "allow it with --uneven_batches=true: the weighting stays exact, smaller shares are padded."
     )
 
 

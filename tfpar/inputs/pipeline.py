@@ -67,7 +67,7 @@ class Pipeline:
             raise ValueError(f"replicas={replicas} must be a positive multiple of workers={workers}")
         if accumulate_steps < 1 or (accumulate_steps > 1 and not training):
             raise ValueError(f"accumulate_steps={accumulate_steps} must be at least 1, and 1 for evaluation")
-        checks.check(
+        checks.check_source(
             source, config, replicas=replicas, workers=workers, accumulate_steps=accumulate_steps, training=training
         )
         # An evaluation is one pass in order: it gains nothing from file shards, and its split may have few files.

@@ -26,7 +26,7 @@ _REACH_SECONDS = 20.0
 _RETRY_SECONDS = 0.5
 
 
-def check(address: str, source: Source) -> None:
+def check_source(address: str, source: Source) -> None:
     """Refuses what a tf.data service cannot run.
 
     Args:

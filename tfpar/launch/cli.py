@@ -26,15 +26,17 @@ from typing import NoReturn
 from tfpar.cluster.info import ClusterInfo, tf_config_json
 from tfpar.launch.console import Terminal
 from tfpar.launch.gpu_slots import NO_GPU, Slots, visible_gpus
-from tfpar.launch.supervisor import Command, Group, Guard, Interrupts, Process
-from tfpar.process.exit_codes import FINAL, LEFT_OUT, PEER_LOST, PREEMPTED, USAGE_ERROR
+from tfpar.launch.guard import Guard
+from tfpar.launch.interrupts import Interrupts
+from tfpar.launch.supervisor import Command, Process, Supervisor
+from tfpar.process.exit_codes import LEFT_OUT, NOT_RETRYABLE, PEER_LOST, PREEMPTED, USAGE_ERROR
 
 _DRAIN_S = 2.0  # for workers that end by themselves once the chief has, before they are ended as servers
 _BIND_RETRIES = 3
-_TOGETHER = (PEER_LOST, PREEMPTED)  # what happened to one that ends so happens to all
+_COLLECTIVE_EXITS = (PEER_LOST, PREEMPTED)  # a worker that exits like this is followed by all others
 _SETTLE_S = 5.0  # for workers that follow one that was lost or preempted, before they are asked to end
-_ALIKE_S = 1.5  # for workers that fail just as the first did, which says that no single one is to blame
-_LASTED_S = 60.0  # a start that ran so long was no failure to start
+_SAME_FAILURE_WAIT_S = 1.5  # for workers that fail the same way: then no single one is to blame
+_STABLE_RUN_S = 60.0  # a run of this length did not fail at its start
 _LONGEST_DELAY_S = 60.0
 # What TensorFlow 2.21 says when its port is taken.
 _BIND_ERROR = "Could not start gRPC server"
@@ -69,7 +71,7 @@ examples:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
+class LaunchOptions:
     """What to start.
 
     Attributes:
@@ -102,7 +104,7 @@ class Options:
         return self.log_dir / f"{label.replace(' ', '_')}.log" if self.log_dir else None
 
 
-def run(options: Options) -> int:
+def run(options: LaunchOptions) -> int:
     """Runs a cluster to its end.
 
     Args:
@@ -120,7 +122,7 @@ def run(options: Options) -> int:
                 (options.log_dir / f"{job}_{index}.log").unlink(missing_ok=True)
     with Interrupts() as interrupts, contextlib.closing(Guard()) as guard:
         code = _run_with_restarts(
-            options, lambda: Group(terminal, interrupts, guard), interrupts, lambda text: _say(terminal, text)
+            options, lambda: Supervisor(terminal, interrupts, guard), interrupts, lambda text: _say(terminal, text)
         )
     if terminal.broken:  # the reader has gone, as in `| head`: as if SIGPIPE had ended this program
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -133,7 +135,7 @@ def _say(terminal: Terminal, text: str) -> None:
 
 
 def _run_with_restarts(
-    options: Options, new_group: Callable[[], Group], interrupts: Interrupts, say: Callable[[str], None]
+    options: LaunchOptions, new_supervisor: Callable[[], Supervisor], interrupts: Interrupts, say: Callable[[str], None]
 ) -> int:
     started, restarts, bind_failures, delays = time.monotonic(), 0, 0, Delays(options.restart_delay)
     slots = Slots(options.workers, visible_gpus(os.environ), least=options.min_workers)
@@ -143,27 +145,27 @@ def _run_with_restarts(
         options = dataclasses.replace(options, workers=slots.workers)
         environ = {**os.environ, "TFPAR_RESTARTS": str(restarts), LEFT_OUT: str(slots.left_out)}
         began = time.monotonic()
-        group = new_group()
-        failed = _run_once(options, group, commands(options, environ, slots.gpus), interrupts, say)
+        supervisor = new_supervisor()
+        failed = _run_once(options, supervisor, commands(options, environ, slots.gpus), interrupts, say)
         again = f" after {restarts} restart{'s' * (restarts > 1)}" if restarts else ""
         if failed and not interrupts.received:
             if bind_failures < _BIND_RETRIES and _lost_port(failed):
                 bind_failures += 1
                 say(f"{failed.label} lost its port to another program; starting again on other ports")
                 continue
-            if restarts < options.max_restarts and failed.code not in FINAL:
+            if restarts < options.max_restarts and failed.code not in NOT_RETRYABLE:
                 restarts += 1
                 ran = time.monotonic() - began
                 say(f"{failed.label} {failed.how_it_ended()}; restart {restarts} of {options.max_restarts}")
                 if options.min_workers:
-                    alone = failed.code not in _TOGETHER and not group.ended_alike(failed)
+                    alone = failed.code not in _COLLECTIVE_EXITS and not supervisor.failed_the_same_way(failed)
                     if text := slots.failed(int(failed.label.split()[1]), ran, alone=alone):
                         say(text)
                 interrupts.sleep(delays.next(ran))
                 if not interrupts.received:
                     continue
         if interrupts.received:
-            return _interrupted(interrupts.received[0], group, say)
+            return _interrupted(interrupts.received[0], supervisor, say)
         if failed:
             where = f"; log: {failed.command.log}" if failed.command.log else ""
             say(f"{failed.label} {failed.how_it_ended()}{again}{where}")
@@ -185,15 +187,15 @@ class Delays:
 
     def next(self, ran: float) -> float:
         """The delay now, after a start that ran so many seconds."""
-        if ran >= _LASTED_S:
+        if ran >= _STABLE_RUN_S:
             self._next = self._first
         delay, self._next = self._next, min(2 * self._next, max(_LONGEST_DELAY_S, self._first))
         return delay
 
 
-def _interrupted(number: int, group: Group, say: Callable[[str], None]) -> int:
+def _interrupted(number: int, supervisor: Supervisor, say: Callable[[str], None]) -> int:
     name = signal.Signals(number).name
-    codes = {process.code for process in group.processes}
+    codes = {process.code for process in supervisor.processes}
     # Besides those that said so: one that lost a peer which ended sooner, or was not far enough to handle the signal.
     if number == signal.SIGTERM and PREEMPTED in codes and codes <= {PREEMPTED, PEER_LOST, -signal.SIGTERM}:
         say(f"ended by {name}; all processes were asked to end and did so (exit code {PREEMPTED})")
@@ -203,36 +205,40 @@ def _interrupted(number: int, group: Group, say: Callable[[str], None]) -> int:
 
 
 def _run_once(
-    options: Options, group: Group, members: Sequence[Command], interrupts: Interrupts, say: Callable[[str], None]
+    options: LaunchOptions,
+    supervisor: Supervisor,
+    members: Sequence[Command],
+    interrupts: Interrupts,
+    say: Callable[[str], None],
 ) -> Process | None:
     """Starts all processes and waits for the end of the run; returns the one that failed, if one did.
 
-    That is the first which did not end because it had lost another.
+    That is the first one that did not end because of another.
     """
     everyone = [command.label for command in members]
     try:
         for command in members:
-            group.start(command)
+            supervisor.start(command)
         if options.ps:
-            group.wait(["chief 0"])
-            group.wait([f"worker {index}" for index in range(options.workers)], _DRAIN_S)
+            supervisor.wait(["chief 0"])
+            supervisor.wait([f"worker {index}" for index in range(options.workers)], _DRAIN_S)
         else:
-            group.wait(everyone)
-            if group.failed and not interrupts.received:
-                together = group.failed.code in _TOGETHER
-                group.settle(_SETTLE_S if together else _ALIKE_S if options.min_workers else 0.0)
+            supervisor.wait(everyone)
+            if supervisor.failed and not interrupts.received:
+                together = supervisor.failed.code in _COLLECTIVE_EXITS
+                supervisor.settle(_SETTLE_S if together else _SAME_FAILURE_WAIT_S if options.min_workers else 0.0)
     finally:
-        for label in group.end_stopped():
+        for label in supervisor.end_stopped():
             say(f"{label} is stopped (SIGSTOP) and does not answer: killed")
-        group.stop(interrupts.received[0] if interrupts.received else signal.SIGTERM, options.grace_period)
-    return group.culprit(consequences=(PEER_LOST,), final=FINAL)
+        supervisor.stop(interrupts.received[0] if interrupts.received else signal.SIGTERM, options.grace_period)
+    return supervisor.first_failure(consequences=(PEER_LOST,), final=NOT_RETRYABLE)
 
 
 def _lost_port(failed: Process) -> bool:
     return any(_BIND_ERROR in line for line in failed.channel.recent)
 
 
-def commands(options: Options, environ: Mapping[str, str], gpus: Sequence[str]) -> list[Command]:
+def commands(options: LaunchOptions, environ: Mapping[str, str], gpus: Sequence[str]) -> list[Command]:
     """The processes of a cluster, on ports that are free now.
 
     Args:
@@ -299,7 +305,7 @@ class _Parser(argparse.ArgumentParser):
         self.exit(USAGE_ERROR, f"error: {message} See python -m tfpar.launch --help.\n")
 
 
-def parse(argv: Sequence[str]) -> Options:
+def parse(argv: Sequence[str]) -> LaunchOptions:
     """The options of a command line; a wrong one is an error message and exit code 2."""
     parser = _Parser(
         prog="python -m tfpar.launch",
@@ -338,7 +344,7 @@ def parse(argv: Sequence[str]) -> Options:
     problem = _script_problem(command)
     if problem:
         parser.error(problem)
-    return Options(command=command, **vars(values))
+    return LaunchOptions(command=command, **vars(values))
 
 
 def _script_problem(command: Sequence[str]) -> str | None:

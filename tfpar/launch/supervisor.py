@@ -7,7 +7,6 @@ and forking is safe.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import errno
 import fcntl
@@ -15,10 +14,8 @@ import os
 import selectors
 import shutil
 import signal
-import socket
 import struct
 import subprocess
-import sys
 import termios
 import time
 import tty
@@ -26,28 +23,13 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from tfpar.launch.console import Channel, Terminal
+from tfpar.launch.guard import Guard
+from tfpar.launch.interrupts import Interrupts
 from tfpar.process.exit_codes import PREEMPTED
 from tfpar.process.safe_write import shortened
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _KILL_WAIT_S = 10.0  # SIGKILL is certain, but a process in an uninterruptible system call ends only after that
 _PIPE_WAIT_S = 1.0
-
-# Reads the numbers of process groups (negative: ended); once the launcher is gone, kills those still there.
-_GUARD = """
-import os, signal, sys
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-    signal.signal(number, signal.SIG_IGN)
-groups = set()
-for line in sys.stdin:
-    group = int(line)
-    groups.add(group) if group > 0 else groups.discard(-group)
-for group in groups:
-    try:
-        os.killpg(group, signal.SIGKILL)
-    except OSError:
-        pass
-"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,90 +97,8 @@ class Process:
         return f"was killed by {name} (exit code {self.exit_code}{hint})"
 
 
-class Interrupts:
-    """Signals as data: `received` fills up, and a byte on `wakeup` ends the wait of a selector."""
-
-    def __init__(self) -> None:
-        self.received: list[int] = []
-        self.wakeup, self._write_end = socket.socketpair()
-        self.wakeup.setblocking(False)
-        self._write_end.setblocking(False)
-
-    def __enter__(self) -> Interrupts:
-        self._previous_fd = signal.set_wakeup_fd(self._write_end.fileno(), warn_on_full_buffer=False)
-        ends = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        wanted = [number for number in ends if signal.getsignal(number) != signal.SIG_IGN]  # nohup keeps its meaning
-        self._previous = {number: signal.signal(number, self._note) for number in wanted}
-        self._previous |= {n: signal.signal(n, lambda *_: None) for n in (signal.SIGCHLD, signal.SIGWINCH)}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(self._previous_fd)
-        self.wakeup.close()
-        self._write_end.close()
-
-    def _note(self, number: int, _: object) -> None:
-        self.received.append(number)
-
-    def drain(self) -> None:
-        """Empties the wake-up socket."""
-        with contextlib.suppress(BlockingIOError):
-            while self.wakeup.recv(4096):
-                pass
-
-    def sleep(self, seconds: float) -> None:
-        """Waits, unless a signal that ends the launcher comes."""
-        deadline = time.monotonic() + seconds
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.wakeup, selectors.EVENT_READ)
-            while not self.received and (left := deadline - time.monotonic()) > 0:
-                selector.select(left)
-                self.drain()
-
-
-class Guard:
-    """A process that ends every process group if the launcher dies without doing so."""
-
-    def __init__(self) -> None:
-        # A session of its own: Ctrl-C or a closed terminal must not take the guard away first.
-        self._popen = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _GUARD],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        assert self._popen.stdin is not None
-        self._pipe = self._popen.stdin.fileno()
-
-    def join(self) -> Callable[[], None]:
-        """What a new process runs between fork and exec: it reports itself, so that there is no gap to fall through."""
-        parent, pipe = os.getpid(), self._pipe
-        prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
-
-        def prepare() -> None:
-            os.write(pipe, b"%d\n" % os.getpid())
-            if prctl is not None:  # should the guard be gone too, the kernel ends at least this process
-                prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != parent:
-                os._exit(1)
-
-        return prepare
-
-    def release(self, group: int) -> None:
-        """The group has ended; the system may give its number to others."""
-        with contextlib.suppress(OSError):
-            os.write(self._pipe, b"-%d\n" % group)
-
-    def close(self) -> None:
-        """Ends the guard, which by now has nothing to guard."""
-        self._popen.communicate()
-
-
-class Group:
-    """Processes that belong together.
+class Supervisor:
+    """Starts processes that belong together, passes their output on, and ends them together.
 
     Attributes:
       processes: In the order started.
@@ -283,7 +183,7 @@ class Group:
         self._pump(lambda: all(process.code is not None for process in stopped), _KILL_WAIT_S)
         return [process.label for process in stopped]
 
-    def culprit(self, *, consequences: Sequence[int], final: Sequence[int] = ()) -> Process | None:
+    def first_failure(self, *, consequences: Sequence[int], final: Sequence[int] = ()) -> Process | None:
         """The first process that failed by itself, or had to be killed because it was stopped.
 
         Args:
@@ -294,7 +194,7 @@ class Group:
         causes.sort(key=lambda process: process.code not in final)  # stable: else in the order in which they failed
         return causes[0] if causes else self.failed
 
-    def ended_alike(self, failed: Process) -> list[str]:
+    def failed_the_same_way(self, failed: Process) -> list[str]:
         """Those that ended by themselves just as this one did: with the same exit code, or killed by the same signal.
 
         After `stop`, an exit code counts too (a signal then is the one that it sent): it was on its way.

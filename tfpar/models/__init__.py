@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
+from typing import Any
+
 # Importing a family registers its builders.
 from tfpar.models import convnet, mlp, resnet, transformer_lm, vit  # noqa: F401
 from tfpar.models.normalization import BatchNormalization, example_weights, uses_synchronized_statistics
-from tfpar.models.registry import TaskSpec, build, check, names, options, register
+from tfpar.models.registry import TaskSpec, build, check_model, names, options, register
 from tfpar.models.summary import (
     ModelSummary,
     PeakFlops,
@@ -25,7 +28,7 @@ __all__ = [
     "PeakFlops",
     "TaskSpec",
     "build",
-    "check",
+    "check_model",
     "describe",
     "example_weights",
     "format_summary",
@@ -38,3 +41,10 @@ __all__ = [
     "uses_max_pooling",
     "uses_synchronized_statistics",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "check":  # the name of version 0.1.0; goes with version 0.3
+        warnings.warn("tfpar.models.check is deprecated; use check_model", DeprecationWarning, stacklevel=2)
+        return check_model
+    raise AttributeError(f"module 'tfpar.models' has no attribute {name!r}")

@@ -17,14 +17,14 @@ SMALLEST_MAP = 2
 LARGEST_FLAT_MAP = 4
 
 
-def _check(spec: TaskSpec, options: Mapping[str, Any]) -> None:
+def _check_options(spec: TaskSpec, options: Mapping[str, Any]) -> None:
     common.check_image(spec, "convnet")
     common.check_options(options)
     if not common.check_sizes("widths", options["widths"]):
         raise ConfigError("--model_args widths=[]: a convnet needs at least one stage, e.g. widths=[32,64,128].")
 
 
-@register("convnet", check=_check)
+@register("convnet", check=_check_options)
 def convnet(
     spec: TaskSpec,
     *,

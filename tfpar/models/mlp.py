@@ -11,13 +11,13 @@ from tfpar.models.registry import TaskSpec, register
 import keras
 
 
-def _check(spec: TaskSpec, options: Mapping[str, Any]) -> None:
+def _check_options(spec: TaskSpec, options: Mapping[str, Any]) -> None:
     common.check_task(spec, "classification", "mlp")
     common.check_classifier_dtype(spec)
     common.check_options(options)
 
 
-@register("mlp", check=_check)
+@register("mlp", check=_check_options)
 def mlp(
     spec: TaskSpec,
     *,

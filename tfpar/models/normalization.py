@@ -10,6 +10,8 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from tfpar.optim.keras_internals import all_layers
+
 import keras
 import tensorflow as tf
 
@@ -151,8 +153,7 @@ def uses_synchronized_statistics(model: keras.Model) -> bool:
     Args:
       model: Any Keras model; nested models and Keras' own `BatchNormalization(synchronized=True)` are seen.
     """
-    # `model.layers` stops at wrappers and custom layers; the private walk of Keras 3 does not.
-    return any(getattr(layer, "synchronized", False) is True for layer in model._flatten_layers())
+    return any(getattr(layer, "synchronized", False) is True for layer in all_layers(model))
 
 
 def _position_weights(values: tf.Tensor, mask: Any) -> tf.Tensor | None:

@@ -123,7 +123,7 @@ def options(name: str) -> dict[str, Any]:
     return {key: entry.preset.get(key, default) for key, default in _options(entry.builder).items()}
 
 
-def check(name: str, spec: TaskSpec, **overrides: Any) -> None:
+def check_model(name: str, spec: TaskSpec, **overrides: Any) -> None:
     """Refuses what `build` would refuse, as far as that can be told without making a layer: TensorFlow is not touched.
 
     Args:
@@ -169,7 +169,7 @@ def build(name: str, spec: TaskSpec, **overrides: Any) -> keras.Model:
     Raises:
       ConfigError: An unknown name or option, a value that the builder refuses, or a task it is not for.
     """
-    check(name, spec, **overrides)
+    check_model(name, spec, **overrides)
     entry = _entry(name)
     with _errors_named(name, spec, overrides):
         model = entry.builder(spec, **{**entry.preset, **overrides})

@@ -17,7 +17,7 @@ STAGE_WIDTHS = (64, 128, 256, 512)
 BOTTLENECK_EXPANSION = 4
 
 
-def _check(spec: TaskSpec, options: Mapping[str, Any]) -> None:
+def _check_options(spec: TaskSpec, options: Mapping[str, Any]) -> None:
     common.check_image(spec, "resnet")
     common.check_options(options)
     depths = common.check_sizes("blocks", options["blocks"])
@@ -27,9 +27,9 @@ def _check(spec: TaskSpec, options: Mapping[str, Any]) -> None:
         common.check_choice("stem", options["stem"], STEMS)
 
 
-@register("resnet18", check=_check, blocks=(2, 2, 2, 2), bottleneck=False)
-@register("resnet34", check=_check, blocks=(3, 4, 6, 3), bottleneck=False)
-@register("resnet50", check=_check, blocks=(3, 4, 6, 3), bottleneck=True)
+@register("resnet18", check=_check_options, blocks=(2, 2, 2, 2), bottleneck=False)
+@register("resnet34", check=_check_options, blocks=(3, 4, 6, 3), bottleneck=False)
+@register("resnet50", check=_check_options, blocks=(3, 4, 6, 3), bottleneck=True)
 def resnet(
     spec: TaskSpec,
     *,

@@ -7,6 +7,7 @@ import math
 
 from tfpar.models import graph_cost
 from tfpar.models.peak import PeakFlops, peak_flops
+from tfpar.optim.keras_internals import all_layers
 
 import keras
 
@@ -78,17 +79,17 @@ def describe(model: keras.Model, batch_size: int = 1) -> ModelSummary:
 def uses_max_pooling(model: keras.Model) -> bool:
     """Whether a layer of the model is a max pooling of Keras, nested models included."""
     pooling = (keras.layers.MaxPooling1D, keras.layers.MaxPooling2D, keras.layers.MaxPooling3D)
-    return any(isinstance(layer, pooling) for layer in model._flatten_layers())
+    return any(isinstance(layer, pooling) for layer in all_layers(model))
 
 
 def uses_convolutions(model: keras.Model) -> bool:
     """Whether a layer of the model is a convolution of Keras, nested models included."""
-    return any(isinstance(layer, _CONVOLUTIONS) for layer in model._flatten_layers())
+    return any(isinstance(layer, _CONVOLUTIONS) for layer in all_layers(model))
 
 
 def is_of_known_layers(model: keras.Model) -> bool:
     """Whether all layers are of Keras or of tfpar, so that what they compute is told by their types."""
-    return all(type(layer).__module__.partition(".")[0] in ("keras", "tfpar") for layer in model._flatten_layers())
+    return all(type(layer).__module__.partition(".")[0] in ("keras", "tfpar") for layer in all_layers(model))
 
 
 def format_summary(summary: ModelSummary, name: str = "model") -> str:

@@ -14,15 +14,15 @@ import keras
 import tensorflow as tf
 
 
-def _check(spec: TaskSpec, options: Mapping[str, Any]) -> None:
+def _check_options(spec: TaskSpec, options: Mapping[str, Any]) -> None:
     common.check_task(spec, "language_model", "transformer_lm")
     common.check_options(options, NORMALIZATIONS)
     common.check_transformer(options["width"], options["depth"], options["heads"], options["mlp_ratio"])
 
 
-@register("transformer_lm_tiny", check=_check, width=128, depth=4, heads=4)
-@register("transformer_lm_small", check=_check, width=512, depth=8, heads=8)
-@register("transformer_lm_gpt2", check=_check, width=768, depth=12, heads=12)
+@register("transformer_lm_tiny", check=_check_options, width=128, depth=4, heads=4)
+@register("transformer_lm_small", check=_check_options, width=512, depth=8, heads=8)
+@register("transformer_lm_gpt2", check=_check_options, width=768, depth=12, heads=12)
 def transformer_lm(
     spec: TaskSpec,
     *,

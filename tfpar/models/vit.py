@@ -17,7 +17,7 @@ PATCH_SIZES = (16, 8, 4, 2, 1)
 MIN_PATCHES = 4
 
 
-def _check(spec: TaskSpec, options: Mapping[str, Any]) -> None:
+def _check_options(spec: TaskSpec, options: Mapping[str, Any]) -> None:
     common.check_image(spec, "vit")
     common.check_options(options, NORMALIZATIONS)
     common.check_choice("pool", options["pool"], POOLS)
@@ -25,10 +25,10 @@ def _check(spec: TaskSpec, options: Mapping[str, Any]) -> None:
     _patch_size(spec, options["patch_size"])
 
 
-@register("vit", check=_check, width=192, depth=6, heads=3)
-@register("vit_tiny", check=_check, width=192, depth=12, heads=3)
-@register("vit_small", check=_check, width=384, depth=12, heads=6)
-@register("vit_base", check=_check, width=768, depth=12, heads=12)
+@register("vit", check=_check_options, width=192, depth=6, heads=3)
+@register("vit_tiny", check=_check_options, width=192, depth=12, heads=3)
+@register("vit_small", check=_check_options, width=384, depth=12, heads=6)
+@register("vit_base", check=_check_options, width=768, depth=12, heads=12)
 def vit(
     spec: TaskSpec,
     *,

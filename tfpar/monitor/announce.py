@@ -2,36 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import pathlib
 from typing import TYPE_CHECKING
 
 from tfpar import models
 from tfpar.checkpoint import format as checkpoint_format
-from tfpar.config import ConfigError, TrainConfig
 from tfpar.exchange import Traffic
 from tfpar.monitor import samples, summary
 from tfpar.monitor.monitor import Monitor
+from tfpar.optim.keras_internals import all_layers
 
 import keras
 
 if TYPE_CHECKING:
     from tfpar.training.trainer import Trainer
-
-
-def total_steps(config: TrainConfig, steps: int | None, epochs: float | None, updates_per_epoch: int) -> int:
-    """Updates in all, from `fit`'s arguments or else the configuration.
-
-    Raises:
-      ConfigError: Neither is given, or both are.
-    """
-    if steps is None and epochs is None:
-        steps, epochs = config.steps or None, config.epochs or None
-    if (steps is None) == (epochs is None):
-        raise ConfigError(f"give --steps or --epochs, one of them (got steps={steps}, epochs={epochs}).")
-    total = steps if steps is not None else round((epochs or 0.0) * updates_per_epoch)
-    if total < 1:
-        raise ConfigError(f"--steps={steps}, --epochs={epochs}: that is {total} updates; at least one is needed.")
-    return total
 
 
 def build_monitor(trainer: Trainer, total: int) -> Monitor:
@@ -84,16 +69,17 @@ def warn_of_counted_padding(run: summary.Run) -> None:
         return
     counting = [
         layer.name
-        for layer in run.trainer.model._flatten_layers()
+        for layer in all_layers(run.trainer.model)
         if isinstance(layer, keras.layers.BatchNormalization)
         and not isinstance(layer, models.BatchNormalization)
         and layer.trainable
     ]
     if counting:
         run.monitor.message(
-            f"WARNING: keras.layers.BatchNormalization ({counting[0]}{' ...' * (len(counting) > 1)}) takes the padding "
+            f"keras.layers.BatchNormalization ({counting[0]}{' ...' * (len(counting) > 1)}) takes the padding "
             "of batches that are not full for examples. tfpar.models.BatchNormalization leaves it out (same "
-            "arguments); or use --remainder=drop."
+            "arguments); or use --remainder=drop.",
+            logging.WARNING,
         )
 
 
@@ -130,9 +116,10 @@ def warn_of_skipped(run: summary.Run) -> None:
         return
     which = f"all {run.steps_done} updates" if run.skipped == run.steps_done else "the last updates"
     run.monitor.message(
-        f"WARNING: {which} were skipped because loss or gradients were not finite: the model has learned nothing from "
+        f"{which} were skipped because loss or gradients were not finite: the model has learned nothing from "
         "them. Likely causes: NaN or infinity in the inputs, labels outside the model's outputs, a --learning_rate "
-        "that is too high (lower it, or give --clip_norm), overflow in --precision=mixed_float16."
+        "that is too high (lower it, or give --clip_norm), overflow in --precision=mixed_float16.",
+        logging.WARNING,
     )
 
 

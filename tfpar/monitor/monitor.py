@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -32,16 +33,17 @@ _TAGS = {
     "cosine": "exchange/cosine_to_dense",
 }
 _POINT_SECONDS = 2.0
+_log = logging.getLogger(__name__)
 
 
 class Monitor:
-    """Follows a run. Every process has one; only the chief's talks and writes.
+    """Follows a run. Every process has one; only the chief's logs and writes.
 
     Steps count finished updates: the call of `on_steps` with `last_step=10` reports updates up to the tenth.
 
     Args:
       workdir: The run's directory; TensorBoard files go to `tensorboard/` in it. None: the terminal only.
-      is_chief: Whether this process talks and writes.
+      is_chief: Whether this process logs and writes.
       config: The experiment: options to record, `log_every`, `profile_steps`.
       total_steps: Updates in the whole run.
       flops_per_example: Floating-point operations that training on one example takes, forward and backward.
@@ -80,7 +82,7 @@ class Monitor:
         self._last_point: float | None = None
         self._events: EventFiles | None = None
         if is_chief and workdir:
-            self._events = EventFiles(workdir, config.as_flat_dict(), self.message)
+            self._events = EventFiles(workdir, config.as_flat_dict())
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
@@ -99,10 +101,10 @@ class Monitor:
         """What could not be written, and why."""
         return self._events.failures if self._events else []
 
-    def message(self, text: str) -> None:
-        """Prints lines without tearing the progress line."""
-        if self._progress:
-            self._progress.message(text)
+    def message(self, text: str, level: int = logging.INFO) -> None:
+        """Logs lines in the chief's process, and nothing in others."""
+        if self._is_chief:
+            _log.log(level, "%s", text)
 
     def next_boundary(self, step: int) -> int:
         """Where the next call from Python must end at the latest, so that the profile window is met exactly.
@@ -121,10 +123,10 @@ class Monitor:
         """Call before each call that trains, with the finished updates; starts the profiler when its window begins."""
         if self._is_chief and self._profile.begins(step):
             if self._events is None:
-                self.message("--profile_steps needs a --workdir to write to; nothing is profiled.")
+                _log.warning("--profile_steps needs a --workdir to write to; nothing is profiled")
                 self._profile.give_up()
             else:
-                self._profile.start(self._events.directory, self.message)
+                self._profile.start(self._events.directory)
 
     def after_step(self, step: int) -> None:
         """Call after each call that trains, with the finished updates; stops the profiler when its window is over."""
@@ -289,7 +291,7 @@ class Monitor:
         return values if mfu is None else {**values, "mfu": mfu}
 
     def _stop_profile(self) -> None:
-        if self._profile.running and self._profile.stop(self.message):
+        if self._profile.running and self._profile.stop():
             self.message(
                 f"profiled updates {self._profile.first} to {self._profile.last}: tab PROFILE of TensorBoard "
                 "(needs the xprof plug-in)"
@@ -315,20 +317,20 @@ class _ProfileWindow:
     def give_up(self) -> None:
         self._open = False
 
-    def start(self, directory: str, say: Any) -> None:
+    def start(self, directory: str) -> None:
         try:
             tf.profiler.experimental.start(directory)
         except tf.errors.OpError as error:  # e.g. another profiler session in this process
-            say(f"--profile_steps: the profiler does not start: {error.message}")
+            _log.warning("--profile_steps: the profiler does not start: %s", error.message)
             self.give_up()
         else:
             self.running = True
 
-    def stop(self, say: Any) -> bool:
+    def stop(self) -> bool:
         self.running = self._open = False
         try:
             tf.profiler.experimental.stop()
         except tf.errors.OpError as error:
-            say(f"--profile_steps: the profile is lost: {error.message}")
+            _log.warning("--profile_steps: the profile is lost: %s", error.message)
             return False
         return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import sys
 import threading
@@ -9,7 +10,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TextIO
 
-from tfpar.process import safe_write
+from tfpar.process import logs, safe_write
+
+_log = logging.getLogger(__name__)
 
 _REDRAW_SECONDS = 0.1
 _PLAIN_SECONDS = 5.0
@@ -19,15 +22,19 @@ _BAR_WIDTH = 20
 class Progress:
     """Shows how far training is. Safe to use from several threads.
 
-    On a TTY the line is overwritten in place, at most every 0.1 s, and cut to the terminal's width. Elsewhere a line is
-    written at the first update, then about every 5 s, and at the end.
+    On a TTY the line is overwritten in place, at most every 0.1 s, and cut to the terminal's width; messages of the
+    logger `tfpar` appear above it. Elsewhere a line is written at the first update, then about every 5 s, and at the
+    end.
 
     Args:
       total_steps: Updates in the whole run.
-      stream: Where to write; standard output by default.
+      stream: Where to write; by default the live line goes to standard output, and plain lines are log messages.
       live: Whether to overwrite one line; by default, whether the stream is a TTY.
       interval: Seconds between plain lines.
       clock: Returns seconds; for tests.
+
+    Attributes:
+      stream: Where it writes.
     """
 
     def __init__(
@@ -40,8 +47,9 @@ class Progress:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._total = total_steps
-        self._stream = stream if stream is not None else sys.stdout
-        self._live = self._stream.isatty() if live is None else live
+        self._logs_lines = stream is None
+        self.stream = stream if stream is not None else sys.stdout
+        self._live = self.stream.isatty() if live is None else live
         self._interval = _REDRAW_SECONDS if self._live else interval
         self._clock = clock
         self._lock = threading.RLock()
@@ -70,8 +78,11 @@ class Progress:
                 self._start = (step, now)  # what came before was mostly compilation
             self._shown_at = now
             self._line = self._format(step, values, self._eta(step, now))
-            if self._live:
+            if self._live and (not self._logs_lines or _log.isEnabledFor(logging.INFO)):
+                logs.attach(self)
                 self._paint()
+            elif self._logs_lines:
+                _log.info(self._line)
             else:
                 self._write(self._line + "\n")
 
@@ -84,6 +95,7 @@ class Progress:
 
     def close(self) -> None:
         """Leaves the last state of the live line standing and ends it; later messages follow below."""
+        logs.detach(self)
         with self._lock:
             if self._painted:
                 self._write("\n")
@@ -126,9 +138,9 @@ class Progress:
             self._painted = 0
 
     def _write(self, text: str) -> None:
-        if not safe_write.put(self._stream, text):
+        if not safe_write.put(self.stream, text):
             # The reader is gone (`| head`). Training goes on, and what is still in the buffer must not fail at exit.
-            safe_write.to_nowhere(self._stream)
+            safe_write.to_nowhere(self.stream)
 
 
 def format_seconds(seconds: float) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 import math
 import os
 import pathlib
@@ -81,7 +82,7 @@ def replica_digests(trainer: Trainer) -> list[str]:
 
 
 def summary(run: Run, params_sha256: str) -> dict[str, Any]:
-    """The contents of `summary.json`: what a script may rely on (README, 'What a run leaves behind')."""
+    """The contents of `summary.json`: what a script may rely on (docs/outputs.md)."""
     trainer = run.trainer
     plan = trainer.topology
     traffic = run.traffic
@@ -243,7 +244,7 @@ def announce_finished(run: Run) -> None:
     path = pathlib.Path(run.trainer.config.checkpoint.workdir) / "model.keras"
     if run.trainer.topology.is_chief and not path.exists():
         for problem in _attempt("model.keras", lambda: save_model(run.trainer, path)):
-            run.monitor.message(f"WARNING: could not be written: {problem}")
+            run.monitor.message(f"could not be written: {problem}", logging.WARNING)
 
 
 def closing_table(content: dict[str, Any], workdir: str) -> str:

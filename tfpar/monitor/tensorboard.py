@@ -8,6 +8,7 @@ session's metrics, and works out columns and ranges over all runs under its log 
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import time
@@ -24,6 +25,7 @@ from tensorboard.plugins.hparams.summary import session_end_pb
 from tensorboard.plugins.scalar import metadata as scalar_metadata
 
 MAX_IMAGES = 16
+_log = logging.getLogger(__name__)
 _SCALAR = scalar_metadata.create_summary_metadata(display_name="", description="")
 # TensorFlow's own is two minutes, too long for one who watches.
 _FLUSH_MILLISECONDS = 5000
@@ -35,20 +37,18 @@ _NOT_HPARAMS = ("workdir", "data_dir", "log_every", "profile_steps", "verbose")
 class EventFiles:
     """Writes one run's event files; creates them when there is something to write.
 
-    What cannot be written is lost, and said to be so; after a while it is tried again, in new files.
+    What cannot be written is lost, with one warning in the log; after a while it is tried again, in new files.
 
     Args:
       workdir: The run's directory.
       options: The configuration by option name, recorded as a table, and as hyperparameters but for `_NOT_HPARAMS`.
-      warn: Called with one line when something cannot be written for the first time.
 
     Attributes:
       failures: What could not be written, and why; empty or one line.
     """
 
-    def __init__(self, workdir: str, options: Mapping[str, Any], warn: Callable[[str], None] = print) -> None:
+    def __init__(self, workdir: str, options: Mapping[str, Any]) -> None:
         self.failures: list[str] = []
-        self._warn = warn
         self._retry_at = -math.inf
         self.directory = os.path.join(workdir, "tensorboard")
         self._trial = os.path.abspath(workdir)
@@ -125,7 +125,7 @@ class EventFiles:
             if not self.failures:
                 reason = str(error) if isinstance(error, OSError) else error.message.splitlines()[0].split("; ")[-1]
                 self.failures.append(f"TensorBoard events: {reason}")
-                self._warn(f"WARNING: TensorBoard events cannot be written ({reason}); training goes on without them")
+                _log.warning("TensorBoard events cannot be written (%s); training goes on without them", reason)
             broken, self._writers = self._writers, {}
             for writer in broken.values():  # a writer that failed stays broken (TensorFlow 2.21)
                 with contextlib.suppress(OSError, tf.errors.OpError):

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from tfpar.optim.keras_internals import DecayInStep, is_decayed, variable_index
+
 import keras
 from keras import ops
 
 
 @keras.saving.register_keras_serializable("tfpar")
-class LARS(keras.optimizers.Optimizer):
+class LARS(DecayInStep):
     """SGD with momentum whose learning rate is scaled layer by layer, for very large batches.
 
     You, Gitman and Ginsburg 2017, "Large Batch Training of Convolutional Networks", algorithm 1. For weights `w`,
@@ -91,13 +93,13 @@ class LARS(keras.optimizers.Optimizer):
         self._velocities = self.add_optimizer_variables(variables, "velocity")
         # Decided here: in `update_step` a variable is a tf.Variable, which has no path.
         self._adapted = tuple(
-            self._use_weight_decay(variable) and not any(part in variable.path.lower() for part in self.exclude)
+            is_decayed(self, variable) and not any(part in variable.path.lower() for part in self.exclude)
             for variable in variables
         )
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         """Updates one variable and its velocity."""
-        index = self._get_variable_index(variable)
+        index = variable_index(self, variable)
         rate = ops.cast(learning_rate, variable.dtype)
         gradient = ops.cast(gradient, variable.dtype)
         momentum = ops.cast(self.momentum, variable.dtype)
@@ -116,9 +118,6 @@ class LARS(keras.optimizers.Optimizer):
         gradient_norm = ops.sqrt(ops.sum(ops.square(gradient)))
         ratio = self.trust_coefficient * weight_norm / (gradient_norm + decay * weight_norm + self.epsilon)
         return ops.where(ops.logical_and(weight_norm > 0, gradient_norm > 0), ratio, ops.ones_like(ratio))
-
-    def _apply_weight_decay(self, variables: Sequence[Any]) -> None:
-        """Nothing: the decay is part of `update_step`, under the trust ratio."""
 
     def get_config(self) -> dict[str, Any]:
         """The arguments that make the same optimizer again."""

@@ -1,22 +1,21 @@
-"""Optimizers by name, and their update as a pure function.
+"""Optimizers by name: Keras' own class where there is one, `LARS` from here.
 
-`build` makes a Keras optimizer from the configuration: Keras' own class where there is one, `LARS` from
-here. `pure_apply` runs the update of any such optimizer on tensors, so that the training step can
-compile it with XLA and run it on every replica without a word between them.
+How an optimizer updates is elsewhere: `pure_update` on tensors, `server_update` on parameter servers,
+`exchanged_update` in plain Keras scripts on a cluster.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tfpar.config import ConfigError, OptimizerConfig, unknown_name
+from tfpar.optim import keras_internals
 from tfpar.optim.lars import LARS
 
 import keras
-import tensorflow as tf
 
 OPTIMIZERS: dict[str, type[keras.optimizers.Optimizer]] = {
     "sgd": keras.optimizers.SGD,
@@ -120,7 +119,7 @@ def scaled_learning_rate(config: OptimizerConfig, global_batch_size: int) -> flo
     return float(config.learning_rate * factor)
 
 
-def check(optimizer: keras.optimizers.Optimizer) -> None:
+def check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
     """Refuses optimizers that keep to themselves what the training step does for all replicas together.
 
     Raises:
@@ -162,75 +161,25 @@ def recreate(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimize
     Raises:
       ConfigError: Variables were excluded from weight decay as objects; the copy will meet other ones.
     """
-    if getattr(optimizer, "_exclude_from_weight_decay", None) and not hasattr(optimizer, "_excluded_parts"):
+    parts = getattr(optimizer, "_tfpar_excluded_parts", None)
+    if parts is None and keras_internals.excludes_variables(optimizer):
         raise ConfigError(
             f"{optimizer.name}.exclude_from_weight_decay(var_list=...) names variables made outside the strategy. "
             "Exclude by name (var_names=[...]), or make model and optimizer in the strategy's scope."
         )
     copy = type(optimizer).from_config(optimizer.get_config())
-    pattern = getattr(optimizer, "_exclude_from_weight_decay_pattern", None)
-    if pattern is not None:
-        copy.exclude_from_weight_decay(var_names=[pattern.pattern])
-    if hasattr(optimizer, "_excluded_parts"):
-        _exclude_by_path(copy, optimizer._excluded_parts)
+    if pattern := keras_internals.excluded_names(optimizer):
+        copy.exclude_from_weight_decay(var_names=[pattern])
+    if parts is not None:
+        _exclude_by_path(copy, parts)
     return copy
-
-
-def pure_apply(
-    optimizer: keras.optimizers.Optimizer,
-    optimizer_variables: Sequence[tf.Tensor],
-    params: Sequence[tf.Tensor],
-    gradients: Sequence[tf.Tensor | None],
-    learning_rate: tf.Tensor | None = None,
-) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-    """One optimizer update on tensors; no variable is read or assigned, nothing is communicated.
-
-    It is the optimizer's own update in every respect: clipping, weight decay, moments, EMA, constraints of the
-    variables, the count of iterations. It runs eagerly, in a graph, under XLA and in a replica context.
-
-    Args:
-      optimizer: A built optimizer that passes `check`.
-      optimizer_variables: Values of `optimizer.variables`, in order.
-      params: Values of the trainable variables the optimizer was built with, in order.
-      gradients: Gradients of `params`; None (no path from the loss) leaves a parameter as it is.
-      learning_rate: float32 [] that takes the place of the optimizer's learning rate, in this update only.
-        None: the optimizer's own variable, or its own schedule at its count of iterations.
-
-    Returns:
-      The new values of `params` and of `optimizer_variables`, in the same order.
-
-    Raises:
-      ValueError: The optimizer is not built, or a list does not fit it.
-    """
-    if not optimizer.built:
-        raise ValueError(
-            f"{optimizer.name} has no variables yet. Call optimizer.build(model.trainable_variables) before pure_apply."
-        )
-    trainable, variables = optimizer._trainable_variables, optimizer.variables
-    for name, given, known in (
-        ("optimizer_variables", optimizer_variables, variables),
-        ("params", params, trainable),
-        ("gradients", gradients, trainable),
-    ):
-        if len(given) != len(known):
-            raise ValueError(f"{name} holds {len(given)} tensors, but {optimizer.name} was built for {len(known)}.")
-    view = _pure_view(optimizer, learning_rate)
-    mapping = [*zip(trainable, params, strict=True), *zip(variables, optimizer_variables, strict=True)]
-    # Gradients of embeddings are IndexedSlices; XLA and the rules below want them dense.
-    dense = [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
-    with keras.StatelessScope(state_mapping=mapping) as scope:
-        view.apply(dense)
-    return (
-        [scope.get_current_value(variable) for variable in trainable],
-        [scope.get_current_value(variable) for variable in variables],
-    )
 
 
 def ema_variables(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable | None] | None:
     """The variables that hold the moving average of each trainable variable, in order; None without EMA."""
     if not (optimizer.use_ema and optimizer.built):
         return None
-    return list(optimizer._model_variables_moving_average)
+    return keras_internals.moving_averages(optimizer)
 
 
 def _checked_arguments(config: OptimizerConfig, kind: type[keras.optimizers.Optimizer]) -> dict[str, Any]:
@@ -297,80 +246,10 @@ def _exclude_by_path(optimizer: keras.optimizers.Optimizer, parts: tuple[str, ..
             optimizer.exclude_from_weight_decay(var_list=chosen)
         build_of_class(variables)
 
-    vars(optimizer)["build"] = build_excluding
-    vars(optimizer)["_excluded_parts"] = parts
+    keras_internals.set_untracked(optimizer, build=build_excluding, _tfpar_excluded_parts=parts)
 
 
 def path_contains(variable: keras.Variable, parts: Iterable[str]) -> bool:
     """Whether any of the parts (lower case) occurs in the variable's path, e.g. 'norm' in 'block/layer_norm/gamma'."""
     path = variable.path.lower()
     return any(part in path for part in parts)
-
-
-class _PureUpdate(keras.optimizers.Optimizer):
-    """Replaces what Keras' TensorFlow backend adds to an optimizer by plain tensor arithmetic.
-
-    Keras 3.15.1 refuses `stateless_apply` on TensorFlow: its `TFOptimizer` all-reduces gradients, enters
-    `merge_call`, and assigns `tf.Variable`s. The methods below put Keras variables in a `StatelessScope` back
-    in their place. They must come after the optimizer's own class and before `TFOptimizer` in the method
-    resolution order, so that an optimizer that overrides one of them (Nadam, Muon) still does, and reaches
-    these with `super()`: `_pure_view` derives a class from both.
-    """
-
-    def assign(self, variable: keras.Variable, value: tf.Tensor) -> None:
-        variable.assign(value)
-
-    def assign_add(self, variable: keras.Variable, value: tf.Tensor) -> None:
-        variable.assign_add(value)
-
-    def assign_sub(self, variable: keras.Variable, value: tf.Tensor) -> None:
-        variable.assign_sub(value)
-
-    def _var_key(self, variable: keras.Variable) -> Any:
-        return self._keys[id(variable)]
-
-    def _get_current_learning_rate(self) -> Any:
-        return super()._get_current_learning_rate() if self._rate is None else self._rate
-
-    def _apply_weight_decay(self, variables: Sequence[keras.Variable]) -> None:
-        if self.weight_decay is None:
-            return
-        for variable in variables:
-            if self._use_weight_decay(variable):
-                rate = tf.cast(self.learning_rate, variable.dtype)
-                variable.assign_sub(variable.value * tf.cast(self.weight_decay, variable.dtype) * rate)
-
-    def _backend_update_step(
-        self, grads: Sequence[tf.Tensor], trainable_variables: Sequence[keras.Variable], learning_rate: Any
-    ) -> None:
-        for gradient, variable in zip(grads, trainable_variables, strict=True):
-            self.update_step(gradient, variable, learning_rate)
-
-    def _backend_apply_gradients(
-        self, grads: Sequence[tf.Tensor], trainable_variables: Sequence[keras.Variable]
-    ) -> None:
-        grads = self._clip_gradients(grads)
-        self._apply_weight_decay(trainable_variables)
-        self._backend_update_step(grads, trainable_variables, self.learning_rate)
-        if not self.use_ema:
-            return
-        self._update_model_variables_moving_average(self._trainable_variables)
-        if self.ema_overwrite_frequency:
-            # Keras assigns inside a cond, which would leak the branch's tensors into the scope.
-            overwrite = tf.equal((self.iterations + 1) % self.ema_overwrite_frequency, 0)
-            for variable, average in zip(self._trainable_variables, self._model_variables_moving_average, strict=True):
-                if average is not None:
-                    variable.assign(tf.where(overwrite, average.value, variable.value))
-
-
-def _pure_view(optimizer: keras.optimizers.Optimizer, learning_rate: tf.Tensor | None) -> keras.optimizers.Optimizer:
-    """The same optimizer (it shares every attribute) with `_PureUpdate`'s way to update. Made anew for each trace."""
-    check(optimizer)
-    kind = type(f"Pure{type(optimizer).__name__}", (type(optimizer), _PureUpdate), {})
-    view: Any = object.__new__(kind)
-    vars(view).update(vars(optimizer))
-    # In the scope a variable's value is a tensor, which Keras can make no key from.
-    key: Callable[[keras.Variable], Any] = optimizer._var_key
-    vars(view)["_keys"] = {id(variable): key(variable) for variable in optimizer._trainable_variables}
-    vars(view)["_rate"] = learning_rate
-    return view

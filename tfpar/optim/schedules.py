@@ -65,7 +65,7 @@ def build(config: ScheduleConfig, peak: float, total_steps: int) -> Schedule:
     return builder(float(peak), total_steps, config.warmup_steps, **_checked_arguments(config, builder))
 
 
-def check(config: ScheduleConfig) -> None:
+def check_schedule(config: ScheduleConfig) -> None:
     """Checks name and arguments before the number of updates is known.
 
     Raises:

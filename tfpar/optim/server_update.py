@@ -2,55 +2,54 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
+
+from tfpar.optim import keras_internals
+from tfpar.optim.keras_internals import OptimizerView
 
 import keras
 import tensorflow as tf
 
 
-class _ServerUpdate(keras.optimizers.Optimizer):
+def apply_on_servers(
+    optimizer: keras.optimizers.Optimizer,
+    strategy: tf.distribute.Strategy,
+    gradients: Sequence[tf.Tensor],
+    variables: Sequence[keras.Variable],
+    learning_rate: tf.Tensor,
+) -> None:
+    """One update of the variables on their servers. Call in a function that a coordinator schedules.
+
+    Args:
+      optimizer: A built optimizer.
+      strategy: A ParameterServerStrategy, in whose scope the variables and the optimizer were made.
+      gradients: Gradients of `variables`.
+      variables: Variables that the optimizer was built with.
+      learning_rate: Float32 scalar that takes the place of the optimizer's learning rate.
+    """
+    view = keras_internals.view_of(optimizer, ServerUpdate, learning_rate, _servers=strategy)
+    view.apply(gradients, variables)
+
+
+class ServerUpdate(OptimizerView):
     """Applies updates where the variables are, from inside a `tf.cond`.
 
     Keras 3.15 wraps its updates in `maybe_merge_call`, which under ParameterServerStrategy (TensorFlow 2.21) asks for a
     replica context that a function scheduled by the coordinator does not have. Here the update goes straight to
-    `strategy.extended.update`, which places it on the variable's server. `on_servers` puts this class between the
-    optimizer's own class and Keras' TensorFlow backend.
+    `strategy.extended.update`, which places it on the variable's server.
     """
 
-    def _get_current_learning_rate(self) -> Any:
-        return self._rate
+    def view_update(self, gradients: Sequence[tf.Tensor], variables: Sequence[keras.Variable], rate: Any) -> None:
+        """The optimizer's rule, on each variable's server."""
+        keras_internals.update_where_placed(self, self._servers, gradients, variables, rate)
 
-    def _backend_update_step(
-        self, grads: Sequence[tf.Tensor], trainable_variables: Sequence[keras.Variable], learning_rate: Any
-    ) -> None:
-        pairs = [(gradient, variable.value) for gradient, variable in zip(grads, trainable_variables, strict=True)]
-        self._distributed_tf_update_step(self._strategy, pairs, learning_rate)
-
-    def _apply_weight_decay(self, variables: Sequence[keras.Variable]) -> None:
-        if self.weight_decay is None:
-            return
+    def view_decay(self, variables: Sequence[keras.Variable]) -> None:
+        """Decoupled decay, `w -= rate x decay x w`, on each variable's server."""
 
         def decay(variable: tf.Variable, factor: tf.Tensor) -> None:
             variable.assign_sub(variable * factor)
 
-        for variable in variables:
-            if self._use_weight_decay(variable):
-                factor = tf.cast(self.learning_rate * self.weight_decay, variable.dtype)
-                self._strategy.extended.update(variable.value, decay, args=(factor,), group=False)
-
-
-@functools.cache
-def _server_class(kind: Any) -> type[keras.optimizers.Optimizer]:
-    return type(f"Server{kind.__name__}", (kind, _ServerUpdate), {})
-
-
-def on_servers(optimizer: keras.optimizers.Optimizer, strategy: tf.distribute.Strategy) -> keras.optimizers.Optimizer:
-    """The same optimizer (it shares every attribute) with `_ServerUpdate`'s way to update."""
-    kind: Any = type(optimizer)
-    view = object.__new__(_server_class(kind))
-    vars(view).update(vars(optimizer))
-    vars(view)["_strategy"] = strategy
-    vars(view)["_rate"] = None
-    return view
+        for variable in keras_internals.decayed(self, variables):
+            factor = tf.cast(self.learning_rate * self.weight_decay, variable.dtype)
+            self._servers.extended.update(variable.value, decay, args=(factor,), group=False)

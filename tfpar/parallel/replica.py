@@ -1,8 +1,8 @@
-"""A replica's own copy of mirrored variables.
+"""Reads and assigns one replica's copies of mirrored variables.
 
-The step computes new values as tensors and stores them itself, replica by replica. Keras' way, an `assign` on the
-mirrored variable, would all-reduce every value once more (Keras 3.15 creates its variables with
-`aggregation=MEAN`), and cannot run inside a `tf.while_loop`, which several steps per host call need.
+The step computes new values as tensors and assigns them on each replica. An `assign` to the mirrored variable, as Keras
+does it, would all-reduce every value again (Keras 3.15 creates its variables with `aggregation=MEAN`), and cannot run
+inside a `tf.while_loop`, which several steps per call from Python need.
 """
 
 from __future__ import annotations
@@ -15,7 +15,14 @@ import tensorflow as tf
 
 
 def own(variables: Sequence[keras.Variable]) -> list[Any]:
-    """This replica's copies, as TensorFlow variables. Call in a replica context."""
+    """This replica's copies of mirrored variables. Call in a replica context.
+
+    Args:
+      variables: Keras variables that were created under the strategy.
+
+    Returns:
+      The TensorFlow variables, in the same order; on a TPU the mirrored variables themselves.
+    """
     if _on_tpu():
         return [variable.value for variable in variables]
     replica = None
@@ -29,25 +36,33 @@ def own(variables: Sequence[keras.Variable]) -> list[Any]:
 
 
 def read(variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
-    """Values of this replica's copies. Call in a replica context."""
+    """The values of this replica's copies, in the same order. Call in a replica context."""
     return [variable.read_value() for variable in own(variables)]
 
 
 def assign(copies: Sequence[Any], values: Sequence[tf.Tensor]) -> list[tf.Operation]:
-    """Stores values in copies that `own` gave, with the same values on every replica; returns what does so."""
-    stored = []
+    """Assigns values to this replica's copies. Every replica must assign the same values.
+
+    Args:
+      copies: From `own`.
+      values: A tensor for each.
+
+    Returns:
+      The operations that assign.
+    """
+    operations = []
     for copy, value in zip(copies, values, strict=True):
         if _on_tpu():
-            # In a TPU replica the handle of a mirrored variable is the replicated one, and a raw assignment to it is
-            # local (TensorFlow 2.21, `tpu_util.make_raw_assign_fn` does the same).
-            stored.append(tf.raw_ops.AssignVariableOp(resource=copy.handle, value=tf.cast(value, copy.dtype)))
+            # In a TPU replica the handle of a mirrored variable is the replicated handle, and a raw assignment to it
+            # is local (TensorFlow 2.21, `tpu_util.make_raw_assign_fn` does the same).
+            operations.append(tf.raw_ops.AssignVariableOp(resource=copy.handle, value=tf.cast(value, copy.dtype)))
         else:
-            stored.append(copy.assign(value, read_value=False))
-    return stored
+            operations.append(copy.assign(value, read_value=False))
+    return operations
 
 
 def static_replica_id() -> int:
-    """This replica's number among the replicas of the strategy, as a Python int."""
+    """The index of this replica among all replicas of the strategy, as a Python int. Call in a replica context."""
     context = tf.distribute.get_replica_context()
     return int(tf.get_static_value(context.replica_id_in_sync_group))
 

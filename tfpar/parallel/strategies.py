@@ -1,24 +1,29 @@
-"""The `tf.distribute` strategy of a topology.
+"""`build(topology)` configures the devices and creates the `tf.distribute` strategy.
 
-`build(topology)` configures devices and creates the strategy. It must run before TensorFlow's first op.
+It must run before TensorFlow's first op.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import re
 import socket
+import warnings
 from typing import Any
 
 from tfpar.cluster import failure, port_filter
 from tfpar.config import ConfigError
 from tfpar.parallel.topology import Topology
 from tfpar.process import exit_codes
+from tfpar.process.logs import NOTE
 
 import tensorflow as tf
 from tensorflow.python.distribute import collective_all_reduce_strategy, collective_util
 
-# What TensorFlow 2.21 says of devices and collectives that are configured when its runtime is up already.
+_log = logging.getLogger(__name__)
+
+# TensorFlow 2.21's messages about devices and collectives that are configured after its runtime was initialised.
 _TOO_LATE = re.compile("after being initialized|at program startup|already configured|after initialization")
 
 _TPU_CONNECT_S = 20.0
@@ -26,10 +31,21 @@ _TPU_CONNECT_S = 20.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Runtime:
-    """A topology and the running strategy that carries it out."""
+    """A topology and the strategy that runs it.
+
+    Attributes:
+      topology: How work is laid out. Of a TPU, its `hosts` and `local_replicas` are known here.
+      strategy: The running strategy.
+    """
 
     topology: Topology
     strategy: tf.distribute.Strategy
+
+    @property
+    def plan(self) -> Topology:
+        """Deprecated name of `topology`."""
+        warnings.warn("Runtime.plan is deprecated; use Runtime.topology", DeprecationWarning, stacklevel=2)
+        return self.topology
 
 
 def build(topology: Topology) -> Runtime:
@@ -64,27 +80,27 @@ def build(topology: Topology) -> Runtime:
             f"--strategy={topology.name} must be set up before TensorFlow runs its first op, and an op has run "
             f"({error}). Creating a Keras model, optimizer or metric is enough. Give the Trainer names "
             "(optimizer='adamw', metrics=['accuracy']) and a function that builds the model, or call "
-            "runtime = tfpar.start(config) first thing in the program and pass config=config, runtime=runtime."
+            "runtime = tfpar.initialize(config) first thing in the program and pass config=config, runtime=runtime."
         ) from error
 
 
 def _restrict_port(topology: Topology) -> None:
-    """Lets the server that TensorFlow has started for this process answer on its own address only."""
+    """Restricts the server that TensorFlow started for this process to the process' own address."""
     if topology.name not in ("multi_worker", "parameter_server") or not (topology.cluster and topology.cluster.address):
         return
     try:
         port_filter.restrict(topology.cluster.address)
     except port_filter.StillOpenError as reason:
         if topology.is_chief:
-            print(
-                f"note: TensorFlow's port {topology.cluster.address.rpartition(':')[2]} is open on all addresses of "
+            _log.log(
+                NOTE,
+                f"TensorFlow's port {topology.cluster.address.rpartition(':')[2]} is open on all addresses of "
                 f"this machine ({reason}); restrict access with a firewall",
-                flush=True,
             )
 
 
 def _local_devices(topology: Topology) -> list[str]:
-    """Makes `topology.local_replicas` devices of its type visible and returns their names."""
+    """Makes `topology.local_replicas` devices of the topology's type visible; returns their names."""
     count, kind = topology.local_replicas, topology.device_type
     physical = tf.config.list_physical_devices(kind)
     if kind == "GPU":
@@ -141,10 +157,10 @@ def _build_multi_worker(topology: Topology) -> tf.distribute.Strategy:
     _local_devices(topology)
     assert topology.cluster is not None
     failure.configure(topology.cluster, peer_timeout=topology.peer_timeout, start_timeout=topology.start_timeout)
-    with failure.arriving(topology.cluster, topology.start_timeout):
+    with failure.connecting(topology.cluster, topology.start_timeout):
         if topology.device_type == "CPU" and topology.local_replicas > 1:
             return _MultiWorkerLogicalDevices(resolver, topology.local_replicas)
-        # TensorFlow 2.21 takes NCCL only where it is asked for, and else sums what GPUs have through gRPC.
+        # TensorFlow 2.21 uses NCCL only if asked to; otherwise it reduces the gradients of GPUs through gRPC.
         gpus = topology.device_type == "GPU"
         implementation = tf.distribute.experimental.CommunicationImplementation.NCCL if gpus else None
         options = tf.distribute.experimental.CommunicationOptions(implementation=implementation) if gpus else None
@@ -166,8 +182,8 @@ def _resolver(topology: Topology) -> tf.distribute.cluster_resolver.SimpleCluste
 def _build_parameter_server(topology: Topology) -> tf.distribute.Strategy:
     resolver = _resolver(topology)
     assert topology.cluster is not None
-    failure.report_losses(topology.cluster)
-    with failure.arriving(topology.cluster, topology.start_timeout):
+    failure.install_peer_loss_hook(topology.cluster)
+    with failure.connecting(topology.cluster, topology.start_timeout):
         if topology.is_chief:
             failure.watch_servers(
                 topology.cluster, peer_timeout=topology.peer_timeout, start_timeout=topology.start_timeout
@@ -181,18 +197,19 @@ def _build_parameter_server(topology: Topology) -> tf.distribute.Strategy:
             start=True,
         )
     _restrict_port(topology)
-    exit_codes.leave_sigterm()  # it ends servers when a run is done, and no handler would get its turn in `join`
+    # SIGTERM ends servers when a run is done; a Python handler would never run during `join`.
+    exit_codes.restore_default_sigterm()
     server.join()
     raise AssertionError("a server of TensorFlow serves until its process is ended")
 
 
 def _check_listens(address: str) -> None:
-    """Refuses the address of a TPU where nothing listens: TensorFlow 2.21 would try it for several minutes."""
-    given = re.fullmatch(r"grpc://(?:\[([^\]]+)\]|([^:\[\]]+)):(\d+)", address)
-    if given is None:
+    """Refuses a TPU address at which nothing listens: TensorFlow 2.21 would retry for several minutes."""
+    match = re.fullmatch(r"grpc://(?:\[([^\]]+)\]|([^:\[\]]+)):(\d+)", address)
+    if match is None:
         return
     try:
-        socket.create_connection((given[1] or given[2], int(given[3])), timeout=_TPU_CONNECT_S).close()
+        socket.create_connection((match[1] or match[2], int(match[3])), timeout=_TPU_CONNECT_S).close()
     except (OSError, OverflowError) as error:  # OverflowError: no port
         raise ConfigError(
             f"--tpu={address!r}: nothing listens at this address ({error}). Check the TPU's address and that this "

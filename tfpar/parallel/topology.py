@@ -1,7 +1,7 @@
 """`Topology`: which strategy, how many workers, how many replicas, and which of them this process is.
 
-`choose_topology(config, cluster)` decides it from the flags, the cluster description and the physical devices. It
-starts no server and opens no connection, so that everything that can be refused is refused before anything starts.
+`choose_topology(config, cluster)` derives it from the flags, the cluster description and the physical devices. It
+starts no server and opens no connection, so that a configuration that cannot work is refused before anything starts.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ import tensorflow as tf
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Topology:
-    """How work is laid out over workers and devices; decided, not yet started.
+    """How work is laid out over workers and devices. A plain value: it starts nothing.
 
     Attributes:
       name: `one_device`, `mirrored`, `multi_worker`, `parameter_server` or `tpu`.
-      workers: Processes that hold replicas.
+      workers: Number of workers, the processes that hold replicas.
       worker: Rank of this process among them, from 0; -1 for a parameter server.
-      local_replicas: Replicas (devices) in each of them.
+      local_replicas: Replicas (devices) per worker.
       device_type: `CPU`, `GPU` or `TPU`.
-      reason: Why this strategy, in words for the log.
+      reason: Why this strategy was chosen, for the log.
       cluster: The cluster this process belongs to, if any.
       tpu: Name or address of the TPU.
-      hosts: Hosts of a TPU slice, all driven by one process, each of which feeds its own replicas; else 0.
-      peer_timeout: Seconds after which a worker that does not answer is lost.
+      hosts: Number of machines of a TPU slice, which one process drives and each of which feeds its own replicas;
+        0 for other strategies.
+      peer_timeout: Seconds after which a worker that does not answer counts as lost.
       start_timeout: Seconds that workers wait for each other at the start.
     """
 
@@ -47,22 +48,22 @@ class Topology:
 
     @property
     def replicas(self) -> int:
-        """Replicas over all workers."""
+        """Number of replicas, over all workers."""
         return self.workers * self.local_replicas
 
     @property
     def input_pipelines(self) -> int:
-        """Pipelines that feed the replicas, as many each: one a host."""
+        """Number of input pipelines, one per worker or TPU host; each feeds the same number of replicas."""
         return self.hosts or self.workers
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process writes files and talks on the terminal."""
+        """Whether this process writes the files of the run and logs to the terminal."""
         return self.cluster is None or self.cluster.is_chief
 
     @property
     def synchronous(self) -> bool:
-        """Whether every replica takes part in every update."""
+        """Whether every replica takes part in every step."""
         return self.name != "parameter_server"
 
     def describe(self) -> str:
@@ -75,15 +76,15 @@ def choose_topology(config: StrategyConfig, cluster: ClusterInfo | None = None) 
     """Decides the topology without starting anything.
 
     Args:
-      config: The strategy and the number of devices asked for.
-      cluster: Who this process is, from `tfpar.cluster.detect()`; None outside a cluster.
+      config: The requested strategy and number of devices.
+      cluster: The cluster and this process' task in it, from `tfpar.cluster.detect()`; None outside a cluster.
 
     Returns:
       The topology. With `--strategy=auto`: a TPU if the environment names one, then the cluster, then all
       GPUs, then one device.
 
     Raises:
-      ConfigError: A strategy that this environment cannot carry out, with the way out.
+      ConfigError: A strategy that this environment cannot run; says what to do instead.
     """
     name, reason = config.strategy, f"--strategy={config.strategy}"
     if name == "auto":
@@ -100,34 +101,14 @@ def choose_topology(config: StrategyConfig, cluster: ClusterInfo | None = None) 
     devices = config.devices or (gpus if name != "one_device" and gpus else 1)
     common: dict[str, Any] = {"name": name, "reason": reason, "device_type": device_type}
     if name in ("one_device", "mirrored") and cluster is not None and cluster.num_workers > 1:
-        common["reason"] += f"; each of the {cluster.num_workers} workers in {cluster.source} has a run of its own"
+        common["reason"] += f"; each of the {cluster.num_workers} workers in {cluster.source} trains on its own"
     if name == "one_device":
         if devices > 1:
             raise ConfigError(f"--devices={devices} needs --strategy=mirrored; --strategy=one_device uses one.")
         return Topology(**common)
     if name == "mirrored":
         return Topology(local_replicas=devices, **common)
-    if cluster is None:
-        tasks = "--workers=2 --ps=1" if name == "parameter_server" else "--workers=2"
-        raise ConfigError(
-            f"--strategy={name} needs a cluster and found none. Start the script with `python -m tfpar.launch "
-            f"{tasks} -- SCRIPT FLAGS...`, or set TF_CONFIG (see the README, 'On a cluster')."
-        )
-    if cluster.task_type == "evaluator":
-        raise ConfigError(
-            f"{cluster.source}: this process is an evaluator, which tfpar has no part for: workers evaluate between "
-            "updates, the chief of parameter servers beside them. Take 'evaluator' out of the cluster."
-        )
-    common |= {"workers": cluster.num_workers, "worker": cluster.worker_rank, "cluster": cluster}
-    common |= {"peer_timeout": config.peer_timeout, "start_timeout": config.start_timeout}
-    if name == "multi_worker":
-        if cluster.num_ps:
-            raise ConfigError(
-                f"--strategy=multi_worker: the cluster has {cluster.num_ps} parameter server(s), which it would leave "
-                "idle. Use --strategy=parameter_server, or take 'ps' out of TF_CONFIG."
-            )
-        return Topology(local_replicas=devices, **common)
-    return _parameter_server_topology(cluster, devices, common)
+    return _cluster_topology(config, cluster, devices, common)
 
 
 def _choose(config: StrategyConfig, cluster: ClusterInfo | None) -> tuple[str, str]:
@@ -140,6 +121,35 @@ def _choose(config: StrategyConfig, cluster: ClusterInfo | None) -> tuple[str, s
     if config.devices > 1 or (config.devices == 0 and gpus > 1):
         return "mirrored", f"auto: {config.devices or gpus} devices on this machine"
     return "one_device", "auto: no TPU, no cluster, " + ("one GPU" if gpus else "no GPU")
+
+
+def _cluster_topology(
+    config: StrategyConfig, cluster: ClusterInfo | None, devices: int, common: dict[str, Any]
+) -> Topology:
+    """The topology of `multi_worker` and `parameter_server`; `common` holds name, reason and device type."""
+    name = common["name"]
+    if cluster is None:
+        tasks = "--workers=2 --ps=1" if name == "parameter_server" else "--workers=2"
+        raise ConfigError(
+            f"--strategy={name} needs a cluster and found none. Start the script with `python -m tfpar.launch "
+            f"{tasks} -- SCRIPT FLAGS...`, or set TF_CONFIG (see docs/cluster.md)."
+        )
+    if cluster.task_type == "evaluator":
+        raise ConfigError(
+            f"{cluster.source}: this process is an evaluator, a task that tfpar does not use: workers evaluate between "
+            "steps, and with parameter servers the chief evaluates while they train. Take 'evaluator' out of the "
+            "cluster."
+        )
+    common |= {"workers": cluster.num_workers, "worker": cluster.worker_rank, "cluster": cluster}
+    common |= {"peer_timeout": config.peer_timeout, "start_timeout": config.start_timeout}
+    if name == "multi_worker":
+        if cluster.num_ps:
+            raise ConfigError(
+                f"--strategy=multi_worker: the cluster has {cluster.num_ps} parameter server(s), which would be idle. "
+                "Use --strategy=parameter_server, or take 'ps' out of TF_CONFIG."
+            )
+        return Topology(local_replicas=devices, **common)
+    return _parameter_server_topology(cluster, devices, common)
 
 
 def _tpu_topology(config: StrategyConfig, reason: str, cluster: ClusterInfo | None) -> Topology:

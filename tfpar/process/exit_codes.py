@@ -1,8 +1,9 @@
-"""How a process of tfpar ends when it is not done: exit codes and exceptions that launchers and schedulers go by."""
+"""How a process of tfpar ends before its work is done: the exit codes and exceptions for launchers and schedulers."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -10,28 +11,30 @@ import threading
 import types
 from typing import NoReturn
 
-# As Python and argparse use it for a wrong command line: another try would only give the same error.
+_log = logging.getLogger(__name__)
+
+# As Python and argparse use it for a wrong command line: retrying gives the same error.
 USAGE_ERROR = 2
 
-# EX_DATAERR of sysexits.h: the run's numbers went bad (--max_bad_steps). It would do so again from its checkpoint.
+# EX_DATAERR of sysexits.h: the run's numbers went bad (--max_bad_steps). Resuming would repeat that.
 BAD_NUMBERS = 65
 
-# Nothing that only starts again may repeat these; somebody has to change something first.
-FINAL = (USAGE_ERROR, BAD_NUMBERS)
+# A launcher or scheduler must not retry after these: someone has to change something first.
+NOT_RETRYABLE = (USAGE_ERROR, BAD_NUMBERS)
 
-# Environment variable in which the launcher says how many of the first workers it goes on without.
+# Environment variable that holds the number of workers the launcher has left out.
 LEFT_OUT = "TFPAR_LEFT_OUT"
 
-# EX_TEMPFAIL of sysexits.h: another worker was lost. Start all workers again; they go on from the newest checkpoint.
+# EX_TEMPFAIL of sysexits.h: another worker was lost. Restart all workers; they resume from the newest checkpoint.
 PEER_LOST = 75
 
-# The run was asked to end (SIGTERM) and did so; started again, it goes on from its newest checkpoint. HTCondor
-# recommends this number for jobs that do so.
+# The run was asked to end (SIGTERM) and did; when restarted, it resumes from its newest checkpoint. HTCondor recommends
+# this number for such jobs.
 PREEMPTED = 85
 
 
 class PeerLostError(RuntimeError):
-    """Another worker has ended, hangs or cannot be reached; the message names it. Uncaught: exit code 75."""
+    """Another worker has ended, hangs or cannot be reached; the message names it. Exit code 75 if uncaught."""
 
 
 class Preempted(SystemExit):
@@ -41,7 +44,7 @@ class Preempted(SystemExit):
         super().__init__(PREEMPTED)
 
 
-def end_now(code: int) -> NoReturn:
+def exit_immediately(code: int) -> NoReturn:
     """Ends the process without TensorFlow's shutdown, which may wait for workers that are gone (TensorFlow 2.21)."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, RuntimeError):  # a full disk; a signal that came while it was written to
@@ -49,14 +52,14 @@ def end_now(code: int) -> NoReturn:
     os._exit(code)
 
 
-def end_of_loss(text: object) -> NoReturn:
-    """Says in one line who is lost, and ends the process with exit code 75."""
-    print(f"error: {text}", file=sys.stderr)
-    end_now(PEER_LOST)
+def exit_peer_lost(text: object) -> NoReturn:
+    """Logs one line about the lost worker, and ends the process with exit code 75."""
+    _log.error("%s", text)
+    exit_immediately(PEER_LOST)
 
 
-def exit_by_code() -> None:
-    """Makes uncaught errors with an `exit_code` end this process with that code, in any script, and not with 1."""
+def install_exit_code_hook() -> None:
+    """Makes an uncaught error with an `exit_code` end this process with that code instead of 1, in any script."""
     if getattr(sys.excepthook, "by_code", False):
         return
     before = sys.excepthook
@@ -70,8 +73,8 @@ def exit_by_code() -> None:
     sys.excepthook = hook
 
 
-def end_when_asked() -> None:
-    """Makes SIGTERM end this process with exit code 85 while it does not train, for then there is nothing to save.
+def install_sigterm_handler() -> None:
+    """Makes SIGTERM end this process with exit code 85 while it does not train and so has nothing to save.
 
     `tfpar.guards.preemption` takes over from it. A program that handles SIGTERM itself keeps its handler.
     """
@@ -79,14 +82,14 @@ def end_when_asked() -> None:
         signal.signal(signal.SIGTERM, _end)
 
 
-def leave_sigterm() -> None:
-    """Undoes `end_when_asked`."""
+def restore_default_sigterm() -> None:
+    """Undoes `install_sigterm_handler`."""
     if sigterm_is_free():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def sigterm_is_free() -> bool:
-    """Whether SIGTERM can be handled here, and nobody but `end_when_asked` does."""
+    """Whether SIGTERM can be handled in this thread, and has no handler but that of `install_sigterm_handler`."""
     in_main = threading.current_thread() is threading.main_thread()
     return in_main and signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, _end)
 
@@ -94,4 +97,4 @@ def sigterm_is_free() -> bool:
 def _end(_: int, __: types.FrameType | None) -> None:
     # Written past Python's streams: the signal may have come in the middle of a print.
     os.write(2, b"asked to end (SIGTERM) while not training: there is nothing to save. Start again to go on.\n")
-    end_now(PREEMPTED)
+    exit_immediately(PREEMPTED)

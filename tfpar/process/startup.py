@@ -1,14 +1,8 @@
-"""A quiet and quicker start: TensorFlow's own messages of no consequence are kept from the terminal.
+"""Keeps TensorFlow's start-up messages of no consequence off the terminal; errors always come through.
 
-What is hidden is chatter about the build and the hardware, never an error: information lines that TensorFlow
-2.21 prints while it is imported (before `TF_CPP_MIN_LOG_LEVEL` counts for anything), C++ information and warnings
-later, and the Python warnings listed in `_HARMLESS`. Warnings about retracing stay, but for
-functions that each run makes anew: in a loop whose shapes are static, a retrace is a defect worth seeing.
-
-TensorFlow and Keras make 300,000 objects while they are imported, all of which stay. Python's collector is spared them,
-during the import, of which going through them again and again is a fifth, and for good.
-
-This module imports neither TensorFlow nor Keras.
+`import tfpar` must precede the first import of TensorFlow: TensorFlow 2.21 writes information lines to file descriptor
+2 while it is imported, whatever `TF_CPP_MIN_LOG_LEVEL` says, so the import itself has to be wrapped. Imported
+afterwards, tfpar works the same, only with those lines. This module imports neither TensorFlow nor Keras.
 """
 
 from __future__ import annotations
@@ -17,38 +11,30 @@ import contextlib
 import gc
 import glob
 import importlib.abc
-import importlib.machinery
 import importlib.util
 import logging
 import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from types import ModuleType
+from collections.abc import Iterator
 from typing import Any
 
 import absl.logging
 
-# Lines that importing TensorFlow writes to standard error on a healthy machine.
 _IMPORT_CHATTER = re.compile(
     r"WARNING: All log messages before absl::InitializeLog\(\)"
     r"|I\d{4} \d\d:\d\d:"  # the I of absl's "information"
-    r"|\d{4}-\d\d-\d\d [\d:.]+: I "  # the same in the format of TensorFlow 2.17 and before
     r"|To enable the following instructions:"
-    r"|.*Unable to register cu\w+ (factory|plugin)"  # TensorFlow 2.16 to 2.18 on GPUs
     r"|.*computation_placer\.cc.*computation placer already registered"
 )
-
-# Python warnings of TensorFlow that say nothing is wrong.
+# Python warnings that are logged though nothing is wrong.
 _HARMLESS = (
-    # MirroredStrategy on CPUs, or on GPUs split into logical ones: there is no NCCL to use.
+    # MirroredStrategy on CPUs, or on GPUs split into logical ones, where NCCL is not available.
     "There are non-GPU devices in `tf.distribute.Strategy`, not using nccl allreduce.",
     "NCCL is not supported when using virtual GPUs, falling back to reduction to one device",
-    # TFDS 4.9 of its own doing, when it decodes some of the features only.
-    "`FeatureConnector.dtype` is deprecated.",
+    "`FeatureConnector.dtype` is deprecated.",  # TFDS 4.9 itself, when it decodes only some of the features
 )
-
 _GPU_FILES = ("/dev/nvidiactl", "/dev/nvidia[0-9]*", "/dev/dxg", "/dev/nvhost-gpu", "/dev/kfd")
 
 
@@ -63,18 +49,16 @@ def quiet_startup(verbose: bool | None = None) -> None:
         or the command line has `--verbose`.
     """
     if verbose is None:
-        asked = os.environ.get("TFPAR_VERBOSE", "0") not in ("", "0")
-        verbose = asked or any(argument in ("--verbose", "--verbose=true") for argument in sys.argv[1:])
-    loggers = (logging.getLogger("tensorflow"), absl.logging.get_absl_logger())
-    for logger in loggers:
-        logger.removeFilter(_hide_harmless)
+        verbose = os.environ.get("TFPAR_VERBOSE", "0") not in ("", "0")
+        verbose = verbose or any(argument in ("--verbose", "--verbose=true") for argument in sys.argv[1:])
+    for logger in (logging.getLogger("tensorflow"), absl.logging.get_absl_logger()):
+        (logger.removeFilter if verbose else logger.addFilter)(_hide_harmless)
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _QuietImport)]
-    if verbose:
-        return
-    for logger in loggers:
-        logger.addFilter(_hide_harmless)
-    if "tensorflow" not in sys.modules:
-        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", _log_level())
+    if not verbose and "tensorflow" not in sys.modules:
+        # 2 hides C++ warnings. 3 hides errors too: without a GPU, the one at start is that there is no CUDA driver.
+        # What TensorFlow 2.21 logs as an error and has consequences also reaches Python as an exception.
+        has_gpu = any(glob.glob(pattern) for pattern in _GPU_FILES)
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2" if has_gpu else "3")
         sys.meta_path.insert(0, _QuietImport())
 
 
@@ -87,8 +71,8 @@ def filtered_stderr(chatter: re.Pattern[str] = _IMPORT_CHATTER) -> Iterator[None
     """
     try:
         sys.stderr.flush()
-        kept = os.dup(2)
-    except (AttributeError, OSError, ValueError):  # no standard error to speak of
+        terminal = os.dup(2)
+    except (AttributeError, OSError, ValueError):  # a process without standard error
         yield
         return
     with tempfile.TemporaryFile() as held:
@@ -98,8 +82,8 @@ def filtered_stderr(chatter: re.Pattern[str] = _IMPORT_CHATTER) -> Iterator[None
         finally:
             with contextlib.suppress(OSError, ValueError):
                 sys.stderr.flush()
-            os.dup2(kept, 2)
-            os.close(kept)
+            os.dup2(terminal, 2)
+            os.close(terminal)
             held.seek(0)
             for line in held.read().splitlines(keepends=True):
                 if not chatter.match(line.decode(errors="replace")):
@@ -107,24 +91,21 @@ def filtered_stderr(chatter: re.Pattern[str] = _IMPORT_CHATTER) -> Iterator[None
 
 
 @contextlib.contextmanager
-def _spared() -> Iterator[None]:
-    """Nothing that is made here is garbage: the collector does not look for any, nor ever goes through it."""
+def _collector_paused() -> Iterator[None]:
+    """Pauses Python's garbage collector, which takes a fifth of TensorFlow's import time and finds nothing.
+
+    In processes of the launcher, which run nothing but one training script, the 300,000 objects that were made are
+    exempt from later collections as well.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.freeze()
+        if "TFPAR_RESTARTS" in os.environ:
+            gc.freeze()
         if enabled:
             gc.enable()
-
-
-def _log_level() -> str:
-    """2 hides C++ warnings. 3 hides errors too: without a GPU, the one at start is that there is no CUDA driver.
-
-    What TensorFlow 2.21 logs as an error and has consequences also reaches Python as an exception.
-    """
-    return "2" if any(glob.glob(pattern) for pattern in _GPU_FILES) else "3"
 
 
 def _hide_harmless(record: logging.LogRecord) -> bool:
@@ -132,24 +113,21 @@ def _hide_harmless(record: logging.LogRecord) -> bool:
 
 
 class _QuietImport(importlib.abc.MetaPathFinder):
-    """Wraps the first import of TensorFlow, wherever it happens, in `filtered_stderr` and `_spared`."""
+    """Wraps the first import of TensorFlow, wherever it happens."""
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
         """The other finders' answer, with a quiet loader; None for anything but TensorFlow."""
         if fullname != "tensorflow":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
         loader: Any = spec.loader if spec else None
-        if loader is None:
-            return spec
-        execute = loader.exec_module
+        if loader is not None:
+            load = loader.exec_module
 
-        def execute_quietly(module: ModuleType) -> None:
-            with filtered_stderr(), _spared():
-                execute(module)
+            def load_quietly(module: Any) -> None:
+                with filtered_stderr(), _collector_paused():
+                    load(module)
 
-        loader.exec_module = execute_quietly
+            loader.exec_module = load_quietly
         return spec

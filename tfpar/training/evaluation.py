@@ -1,4 +1,4 @@
-"""Evaluation over all replicas: every example once, one reduction at the end."""
+"""Evaluation over all replicas: every example once, one sum over the workers at the end."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tfpar.collectives.agreement import sum_over_workers
+from tfpar.collectives.agreement import WorkerAgreement
 from tfpar.parallel import replica
 from tfpar.training.core import Core
 
@@ -21,7 +21,7 @@ class Evaluation:
     Args:
       core: Model, loss and metrics.
       strategy: A synchronous strategy that the model was created under.
-      workers: Number of workers of the strategy.
+      agreement: Between the workers of the strategy.
       jit_compile: Compile the forward pass with XLA.
       weights: The trainable weights to use, in order: the model's own, or their moving averages.
     """
@@ -31,13 +31,13 @@ class Evaluation:
         core: Core,
         strategy: tf.distribute.Strategy,
         *,
-        workers: int,
+        agreement: WorkerAgreement,
         jit_compile: bool,
         weights: Sequence[keras.Variable],
     ) -> None:
         self._core = core
         self._strategy = strategy
-        self._workers = workers
+        self._agreement = agreement
         self.weights = list(weights)
         on_tpu = isinstance(strategy, tf.distribute.TPUStrategy)
         compile_here = jit_compile and not on_tpu
@@ -57,7 +57,8 @@ class Evaluation:
         Returns:
           `loss` (mean over examples), `examples`, and one entry per metric.
         """
-        loss, count, *metrics = self._split(self._run(iterator, tf.constant(batches)).numpy())
+        sums = self._run(iterator, tf.constant(batches)).numpy()
+        loss, count, *metrics = self._split(self._agreement.sum_arrays(sums))
         # Without any example, where all were skipped, there is no loss.
         results = {"loss": float(loss / count) if count else math.nan, "examples": float(count)}
         return results | self._core.metric_results(metrics)
@@ -73,7 +74,7 @@ class Evaluation:
 
         start = (tf.constant(0), tf.zeros([length], tf.float64))
         _, total = tf.while_loop(lambda index, _: index < batches, body, start, parallel_iterations=1)
-        return sum_over_workers(self._strategy, total, self._workers)
+        return total
 
     def _replica_sums(self, batch: Any) -> tf.Tensor:
         state = replica.read(self._core.model.non_trainable_variables)

@@ -12,7 +12,9 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from tfpar.training.core import LocalSums, Tensors, is_seed_state
+from tfpar.optim.keras_internals import all_layers, is_seed_state, weights_made_to_learn
+from tfpar.training.core import LocalSums
+from tfpar.training.objective import Tensors
 
 import keras
 import tensorflow as tf
@@ -136,3 +138,10 @@ class Sidecar:
 
     def _traveling_shapes(self) -> list[tuple[int, ...]]:
         return [shape for shape, averaged in zip(self.state_shapes, self.averaged, strict=True) if averaged]
+
+
+def frozen_weights(model: keras.Model) -> list[keras.Variable]:
+    """Weights of layers with `trainable=False`: the model lists them as non-trainable, but they are no state."""
+    learning = {id(variable) for variable in model.trainable_variables}
+    made = [variable for layer in all_layers(model) for variable in weights_made_to_learn(layer)]
+    return [variable for variable in made if id(variable) not in learning]

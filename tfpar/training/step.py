@@ -9,128 +9,74 @@
 5. the optimizer's update, the same bits on every replica (pure, under XLA);
 6. schedule and loss scale.
 
-Under XLA a replica with no peers, and one on a TPU, does all of it in one program; elsewhere 1, 2 and 5 are one each.
-`TrainStep.run` does any number of steps in one call from Python.
+Which of them are XLA programs is decided in `compilation.py`; the loop over steps is in `step_loop.py`.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from tfpar.collectives.tensorflow import independent
+from tfpar.collectives.tensorflow import run_unordered
 from tfpar.exchange import Exchange
-from tfpar.monitor import timings
-from tfpar.optim.optimizers import pure_apply
+from tfpar.optim.keras_internals import is_seed_state
+from tfpar.optim.pure_update import pure_apply
 from tfpar.parallel import replica
 from tfpar.precision import LossScale
 from tfpar.precision import update as update_loss_scale
 from tfpar.training import norms, sidecar
-from tfpar.training.core import Core, Tensors, frozen_weights, is_seed_state
-from tfpar.training.sidecar import Sidecar
+from tfpar.training.compilation import compilation_plan
+from tfpar.training.core import Core
+from tfpar.training.objective import Tensors
+from tfpar.training.sidecar import Sidecar, frozen_weights
+from tfpar.training.step_loop import StepReport, StepsResult, run_steps
 
 import keras
 import tensorflow as tf
 
 
-class Norms(NamedTuple):
-    """L2 norms over all trainable weights, that of the gradient before clipping.
-
-    Float32 scalars; zero where they were not asked for.
-    """
-
-    gradient: tf.Tensor
-    parameter: tf.Tensor
-    update: tf.Tensor
-
-
-class Steps(NamedTuple):
-    """What several steps report.
-
-    Attributes:
-      loss: Float32 `[n]`: mean loss over the examples of each update; NaN if it has none.
-      count: Float32 `[n]`: examples of each update.
-      finite: Bool `[n]`: whether the update was applied: all replicas were finite, and there were examples.
-      durations: Float64 `[n, 6]`, seconds: see `timings.COLUMNS`. All zero if not `timed`.
-      metrics: Metric state summed over the steps.
-      norms: Norms at the last step.
-      learning_rate: Float32 scalar: of the last step.
-      loss_scale: The loss scale after the last step.
-    """
-
-    loss: tf.Tensor
-    count: tf.Tensor
-    finite: tf.Tensor
-    durations: tf.Tensor
-    metrics: Tensors
-    norms: Norms
-    learning_rate: tf.Tensor
-    loss_scale: LossScale
-
-
-class _Outcome(NamedTuple):
-    """What one step gives on a replica; empty where there is nothing to tell.
-
-    Attributes:
-      report: Norm of the mean gradient, and the front of the summed sidecar.
-      loss_scale: The new loss scale, if one is in use.
-      times: When the first gradient that leaves early, all gradients, exchange and update were done, in seconds.
-    """
-
-    report: tf.Tensor
-    loss_scale: LossScale | tuple[()]
-    times: tuple[tf.Tensor, ...]
-
-
-class _Reduced(NamedTuple):
-    """What a replica makes its update of; all but `state` is the same on every replica.
-
-    Attributes:
-      gradients: Gradient sums over all replicas.
-      vector: The summed sidecar.
-      state: The model state that this replica has computed.
-      factor: What makes the gradient sums the gradient to apply: their mean, clipped.
-      step: Int64 scalar: number of the update.
-      rate_factor: Float32 scalar that the scheduled learning rate is multiplied by.
-    """
-
-    gradients: Tensors
-    vector: tf.Tensor
-    state: Tensors
-    factor: tf.Tensor
-    step: tf.Tensor
-    rate_factor: tf.Tensor
-
-
-class _Carried(NamedTuple):
-    """What one step of a loop hands to the next; times in seconds."""
-
-    batch: Any
-    fetched: tf.Tensor
-    done: tf.Tensor
-    reports: tf.TensorArray
-    stamps: tf.TensorArray
-    loss_scale: LossScale | tuple[()]  # empty where none is in use
-
-
 class TrainStep:
-    """Runs training steps on a synchronous strategy.
+    """Training steps on a synchronous strategy. `_replica_step` is one step; `run` runs any number of them."""
 
-    Args:
-      core: Model, loss and metrics.
-      optimizer: A built Keras optimizer.
-      exchange: Gradient exchange, built for the model's trainable variables.
-      strategy: The strategy that the model was created under.
-      schedule: Learning rate at a step (int64 scalar tensor -> float32 scalar), or None to leave it to the optimizer.
-      seed: Seed of dropout and augmentation.
-      jit_compile: Compile forward, backward and update with XLA.
-      clip_norm: Global L2 norm that the reduced mean gradient is clipped to; 0 for none.
-      scale_loss: Whether the loss scale is in use (mixed_float16).
-      growth_steps: Finite steps after which the loss scale doubles.
-      timed: Take the time of every step. Must be off where op determinism is on: TensorFlow 2.21 then refuses its
-        clock (the Timestamp kernel).
-    """
+    def _replica_step(
+        self, batch: Any, step: tf.Tensor, lr_multiplier: tf.Tensor, loss_scale: LossScale, is_last: tf.Tensor | None
+    ) -> StepReport:
+        """One step on one replica. The norm is taken if `is_last`; always where that is None."""
+        context = tf.distribute.get_replica_context()
+        model = self.core.model
+
+        # 1, 2: loss and gradients of the micro-batches, summed here.
+        seed_path = (step, tf.convert_to_tensor(context.replica_id_in_sync_group))
+        params, state = replica.read(model.trainable_variables), replica.read(model.non_trainable_variables)
+        gradients, packed, state = self._contribute(params, state, batch, seed_path, loss_scale.scale)
+        norm_squared = self._norm_squared(gradients)
+        vector = Sidecar.flag(packed, norm_squared)
+        early = [gradients[index] for index in self.exchange.first_ready_indices]
+        computed = self._replica_clock([vector])
+        first = self._replica_clock(early) if early else computed
+
+        # 3: one exchange, which also tells whether all replicas are finite.
+        gradients, vector = self.exchange.reduce_sums(gradients, vector, _should_apply)
+        exchanged = self._replica_clock([vector, gradients[-1]])
+
+        # 4: the reduced gradient's mean, clipped: one factor.
+        if context.num_replicas_in_sync > 1 or self.exchange.state:  # else it is this replica's own
+            norm_squared = self._norm_squared_if_needed(gradients, is_last)
+        factor = 1.0 / tf.maximum(vector[sidecar.COUNT], 1e-30)
+        norm = tf.sqrt(norm_squared) * factor
+        if self._clip_norm:
+            factor = factor * (self._clip_norm / tf.maximum(norm, self._clip_norm))
+
+        # 5, 6: the update, or none, also where all examples were skipped; the loss scale.
+        reduced = _ReducedGradients(gradients, vector, state, factor, step, lr_multiplier)
+        done = tf.cond(_should_apply(vector), lambda: self._apply(reduced), lambda: tf.identity(factor))
+        if self._scale_loss:
+            finite = tf.equal(vector[sidecar.NON_FINITE], 0.0)
+            loss_scale = update_loss_scale(loss_scale, finite, self._growth_steps)
+        with tf.control_dependencies([done]):  # where this is no XLA program, there is a report before
+            sums = tf.concat([[norm], vector[: self.sidecar.report_length]], axis=0)
+        times = () if self.plan.single_xla_program else (first, computed, exchanged, self.clock([done]))
+        return StepReport(sums, loss_scale, times)
 
     def __init__(
         self,
@@ -147,6 +93,22 @@ class TrainStep:
         growth_steps: int = 2000,
         timed: bool = True,
     ) -> None:
+        """Plans the step; it is traced at the first call of `run`.
+
+        Args:
+          core: The model and its objective.
+          optimizer: A built Keras optimizer.
+          exchange: Gradient exchange, built for the model's trainable variables.
+          strategy: The strategy that the model was created under.
+          schedule: Learning rate at a step (int64 scalar tensor -> float32 scalar), or None for the optimizer's own.
+          seed: Seed of dropout and augmentation.
+          jit_compile: Compile forward, backward and update with XLA.
+          clip_norm: Global L2 norm that the reduced mean gradient is clipped to; 0 for none.
+          scale_loss: Whether the loss scale is in use (mixed_float16).
+          growth_steps: Finite steps after which the loss scale doubles.
+          timed: Take the time of every step. Must be off where op determinism is on: TensorFlow 2.21 then refuses its
+            clock (the Timestamp kernel).
+        """
         self.core = core
         self.optimizer = optimizer
         self.exchange = exchange
@@ -157,36 +119,34 @@ class TrainStep:
             strategy.num_replicas_in_sync,
             frozen=frozen_weights(core.model),
         )
+        self.plan = compilation_plan(
+            replicas=strategy.num_replicas_in_sync,
+            local_devices=strategy.extended.worker_devices,
+            on_tpu=isinstance(strategy, tf.distribute.TPUStrategy),
+            jit_compile=jit_compile,
+        )
         self._schedule = schedule
         self._seed = seed
         self._clip_norm = clip_norm
         self._scale_loss = scale_loss
         self._growth_steps = growth_steps
-        on_tpu = isinstance(strategy, tf.distribute.TPUStrategy)
-        self._whole_program = on_tpu or (jit_compile and strategy.num_replicas_in_sync == 1)
         self._timed = timed
         # Seed states are never stored: every step derives its own.
         self._state = [variable for variable in core.model.non_trainable_variables if not is_seed_state(variable)]
-        compiled = functools.partial(tf.function, jit_compile=True, autograph=False)
-        wrap = compiled if jit_compile and not self._whole_program else (lambda function: function)
-        # Two XLA programs a step where something is exchanged, which XLA cannot hold. They take tensors, so that all
-        # replicas of a process share one compilation; where a process has one, the second changes variables in place.
-        devices = strategy.extended.worker_devices
-        alone = len(devices) == 1
-        self._contribute = wrap(self._contribution)
-        self._new_values = self._updated if alone else wrap(self._updated)
-        self._apply = wrap(self._apply_update) if alone else self._apply_update
-        # The batch of the next step is fetched beside a step, not in its own turn: iterations do not overlap in
-        # TensorFlow 2.21, which starts none before the one before has run all that has effects. What a loop carries
-        # lies on one device, so that batches for several GPUs would be copied to the first of them.
-        self._fetches_ahead = not on_tpu and (alone or all("CPU" in device for device in devices))
-        # TPUStrategy.run compiles what it is given by itself.
-        self._whole_step = compiled(self._measured_step) if jit_compile and not on_tpu else self._measured_step
-        self._norm_squared = norms.squared_in_xla if self._whole_program else norms.squared
+        self._make_programs()
         self.run = tf.function(self._run, autograph=False, reduce_retracing=True)
         # TensorFlow 2.21 counts tracings by code, over all objects: a program of several short runs would be warned of
         # tracings that each of them needs once.
         self.run._omit_frequent_tracing_warning = True
+
+    def _make_programs(self) -> None:
+        """Compiles what the plan says, in place of the plain methods."""
+        plan = self.plan
+        self._contribute = _compiled(self._contribution, plan.compiles_gradients)
+        self._new_values = _compiled(self._updated, plan.compiles_update and not plan.updates_in_place)
+        self._apply = _compiled(self._apply_update, plan.updates_in_place)
+        self._whole_step = _compiled(self._single_program, plan.single_xla_program and not plan.strategy_compiles)
+        self._norm_squared = norms.squared_in_xla if plan.single_xla_program else norms.squared
 
     def _run(
         self,
@@ -194,167 +154,79 @@ class TrainStep:
         first_step: tf.Tensor,
         steps: tf.Tensor,
         loss_scale: LossScale,
-        rate_factor: tf.Tensor,
-        measure: tf.Tensor,
-    ) -> Steps:
-        """Runs `steps` updates.
+        lr_multiplier: tf.Tensor,
+    ) -> StepsResult:
+        """Runs `steps` training steps, see `run_steps`."""
+        return run_steps(self, iterator, first_step, steps, loss_scale, lr_multiplier)
+
+    def run_on_replicas(
+        self, batch: Any, step: tf.Tensor, lr_multiplier: tf.Tensor, loss_scale: LossScale, is_last: tf.Tensor
+    ) -> StepReport:
+        """One step on every replica of this process. It is done when the last replica is.
 
         Args:
-          iterator: Distributed iterator over elements `(x, y, weight)`, see `tfpar.inputs.Pipeline.dataset`.
-          first_step: Int64 scalar: number of the first update; seeds and schedule depend on it.
-          steps: Int32 scalar: updates to run.
-          loss_scale: The loss scale to start with.
-          rate_factor: Float32 scalar that the scheduled learning rate is multiplied by.
-          measure: Bool scalar: compute norms at the last step.
+          batch: Distributed `(x, y, weight)`, each with a leading micro-batch axis.
+          step: Int64 scalar: number of the step.
+          lr_multiplier: Float32 scalar that the scheduled learning rate is multiplied by.
+          loss_scale: The loss scale of this step.
+          is_last: Bool scalar: whether norms are asked for.
+
+        Returns:
+          The report of the first replica, with four times.
         """
-        began = self._clock([])
-        reports = tf.TensorArray(tf.float32, size=steps, element_shape=[1 + self.sidecar.report_length])
-        stamps = tf.TensorArray(tf.float64, size=steps, element_shape=[5])
-
-        def body(index: tf.Tensor, carried: _Carried, measured: tf.Tensor) -> tuple[tf.Tensor, _Carried]:
-            step = first_step + tf.cast(index, tf.int64)
-            if self._fetches_ahead:
-                batch, fetched = carried.batch, carried.fetched
-                following = tf.cond(index + 1 < steps, lambda: next(iterator), lambda: batch)
-                arrived = self._clock(self._all_local(following))
-            else:
-                batch, following = next(iterator), ()
-                fetched = arrived = self._clock(self._all_local(batch))
-            with tf.control_dependencies([carried.done]):
-                scale = carried.loss_scale or loss_scale
-                report, new_scale, times = self._all_replicas(batch, step, rate_factor, scale, measured)
-            return index + 1, _Carried(
-                following,
-                arrived,
-                times[-1],
-                carried.reports.write(index, report),
-                carried.stamps.write(index, tf.stack([fetched, *times])),
-                new_scale,
-            )
-
-        def part(number: tf.Tensor, index: tf.Tensor, before: tf.Tensor, carried: _Carried) -> tuple[Any, ...]:
-            last = tf.equal(number, 1)
-            stop = tf.where(last, steps, steps - tf.cast(measure, tf.int32))
-            index, carried = tf.while_loop(
-                lambda index, _: index < stop,
-                lambda index, carried: body(index, carried, measure & last),
-                (index, carried),
-            )
-            with tf.control_dependencies([carried.done]):
-                before = tf.cond(measure & ~last, self._flat_params, lambda: before)
-            with tf.control_dependencies([before]):
-                carried = carried._replace(done=tf.identity(carried.done))
-            return number + 1, index, before, carried
-
-        # In two parts, of which the second has the step to be measured: what is measured around it costs the others
-        # nothing, not even a branch. And in a loop over the two, as the step of many replicas takes seconds to trace.
-        batch = next(iterator) if self._fetches_ahead else ()
-        fetched = self._clock(self._all_local(batch))
-        start = _Carried(batch, fetched, began, reports, stamps, loss_scale if self._scale_loss else ())
-        values = (tf.constant(0), tf.constant(0), tf.zeros([0]), start)
-        shapes = (None, None, tf.TensorShape([None]), tf.nest.map_structure(lambda _: None, start))
-        *_, before, carried = tf.while_loop(lambda number, *_: number < 2, part, values, shape_invariants=shapes)
-        with tf.control_dependencies([carried.done]):
-            sizes = tf.cond(measure, lambda: self._norms(before), lambda: tf.zeros([2]))
-
-        table = carried.reports.stack()
-        gradient_norm, sums = table[:, 0], table[:, 1:]
-        count = sums[:, sidecar.COUNT]
-        return Steps(
-            loss=sums[:, sidecar.LOSS] / count,
-            count=count,
-            finite=tf.equal(sums[:, sidecar.NON_FINITE], 0.0) & (count > 0.0),
-            durations=timings.durations(began, carried.stamps.stack()),
-            metrics=self.sidecar.metrics(sums),
-            norms=Norms(gradient_norm[-1], sizes[0], sizes[1]),
-            learning_rate=self._learning_rate(first_step + tf.cast(steps - 1, tf.int64), rate_factor),
-            loss_scale=carried.loss_scale or loss_scale,
-        )
-
-    def _all_replicas(
-        self, batch: Any, step: tf.Tensor, rate_factor: tf.Tensor, loss_scale: LossScale, measure: tf.Tensor
-    ) -> _Outcome:
-        """One step on every replica. The update is done when the last replica's is."""
-        if self._whole_program:
-            results = self.strategy.run(self._whole_step, args=(batch, step, rate_factor, loss_scale))
+        if self.plan.single_xla_program:
+            results = self.strategy.run(self._whole_step, args=(batch, step, lr_multiplier, loss_scale))
         else:
-            results = self.strategy.run(self._replica_step, args=(batch, step, rate_factor, loss_scale, measure))
+            results = self.strategy.run(self._replica_step, args=(batch, step, lr_multiplier, loss_scale, is_last))
         local = [self._local(part) for part in tf.nest.flatten(results)]
-        outcome: _Outcome = tf.nest.pack_sequence_as(results, [part[0] for part in local])
-        if self._whole_program:  # an XLA program has no clock: its whole time counts as computing
-            return outcome._replace(times=(self._clock([part[0] for part in local]),) * 4)
+        report: StepReport = tf.nest.pack_sequence_as(results, [part[0] for part in local])
+        if self.plan.single_xla_program:  # an XLA program has no clock: its whole time counts as computing
+            return report._replace(times=(self.clock([part[0] for part in local]),) * 4)
         done = local[-1]
         last = tf.reduce_max(tf.stack(done)) if len(done) > 1 else done[0]
-        return outcome._replace(times=(*outcome.times[:-1], last))
+        return report._replace(times=(*report.times[:-1], last))
 
-    def _flat_params(self) -> tf.Tensor:
-        """A copy of all trainable weights as one vector."""
+    def weights_vector(self) -> tf.Tensor:
+        """A copy of all trainable weights as one float32 vector."""
         local = [self._local(variable.value)[0] for variable in self.core.model.trainable_variables]
         return tf.concat([tf.cast(tf.reshape(variable, [-1]), tf.float32) for variable in local], axis=0)
 
-    def _norms(self, before: tf.Tensor) -> tf.Tensor:
-        """Norms of the weights and of their last update. Outside XLA: inside, old weights would have to be copied."""
-        now = self._flat_params()
-        return tf.stack([tf.norm(now), tf.norm(now - before)])
+    def learning_rate(self, step: tf.Tensor, lr_multiplier: tf.Tensor) -> tf.Tensor:
+        """The learning rate of a step (int64 scalar), float32 scalar: the schedule's, or the optimizer's own."""
+        if self._schedule is not None:
+            return tf.cast(self._schedule(step), tf.float32) * lr_multiplier
+        return tf.cast(self.optimizer.learning_rate, tf.float32)
 
-    def _all_local(self, batch: Any) -> list[tf.Tensor]:
-        """The tensors of a batch on all devices of this process."""
+    def local_tensors(self, batch: Any) -> Tensors:
+        """The tensors of a distributed batch on all devices of this process."""
         return [part for value in tf.nest.flatten(batch) for part in self._local(value)]
+
+    def clock(self, after: list[Any]) -> tf.Tensor:
+        """Host time in seconds (float64 scalar) once everything in `after` exists; zero where the step is not timed."""
+        if not self._timed:
+            with tf.control_dependencies(after):  # no time, but still the order
+                return tf.identity(tf.zeros([], tf.float64))
+        with tf.device("/device:CPU:0"), tf.control_dependencies(after):
+            return run_unordered(tf.timestamp())
+
+    def _replica_clock(self, after: list[Any]) -> tf.Tensor:
+        return tf.zeros([], tf.float64) if self.plan.single_xla_program else self.clock(after)
 
     def _local(self, value: Any) -> tuple[Any, ...]:
         return self.strategy.experimental_local_results(value)
 
-    def _replica_step(
-        self, batch: Any, step: tf.Tensor, rate_factor: tf.Tensor, loss_scale: LossScale, measure: tf.Tensor | None
-    ) -> _Outcome:
-        context = tf.distribute.get_replica_context()
-        model = self.core.model
-
-        # 1, 2: loss and gradients of the micro-batches, summed here.
-        where = (step, tf.convert_to_tensor(context.replica_id_in_sync_group))
-        params, state = replica.read(model.trainable_variables), replica.read(model.non_trainable_variables)
-        gradients, packed, state = self._contribute(params, state, batch, where, loss_scale.scale)
-        norm_squared = self._norm_squared(gradients)
-        vector = Sidecar.flag(packed, norm_squared)
-        early = [gradients[index] for index in self.exchange.first_ready_indices]
-        computed = self._replica_clock([vector])
-        first = self._replica_clock(early) if early else computed
-
-        # 3: one exchange, which also tells whether all replicas are finite.
-        gradients, vector = self.exchange.reduce_sums(gradients, vector, _to_be_applied)
-        exchanged = self._replica_clock([vector, gradients[-1]])
-        finite = tf.equal(vector[sidecar.NON_FINITE], 0.0)
-
-        # 4: the reduced gradient's mean, clipped: one factor.
-        if context.num_replicas_in_sync > 1 or self.exchange.state:  # else it is this replica's own
-            reduced = functools.partial(self._norm_squared, gradients)
-            always = measure is None or self._clip_norm
-            norm_squared = reduced() if always else tf.cond(measure, reduced, lambda: tf.zeros([]))
-        factor = 1.0 / tf.maximum(vector[sidecar.COUNT], 1e-30)
-        norm = tf.sqrt(norm_squared) * factor
-        if self._clip_norm:
-            factor = factor * (self._clip_norm / tf.maximum(norm, self._clip_norm))
-
-        # 5, 6: the update, or none, also where all examples were skipped; the loss scale.
-        apply = _to_be_applied(vector)
-        update = functools.partial(self._apply, _Reduced(gradients, vector, state, factor, step, rate_factor))
-        done = tf.cond(apply, update, lambda: tf.identity(factor))
-        new_scale = update_loss_scale(loss_scale, finite, self._growth_steps) if self._scale_loss else ()
-        with tf.control_dependencies([done]):  # where this is no XLA program, there is a report before
-            report = tf.concat([[norm], vector[: self.sidecar.report_length]], axis=0)
-        times = () if self._whole_program else (first, computed, exchanged, self._clock([done]))
-        return _Outcome(report, new_scale, times)
-
-    def _measured_step(self, batch: Any, step: tf.Tensor, rate_factor: tf.Tensor, loss_scale: LossScale) -> _Outcome:
+    def _single_program(
+        self, batch: Any, step: tf.Tensor, lr_multiplier: tf.Tensor, loss_scale: LossScale
+    ) -> StepReport:
         """The step that takes its gradient's norm every time: within XLA that is cheaper than a branch."""
-        return self._replica_step(batch, step, rate_factor, loss_scale, None)
+        return self._replica_step(batch, step, lr_multiplier, loss_scale, None)
 
     def _contribution(
-        self, params: Tensors, state: Tensors, batch: Any, where: tuple[tf.Tensor, tf.Tensor], scale: tf.Tensor
+        self, params: Tensors, state: Tensors, batch: Any, seed_path: tuple[tf.Tensor, tf.Tensor], scale: tf.Tensor
     ) -> tuple[Tensors, tf.Tensor, Tensors]:
         """This replica's gradient sums, its part of the sidecar, and what the model's new state builds on."""
         seed = tf.constant([self._seed & 0x7FFFFFFF, self._seed >> 31], tf.int32)
-        for part in where:
+        for part in seed_path:
             seed = tf.random.fold_in(seed, tf.cast(part, tf.int32), alg="philox")
         sums = self.core.accumulate(params, state, batch, seed, scale if self._scale_loss else None)
         gradients = sums.gradients
@@ -362,7 +234,13 @@ class TrainStep:
             gradients = [gradient / scale for gradient in gradients]
         return gradients, self.sidecar.pack(sums, state), self.sidecar.base(state, sums.state)
 
-    def _apply_update(self, reduced: _Reduced) -> tf.Tensor:
+    def _norm_squared_if_needed(self, gradients: Tensors, is_last: tf.Tensor | None) -> tf.Tensor:
+        """The norm, squared, where clipping or the report of this step needs it; else zero."""
+        if is_last is None or self._clip_norm:
+            return self._norm_squared(gradients)
+        return tf.cond(is_last, lambda: self._norm_squared(gradients), lambda: tf.zeros([]))
+
+    def _apply_update(self, reduced: _ReducedGradients) -> tf.Tensor:
         """Updates this replica's variables; returns the factor when that is done."""
         model = self.core.model
         groups = [model.trainable_variables, self.optimizer.variables, self._state]
@@ -373,32 +251,42 @@ class TrainStep:
         with tf.control_dependencies(stored):
             return tf.identity(reduced.factor)
 
-    def _updated(self, params: Tensors, optimizer: Tensors, reduced: _Reduced) -> tuple[Tensors, Tensors, Tensors]:
+    def _updated(
+        self, params: Tensors, optimizer: Tensors, reduced: _ReducedGradients
+    ) -> tuple[Tensors, Tensors, Tensors]:
         """New weights, optimizer state and model state."""
         mean = [gradient * reduced.factor for gradient in reduced.gradients]
-        rate = self._learning_rate(reduced.step, reduced.rate_factor) if self._schedule is not None else None
+        rate = self.learning_rate(reduced.step, reduced.lr_multiplier) if self._schedule is not None else None
         new_params, new_optimizer = pure_apply(self.optimizer, optimizer, params, mean, rate)
         state = self.sidecar.state(reduced.vector, reduced.state)
         every = zip(self.core.model.non_trainable_variables, state, strict=True)
         return new_params, new_optimizer, [value for variable, value in every if not is_seed_state(variable)]
 
-    def _learning_rate(self, step: tf.Tensor, factor: tf.Tensor) -> tf.Tensor:
-        if self._schedule is not None:
-            return tf.cast(self._schedule(step), tf.float32) * factor
-        return tf.cast(self.optimizer.learning_rate, tf.float32)
 
-    def _replica_clock(self, after: list[Any]) -> tf.Tensor:
-        return tf.zeros([], tf.float64) if self._whole_program else self._clock(after)
+class _ReducedGradients(NamedTuple):
+    """What a replica makes its update of; all but `state` is the same on every replica.
 
-    def _clock(self, after: list[Any]) -> tf.Tensor:
-        """Host time in seconds (float64 scalar) once everything in `after` exists; zero where there is no clock."""
-        if not self._timed:
-            with tf.control_dependencies(after):  # no time, but still the order
-                return tf.identity(tf.zeros([], tf.float64))
-        with tf.device("/device:CPU:0"), tf.control_dependencies(after):
-            return independent(tf.timestamp())
+    Attributes:
+      gradients: Gradient sums over all replicas.
+      vector: The summed sidecar.
+      state: The model state that this replica has computed.
+      factor: What makes the gradient sums the gradient to apply: their mean, clipped.
+      step: Int64 scalar: number of the step.
+      lr_multiplier: Float32 scalar that the scheduled learning rate is multiplied by.
+    """
+
+    gradients: Tensors
+    vector: tf.Tensor
+    state: Tensors
+    factor: tf.Tensor
+    step: tf.Tensor
+    lr_multiplier: tf.Tensor
 
 
-def _to_be_applied(vector: tf.Tensor) -> tf.Tensor:
+def _should_apply(vector: tf.Tensor) -> tf.Tensor:
     """Whether the summed sidecar calls for an update: all replicas are finite, and there are examples."""
     return tf.equal(vector[sidecar.NON_FINITE], 0.0) & (vector[sidecar.COUNT] > 0.0)
+
+
+def _compiled(function: Callable[..., Any], compiles: bool) -> Callable[..., Any]:
+    return tf.function(function, jit_compile=True, autograph=False) if compiles else function

@@ -11,19 +11,23 @@ from typing import Any
 from tfpar import inputs, models, precision
 from tfpar.checkpoint import run_state, workdir_lock
 from tfpar.cluster import failure
+from tfpar.collectives.agreement import WorkerAgreement
+from tfpar.collectives.tensorflow import world_group
 from tfpar.config import CUSTOM, ConfigError, ExperimentConfig
 from tfpar.exchange import Exchange
 from tfpar.guards.bad_examples import SkippedExamples, named
-from tfpar.optim import optimizers, schedules
+from tfpar.optim import keras_internals, optimizers, schedules
 from tfpar.parallel import strategies
-from tfpar.training.core import Core, build_metrics, per_example_loss, takes_class_numbers
-from tfpar.training.data_checks import check_fits
+from tfpar.training.core import Core
 from tfpar.training.evaluation import Evaluation
 from tfpar.training.loops.parameter_server import AsynchronousRun
 from tfpar.training.loops.synchronous import SynchronousRun
-from tfpar.training.start import start
+from tfpar.training.metrics import build_metrics
+from tfpar.training.objective import SupervisedObjective, per_example_loss, uses_integer_labels
+from tfpar.training.start import initialize
 from tfpar.training.step import TrainStep
-from tfpar.training.validate import SYNCHRONISED, check_sources, train_input
+from tfpar.training.uneven_batches import train_input
+from tfpar.training.validate import SYNCHRONISED, validate_data, validate_model
 
 import keras
 import numpy as np
@@ -48,7 +52,7 @@ class Trainer:
     ```
 
     A strategy of several devices or workers can only start before TensorFlow runs its first op, and a Keras model,
-    optimizer or metric that is made runs one: give functions and names, or call `tfpar.start` before making any.
+    optimizer or metric that is made runs one: give functions and names, or call `tfpar.initialize` before making any.
 
     Args:
       model: A function that builds a Keras model (called under the strategy), or a model. A model that was built
@@ -58,7 +62,7 @@ class Trainer:
       loss: A Keras loss, its name, or a function `(y, outputs) -> values [m, ...]`; reduced over examples by weight.
       metrics: Keras metrics whose state is a sum, names, or functions; `"accuracy"` is the one that fits the loss.
       config: The whole configuration; `options` override single fields of it.
-      runtime: From `tfpar.start(config)`; by default the trainer starts one.
+      runtime: From `tfpar.initialize(config)`; by default the trainer starts one.
       augmentation: Keras layer applied to the inputs on the device, inside the step, in training only; by default what
         the option `augment` names.
       **options: Any option of `tfpar.config` by its flag name: `strategy="mirrored", devices=2, exchange="none",
@@ -94,7 +98,7 @@ class Trainer:
             _check_has_effect(optimizer, options)
         if loss is None:
             raise ConfigError("loss is missing: give a Keras loss, its name, or a function (y, outputs).")
-        self.runtime = runtime or start(self.config)
+        self.runtime = runtime or initialize(self.config)
         self.strategy = self.runtime.strategy
         self.topology = self.runtime.topology
         self._own_schedule = isinstance(optimizer, keras.optimizers.Optimizer) and "schedule" not in options
@@ -114,16 +118,14 @@ class Trainer:
             self.optimizer.build(self.model.trainable_variables)
             if augmentation is None:
                 augmentation = inputs.build_augmentation(self.config.input.augment, self.config.train.seed)
-            self.core = Core(
-                self.model,
-                per_example_loss(loss),
-                build_metrics(metrics, loss, _shape_of_output(self.model)),
-                augmentation,
+            objective = SupervisedObjective(
+                self.model, per_example_loss(loss), build_metrics(metrics, loss, _shape_of_output(self.model))
             )
-        self._takes_class_numbers = takes_class_numbers(loss)
+            self.core = Core(self.model, objective, augmentation)
+        self._uses_integer_labels = uses_integer_labels(loss)
         self._check_precision()
         self.exchange = Exchange(self.config.exchange.exchange)
-        with failure.named(self.topology.cluster):
+        with failure.peer_errors_named(self.topology.cluster):
             self.exchange.build(
                 self.model.trainable_variables,
                 strategy=self.strategy,
@@ -172,16 +174,21 @@ class Trainer:
                     f"fit({role}=...): a {type(source).__name__} is no source of examples. Make one with "
                     "tfpar.inputs.from_arrays(x, y), or tfpar.inputs.build_source."
                 )
-        check_sources(self.config, self.topology, train, validation)
-        check_fits(self.model, train, validation, class_numbers=self._takes_class_numbers)
+        validate_data(self.config, self.topology, train, validation)
+        built = {"model": self.model, "integer_labels": self._uses_integer_labels}
+        validate_model(self.config, self.topology, train, validation, **built)
         augmentation = self.core.augmentation
         if augmentation is not None and not augmentation.built:
             augmentation.build((None, *train.info.input_spec.shape))
         kind = SynchronousRun if self.topology.synchronous else AsynchronousRun
         workdir = self.config.checkpoint.workdir if self.topology.is_chief else ""
-        # `named` acts before anything is closed: a launcher may ask this worker to end meanwhile, and it must have said
-        # who is lost.
-        with workdir_lock.held(workdir), contextlib.ExitStack() as closing, failure.named(self.topology.cluster):
+        # `peer_errors_named` acts before anything is closed: a launcher may ask this worker to end meanwhile, and it
+        # must have named the lost worker by then.
+        with (
+            workdir_lock.lock_workdir(workdir),
+            contextlib.ExitStack() as closing,
+            failure.peer_errors_named(self.topology.cluster),
+        ):
             run = kind(self, train, validation, steps, epochs)
             if run.checkpointer:
                 closing.callback(run.checkpointer.abandon)  # what is being written must not go on without the lock
@@ -210,13 +217,13 @@ class Trainer:
             self._evaluation = Evaluation(
                 self.core,
                 self.strategy,
-                workers=self.topology.workers,
+                agreement=WorkerAgreement(world_group(self.topology.workers, self.topology.worker)),
                 jit_compile=self.jit_compile,
                 weights=weights,
             )
         updates = pipeline.updates_per_epoch
         read = functools.partial(pipeline.indices, 0, updates, max(self.topology.worker, 0))
-        with failure.named(self.topology.cluster), named(source, read):
+        with failure.peer_errors_named(self.topology.cluster), named(source, read):
             results = self._evaluation.run(iter(elements), updates)
         total = source.info.num_examples
         already_named = source.info.fingerprint in self._named_skipped
@@ -271,7 +278,7 @@ class Trainer:
         """Why `--jit_compile=auto` leaves XLA out for this model in this layout; empty where it does not."""
         if obstacle := self._xla_obstacle():
             return obstacle
-        # 3 to 6 times as slow for the convnet, 1.2 times for ResNet-18 (README.md).
+        # 3 to 6 times as slow for the convnet, 1.2 times for ResNet-18 (docs/benchmarks/xla.md).
         if self.topology.device_type == "CPU" and self._is_convolutional():
             return "XLA is slower than TensorFlow's own kernels in convolutions on CPUs; --jit_compile=true turns it on"
         return ""
@@ -359,18 +366,20 @@ class Trainer:
     def _build_optimizer(self, optimizer: Any) -> keras.optimizers.Optimizer:
         if optimizer is None or isinstance(optimizer, str):
             return optimizers.build(self.config.optimizer, global_batch_size=self.config.input.global_batch_size)
-        optimizers.check(optimizer)
-        if optimizer._distribution_strategy is self.strategy:
+        optimizers.check_optimizer(optimizer)
+        if keras_internals.strategy_of(optimizer) is self.strategy:
             return optimizer
         return optimizers.recreate(optimizer)  # its slots must be made under the strategy
 
     def _check_precision(self) -> None:
         wanted = precision.policy(self.config.precision.precision).compute_dtype
-        used = {layer.compute_dtype for layer in self.model._flatten_layers(include_self=False) if layer.weights}
+        layers = keras_internals.all_layers(self.model, include_self=False)
+        used = {layer.compute_dtype for layer in layers if layer.weights}
         if used and wanted not in used:
             raise ConfigError(
                 f"--precision={self.config.precision.precision}: the model was built to compute in "
-                f"{', '.join(sorted(used))}. Pass a function that builds it, or build it after tfpar.start(config)."
+                f"{', '.join(sorted(used))}. Pass a function that builds it, or build it after "
+                "tfpar.initialize(config)."
             )
 
 

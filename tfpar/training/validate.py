@@ -1,103 +1,229 @@
-"""Whether configuration, layout and data make a run: found out before a strategy starts and before a file is written.
+"""The stages in which a run that cannot work is refused, in order.
 
-Nothing here runs a TensorFlow operation.
+| stage | when it runs | what it compares |
+|---|---|---|
+| `validate_config` | `tfpar.validate`, `tfpar.initialize` | options with each other and with the cluster |
+| `validate_data` | the same, given data; `Trainer.fit` | data with options and topology |
+| `validate_model` | the same, given data; `Trainer.fit` | the model with the data |
+| `validate_workdir` | `tfpar.validate`, `tfpar.initialize` | the workdir with the configuration |
+| `validate_workers_agree` | `Trainer.fit`, before the first step | the workers with each other |
+
+All but the last run no TensorFlow operation, start nothing and write no file of the run: they come before the strategy.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import os
+import errno
+import json
+import pathlib
+import tempfile
+from collections.abc import Mapping
+from typing import Any
 
-from tfpar import inputs, models
-from tfpar.checkpoint import checkpointer
+from tfpar import cluster, inputs, models, precision
+from tfpar.checkpoint import checkpointer, run_state, workdir_lock
 from tfpar.checkpoint.model_files import task_spec
-from tfpar.config import ConfigError, ExperimentConfig, InputConfig
-from tfpar.monitor import announce
+from tfpar.collectives.agreement import WorkerAgreement
+from tfpar.config import (
+    CUSTOM,
+    PER_HOST_OPTIONS,
+    RESUME_MAY_CHANGE,
+    ConfigError,
+    ExperimentConfig,
+    unknown_name,
+)
+from tfpar.exchange import Exchange
 from tfpar.optim import optimizers, schedules
-from tfpar.parallel.topology import Topology
-from tfpar.process.exit_codes import LEFT_OUT
-from tfpar.training.loops import parameter_server
+from tfpar.parallel.topology import Topology, choose_topology
+from tfpar.training.duration import total_steps
+from tfpar.training.uneven_batches import train_input
+
+import keras
 
 # Why XLA cannot compile such a model on several replicas.
 SYNCHRONISED = "the model synchronises batch statistics between replicas, for which TensorFlow has no XLA kernel"
 
 
-def check_run(
-    config: ExperimentConfig, topology: Topology, train: inputs.Source, validation: inputs.Source | None
-) -> None:
-    """Checks what a configuration says of model, batches, augmentation and length against the data.
+def validate_config(config: ExperimentConfig) -> Topology:
+    """Stage 1: refuses options that do not exist, contradict each other, or do not suit the cluster.
+
+    That is an unknown model, optimizer, schedule, exchange, data set or augmentation, or a wrong argument of one; a
+    strategy that this machine or cluster cannot carry out; a global batch that the replicas cannot divide; a tf.data
+    service that does not answer. Runs before any data are read.
 
     Args:
-      config: The experiment; its model is the one that is to be trained.
-      topology: The layout.
-      train: Training examples.
-      validation: Examples to evaluate on, or None.
+      config: The experiment.
+
+    Returns:
+      The topology that the strategy will have.
 
     Raises:
       ConfigError: The first thing that cannot work.
     """
-    optimizers.check_arguments(config.optimizer)
-    check_sources(config, topology, train, validation)
-    models.check(config.model.model, task_spec(train), **config.model.arguments())
-    _check_compiles(config, topology)
-    inputs.check_augmentation(config.input.augment, train.info.input_spec.shape)
-    if topology.name == "tpu":  # its replicas, and with them the batches, are known once it is initialised
-        return
-    total = announce.total_steps(config.train, None, None, _updates_per_epoch(config, topology, train))
-    peak = optimizers.scaled_learning_rate(config.optimizer, config.input.global_batch_size)
-    schedules.build(config.schedule, peak=peak, total_steps=total)
+    topology = choose_topology(config.strategy, cluster.detect())
+    if config.model.model not in (*models.names(), CUSTOM):
+        raise unknown_name("--model", config.model.model, models.names())
+    if config.optimizer.optimizer != CUSTOM:
+        optimizers.check_arguments(config.optimizer)
+    schedules.check_schedule(config.schedule)
+    Exchange(config.exchange.exchange).check_supported(topology.name)
+    if config.input.dataset != CUSTOM:
+        inputs.check_kind(config.input)
+    inputs.check_augmentation(config.input.augment)
+    if topology.name != "tpu":  # the number of a TPU's replicas is known once it is initialised
+        inputs.check_divides(train_input(config), topology.replicas, config.train.accumulate_steps)
+    if config.input.data_service:
+        inputs.check_service(config.input.data_service)
+    return topology
 
 
-def check_sources(
+def validate_data(
     config: ExperimentConfig, topology: Topology, train: inputs.Source, validation: inputs.Source | None
 ) -> None:
-    """Checks that there are examples to train and to evaluate on, and that this layout can read them.
+    """Stage 2: refuses data that this run cannot train or be evaluated on.
+
+    That is an empty source; fewer examples than a batch, or files than workers; a schedule that needs validation
+    examples where there are none; examples that parameter servers or a tf.data service cannot read; validation examples
+    of another shape than the training examples. Runs before the strategy starts, and again in `Trainer.fit`.
+
+    Args:
+      config: The experiment.
+      topology: From `validate_config`, or the running one.
+      train: Training examples.
+      validation: Examples to evaluate on, or None.
 
     Raises:
-      ConfigError: An empty source, or one that the layout cannot read; names the split and the way out.
+      ConfigError: The first thing that cannot work; names the split and what to do.
     """
     _check_not_empty(config, "train", train)
     if validation is not None:
         _check_not_empty(config, "validation", validation)
+        _check_same_shapes(train, validation)
     elif config.schedule.schedule == "plateau":
         raise ConfigError(
             "--schedule=plateau waits for evaluations, and there are no validation examples. Hold some out "
             "(--validation_fraction=0.1), or choose another schedule."
         )
     if not topology.synchronous:
-        parameter_server.check(config, train)
+        _check_parameter_server(config, train)
     if topology.name == "tpu":
         return
-    _updates_per_epoch(config, topology, train)
+    _steps_per_epoch(config, topology, train)
     if validation is not None:
         inputs.Pipeline(validation, config.input, replicas=topology.replicas, workers=topology.workers, training=False)
 
 
-def train_input(config: ExperimentConfig) -> InputConfig:
-    """The input options that training goes by: a run that goes on may do so on any number of replicas.
+def validate_model(
+    config: ExperimentConfig,
+    topology: Topology,
+    train: inputs.Source,
+    validation: inputs.Source | None = None,
+    *,
+    model: keras.Model | None = None,
+    integer_labels: bool = False,
+) -> None:
+    """Stage 3: refuses a model that cannot be trained on these data.
 
-    At a fresh start a batch that does not divide is more likely an oversight. A run that has a checkpoint, or that the
-    launcher continues with fewer workers, is better off with shares of different sizes, weighted by example, than
-    refused.
+    Before the strategy starts there is no model yet: what is refused is a --model for another task, wrong --model_args,
+    an --augment that does not suit the shape of the examples, --jit_compile=true for a model that XLA cannot compile,
+    and a schedule that does not fit into the length of the run. `Trainer.fit` passes the built model: what is refused
+    is data with more classes than the model has outputs.
+
+    Args:
+      config: The experiment. Unless `model` is given, the model it names is the one to train.
+      topology: From `validate_config`, or the running one.
+      train: Training examples.
+      validation: Examples to evaluate on, or None.
+      model: The built model.
+      integer_labels: Of a built model: whether its loss reads labels as indices of the model's outputs.
+
+    Raises:
+      ConfigError: The first thing that cannot work.
+    """
+    if model is not None:
+        if integer_labels:
+            _check_labels_within_outputs(model, train, validation)
+        return
+    optimizers.check_arguments(config.optimizer)
+    models.check_model(config.model.model, task_spec(train), **config.model.arguments())
+    _check_compiles(config, topology)
+    inputs.check_augmentation(config.input.augment, train.info.input_spec.shape)
+    if topology.name == "tpu":  # the number of its replicas, and so of the steps, is known once it is initialised
+        return
+    total = total_steps(config.train, None, None, _steps_per_epoch(config, topology, train))
+    peak = optimizers.scaled_learning_rate(config.optimizer, config.input.global_batch_size)
+    schedules.build(config.schedule, peak=peak, total_steps=total)
+
+
+def validate_workdir(config: ExperimentConfig) -> None:
+    """Stage 4: refuses a workdir that cannot be written, is in use, or holds a run of another configuration.
+
+    Also a --warm_start without weights. Runs before the strategy starts; leaves no file behind.
+
+    Args:
+      config: The experiment.
+
+    Raises:
+      ConfigError: The first thing that cannot work.
     """
     workdir = config.checkpoint.workdir
-    goes_on = os.environ.get(LEFT_OUT, "0") != "0" or (workdir != "" and checkpointer.has_any(workdir))
-    return dataclasses.replace(config.input, uneven_batches=config.input.uneven_batches or goes_on)
+    if not workdir:
+        if config.checkpoint.warm_start:
+            run_state.check_warm_start(config.checkpoint.warm_start)
+        return
+    path = pathlib.Path(workdir)
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"--workdir={workdir} is a file. Name a directory; it is created if it does not exist.")
+    existing = next(parent for parent in [path, *path.absolute().parents] if parent.exists())
+    try:
+        with tempfile.TemporaryFile(dir=existing):  # permissions alone do not tell: root, read-only file systems, /proc
+            pass
+    except OSError as error:
+        # A resumed run, restarted by a scheduler perhaps, can do without space on its disk.
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not checkpointer.has_any(workdir):
+            raise ConfigError(
+                f"--workdir={workdir}: {existing} cannot be written to ({error.strerror}). Name a writable directory."
+            ) from error
+    workdir_lock.check_free(workdir)
+    saved = checkpointer.saved_config(workdir)
+    if saved is not None:
+        _check_same_run(saved, json.loads(json.dumps(config.as_flat_dict())), workdir)
+    elif config.checkpoint.warm_start:
+        run_state.check_warm_start(config.checkpoint.warm_start)
 
 
-def uneven_notice(config: ExperimentConfig, replicas: int) -> str:
-    """One line where a run goes on with batches that do not divide by its replicas; else empty."""
-    batch, parts = config.input.global_batch_size, replicas * config.train.accumulate_steps
-    if batch % parts == 0 or config.input.uneven_batches:
-        return ""
-    micro = f" x {config.train.accumulate_steps} micro-batches" if config.train.accumulate_steps > 1 else ""
-    return (
-        f"--global_batch_size={batch} does not divide by {replicas} replicas{micro}: this run goes on with up to "
-        f"{-(-batch // parts)} examples for each, weighted by example, so that updates stay exact"
+def validate_workers_agree(
+    agreement: WorkerAgreement, config: ExperimentConfig, facts: Mapping[str, Any], descriptions: Mapping[str, str]
+) -> None:
+    """Stage 5: refuses workers that were given different flags, data or models.
+
+    Their collective calls would have different lengths, and they would wait for each other for ever. Options that may
+    differ are left out (`tfpar.config.PER_HOST_OPTIONS`). All workers call it before the first step, and all of them
+    raise.
+
+    Args:
+      agreement: Between the workers.
+      config: This worker's options.
+      facts: What else must be the same, by its name in the message; the same names on every worker.
+      descriptions: What the message says about facts instead of their values. They may differ, as paths do.
+
+    Raises:
+      ConfigError: Names what differs, with this worker's values.
+    """
+    options = {f"--{name}": value for name, value in config.as_flat_dict().items() if name not in PER_HOST_OPTIONS}
+    values = {**options, **facts}
+    if agreement.all_equal(values):
+        return
+    differ = [name for name, value in values.items() if not agreement.all_equal(value)]
+    text = ", ".join(f"{name} (here {descriptions.get(name, values[name])})" for name in differ)
+    raise ConfigError(
+        f"the workers were not given the same: {text}. Each worker must get the same flags, see the same data and "
+        "build the same model; compare this message with those of the other workers."
     )
 
 
-def _updates_per_epoch(config: ExperimentConfig, topology: Topology, train: inputs.Source) -> int:
+def _steps_per_epoch(config: ExperimentConfig, topology: Topology, train: inputs.Source) -> int:
+    """Steps in an epoch; refuses, as `Pipeline` does, data that cannot be batched for this topology."""
     pipeline = inputs.Pipeline(
         train,
         train_input(config),
@@ -106,17 +232,8 @@ def _updates_per_epoch(config: ExperimentConfig, topology: Topology, train: inpu
         workers=topology.workers,
         seed=config.train.seed,
     )
-    # Asynchronous updates are one worker's each.
+    # An asynchronous step is the push of one worker.
     return pipeline.updates_per_epoch * (1 if topology.synchronous else topology.workers)
-
-
-def _check_compiles(config: ExperimentConfig, topology: Topology) -> None:
-    """Refuses what `Trainer.jit_compile` would, where the model's options tell."""
-    options = models.options(config.model.model) | config.model.arguments()
-    if config.train.jit_compile == "true" and topology.replicas > 1 and options.get("normalization") == "sync_batch":
-        raise ConfigError(
-            f"--jit_compile=true: {SYNCHRONISED}. Use --jit_compile=auto, or another --model_args=normalization."
-        )
 
 
 def _check_not_empty(config: ExperimentConfig, role: str, source: inputs.Source) -> None:
@@ -125,18 +242,91 @@ def _check_not_empty(config: ExperimentConfig, role: str, source: inputs.Source)
         return
     by_flag = info.name == config.input.dataset
     what = f"--dataset={info.name}: the {role} split is empty" if by_flag else f"fit({role}=...): {info.name} is empty"
-    ways = []
+    remedies = []
     if info.task == inputs.LANGUAGE_MODEL:
         length = info.label_spec.shape[0]
-        ways.append(f"give it more bytes than one window of --sequence_length={length} takes, or a shorter window")
+        remedies.append(f"give it more bytes than one window of --sequence_length={length} takes, or a shorter window")
     else:
-        ways.append("give it examples")
+        remedies.append("give it examples")
     if role == "validation" and by_flag:
-        if info.name.startswith("tfrecord:"):  # files of one split only: what is held out of none is nothing
-            ways.append("let the pattern match files named validation* too, or none named train*")
+        if info.name.startswith("tfrecord:"):  # files of one split only: holding out a part of none gives none
+            remedies.append("let the pattern match files named validation* too, or none named train*")
         else:
-            ways.append(f"hold out more than --validation_fraction={config.input.validation_fraction:g}")
-        ways.append("train without evaluation: --validation_fraction=0")
+            remedies.append(f"hold out more than --validation_fraction={config.input.validation_fraction:g}")
+        remedies.append("train without evaluation: --validation_fraction=0")
     elif role == "validation":
-        ways.append("leave validation out")
-    raise ConfigError(f"{what}. Ways out: {'; '.join(ways)}.")
+        remedies.append("leave validation out")
+    raise ConfigError(f"{what}. What to do: {'; or '.join(remedies)}.")
+
+
+def _check_same_shapes(train: inputs.Source, validation: inputs.Source) -> None:
+    for what, of_train, of_validation in (
+        ("inputs", train.info.input_spec, validation.info.input_spec),
+        ("labels", train.info.label_spec, validation.info.label_spec),
+    ):
+        if not of_train.shape.is_compatible_with(of_validation.shape):
+            raise ConfigError(
+                f"{validation.info.name}: the validation {what} have shape {of_validation.shape}, the training {what} "
+                f"{of_train.shape}. Give validation examples of the same shape as the training examples."
+            )
+
+
+def _check_parameter_server(config: ExperimentConfig, train: inputs.Source) -> None:
+    """Refuses what asynchronous training does not support: see the messages."""
+    if not train.portable:
+        raise ConfigError(
+            f"--dataset={train.info.name}: with --strategy=parameter_server the workers read examples by number, "
+            "and this source reads files through Python on the chief. Use --cache=memory, or a synchronous strategy."
+        )
+    if precision.uses_loss_scale(config.precision.precision):
+        raise ConfigError(
+            f"--precision={config.precision.precision}: loss scaling needs replicas that agree on overflow, and "
+            "parameter_server has none. Use --precision=mixed_bfloat16."
+        )
+    if config.train.deterministic:
+        raise ConfigError(
+            "--deterministic: asynchronous steps arrive in no fixed order. Leave it out, or use a synchronous strategy."
+        )
+    if config.optimizer.ema or config.schedule.schedule == "plateau":
+        raise ConfigError(
+            "--ema and --schedule=plateau need steps in order; parameter_server has no order. Leave them out."
+        )
+
+
+def _check_labels_within_outputs(model: keras.Model, train: inputs.Source, validation: inputs.Source | None) -> None:
+    """Refuses more classes than outputs. On a GPU and under XLA the loss of such a label is NaN: every step that meets
+    one would be skipped."""
+    outputs = getattr(model, "outputs", None)
+    count = outputs[0].shape[-1] if outputs and len(outputs) == 1 else None  # None: it is no graph of layers
+    for source in filter(None, (train, validation)):
+        info = source.info
+        if count is not None and info.label_spec.dtype.is_integer and info.num_classes > count:
+            raise ConfigError(
+                f"{info.name}: the {info.split} labels lie in [0, {info.num_classes}), but the model "
+                f"{model.name!r} has {count} outputs. Build it with {info.num_classes} outputs, or correct "
+                "num_classes of the data."
+            )
+
+
+def _check_compiles(config: ExperimentConfig, topology: Topology) -> None:
+    """Refuses what the trainer would refuse once the model is built, where the model's options tell."""
+    options = models.options(config.model.model) | config.model.arguments()
+    if config.train.jit_compile == "true" and topology.replicas > 1 and options.get("normalization") == "sync_batch":
+        raise ConfigError(
+            f"--jit_compile=true: {SYNCHRONISED}. Use --jit_compile=auto, or another --model_args=normalization."
+        )
+
+
+def _check_same_run(saved: Mapping[str, Any], current: Mapping[str, Any], workdir: str) -> None:
+    """Refuses to resume a run under another configuration; names every option that differs, saved and current value."""
+    differences = [
+        f"--{name}: {saved[name]!r} -> {value!r}"
+        for name, value in current.items()
+        if name in saved and name not in RESUME_MAY_CHANGE and saved[name] != value
+    ]
+    if differences:
+        raise ConfigError(
+            f"--workdir={workdir} holds a run of another configuration. Differences (saved -> now): "
+            f"{'; '.join(differences)}. Give the saved values to continue it, another --workdir to start afresh, or "
+            f"another --workdir with --warm_start={workdir} to start from its weights."
+        )

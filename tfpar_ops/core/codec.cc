@@ -16,6 +16,7 @@
 
 namespace {
 
+using tfpar::Format;
 using tfpar::Kernels;
 
 // Rounding to nearest, denormals as zeros, no traps, while it lives; then the caller's mode again.
@@ -105,18 +106,14 @@ uint64_t Field(const unsigned char* from, int bytes) {
 
 bool IsPowerOfTwo(int32_t value) { return value > 0 && (value & (value - 1)) == 0; }
 
-const char* KindName(int32_t kind) {
-  static const char* const kNames[] = {"bf16", "fp16", "fp8", "quantize", "sign", "topk"};
-  return kind >= TFPAR_BF16 && kind <= TFPAR_TOPK ? kNames[kind - 1] : "unknown";
+const char* KindName(int64_t kind, const char* otherwise) {
+  const Format* format = tfpar::FindFormat(kind);
+  return format == nullptr ? otherwise : format->name;
 }
 
 // What the kind of a header stands for, without the scales.
 const char* FormatName(uint64_t kind) {
-  static const char* const kNames[] = {
-      "no codec", "bf16", "fp16", "fp8", "quantize, 8 bits", "quantize, 4 bits", "quantize, 2 bits", "sign", "topk",
-  };
-  const uint64_t number = kind & ~uint64_t{tfpar::kFloatScales};
-  return kNames[number < sizeof kNames / sizeof *kNames ? number : 0];
+  return KindName(static_cast<int64_t>(kind & ~uint64_t{tfpar::kFloatScales}), "no codec");
 }
 
 const char* ScalesName(uint64_t kind) { return kind & tfpar::kFloatScales ? ", float32 scales" : ""; }
@@ -132,7 +129,26 @@ void DescribeField(const char* name, uint64_t found, uint64_t expected, const tf
                   FormatName(found), ScalesName(found), should_be, FormatName(expected), ScalesName(expected));
   } else {
     std::snprintf(message, message_size, "payload header: %s is %llu, expected %llu for codec %s", name, is, should_be,
-                  KindName(codec.kind));
+                  KindName(codec.kind, "unknown"));
+  }
+}
+
+bool KeepsSome(const Format& format) { return format.codes == tfpar::Codes::KEPT; }
+bool HasFloatScales(const Format& format) { return format.scale == tfpar::ScaleType::FLOAT; }
+bool RoundsStochastically(const Format& format) { return format.rounding == tfpar::Rounding::STOCHASTIC; }
+
+// Appends the names of the formats that have an option to a message of `length` characters; with null, of all formats, after
+// their numbers.
+void AppendNames(char* message, size_t message_size, int length, bool (*has_option)(const Format&)) {
+  const char* separator = " ";
+  for (const Format& format : tfpar::kFormats) {
+    if (static_cast<size_t>(length) >= message_size) return;
+    if (has_option != nullptr && !has_option(format)) continue;
+    char number[16] = "";
+    if (has_option == nullptr) std::snprintf(number, sizeof number, "%ld ", static_cast<long>(format.number));
+    length += std::snprintf(message + length, message_size - static_cast<size_t>(length), "%s%s%s", separator, number,
+                            format.name);
+    separator = ", ";
   }
 }
 
@@ -148,43 +164,46 @@ uint32_t PositionAt(const unsigned char* positions, int64_t entry) {
 int32_t tfpar_abi_version(void) { return TFPAR_ABI_VERSION; }
 
 int tfpar_codec_check(const tfpar_codec* codec, char* message, size_t message_size) {
+  const Format* format = tfpar::FindFormat(codec->kind);
+  if (format == nullptr) {
+    const int at = std::snprintf(message, message_size, "codec: kind=%lld; allowed are", static_cast<long long>(codec->kind));
+    AppendNames(message, message_size, at, nullptr);
+    return 1;
+  }
   const auto fail = [&](const char* option, long long value, const char* allowed) {
-    std::snprintf(message, message_size, "codec %s: %s=%lld; %s", KindName(codec->kind), option, value, allowed);
+    return std::snprintf(message, message_size, "codec %s: %s=%lld; %s", format->name, option, value, allowed);
+  };
+  // The option is one of other formats, and has to be 0.
+  const auto fail_foreign = [&](const char* option, long long value, bool (*has)(const Format&)) {
+    AppendNames(message, message_size, fail(option, value, "must be 0, it is an option of"), has);
     return 1;
   };
-  const int32_t kind = codec->kind;
-  const bool cast = kind == TFPAR_BF16 || kind == TFPAR_FP16;
-  const bool scaled = kind == TFPAR_QUANTIZE || kind == TFPAR_SIGN;
-  if (kind < TFPAR_BF16 || kind > TFPAR_TOPK) return fail("kind", kind, "allowed are 1 to 6: bf16, fp16, fp8, quantize, sign, topk");
-  if (kind == TFPAR_QUANTIZE) {
-    if (codec->bits != 8 && codec->bits != 4 && codec->bits != 2) return fail("bits", codec->bits, "allowed are 8, 4, 2");
-  } else if (codec->bits != 0) {
-    return fail("bits", codec->bits, "only quantize has bits, else 0");
+  if (!IsPowerOfTwo(codec->block) || codec->block < format->smallest_block || codec->block > format->largest_block) {
+    char allowed[64];
+    const bool fixed = format->smallest_block == format->largest_block;
+    std::snprintf(allowed, sizeof allowed, fixed ? "allowed is %ld" : "allowed are powers of two, %ld to %ld",
+                  static_cast<long>(format->smallest_block), static_cast<long>(format->largest_block));
+    fail("block", codec->block, allowed);
+    return 1;
   }
-  if (cast) {
-    if (codec->block != 1024) return fail("block", codec->block, "bf16 and fp16 have 1024");
-  } else {
-    const int32_t largest = kind == TFPAR_TOPK ? 16384 : 4096;
-    if (!IsPowerOfTwo(codec->block) || codec->block < 64 || codec->block > largest) {
-      return fail("block", codec->block,
-                  kind == TFPAR_TOPK ? "allowed are powers of two, 64 to 16384" : "allowed are powers of two, 64 to 4096");
-    }
+  if (!KeepsSome(*format)) {
+    if (codec->keep != 0) return fail_foreign("keep", codec->keep, KeepsSome);
+  } else if (codec->keep < 1 || codec->keep > codec->block) {
+    fail("keep", codec->keep, "allowed is 1 to block");
+    return 1;
   }
-  if (kind == TFPAR_TOPK) {
-    if (codec->keep < 1 || codec->keep > codec->block) return fail("keep", codec->keep, "allowed is 1 to block");
-  } else if (codec->keep != 0) {
-    return fail("keep", codec->keep, "only topk has keep, else 0");
+  if (!HasFloatScales(*format)) {
+    if (codec->scale_bits != 0) return fail_foreign("scale_bits", codec->scale_bits, HasFloatScales);
+  } else if (codec->scale_bits != 16 && codec->scale_bits != 32) {
+    fail("scale_bits", codec->scale_bits, "allowed are 16, 32");
+    return 1;
   }
-  if (scaled) {
-    if (codec->scale_bits != 16 && codec->scale_bits != 32) {
-      return fail("scale_bits", codec->scale_bits, "allowed are 16, 32");
-    }
-  } else if (codec->scale_bits != 0) {
-    return fail("scale_bits", codec->scale_bits, "only quantize and sign have scale_bits, else 0");
+  if (codec->stochastic != 0 && codec->stochastic != 1) {
+    fail("stochastic", codec->stochastic, "allowed are 0, 1");
+    return 1;
   }
-  if (codec->stochastic != 0 && codec->stochastic != 1) return fail("stochastic", codec->stochastic, "allowed are 0, 1");
-  if (codec->stochastic == 1 && kind != TFPAR_QUANTIZE) {
-    return fail("stochastic", codec->stochastic, "only quantize can round stochastically, else 0");
+  if (codec->stochastic == 1 && !RoundsStochastically(*format)) {
+    return fail_foreign("stochastic", codec->stochastic, RoundsStochastically);
   }
   return 0;
 }
@@ -206,7 +225,7 @@ int tfpar_payload_check(const tfpar_codec* codec, int64_t n, const void* payload
   if (expected_bytes < 0 || bytes != expected_bytes) {
     std::snprintf(message, message_size, "payload of %lld bytes, expected %lld for %lld elements with codec %s",
                   static_cast<long long>(bytes), static_cast<long long>(expected_bytes), static_cast<long long>(n),
-                  KindName(codec->kind));
+                  KindName(codec->kind, "unknown"));
     return 1;
   }
   const tfpar::Header header = tfpar::MakeHeader(*codec, n);
@@ -228,7 +247,7 @@ int tfpar_payload_check(const tfpar_codec* codec, int64_t n, const void* payload
 
 int tfpar_positions_check(const tfpar_codec* codec, const void* payload, int64_t first_block, int64_t last_block,
                           char* message, size_t message_size) {
-  if (codec->kind != TFPAR_TOPK) return 0;
+  if (tfpar::FindFormat(codec->kind)->codes != tfpar::Codes::KEPT) return 0;
   const auto size = static_cast<uint32_t>(codec->block);
   for (int64_t block = first_block; block < last_block; ++block) {
     const unsigned char* positions =

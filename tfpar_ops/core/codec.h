@@ -10,6 +10,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "formats.h"  // enum tfpar_kind
+
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -20,18 +22,15 @@ extern "C" {
 
 // What the library and its callers must agree on: to be raised with every change of these functions, of what they compute,
 // or of the operations. tfpar_ops/library.py has the same number, and loads no library that has another one.
-#define TFPAR_ABI_VERSION 2
+#define TFPAR_ABI_VERSION 3
 int32_t tfpar_abi_version(void);
 
-enum tfpar_kind { TFPAR_BF16 = 1, TFPAR_FP16 = 2, TFPAR_FP8 = 3, TFPAR_QUANTIZE = 4, TFPAR_SIGN = 5, TFPAR_TOPK = 6 };
-
 typedef struct tfpar_codec {
-  int32_t kind;        // tfpar_kind
-  int32_t bits;        // quantize: 8, 4 or 2; else 0
-  int32_t block;       // elements per block, a power of two; bf16 and fp16: 1024
-  int32_t keep;        // topk: elements kept per block, 1..block; else 0
-  int32_t scale_bits;  // quantize, sign: 16 (bfloat16) or 32 (float32); else 0
-  int32_t stochastic;  // quantize: 1 for stochastic rounding; else 0
+  int32_t kind;        // tfpar_kind: the number in the header of a payload
+  int32_t block;       // elements per block, a power of two; formats.h has the limits
+  int32_t keep;        // of a format that keeps some: elements kept per block, 1..block; else 0
+  int32_t scale_bits;  // of a format with float scales: 16 (bfloat16) or 32 (float32); else 0
+  int32_t stochastic;  // of a format that can: 1 for stochastic rounding; else 0
   uint64_t seed;       // of stochastic rounding
   uint64_t step;       // of stochastic rounding
 } tfpar_codec;

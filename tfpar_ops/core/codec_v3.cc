@@ -4,7 +4,7 @@
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__) && defined(__BMI2__)
 #define TFPAR_ISA v3
 #define TFPAR_ISA_NAME "x86-64-v3"
-#include "kernels/all.h"
+#include "kernels/isa_body.h"
 
 namespace tfpar {
 const Kernels* V3Kernels() { return &v3::kKernels; }

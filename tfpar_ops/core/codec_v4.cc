@@ -6,7 +6,7 @@
     defined(__AVX512VL__) && defined(__AVX2__) && defined(__FMA__) && defined(__F16C__) && defined(__BMI2__)
 #define TFPAR_ISA v4
 #define TFPAR_ISA_NAME "x86-64-v4"
-#include "kernels/all.h"
+#include "kernels/isa_body.h"
 
 namespace tfpar {
 const Kernels* V4Kernels() { return &v4::kKernels; }

@@ -1,7 +1,7 @@
 // The codecs of one instruction set: a table of functions behind codec.h, which picks one table for the process.
 //
 // codec_baseline.cc, codec_v3.cc and codec_v4.cc compile the same sources (kernels/*.h) with different flags, each in a
-// namespace of its own. Those sources use no C++ library template, lest the linker keep an AVX-512 copy of one for all.
+// namespace of its own. Those sources use no C++ library template, or the linker might keep an AVX-512 copy for all three.
 #ifndef TFPAR_OPS_CORE_KERNELS_H_
 #define TFPAR_OPS_CORE_KERNELS_H_
 

@@ -13,21 +13,43 @@ namespace tfpar {
 
 constexpr int64_t kHeaderBytes = 16;
 
-// Bytes that one block takes in the payload.
-static inline int64_t CodeBytes(const tfpar_codec& codec) {
-  switch (codec.kind) {
-    case TFPAR_QUANTIZE:
-      return codec.block * codec.bits / 8;
-    case TFPAR_SIGN:
-      return codec.block / 8;
-    case TFPAR_TOPK:
-      return 4 * static_cast<int64_t>(codec.keep);
-    default:
-      return codec.kind == TFPAR_FP8 ? codec.block : 2 * static_cast<int64_t>(codec.block);
+// A row of formats.h.
+enum class Codes : int32_t { EVERY, KEPT };
+enum class ScaleType : int32_t { NONE, BYTE, FLOAT };
+enum class Rounding : int32_t { NEAREST, STOCHASTIC };
+
+struct Format {
+  int32_t number;
+  const char* name;
+  int32_t code_bits;
+  Codes codes;
+  ScaleType scale;
+  int32_t smallest_block, largest_block;
+  Rounding rounding;
+};
+
+#define TFPAR_FORMAT_ROW(ID, name, number, code_bits, codes, scale, smallest_block, largest_block, rounding, Kernel) \
+  {number, name, code_bits, Codes::codes, ScaleType::scale, smallest_block, largest_block, Rounding::rounding},
+static constexpr Format kFormats[] = {TFPAR_FORMATS(TFPAR_FORMAT_ROW)};
+#undef TFPAR_FORMAT_ROW
+
+// The format of that number; null where there is none.
+static inline const Format* FindFormat(int64_t number) {
+  for (const Format& format : kFormats) {
+    if (format.number == number) return &format;
   }
+  return nullptr;
 }
 
-static inline int64_t ScaleBytes(const tfpar_codec& codec) { return codec.kind == TFPAR_FP8 ? 1 : codec.scale_bits / 8; }
+// Bytes that one block takes in the payload. The codec is valid, here and below.
+static inline int64_t CodeBytes(const tfpar_codec& codec) {
+  const Format& format = *FindFormat(codec.kind);
+  return int64_t{format.codes == Codes::KEPT ? codec.keep : codec.block} * format.code_bits / 8;
+}
+
+static inline int64_t ScaleBytes(const tfpar_codec& codec) {
+  return FindFormat(codec.kind)->scale == ScaleType::BYTE ? 1 : codec.scale_bits / 8;
+}
 
 // n is not negative, here and below.
 static inline int64_t NumBlocks(const tfpar_codec& codec, int64_t n) { return n / codec.block + (n % codec.block != 0); }
@@ -41,28 +63,14 @@ static inline int64_t PaddingAt(const tfpar_codec& codec, int64_t n) {
   return ScalesAt(codec, n) + NumBlocks(codec, n) * ScaleBytes(codec);
 }
 
-// The number that the header has for kind and bits, without that for the scales.
-static inline int FormatNumber(const tfpar_codec& codec) {
-  switch (codec.kind) {
-    case TFPAR_QUANTIZE:
-      return codec.bits == 8 ? 4 : codec.bits == 4 ? 5 : 6;
-    case TFPAR_SIGN:
-      return 7;
-    case TFPAR_TOPK:
-      return 8;
-    default:
-      return codec.kind;
-  }
-}
-
-constexpr uint32_t kFloatScales = 128;  // added to that number where scales are float32
+constexpr uint32_t kFloatScales = 128;  // added to the kind in the header where scales are float32
 
 struct Header {
   uint32_t word[4];
 };
 
 static inline Header MakeHeader(const tfpar_codec& codec, int64_t n) {
-  const uint32_t kind = static_cast<uint32_t>(FormatNumber(codec)) + (codec.scale_bits == 32 ? kFloatScales : 0u);
+  const uint32_t kind = static_cast<uint32_t>(codec.kind) + (codec.scale_bits == 32 ? kFloatScales : 0u);
   const uint32_t log2_block = static_cast<uint32_t>(__builtin_ctz(static_cast<unsigned>(codec.block)));
   const uint64_t elements = static_cast<uint64_t>(n);
   return {{0x01504654u,  // "TFP", version 1

@@ -130,7 +130,7 @@ class ResidualVariable {
   }
 
   // Where others hold the buffer (a value that was read before), the new values go to a fresh one, as with every update
-  // of a variable; in copy-on-read mode nobody does. That takes no copy: the old values are read and the new ones
+  // of a variable; in copy-on-read mode nothing else does. That takes no copy: the old values are read and the new ones
   // written anyway.
   absl::Status Open(tensorflow::OpKernelContext* context, int input, int64_t elements, Residual* residual) {
     TF_RETURN_IF_ERROR(tensorflow::LookupResource(context, tensorflow::HandleFromInput(context, input), &variable_));

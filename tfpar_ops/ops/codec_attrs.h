@@ -8,19 +8,35 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
 #include "tensorflow/core/platform/errors.h"
 #include "tfpar_ops/core/codec.h"
+#include "tfpar_ops/core/layout.h"
 
 // The attributes of an operation that needs a codec. TensorFlow checks the strings, `ReadCodec` the rest.
-#define TFPAR_CODEC_ATTRS                                           \
-  Attr("kind: {'bf16', 'fp16', 'fp8', 'quantize', 'sign', 'topk'}") \
-      .Attr("bits: int = 0")                                        \
-      .Attr("block: int")                                           \
-      .Attr("keep: int = 0")                                        \
-      .Attr("scale: {'bf16', 'float32'} = 'bf16'")                  \
+#define TFPAR_CODEC_ATTRS                          \
+  Attr(tfpar::KindAttr())                          \
+      .Attr("block: int")                          \
+      .Attr("keep: int = 0")                       \
+      .Attr("scale: {'bf16', 'float32'} = 'bf16'") \
       .Attr("rounding: {'nearest', 'stochastic'} = 'nearest'")
 
 namespace tfpar {
+
+// "kind: {'bf16', 'fp16', ...}", with the names of all formats.
+inline std::string KindAttr() {
+  std::string names;
+  for (const Format& format : kFormats) absl::StrAppend(&names, names.empty() ? "'" : ", '", format.name, "'");
+  return absl::StrCat("kind: {", names, "}");
+}
+
+// The format of that name; null where there is none.
+inline const Format* FindFormat(absl::string_view name) {
+  for (const Format& format : kFormats) {
+    if (name == format.name) return &format;
+  }
+  return nullptr;
+}
 
 template <typename... Args>
 absl::Status Invalid(const Args&... args) {
@@ -31,9 +47,8 @@ absl::Status Invalid(const Args&... args) {
 template <typename Context>
 absl::Status ReadCodec(Context* context, tfpar_codec* codec) {
   std::string kind, scale, rounding;
-  int64_t bits, block, keep;
+  int64_t block, keep;
   TF_RETURN_IF_ERROR(context->GetAttr("kind", &kind));
-  TF_RETURN_IF_ERROR(context->GetAttr("bits", &bits));
   TF_RETURN_IF_ERROR(context->GetAttr("block", &block));
   TF_RETURN_IF_ERROR(context->GetAttr("keep", &keep));
   TF_RETURN_IF_ERROR(context->GetAttr("scale", &scale));
@@ -43,18 +58,15 @@ absl::Status ReadCodec(Context* context, tfpar_codec* codec) {
     return static_cast<int32_t>(std::clamp<int64_t>(value, INT32_MIN, INT32_MAX));
   };
   *codec = tfpar_codec{};
-  codec->kind = kind == "bf16"       ? TFPAR_BF16
-                : kind == "fp16"     ? TFPAR_FP16
-                : kind == "fp8"      ? TFPAR_FP8
-                : kind == "quantize" ? TFPAR_QUANTIZE
-                : kind == "sign"     ? TFPAR_SIGN
-                                     : TFPAR_TOPK;
-  codec->bits = narrow(bits);
+  const Format* format = FindFormat(kind);
+  if (format == nullptr) {
+    return Invalid("codec: kind='", kind, "' is not one of those that ", KindAttr(), " lists");
+  }
+  codec->kind = format->number;
   codec->block = narrow(block);
   codec->keep = narrow(keep);
   // bf16 is the default of the attribute, for kinds without such scales too.
-  const bool has_scale = codec->kind == TFPAR_QUANTIZE || codec->kind == TFPAR_SIGN;
-  codec->scale_bits = scale == "float32" ? 32 : has_scale ? 16 : 0;
+  codec->scale_bits = scale == "float32" ? 32 : format->scale == ScaleType::FLOAT ? 16 : 0;
   codec->stochastic = rounding == "stochastic";
   char message[256];
   if (tfpar_codec_check(codec, message, sizeof(message)) != 0) {

@@ -316,7 +316,7 @@ def _encode(
     norms = [_sum_squares(x), tf.zeros([])]
     new_residual = None
     if residual is not None:
-        decoded, _ = blocks.decode(codec, stored)
+        decoded = blocks.decode(codec, stored)
         lost = tf.reshape(v - decoded, [-1])[:elements]
         # Not finite: decodes to NaN, leaves the residual alone. Chosen as bits, which also keeps those of a NaN in it.
         kept = bits.magnitude(bits.of(lost)) > bits.INFINITY
@@ -330,8 +330,8 @@ def _decode(payloads: tf.Tensor, codec: Codec, elements: int) -> tuple[tf.Tensor
     arguments.check_payloads(codec, payloads, elements)
     valid = payload.check_header(codec, payloads, elements)
     stored = payload.take_apart(codec, payloads, elements)
-    values, in_range = blocks.decode(codec, stored)
-    valid &= payload.check_positions(codec, stored, payloads.shape[0], in_range)
+    values = blocks.decode(codec, stored)
+    valid &= payload.check_positions(codec, stored, payloads.shape[0])
     return tf.reshape(values, [payloads.shape[0], codec.blocks(elements) * codec.block]), valid
 
 

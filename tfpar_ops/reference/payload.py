@@ -85,22 +85,22 @@ def _fields(header: tf.Tensor) -> tf.Tensor:
     return tf.stack([words[0], kind, log2_block, keep, words[2] | (words[3] * 2**32)])
 
 
-def check_positions(codec: Codec, stored: blocks.Codes, payloads: int, valid: tf.Tensor) -> tf.Tensor:
-    """Checks what `blocks.decode` found of positions.
+def check_positions(codec: Codec, stored: blocks.Codes, payloads: int) -> tf.Tensor:
+    """Checks that positions lie within their blocks.
 
     Args:
       codec: The codec.
       stored: The blocks of all payloads, one payload after the other.
-      payloads: How many payloads there are.
-      valid: What it found, bool scalar.
+      payloads: Number of payloads.
 
     Returns:
-      `valid`.
+      bool scalar. Where assertions run it is true.
 
     Raises:
       tf.errors.InvalidArgumentError: A position of a topk payload lies outside of its block (when the operation runs).
     """
-    if codec.kind == "topk" and stored.codes.shape[0]:
+    valid = blocks.positions_valid(codec, stored)
+    if codec.format.keeps and stored.codes.shape[0]:
         positions = tf.reshape(stored.codes[:, : codec.keep], [-1])
         place = tf.argmax(tf.cast(positions >= codec.block, tf.int32))  # the first of them
         block, per_payload = place // codec.keep, stored.codes.shape[0] // payloads

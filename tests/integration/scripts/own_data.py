@@ -22,7 +22,7 @@ def main(what: str) -> None:
     config = tfpar.ExperimentConfig.from_flat_dict(
         {"strategy": "multi_worker", "global_batch_size": 16, "eval_every": 5 if what == "option" and rank else 10}
     )
-    runtime = tfpar.start(config)
+    runtime = tfpar.initialize(config)
     x = np.random.default_rng(0).normal(size=(count, 4)).astype(np.float32)
     trainer = tfpar.Trainer(
         lambda: keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]),

@@ -11,14 +11,16 @@ import socket
 import sys
 
 from tfpar import cluster
-from tfpar.collectives.agreement import Agreement
+from tfpar.collectives.agreement import WorkerAgreement
+from tfpar.collectives.tensorflow import world_group
 from tfpar.config import StrategyConfig
 from tfpar.parallel import strategies
 from tfpar.parallel.topology import choose_topology
 
 info = cluster.current()
 topology = choose_topology(StrategyConfig(strategy="multi_worker"), info)
-agreement = Agreement(strategies.build(topology).strategy, topology.workers)
+strategies.build(topology)
+agreement = WorkerAgreement(world_group(topology.workers, topology.worker))
 agreement.all_equal([0])  # all have set up theirs
 reached = {}
 for address in info.cluster["worker"]:

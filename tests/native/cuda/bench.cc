@@ -4,6 +4,7 @@
 #include <functional>
 #include <string>
 
+#include "../../../tfpar_ops/core/layout.h"
 #include "device.h"
 
 namespace {
@@ -67,20 +68,9 @@ void Fill(float* to, int64_t n) {
 }
 
 std::string Label(const tfpar_codec& codec) {
-  switch (codec.kind) {
-    case TFPAR_BF16:
-      return "bf16";
-    case TFPAR_FP16:
-      return "fp16";
-    case TFPAR_FP8:
-      return "fp8";
-    case TFPAR_QUANTIZE:
-      return "int" + std::to_string(codec.bits) + (codec.stochastic ? ", stochastic" : "");
-    case TFPAR_SIGN:
-      return "sign";
-    default:
-      return "topk, " + std::to_string(codec.keep) + " of " + std::to_string(codec.block);
-  }
+  const std::string name = tfpar::FindFormat(codec.kind)->name;
+  if (codec.keep > 0) return name + ", " + std::to_string(codec.keep) + " of " + std::to_string(codec.block);
+  return name + (codec.stochastic ? ", stochastic" : "");
 }
 
 // One size of gradient: what all codecs share.

@@ -203,7 +203,7 @@ TEST(PositionsBeyond2To31) {
 // One encoded range of more elements than 2^31, made of one array over and over.
 TEST(LengthBeyond2To31) {
   cases::Random random(12);
-  const tfpar_codec codec = {TFPAR_SIGN, 0, 4096, 0, 32, 0, 0, 0};
+  const tfpar_codec codec = {TFPAR_SIGN, 4096, 0, 32, 0, 0, 0};
   const int64_t part = (int64_t{1} << 24) + 7, parts = 129, n = part * parts;
   const Floats x = AnyValues(&random, part, false);
   const device::Array<float> on_device(x);
@@ -227,7 +227,7 @@ TEST(LengthBeyond2To31) {
 TEST(SmallestAndLargestScales) {
   cases::Random random(10);
   for (const tfpar_codec& codec : cases::All()) {
-    if (codec.kind < TFPAR_FP8 || codec.kind > TFPAR_SIGN || codec.block > 512) continue;
+    if (tfpar::FindFormat(codec.kind)->scale == tfpar::ScaleType::NONE || codec.block > 512) continue;
     for (float unit : {oracle::FromBits(0x00800000), oracle::FromBits(0x00800001), oracle::FromBits(0x00807FFF),
                        oracle::FromBits(0x00808001), oracle::FromBits(0x7E7FFFFF), oracle::FromBits(0x7E800000),
                        oracle::FromBits(0x7F600000), oracle::FromBits(0x7F600001), oracle::FromBits(0x7F7FFFFF)}) {
@@ -251,7 +251,7 @@ TEST(SmallestAndLargestScales) {
 TEST(SignAddsByHalves) {
   cases::Random random(11);
   for (int block = 64; block <= 4096; block *= 2) {
-    const tfpar_codec codec = {TFPAR_SIGN, 0, block, 0, 32, 0, 0, 0};
+    const tfpar_codec codec = {TFPAR_SIGN, block, 0, 32, 0, 0, 0};
     const int64_t n = 64 * block;
     Floats x(static_cast<size_t>(n), 0.0f);
     for (int64_t first = 0; first < n; first += block) {
@@ -343,7 +343,7 @@ TEST(ForeignHeadersOfNothing) {
 }
 
 TEST(PositionOutsideItsBlock) {
-  const tfpar_codec codec = {TFPAR_TOPK, 0, 256, 3, 0, 0, 0, 0};
+  const tfpar_codec codec = {TFPAR_TOPK, 256, 3, 0, 0, 0, 0};
   const int64_t n = 1000;
   cases::Random random(8);
   const Floats x = cases::Values(&random, n, false);

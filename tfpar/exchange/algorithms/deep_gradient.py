@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from tfpar.collectives.tensorflow import Group
+from tfpar.collectives.group import Group
 from tfpar.exchange import buckets
 from tfpar.exchange.algorithms import value_codecs
 from tfpar.exchange.algorithms.value_codecs import ValueOptions

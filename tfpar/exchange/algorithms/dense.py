@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tfpar.collectives.tensorflow import Group, new_instances
+from tfpar.collectives.group import Group, allocate_instance_keys
 from tfpar.exchange import buckets
 from tfpar.exchange.buckets import PendingAssigns, WireBytes
 from tfpar.exchange.options import Options
@@ -37,7 +37,7 @@ class DenseBucket:
         self.shapes = list(shapes)
         self.elements = self.shard_elements = sum(shape.num_elements() for shape in shapes)
         self._group = group
-        self._instance = new_instances(1)[0]
+        self._instance = allocate_instance_keys(1, group)[0]
         self.state = buckets.residual_variables({"worker": self.elements}, name, error_feedback=options.error_feedback)
 
     def reduce(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import tfpar_ops
-from tfpar.collectives.tensorflow import Group, new_instances
+from tfpar.collectives.group import Group, allocate_instance_keys
 from tfpar.exchange import buckets
 from tfpar.exchange.algorithms import rounds
 from tfpar.exchange.buckets import PendingAssigns, WireBytes
@@ -63,7 +63,9 @@ class PointToPoint:
         self._bounds = bounds
         self._sizes = [bounds[shard + 1] - bounds[shard] for shard in range(shards)]
         self._words = self.codec.payload_bytes(self.shard_elements) // 4
-        self._keys = new_instances(sum(len(phase) for phase in (*self._plan.reduce, *self._plan.gather)))
+        self._keys = allocate_instance_keys(
+            sum(len(phase) for phase in (*self._plan.reduce, *self._plan.gather)), group
+        )
         self.state = buckets.residual_variables({"worker": self.elements}, name, error_feedback=error_feedback)
 
     def reduce(

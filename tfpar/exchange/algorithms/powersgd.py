@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from tfpar.collectives.tensorflow import Group, new_instances
+from tfpar.collectives.group import Group, allocate_instance_keys
 from tfpar.exchange import buckets
 from tfpar.exchange.buckets import COMPRESSED_BUCKET_BYTES, PendingAssigns, WireBytes
 from tfpar.exchange.options import Options, option, whole
@@ -83,7 +83,7 @@ class PowerSGD:
         self.factor_rank = options.rank
         self._rows = [rows * self.factor_rank for rows, _ in self._matrices]
         self._columns = [columns * self.factor_rank for _, columns in self._matrices]
-        self._instances = new_instances(2)
+        self._instances = allocate_instance_keys(2, group)
         first = tf.random.stateless_normal([sum(self._columns)], [seed, 0x5067])
         self.state = {"factors": buckets.worker_variable([sum(self._columns)], f"{name}_factors", first)}
         self.state |= buckets.residual_variables({"worker": self.elements}, name, error_feedback=options.error_feedback)

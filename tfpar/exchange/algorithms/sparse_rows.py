@@ -13,7 +13,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 
-from tfpar.collectives.tensorflow import Group, local, new_instances
+from tfpar.collectives.group import Group, allocate_instance_keys
+from tfpar.collectives.tensorflow import local_copy
 from tfpar.exchange import buckets
 from tfpar.exchange.buckets import WireBytes
 
@@ -85,10 +86,10 @@ class SparseRows:
             if largest < 1:
                 continue
             sizes = _sizes(largest)
-            instance = new_instances(len(sizes))[0]
+            instance = allocate_instance_keys(len(sizes), group)[0]
             self._embeddings[index] = _Embedding(shape, len(self._embeddings), sizes, instance, wire.payload, wire.sent)
         if self._embeddings:
-            self._instance = new_instances(1)[0]
+            self._instance = allocate_instance_keys(1, group)[0]
             # Bytes of all exchanges so far, payload and sent, and the number of exchanges.
             self._total = buckets.counter_variable(3, "exchange_rows")
 
@@ -172,11 +173,11 @@ class SparseRows:
 
     def _count_bytes(self, payload: tf.Tensor | int, sent: tf.Tensor | int, exchanges: int = 0) -> None:
         values = [tf.cast(value, tf.int64) for value in (payload, sent, exchanges)]
-        local(self._total).assign_add(tf.stack(values), read_value=False)
+        local_copy(self._total).assign_add(tf.stack(values), read_value=False)
 
     def wire_bytes(self) -> WireBytes:
         """Bytes per exchange and worker: the mean of those so far; before the first, those of dense tensors."""
-        payload, sent, exchanges = local(self._total).numpy().tolist() if self._embeddings else (0, 0, 0)
+        payload, sent, exchanges = local_copy(self._total).numpy().tolist() if self._embeddings else (0, 0, 0)
         if not exchanges:
             embeddings = self._embeddings.values()
             return WireBytes(sum(one.dense_payload for one in embeddings), sum(one.dense_sent for one in embeddings))

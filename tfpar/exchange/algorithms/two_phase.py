@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import tfpar_ops
-from tfpar.collectives.tensorflow import Group, new_instances
+from tfpar.collectives.group import Group, allocate_instance_keys
 from tfpar.exchange import buckets
 from tfpar.exchange.buckets import PendingAssigns, WireBytes
 from tfpar.exchange.tuning import cost_model
@@ -63,7 +63,7 @@ class TwoPhase:
         self._group = group
         self._seed = seed
         self._two_phase = not all_gather
-        self._instances = new_instances(2)
+        self._instances = allocate_instance_keys(2, group)
         self._shards = group.size if self._two_phase else 1
         blocks = -(-self.codec.blocks(self.elements) // self._shards)
         self.shard_elements = blocks * self.codec.block if self._two_phase else self.elements

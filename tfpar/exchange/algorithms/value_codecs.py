@@ -6,33 +6,22 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tfpar.collectives.tensorflow import Group
+from tfpar.collectives.group import Group
 from tfpar.config import unknown_name
-from tfpar.exchange import transport
 from tfpar.exchange.algorithms.patterns import PATTERNS
 from tfpar.exchange.buckets import Bucket
 from tfpar.exchange.options import Options, option
 from tfpar.exchange.registry import register
 from tfpar.exchange.tuning.cost_model import Cost, Link, Speed
 from tfpar_ops import Codec, codecs
+from tfpar_ops.formats import FORMATS
 
 import tensorflow as tf
 
-# `topk` has options of its own, see `deep_gradient`.
-_TOPK = "topk"
+# Formats that keep only some elements (`topk`) have options of their own, see `deep_gradient`.
+_NAMES = tuple(name for name, entry in FORMATS.items() if not entry.keeps)
 # `auto` does not consider these: the range of fp16 does not suit every gradient.
 _NOT_CONSIDERED = ("fp16",)
-
-
-def codec_arguments() -> dict[str, dict[str, Any]]:
-    """The arguments of `Codec` for each value codec, by the name that `--exchange` gives it."""
-    arguments: dict[str, dict[str, Any]] = {}
-    for kind in codecs.KINDS:
-        if kind == "quantize":
-            arguments |= {f"int{bits}": {"kind": kind, "bits": bits} for bits in (8, 4, 2)}
-        elif kind != _TOPK:
-            arguments[kind] = {"kind": kind}
-    return arguments
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,7 +29,7 @@ class ValueOptions(Options):
     """Options of an algorithm with a codec.
 
     Attributes:
-      format: Name of the codec, see `codec_arguments`.
+      format: Name of the payload format, one of `tfpar_ops.formats.FORMATS`.
       pattern: How payloads move between workers, one of `PATTERNS`.
       block: Elements that share a scale; 0 for the default of the codec.
       scale: Dtype of the scales, `bf16` or `float32`.
@@ -68,7 +57,7 @@ class ValueOptions(Options):
         Raises:
           ValueError: The codec does not have one of the options, or not with this value.
         """
-        return Codec(**codec_arguments()[self.format], **options)
+        return Codec(self.format, **options)
 
     def check_group(self, group: Group) -> None:
         """Refuses a group that the pattern does not work in; see `Options.check_group`."""
@@ -80,9 +69,10 @@ class ValueOptions(Options):
             )
         if not supports_fan_in(self.pattern, group):
             otherwise = "" if self.sends_only_gradient else ", without momentum and ramp_steps"
+            largest = group.capabilities.largest_fan_in
             raise ValueError(
                 f"{self.pattern} adds up the payloads of all {workers} workers at once, and a GPU "
-                f"takes at most {transport.largest_fan_in(group)}. Use pattern=ring or binary_blocks{otherwise}, where "
+                f"takes at most {largest}. Use pattern=ring or binary_blocks{otherwise}, where "
                 "two workers at a time exchange messages, or fewer workers with more GPUs each (--devices=0)."
             )
 
@@ -104,7 +94,8 @@ class ValueOptions(Options):
 
 def supports_fan_in(pattern: str, group: Group) -> bool:
     """Whether a worker can add up as many payloads at once as a pattern asks for."""
-    return not PATTERNS[pattern].sums_all_at_once or group.size <= transport.largest_fan_in(group)
+    largest = group.capabilities.largest_fan_in
+    return not PATTERNS[pattern].sums_all_at_once or largest is None or group.size <= largest
 
 
 def build(
@@ -130,7 +121,7 @@ def _register(name: str) -> None:
             if traits.is_candidate and supports_fan_in(pattern, group)
         ]
 
-    has_scale = Codec(**codec_arguments()[name]).scale_bytes > 0
+    has_scale = FORMATS[name].scale != "none"
     register(
         name,
         ValueOptions,
@@ -143,5 +134,5 @@ def _register(name: str) -> None:
     )
 
 
-for _name in codec_arguments():
+for _name in _NAMES:
     _register(_name)

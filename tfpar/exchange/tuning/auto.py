@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from tfpar.collectives.tensorflow import Group
+from tfpar.collectives.group import Group
 from tfpar.exchange import registry
 from tfpar.exchange.buckets import Bucket
 from tfpar.exchange.options import Options, is_number, option

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import tfpar_ops
-from tfpar.collectives.tensorflow import Group, new_instances
+from tfpar.collectives.group import Group, allocate_instance_keys
 from tfpar.exchange.tuning.cost_model import Link, Speed
 from tfpar_ops import Codec
 
@@ -52,7 +52,7 @@ def measure(group: Group, codecs: Sequence[Codec], device: str) -> Measured:
         own = [latency, bandwidth]
         for codec in codecs:
             own += _codec(codec)
-        instance = new_instances(1)[0]
+        instance = allocate_instance_keys(1, group)[0]
         values = tf.constant(own, tf.float32)
         total = _traced(lambda value: group.all_reduce(value, instance), values)(values)
     mean = (total / group.size).numpy().astype(float).tolist()
@@ -64,7 +64,7 @@ def measure(group: Group, codecs: Sequence[Codec], device: str) -> Measured:
 
 def _link(group: Group) -> tuple[float, float]:
     """Seconds of an empty message, and bytes per second."""
-    small, barrier = new_instances(2)
+    small, barrier = allocate_instance_keys(2, group)
     value = tf.zeros([16])
     reduce = _traced(lambda value: group.all_reduce(value, small), value)
     ready = _traced(lambda value: group.all_reduce(value, barrier), value)
@@ -73,7 +73,7 @@ def _link(group: Group) -> tuple[float, float]:
     latency = round_trip / (2 * (group.size - 1))  # a ring has so many messages one after the other
     size = _FIRST_BYTES
     while True:
-        instance = new_instances(1)[0]
+        instance = allocate_instance_keys(1, group)[0]
         rows = tf.zeros([group.size, max(1, size // 4 // group.size)], tf.int32)
         send = _traced(functools.partial(group.all_to_all, instance=instance), rows)
         send(rows)

@@ -15,10 +15,9 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from tfpar import inputs, precision
+from tfpar import inputs
 from tfpar.checkpoint import checkpointer as checkpoints
 from tfpar.checkpoint import resume, run_state
-from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.exchange import Traffic
 from tfpar.guards import bad_examples
 from tfpar.guards.batches import Pushes
@@ -29,8 +28,9 @@ from tfpar.guards.watchdog import Watchdog
 from tfpar.monitor import announce as report
 from tfpar.monitor import samples
 from tfpar.monitor import summary as results
-from tfpar.optim.server_update import on_servers
+from tfpar.optim.server_update import apply_on_servers
 from tfpar.process.exit_codes import Preempted
+from tfpar.training.duration import total_steps
 from tfpar.training.loops.pacing import next_multiple
 from tfpar.training.loops.snapshot_evaluation import SnapshotEvaluation
 
@@ -54,9 +54,6 @@ class AsynchronousRun:
       validation: Examples that the chief evaluates on, beside the training.
       steps: Updates in all.
       epochs: Passes over the examples, instead of `steps`.
-
-    Raises:
-      ConfigError: A combination that asynchronous training does not support.
     """
 
     def __init__(
@@ -67,12 +64,11 @@ class AsynchronousRun:
         steps: int | None,
         epochs: float | None,
     ) -> None:
-        check(trainer.config, train)
         self.trainer, self.train, self.validation = trainer, train, validation
         self.config, self.topology = trainer.config, trainer.topology
         self.pipeline = trainer.pipeline(train, training=True)
         self.updates_per_epoch = self.pipeline.updates_per_epoch * self.topology.workers
-        self.total = report.total_steps(self.config.train, steps, epochs, self.updates_per_epoch)
+        self.total = total_steps(self.config.train, steps, epochs, self.updates_per_epoch)
         self.schedule = trainer.learning_rate_schedule(self.total)
         self.monitor = report.build_monitor(trainer, self.total)
         self.steps_done = 0
@@ -86,7 +82,6 @@ class AsynchronousRun:
             checkpoints.Checkpointer(
                 self.config.checkpoint.workdir,
                 keep=self.config.checkpoint.keep_checkpoints,
-                warn=self.monitor.message,
                 on_error=self.config.checkpoint.on_checkpoint_error,
             )
             if self.config.checkpoint.workdir
@@ -99,7 +94,6 @@ class AsynchronousRun:
         self._best_step = -1
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(trainer.strategy)
         self._push = tf.function(self._push_update, autograph=False)
-        self._server_optimizer = on_servers(trainer.optimizer, trainer.strategy)
         core = trainer.core
         jit_compile = trainer.jit_compile or None
         self._gradients = tf.function(core.accumulate, jit_compile=jit_compile, autograph=False)
@@ -210,8 +204,7 @@ class AsynchronousRun:
         )
 
         def push() -> tf.Tensor:
-            vars(self._server_optimizer)["_rate"] = rate
-            self._server_optimizer.apply(mean, model.trainable_variables)
+            apply_on_servers(trainer.optimizer, trainer.strategy, mean, model.trainable_variables, rate)
             for variable, old, new in zip(model.non_trainable_variables, state, sums.state, strict=True):
                 if tf.as_dtype(variable.dtype).is_floating:  # batch statistics: every worker moves them a little
                     variable.value.assign_add(new - old)
@@ -325,30 +318,3 @@ class AsynchronousRun:
             results.write(self, summary)
         report.note_end(self, finished, preempted, "update")
         return summary
-
-
-def check(config: ExperimentConfig, train: inputs.Source) -> None:
-    """Refuses what asynchronous training does not support.
-
-    Raises:
-      ConfigError: Examples that are read through Python, loss scaling, determinism, or what needs updates in order.
-    """
-    if not train.portable:
-        raise ConfigError(
-            f"--dataset={train.info.name}: with --strategy=parameter_server the workers read examples by number, "
-            "and this source reads files through Python on the chief. Use --cache=memory, or a synchronous strategy."
-        )
-    if precision.uses_loss_scale(config.precision.precision):
-        raise ConfigError(
-            f"--precision={config.precision.precision}: loss scaling needs replicas that agree on overflow, and "
-            "parameter_server has none. Use --precision=mixed_bfloat16."
-        )
-    if config.train.deterministic:
-        raise ConfigError(
-            "--deterministic: asynchronous updates arrive in no fixed order. Leave it out, or use a synchronous "
-            "strategy."
-        )
-    if config.optimizer.ema or config.schedule.schedule == "plateau":
-        raise ConfigError(
-            "--ema and --schedule=plateau need updates in order; parameter_server has no order. Leave them out."
-        )

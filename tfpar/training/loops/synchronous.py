@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from tfpar import inputs, precision
 from tfpar.checkpoint import checkpointer as checkpoints
 from tfpar.checkpoint import resume, run_state
-from tfpar.collectives.agreement import Agreement
+from tfpar.collectives.agreement import WorkerAgreement
+from tfpar.collectives.tensorflow import world_group
 from tfpar.exchange import Traffic
 from tfpar.guards import bad_examples
 from tfpar.guards.non_finite import BadSteps
@@ -23,9 +24,10 @@ from tfpar.monitor import summary as results
 from tfpar.optim import schedules
 from tfpar.precision import LossScale
 from tfpar.process.exit_codes import Preempted
-from tfpar.training.loops import consistency
+from tfpar.training.duration import total_steps
 from tfpar.training.loops.pacing import Pace, next_multiple
-from tfpar.training.step import Steps
+from tfpar.training.step_loop import StepsResult
+from tfpar.training.validate import validate_workers_agree
 
 import numpy as np
 import tensorflow as tf
@@ -62,7 +64,7 @@ class SynchronousRun:
         self.topology = trainer.topology
         self.train, self.validation = train, validation
         self.pipeline = trainer.pipeline(train, training=True)
-        self.total = report.total_steps(config.train, steps, epochs, self.pipeline.updates_per_epoch)
+        self.total = total_steps(config.train, steps, epochs, self.pipeline.updates_per_epoch)
         self.schedule = trainer.learning_rate_schedule(self.total)
         self.plateau = schedules.plateau(config.schedule) if self.schedule is not None else None
         self.monitor = report.build_monitor(trainer, self.total)
@@ -73,7 +75,7 @@ class SynchronousRun:
         self.evaluate_every = config.train.eval_every or max(1, min(self.pipeline.updates_per_epoch, self.total))
         self.evaluated_at = -1
         self.checkpointer = self._checkpointer()
-        self.agreement = Agreement(trainer.strategy, self.topology.workers)
+        self.agreement = WorkerAgreement(world_group(self.topology.workers, self.topology.worker))
         self.journal = Journal(config.checkpoint.workdir, writes=self.topology.is_chief)
         self.watchdog = Watchdog(config.strategy.stall_timeout, f"worker {self.topology.worker}")
         self.stop_request = StopRequest()
@@ -148,7 +150,7 @@ class SynchronousRun:
             for name, source in sources.items()
             if source
         }
-        consistency.check(self.agreement, self.config, facts, shown)
+        validate_workers_agree(self.agreement, self.config, facts, shown)
 
     def _train(self) -> tuple[bool, bool]:
         """Trains until the end, or until this start is to end; returns whether it did, and whether it was told to."""
@@ -193,13 +195,12 @@ class SynchronousRun:
         began = time.perf_counter()
         worker = self.topology.worker
         with bad_examples.named(self.train, lambda: self.pipeline.indices(position.step, updates, worker)):
-            result: Steps = self.step.run(
+            result: StepsResult = self.step.run(
                 iterator,
                 tf.constant(position.step, tf.int64),
                 tf.constant(updates),
                 position.loss_scale,
                 tf.constant(factor, tf.float32),
-                tf.constant(True),
             )
         losses, finite = result.loss.numpy(), result.finite.numpy()
         durations = result.durations.numpy()
@@ -271,7 +272,6 @@ class SynchronousRun:
             keep=self.config.checkpoint.keep_checkpoints,
             worker=self.topology.worker,
             workers=self.topology.workers,
-            warn=self.say,
             on_error=self.config.checkpoint.on_checkpoint_error,
         )
 

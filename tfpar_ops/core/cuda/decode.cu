@@ -11,12 +11,12 @@ struct DecodeParams {
   int64_t limit;
 };
 
-template <int kFormat>
+template <class Format>
 __global__ void __launch_bounds__(kTileThreads) DecodeKernel(const __grid_constant__ DecodeParams params) {
   const int64_t tile = params.first_tile + blockIdx.x;
   const Place place = FindPlace(tile, params.layout.log_block, params.limit);
   Tile sum;
-  DecodeSum<kFormat>(params.peers, params.layout, place, tile, sum);
+  DecodeSum<Format>(params.peers, params.layout, place, tile, sum);
   StoreParts(params.out, place.span, place.quads, sum);
 }
 
@@ -31,24 +31,24 @@ __global__ void __launch_bounds__(kTopkMaxThreads) TopkDecodeKernel(const __grid
   StoreParts(params.out, place.span, place.quads, v);
 }
 
+template <class Format>
+Kernel<DecodeParams> DecodeKernelFor(const tfpar_codec& codec) {
+  if constexpr (std::is_same<Format, TopK>::value) {
+    return {TopkDecodeKernel, TopkThreads(codec.block), sizeof(float) * static_cast<size_t>(codec.block)};
+  } else {
+    return Tiled(DecodeKernel<Format>);
+  }
+}
+
 Kernel<DecodeParams> DecodeKernelOf(const tfpar_codec& codec) {
-  switch (tfpar::FormatNumber(codec)) {
-    case kBf16:
-      return Tiled(DecodeKernel<kBf16>);
-    case kHalf:
-      return Tiled(DecodeKernel<kHalf>);
-    case kFp8:
-      return Tiled(DecodeKernel<kFp8>);
-    case kInt8:
-      return Tiled(DecodeKernel<kInt8>);
-    case kInt4:
-      return Tiled(DecodeKernel<kInt4>);
-    case kInt2:
-      return Tiled(DecodeKernel<kInt2>);
-    case kSign:
-      return Tiled(DecodeKernel<kSign>);
+  switch (codec.kind) {
+#define TFPAR_FORMAT_CASE(ID, name, number, code_bits, codes, scale, smallest_block, largest_block, rounding, Kernel) \
+  case TFPAR_##ID:                                                                                                    \
+    return DecodeKernelFor<Kernel>(codec);
+    TFPAR_FORMATS(TFPAR_FORMAT_CASE)
+#undef TFPAR_FORMAT_CASE
     default:
-      return {TopkDecodeKernel, TopkThreads(codec.block), sizeof(float) * static_cast<size_t>(codec.block)};
+      return {};  // CheckRange has refused it
   }
 }
 

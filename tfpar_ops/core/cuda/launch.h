@@ -8,17 +8,19 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "codes.cuh"
 #include "payload.cuh"
-#include "tile.cuh"
-#include "tiled.cuh"
-#include "topk.cuh"
+#include "tile_kernels.cuh"
+#include "tile_layout.cuh"
 #include "vector.cuh"
+
+#define TFPAR_QUOTE(path) #path
+#define TFPAR_FORMAT_FILE(name) TFPAR_QUOTE(cuda/name.cuh)
+#include "../formats.h"
 
 namespace tfpar_cuda {
 
 // Elements of one thread block's work.
-inline int64_t TileElements(const tfpar_codec& codec) { return codec.kind == TFPAR_TOPK ? codec.block : kTileElements; }
+inline int64_t TileElements(const tfpar_codec& codec) { return codec.keep > 0 ? codec.block : kTileElements; }
 
 inline int64_t CeilDivide(int64_t a, int64_t b) { return a / b + (a % b != 0); }
 
@@ -156,29 +158,30 @@ Kernel<Params> Tiled(void (*function)(Params)) {
   return {function, kTileThreads, sizeof(TileShared)};
 }
 
+template <class Format, tfpar::Rounding kRounding, typename Source>
+Kernel<EncodeParams<Source>> EncodeKernelFor(const tfpar_codec& codec) {
+  if constexpr (std::is_same<Format, TopK>::value) {
+    const bool sums = std::is_same<Source, Peers>::value;  // up to as many in shared memory as a block has elements
+    const size_t sum_bytes = sums ? sizeof(float) * static_cast<size_t>(codec.block) : 0;
+    return {TopkEncodeKernel<Source>, TopkThreads(codec.block), std::max(sizeof(TopkShared), sum_bytes)};
+  } else {
+    if constexpr (kRounding == tfpar::Rounding::STOCHASTIC) {
+      if (codec.stochastic != 0) return Tiled(EncodeKernel<Format, true, Source>);
+    }
+    return Tiled(EncodeKernel<Format, false, Source>);
+  }
+}
+
 template <typename Source>
 Kernel<EncodeParams<Source>> EncodeKernelOf(const tfpar_codec& codec) {
-  const bool stochastic = codec.stochastic != 0;
-  switch (tfpar::FormatNumber(codec)) {
-    case kBf16:
-      return Tiled(EncodeKernel<kBf16, false, Source>);
-    case kHalf:
-      return Tiled(EncodeKernel<kHalf, false, Source>);
-    case kFp8:
-      return Tiled(EncodeKernel<kFp8, false, Source>);
-    case kInt8:
-      return Tiled(stochastic ? EncodeKernel<kInt8, true, Source> : EncodeKernel<kInt8, false, Source>);
-    case kInt4:
-      return Tiled(stochastic ? EncodeKernel<kInt4, true, Source> : EncodeKernel<kInt4, false, Source>);
-    case kInt2:
-      return Tiled(stochastic ? EncodeKernel<kInt2, true, Source> : EncodeKernel<kInt2, false, Source>);
-    case kSign:
-      return Tiled(EncodeKernel<kSign, false, Source>);
-    default: {
-      const bool sums = std::is_same<Source, Peers>::value;  // up to as many in shared memory as a block has elements
-      const size_t sum_bytes = sums ? sizeof(float) * static_cast<size_t>(codec.block) : 0;
-      return {TopkEncodeKernel<Source>, TopkThreads(codec.block), std::max(sizeof(TopkShared), sum_bytes)};
-    }
+  switch (codec.kind) {
+#define TFPAR_FORMAT_CASE(ID, name, number, code_bits, codes, scale, smallest_block, largest_block, rounding, Kernel) \
+  case TFPAR_##ID:                                                                                                    \
+    return EncodeKernelFor<Kernel, tfpar::Rounding::rounding, Source>(codec);
+    TFPAR_FORMATS(TFPAR_FORMAT_CASE)
+#undef TFPAR_FORMAT_CASE
+    default:
+      return {};  // CheckRange has refused it
   }
 }
 

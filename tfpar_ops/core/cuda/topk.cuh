@@ -7,8 +7,8 @@
 
 #include "arithmetic.cuh"
 #include "payload.cuh"
-#include "tile.cuh"
-#include "tiled.cuh"
+#include "tile_kernels.cuh"
+#include "tile_layout.cuh"
 #include "vector.cuh"
 
 namespace tfpar_cuda {
@@ -34,6 +34,9 @@ struct TopkShared {
 constexpr uint32_t kNoBin = 0xFFFFFFFFu;
 
 __device__ inline TopkShared& SharedOfTopk() { return *reinterpret_cast<TopkShared*>(tfpar_shared_memory); }
+
+// The type of the format, whose kernels are not those of tile_kernels.cuh.
+struct TopK {};
 
 typedef float TopkTile[kTopkQuads][4];
 

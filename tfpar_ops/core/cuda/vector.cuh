@@ -74,7 +74,7 @@ __device__ inline void StoreWhole(float* base, const Quads& quads, const float (
   if (IsAligned(base + quads.first)) {
 #pragma unroll
     for (int k = 0; k < kQuads; ++k) {
-      // An intrinsic, as nvcc 13.0 takes plain stores of a float4 apart here. Streaming: nobody reads it soon.
+      // An intrinsic, as nvcc 13.0 takes plain stores of a float4 apart here. Streaming: it is not read again soon.
       __stcs(reinterpret_cast<float4*>(base + quads.first + k * quads.stride),
              make_float4(v[k][0], v[k][1], v[k][2], v[k][3]));
     }

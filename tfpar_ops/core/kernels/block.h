@@ -47,7 +47,7 @@ void Fill(float value, int64_t count, float* to) {
   for (int64_t i = 0; i < count; ++i) to[i] = value;
 }
 
-// Finds the part of a vector that holds an element. Blocks are visited in order, so it is mostly the part of before.
+// Finds the part of a vector that holds an element. Blocks are visited in order, so it is mostly the same part as last time.
 class Parts {
  public:
   Parts(const int64_t* offset, int64_t parts) : offset_(offset), parts_(parts) {}
@@ -203,7 +203,7 @@ TFPAR_INLINE float ReadScale(const uint8_t* from, int scale_bits) {
   return Float((bits & ~kSignBit) < kSmallestNormal ? 0u : bits);
 }
 
-// Vectors of more bytes than this are written past the caches: they would not stay there until somebody reads them, and
+// Vectors of more bytes than this are written past the caches: they would not stay there until they are read, and
 // fetching the old content costs as much as writing the new one.
 constexpr int64_t kStreamBytes = 8 << 20;
 

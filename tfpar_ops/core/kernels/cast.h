@@ -48,7 +48,7 @@ struct Fp16 {
     return Float(Bits(finite) | special | ((code & 0x8000u) << 16));
   }
 
-  // The processor's conversions heed neither the mode for denormals nor, so told, that for rounding.
+  // The processor's conversions ignore the mode for denormals and, with this argument, the one for rounding.
   template <bool kStream>
   static TFPAR_INLINE L::F EncodeLanes(L::F v, uint8_t* code) {
 #if defined(__AVX512F__)

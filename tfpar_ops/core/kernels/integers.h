@@ -1,7 +1,8 @@
 // Symmetric integers of 8, 4 and 2 bits with a scale per block, nearest or stochastic.
 
-template <int kBits, bool kStochastic>
-struct Quantize {
+template <int kBits, bool kStochastic = false>
+struct Integers {
+  typedef Integers<kBits, true> Stochastic;
   static constexpr int kLargest = 4096;
   static constexpr int kDepth = 2;
   static constexpr int kPlanes = 8 / kBits;

@@ -1,29 +1,25 @@
 // The functions of the table: find each block, hand it to its codec, put the result where it belongs.
 
+// Calls action with an object of the type that does the codec's rounding.
+template <class Kernel, Rounding kRounding, class Action>
+TFPAR_INLINE int WithKernel(const tfpar_codec& codec, const Action& action) {
+  if constexpr (kRounding == Rounding::STOCHASTIC) {
+    if (codec.stochastic) return action(typename Kernel::Stochastic());
+  }
+  return action(Kernel());
+}
+
 // Calls action with an object of the codec's type.
 template <class Action>
 TFPAR_INLINE int WithCodec(const tfpar_codec& codec, const Action& action) {
   switch (codec.kind) {
-    case TFPAR_BF16:
-      return action(Cast<Bf16>());
-    case TFPAR_FP16:
-      return action(Cast<Fp16>());
-    case TFPAR_FP8:
-      return action(Fp8());
-    case TFPAR_SIGN:
-      return action(Sign());
-    case TFPAR_TOPK:
-      return action(TopK());
+#define TFPAR_FORMAT_CASE(ID, name, number, code_bits, codes, scale, smallest_block, largest_block, rounding, Kernel) \
+  case TFPAR_##ID:                                                                                                    \
+    return WithKernel<Kernel, Rounding::rounding>(codec, action);
+    TFPAR_FORMATS(TFPAR_FORMAT_CASE)
+#undef TFPAR_FORMAT_CASE
     default:
-      break;
-  }
-  switch (codec.bits) {
-    case 8:
-      return codec.stochastic ? action(Quantize<8, true>()) : action(Quantize<8, false>());
-    case 4:
-      return codec.stochastic ? action(Quantize<4, true>()) : action(Quantize<4, false>());
-    default:
-      return codec.stochastic ? action(Quantize<2, true>()) : action(Quantize<2, false>());
+      return 1;  // no valid codec
   }
 }
 

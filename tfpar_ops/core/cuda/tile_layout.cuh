@@ -3,8 +3,8 @@
 // A tile is one codec block of 4096 elements, or 64 of 64. The threads of a codec block are its group, block / 32
 // neighbours. Thread `lane` of the group holds a quad at 4 * lane in every eighth of the block. Such quads fill whole
 // words of codes of any width (FORMAT.md, "Planes"), and all eight numbers of a Philox call belong to one thread.
-#ifndef TFPAR_OPS_CORE_CUDA_TILE_CUH_
-#define TFPAR_OPS_CORE_CUDA_TILE_CUH_
+#ifndef TFPAR_OPS_CORE_CUDA_TILE_LAYOUT_CUH_
+#define TFPAR_OPS_CORE_CUDA_TILE_LAYOUT_CUH_
 
 #include <cuda_runtime.h>
 #include <stdint.h>
@@ -159,4 +159,4 @@ __device__ inline void WriteSums(double first, double second, double (*shared)[2
 
 }  // namespace tfpar_cuda
 
-#endif  // TFPAR_OPS_CORE_CUDA_TILE_CUH_
+#endif  // TFPAR_OPS_CORE_CUDA_TILE_LAYOUT_CUH_

@@ -21,17 +21,15 @@ namespace tfpar {
 namespace TFPAR_ISA {
 namespace {
 
-#include "arith.h"
+#include "arithmetic.h"
 // clang-format off: each needs those before it
 #include "lanes.h"
 #include "block.h"
-#include "cast.h"
-#include "fp8.h"
 #include "philox.h"
-#include "quantize.h"
-#include "sign.h"
-#include "topk.h"
-#include "drive.h"
+#define TFPAR_QUOTE(path) #path
+#define TFPAR_FORMAT_FILE(name) TFPAR_QUOTE(kernels/name.h)
+#include "../formats.h"
+#include "dispatch.h"
 // clang-format on
 
 }  // namespace

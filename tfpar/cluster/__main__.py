@@ -1,0 +1,27 @@
+"""`python -m tfpar.cluster`: prints the cluster that this process finds in its environment, as others see it."""
+
+from __future__ import annotations
+
+import sys
+
+from tfpar.cluster.info import current
+from tfpar.config import ConfigError
+from tfpar.process.exit_codes import USAGE_ERROR
+
+
+def main() -> int:
+    """Prints this process's place and the address of every task; returns the exit code."""
+    try:
+        info = current()
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    print(info.describe())
+    for place, address in enumerate(info.server_addresses):
+        marker = "  (this process)" if address == info.address else ""
+        print(f"  {info.server_name(place)}  {address}{marker}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,396 @@
+"""The sections of an experiment's configuration, one frozen dataclass each: model, input, strategy and so on.
+
+Every field carries its help text, its choices, its bounds, whether it may change when a run is resumed and whether
+workers may be given different values. The absl flags (`tfpar.config.flags`), the `--help` page, `docs/flags.md`, the
+validation and the record in TensorBoard all derive from it. Building a dataclass validates it; an invalid value raises
+`ConfigError` before anything is started or written.
+
+This module imports neither TensorFlow nor Keras: reading a configuration costs nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from tfpar.config.errors import ConfigError
+from tfpar.config.fields import ConfigBase, option, parse_arguments
+
+STRATEGIES = ("auto", "one_device", "mirrored", "multi_worker", "parameter_server", "tpu")
+# Stands for a name where a program passed its own model, optimizer or data set.
+CUSTOM = "custom"
+PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig(ConfigBase):
+    """Which model to build."""
+
+    model: str = option("convnet", "Name of the model to build, e.g. mlp, convnet, resnet18, vit, transformer_lm_tiny.")
+    model_args: str = option("", "Keyword arguments for the model builder, e.g. 'activation=gelu,dropout=0.1'.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.arguments()
+
+    def arguments(self) -> dict[str, Any]:
+        """`model_args` as keyword arguments."""
+        return parse_arguments("--model_args", self.model_args, example="width=64,activation=gelu")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InputConfig(ConfigBase):
+    """Where examples come from and how they are batched."""
+
+    dataset: str = option(
+        "digits",
+        "digits | tfds:NAME | text[:PATH] | images:DIR | tfrecord:GLOB | synthetic:SHAPE. 'text' without a path "
+        "reads the sources of the installed Python standard library.",
+        per_host=True,  # it may be a path; workers compare fingerprints of the data instead
+    )
+    data_dir: str = option(
+        "",
+        "Directory of the data sets. Empty: TFDS' default, $TFDS_DATA_DIR or ~/tensorflow_datasets.",
+        may_change_on_resume=True,
+        per_host=True,
+    )
+    global_batch_size: int = option(64, "Examples per step, over all replicas and micro-batches.", minimum=1)
+    shard_by: str = option(
+        "example",
+        "How examples are divided among workers: 'example' shuffles all examples globally; 'file' gives each worker "
+        "whole files (fewer open files on network storage, but the order depends on the number of workers).",
+        choices=("example", "file"),
+    )
+    remainder: str = option(
+        "pad",
+        "What to do with the partial batch at the end of an epoch: 'pad' trains on it, weighted by its examples; "
+        "'drop' leaves it out.",
+        choices=("pad", "drop"),
+    )
+    uneven_batches: bool = option(
+        False,
+        "Allow a global batch that is not divisible by replicas x accumulate_steps. Smaller shares are padded: the "
+        "weighting stays exact, but some computation is wasted.",
+        may_change_on_resume=True,
+    )
+    shuffle: bool = option(True, "Reshuffle the training examples every epoch; the order depends only on --seed.")
+    sequence_length: int = option(128, "Tokens per example, for text.", minimum=1)
+    validation_fraction: float = option(
+        0.1,
+        "Fraction of the examples held out for validation, where a source has no validation split.",
+        minimum=0.0,
+        maximum=0.9,
+    )
+    image_size: int = option(32, "Height and width, in pixels, to which images:DIR is resized.", minimum=1)
+    augment: str = option(
+        "none", "Augmentation layers, e.g. 'crop:2,flip' or 'shift:1'. They run on the device, as part of the step."
+    )
+    cache: str = option(
+        "auto",
+        "'memory' decodes every example once and keeps it, 'none' decodes every epoch, 'auto' keeps what fits in "
+        "1 GiB.",
+        choices=("auto", "memory", "none"),
+        may_change_on_resume=True,
+        per_host=True,
+    )
+    on_bad_record: str = option(
+        "fail",
+        "What to do with an unusable example (damaged record, image that cannot be decoded, label out of range, NaN): "
+        "'fail' ends the run and names the example; 'skip' gives it weight 0 and counts it.",
+        choices=("fail", "skip"),
+        may_change_on_resume=True,
+    )
+    prefetch: int = option(
+        4, "Batches prepared in advance, per replica.", minimum=0, may_change_on_resume=True, per_host=True
+    )
+    input_threads: int = option(
+        0,
+        "Parallel calls in the input pipeline. 0: tuned by tf.data.",
+        minimum=0,
+        may_change_on_resume=True,
+        per_host=True,
+    )
+    data_service: str = option(
+        "",
+        "Address of a tf.data service dispatcher, e.g. grpc://host:5050. Empty: every worker reads its own examples.",
+        may_change_on_resume=True,
+        per_host=True,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StrategyConfig(ConfigBase):
+    """Where the computation runs."""
+
+    strategy: str = option(
+        "auto",
+        "How replicas are laid out. 'auto' uses a TPU if there is one, else the cluster in TF_CONFIG, else all GPUs, "
+        "else the CPU.",
+        choices=STRATEGIES,
+        may_change_on_resume=True,
+        per_host=True,
+    )
+    devices: int = option(
+        0,
+        "Devices (replicas) per worker. 0: all GPUs, or one CPU device. Without GPUs, N splits the CPU into N logical "
+        "devices.",
+        minimum=0,
+        may_change_on_resume=True,
+        per_host=True,
+    )
+    tpu: str = option(
+        "",
+        "Name or address of the TPU. Empty: taken from the environment; 'local' on a TPU VM.",
+        may_change_on_resume=True,
+        per_host=True,
+    )
+    peer_timeout: float = option(
+        30.0,
+        "Seconds after which a worker or parameter server that does not answer counts as lost; all other workers (with "
+        "parameter_server, the chief) then end with an error that names it. Slow workers (compiling, evaluating) still "
+        "answer.",
+        minimum=8.0,
+        may_change_on_resume=True,
+        per_host=True,
+    )
+    start_timeout: float = option(
+        600.0,
+        "Seconds that workers and parameter servers wait for each other at the start.",
+        minimum=1.0,
+        may_change_on_resume=True,
+        per_host=True,
+    )
+    stall_timeout: float = option(
+        1800.0,
+        "Seconds in which a worker must make progress. A worker that does not, because of a deadlock for example, "
+        "prints where it hangs and exits. The first step, an evaluation and a checkpoint may each take 5 times as "
+        "long. 0: no limit.",
+        minimum=0.0,
+        maximum=1e7,
+        may_change_on_resume=True,
+        per_host=True,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExchangeConfig(ConfigBase):
+    """How gradients travel between replicas."""
+
+    exchange: str = option(
+        "none",
+        "How gradients travel between workers: none (dense float32 all-reduce), bf16, fp16, fp8, int8, int4, int2, "
+        "sign, topk:SHARE, powersgd:RANK, or auto, which measures links and codecs at the start. Options follow a "
+        "colon, as in 'int4:block=512,rounding=stochastic,pattern=ring'; docs/exchange.md lists them.",
+        may_change_on_resume=True,
+    )
+    exchange_retune_every: int = option(
+        0,
+        "With --exchange=auto: steps after which links and codecs are measured again. 0: never.",
+        minimum=0,
+        may_change_on_resume=True,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrecisionConfig(ConfigBase):
+    """Which number formats are used in the computation."""
+
+    precision: str = option("float32", "Keras dtype policy of the model.", choices=PRECISIONS)
+    tf32: bool = option(
+        True,
+        "Let NVIDIA GPUs use TensorFloat-32 (10-bit mantissa) in float32 matrix products.",
+        may_change_on_resume=True,
+    )
+    initial_loss_scale: float = option(2.0**15, "Initial dynamic loss scale, for mixed_float16 only.", minimum=1.0)
+    loss_scale_growth_steps: int = option(
+        2000, "Consecutive finite steps after which the loss scale doubles.", minimum=1
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerConfig(ConfigBase):
+    """How weights are updated."""
+
+    optimizer: str = option("adamw", "sgd | adam | adamw | lamb | lars | lion | muon.")
+    optimizer_args: str = option("", "Keyword arguments for the optimizer, e.g. 'beta_2=0.95,nesterov=true'.")
+    learning_rate: float = option(
+        1e-3, "Peak learning rate; if --base_batch_size is set, for a batch of that size.", minimum=0.0
+    )
+    base_batch_size: int = option(
+        0,
+        "Linear scaling (Goyal et al. 2017): multiplies the learning rate by global_batch_size / base_batch_size. "
+        "0: off.",
+        minimum=0,
+    )
+    weight_decay: float = option(0.0, "Decoupled weight decay.", minimum=0.0)
+    weight_decay_exclude: str = option(
+        "bias,norm,bn,embedding",
+        "Comma-separated strings; variables with one of them in their path are not decayed.",
+    )
+    clip_norm: float = option(
+        0.0,
+        "Clip the reduced gradient to this global L2 norm (Pascanu et al. 2013). 0: off.",
+        minimum=0.0,
+    )
+    ema: float = option(
+        0.0,
+        "Momentum of an exponential moving average of the weights, which evaluation then uses. 0: off.",
+        minimum=0.0,
+        maximum=0.999999,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.arguments()
+
+    def arguments(self) -> dict[str, Any]:
+        """`optimizer_args` as keyword arguments."""
+        return parse_arguments("--optimizer_args", self.optimizer_args, example="beta_2=0.95,nesterov=true")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScheduleConfig(ConfigBase):
+    """How the learning rate changes."""
+
+    schedule: str = option("cosine", "constant | cosine | step | one_cycle | cyclic | plateau.")
+    schedule_args: str = option("", "Keyword arguments for the schedule, e.g. 'milestones=[0.5,0.75],factor=0.1'.")
+    warmup_steps: int = option(0, "Steps of linear warm-up before the schedule starts.", minimum=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.arguments()
+
+    def arguments(self) -> dict[str, Any]:
+        """`schedule_args` as keyword arguments."""
+        return parse_arguments("--schedule_args", self.schedule_args, example="milestones=[0.5,0.75],factor=0.1")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig(ConfigBase):
+    """How to train, and for how long."""
+
+    steps: int = option(0, "Steps to train for. 0: --epochs decides.", minimum=0, may_change_on_resume=True)
+    epochs: float = option(
+        0.0, "Passes over the training examples. 0: --steps decides.", minimum=0.0, may_change_on_resume=True
+    )
+    stop_after: int = option(
+        0,
+        "Save a checkpoint and stop after this many steps of this process; the next start resumes there. For queues "
+        "with a time limit. 0: off.",
+        minimum=0,
+        may_change_on_resume=True,
+    )
+    accumulate_steps: int = option(
+        1,
+        "Micro-batches per step; their gradients are summed locally in float32.",
+        minimum=1,
+        may_change_on_resume=True,
+    )
+    jit_compile: str = option(
+        "auto",
+        "Compile the forward and backward pass with XLA. 'auto' does, except for models that synchronise batch "
+        "statistics between replicas, and for convolutional models on CPUs, where XLA is slower. Without XLA a "
+        "compressed exchange overlaps the backward pass, which helps on slow links.",
+        choices=("auto", "true", "false"),
+        may_change_on_resume=True,
+    )
+    steps_per_loop: int = option(
+        0,
+        "Steps per call from Python. 0: enough to make the overhead of the call negligible.",
+        minimum=0,
+        may_change_on_resume=True,
+    )
+    eval_every: int = option(
+        0, "Steps between evaluations. 0: at the end of every epoch.", minimum=0, may_change_on_resume=True
+    )
+    seed: int = option(0, "Seed of initialisation, shuffling, augmentation and dropout.", minimum=0)
+    deterministic: bool = option(
+        False, "Use deterministic kernels only, so that a repeated run gives the same bits.", may_change_on_resume=True
+    )
+    max_bad_steps: int = option(
+        50,
+        "Consecutive steps that may be skipped because the loss or a gradient is not finite, or no example is usable. "
+        "More end the run, and the examples are named. 0: no limit.",
+        minimum=0,
+        may_change_on_resume=True,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.steps and self.epochs:
+            raise ConfigError(
+                f"--steps={self.steps} and --epochs={self.epochs} contradict each other: give one of them."
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointConfig(ConfigBase):
+    """Where a run is saved, and how it is resumed."""
+
+    workdir: str = option(
+        "",
+        "Directory of the run: checkpoints, TensorBoard events, summary.json, model.keras. A run that has a checkpoint "
+        "there is resumed.",
+        may_change_on_resume=True,
+        per_host=True,
+    )
+    checkpoint_every: int = option(
+        0,
+        "Steps between checkpoints. 0: at every evaluation and at the end.",
+        minimum=0,
+        may_change_on_resume=True,
+    )
+    keep_checkpoints: int = option(
+        3,
+        "How many of the newest checkpoints to keep, besides the best one.",
+        minimum=1,
+        may_change_on_resume=True,
+        per_host=True,
+    )
+    on_checkpoint_error: str = option(
+        "warn",
+        "What to do when a checkpoint cannot be written (full disk, read-only directory): 'warn' continues training "
+        "and reports it at the end; 'fail' ends the run. Older checkpoints are kept either way.",
+        choices=("warn", "fail"),
+        may_change_on_resume=True,
+        per_host=True,
+    )
+    warm_start: str = option(
+        "",
+        "Start from these weights: the workdir of another run, a checkpoint directory or a .keras file.",
+        may_change_on_resume=True,
+        per_host=True,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MonitorConfig(ConfigBase):
+    """What is shown and recorded during a run."""
+
+    log_every: int = option(
+        0, "Steps between TensorBoard points. 0: about every two seconds.", minimum=0, may_change_on_resume=True
+    )
+    profile_steps: str = option(
+        "", "First and last step to profile, e.g. '10,15'; shown in TensorBoard.", may_change_on_resume=True
+    )
+    verbose: bool = option(
+        False, "Show TensorFlow's start-up messages and the information log.", may_change_on_resume=True, per_host=True
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.profile_window()
+
+    def profile_window(self) -> tuple[int, int] | None:
+        """`profile_steps` as (first, last) step, or None if no profile was requested."""
+        if not self.profile_steps:
+            return None
+        try:
+            first, last = (int(part) for part in self.profile_steps.split(","))
+        except ValueError:
+            first, last = 0, -1
+        if not 0 <= first <= last:
+            raise ConfigError(
+                f"--profile_steps={self.profile_steps!r} is not a window of steps. Write e.g. --profile_steps=10,15."
+            )
+        return first, last

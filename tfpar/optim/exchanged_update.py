@@ -1,0 +1,105 @@
+"""Keras' optimizers that exchange gradients with other workers before they update: the heart of the drop-in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from tfpar.config import ConfigError
+from tfpar.optim import keras_internals
+from tfpar.optim.keras_internals import OptimizerView
+
+import keras
+import tensorflow as tf
+
+
+class GradientMean(Protocol):
+    """What an optimizer asks of the exchange."""
+
+    def mean(
+        self, gradients: Sequence[Any], variables: Sequence[Any], optimizer: keras.optimizers.Optimizer
+    ) -> list[Any]:
+        """The mean of the workers' gradients of these variables, the same bits on each worker."""
+
+
+def exchange_before_update(optimizer: keras.optimizers.Optimizer, exchange: GradientMean) -> None:
+    """Makes an optimizer apply the mean of all workers' gradients. It keeps its class for Keras and in saved models.
+
+    Args:
+      optimizer: Is changed.
+      exchange: What gives the means; `exchange_of(optimizer)` returns it.
+    """
+    scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    way = ExchangedLossScaleUpdate if scales else ExchangedUpdate
+    keras_internals.become(optimizer, way, _tfpar_exchange=exchange)
+
+
+def exchange_of(optimizer: keras.optimizers.Optimizer) -> Any:
+    """What `exchange_before_update` gave to an optimizer; None for any other."""
+    return getattr(optimizer, "_tfpar_exchange", None)
+
+
+class ExchangedUpdate(OptimizerView):
+    """What a distributed optimizer does differently from its own class, which comes next in the order of bases."""
+
+    _tfpar_exchange: GradientMean
+
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        """Exchanges gradients, then applies their means."""
+        variables = self._ready(trainable_variables)
+        if not self.gradient_accumulation_steps:
+            grads = self._tfpar_exchange.mean(grads, variables, self)
+        super().apply(grads, variables)
+
+    def _ready(self, trainable_variables: Sequence[Any] | None) -> list[Any]:
+        """The variables to update; builds the optimizer if it is not."""
+        if trainable_variables is None:
+            return keras_internals.trainable_variables(self)
+        if not self.built:
+            with keras.name_scope(self.name, caller=self):
+                self.build(list(trainable_variables))
+        return list(trainable_variables)
+
+    # Keras 3.15 accumulates in what `view_apply` stands for, and clips the accumulated mean where it updates: the one
+    # place between the two.
+
+    def view_apply(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+        """Notes the variables for `view_clip`."""
+        keras_internals.set_untracked(self, _tfpar_updating=list(variables))
+        super().view_apply(gradients, variables)
+
+    def view_clip(self, gradients: Sequence[Any]) -> Any:
+        """Exchanges what was accumulated, then clips the mean."""
+        if self.gradient_accumulation_steps:
+            gradients = self._tfpar_exchange.mean(gradients, self._tfpar_updating, self)
+        return super().view_clip(gradients)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # The constructor of a LossScaleOptimizer does this to the optimizer that it is given.
+        if name == "loss_scale_factor" and value is None:
+            raise ConfigError(
+                "mixed_float16 puts a LossScaleOptimizer around tfpar.DistributedOptimizer, and workers would skip "
+                "steps one by one. Write "
+                "tfpar.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer)): then it finds one there."
+            )
+        super().__setattr__(name, value)
+
+
+class ExchangedLossScaleUpdate(ExchangedUpdate):
+    """The same for a LossScaleOptimizer, which decides from the means whether to skip: all workers alike."""
+
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        """Exchanges unscaled gradients, so that residuals do not depend on the loss scale."""
+        variables = self._ready(trainable_variables)
+        scale = tf.convert_to_tensor(self.dynamic_scale)
+        grads = [None if gradient is None else _unscaled(gradient, scale) for gradient in grads]
+        means = self._tfpar_exchange.mean(grads, variables, self)
+        # Powers of two: scaling there and back does not round.
+        super(ExchangedUpdate, self).apply([None if mean is None else mean * scale for mean in means], variables)
+
+
+def _unscaled(gradient: Any, scale: tf.Tensor) -> Any:
+    """A gradient, a tensor or rows, divided by the loss scale."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(gradient.values / scale, gradient.indices, gradient.dense_shape)
+    return tf.convert_to_tensor(gradient) / scale

@@ -1,0 +1,122 @@
+"""One update of any Keras optimizer as a pure function of tensors.
+
+The training step compiles it with XLA and runs it on every replica, with no communication between replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tfpar.optim import keras_internals
+from tfpar.optim.keras_internals import OptimizerView
+from tfpar.optim.optimizers import check_optimizer
+
+import keras
+import tensorflow as tf
+
+
+def pure_apply(
+    optimizer: keras.optimizers.Optimizer,
+    optimizer_variables: Sequence[tf.Tensor],
+    params: Sequence[tf.Tensor],
+    gradients: Sequence[tf.Tensor | None],
+    learning_rate: tf.Tensor | None = None,
+) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+    """One optimizer update on tensors; no variable is read or assigned, nothing is communicated.
+
+    It is the optimizer's own update in every respect: clipping, weight decay, moments, EMA, constraints of the
+    variables, the count of iterations. It runs eagerly, in a graph, under XLA and in a replica context.
+
+    Args:
+      optimizer: A built optimizer that passes `optimizers.check`.
+      optimizer_variables: Values of `optimizer.variables`, in order.
+      params: Values of the trainable variables the optimizer was built with, in order.
+      gradients: Gradients of `params`; None (no path from the loss) leaves a parameter as it is.
+      learning_rate: float32 [] that takes the place of the optimizer's learning rate, in this update only.
+        None: the optimizer's own variable, or its own schedule at its count of iterations.
+
+    Returns:
+      The new values of `params` and of `optimizer_variables`, in the same order.
+
+    Raises:
+      ConfigError: An optimizer that does not pass `optimizers.check`.
+      ValueError: The optimizer is not built, or a list does not fit it.
+    """
+    if not optimizer.built:
+        raise ValueError(
+            f"{optimizer.name} has no variables yet. Call optimizer.build(model.trainable_variables) before pure_apply."
+        )
+    trainable, variables = keras_internals.trainable_variables(optimizer), optimizer.variables
+    for name, given, known in (
+        ("optimizer_variables", optimizer_variables, variables),
+        ("params", params, trainable),
+        ("gradients", gradients, trainable),
+    ):
+        if len(given) != len(known):
+            raise ValueError(f"{name} holds {len(given)} tensors, but {optimizer.name} was built for {len(known)}.")
+    check_optimizer(optimizer)
+    # In the scope a variable's value is a tensor, which Keras can make no key from.
+    keys = {id(variable): keras_internals.variable_key(optimizer, variable) for variable in trainable}
+    view = keras_internals.view_of(optimizer, PureUpdate, learning_rate, _keys=keys)
+    mapping = [*zip(trainable, params, strict=True), *zip(variables, optimizer_variables, strict=True)]
+    # Gradients of embeddings are IndexedSlices; XLA and the rules below want them dense.
+    dense = [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
+    with keras.StatelessScope(state_mapping=mapping) as scope:
+        view.apply(dense)
+    return (
+        [scope.get_current_value(variable) for variable in trainable],
+        [scope.get_current_value(variable) for variable in variables],
+    )
+
+
+class PureUpdate(OptimizerView):
+    """Replaces what Keras' TensorFlow backend adds to an optimizer by plain tensor arithmetic.
+
+    Keras 3.15.1 refuses `stateless_apply` on TensorFlow: its `TFOptimizer` all-reduces gradients, enters
+    `merge_call`, and assigns `tf.Variable`s. The methods below put Keras variables in a `StatelessScope` back
+    in their place.
+    """
+
+    def assign(self, variable: keras.Variable, value: tf.Tensor) -> None:
+        """Within the scope."""
+        variable.assign(value)
+
+    def assign_add(self, variable: keras.Variable, value: tf.Tensor) -> None:
+        """Within the scope."""
+        variable.assign_add(value)
+
+    def assign_sub(self, variable: keras.Variable, value: tf.Tensor) -> None:
+        """Within the scope."""
+        variable.assign_sub(value)
+
+    def view_key(self, variable: keras.Variable) -> Any:
+        """The key that the optimizer has outside the scope."""
+        return self._keys[id(variable)]
+
+    def view_decay(self, variables: Sequence[keras.Variable]) -> None:
+        """Decoupled decay, `w -= rate x decay x w`."""
+        for variable in keras_internals.decayed(self, variables):
+            rate = tf.cast(self.learning_rate, variable.dtype)
+            variable.assign_sub(variable.value * tf.cast(self.weight_decay, variable.dtype) * rate)
+
+    def view_update(self, gradients: Sequence[tf.Tensor], variables: Sequence[keras.Variable], rate: Any) -> None:
+        """The optimizer's rule, variable by variable."""
+        for gradient, variable in zip(gradients, variables, strict=True):
+            self.update_step(gradient, variable, rate)
+
+    def view_apply(self, gradients: Sequence[tf.Tensor], variables: Sequence[keras.Variable]) -> None:
+        """What Keras does, without accumulation and without branches."""
+        gradients = keras_internals.clip(self, gradients)
+        keras_internals.apply_decay(self, variables)
+        keras_internals.update_all(self, gradients, variables, self.learning_rate)
+        if not self.use_ema:
+            return
+        keras_internals.move_averages(self)
+        if self.ema_overwrite_frequency:
+            # Keras assigns inside a cond, which would leak the branch's tensors into the scope.
+            overwrite = tf.equal((self.iterations + 1) % self.ema_overwrite_frequency, 0)
+            averages = keras_internals.moving_averages(self)
+            for variable, average in zip(keras_internals.trainable_variables(self), averages, strict=True):
+                if average is not None:
+                    variable.assign(tf.where(overwrite, average.value, variable.value))

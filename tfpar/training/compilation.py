@@ -1,0 +1,59 @@
+"""Which parts of a training step are XLA programs, decided from where the step runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class CompilationPlan:
+    """How one training step is cut into XLA programs. All false: TensorFlow runs it op by op.
+
+    Attributes:
+      single_xla_program: The whole step is one XLA program. It has no clock in it, and can hold no collective of
+        TensorFlow's runtime, so it is for a replica without peers, and for TPUs.
+      strategy_compiles: The strategy compiles what it runs (TPUStrategy); nothing is to be compiled here.
+      compiles_gradients: Loss, gradients and their sum over micro-batches are an XLA program.
+      compiles_update: New weights, optimizer state and model state are computed by an XLA program, from tensors.
+      updates_in_place: That program changes the variables too, which saves copies. For a process with one replica.
+      prefetches_in_loop: The loop fetches the batch of the next step beside a step, not in its own turn.
+    """
+
+    single_xla_program: bool
+    strategy_compiles: bool
+    compiles_gradients: bool
+    compiles_update: bool
+    updates_in_place: bool
+    prefetches_in_loop: bool
+
+
+def compilation_plan(
+    *, replicas: int, local_devices: Sequence[str], on_tpu: bool, jit_compile: bool
+) -> CompilationPlan:
+    """The plan for a strategy.
+
+    Args:
+      replicas: Replicas of all workers.
+      local_devices: Names of the devices that this process runs replicas on, one for each.
+      on_tpu: Whether the strategy is a TPUStrategy.
+      jit_compile: Whether forward, backward and update are to be compiled with XLA.
+    """
+    single_program = on_tpu or (jit_compile and replicas == 1)
+    # Where something is exchanged, which XLA cannot hold, a step is two programs around the exchange. They take
+    # tensors, so that all replicas of a process share one compilation; where a process has one replica, the second
+    # program changes the variables itself.
+    two_programs = jit_compile and not single_program
+    single_device = len(local_devices) == 1
+    # Iterations of a loop do not overlap in TensorFlow 2.21, which starts none before the previous one has run all that
+    # has effects: hence the prefetching. What a loop carries lies on one device, so that batches for several GPUs would
+    # be copied to the first of them: hence none there.
+    prefetches = not on_tpu and (single_device or all("CPU" in device for device in local_devices))
+    return CompilationPlan(
+        single_xla_program=single_program,
+        strategy_compiles=on_tpu,
+        compiles_gradients=two_programs,
+        compiles_update=two_programs,
+        updates_in_place=two_programs and single_device,
+        prefetches_in_loop=prefetches,
+    )

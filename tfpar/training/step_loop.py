@@ -1,0 +1,234 @@
+"""Any number of training steps in one call from Python, as a loop on the device.
+
+`run_steps` is the loop. It knows a step by what `Step` lists, and nothing of gradients, exchange or optimizer.
+Shapes: n is the number of steps of a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
+
+from tfpar.monitor import timings
+from tfpar.precision import LossScale
+from tfpar.training import sidecar
+from tfpar.training.compilation import CompilationPlan
+from tfpar.training.objective import Tensors
+from tfpar.training.sidecar import Sidecar
+
+import tensorflow as tf
+
+
+class Norms(NamedTuple):
+    """L2 norms over all trainable weights, float32 scalars; that of the gradient is taken before clipping."""
+
+    gradient: tf.Tensor
+    parameter: tf.Tensor
+    update: tf.Tensor
+
+
+class StepsResult(NamedTuple):
+    """What several steps report.
+
+    Attributes:
+      loss: Float32 `[n]`: mean loss over the examples of each step; NaN if it has none.
+      count: Float32 `[n]`: examples of each step.
+      finite: Bool `[n]`: whether the step was applied: all replicas were finite, and there were examples.
+      durations: Float64 `[n, 6]`, seconds: see `timings.COLUMNS`. All zero if the step is not timed.
+      metrics: Metric state summed over the steps.
+      norms: Norms at the last step.
+      learning_rate: Float32 scalar: of the last step.
+      loss_scale: The loss scale after the last step.
+    """
+
+    loss: tf.Tensor
+    count: tf.Tensor
+    finite: tf.Tensor
+    durations: tf.Tensor
+    metrics: Tensors
+    norms: Norms
+    learning_rate: tf.Tensor
+    loss_scale: LossScale
+
+
+class StepReport(NamedTuple):
+    """What one step reports, the same on every replica.
+
+    Attributes:
+      sums: Float32 `[1 + report_length]`: norm of the mean gradient, and the front of the summed sidecar.
+      loss_scale: The loss scale for the next step.
+      times: When the first gradient that leaves early, all gradients, exchange and update were done: float64 scalars,
+        seconds. Empty where a step has no clock.
+    """
+
+    sums: tf.Tensor
+    loss_scale: LossScale
+    times: tuple[tf.Tensor, ...]
+
+
+class Step(Protocol):
+    """What the loop asks of a training step."""
+
+    sidecar: Sidecar
+    plan: CompilationPlan
+
+    def run_on_replicas(
+        self, batch: Any, step: tf.Tensor, lr_multiplier: tf.Tensor, loss_scale: LossScale, is_last: tf.Tensor
+    ) -> StepReport:
+        """One step on every replica, with four times; the last of them is when the last replica is done."""
+
+    def weights_vector(self) -> tf.Tensor:
+        """A copy of all trainable weights as one float32 vector."""
+
+    def learning_rate(self, step: tf.Tensor, lr_multiplier: tf.Tensor) -> tf.Tensor:
+        """The learning rate of a step, float32 scalar."""
+
+    def local_tensors(self, batch: Any) -> Tensors:
+        """The tensors of a distributed batch on all devices of this process."""
+
+    def clock(self, after: list[Any]) -> tf.Tensor:
+        """Time in seconds, float64 scalar, once everything in `after` exists; 0 where the step is not timed."""
+
+
+class _LoopState(NamedTuple):
+    """What one step of the loop hands to the next; times in seconds.
+
+    Attributes:
+      batch: The batch of the next step; `()` where it is fetched in its own turn.
+      batch_ready: When that batch was there.
+      done: When the previous step was done. What depends on it runs after that step.
+      sums: `StepReport.sums` of the steps so far.
+      stamps: Times of the steps so far, five each: batch, and `StepReport.times`.
+      loss_scale: The loss scale of the next step.
+    """
+
+    batch: Any
+    batch_ready: tf.Tensor
+    done: tf.Tensor
+    sums: tf.TensorArray
+    stamps: tf.TensorArray
+    loss_scale: LossScale
+
+
+def run_steps(
+    step: Step,
+    iterator: Iterator[Any],
+    first_step: tf.Tensor,
+    steps: tf.Tensor,
+    loss_scale: LossScale,
+    lr_multiplier: tf.Tensor,
+) -> StepsResult:
+    """Runs `steps` training steps. To be called inside a `tf.function`.
+
+    Args:
+      step: The step.
+      iterator: Distributed iterator over elements `(x, y, weight)`, see `tfpar.inputs.Pipeline.dataset`.
+      first_step: Int64 scalar: number of the first step; seeds and schedule depend on it.
+      steps: Int32 scalar: steps to run, at least 1.
+      loss_scale: The loss scale to start with.
+      lr_multiplier: Float32 scalar that the scheduled learning rate is multiplied by.
+    """
+    prefetches = step.plan.prefetches_in_loop
+    began = step.clock([])
+
+    def body(index: tf.Tensor, state: _LoopState, is_last: tf.Tensor) -> _LoopState:
+        if prefetches:
+            batch, batch_ready = state.batch, state.batch_ready
+            next_batch = tf.cond(index + 1 < steps, lambda: next(iterator), lambda: batch)
+            next_batch_ready = step.clock(step.local_tensors(next_batch))
+        else:
+            batch, next_batch = next(iterator), ()
+            batch_ready = next_batch_ready = step.clock(step.local_tensors(batch))
+        with tf.control_dependencies([state.done]):
+            number = first_step + tf.cast(index, tf.int64)
+            report = step.run_on_replicas(batch, number, lr_multiplier, state.loss_scale, is_last)
+        return _LoopState(
+            next_batch,
+            next_batch_ready,
+            report.times[-1],
+            state.sums.write(index, report.sums),
+            state.stamps.write(index, tf.stack([batch_ready, *report.times])),
+            report.loss_scale,
+        )
+
+    batch = next(iterator) if prefetches else ()
+    start = _LoopState(
+        batch,
+        step.clock(step.local_tensors(batch)),
+        began,
+        tf.TensorArray(tf.float32, size=steps, element_shape=[1 + step.sidecar.report_length]),
+        tf.TensorArray(tf.float64, size=steps, element_shape=[5]),
+        loss_scale,
+    )
+    weights_before, state = while_in_two_parts(steps, body, step.weights_vector, start)
+    last_step = first_step + tf.cast(steps - 1, tf.int64)
+    return _result(step, state, began, weights_before, step.learning_rate(last_step, lr_multiplier))
+
+
+def _result(
+    step: Step, state: _LoopState, began: tf.Tensor, weights_before: tf.Tensor, learning_rate: tf.Tensor
+) -> StepsResult:
+    """What the steps report, from the state after the last of them."""
+    with tf.control_dependencies([state.done]):
+        # Outside XLA: inside, the old weights would have to be copied.
+        weights = step.weights_vector()
+        parameter_norm, update_norm = tf.norm(weights), tf.norm(weights - weights_before)
+    table = state.sums.stack()
+    gradient_norm, sums = table[:, 0], table[:, 1:]
+    count = sums[:, sidecar.COUNT]
+    return StepsResult(
+        loss=sums[:, sidecar.LOSS] / count,
+        count=count,
+        finite=tf.equal(sums[:, sidecar.NON_FINITE], 0.0) & (count > 0.0),
+        durations=timings.durations(began, state.stamps.stack()),
+        metrics=step.sidecar.metrics(sums),
+        norms=Norms(gradient_norm[-1], parameter_norm, update_norm),
+        learning_rate=learning_rate,
+        loss_scale=state.loss_scale,
+    )
+
+
+def while_in_two_parts(
+    turns: tf.Tensor,
+    body: Callable[[tf.Tensor, Any, tf.Tensor], Any],
+    snapshot: Callable[[], tf.Tensor],
+    start: Any,
+) -> tuple[tf.Tensor, Any]:
+    """Runs `body` `turns` times and takes a snapshot before the last turn.
+
+    Why not a plain loop of `turns - 1` followed by one more `body`: that would trace `body` twice, and the step of many
+    replicas takes seconds to trace. Why not a plain loop with a branch on the last turn: a snapshot of all weights in a
+    branch costs every turn, taken or not. So there is a loop over two parts, and in it a loop over the turns of the
+    part: the first part has all turns but the last and ends with the snapshot, the second has the last.
+
+    Args:
+      turns: Int32 scalar, at least 1.
+      body: `(index, state, is_last) -> state`: int32 scalar, loop state, bool scalar.
+      snapshot: Returns a float32 vector, computed from variables that `body` changes.
+      start: The state before the first turn: a NamedTuple with a tensor `done`, which exists once the previous turn has
+        had all its effects.
+
+    Returns:
+      The snapshot, and the state after the last turn.
+    """
+
+    def run_part(part: tf.Tensor, index: tf.Tensor, taken: tf.Tensor, state: Any) -> tuple[Any, ...]:
+        is_last = tf.equal(part, 1)
+        stop = tf.where(is_last, turns, turns - 1)
+        index, state = tf.while_loop(
+            lambda index, _: index < stop,
+            lambda index, state: (index + 1, body(index, state, is_last)),
+            (index, state),
+        )
+        # Reading a variable is in no order with the turns but the one that is asked for here: after the first part, and
+        # before the second.
+        with tf.control_dependencies([state.done]):
+            taken = tf.cond(is_last, lambda: taken, snapshot)
+        with tf.control_dependencies([taken]):
+            state = state._replace(done=tf.identity(state.done))
+        return part + 1, index, taken, state
+
+    first = (tf.constant(0), tf.constant(0), tf.zeros([0]), start)
+    shapes = (None, None, tf.TensorShape([None]), tf.nest.map_structure(lambda _: None, start))
+    *_, taken, state = tf.while_loop(lambda part, *_: part < 2, run_part, first, shape_invariants=shapes)
+    return taken, state

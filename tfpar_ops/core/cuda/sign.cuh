@@ -1,0 +1,53 @@
+// One bit for each element, and their mean magnitude as the scale of a block.
+#ifndef TFPAR_OPS_CORE_CUDA_SIGN_CUH_
+#define TFPAR_OPS_CORE_CUDA_SIGN_CUH_
+
+#include <cuda_runtime.h>
+#include <stdint.h>
+
+#include "codes.cuh"
+
+namespace tfpar_cuda {
+
+struct Sign {
+  static constexpr int kBits = 1;
+  static constexpr ScaleType kScale = ScaleType::FLOAT;
+  static constexpr bool kDenormals = false;
+
+  __device__ static float Decode(uint32_t code, uint32_t scale) {
+    const uint32_t sign = Float(scale) == 0.0f ? 0u : code << 31;
+    return Float(scale ^ sign);
+  }
+
+  template <bool kStochastic, typename Params>
+  __device__ static uint32_t Encode(const Params& params, const Place& place, Tile& v, uint32_t (&words)[kBits]) {
+    const float total = GroupSumOfMagnitudes(v, place);
+    const float existing = Existing(place, params.layout.log_block);
+    const bool finite = IsFinite(total);
+    const float mean = existing == 0.0f ? 0.0f : Multiply(total, __frcp_rn(existing));
+    const float scale = finite ? RoundScale(mean, params.layout.scale_bytes) : Nan();
+#pragma unroll
+    for (int k = 0; k < kTileQuads; ++k) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const bool negative = v[k][i] < 0.0f;
+        PutCode(negative ? 1u : 0u, k, i, words);
+        v[k][i] = Flush(Subtract(v[k][i], negative ? -scale : scale));
+      }
+    }
+    if (!finite) LoadArray(params.residual, place.span, place.quads, v);
+    return Bits(scale);
+  }
+
+ private:
+  // Elements of the codec block that exist, as a float32.
+  __device__ static float Existing(const Place& place, int log_block) {
+    const int64_t left = place.span.limit - (place.block << log_block);
+    const int64_t size = static_cast<int64_t>(1) << log_block;
+    return static_cast<float>(static_cast<int>(left < 0 ? 0 : left < size ? left : size));
+  }
+};
+
+}  // namespace tfpar_cuda
+
+#endif  // TFPAR_OPS_CORE_CUDA_SIGN_CUH_

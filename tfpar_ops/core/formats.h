@@ -1,0 +1,47 @@
+// The payload formats, one row each: the only list of them in C++. Names, numbers, lengths, checks, the choice of a kernel
+// on the CPU and on CUDA devices, and the attribute of the operations are made from it. tfpar_ops/formats.py is the list
+// of the Python side. FORMAT.md says what each format is, byte by byte.
+//
+//   X(ID, name, number, code_bits, codes, scale, smallest_block, largest_block, rounding, Kernel)
+//
+//   ID         TFPAR_ID is the number in C and C++
+//   name       in the operations, in messages and for users
+//   number     in the header of a payload; 1 to 127
+//   code_bits  of one code
+//   codes      how many a block has: EVERY element one, or KEPT, `keep` of them with their positions
+//   scale      of a block: NONE, BYTE, or FLOAT, which is bfloat16 or float32 as `scale_bits` says
+//   blocks     a power of two of elements, from smallest_block to largest_block
+//   rounding   NEAREST, or STOCHASTIC where the caller may choose that too
+//   Kernel     the type that encodes and decodes a block, of this name in kernels/*.h (CPU) and in cuda/*.cuh; the files
+//              are listed at the end
+#ifndef TFPAR_OPS_CORE_FORMATS_H_
+#define TFPAR_OPS_CORE_FORMATS_H_
+
+// clang-format off: a table
+#define TFPAR_FORMATS(X)                                                           \
+  X(BF16, "bf16", 1, 16, EVERY, NONE,  1024, 1024,  NEAREST,    Cast<Bf16>)        \
+  X(FP16, "fp16", 2, 16, EVERY, NONE,  1024, 1024,  NEAREST,    Cast<Fp16>)        \
+  X(FP8,  "fp8",  3, 8,  EVERY, BYTE,  64,   4096,  NEAREST,    Fp8)               \
+  X(INT8, "int8", 4, 8,  EVERY, FLOAT, 64,   4096,  STOCHASTIC, Integers<8>)       \
+  X(INT4, "int4", 5, 4,  EVERY, FLOAT, 64,   4096,  STOCHASTIC, Integers<4>)       \
+  X(INT2, "int2", 6, 2,  EVERY, FLOAT, 64,   4096,  STOCHASTIC, Integers<2>)       \
+  X(SIGN, "sign", 7, 1,  EVERY, FLOAT, 64,   4096,  NEAREST,    Sign)              \
+  X(TOPK, "topk", 8, 32, KEPT,  NONE,  64,   16384, NEAREST,    TopK)
+// clang-format on
+
+#define TFPAR_FORMAT_ENUMERATOR(ID, name, number, ...) TFPAR_##ID = number,
+enum tfpar_kind { TFPAR_FORMATS(TFPAR_FORMAT_ENUMERATOR) };
+#undef TFPAR_FORMAT_ENUMERATOR
+
+#endif  // TFPAR_OPS_CORE_FORMATS_H_
+
+// The files of the kernels, each once. Who wants them defines TFPAR_FORMAT_FILE(name), the path of a file from here, and
+// includes this header again.
+#ifdef TFPAR_FORMAT_FILE
+#include TFPAR_FORMAT_FILE(cast)
+#include TFPAR_FORMAT_FILE(fp8)
+#include TFPAR_FORMAT_FILE(integers)
+#include TFPAR_FORMAT_FILE(sign)
+#include TFPAR_FORMAT_FILE(topk)
+#undef TFPAR_FORMAT_FILE
+#endif
