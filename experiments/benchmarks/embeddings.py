@@ -1,8 +1,8 @@
-"""Bytes and time of the gradient of an embedding table: its rows, next to the table.
+"""Bytes and time of the gradient of an embedding: its rows, next to the dense tensor.
 
 python -m tfpar.launch --workers=2 -- experiments/benchmarks/embeddings.py --vocabulary=50000 --width=64 --tokens=512
 
-Tokens of a step are drawn by Zipf's law, as words are. Bytes are those of the formula and, beside them, what the
+Tokens of a step are drawn by Zipf's law, as words are. Bytes are those of the formula and, beside them, those that the
 loopback interface has counted, which is right where no other program uses it.
 """
 
@@ -23,22 +23,22 @@ import numpy as np
 import tensorflow as tf
 from absl import app, flags
 
-_VOCABULARY = flags.DEFINE_integer("vocabulary", 50_000, "Rows of the table.", lower_bound=2)
+_VOCABULARY = flags.DEFINE_integer("vocabulary", 50_000, "Rows of the embedding.", lower_bound=2)
 _WIDTH = flags.DEFINE_integer("width", 64, "Elements of a row.", lower_bound=1)
 _TOKENS = flags.DEFINE_integer("tokens", 512, "Tokens of a worker in a step.", lower_bound=1)
-_EXCHANGES = flags.DEFINE_list("exchanges", ["none", "bf16", "int8", "int4"], "What to compare.")
+_EXCHANGES = flags.DEFINE_list("exchanges", ["none", "bf16", "int8", "int4"], "Exchanges to compare.")
 _STEPS = flags.DEFINE_integer("steps", 20, "Steps that are counted.", lower_bound=1)
 
 
 def loopback_bytes() -> int:
-    """Bytes that have gone through the loopback interface since the start of the machine."""
+    """Bytes that the loopback interface has carried since the machine started."""
     lines = pathlib.Path("/proc/net/dev").read_text().splitlines()
     (counts,) = [line.split(":")[1].split() for line in lines if line.strip().startswith("lo:")]
     return int(counts[8])
 
 
 def timed(call: Callable[[int], object], steps: int) -> tuple[float, int]:
-    """Median of the seconds of a call, and what went through the interface in all calls together."""
+    """Median of the seconds of a call, and the bytes that went through the interface in all calls."""
     call(0)
     before, seconds = loopback_bytes(), []
     for step in range(1, steps + 1):
@@ -49,7 +49,7 @@ def timed(call: Callable[[int], object], steps: int) -> tuple[float, int]:
 
 
 def exchanging(spec: str, runtime: tfpar.Runtime, sparse: list[int]) -> tuple[tfpar.Exchange, Callable[[int], object]]:
-    """An exchange of the table's gradient, and a call that carries out one step of it."""
+    """An exchange of the embedding's gradient, and a function that carries out one step of it."""
     shape = [_VOCABULARY.value, _WIDTH.value]
     exchange = tfpar.Exchange(spec)
     exchange.build([tf.TensorSpec(shape)], strategy=runtime.strategy, sparse=sparse)

@@ -1,23 +1,23 @@
 """What a gradient exchange costs over links of a given rate: TensorFlow's ring, tfpar's exchanges, PyTorch's.
 
 Every host is a network namespace on this machine with a link shaped by tc, so it needs root, and `ip` and `tc`. The
-hosts share the processors: with many of them, or fast links, it is those that the time goes to.
+hosts share the processors: with many hosts, or fast links, the processors take most of the time.
 
   sudo .venv/bin/python experiments/benchmarks/exchange.py --hosts=4 --links=1gbit,none --exchanges="ring none int4"
 
-Exchanges, divided by blanks:
+Exchanges, separated by spaces:
 
-- `ring`: TensorFlow's ring (`CollectiveReduceV2`) over buffers of 32 MiB; what others are compared with.
-  `ring_buffer`: the same over a single buffer that is there already.
+- `ring`: TensorFlow's ring (`CollectiveReduceV2`) over buffers of 32 MiB, with which the others are compared.
+  `ring_buffer`: the same over a single buffer that exists already.
 - any `--exchange` of tfpar: `none`, `int4`, `int4:pattern=ring`, `topk:0.01`, ..., timed as training does it: gradients
   in tensors, `Exchange.reduce_sums` with a sidecar in a `tf.function` under the strategy.
-- with PyTorch, in this Python or that of --torch_python: `gloo`, its all_reduce on a single buffer that is there
+- with PyTorch, in this Python or that of --torch_python: `gloo`, its all_reduce on a single buffer that exists
   already; `ddp`, `ddp:fp16`, `ddp:powersgd:4`, the buckets of DistributedDataParallel without a hook, and with one.
 
-A time is that of the slowest worker, the median over calls back to back. Bytes are what the interface of the host that
-sends most counted for a call, beside the formula. The limit is the time that the formula's bytes take on the link.
+A time is that of the slowest worker, the median over calls back to back. Bytes are counted by the interface of the host
+that sends most, beside those of the formula. The limit is the time that the formula's bytes take on the link.
 
-With --output=FILE, results are written there after each measurement; with --resume too, what it has is kept.
+With --output=FILE, results are written there after each measurement; --resume keeps those that it has.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ GRADIENTS = flags.DEFINE_list("models", ["resnet50", "gpt2"], f"Shapes of the gr
 EXCHANGES = flags.DEFINE_string(
     "exchanges",
     " ".join([RING, "ring_buffer", "none", *CODECS, "auto", *TORCH]),
-    "Divided by blanks; see above.",
+    "Separated by spaces; see above.",
 )
 WITH_PATTERNS = flags.DEFINE_boolean("patterns", False, f"Also {' '.join(PATTERNS)}.")
 REPEATS = flags.DEFINE_integer("repeats", 20, "Calls of which the median counts, at most.", lower_bound=1)
@@ -94,10 +94,10 @@ class Measured:
     """A result.
 
     Attributes:
-      seconds: Of each call, of the slowest worker.
-      sent: Bytes that an interface has sent in a call, of the host that sends most.
-      formula: Bytes it should send; None where we have no formula.
-      payload: Bytes of what one worker has to tell.
+      seconds: Seconds of each call, of the slowest worker.
+      sent: Bytes that the interface of the host that sends most has sent in a call.
+      formula: Bytes it should send; None where there is no formula.
+      payload: Bytes that one worker encodes.
       predicted_ms: By the cost model of tfpar; None where it has nothing to say.
       beyond_ms: The same for the numbers of hosts in --beyond.
       about: The exchange in words.
@@ -277,11 +277,11 @@ def _note(results: Results, cell: Cell, result: Measured) -> None:
     if OUTPUT.value:
         results.write(Path(OUTPUT.value))
     model, hosts, link, exchange = cell
-    said = f"{result.ms:.1f} ms ({len(result.seconds)} calls)" if result.seconds else f"failed: {result.error}"
+    text = f"{result.ms:.1f} ms ({len(result.seconds)} calls)" if result.seconds else f"failed: {result.error}"
     ring = results.cells.get((model, hosts, link, RING))
     if ring and ring.seconds and result.seconds and exchange != RING:
-        said += f", the ring's time / {ring.ms / result.ms:.2f}"
-    progress(f"{model}, {hosts} hosts, link {link}, {exchange}: {said}")
+        text += f", the ring's time / {ring.ms / result.ms:.2f}"
+    progress(f"{model}, {hosts} hosts, link {link}, {exchange}: {text}")
 
 
 def report(results: Results, cells: Sequence[Cell]) -> str:
@@ -306,15 +306,15 @@ def report(results: Results, cells: Sequence[Cell]) -> str:
 
 
 def predictions(cells: Sequence[Cell], results: Results) -> list[str]:
-    """What the cost model says of more hosts than fit on a machine; each with processors of its own."""
+    """What the cost model predicts for more hosts than fit on one machine, each with its own processors."""
     links = list(dict.fromkeys(cell[2] for cell in cells))
     rows = []
     for link in links:
         for exchange in dict.fromkeys(cell[3] for cell in cells):
             found = [results.cells[cell] for cell in cells if cell[2:] == (link, exchange) and cell in results.cells]
-            said = next((result.beyond_ms for result in found if any(result.beyond_ms)), None)
-            if said:
-                rows.append(f"| {link} | {exchange} | {' | '.join(f'{ms:.0f}' if ms else '' for ms in said)} |")
+            predicted = next((result.beyond_ms for result in found if any(result.beyond_ms)), None)
+            if predicted:
+                rows.append(f"| {link} | {exchange} | {' | '.join(f'{ms:.0f}' if ms else '' for ms in predicted)} |")
     if not rows:
         return []
     head = f"| link | exchange | {' | '.join(f'{int(hosts):,} hosts' for hosts in BEYOND.value)} |"

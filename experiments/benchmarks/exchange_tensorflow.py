@@ -40,9 +40,9 @@ class Worker:
 
     def __init__(self) -> None:
         config = ExperimentConfig.from_flat_dict({"strategy": "multi_worker"})
-        self._layout = strategies.build(choose_topology(config.strategy, tfpar.cluster.detect()))
-        plan = self._layout.topology
-        self._group = world_group(plan.workers, plan.worker)
+        self._runtime = strategies.build(choose_topology(config.strategy, tfpar.cluster.detect()))
+        topology = self._runtime.topology
+        self._group = world_group(topology.workers, topology.worker)
         self._gradients: list[tf.Tensor] = []
         self._call: Call = lambda: tf.zeros([])
         [key] = allocate_instance_keys(1)
@@ -61,9 +61,9 @@ class Worker:
         return {"machine": describe_machine()}
 
     def _build(self, exchange: str, bits_per_second: float | None, beyond: Sequence[int] = ()) -> dict[str, Any]:
-        """Makes an exchange and calls it until it has settled; `beyond` are numbers of hosts to predict it for."""
+        """Builds an exchange and calls it until it has settled; predicts its time for `beyond` workers."""
         self._call = lambda: tf.zeros([])
-        gc.collect()  # residuals of the one before
+        gc.collect()  # residuals of the previous exchange
         sizes = [int(np.prod(gradient.shape)) for gradient in self._gradients]
         dense = 4 * sum(sizes)
         sent = 2 * (self._group.size - 1) * dense // self._group.size
@@ -75,7 +75,7 @@ class Worker:
         else:
             self._call, about = self._tfpar(exchange)
             reply |= about | {"predicted_ms": predicted_ms(exchange, sum(sizes), self._group.size, bits_per_second)}
-            reply["beyond_ms"] = [predicted_ms(exchange, sum(sizes), hosts, bits_per_second) for hosts in beyond]
+            reply["beyond_ms"] = [predicted_ms(exchange, sum(sizes), count, bits_per_second) for count in beyond]
         for _ in range(_WARM_UP):
             self._call()
         return reply
@@ -88,13 +88,13 @@ class Worker:
             began = time.perf_counter()
             self._call().numpy()
             seconds.append(time.perf_counter() - began)
-        self._barrier()  # what others have not yet fetched from this host is part of it
+        self._barrier()  # bytes that others have not yet fetched from this worker count, too
         sent = int(netns.counter("tx_bytes").read_text()) - before
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
         return {"seconds": seconds, "sent": sent / times, "peak_memory": peak}
 
     def _tfpar(self, spec: str) -> tuple[Call, dict[str, Any]]:
-        exchange, strategy, hosts = tfpar.Exchange(spec), self._layout.strategy, self._group.size
+        exchange, strategy, workers = tfpar.Exchange(spec), self._runtime.strategy, self._group.size
         exchange.build([tf.TensorSpec(gradient.shape) for gradient in self._gradients], strategy=strategy)
 
         @tf.function
@@ -105,18 +105,18 @@ class Worker:
 
             return strategy.run(replica_step)
 
-        # The first scalar says that all is finite: else nothing would be exchanged.
+        # The first scalar means that all gradients are finite: else nothing would be exchanged.
         sidecar = tf.concat([[0.0], tf.ones([SIDECAR - 1])], axis=0)
 
         def call() -> tf.Tensor:
             total = strategy.experimental_local_results(step(self._gradients, sidecar))[0]
-            if total.numpy().tolist() != [0.0, *[float(hosts)] * (SIDECAR - 1)]:
-                raise AssertionError(f"the sidecar should be 0 and {hosts} and is {total.numpy()}")
+            if total.numpy().tolist() != [0.0, *[float(workers)] * (SIDECAR - 1)]:
+                raise AssertionError(f"the sidecar should be 0 and {workers}, but is {total.numpy()}")
             return total
 
-        traffic = exchange.traffic(hosts, SIDECAR)
-        told = "\n".join(filter(None, [exchange.describe(), exchange.plan_table]))
-        about = {"payload": traffic.payload_bytes, "formula": traffic.wire_bytes, "about": told}
+        traffic = exchange.traffic(workers, SIDECAR)
+        about_text = "\n".join(filter(None, [exchange.describe(), exchange.plan_table]))
+        about = {"payload": traffic.payload_bytes, "formula": traffic.wire_bytes, "about": about_text}
         return call, about
 
     def _ring(self, sizes: Sequence[int]) -> Call:
@@ -161,16 +161,16 @@ def after(values: Sequence[tf.Tensor], result: tf.Tensor) -> tf.Tensor:
         return tf.identity(result)
 
 
-def predicted_ms(spec: str, elements: int, hosts: int, bits_per_second: float | None) -> float | None:
-    """What the cost model says; None where it has nothing to say, as of an unshaped link."""
+def predicted_ms(spec: str, elements: int, workers: int, bits_per_second: float | None) -> float | None:
+    """The prediction of the cost model; None where there is none, as for an unshaped link."""
     if bits_per_second is None or importlib.util.find_spec("tfpar.exchange.tuning.cost_model") is None:
         return None
     from tfpar.exchange.tuning import cost_model
 
-    if spec.partition(":")[0] == "auto":  # chosen by measuring; what it then takes has no spec of its own
+    if spec.partition(":")[0] == "auto":  # it chooses by measuring; the time depends on what it chooses
         return None
     link = cost_model.Link(latency=LATENCY_S, bandwidth=bits_per_second / 8)
-    return 1e3 * specs.parse(spec).cost(elements, hosts, link).seconds
+    return 1e3 * specs.parse(spec).cost(elements, workers, link).seconds
 
 
 if __name__ == "__main__":

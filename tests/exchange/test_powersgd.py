@@ -1,4 +1,4 @@
-"""PowerSGD: what the factors weigh, and that what is not delivered is kept."""
+"""PowerSGD: the size of the factors."""
 
 from __future__ import annotations
 

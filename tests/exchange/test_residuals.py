@@ -1,4 +1,4 @@
-"""Residuals between runs: taken up bit for bit, and not lost when the number of workers changes."""
+"""Residuals between runs: restored bit for bit, and not lost when the number of workers changes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def fill(group: list[Exchange]) -> None:
             variable.assign(generator.standard_normal(variable.shape).astype(np.float32))
 
 
-def undelivered(group: list[Exchange]) -> np.ndarray:
+def total_pending(group: list[Exchange]) -> np.ndarray:
     """Over the elements of all buckets, whatever the buckets and shards are."""
     states = [exchange.export() for exchange in group]
     buckets = []
@@ -47,7 +47,7 @@ def undelivered(group: list[Exchange]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("spec", ["int4", "int4:pattern=all_gather", "topk:0.01", "int4:bucket_bytes=20000"])
-def test_the_same_workers_take_up_their_own_bits(spec):
+def test_the_same_workers_restore_their_own_bits(spec):
     old, new = exchanges(spec, 3), exchanges(spec, 3)
     fill(old)
     for worker, exchange in enumerate(new):
@@ -61,48 +61,48 @@ def test_the_same_workers_take_up_their_own_bits(spec):
 
 @pytest.mark.parametrize("spec", ["int4", "sign:block=64", "int8:pattern=all_gather"])
 @pytest.mark.parametrize(("before", "after"), [(4, 3), (3, 4), (2, 5), (5, 2)])
-def test_what_was_not_delivered_survives_another_number_of_workers(spec, before, after):
+def test_residuals_survive_another_number_of_workers(spec, before, after):
     old, new = exchanges(spec, before), exchanges(spec, after)
     fill(old)
     for exchange in new:
         exchange.restore(before, lambda rank: old[rank].export())
-    expected = undelivered(old)
+    expected = total_pending(old)
     assert expected.shape == (LARGE,)
-    assert np.linalg.norm(undelivered(new) - expected) <= 1e-6 * np.linalg.norm(expected)
+    assert np.linalg.norm(total_pending(new) - expected) <= 1e-6 * np.linalg.norm(expected)
     assert all(exchange.export()["step"] == 17 for exchange in new)
 
 
-def test_what_was_not_delivered_survives_another_codec_and_other_buckets():
+def test_residuals_survive_another_codec_and_other_buckets():
     old, new = exchanges("int4", 2), exchanges("sign:bucket_bytes=20000", 2)
     fill(old)
     for exchange in new:
         exchange.restore(2, lambda rank: old[rank].export())
-    np.testing.assert_allclose(undelivered(new), undelivered(old), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(total_pending(new), total_pending(old), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(("spec", "workers"), [("int4", 1), ("none", 1), ("none", 2), ("int4:warmup_steps=20", 1)])
-def test_what_was_not_delivered_survives_where_nothing_is_encoded_any_more(spec, workers):
+def test_residuals_survive_where_nothing_is_encoded_any_more(spec, workers):
     old, new = exchanges("int4", 3), exchanges(spec, workers)
     fill(old)
     for exchange in new:
         exchange.restore(3, lambda rank: old[rank].export())
-    expected = undelivered(old)
-    assert np.linalg.norm(undelivered(new) - expected) <= 1e-6 * np.linalg.norm(expected)
-    # And once more: of what was never delivered nothing is lost on the way back to a codec.
+    expected = total_pending(old)
+    assert np.linalg.norm(total_pending(new) - expected) <= 1e-6 * np.linalg.norm(expected)
+    # And once more: nothing of it is lost on the way back to a codec.
     again = exchanges("int4", 2)
     for exchange in again:
         exchange.restore(workers, lambda rank: new[rank].export())
-    assert np.linalg.norm(undelivered(again) - expected) <= 1e-6 * np.linalg.norm(expected)
+    assert np.linalg.norm(total_pending(again) - expected) <= 1e-6 * np.linalg.norm(expected)
 
 
 # Of several replicas, XLA cannot hold what they exchange.
 @pytest.mark.parametrize(("devices", "jit_compile"), [(1, False), (1, True), (2, False)])
-def test_a_lone_worker_delivers_it_with_the_first_update(devices, jit_compile):
+def test_a_lone_worker_applies_residuals_in_its_first_step(devices, jit_compile):
     names = [f"CPU:{number}" for number in range(devices)]
     strategy = tf.distribute.MirroredStrategy(names) if devices > 1 else tf.distribute.OneDeviceStrategy(names[0])
     old = exchanges("int4", 2)
     fill(old)
-    expected = undelivered(old)
+    expected = total_pending(old)
     exchange = Exchange("int4")
     exchange.build([tf.TensorSpec(shape) for shape in SHAPES], strategy=strategy)
     exchange.restore(2, lambda rank: old[rank].export())
@@ -117,18 +117,18 @@ def test_a_lone_worker_delivers_it_with_the_first_update(devices, jit_compile):
 
         return strategy.run(replica_step)
 
-    def delivered(failed: float, count: float = 1.0) -> np.ndarray:
+    def applied(failed: float, count: float = 1.0) -> np.ndarray:
         values = step(tf.constant(failed), tf.constant(count))
         sums = [strategy.experimental_local_results(value)[-1].numpy() for value in values]
-        np.testing.assert_array_equal(sums[1], np.full(SHAPES[1], devices))  # small tensors are never kept back
+        np.testing.assert_array_equal(sums[1], np.full(SHAPES[1], devices))  # small tensors have no residual
         return np.concatenate([sums[number].reshape(-1) for number in (0, 2, 3)]) - devices
 
-    delivered(1.0)
-    delivered(0.0, count=0.0)  # no example: no update
-    np.testing.assert_allclose(undelivered([exchange]), expected, rtol=1e-6, atol=1e-6)
-    np.testing.assert_allclose(delivered(0.0), expected, rtol=1e-5, atol=1e-5)
-    assert not undelivered([exchange]).any()
-    assert not delivered(0.0).any()
+    applied(1.0)
+    applied(0.0, count=0.0)  # no example: no step
+    np.testing.assert_allclose(total_pending([exchange]), expected, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(applied(0.0), expected, rtol=1e-5, atol=1e-5)
+    assert not total_pending([exchange]).any()
+    assert not applied(0.0).any()
     assert not exchange.compresses
 
 
@@ -173,7 +173,7 @@ def test_a_run_without_residuals_restores_nothing():
     assert all(not np.any(variable.numpy()) for variable in exchange.state)
 
 
-def test_within_one_host_there_is_nothing_to_keep():
+def test_within_one_worker_there_is_nothing_to_keep():
     exchange = exchanges("int4", 1)[0]
     assert not exchange.compresses
     assert exchange.state == []
@@ -196,17 +196,17 @@ def test_workers_without_a_shard_decide_as_the_others_do(before, after, workers)
     fill(old)
     for exchange in new:
         exchange.restore(workers, lambda rank: old[rank].export())
-    np.testing.assert_allclose(undelivered(new), undelivered(old), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(total_pending(new), total_pending(old), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("spec", ["powersgd:40", "int4:min_elements=100000", "int4:error_feedback=false"])
-def test_what_cannot_be_taken_up_is_refused(spec):
+def test_residuals_that_do_not_fit_are_refused(spec):
     old, new = exchanges("int8", 3), exchanges(spec, 3)
     fill(old)
     with pytest.raises(ConfigError, match="not been applied yet"):
         new[0].restore(3, lambda rank: old[rank].export())
 
 
-def test_buckets_round_by_numbers_of_their_own():
+def test_every_bucket_has_its_own_rounding_seed():
     assert len({bucket_seed(seed, number) for seed in range(20) for number in range(20)}) == 400
     assert all(0 <= bucket_seed(seed, 0) < 1 << 51 for seed in (0, 2**52, 2**63 - 1))

@@ -12,7 +12,7 @@ SIZES = [*range(1, 34), 48, 63, 64, 65, 100]
 
 
 def play(plan: MessagePlan) -> list[int]:
-    """Runs it on numbers, checks that all workers end with all sums, and gives what each sent, in shards."""
+    """Runs a plan on integers, checks that all workers end with all sums, and returns the shards that each sent."""
     workers, shards = plan.workers, plan.shards
     values = np.random.default_rng(workers).integers(0, 1000, [workers, shards])
     held = {(rank, shard): int(values[rank, shard]) for rank in range(workers) for shard in range(shards)}

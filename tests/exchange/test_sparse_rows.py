@@ -1,4 +1,4 @@
-"""Rows of embedding tables between workers, which logical devices stand for. Real ones: tests/cluster."""
+"""Rows of embeddings between workers, for which logical devices stand. Real workers: tests/integration."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _first_members = itertools.count(0, 10)  # the runtime remembers groups and thei
 
 
 class Workers:
-    """Workers that exchange rows of some tables with each other.
+    """Workers that exchange rows of some embeddings with each other.
 
     Args:
-      monkeypatch: Of pytest.
+      monkeypatch: pytest's fixture.
       count: Number of workers.
-      shapes: Of the tables.
-      dense: Bytes per element that a worker sends of a dense table, over 2 (N - 1) / N.
+      shapes: Shapes of the embeddings.
+      dense: Bytes per element that a worker sends of a dense embedding, over 2 (N - 1) / N.
       half: Whether rows travel as bfloat16.
     """
 
@@ -59,10 +59,10 @@ class Workers:
     def _sum(self, rank: int, slices):
         with tf.device(f"CPU:{rank}"):
             dense = {
-                number: functools.partial(self.groups[rank].all_reduce, instance=DENSE_KEY + number)
-                for number in range(len(self.shapes))
+                index: functools.partial(self.groups[rank].all_reduce, instance=DENSE_KEY + index)
+                for index in range(len(self.shapes))
             }
-            mine = {number: summed_by_row(*pair) for number, pair in enumerate(slices)}
+            mine = {index: summed_by_row(*pair) for index, pair in enumerate(slices)}
             return self.rows[rank].all_reduce(mine, dense)
 
     def sum(self, slices):
@@ -73,37 +73,37 @@ class Workers:
     def check(self, slices, *, exact_rows: bool, tolerance: float = 1e-6) -> None:
         """Exchanges, and compares with the dense sum in float64."""
         results = self.sum([[(tf.constant(v), tf.constant(i)) for v, i in worker] for worker in slices])
-        for number, shape in enumerate(self.shapes):
+        for index, shape in enumerate(self.shapes):
             expected = np.zeros(shape)
             touched = set()
             for worker in slices:
-                values, numbers = worker[number]
-                np.add.at(expected, numbers, values.astype(np.float64))
-                touched |= set(numbers.tolist())
+                values, indices = worker[index]
+                np.add.at(expected, indices, values.astype(np.float64))
+                touched |= set(indices.tolist())
             for result in results:
-                values, numbers = result[number]
-                assert len(set(numbers.numpy().tolist())) == len(numbers)
-                assert numbers.dtype == tf.int64
-                assert (set(numbers.numpy().tolist()) == touched) or not exact_rows
-                assert exact_rows or numbers.numpy().tolist() == list(range(shape[0]))
-                np.testing.assert_array_equal(values, results[0][number][0])
-                np.testing.assert_array_equal(numbers, results[0][number][1])
+                values, indices = result[index]
+                assert len(set(indices.numpy().tolist())) == len(indices)
+                assert indices.dtype == tf.int64
+                assert (set(indices.numpy().tolist()) == touched) or not exact_rows
+                assert exact_rows or indices.numpy().tolist() == list(range(shape[0]))
+                np.testing.assert_array_equal(values, results[0][index][0])
+                np.testing.assert_array_equal(indices, results[0][index][1])
                 scale = np.abs(expected).max(initial=1.0)
                 np.testing.assert_allclose(
-                    densified(result[number], shape), expected, rtol=tolerance, atol=tolerance * scale
+                    densified(result[index], shape), expected, rtol=tolerance, atol=tolerance * scale
                 )
 
 
 def slices_of(rng: np.random.Generator, rows: int, shape: tuple[int, ...], among: int | None = None):
-    """Random rows; with fewer different numbers than rows, some repeat."""
-    numbers = rng.integers(0, among or shape[0], rows) * ((shape[0] - 1) // max((among or shape[0]) - 1, 1))
-    return rng.standard_normal((rows, *shape[1:])).astype(np.float32), numbers
+    """Random rows; with fewer different indices than rows, some repeat."""
+    indices = rng.integers(0, among or shape[0], rows) * ((shape[0] - 1) // max((among or shape[0]) - 1, 1))
+    return rng.standard_normal((rows, *shape[1:])).astype(np.float32), indices
 
 
 @pytest.mark.parametrize("workers", [2, 3, 4])
 @pytest.mark.parametrize("half", [False, True])
 def test_sums_equal_the_dense_ones(monkeypatch, workers, half):
-    """Uneven numbers of rows, none at all on one worker, repeated ones, and several tables, one of rank 3."""
+    """Uneven numbers of rows, none at all on one worker, repeated ones, and several embeddings, one of rank 3."""
     shapes = [(V, 5), (V, 3, 2)]
     all_of_them = Workers(monkeypatch, workers, shapes, half=half)
     rng = np.random.default_rng(workers)
@@ -113,7 +113,7 @@ def test_sums_equal_the_dense_ones(monkeypatch, workers, half):
 
 
 @pytest.mark.parametrize("workers", [2, 3])
-def test_all_rows_travel_as_a_table(monkeypatch, workers):
+def test_all_rows_travel_dense(monkeypatch, workers):
     """One worker that has too many decides for all: whoever else has few."""
     all_of_them = Workers(monkeypatch, workers, [(V, 4)])
     every = np.random.default_rng(0).standard_normal((V, 4)).astype(np.float32), np.arange(V)
@@ -123,7 +123,7 @@ def test_all_rows_travel_as_a_table(monkeypatch, workers):
 
 
 def test_the_limit_is_where_rows_are_no_longer_less(monkeypatch):
-    """Two workers, 7 elements: a row is 32 bytes, the table sends 5,600; 174 rows are less, 175 are not."""
+    """Two workers, 7 elements: a row is 32 bytes, all of them send 5,600; 174 rows are less, 175 are not."""
     all_of_them = Workers(monkeypatch, 2, [(V, 7)])
     for rows, exact in ((174, True), (175, False)):
         mine = np.ones((rows, 7), np.float32), np.arange(rows)
@@ -147,7 +147,7 @@ def test_padding_is_small_and_counted(monkeypatch, rows):
     assert rows <= padded <= max(16, 1.125 * rows)
 
 
-def test_a_dense_gradient_cheaper_than_a_row_is_no_table(monkeypatch):
+def test_a_dense_gradient_cheaper_than_a_row_travels_dense(monkeypatch):
     """As with powersgd: then nothing is told, and nothing travels as rows."""
     all_of_them = Workers(monkeypatch, 2, [(V, 5), (V, 5)], dense=0.02)
     assert all_of_them.rows[0].indices == []
@@ -166,8 +166,8 @@ def test_what_is_not_finite_reaches_every_worker(monkeypatch):
 
 
 def test_repeated_rows_add_up():
-    values, numbers = summed_by_row(tf.constant([[1.0], [2.0], [4.0]], tf.float16), tf.constant([7, 3, 7]))
-    np.testing.assert_array_equal(numbers, [7, 3])
+    values, indices = summed_by_row(tf.constant([[1.0], [2.0], [4.0]], tf.float16), tf.constant([7, 3, 7]))
+    np.testing.assert_array_equal(indices, [7, 3])
     np.testing.assert_array_equal(values, [[5.0], [2.0]])
     assert values.dtype == tf.float32
 
@@ -184,27 +184,27 @@ def test_a_single_worker_and_other_variables_stay_dense():
 
 
 @pytest.mark.parametrize("sparse", [[1], [-1], [2]])
-def test_numbers_that_are_no_tables_are_refused(sparse):
+def test_indices_of_variables_without_rows_are_refused(sparse):
     with pytest.raises(ValueError, match="not all are indices, from 0, of variables that have rows"):
         Exchange().build([tf.TensorSpec([4, 2]), tf.TensorSpec([])], sparse=sparse)
 
 
 @pytest.mark.parametrize("spec", ["none", "int4", "bf16", "powersgd:2", "topk:0.1,momentum=0.9"])
-def test_traffic_counts_tables_as_dense_before_anything_was_exchanged(spec):
+def test_traffic_counts_embeddings_as_dense_before_the_first_exchange(spec):
     shapes = [tf.TensorSpec([60_000, 16]), tf.TensorSpec([64, 64]), tf.TensorSpec([9])]
-    plain, tables = Exchange(spec), Exchange(spec)
+    plain, embeddings = Exchange(spec), Exchange(spec)
     plain.build(shapes, workers=3)
-    tables.build(shapes, workers=3, sparse=[0])
-    assert tables.sparse == ([] if "momentum" in spec else [0])
-    ours, theirs = tables.traffic(3, 5), plain.traffic(3, 5)
+    embeddings.build(shapes, workers=3, sparse=[0])
+    assert embeddings.sparse == ([] if "momentum" in spec else [0])
+    ours, theirs = embeddings.traffic(3, 5), plain.traffic(3, 5)
     assert ours.dense_bytes == theirs.dense_bytes
     np.testing.assert_allclose(ours.payload_bytes, theirs.payload_bytes, rtol=0.01)  # padding
     np.testing.assert_allclose(ours.wire_bytes, theirs.wire_bytes, rtol=0.01)
-    assert ours.pattern.endswith(", rows") == bool(tables.sparse)
+    assert ours.pattern.endswith(", rows") == bool(embeddings.sparse)
 
 
-def test_a_table_has_a_bucket_of_its_own_in_its_place():
-    """What was kept back lies in the order of the variables, whether or not rows may travel."""
+def test_an_embedding_has_its_own_bucket_in_its_place():
+    """Residuals lie in the order of the variables, whether or not rows may travel."""
     shapes = [tf.TensorSpec([64, 64]), tf.TensorSpec([3000, 16]), tf.TensorSpec([64, 64]), tf.TensorSpec([64, 32])]
     saved = []
     for worker in range(2):

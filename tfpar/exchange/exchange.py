@@ -245,7 +245,7 @@ class Exchange:
           means are NaN, on every replica; of `tf.IndexedSlices`, row 0 then stands for all.
 
         Raises:
-          RuntimeError: Called outside a replica context, or under another strategy than `build` was told.
+          RuntimeError: Called outside a replica context, or under another strategy than `build` was given.
           ValueError: Another number of gradients than variables given to `build`, or `build` was not called.
         """
         replicas = self._replicas()
@@ -281,7 +281,7 @@ class Exchange:
           same bits on every replica.
 
         Raises:
-          RuntimeError: Called outside a replica context, or under another strategy than `build` was told.
+          RuntimeError: Called outside a replica context, or under another strategy than `build` was given.
           ValueError: Another number of gradients than variables given to `build`, or `build` was not called.
         """
         self._replicas()

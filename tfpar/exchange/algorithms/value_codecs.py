@@ -14,24 +14,14 @@ from tfpar.exchange.options import Options, option
 from tfpar.exchange.registry import register
 from tfpar.exchange.tuning.cost_model import Cost, Link, Speed
 from tfpar_ops import Codec, codecs
+from tfpar_ops.formats import FORMATS
 
 import tensorflow as tf
 
-# `topk` has options of its own, see `deep_gradient`.
-_TOPK = "topk"
+# Formats that keep only some elements (`topk`) have options of their own, see `deep_gradient`.
+_NAMES = tuple(name for name, entry in FORMATS.items() if not entry.keeps)
 # `auto` does not consider these: the range of fp16 does not suit every gradient.
 _NOT_CONSIDERED = ("fp16",)
-
-
-def codec_arguments() -> dict[str, dict[str, Any]]:
-    """The arguments of `Codec` for each value codec, by the name that `--exchange` gives it."""
-    arguments: dict[str, dict[str, Any]] = {}
-    for kind in codecs.KINDS:
-        if kind == "quantize":
-            arguments |= {f"int{bits}": {"kind": kind, "bits": bits} for bits in (8, 4, 2)}
-        elif kind != _TOPK:
-            arguments[kind] = {"kind": kind}
-    return arguments
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,7 +29,7 @@ class ValueOptions(Options):
     """Options of an algorithm with a codec.
 
     Attributes:
-      format: Name of the codec, see `codec_arguments`.
+      format: Name of the payload format, one of `tfpar_ops.formats.FORMATS`.
       pattern: How payloads move between workers, one of `PATTERNS`.
       block: Elements that share a scale; 0 for the default of the codec.
       scale: Dtype of the scales, `bf16` or `float32`.
@@ -67,7 +57,7 @@ class ValueOptions(Options):
         Raises:
           ValueError: The codec does not have one of the options, or not with this value.
         """
-        return Codec(**codec_arguments()[self.format], **options)
+        return Codec(self.format, **options)
 
     def check_group(self, group: Group) -> None:
         """Refuses a group that the pattern does not work in; see `Options.check_group`."""
@@ -131,7 +121,7 @@ def _register(name: str) -> None:
             if traits.is_candidate and supports_fan_in(pattern, group)
         ]
 
-    has_scale = Codec(**codec_arguments()[name]).scale_bytes > 0
+    has_scale = FORMATS[name].scale != "none"
     register(
         name,
         ValueOptions,
@@ -144,5 +134,5 @@ def _register(name: str) -> None:
     )
 
 
-for _name in codec_arguments():
+for _name in _NAMES:
     _register(_name)
