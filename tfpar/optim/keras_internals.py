@@ -51,7 +51,7 @@ INTERNALS = (
     Internal("_trainable_variables", "Layer", "sidecar", "weights made to learn, whatever `trainable` is now"),
     Internal("_keras_mask", "tensor", "objective", "a mask that the model's outputs carry"),
     Internal("squeeze_or_expand_to_same_rank", "keras.src.losses.loss", "objective", "as `compile` aligns labels"),
-    Internal("seed_generator_state", "SeedGenerator", "core, sidecar, step", "name of its state, uint32 [2]"),
+    Internal("seed_generator_state", "SeedGenerator", "core, sidecar, step", "name of its state, two integers"),
     # Hooks that a view overrides, in the order in which `Optimizer.apply` calls them
     Internal("_backend_apply_gradients", "Optimizer", "pure update, drop-in", "`apply` after filtering gradients"),
     Internal("_clip_gradients", "Optimizer", "pure update, drop-in", "called where it updates, on accumulated means"),
@@ -164,7 +164,7 @@ def carries_mask(tensor: Any) -> bool:
 
 
 def is_seed_state(variable: keras.Variable) -> bool:
-    """Whether this is the state of a `keras.random.SeedGenerator` (Keras 3: uint32 `[2]` of that name)."""
+    """Whether this is the state of a `keras.random.SeedGenerator` (two integers of that name)."""
     return variable.name == "seed_generator_state" and tuple(variable.shape) == (2,)
 
 
