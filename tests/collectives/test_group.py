@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import concurrent.futures
 import itertools
+import pathlib
+import re
 
 from tfpar.collectives import group as groups
 from tfpar.collectives.group import HOST_MESSAGE_KEYS, allocate_instance_keys, group_key, message_key
@@ -89,6 +91,13 @@ def test_members_and_ranks():
     assert (group.members, group.rank, group.size, group.on_gpus) == ((2, 4, 7), 1, 3, True)
     assert world_group(4, 3).members == (0, 1, 2, 3)
     assert world_group().size == 1
+
+
+def test_one_place_asks_whether_a_device_is_a_gpu():
+    """Everything else asks a group's capabilities."""
+    sources = (pathlib.Path(groups.__file__).parents[1]).rglob("*.py")
+    asking = [path.name for path in sources if re.search(r"""["']GPU:?["'] (not )?in """, path.read_text())]
+    assert asking == ["tensorflow.py"]
 
 
 @pytest.mark.parametrize(

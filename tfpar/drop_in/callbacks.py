@@ -15,9 +15,9 @@ import numpy as np
 
 
 class _InStep(keras.callbacks.Callback):
-    """Sees to it that all workers make the same steps: one that stopped early would leave the others waiting."""
+    """Checks that all workers make the same steps: one that stopped early would leave the others waiting."""
 
-    # Keras then goes on without waiting for `on_train_batch_end`, as if there were none.
+    # Keras then continues without waiting for `on_train_batch_end`, as if there were none.
     async_safe = True
 
     def __init__(self) -> None:
@@ -53,17 +53,17 @@ class _InStep(keras.callbacks.Callback):
                 "steps_per_epoch=N and data that repeats (dataset.repeat())."
             )
         if any(plan != plans[0] for plan in plans):
-            found = "; ".join(
+            counts = "; ".join(
                 f"worker {worker}: {steps} x {epochs}" + f", {together} per execution" * (together > 1)
                 for worker, (steps, epochs, together) in enumerate(plans)
             )
             raise ConfigError(
-                f"fit: workers would make different numbers of steps and wait for each other for ever (steps x epochs: "
-                f"{found}). Use tfpar.shard, or give all the same steps_per_epoch, epochs and batch_size."
+                f"fit: workers would make different numbers of steps and wait for each other forever (steps x epochs: "
+                f"{counts}). Use tfpar.shard, or give all the same steps_per_epoch, epochs and batch_size."
             )
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Counts anew, and sees that all workers go on."""
+        """Counts the steps of the new epoch, and checks that all workers continue."""
         del logs
         self._done = 0
         self._meet(f"begins epoch {epoch + 1}")
@@ -87,7 +87,7 @@ class _InStep(keras.callbacks.Callback):
             )
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Sees that no other worker goes on."""
+        """Checks that no other worker continues."""
         del logs
         self._meet("ends")
 
@@ -137,7 +137,7 @@ class BroadcastInitialWeights(_InStep):
         for variable, value in zip(variables, self._workers.broadcast(arrays), strict=True):
             variable.assign(value)
         digests = self._workers.gather("check the broadcast", digest(variables))
-        if any(found != digests[0] for found in digests):
+        if any(other != digests[0] for other in digests):
             raise RuntimeError(f"workers hold different weights after the broadcast: SHA-256 {digests}")
 
 
@@ -181,7 +181,7 @@ class AverageMetrics(_InStep):
             return
         train = self._examples() if self._train_examples is None else self._train_examples
         values = {name: float(value) for name, value in logs.items() if np.ndim(value) == 0}
-        found = self._workers.gather(
+        gathered = self._workers.gather(
             f"average the metrics of epoch {epoch + 1}",
             {
                 "values": values,
@@ -191,10 +191,10 @@ class AverageMetrics(_InStep):
                 "stop_training": bool(self.model.stop_training),
             },
         )
-        _check_together(found)
+        _check_same_decisions(gathered)
         for name in values:
-            weights = [worker["validation" if name.startswith("val_") else "train"] for worker in found]
-            logs[name] = weighted_mean([worker["values"][name] for worker in found], weights)
+            weights = [worker["validation" if name.startswith("val_") else "train"] for worker in gathered]
+            logs[name] = weighted_mean([worker["values"][name] for worker in gathered], weights)
 
     def _examples(self) -> float:
         """Examples since the metrics were reset: Keras' mean of the loss counts them."""
@@ -222,17 +222,17 @@ def _learning_rate(optimizer: keras.optimizers.Optimizer) -> float | None:
     return None if learning_rate is None else float(keras.ops.convert_to_numpy(learning_rate))
 
 
-def _check_together(found: list[dict[str, Any]]) -> None:
-    """Refuses workers that have gone different ways."""
-    names = [sorted(worker["values"]) for worker in found]
-    for worker, own in enumerate(names):
-        if own != names[0]:
+def _check_same_decisions(gathered: list[dict[str, Any]]) -> None:
+    """Refuses workers that log different metrics, or have come to different decisions."""
+    names = [sorted(worker["values"]) for worker in gathered]
+    for worker, logged in enumerate(names):
+        if logged != names[0]:
             raise ConfigError(
-                f"tfpar.AverageMetrics: worker {worker} logs {', '.join(own)}, worker 0 {', '.join(names[0])}. Compile "
-                "and validate the same way on all workers."
+                f"tfpar.AverageMetrics: worker {worker} logs {', '.join(logged)}, worker 0 {', '.join(names[0])}. "
+                "Compile and validate the same way on all workers."
             )
     for what in ("learning rate", "stop_training"):
-        values = [worker[what] for worker in found]
+        values = [worker[what] for worker in gathered]
         if any(value != values[0] for value in values):
             raise ConfigError(
                 f"tfpar.AverageMetrics: workers have come to different values of {what}, {values}. Put AverageMetrics "

@@ -37,7 +37,7 @@ def DistributedOptimizer(  # noqa: N802  the name that scripts know from elsewhe
     The optimizer stays what it was for Keras: its class, learning rate, schedule, state and configuration. A model
     saved with it loads where tfpar is not installed, with the plain optimizer. What the optimizer does besides comes
     after the exchange, on the mean: clipping, weight decay, moving averages. With `gradient_accumulation_steps`,
-    gradients add up locally and are exchanged once per update.
+    gradients add up locally and are exchanged once per step of the optimizer.
 
     Workers weigh the same, whatever the sizes of their batches. Residuals of the exchange are not saved. Of embedding
     tables, whose gradients come as `tf.IndexedSlices`, the rows that a step has touched travel where that is less than
@@ -60,7 +60,7 @@ def DistributedOptimizer(  # noqa: N802  the name that scripts know from elsewhe
         or weights on one of the workers; a train step under XLA.
     """
     optimizer = keras.optimizers.get(optimizer)
-    made = Exchange(exchange)
+    unbuilt = Exchange(exchange)
     if tf.distribute.has_strategy():
         raise workers.under_strategy("tfpar.DistributedOptimizer")
     if distribution_of(optimizer) is not None:
@@ -74,12 +74,12 @@ def DistributedOptimizer(  # noqa: N802  the name that scripts know from elsewhe
     connected = workers.current()
     if connected is None:
         return optimizer
-    exchange_before_update(optimizer, Distribution(connected, made, seed))
+    exchange_before_update(optimizer, Distribution(connected, unbuilt, seed))
     return optimizer
 
 
 def distribution_of(optimizer: keras.optimizers.Optimizer) -> Distribution | None:
-    """What `DistributedOptimizer` gave to an optimizer; None for any other."""
+    """The `Distribution` of an optimizer that `DistributedOptimizer` returned; None for any other."""
     return exchange_of(optimizer)
 
 
@@ -130,13 +130,13 @@ class Distribution:
         """Builds the exchange, once.
 
         Args:
-          sparse: The variables, by number, whose gradients came as IndexedSlices in the first step.
+          sparse: Indices of the variables whose gradients came as IndexedSlices in the first step.
           accumulates: Whether Keras adds up gradients of several steps, and then brings all at once.
         """
         if self._reduce is not None:
             return
-        found = self.workers.gather("compare gradients", sorted(sparse))
-        common = set(found[0]).intersection(*found)
+        by_worker = self.workers.gather("compare gradients", sorted(sparse))
+        common = set(by_worker[0]).intersection(*by_worker)
         strategy = self.workers.strategy
         # A group, so that not the strategy reduces: its all-reduce fails inside a tf.cond (TensorFlow 2.21: "You must
         # feed a value for placeholder"), and Keras has one around the step (`steps_per_execution`) and the update
@@ -168,30 +168,30 @@ class Distribution:
           anyhow (3.15); where rows repeat, Keras alone clips and squares them one by one.
         """
         self._refuse()
-        places = [variable_index(optimizer, variable) for variable in variables]
+        indices = [variable_index(optimizer, variable) for variable in variables]
         sparse = {
-            place for place, gradient in zip(places, gradients, strict=True) if isinstance(gradient, tf.IndexedSlices)
+            index for index, gradient in zip(indices, gradients, strict=True) if isinstance(gradient, tf.IndexedSlices)
         }
         with tf.init_scope():
             self.start(optimizer)
             self._check_same_start(optimizer)
             self._build(sparse, bool(optimizer.gradient_accumulation_steps))
-        given: list[Any] = [None] * len(self._variables)
-        for place, gradient in zip(places, gradients, strict=True):
-            given[place] = gradient
-        means = self._reduce([self._prepared(place, gradient) for place, gradient in enumerate(given)])
+        by_variable: list[Any] = [None] * len(self._variables)
+        for index, gradient in zip(indices, gradients, strict=True):
+            by_variable[index] = gradient
+        means = self._reduce([self._as_float32(index, gradient) for index, gradient in enumerate(by_variable)])
         return [
-            None if gradient is None else tf.cast(means[place], gradient.dtype)
-            for gradient, place in zip(gradients, places, strict=True)
+            None if gradient is None else tf.cast(means[index], gradient.dtype)
+            for gradient, index in zip(gradients, indices, strict=True)
         ]
 
-    def _prepared(self, place: int, gradient: Any) -> Any:
-        """Float32, in the form that the exchange was built for: a tensor, or rows and their numbers.
+    def _as_float32(self, index: int, gradient: Any) -> Any:
+        """Float32, in the form that the exchange was built for: a tensor, or rows and their indices.
 
         Variables without a gradient take part with zeros: the layout of the exchange is fixed.
         """
-        shape = tf.TensorShape(self._variables[place].shape)
-        if place not in self._sparse:
+        shape = tf.TensorShape(self._variables[index].shape)
+        if index not in self._sparse:
             return tf.zeros(shape) if gradient is None else tf.cast(tf.convert_to_tensor(gradient), tf.float32)
         if gradient is None:
             return tf.zeros([0, *shape[1:]]), tf.zeros([0], tf.int64)
@@ -206,14 +206,14 @@ class Distribution:
             raise xla_error()
 
     def _check_same_start(self, optimizer: keras.optimizers.Optimizer) -> None:
-        """Refuses to train from different weights or optimizer variables. Once: the updates keep them the same."""
+        """Refuses to train from different weights or optimizer variables. Once: the steps keep them the same."""
         if self._checked:
             return
         digests = self.workers.gather(
             "compare weights before the first step", [digest(self._variables), digest(optimizer.variables)]
         )
-        for what, found in zip(("weights", "optimizer variables"), zip(*digests, strict=True), strict=True):
-            different = [worker for worker, own in enumerate(found) if own != found[0]]
+        for what, by_worker in zip(("weights", "optimizer variables"), zip(*digests, strict=True), strict=True):
+            different = [worker for worker, value in enumerate(by_worker) if value != by_worker[0]]
             if different:
                 raise ConfigError(
                     f"tfpar.DistributedOptimizer: {_names(different)} would start from other {what} than worker 0. Put "
@@ -224,14 +224,14 @@ class Distribution:
     def _reduction(self) -> Any:
         """The exchange as a function of its own.
 
-        It is traced once: TensorFlow's strategies number collectives as they trace them, and Keras traces a step anew
+        It is traced once: TensorFlow's strategies number collectives as they trace them, and Keras traces a step again
         for another batch size, which may come up on one worker alone.
         """
         device = self.workers.strategy.extended.worker_devices[0]
         signature: list[Any] = [tf.TensorSpec(variable.shape, tf.float32) for variable in self._variables]
-        for place in self._sparse:
-            rows = tf.TensorSpec([None, *self._variables[place].shape[1:]], tf.float32)
-            signature[place] = rows, tf.TensorSpec([None], tf.int64)
+        for index in self._sparse:
+            rows = tf.TensorSpec([None, *self._variables[index].shape[1:]], tf.float32)
+            signature[index] = rows, tf.TensorSpec([None], tf.int64)
 
         @tf.function(input_signature=[signature], autograph=False)
         def mean(gradients: list[Any]) -> list[tf.Tensor]:
@@ -242,7 +242,7 @@ class Distribution:
         return mean
 
     def _replica_mean(self, gradients: list[Any]) -> list[tf.Tensor]:
-        slices = [tf.IndexedSlices(*given) if isinstance(given, tuple) else given for given in gradients]
+        slices = [tf.IndexedSlices(*value) if isinstance(value, tuple) else value for value in gradients]
         # This process is to the exchange what it would be under a strategy: one of its replicas.
         with tf.distribute.ReplicaContext(self.workers.strategy, replica_id_in_sync_group=self.workers.rank):
             means = self._exchange.reduce(slices)
@@ -262,15 +262,15 @@ def xla_error() -> ConfigError:
 
 def digest(variables: Sequence[Any]) -> str:
     """SHA-256 over the bytes of variables."""
-    found = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for variable in variables:
-        found.update(np.ascontiguousarray(variable.numpy()).tobytes())
-    return found.hexdigest()
+        sha256.update(np.ascontiguousarray(variable.numpy()).tobytes())
+    return sha256.hexdigest()
 
 
-def _compare(found: list[Any]) -> None:
-    """Refuses workers that differ in what they gathered, naming them and the first difference."""
-    facts, described = zip(*found, strict=True)
+def _compare(gathered: list[Any]) -> None:
+    """Refuses workers that differ in facts or variables, naming them and the first difference."""
+    facts, described = zip(*gathered, strict=True)
     for name in dict.fromkeys(name for fact in facts for name in fact):
         values = [fact.get(name) for fact in facts]
         different = [worker for worker, value in enumerate(values) if value != values[0]]
@@ -282,8 +282,8 @@ def _compare(found: list[Any]) -> None:
     different = [worker for worker, variables in enumerate(described) if variables != described[0]]
     if different:
         other, own = described[different[0]], described[0]
-        place = next((i for i, pair in enumerate(zip(other, own, strict=False)) if pair[0] != pair[1]), None)
-        detail = f"{len(other)} and {len(own)} variables" if place is None else f"{other[place]!r} and {own[place]!r}"
+        index = next((i for i, pair in enumerate(zip(other, own, strict=False)) if pair[0] != pair[1]), None)
+        detail = f"{len(other)} and {len(own)} variables" if index is None else f"{other[index]!r} and {own[index]!r}"
         raise ConfigError(
             f"tfpar.DistributedOptimizer: {_names(different)} and worker 0 train different models: {detail}. All "
             "workers must build the same model, with the same layers made before it."

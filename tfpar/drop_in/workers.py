@@ -1,4 +1,4 @@
-"""The workers of a plain Keras script: setting them up, who is who, and small messages between them."""
+"""The workers of a plain Keras script: connecting them, their ranks, and agreement between them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def init_cluster() -> None:
 
 
 def rank() -> int:
-    """The number of this worker, from 0; 0 without a cluster."""
+    """The rank of this worker, from 0; 0 without a cluster."""
     return cluster.current().worker_rank
 
 
