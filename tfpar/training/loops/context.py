@@ -17,6 +17,7 @@ from tfpar.monitor.monitor import Monitor
 from tfpar.monitor.run_info import RunInfo
 from tfpar.optim import schedules
 from tfpar.optim.plateau import PlateauController
+from tfpar.parallel.topology import Topology
 from tfpar.training.duration import total_steps
 from tfpar.training.loops.run_files import RunFiles
 from tfpar.training.program import Program
@@ -66,7 +67,7 @@ def prepare(
     steps: int | None,
     epochs: float | None,
 ) -> RunContext:
-    """Puts together what a run needs. Nothing is written and nothing is restored yet.
+    """Creates everything that a run needs. Nothing is written and nothing is restored yet.
 
     Args:
       program: What is trained.
@@ -88,10 +89,8 @@ def prepare(
     monitor = announce.build_monitor(info)
     schedule = program.schedule(total)
     plateau = schedules.plateau(config.schedule) if schedule is not None else None
-    # The chief of parameter servers agrees with nobody.
-    synchronous = topology.synchronous
-    group = world_group(topology.workers, topology.worker) if synchronous else world_group(1, 0)
-    agreement = WorkerAgreement(group)
+    agreement = _agreement(topology)
+    name = f"worker {topology.worker}" if topology.synchronous else "the chief"
     batches = pipeline if topology.synchronous else PushOrder(pipeline, topology.workers)
     skipped_examples = SkippedExampleLog(batches, is_chief=topology.is_chief)
     return RunContext(
@@ -112,9 +111,7 @@ def prepare(
             message=monitor.message,
         ),
         agreement=agreement,
-        watchdog=Watchdog(
-            config.strategy.stall_timeout, f"worker {topology.worker}" if topology.synchronous else "the chief"
-        ),
+        watchdog=Watchdog(config.strategy.stall_timeout, name),
         preemption=PreemptionFlag(),
         non_finite=NonFiniteStreak(
             batches,
@@ -125,6 +122,11 @@ def prepare(
         ),
         skipped_examples=skipped_examples,
     )
+
+
+def _agreement(topology: Topology) -> WorkerAgreement:
+    """Between the workers; the chief of parameter servers is alone, as its workers run no loop."""
+    return WorkerAgreement(world_group(topology.workers, topology.worker) if topology.synchronous else world_group())
 
 
 def _info(
