@@ -82,12 +82,10 @@ def prepare(
     config, topology = program.config, program.topology
     pipeline = program.pipeline(train, training=True)
     # Under parameter_server a step is one worker's share of a batch.
-    shares = 1 if topology.synchronous else topology.workers
-    steps_per_epoch = pipeline.updates_per_epoch * shares
-    total = total_steps(config.train, steps, epochs, steps_per_epoch)
-    info = _info(program, pipeline, train, validation, total)
+    steps_per_epoch = pipeline.updates_per_epoch * (1 if topology.synchronous else topology.workers)
+    info = _info(program, pipeline, train, validation, total_steps(config.train, steps, epochs, steps_per_epoch))
     monitor = announce.build_monitor(info)
-    schedule = program.schedule(total)
+    schedule = program.schedule(info.total)
     plateau = schedules.plateau(config.schedule) if schedule is not None else None
     agreement = _agreement(topology)
     name = f"worker {topology.worker}" if topology.synchronous else "the chief"
@@ -97,7 +95,7 @@ def prepare(
         program=program,
         info=info,
         steps_per_epoch=steps_per_epoch,
-        evaluate_every=config.train.eval_every or max(1, min(steps_per_epoch, total)),
+        evaluate_every=config.train.eval_every or max(1, min(steps_per_epoch, info.total)),
         schedule=schedule,
         plateau=plateau,
         batches=batches,
