@@ -125,8 +125,16 @@ class Run:
             watchdog.progress(f"evaluation or checkpoint after step {state.step}", patient=True)
             state = self._rows.run(state.replace(ending=state.step >= last or state.preempted))
             watchdog.progress(f"the steps after {state.step}", patient=self._loop.compiles_next)
-        if self._callbacks:
-            self._callbacks.end(state)
+        return self._end_callbacks(self._callbacks, state) if self._callbacks else state
+
+    def _end_callbacks(self, callbacks: KerasCallbacks, state: LoopState) -> LoopState:
+        """Ends the callbacks; weights that one of them has brought back are evaluated and saved in place of the last."""
+        before = self._loop.params_sha256()
+        callbacks.end(state)
+        if self._loop.params_sha256() == before:
+            return state
+        state = state.replace(evaluated_at=-1, best_step=-1)
+        self._context.files.save(state)
         return state
 
     def _evaluate(self, state: LoopState) -> LoopState | None:

@@ -1,0 +1,211 @@
+"""Keras callbacks under tfpar's loop, beside what Keras' own `fit` gives them."""
+
+from __future__ import annotations
+
+import csv
+
+from tests.training.test_trainer import BATCH, CLASSES, EXAMPLES, SPARSE, source, trainer_of
+from tfpar.config import ConfigError
+from tfpar.training.loops.keras_callbacks import KerasCallbacks, check_callbacks
+
+import keras
+import numpy as np
+import pytest
+
+EPOCH = EXAMPLES // BATCH
+
+
+class Recorder(keras.callbacks.Callback):
+    """Writes down every call, in order."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def on_train_begin(self, logs=None):
+        self.calls.append(("train begin",))
+
+    def on_train_end(self, logs=None):
+        self.calls.append(("train end",))
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.calls.append(("epoch begin", epoch))
+
+    def on_epoch_end(self, epoch, logs=None):
+        weights = [value.copy() for value in self.model.get_weights()]
+        self.calls.append(("epoch end", epoch, dict(logs), weights))
+
+    def epoch_ends(self):
+        return [call for call in self.calls if call[0] == "epoch end"]
+
+
+class BatchRecorder(Recorder):
+    def on_train_batch_begin(self, batch, logs=None):
+        self.calls.append(("batch begin", batch))
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.calls.append(("batch end", batch, dict(logs)))
+
+
+def plain() -> keras.Model:
+    layers = [keras.Input((6,)), keras.layers.Dense(8, activation="relu"), keras.layers.Dense(CLASSES)]
+    return keras.Sequential(layers, name="net")
+
+
+def layout(replicas: int) -> dict:
+    return {"strategy": "mirrored" if replicas > 1 else "one_device", "devices": replicas, "shuffle": False}
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("kind", [Recorder, BatchRecorder])
+def test_calls_and_logs_are_those_of_keras(kind, replicas):
+    """Without shuffling, and by plain gradient descent, the two train alike."""
+    trainer = trainer_of(plain, keras.optimizers.SGD(0.05), **layout(replicas))
+    theirs = keras.models.clone_model(trainer.model)
+    theirs.set_weights(trainer.model.get_weights())
+    ours, expected = kind(), kind()
+    train, held_out = source(), source(11, 9)
+    trainer.fit(train, epochs=2, validation=held_out, callbacks=[ours])
+
+    accuracy = keras.metrics.SparseCategoricalAccuracy(name="accuracy")
+    theirs.compile(keras.optimizers.SGD(0.05), SPARSE, [accuracy], jit_compile=False)
+    x, y = arrays(EXAMPLES, 0)
+    theirs.fit(
+        x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0, validation_data=arrays(11, 9), callbacks=[expected]
+    )
+
+    assert [call[:2] for call in ours.calls] == [call[:2] for call in expected.calls]
+    for one, other in zip(ours.calls, expected.calls, strict=True):
+        assert (len(one) > 2) == (len(other) > 2)
+        if len(one) > 2:
+            assert one[2] == pytest.approx(other[2], rel=1e-4, abs=1e-6)
+    for one, other in zip(ours.epoch_ends(), expected.epoch_ends(), strict=True):
+        for mine, keras_own in zip(one[3], other[3], strict=True):
+            np.testing.assert_allclose(mine, keras_own, rtol=1e-4, atol=1e-6)
+
+
+def arrays(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """The examples of `source`."""
+    x = np.random.default_rng(seed).normal(size=(count, 6)).astype(np.float32)
+    return x, (np.abs(x).sum(axis=1) % CLASSES).astype(np.int32)
+
+
+@pytest.mark.parametrize(
+    ("build", "every"),
+    [
+        (Recorder, EPOCH),
+        (BatchRecorder, 1),
+        (lambda: keras.callbacks.ModelCheckpoint("unused.keras"), EPOCH),
+        (lambda: keras.callbacks.ModelCheckpoint("unused.keras", save_freq=2), 1),
+        (lambda: keras.callbacks.LambdaCallback(on_epoch_end=print), EPOCH),
+        (lambda: keras.callbacks.LambdaCallback(on_train_batch_end=print), 1),
+    ],
+)
+def test_only_methods_of_batches_make_the_loop_stop_at_each(build, every):
+    bridge = KerasCallbacks(
+        [build()],
+        trainer_of(plain).program,
+        steps_per_epoch=EPOCH,
+        total=10,
+        current_rate=None,
+        metric_results=lambda sums: {},
+    )
+    assert bridge.hook.every == every
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_the_callbacks_that_people_use(tmp_path, replicas):
+    log, best = tmp_path / "log.csv", tmp_path / "best.keras"
+    lines = []
+    trainer = trainer_of(plain, optimizer="sgd", schedule="constant", learning_rate=0.1, **layout(replicas))
+    stopping = keras.callbacks.EarlyStopping(patience=1, min_delta=100, start_from_epoch=2, restore_best_weights=True)
+    summary = trainer.fit(
+        source(),
+        epochs=9,
+        validation=source(11, 9),
+        callbacks=[
+            stopping,
+            keras.callbacks.ReduceLROnPlateau(patience=1, factor=0.5, min_delta=100),
+            keras.callbacks.CSVLogger(log),
+            keras.callbacks.ModelCheckpoint(best, save_best_only=True),
+            keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: lines.append(epoch)),
+        ],
+    )
+    assert lines == [0, 1, 2, 3]
+    assert summary["steps"] == 4 * EPOCH
+    rows = list(csv.DictReader(log.open()))
+    assert [float(row["learning_rate"]) for row in rows] == pytest.approx([0.1, 0.1, 0.05, 0.025])
+    # The weights of the third epoch have come back: the results are theirs.
+    assert stopping.best_epoch == 2
+    assert summary["eval"]["loss"] == pytest.approx(float(rows[2]["val_loss"]), rel=1e-5)
+    assert trainer.evaluate(source(11, 9))["loss"] == pytest.approx(float(rows[2]["val_loss"]), rel=1e-5)
+    assert [value.shape for value in keras.saving.load_model(best).get_weights()] == [
+        value.shape for value in trainer.model.get_weights()
+    ]
+    assert "optimizer" not in vars(trainer.model)
+
+
+def test_a_lower_rate_takes_effect_under_a_schedule_and_without_one():
+    """Of two epochs, the second at a rate of nearly nothing changes nearly nothing."""
+
+    class Freeze(Recorder):
+        def on_epoch_end(self, epoch, logs=None):
+            super().on_epoch_end(epoch, logs)
+            self.model.optimizer.learning_rate = 1e-12
+
+    for optimizer, options in (("sgd", {"schedule": "constant"}), (keras.optimizers.SGD(0.1), {})):
+        freeze = Freeze()
+        trainer_of(plain, optimizer, **options).fit(source(), epochs=2, callbacks=[freeze])
+        (first, second) = (call[3] for call in freeze.epoch_ends())
+        for one, other in zip(first, second, strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-6)
+
+
+def test_a_last_epoch_that_is_not_complete_ends_too():
+    recorder = Recorder()
+    trainer_of(plain).fit(source(), steps=EPOCH + 2, callbacks=[recorder])
+    assert [call[:2] for call in recorder.calls] == [
+        ("train begin",),
+        ("epoch begin", 0),
+        ("epoch end", 0),
+        ("epoch begin", 1),
+        ("epoch end", 1),
+        ("train end",),
+    ]
+
+
+def test_a_resumed_run_goes_on_in_its_epoch(tmp_path):
+    first, second = Recorder(), Recorder()
+    options = {"workdir": str(tmp_path)}
+    trainer_of(plain, stop_after=EPOCH + 1, **options).fit(source(), steps=2 * EPOCH, callbacks=[first])
+    trainer_of(plain, **options).fit(source(), steps=2 * EPOCH, callbacks=[second])
+    assert [call[:2] for call in first.calls[1:]] == [
+        ("epoch begin", 0),
+        ("epoch end", 0),
+        ("epoch begin", 1),
+        ("train end",),
+    ]
+    assert [call[:2] for call in second.calls[1:]] == [("epoch begin", 1), ("epoch end", 1), ("train end",)]
+
+
+@pytest.mark.parametrize(
+    ("callback", "message"),
+    [
+        (lambda: print, "expected Keras callbacks"),
+        (lambda: keras.callbacks.BackupAndRestore("backup"), "BackupAndRestore is not supported; --workdir"),
+        (lambda: keras.callbacks.SwapEMAWeights(), "SwapEMAWeights is not supported; --ema"),
+    ],
+)
+def test_callbacks_that_are_refused(callback, message):
+    with pytest.raises(ConfigError, match=message):
+        trainer_of(plain).fit(source(), steps=1, callbacks=[callback()])
+
+
+def test_parameter_servers_refuse_methods_of_batches_by_name():
+    epochs_only = [Recorder(), keras.callbacks.EarlyStopping(), keras.callbacks.ModelCheckpoint("best.keras")]
+    check_callbacks(epochs_only, synchronous=False)
+    for callback in (BatchRecorder(), keras.callbacks.TerminateOnNaN()):
+        with pytest.raises(
+            ConfigError, match=f"{type(callback).__name__} has a method for every batch.*parameter_server"
+        ):
+            check_callbacks([callback], synchronous=False)
