@@ -141,6 +141,7 @@ def test_a_new_format_touches_five_places(tree: pathlib.Path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_a_new_format_works_with_nothing_else_changed(tree: pathlib.Path):
     """Builds the core without TensorFlow, for one instruction set: its tests and those in Python cover the format."""
     add_format(tree)
