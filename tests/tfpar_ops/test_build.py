@@ -82,8 +82,9 @@ def test_importing_the_package_does_not_import_tensorflow():
 
 
 def test_public_names_exist():
-    assert sorted(tfpar_ops.__all__) == tfpar_ops.__all__
-    assert all(callable(getattr(tfpar_ops, name)) for name in tfpar_ops.__all__)
+    assert sorted(tfpar_ops.__all__, key=lambda name: (not name.isupper(), name)) == tfpar_ops.__all__
+    assert all(callable(getattr(tfpar_ops, name)) for name in tfpar_ops.__all__ if name != "FORMATS")
+    assert tfpar_ops.FORMATS
 
 
 _ROUND_TRIP = """
