@@ -110,7 +110,7 @@ def test_updates_without_any_example_change_nothing_and_are_bad_steps(shards):
             if number != already:
                 flip(path, number)
     train = load(shards, "train", on_bad_record="skip")
-    with pytest.raises(BadStepsError, match=r"updates 2 to 4, 3 in a row.*example 8 in file .* checksum"):
+    with pytest.raises(BadStepsError, match=r"steps 2 to 4, 3 in a row.*example 8 in file .* checksum"):
         trainer_of(on_bad_record="skip", shuffle=False, max_bad_steps=3).fit(train, epochs=2)
 
 

@@ -50,13 +50,13 @@ def test_nan_in_the_data_ends_the_run_with_the_last_good_checkpoint_in_place(tmp
         trainer.fit(generated(FIRST_BAD), epochs=4)
     assert isinstance(caught.value, TrainingError)
     assert str(caught.value) == (
-        "updates 3 to 5, 3 in a row (--max_bad_steps=3), changed nothing: loss or gradients were not finite, or no "
+        "steps 3 to 5, 3 in a row (--max_bad_steps=3), changed nothing: loss or gradients were not finite, or no "
         "example could be used. The cause is in the data: train example 16 has NaN or infinity in its input (6 of 6 "
         "values); train example 17 has NaN or infinity in its input (6 of 6 values); train example 18 has NaN or "
         "infinity in its input (6 of 6 values); train example 19 has NaN or infinity in its input (6 of 6 values); "
         "train example 20 has NaN or infinity in its input (6 of 6 values). Repair or remove such examples. Update 3 "
         f"had the train examples 16, 17, 18, 19, 20, 21, 22, 23 of --dataset=own. All are listed in {tmp_path}/"
-        "bad_steps.json. Checkpoints of before are kept."
+        "bad_steps.json. Earlier checkpoints are kept."
     )
     listed = json.loads((tmp_path / "bad_steps.json").read_text())
     assert [entry["update"] for entry in listed["updates"]] == [3, 4, 5]
@@ -107,7 +107,7 @@ class TestStreaks:
         steps.note(np.arange(3, 5), np.array([False, True]), np.ones(2))
         assert not steps.suspends_checkpoints
         steps.note(np.arange(5, 7), np.array([False, False]), np.ones(2))
-        with pytest.raises(BadStepsError, match=r"updates 6 to 9, 4 in a row"):
+        with pytest.raises(BadStepsError, match=r"steps 6 to 9, 4 in a row"):
             # That the last one is well again changes nothing: how many updates a call has depends on the pace.
             steps.note(np.arange(7, 10), np.array([False, False, True]), np.ones(3))
         assert settled == [True]
@@ -124,9 +124,7 @@ class TestStreaks:
         pushes = PushOrder(pipeline, 2)
         assert pushes.indices(4, 2).reshape(2, -1).tolist() == [[16, 17, 18, 19], [20, 21, 22, 23]]
         assert pushes.examples_in(np.arange(10)).tolist() == [[4]] * 10
-        with pytest.raises(
-            BadStepsError, match=r"updates 5 to 6, .* Update 5 had the train examples 16, 17, 18, 19 of"
-        ):
+        with pytest.raises(BadStepsError, match=r"steps 5 to 6, .* Step 5 had the train examples 16, 17, 18, 19 of"):
             NonFiniteStreak(pushes, limit=2).note(np.arange(4, 6), np.array([False, False]), np.ones(2))
 
     def test_a_directory_that_cannot_be_written_hides_nothing(self, tmp_path):

@@ -48,7 +48,7 @@ def test_a_hang_ends_the_process_with_its_stacks():
 @pytest.mark.parametrize(
     ("after", "what"),
     [
-        ("", "what comes before the end of the first update"),
+        ("", "what comes before the end of the first step"),
         ("watchdog.progress('evaluation', patient=True)", "evaluation"),
     ],
 )
@@ -104,8 +104,8 @@ trainer.fit(train, validation=validation)
 @pytest.mark.parametrize(
     ("where", "timeout", "what"),
     [
-        ("first", 0.5, "what comes before the end of the first update"),
-        ("evaluation", 2, "evaluation or checkpoint after update 2"),  # within five times that the updates are done
+        ("first", 0.5, "what comes before the end of the first step"),
+        ("evaluation", 2, "evaluation or checkpoint after step 2"),  # within five times that the updates are done
     ],
 )
 def test_a_source_that_hangs_is_noticed(where, timeout, what):

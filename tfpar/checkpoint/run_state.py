@@ -28,7 +28,7 @@ def named(variables: Sequence[keras.Variable], prefix: str) -> dict[str, keras.V
 
 
 def snapshot(variables: Mapping[str, keras.Variable]) -> dict[str, np.ndarray]:
-    """Copies of the variables' values; later updates do not touch them."""
+    """Copies of the variables' values; later steps do not touch them."""
     return {name: np.array(variable.numpy(), copy=True, order="C") for name, variable in variables.items()}
 
 
@@ -75,14 +75,13 @@ def checked(run: Mapping[str, Any], *, synchronous: bool) -> Mapping[str, Any]:
 
     Raises:
       ConfigError: Something is missing or has another type; a synchronous run is to go on as an asynchronous one, where
-        an update is the work of a single worker, or the other way round.
+        a step is the work of a single worker, or the other way round.
     """
     if isinstance(run.get("loss_scale"), dict) is not synchronous and "variables" in run:
-        was, now = ("asynchronous", "another") if synchronous else ("synchronous", "this")
+        was, now = ("an asynchronous", "a synchronous") if synchronous else ("a synchronous", "an asynchronous")
         raise ConfigError(
-            f"--strategy: the checkpoint is of {'an' if synchronous else 'a'} {was} run, whose updates {now} strategy "
-            "cannot count on from. Go on with the --strategy of before, or start in another --workdir with "
-            "--warm_start."
+            f"--strategy: the checkpoint is of {was} run, and {now} one counts other steps. Resume with the previous "
+            "--strategy, or start in another --workdir with --warm_start."
         )
     number = (int, float)
     wanted: dict[str, Any] = {"variables": list, "input": dict, "skipped": int, "best": (*number, type(None))}

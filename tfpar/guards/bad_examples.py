@@ -51,8 +51,8 @@ def named(source: inputs.Source, indices: Callable[[], Sequence[int] | np.ndarra
 class SkippedExampleLog:
     """Counts the examples left out under `--on_bad_record=skip`.
 
-    What updates report of their weights is the same number on every worker, so that the count is too, without a word
-    between them. The chief reads updates that lack examples again, to name the first few on standard error.
+    What steps report of their weights is the same number on every worker, so that the count is too, without a word
+    between them. The chief reads steps that lack examples again, to name the first few on standard error.
 
     Args:
       batches: What is trained or evaluated on.
@@ -69,7 +69,7 @@ class SkippedExampleLog:
         self._known: set[int] = set()
 
     def note(self, first: int, counts: np.ndarray) -> None:
-        """Takes note of some updates.
+        """Takes note of some steps.
 
         Args:
           first: Number of the first one, from 0.
@@ -80,10 +80,10 @@ class SkippedExampleLog:
         expected = self._batches.examples_in(first + np.arange(len(counts))).sum(axis=1)
         lacking = np.maximum(np.rint(expected - counts).astype(np.int64), 0)
         self.count += int(lacking.sum())
-        for update in first + np.flatnonzero(lacking):
+        for step in first + np.flatnonzero(lacking):
             if self._to_name <= 0:
                 return
-            self.name(self._batches.indices(int(update), 1))
+            self.name(self._batches.indices(int(step), 1))
 
     def name(self, indices: np.ndarray) -> None:
         """Looks through examples for ones that cannot be used, and names those that are new."""

@@ -1,4 +1,4 @@
-"""What updates are made of: the batches of a pipeline, or the shares of them that workers push one by one."""
+"""What steps are made of: the batches of a pipeline, or the shares of them that workers push one by one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 
 class BatchIndex(Protocol):
-    """Examples by number of update; `tfpar.inputs.Pipeline` is one, where an update is a whole batch."""
+    """Examples by number of step; `tfpar.inputs.Pipeline` is one, where a step is a whole batch."""
 
     @property
     def source(self) -> inputs.Source: ...
@@ -19,16 +19,16 @@ class BatchIndex(Protocol):
     @property
     def skips(self) -> bool: ...
 
-    def examples_in(self, updates: np.ndarray) -> np.ndarray:
-        """How many examples each update has: int64 [K, replicas] for int64 [K]."""
+    def examples_in(self, steps: np.ndarray, /) -> np.ndarray:
+        """How many examples each step has: int64 [K, replicas] for int64 [K]."""
 
     def indices(self, first: int, count: int) -> np.ndarray:
-        """The examples of `count` updates from `first` on: int64 [count, ...], -1 for padding."""
+        """The examples of `count` steps from `first` on: int64 [count, ...], -1 for padding."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PushOrder:
-    """The updates of asynchronous training: number `k` is the share of worker `k % workers` in batch `k // workers`.
+    """The steps of asynchronous training: number `k` is the share of worker `k % workers` in batch `k // workers`.
 
     Attributes:
       pipeline: The batches.
@@ -48,15 +48,15 @@ class PushOrder:
         """Whether examples that cannot be used get the weight 0."""
         return self.pipeline.skips
 
-    def examples_in(self, updates: np.ndarray) -> np.ndarray:
-        """How many examples each update has: int64 [K, 1] for int64 [K]."""
-        every = self.pipeline.examples_in(updates // self.workers)
-        return np.take_along_axis(every, (updates % self.workers)[:, None], axis=1)
+    def examples_in(self, steps: np.ndarray, /) -> np.ndarray:
+        """How many examples each step has: int64 [K, 1] for int64 [K]."""
+        every = self.pipeline.examples_in(steps // self.workers)
+        return np.take_along_axis(every, (steps % self.workers)[:, None], axis=1)
 
     def indices(self, first: int, count: int) -> np.ndarray:
-        """The examples of `count` updates from `first` on: int64 [count, A, 1, m], -1 for padding."""
+        """The examples of `count` steps from `first` on: int64 [count, A, 1, m], -1 for padding."""
         shares = []
-        for update in range(first, first + count):
-            batch, worker = divmod(update, self.workers)
+        for step in range(first, first + count):
+            batch, worker = divmod(step, self.workers)
             shares.append(self.pipeline.indices(batch, 1)[0, :, worker : worker + 1])
         return np.stack(shares)

@@ -1,7 +1,7 @@
 """Updates that changed nothing: counted in a row, explained, and too many of them end the run.
 
-An update is left out, on all replicas alike, when loss or gradients are not finite on any of them, or when none of its
-examples can be used. Weights, optimizer and residuals stay what they were, so a checkpoint of before such updates is
+A step is left out, on all replicas alike, when loss or gradients are not finite on any of them, or when none of its
+examples can be used. Weights, optimizer and residuals stay what they were, so a checkpoint of before such steps is
 as good as one of after them, and older ones are worth more: weights that have begun to diverge are finite for a while.
 """
 
@@ -29,13 +29,13 @@ FILE = "bad_steps.json"
 
 
 class BadStepsError(TrainingError):
-    """Too many updates in a row were left out. The message says which, their examples, and likely causes."""
+    """Too many steps in a row were left out. The message says which, their examples, and likely causes."""
 
     exit_code = BAD_NUMBERS
 
 
 class NonFiniteStreak:
-    """Counts updates in a row that were left out. All workers see the same ones, and end alike.
+    """Counts steps in a row that were left out. All workers see the same ones, and end alike.
 
     Args:
       batches: What is trained on.
@@ -46,7 +46,7 @@ class NonFiniteStreak:
         before the chief has written its list.
 
     Attributes:
-      streak: The loss of each update left out since the last one that was applied, by number from 0 on; empty where
+      streak: The loss of each step left out since the last one that was applied, by number from 0 on; empty where
         there is no limit.
     """
 
@@ -68,14 +68,14 @@ class NonFiniteStreak:
 
     @property
     def suspends_checkpoints(self) -> bool:
-        """Whether checkpoints are better not written now: they would push out those of before the streak."""
+        """Whether to suspend checkpoints, which would evict the last good ones."""
         return bool(self.streak)
 
-    def note(self, updates: np.ndarray, applied: np.ndarray, losses: np.ndarray) -> None:
-        """Takes note of some updates.
+    def note(self, steps: np.ndarray, applied: np.ndarray, losses: np.ndarray) -> None:
+        """Takes note of some steps.
 
         Args:
-          updates: [n], their numbers from 0 on.
+          steps: [n], their numbers from 0 on.
           applied: bool [n].
           losses: [n].
 
@@ -84,16 +84,16 @@ class NonFiniteStreak:
         """
         if not self._limit or (applied.all() and not self.streak):
             return
-        for update, good, loss in zip(updates.tolist(), applied, losses, strict=True):
+        for step, good, loss in zip(steps.tolist(), applied, losses, strict=True):
             if good:
                 self.streak.clear()
                 continue
-            self.streak[update] = float(loss)
+            self.streak[step] = float(loss)
             if len(self.streak) == self._limit:
                 self._end()
 
     def _end(self) -> None:
-        batches = {update: _real(self._batches.indices(update, 1)) for update in self.streak}
+        batches = {step: _real(self._batches.indices(step, 1)) for step in self.streak}
         source = self._batches.source
         every = np.concatenate([*batches.values(), np.zeros(0, np.int64)])
         began = time.monotonic()
@@ -123,9 +123,9 @@ class NonFiniteStreak:
                 "a loss that is not defined for some outputs."
             )
         return (
-            f"updates {first + 1} to {last + 1}, {len(self.streak)} in a row (--max_bad_steps={self._limit}), changed "
-            f"nothing: loss or gradients were not finite, or no example could be used. {cause} Update {first + 1} had "
-            f"the {info.split} examples {listed}{more} of --dataset={info.name}.{where} Checkpoints of before are kept."
+            f"steps {first + 1} to {last + 1}, {len(self.streak)} in a row (--max_bad_steps={self._limit}), changed "
+            f"nothing: loss or gradients were not finite, or no example could be used. {cause} Step {first + 1} had "
+            f"the {info.split} examples {listed}{more} of --dataset={info.name}.{where} Earlier checkpoints are kept."
         )
 
 
@@ -136,17 +136,17 @@ def write_list(
     losses: Mapping[int, float],
     found: Sequence[inputs.BadExample],
 ) -> None:
-    """Writes `WORKDIR/bad_steps.json`: every update of the streak with its loss and examples, and the bad ones found.
+    """Writes `WORKDIR/bad_steps.json`: every step of the streak with its loss and examples, and the bad ones found.
 
-    Updates are numbered from 1, as everywhere a person reads them. A directory that cannot be written to is no reason
+    Steps are numbered from 1, as everywhere a person reads them. A directory that cannot be written to is no reason
     to hide the error that this is about: then nothing is written.
     """
     content: dict[str, Any] = {
         "dataset": info.name,
         "split": info.split,
         "updates": [
-            {"update": update + 1, "loss": _number(losses.get(update)), "examples": examples.tolist()}
-            for update, examples in batches.items()
+            {"update": step + 1, "loss": _number(losses.get(step)), "examples": examples.tolist()}
+            for step, examples in batches.items()
         ],
         "unusable": [{"example": bad.index, "file": bad.file, "reason": bad.reason} for bad in found],
     }

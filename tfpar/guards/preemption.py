@@ -1,4 +1,4 @@
-"""Being asked to end: SIGTERM becomes a question that all workers answer together, between two updates.
+"""Being asked to end: SIGTERM becomes a question that all workers answer together, between two steps.
 
 Outside of training it ends the process at once (`tfpar.process.exit_codes.install_sigterm_handler`).
 """

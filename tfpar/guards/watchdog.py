@@ -12,7 +12,7 @@ from tfpar.process.exit_codes import PEER_LOST, exit_immediately
 
 _log = logging.getLogger(__name__)
 
-# What is given to a piece of work that has no steps to watch: the first update, which compiles, or an evaluation.
+# What is given to a piece of work that has no steps to watch: the first step, which compiles, or an evaluation.
 PATIENCE = 5
 
 
@@ -34,7 +34,7 @@ class Watchdog:
         self._done = threading.Event()
 
     def __enter__(self) -> Watchdog:
-        self.progress("what comes before the end of the first update", patient=True)
+        self.progress("what comes before the end of the first step", patient=True)
         if self._timeout:
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
         return self
@@ -46,8 +46,8 @@ class Watchdog:
         """Notes that something was done.
 
         Args:
-          what: What comes next, as in `update 120`.
-          patient: It may take `PATIENCE` times as long: evaluation, a checkpoint, an update that is compiled first.
+          what: What comes next, as in `step 120`.
+          patient: It may take `PATIENCE` times as long: evaluation, a checkpoint, a step that is compiled first.
         """
         self._due = (what, time.monotonic(), self._timeout * (PATIENCE if patient else 1))
 

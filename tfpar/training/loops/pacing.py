@@ -31,7 +31,7 @@ class StepsPerCall:
     def measured(self, steps: int, seconds: float) -> None:
         """Takes note of a finished call; the first one, which compiles, only ends the waiting."""
         if self._step_seconds is None:
-            self._step_seconds = _TARGET_SECONDS / 5  # five updates next, to measure without compilation
+            self._step_seconds = _TARGET_SECONDS / 5  # five steps next, to measure without compilation
         else:
             self._step_seconds = max(seconds / steps, 1e-6)
 

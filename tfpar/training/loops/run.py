@@ -128,7 +128,7 @@ class Run:
         return self._end_callbacks(self._callbacks, state) if self._callbacks else state
 
     def _end_callbacks(self, callbacks: KerasCallbacks, state: LoopState) -> LoopState:
-        """Ends the callbacks; evaluates and saves the weights that one of them has restored, in place of the last."""
+        """Ends the callbacks; weights that one of them has restored are evaluated and saved in place of the last."""
         before = self._loop.params_sha256()
         callbacks.end(state)
         if self._loop.params_sha256() == before:
