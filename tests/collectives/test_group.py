@@ -50,7 +50,9 @@ def test_messages_of_two_workers_have_another_key_in_every_group_of_theirs():
     keys = [message_key(members, 0, 2) for members in groups_of_both]
     assert len({*keys, group_key([0, 2]), *map(group_key, groups_of_both)}) == 2 * len(keys)
     assert message_key([2, 1, 0], 2, 0) == message_key([0, 1, 2], 0, 2) != message_key([0, 1, 2], 0, 2, "GPU")
-    assert world_group(3, 0)._message_key(2) == world_group(3, 2)._message_key(0) == group_key([0, 2])
+    world = message_key([0, 1, 2], 0, 2, all_workers=True)
+    assert world_group(3, 0)._message_key(2) == world_group(3, 2)._message_key(0) == world
+    assert world not in {*keys, group_key([0, 2])}  # messages among all workers, beside calls of the pair
     assert new_group([0, 1, 2], 0)._message_key(2) == keys[1]
 
 

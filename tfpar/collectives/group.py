@@ -18,7 +18,8 @@ import tensorflow as tf
 
 # TensorFlow 2.21's strategies count theirs from 1 (groups) and from 100 (instances), see `CollectiveKeys`.
 _FIRST_KEY = 1 << 20
-_FIRST_HASHED_KEY = 1 << 28  # above the keys of pairs
+_FIRST_WORLD_MESSAGE_KEY = 1 << 27  # above the keys of pairs
+_FIRST_HASHED_KEY = 1 << 28  # above both
 _END_OF_KEYS = 1 << 31  # keys are int32
 _DEVICE_TYPES = ("CPU", "GPU")
 
@@ -132,16 +133,15 @@ def group_key(members: Sequence[int], device_type: str = "CPU") -> int:
     Returns:
       An int32, larger than the keys of TensorFlow's strategies.
     """
-    if len(members) == 2:
-        low, high = sorted(members)
-        key = _FIRST_KEY + high * (high - 1) + 2 * low + _DEVICE_TYPES.index(device_type)
-        if key < _FIRST_HASHED_KEY:
-            return key
+    if len(members) == 2 and (index := _pair_index(members, device_type)) < _FIRST_WORLD_MESSAGE_KEY - _FIRST_KEY:
+        return _FIRST_KEY + index
     return _hashed(f"{device_type} {sorted(members)}")
 
 
-def message_key(members: Sequence[int], one: int, other: int, device_type: str = "CPU") -> int:
-    """The key of messages between two members of a group that does not hold all workers.
+def message_key(
+    members: Sequence[int], one: int, other: int, device_type: str = "CPU", *, all_workers: bool = False
+) -> int:
+    """The key of messages between two members of a group.
 
     Not their `group_key`: other groups of which both are members may have counted the same instance keys.
 
@@ -150,8 +150,19 @@ def message_key(members: Sequence[int], one: int, other: int, device_type: str =
       one: Rank of one of the two.
       other: Rank of the other.
       device_type: See `group_key`.
+      all_workers: Whether the members are all workers. Two of them have an exact key, as every two may exchange messages.
     """
-    return _hashed(f"{device_type} {sorted(members)}: {sorted((one, other))}")
+    pair = (one, other)
+    limit = _FIRST_HASHED_KEY - _FIRST_WORLD_MESSAGE_KEY
+    if all_workers and (index := _pair_index(pair, device_type)) < limit:
+        return _FIRST_WORLD_MESSAGE_KEY + index
+    return _hashed(f"{device_type} {sorted(members)}: {sorted(pair)}")
+
+
+def _pair_index(pair: Sequence[int], device_type: str) -> int:
+    """A number for each pair of ranks and type of device, from 0."""
+    low, high = sorted(pair)
+    return high * (high - 1) + 2 * low + _DEVICE_TYPES.index(device_type)
 
 
 def _hashed(text: str) -> int:

@@ -36,7 +36,7 @@ class TensorFlowGroup:
         `DeviceNameUtils::CompareFullNames`), in which order tfpar counts ranks.
       rank: Place of this worker among the members.
       on_gpus: Whether the members are GPUs.
-      all_workers: Whether the members are all workers, so that two of them need no key of their own for messages.
+      all_workers: Whether the members are all workers, whose messages have exact keys (`message_key`).
     """
 
     members: tuple[int, ...]
@@ -142,9 +142,7 @@ class TensorFlowGroup:
 
     def _message_key(self, other: int) -> int:
         pair = self.members[self.rank], self.members[other]
-        if self.all_workers:
-            return group_key(pair, self._device_type)
-        return message_key(self.members, *pair, self._device_type)
+        return message_key(self.members, *pair, self._device_type, all_workers=self.all_workers)
 
 
 def new_group(members: Sequence[int], worker: int, device: str = "") -> TensorFlowGroup:
