@@ -150,7 +150,7 @@ def message_key(
       one: Rank of one of the two.
       other: Rank of the other.
       device_type: See `group_key`.
-      all_workers: Whether the members are all workers. Two of them have an exact key, as every two may exchange messages.
+      all_workers: Whether the members are all workers: any two then have an exact key, as all may exchange messages.
     """
     pair = (one, other)
     limit = _FIRST_HASHED_KEY - _FIRST_WORLD_MESSAGE_KEY
