@@ -14,7 +14,7 @@ import time
 
 from tfpar.checkpoint import workdir_lock
 from tfpar.config import ConfigError, ExperimentConfig
-from tfpar.training.start import check_workdir
+from tfpar.training.validate import validate_workdir
 
 import pytest
 
@@ -68,7 +68,7 @@ def test_the_second_is_refused_and_told_who_the_first_is(tmp_path, monkeypatch):
     with job(tmp_path, SLURM_JOB_ID="4711") as (first, said):
         assert not said
         for attempt in (
-            lambda: check_workdir(config),
+            lambda: validate_workdir(config),
             lambda: workdir_lock.lock_workdir(str(tmp_path)).__enter__(),
         ):
             with pytest.raises(ConfigError) as caught:
@@ -79,7 +79,7 @@ def test_the_second_is_refused_and_told_who_the_first_is(tmp_path, monkeypatch):
             assert "another --workdir" in message
         first.stdin.close()
         first.wait()
-    check_workdir(config)
+    validate_workdir(config)
 
 
 def test_a_killed_owner_is_noticed_and_its_workdir_taken_over(tmp_path, messages):
@@ -126,7 +126,7 @@ def test_the_other_workers_of_the_same_job_are_not_refused(tmp_path, monkeypatch
     with job(tmp_path, **tf_config(0)):
         for name, value in tf_config(1).items():
             monkeypatch.setenv(name, value)
-        check_workdir(config)
+        validate_workdir(config)
         monkeypatch.setenv("TFPAR_RESTARTS", "1")  # of another start, which the chief of the old one is in the way of
         with pytest.raises(ConfigError, match="in use by"):
             workdir_lock.check_free(str(tmp_path), wait=0.2)

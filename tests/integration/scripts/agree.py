@@ -85,7 +85,7 @@ def lose(agreement: WorkerAgreement, topology: Topology) -> None:
     if topology.worker == topology.workers - 1:
         os._exit(0)  # without a word; as a success, so that the launcher does not end the others
     try:
-        with failure.named(topology.cluster):
+        with failure.peer_errors_named(topology.cluster):
             agreement.all_equal("a value")
     except PeerLostError as error:
         print("error:", error, flush=True)
