@@ -25,7 +25,7 @@ def write_inputs(monitor: Monitor, source: inputs.Source) -> None:
     count = min(IMAGES, info.num_examples)
     if count == 0:
         return
-    x, _, usable = inputs.fetch_usable(source, tf.range(count, dtype=tf.int64))
+    x, _, usable = inputs.fetch_with_mask(source, tf.range(count, dtype=tf.int64))
     shown = x.numpy()[usable.numpy()]  # what is wrong with the others is said when they are trained on
     if not len(shown):
         return
@@ -40,7 +40,7 @@ def write_text(monitor: Monitor, trainer: Trainer, source: inputs.Source, step: 
     info = source.info
     if not trainer.topology.is_chief or info.task != "language_model" or info.decode is None or not info.num_examples:
         return
-    x, _, _ = inputs.fetch_usable(source, tf.constant([0], tf.int64))
+    x, _, _ = inputs.fetch_with_mask(source, tf.constant([0], tf.int64))
     prompt = x.numpy()[0][:PROMPT_TOKENS]
     try:
         generated = info.decode(generate(trainer, prompt, GENERATED_TOKENS, seed=step))
