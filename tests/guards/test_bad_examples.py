@@ -65,7 +65,7 @@ def test_skip_counts_the_same_in_every_layout(strategy, cache, shards, tmp_path,
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["skipped_examples"] == 6
     said = capfd.readouterr()
     assert "6 in training, 1 in validation (--on_bad_record=skip)" in said.out
-    assert "left out at weight 0, and counted" in said.out
+    assert "skipped at weight 0, and counted" in said.out
     named = [line for line in said.out.splitlines() if line.startswith("skipped: ")]
     assert len(named) == len(set(named)) == 3  # each once, however often it comes
     for index, file in ((5, "train-00000"), (27, "train-00001"), (2, "validation-00001")):
@@ -117,7 +117,7 @@ def test_updates_without_any_example_change_nothing_and_are_bad_steps(shards):
 def test_reading_that_works_again_is_said_to_be_a_moment_of_the_storage(shards):
     source = load(shards, "validation", on_bad_record="skip")
     elements = tf.data.Dataset.range(1).map(lambda _: tf.io.read_file("/no/such/file"))
-    said = r"validation split could not be read \(/no/such/file; No such file.*the storage failed for a moment"
+    said = r"validation split could not be read \(/no/such/file; No such file.*the storage failed temporarily"
     with pytest.raises(TrainingError, match=said), bad_examples.named(source, lambda: [0, 1]):
         next(iter(elements))
 

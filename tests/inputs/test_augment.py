@@ -1,4 +1,4 @@
-"""Augmentation layers: what they do to images, compiled by XLA, in training only."""
+"""Augmentation layers: their effect on images, compiled by XLA, in training only."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def windows(padded: np.ndarray, height: int, width: int) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize(("text", "pixels", "mode"), [("shift:2", 2, "constant"), ("crop:3", 3, "reflect")])
-def test_shift_and_crop_cut_a_window_from_the_padded_image(text, pixels, mode):
+def test_shift_and_crop_take_a_window_of_the_padded_image(text, pixels, mode):
     x = images(200)
     places = []
     for image, result in zip(x, augmented(text, x), strict=True):
@@ -38,13 +38,13 @@ def test_shift_and_crop_cut_a_window_from_the_padded_image(text, pixels, mode):
         matches = [number for number, window in enumerate(windows(padded, 8, 6)) if np.array_equal(window, result)]
         assert len(matches) == 1
         places += matches
-    # All (2 * pixels + 1)^2 places can occur, about equally often.
+    # All (2 * pixels + 1)^2 positions occur about equally often.
     counts = np.bincount(places, minlength=(2 * pixels + 1) ** 2)
     assert (counts > 0).mean() > 0.9
     assert counts.max() < 25
 
 
-def test_flip_mirrors_about_half():
+def test_flip_mirrors_about_half_of_the_images():
     x = images(400)
     result = augmented("flip", x)
     flipped = (result == x[:, :, ::-1]).all(axis=(1, 2, 3))
@@ -60,7 +60,7 @@ def test_cutout_hides_one_square_per_image():
     centres = set()
     for mask in hidden[..., 0]:
         rows, columns = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
-        # At most 3 x 3, cut by the border; a full rectangle.
+        # A full rectangle of at most 3 x 3, less where it crosses the border.
         assert 2 <= len(rows) <= 3
         assert 2 <= len(columns) <= 3
         assert mask.sum() == len(rows) * len(columns)
@@ -82,7 +82,7 @@ def test_brightness_and_contrast_stay_in_their_range():
     assert 1.45 < ratio.max() <= 1.501
 
 
-def test_nothing_happens_outside_training():
+def test_layers_act_in_training_only():
     x = images()
     layers = augment.build(ALL, 0)
     assert np.array_equal(layers(x), x)
@@ -90,8 +90,8 @@ def test_nothing_happens_outside_training():
     assert not np.array_equal(layers(x, training=True), x)
 
 
-def test_draws_come_from_the_seed_state_alone():
-    """With the state substituted, as the training step does, a call is a pure function of it."""
+def test_draws_depend_on_the_seed_state_alone():
+    """With a substituted state, as in the training step, a call is a pure function of the state."""
     layers = augment.build(ALL, 5)
     layers.build((None, 8, 6, 2))
     x = tf.constant(images())
@@ -110,7 +110,7 @@ def test_draws_come_from_the_seed_state_alone():
     assert not np.array_equal(first, later)
 
 
-def test_seeds_and_layers_differ():
+def test_seeds_and_layers_draw_different_numbers():
     x = images()
     assert not np.array_equal(augmented("shift:2", x, seed=0), augmented("shift:2", x, seed=1))
     first, second = augment.build("shift:2,shift:2", 0).layers
@@ -134,7 +134,7 @@ def test_pixels_stay_float32_under_half_precision():
 
 
 @pytest.mark.parametrize("text", ["", "none", " "])
-def test_none(text):
+def test_no_augmentation_builds_no_model(text):
     assert augment.build(text) is None
 
 
@@ -150,7 +150,7 @@ def test_none(text):
         ("brightness:nan", "brightness needs a number"),
     ],
 )
-def test_refusals(text, message):
+def test_invalid_augmentations_are_refused(text, message):
     with pytest.raises(ConfigError, match=message):
         augment.build(text)
 
@@ -158,13 +158,13 @@ def test_refusals(text, message):
 @pytest.mark.parametrize(
     ("text", "shape", "message"),
     [
-        ("crop:6", (8, 6, 2), r"--augment=crop:6 mirrors more pixels than images of 8x6 have. Use at most crop:5"),
+        ("crop:6", (8, 6, 2), r"--augment=crop:6 mirrors more pixels than an image of 8x6 has. Use at most crop:5"),
         ("shift:1,flip", (30,), r"--augment=shift changes images .* have shape \(30,\). Leave out --augment"),
     ],
 )
-def test_examples_that_do_not_suit(text, shape, message):
+def test_unsuitable_examples_are_refused(text, shape, message):
     with pytest.raises(ConfigError, match=message):
-        augment.check(text, shape)
+        augment.check_augmentation(text, shape)
     with pytest.raises(ConfigError, match=message):
         augment.build(text).build((None, *shape))
-    augment.check("none", shape)
+    augment.check_augmentation("none", shape)

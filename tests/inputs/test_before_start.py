@@ -1,4 +1,4 @@
-"""Sources are built before the strategy: that must not initialise TensorFlow, or no strategy could start any more."""
+"""Sources are built before the strategy, which must not initialise TensorFlow: no strategy could start afterwards."""
 
 from __future__ import annotations
 
@@ -42,23 +42,23 @@ def build(dataset: str, *options: str) -> None:
 
 
 @pytest.mark.parametrize("dataset", ["arrays", "text", "synthetic:8x8x1", "synthetic:tokens"])
-def test_sources_without_files_of_their_own(dataset):
+def test_building_generated_sources_does_not_initialise_tensorflow(dataset):
     build(dataset)
 
 
 @pytest.mark.parametrize("cache", ["memory", "none"])
-def test_digits_are_even_written_without_it(tmp_path, cache):
+def test_writing_digits_does_not_initialise_tensorflow(tmp_path, cache):
     build("digits", f"data_dir={tmp_path}", f"cache={cache}")
 
 
 @pytest.mark.parametrize("cache", ["memory", "none"])
-def test_shards(tmp_path, cache):
+def test_building_from_shards_does_not_initialise_tensorflow(tmp_path, cache):
     write.write(InputConfig(dataset="synthetic:4:2:40"), str(tmp_path / "out"), shards=2)
     build(f"tfrecord:{tmp_path}/out", f"cache={cache}")
 
 
 @pytest.mark.parametrize("cache", ["memory", "none"])
-def test_images(tmp_path, cache):
+def test_building_from_images_does_not_initialise_tensorflow(tmp_path, cache):
     for name in ("cat", "dog"):
         (tmp_path / name).mkdir()
         for number in range(3):
@@ -66,6 +66,6 @@ def test_images(tmp_path, cache):
     build(f"images:{tmp_path}", f"cache={cache}")
 
 
-def test_texts_of_tfds(tmp_path):
+def test_building_from_tfds_texts_does_not_initialise_tensorflow(tmp_path):
     helpers.prepare(helpers.TinyTexts, tmp_path)
     build("tfds:tiny_texts:train,validation", f"data_dir={tmp_path}")

@@ -1,4 +1,4 @@
-"""The order of an epoch: a bijection, spread evenly, the same for ever."""
+"""The order of an epoch: a bijection, uniform, and fixed forever."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def oracle(index: int, size: int, seed: int, epoch: int) -> int:
             return index
 
 
-# 65,537 and 262,145 are sizes at which tf.random.experimental.index_shuffle gives duplicates (TensorFlow 2.21).
+# At sizes 65,537 and 262,145 tf.random.experimental.index_shuffle returns duplicates (TensorFlow 2.21).
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 10, 17, 256, 1797, 65_536, 65_537, 262_145])
 def test_every_index_occurs_once(size):
     assert np.array_equal(np.sort(permute_all(size, seed=5, epoch=3)), np.arange(size))
@@ -52,14 +52,14 @@ def test_every_index_occurs_once(size):
     epoch=st.integers(0, 2**40),
     data=st.data(),
 )
-def test_agrees_with_the_definition(size, seed, epoch, data):
+def test_the_graph_agrees_with_the_definition(size, seed, epoch, data):
     indices = data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=4))
     got = permutation.permute(tf.constant(indices, tf.int64), size, seed, tf.constant(epoch, tf.int64))
     assert got.numpy().tolist() == [oracle(index, size, seed, epoch) for index in indices]
 
 
 def test_the_order_never_changes():
-    """A run that is resumed with a newer tfpar must go on in the same order."""
+    """A run that resumes with a newer tfpar must continue in the same order."""
     assert permute_all(10, seed=0, epoch=0).tolist() == [4, 0, 7, 2, 5, 3, 9, 8, 6, 1]
     assert permute_all(1797, seed=1, epoch=2)[:8].tolist() == [1273, 648, 139, 272, 183, 1298, 525, 614]
 
@@ -73,8 +73,8 @@ def test_epochs_and_seeds_have_different_orders():
 
 
 @pytest.mark.parametrize("size", [97, 1437])
-def test_places_and_neighbours_are_uniform(size):
-    """Chi-square per degree of freedom of where items go, and of the distance between neighbours, over 400 epochs."""
+def test_positions_and_neighbours_are_uniform(size):
+    """Chi-square per degree of freedom of the positions of items, and of distances of neighbours, over 400 epochs."""
     epochs = tf.range(400, dtype=tf.int64)[:, None]
     index = tf.broadcast_to(tf.range(size, dtype=tf.int64), [400, size])
     orders = permutation.permute(index, size, 7, epochs).numpy()

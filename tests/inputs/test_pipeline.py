@@ -1,4 +1,4 @@
-"""The pipeline: each example once an epoch, the same order on host and in the graph, resumable anywhere."""
+"""The pipeline: each example once an epoch, the same order computed eagerly and in the graph, resumable anywhere."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 
 from tests.inputs.helpers import CLASSES, index_source
 from tfpar.config import ConfigError, InputConfig
-from tfpar.inputs import Pipeline, epoch_order, find_bad
+from tfpar.inputs import Pipeline, epoch_order, locate_bad_example
 
 import numpy as np
 import pytest
@@ -31,13 +31,15 @@ def real(batches) -> list[int]:
     return joined[joined >= 0].tolist()
 
 
-def expected_positions(examples: int, batch: int, steps: int, replicas: int, update: int) -> list[list[list[int]]]:
+def expected_positions(
+    examples: int, batch: int, micro_batches: int, replicas: int, update: int
+) -> list[list[list[int]]]:
     """Positions per micro-batch and replica, by the definition, without arrays."""
     first = update * batch
     count = min(batch, examples - first)
     result = []
-    for a in range(steps):
-        micro = list(range(first + a * count // steps, first + (a + 1) * count // steps))
+    for a in range(micro_batches):
+        micro = list(range(first + a * count // micro_batches, first + (a + 1) * count // micro_batches))
         bounds = [r * len(micro) // replicas for r in range(replicas + 1)]
         result.append([micro[low:high] for low, high in itertools.pairwise(bounds)])
     return result
@@ -47,7 +49,7 @@ layouts = st.fixed_dictionaries(
     {
         "examples": st.integers(1, 80),
         "batch": st.integers(1, 40),
-        "steps": st.integers(1, 5),
+        "micro_batches": st.integers(1, 5),
         "replicas": st.integers(1, 6),
         "remainder": st.sampled_from(["pad", "drop"]),
         "shuffle": st.booleans(),
@@ -57,15 +59,15 @@ layouts = st.fixed_dictionaries(
 
 @settings(max_examples=50, deadline=None)
 @given(layout=layouts)
-def test_each_example_occurs_once_an_epoch_where_it_should(layout):
+def test_each_example_occurs_once_per_epoch_in_its_place(layout):
     examples, batch = layout["examples"], min(layout["batch"], layout["examples"])
-    steps, replicas = layout["steps"], layout["replicas"]
+    micro_batches, replicas = layout["micro_batches"], layout["replicas"]
     options = config(batch, remainder=layout["remainder"], shuffle=layout["shuffle"])
-    pipeline = Pipeline(index_source(examples), options, accumulate_steps=steps, replicas=replicas, seed=3)
+    pipeline = Pipeline(index_source(examples), options, accumulate_steps=micro_batches, replicas=replicas, seed=3)
 
     drop = layout["remainder"] == "drop"
     assert pipeline.updates_per_epoch == (examples // batch if drop else math.ceil(examples / batch))
-    assert pipeline.micro_batch == math.ceil(math.ceil(batch / steps) / replicas)
+    assert pipeline.micro_batch == math.ceil(math.ceil(batch / micro_batches) / replicas)
     assert pipeline.examples_per_epoch == (examples // batch * batch if drop else examples)
 
     batches = epoch_indices(pipeline, epoch=1)
@@ -73,8 +75,8 @@ def test_each_example_occurs_once_an_epoch_where_it_should(layout):
     assert len(seen) == len(set(seen)) == pipeline.examples_per_epoch
     assert set(seen) <= set(range(examples))
     for update, got in enumerate(batches):
-        assert got.shape == (steps, replicas, pipeline.micro_batch)
-        for a, shares in enumerate(expected_positions(examples, batch, steps, replicas, update)):
+        assert got.shape == (micro_batches, replicas, pipeline.micro_batch)
+        for a, shares in enumerate(expected_positions(examples, batch, micro_batches, replicas, update)):
             for r, share in enumerate(shares):
                 row = got[a, r]
                 assert (row >= 0).tolist() == [slot < len(share) for slot in range(len(row))]
@@ -83,14 +85,21 @@ def test_each_example_occurs_once_an_epoch_where_it_should(layout):
 
 
 @pytest.mark.parametrize(
-    ("examples", "batch", "steps", "replicas", "workers"),
+    ("examples", "batch", "micro_batches", "replicas", "workers"),
     [(23, 8, 1, 1, 1), (23, 8, 2, 2, 1), (23, 8, 2, 4, 2), (50, 7, 3, 2, 2), (50, 10, 1, 6, 3), (5, 5, 4, 4, 4)],
 )
-def test_graph_agrees_with_host(examples, batch, steps, replicas, workers, monkeypatch):
-    # Small chunks, so that the updates read here span several.
-    monkeypatch.setattr("tfpar.inputs.pipeline._PLANNED_AT_ONCE", 2 * batch)
+def test_the_graph_and_eager_code_compute_the_same_order(
+    examples, batch, micro_batches, replicas, workers, monkeypatch
+):
+    # Small chunks, so that the steps here span several chunks.
+    monkeypatch.setattr("tfpar.inputs.pipeline._INDICES_PER_CALL", 2 * batch)
     pipeline = Pipeline(
-        index_source(examples), config(batch), accumulate_steps=steps, replicas=replicas, workers=workers, seed=11
+        index_source(examples),
+        config(batch),
+        accumulate_steps=micro_batches,
+        replicas=replicas,
+        workers=workers,
+        seed=11,
     )
     local = replicas // workers
     updates = 2 * pipeline.updates_per_epoch + 1
@@ -109,7 +118,7 @@ def test_graph_agrees_with_host(examples, batch, steps, replicas, workers, monke
                 assert np.array_equal(got[wanted >= 0], wanted[wanted >= 0])
                 assert np.array_equal(x[..., 1], 2 * x[..., 0])
                 assert np.array_equal(y, got % CLASSES)
-                # Padding repeats an example of the same update.
+                # Padding repeats an example of the same step.
                 assert set(got.ravel()) <= set(on_host.ravel()) - {-1}
 
 
@@ -137,11 +146,11 @@ def test_resuming_continues_with_the_same_elements(shard_by):
         assert all(np.array_equal(left, right) for left, right in zip(a, b, strict=True))
 
 
-def test_resuming_far_ahead_costs_nothing():
-    """A billion updates in, the first element is computed, not reached."""
+def test_resuming_at_a_late_step_costs_nothing():
+    """The first element after a billion steps is computed directly."""
     pipeline = Pipeline(index_source(10**9), config(64), replicas=1, seed=0)
     x, _, _ = next(pipeline.dataset(start_update=10**9).as_numpy_iterator())
-    # Above 2^24 float32 does not hold the index exactly.
+    # Above 2^24, float32 does not represent the index exactly.
     assert np.array_equal(x[..., 0], pipeline.batch_indices(10**9)[0].astype(np.float32))
 
 
@@ -175,7 +184,7 @@ def test_evaluation_is_one_pass_in_order(workers, local):
     assert len(list(pipeline.dataset(0, local, start_update=4))) == 0
 
 
-def test_evaluation_takes_a_batch_larger_than_the_split():
+def test_evaluation_accepts_a_batch_larger_than_the_split():
     pipeline = Pipeline(index_source(5), InputConfig(global_batch_size=64), training=False)
     [(x, _, weight)] = list(pipeline.dataset().as_numpy_iterator())
     assert x.shape == (1, 64, 2)
@@ -192,7 +201,7 @@ class TestFileShards:
         )
 
     @pytest.mark.parametrize(("workers", "local"), [(1, 1), (2, 1), (3, 2)])
-    def test_each_example_once_an_epoch_by_the_worker_that_has_its_file(self, workers, local):
+    def test_the_worker_with_the_file_reads_each_example_once_per_epoch(self, workers, local):
         pipeline = self.pipeline(workers, local)
         ends = np.cumsum(self.RECORDS)
         owner: dict[int, int] = {}
@@ -208,7 +217,7 @@ class TestFileShards:
         assert sorted(seen) == list(range(sum(self.RECORDS)))
         assert set(owner.values()) == set(range(workers))
 
-    def test_host_agrees_and_epochs_differ(self):
+    def test_eager_indices_agree_and_epochs_differ(self):
         pipeline = self.pipeline(workers=2, local=2)
         first, second = epoch_indices(pipeline, 0), epoch_indices(pipeline, 1)
         assert sorted(real(first)) == sorted(real(second)) == list(range(sum(self.RECORDS)))
@@ -220,8 +229,8 @@ class TestFileShards:
                     x, _, weight = next(elements)
                     assert x[..., 0][weight > 0].astype(int).tolist() == real([batch[:, r]]), update
 
-    def test_shards_are_balanced_and_uneven_workers_take_the_same_updates(self):
-        shards = epoch_order.by_file(self.RECORDS, 6, 3)
+    def test_shards_are_balanced_and_uneven_workers_take_the_same_steps(self):
+        shards = epoch_order.shards_by_file(self.RECORDS, 6, 3)
         assert sorted(shard.size for shard in shards) == [25, 26, 30]
         assert sum(shard.files for shard in shards) == 6
         assert self.pipeline(workers=3).updates_per_epoch == 15
@@ -229,9 +238,9 @@ class TestFileShards:
         last = self.pipeline(workers=3).batch_indices(14)
         assert sorted((last >= 0).sum(axis=(0, 2)).tolist()) == [0, 0, 2]
 
-    def test_batches_that_do_not_divide_by_the_workers(self):
+    def test_a_batch_may_be_indivisible_by_the_workers(self):
         pipeline = self.pipeline(workers=4, batch=7)
-        assert [shard.batch for shard in epoch_order.by_file(self.RECORDS, 7, 4)] == [1, 2, 2, 2]
+        assert [shard.batch for shard in epoch_order.shards_by_file(self.RECORDS, 7, 4)] == [1, 2, 2, 2]
         assert sorted(real(epoch_indices(pipeline))) == list(range(sum(self.RECORDS)))
 
     @pytest.mark.parametrize(
@@ -243,33 +252,33 @@ class TestFileShards:
             (index_source(20, (18, 1, 1)), 9, "drop", r"--remainder=drop .* a worker has 1 examples"),
         ],
     )
-    def test_refusals(self, source, batch, remainder, message):
+    def test_unsuitable_files_and_batches_are_refused(self, source, batch, remainder, message):
         with pytest.raises(ConfigError, match=message):
             Pipeline(source, config(batch, shard_by="file", remainder=remainder), replicas=3, workers=3)
 
 
 class TestRefusals:
-    def test_batch_that_does_not_divide_names_all_numbers(self):
+    def test_the_error_of_an_indivisible_batch_names_all_numbers(self):
         with pytest.raises(ConfigError) as caught:
             Pipeline(index_source(100), InputConfig(global_batch_size=50), replicas=4, accumulate_steps=3)
         message = str(caught.value)
         for part in ("--global_batch_size=50", "4 replicas", "3 micro-batches", "48 or 60", "--uneven_batches=true"):
             assert part in message
 
-    def test_batch_smaller_than_the_replicas_names_the_size_above(self):
-        with pytest.raises(ConfigError, match="nearest sizes that are: 4;"):
+    def test_the_error_of_a_batch_below_the_replicas_names_the_next_size(self):
+        with pytest.raises(ConfigError, match="nearest divisible sizes: 4;"):
             Pipeline(index_source(100), InputConfig(global_batch_size=3), replicas=4)
 
-    def test_batch_larger_than_the_training_split(self):
+    def test_a_batch_larger_than_the_training_split_is_refused(self):
         with pytest.raises(ConfigError, match=r"--global_batch_size=64 is more than the 63 examples"):
             Pipeline(index_source(63), InputConfig(global_batch_size=64))
 
     @pytest.mark.parametrize("training", [True, False])
-    def test_empty(self, training):
+    def test_an_empty_split_is_refused(self, training):
         with pytest.raises(ConfigError, match=r"--dataset=index: the train split is empty"):
             Pipeline(index_source(0), InputConfig(), training=training)
 
-    def test_layouts_that_make_no_sense(self):
+    def test_inconsistent_workers_and_replicas_are_refused(self):
         source, options = index_source(100), InputConfig(global_batch_size=12)
         with pytest.raises(ValueError, match="replicas=3 must be a positive multiple of workers=2"):
             Pipeline(source, options, replicas=3, workers=2)
@@ -280,7 +289,7 @@ class TestRefusals:
             with pytest.raises(ValueError, match=r"worker=|start_update="):
                 pipeline.dataset(*arguments)
 
-    def test_label_out_of_range_in_a_file(self):
+    def test_a_label_out_of_range_in_a_file_is_located(self):
         source = index_source(20, storage="files")
 
         def read(indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -291,19 +300,19 @@ class TestRefusals:
         pipeline = Pipeline(broken, InputConfig(global_batch_size=20, shuffle=False))
         with pytest.raises(tf.errors.InvalidArgumentError, match=r"labels outside \[0, 7\)"):
             next(iter(pipeline.dataset()))
-        (bad,) = find_bad(broken, pipeline.indices(0, 1).reshape(-1))
-        assert (bad.index, bad.reason) == (13, "has label 7, and labels are 0 to 6")
+        (bad,) = locate_bad_example(broken, pipeline.indices(0, 1).reshape(-1))
+        assert (bad.index, bad.reason) == (13, "has label 7, but labels must be 0 to 6")
 
 
-def test_report_says_who_reads_what():
+def test_the_report_says_which_worker_reads_what():
     source = index_source(61, [20, 11, 30])
     text = Pipeline(source, config(10), accumulate_steps=2, replicas=4, workers=2, seed=9).report()
     for part in (
         "61 in 3 files",
         "sharded by example",
         "2 workers",
-        "10 an update = 2 micro-batches x 4 replicas x 2 examples, 6 of them padding",
-        "7 updates; remainder=pad: the last has 1 of 10 examples",
+        "10 per step = 2 micro-batches x 4 replicas x 2 examples, 6 of them padding",
+        "7 steps; remainder=pad: the last has 1 of 10 examples",
         "from seed 9",
     ):
         assert part in text
@@ -311,14 +320,14 @@ def test_report_says_who_reads_what():
     assert "worker 0: 30 examples in 1 files; worker 1: 31 examples in 2 files" in text
     assert "flip, on the device" in text
     assert "workers that run out" in text
-    assert "1 examples of the last batch are left out" in Pipeline(source, config(10, remainder="drop")).report()
+    assert "1 examples of the last batch are dropped" in Pipeline(source, config(10, remainder="drop")).report()
     assert "no remainder" in Pipeline(index_source(60), config(10)).report()
     evaluation = Pipeline(source, config(10, shard_by="file"), workers=2, replicas=2, training=False).report()
     assert "as stored, each example once" in evaluation
     assert "sharded by example" in evaluation
 
 
-def test_many_workers_are_not_all_listed():
+def test_the_report_lists_at_most_sixteen_workers():
     source = index_source(40, [2] * 20)
     text = Pipeline(source, config(20, shard_by="file"), replicas=20, workers=20).report()
     assert "worker 15" in text
@@ -326,16 +335,16 @@ def test_many_workers_are_not_all_listed():
     assert "and 4 more" in text
 
 
-def test_options_reach_tf_data():
-    """No automatic sharding may be applied on top; the order is fixed; threads are as asked."""
+def test_options_are_passed_to_tf_data():
+    """Automatic sharding is off, the order is deterministic, and the thread pool has the configured size."""
     options = Pipeline(index_source(20, storage="files"), config(4, input_threads=3)).dataset().options()
     assert options.deterministic
     assert options.experimental_distribute.auto_shard_policy == tf.data.experimental.AutoShardPolicy.OFF
     assert options.threading.private_threadpool_size == 3
 
 
-def test_a_worker_of_a_multi_worker_strategy_gets_its_own_elements():
-    """Under distribute_datasets_from_function each replica gets the element meant for it."""
+def test_each_replica_of_a_strategy_gets_its_own_elements():
+    """Under distribute_datasets_from_function each replica receives its element."""
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
     pipeline = Pipeline(index_source(30), config(6), replicas=2, seed=4)
     distributed = iter(strategy.distribute_datasets_from_function(lambda context: pipeline.dataset(0, 2)))

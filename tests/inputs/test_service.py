@@ -26,7 +26,7 @@ def start():
         for _ in range(workers):
             options = tf.data.experimental.service.WorkerConfig(dispatcher_address=address, heartbeat_interval_ms=200)
             running.append(tf.data.experimental.service.WorkerServer(options))
-        # All of them must be known before a job starts, or one might do all of its work.
+        # All workers must be registered before a job starts, or one of them might do all the work.
         deadline = time.monotonic() + 30
         while dispatcher._num_workers() < workers:
             assert time.monotonic() < deadline
@@ -64,7 +64,7 @@ def test_one_service_worker_keeps_the_order_bit_for_bit(start):
     assert address in served.report()
 
 
-def test_examples_in_memory_travel_along(start, tmp_path):
+def test_examples_in_memory_are_sent_with_the_graph(start, tmp_path):
     (tmp_path / "a.txt").write_text("abcdefghij" * 100)
     address = start(1)
     source = build_source(config(dataset=f"text:{tmp_path}/a.txt", sequence_length=16), "train")
@@ -82,9 +82,9 @@ def test_image_files_are_read_by_the_service(start, tmp_path):
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_evaluation_sees_each_example_once_however_many_workers(start, workers, monkeypatch):
-    # One update per planned chunk: more to share out than there are service workers.
-    monkeypatch.setattr("tfpar.inputs.pipeline._PLANNED_AT_ONCE", 8)
+def test_evaluation_reads_each_example_once_with_any_number_of_workers(start, workers, monkeypatch):
+    # One step per chunk: more chunks than service workers.
+    monkeypatch.setattr("tfpar.inputs.pipeline._INDICES_PER_CALL", 8)
     pipeline = Pipeline(index_source(101), config(start(workers)), training=False)
     dataset = pipeline.dataset()
     assert dataset.cardinality() == 13
@@ -92,8 +92,8 @@ def test_evaluation_sees_each_example_once_however_many_workers(start, workers, 
     assert np.array_equal(np.sort(seen), np.arange(101))
 
 
-def test_training_over_several_service_workers_takes_each_update_once(start, monkeypatch):
-    monkeypatch.setattr("tfpar.inputs.pipeline._PLANNED_AT_ONCE", 8)
+def test_training_with_several_service_workers_takes_each_step_once(start, monkeypatch):
+    monkeypatch.setattr("tfpar.inputs.pipeline._INDICES_PER_CALL", 8)
     pipeline = Pipeline(index_source(2400), config(start(2), prefetch=0), seed=1)
     updates = {tuple(pipeline.batch_indices(update).ravel().tolist()): update for update in range(300)}
     seen = [updates[tuple(x[..., 0].ravel().astype(int).tolist())] for x, _, _ in elements(pipeline, 60)]
@@ -104,23 +104,23 @@ class TestRefusals:
     ADDRESS = "grpc://localhost:1"
 
     @pytest.mark.parametrize("address", ["localhost:5050", "grpc://", "http://host:1"])
-    def test_address(self, address):
+    def test_malformed_addresses_are_refused(self, address):
         with pytest.raises(ConfigError, match=r"--data_service=.* must be grpc://HOST:PORT"):
             Pipeline(index_source(20), config(address))
 
     @pytest.mark.parametrize("address", [ADDRESS, "grpc://no-such-host.invalid:5050"])
-    def test_a_dispatcher_that_does_not_answer(self, address, monkeypatch):
+    def test_an_unreachable_dispatcher_is_refused(self, address, monkeypatch):
         monkeypatch.setattr(service, "_REACH_SECONDS", 0.6)
         pipeline = Pipeline(index_source(20), config(address))
         with pytest.raises(ConfigError, match=r"--data_service='grpc://.*: no dispatcher answers there .* 0.6 s"):
             pipeline.dataset()
 
     @pytest.mark.parametrize("address", ["grpc://host", "grpc://host:", "grpc://:5050", "host:5050", "grpc://host:x"])
-    def test_reaching_what_is_no_address(self, address):
+    def test_reaching_a_malformed_address_is_refused(self, address):
         with pytest.raises(ConfigError, match=r"must be grpc://HOST:PORT"):
             service.check_reachable(address)
 
-    def test_source_that_reads_through_python(self, tmp_path):
+    def test_a_source_that_reads_through_python_is_refused(self, tmp_path):
         from tfpar.inputs import write
 
         write.write(InputConfig(dataset="synthetic:3:2:50"), str(tmp_path / "out"), shards=2)
@@ -130,9 +130,9 @@ class TestRefusals:
         options = config(self.ADDRESS, dataset=f"tfrecord:{tmp_path}/out", cache="memory")
         assert Pipeline(build_source(options, "train"), options).updates_per_epoch == 7
 
-    def test_too_much_in_memory(self, monkeypatch, tmp_path):
-        monkeypatch.setattr(service, "_TRAVEL_BYTES", 1 << 20)
+    def test_too_many_bytes_in_memory_are_refused(self, monkeypatch, tmp_path):
+        monkeypatch.setattr(service, "_MAX_GRAPH_BYTES", 1 << 20)
         (tmp_path / "a.txt").write_bytes(b"x" * (2 << 20))
         source = build_source(config(dataset=f"text:{tmp_path}/a.txt"), "train")
-        with pytest.raises(ConfigError, match=r"its 2 MiB in memory would travel in the graph, which may hold 1 MiB"):
+        with pytest.raises(ConfigError, match=r"its 2 MiB in memory would be sent in the graph, which may hold 1 MiB"):
             Pipeline(source, config(self.ADDRESS))

@@ -1,10 +1,11 @@
-"""What every source has in common: caching, label checks, held-out names, the registry."""
+"""Behaviour common to all sources: caching, label checks, held-out names, the registry."""
 
 from __future__ import annotations
 
 import dataclasses
 
 from tests.inputs.helpers import fetch_all, index_source
+from tfpar import inputs
 from tfpar.config import ConfigError, InputConfig
 from tfpar.inputs import Pipeline, build_source, kinds, memory, register, registry
 from tfpar.inputs import source as sources
@@ -14,7 +15,7 @@ import pytest
 import tensorflow as tf
 
 
-def test_in_memory_has_the_same_examples_and_is_read_once():
+def test_a_source_in_memory_has_the_same_examples_and_is_read_once():
     reads = []
     original = index_source(700, [300, 400], storage="files")
 
@@ -46,30 +47,31 @@ def test_in_memory_has_the_same_examples_and_is_read_once():
         ("memory", 1 << 40, "memory"),
     ],
 )
-def test_cache_rule_is_one_gibibyte(policy, stored_bytes, storage):
+def test_auto_caches_up_to_one_gibibyte(policy, stored_bytes, storage):
     source = index_source(1024, storage="files")
-    assert memory.cached(source, policy, stored_bytes).info.storage == storage
+    assert memory.apply_cache(source, policy, stored_bytes).info.storage == storage
 
 
-def test_labels_in_memory_are_checked_once_for_all():
+def test_labels_in_memory_are_checked_at_loading():
     source = index_source(50, storage="files")
     wrong = dataclasses.replace(source, info=dataclasses.replace(source.info, num_classes=5))
     with pytest.raises(
-        ConfigError, match=r"--dataset=index: train example 5 has label 5, and labels are 0 to 4; 13 more cannot"
+        ConfigError,
+        match=r"--dataset=index: train example 5 has label 5, but labels must be 0 to 4; 13 more examples are bad",
     ):
         memory.keep_in_memory(wrong, 24).load()
 
 
-def test_empty_source_stays_empty():
+def test_an_empty_source_stays_empty():
     assert memory.keep_in_memory(index_source(0), 24).info.num_examples == 0
 
 
-def test_info_must_add_up():
-    with pytest.raises(ValueError, match="do not make 10 examples"):
+def test_the_numbers_of_records_must_add_up():
+    with pytest.raises(ValueError, match="do not add up to 10 examples"):
         index_source(10, [4, 5])
 
 
-def test_fingerprint_tells_data_apart_but_not_places():
+def test_the_fingerprint_depends_on_data_and_not_on_directories():
     info = index_source(10, [4, 6]).info
     moved = dataclasses.replace(info, files=tuple(f"/mnt/{name}" for name in info.files))
     assert info.fingerprint == moved.fingerprint
@@ -82,16 +84,16 @@ def test_fingerprint_tells_data_apart_but_not_places():
     assert len({info.fingerprint, *(other.fingerprint for other in others)}) == 5
 
 
-def test_held_out_names_hardly_change_when_others_come():
+def test_held_out_names_hardly_change_when_names_are_added():
     names = [f"folder/{number}.txt" for number in range(2000)]
-    whole = dict(zip(names, sources.held_out(names, 200), strict=True))
+    whole = dict(zip(names, sources.held_out_mask(names, 200), strict=True))
     assert sum(whole.values()) == 200
     assert sum(whole[name] for name in names[:1000]) == pytest.approx(100, abs=40)
-    fewer = dict(zip(names[:1900], sources.held_out(names[:1900], 190), strict=True))
+    fewer = dict(zip(names[:1900], sources.held_out_mask(names[:1900], 190), strict=True))
     assert sum(fewer[name] != whole[name] for name in names[:1900]) <= 15
-    assert not any(sources.held_out(names, 0))
-    # Fixed for ever: a resumed run must not train on what it was evaluated on.
-    assert [name for name, held in zip(names[:20], sources.held_out(names[:20], 3), strict=True) if held] == [
+    assert not any(sources.held_out_mask(names, 0))
+    # Must never change: a resumed run must not train on its evaluation examples.
+    assert [name for name, held in zip(names[:20], sources.held_out_mask(names[:20], 3), strict=True) if held] == [
         "folder/1.txt",
         "folder/7.txt",
         "folder/13.txt",
@@ -110,15 +112,22 @@ class TestRegistry:
         with pytest.raises(ConfigError, match="split='test' must be"):
             build_source(InputConfig(), "test")
 
-    def test_own_sources(self, monkeypatch):
+    def test_users_can_register_sources(self, monkeypatch):
         monkeypatch.setattr(registry, "_REGISTERED", {})
         register("counted", lambda argument, config, split, seed: index_source(int(argument)))
         source = build_source(InputConfig(dataset="counted:30"), "train")
         assert Pipeline(source, InputConfig(global_batch_size=10)).updates_per_epoch == 3
         for taken in ("digits", "counted", "a:b"):
-            with pytest.raises(ValueError, match="is taken or contains a colon"):
+            with pytest.raises(ValueError, match="is empty, taken or contains a colon"):
                 register(taken, lambda argument, config, split, seed: index_source(1))
 
 
-def test_decode_bytes_survives_what_is_not_utf8():
+def test_decode_bytes_accepts_invalid_utf8():
     assert sources.decode_bytes(np.array([[72, 105, 255]])) == "Hi�"
+
+
+@pytest.mark.parametrize("name", ["fetch_usable", "find_bad", "passing_error"])
+def test_names_of_version_0_1_still_work_and_warn(name):
+    with pytest.warns(DeprecationWarning, match=rf"tfpar\.inputs\.{name} is deprecated; use (\w+)") as caught:
+        member = getattr(inputs, name)
+    assert member is getattr(inputs, str(caught[0].message).rpartition(" ")[2])

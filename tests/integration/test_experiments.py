@@ -171,8 +171,8 @@ def test_without_xla_the_exchange_overlaps_the_backward_pass(tmp_path):
 def test_parameter_servers_train_digits(tmp_path):
     flags = [QUICK, "--strategy=parameter_server", "--epochs=20", f"--workdir={tmp_path}"]
     output = succeeded(launch(2, CLASSIFY, *flags, ps=1))
-    assert "32 examples an update, each the push of one worker = 64 / 2 workers" in output
-    assert "46 updates; remainder=pad: the last 2 share 29 examples" in output
+    assert "32 examples per step, each the push of one worker = 64 / 2 workers" in output
+    assert "46 steps; remainder=pad: the last 2 share 29 examples" in output
     summary = summary_of(tmp_path)
     assert summary["eval"]["accuracy"] >= 0.97
     assert summary["strategy"] == "parameter_server"

@@ -24,7 +24,7 @@ def images(size: int, channels: int, classes: int) -> TaskSpec:
 DIGITS = images(8, 1, 10)
 TEXT = TaskSpec("language_model", (16,), "int32", 50)
 
-# One small member of every family, with dropout where there is some, so that random state takes part.
+# One small member of every family, with dropout if it is an option, so that random state is involved.
 SMALL: dict[str, tuple[TaskSpec, dict[str, Any]]] = {
     "mlp": (DIGITS, {"widths": [16], "normalization": "batch", "dropout": 0.1}),
     "convnet": (DIGITS, {"widths": [4, 8], "normalization": "group", "dropout": 0.1}),
@@ -52,7 +52,7 @@ def batch(spec: TaskSpec, size: int = 4) -> tuple[tf.Tensor, tf.Tensor]:
 @pytest.mark.parametrize(
     ("name", "spec", "trainable"),
     [
-        # As torchvision counts the ResNets, and GPT-2's release the transformer; ResNet-50 and ViT-B: test_summary.py.
+        # From torchvision for the ResNets, and from the GPT-2 release; ResNet-50 and ViT-B are in test_summary.py.
         ("resnet18", images(32, 3, 10), 11_173_962),
         ("resnet18", images(224, 3, 1000), 11_689_512),
         ("resnet34", images(224, 3, 1000), 21_797_672),
@@ -63,14 +63,14 @@ def batch(spec: TaskSpec, size: int = 4) -> tuple[tf.Tensor, tf.Tensor]:
         ("mlp", DIGITS, 64 * 256 + 256 + 256 * 128 + 128 + 128 * 10 + 10),
     ],
 )
-def test_parameter_counts(name: str, spec: TaskSpec, trainable: int) -> None:
+def test_parameter_counts_match_published_ones(name: str, spec: TaskSpec, trainable: int) -> None:
     model = models.build(name, spec)
     assert sum(math.prod(weight.shape) for weight in model.trainable_weights) == trainable
 
 
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16"])
 @pytest.mark.parametrize("name", SMALL)
-def test_logits_are_float32_of_the_right_shape(name: str, policy: str) -> None:
+def test_logits_are_float32_and_have_the_right_shape(name: str, policy: str) -> None:
     keras.config.set_dtype_policy(policy)
     model, spec = small(name)
     x, _ = batch(spec, 3)
@@ -96,7 +96,7 @@ def test_saved_and_loaded_models_compute_the_same(name: str, tmp_path: pathlib.P
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_xla_gradients_are_those_without_xla(name: str) -> None:
+def test_gradients_are_the_same_with_and_without_xla(name: str) -> None:
     spec, arguments = SMALL[name]
     # Without dropout: XLA draws other random numbers from the same seed (TensorFlow 2.21).
     model = models.build(name, spec, **{**arguments, "dropout": 0.0})
@@ -122,7 +122,7 @@ def test_xla_gradients_are_those_without_xla(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["mlp", "transformer_lm_tiny"])
-def test_xla_compiles_dropout_and_hands_its_state_on(name: str) -> None:
+def test_xla_compiles_dropout_and_advances_its_state(name: str) -> None:
     model, spec = small(name)
     x, _ = batch(spec)
     params = [tf.convert_to_tensor(weight) for weight in model.trainable_variables]
@@ -192,7 +192,7 @@ def test_mean_pooling_needs_no_class_token() -> None:
     assert model(batch(DIGITS)[0]).shape == (4, 10)
 
 
-def test_bytes_are_scaled_inside_the_model() -> None:
+def test_the_model_scales_bytes() -> None:
     raw = models.build("convnet", TaskSpec("classification", (8, 8, 1), "uint8", 10))
     scaled = models.build("convnet", DIGITS)
     scaled.set_weights(raw.get_weights())
@@ -200,7 +200,7 @@ def test_bytes_are_scaled_inside_the_model() -> None:
     np.testing.assert_allclose(raw(x), scaled(x.astype("float32") / 255.0), rtol=1e-4, atol=1e-5)
 
 
-def test_a_large_image_does_not_blow_up_the_convnets_classifier() -> None:
+def test_the_convnets_classifier_stays_small_for_large_images() -> None:
     model = models.build("convnet", images(128, 3, 10))
     assert model.get_layer("logits").count_params() == 128 * 10 + 10
 

@@ -1,4 +1,4 @@
-"""Batch normalisation: padding has no part in it, and synchronised replicas equal one device."""
+"""Batch normalisation: padding does not count, and synchronised replicas equal one device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def examples(count: int, *shape: int, seed: int = 0) -> np.ndarray:
 
 
 def gradient_of(layer: keras.layers.Layer, x: np.ndarray, weight: Any = None, mask: Any = None) -> tuple[Any, Any]:
-    """Output, and the gradient of a loss in which each example counts by its weight (1 without)."""
+    """Returns the output, and the gradient of a loss with weighted examples (weight 1 by default)."""
     x = tf.constant(x)
     counts = tf.ones(x.shape[0]) if weight is None else tf.constant(weight, tf.float32)
     with tf.GradientTape() as tape:
@@ -37,7 +37,7 @@ def gradient_of(layer: keras.layers.Layer, x: np.ndarray, weight: Any = None, ma
 
 @pytest.mark.parametrize("axis", [-1, 1])
 @pytest.mark.parametrize("shape", [(5,), (4, 3, 5)])
-def test_without_weights_it_is_that_of_keras(shape: tuple[int, ...], axis: int) -> None:
+def test_without_weights_the_layer_matches_keras(shape: tuple[int, ...], axis: int) -> None:
     ours = BatchNormalization(axis, momentum=0.9, epsilon=1e-5)
     theirs = keras.layers.BatchNormalization(axis=axis, momentum=0.9, epsilon=1e-5)
     x = examples(8, *shape)
@@ -51,7 +51,7 @@ def test_without_weights_it_is_that_of_keras(shape: tuple[int, ...], axis: int) 
 
 @pytest.mark.parametrize("shape", [(5,), (4, 3, 5)])
 @pytest.mark.parametrize("jit_compile", [False, True])
-def test_padding_has_no_part_in_statistics_or_gradients(shape: tuple[int, ...], jit_compile: bool) -> None:
+def test_padding_does_not_affect_statistics_or_gradients(shape: tuple[int, ...], jit_compile: bool) -> None:
     padded, plain = BatchNormalization(), BatchNormalization()
     x = examples(6, *shape)
     x[4:] = 1000.0
@@ -68,7 +68,7 @@ def test_padding_has_no_part_in_statistics_or_gradients(shape: tuple[int, ...], 
 
 
 def gradient_of_graph(layer: keras.layers.Layer, x: Any, weight: Any) -> list[tf.Tensor]:
-    """As `gradient_of`, but pure, over `stateless_call`, as the training step does it."""
+    """Like `gradient_of`, but pure, through `stateless_call`, like the training step."""
     x = tf.convert_to_tensor(x)
     with tf.GradientTape() as tape:
         tape.watch(x)
@@ -84,7 +84,7 @@ def gradient_of_graph(layer: keras.layers.Layer, x: Any, weight: Any) -> list[tf
     return [y, tape.gradient(loss, x), *state]
 
 
-def test_weights_count_like_repetitions() -> None:
+def test_weights_act_like_repetitions() -> None:
     weighted, repeated = BatchNormalization(), BatchNormalization()
     x = examples(3, 2, 4)
     y, g = gradient_of(weighted, x, [1.0, 3.0, 2.0])
@@ -106,7 +106,7 @@ def test_a_batch_of_padding_alone_changes_nothing() -> None:
     np.testing.assert_allclose(y, layer(examples(4, 5, seed=1), training=False), rtol=1e-5, atol=1e-5)
 
 
-def test_a_large_mean_costs_no_digits() -> None:
+def test_a_large_mean_loses_no_precision() -> None:
     x = (10_000.0 + examples(64, 3)).astype("float32")
     y, _ = gradient_of(BatchNormalization(epsilon=1e-6), x)
     exact = x.astype("float64")
@@ -116,7 +116,7 @@ def test_a_large_mean_costs_no_digits() -> None:
 
 def test_statistics_are_float32_under_mixed_precision() -> None:
     layer = BatchNormalization(dtype="mixed_float16", momentum=0.0)
-    # The sum of squares passes 65504, the largest float16.
+    # The sum of squares exceeds 65504, the largest float16.
     x = (300.0 + 10.0 * examples(512, 2)).astype("float16")
     with example_weights(tf.ones(512)):
         y = layer(x, training=True)
@@ -146,12 +146,15 @@ def test_a_frozen_layer_uses_its_moving_statistics() -> None:
 
 def test_weights_of_another_batch_size_are_refused() -> None:
     layer = BatchNormalization()
-    with example_weights(tf.ones(4)), pytest.raises(ValueError, match="received 12 examples, but the step weights 4"):
+    with (
+        example_weights(tf.ones(4)),
+        pytest.raises(ValueError, match="received 12 examples, but the step has weights for 4"),
+    ):
         layer(examples(12, 3), training=True)
 
 
 @pytest.mark.parametrize("arguments", [{"axis": 0}, {"renorm": True}])
-def test_what_it_cannot_do_is_refused(arguments: dict[str, Any]) -> None:
+def test_unsupported_arguments_are_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(arguments))):
         BatchNormalization(**arguments)
 
@@ -169,7 +172,7 @@ def test_weights_nest_and_belong_to_their_thread() -> None:
     assert current_example_weights() is None
 
 
-def test_it_survives_saving(tmp_path: pathlib.Path) -> None:
+def test_the_layer_can_be_saved_and_loaded(tmp_path: pathlib.Path) -> None:
     model = keras.Sequential([keras.Input((3,)), BatchNormalization(momentum=0.8, epsilon=1e-4, synchronized=True)])
     model(examples(8, 3), training=True)
     model.save(tmp_path / "model.keras")
@@ -180,7 +183,7 @@ def test_it_survives_saving(tmp_path: pathlib.Path) -> None:
     np.testing.assert_array_equal(loaded(examples(8, 3)), model(examples(8, 3)))
 
 
-def test_synchronized_statistics_are_found_wherever_they_hide() -> None:
+def test_synchronized_statistics_are_detected_in_nested_layers() -> None:
     def wrapped(layer: keras.layers.Layer) -> keras.Model:
         inner = keras.Sequential([keras.Input((4, 3)), keras.layers.TimeDistributed(layer)])
         return keras.Sequential([keras.Input((4, 3)), inner])

@@ -1,4 +1,4 @@
-"""Names, options, and the errors of what does not exist."""
+"""Names, options, and the errors for unknown ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DIGITS = TaskSpec("classification", (8, 8, 1), "float32", 10)
 TEXT = TaskSpec("language_model", (16,), "int32", 256)
 
 
-def test_names_hold_every_family_and_preset() -> None:
+def test_names_include_every_family_and_preset() -> None:
     assert set(models.names()) == {
         "convnet",
         "mlp",
@@ -35,12 +35,12 @@ def test_names_hold_every_family_and_preset() -> None:
     assert list(models.names()) == sorted(models.names())
 
 
-def test_an_unknown_model_is_answered_with_the_nearest_names() -> None:
+def test_the_error_for_an_unknown_model_suggests_names() -> None:
     with pytest.raises(ConfigError, match=r"--model='resnet19' is not known.*Did you mean 'resnet18'"):
         models.build("resnet19", DIGITS)
 
 
-def test_an_unknown_option_is_answered_with_the_options_there_are() -> None:
+def test_the_error_for_an_unknown_option_lists_the_options() -> None:
     with pytest.raises(ConfigError) as error:
         models.build("convnet", DIGITS, drop_out=0.1)
     message = str(error.value)
@@ -51,7 +51,7 @@ def test_an_unknown_option_is_answered_with_the_options_there_are() -> None:
         assert option in message
 
 
-def test_a_preset_can_be_overridden_and_names_the_model() -> None:
+def test_arguments_override_a_preset_and_the_preset_names_the_model() -> None:
     model = models.build("vit", DIGITS, depth=2, width=32, heads=2)
     assert model.name == "vit"
     assert sum(layer.name.startswith("block") for layer in model.layers) == 2
@@ -95,12 +95,12 @@ def test_convolutions_refuse_flat_features() -> None:
         ("vit", {"depth": 0}, "--model_args depth=0 must be a positive whole number"),
     ],
 )
-def test_bad_values_are_plain_errors(name: str, arguments: dict, message: str) -> None:
+def test_errors_for_bad_values_name_the_flag(name: str, arguments: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         models.build(name, DIGITS, **arguments)
 
 
-def test_options_as_the_flag_parses_them() -> None:
+def test_build_accepts_options_as_the_flag_parses_them() -> None:
     text = "widths=[16,16],normalization=none,activation=gelu_tanh"
     arguments = parse_arguments("--model_args", text, example="depth=2")
     assert models.build("mlp", DIGITS, **arguments).count_params() == 64 * 16 + 16 + 16 * 16 + 16 + 16 * 10 + 10
@@ -116,7 +116,7 @@ def test_options_as_the_flag_parses_them() -> None:
         (("language_model", (8,), "float32", 9), "tokens are integers"),
     ],
 )
-def test_a_task_that_cannot_be_is_refused(arguments: tuple, message: str) -> None:
+def test_an_invalid_task_is_refused(arguments: tuple, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         TaskSpec(*arguments)
 
@@ -163,13 +163,13 @@ def test_integer_features_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hint", "fits", "fits_not"),
+    ("hint", "valid", "invalid"),
     [
         (bool, [True], [1, "no"]),
         (float, [1, 0.5], [True, "1"]),
         (int | None, [3, None], [0.5, "none"]),
         (tuple[int, ...], [[1, 2], (), 3], [[1, 0.5], "1"]),
-        # What is not told by numbers, truth and sequences is the builder's own check.
+        # The builder itself checks everything but numbers, booleans and sequences.
         (str, ["gelu", None], []),
         (Literal["sum", "mean"], ["sum", 3], []),
         (tuple[int, float], [[1, 0.5]], []),
@@ -177,12 +177,12 @@ def test_integer_features_are_refused() -> None:
         (Any, [object()], []),
     ],
 )
-def test_values_fit_the_annotations_of_a_builder(hint, fits, fits_not):
-    assert all(registry._fits(value, hint) for value in fits)
-    assert not any(registry._fits(value, hint) for value in fits_not)
+def test_values_are_checked_against_the_annotations_of_a_builder(hint, valid, invalid):
+    assert all(registry._matches_hint(value, hint) for value in valid)
+    assert not any(registry._matches_hint(value, hint) for value in invalid)
 
 
-def test_annotations_that_only_type_checkers_know_are_no_obstacle():
+def test_annotations_that_only_type_checkers_resolve_are_accepted():
     def builder(spec, *, scale: "Unknown" = 1): ...  # noqa: F821, UP037
 
     assert registry._hints(builder) == {}

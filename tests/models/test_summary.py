@@ -1,4 +1,4 @@
-"""Costs against what can be worked out by hand and what is published."""
+"""Costs compared with hand calculations and published figures."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ import tensorflow as tf
 IMAGENET = TaskSpec("classification", (224, 224, 3), "float32", 1000)
 
 
-def test_a_perceptron_exactly() -> None:
+def test_the_cost_of_a_perceptron_is_exact() -> None:
     model = keras.Sequential([keras.Input((20,)), keras.layers.Dense(7, "relu"), keras.layers.Dense(3)])
     summary = models.describe(model, batch_size=4)
     assert summary.parameters == summary.trainable_parameters == 20 * 7 + 7 + 7 * 3 + 3
     assert summary.forward_flops_per_example == 2 * (20 * 7 + 7 * 3)
     assert summary.training_flops_per_example == 3 * summary.forward_flops_per_example
-    # Kept: the input, the ReLU's output (which its gradient and the next product share), the loss' log-softmax.
+    # Saved: the input, the ReLU's output (which its gradient and the next product share), the loss' log-softmax.
     assert summary.activation_bytes_per_example == 4 * (20 + 7 + 3)
     assert summary.uncounted == ()
 
@@ -43,7 +43,7 @@ def test_a_perceptron_exactly() -> None:
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, keras.layers.Layer) else "",
 )
-def test_layers_exactly(layer: keras.layers.Layer, shape: tuple[int, ...], flops: int) -> None:
+def test_the_flops_of_layers_are_exact(layer: keras.layers.Layer, shape: tuple[int, ...], flops: int) -> None:
     model = keras.Sequential([keras.Input(shape), layer])
     for batch_size in (1, 3):
         assert models.describe(model, batch_size).forward_flops_per_example == flops
@@ -54,14 +54,14 @@ def test_layers_exactly(layer: keras.layers.Layer, shape: tuple[int, ...], flops
     # Published as multiply-adds: 4.09 G for ResNet-50 (torchvision), 17.6 G for ViT-B/16 (Touvron et al. 2021).
     [("resnet50", 25_557_032, 8.18), ("vit_base", 86_567_656, 35.1)],
 )
-def test_published_models(name: str, trainable: int, gflops: float) -> None:
+def test_costs_match_published_models(name: str, trainable: int, gflops: float) -> None:
     summary = models.describe(models.build(name, IMAGENET))
     assert summary.trainable_parameters == trainable
     assert summary.forward_flops_per_example / 1e9 == pytest.approx(gflops, rel=0.01)
     assert summary.uncounted == ()
 
 
-def test_a_language_model_by_formula() -> None:
+def test_the_cost_of_a_language_model_matches_the_formula() -> None:
     length, width, depth, vocabulary = 32, 16, 2, 50
     spec = TaskSpec("language_model", (length,), "int32", vocabulary)
     model = models.build("transformer_lm_tiny", spec, width=width, depth=depth, heads=4)
@@ -70,7 +70,7 @@ def test_a_language_model_by_formula() -> None:
     assert models.describe(model, 2).forward_flops_per_example == 2 * length * (products + attention)
 
 
-def test_activations_halve_in_half_precision_and_not_with_the_batch() -> None:
+def test_activations_halve_in_half_precision_and_do_not_depend_on_the_batch() -> None:
     def of(policy: str, batch_size: int) -> int:
         keras.config.set_dtype_policy(policy)
         model = keras.Sequential([keras.Input((64,)), *(keras.layers.Dense(64, "relu") for _ in range(10))])
@@ -80,7 +80,7 @@ def test_activations_halve_in_half_precision_and_not_with_the_batch() -> None:
     assert of("mixed_bfloat16", 1) == pytest.approx(of("float32", 1) / 2, rel=0.1)
 
 
-def test_counting_leaves_the_model_alone() -> None:
+def test_counting_does_not_change_the_model() -> None:
     model = models.build("mlp", TaskSpec("classification", (6,), "float32", 3), normalization="batch", dropout=0.5)
     before = [weight.numpy() for weight in model.variables]
     models.describe(model)
@@ -100,8 +100,8 @@ def test_several_inputs_and_outputs_are_counted() -> None:
     assert models.describe(keras.Model([first, second], outputs)).forward_flops_per_example == 2 * (12 + 12)
 
 
-def test_what_is_not_known_is_said() -> None:
-    with pytest.raises(ValueError, match="depends on a dimension that is not known"):
+def test_models_of_unknown_cost_are_refused() -> None:
+    with pytest.raises(ValueError, match="depends on an unknown dimension"):
         models.describe(keras.Sequential([keras.Input((None, 4)), keras.layers.Dense(2)]))
     with pytest.raises(ValueError, match="batch_size=0"):
         models.describe(keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)]), 0)
@@ -114,7 +114,7 @@ def test_what_is_not_known_is_said() -> None:
         models.describe(Opaque())
 
 
-def test_the_summary_as_text() -> None:
+def test_the_summary_is_formatted_as_text() -> None:
     summary = models.ModelSummary(11_183_562, 11_173_962, 1_110_000_000, 3_330_000_000, 7_000_000)
     text = models.format_summary(summary, "resnet18")
     assert text.splitlines()[0] == "resnet18: 11,173,962 trainable parameters, 9,600 others, 42.7 MiB as float32"
@@ -125,7 +125,7 @@ def test_the_summary_as_text() -> None:
     assert "at least 0 FLOPs" in models.format_summary(partial)
 
 
-def test_the_cpu_is_measured_and_says_so() -> None:
+def test_the_source_of_a_cpu_figure_is_a_measurement() -> None:
     found = models.peak_flops("float32")
     assert found.flops > 1e8
     assert found.threads == peak.cores()
@@ -147,7 +147,7 @@ def test_measuring_ends_at_its_deadline_or_after_twelve_products(
     ("cores", "threads", "replicas", "share"),
     [(8, 8, 1, 1.0), (8, 8, 2, 0.5), (2, 1, 2, 1.0), (2, 1, 4, 0.5), (8, 2, 3, 1.0), (8, 0, 4, 1.0)],
 )
-def test_replicas_share_the_cores_that_their_threads_have(
+def test_replicas_share_the_cores_of_their_threads(
     monkeypatch: pytest.MonkeyPatch, cores: int, threads: int, replicas: int, share: float
 ) -> None:
     monkeypatch.setattr(peak, "cores", lambda: cores)
@@ -155,7 +155,7 @@ def test_replicas_share_the_cores_that_their_threads_have(
 
 
 @pytest.mark.parametrize(("given", "expected"), [("1", 1), ("0", None), ("", None), ("100000", None), ("many", None)])
-def test_the_threads_that_the_launcher_left_are_the_ones_measured(
+def test_the_measurement_uses_the_threads_set_by_the_launcher(
     monkeypatch: pytest.MonkeyPatch, given: str, expected: int | None
 ) -> None:
     monkeypatch.setenv("TF_NUM_INTRAOP_THREADS", given)
@@ -186,14 +186,16 @@ def test_an_unknown_precision_is_refused() -> None:
         ("Tesla T4", "float16", True, 65.0),
     ],
 )
-def test_gpus_are_found_by_the_name_that_tensorflow_reports(name: str, dtype: str, tf32: bool, tflops: float) -> None:
+def test_gpus_are_looked_up_by_the_name_that_tensorflow_reports(
+    name: str, dtype: str, tf32: bool, tflops: float
+) -> None:
     found = peak.lookup_gpu(name, dtype, tf32)
     assert found is not None
     assert found.flops == pytest.approx(tflops * 1e12)
     assert not found.threads
 
 
-def test_a_gpu_that_is_not_in_the_table_is_not_guessed() -> None:
+def test_an_unknown_gpu_has_no_figure() -> None:
     assert peak.lookup_gpu("NVIDIA Something 9000", "float32", True) is None
 
 
@@ -205,7 +207,7 @@ def test_a_gpu_that_is_not_in_the_table_is_not_guessed() -> None:
         (lambda: [keras.layers.Flatten(), keras.layers.Dense(64)], (0.0, 0.0)),
     ],
 )
-def test_the_share_of_convolutions(layers, share):
+def test_the_convolution_share_is_a_share_of_the_flops(layers, share):
     model = keras.Sequential([keras.Input((8, 8, 1)), keras.Sequential(layers())])
     low, high = share
     assert low <= models.describe(model).convolution_share <= high

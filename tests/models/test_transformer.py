@@ -24,7 +24,7 @@ def tokens(seed: int = 0) -> np.ndarray:
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_attention_is_that_of_keras(causal: bool) -> None:
+def test_attention_matches_keras(causal: bool) -> None:
     query, key, value = tf.unstack(tf.random.normal((3, 2, 7, 4, 8)))
     expected = keras.ops.dot_product_attention(query, key, value, is_causal=causal)
     np.testing.assert_allclose(attention(query, key, value, causal=causal), expected, rtol=1e-5, atol=1e-6)
@@ -40,7 +40,7 @@ def test_attention_computes_its_softmax_in_float32() -> None:
 
 
 @pytest.mark.parametrize("position", [1, 6, 11])
-def test_logits_do_not_see_later_tokens(position: int) -> None:
+def test_logits_do_not_depend_on_later_tokens(position: int) -> None:
     model = language_model()
     changed = tokens()
     changed[:, position] = (changed[:, position] + 1) % 50
@@ -49,14 +49,14 @@ def test_logits_do_not_see_later_tokens(position: int) -> None:
     assert (np.abs(before[:, position:] - after[:, position:]).max(axis=(0, 2)) > 1e-6).all()
 
 
-def test_a_vision_transformer_sees_every_patch_from_everywhere() -> None:
+def test_a_vision_transformer_attends_to_every_patch() -> None:
     block = TransformerBlock(2, 32, causal=False)
     x = tf.random.normal((1, 5, 16))
     moved = tf.tensor_scatter_nd_update(x, [[0, 4]], tf.random.normal((1, 16)))
     assert np.abs(block(x)[:, 0] - block(moved)[:, 0]).max() > 1e-5
 
 
-def test_the_same_tokens_differ_by_position() -> None:
+def test_logits_of_equal_tokens_differ_by_position() -> None:
     logits = language_model()(np.full((1, 12), 7, "int32"))[0].numpy()
     assert np.abs(logits[0] - logits[1]).max() > 1e-5
 
@@ -67,7 +67,7 @@ def test_tied_embeddings_save_one_table() -> None:
     assert [w.path for w in untied.weights if w.path not in {v.path for v in tied.weights}] == ["logits/embeddings"]
 
 
-def test_the_gradient_of_a_tied_table_has_both_parts() -> None:
+def test_the_gradient_of_a_tied_table_sums_both_uses() -> None:
     layer = TokenEmbedding(5, 3)
     layer.build()
     ids = tf.constant([[1, 1]])
@@ -111,6 +111,6 @@ def test_rms_normalization_is_an_option() -> None:
         language_model(normalization="group")
 
 
-def test_a_block_says_which_widths_fit_its_heads() -> None:
-    with pytest.raises(ValueError, match="width=16 does not divide by heads=3"):
+def test_a_block_refuses_heads_that_do_not_divide_its_width() -> None:
+    with pytest.raises(ValueError, match="heads=3 does not divide width=16"):
         TransformerBlock(3, 32, causal=False).build((None, 4, 16))

@@ -40,11 +40,11 @@ def named(source: inputs.Source, indices: Callable[[], Sequence[int] | np.ndarra
         raise
     except inputs.READ_ERRORS as error:
         candidates = np.asarray(indices()).reshape(-1)
-        found = inputs.find_bad(source, candidates[candidates >= 0], seconds=_SECONDS_TO_LOOK)
+        found = inputs.locate_bad_example(source, candidates[candidates >= 0], seconds=_SECONDS_TO_LOOK)
         if found:
             raise inputs.bad_record_error(source.info, found[0]) from None
         if isinstance(error, UnicodeDecodeError) or "Iterator::" in str(error):
-            raise inputs.passing_error(source.info, error) from None
+            raise inputs.transient_read_error(source.info, error) from None
         raise
 
 
@@ -89,7 +89,7 @@ class SkippedExampleLog:
         """Looks through examples for ones that cannot be used, and names those that are new."""
         source = self._batches.source
         unknown = [index for index in indices.reshape(-1).tolist() if index >= 0 and index not in self._known]
-        for bad in inputs.find_bad(source, unknown, limit=self._to_name, seconds=_SECONDS_TO_NAME):
+        for bad in inputs.locate_bad_example(source, unknown, limit=self._to_name, seconds=_SECONDS_TO_NAME):
             self._known.add(bad.index)
             self._to_name -= 1
             last = "" if self._to_name else " (further ones are only counted)"

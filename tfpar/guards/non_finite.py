@@ -97,7 +97,7 @@ class NonFiniteStreak:
         source = self._batches.source
         every = np.concatenate([*batches.values(), np.zeros(0, np.int64)])
         began = time.monotonic()
-        found = inputs.find_bad(source, every, limit=_NAMED, seconds=_SECONDS_TO_LOOK)
+        found = inputs.locate_bad_example(source, every, limit=_NAMED, seconds=_SECONDS_TO_LOOK)
         looked_at_all = time.monotonic() - began < _SECONDS_TO_LOOK
         if self._is_chief and self._workdir:
             write_list(self._workdir, source.info, batches, self.streak, found)

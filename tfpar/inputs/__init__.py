@@ -1,21 +1,32 @@
-"""Inputs: sources of examples, one tf.data pipeline behind all of them, augmentation layers.
+"""Inputs: sources of examples, the tf.data pipeline that reads them, and augmentation layers.
 
     config = InputConfig(dataset="digits", global_batch_size=64)
     source = build_source(config, "train")
     pipeline = Pipeline(source, config, replicas=2, seed=1)
     print(pipeline.report())
-    for x, y, weight in pipeline.dataset():  # one element per update and replica, x: [A, m, 8, 8, 1]
+    for x, y, weight in pipeline.dataset():  # one element per step and replica, x: [A, m, 8, 8, 1]
         ...
 
 A new kind of source is a function `(argument, config, split, seed) -> Source`; `register` gives
 it a name for `--dataset`.
 """
 
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
 from tfpar.inputs.augment import build as build_augmentation
 from tfpar.inputs.augment import check_augmentation
-from tfpar.inputs.bad_records import READ_ERRORS, BadExample, BadRecordError, fetch_usable, passing_error
-from tfpar.inputs.bad_records import error as bad_record_error
-from tfpar.inputs.bad_records import find as find_bad
+from tfpar.inputs.bad_records import (
+    READ_ERRORS,
+    BadExample,
+    BadRecordError,
+    bad_record_error,
+    fetch_with_mask,
+    locate_bad_example,
+    transient_read_error,
+)
 from tfpar.inputs.checks import check_divides
 from tfpar.inputs.pipeline import Pipeline
 from tfpar.inputs.registry import build_source, build_splits, check_kind, kinds, load, register
@@ -40,11 +51,26 @@ __all__ = [
     "check_divides",
     "check_kind",
     "check_service",
-    "fetch_usable",
-    "find_bad",
+    "fetch_with_mask",
     "from_arrays",
     "kinds",
     "load",
-    "passing_error",
+    "locate_bad_example",
     "register",
+    "transient_read_error",
 ]
+
+# The names of version 0.1.0; they go with version 0.3.
+_DEPRECATED = {
+    "fetch_usable": "fetch_with_mask",
+    "find_bad": "locate_bad_example",
+    "passing_error": "transient_read_error",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _DEPRECATED:
+        successor = _DEPRECATED[name]
+        warnings.warn(f"tfpar.inputs.{name} is deprecated; use {successor}", DeprecationWarning, stacklevel=2)
+        return globals()[successor]
+    raise AttributeError(f"module 'tfpar.inputs' has no attribute {name!r}")

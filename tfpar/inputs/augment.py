@@ -1,16 +1,16 @@
-"""Augmentation of images as Keras layers, which run on the device inside the compiled step.
+"""Image augmentation as Keras layers, which run on the device inside the compiled step.
 
-`build("crop:4,flip")` makes one layer per name. They act with `training=True` only, draw for each
-example anew from a Keras `SeedGenerator` (so the step can substitute the seed), keep shape and
-dtype, and are made of pads, gathers and comparisons alone, which XLA compiles on every device.
+`build("crop:4,flip")` creates one layer per name. The layers act with `training=True` only, draw
+from a Keras `SeedGenerator` for each example (so the step can substitute the seed), keep shape and
+dtype, and use only pads, gathers and comparisons, which XLA compiles on every device.
 (Keras' own geometric layers go through `ImageProjectiveTransform`, which has no XLA kernel.)
 
 | name | effect |
 |---|---|
-| `shift:N` | moves the image by up to N pixels in each direction; zeros come in |
-| `crop:N` | the same with the image mirrored at its borders: pad by N, cut at random |
+| `shift:N` | moves the image by up to N pixels in each direction, and fills with zeros |
+| `crop:N` | the same, but fills with the image mirrored at its borders: pad by N, crop at random |
 | `flip` | mirrors left and right with probability 1/2 |
-| `cutout:N` | sets a square of N x N pixels at a random place to zero (DeVries and Taylor 2017) |
+| `cutout:N` | sets a square of N x N pixels at a random position to zero (DeVries and Taylor 2017) |
 | `brightness:D` | adds a number from [-D, D] |
 | `contrast:D` | multiplies the distance from the image's mean by a number from [1 - D, 1 + D] |
 """
@@ -30,17 +30,17 @@ _PACKAGE = "tfpar"
 
 
 class _RandomImageLayer(keras.layers.Layer):
-    """Applies `transform` to float images [batch, height, width, channels] in training, nothing otherwise."""
+    """Applies `transform` to float images [batch, height, width, channels] in training only."""
 
     def __init__(self, amount: float, seed: int, **kwargs: Any):
-        # Pixels keep float32 also under a half-precision policy: the model casts them, once, at its first layer.
+        # Pixels stay float32 under a half-precision policy too: the model casts them once, at its first layer.
         super().__init__(**{"dtype": "float32", **kwargs})
         self.amount = amount
         self.seed = seed
         self.seed_generator = keras.random.SeedGenerator(seed)
 
     def build(self, input_shape: tuple[int | None, ...]) -> None:
-        """Refuses examples that are no images, or too small."""
+        """Refuses examples that are not images, or are too small."""
         _check_shape(type(self).__name__.lower(), self.amount, input_shape[1:])
         super().build(input_shape)
 
@@ -49,7 +49,7 @@ class _RandomImageLayer(keras.layers.Layer):
         return self.transform(images) if training else images
 
     def transform(self, images: tf.Tensor) -> tf.Tensor:
-        """The random change; float32 [batch, height, width, channels] to the same shape."""
+        """Applies the random change: float32 [batch, height, width, channels] -> the same shape."""
         raise NotImplementedError
 
     def compute_output_shape(self, input_shape: tuple[int | None, ...]) -> tuple[int | None, ...]:
@@ -59,13 +59,13 @@ class _RandomImageLayer(keras.layers.Layer):
         return {**super().get_config(), "amount": self.amount, "seed": self.seed}
 
     def _uniform(self, images: tf.Tensor, low: float, high: float) -> tf.Tensor:
-        """A number from [low, high) for each image, [batch, 1, 1, 1]."""
+        """Draws a number from [low, high) for each image, [batch, 1, 1, 1]."""
         return keras.random.uniform((keras.ops.shape(images)[0], 1, 1, 1), low, high, seed=self.seed_generator)
 
     def _offsets(self, images: tf.Tensor, stop: tuple[int, int]) -> tuple[tf.Tensor, tf.Tensor]:
-        """Integers from [0, stop[0]) and [0, stop[1]) for each image, int32 [batch] each."""
+        """Draws integers from [0, stop[0]) and [0, stop[1]) for each image, int32 [batch] each."""
         uniform = keras.random.uniform((keras.ops.shape(images)[0], 2), seed=self.seed_generator)
-        # A float32 below 1 times a small integer may round up to it.
+        # The product of a float32 below 1 and a small integer may round up to that integer.
         rows, columns = (
             tf.minimum(tf.cast(uniform[:, axis] * stop[axis], tf.int32), stop[axis] - 1) for axis in (0, 1)
         )
@@ -74,15 +74,15 @@ class _RandomImageLayer(keras.layers.Layer):
 
 @keras.saving.register_keras_serializable(_PACKAGE)
 class Shift(_RandomImageLayer):
-    """Moves each image by up to `amount` whole pixels in each direction; zeros come in."""
+    """Moves each image by up to `amount` whole pixels in each direction, and fills with zeros."""
 
     padding = "CONSTANT"
 
     def transform(self, images: tf.Tensor) -> tf.Tensor:
         height, width = images.shape[1:3]
         pixels = int(self.amount)
-        around = [pixels, pixels]
-        padded = tf.pad(images, [[0, 0], around, around, [0, 0]], self.padding)
+        border = [pixels, pixels]
+        padded = tf.pad(images, [[0, 0], border, border, [0, 0]], self.padding)
         top, left = self._offsets(images, (2 * pixels + 1, 2 * pixels + 1))
         rows = tf.gather(padded, top[:, tf.newaxis] + tf.range(height), axis=1, batch_dims=1)
         return tf.gather(rows, left[:, tf.newaxis] + tf.range(width), axis=2, batch_dims=1)
@@ -90,7 +90,7 @@ class Shift(_RandomImageLayer):
 
 @keras.saving.register_keras_serializable(_PACKAGE)
 class Crop(Shift):
-    """Mirrors each image at its borders by `amount` pixels and cuts its size from a random place."""
+    """Pads each image by `amount` mirrored pixels and crops it to its size at a random position."""
 
     padding = "REFLECT"
 
@@ -147,17 +147,17 @@ _LAYERS: dict[str, tuple[type[_RandomImageLayer], bool, float]] = {
 
 
 def names() -> tuple[str, ...]:
-    """The names that `--augment` knows, sorted."""
+    """Returns the names that `--augment` accepts, sorted."""
     return tuple(sorted(_LAYERS))
 
 
 def build(text: str, seed: int = 0) -> keras.Sequential | None:
-    """The augmentation that `--augment` names.
+    """Builds the augmentation that `--augment` names.
 
     Args:
       text: Names with amounts, applied in this order, e.g. `"crop:4,flip"`; `"none"` or empty for
         no augmentation.
-      seed: Seed of the layers' generators; each layer gets one of its own.
+      seed: Seed of the layers' generators; each layer has its own generator.
 
     Returns:
       A model without weights, or None for no augmentation.
@@ -176,14 +176,14 @@ def build(text: str, seed: int = 0) -> keras.Sequential | None:
 
 
 def check_augmentation(text: str, shape: Sequence[int | None] | None = None) -> None:
-    """Raises what `build` would raise, without creating anything: TensorFlow is not touched.
+    """Raises the errors of `build` without creating a layer or using TensorFlow.
 
     Args:
-      text: What `--augment` says.
-      shape: Shape of one example; if given, the augmentation must suit it.
+      text: The value of `--augment`.
+      shape: Shape of one example; if not None, the augmentation must suit it.
 
     Raises:
-      ConfigError: As for `build`; or examples that are no images, or too small for the amount.
+      ConfigError: As for `build`; or the examples are not images, or are too small for the amount.
     """
     for name, amount in _parse(text):
         if shape is not None:
@@ -199,8 +199,8 @@ def _check_shape(name: str, amount: float, shape: Sequence[int | None]) -> None:
     smallest = min((size for size in shape[:2] if size is not None), default=None)
     if name == "crop" and smallest is not None and amount >= smallest:
         raise ConfigError(
-            f"--augment=crop:{amount:g} mirrors more pixels than images of {shape[0]}x{shape[1]} have. "
-            + (f"Use at most crop:{smallest - 1}." if smallest > 1 else "Leave it out.")
+            f"--augment=crop:{amount:g} mirrors more pixels than an image of {shape[0]}x{shape[1]} has. "
+            + (f"Use at most crop:{smallest - 1}." if smallest > 1 else "Leave out crop.")
         )
 
 
@@ -221,7 +221,7 @@ def _amount(text: str, name: str, amount: str) -> float:
     _, whole, largest = _LAYERS[name]
     if not largest:
         if amount:
-            raise ConfigError(f"--augment={text!r}: {name} takes no amount, but {amount!r} was given. Write {name}.")
+            raise ConfigError(f"--augment={text!r}: {name} takes no amount, not {amount!r}. Write {name}.")
         return 0.0
     try:
         value = int(amount) if whole else float(amount)

@@ -1,13 +1,14 @@
-"""Examples that cannot be used: left out and counted, or found again and named.
+"""Bad examples: skipped and counted, or located and named in an error.
 
-What makes one unusable: its record is torn, fails its checksum or does not parse; its image does not decode or has
-another shape than declared; its label is outside `[0, num_classes)`; a value is NaN or infinite; its file is gone.
+An example is bad if its record is truncated, fails its checksum or does not parse; if its image does not decode or
+its shape differs from the declared shape; if its label is outside `[0, num_classes)`; if a value is NaN or infinite;
+or if its file is missing.
 
-With `--on_bad_record=fail` such an example is an error of a TensorFlow op somewhere inside the input pipeline, which
-knows neither example nor file. Reading the same examples once more, one by one, tells both: `find`. That costs
-nothing until something is wrong, and needs no word from the op. With `skip`, `fetch_usable` reads a batch as one
-whole, and only what fails in parts; what is left out becomes padding of weight 0, so that batches, their
-order and their number stay what they were, on every worker.
+With `--on_bad_record=fail` a bad example raises an error in a TensorFlow op somewhere inside the input pipeline, which
+names neither the example nor the file. `locate_bad_example` reads the same examples again, one by one, and returns
+both. That costs nothing until an error occurs, and needs no information from the op. With `skip`, `fetch_with_mask`
+reads a batch as a whole, and in smaller parts only if that fails; a skipped example becomes padding of weight 0, so
+the batches, their order and their number stay the same on every worker.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ import numpy as np
 import tensorflow as tf
 
 _READ_AT_ONCE = 256
-# What an op's failure is in Python. TensorFlow 2.21 quotes a record that does not parse in its message, and the
-# message of the exception is then no UTF-8.
+# The Python exceptions that a failed read raises. TensorFlow 2.21 quotes a record that does not parse in its error
+# message, which is then not valid UTF-8.
 READ_ERRORS = (tf.errors.OpError, UnicodeDecodeError)
 _LONGEST_REASON = 200
 _SLOW_READS = 8
-# A batch that cannot be read as a whole is read in parts of these sizes, one inside the other.
+# A batch that cannot be read as a whole is read in parts of 16 examples, and a failing part example by example.
 _PARTS = (16, 1)
-# What TensorFlow puts around the words of an op's error.
+# What TensorFlow adds around the text of an op's error.
 _DECORATION = re.compile(
     r"\{\{[^}]*\}\}\s*|\s*\[\[.*|\s*\[Op:.*|^\w+(Error|Exception): |^Error in user-defined function .*? iterator: \S+: "
 )
-# Lines before the words of an op that ran in a function: where in the program it was made.
+# Lines before the error text of an op that ran in a function: they say where the program created the op.
 _AROUND = ("Graph execution error", "Detected at node", "<stack traces", "  ", "\t")
 
 
@@ -46,9 +47,9 @@ class BadExample:
     """An example that cannot be used.
 
     Attributes:
-      index: Its number in the split.
-      file: Its file; empty if it is in none.
-      reason: What is wrong, as the end of a sentence that begins with the example.
+      index: Its index in the split.
+      file: The file that holds it; empty if it is not in a file.
+      reason: What is wrong, as the end of a sentence whose subject is the example.
     """
 
     index: int
@@ -56,83 +57,86 @@ class BadExample:
     reason: str
 
     def describe(self, info: SourceInfo) -> str:
-        """The example in words, without data set."""
+        """Describes the example in words, without the data set."""
         place = f" in file {self.file!r}" if self.file else ""
         return f"{info.split} example {self.index}{place} {self.reason}"
 
 
 class BadRecordError(ConfigError):
-    """An example that cannot be used ended the run. The message names data set, file, example and what is wrong."""
+    """A bad example ended the run. The message names the data set, the file, the example and what is wrong."""
 
 
-def error(info: SourceInfo, bad: BadExample, others: int = 0) -> BadRecordError:
-    """The error for an example that cannot be used, with the ways out.
+def bad_record_error(info: SourceInfo, bad: BadExample, others: int = 0) -> BadRecordError:
+    """Returns the error for a bad example, which says what to do.
 
     Args:
-      info: Where it comes from.
+      info: The source of the example.
       bad: The example.
-      others: How many more are known.
+      others: How many more bad examples there are.
     """
-    more = f"; {others} more cannot be used either" if others else ""
+    more = f"; {others} more examples are bad too" if others else ""
     return BadRecordError(
         f"--dataset={info.name}: {bad.describe(info)}{more}. Repair or remove such examples, or train without them: "
         "--on_bad_record=skip."
     )
 
 
-def passing_error(info: SourceInfo, reason: BaseException | None) -> TrainingError:
-    """The error for an example that could not be read, though reading it again works."""
-    said = f" ({words(reason)})" if reason else ""
+def transient_read_error(info: SourceInfo, reason: BaseException | None) -> TrainingError:
+    """Returns the error for an example that could not be read at first, but was read without error the second time."""
+    cause = f" ({error_text(reason)})" if reason else ""
     return TrainingError(
-        f"--dataset={info.name}: an example of the {info.split} split could not be read{said}, and reading it again "
-        "works: the storage failed for a moment. Start again (a run goes on from its last checkpoint), or leave out "
-        "what cannot be read: --on_bad_record=skip."
+        f"--dataset={info.name}: an example of the {info.split} split could not be read{cause}, but reading it again "
+        "works: the storage failed temporarily. Restart the run, which resumes from its last checkpoint, or skip "
+        "unreadable examples: --on_bad_record=skip."
     )
 
 
-def explained(source: Source, indices: Sequence[int], reason: BaseException | None = None) -> Exception:
-    """The error for examples of which one cannot be used: `error`, or `passing_error` if all can by now.
+def diagnose_read_error(source: Source, indices: Sequence[int], reason: BaseException | None = None) -> Exception:
+    """Reads examples again after an error: returns `bad_record_error`, or `transient_read_error` if all are usable now.
 
     Args:
-      source: Where they come from.
+      source: The source of the examples.
       indices: The examples.
-      reason: What was raised when they were read.
+      reason: The exception that the first read raised.
     """
-    found = find(source, indices)
-    return error(source.info, found[0]) if found else passing_error(source.info, reason)
+    bad_examples = locate_bad_example(source, indices)
+    return bad_record_error(source.info, bad_examples[0]) if bad_examples else transient_read_error(source.info, reason)
 
 
-def unusable(info: SourceInfo, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Which of some examples have a label out of range or a value that is not finite: bool [n].
+def unusable_rows(info: SourceInfo, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Returns which examples have a label out of range or a value that is not finite: bool [n].
 
     Args:
-      info: Their description.
+      info: The description of their source.
       x: Inputs [n, ...], as stored or as fetched.
       y: Labels [n, ...].
     """
-    wrong = np.zeros(len(x), bool)
+    unusable = np.zeros(len(x), bool)
     for values, classes in ((x, 0), (y, info.num_classes)):
         if np.issubdtype(values.dtype, np.integer):
             bad = (values < 0) | (values >= classes) if classes else np.zeros(len(values), bool)
-        else:  # bfloat16 is no np.floating
+        else:  # bfloat16 is not a subtype of np.floating
             bad = ~np.isfinite(values.astype(np.float32, copy=False))
-        wrong |= bad.reshape(len(values), -1 if values.size else 0).any(axis=1)
-    return wrong
+        unusable |= bad.reshape(len(values), -1 if values.size else 0).any(axis=1)
+    return unusable
 
 
-def bad_values(info: SourceInfo, index: int, x: np.ndarray, y: np.ndarray) -> BadExample:
-    """Says what is wrong with an example that `unusable` found.
+def diagnose_values(info: SourceInfo, index: int, x: np.ndarray, y: np.ndarray) -> BadExample:
+    """Returns what is wrong with an example that `unusable_rows` reports.
 
     Args:
-      info: Its description.
-      index: Its number in the split.
+      info: The description of its source.
+      index: Its index in the split.
       x: Its input, [...].
       y: Its label, [...].
+
+    Raises:
+      ValueError: The example is usable.
     """
     if np.issubdtype(y.dtype, np.integer) and ((y < 0) | (y >= info.num_classes)).any():
-        outside = y[(y < 0) | (y >= info.num_classes)]
-        label = f"label {outside.flat[0]}"
-        return BadExample(index, file_of(info, index), f"has {label}, and labels are 0 to {info.num_classes - 1}")
+        out_of_range = y[(y < 0) | (y >= info.num_classes)]
+        label = f"label {out_of_range.flat[0]}"
+        return BadExample(index, file_of(info, index), f"has {label}, but labels must be 0 to {info.num_classes - 1}")
     for values, what in ((x, "input"), (y, "label")):
         if not np.issubdtype(values.dtype, np.integer):
             count = int(np.sum(~np.isfinite(values.astype(np.float32, copy=False))))
@@ -143,26 +147,26 @@ def bad_values(info: SourceInfo, index: int, x: np.ndarray, y: np.ndarray) -> Ba
 
 
 def file_of(info: SourceInfo, index: int) -> str:
-    """The file that holds an example; empty if none does."""
+    """Returns the file that holds an example; empty if the example is not in a file."""
     if not info.files:
         return ""
     return info.files[int(np.searchsorted(np.cumsum(info.records_per_file), index, side="right"))]
 
 
-def find(
+def locate_bad_example(
     source: Source, indices: Sequence[int] | np.ndarray, *, limit: int = 1, seconds: float = math.inf
 ) -> list[BadExample]:
-    """Reads examples once more and says which cannot be used, and why.
+    """Reads examples again and returns the bad ones with the reason for each.
 
     Args:
-      source: The examples; of those kept in memory, their files are read again.
-      indices: Which to look at, in this order.
-      limit: How many to look for.
-      seconds: For how long to look.
+      source: The source; if it keeps the examples in memory, their files are read again.
+      indices: The examples to read, in this order.
+      limit: The largest number of bad examples to return.
+      seconds: How long to search.
 
     Returns:
-      Up to `limit` examples, in the order given. None does not mean that all is well with one that could not be read
-      before: a file system may have come back.
+      Up to `limit` bad examples, in the order of `indices`. An empty list does not prove that an earlier read error
+      was wrong: the file system may have recovered.
     """
     source = source.origin or source
     deadline = time.monotonic() + seconds
@@ -171,121 +175,126 @@ def find(
         for reader in (source.fetch, source.read)
     )
     remaining = np.array(list(dict.fromkeys(int(index) for index in indices)), np.int64)
-    found: list[BadExample] = []
+    bad_examples: list[BadExample] = []
     for first in range(0, len(remaining), _READ_AT_ONCE):
-        some = remaining[first : first + _READ_AT_ONCE]
+        chunk = remaining[first : first + _READ_AT_ONCE]
         try:
-            x, y = (part.numpy() for part in fetch(tf.constant(some)))
-            suspects = np.flatnonzero(unusable(source.info, x, y))
+            x, y = (part.numpy() for part in fetch(tf.constant(chunk)))
+            suspects = np.flatnonzero(unusable_rows(source.info, x, y))
         except READ_ERRORS:
-            suspects = np.arange(len(some))
+            suspects = np.arange(len(chunk))
         for position in suspects:
-            if len(found) >= limit or time.monotonic() > deadline:
-                return found
-            bad = _examine(source.info, read, int(some[position]))
+            if len(bad_examples) >= limit or time.monotonic() > deadline:
+                return bad_examples
+            bad = _examine(source.info, read, int(chunk[position]))
             if bad is not None:
-                found.append(bad)
-    return found
+                bad_examples.append(bad)
+    return bad_examples
 
 
 def _examine(info: SourceInfo, read: Read, index: int) -> BadExample | None:
     try:
         x, y = (part.numpy()[0] for part in read(tf.constant([index], tf.int64)))
-    except READ_ERRORS as wrong:
-        return BadExample(index, file_of(info, index), f"cannot be read: {words(wrong)}")
+    except READ_ERRORS as error:
+        return BadExample(index, file_of(info, index), f"cannot be read: {error_text(error)}")
     for what, values, spec in (("input", x, info.input_spec), ("label", y, info.label_spec)):
         if not spec.shape.is_compatible_with(values.shape):
-            reason = f"has an {what} of shape {values.shape}, declared is {spec.shape}".replace("an label", "a label")
+            reason = f"has an {what} of shape {values.shape}, but the declared shape is {spec.shape}".replace(
+                "an label", "a label"
+            )
             return BadExample(index, file_of(info, index), reason)
-    return bad_values(info, index, x, y) if unusable(info, x[None], y[None])[0] else None
+    return diagnose_values(info, index, x, y) if unusable_rows(info, x[None], y[None])[0] else None
 
 
-def words(wrong: BaseException) -> str:
-    """What an error says, in one printable line without TensorFlow's node names and traceback."""
-    text = str(wrong.message if isinstance(wrong, tf.errors.OpError) else wrong)
-    if isinstance(wrong, UnicodeDecodeError):
-        text = wrong.object.decode(errors="replace")
-    several = re.search(r"root error\(s\) found\.\s*\(0\) \w+:(.*)", text)
-    lines = [several[1].strip()] if several else text.splitlines()
-    line = next((line for line in lines if line.strip() and not line.startswith(_AROUND)), type(wrong).__name__)
-    for _ in range(3):  # decorations come one inside the other
+def error_text(error: BaseException) -> str:
+    """Returns the message of an error in one printable line, without TensorFlow's node names and traceback."""
+    text = str(error.message if isinstance(error, tf.errors.OpError) else error)
+    if isinstance(error, UnicodeDecodeError):
+        text = error.object.decode(errors="replace")
+    first_of_several = re.search(r"root error\(s\) found\.\s*\(0\) \w+:(.*)", text)
+    lines = [first_of_several[1].strip()] if first_of_several else text.splitlines()
+    line = next((line for line in lines if line.strip() and not line.startswith(_AROUND)), type(error).__name__)
+    for _ in range(3):  # decorations are nested
         line = _DECORATION.sub("", line.strip())
     line = "".join(letter if letter.isprintable() else "?" for letter in line.strip().rstrip("."))
     return line if len(line) <= _LONGEST_REASON else line[:_LONGEST_REASON] + "..."
 
 
-# Leaving out.
+# Skipping bad examples.
 
 
-def fetch_usable(source: Source, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Reads a batch of examples, of which some may be unusable; a graph function.
+def fetch_with_mask(source: Source, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """Reads a batch of examples and returns a mask of the usable ones; a graph function.
 
     Args:
       source: The examples.
       indices: int64 [n].
 
     Returns:
-      x [n, *input_spec.shape] and y [n, *label_spec.shape] as `Source.fetch` gives them, and which are usable: bool
-      [n]. In the place of one that is not stands another of the same batch, which costs a model nothing that padding
-      would not (batch statistics, losses that are not finite at 0); zeros if there is none.
+      x [n, *input_spec.shape] and y [n, *label_spec.shape] as `Source.fetch` returns them, and the mask of usable
+      examples, bool [n]. A usable example of the same batch replaces each bad one, so that it does a model no more
+      harm than padding does (zeros would affect batch statistics, and a loss may not be finite at 0); the values are
+      zeros if the whole batch is bad.
     """
     info = source.info
     if info.storage == "files":
-        x, y, usable = read_usable(source, indices)
+        x, y, usable = read_with_mask(source, indices)
     else:
         x, y = source.read(indices)
         if source.usable is None:
-            return (*source.finished(x, y), tf.ones_like(indices, tf.bool))
+            return (*source.cast_and_scale(x, y), tf.ones_like(indices, tf.bool))
         usable = source.usable(indices)
     x = tf.ensure_shape(x, indices.shape + info.input_spec.shape)
     y = tf.ensure_shape(y, indices.shape + info.label_spec.shape)
-    x, y = source.finished(*tf.cond(tf.reduce_all(usable), lambda: (x, y), lambda: _filled(x, y, usable)))
+    x, y = source.cast_and_scale(
+        *tf.cond(tf.reduce_all(usable), lambda: (x, y), lambda: _replace_unusable(x, y, usable))
+    )
     shapes = (indices.shape + info.input_spec.shape, indices.shape + info.label_spec.shape)
     return tf.ensure_shape(x, shapes[0]), tf.ensure_shape(y, shapes[1]), usable
 
 
-def _filled(x: tf.Tensor, y: tf.Tensor, usable: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """The first usable example in the place of those that are not; zeros if none is."""
+def _replace_unusable(x: tf.Tensor, y: tf.Tensor, usable: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Replaces the bad examples with the first usable one; with zeros if all are bad."""
     positions = tf.range(tf.size(usable, tf.int64), dtype=tf.int64)
     source = tf.where(usable, positions, tf.argmax(tf.cast(usable, tf.int32)))
-    some = tf.reduce_any(usable)
-    return tuple(tf.where(some, tf.gather(part, source), tf.zeros_like(part)) for part in (x, y))
+    any_usable = tf.reduce_any(usable)
+    return tuple(tf.where(any_usable, tf.gather(part, source), tf.zeros_like(part)) for part in (x, y))
 
 
-def read_usable(source: Source, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Reads a batch in one go, or in ever smaller parts where that fails; a graph function.
+def read_with_mask(source: Source, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """Reads a batch as a whole, or in smaller and smaller parts where that fails; a graph function.
 
     Args:
       source: The examples.
       indices: int64 [n].
 
     Returns:
-      x [n, ...] and y [n, ...] as stored, zeros where reading failed; and which are usable, bool [n].
+      x [n, ...] and y [n, ...] as stored, zeros where reading failed; and the mask of usable examples, bool [n].
     """
     info = source.info
 
-    def read(some: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        x, y = source.read(some)
-        x = tf.ensure_shape(x, some.shape + info.input_spec.shape)
-        y = tf.ensure_shape(y, some.shape + info.label_spec.shape)
+    def read(chunk: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        x, y = source.read(chunk)
+        x = tf.ensure_shape(x, chunk.shape + info.input_spec.shape)
+        y = tf.ensure_shape(y, chunk.shape + info.label_spec.shape)
         return x, y, _are_usable(info, x, y)
 
-    def attempt(some: tf.Tensor, sizes: Sequence[int]) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        # Data sets, because they are what can go on after an error inside a graph. The second is not begun unless the
-        # first gives nothing.
-        whole = tf.data.Dataset.from_tensors(some).map(read)
+    def attempt(chunk: tf.Tensor, sizes: Sequence[int]) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        # Data sets, because inside a graph only they can continue after an error. The second one does not start unless
+        # the first one yields nothing.
+        whole = tf.data.Dataset.from_tensors(chunk).map(read)
         if sizes:
-            parts = tf.data.Dataset.from_tensor_slices(some).batch(sizes[0])
+            parts = tf.data.Dataset.from_tensor_slices(chunk).batch(sizes[0])
             parts = parts.map(lambda part: attempt(part, sizes[1:]), num_parallel_calls=_SLOW_READS)
-            otherwise = parts.unbatch().batch(tf.shape(some, tf.int64)[0])
+            fallback = parts.unbatch().batch(tf.shape(chunk, tf.int64)[0])
         else:
             zeros = [tf.zeros([1, *spec.shape[1:]], spec.dtype) for spec in whole.element_spec]
-            otherwise = tf.data.Dataset.from_tensors(tuple(zeros))
-        return whole.ignore_errors().concatenate(otherwise).take(1).get_single_element()
+            fallback = tf.data.Dataset.from_tensors(tuple(zeros))
+        return whole.ignore_errors().concatenate(fallback).take(1).get_single_element()
 
     return attempt(indices, _PARTS)
 
 
 def _are_usable(info: SourceInfo, x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
-    """`unusable` in the graph, and its opposite."""
+    """The negation of `unusable_rows`, as graph operations."""
     return usable_rows(x) & usable_rows(y, info.num_classes)

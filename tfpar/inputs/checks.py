@@ -1,4 +1,4 @@
-"""What a pipeline refuses before anything starts, with the numbers and the way out."""
+"""Checks of a pipeline before anything starts; the errors give the numbers and say what to do."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from tfpar.inputs.source import Source
 def check_source(
     source: Source, config: InputConfig, *, replicas: int, workers: int, accumulate_steps: int, training: bool
 ) -> None:
-    """Raises ConfigError if this source cannot be read in this layout.
+    """Raises ConfigError if these workers and replicas cannot read the source.
 
     Args:
       source: The examples.
       config: The input options.
-      replicas: Replicas over all workers.
-      workers: Processes that read.
-      accumulate_steps: Micro-batches an update.
-      training: Whether the pipeline trains; evaluation pads, and takes any batch size.
+      replicas: Number of replicas over all workers.
+      workers: Number of workers that read.
+      accumulate_steps: Micro-batches per step.
+      training: Whether the pipeline trains; evaluation pads, so it accepts any batch size.
     """
     _check_examples(source, config, training)
     if training:
@@ -31,19 +31,19 @@ def check_source(
         service.check_source(config.data_service, source)
 
 
-def check_updates(config: InputConfig, sizes: Sequence[int], updates_per_epoch: int) -> None:
-    """Raises ConfigError if an epoch has no update, which --remainder=drop can cause with file shards.
+def check_epoch(config: InputConfig, sizes: Sequence[int], updates_per_epoch: int) -> None:
+    """Raises ConfigError if an epoch has no steps, which --remainder=drop can cause with file shards.
 
     Args:
       config: The input options.
-      sizes: Examples of each shard.
-      updates_per_epoch: What was computed for them.
+      sizes: Number of examples of each shard.
+      updates_per_epoch: Number of steps per epoch.
     """
     if not updates_per_epoch:
         raise ConfigError(
-            f"--remainder=drop with --shard_by=file leaves nothing: a worker has {min(sizes)} examples, less than its "
-            f"share of --global_batch_size={config.global_batch_size}. Use --remainder=pad, --shard_by=example or a "
-            "smaller batch."
+            f"--remainder=drop with --shard_by=file leaves no steps: a worker has {min(sizes)} examples, fewer than "
+            f"its share of --global_batch_size={config.global_batch_size}. Use --remainder=pad, --shard_by=example "
+            "or a smaller batch."
         )
 
 
@@ -52,10 +52,11 @@ def _check_examples(source: Source, config: InputConfig, training: bool) -> None
     if not info.num_examples:
         hint = "Give a data set with examples."
         if info.task == "language_model":
-            hint = f"There must be more text than one window of --sequence_length={config.sequence_length} bytes."
+            hint = f"It needs more text than one window of --sequence_length={config.sequence_length} bytes."
         if info.split == "validation":
             hint += (
-                f" --validation_fraction={config.validation_fraction} is held out where there is no validation split."
+                f" --validation_fraction={config.validation_fraction} of the training data is held out if there is no "
+                "validation split."
             )
         raise ConfigError(f"--dataset={info.name}: the {info.split} split is empty. {hint}")
     if training and config.global_batch_size > info.num_examples:
@@ -75,8 +76,8 @@ def check_divides(config: InputConfig, replicas: int, accumulate_steps: int) -> 
     near = f"{below} or {above}" if below else str(above)
     raise ConfigError(
         f"--global_batch_size={batch} is not divisible by {replicas} replicas x {accumulate_steps} micro-batches = "
-        f"{parts} ({batch} = {batch // parts} x {parts} + {batch % parts}). The nearest sizes that are: {near}; or "
-        "allow it with --uneven_batches=true: the weighting stays exact, smaller shares are padded."
+        f"{parts} ({batch} = {batch // parts} x {parts} + {batch % parts}). The nearest divisible sizes: {near}; or "
+        "use --uneven_batches=true, which pads smaller shares and keeps the weighting exact."
     )
 
 
@@ -92,5 +93,5 @@ def _check_files(source: Source, config: InputConfig, workers: int) -> None:
     if config.global_batch_size < workers:
         raise ConfigError(
             f"--shard_by=file gives each worker its own share of --global_batch_size={config.global_batch_size}, which "
-            f"must be at least the number of workers, {workers}."
+            f"must be at least the number of workers, {workers}. Increase it, or use --shard_by=example."
         )

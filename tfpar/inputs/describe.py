@@ -1,4 +1,4 @@
-"""The input report: what is read, by whom, in which order, in a few lines of text."""
+"""The input report: which worker reads which examples, in which order, in a few lines of text."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ def describe(
     training: bool,
     asynchronous: bool,
 ) -> str:
-    """The report of one pipeline.
+    """Returns the report of one pipeline.
 
     Args:
       source: The examples.
       config: The input options.
       order: Where each example goes.
-      workers: Processes that read.
-      by_file: Whether each worker has whole files.
-      training: Whether it trains.
-      asynchronous: Whether each replica's share of a batch is an update of its own.
+      workers: Number of workers that read.
+      by_file: Whether each worker reads whole files.
+      training: Whether the pipeline trains.
+      asynchronous: Whether each replica's share of a batch is a separate step.
 
     Returns:
       Lines of `name: value`, indented under a title.
@@ -44,7 +44,7 @@ def describe(
     if config.augment not in ("", "none") and training:
         lines["augment"] = f"{config.augment}, on the device inside the step"
     if source.skip or config.on_bad_record == "skip":
-        lines["bad records"] = "left out at weight 0, and counted (on_bad_record=skip)"
+        lines["bad records"] = "skipped at weight 0, and counted (on_bad_record=skip)"
     if config.data_service:
         lines["service"] = f"{config.data_service}; in order with one service worker, interleaved with more"
     width = max(map(len, lines))
@@ -71,58 +71,60 @@ def _workers(order: EpochOrder, source: Source, workers: int, by_file: bool) -> 
     share = source.info.num_examples / workers
     files = f" from any of {len(source.info.files):,} files" if source.info.files else ""
     about = "" if source.info.num_examples % workers == 0 else "about "
-    return f"sharded by example: {about}{share:,.0f} examples{files} for each of {workers} workers, anew each epoch"
+    return (
+        f"sharded by example: {about}{share:,.0f} examples{files} for each of {workers} workers, reassigned each epoch"
+    )
 
 
 def _batch(order: EpochOrder, config: InputConfig, groups: int) -> str:
-    steps = order.accumulate_steps
+    micro_batches = order.accumulate_steps
     replicas = order.replicas * groups
-    micro = f"{steps} micro-batches x " if steps > 1 else ""
-    padded = steps * replicas * order.micro_batch - config.global_batch_size
+    micro = f"{micro_batches} micro-batches x " if micro_batches > 1 else ""
+    padded = micro_batches * replicas * order.micro_batch - config.global_batch_size
     note = f", {padded} of them padding with weight 0" if padded > 0 else ""
     each = order.micro_batch
-    return f"{config.global_batch_size} an update = {micro}{replicas} replicas x {each} examples{note}"
+    return f"{config.global_batch_size} per step = {micro}{replicas} replicas x {each} examples{note}"
 
 
 def _pushes(order: EpochOrder, config: InputConfig) -> str:
     return (
-        f"{order.accumulate_steps * order.micro_batch} examples an update, each the push of one worker = "
+        f"{order.accumulate_steps * order.micro_batch} examples per step, each the push of one worker = "
         f"{config.global_batch_size} / {order.replicas} workers"
     )
 
 
-def _epoch(order: EpochOrder, examples: int, updates_per_batch: int) -> str:
-    updates = order.updates_per_epoch * updates_per_batch
+def _epoch(order: EpochOrder, examples: int, steps_per_batch: int) -> str:
+    steps = order.updates_per_epoch * steps_per_batch
     dropped = examples - order.examples_per_epoch
     if order.drop_remainder:
-        rest = f"{dropped} examples of the last batch are left out" if dropped else "no remainder"
-        return f"{updates:,} updates; remainder=drop: {rest}"
+        rest = f"{dropped} examples of the last batch are dropped" if dropped else "no remainder"
+        return f"{steps:,} steps; remainder=drop: {rest}"
     partial = [
         (worker, shard.size % shard.batch) for worker, shard in enumerate(order.shards) if shard.size % shard.batch
     ]
     if not partial and len({shard.size // shard.batch for shard in order.shards}) == 1:
-        return f"{updates:,} updates; no remainder"
-    if updates_per_batch > 1:
-        return f"{updates:,} updates; remainder=pad: the last {updates_per_batch} share {partial[0][1]} examples"
+        return f"{steps:,} steps; no remainder"
+    if steps_per_batch > 1:
+        return f"{steps:,} steps; remainder=pad: the last {steps_per_batch} share {partial[0][1]} examples"
     if len(order.shards) == 1:
         last, full = partial[0][1], order.shards[0].batch
-        return f"{updates:,} updates; remainder=pad: the last has {last} of {full} examples, at their true weight"
-    return f"{updates:,} updates; remainder=pad: workers that run out of examples add none, at weight 0"
+        return f"{steps:,} steps; remainder=pad: the last has {last} of {full} examples, correctly weighted"
+    return f"{steps:,} steps; remainder=pad: workers that run out of examples add padding at weight 0"
 
 
 def _order(order: EpochOrder, by_file: bool, training: bool) -> str:
     if not training:
         return "as stored, each example once"
     if not order.shuffle:
-        return "as stored, each epoch the same (--shuffle=false)"
+        return "as stored, the same each epoch (--shuffle=false)"
     scope = "within each worker's files" if by_file else "over all examples"
-    return f"permuted {scope}, anew each epoch, from seed {order.seed}"
+    return f"permuted {scope}, differently each epoch, from seed {order.seed}"
 
 
 def _storage(source: Source, config: InputConfig) -> str:
     if source.info.storage == "memory":
         return f"kept decoded in memory, {source.kept_bytes / 2**20:,.1f} MiB in each worker (cache={config.cache})"
     if source.info.storage == "generated":
-        return "generated when needed"
-    threads = config.input_threads or "as many as tf.data finds useful"
+        return "generated on demand"
+    threads = config.input_threads or "tuned by tf.data"
     return f"read and decoded each epoch (cache={config.cache}), parallel reads: {threads}"

@@ -1,11 +1,11 @@
-"""Examples that are read once and kept in host memory, as stored."""
+"""Examples that are read once and kept in the memory of the host, as stored."""
 
 from __future__ import annotations
 
 import dataclasses
 
 from tfpar.inputs import bad_records
-from tfpar.inputs.source import Batch, Held, Source, as_written
+from tfpar.inputs.source import Batch, LazyTensors, Source, no_autograph
 
 import numpy as np
 import tensorflow as tf
@@ -15,27 +15,27 @@ _READ_AT_ONCE = 256
 
 
 def keep_in_memory(source: Source, stored_bytes: int) -> Source:
-    """Keeps every example, as stored, in host memory; they are read once, at first use.
+    """Keeps every example in the memory of the host, as stored; reads each one once, at first use.
 
     Args:
-      source: The examples. With `skip`, those that cannot be used are left out.
+      source: The examples. With `skip`, bad ones are skipped.
       stored_bytes: Size of one example with its label as stored, in bytes.
 
     Returns:
       A portable source with the same examples in the same order. Its `load` raises ConfigError for
-      an example that cannot be used, unless it is to be skipped.
+      a bad example, unless bad examples are skipped.
     """
     info = source.info
     if info.num_examples == 0:
         return source
-    kept = Held(lambda: _read_all(source))
+    examples = LazyTensors(lambda: _read_all(source))
 
     def read(indices: tf.Tensor) -> Batch:
-        x, y, _ = kept.tensors()
+        x, y, _ = examples.tensors()
         return tf.gather(x, indices), tf.gather(y, indices)
 
     def usable(indices: tf.Tensor) -> tf.Tensor:
-        return tf.gather(kept.tensors()[2], indices)
+        return tf.gather(examples.tensors()[2], indices)
 
     return dataclasses.replace(
         source,
@@ -43,13 +43,13 @@ def keep_in_memory(source: Source, stored_bytes: int) -> Source:
         read=read,
         portable=True,
         kept_bytes=info.num_examples * stored_bytes,
-        load=kept.tensors,
+        load=examples.tensors,
         usable=usable if source.skip else None,
         origin=source,
     )
 
 
-def cached(source: Source, policy: str, stored_bytes: int) -> Source:
+def apply_cache(source: Source, policy: str, stored_bytes: int) -> Source:
     """Applies `--cache` to a source that reads files.
 
     Args:
@@ -65,13 +65,13 @@ def cached(source: Source, policy: str, stored_bytes: int) -> Source:
 
 
 def _read_all(source: Source) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """All examples as stored, and which are usable: x [n, ...], y [n, ...], bool [n]."""
+    """Reads all examples as stored, and which are usable: x [n, ...], y [n, ...], bool [n]."""
     info = source.info
 
-    @as_written
+    @no_autograph
     def read(indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         if source.skip:
-            return bad_records.read_usable(source, indices)
+            return bad_records.read_with_mask(source, indices)
         return (*source.read(indices), tf.ones_like(indices, tf.bool))
 
     examples = tf.data.Dataset.range(info.num_examples).batch(_READ_AT_ONCE)
@@ -86,31 +86,31 @@ def _read_all(source: Source) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
                 array[filled : filled + len(part)] = part
             filled += len(parts[0])
     except bad_records.READ_ERRORS as error:
-        some = range(filled, min(filled + _READ_AT_ONCE, info.num_examples))
-        raise bad_records.explained(source, some, error) from None
+        failed_batch = range(filled, min(filled + _READ_AT_ONCE, info.num_examples))
+        raise bad_records.diagnose_read_error(source, failed_batch, error) from None
     x, y, usable = arrays
-    if not source.skip:  # else that was looked at on the way
+    if not source.skip:  # otherwise `read_with_mask` has checked them
         check_values(source, x, y)
     return x, y, usable
 
 
 def check_values(source: Source, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Labels out of range and values that are not finite, in all examples at once.
+    """Checks all examples at once for labels out of range and for values that are not finite.
 
     Args:
-      source: Their description, and whether to skip them.
+      source: The description of the examples, and whether to skip bad ones.
       x: Inputs [n, ...].
       y: Labels [n, ...].
 
     Returns:
-      Which are usable, bool [n].
+      The mask of usable examples, bool [n].
 
     Raises:
-      BadRecordError: One is not, and they are not to be skipped; names the first.
+      BadRecordError: An example is bad, and bad examples are not skipped; the message names the first one.
     """
-    wrong = bad_records.unusable(source.info, x, y)
-    first = int(np.argmax(wrong)) if len(wrong) else 0
-    if wrong.any() and not source.skip:
-        bad = bad_records.bad_values(source.info, first, x[first], y[first])
-        raise bad_records.error(source.info, bad, others=int(wrong.sum()) - 1)
-    return ~wrong
+    unusable = bad_records.unusable_rows(source.info, x, y)
+    first = int(np.argmax(unusable)) if len(unusable) else 0
+    if unusable.any() and not source.skip:
+        bad = bad_records.diagnose_values(source.info, first, x[first], y[first])
+        raise bad_records.bad_record_error(source.info, bad, others=int(unusable.sum()) - 1)
+    return ~unusable

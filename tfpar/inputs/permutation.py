@@ -1,17 +1,16 @@
-"""A permutation of `[0, size)` by random access: the order of an epoch without storing it.
+"""A permutation of `[0, size)` with random access: the order of an epoch, computed rather than stored.
 
 `permute(index, size, seed, epoch)` is a generalised Feistel network (Black and Rogaway 2002,
-"Ciphers with arbitrary finite domains", section 5) on the grid `rows x columns` that just
-covers `[0, size)`. A value that falls on the few grid points beyond `size` is sent through the
-network again ("cycle walking"), which keeps the whole a bijection. Round keys and the round
-function are SplitMix64 (Steele, Lea and Flood 2014), so that seed and epoch enter with all their
-64 bits.
+"Ciphers with arbitrary finite domains", section 5) on the smallest grid `rows x columns` that
+covers `[0, size)`. A value that falls on one of the few grid points beyond `size` passes through
+the network again ("cycle walking"), which keeps the function a bijection. Round keys and the round
+function are SplitMix64 (Steele, Lea and Flood 2014), so that all 64 bits of seed and epoch count.
 
 Why not `tf.random.experimental.index_shuffle`: in TensorFlow 2.21 it returns duplicates when the
 size is 4^k + 1 (65,537 for example: it takes ceil(log2(size - 1)) for the number of bits), and it
 uses only the low 8 bits of each seed word for up to 65,536 examples, so epochs repeat with a
-period of 256. Its bits may also change with TensorFlow; these are fixed by this file, and a run
-that is resumed under another version goes on in the same order.
+period of 256. Its output may also change with TensorFlow; this file fixes the order, so a run that
+resumes under another version continues in the same order.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
 def mix64(value: int) -> int:
-    """SplitMix64's output function on a Python integer: a bijection of 64 bits that scatters them."""
+    """SplitMix64's output function on a Python integer: a bijection of 64-bit integers that mixes their bits."""
     value &= _MASK
     value = ((value ^ (value >> 30)) * _MIX[0]) & _MASK
     value = ((value ^ (value >> 27)) * _MIX[1]) & _MASK
@@ -43,16 +42,16 @@ def hash64(value: tf.Tensor) -> tf.Tensor:
 
 
 def permute(index: tf.Tensor, size: int, seed: int, epoch: tf.Tensor) -> tf.Tensor:
-    """Where each index goes in the permutation of `[0, size)` of this seed and epoch.
+    """Maps each index through the permutation of `[0, size)` for this seed and epoch.
 
     Args:
       index: int64 of any shape, every value in `[0, size)`.
       size: Number of items, at least 1.
-      seed: Any Python integer; its low 64 bits count.
-      epoch: int64, broadcastable to `index`; each epoch has a permutation of its own.
+      seed: Any Python integer; only its low 64 bits count.
+      epoch: int64, broadcastable to `index`; each epoch has its own permutation.
 
     Returns:
-      int64 of the shape of `index`: values in `[0, size)`, different for different indices of
+      int64 of the shape of `index`: values in `[0, size)`, distinct for distinct indices of
       one epoch.
     """
     if size == 1:
@@ -82,12 +81,12 @@ def _network(value: tf.Tensor, rows: int, columns: int, keys: list[tf.Tensor]) -
 
 
 def _round_function(value: tf.Tensor, key: tf.Tensor) -> tf.Tensor:
-    # The upper 32 bits: the better half of a multiplicative hash, and no overflow in the sum.
+    # The upper 32 bits are the better half of a multiplicative hash, and the sum cannot overflow.
     return tf.bitwise.right_shift(hash64(value * _u64(_GOLDEN) + key), _u64(32))
 
 
 def _round_keys(seed: int, epoch: tf.Tensor) -> list[tf.Tensor]:
-    """Keys of an epoch: SplitMix64 started at the scattered seed, `ROUNDS` outputs an epoch."""
+    """Returns the keys of an epoch: `ROUNDS` outputs of SplitMix64 per epoch, started at the mixed seed."""
     counter = tf.cast(epoch, tf.uint64) * _u64(ROUNDS)
     base = mix64(seed)
     return [hash64(_u64(base) + (counter + _u64(number + 1)) * _u64(_GOLDEN)) for number in range(ROUNDS)]

@@ -1,4 +1,4 @@
-"""Sources by name: what `--dataset` may say.
+"""Sources by name: the values of `--dataset`.
 
 | `--dataset` | examples |
 |---|---|
@@ -22,7 +22,7 @@ from tfpar.inputs.source import Source
 Builder = Callable[[str, InputConfig, str, int], Source]
 
 SPLITS = ("train", "validation")
-# Modules by kind. They are imported when first used: TFDS and scikit-learn cost nothing to who does not use them.
+# Modules by kind, imported at first use, so that TFDS and scikit-learn cost nothing unless they are used.
 _MODULES = {
     kind: f"tfpar.inputs.sources.{kind}" for kind in ("digits", "images", "synthetic", "text", "tfds", "tfrecord")
 }
@@ -30,37 +30,37 @@ _REGISTERED: dict[str, Builder] = {}
 
 
 def register(kind: str, builder: Builder) -> None:
-    """Makes `--dataset=KIND[:ARGUMENT]` known.
+    """Registers a source for `--dataset=KIND[:ARGUMENT]`.
 
     Args:
-      kind: The word before the colon; must be new.
+      kind: The word before the colon; must not be registered yet.
       builder: `(argument, config, split, seed) -> Source`, with split `"train"` or `"validation"`.
 
     Raises:
-      ValueError: The name is taken, or contains a colon.
+      ValueError: The name is empty, taken, or contains a colon.
     """
     if kind in _MODULES or kind in _REGISTERED or ":" in kind or not kind:
-        raise ValueError(f"source kind {kind!r} is taken or contains a colon")
+        raise ValueError(f"source kind {kind!r} is empty, taken or contains a colon")
     _REGISTERED[kind] = builder
 
 
 def kinds() -> tuple[str, ...]:
-    """The words that may stand before the colon in `--dataset`, sorted."""
+    """Returns the words that may precede the colon in `--dataset`, sorted."""
     return tuple(sorted({*_MODULES, *_REGISTERED}))
 
 
 def check_kind(config: InputConfig) -> None:
-    """Raises ConfigError, with suggestions, if `--dataset` names no kind of source. Reads nothing."""
+    """Raises ConfigError, with suggestions, if the kind of source in `--dataset` is unknown. Reads no data."""
     kind = config.dataset.partition(":")[0]
     if kind not in kinds():
         raise unknown_name("--dataset", kind, kinds())
 
 
 def load(dataset: str, split: str = "train", **options: Any) -> Source:
-    """The source of a data set by name, for use from Python.
+    """Returns the source of a data set by name, for use from Python.
 
     Args:
-      dataset: What `--dataset` says.
+      dataset: A value of `--dataset`.
       split: `"train"` or `"validation"`.
       **options: Other options of `tfpar.config.InputConfig`.
 
@@ -71,26 +71,26 @@ def load(dataset: str, split: str = "train", **options: Any) -> Source:
 
 
 def build_splits(config: InputConfig, seed: int = 0) -> tuple[Source, Source | None]:
-    """The training and the validation examples that `--dataset` names.
+    """Returns the training and the validation source that `--dataset` names.
 
     Args:
       config: The input options.
       seed: Seed of generated sources.
 
     Returns:
-      Both sources; None for validation where `--validation_fraction=0` holds nothing out and the data set has no
-      validation examples of its own: such a run is not evaluated.
+      Both sources; None for validation if `--validation_fraction=0` holds nothing out and the data set has no
+      validation split: such a run is not evaluated.
 
     Raises:
       ConfigError: As for `build_source`.
     """
     train, validation = (build_source(config, split, seed) for split in SPLITS)
-    without = config.validation_fraction == 0 and not validation.info.num_examples
-    return train, None if without else validation
+    no_validation = config.validation_fraction == 0 and not validation.info.num_examples
+    return train, None if no_validation else validation
 
 
 def build_source(config: InputConfig, split: str, seed: int = 0) -> Source:
-    """The source that `--dataset` names.
+    """Returns the source that `--dataset` names.
 
     Args:
       config: The input options.
@@ -98,8 +98,8 @@ def build_source(config: InputConfig, split: str, seed: int = 0) -> Source:
       seed: Seed of generated sources. Which examples are held out never depends on it.
 
     Raises:
-      ConfigError: The name is unknown (with suggestions), the data is missing or unfit, or a label
-        is out of range.
+      ConfigError: The name is unknown (with suggestions), the data is missing or unsuitable, or a
+        label is out of range.
     """
     if split not in SPLITS:
         raise ConfigError(f"split={split!r} must be 'train' or 'validation'.")

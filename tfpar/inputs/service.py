@@ -1,13 +1,13 @@
 """Input batches prepared by tf.data service workers instead of the training worker.
 
-Each training worker has a job of its own at the dispatcher. With dynamic sharding the service
-hands out the updates of its position counter, so each update that is visited is prepared by one
-service worker, exactly once while no service worker fails.
+Each training worker has its own job at the dispatcher. With dynamic sharding the service
+distributes the steps of the pipeline's counter, so one service worker prepares each step, exactly
+once as long as no service worker fails.
 
-Order: with one service worker, that of the pipeline without the service, bit for bit. With
-several, elements arrive in turn from the workers, as fast as they deliver: every example still
-occurs once an epoch, but which ones share an update may differ by up to the prefetched range,
-and from run to run. Use one service worker per training worker where runs must repeat.
+Order: with one service worker, the order is that of the pipeline without the service, bit for
+bit. With several, elements arrive from the service workers as fast as they deliver: every example
+still occurs once per epoch, but which examples share a step may differ by up to the prefetched
+range, and from run to run. Use one service worker per training worker where runs must repeat.
 """
 
 from __future__ import annotations
@@ -20,49 +20,49 @@ from tfpar.inputs.source import Source
 
 import tensorflow as tf
 
-# Examples kept in memory travel inside the graph, and a graph message is limited to 2 GiB.
-_TRAVEL_BYTES = 512 << 20
+# The graph contains the examples that are kept in memory, and a graph message is limited to 2 GiB.
+_MAX_GRAPH_BYTES = 512 << 20
 _REACH_SECONDS = 20.0
 _RETRY_SECONDS = 0.5
 
 
 def check_source(address: str, source: Source) -> None:
-    """Refuses what a tf.data service cannot run.
+    """Refuses a source that a tf.data service cannot read.
 
     Args:
       address: `--data_service`.
-      source: The source that would be read there.
+      source: The source to read there.
 
     Raises:
       ConfigError: The address has no protocol, or the source reads through Python or is too large
-        to be sent along.
+        to send in the graph.
     """
     if not address.startswith("grpc://") or len(address) == len("grpc://"):
         raise _not_an_address(address)
     info = source.info
     if not source.portable:
         raise ConfigError(
-            f"--data_service={address!r} cannot read --dataset={info.name}: its records are read through Python in "
-            "this process, which cannot be sent to service workers. Leave out --data_service, or let the examples be "
-            "kept in memory (--cache=memory), where they travel along."
+            f"--data_service={address!r} cannot read --dataset={info.name}: Python code in this "
+            "process reads its records, and cannot be sent to service workers. Leave out --data_service, or keep the "
+            "examples in memory (--cache=memory), which sends them with the graph."
         )
-    if source.kept_bytes > _TRAVEL_BYTES:
+    if source.kept_bytes > _MAX_GRAPH_BYTES:
         raise ConfigError(
-            f"--data_service={address!r} cannot take --dataset={info.name}: its {source.kept_bytes / 2**20:.0f} MiB in "
-            f"memory would travel in the graph, which may hold {_TRAVEL_BYTES >> 20} MiB. Leave out --data_service, or "
-            "use --cache=none if the source is images:DIR."
+            f"--data_service={address!r} cannot read --dataset={info.name}: its {source.kept_bytes / 2**20:.0f} MiB in "
+            f"memory would be sent in the graph, which may hold {_MAX_GRAPH_BYTES >> 20} MiB. Leave out "
+            "--data_service, or use --cache=none if the source is images:DIR."
         )
 
 
 def check_reachable(address: str) -> None:
-    """Waits until the dispatcher answers, which TensorFlow would do for ever.
+    """Waits until the dispatcher answers, with a time limit: TensorFlow would wait forever.
 
     Args:
       address: `grpc://HOST:PORT`.
 
     Raises:
-      ConfigError: Not such an address, or nothing listens there within 20 seconds: time for a dispatcher that is
-        started together with the workers.
+      ConfigError: `address` does not have this form, or nothing listens there within 20 seconds, which is
+        enough for a dispatcher that starts together with the workers.
     """
     host, separator, port = address.removeprefix("grpc://").rpartition(":")
     if not address.startswith("grpc://") or not separator or not host or not port.isdecimal():
@@ -82,11 +82,11 @@ def check_reachable(address: str) -> None:
 
 
 def _not_an_address(address: str) -> ConfigError:
-    return ConfigError(f"--data_service={address!r} must be grpc://HOST:PORT, the dispatcher's address.")
+    return ConfigError(f"--data_service={address!r} must be grpc://HOST:PORT, the address of the dispatcher.")
 
 
 def distribute(elements: tf.data.Dataset, address: str) -> tf.data.Dataset:
-    """The same elements, prepared by the service.
+    """Returns the same elements, prepared by the service.
 
     Args:
       elements: The pipeline up to its batches.
@@ -96,7 +96,7 @@ def distribute(elements: tf.data.Dataset, address: str) -> tf.data.Dataset:
         tf.data.experimental.service.distribute(
             processing_mode=tf.data.experimental.service.ShardingPolicy.DYNAMIC,
             service=address,
-            # Batches of floats hardly shrink; compressing them costs more time than it saves.
+            # Floats hardly compress; compressing a batch costs more time than it saves.
             compression=None,
         )
     )

@@ -1,11 +1,11 @@
-"""What a source of examples is: a description and random access, a batch at a time.
+"""Sources of examples: a description and random access, a batch at a time.
 
-A source knows nothing of epochs, batches or workers; `tfpar.inputs.pipeline` decides which
-indices are read when. Reading by index, many at once, is what makes the order a pure function of
-(seed, epoch, position) and leaves no per-example cost in Python or tf.data.
+A source does not depend on epochs, batches or workers; `tfpar.inputs.pipeline` decides when to
+read which indices. Because a source reads many examples by index at once, the order is a pure
+function of (seed, epoch, position), and there is no per-example cost in Python or tf.data.
 
-Building a source runs no TensorFlow operation: the first one initialises the runtime, after which
-neither devices nor collectives can be set up. What is kept in memory becomes tensors at first use.
+Building a source runs no TensorFlow operation: the first operation initialises the runtime, after
+which neither devices nor collectives can be configured. Arrays become tensors at first use.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ Function = TypeVar("Function", bound=Callable)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SourceInfo:
-    """Description of a source.
+    """The description of a source.
 
     Attributes:
-      name: The source as `--dataset` writes it; used in reports and errors.
+      name: The source in the notation of `--dataset`; used in reports and errors.
       task: `"classification"` or `"language_model"`.
       split: `"train"` or `"validation"`.
-      num_examples: How many examples there are, `>= 0`.
-      input_spec: Shape and dtype of one input as `Source.fetch` gives it. Images are float32
+      num_examples: Number of examples, `>= 0`.
+      input_spec: Shape and dtype of one input as `Source.fetch` returns it. Images are float32
         [height, width, channels] in [0, 1]; text is int32 [sequence_length].
       label_spec: Shape and dtype of one label: int32 [] or, for text, int32 [sequence_length].
       num_classes: Labels lie in `[0, num_classes)`. For text, the size of the vocabulary.
       class_names: Names of the classes in label order; empty if unknown.
       files: The files that hold the examples, in the order of the examples; empty if the
         examples are not in files.
-      records_per_file: How many examples each of `files` holds.
+      records_per_file: Number of examples in each of `files`.
       storage: `"memory"` (decoded once and kept), `"files"` (read each epoch) or `"generated"`.
       decode: For text: token ids (any shape of integers, flattened) to a string.
-      digest: Of the examples' content, where they are in memory anyway; else empty.
+      digest: Digest of the examples' content if they are arrays in memory; otherwise empty.
     """
 
     name: str
@@ -69,16 +69,16 @@ class SourceInfo:
         ):
             raise ValueError(
                 f"{self.name}: {len(self.files)} files with {sum(self.records_per_file)} records in "
-                f"{len(self.records_per_file)} entries do not make {self.num_examples} examples"
+                f"{len(self.records_per_file)} entries do not add up to {self.num_examples} examples"
             )
 
     @property
     def fingerprint(self) -> str:
         """16 hexadecimal digits that differ when the examples' number, shape or files differ.
 
-        Workers compare it to find out that they do not see the same data; a resumed run compares
-        it with its checkpoint. File contents are not read and directories do not count, so the
-        same data may be mounted elsewhere. Of arrays it is the content that counts.
+        Workers compare it to detect that they do not read the same data; a resumed run compares
+        it with its checkpoint. File contents and directories do not count, so the same data may
+        be mounted elsewhere. For arrays, the content counts.
         """
         files = [name.replace("\\", "/").rsplit("/", 1)[-1] for name in self.files]
         parts = [self.task, self.split, self.num_examples, self.num_classes, str(self.input_spec.shape)]
@@ -86,16 +86,16 @@ class SourceInfo:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def as_written(function: Function) -> Function:
-    """The function, for `Dataset.map`, without AutoGraph: half a second for what uses TensorFlow's ops alone."""
+def no_autograph(function: Function) -> Function:
+    """Exempts a function for `Dataset.map` from AutoGraph, which takes half a second even for TensorFlow ops alone."""
     return tf.autograph.experimental.do_not_convert(function)
 
 
-class Held:
-    """Arrays that become tensors in host memory when they are first used, and not before.
+class LazyTensors:
+    """Arrays that become tensors in the memory of the host at first use, and not before.
 
     Args:
-      make: Gives the arrays, or reads them; called once.
+      make: Returns the arrays, or reads them; called once.
     """
 
     def __init__(self, make: Callable[[], Sequence[np.ndarray]]):
@@ -103,12 +103,12 @@ class Held:
         self._tensors: tuple[tf.Tensor, ...] = ()
         self._lock = threading.Lock()
 
-    @as_written  # AutoGraph would rewrite the error of a source that cannot be read
+    @no_autograph  # AutoGraph would rewrite the error of a source that cannot be read
     def tensors(self) -> tuple[tf.Tensor, ...]:
-        """The tensors. Functions capture them by reference; NumPy arrays they would copy into the graph."""
+        """Returns the tensors. Functions capture tensors by reference, but would copy NumPy arrays into the graph."""
         with self._lock:
             if self._make is not None:
-                # The first use may be inside the tracing of a function, and for a device that is not of this host.
+                # The first use may be while a function is traced, possibly for a device of another host.
                 with tf.init_scope(), tf.device(None), tf.device("CPU:0"):
                     self._tensors = tuple(tf.constant(array) for array in self._make())
                 self._make = None  # the arrays themselves are no longer needed
@@ -116,18 +116,18 @@ class Held:
 
 
 def _nothing() -> None:
-    """What sources do that keep nothing in memory."""
+    """The `load` of a source that keeps nothing in memory."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Source:
     """Examples by index.
 
-    `read` is the whole of what a new kind of source has to write. It maps int64 indices [n] to
-    `(x, y)` of shapes [n, ...] in the compact dtypes they are stored in (uint8 for pixels and
-    bytes), as TensorFlow ops (no AutoGraph) with static trailing shapes; it may be traced many times
-    and called from several threads. `fetch` turns that into what a model takes. Caches and record files keep
-    the compact form.
+    A new kind of source only has to write `read`. It maps int64 indices [n] to `(x, y)` of shapes
+    [n, ...] in the compact dtypes of storage (uint8 for pixels and bytes), in TensorFlow ops (no
+    AutoGraph) with static trailing shapes; it may be traced many times and called from several
+    threads. `fetch` converts the result to the dtypes that a model takes. Caches and record files
+    keep the compact form.
 
     Attributes:
       info: The description.
@@ -135,13 +135,14 @@ class Source:
       scale: Factor from stored to fetched inputs; 1/255 for pixels. Ignored for integer inputs.
       portable: Whether `read` may be sent to another process (a tf.data service worker): False
         if it calls Python or reads files by descriptor.
-      kept_bytes: Host memory that the kept examples take, in bytes; 0 unless they are in memory.
-      load: Brings into memory what is kept there; otherwise the first `read` does. Raises
-        ConfigError for examples that cannot be used, unless they are to be skipped.
-      skip: Whether examples that cannot be used are left out (`--on_bad_record=skip`); a pipeline
-        does so too where its own configuration says it.
-      usable: int64 [n] -> bool [n], for examples in memory of which some are to be left out.
-      origin: Where examples that are kept in memory were read from; tells what is wrong with one.
+      kept_bytes: Memory of the host that the kept examples take, in bytes; 0 unless they are in memory.
+      load: Reads the examples into memory if they are kept there; otherwise the first `read` does.
+        Raises ConfigError for a bad example, unless bad examples are skipped.
+      skip: Whether bad examples are skipped (`--on_bad_record=skip`); a pipeline also skips them
+        if its own configuration says so.
+      usable: int64 [n] -> bool [n], if some examples in memory are to be skipped.
+      origin: The source that examples in memory were read from; reading it again shows what is
+        wrong with an example.
     """
 
     info: SourceInfo
@@ -165,19 +166,19 @@ class Source:
 
         Raises:
           tf.errors.OpError: When run, if an example cannot be read, has a label outside
-            `[0, num_classes)`, or is not finite. `tfpar.inputs.bad_records` tells which one and why.
-            Examples in memory were checked when they were loaded.
+            `[0, num_classes)`, or is not finite. `tfpar.inputs.bad_records` reports which example
+            and why. Examples in memory are checked when they are loaded.
         """
         x, y = self.read(indices)
         info = self.info
         x = tf.ensure_shape(x, indices.shape + info.input_spec.shape)
         y = tf.ensure_shape(y, indices.shape + info.label_spec.shape)
         if info.storage == "files":
-            x, y = _checked(x, "inputs"), _checked(y, "labels", info.num_classes)
-        return self.finished(x, y)
+            x, y = _assert_usable(x, "inputs"), _assert_usable(y, "labels", info.num_classes)
+        return self.cast_and_scale(x, y)
 
-    def finished(self, x: tf.Tensor, y: tf.Tensor) -> Batch:
-        """Stored examples `[n, ...]` as `fetch` gives them: in the dtypes of the specs, inputs scaled."""
+    def cast_and_scale(self, x: tf.Tensor, y: tf.Tensor) -> Batch:
+        """Converts stored examples `[n, ...]` to the dtypes of the specs, and scales the inputs."""
         info = self.info
         x, y = tf.cast(x, info.input_spec.dtype), tf.cast(y, info.label_spec.dtype)
         if info.input_spec.dtype.is_floating and self.scale != 1.0:
@@ -186,18 +187,18 @@ class Source:
 
 
 def decode_bytes(tokens: np.ndarray) -> str:
-    """Byte tokens (0 to 255) as text; what is not UTF-8 becomes U+FFFD."""
+    """Decodes byte tokens (0 to 255) to text; invalid UTF-8 becomes U+FFFD."""
     return np.asarray(tokens).astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
 
-def held_out(names: Sequence[str], count: int) -> list[bool]:
-    """Which of these names are held out for validation, by the hashes of the names alone.
+def held_out_mask(names: Sequence[str], count: int) -> list[bool]:
+    """Returns which of these names are held out for validation, by the hashes of the names alone.
 
     The choice looks random, is the same on every machine and for every seed, and changes little
-    when names come or go: the `count` names with the lowest SHA-256 are taken.
+    when names are added or removed: the `count` names with the lowest SHA-256 are held out.
 
     Args:
-      names: Different names, e.g. paths relative to the data set.
+      names: Distinct names, e.g. paths relative to the data set.
       count: How many to hold out.
     """
     ranked = sorted(range(len(names)), key=lambda number: hashlib.sha256(names[number].encode()).digest())
@@ -206,21 +207,21 @@ def held_out(names: Sequence[str], count: int) -> list[bool]:
 
 
 def finite_rows(values: tf.Tensor) -> tf.Tensor:
-    """Which rows of floating-point values [n, ...] are finite: bool [n].
+    """Returns which rows of floating-point values [n, ...] are finite: bool [n].
 
-    A sum of squares is one quick pass and finite only if all values are. Where it is not, which large values do too,
-    each is looked at: five times the work (TensorFlow 2.21, CPU).
+    A sum of squares is one quick pass, and is finite only if all values are. If it is not finite, which large values
+    can also cause, every value is tested: five times the work (TensorFlow 2.21, CPU).
     """
 
-    def each() -> tf.Tensor:
+    def test_every_value() -> tf.Tensor:
         return tf.reduce_all(tf.math.is_finite(values), axis=list(range(1, len(values.shape))))
 
-    some = tf.ones(tf.shape(values)[:1], tf.bool)
-    return tf.cond(tf.math.is_finite(tf.nn.l2_loss(values)), lambda: some, each)
+    all_finite = tf.ones(tf.shape(values)[:1], tf.bool)
+    return tf.cond(tf.math.is_finite(tf.nn.l2_loss(values)), lambda: all_finite, test_every_value)
 
 
 def usable_rows(values: tf.Tensor, num_classes: int = 0) -> tf.Tensor:
-    """Which rows of values [n, ...] are of use: floating-point ones finite, classes in `[0, num_classes)`; bool [n]."""
+    """Returns which rows of values [n, ...] are usable: finite floats, classes in `[0, num_classes)`; bool [n]."""
     if values.dtype.is_floating:
         return finite_rows(values)
     if not num_classes:
@@ -229,13 +230,13 @@ def usable_rows(values: tf.Tensor, num_classes: int = 0) -> tf.Tensor:
     return tf.reduce_all((wide >= 0) & (wide < num_classes), axis=list(range(1, len(values.shape))))
 
 
-def _checked(values: tf.Tensor, what: str, num_classes: int = 0) -> tf.Tensor:
-    """The same values, or an error when run where `usable_rows` finds some that are not."""
+def _assert_usable(values: tf.Tensor, what: str, num_classes: int = 0) -> tf.Tensor:
+    """Returns the same values; when run, raises an error if `usable_rows` is False for a row."""
     if values.dtype.is_integer and (
         not num_classes or (values.dtype.is_unsigned and values.dtype.max < num_classes)
     ):  # nothing can be wrong
         return values
-    said = f"{what} are not finite" if values.dtype.is_floating else f"{what} outside [0, {num_classes})"
-    check = tf.debugging.Assert(tf.reduce_all(usable_rows(values, num_classes)), [said])
+    message = f"{what} are not finite" if values.dtype.is_floating else f"{what} outside [0, {num_classes})"
+    check = tf.debugging.Assert(tf.reduce_all(usable_rows(values, num_classes)), [message])
     with tf.control_dependencies([check] if check is not None else []):
         return tf.identity(values)

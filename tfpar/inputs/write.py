@@ -2,9 +2,9 @@
 
     python -m tfpar.inputs.write --dataset=images:photos --output=shards/photos --shards=64
 
-The result is read back with `--dataset=tfrecord:shards/photos`. Both splits are written, in the
-order of the source; shuffling is the pipeline's work. Nothing is left at `--output` unless all
-of it was written. An example that cannot be used ends it, or is left out with `--on_bad_record=skip`.
+Read the result back with `--dataset=tfrecord:shards/photos`. The program writes both splits, in
+the order of the source; the pipeline shuffles. `--output` appears only when everything is
+written. A bad example ends the program, or is skipped with `--on_bad_record=skip`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import NoReturn
 from tfpar.config import ConfigError, InputConfig
 from tfpar.config.errors import TrainingError
 from tfpar.inputs import bad_records, registry
-from tfpar.inputs.source import Source, as_written
+from tfpar.inputs.source import Source, no_autograph
 from tfpar.inputs.sources import tfrecord
 
 import tensorflow as tf
@@ -38,18 +38,18 @@ def write(
     """Writes the training and validation examples of a source as TFRecord shards.
 
     Args:
-      config: Which source, and its options.
-      output: The directory to make; its parent is made too.
+      config: The source and its options.
+      output: The directory to create; parents are created too.
       shards: Files per split; a split with fewer examples gets as many files as examples.
       seed: Seed of generated sources.
-      progress: Called with a line of text about ten times a split.
+      progress: Called with a line of text about ten times per split.
 
     Returns:
       Number of records by file name.
 
     Raises:
       ConfigError: `output` exists, `shards` is not positive, the source cannot be built or is empty, or an example
-        cannot be used.
+        is bad.
     """
     if shards < 1:
         raise ConfigError(f"--shards={shards} must be at least 1.")
@@ -58,23 +58,23 @@ def write(
     sources = [registry.build_source(config, split, seed) for split in tfrecord.SPLITS]
     if not any(source.info.num_examples for source in sources):
         raise ConfigError(
-            f"--dataset={config.dataset!r} has no example to write. For text, a smaller --sequence_length may help."
+            f"--dataset={config.dataset!r} has no examples to write. For text, a smaller --sequence_length may help."
         )
     parent = os.path.dirname(os.path.abspath(output))
     os.makedirs(parent, exist_ok=True)
-    workplace = tempfile.mkdtemp(prefix=f".{os.path.basename(output)}.", dir=parent)
+    staging = tempfile.mkdtemp(prefix=f".{os.path.basename(output)}.", dir=parent)
     try:
         counts: dict[str, int] = {}
         for source in sources:
-            counts |= _write_split(source, workplace, shards, progress)
-        x, y, _ = bad_records.read_usable(sources[0], tf.zeros([1], tf.int64))
+            counts |= _write_split(source, staging, shards, progress)
+        x, y, _ = bad_records.read_with_mask(sources[0], tf.zeros([1], tf.int64))
         features = tfrecord.describe(sources[0], (x, y), counts)
-        with open(os.path.join(workplace, tfrecord.SIDECAR), "w", encoding="utf-8") as file:
+        with open(os.path.join(staging, tfrecord.SIDECAR), "w", encoding="utf-8") as file:
             json.dump(dataclasses.asdict(features), file, indent=1)
-        os.chmod(workplace, 0o777 & ~_umask())  # mkdtemp makes it private
-        os.rename(workplace, output)
+        os.chmod(staging, 0o777 & ~_umask())  # mkdtemp creates a private directory
+        os.rename(staging, output)
     finally:
-        shutil.rmtree(workplace, ignore_errors=True)
+        shutil.rmtree(staging, ignore_errors=True)
     return counts
 
 
@@ -84,7 +84,7 @@ def _write_split(source: Source, folder: str, shards: int, progress: Callable[[s
     names = [f"{source.info.split}-{shard:05d}-of-{shards:05d}.tfrecord" for shard in range(shards)]
     ends = [(shard + 1) * total // shards for shard in range(shards)]
     batches = tf.data.Dataset.range(total).batch(_READ_AT_ONCE)
-    read = as_written(functools.partial(bad_records.read_usable, source))
+    read = no_autograph(functools.partial(bad_records.read_with_mask, source))
     batches = batches.map(read, num_parallel_calls=tf.data.AUTOTUNE)
     examples = (row for parts in batches.prefetch(2).as_numpy_iterator() for row in zip(*parts, strict=True))
     counts = dict.fromkeys(names, 0)
@@ -97,13 +97,13 @@ def _write_split(source: Source, folder: str, shards: int, progress: Callable[[s
                     writer.write(tfrecord.serialise(x, y))
                     counts[name] += 1
                 elif not source.skip:
-                    raise bad_records.explained(source, [done])
+                    raise bad_records.diagnose_read_error(source, [done])
                 done += 1
                 if done == total or done % max(1, total // 10) == 0:
                     progress(f"{source.info.split}: {done:,} of {total:,} examples")
-    left_out = total - sum(counts.values())
-    if left_out:
-        progress(f"{source.info.split}: {left_out:,} of {total:,} examples cannot be used and were left out")
+    skipped = total - sum(counts.values())
+    if skipped:
+        progress(f"{source.info.split}: {skipped:,} of {total:,} examples are bad and were skipped")
     return counts
 
 
@@ -127,7 +127,7 @@ def _define_flags(values: flags.FlagValues) -> None:
 def _main(arguments: list[str], values: flags.FlagValues = flags.FLAGS) -> None:
     try:
         if len(arguments) > 1:
-            raise ConfigError(f"{arguments[1]!r} is not a flag; options are written --name=value.")
+            raise ConfigError(f"{arguments[1]!r} is not a flag. Write options as --name=value.")
         config = InputConfig(cache="none", **{name: values[name].value for name in _OPTIONS})
         counts = write(config, values.output, values.shards, values.seed, lambda line: print(line, flush=True))
     except (ConfigError, TrainingError) as error:
@@ -147,7 +147,7 @@ def _parse(argv: list[str]) -> list[str]:
 
 def _fail(error: Exception) -> NoReturn:
     print(f"error: {error}", file=sys.stderr)
-    sys.exit(2)  # as Python, argparse and the experiments do for a wrong command line
+    sys.exit(2)  # like Python, argparse and the experiments for a wrong command line
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Model builders by name, batch normalisation for padded batches, and what a model costs."""
+"""Model builders by name, batch normalisation for padded batches, and the cost of a model."""
 
 from __future__ import annotations
 

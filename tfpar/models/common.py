@@ -1,4 +1,4 @@
-"""What the model families share: choices of activation, initialiser and normalisation, and checks."""
+"""Shared by the model families: choices of activation, initialiser and normalisation, and checks."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ BATCH_NORM_MOMENTUM = 0.9
 
 @keras.saving.register_keras_serializable(package="tfpar")
 def gelu_tanh(x: Any) -> Any:
-    """GELU in its tanh approximation, as in GPT-2 (Hendrycks and Gimpel 2016): x of any shape, same dtype out."""
+    """GELU in its tanh approximation, as in GPT-2 (Hendrycks and Gimpel 2016): x of any shape; keeps the dtype."""
     return keras.activations.gelu(x, approximate=True)
 
 
-def check_choice(option: str, value: Any, known: Iterable[str]) -> str:
-    """The value of an enumerated model option, or the error that lists what there is.
+def check_choice(option: str, value: Any, choices: Iterable[str]) -> str:
+    """Returns the value of an enumerated model option, or raises the error that lists the choices.
 
-    `--model_args normalization=none` arrives as None, because the flag's parser reads `none` so.
+    `--model_args normalization=none` arrives as None, because the flag's parser converts `none`.
 
     Raises:
-      ConfigError: The value is not one of `known`.
+      ConfigError: The value is not one of `choices`.
     """
-    choices = tuple(known)
+    choices = tuple(choices)
     if value is None and "none" in choices:
         return "none"
     if value not in choices:
@@ -53,10 +53,10 @@ def check_choice(option: str, value: Any, known: Iterable[str]) -> str:
 
 
 def check_fraction(option: str, value: float) -> float:
-    """A rate in [0, 1), such as dropout.
+    """Returns a rate in [0, 1), such as dropout.
 
     Raises:
-      ConfigError: It is something else.
+      ConfigError: The value is not a number in [0, 1).
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 <= value < 1.0:
         raise ConfigError(f"--model_args {option}={value!r} is out of range: it must be at least 0 and less than 1.")
@@ -64,10 +64,10 @@ def check_fraction(option: str, value: float) -> float:
 
 
 def check_sizes(option: str, value: int | Sequence[int]) -> tuple[int, ...]:
-    """A size or a list of sizes, all positive integers.
+    """Returns one size or a list of sizes, all positive integers, as a tuple.
 
     Raises:
-      ConfigError: It is something else.
+      ConfigError: A size is not a positive integer.
     """
     sizes = tuple(value) if isinstance(value, (list, tuple)) else (value,)
     if any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
@@ -78,10 +78,10 @@ def check_sizes(option: str, value: int | Sequence[int]) -> tuple[int, ...]:
 
 
 def check_transformer(width: int, depth: int, heads: int, mlp_ratio: int) -> None:
-    """Refuses sizes of a transformer that do not fit each other.
+    """Refuses sizes of a transformer that do not fit together.
 
     Raises:
-      ConfigError: A size that is not a positive whole number, or heads that do not divide the width.
+      ConfigError: A size is not a positive whole number, or the heads do not divide the width.
     """
     for option, size in (("width", width), ("depth", depth), ("heads", heads), ("mlp_ratio", mlp_ratio)):
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
@@ -94,10 +94,10 @@ def check_transformer(width: int, depth: int, heads: int, mlp_ratio: int) -> Non
 
 
 def check_options(options: Mapping[str, Any], normalizations: Iterable[str] = NORMALIZATIONS) -> None:
-    """Checks the options that families have in common, each by its name; others are passed over.
+    """Checks the options that families have in common by name, and ignores other options.
 
     Raises:
-      ConfigError: A value that is not allowed.
+      ConfigError: A value is not allowed.
     """
     choices = {"activation": ACTIVATIONS, "initializer": INITIALIZERS, "normalization": normalizations}
     for option, value in options.items():
@@ -110,27 +110,27 @@ def check_options(options: Mapping[str, Any], normalizations: Iterable[str] = NO
 
 
 def check_task(spec: TaskSpec, task: str, family: str) -> None:
-    """Refuses a data set of another task.
+    """Refuses a data set for another task.
 
     Raises:
       ConfigError: `spec.task` is not `task`.
     """
     if spec.task != task:
-        ways = {
+        suitable = {
             "classification": "an image or feature data set, e.g. --dataset=digits",
             "language_model": "a text data set, e.g. --dataset=text",
         }
         raise ConfigError(
-            f"--model: {family} is for the task {task!r}, but the data set asks for {spec.task!r}. "
-            f"Choose another --model, or {ways[task]}."
+            f"--model: {family} is for the task {task!r}, but the data set is for {spec.task!r}. "
+            f"Choose another --model, or {suitable[task]}."
         )
 
 
 def check_image(spec: TaskSpec, family: str) -> None:
-    """Refuses what is not image classification.
+    """Refuses data that is not for image classification.
 
     Raises:
-      ConfigError: Another task, or examples that are not [height, width, channels].
+      ConfigError: The task is not classification, or the examples are not [height, width, channels].
     """
     check_task(spec, "classification", family)
     check_classifier_dtype(spec)
@@ -142,10 +142,10 @@ def check_image(spec: TaskSpec, family: str) -> None:
 
 
 def check_classifier_dtype(spec: TaskSpec) -> None:
-    """Refuses examples that a classifier cannot compute with.
+    """Refuses dtypes that a classifier cannot use.
 
     Raises:
-      ConfigError: Integers other than uint8, which have no natural scale.
+      ConfigError: The dtype is an integer other than uint8, which has no natural scale.
     """
     if spec.input_dtype != "uint8" and not spec.input_dtype.startswith(("float", "bfloat")):
         raise ConfigError(
@@ -155,15 +155,15 @@ def check_classifier_dtype(spec: TaskSpec) -> None:
 
 
 def input_layer(spec: TaskSpec) -> tuple[keras.KerasTensor, keras.KerasTensor]:
-    """The model's input, and the same values ready to compute with.
+    """Creates the model's input, and the same values as floating point.
 
-    Bytes (uint8 images) are scaled to [0, 1] inside the model: they cross to the device at a quarter of the size.
+    The model itself scales bytes (uint8 images) to [0, 1], so a quarter of the data crosses to the device.
 
     Returns:
-      The symbolic input [m, *input_shape] of `spec.input_dtype`, and it as floating point.
+      The symbolic input [m, *input_shape] of `spec.input_dtype`, and the same as floating point.
 
     Raises:
-      ConfigError: Integers other than uint8, which have no natural scale.
+      ConfigError: The dtype is an integer other than uint8, which has no natural scale.
     """
     check_classifier_dtype(spec)
     inputs = keras.Input(spec.input_shape, dtype=spec.input_dtype, name="inputs")
@@ -173,27 +173,27 @@ def input_layer(spec: TaskSpec) -> tuple[keras.KerasTensor, keras.KerasTensor]:
 
 
 def activate(x: keras.KerasTensor, activation: str, name: str) -> keras.KerasTensor:
-    """Applies an activation by name as a layer of its own."""
+    """Applies an activation by name, as a separate layer."""
     return keras.layers.Activation(resolve_activation(activation), name=name)(x)
 
 
 def resolve_activation(activation: str) -> Any:
-    """The function of an activation's name.
+    """Returns the function with this activation's name.
 
     Raises:
-      ConfigError: An unknown name.
+      ConfigError: The name is unknown.
     """
     check_choice("activation", activation, ACTIVATIONS)
     return gelu_tanh if activation == "gelu_tanh" else keras.activations.get(activation)
 
 
 def resolve_initializer(initializer: str) -> keras.initializers.Initializer:
-    """A new kernel initialiser by name; "truncated_normal" has a standard deviation of 0.02.
+    """Creates a kernel initialiser by name; "truncated_normal" has a standard deviation of 0.02.
 
-    A new object each time: Keras warns when one unseeded initialiser fills several weights.
+    Each call returns a new object: Keras warns when one unseeded initialiser fills several weights.
 
     Raises:
-      ConfigError: An unknown name.
+      ConfigError: The name is unknown.
     """
     check_choice("initializer", initializer, INITIALIZERS)
     if initializer == "truncated_normal":
@@ -206,14 +206,14 @@ def normalize(x: keras.KerasTensor, normalization: str, name: str, **options: An
 
     Args:
       x: Activations [m, ..., channels].
-      normalization: One of `NORMALIZATIONS`. "batch" uses the statistics of the replica's own
-        micro-batch, "sync_batch" those of all replicas; both leave padding out. "group" has up to
+      normalization: One of `NORMALIZATIONS`. "batch" uses the statistics of the replica's
+        micro-batch, "sync_batch" those of all replicas; both ignore padding. "group" has up to
         32 groups (Wu and He 2018). "layer" normalises the channels of each position.
       name: Name of the layer.
       **options: More arguments of the layer, such as `gamma_initializer`.
 
     Raises:
-      ConfigError: An unknown name.
+      ConfigError: The name is unknown.
     """
     normalization = check_choice("normalization", normalization, NORMALIZATIONS)
     if normalization == "none":
@@ -236,15 +236,15 @@ def normalize(x: keras.KerasTensor, normalization: str, name: str, **options: An
 
 
 def needs_bias(normalization: str) -> bool:
-    """Whether a layer before this normalisation wants a bias: batch statistics would subtract it again."""
+    """Whether a layer before this normalisation needs a bias; batch normalisation would subtract it."""
     return normalization not in ("batch", "sync_batch")
 
 
 def classifier(x: keras.KerasTensor, spec: TaskSpec, dropout: float) -> keras.KerasTensor:
-    """Features [m, features] to float32 logits [m, num_classes], after dropout.
+    """Maps features [m, features] to float32 logits [m, num_classes], after dropout.
 
-    The layer computes in float32 under every dtype policy: half-precision logits cost the
-    softmax more accuracy than this one product costs time.
+    The layer computes in float32 under every dtype policy: half-precision logits would reduce the
+    accuracy of the softmax, and one float32 product takes little time.
     """
     if check_fraction("dropout", dropout):
         x = keras.layers.Dropout(dropout, name="dropout")(x)

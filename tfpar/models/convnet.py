@@ -11,9 +11,9 @@ from tfpar.models.registry import TaskSpec, register
 
 import keras
 
-# The feature map is not pooled below this height or width: the classifier then sees where a stroke lies.
+# Pooling stops at this height or width, so that the classifier sees where a stroke is.
 SMALLEST_MAP = 2
-# A larger last map is averaged instead, or the classifier would outgrow the convolutions.
+# A larger last map is averaged instead; otherwise the classifier would outgrow the convolutions.
 LARGEST_FLAT_MAP = 4
 
 
@@ -35,19 +35,19 @@ def convnet(
     normalization: str = "none",
     dropout: float = 0.0,
 ) -> keras.Model:
-    """A stage per width: convolution, normalisation, activation, and 2x2 max pooling while the map is large enough.
+    """One stage per width: convolution, normalisation, activation, and 2x2 max pooling while the map is large enough.
 
     Args:
       spec: A classification task with examples [height, width, channels].
       widths: Channels of each stage.
       kernel_size: Side of the square kernels, in pixels.
       activation: One of `common.ACTIVATIONS`.
-      initializer: Of the convolutions' kernels, one of `common.INITIALIZERS`.
+      initializer: Initialiser of the convolution kernels, one of `common.INITIALIZERS`.
       normalization: One of `common.NORMALIZATIONS`.
       dropout: Rate before the classifier.
 
     Raises:
-      ConfigError: Another task or shape, or an option out of its range.
+      ConfigError: The task or the shape does not suit the model, or an option is out of range.
     """
     normalization = common.check_choice("normalization", normalization, common.NORMALIZATIONS)
     (kernel_size,) = common.check_sizes("kernel_size", kernel_size)

@@ -1,6 +1,6 @@
-"""FLOPs and kept activations of a model, counted on its traced graph.
+"""FLOPs and saved activations of a model, counted on its traced graph.
 
-Counting on the graph rather than on layers covers every Keras model, with custom layers, and counts what runs.
+Counting on the graph rather than on layers covers every Keras model, including custom layers, and counts what runs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-# Operations whose output shares its input's memory, or is recomputed from it at no cost.
+# Operations whose output shares the memory of its input, or can be recomputed from it at no cost.
 _VIEWS = frozenset({"Identity", "IdentityN", "Reshape", "ExpandDims", "Squeeze", "StopGradient", "PreventGradient"})
 # Operations that read the shape of a tensor but not its values.
 _SHAPE_ONLY = frozenset({"Shape", "ShapeN", "Size", "Rank", "ZerosLike", "OnesLike", "BroadcastGradientArgs"})
@@ -29,18 +29,18 @@ _LOOPS = frozenset({"While", "StatelessWhile"})
 
 
 class UnknownShapeError(ValueError):
-    """A dimension that the trace does not know, so that an operation cannot be counted."""
+    """A dimension is unknown in the trace, so an operation cannot be counted."""
 
 
 @dataclasses.dataclass(frozen=True)
 class GraphCost:
-    """What one batch costs.
+    """The cost of one batch.
 
     Attributes:
-      forward_flops: Floating point operations of all matrix products and convolutions, a multiply-add being two.
+      forward_flops: Floating point operations of all matrix products and convolutions; a multiply-add counts as two.
       saved_bytes: Bytes of the tensors that depend on the input and that the backward pass reads.
-      uncounted: Names of operations whose shapes the trace does not know; the figures are lower bounds if any.
-      convolution_flops: Those of `forward_flops` that are in convolutions.
+      uncounted: Names of operations with unknown shapes; if there are any, the figures are lower bounds.
+      convolution_flops: The part of `forward_flops` in convolutions.
     """
 
     forward_flops: int
@@ -50,11 +50,11 @@ class GraphCost:
 
 
 def count(model: keras.Model, batch_size: int) -> GraphCost:
-    """Traces a training step of the model without running it, and counts.
+    """Traces a training step of the model, without running it, and counts its cost.
 
     Args:
-      model: A built Keras model with known inputs.
-      batch_size: Examples in the traced batch.
+      model: A built Keras model with symbolic inputs.
+      batch_size: Number of examples in the traced batch.
 
     Raises:
       ValueError: The model has no symbolic inputs, or an input dimension besides the batch is unknown.
@@ -69,7 +69,7 @@ def count(model: keras.Model, batch_size: int) -> GraphCost:
         with tf.GradientTape() as tape:
             tape.watch(weights)
             outputs, _ = model.stateless_call(weights, state, inputs[0] if len(inputs) == 1 else inputs, training=True)
-            # Stands for the loss: like a cross-entropy, it keeps one tensor of the outputs' size.
+            # Takes the place of the loss: like a cross-entropy, it saves one tensor of the outputs' size.
             loss = tf.add_n(
                 [
                     tf.reduce_sum(tf.nn.log_softmax(tf.cast(output, tf.float32)))
@@ -83,7 +83,7 @@ def count(model: keras.Model, batch_size: int) -> GraphCost:
 
     graph = tf.function(step, autograph=False).get_concrete_function(specs, weights, state).graph
     uncounted: list[str] = []
-    flops = _flops(_needed(results), uncounted)
+    flops = _flops(_ancestors(results), uncounted)
     sources = graph.inputs[: len(specs)]
     saved = _saved_bytes(forward, graph.get_operations()[len(forward) :], sources, uncounted)
     convolutions = sum(flops[kind] for kind in _ALL_CONVOLUTIONS)
@@ -101,26 +101,26 @@ def _input_specs(model: keras.Model, batch_size: int) -> list[tf.TensorSpec]:
         if None in tensor.shape[1:]:
             raise ValueError(
                 f"Input {tensor.name!r} of model {model.name!r} has shape {tuple(tensor.shape)}: "
-                "its cost depends on a dimension that is not known."
+                "its cost depends on an unknown dimension. Give the Input its full shape."
             )
         specs.append(tf.TensorSpec((batch_size, *tensor.shape[1:]), tensor.dtype))
     return specs
 
 
-def _needed(results: Iterable[tf.Tensor]) -> list[tf.Operation]:
-    """The operations that the results depend on: TensorFlow prunes the others before it runs the graph."""
-    found: dict[tf.Operation, None] = {}
-    open_ends = [tensor.op for tensor in results]
-    while open_ends:
-        operation = open_ends.pop()
-        if operation not in found:
-            found[operation] = None
-            open_ends.extend(tensor.op for tensor in operation.inputs)
-    return list(found)
+def _ancestors(results: Iterable[tf.Tensor]) -> list[tf.Operation]:
+    """Returns the operations that the results depend on: TensorFlow prunes the others before it runs the graph."""
+    visited: dict[tf.Operation, None] = {}
+    pending = [tensor.op for tensor in results]
+    while pending:
+        operation = pending.pop()
+        if operation not in visited:
+            visited[operation] = None
+            pending.extend(tensor.op for tensor in operation.inputs)
+    return list(visited)
 
 
 def _flops(operations: Iterable[tf.Operation], uncounted: list[str]) -> Counter[str]:
-    """FLOPs by the kind of operation, with everything in the functions that are called."""
+    """Returns the FLOPs by type of operation, including those in called functions."""
     total: Counter[str] = Counter()
     for operation in operations:
         try:
@@ -132,7 +132,7 @@ def _flops(operations: Iterable[tf.Operation], uncounted: list[str]) -> Counter[
 
 
 def _matrix_flops(operation: tf.Operation) -> int:
-    """2 x (number of multiply-adds) of a matrix product or convolution, 0 for anything else."""
+    """Returns 2 x (number of multiply-adds) of a matrix product or convolution, 0 for other operations."""
     kind, inputs = operation.type, operation.inputs
     if kind == "MatMul":
         contracted = _dims(inputs[0])[0 if operation.get_attr("transpose_a") else 1]
@@ -153,15 +153,15 @@ def _matrix_flops(operation: tf.Operation) -> int:
 
 
 def _einsum_flops(equation: str, shapes: Sequence[tuple[int, ...]]) -> int:
-    """2 x the product of all labels' sizes, where two operands are contracted."""
+    """Returns 2 x the product of all labels' sizes if two operands are contracted, otherwise 0."""
     terms, result = equation.replace(" ", "").split("->")
     sizes: dict[str, int] = {}
     for term, shape in zip(terms.split(","), shapes, strict=True):
         if "..." in term:
             head, tail = term.split("...")
             ellipsis = shape[len(head) : len(shape) - len(tail)]
-            # The last broadcast dimension is "-1", the one before it "-2", in every operand alike.
-            broadcast = [str(place - len(ellipsis)) for place in range(len(ellipsis))]
+            # The last broadcast dimension is "-1", the second to last "-2", in every operand.
+            broadcast = [str(dim - len(ellipsis)) for dim in range(len(ellipsis))]
             labels = [*head, *broadcast, *tail]
         else:
             labels = list(term)
@@ -172,7 +172,7 @@ def _einsum_flops(equation: str, shapes: Sequence[tuple[int, ...]]) -> int:
 
 
 def _nested_flops(operation: tf.Operation, uncounted: list[str]) -> Counter[str]:
-    """FLOPs of the functions that an operation calls: a loop's body times its trips, the dearest of branches."""
+    """Returns the FLOPs of the functions that an operation calls: a loop's body times its trips, the largest branch."""
     kind = operation.type
     if kind in _CALLS:
         return _function_flops(operation, operation.get_attr("f"), uncounted)
@@ -185,25 +185,25 @@ def _nested_flops(operation: tf.Operation, uncounted: list[str]) -> Counter[str]
         return max((_function_flops(operation, branch, uncounted) for branch in branches), key=Counter.total)
     if kind in _LOOPS:
         body = _function_flops(operation, operation.get_attr("body"), uncounted)
-        trips = _static_trips(operation.inputs[1]) if body.total() else 0
+        trips = _static_trip_count(operation.inputs[1]) if body.total() else 0
         if trips is None or trips < 0:
             raise UnknownShapeError(operation.name)
         return Counter({inner: flops * trips for inner, flops in body.items()})
     return Counter()
 
 
-def _static_trips(maximum: tf.Tensor) -> int | None:
-    """Trips of a loop from the `maximum_iterations` that control flow v2 passes as its second input."""
+def _static_trip_count(maximum: tf.Tensor) -> int | None:
+    """Returns the trip count of a loop from `maximum_iterations`, which control flow v2 passes as its second input."""
     value = tf.get_static_value(maximum)
     if value is None and maximum.op.type == "Max":
-        # The recurrent layers of Keras 3.15 pass the maximum over a constant, which is not folded while tracing.
+        # The recurrent layers of Keras 3.15 pass the maximum over a constant, which tracing does not fold.
         lengths = tf.get_static_value(maximum.op.inputs[0])
         value = None if lengths is None else lengths.max()
     return None if value is None else int(value)
 
 
 def _function_flops(operation: tf.Operation, function: Any, uncounted: list[str]) -> Counter[str]:
-    # No public way leads from a call to the graph it calls (TensorFlow 2.21).
+    # There is no public way from a call to the graph that it calls (TensorFlow 2.21).
     called = operation.graph._get_function(function.name)
     return _flops(called.graph.get_operations(), uncounted)
 
@@ -214,11 +214,11 @@ def _saved_bytes(
     sources: Iterable[tf.Tensor],
     uncounted: list[str],
 ) -> int:
-    """Bytes of the distinct forward tensors, dependent on `sources`, that the backward operations read."""
+    """Returns the bytes of the distinct forward tensors that depend on `sources` and that backward operations read."""
     dependent = {tensor.ref() for tensor in sources}
-    made_forward = set(dependent)
+    forward_tensors = set(dependent)
     for operation in forward:
-        made_forward.update(tensor.ref() for tensor in operation.outputs)
+        forward_tensors.update(tensor.ref() for tensor in operation.outputs)
         if operation.type not in _SHAPE_ONLY and any(tensor.ref() in dependent for tensor in operation.inputs):
             dependent.update(tensor.ref() for tensor in operation.outputs)
     saved: set[Any] = set()
@@ -227,13 +227,13 @@ def _saved_bytes(
             saved.update(
                 _storage(tensor).ref()
                 for tensor in operation.inputs
-                if tensor.ref() in made_forward and tensor.ref() in dependent
+                if tensor.ref() in forward_tensors and tensor.ref() in dependent
             )
     total = 0
     for reference in saved:
         tensor = reference.deref()
         try:
-            # Variants (the stacks of a loop) have no size of their own.
+            # Variants (the stacks of a loop) have no size.
             if not tensor.dtype.size or tensor.dtype == tf.variant:
                 raise UnknownShapeError(tensor.name)
             total += math.prod(_dims(tensor)) * tensor.dtype.size
@@ -243,7 +243,7 @@ def _saved_bytes(
 
 
 def _storage(tensor: tf.Tensor) -> tf.Tensor:
-    """The tensor whose memory this one shares."""
+    """Returns the tensor whose memory this one shares."""
     while tensor.op.type in _VIEWS:
         tensor = tensor.op.inputs[tensor.value_index if tensor.op.type == "IdentityN" else 0]
     return tensor

@@ -31,14 +31,14 @@ def mlp(
 
     Args:
       spec: A classification task with examples of any shape; they are flattened.
-      widths: Units of each hidden layer; an empty list makes a logistic regression.
+      widths: Units of each hidden layer; an empty list gives a logistic regression.
       activation: One of `common.ACTIVATIONS`.
-      initializer: Of the hidden kernels, one of `common.INITIALIZERS`.
+      initializer: Initialiser of the hidden kernels, one of `common.INITIALIZERS`.
       normalization: One of `common.NORMALIZATIONS`.
       dropout: Rate after every hidden layer.
 
     Raises:
-      ConfigError: Another task, or an option out of its range.
+      ConfigError: The task is not classification, or an option is out of range.
     """
     normalization = common.check_choice("normalization", normalization, common.NORMALIZATIONS)
     rate = common.check_fraction("dropout", dropout)

@@ -1,4 +1,4 @@
-"""Batch normalisation that leaves padding out and can share its statistics between replicas.
+"""Batch normalisation that ignores padding and can share its statistics between replicas.
 
 Shapes: m is the number of examples in a micro-batch (padding included), C the number of channels.
 """
@@ -19,7 +19,7 @@ import tensorflow as tf
 class _WeightStack(threading.local):
     """Open `example_weights` contexts of this thread, innermost last.
 
-    Per thread, because MirroredStrategy traces every replica's function in a thread of its own.
+    Per thread, because MirroredStrategy traces the function of every replica in a separate thread.
     """
 
     def __init__(self) -> None:
@@ -31,14 +31,14 @@ _stack = _WeightStack()
 
 @contextlib.contextmanager
 def example_weights(weight: tf.Tensor) -> Iterator[None]:
-    """Tells every `BatchNormalization` called inside how much each example counts.
+    """Sets the weight of each example in every `BatchNormalization` called inside the context.
 
-    Open it around the model's call, and around the gradient as well where layers are
-    rematerialised, since those are traced again on the way back.
+    Open it around the model's call, and around the gradient as well if layers are rematerialised,
+    since the backward pass traces those again.
 
     Args:
-      weight: float32 [m], not negative. An example of weight 0 (padding) has no part in the
-        statistics; weights other than 1 make weighted moments. No gradient flows into it.
+      weight: float32 [m], not negative. An example of weight 0 (padding) does not enter the
+        statistics; other weights give weighted moments. No gradient flows into the weights.
     """
     _stack.weights.append(tf.convert_to_tensor(weight, tf.float32))
     try:
@@ -48,7 +48,7 @@ def example_weights(weight: tf.Tensor) -> Iterator[None]:
 
 
 def current_example_weights() -> tf.Tensor | None:
-    """The weights float32 [m] of the innermost open `example_weights`, or None."""
+    """Returns the weights float32 [m] of the innermost open `example_weights`, or None."""
     return _stack.weights[-1] if _stack.weights else None
 
 
@@ -61,12 +61,12 @@ class BatchNormalization(keras.layers.BatchNormalization):
         mean = sum_i w_i x_i / W,    variance = sum_i w_i (x_i - mean)^2 / W,
 
     where the w_i come from `example_weights` and are 1 outside of it. If W is 0, the moving
-    statistics normalise and stay as they were. Statistics are computed in float32 under every
-    dtype policy, in two passes, so that a mean that is large against the deviation costs no digits.
+    statistics normalise the batch and do not change. Statistics are computed in float32 under every
+    dtype policy, in two passes, so that a mean much larger than the deviation loses no precision.
 
-    With `synchronized=True` the sums run over all replicas, and the result is that of one device
-    holding the whole batch, to rounding. That costs two all-reduces of about C floats on the way
-    forward and one of 2C on the way back. Under MirroredStrategy, all-reducing within a replica is
+    With `synchronized=True` the sums run over all replicas, and the result equals that of one device
+    with the whole batch, up to rounding. That costs two all-reduces of about C floats in the forward
+    pass and one of 2C in the backward pass. Under MirroredStrategy, all-reducing within a replica is
     a `merge_call`, which TensorFlow 2.21 refuses inside a nested `tf.function`, a `tf.while_loop`
     or a `tf.cond`, and no all-reduce compiles with XLA outside of TPU: see
     `uses_synchronized_statistics`.
@@ -84,17 +84,17 @@ class BatchNormalization(keras.layers.BatchNormalization):
         """Creates the layer.
 
         Args:
-          axis: The channel dimension; not 0, which holds the examples.
-          momentum: Share of the old moving statistics that an update keeps.
+          axis: The channel dimension; not 0, which indexes the examples.
+          momentum: Fraction of the previous moving statistics that a step keeps.
           epsilon: Added to the variance.
-          synchronized: Whether moments are taken over all replicas.
+          synchronized: Whether the moments are over all replicas.
           **kwargs: As for `keras.layers.BatchNormalization`.
 
         Raises:
           ValueError: `axis=0`, or `renorm=True`, which weighted moments do not support.
         """
         if axis == 0:
-            raise ValueError("BatchNormalization(axis=0): dimension 0 holds the examples, channels need another one.")
+            raise ValueError("BatchNormalization(axis=0): dimension 0 indexes the examples. Use another dimension.")
         if kwargs.get("renorm"):
             raise ValueError("BatchNormalization(renorm=True) is not supported: use keras.layers.BatchNormalization.")
         super().__init__(axis, momentum=momentum, epsilon=epsilon, synchronized=synchronized, **kwargs)
@@ -104,7 +104,7 @@ class BatchNormalization(keras.layers.BatchNormalization):
 
         Args:
           inputs: [m, ...] with C channels along `axis`.
-          training: Whether to use, and update, the statistics of the batch.
+          training: Whether to normalise by the statistics of the batch and add them to the moving statistics.
           mask: Optional bool, the shape of `inputs` without its last dimension; False counts as weight 0.
 
         Returns:
@@ -133,50 +133,50 @@ class BatchNormalization(keras.layers.BatchNormalization):
     def _update(
         self, values: tf.Tensor, axis: int, mask: Any, moving_mean: tf.Tensor, moving_variance: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """The batch's moments, after they have entered the moving statistics."""
+        """Adds the batch's moments to the moving statistics, and returns them."""
         weights = _position_weights(values, mask)
         mean, variance, total = _moments(values, weights, axis, self.synchronized)
-        counts = total > 0.0
-        mean = tf.where(counts, mean, moving_mean)
-        variance = tf.where(counts, variance, moving_variance)
-        # With no weight the new value is the old one, bit for bit: old + (old - old) * (1 - momentum).
+        has_weight = total > 0.0
+        mean = tf.where(has_weight, mean, moving_mean)
+        variance = tf.where(has_weight, variance, moving_variance)
+        # Without weight the value does not change by a single bit: old + (old - old) * (1 - momentum).
         self.moving_mean.assign(moving_mean + (mean - moving_mean) * (1.0 - self.momentum))
         self.moving_variance.assign(moving_variance + (variance - moving_variance) * (1.0 - self.momentum))
         return mean, variance
 
 
 def uses_synchronized_statistics(model: keras.Model) -> bool:
-    """Whether a layer of the model all-reduces its statistics between replicas on the way forward.
+    """Whether a layer of the model all-reduces its statistics between replicas in the forward pass.
 
-    Such a model cannot be compiled by XLA where there is more than one replica.
+    XLA cannot compile such a model if there is more than one replica.
 
     Args:
-      model: Any Keras model; nested models and Keras' own `BatchNormalization(synchronized=True)` are seen.
+      model: Any Keras model; nested models and Keras' own `BatchNormalization(synchronized=True)` count.
     """
     return any(getattr(layer, "synchronized", False) is True for layer in all_layers(model))
 
 
 def _position_weights(values: tf.Tensor, mask: Any) -> tf.Tensor | None:
-    """Weights that broadcast against `values`: None where all count 1, [m, 1, ...], or [m, ..., 1] with a mask."""
+    """Returns weights that broadcast against `values`: None if all are 1, [m, 1, ...], or [m, ..., 1] with a mask."""
     weights = current_example_weights()
     if weights is not None:
         examples, expected = values.shape[0], weights.shape[0]
         if examples is not None and expected is not None and examples != expected:
             raise ValueError(
-                f"BatchNormalization received {examples} examples, but the step weights {expected}. A layer before "
-                "it folds other dimensions into the batch; normalise before folding, or use LayerNormalization."
+                f"BatchNormalization received {examples} examples, but the step has weights for {expected}. An earlier "
+                "layer folds other dimensions into the batch; normalise before folding, or use LayerNormalization."
             )
         weights = tf.reshape(tf.cast(weights, values.dtype), [-1] + [1] * (len(values.shape) - 1))
     if mask is not None:
-        kept = tf.cast(tf.expand_dims(mask, -1), values.dtype)
-        weights = kept if weights is None else weights * kept
+        mask_weights = tf.cast(tf.expand_dims(mask, -1), values.dtype)
+        weights = mask_weights if weights is None else weights * mask_weights
     return weights
 
 
 def _moments(
     values: tf.Tensor, weights: tf.Tensor | None, axis: int, synchronized: bool
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Weighted mean [C], variance [C] and total weight [] of `values`, over all replicas if `synchronized`.
+    """Returns the weighted mean [C], variance [C] and total weight [] of `values`, over all replicas if `synchronized`.
 
     As in `tf.nn.moments`, the second derivative treats the mean inside the variance as constant.
     """
@@ -186,7 +186,7 @@ def _moments(
 
     @tf.custom_gradient
     def moments(x: tf.Tensor) -> tuple[tuple[tf.Tensor, tf.Tensor, tf.Tensor], Any]:
-        # The total rides along with the sums: one collective instead of two.
+        # One collective reduces the sums and the total weight.
         sums = reduce_sum(tf.concat([_weighted_sum(x, weights, axis), [_total_weight(x, weights, axis)]], axis=0))
         total = sums[-1]
         mean = tf.math.divide_no_nan(sums[:-1], total)
@@ -195,8 +195,8 @@ def _moments(
 
         def gradient(d_mean: tf.Tensor, d_variance: tf.Tensor, _: tf.Tensor) -> tf.Tensor:
             # d mean / d x_i = w_i / W and d variance / d x_i = 2 w_i (x_i - mean) / W; the path from
-            # x_i over the mean to the variance adds up to 0. Every replica's loss depends on the shared
-            # moments, so their cotangents add up over replicas: one collective for both.
+            # x_i through the mean to the variance sums to 0. Every replica's loss depends on the shared
+            # moments, so their cotangents are summed over replicas: one collective for both.
             cotangents = tf.math.divide_no_nan(reduce_sum(tf.concat([d_mean, d_variance], axis=0)), total)
             by_mean, by_variance = (tf.reshape(part, channel_shape) for part in tf.split(cotangents, 2))
             d_x = by_mean + 2.0 * by_variance * (x - tf.reshape(mean, channel_shape))
@@ -208,7 +208,7 @@ def _moments(
 
 
 def _weighted_sum(values: tf.Tensor, weights: tf.Tensor | None, axis: int) -> tf.Tensor:
-    """Sum [C] of weights * values over all dims but `axis`."""
+    """Returns the sum [C] of weights * values over all dims except `axis`."""
     dims = [dim for dim in range(len(values.shape)) if dim != axis]
     if weights is None:
         return tf.reduce_sum(values, dims)
@@ -220,7 +220,7 @@ def _weighted_sum(values: tf.Tensor, weights: tf.Tensor | None, axis: int) -> tf
 
 
 def _total_weight(values: tf.Tensor, weights: tf.Tensor | None, axis: int) -> tf.Tensor:
-    """Total weight [] over examples and positions, in the dtype of `values`."""
+    """Returns the total weight [] over examples and positions, in the dtype of `values`."""
     positions = tf.size(values) // values.shape[axis]
     if weights is None:
         return tf.cast(positions, values.dtype)
@@ -232,7 +232,7 @@ def _local(value: tf.Tensor) -> tf.Tensor:
 
 
 def _replica_sum(value: tf.Tensor) -> tf.Tensor:
-    """Sum over the replicas in step; the value itself where there is one, or outside a replica."""
+    """Returns the sum over the replicas in sync; the value itself with one replica, or outside a replica."""
     context = tf.distribute.get_replica_context()
     if context is None or context.num_replicas_in_sync == 1:
         return value

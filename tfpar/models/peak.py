@@ -1,6 +1,6 @@
 """Peak arithmetic rate of the local device, the denominator of model FLOPs utilisation (MFU).
 
-MFU (Chowdhery et al. 2022, appendix B) is the model's own FLOPs a second, recomputation left out, over the peak.
+MFU (Chowdhery et al. 2022, appendix B) is the model's FLOPs per second, without recomputation, over the peak.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import tensorflow as tf
 
 @dataclasses.dataclass(frozen=True)
 class PeakFlops:
-    """A peak rate and where it comes from.
+    """A peak rate and its origin.
 
     Attributes:
-      flops: Floating point operations a second, a multiply-add being two.
+      flops: Floating point operations per second; a multiply-add counts as two.
       source: Device, number format and origin, e.g. "NVIDIA H100 PCIe, bfloat16, data sheet".
-      threads: Threads of this process that were measured together, which its logical devices may share with each
-        other and, where they are more than the host has cores for, with other processes; 0 for an accelerator.
+      threads: Number of threads of this process in the measurement; its logical devices may share them with each
+        other and, if the host has too few cores, with other processes. 0 for an accelerator.
     """
 
     flops: float
@@ -31,7 +31,7 @@ class PeakFlops:
     threads: int = 0
 
     def of_replica(self, replicas: int) -> float:
-        """What one replica can do at best.
+        """Returns the peak rate of one replica, in FLOPs per second.
 
         Args:
           replicas: Replicas of all processes on this host, each with as many threads. An accelerator has one.
@@ -52,11 +52,11 @@ class _Gpu:
 
 
 def _ampere(float32: float, tf32: float, half: float) -> _Gpu:
-    """A GPU of the Ampere generation or later: bfloat16 runs as fast as float16."""
+    """Returns the rates of a GPU of the Ampere generation or later, where bfloat16 runs as fast as float16."""
     return _Gpu(float32, tf32, half, half)
 
 
-# Words that must all occur in the device's name, as TensorFlow reports it; the first match counts.
+# Words that must all occur in the device name that TensorFlow reports; the first match counts.
 _GPUS: tuple[tuple[tuple[str, ...], _Gpu], ...] = (
     (("GB200",), _ampere(80.0, 1250.0, 2500.0)),
     (("B200",), _ampere(80.0, 1125.0, 2250.0)),
@@ -91,18 +91,18 @@ _PRODUCTS = 12
 
 
 def peak_flops(precision: str) -> PeakFlops:
-    """The best known peak rate of the first visible accelerator, or of the CPU threads that this process has.
+    """Returns the peak rate of the first visible accelerator, or of the CPU threads of this process.
 
-    NVIDIA GPUs are looked up in a table of data sheet figures (dense, no sparsity). Any other device is measured, in at
-    most 0.3 s, with a matrix product, and `source` says so: a measured figure is what the library reaches, so the MFU
-    against it reads higher than one against a data sheet.
+    A table of data sheet figures (dense, no sparsity) gives the rates of NVIDIA GPUs. Any other device is measured, in
+    at most 0.3 s, with a matrix product, and `source` says so: a measured figure is the rate that the library reaches,
+    so the MFU against it is higher than the MFU against a data sheet.
 
     Args:
-      precision: One of `tfpar.config.PRECISIONS`. float32 means TensorFloat-32 where the GPU has it and
+      precision: One of `tfpar.config.PRECISIONS`. float32 means TensorFloat-32 if the GPU supports it and
         TensorFlow may use it.
 
     Raises:
-      ConfigError: An unknown precision.
+      ConfigError: The precision is unknown.
     """
     if precision not in PRECISIONS:
         raise unknown_name("--precision", precision, PRECISIONS)
@@ -110,36 +110,36 @@ def peak_flops(precision: str) -> PeakFlops:
     gpus = tf.config.get_visible_devices("GPU")
     if not gpus:
         threads = _threads()
-        return _measured("/CPU:0", f"CPU, {threads} thread{'s' * (threads > 1)}", "float32", threads)
+        return _measure("/CPU:0", f"CPU, {threads} thread{'s' * (threads > 1)}", "float32", threads)
     name = str(tf.config.experimental.get_device_details(gpus[0]).get("device_name", "GPU"))
     tf32 = tf.config.experimental.tensor_float_32_execution_enabled()
-    return lookup_gpu(name, dtype, tf32) or _measured("/GPU:0", name, dtype, threads=0)
+    return lookup_gpu(name, dtype, tf32) or _measure("/GPU:0", name, dtype, threads=0)
 
 
 def cores() -> int:
-    """Cores of this host that this process may use."""
+    """Returns the number of cores of this host that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _threads() -> int:
-    """Threads that an operation on one CPU device of this process can use."""
-    given = tf.config.threading.get_intra_op_parallelism_threads() or os.environ.get("TF_NUM_INTRAOP_THREADS", "")
+    """Returns how many threads an operation on one CPU device of this process can use."""
+    configured = tf.config.threading.get_intra_op_parallelism_threads() or os.environ.get("TF_NUM_INTRAOP_THREADS", "")
     try:
-        return min(int(given), cores()) or cores()  # TensorFlow takes 0 for all
+        return min(int(configured), cores()) or cores()  # 0 means all cores in TensorFlow
     except ValueError:
         return cores()
 
 
 def lookup_gpu(name: str, dtype: str, tf32: bool) -> PeakFlops | None:
-    """The data sheet's figure for a GPU.
+    """Returns the data sheet's figure for a GPU.
 
     Args:
-      name: As TensorFlow reports it, e.g. "NVIDIA A100-SXM4-80GB".
+      name: The name that TensorFlow reports, e.g. "NVIDIA A100-SXM4-80GB".
       dtype: "float32", "float16" or "bfloat16".
       tf32: Whether float32 products may use TensorFloat-32.
 
     Returns:
-      The peak of one device, or None where the GPU is not in the table.
+      The peak of one device, or None if the GPU is not in the table.
     """
     for words, gpu in _GPUS:
         if all(re.search(rf"\b{word}\b", name, re.IGNORECASE) for word in words):
@@ -147,14 +147,14 @@ def lookup_gpu(name: str, dtype: str, tf32: bool) -> PeakFlops | None:
             if dtype == "float32" and tf32 and gpu.tf32:
                 return PeakFlops(gpu.tf32 * 1e12, f"{name}, TF32, data sheet")
             if not rates[dtype]:
-                # What the GPU lacks is computed in float32.
+                # TensorFlow computes in float32 if the GPU does not support the dtype.
                 return PeakFlops(gpu.float32 * 1e12, f"{name}, float32 in place of {dtype}, data sheet")
             return PeakFlops(rates[dtype] * 1e12, f"{name}, {dtype}, data sheet")
     return None
 
 
-def _measured(device: str, name: str, dtype: str, threads: int) -> PeakFlops:
-    """The best rate of a square matrix product within the time allowed."""
+def _measure(device: str, name: str, dtype: str, threads: int) -> PeakFlops:
+    """Measures the best rate of a square matrix product within the time limit."""
     size = 768 if device.startswith("/CPU") else 4096
     with tf.device(device):
         a = tf.ones((size, size), dtype)
@@ -164,8 +164,8 @@ def _measured(device: str, name: str, dtype: str, threads: int) -> PeakFlops:
             start = time.perf_counter()
             if number > 1 and start > deadline:
                 break
-            # One element is fetched, so that the clock stops when the device has finished.
+            # Fetching one element makes the clock stop when the device has finished.
             tf.matmul(a, a)[0, 0].numpy()
-            if number:  # the first includes what the library sets up
+            if number:  # the first product includes the setup of the library
                 best = min(best, time.perf_counter() - start)
     return PeakFlops(2 * size**3 / best, f"{name}, {dtype}, measured by a {size}x{size} matrix product", threads)

@@ -1,8 +1,8 @@
 """Model builders by name.
 
-A builder is a function `(spec, *, keyword options) -> keras.Model`. Its keyword options are what
-`--model_args` may override, so its signature is the documentation and the check at once. One
-builder may serve several names, each with its own preset:
+A builder is a function `(spec, *, keyword options) -> keras.Model`. `--model_args` may override
+its keyword options, so its signature serves as the documentation and as the check. One builder may
+have several names, each with its own preset:
 
     @register("resnet18", blocks=(2, 2, 2, 2))
     @register("resnet34", blocks=(3, 4, 6, 3))
@@ -33,7 +33,7 @@ BuilderT = TypeVar("BuilderT", bound=Builder)
 
 @dataclasses.dataclass(frozen=True)
 class TaskSpec:
-    """What a data set asks of a model.
+    """The requirements of a data set on a model.
 
     Attributes:
       task: "classification" (one label per example) or "language_model" (the next token at every position).
@@ -51,7 +51,7 @@ class TaskSpec:
     def __post_init__(self) -> None:
         if self.task not in TASKS:
             raise unknown_name("task", self.task, TASKS)
-        # A shape read from JSON arrives as a list; equal specifications must compare equal.
+        # A shape from JSON is a list; equal specifications must compare equal.
         object.__setattr__(self, "input_shape", tuple(int(size) for size in self.input_shape))
         if any(size < 1 for size in self.input_shape):
             raise ConfigError(f"input_shape={self.input_shape}: every dimension of an example must be at least 1.")
@@ -78,24 +78,24 @@ _BUILDERS: dict[str, _Entry] = {}
 
 
 def register(name: str, *, check: Check | None = None, **preset: Any) -> Callable[[BuilderT], BuilderT]:
-    """Decorator that makes a builder known as `name`.
+    """Decorator that registers a builder as `name`.
 
     Args:
-      name: What `--model` selects.
-      check: Given the data's specification and all options, raises ConfigError for what the builder cannot make. It
-        runs before the strategy starts, so it must not create layers; the builder need not check again.
+      name: The value of `--model` that selects the builder.
+      check: Takes the data's specification and all options, and raises ConfigError if the builder does not support
+        them. It runs before the strategy starts, so it must not create layers; the builder need not check again.
       **preset: Values of the builder's keyword options under this name; `--model_args` may still override them.
 
     Raises:
-      ValueError: The name is taken, or the preset holds something the builder has no option for.
+      ValueError: The name is taken, or the preset sets an option that the builder does not have.
     """
 
     def decorate(builder: BuilderT) -> BuilderT:
         if name in _BUILDERS:
             raise ValueError(f"The model name {name!r} is already taken by {_BUILDERS[name].builder.__qualname__}.")
-        surplus = set(preset) - set(_options(builder))
-        if surplus:
-            raise ValueError(f"The preset of {name!r} sets {sorted(surplus)}, which {builder.__qualname__} lacks.")
+        unknown = set(preset) - set(_options(builder))
+        if unknown:
+            raise ValueError(f"The preset of {name!r} sets {sorted(unknown)}, which {builder.__qualname__} lacks.")
         _BUILDERS[name] = _Entry(builder, dict(preset), check)
         return builder
 
@@ -103,18 +103,18 @@ def register(name: str, *, check: Check | None = None, **preset: Any) -> Callabl
 
 
 def names() -> tuple[str, ...]:
-    """All registered model names, sorted."""
+    """Returns all registered model names, sorted."""
     return tuple(sorted(_BUILDERS))
 
 
 def options(name: str) -> dict[str, Any]:
-    """The keyword options of a model with their values under this name.
+    """Returns the keyword options of a model with their values under this name.
 
     Args:
       name: A registered name.
 
     Returns:
-      Option name to default value, in the order of the builder's signature.
+      A map from option name to default value, in the order of the builder's signature.
 
     Raises:
       ConfigError: The name is not registered.
@@ -124,15 +124,15 @@ def options(name: str) -> dict[str, Any]:
 
 
 def check_model(name: str, spec: TaskSpec, **overrides: Any) -> None:
-    """Refuses what `build` would refuse, as far as that can be told without making a layer: TensorFlow is not touched.
+    """Raises the errors of `build` that do not depend on creating a layer; does not use TensorFlow.
 
     Args:
       name: A registered name.
-      spec: What the data asks for.
+      spec: The requirements of the data.
       **overrides: Keyword options of the builder.
 
     Raises:
-      ConfigError: An unknown name or option, a value out of its range, or a task the model is not for.
+      ConfigError: The name or an option is unknown, a value is out of range, or the model is for another task.
     """
     entry = _entry(name)
     allowed = options(name)
@@ -140,54 +140,54 @@ def check_model(name: str, spec: TaskSpec, **overrides: Any) -> None:
     for key, value in overrides.items():
         if key not in allowed:
             raise _unknown_option(name, key, allowed)
-        if not _fits(value, hints.get(key, Any)):
-            raise ConfigError(f"--model_args {key}={value!r}: {key} of --model={name} is {_in_words(hints[key])}.")
+        if not _matches_hint(value, hints.get(key, Any)):
+            raise ConfigError(f"--model_args {key}={value!r}: {key} of --model={name} is {_describe_hint(hints[key])}.")
     merged = {**allowed, **overrides}
     missing = [key for key, value in merged.items() if value is inspect.Parameter.empty]
     if missing:
         raise ConfigError(f"--model={name} needs --model_args to set {', '.join(missing)}.")
     if entry.check is not None:
-        with _errors_named(name, spec, overrides):
+        with _name_flags_in_errors(name, spec, overrides):
             entry.check(spec, merged)
 
 
 def build(name: str, spec: TaskSpec, **overrides: Any) -> keras.Model:
-    """Builds a model with its weights initialised.
+    """Builds a model with initialised weights.
 
-    Weights are drawn from Keras' global generator: call `keras.utils.set_random_seed` before, and
-    build inside `strategy.scope()` where there is a strategy.
+    The weights come from Keras' global generator: call `keras.utils.set_random_seed` first, and
+    build inside `strategy.scope()` if there is a strategy.
 
     Args:
       name: A registered name, see `names()`.
-      spec: What the data asks for.
+      spec: The requirements of the data.
       **overrides: Keyword options of the builder, e.g. `activation="gelu"`.
 
     Returns:
-      A built model from a batch [m, *spec.input_shape] to float32 logits: [m, num_classes] for
+      A built model that maps a batch [m, *spec.input_shape] to float32 logits: [m, num_classes] for
       classification, [m, sequence_length, num_classes] for language models.
 
     Raises:
-      ConfigError: An unknown name or option, a value that the builder refuses, or a task it is not for.
+      ConfigError: The name or an option is unknown, the builder refuses a value, or the model is for another task.
     """
     check_model(name, spec, **overrides)
     entry = _entry(name)
-    with _errors_named(name, spec, overrides):
+    with _name_flags_in_errors(name, spec, overrides):
         model = entry.builder(spec, **{**entry.preset, **overrides})
     model.name = name
     return model
 
 
 @contextlib.contextmanager
-def _errors_named(name: str, spec: TaskSpec, overrides: Mapping[str, Any]) -> Iterator[None]:
-    """Turns the errors of a builder, or of Keras below it, into ones that name the flags."""
+def _name_flags_in_errors(name: str, spec: TaskSpec, overrides: Mapping[str, Any]) -> Iterator[None]:
+    """Turns the errors of a builder, or of Keras, into errors that name the flags."""
     try:
         yield
     except ConfigError:
         raise
     except (TypeError, ValueError) as error:
-        given = ",".join(f"{key}={value}" for key, value in overrides.items()) or "(none)"
+        arguments = ",".join(f"{key}={value}" for key, value in overrides.items()) or "(none)"
         raise ConfigError(
-            f"--model={name} with --model_args={given} cannot be built for input shape {spec.input_shape} "
+            f"--model={name} with --model_args={arguments} cannot be built for input shape {spec.input_shape} "
             f"and {spec.num_classes} classes: {error}"
         ) from error
 
@@ -199,29 +199,29 @@ def _entry(name: str) -> _Entry:
 
 
 def _options(builder: Builder) -> dict[str, Any]:
-    """Keyword options of a builder with their defaults; `inspect.Parameter.empty` where there is none."""
+    """Returns the keyword options of a builder with their defaults, or `inspect.Parameter.empty` without a default."""
     parameters = list(inspect.signature(builder).parameters.values())[1:]
     return {parameter.name: parameter.default for parameter in parameters}
 
 
 def _hints(builder: Builder) -> dict[str, Any]:
-    """What the options are annotated as; nothing where a name is known to type checkers alone."""
+    """Returns the annotations of the options; none if an annotation uses a name that only type checkers can resolve."""
     try:
         return typing.get_type_hints(builder)
     except NameError:
         return {}
 
 
-def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value is what an option is annotated as, as far as that is told by numbers, truth and sequences.
+def _matches_hint(value: Any, hint: Any) -> bool:
+    """Whether a value matches the annotation of an option, as far as numbers, booleans and sequences can tell.
 
-    What names may stand for is the builder's own check: `none` arrives as None where it is one of several words.
+    The builder itself checks words: where `none` is one of several words, it arrives as None.
     """
     if _is_union(hint):
-        return any(_fits(value, part) for part in typing.get_args(hint))
+        return any(_matches_hint(value, part) for part in typing.get_args(hint))
     if _is_list(hint):
-        each = value if isinstance(value, (list, tuple)) else [value]  # one stands for a list of one
-        return all(_fits(part, typing.get_args(hint)[0]) for part in each)
+        values = value if isinstance(value, (list, tuple)) else [value]  # one value stands for a list of one
+        return all(_matches_hint(part, typing.get_args(hint)[0]) for part in values)
     if hint in (int, float):
         return isinstance(value, int if hint is int else (int, float)) and not isinstance(value, bool)
     if hint in (bool, types.NoneType):
@@ -229,12 +229,12 @@ def _fits(value: Any, hint: Any) -> bool:
     return True
 
 
-def _in_words(hint: Any) -> str:
+def _describe_hint(hint: Any) -> str:
     parts = typing.get_args(hint)
     if _is_union(hint):
-        return " or ".join(_in_words(part) for part in parts)
+        return " or ".join(_describe_hint(part) for part in parts)
     if _is_list(hint):
-        return f"a list, each {_in_words(parts[0])}"
+        return f"a list, each {_describe_hint(parts[0])}"
     words = {bool: "true or false", int: "a whole number", float: "a number", str: "a word", types.NoneType: "none"}
     return words.get(hint, str(hint))
 
@@ -244,15 +244,15 @@ def _is_union(hint: Any) -> bool:
 
 
 def _is_list(hint: Any) -> bool:
-    """Whether it stands for any number of one kind; `Literal` and the like have origins that are no classes."""
+    """Whether an annotation is a sequence of one type; the origin of `Literal` and the like is not a class."""
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
-    of_one_kind = len(parts) == 1 or parts[1:] == (...,)
-    return isinstance(origin, type) and issubclass(origin, Sequence) and of_one_kind
+    has_one_type = len(parts) == 1 or parts[1:] == (...,)
+    return isinstance(origin, type) and issubclass(origin, Sequence) and has_one_type
 
 
 def _unknown_option(name: str, key: str, allowed: Mapping[str, Any]) -> ConfigError:
-    near = difflib.get_close_matches(key, allowed, n=1, cutoff=0.5)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
+    suggestions = difflib.get_close_matches(key, allowed, n=1, cutoff=0.5)
+    hint = f" Did you mean {suggestions[0]!r}?" if suggestions else ""
     return ConfigError(
         f"--model_args: {key!r} is not an option of --model={name}.{hint} Its options: {', '.join(allowed)}."
     )

@@ -11,7 +11,7 @@ from tfpar.models.registry import TaskSpec, register
 import keras
 
 STEMS = ("cifar", "imagenet")
-# Below this height and width, stem=None takes the stem that keeps the resolution.
+# From this height and width on, stem=None selects the ImageNet stem; the other stem keeps the resolution.
 IMAGENET_STEM_FROM = 96
 STAGE_WIDTHS = (64, 128, 256, 512)
 BOTTLENECK_EXPANSION = 4
@@ -22,7 +22,9 @@ def _check_options(spec: TaskSpec, options: Mapping[str, Any]) -> None:
     common.check_options(options)
     depths = common.check_sizes("blocks", options["blocks"])
     if len(depths) > len(STAGE_WIDTHS):
-        raise ValueError(f"blocks={list(depths)} has {len(depths)} stages, but there are {len(STAGE_WIDTHS)} at most")
+        raise ValueError(
+            f"blocks={list(depths)} has {len(depths)} stages, but there may be at most {len(STAGE_WIDTHS)}"
+        )
     if options["stem"] is not None:
         common.check_choice("stem", options["stem"], STEMS)
 
@@ -43,31 +45,32 @@ def resnet(
 ) -> keras.Model:
     """Stem, four stages of residual blocks at widths 64 to 512, global average, linear classifier.
 
-    Bottleneck blocks stride in their 3x3 convolution, not in the first 1x1, which costs no weights
-    and gains accuracy (Goyal et al. 2017). The last normalisation of every block starts with scale
-    0, so that every block starts as the identity (same paper, section 5.1); without normalisation
-    its last convolution starts at 0 for the same reason.
+    The stride of bottleneck blocks is in their 3x3 convolution, not in the first 1x1, which adds no
+    weights and improves accuracy (Goyal et al. 2017). The last normalisation of every block starts with scale
+    0, so that every block starts as the identity (same paper, section 5.1); without normalisation,
+    the last convolution starts at 0 for the same reason.
 
     Args:
       spec: A classification task with examples [height, width, channels].
-      blocks: Residual blocks in each of up to four stages.
-      bottleneck: Blocks of 1x1, 3x3, 1x1 with four times as many output channels, instead of two 3x3.
+      blocks: Number of residual blocks in each of up to four stages.
+      bottleneck: Whether blocks are 1x1, 3x3, 1x1 with four times as many output channels, instead of two 3x3.
       stem: "cifar" is one 3x3 convolution; "imagenet" is 7x7 with stride 2 and 3x3 max pooling with stride 2. None
-        takes "imagenet" from 96 pixels on.
+        selects "imagenet" from 96 pixels on.
       activation: One of `common.ACTIVATIONS`.
-      initializer: Of the convolutions' kernels, one of `common.INITIALIZERS`.
+      initializer: Initialiser of the convolution kernels, one of `common.INITIALIZERS`.
       normalization: One of `common.NORMALIZATIONS`.
       dropout: Rate before the classifier.
 
     Raises:
-      ConfigError: Another task or shape, or an option out of its range.
+      ConfigError: The task or the shape does not suit the model, or an option is out of range.
     """
     depths = common.check_sizes("blocks", blocks)
     if stem is None:
         stem = "imagenet" if min(spec.input_shape[:2]) >= IMAGENET_STEM_FROM else "cifar"
-    parts = _Parts(activation, initializer, common.check_choice("normalization", normalization, common.NORMALIZATIONS))
+    normalization = common.check_choice("normalization", normalization, common.NORMALIZATIONS)
+    builder = _BlockBuilder(activation, initializer, normalization)
     inputs, x = common.input_layer(spec)
-    x = parts.conv_norm_act(
+    x = builder.conv_norm_act(
         x, STAGE_WIDTHS[0], "stem", kernel=7 if stem == "imagenet" else 3, stride=1 + (stem == "imagenet")
     )
     if stem == "imagenet":
@@ -75,13 +78,13 @@ def resnet(
     for stage, (depth, width) in enumerate(zip(depths, STAGE_WIDTHS, strict=False)):
         for block in range(depth):
             stride = 2 if stage > 0 and block == 0 else 1
-            x = parts.residual(x, width, f"stage{stage}_block{block}", stride=stride, bottleneck=bottleneck)
+            x = builder.residual(x, width, f"stage{stage}_block{block}", stride=stride, bottleneck=bottleneck)
     x = keras.layers.GlobalAveragePooling2D(name="average")(x)
     return keras.Model(inputs, common.classifier(x, spec, dropout))
 
 
-class _Parts:
-    """The pieces of a residual network in one choice of activation, initialiser and normalisation."""
+class _BlockBuilder:
+    """Builds the blocks of a residual network with one activation, initialiser and normalisation."""
 
     def __init__(self, activation: str, initializer: str, normalization: str) -> None:
         self.activation = activation
@@ -98,7 +101,7 @@ class _Parts:
         stride: int = 1,
         starts_at_zero: bool = False,
     ) -> keras.KerasTensor:
-        """Convolution and normalisation; `starts_at_zero` makes the initial output 0."""
+        """Applies a convolution and a normalisation; with `starts_at_zero` the initial output is 0."""
         normalized = self.normalization != "none"
         x = keras.layers.Conv2D(
             width,
@@ -123,7 +126,7 @@ class _Parts:
     def residual(
         self, x: keras.KerasTensor, width: int, name: str, *, stride: int, bottleneck: bool
     ) -> keras.KerasTensor:
-        """One residual block; its shortcut is projected where the shape changes (option B of the paper)."""
+        """Applies one residual block, with a projected shortcut if the shape changes (option B of the paper)."""
         out_width = width * BOTTLENECK_EXPANSION if bottleneck else width
         shortcut = x
         if stride != 1 or x.shape[-1] != out_width:

@@ -1,4 +1,4 @@
-"""What a model costs, printed before training and used for the MFU figure."""
+"""The cost of a model, printed before training and used for the MFU figure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CONVOLUTIONS = tuple(
 
 __all__ = ["ModelSummary", "PeakFlops", "describe", "format_summary", "peak_flops"]
 
-# Forward, the gradient with respect to activations, and with respect to weights: each about the forward's cost.
+# The forward pass, the gradient of the activations and the gradient of the weights each cost about the same.
 TRAINING_OVER_FORWARD = 3
 
 
@@ -31,14 +31,15 @@ class ModelSummary:
     """Size and cost of a model.
 
     Attributes:
-      parameters: Numbers in all weights, batch statistics included, states of random generators left out.
-      trainable_parameters: Numbers in the trainable weights.
-      forward_flops_per_example: Of matrix products and convolutions, a multiply-add being two.
+      parameters: Number of elements of all weights, with batch statistics, without states of random generators.
+      trainable_parameters: Number of elements of the trainable weights.
+      forward_flops_per_example: FLOPs of matrix products and convolutions; a multiply-add counts as two.
       training_flops_per_example: Three times the forward figure, the convention of MFU.
-      activation_bytes_per_example: Bytes that the backward pass needs of the forward pass, before fusion: an upper
+      activation_bytes_per_example: Bytes that the forward pass saves for the backward pass, before fusion: an upper
         bound of what XLA keeps.
-      uncounted: Names of operations whose shapes are unknown before they run; with any, the figures are lower bounds.
-      convolution_share: Share of the FLOPs that is in convolutions.
+      uncounted: Names of operations whose shapes are unknown before they run; if there are any, the figures are
+        lower bounds.
+      convolution_share: Fraction of the FLOPs in convolutions.
     """
 
     parameters: int
@@ -54,20 +55,20 @@ def describe(model: keras.Model, batch_size: int = 1) -> ModelSummary:
     """Counts a model's parameters, FLOPs and activations, without running it.
 
     Args:
-      model: A built Keras model with symbolic inputs whose shapes are known but for the batch.
-      batch_size: Examples in the batch that is traced. Figures are per example, so it matters only to models whose
-        cost is not proportional to it.
+      model: A built Keras model with symbolic inputs whose shapes are known except for the batch.
+      batch_size: Number of examples in the traced batch. The figures are per example, so it matters only if the cost
+        of the model is not proportional to it.
 
     Raises:
-      ValueError: The inputs are not known, or `batch_size` is less than 1.
+      ValueError: The model has no symbolic inputs, the shape of an input is not known, or `batch_size` is less than 1.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size={batch_size} must be at least 1.")
     cost = graph_cost.count(model, batch_size)
     forward = round(cost.forward_flops / batch_size)
     return ModelSummary(
-        parameters=_numbers(model.weights),
-        trainable_parameters=_numbers(model.trainable_weights),
+        parameters=_count_elements(model.weights),
+        trainable_parameters=_count_elements(model.trainable_weights),
         forward_flops_per_example=forward,
         training_flops_per_example=TRAINING_OVER_FORWARD * forward,
         activation_bytes_per_example=round(cost.saved_bytes / batch_size),
@@ -77,33 +78,33 @@ def describe(model: keras.Model, batch_size: int = 1) -> ModelSummary:
 
 
 def uses_max_pooling(model: keras.Model) -> bool:
-    """Whether a layer of the model is a max pooling of Keras, nested models included."""
+    """Whether the model, including nested models, has a max pooling layer of Keras."""
     pooling = (keras.layers.MaxPooling1D, keras.layers.MaxPooling2D, keras.layers.MaxPooling3D)
     return any(isinstance(layer, pooling) for layer in all_layers(model))
 
 
 def uses_convolutions(model: keras.Model) -> bool:
-    """Whether a layer of the model is a convolution of Keras, nested models included."""
+    """Whether the model, including nested models, has a convolution layer of Keras."""
     return any(isinstance(layer, _CONVOLUTIONS) for layer in all_layers(model))
 
 
 def is_of_known_layers(model: keras.Model) -> bool:
-    """Whether all layers are of Keras or of tfpar, so that what they compute is told by their types."""
+    """Whether all layers belong to Keras or tfpar, so that their types determine what they compute."""
     return all(type(layer).__module__.partition(".")[0] in ("keras", "tfpar") for layer in all_layers(model))
 
 
 def format_summary(summary: ModelSummary, name: str = "model") -> str:
-    """The summary as three short lines.
+    """Formats the summary as three short lines.
 
     Args:
-      summary: From `describe`.
-      name: What the model is called.
+      summary: The result of `describe`.
+      name: Name of the model.
     """
     at_least = "at least " if summary.uncounted else ""
-    fixed = summary.parameters - summary.trainable_parameters
+    others = summary.parameters - summary.trainable_parameters
     lines = [
         f"{name}: {summary.trainable_parameters:,} trainable parameters"
-        + (f", {fixed:,} others" if fixed else "")
+        + (f", {others:,} others" if others else "")
         + f", {_scaled(4 * summary.parameters, 1024, _BYTES)} as float32",
         f"  per example: {at_least}{_scaled(summary.forward_flops_per_example, 1000, _FLOPS)} forward, "
         f"{_scaled(summary.training_flops_per_example, 1000, _FLOPS)} to train",
@@ -118,12 +119,12 @@ _BYTES = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
 def _scaled(value: float, base: int, units: tuple[str, ...]) -> str:
-    place = 0
-    while value >= base and place < len(units) - 1:
+    power = 0
+    while value >= base and power < len(units) - 1:
         value /= base
-        place += 1
-    return f"{value:,.3g} {units[place]}" if value < 1000 else f"{value:,.0f} {units[place]}"
+        power += 1
+    return f"{value:,.3g} {units[power]}" if value < 1000 else f"{value:,.0f} {units[power]}"
 
 
-def _numbers(weights: list[keras.Variable]) -> int:
+def _count_elements(weights: list[keras.Variable]) -> int:
     return sum(math.prod(weight.shape) for weight in weights)

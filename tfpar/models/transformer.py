@@ -1,4 +1,4 @@
-"""The layers that the transformer families are built of.
+"""The layers of the transformer families.
 
 Shape suffixes: m examples, T positions, D model width, H heads, K width of a head, V vocabulary.
 """
@@ -13,22 +13,22 @@ import keras
 from keras import ops
 
 NORMALIZATIONS = ("layer", "rms")
-# The additive mask of attention; finite, because -inf - -inf is NaN in a row that is masked throughout.
+# The score of a masked position; finite, because -inf - -inf is NaN in a row that is masked completely.
 MASKED = -1e30
 EMBEDDING_STDDEV = 0.02
 
 
 def attention(query: Any, key: Any, value: Any, *, causal: bool) -> Any:
-    """Scaled dot-product attention (Vaswani et al. 2017, equation 1) with its softmax in float32.
+    """Scaled dot-product attention (Vaswani et al. 2017, equation 1) with the softmax in float32.
 
-    The queries are scaled rather than the scores, which are T/K times larger, and the mask is a comparison of two
+    It scales the queries rather than the scores, which are T/K times larger, and the mask is a comparison of two
     ranges, which XLA fuses into the softmax. `keras.ops.dot_product_attention` (3.15) computes the same, but
-    materialises a mask of the scores' full shape on TensorFlow.
+    on TensorFlow it materialises a mask of the full shape of the scores.
 
     Args:
       query: [m, T, H, K] of the compute dtype.
-      key: As `query`.
-      value: As `query`.
+      key: Like `query`.
+      value: Like `query`.
       causal: Whether position t sees positions 0 to t only.
 
     Returns:
@@ -46,7 +46,7 @@ def attention(query: Any, key: Any, value: Any, *, causal: bool) -> Any:
 class TransformerBlock(keras.layers.Layer):
     """A pre-norm transformer block: x + attention(norm(x)), then x + mlp(norm(x)).
 
-    Query, key and value come from one product. Dropout acts on what each half adds to the residual stream.
+    One product computes query, key and value. Dropout acts on the output of each residual branch.
     """
 
     def __init__(
@@ -67,13 +67,13 @@ class TransformerBlock(keras.layers.Layer):
         Args:
           heads: Number of attention heads; divides the model width.
           mlp_width: Units of the hidden layer.
-          causal: Whether a position sees only itself and the ones before.
+          causal: Whether a position sees only itself and earlier positions.
           activation: One of `common.ACTIVATIONS`.
-          initializer: Of the kernels, one of `common.INITIALIZERS`.
+          initializer: Initialiser of the kernels, one of `common.INITIALIZERS`.
           normalization: "layer" or "rms".
           dropout: Rate on both residual branches.
           residual_scale: Factor on the initial kernels that write to the residual stream; GPT-2 uses
-            1 / sqrt(2 * depth), so that its variance does not grow with depth (Radford et al. 2019, section 2.3).
+            1 / sqrt(2 * depth), so that the variance does not grow with depth (Radford et al. 2019, section 2.3).
           **kwargs: As for `keras.layers.Layer`.
         """
         super().__init__(**kwargs)
@@ -90,11 +90,11 @@ class TransformerBlock(keras.layers.Layer):
         """Creates the weights for inputs [m, T, D].
 
         Raises:
-          ValueError: D does not divide by the number of heads.
+          ValueError: The number of heads does not divide D.
         """
         width = int(input_shape[-1] or 0)
         if width % self.heads:
-            raise ValueError(f"width={width} does not divide by heads={self.heads}; choose heads that divide the width")
+            raise ValueError(f"heads={self.heads} does not divide width={width}; choose heads that divide the width")
         self.attention_norm = make_norm(self.normalization, "attention_norm", self.dtype_policy)
         self.qkv = self._dense(3 * width, "qkv")
         self.attention_out = self._dense(width, "attention_out", self.residual_scale)
@@ -104,7 +104,7 @@ class TransformerBlock(keras.layers.Layer):
         for layer in (self.attention_norm, self.qkv, self.attention_out, self.mlp_norm, self.mlp_in):
             layer.build(input_shape)
         self.mlp_out.build((*input_shape[:-1], self.mlp_width))
-        # Two layers, since each draws from a random state of its own.
+        # Two layers, because each has its own random state.
         self.attention_dropout = self._make_dropout("attention_dropout")
         self.mlp_dropout = self._make_dropout("mlp_dropout")
 
@@ -146,13 +146,13 @@ class TransformerBlock(keras.layers.Layer):
         return keras.layers.Dense(units, kernel_initializer=initializer, dtype=self.dtype_policy, name=name)
 
     def _make_dropout(self, name: str) -> keras.layers.Dropout | None:
-        # A rate of 0 leaves no layer behind, hence no random state in checkpoints.
+        # A rate of 0 creates no layer, hence no random state in checkpoints.
         return keras.layers.Dropout(self.dropout, dtype=self.dtype_policy, name=name) if self.dropout else None
 
 
 @keras.saving.register_keras_serializable(package="tfpar")
 class ScaledInitializer(keras.initializers.Initializer):
-    """Another initialiser's values times a constant."""
+    """The values of another initialiser times a constant."""
 
     def __init__(self, initializer: Any, scale: float) -> None:
         self.initializer = keras.initializers.get(initializer)
@@ -167,10 +167,10 @@ class ScaledInitializer(keras.initializers.Initializer):
 
 @keras.saving.register_keras_serializable(package="tfpar")
 class PositionEmbedding(keras.layers.Layer):
-    """Adds a learned vector per position to [m, T, D]."""
+    """Adds a learned vector per position to inputs [m, T, D]."""
 
     def build(self, input_shape: tuple[int | None, ...]) -> None:
-        """Creates the table [T, D], drawn from a normal distribution of deviation 0.02."""
+        """Creates the table [T, D], drawn from a truncated normal distribution of standard deviation 0.02."""
         self.embeddings = self.add_weight(
             shape=input_shape[1:],
             initializer=keras.initializers.TruncatedNormal(stddev=EMBEDDING_STDDEV),
@@ -187,7 +187,7 @@ class PositionEmbedding(keras.layers.Layer):
 
 @keras.saving.register_keras_serializable(package="tfpar")
 class ClassToken(keras.layers.Layer):
-    """Puts a learned vector in front of the sequence: [m, T, D] to [m, 1 + T, D]."""
+    """Prepends a learned vector to the sequence: [m, T, D] to [m, 1 + T, D]."""
 
     def build(self, input_shape: tuple[int | None, ...]) -> None:
         """Creates the vector [1, 1, D], initially 0."""
@@ -195,7 +195,7 @@ class ClassToken(keras.layers.Layer):
 
     def call(self, inputs: Any) -> Any:
         """Prepends the vector to every example."""
-        # Broadcast by addition to a zeroed slice: the batch size may be unknown while tracing.
+        # Adds to a slice of zeros in order to broadcast: the batch size may be unknown while tracing.
         token = ops.zeros_like(inputs[:, :1]) + self.embedding
         return ops.concatenate([token, inputs], axis=1)
 
@@ -206,7 +206,7 @@ class ClassToken(keras.layers.Layer):
 
 @keras.saving.register_keras_serializable(package="tfpar")
 class TokenEmbedding(keras.layers.Layer):
-    """Token vectors, and with `reverse=True` the logits over the same table (Press and Wolf 2016)."""
+    """Token vectors, and with `reverse=True` the logits from the same table (Press and Wolf 2016)."""
 
     def __init__(self, vocabulary: int, width: int, *, logits_dtype: str = "float32", **kwargs: Any) -> None:
         """Creates the layer.
@@ -214,7 +214,7 @@ class TokenEmbedding(keras.layers.Layer):
         Args:
           vocabulary: Number of tokens, V.
           width: Width of a vector, D.
-          logits_dtype: Dtype that the reverse product computes in. Logits are float32 either way.
+          logits_dtype: Compute dtype of the reverse product. The logits are float32 in any case.
           **kwargs: As for `keras.layers.Layer`.
         """
         super().__init__(**kwargs)
@@ -223,7 +223,7 @@ class TokenEmbedding(keras.layers.Layer):
         self.logits_dtype = logits_dtype
 
     def build(self, input_shape: tuple[int | None, ...] | None = None) -> None:
-        """Creates the table [V, D], drawn from a normal distribution of deviation 0.02."""
+        """Creates the table [V, D], drawn from a truncated normal distribution of standard deviation 0.02."""
         self.embeddings = self.add_weight(
             shape=(self.vocabulary, self.width),
             initializer=keras.initializers.TruncatedNormal(stddev=EMBEDDING_STDDEV),
@@ -231,7 +231,7 @@ class TokenEmbedding(keras.layers.Layer):
         )
 
     def call(self, inputs: Any, reverse: bool = False) -> Any:
-        """Looks tokens up, or scores vectors against every token.
+        """Looks up tokens, or scores vectors against every token.
 
         Args:
           inputs: Integer tokens [m, T], or vectors [m, T, D] with `reverse`.
@@ -246,7 +246,7 @@ class TokenEmbedding(keras.layers.Layer):
         return ops.cast(ops.matmul(ops.cast(inputs, self.logits_dtype), table), "float32")
 
     def compute_output_spec(self, inputs: Any, reverse: bool = False) -> keras.KerasTensor:
-        """Shape and dtype of `call`'s result; by hand, since `compute_output_shape` cannot see `reverse`."""
+        """Returns the shape and dtype of `call`'s result; `compute_output_shape` does not receive `reverse`."""
         if reverse:
             return keras.KerasTensor((*inputs.shape[:-1], self.vocabulary), dtype="float32")
         return keras.KerasTensor((*inputs.shape, self.width), dtype=self.compute_dtype)
@@ -261,10 +261,10 @@ class TokenEmbedding(keras.layers.Layer):
 
 
 def make_norm(normalization: str, name: str, dtype: Any = None) -> keras.layers.Layer:
-    """A normalisation over the model width by name, "layer" or "rms"; statistics in float32 under every policy.
+    """Creates a normalisation over the model width, "layer" or "rms", with float32 statistics under every policy.
 
     Raises:
-      ConfigError: An unknown name.
+      ConfigError: The name is unknown.
     """
     common.check_choice("normalization", normalization, NORMALIZATIONS)
     if normalization == "rms":

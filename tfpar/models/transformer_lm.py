@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -37,7 +38,7 @@ def transformer_lm(
     normalization: str = "layer",
     dropout: float = 0.0,
 ) -> keras.Model:
-    """Token and learned position embeddings, causal pre-norm blocks, logits for the next token at every position.
+    """Token and learned position embeddings, causal pre-norm blocks, next-token logits at every position.
 
     With width 768, depth 12, a vocabulary of 50,257 and 1,024 positions this is the 124M-parameter GPT-2.
 
@@ -45,26 +46,24 @@ def transformer_lm(
       spec: A language model task; its sequence length is the context length.
       width: Width of the residual stream.
       depth: Number of blocks.
-      heads: Attention heads; divides `width`.
+      heads: Number of attention heads; divides `width`.
       mlp_ratio: Hidden units of a block's MLP over `width`.
-      tied_embeddings: Whether the logits use the token embeddings' table rather than one of their own.
-      float32_logits: Whether the last product computes in float32 under a mixed precision policy. False computes it
-        in the policy's compute dtype and casts the result, which is faster where the vocabulary is large.
+      tied_embeddings: Whether the logits share the table of the token embeddings.
+      float32_logits: Whether the last product computes in float32 under a mixed precision policy; False is faster if
+        the vocabulary is large.
       activation: One of `common.ACTIVATIONS`.
-      initializer: Of the blocks' kernels, one of `common.INITIALIZERS`; those that write to the residual stream are
-        scaled by 1 / sqrt(2 * depth).
+      initializer: One of `common.INITIALIZERS`; kernels that write to the residual stream are scaled by 1 / sqrt(2 depth).
       normalization: "layer" or "rms".
       dropout: Rate after the embeddings and on every residual branch.
 
     Raises:
-      ConfigError: Another task, or an option out of its range.
+      ConfigError: The task is not language modelling, or an option is out of range.
     """
     rate = common.check_fraction("dropout", dropout)
     logits_dtype = "float32" if float32_logits else keras.config.dtype_policy().compute_dtype
-    # The table keeps float32 throughout: looking it up is cheap, and the logits decide their own dtype.
-    embedding = TokenEmbedding(
-        spec.num_classes, width, logits_dtype=logits_dtype, dtype="float32", name="token_embedding"
-    )
+    # The table stays float32: lookups are cheap, and `logits_dtype` sets the dtype of the logits separately.
+    make_table = functools.partial(TokenEmbedding, spec.num_classes, width, logits_dtype=logits_dtype, dtype="float32")
+    embedding = make_table(name="token_embedding")
     inputs = keras.Input(spec.input_shape, dtype=spec.input_dtype, name="inputs")
     x = PositionEmbedding(name="position_embedding")(embedding(inputs))
     if rate:
@@ -82,21 +81,19 @@ def transformer_lm(
             name=f"block{index}",
         )(x)
     x = make_norm(normalization, "final_norm")(x)
-    if tied_embeddings:
-        return keras.Model(inputs, embedding(x, reverse=True))
-    head = TokenEmbedding(spec.num_classes, width, logits_dtype=logits_dtype, dtype="float32", name="logits")
-    return keras.Model(inputs, head(x, reverse=True))
+    output = embedding if tied_embeddings else make_table(name="logits")
+    return keras.Model(inputs, output(x, reverse=True))
 
 
 @keras.saving.register_keras_serializable("tfpar")
 class BitsPerByte(keras.metrics.MeanMetricWrapper):
-    """Cross-entropy of logits in bits, nats / ln 2, where a token is a byte."""
+    """Cross-entropy of logits in bits (nats / ln 2) per token, for models whose tokens are bytes."""
 
     def __init__(self, name: str = "bits_per_byte", dtype: Any = None) -> None:
         super().__init__(_bits, name=name, dtype=dtype)
 
     def get_config(self) -> dict[str, Any]:
-        """The arguments of the constructor."""
+        """Returns the arguments of the constructor."""
         return {"name": self.name, "dtype": self.dtype}
 
 

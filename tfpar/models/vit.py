@@ -12,7 +12,7 @@ from tfpar.models.transformer import NORMALIZATIONS, ClassToken, PositionEmbeddi
 import keras
 
 POOLS = ("token", "mean")
-# patch_size=None takes the first of these that divides the image into at least MIN_PATCHES along each side.
+# patch_size=None selects the first of these that divides the image into at least MIN_PATCHES along each side.
 PATCH_SIZES = (16, 8, 4, 2, 1)
 MIN_PATCHES = 4
 
@@ -49,23 +49,22 @@ def vit(
       spec: A classification task with examples [height, width, channels].
       width: Width of the residual stream.
       depth: Number of blocks.
-      heads: Attention heads; divides `width`.
+      heads: Number of attention heads; divides `width`.
       mlp_ratio: Hidden units of a block's MLP over `width`.
-      patch_size: Side of a patch in pixels; divides both sides of the image. None takes the largest power of two up
-        to 16 that leaves at least 4 patches a side.
-      pool: What is classified: a class "token", or the "mean" over patches.
+      patch_size: Side of a patch in pixels; divides both sides of the image. None selects one of `PATCH_SIZES`.
+      pool: The input of the classifier: a class "token", or the "mean" over patches.
       activation: One of `common.ACTIVATIONS`.
-      initializer: Of the blocks' kernels, one of `common.INITIALIZERS`.
+      initializer: Initialiser of the blocks' kernels, one of `common.INITIALIZERS`.
       normalization: "layer" or "rms".
-      dropout: Rate after the positions and on every residual branch.
+      dropout: Rate after the position embedding and on every residual branch.
 
     Raises:
-      ConfigError: Another task or shape, a patch size that does not fit, or an option out of its range.
+      ConfigError: The task, the shape or the patch size does not fit, or an option is out of range.
     """
     rate = common.check_fraction("dropout", dropout)
     patch_size = _patch_size(spec, patch_size)
     inputs, x = common.input_layer(spec)
-    # The product of a patch with a matrix, so the initialiser sees the patch as its fan-in.
+    # This is the product of a patch with a matrix, so the patch is the fan-in of the initialiser.
     x = keras.layers.Conv2D(
         width, patch_size, strides=patch_size, kernel_initializer="lecun_normal", name="patch_embedding"
     )(x)
@@ -92,12 +91,12 @@ def vit(
 
 
 def _patch_size(spec: TaskSpec, patch_size: int | None) -> int:
-    """The patch size that was asked for, checked, or the one that suits the image."""
+    """Returns the checked `patch_size`, or for None the one that suits the image."""
     height, width, _ = spec.input_shape
     if patch_size is None:
-        fitting = [size for size in PATCH_SIZES if height % size == 0 and width % size == 0]
-        large_enough = [size for size in fitting if min(height, width) // size >= MIN_PATCHES]
-        return (large_enough or fitting[-1:])[0]
+        divisors = [size for size in PATCH_SIZES if height % size == 0 and width % size == 0]
+        large_enough = [size for size in divisors if min(height, width) // size >= MIN_PATCHES]
+        return (large_enough or divisors[-1:])[0]
     (patch_size,) = common.check_sizes("patch_size", patch_size)
     if height % patch_size or width % patch_size:
         raise ValueError(f"patch_size={patch_size} does not divide the image of {height}x{width} pixels")

@@ -24,7 +24,7 @@ def write_inputs(monitor: Monitor, source: inputs.Source) -> None:
     count = min(IMAGES, info.num_examples)
     if count == 0:
         return
-    x, _, usable = inputs.fetch_usable(source, tf.range(count, dtype=tf.int64))
+    x, _, usable = inputs.fetch_with_mask(source, tf.range(count, dtype=tf.int64))
     shown = x.numpy()[usable.numpy()]  # what is wrong with the others is said when they are trained on
     if not len(shown):
         return
@@ -67,7 +67,7 @@ def continue_first(
     """
     info = source.info
     assert info.decode is not None
-    x, _, _ = inputs.fetch_usable(source, tf.constant([0], tf.int64))
+    x, _, _ = inputs.fetch_with_mask(source, tf.constant([0], tf.int64))
     prompt = x.numpy()[0][:PROMPT_TOKENS]
     try:
         generated = info.decode(sampler.generate(params, state, prompt, GENERATED_TOKENS, seed=seed))

@@ -40,7 +40,7 @@ def test_examples_come_back_in_order_and_by_index():
 
 
 @pytest.mark.parametrize(
-    ("given", "wanted"),
+    ("stored", "fetched"),
     [
         (np.float16, tf.float32),
         (np.float64, tf.float32),
@@ -49,13 +49,13 @@ def test_examples_come_back_in_order_and_by_index():
         (np.bool_, tf.float32),
     ],
 )
-def test_dtypes_that_a_model_takes(given, wanted):
-    x = np.arange(6).reshape(3, 2).astype(given)
+def test_dtypes_become_those_of_a_model(stored, fetched):
+    x = np.arange(6).reshape(3, 2).astype(stored)
     source = inputs.from_arrays(x, np.zeros(3, np.int64))
-    assert source.info.input_spec == tf.TensorSpec([2], wanted)
+    assert source.info.input_spec == tf.TensorSpec([2], fetched)
     assert source.info.label_spec == tf.TensorSpec([], tf.int32)
     # Integers are not pixels here: they arrive as they are.
-    np.testing.assert_array_equal(fetch_all(source)[0], x.astype(wanted.as_numpy_dtype))
+    np.testing.assert_array_equal(fetch_all(source)[0], x.astype(fetched.as_numpy_dtype))
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_dtypes_that_a_model_takes(given, wanted):
         (np.zeros((3, 4)), {}, 4),
     ],
 )
-def test_number_of_classes(y, options, classes):
+def test_the_number_of_classes_follows_from_the_labels(y, options, classes):
     source = inputs.from_arrays(np.zeros((3, 2)), y, **options)
     assert source.info.num_classes == classes
     assert source.info.label_spec.shape == y.shape[1:]
@@ -86,14 +86,14 @@ def test_the_arrays_are_copied():
     np.testing.assert_array_equal(fetched_y, y)
 
 
-def test_the_memory_they_take_is_known():
-    """The input report prints it, and a tf.data service refuses more than can travel."""
+def test_a_source_reports_its_memory():
+    """The input report prints it, and a tf.data service refuses more than a graph may hold."""
     x, y = arrays()
     source = inputs.from_arrays(x, y)
     assert source.kept_bytes == 10 * (3 * 2 * 4 + 4)
 
 
-def test_lists_are_arrays_too():
+def test_lists_are_accepted():
     source = inputs.from_arrays([[1.0], [2.0]], [0, 1], split="validation", name="pairs")
     assert (source.info.name, source.info.split, source.info.num_classes) == ("pairs", "validation", 2)
 
@@ -118,12 +118,12 @@ def test_lists_are_arrays_too():
         ),
     ],
 )
-def test_refusals(x, y, options, message):
+def test_unsuitable_arrays_are_refused(x, y, options, message):
     with pytest.raises(ConfigError, match=message):
         inputs.from_arrays(x, y, **options)
 
 
-def test_no_examples_are_refused_where_they_are_needed():
+def test_empty_arrays_are_refused_by_the_pipeline():
     source = inputs.from_arrays(np.zeros((0, 2)), np.zeros(0, int), num_classes=3, name="nothing")
     assert source.info.num_examples == 0
     with pytest.raises(ConfigError, match="--dataset=nothing: the train split is empty"):
@@ -140,7 +140,7 @@ def test_arrays_train_through_the_pipeline_and_each_example_comes_once():
     assert sorted(seen) == list(range(23))
 
 
-def test_the_fingerprint_tells_numbers_shapes_and_content_apart():
+def test_the_fingerprint_depends_on_number_shape_and_content():
     x, y = arrays()
     first = inputs.from_arrays(x, y, num_classes=4).info.fingerprint
     assert inputs.from_arrays(x.copy(), y, num_classes=4, name="other").info.fingerprint == first
@@ -158,7 +158,7 @@ def test_the_fingerprint_tells_numbers_shapes_and_content_apart():
 # load, and what is checked before TensorFlow starts
 
 
-def test_load_takes_name_split_and_options():
+def test_load_accepts_name_split_and_options():
     train = inputs.load("synthetic:4x4x1:3:50")
     held_out = inputs.load("synthetic:4x4x1:3:50", "validation", validation_fraction=0.2)
     assert (train.info.num_examples, train.info.num_classes, train.info.split) == (50, 3, "train")
@@ -175,12 +175,12 @@ def test_load_takes_name_split_and_options():
         (("digits",), {"cache": "disk"}, r"--cache='disk' is not known"),
     ],
 )
-def test_load_refuses(arguments, options, message):
+def test_load_refuses_unknown_arguments(arguments, options, message):
     with pytest.raises(ConfigError, match=message):
         inputs.load(*arguments, **options)
 
 
-def test_check_kind_looks_at_the_word_before_the_colon_only():
+def test_check_kind_reads_only_the_word_before_the_colon():
     for dataset in ("digits", "text", "text:/no/such/place", "images:/no/such/place", "tfrecord:*", "synthetic:8"):
         inputs.check_kind(InputConfig(dataset=dataset))
     with pytest.raises(ConfigError, match=r"--dataset='syntetic' is not known\. Did you mean 'synthetic'"):
@@ -198,8 +198,8 @@ def test_check_divides_names_the_nearest_sizes(batch, replicas, micro_batches, n
         inputs.check_divides(InputConfig(global_batch_size=batch), replicas, micro_batches)
     message = str(caught.value)
     parts = replicas * micro_batches
-    for wanted in (f"--global_batch_size={batch}", nearest, "--uneven_batches=true"):
-        assert wanted in message
+    for part in (f"--global_batch_size={batch}", nearest, "--uneven_batches=true"):
+        assert part in message
     assert f"{batch} = {batch // parts} x {parts} + {batch % parts}" in message
     inputs.check_divides(InputConfig(global_batch_size=batch, uneven_batches=True), replicas, micro_batches)
     inputs.check_divides(InputConfig(global_batch_size=batch * parts), replicas, micro_batches)
@@ -246,7 +246,7 @@ print(len(tf.config.list_logical_devices("CPU")))
 
 
 @pytest.mark.parametrize(
-    ("examples", "batch", "steps", "replicas", "workers", "options"),
+    ("examples", "batch", "micro_batches", "replicas", "workers", "options"),
     [
         (23, 8, 1, 1, 1, {}),
         (23, 8, 2, 2, 2, {"shuffle": False}),
@@ -254,10 +254,10 @@ print(len(tf.config.list_logical_devices("CPU")))
         (30, 7, 1, 3, 1, {"remainder": "drop"}),
     ],
 )
-def test_batch_is_the_element_of_the_dataset(examples, batch, steps, replicas, workers, options):
+def test_batch_returns_the_element_of_the_dataset(examples, batch, micro_batches, replicas, workers, options):
     config = InputConfig(global_batch_size=batch, uneven_batches=True, **options)
     pipeline = Pipeline(
-        index_source(examples), config, accumulate_steps=steps, replicas=replicas, workers=workers, seed=5
+        index_source(examples), config, accumulate_steps=micro_batches, replicas=replicas, workers=workers, seed=5
     )
     by_number = tf.function(pipeline.batch, autograph=False)
     local = replicas // workers
@@ -266,9 +266,9 @@ def test_batch_is_the_element_of_the_dataset(examples, batch, steps, replicas, w
         elements = pipeline.dataset(worker).take(updates * local).as_numpy_iterator()
         for update in range(updates):
             for replica in range(worker * local, (worker + 1) * local):
-                wanted = next(elements)
-                found = by_number(tf.constant(update, tf.int64), tf.constant(replica, tf.int64))
-                for one, other in zip(found, wanted, strict=True):
+                expected = next(elements)
+                element = by_number(tf.constant(update, tf.int64), tf.constant(replica, tf.int64))
+                for one, other in zip(element, expected, strict=True):
                     assert one.dtype == other.dtype
                     assert one.shape == other.shape
                     np.testing.assert_array_equal(one, other)
@@ -292,7 +292,7 @@ def test_batch_needs_sharding_by_example():
         (48, {"on_bad_record": "skip"}, 2, True),
     ],
 )
-def test_the_pipeline_knows_whether_it_pads(count, options, replicas, pads):
+def test_pads_says_whether_the_pipeline_pads(count, options, replicas, pads):
     source = inputs.from_arrays(np.zeros((count, 3), np.float32), np.zeros(count, np.int32))
     config = InputConfig(dataset="arrays", global_batch_size=24, **options)
     assert inputs.Pipeline(source, config, replicas=replicas).pads == pads

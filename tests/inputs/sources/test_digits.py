@@ -1,4 +1,4 @@
-"""The digits: really a TFDS data set, written once whoever comes first."""
+"""The digits: a real TFDS data set, which the first process writes once."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def test_splits_hold_every_digit_of_scikit_learn_once(config):
             [*image.ravel().astype(int).tolist(), int(label)] for image, label in zip(images, labels, strict=True)
         )
 
-    # Grey level g is stored as round(g * 255 / 16): nothing is lost.
+    # Grey level g is stored as round(g * 255 / 16): no information is lost.
     levels = np.round(np.concatenate([train_x, test_x]) * 16)
     assert rows(levels, np.concatenate([train_y, test_y])) == rows(original.images, original.target)
     shares = np.bincount(test_y) / (np.bincount(train_y) + np.bincount(test_y))
     assert np.abs(shares - 0.2).max() < 0.006
 
 
-def test_it_is_a_data_set_that_tfds_reads(data_dir, config):
+def test_tfds_reads_the_data_set(data_dir, config):
     builder = tfds.builder_from_directory(os.path.join(data_dir, "sklearn_digits", "1.0.0"))
     assert builder.info.splits["train"].num_examples == 1437
     assert builder.info.splits["train"].num_shards == digits.SHARDS
@@ -64,7 +64,7 @@ def test_it_is_a_data_set_that_tfds_reads(data_dir, config):
     assert y.tolist() == [example["label"] for example in examples]
 
 
-def test_cached_and_uncached_are_the_same(data_dir, config):
+def test_cached_and_uncached_examples_are_the_same(data_dir, config):
     kept = build_source(config, "validation")
     read = build_source(InputConfig(dataset="digits", data_dir=data_dir, cache="none"), "validation")
     assert (kept.info.storage, read.info.storage) == ("memory", "files")
@@ -72,15 +72,15 @@ def test_cached_and_uncached_are_the_same(data_dir, config):
         assert np.array_equal(left, right)
 
 
-def test_workers_can_share_out_the_files(data_dir):
+def test_files_can_be_distributed_over_workers(data_dir):
     options = InputConfig(dataset="digits", data_dir=data_dir, shard_by="file", global_batch_size=64)
     pipeline = Pipeline(build_source(options, "train"), options, replicas=4, workers=4)
     assert "worker 3: 3" in pipeline.report()
     assert pipeline.examples_per_epoch == 1437
 
 
-def test_second_writer_uses_what_the_first_wrote(tmp_path, monkeypatch):
-    """The other worker's data set appears after this one looked, and before it renames."""
+def test_the_second_writer_uses_the_data_set_of_the_first(tmp_path, monkeypatch):
+    """The other worker's data set appears after this worker has checked for it, and before it renames its own."""
     rename = os.rename
 
     def overtaken(source, target):
@@ -96,7 +96,7 @@ def test_second_writer_uses_what_the_first_wrote(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_processes_that_start_together_agree(tmp_path):
+def test_processes_that_start_together_read_the_same_data_set(tmp_path):
     code = (
         "import sys; from tfpar.inputs.sources import digits; import tensorflow_datasets as tfds; "
         "print(tfds.builder_from_directory(digits.prepare(sys.argv[1])).info.splits['train'].num_examples)"
@@ -106,12 +106,12 @@ def test_processes_that_start_together_agree(tmp_path):
         nursery.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True, env=environment)
         for _ in range(2)
     ]
-    # Nothing of TFDS' own chatter is on standard output.
+    # TFDS prints nothing to standard output.
     assert [process.communicate(timeout=120)[0] for process in running] == ["1437\n", "1437\n"]
     assert os.listdir(tmp_path) == ["sklearn_digits"]
 
 
-def test_refusals(tmp_path):
+def test_an_argument_and_an_unwritable_directory_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="digits takes no argument"):
         build_source(InputConfig(dataset="digits:8"), "train")
     occupied = tmp_path / "file"

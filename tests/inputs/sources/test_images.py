@@ -63,7 +63,7 @@ def test_separate_folders_are_used(tmp_path, name):
     assert all(f"/{name}/" in path for path in validation.info.files)
 
 
-def test_the_central_square_is_kept(tmp_path):
+def test_images_are_cropped_to_their_central_square(tmp_path):
     pixels = np.zeros((8, 16, 3), np.uint8)
     pixels[:, 4:12] = 200
     (tmp_path / "a").mkdir()
@@ -72,7 +72,7 @@ def test_the_central_square_is_kept(tmp_path):
     assert np.allclose(x, 200 / 255)
 
 
-def test_file_shards_and_exactly_once(folder):
+def test_file_shards_read_each_example_once(folder):
     options = InputConfig(dataset=f"images:{folder}", image_size=6, global_batch_size=4, shard_by="file", cache="none")
     pipeline = Pipeline(build_source(options, "train"), options, replicas=2, workers=2)
     weights = [
@@ -83,11 +83,11 @@ def test_file_shards_and_exactly_once(folder):
     assert sum(weights) == 27
 
 
-def test_refusals(tmp_path):
-    with pytest.raises(ConfigError, match="there is no such directory"):
+def test_unsuitable_directories_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="no such directory"):
         build(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match=r"no images in class folders.*folders there: empty"):
+    with pytest.raises(ConfigError, match=r"no images in class folders.*folders in DIR: empty"):
         build(tmp_path)
     paint(tmp_path / "train", 1)
     paint(tmp_path / "val", 1)

@@ -1,4 +1,4 @@
-"""Generated examples: pure in the index, different between splits, and learnable."""
+"""Generated examples: a pure function of the index, different between splits, and learnable."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_examples_depend_on_index_and_seed_alone(spec):
         assert not rows & {row.tobytes() for row in other_split}
 
 
-def test_images_have_the_range_of_images():
+def test_images_are_between_0_and_1():
     source = build("16x16x3")
     x, y = fetch_all(source)
     assert source.info.num_examples == 10_000
@@ -60,6 +60,6 @@ def test_tokens_are_progressions():
 
 
 @pytest.mark.parametrize("spec", ["", "32x", "0x3", "8x8:1", "tokens:", "8x8:4:0", "abc"])
-def test_refusals(spec):
+def test_invalid_specs_are_refused(spec):
     with pytest.raises(ConfigError, match=r"is not synthetic:SHAPE"):
         build(spec)

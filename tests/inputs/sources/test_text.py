@@ -29,7 +29,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_each_byte_is_predicted_once_from_those_before(tmp_path):
+def test_each_byte_is_predicted_once_from_the_preceding_bytes(tmp_path):
     content = bytes(range(1, 101))
     (tmp_path / "a.bin").write_bytes(content)
     (tmp_path / "b.bin").write_bytes(content[::-1])
@@ -40,7 +40,7 @@ def test_each_byte_is_predicted_once_from_those_before(tmp_path):
     assert x.dtype == y.dtype == np.int32
     assert np.array_equal(y.ravel(), stream[1 : 1 + y.size])
     assert np.array_equal(x.ravel(), stream[: x.size])
-    # The window across the border belongs to the file it begins in.
+    # A window across two files belongs to the file in which it starts.
     assert source.info.records_per_file == (7, 5)
 
 
@@ -55,7 +55,7 @@ def test_whole_files_are_held_out(folder):
         assert fetch_all(source)[0].astype(np.uint8).tobytes() == expected[: source.info.num_examples * 16]
 
 
-def test_of_a_single_file_the_end_is_held_out(tmp_path):
+def test_the_end_of_a_single_file_is_held_out(tmp_path):
     path = tmp_path / "book.txt"
     path.write_bytes(b"a" * 900 + b"b" * 100)
     train, validation = build(path, validation_fraction=0.1), build(path, "validation", validation_fraction=0.1)
@@ -64,18 +64,18 @@ def test_of_a_single_file_the_end_is_held_out(tmp_path):
 
 
 @pytest.mark.parametrize(("fraction", "held"), [(0.0, 0), (0.001, 1), (0.5, 15), (0.9, 27)])
-def test_both_sides_have_files(folder, fraction, held):
+def test_both_splits_have_files(folder, fraction, held):
     assert len(build(folder, "validation", validation_fraction=fraction).info.files) == held
 
 
-def test_patterns(folder):
+def test_patterns_select_files(folder):
     source = build(f"{folder}/**/1*.txt", validation_fraction=0.0)
     names = [os.path.relpath(path, folder) for path in source.info.files]
     assert names == sorted(names)
     assert set(names) == {f"part{n % 3}/{n}.txt" for n in (1, *range(10, 20))}
 
 
-def test_the_same_files_are_held_out_wherever_the_folder_is(folder, tmp_path_factory):
+def test_held_out_files_do_not_depend_on_the_location_of_the_folder(folder, tmp_path_factory):
     moved = tmp_path_factory.mktemp("moved") / "elsewhere"
     os.rename(folder, moved)
     after = [os.path.relpath(path, moved) for path in build(moved, "validation").info.files]
@@ -96,7 +96,7 @@ def test_standard_library_is_the_default():
     assert "import " in train.info.decode(train.fetch(np.arange(50))[0].numpy())
 
 
-def test_files_can_be_shared_out(folder):
+def test_files_can_be_distributed_over_workers(folder):
     options = InputConfig(dataset=f"text:{folder}", sequence_length=16, global_batch_size=6, shard_by="file")
     source = build_source(options, "train")
     pipeline = Pipeline(source, options, replicas=2, workers=2)
@@ -107,11 +107,11 @@ def test_files_can_be_shared_out(folder):
     assert sorted(seen) == sorted(row.tobytes() for row in fetch_all(source)[0])
 
 
-def test_refusals(tmp_path):
-    with pytest.raises(ConfigError, match=r"--dataset=text:.*nowhere: there is no such file"):
+def test_missing_and_short_files_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"--dataset=text:.*nowhere: no such file"):
         build(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match="no file below such a directory"):
+    with pytest.raises(ConfigError, match="no files below such a directory"):
         build(tmp_path)
     (tmp_path / "short.txt").write_text("short")
-    with pytest.raises(ConfigError, match=r"is empty. There must be more text than one window of --sequence_length=16"):
+    with pytest.raises(ConfigError, match=r"is empty. It needs more text than one window of --sequence_length=16"):
         Pipeline(build(tmp_path / "short.txt"), InputConfig(sequence_length=16))

@@ -1,4 +1,4 @@
-"""Any prepared TFDS data set by random access, in both record formats, against TFDS' own reading."""
+"""Any prepared TFDS data set with random access, in both record formats, compared with TFDS itself."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def read_by_tfds(builder, split: str) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("file_format", ["tfrecord", "array_record"])
 @pytest.mark.parametrize("cache", ["auto", "none"])
-def test_examples_are_those_of_tfds(tmp_path, file_format, cache):
+def test_examples_match_tfds(tmp_path, file_format, cache):
     builder = helpers.prepare(helpers.TinyShapes, tmp_path, file_format)
     for split in ("train", "validation"):
         source = build_source(InputConfig(dataset="tfds:tiny_shapes", data_dir=str(tmp_path), cache=cache), split)
@@ -52,7 +52,7 @@ def test_examples_are_those_of_tfds(tmp_path, file_format, cache):
         assert sum(source.info.records_per_file) == len(labels)
 
 
-def test_splits_in_the_notation_of_tfds(data_dir, build):
+def test_splits_use_the_notation_of_tfds(data_dir, build):
     builder = tfds.builder_from_directory(str(data_dir / "tiny_shapes" / "1.2.0"))
     for dataset, split, same_as in [
         ("tfds:tiny_shapes:train[25%:60%]", "train", "train[25%:60%]"),
@@ -84,7 +84,7 @@ def test_images_of_different_sizes_are_resized(build):
     assert np.array_equal(x, np.broadcast_to(x[:, :1, :1, :1], x.shape))
 
 
-def test_uncached_through_the_pipeline(build):
+def test_the_pipeline_reads_an_uncached_data_set(build):
     options = InputConfig(dataset="tfds:tiny_shapes", global_batch_size=4, shard_by="file", cache="none")
     source = build("tfds:tiny_shapes", cache="none")
     expected, _ = helpers.fetch_all(source)
@@ -122,6 +122,6 @@ def test_text_becomes_byte_windows(tmp_path, file_format):
         ("tfds:", "is not tfds:NAME"),
     ],
 )
-def test_refusals(build, dataset, message):
+def test_unsuitable_data_sets_are_refused(build, dataset, message):
     with pytest.raises(ConfigError, match=message):
         build(dataset)

@@ -1,4 +1,4 @@
-"""Shards from any source and back, by random access; damaged files are found before the run."""
+"""Shards of any source, written and read with random access; damaged files are refused before the run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def copy(shards, tmp_path):
 
 @pytest.mark.parametrize("cache", ["auto", "none"])
 @pytest.mark.parametrize("split", ["train", "validation"])
-def test_round_trip(shards, split, cache):
+def test_examples_survive_a_round_trip(shards, split, cache):
     original = build_source(InputConfig(dataset="synthetic:4x5x2:6:400"), split, seed=3)
     copied = read(shards, split, cache=cache)
     for left, right in zip(fetch_all(original), fetch_all(copied), strict=True):
@@ -81,7 +81,7 @@ def test_patterns_without_split_names_hold_out_the_end(copy):
     assert np.array_equal(joined, fetch_all(whole)[0])
 
 
-def test_uncached_by_file_exactly_once(shards):
+def test_uncached_file_shards_read_each_example_once(shards):
     options = InputConfig(dataset=f"tfrecord:{shards}", global_batch_size=30, shard_by="file", cache="none")
     pipeline = Pipeline(build_source(options, "train"), options, replicas=3, workers=3)
     seen = []
@@ -91,7 +91,7 @@ def test_uncached_by_file_exactly_once(shards):
     assert sorted(seen) == sorted(row.tobytes() for row in fetch_all(read(shards))[0])
 
 
-def test_command_line(tmp_path):
+def test_the_command_line_writes_shards(tmp_path):
     (tmp_path / "book.txt").write_text("some words, " * 200)
     output = tmp_path / "made" / "shards"
     command = [sys.executable, "-m", "tfpar.inputs.write", f"--dataset=text:{tmp_path}/book.txt", f"--output={output}"]
@@ -106,7 +106,7 @@ def test_command_line(tmp_path):
     assert [path.name for path in output.parent.iterdir()] == ["shards"]
 
 
-def test_command_line_ends_with_the_error(tmp_path, capsys):
+def test_the_command_line_exits_with_an_error_line(tmp_path, capsys):
     for arguments, message in [
         ([f"--output={tmp_path}"], f"error: --output='{tmp_path}' exists"),
         (["--output=new", "--dataset=digts"], "error: --dataset='digts' is not known. Did you mean 'digits'"),
@@ -122,12 +122,12 @@ def test_command_line_ends_with_the_error(tmp_path, capsys):
 
 def test_an_empty_source_is_refused(tmp_path):
     (tmp_path / "book.txt").write_text("short")
-    with pytest.raises(ConfigError, match=r"has no example to write.*--sequence_length"):
+    with pytest.raises(ConfigError, match=r"has no examples to write.*--sequence_length"):
         write.write(InputConfig(dataset=f"text:{tmp_path}/book.txt"), str(tmp_path / "out"), shards=1)
     assert not (tmp_path / "out").exists()
 
 
-def test_wrong_flags_on_the_command_line_are_one_line():
+def test_wrong_flags_on_the_command_line_print_one_line():
     for flag in ("--shards=few", "--shard=3"):
         command = [sys.executable, "-m", "tfpar.inputs.write", "--output=new", flag]
         done = nursery.run(command, capture_output=True, text=True, timeout=120, check=False)
@@ -136,7 +136,7 @@ def test_wrong_flags_on_the_command_line_are_one_line():
         assert "Traceback" not in done.stderr
 
 
-def test_nothing_is_left_of_a_writing_that_fails(tmp_path):
+def test_a_failed_write_leaves_no_files(tmp_path):
     def interrupted(line: str) -> None:
         raise KeyboardInterrupt
 
@@ -145,7 +145,7 @@ def test_nothing_is_left_of_a_writing_that_fails(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_write_refusals(tmp_path):
+def test_write_refuses_bad_arguments(tmp_path):
     with pytest.raises(ConfigError, match="--shards=0"):
         write.write(InputConfig(dataset="synthetic:3:2:50"), str(tmp_path / "out"), shards=0)
     with pytest.raises(ConfigError, match="exists"):
@@ -155,58 +155,58 @@ def test_write_refusals(tmp_path):
 class TestDamage:
     NAME = "train-00001-of-00005.tfrecord"
 
-    def test_truncated(self, copy):
+    def test_a_truncated_file_is_refused(self, copy):
         content = (copy / self.NAME).read_bytes()
         for cut in (1, 10, len(content) // 2 + 7):
             (copy / self.NAME).write_bytes(content[:-cut])
             with pytest.raises(ConfigError, match=r"ends inside record \d+"):
                 read(copy)
 
-    def test_flipped_bit_in_a_header(self, copy):
+    def test_a_flipped_bit_in_a_header_is_refused(self, copy):
         content = bytearray((copy / self.NAME).read_bytes())
         content[1] ^= 1
         (copy / self.NAME).write_bytes(content)
         with pytest.raises(ConfigError, match=r"00001-of.*header of record 0 fails its checksum"):
             read(copy)
 
-    def test_compressed(self, copy):
+    def test_a_compressed_file_is_refused(self, copy):
         with tf.io.TFRecordWriter(str(copy / self.NAME), "GZIP") as writer:
             writer.write(b"x" * 100)
         with pytest.raises(ConfigError, match="compressed"):
             read(copy)
 
-    def test_other_number_of_records_than_written(self, copy):
+    def test_another_number_of_records_is_refused(self, copy):
         other = (copy / "validation-00000-of-00005.tfrecord").read_bytes()
         (copy / self.NAME).write_bytes(other)
-        with pytest.raises(ConfigError, match=r"holds 8 records, features.json says 80"):
+        with pytest.raises(ConfigError, match=r"holds 8 records, but features.json says 80"):
             read(copy)
 
-    def test_empty_file_has_no_records(self, tmp_path):
+    def test_an_empty_file_has_no_records(self, tmp_path):
         (tmp_path / "x").touch()
         offsets, lengths = records.scan_tfrecord(str(tmp_path / "x"))
         assert len(offsets) == len(lengths) == 0
 
-    def test_slice_beyond_the_file(self, shards):
+    def test_a_slice_beyond_the_file_is_refused(self, shards):
         with pytest.raises(ConfigError, match="holds 80 records where 85 are expected"):
             records.TFRecordReader([records.FileSlice(str(shards / self.NAME), 5, 80)])
 
-    def test_sidecar(self, copy):
+    def test_an_invalid_sidecar_is_refused(self, copy):
         sidecar = copy / "features.json"
         content = json.loads(sidecar.read_text())
         for broken in ("{", json.dumps({**content, "format": "other"}), json.dumps({"format": content["format"]})):
             sidecar.write_text(broken)
-            with pytest.raises(ConfigError, match=r"features.json' to know what its records hold"):
+            with pytest.raises(ConfigError, match=r"features.json', which describes the records"):
                 read(copy)
         sidecar.unlink()
-        with pytest.raises(ConfigError, match=r"python -m tfpar.inputs.write have it"):
+        with pytest.raises(ConfigError, match=r"python -m tfpar.inputs.write creates it"):
             read(copy)
 
-    def test_no_match(self, tmp_path):
+    def test_a_pattern_without_matches_is_refused(self, tmp_path):
         for argument in ("", tmp_path, f"{tmp_path}/*.tfrecord"):
             with pytest.raises(ConfigError, match=r"no file matches.*tfpar.inputs.write"):
                 read(argument)
 
-    def test_matches_in_two_folders(self, shards, copy):
+    def test_matches_in_two_directories_are_refused(self, shards, copy):
         (copy / "a").mkdir()
         (copy / "b").mkdir()
         for folder in "ab":
@@ -230,21 +230,21 @@ class TestRecordReader:
         file, record = divmod(index, 5)
         return f"{file}.{record}".encode() * (record + 1)
 
-    @pytest.mark.parametrize("kept_open", [0, 2, 256])
+    @pytest.mark.parametrize("open_files", [0, 2, 256])
     @pytest.mark.parametrize("address", ["", "file://"])
-    def test_any_order_over_files(self, paths, kept_open, address, monkeypatch):
-        monkeypatch.setattr(records, "_KEPT_OPEN", kept_open)
+    def test_records_can_be_read_in_any_order(self, paths, open_files, address, monkeypatch):
+        monkeypatch.setattr(records, "_MAX_OPEN_FILES", open_files)
         reader = records.TFRecordReader([records.FileSlice(address + path) for path in paths])
         indices = np.array([19, 0, 7, 7, 3, 12])
         assert reader.read(indices).tolist() == [self.expected(index) for index in indices]
 
-    def test_slices(self, paths):
+    def test_slices_number_records_consecutively(self, paths):
         slices = [records.FileSlice(paths[1], 2, 2), records.FileSlice(paths[0], 4), records.FileSlice(paths[3], 1, 1)]
         reader = records.TFRecordReader(slices)
         assert reader.records_per_file == (2, 1, 1)
         assert reader.read(np.arange(4)).tolist() == [self.expected(index) for index in (7, 8, 4, 16)]
 
-    def test_offsets_are_those_of_tensorflow(self, paths):
+    def test_offsets_match_tensorflows_records(self, paths):
         offsets, lengths = records.scan_tfrecord(paths[2])
         content = pathlib.Path(paths[2]).read_bytes()
         found = [content[start : start + size] for start, size in zip(offsets, lengths, strict=True)]

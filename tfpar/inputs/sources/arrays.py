@@ -1,4 +1,4 @@
-"""Examples that a program already holds."""
+"""Examples in the arrays of a program."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import hashlib
 
 from tfpar.config import ConfigError, unknown_name
 from tfpar.inputs.memory import check_values
-from tfpar.inputs.source import CLASSIFICATION, Batch, Held, Source, SourceInfo
+from tfpar.inputs.source import CLASSIFICATION, Batch, LazyTensors, Source, SourceInfo
 
 import numpy as np
 import tensorflow as tf
@@ -22,77 +22,90 @@ def from_arrays(
     name: str = "arrays",
     on_bad_record: str = "fail",
 ) -> Source:
-    """A source over arrays in memory.
+    """Returns a source over arrays in memory.
 
     Args:
-      x: Inputs `[n, ...]`. Floating-point inputs are given to the model as float32, integers as int32.
+      x: Inputs `[n, ...]`. The model receives floating-point inputs as float32, integers as int32.
       y: Labels: integers `[n, ...]`, in `[0, num_classes)`, or floating-point targets `[n, ...]` as float32.
       num_classes: Number of classes; by default the largest label plus one, or for targets their last dim.
       split: `"train"` or `"validation"`, for reports.
       name: For reports and errors.
-      on_bad_record: What to do about labels out of range and values that are NaN or infinite: `"fail"`, or `"skip"` to
+      on_bad_record: What to do with labels out of range and values that are NaN or infinite: `"fail"`, or `"skip"` to
         train without such examples and count them.
 
     Returns:
-      A source of `n` examples in the order given. The arrays are copied once.
+      A source of the `n` examples in the order of the arrays, which are copied once.
 
     Raises:
-      ConfigError: Different lengths, values that are no numbers, integers that int32 cannot hold, or an example that
-        cannot be used.
+      ConfigError: The arrays have different lengths or are not numeric, int32 cannot hold an integer, or an example is
+        bad.
     """
     if on_bad_record not in ("fail", "skip"):
         raise unknown_name("on_bad_record", on_bad_record, ("fail", "skip"))
     x, y = np.asarray(x), np.asarray(y)
-    for what, values in (("inputs", x), ("labels", y)):
-        if not (np.issubdtype(values.dtype, np.number) or values.dtype == bool) or np.iscomplexobj(values):
-            raise ConfigError(
-                f"{name}: the {what} have dtype {values.dtype}; real numbers are needed. Convert them, e.g. with "
-                "np.asarray(..., np.float32); numbers of classes as integers."
-            )
-    if len(x) != len(y):
-        raise ConfigError(f"{name}: {len(x)} inputs and {len(y)} labels; there must be one label per input.")
-    integer_labels = np.issubdtype(y.dtype, np.integer)
-    if num_classes is None:
-        num_classes = (int(y.max(initial=-1)) + 1) if integer_labels else int(y.shape[-1] if y.ndim > 1 else 1)
-    for what, values in (("inputs", x), ("labels", y)):
-        if np.issubdtype(values.dtype, np.integer) and values.size:
-            low, high = values.min(), values.max()
-            if low < -(2**31) or high >= 2**31:
-                raise ConfigError(
-                    f"{name}: integer {what} reach from {low} to {high}; int32 holds -2^31 to 2^31 - 1. Map them to "
-                    "smaller numbers (ids, e.g. with keras.layers.Hashing), or give them as floating-point numbers."
-                )
-    with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite and is found below
-        kept_x = x.astype(np.int32 if np.issubdtype(x.dtype, np.integer) else np.float32)
-        kept_y = y.astype(np.int32 if integer_labels else np.float32)
+    _check_arrays(name, x, y)
+    stored_x, stored_y = _as_stored(x), _as_stored(y)
     info = SourceInfo(
         name=name,
         task=CLASSIFICATION,
         split=split,
         num_examples=len(x),
-        input_spec=tf.TensorSpec(kept_x.shape[1:], kept_x.dtype),
-        label_spec=tf.TensorSpec(kept_y.shape[1:], kept_y.dtype),
-        num_classes=num_classes,
+        input_spec=tf.TensorSpec(stored_x.shape[1:], stored_x.dtype),
+        label_spec=tf.TensorSpec(stored_y.shape[1:], stored_y.dtype),
+        num_classes=_count_classes(y) if num_classes is None else num_classes,
         storage="memory",
-        digest=_digest(kept_x, kept_y),
+        digest=_digest(stored_x, stored_y),
     )
-    size = kept_x.nbytes + kept_y.nbytes
 
     def read(indices: tf.Tensor) -> Batch:
-        x, y, _ = held.tensors()
+        x, y, _ = arrays.tensors()
         return tf.gather(x, indices), tf.gather(y, indices)
 
     def usable(indices: tf.Tensor) -> tf.Tensor:
-        return tf.gather(held.tensors()[2], indices)
+        return tf.gather(arrays.tensors()[2], indices)
 
+    size = stored_x.nbytes + stored_y.nbytes
     source = Source(info=info, read=read, kept_bytes=size, skip=on_bad_record == "skip")
-    good = check_values(source, kept_x, kept_y)
-    held = Held(lambda: (kept_x, kept_y, good))
-    return dataclasses.replace(source, load=held.tensors, usable=None if good.all() else usable)
+    mask = check_values(source, stored_x, stored_y)
+    arrays = LazyTensors(lambda: (stored_x, stored_y, mask))
+    return dataclasses.replace(source, load=arrays.tensors, usable=None if mask.all() else usable)
+
+
+def _check_arrays(name: str, x: np.ndarray, y: np.ndarray) -> None:
+    """Refuses arrays that are not numeric or of different lengths, and integers that int32 cannot hold."""
+    for what, values in (("inputs", x), ("labels", y)):
+        if not (np.issubdtype(values.dtype, np.number) or values.dtype == bool) or np.iscomplexobj(values):
+            raise ConfigError(
+                f"{name}: the {what} have dtype {values.dtype}, but must be real numbers. Convert them, e.g. with "
+                "np.asarray(..., np.float32); convert class labels to integers."
+            )
+    if len(x) != len(y):
+        raise ConfigError(f"{name}: {len(x)} inputs and {len(y)} labels; there must be one label per input.")
+    for what, values in (("inputs", x), ("labels", y)):
+        if np.issubdtype(values.dtype, np.integer) and values.size:
+            low, high = values.min(), values.max()
+            if low < -(2**31) or high >= 2**31:
+                raise ConfigError(
+                    f"{name}: integer {what} range from {low} to {high}, but int32 holds -2^31 to 2^31 - 1. Map them "
+                    "to smaller integers (ids, e.g. with keras.layers.Hashing), or convert them to floating point."
+                )
+
+
+def _as_stored(values: np.ndarray) -> np.ndarray:
+    """Copies integers as int32 and everything else as float32."""
+    with np.errstate(over="ignore"):  # values beyond float32 become infinite, which `check_values` reports
+        return values.astype(np.int32 if np.issubdtype(values.dtype, np.integer) else np.float32)
+
+
+def _count_classes(y: np.ndarray) -> int:
+    """The largest label plus one; for targets, their last dim."""
+    if np.issubdtype(y.dtype, np.integer):
+        return int(y.max(initial=-1)) + 1
+    return int(y.shape[-1] if y.ndim > 1 else 1)
 
 
 def _digest(*arrays: np.ndarray) -> str:
-    """Of the arrays' content: about a second for a gigabyte."""
+    """Hashes the content of arrays: about one second per gigabyte."""
     content = hashlib.blake2b(digest_size=16)
     for values in arrays:
         content.update(np.ascontiguousarray(values).data.cast("B") if values.size else b"")

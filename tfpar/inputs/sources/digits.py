@@ -1,8 +1,8 @@
-"""The handwritten digits that scikit-learn ships, as a TensorFlow Datasets data set on disk.
+"""The handwritten digits of scikit-learn, as a TensorFlow Datasets data set on disk.
 
 1,797 real images of 8x8 pixels with 17 grey levels (Alpaydin and Kaynak 1998). The first use
 writes them with TFDS into `--data_dir`; every use reads them back through TFDS, so the data set
-behaves, in every respect, like one that was downloaded.
+behaves in every respect like a downloaded one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy as np
 import tensorflow_datasets as tfds
 from tensorflow_datasets.core.utils import tqdm_utils
 
-# Several shards although one would do: with --shard_by=file each worker needs a file of its own.
+# Several shards although one would be enough: with --shard_by=file each worker needs its own file.
 SHARDS = 8
 _HELD_OUT_EVERY = 5
 
@@ -34,12 +34,12 @@ class SklearnDigits(tfds.core.GeneratorBasedBuilder):
     """Builder of the data set `sklearn_digits`; reads scikit-learn's package data, downloads nothing."""
 
     VERSION = tfds.core.Version("1.0.0")
-    # TFDS 4.9.10 looks for download checksums beside the code and imports importlib_resources for that, which
-    # it does not require on Python >= 3.9. There is nothing to download; without a code path it does not look.
+    # TFDS 4.9.10 looks for download checksums next to the code and imports importlib_resources for that, which
+    # it does not require on Python >= 3.9. There is nothing to download; without a code path TFDS does not look.
     code_path = None
     RELEASE_NOTES = {"1.0.0": "1,437 training and 360 test images."}  # noqa: RUF012 - the attribute TFDS asks for
 
-    # TFDS prints a line before and after a download; there is none, and only the chief should talk.
+    # TFDS prints a line before and after a download; there is no download, and only the chief should print.
     def _log_download_bytes(self) -> None:
         pass
 
@@ -74,9 +74,9 @@ class SklearnDigits(tfds.core.GeneratorBasedBuilder):
 
 
 def png(image: np.ndarray) -> bytes:
-    """A uint8 image [height, width, 1] as a PNG file.
+    """Encodes a uint8 image [height, width, 1] as a PNG file.
 
-    TFDS would encode it with a TensorFlow operation, which initialises the runtime (see `tfpar.inputs.source`).
+    TFDS would use a TensorFlow operation, which initialises the runtime (see `tfpar.inputs.source`).
     """
     height, width, _ = image.shape
 
@@ -89,14 +89,14 @@ def png(image: np.ndarray) -> bytes:
 
 
 def load_digits() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The digits as scikit-learn has them.
+    """Returns the digits of scikit-learn.
 
     Returns:
       images: uint8 [1797, 8, 8, 1], grey level g of 0 to 16 as round(g * 255 / 16).
       labels: int64 [1797], 0 to 9.
       held_out: bool [1797], the 360 test images: every fifth image in the order of (label, hash
-        of the index), so each class gives a fifth, within one, and no version of any library
-        changes the choice.
+        of the index), so a fifth of each class (to within one image) is held out, and no library
+        version changes the choice.
 
     Raises:
       ConfigError: scikit-learn is not installed.
@@ -106,7 +106,7 @@ def load_digits() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     except ImportError as error:
         raise ConfigError(
             "--dataset=digits needs scikit-learn to write the data set the first time: pip install scikit-learn, "
-            "or point --data_dir at a directory where it was written before."
+            "or point --data_dir at a directory that contains it."
         ) from error
     digits = datasets.load_digits()
     images = np.round(digits.images * (255 / 16)).astype(np.uint8)[..., np.newaxis]
@@ -119,36 +119,36 @@ def load_digits() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def prepare(data_dir: str) -> str:
-    """Writes the data set unless it is there; any number of processes may do so at once.
+    """Writes the data set unless it exists; any number of processes may call this at once.
 
-    Each writes into a temporary directory of its own and renames it into place. Renaming is
-    atomic, the first one wins, and the others use what is there.
+    Each process writes into its own temporary directory and renames it into place. Renaming is
+    atomic: the first process wins, and the others use its result.
 
     Args:
-      data_dir: The TFDS directory; made if it does not exist.
+      data_dir: The TFDS directory; created if it does not exist.
 
     Returns:
       The directory of the prepared data set.
 
     Raises:
-      ConfigError: The directory cannot be written.
+      ConfigError: The directory is not writable.
     """
     final = os.path.join(data_dir, SklearnDigits.name, str(SklearnDigits.VERSION))
     if os.path.isdir(final):
         return final
     try:
         os.makedirs(os.path.dirname(final), exist_ok=True)
-        workplace = tempfile.mkdtemp(prefix=f".{SklearnDigits.name}.", dir=data_dir)
+        staging = tempfile.mkdtemp(prefix=f".{SklearnDigits.name}.", dir=data_dir)
     except OSError as error:
         raise ConfigError(
             f"--dataset=digits cannot write its data set to --data_dir={data_dir!r} ({error}). "
             "Give a writable --data_dir, or set TFDS_DATA_DIR."
         ) from error
     try:
-        builder = SklearnDigits(data_dir=workplace)
+        builder = SklearnDigits(data_dir=staging)
         with _without_progress_bars():
             builder.download_and_prepare(
-                download_dir=os.path.join(workplace, "downloads"),
+                download_dir=os.path.join(staging, "downloads"),
                 download_config=tfds.download.DownloadConfig(try_download_gcs=False, num_shards=SHARDS),
             )
         try:
@@ -157,13 +157,13 @@ def prepare(data_dir: str) -> str:
             if not os.path.isdir(final):
                 raise
     finally:
-        shutil.rmtree(workplace, ignore_errors=True)
+        shutil.rmtree(staging, ignore_errors=True)
     return final
 
 
 @contextlib.contextmanager
 def _without_progress_bars() -> Iterator[None]:
-    # TFDS has functions to switch them off and on, but none to ask which it is.
+    # TFDS has functions to switch progress bars off and on, but none that returns the current state.
     active = getattr(tqdm_utils, "_active", False)
     tfds.disable_progress_bar()
     try:
@@ -177,13 +177,13 @@ def build(argument: str, config: InputConfig, split: str, seed: int) -> Source:
     """`--dataset=digits`: float32 [8, 8, 1] in [0, 1], 1,437 for training and 360 held out.
 
     Args:
-      argument: What follows the colon in `--dataset`: nothing.
-      config: The input options; `data_dir` and `cache` matter.
+      argument: The text after the colon in `--dataset`; must be empty.
+      config: The input options; uses `data_dir` and `cache`.
       split: `"train"` or `"validation"`.
-      seed: Not used: the split is fixed.
+      seed: Not used; the split is fixed.
 
     Raises:
-      ConfigError: An argument was given, or the data set can be neither found nor written.
+      ConfigError: `argument` is not empty, or the data set does not exist and cannot be written.
     """
     if argument:
         raise ConfigError(f"--dataset='digits:{argument}': digits takes no argument. Write --dataset=digits.")

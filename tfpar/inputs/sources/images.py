@@ -1,6 +1,6 @@
 """`images:DIR`: a folder of images per class.
 
-Files are decoded, cut to their central square and resized in the graph, many at a time.
+The graph decodes files, crops them to their central square and resizes them, many at a time.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ def build(argument: str, config: InputConfig, split: str, seed: int) -> Source:
 
     `DIR/CLASS/.../IMAGE`, or `DIR/train/CLASS/...` with `DIR/validation/CLASS/...` (also `valid`,
     `val`, `test`). In the first layout, `--validation_fraction` of each class is held out: the
-    files whose relative paths hash lowest. Classes are numbered in the order of their names. Of
-    an animated GIF the first frame counts.
+    files whose relative paths hash lowest. Labels follow the alphabetical order of the class names.
+    Only the first frame of an animated GIF is read.
 
     Args:
       argument: The directory.
-      config: The input options; `image_size`, `validation_fraction` and `cache` matter.
+      config: The input options; uses `image_size`, `validation_fraction`, `cache` and `on_bad_record`.
       split: `"train"` or `"validation"`.
-      seed: Not used: the split does not depend on it.
+      seed: Not used; the split does not depend on it.
 
     Raises:
       ConfigError: The directory is missing, has no class folders, or holds no images; or the
-        validation folder has a class that training lacks.
+        validation folder has a class that the training folder lacks.
     """
     name = f"images:{argument}"
     root = os.path.expanduser(argument)
     if not argument or not os.path.isdir(root):
-        raise ConfigError(f"--dataset={name}: there is no such directory. Give one with a folder of images per class.")
+        raise ConfigError(f"--dataset={name}: no such directory. Give a directory with a folder of images per class.")
     classes, paths, labels = _list_split(name, root, config.validation_fraction, split == "train")
     size = config.image_size
-    held = source.Held(lambda: (np.array(paths, object if paths else np.bytes_), np.array(labels, np.int32)))
+    listing = source.LazyTensors(lambda: (np.array(paths, object if paths else np.bytes_), np.array(labels, np.int32)))
 
     def read(indices: tf.Tensor) -> source.Batch:
-        files, classes_of = held.tensors()
+        files, classes_of = listing.tensors()
         pixels = tf.map_fn(
             lambda path: read_square(path, size),
             tf.gather(files, indices),
@@ -66,8 +66,8 @@ def build(argument: str, config: InputConfig, split: str, seed: int) -> Source:
         files=tuple(paths),
         records_per_file=(1,) * len(paths),
     )
-    stored = Source(info=info, read=read, scale=1 / 255, load=held.tensors, skip=config.on_bad_record == "skip")
-    return memory.cached(stored, config.cache, size * size * 3 + tf.int32.size)
+    stored = Source(info=info, read=read, scale=1 / 255, load=listing.tensors, skip=config.on_bad_record == "skip")
+    return memory.apply_cache(stored, config.cache, size * size * 3 + tf.int32.size)
 
 
 def read_square(path: tf.Tensor, size: int) -> tf.Tensor:
@@ -77,9 +77,9 @@ def read_square(path: tf.Tensor, size: int) -> tf.Tensor:
 
 
 def square(image: tf.Tensor, size: int) -> tf.Tensor:
-    """The central square of a uint8 image [height, width, channels], resized to [size, size, channels].
+    """Crops a uint8 image [height, width, channels] to its central square and resizes it to [size, size, channels].
 
-    Bilinear with anti-aliasing, rounded to uint8, so that a cached and a fresh image are the same.
+    Bilinear with anti-aliasing, rounded to uint8, so that cached and newly read images are the same.
     """
     height, width = tf.shape(image)[0], tf.shape(image)[1]
     side = tf.minimum(height, width)
@@ -90,7 +90,7 @@ def square(image: tf.Tensor, size: int) -> tf.Tensor:
 
 
 def _list_split(name: str, root: str, fraction: float, training: bool) -> tuple[list[str], list[str], list[int]]:
-    """Class names, and paths and labels of the split in the order of class and path."""
+    """Returns the class names, and the paths and labels of the split, ordered by class and path."""
     folders = _folders(root)
     separate = next((folder for folder in _VALIDATION_FOLDERS if folder in folders), None)
     if "train" in folders and separate:
@@ -109,14 +109,14 @@ def _list_split(name: str, root: str, fraction: float, training: bool) -> tuple[
         for label in classes:
             files = _images(os.path.join(base, label))
             count = round(len(files) * fraction)
-            if fraction > 0:  # each class has a say in the evaluation, and something to learn from
+            if fraction > 0:  # every class is evaluated, and trained on
                 count = min(max(count, 1), max(len(files) - 1, 0))
-            held_out = source.held_out([f"{label}/{file}" for file in files], count)
+            held_out = source.held_out_mask([f"{label}/{file}" for file in files], count)
             chosen[label] = [file for file, held in zip(files, held_out, strict=True) if held != training]
     if not any(chosen.values()) and training:
         raise ConfigError(
-            f"--dataset={name}: no images in class folders. Expected DIR/CLASS/IMAGE with endings "
-            f"{', '.join(SUFFIXES)}; folders there: {', '.join(folders) or 'none'}."
+            f"--dataset={name}: no images in class folders. Expected DIR/CLASS/IMAGE with suffix "
+            f"{', '.join(SUFFIXES)}; folders in DIR: {', '.join(folders) or 'none'}."
         )
     paths = [os.path.join(base, label, file) for label in classes for file in chosen[label]]
     labels = [number for number, label in enumerate(classes) for _ in chosen[label]]
@@ -128,13 +128,13 @@ def _folders(path: str) -> list[str]:
 
 
 def _images(root: str) -> list[str]:
-    """Relative paths of the image files below a directory, sorted; an absent directory has none."""
-    found = []
+    """Returns the relative paths of the image files below a directory, sorted; a missing directory has none."""
+    paths = []
     for folder, _, files in os.walk(root):
         relative = os.path.relpath(folder, root)
-        found += [
+        paths += [
             file if relative == "." else f"{relative}/{file}".replace(os.sep, "/")
             for file in files
             if file.lower().endswith(SUFFIXES) and not file.startswith(".")
         ]
-    return sorted(found)
+    return sorted(paths)

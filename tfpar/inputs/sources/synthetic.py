@@ -1,6 +1,6 @@
-"""`synthetic:SHAPE`: generated examples that can be learned, for benchmarks and smoke tests.
+"""`synthetic:SHAPE`: generated, learnable examples, for benchmarks and smoke tests.
 
-Every example is a pure function of (seed, split, index), made in the graph from two small tables.
+Every example is a pure function of (seed, split, index), computed in the graph from two small tables.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ DEFAULT_CLASSES = 10
 DEFAULT_EXAMPLES = 10_000
 DEFAULT_VOCABULARY = 256
 _SPEC = re.compile(r"(?P<shape>tokens|\d+(x\d+)*)(:(?P<classes>\d+))?(:(?P<examples>\d+))?")
-# Tables are read in rows of 64 floats: copying a row costs little more than finding it.
+# Tables are read in rows of 64 floats: copying a row costs little more than looking it up.
 _BLOCK = 64
 _ROWS = 1 << 14
-# Odd, so that the patterns of up to _ROWS classes begin at different rows.
+# Odd, so that the patterns of up to _ROWS classes start at different rows.
 _CLASS_STEP = 10_139
 _STRIDES = 7
 
@@ -29,20 +29,20 @@ _STRIDES = 7
 def build(argument: str, config: InputConfig, split: str, seed: int) -> Source:
     """`--dataset=synthetic:SHAPE[:CLASSES[:EXAMPLES]]`, e.g. `32x32x3`, `32x32x3:100`, `tokens:50257`.
 
-    A shape gives float32 [SHAPE] in [0, 1]: a fixed smooth pattern of the example's class under
-    noise of the same size; 10 classes unless told. `tokens` gives int32 [sequence_length]: the
-    arithmetic progressions t -> start + t * stride modulo the vocabulary (CLASSES, 256 unless
-    told) with strides of 1 to 7, so the second token tells the rest. 10,000 training examples
-    unless told, and a tenth of that for validation; the two splits share patterns, not noise.
+    A shape gives float32 [SHAPE] in [0, 1]: a fixed smooth pattern per class, plus noise of the
+    same size; 10 classes by default. `tokens` gives int32 [sequence_length]: the arithmetic
+    progressions t -> start + t * stride modulo the vocabulary (CLASSES, 256 by default) with
+    strides of 1 to 7, so the second token determines the rest. There are 10,000 training examples
+    by default, and a tenth as many for validation; the two splits share patterns, not noise.
 
     Args:
-      argument: What follows `synthetic:`.
-      config: The input options; `sequence_length` matters for tokens.
+      argument: The text after `synthetic:`.
+      config: The input options; tokens use `sequence_length`.
       split: `"train"` or `"validation"`.
-      seed: Other seeds give other data.
+      seed: Seed of the data.
 
     Raises:
-      ConfigError: The argument is not of this form.
+      ConfigError: The argument does not have this form.
     """
     match = _SPEC.fullmatch(argument)
     shape = [int(size) for size in match["shape"].split("x")] if match and match["shape"] != "tokens" else []
@@ -67,17 +67,17 @@ def _patterns(name: str, split: str, shape: list[int], classes: int, offset: int
     size = int(np.prod(shape))
     blocks = -(-size // _BLOCK)
 
-    # An example reads `blocks` rows from any of _ROWS beginnings: no table grows with classes or examples.
-    def tables() -> tuple[np.ndarray, np.ndarray]:
+    # An example reads `blocks` rows from one of _ROWS starts, so no table grows with the classes or examples.
+    def make_tables() -> tuple[np.ndarray, np.ndarray]:
         generator = np.random.Generator(np.random.Philox(permutation.mix64(seed)))
         values = generator.uniform(-1.0, 1.0, (_ROWS + blocks) * _BLOCK)
         signal = _table(_smooth(values, max(1, int(np.prod(shape[1:])) // 2)))
         return signal, _table(generator.uniform(-1.0, 1.0, (_ROWS + blocks) * _BLOCK))
 
-    held = source.Held(tables)
+    tables = source.LazyTensors(make_tables)
 
     def read(indices: tf.Tensor) -> source.Batch:
-        signal, noise = held.tensors()
+        signal, noise = tables.tensors()
         scattered = _scatter(indices + offset, seed)
         labels = scattered % classes
         along = tf.range(blocks, dtype=tf.int64)
@@ -96,7 +96,7 @@ def _patterns(name: str, split: str, shape: list[int], classes: int, offset: int
         num_classes=classes,
         storage="generated",
     )
-    return Source(info=info, read=read, load=held.tensors)
+    return Source(info=info, read=read, load=tables.tensors)
 
 
 def _tokens(name: str, split: str, length: int, vocabulary: int, offset: int, count: int, seed: int) -> Source:
@@ -127,14 +127,14 @@ def _table(values: np.ndarray) -> np.ndarray:
 
 
 def _smooth(values: np.ndarray, window: int) -> np.ndarray:
-    """Moving average over `window` values, scaled to [-1, 1]."""
+    """Returns the moving average over `window` values, scaled to [-1, 1]."""
     sums = np.cumsum(np.concatenate([values[-window:], values]))
     means = sums[window:] - sums[:-window]
     return means / np.abs(means).max()
 
 
 def _scatter(values: tf.Tensor, seed: int) -> tf.Tensor:
-    """Independent-looking 62-bit numbers, int64, for int64 values."""
+    """Hashes int64 values to independent-looking 62-bit integers, int64."""
     key = tf.constant(permutation.mix64(seed), tf.uint64)
     hashed = permutation.hash64(permutation.hash64(tf.cast(values, tf.uint64) + key))
     return tf.cast(tf.bitwise.right_shift(hashed, tf.constant(2, tf.uint64)), tf.int64)

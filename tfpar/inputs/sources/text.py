@@ -1,9 +1,9 @@
 """`text[:PATH]`: byte-level language modelling over files.
 
 The files of a split are joined, a zero byte after each, into one buffer of bytes. Example i is
-the window that predicts bytes `[i * L + 1, (i + 1) * L]` from the bytes before them, L being
-`--sequence_length`: windows step by L, so within an epoch each byte is predicted exactly once,
-and a loss per token is a loss per byte. A window belongs to the file in which it begins.
+the window that predicts bytes `[i * L + 1, (i + 1) * L]` from the preceding bytes, where L is
+`--sequence_length`. Windows advance by L, so an epoch predicts each byte exactly once, and a loss
+per token is a loss per byte. A window belongs to the file in which it starts.
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ VOCABULARY = 256
 
 
 def build(argument: str, config: InputConfig, split: str, seed: int) -> Source:
-    """`--dataset=text[:PATH]`: int32 [sequence_length] byte values in, the same moved by one out.
+    """`--dataset=text[:PATH]`: inputs are int32 [sequence_length] byte values, labels the same shifted by one.
 
     Whole files are held out for validation: the `--validation_fraction` of them whose relative
-    paths hash lowest, but at least one. Of a single file it is the last fraction of its bytes.
+    paths hash lowest, but at least one. With a single file, the last fraction of its bytes is held
+    out.
 
     Args:
       argument: A file, a directory (all files below it that are not hidden) or a glob pattern.
         Empty: the `.py` sources of the installed Python standard library, without its tests.
-      config: The input options; `sequence_length` and `validation_fraction` matter.
+      config: The input options; uses `sequence_length` and `validation_fraction`.
       split: `"train"` or `"validation"`.
-      seed: Not used: the split does not depend on it.
+      seed: Not used; the split does not depend on it.
 
     Raises:
-      ConfigError: There are no such files.
+      ConfigError: No file matches.
     """
     root, names = _standard_library() if not argument else _files_of(argument)
     name = f"text:{argument}" if argument else "text"
@@ -51,7 +52,7 @@ def build(argument: str, config: InputConfig, split: str, seed: int) -> Source:
     count = round(len(names) * config.validation_fraction)
     if config.validation_fraction > 0:
         count = min(max(count, 1), len(names) - 1)
-    chosen = source.held_out(names, count)
+    chosen = source.held_out_mask(names, count)
     paths = [os.path.join(root, file) for file, held in zip(names, chosen, strict=True) if held != training]
     return windows(name, [(path, _read(path)) for path in paths], config.sequence_length, split)
 
@@ -59,22 +60,22 @@ def build(argument: str, config: InputConfig, split: str, seed: int) -> Source:
 def windows(
     name: str, documents: Sequence[tuple[str, bytes]], length: int, split: str, *, named_files: bool = True
 ) -> Source:
-    """Language-model windows over documents.
+    """Returns a source of language-model windows over documents.
 
     Args:
-      name: The source as `--dataset` writes it.
+      name: The source in the notation of `--dataset`.
       documents: (file name, content) in order.
-      length: Bytes predicted per example.
+      length: Number of bytes that an example predicts.
       split: `"train"` or `"validation"`.
-      named_files: Whether the documents are files, which workers can share out among themselves.
+      named_files: Whether the documents are files, which can be distributed over the workers.
     """
     ends = np.cumsum([len(content) + 1 for _, content in documents], dtype=np.int64)
     total = int(ends[-1]) if len(ends) else 0
     joined = b"\0".join(content for _, content in documents) + b"\0"
-    held = source.Held(lambda: [np.frombuffer(joined, np.uint8)])
+    buffer = source.LazyTensors(lambda: [np.frombuffer(joined, np.uint8)])
     count = max(0, (total - 1) // length)
-    begins = np.searchsorted(ends, np.arange(count, dtype=np.int64) * length, side="right")
-    per_file = np.bincount(begins, minlength=len(documents)) if count else np.zeros(len(documents), np.int64)
+    file_of_window = np.searchsorted(ends, np.arange(count, dtype=np.int64) * length, side="right")
+    per_file = np.bincount(file_of_window, minlength=len(documents)) if count else np.zeros(len(documents), np.int64)
     info = SourceInfo(
         name=name,
         task=source.LANGUAGE_MODEL,
@@ -91,10 +92,10 @@ def windows(
 
     def read(indices: tf.Tensor) -> source.Batch:
         positions = indices[:, tf.newaxis] * length + tf.range(length + 1, dtype=tf.int64)
-        window = tf.gather(held.tensors()[0], positions)
+        window = tf.gather(buffer.tensors()[0], positions)
         return window[:, :-1], window[:, 1:]
 
-    return Source(info=info, read=read, kept_bytes=len(joined), load=held.tensors)
+    return Source(info=info, read=read, kept_bytes=len(joined), load=buffer.tensors)
 
 
 def _standard_library() -> tuple[str, list[str]]:
@@ -107,34 +108,34 @@ def _standard_library() -> tuple[str, list[str]]:
     if not names:
         raise ConfigError(
             f"--dataset=text: the standard library's sources are not in {root!r} (a stripped installation?). "
-            "Give files of your own: --dataset=text:PATH."
+            "Give other files: --dataset=text:PATH."
         )
     return root, names
 
 
 def _files_of(argument: str) -> tuple[str, list[str]]:
-    """A root and the names below it, with `/` between folders, sorted."""
+    """Returns a root directory and the sorted file names below it, with `/` between folders."""
     path = os.path.expanduser(argument)
     if os.path.isfile(path):
         return os.path.dirname(path), [os.path.basename(path)]
     if os.path.isdir(path):
         root, names = path, _walk(path)
     else:
-        paths = [found for found in glob.glob(path, recursive=True) if os.path.isfile(found)]
+        paths = [match for match in glob.glob(path, recursive=True) if os.path.isfile(match)]
         root = path
         while glob.has_magic(root):
             root = os.path.dirname(root)
-        names = sorted(os.path.relpath(found, root or ".").replace(os.sep, "/") for found in paths)
+        names = sorted(os.path.relpath(match, root or ".").replace(os.sep, "/") for match in paths)
     if not names:
         raise ConfigError(
-            f"--dataset=text:{argument}: there is no such file, no file below such a directory, and no match of such a "
-            "pattern."
+            f"--dataset=text:{argument}: no such file, no files below such a directory, and no match for such a "
+            "pattern. Correct the path, or leave it out to read the standard library: --dataset=text."
         )
     return root, names
 
 
 def _walk(root: str) -> list[str]:
-    """Sorted relative paths of all files below a directory that are not hidden; directory links are not followed."""
+    """Returns the sorted relative paths of all visible files below a directory, without following links."""
     names = []
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if not name.startswith(".")]

@@ -1,8 +1,8 @@
-"""`tfds:NAME`: any TensorFlow Datasets data set that is prepared on disk, by random access.
+"""`tfds:NAME`: any TensorFlow Datasets data set that is prepared on disk, with random access.
 
 Names, splits and features are TFDS' own; records are read by index from the shard files
-(`tfpar.inputs.records`) and decoded by TFDS' feature decoders, in the graph. Nothing is ever
-downloaded.
+(`tfpar.inputs.records`) and decoded by TFDS' feature decoders, in the graph. This module never
+downloads anything.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ _READ_AT_ONCE = 256
 
 
 def data_dir(config: InputConfig) -> str:
-    """`--data_dir`, or TFDS' default directory."""
+    """Returns `--data_dir`, or TFDS' default directory."""
     return os.path.expanduser(config.data_dir or str(tfds.core.constants.DATA_DIR))
 
 
 def build(argument: str, config: InputConfig, split: str, seed: int) -> Source:
     """`--dataset=tfds:NAME[/CONFIG][:VERSION][:TRAIN_SPLIT[,VALIDATION_SPLIT]]`.
 
-    Splits are TFDS' (`train[:80%]`). The training split is `train` unless given. The validation
-    split, unless given, is `validation` or else `test`; where there is neither, the last
-    `--validation_fraction` of the training split, which training then leaves out.
+    Splits use the notation of TFDS (`train[:80%]`). The default training split is `train`. The
+    default validation split is `validation`, or else `test`; if the data set has neither, it is the
+    last `--validation_fraction` of the training split, which is then left out of training.
 
     Args:
-      argument: What follows `tfds:`.
+      argument: The text after `tfds:`.
       config: The input options.
       split: `"train"` or `"validation"`.
-      seed: Not used: splits do not depend on it.
+      seed: Not used; splits do not depend on it.
 
     Raises:
       ConfigError: The data set is not prepared in `--data_dir`, a split does not exist, or the
-        features are of a kind that is not supported.
+        features are not supported.
     """
     match = _SPEC.fullmatch(argument)
     if not match:
@@ -67,17 +67,17 @@ def build(argument: str, config: InputConfig, split: str, seed: int) -> Source:
 
 
 def from_builder(name: str, builder: tfds.core.DatasetBuilder, part: str, config: InputConfig, split: str) -> Source:
-    """A source over one split of a prepared builder.
+    """Returns a source over one split of a prepared builder.
 
     Args:
-      name: The source as `--dataset` writes it.
+      name: The source in the notation of `--dataset`.
       builder: The builder; its files are on disk.
       part: A split in TFDS' notation.
       config: The input options.
       split: `"train"` or `"validation"`, for the description.
 
     Raises:
-      ConfigError: The features are of a kind that is not supported.
+      ConfigError: The features are not supported.
     """
     input_key, label_key = _supervised_keys(name, builder.info)
     feature = builder.info.features[input_key]
@@ -85,22 +85,23 @@ def from_builder(name: str, builder: tfds.core.DatasetBuilder, part: str, config
         return _text_source(name, builder, part, input_key, config, split)
     if label_key is None:
         raise ConfigError(
-            f"--dataset={name} has no label to learn: its supervised keys are {builder.info.supervised_keys}."
+            f"--dataset={name} has no label to train on: its supervised keys are "
+            f"{builder.info.supervised_keys}. Choose a data set with a label."
         )
     label = builder.info.features[label_key]
     if not isinstance(label, tfds.features.ClassLabel) or not label.num_classes:
         raise ConfigError(
             f"--dataset={name}: label feature {label_key!r} is {type(label).__name__}, not ClassLabel; only "
-            "classification with one label an example is supported."
+            "classification with one label per example is supported."
         )
     instructions = builder.info.splits[part].file_instructions
     reader = _record_reader(builder, instructions)
-    wanted = tfds.decode.PartialDecoding({input_key: True, label_key: True}).extract_features(builder.info.features)
-    shape, dtype, scale, shaped = _input_format(feature, config)
+    features = tfds.decode.PartialDecoding({input_key: True, label_key: True}).extract_features(builder.info.features)
+    shape, dtype, scale, to_shape = _input_format(feature, config)
 
     def decode(record: tf.Tensor) -> source.Batch:
-        example = wanted.deserialize_example(record)
-        return shaped(example[input_key]), tf.cast(example[label_key], tf.int32)
+        example = features.deserialize_example(record)
+        return to_shape(example[input_key]), tf.cast(example[label_key], tf.int32)
 
     def read(indices: tf.Tensor) -> source.Batch:
         serialised = records.read_records(reader, indices)
@@ -120,7 +121,7 @@ def from_builder(name: str, builder: tfds.core.DatasetBuilder, part: str, config
         records_per_file=tuple(part.take for part in instructions),
     )
     stored = Source(info=info, read=read, scale=scale, portable=False, skip=config.on_bad_record == "skip")
-    return memory.cached(stored, config.cache, dtype.size * shape.num_elements() + tf.int32.size)
+    return memory.apply_cache(stored, config.cache, dtype.size * shape.num_elements() + tf.int32.size)
 
 
 def _not_prepared(name: str, directory: str) -> str:
@@ -129,34 +130,34 @@ def _not_prepared(name: str, directory: str) -> str:
         for entry in (os.scandir(directory) if os.path.isdir(directory) else ())
         if entry.is_dir() and not entry.name.startswith(".") and entry.name != "downloads"
     )
-    near = difflib.get_close_matches(name.partition(":")[0].partition("/")[0], present, n=3, cutoff=0.5)
-    hint = f" Did you mean {' or '.join(f'tfds:{other}' for other in near)}?" if near else ""
+    suggestions = difflib.get_close_matches(name.partition(":")[0].partition("/")[0], present, n=3, cutoff=0.5)
+    hint = f" Did you mean {' or '.join(f'tfds:{name}' for name in suggestions)}?" if suggestions else ""
     return (
-        f"--dataset=tfds:{name} is not prepared in --data_dir={directory!r} (there: "
+        f"--dataset=tfds:{name} is not prepared in --data_dir={directory!r} (which contains: "
         f"{', '.join(present) or 'nothing'}).{hint} tfpar downloads nothing; prepare it once with: tfds build {name} "
         f"--data_dir={directory}"
     )
 
 
 def _choose_split(
-    argument: str, builder: tfds.core.DatasetBuilder, given: str | None, config: InputConfig, split: str
+    argument: str, builder: tfds.core.DatasetBuilder, splits: str | None, config: InputConfig, split: str
 ) -> str:
-    parts = [part.strip() for part in given.split(",")] if given else []
-    known = list(builder.info.splits)
-    if len(parts) == 2:
-        chosen = parts[0] if split == "train" else parts[1]
-    elif len(parts) > 2:
+    names = [name.strip() for name in splits.split(",")] if splits else []
+    available = list(builder.info.splits)
+    if len(names) == 2:
+        chosen = names[0] if split == "train" else names[1]
+    elif len(names) > 2:
         raise ConfigError(
-            f"--dataset='tfds:{argument}' names {len(parts)} splits; give one for training and one for validation."
+            f"--dataset='tfds:{argument}' names {len(names)} splits; give one for training and one for validation."
         )
     else:
-        train = parts[0] if parts else "train"
-        separate = next((name for name in ("validation", "test") if name in known and name != train), None)
+        train = names[0] if names else "train"
+        separate = next((name for name in ("validation", "test") if name in available and name != train), None)
         chosen = train if split == "train" else separate or ""
         if separate is None:
-            if train not in known:
+            if train not in available:
                 raise ConfigError(
-                    f"--dataset='tfds:{argument}' has no validation split (there are: {', '.join(known)}): name one, "
+                    f"--dataset='tfds:{argument}' has no validation split (it has {', '.join(available)}): name one, "
                     f"e.g. --dataset='tfds:{argument},SPLIT'."
                 )
             count = builder.info.splits[train].num_examples
@@ -166,14 +167,14 @@ def _choose_split(
         builder.info.splits[chosen]
     except (KeyError, ValueError, AssertionError) as error:
         raise ConfigError(
-            f"--dataset='tfds:{argument}': split {chosen!r} does not exist. There are: {', '.join(known)}; parts are "
-            f"written as in train[:90%]."
+            f"--dataset='tfds:{argument}': split {chosen!r} does not exist. The splits are: {', '.join(available)}; "
+            "write a part of a split as in train[:90%]."
         ) from error
     return chosen
 
 
 def _supervised_keys(name: str, info: tfds.core.DatasetInfo) -> tuple[str, str | None]:
-    """Names of the input and label features; no label for text."""
+    """Returns the names of the input and label features; None as the label of text."""
     keys = info.supervised_keys
     if keys and len(keys) == 2 and all(isinstance(key, str) for key in keys):
         return keys
@@ -183,8 +184,9 @@ def _supervised_keys(name: str, info: tfds.core.DatasetInfo) -> tuple[str, str |
     if "text" in available:
         return "text", None
     raise ConfigError(
-        f"--dataset={name}: what to learn is not clear. It has features {', '.join(available) or info.features} and "
-        f"supervised keys {keys}; supported are supervised pairs, features 'image' and 'label', and feature 'text'."
+        f"--dataset={name}: cannot tell the input and the label. Its features are "
+        f"{', '.join(available) or info.features}, its supervised keys {keys}; supported are supervised pairs, "
+        "the features 'image' and 'label', and the feature 'text'."
     )
 
 
@@ -205,7 +207,7 @@ def _record_reader(builder: tfds.core.DatasetBuilder, instructions: list[Any]) -
 def _input_format(
     feature: Any, config: InputConfig
 ) -> tuple[tf.TensorShape, tf.DType, float, Callable[[tf.Tensor], tf.Tensor]]:
-    """Stored shape, stored dtype, scale, and the op that brings a decoded example to that shape."""
+    """Returns the stored shape, the stored dtype, the scale, and the op that brings a decoded example to that shape."""
     shape, dtype = tf.TensorShape(feature.shape), tf.as_dtype(feature.tf_dtype)
     if isinstance(feature, tfds.features.Image) and not shape.is_fully_defined():
         size = config.image_size
@@ -219,7 +221,7 @@ def _input_format(
     if not shape.is_fully_defined():
         raise ConfigError(f"An input feature of shape {shape} is not supported: every dimension must be fixed.")
     if not (dtype.is_floating or dtype.is_integer or dtype.is_bool):
-        raise ConfigError(f"An input feature of dtype {dtype.name} is not supported: it must hold numbers.")
+        raise ConfigError(f"An input feature of dtype {dtype.name} is not supported: it must be numeric.")
     pixels = dtype in (tf.uint8, tf.uint16) and (isinstance(feature, tfds.features.Image) or shape.rank == 3)
     return shape, dtype, 1 / dtype.max if pixels else 1.0, lambda value: tf.ensure_shape(value, shape)
 
@@ -227,11 +229,11 @@ def _input_format(
 def _text_source(
     name: str, builder: tfds.core.DatasetBuilder, part: str, key: str, config: InputConfig, split: str
 ) -> Source:
-    """Byte-level windows over all texts of a split, held in memory."""
-    stored = builder.info.splits[part].num_bytes if part in builder.info.splits else 0
-    if stored > _TEXT_BYTES:
+    """Returns byte-level windows over all texts of a split, kept in memory."""
+    size = builder.info.splits[part].num_bytes if part in builder.info.splits else 0
+    if size > _TEXT_BYTES:
         raise ConfigError(
-            f"--dataset={name}: {stored / 2**30:.1f} GiB of text do not fit in the 1 GiB that is kept in memory. "
+            f"--dataset={name}: {size / 2**30:.1f} GiB of text exceed the 1 GiB that can be kept in memory. "
             f"Name a part of it, e.g. --dataset='{name}:{part}[:5%]'."
         )
     instructions = builder.info.splits[part].file_instructions
@@ -240,7 +242,7 @@ def _text_source(
     documents: list[tuple[str, bytes]] = []
     for first in range(0, count, _READ_AT_ONCE):
         for record in reader.read(np.arange(first, min(first + _READ_AT_ONCE, count))):
-            # By protobuf, not by TFDS' decoders: those are TensorFlow operations.
+            # Parsed with protobuf, because TFDS' decoders are TensorFlow operations.
             content = tf.train.Example.FromString(record).features.feature[key].bytes_list.value[0]
             documents.append((str(len(documents)), content))
     return text.windows(name, documents, config.sequence_length, split, named_files=False)

@@ -1,8 +1,8 @@
-"""`tfrecord:GLOB`: TFRecord shards with a `features.json` beside them, by random access.
+"""`tfrecord:GLOB`: TFRecord shards with a `features.json` in the same directory, with random access.
 
-`python -m tfpar.inputs.write` makes both from any source. Each record is a `tf.train.Example`
+`python -m tfpar.inputs.write` creates both from any source. Each record is a `tf.train.Example`
 whose features `x` and `y` hold the raw little-endian bytes of the example as its source stores
-it, so that a whole batch is parsed by three ops. `features.json` says how to read them.
+it, so that three ops parse a whole batch. `features.json` describes how to read the records.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ _TEXT_CODES = {"bytes": source.decode_bytes}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Features:
-    """What `features.json` holds: how records are read, and how many each shard has.
+    """The contents of `features.json`: the format of the records, and the number of records per shard.
 
     Attributes:
-      name: The source that was written, as `--dataset` writes it.
+      name: The source of the examples, in the notation of `--dataset`.
       task: `"classification"` or `"language_model"`.
       input_shape: Shape of `x` of one example.
-      input_dtype: Dtype of `x` as fetched, by name.
+      input_dtype: Dtype of `x` as `Source.fetch` returns it, by name.
       stored_input_dtype: Dtype of `x` in the records.
       label_shape: Shape of `y` of one example.
-      stored_label_dtype: Dtype of `y` in the records; fetched as int32.
+      stored_label_dtype: Dtype of `y` in the records; `Source.fetch` returns int32.
       scale: Factor from stored to fetched inputs.
       num_classes: Labels lie in `[0, num_classes)`.
       class_names: Names in label order, or empty.
-      text: How tokens become text: `"bytes"`, or empty if they do not.
+      text: How tokens are decoded to text: `"bytes"`, or empty if they are not text.
       records: Number of records by file name.
-      format: Version of this layout.
+      format: Version of this format.
     """
 
     name: str
@@ -63,12 +63,12 @@ class Features:
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """One feature of the records: raw bytes that make an array.
+    """One feature of the records: the raw bytes of an array.
 
     Attributes:
       name: `"x"` or `"y"`.
-      dtype: As stored.
-      shape: Of one example.
+      dtype: The stored dtype.
+      shape: Shape of one example.
     """
 
     name: str
@@ -77,31 +77,31 @@ class Column:
 
     @property
     def bytes(self) -> int:
-        """Bytes of one example."""
+        """Size of one example, in bytes."""
         return self.dtype.size * int(np.prod(self.shape))
 
     def __str__(self) -> str:
         return f"{self.name}, {self.dtype.name} {list(self.shape)}, takes {self.bytes} bytes"
 
     def decode(self, raw: tf.Tensor, indices: tf.Tensor) -> tf.Tensor:
-        """string [n] to an array [n, ...]; `indices` [n] for the static length."""
+        """Decodes string [n] to an array [n, ...]; `indices` [n] gives the static length."""
         lengths = tf.strings.length(raw)
-        fits = tf.debugging.Assert(tf.reduce_all(lengths == self.bytes), [f"{self}, and the record has others"])
+        fits = tf.debugging.Assert(tf.reduce_all(lengths == self.bytes), [f"{self}, but the record has another size"])
         with tf.control_dependencies([fits] if fits is not None else []):
             raw = tf.identity(raw)
         rows = indices.shape[0] if indices.shape[0] is not None else -1
         return tf.reshape(tf.io.decode_raw(raw, self.dtype), [rows, *self.shape])
 
 
-def describe(written: Source, stored: source.Batch, counts: dict[str, int]) -> Features:
-    """The `Features` of a source that was written.
+def describe(examples: Source, stored: source.Batch, counts: dict[str, int]) -> Features:
+    """Returns the `Features` of a source.
 
     Args:
-      written: The source.
-      stored: Any batch of `written.read`, for the stored dtypes.
+      examples: The source.
+      stored: Any batch of its `read`, for the stored dtypes.
       counts: Number of records by file name.
     """
-    info = written.info
+    info = examples.info
     return Features(
         name=info.name,
         task=info.task,
@@ -110,7 +110,7 @@ def describe(written: Source, stored: source.Batch, counts: dict[str, int]) -> F
         stored_input_dtype=stored[0].dtype.name,
         label_shape=info.label_spec.shape.as_list(),
         stored_label_dtype=stored[1].dtype.name,
-        scale=written.scale,
+        scale=examples.scale,
         num_classes=info.num_classes,
         class_names=list(info.class_names),
         text=next((name for name, decode in _TEXT_CODES.items() if info.decode is decode), ""),
@@ -119,7 +119,7 @@ def describe(written: Source, stored: source.Batch, counts: dict[str, int]) -> F
 
 
 def serialise(x: np.ndarray, y: np.ndarray) -> bytes:
-    """One record: an example's stored values as a serialised `tf.train.Example`."""
+    """Serialises the stored values of one example as a `tf.train.Example`."""
     feature = {
         key: tf.train.Feature(bytes_list=tf.train.BytesList(value=[_little_endian(value).tobytes()]))
         for key, value in (("x", x), ("y", y))
@@ -130,18 +130,18 @@ def serialise(x: np.ndarray, y: np.ndarray) -> bytes:
 def build(argument: str, config: InputConfig, split: str, seed: int) -> Source:
     """`--dataset=tfrecord:GLOB`, a pattern or a directory of `.tfrecord` files.
 
-    Files whose names begin with `train` or `validation` are those splits. If the pattern matches
+    Files whose names start with `train` or `validation` belong to that split. If the pattern matches
     no such names, the last `--validation_fraction` of all records is held out.
 
     Args:
       argument: The pattern or directory.
-      config: The input options; `cache` and `validation_fraction` matter.
+      config: The input options; uses `cache`, `validation_fraction` and `on_bad_record`.
       split: `"train"` or `"validation"`.
-      seed: Not used: the split does not depend on it.
+      seed: Not used; the split does not depend on it.
 
     Raises:
-      ConfigError: Nothing matches, the `features.json` is missing or foreign, or a shard is
-        damaged, compressed or of another length than when it was written.
+      ConfigError: Nothing matches, `features.json` is missing or has another format, or a shard
+        is damaged or compressed, or has another number of records than `features.json` says.
     """
     name = f"tfrecord:{argument}"
     paths = _shards(name, argument)
@@ -178,7 +178,7 @@ def build(argument: str, config: InputConfig, split: str, seed: int) -> Source:
 
     skip = config.on_bad_record == "skip"
     stored = Source(info=info, read=read, scale=features.scale, portable=False, skip=skip)
-    return memory.cached(stored, config.cache, sum(column.bytes for column in columns.values()))
+    return memory.apply_cache(stored, config.cache, sum(column.bytes for column in columns.values()))
 
 
 def _shards(name: str, argument: str) -> list[str]:
@@ -194,8 +194,8 @@ def _shards(name: str, argument: str) -> list[str]:
     folders = sorted({os.path.dirname(path) for path in paths})
     if len(folders) > 1:
         raise ConfigError(
-            f"--dataset={name}: matches lie in {len(folders)} directories ({', '.join(folders)}); one {SIDECAR} "
-            "describes one directory."
+            f"--dataset={name}: matches lie in {len(folders)} directories ({', '.join(folders)}), but one {SIDECAR} "
+            "describes one directory. Give a pattern that matches files in one directory."
         )
     return paths
 
@@ -210,50 +210,50 @@ def _load_sidecar(name: str, folder: str) -> Features:
         features = Features(**content)
         for dtype in (features.input_dtype, features.stored_input_dtype, features.stored_label_dtype):
             if not (tf.as_dtype(dtype).is_floating or tf.as_dtype(dtype).is_integer or tf.as_dtype(dtype).is_bool):
-                raise ValueError(f"its dtype {dtype!r} is not one of numbers")
+                raise ValueError(f"its dtype {dtype!r} is not numeric")
         return features
     except (OSError, tf.errors.OpError, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"--dataset={name} needs {path!r} to know what its records hold: {error}. "
-            "Shards written by python -m tfpar.inputs.write have it beside them."
+            f"--dataset={name} needs {path!r}, which describes the records: {error}. "
+            "python -m tfpar.inputs.write creates it in the directory of the shards."
         ) from error
 
 
 def _reader(paths: list[str], features: Features) -> records.TFRecordReader:
     reader = records.TFRecordReader([records.FileSlice(path) for path in paths])
-    for path, found in zip(reader.paths, reader.records_per_file, strict=True):
-        expected = features.records.get(os.path.basename(path), found)
-        if found != expected:
+    for path, count in zip(reader.paths, reader.records_per_file, strict=True):
+        expected = features.records.get(os.path.basename(path), count)
+        if count != expected:
             raise ConfigError(
-                f"TFRecord file {path!r} holds {found} records, {SIDECAR} says {expected}: one of them is of another "
-                "writing. Write the shards again."
+                f"TFRecord file {path!r} holds {count} records, but {SIDECAR} says {expected}: the two do not belong "
+                "together. Write the shards again."
             )
     return reader
 
 
 def _check_sample(name: str, reader: records.TFRecordReader, columns: dict[str, Column]) -> None:
-    """Refuses records of another dtype or shape than declared, if all of a few are: one alone is a bad record."""
+    """Refuses records of another dtype or shape than declared, if all sampled ones are; a single one is just bad."""
     sizes = []
     for index in np.unique(np.linspace(0, max(len(reader) - 1, 0), num=8, dtype=np.int64))[: len(reader)]:
         try:
             example = tf.train.Example.FromString(reader.read(np.array([index]))[0])  # no TensorFlow operation
             sizes.append({key: len(example.features.feature[key].bytes_list.value[0]) for key in columns})
         except (OSError, ValueError, IndexError, message.DecodeError):
-            continue  # found again, and named, when it is read
+            continue  # reading the example reports it by name
     for key, column in columns.items():
         if sizes and all(size[key] != column.bytes for size in sizes):
             raise ConfigError(
-                f"--dataset={name}: {SIDECAR} says that {column}, and the records have {sizes[0][key]}: another dtype "
-                "or shape. Write the shards again, or the file that belongs to them."
+                f"--dataset={name}: {SIDECAR} says that {column}, but the records have {sizes[0][key]}: another dtype "
+                f"or shape. Write the shards again, or restore the {SIDECAR} that belongs to them."
             )
 
 
-def _held_out_part(whole: records.TFRecordReader, fraction: float, training: bool) -> records.TFRecordReader:
-    boundary = len(whole) - round(len(whole) * fraction)
-    wanted = range(boundary) if training else range(boundary, len(whole))
+def _held_out_part(reader: records.TFRecordReader, fraction: float, training: bool) -> records.TFRecordReader:
+    boundary = len(reader) - round(len(reader) * fraction)
+    selected = range(boundary) if training else range(boundary, len(reader))
     slices, first = [], 0
-    for path, count in zip(whole.paths, whole.records_per_file, strict=True):
-        start, stop = max(first, wanted.start), min(first + count, wanted.stop)
+    for path, count in zip(reader.paths, reader.records_per_file, strict=True):
+        start, stop = max(first, selected.start), min(first + count, selected.stop)
         if start < stop:
             slices.append(records.FileSlice(path, start - first, stop - start))
         first += count
