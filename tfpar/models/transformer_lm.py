@@ -52,7 +52,7 @@ def transformer_lm(
       float32_logits: Whether the last product computes in float32 under a mixed precision policy; False is faster if
         the vocabulary is large.
       activation: One of `common.ACTIVATIONS`.
-      initializer: One of `common.INITIALIZERS`; kernels that write to the residual stream get 1 / sqrt(2 * depth) of it.
+      initializer: One of `common.INITIALIZERS`; scaled by 1 / sqrt(2 * depth) where kernels write to the stream.
       normalization: "layer" or "rms".
       dropout: Rate after the embeddings and on every residual branch.
 
