@@ -74,7 +74,7 @@ def bad_record_error(info: SourceInfo, bad: BadExample, others: int = 0) -> BadR
       bad: The example.
       others: How many more bad examples there are.
     """
-    more = f"; {others} more examples are bad too" if others else ""
+    more = f"; {others} more {'example is' if others == 1 else 'examples are'} bad too" if others else ""
     return BadRecordError(
         f"--dataset={info.name}: {bad.describe(info)}{more}. Repair or remove such examples, or train without them: "
         "--on_bad_record=skip."

@@ -52,7 +52,7 @@ def transformer_lm(
       float32_logits: Whether the last product computes in float32 under a mixed precision policy; False is faster if
         the vocabulary is large.
       activation: One of `common.ACTIVATIONS`.
-      initializer: One of `common.INITIALIZERS`; kernels of the residual stream are scaled by 1 / sqrt(2 depth).
+      initializer: One of `common.INITIALIZERS`; scaled by 1 / sqrt(2 * depth) where kernels write to the stream.
       normalization: "layer" or "rms".
       dropout: Rate after the embeddings and on every residual branch.
 

@@ -230,7 +230,10 @@ def report_already_finished(
       monitor: The run's monitor.
       eval_weights: Gives the trainable weights that evaluation used, in order.
     """
-    monitor.message(f"this run is finished (step {step} of {info.total}); more --steps would go on")
+    if step < info.total:
+        monitor.message(f"a hook or callback stopped this run at step {step} of {info.total}; more --steps continue it")
+    else:
+        monitor.message(f"this run is finished (step {step} of {info.total}); more --steps would go on")
     path = pathlib.Path(info.config.checkpoint.workdir) / "model.keras"
     if info.topology.is_chief and not path.exists():
         for problem in _try_write("model.keras", lambda: save_model(info.model, eval_weights(), path)):

@@ -115,7 +115,7 @@ def test_text_becomes_byte_windows(tmp_path, file_format):
             r"not prepared in --data_dir=.*Did you mean tfds:tiny_shapes.*tfds build tiny_shape --data_dir",
         ),
         ("tfds:tiny_shapes:2.0.0", "not prepared"),
-        ("tfds:tiny_shapes:nothing", r"split 'nothing' does not exist. There are: train, validation"),
+        ("tfds:tiny_shapes:nothing", r"split 'nothing' does not exist. The splits are: train, validation"),
         ("tfds:tiny_shapes:train,train,train", "names 3 splits"),
         ("tfds:tiny_photos:train[:50%]", "has no validation split"),
         ("tfds:tiny_regression", r"label feature 'target' is Scalar, not ClassLabel"),

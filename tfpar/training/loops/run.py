@@ -173,6 +173,8 @@ class Run:
         summary = results.summary(info, outcome, context.monitor, digest)
         announce.warn_of_skipped(outcome, context.monitor)
         if state.finished:
+            if state.step < state.total:
+                context.monitor.message(f"stopped by a hook or callback at step {state.step} of {state.total}")
             results.write(info, summary, context.monitor, context.program.eval_weights)
         restarts.end("finished" if state.finished else "preempted" if state.preempted else "stopped")
         if not state.finished:
