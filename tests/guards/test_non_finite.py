@@ -54,7 +54,7 @@ def test_nan_in_the_data_ends_the_run_with_the_last_good_checkpoint_in_place(tmp
         "example could be used. The cause is in the data: train example 16 has NaN or infinity in its input (6 of 6 "
         "values); train example 17 has NaN or infinity in its input (6 of 6 values); train example 18 has NaN or "
         "infinity in its input (6 of 6 values); train example 19 has NaN or infinity in its input (6 of 6 values); "
-        "train example 20 has NaN or infinity in its input (6 of 6 values). Repair or remove such examples. Update 3 "
+        "train example 20 has NaN or infinity in its input (6 of 6 values). Repair or remove such examples. Step 3 "
         f"had the train examples 16, 17, 18, 19, 20, 21, 22, 23 of --dataset=own. All are listed in {tmp_path}/"
         "bad_steps.json. Earlier checkpoints are kept."
     )
@@ -78,7 +78,7 @@ def test_a_run_that_diverges_on_good_data_is_told_likely_causes(tmp_path):
     options = {"learning_rate": 1e30, "schedule": "constant", "max_bad_steps": 4, "optimizer": "sgd"}
     with pytest.raises(BadStepsError, match=r"4 in a row .*The examples are finite.*--learning_rate") as caught:
         trainer_of(**options, workdir=str(tmp_path)).fit(generated(10**6), steps=30)
-    first = int(re.search(r"updates (\d+) to", str(caught.value))[1])
+    first = int(re.search(r"steps (\d+) to", str(caught.value))[1])
     listed = json.loads((tmp_path / "bad_steps.json").read_text())
     assert [entry["update"] for entry in listed["updates"]] == list(range(first, first + 4))
     assert listed["unusable"] == []

@@ -134,6 +134,12 @@ def test_a_model_built_under_the_strategy_is_taken_as_it_is():
     assert trainer_of(inside, runtime=runtime, strategy="mirrored", devices=2).model is inside
 
 
+def test_the_runtime_by_its_old_name():
+    runtime = tfpar.start(ExperimentConfig.from_flat_dict({"strategy": "one_device"}))
+    with pytest.warns(DeprecationWarning, match=r"Trainer\(layout=...\) is deprecated; use runtime="):
+        assert trainer_of(layout=runtime).runtime is runtime
+
+
 @pytest.mark.parametrize(
     ("builder", "message"),
     [
