@@ -99,7 +99,7 @@ def flags_of(program: str) -> frozenset[str]:
     """All flags that a program of the repository takes."""
     folder = pathlib.PurePosixPath(program).parent
     own = defined_flags(program) | _ABSL
-    if program.endswith("__main__.py"):
+    if program.endswith("__main__.py") and (ROOT / folder / "cli.py").exists():
         return own | defined_flags(str(folder / "cli.py"))
     if str(folder) == "experiments/benchmarks":
         shared = sorted((ROOT / folder).glob("*.py"))
