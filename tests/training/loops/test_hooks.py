@@ -119,7 +119,7 @@ def test_a_hook_that_stops_a_run_finishes_it(tmp_path, capsys):
     capsys.readouterr()
     again = trainer_of(workdir=str(tmp_path)).fit(source(), steps=20, validation=source(11, 9))
     assert again["params_sha256"] == summary["params_sha256"]
-    assert "this run is finished (step 6 of 20)" in capsys.readouterr().out
+    assert "a hook or callback stopped this run at step 6 of 20; more --steps continue it" in capsys.readouterr().out
     longer = trainer_of(workdir=str(tmp_path)).fit(source(), steps=21)
     assert longer["steps"] == 21
 
