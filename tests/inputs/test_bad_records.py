@@ -40,12 +40,12 @@ def epoch(source: Source, options: InputConfig, workers: int = 1) -> dict[int, t
     pipeline = Pipeline(source, options, replicas=workers, workers=workers)
     rows_by_index = {}
     for worker in range(workers):
-        indices = pipeline.indices(0, pipeline.updates_per_epoch, worker).reshape(-1)
-        elements = pipeline.dataset(worker).take(pipeline.updates_per_epoch).as_numpy_iterator()
+        indices = pipeline.indices(0, pipeline.steps_per_epoch, worker).reshape(-1)
+        elements = pipeline.dataset(worker).take(pipeline.steps_per_epoch).as_numpy_iterator()
         columns = [np.concatenate([np.concatenate(part) for part in column]) for column in zip(*elements, strict=True)]
         rows = zip(*columns, strict=True)
         rows_by_index |= {index: row for index, row in zip(indices.tolist(), rows, strict=True) if index >= 0}
-        sums = pipeline.examples_in(np.arange(pipeline.updates_per_epoch))[:, worker].sum()
+        sums = pipeline.examples_in(np.arange(pipeline.steps_per_epoch))[:, worker].sum()
         assert sums == np.sum(indices >= 0)
     assert sorted(rows_by_index) == list(range(source.info.num_examples))
     return rows_by_index

@@ -22,8 +22,8 @@ def config(batch: int, **options) -> InputConfig:
 
 
 def epoch_indices(pipeline: Pipeline, epoch: int = 0) -> list[np.ndarray]:
-    first = epoch * pipeline.updates_per_epoch
-    return [pipeline.batch_indices(first + update) for update in range(pipeline.updates_per_epoch)]
+    first = epoch * pipeline.steps_per_epoch
+    return [pipeline.batch_indices(first + update) for update in range(pipeline.steps_per_epoch)]
 
 
 def real(batches) -> list[int]:
@@ -66,7 +66,7 @@ def test_each_example_occurs_once_per_epoch_in_its_place(layout):
     pipeline = Pipeline(index_source(examples), options, accumulate_steps=micro_batches, replicas=replicas, seed=3)
 
     drop = layout["remainder"] == "drop"
-    assert pipeline.updates_per_epoch == (examples // batch if drop else math.ceil(examples / batch))
+    assert pipeline.steps_per_epoch == (examples // batch if drop else math.ceil(examples / batch))
     assert pipeline.micro_batch == math.ceil(math.ceil(batch / micro_batches) / replicas)
     assert pipeline.examples_per_epoch == (examples // batch * batch if drop else examples)
 
@@ -102,7 +102,7 @@ def test_the_graph_and_eager_code_compute_the_same_order(
         seed=11,
     )
     local = replicas // workers
-    updates = 2 * pipeline.updates_per_epoch + 1
+    updates = 2 * pipeline.steps_per_epoch + 1
     for worker in range(workers):
         dataset = pipeline.dataset(worker, local)
         assert dataset.element_spec == pipeline.element_spec
@@ -139,9 +139,9 @@ def test_micro_batches_do_not_depend_on_the_replicas():
 def test_resuming_continues_with_the_same_elements(shard_by):
     source = index_source(61, [20, 11, 30])
     pipeline = Pipeline(source, config(8, shard_by=shard_by), accumulate_steps=2, replicas=4, workers=2, seed=9)
-    start, count = pipeline.updates_per_epoch + 3, 12
+    start, count = pipeline.steps_per_epoch + 3, 12
     whole = list(pipeline.dataset(1, 2).skip(start * 2).take(count).as_numpy_iterator())
-    resumed = list(pipeline.dataset(1, 2, start_update=start).take(count).as_numpy_iterator())
+    resumed = list(pipeline.dataset(1, 2, start_step=start).take(count).as_numpy_iterator())
     for a, b in zip(whole, resumed, strict=True):
         assert all(np.array_equal(left, right) for left, right in zip(a, b, strict=True))
 
@@ -149,7 +149,7 @@ def test_resuming_continues_with_the_same_elements(shard_by):
 def test_resuming_at_a_late_step_costs_nothing():
     """The first element after a billion steps is computed directly."""
     pipeline = Pipeline(index_source(10**9), config(64), replicas=1, seed=0)
-    x, _, _ = next(pipeline.dataset(start_update=10**9).as_numpy_iterator())
+    x, _, _ = next(pipeline.dataset(start_step=10**9).as_numpy_iterator())
     # Above 2^24, float32 does not represent the index exactly.
     assert np.array_equal(x[..., 0], pipeline.batch_indices(10**9)[0].astype(np.float32))
 
@@ -169,7 +169,7 @@ def test_order_depends_on_seed_and_epoch_only():
 def test_evaluation_is_one_pass_in_order(workers, local):
     options = InputConfig(global_batch_size=8, remainder="drop", shard_by="file")
     pipeline = Pipeline(index_source(29), options, replicas=workers * local, workers=workers, training=False)
-    assert pipeline.updates_per_epoch == 4
+    assert pipeline.steps_per_epoch == 4
     seen: list[int] = []
     for worker in range(workers):
         dataset = pipeline.dataset(worker, local)
@@ -179,9 +179,9 @@ def test_evaluation_is_one_pass_in_order(workers, local):
             seen += x[..., 0][weight > 0].astype(int).tolist()
     assert sorted(seen) == list(range(29))
     assert real(epoch_indices(pipeline)) == list(range(29))
-    rest = pipeline.dataset(0, local, start_update=3)
+    rest = pipeline.dataset(0, local, start_step=3)
     assert rest.cardinality() == len(list(rest)) == local
-    assert len(list(pipeline.dataset(0, local, start_update=4))) == 0
+    assert len(list(pipeline.dataset(0, local, start_step=4))) == 0
 
 
 def test_evaluation_accepts_a_batch_larger_than_the_split():
@@ -207,7 +207,7 @@ class TestFileShards:
         owner: dict[int, int] = {}
         seen: list[int] = []
         for worker in range(workers):
-            elements = pipeline.dataset(worker, local).take(pipeline.updates_per_epoch * local)
+            elements = pipeline.dataset(worker, local).take(pipeline.steps_per_epoch * local)
             for x, _, weight in elements.as_numpy_iterator():
                 for index in x[..., 0][weight > 0].astype(int).tolist():
                     seen.append(index)
@@ -233,8 +233,8 @@ class TestFileShards:
         shards = epoch_order.shards_by_file(self.RECORDS, 6, 3)
         assert sorted(shard.size for shard in shards) == [25, 26, 30]
         assert sum(shard.files for shard in shards) == 6
-        assert self.pipeline(workers=3).updates_per_epoch == 15
-        assert self.pipeline(workers=3, remainder="drop").updates_per_epoch == 12
+        assert self.pipeline(workers=3).steps_per_epoch == 15
+        assert self.pipeline(workers=3, remainder="drop").steps_per_epoch == 12
         last = self.pipeline(workers=3).batch_indices(14)
         assert sorted((last >= 0).sum(axis=(0, 2)).tolist()) == [0, 0, 2]
 
@@ -286,7 +286,7 @@ class TestRefusals:
             Pipeline(source, options, accumulate_steps=2, training=False)
         pipeline = Pipeline(source, options, replicas=4, workers=2)
         for arguments in [(2, 2), (-1, 2), (0, 4), (0, 2, -1)]:
-            with pytest.raises(ValueError, match=r"worker=|start_update="):
+            with pytest.raises(ValueError, match=r"worker=|start_step="):
                 pipeline.dataset(*arguments)
 
     def test_a_label_out_of_range_in_a_file_is_located(self):

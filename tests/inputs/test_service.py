@@ -60,7 +60,7 @@ def test_one_service_worker_keeps_the_order_bit_for_bit(start):
     assert dataset.cardinality() == tf.data.INFINITE_CARDINALITY
     assert dataset.element_spec == served.element_spec
     assert_same(elements(plain, 30), elements(served, 30))
-    assert_same(elements(plain, 8, start_update=9), elements(served, 8, start_update=9))
+    assert_same(elements(plain, 8, start_step=9), elements(served, 8, start_step=9))
     assert address in served.report()
 
 
@@ -128,7 +128,7 @@ class TestRefusals:
         with pytest.raises(ConfigError, match=r"cannot read --dataset=tfrecord:.*--cache=memory"):
             Pipeline(build_source(options, "train"), options)
         options = config(self.ADDRESS, dataset=f"tfrecord:{tmp_path}/out", cache="memory")
-        assert Pipeline(build_source(options, "train"), options).updates_per_epoch == 7
+        assert Pipeline(build_source(options, "train"), options).steps_per_epoch == 7
 
     def test_too_many_bytes_in_memory_are_refused(self, monkeypatch, tmp_path):
         monkeypatch.setattr(service, "_MAX_GRAPH_BYTES", 1 << 20)

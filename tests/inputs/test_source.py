@@ -116,7 +116,7 @@ class TestRegistry:
         monkeypatch.setattr(registry, "_REGISTERED", {})
         register("counted", lambda argument, config, split, seed: index_source(int(argument)))
         source = build_source(InputConfig(dataset="counted:30"), "train")
-        assert Pipeline(source, InputConfig(global_batch_size=10)).updates_per_epoch == 3
+        assert Pipeline(source, InputConfig(global_batch_size=10)).steps_per_epoch == 3
         for taken in ("digits", "counted", "a:b"):
             with pytest.raises(ValueError, match="is empty, taken or contains a colon"):
                 register(taken, lambda argument, config, split, seed: index_source(1))

@@ -68,8 +68,8 @@ def _texts(accumulator, tag):
 # --- TensorBoard -----------------------------------------------------------------------------------------------------
 
 
-def test_points_are_means_over_log_every_updates(tmp_path):
-    """Calls of 25, 25 and 10 updates, points every 10: where calls end must not matter."""
+def test_points_are_means_over_log_every_steps(tmp_path):
+    """Calls of 25, 25 and 10 steps, points every 10: where calls end must not matter."""
     monitor = _monitor(tmp_path, flops_per_example=2e6, peak_flops=1e9, replicas=2)
     losses = np.arange(60, dtype=np.float64)
     losses[13] = np.nan  # a skipped update: no part of the mean
@@ -105,7 +105,7 @@ def test_without_log_every_points_come_by_time(tmp_path):
     points = _points(_events(tmp_path, "train"), "loss")
     assert points[0] == (1, 1.0)  # at once
     assert points[-1][0] == 100  # and at the end
-    assert len(points) < 10  # 99 updates in no time are not 99 points
+    assert len(points) < 10  # 99 steps in no time are not 99 points
 
 
 def test_real_example_counts_make_the_throughput(tmp_path):
@@ -262,7 +262,7 @@ def test_statistics_leave_the_compiling_call_out():
 
 
 def _profiled_calls(monitor, total, per_call):
-    """Runs the trainer's loop; returns where its calls ended and during which updates the profiler ran."""
+    """Runs the trainer's loop; returns where its calls ended and during which steps the profiler ran."""
     step, ends, profiled = 0, [], []
     while step < total:
         count = min(per_call, total - step, monitor.next_boundary(step) - step)
@@ -289,7 +289,7 @@ def test_profile_window_is_met_exactly(tmp_path, messages, window, per_call, end
     assert result == (ends, list(range(first, last + 1)))
     (trace,) = (tmp_path / "tensorboard").glob("plugins/profile/*/*.xplane.pb")
     assert trace.stat().st_size > 1000
-    assert f"profiled updates {first} to {last}" in messages[-1]
+    assert f"profiled steps {first} to {last}" in messages[-1]
 
 
 def test_no_profile_after_a_resume_beyond_the_window(tmp_path):

@@ -140,15 +140,15 @@ def test_rates_stay_at_their_end_beyond_the_run():
         ("constant", "final=1", 0, "takes no arguments"),
         ("step", "milestones=0.5", 0, "list of numbers"),
         ("step", "milestones=[0.7,0.6]", 0, r"milestones=\[0.7, 0.6\] must be positive and increase"),
-        ("step", "milestones=[0.001,0.002]", 0, r"are updates \[0, 0\] of 100, which must differ"),
-        ("step", "milestones=[0.5,20]", 0, "all are shares, at most 1, or all are updates"),
+        ("step", "milestones=[0.001,0.002]", 0, r"are steps \[0, 0\] of 100, which must differ"),
+        ("step", "milestones=[0.5,20]", 0, "all are shares, at most 1, or all are step numbers"),
         ("step", "milestones=[0.05]", 10, "after the warm-up"),
         ("step", "milestones=[]", 0, "empty"),
         ("one_cycle", "rise=0.2", 10, "give one of them"),
         ("cyclic", "mode=triangle", 0, "'triangular'"),
         ("cyclic", "cycle_steps=1", 0, "at least 2"),
         ("plateau", "patient=3", 0, "'patience'"),
-        ("constant", "", TOTAL, r"--warmup_steps=100.*100 updates"),
+        ("constant", "", TOTAL, r"--warmup_steps=100.*100 steps"),
     ],
 )
 def test_errors_name_the_flag_and_the_way_out(schedule, args, warmup, message):

@@ -31,15 +31,15 @@ def check_source(
         service.check_source(config.data_service, source)
 
 
-def check_epoch(config: InputConfig, sizes: Sequence[int], updates_per_epoch: int) -> None:
+def check_epoch(config: InputConfig, sizes: Sequence[int], steps_per_epoch: int) -> None:
     """Raises ConfigError if an epoch has no steps, which --remainder=drop can cause with file shards.
 
     Args:
       config: The input options.
       sizes: Number of examples of each shard.
-      updates_per_epoch: Number of steps per epoch.
+      steps_per_epoch: Number of steps per epoch.
     """
-    if not updates_per_epoch:
+    if not steps_per_epoch:
         raise ConfigError(
             f"--remainder=drop with --shard_by=file leaves no steps: a worker has {min(sizes)} examples, fewer than "
             f"its share of --global_batch_size={config.global_batch_size}. Use --remainder=pad, --shard_by=example "

@@ -94,7 +94,7 @@ def _pushes(order: EpochOrder, config: InputConfig) -> str:
 
 
 def _epoch(order: EpochOrder, examples: int, steps_per_batch: int) -> str:
-    steps = order.updates_per_epoch * steps_per_batch
+    steps = order.steps_per_epoch * steps_per_batch
     dropped = examples - order.examples_per_epoch
     if order.drop_remainder:
         rest = f"{dropped} examples of the last batch are dropped" if dropped else "no remainder"

@@ -64,7 +64,7 @@ class EpochOrder:
     seed: int
 
     @property
-    def updates_per_epoch(self) -> int:
+    def steps_per_epoch(self) -> int:
         """Steps per epoch: as many as the largest shard needs; with `drop_remainder`, as many as all can fill."""
         if self.drop_remainder:
             return min(shard.size // shard.batch for shard in self.shards)
@@ -73,8 +73,7 @@ class EpochOrder:
     @property
     def examples_per_epoch(self) -> int:
         """Examples that an epoch trains on."""
-        updates = self.updates_per_epoch
-        return sum(min(shard.size, updates * shard.batch) for shard in self.shards)
+        return sum(min(shard.size, self.steps_per_epoch * shard.batch) for shard in self.shards)
 
     @property
     def micro_batch(self) -> int:
@@ -82,29 +81,29 @@ class EpochOrder:
         largest = max(shard.batch for shard in self.shards)
         return math.ceil(math.ceil(largest / self.accumulate_steps) / self.replicas)
 
-    def examples_in(self, updates: np.ndarray) -> np.ndarray:
+    def examples_in(self, steps: np.ndarray) -> np.ndarray:
         """Returns how many examples each replica has in each step: the sums of `real` in `slots`, by arithmetic.
 
         Args:
-          updates: Numbers of the steps, int64 [K].
+          steps: Numbers of the steps, int64 [K].
 
         Returns:
           int64 [K, shards * replicas], ordered by shard and then by replica.
         """
         sizes, batches = (np.array([getattr(shard, name) for shard in self.shards]) for name in ("size", "batch"))
-        first = (updates % self.updates_per_epoch)[:, None] * batches
+        first = (steps % self.steps_per_epoch)[:, None] * batches
         count = np.clip(sizes - first, 0, batches)[:, :, None]
         bounds = np.arange(self.accumulate_steps + 1) * count // self.accumulate_steps
         share = np.diff(bounds)[:, :, None, :]  # [K, shards, 1, A]
         replica = np.arange(self.replicas + 1)[None, None, :, None]
         per_replica = np.diff(replica * share // self.replicas, axis=2).sum(axis=-1)
-        return per_replica.reshape(len(updates), -1)
+        return per_replica.reshape(len(steps), -1)
 
-    def slots(self, updates: tf.Tensor, shard_number: int, replicas: Sequence[int]) -> tuple[tf.Tensor, tf.Tensor]:
+    def slots(self, steps: tf.Tensor, shard_number: int, replicas: Sequence[int]) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns the examples of some steps.
 
         Args:
-          updates: Numbers of the steps, int64 [K], counted from 0 across epochs.
+          steps: Numbers of the steps, int64 [K], counted from 0 across epochs.
           shard_number: The index of the shard.
           replicas: L replicas, each in `[0, self.replicas)`.
 
@@ -115,9 +114,9 @@ class EpochOrder:
         """
         shard = self.shards[shard_number]
         micro_batches = self.accumulate_steps
-        updates_per_epoch = self.updates_per_epoch
-        epoch = updates // updates_per_epoch
-        first = (updates % updates_per_epoch) * shard.batch
+        steps_per_epoch = self.steps_per_epoch
+        epoch = steps // steps_per_epoch
+        first = (steps % steps_per_epoch) * shard.batch
         count = tf.clip_by_value(shard.size - first, 0, shard.batch)[:, None, None, None]
 
         micro = tf.range(micro_batches, dtype=tf.int64)[None, None, :, None]

@@ -41,7 +41,7 @@ class Pipeline:
 
     Attributes:
       source: The source.
-      updates_per_epoch: Steps in one pass.
+      steps_per_epoch: Steps in one pass.
       micro_batch: m.
       examples_per_epoch: Examples of weight 1 in one pass, if all are usable.
       skips: Whether bad examples get weight 0 (`--on_bad_record=skip`).
@@ -89,18 +89,18 @@ class Pipeline:
             shuffle=training and config.shuffle,
             seed=seed,
         )
-        self.updates_per_epoch = self._order.updates_per_epoch
+        self.steps_per_epoch = self._order.steps_per_epoch
         self.micro_batch = self._order.micro_batch
         self.examples_per_epoch = self._order.examples_per_epoch
         self.skips = source.skip or config.on_bad_record == "skip"
-        checks.check_epoch(config, [shard.size for shard in self._order.shards], self.updates_per_epoch)
+        checks.check_epoch(config, [shard.size for shard in self._order.shards], self.steps_per_epoch)
 
     @property
     def pads(self) -> bool:
         """Whether some slots in the batches of an epoch hold padding, at weight 0."""
         order = self._order
         slots = len(order.shards) * order.replicas * order.accumulate_steps * self.micro_batch
-        return self.skips or self.updates_per_epoch * slots != self.examples_per_epoch
+        return self.skips or self.steps_per_epoch * slots != self.examples_per_epoch
 
     def report(self, *, asynchronous: bool = False) -> str:
         """Returns the input report: which worker reads what, in which order. The chief prints it before the first step.
@@ -129,16 +129,16 @@ class Pipeline:
             tf.TensorSpec(rows, tf.float32),
         )
 
-    def batch_indices(self, update: int) -> np.ndarray:
+    def batch_indices(self, step: int) -> np.ndarray:
         """Returns the examples of one step, computed eagerly.
 
         Args:
-          update: Number of the step, counted across epochs.
+          step: Number of the step, counted across epochs.
 
         Returns:
           int64 [A, R, m], -1 for padding.
         """
-        return self.indices(update, 1)[0]
+        return self.indices(step, 1)[0]
 
     def indices(self, first: int, count: int, worker: int | None = None) -> np.ndarray:
         """Returns the examples of some steps, computed eagerly.
@@ -151,40 +151,40 @@ class Pipeline:
         Returns:
           int64 [K, A, R, m], -1 for padding.
         """
-        updates = first + tf.range(count, dtype=tf.int64)
+        steps = first + tf.range(count, dtype=tf.int64)
         parts = []
         for shard in range(len(self._order.shards)):
-            indices, real = self._order.slots(updates, shard, range(self._order.replicas))
+            indices, real = self._order.slots(steps, shard, range(self._order.replicas))
             parts.append(tf.where(real, indices, -1).numpy())
         of_all_workers = np.concatenate(parts, axis=1).transpose(0, 2, 1, 3)
         if worker is None:
             return of_all_workers
         return of_all_workers[:, :, worker * self._local_replicas : (worker + 1) * self._local_replicas]
 
-    def examples_in(self, updates: np.ndarray) -> np.ndarray:
+    def examples_in(self, steps: np.ndarray) -> np.ndarray:
         """Returns how many examples some steps have; less their weights, that is how many were skipped.
 
         Args:
-          updates: Numbers of the steps, int64 [K], counted across epochs.
+          steps: Numbers of the steps, int64 [K], counted across epochs.
 
         Returns:
           int64 [K, replicas].
         """
-        return self._order.examples_in(np.asarray(updates, np.int64))
+        return self._order.examples_in(np.asarray(steps, np.int64))
 
-    def dataset(self, worker: int = 0, local_replicas: int | None = None, start_update: int = 0) -> tf.data.Dataset:
+    def dataset(self, worker: int = 0, local_replicas: int | None = None, start_step: int = 0) -> tf.data.Dataset:
         """Returns the elements of one worker: for each step, one per local replica, in order.
 
         Args:
           worker: Rank of the worker, in `[0, workers)`.
           local_replicas: Number of its replicas: None, or `replicas / workers`.
-          start_update: Number of the first step; the cost does not depend on it. In training, steps are
+          start_step: Number of the first step; the cost does not depend on it. In training, steps are
             counted across epochs.
 
         Returns:
           A dataset of `(x [A, m, ...], y [A, m, ...], weight float32 [A, m])`, static shapes.
           Weights are 1, or 0 for padding, which repeats examples; also 0 for bad examples if they
-          are skipped. Infinite in training; in evaluation, the rest of one pass, `(updates_per_epoch - start_update) *
+          are skipped. Infinite in training; in evaluation, the rest of one pass, `(steps_per_epoch - start_step) *
           local_replicas` elements.
 
         Raises:
@@ -196,16 +196,14 @@ class Pipeline:
                 f"worker={worker} and local_replicas={local_replicas} do not fit {self._workers} workers of {local} "
                 "replicas each"
             )
-        if start_update < 0 or (not self._training and start_update > self.updates_per_epoch):
-            raise ValueError(f"start_update={start_update} is outside the {self.updates_per_epoch} steps of a pass")
+        if start_step < 0 or (not self._training and start_step > self.steps_per_epoch):
+            raise ValueError(f"start_step={start_step} is outside the {self.steps_per_epoch} steps of a pass")
         self.source.load()  # not while `_fetch` is traced: tracing would rewrite the errors of the data
-        elements = self._element_indices(worker, start_update).map(
-            self._fetch, num_parallel_calls=self._parallel_calls()
-        )
+        elements = self._element_indices(worker, start_step).map(self._fetch, num_parallel_calls=self._parallel_calls())
         if self._config.data_service:
             service.check_reachable(self._config.data_service)
             elements = service.distribute(elements, self._config.data_service)
-        remaining = (self.updates_per_epoch - start_update) * local
+        remaining = (self.steps_per_epoch - start_step) * local
         elements = elements.apply(
             tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY if self._training else remaining)
         )
@@ -213,11 +211,11 @@ class Pipeline:
             elements = elements.prefetch(self._config.prefetch * local)
         return elements.with_options(self._options())
 
-    def batch(self, update: tf.Tensor, replica: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    def batch(self, step: tf.Tensor, replica: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         """Returns one element by number, without a dataset: for parameter servers, where the chief assigns the work.
 
         Args:
-          update: Number of the step, int64 scalar, counted across epochs.
+          step: Number of the step, int64 scalar, counted across epochs.
           replica: int64 scalar in `[0, replicas)`.
 
         Returns:
@@ -228,10 +226,10 @@ class Pipeline:
         """
         if self._by_file:
             raise ValueError("batch() needs shard_by='example'")
-        indices, real = self._order.slots(update[None], 0, range(self._order.replicas))
+        indices, real = self._order.slots(step[None], 0, range(self._order.replicas))
         return self._fetch(indices[0, replica], real[0, replica])
 
-    def _element_indices(self, worker: int, start_update: int) -> tf.data.Dataset:
+    def _element_indices(self, worker: int, start_step: int) -> tf.data.Dataset:
         """Returns (indices int64 [A, m], real bool [A, m]) for each step and local replica."""
         local = self._local_replicas
         rows = self._order.accumulate_steps * self.micro_batch
@@ -239,11 +237,11 @@ class Pipeline:
         shard = worker if self._by_file else 0
         replicas = range(local) if self._by_file else range(worker * local, (worker + 1) * local)
         if not self._training:
-            stride = min(stride, self.updates_per_epoch)
+            stride = min(stride, self.steps_per_epoch)
         # An endless range rather than Dataset.counter: in TensorFlow 2.21 the latter is a scan over a repeated tensor,
         # which a tf.data service cannot distribute: every service worker counts from the start.
         chunks = tf.data.Dataset.range(
-            start_update, _ENDLESS if self._training else self.updates_per_epoch, stride, output_type=tf.int64
+            start_step, _ENDLESS if self._training else self.steps_per_epoch, stride, output_type=tf.int64
         )
 
         @no_autograph
@@ -254,7 +252,7 @@ class Pipeline:
 
         elements = chunks.map(slots).unbatch()
         if not self._training:
-            elements = elements.take((self.updates_per_epoch - start_update) * local)
+            elements = elements.take((self.steps_per_epoch - start_step) * local)
         return elements
 
     @no_autograph

@@ -39,13 +39,13 @@ _log = logging.getLogger(__name__)
 class Monitor:
     """Follows a run. Every process has one; only the chief's logs and writes.
 
-    Steps count finished updates: the call of `on_steps` with `last_step=10` reports updates up to the tenth.
+    Step numbers count finished steps: `on_steps` with `last_step=10` reports steps up to the tenth.
 
     Args:
       workdir: The run's directory; TensorBoard files go to `tensorboard/` in it. None: the terminal only.
       is_chief: Whether this process logs and writes.
       config: The experiment: options to record, `log_every`, `profile_steps`.
-      total_steps: Updates in the whole run.
+      total_steps: Steps in the whole run.
       flops_per_example: Floating-point operations that training on one example takes, forward and backward.
       peak_flops: Operations per second that one replica could do at best; 0 or None: no MFU is given.
       replicas: Replicas in the whole run.
@@ -112,15 +112,15 @@ class Monitor:
         The same in every process, because all processes must make the same calls.
 
         Args:
-          step: Finished updates.
+          step: Finished steps.
 
         Returns:
-          A number of finished updates above `step`.
+          A number of finished steps above `step`.
         """
         return self._profile.next_boundary(step, otherwise=max(self._total_steps, step + 1))
 
     def before_step(self, step: int) -> None:
-        """Call before each call that trains, with the finished updates; starts the profiler when its window begins."""
+        """Call before each call that trains, with the finished steps; starts the profiler when its window begins."""
         if self._is_chief and self._profile.begins(step):
             if self._events is None:
                 _log.warning("--profile_steps needs a --workdir to write to; nothing is profiled")
@@ -129,7 +129,7 @@ class Monitor:
                 self._profile.start(self._events.directory)
 
     def after_step(self, step: int) -> None:
-        """Call after each call that trains, with the finished updates; stops the profiler when its window is over."""
+        """Call after each call that trains, with the finished steps; stops the profiler when its window is over."""
         if self._profile.running and step >= self._profile.last:
             self._stop_profile()
 
@@ -143,16 +143,16 @@ class Monitor:
         examples: np.ndarray | None = None,
         metric_sums: Sequence[np.ndarray] = (),
     ) -> None:
-        """Takes note of the updates of one call.
+        """Records the steps of one call.
 
         Args:
-          last_step: Finished updates after the call.
-          losses: [n] mean loss of each update.
-          durations: [n, 6] seconds of each update, see `timings.COLUMNS`.
-          scalars: Values at the last update: `learning_rate`, `gradient_norm`, `parameter_norm`, `update_norm`,
+          last_step: Finished steps after the call.
+          losses: [n] mean loss of each step.
+          durations: [n, 6] seconds of each step, see `timings.COLUMNS`.
+          scalars: Values at the last step: `learning_rate`, `gradient_norm`, `parameter_norm`, `update_norm`,
             `loss_scale`, `skipped_steps`, `skipped_examples`, those of the exchange; any other name is a metric.
-          examples: [n] examples of each update; by default the global batch size.
-          metric_sums: States of the metrics, summed over the updates; what is shown covers all updates since the last
+          examples: [n] examples of each step; by default the global batch size.
+          metric_sums: States of the metrics, summed over the steps; what is shown covers all steps since the last
             line or point, as the loss does.
         """
         losses = np.asarray(losses, np.float64)
@@ -171,10 +171,10 @@ class Monitor:
             self._write_points(last_step, losses, durations, counts, scalars)
 
     def on_evaluation(self, step: int, results: Mapping[str, float]) -> None:
-        """Takes note of an evaluation.
+        """Records an evaluation.
 
         Args:
-          step: Finished updates.
+          step: Finished steps.
           results: `loss`, metrics by name, and `examples`, their number.
         """
         shown = {name: value for name, value in results.items() if name != "examples"}
@@ -255,7 +255,7 @@ class Monitor:
         examples: np.ndarray,
         scalars: Mapping[str, float],
     ) -> None:
-        """Adds updates to the window, and closes it at every multiple of `log_every`, or else every 2 s."""
+        """Adds steps to the window, and closes it at every multiple of `log_every`, or else every 2 s."""
         assert self._events is not None
         first = last_step - len(losses)
         if self._log_every:
@@ -293,13 +293,13 @@ class Monitor:
     def _stop_profile(self) -> None:
         if self._profile.running and self._profile.stop():
             self.message(
-                f"profiled updates {self._profile.first} to {self._profile.last}: tab PROFILE of TensorBoard "
+                f"profiled steps {self._profile.first} to {self._profile.last}: tab PROFILE of TensorBoard "
                 "(needs the xprof plug-in)"
             )
 
 
 class _ProfileWindow:
-    """Runs TensorFlow's profiler over the updates `first` to `last`, both counted from 1 and both included."""
+    """Runs TensorFlow's profiler over the steps `first` to `last`, both counted from 1 and both included."""
 
     def __init__(self, window: tuple[int, int] | None) -> None:
         self._open = window is not None

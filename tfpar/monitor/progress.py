@@ -23,11 +23,11 @@ class Progress:
     """Shows how far training is. Safe to use from several threads.
 
     On a TTY the line is overwritten in place, at most every 0.1 s, and cut to the terminal's width; messages of the
-    logger `tfpar` appear above it. Elsewhere a line is written at the first update, then about every 5 s, and at the
+    logger `tfpar` appear above it. Elsewhere a line is written at the first step, then about every 5 s, and at the
     end.
 
     Args:
-      total_steps: Updates in the whole run.
+      total_steps: Steps in the whole run.
       stream: Where to write; by default the live line goes to standard output, and plain lines are log messages.
       live: Whether to overwrite one line; by default, whether the stream is a TTY.
       interval: Seconds between plain lines.
@@ -66,7 +66,7 @@ class Progress:
         """Shows a new state, if one is due or training is over.
 
         Args:
-          step: Finished updates.
+          step: Finished steps.
           values: What else to show, in order of importance, e.g. `{"loss": "0.123", "examples/s": "1200"}`. On a narrow
             terminal the last ones are left out.
         """
@@ -103,7 +103,7 @@ class Progress:
             self._line = ""
 
     def _eta(self, step: int, now: float) -> str | None:
-        """Remaining time at the mean pace since the first update, evaluations and checkpoints included."""
+        """Remaining time at the mean pace since the first step, evaluations and checkpoints included."""
         if self._start is None or step <= self._start[0]:
             return None
         seconds_per_step = (now - self._start[1]) / (step - self._start[0])

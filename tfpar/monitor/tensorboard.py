@@ -60,7 +60,7 @@ class EventFiles:
 
         Args:
           run: `train` or `eval`.
-          step: Finished updates.
+          step: Finished steps.
           values: By tag.
         """
         summary = Summary()
@@ -83,7 +83,7 @@ class EventFiles:
           tag: Their name.
           batch: [n, height, width, channels], integer or float, 1, 3 or 4 channels. Values outside [0, 1] (0 to 255
             for uint8) are rescaled by the smallest and largest of the batch.
-          step: Finished updates.
+          step: Finished steps.
         """
         shown = displayable(np.asarray(batch)[:MAX_IMAGES])
         self._write("train", lambda: tf.summary.image(tag, shown, step=step, max_outputs=MAX_IMAGES))

@@ -1,4 +1,4 @@
-"""Where the time of updates goes: the arithmetic behind the progress line, TensorBoard and summary.json."""
+"""Where the time of a step goes: the arithmetic behind the progress line, TensorBoard and summary.json."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
-# Columns of durations, in seconds; `total` is the whole update, wall clock, and the four before it add up to it:
-# `exchange` is the time that nothing else was done in. While some gradients were under way already and others still
-# being computed, time counts as `compute`, and once more as `overlapped`.
+# Columns of durations, in seconds; `total` is the wall-clock time of the step, the sum of the four before it.
+# `exchange` is the time in which nothing else was done. Time in which some gradients already travelled and others were
+# still being computed counts as `compute`, and once more as `overlapped`.
 COLUMNS = ("input_wait", "compute", "exchange", "update", "total", "overlapped")
 _WAIT, _TOTAL = COLUMNS.index("input_wait"), COLUMNS.index("total")
 
@@ -18,8 +18,8 @@ def durations(began: tf.Tensor, stamps: tf.Tensor) -> tf.Tensor:
     """Seconds `[n, 6]` from the times `[n, 5]` at which batch, first gradient, all, exchange and update were done."""
     fetched, first, computed, exchanged, done = tf.unstack(stamps, axis=1)
     before = tf.concat([[began], done[:-1]], axis=0)
-    # A batch may have been there before the update before was done. And a clock, which runs beside all else, may be
-    # read after one whose turn came later.
+    # A batch may have arrived before the previous step ended. And clocks are read concurrently, so one may be read
+    # after another that follows it in the step.
     start = tf.maximum(fetched, before)
     computed = tf.maximum(computed, start)
     first = tf.clip_by_value(first, start, computed)
@@ -30,7 +30,7 @@ def durations(began: tf.Tensor, stamps: tf.Tensor) -> tf.Tensor:
 
 
 class Window:
-    """Sums over the updates since the last report."""
+    """Sums over the steps since the last report."""
 
     def __init__(self) -> None:
         self.clear()
@@ -44,12 +44,12 @@ class Window:
         self._finite = 0
 
     def add(self, losses: np.ndarray, durations: np.ndarray, examples: np.ndarray) -> None:
-        """Takes updates in.
+        """Adds steps.
 
         Args:
-          losses: [n] mean loss of each update; not-finite ones do not count.
+          losses: [n] mean loss of each step; not-finite ones do not count.
           durations: [n, 6] seconds, see `COLUMNS`.
-          examples: [n] examples of each update.
+          examples: [n] examples of each step.
         """
         finite = np.isfinite(losses)
         self.steps += len(losses)
@@ -60,12 +60,12 @@ class Window:
 
     @property
     def loss(self) -> float:
-        """Mean over the updates whose loss is finite; NaN if there is none."""
+        """Mean over the steps whose loss is finite; NaN if there is none."""
         return self._loss_sum / self._finite if self._finite else float("nan")
 
     @property
     def examples_per_second(self) -> float:
-        """Examples per second of the updates' own time: evaluations and checkpoints between them do not count."""
+        """Examples per second of the steps' own time, without evaluations and checkpoints."""
         return _ratio(self.examples, self._seconds[_TOTAL])
 
     @property
@@ -74,7 +74,7 @@ class Window:
         return _ratio(self._seconds[_WAIT], self._seconds[_TOTAL])
 
     def milliseconds(self) -> dict[str, float]:
-        """Mean milliseconds per update, by `COLUMNS`."""
+        """Mean milliseconds per step, by `COLUMNS`."""
         return {name: 1e3 * _ratio(total, self.steps) for name, total in zip(COLUMNS, self._seconds, strict=True)}
 
 
@@ -85,12 +85,12 @@ class MetricSums:
         self._sums: list[np.ndarray] = []
 
     def add(self, parts: Sequence[np.ndarray]) -> None:
-        """Takes the sums of some updates in."""
+        """Adds the sums of some steps."""
         known = self._sums or [np.zeros_like(part, np.float64) for part in parts]
         self._sums = [total + part for total, part in zip(known, parts, strict=True)]
 
     def take(self) -> list[np.ndarray]:
-        """The sums, which start again from nothing."""
+        """Returns the sums and resets them."""
         sums, self._sums = self._sums, []
         return sums
 
@@ -105,7 +105,7 @@ class Timings:
         self._examples = 0.0
 
     def add(self, durations: np.ndarray, examples: np.ndarray) -> None:
-        """Takes the updates of one call in: durations [n, 6] in seconds, examples [n]."""
+        """Adds the steps of one call: durations [n, 6] in seconds, examples [n]."""
         if self._first is None:
             self._first = (durations, examples)
             return
@@ -117,8 +117,8 @@ class Timings:
         """Steady-state figures.
 
         Returns:
-          `examples_per_second`; `step_ms_p50` and `step_ms_p95`, milliseconds per update; `input_wait_fraction`.
-          A run of a single call is judged by that call; one without updates gives zeros.
+          `examples_per_second`; `step_ms_p50` and `step_ms_p95`, milliseconds per step; `input_wait_fraction`.
+          A run of a single call is measured by that call; a run without steps gives zeros.
         """
         if self._totals:
             totals, wait, examples = np.concatenate(self._totals), self._wait, self._examples

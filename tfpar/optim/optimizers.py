@@ -78,7 +78,7 @@ def build(config: OptimizerConfig, *, global_batch_size: int) -> keras.optimizer
 
     Args:
       config: Name, arguments and rates.
-      global_batch_size: Examples per update over all replicas and micro-batches.
+      global_batch_size: Examples per step over all replicas and micro-batches.
 
     Returns:
       A Keras optimizer, not yet built, whose learning rate is a variable.
@@ -147,7 +147,7 @@ def check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
         raise ConfigError(
             f"gradient_accumulation_steps={optimizer.gradient_accumulation_steps} of the optimizer cannot run under a "
             f"strategy (Keras 3.15). Leave it out and use --accumulate_steps={optimizer.gradient_accumulation_steps} "
-            f"(accumulate_steps=...): micro-batches add up in the step, with one exchange an update."
+            f"(accumulate_steps=...): micro-batches add up in the step, with one exchange per step."
         )
 
 
@@ -207,7 +207,7 @@ def _checked_arguments(config: OptimizerConfig, kind: type[keras.optimizers.Opti
 
 
 def _check_kind(config: OptimizerConfig, name: str, value: Any, default: Any) -> None:
-    """Refuses a value that Keras would take and stumble over in the first update."""
+    """Refuses a value that Keras would take and fail on in the first step."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if isinstance(default, bool):
         fits, wanted = isinstance(value, bool), "true or false"

@@ -1,6 +1,6 @@
 """Learning rate schedules by name.
 
-A schedule maps the number of finished updates to a learning rate. All of them are Keras
+A schedule maps the number of finished steps to a learning rate. All of them are Keras
 `LearningRateSchedule`s, so they also serve as the learning rate of any Keras optimizer, and all of
 them are plain tensor arithmetic, so they run in a graph and under XLA. Reduce-on-plateau depends on what an
 evaluation finds, which no function of the step can know: `PlateauController` lives on the host, and its
@@ -36,10 +36,10 @@ def build(config: ScheduleConfig, peak: float, total_steps: int) -> Schedule:
     | cyclic | triangles between `minimum` x peak and the peak (Smith 2017) | cycle_steps, minimum, mode, gamma |
     | plateau | the peak, times `PlateauController`'s multiplier | see `plateau` |
 
-    Warm-up is linear (Goyal et al. 2017) and part of the total: with `w` warm-up steps, update `t < w` runs at
-    `(t + 1) / (w + 1)` of the rate the schedule starts from, so that no update is wasted at 0. One-cycle has a
-    rise of its own; `warmup_steps` is its length there. Milestones are shares of all updates where none is above 1,
-    else numbers of updates; both count from the start of training.
+    Warm-up is linear (Goyal et al. 2017) and part of the total: with `w` warm-up steps, step `t < w` runs at
+    `(t + 1) / (w + 1)` of the rate the schedule starts from, so that no step is wasted at rate 0. One-cycle has a
+    rise of its own; `warmup_steps` is its length there. Milestones are shares of all steps where none is above 1,
+    else step numbers; both count from the start of training.
 
     Args:
       config: Name, arguments and warm-up.
@@ -47,7 +47,7 @@ def build(config: ScheduleConfig, peak: float, total_steps: int) -> Schedule:
       total_steps: Updates in the whole run.
 
     Returns:
-      A callable: finished updates (Python number, or int or float tensor []) -> learning rate, float32 [].
+      A callable: finished steps (Python number, or int or float tensor []) -> learning rate, float32 [].
 
     Raises:
       ConfigError: An unknown name or argument, with suggestions, or a value out of range.
@@ -55,10 +55,10 @@ def build(config: ScheduleConfig, peak: float, total_steps: int) -> Schedule:
     if config.schedule not in _BUILDERS:
         raise unknown_name("--schedule", config.schedule, _BUILDERS)
     if total_steps < 1:
-        raise ConfigError(f"total_steps={total_steps}: a schedule needs at least one update.")
+        raise ConfigError(f"total_steps={total_steps}: a schedule needs at least one step.")
     if config.warmup_steps >= total_steps:
         raise ConfigError(
-            f"--warmup_steps={config.warmup_steps} leaves nothing of the run's {total_steps} updates. "
+            f"--warmup_steps={config.warmup_steps} leaves nothing of the run's {total_steps} steps. "
             f"Warm up for fewer than {total_steps}, or train longer (--steps, --epochs)."
         )
     builder = _BUILDERS[config.schedule]
@@ -66,7 +66,7 @@ def build(config: ScheduleConfig, peak: float, total_steps: int) -> Schedule:
 
 
 def check_schedule(config: ScheduleConfig) -> None:
-    """Checks name and arguments before the number of updates is known.
+    """Checks name and arguments before the number of steps is known.
 
     Raises:
       ConfigError: What `build` or `plateau` would refuse whatever the length of the run.
@@ -124,7 +124,7 @@ class WarmUp(Schedule):
         self.warmup_steps = warmup_steps
 
     def __call__(self, step: Any) -> tf.Tensor:
-        """The rate after `step` finished updates, float32 []."""
+        """The rate after `step` finished steps, float32 []."""
         step = tf.cast(step, tf.float32)
         target = tf.cast(self.schedule(0), tf.float32)
         rising = target * (step + 1.0) / (self.warmup_steps + 1.0)
@@ -162,7 +162,7 @@ class OneCycle(Schedule):
         self.final = final
 
     def __call__(self, step: Any) -> tf.Tensor:
-        """The rate after `step` finished updates, float32 []."""
+        """The rate after `step` finished steps, float32 []."""
         step = tf.cast(step, tf.float32)
         risen = tf.minimum(step / max(self.rise_steps, 1), 1.0)
         fallen = tf.clip_by_value((step - self.rise_steps) / (self.total_steps - self.rise_steps), 0.0, 1.0)
@@ -190,7 +190,7 @@ class Cyclic(Schedule):
       minimum: The lowest one.
       cycle_steps: Updates from one minimum to the next (twice the paper's `stepsize`).
       mode: `triangular`; `triangular2` halves the height from cycle to cycle; `exp_range` multiplies it by
-        `gamma` with every update.
+        `gamma` with every step.
       gamma: See `mode`.
     """
 
@@ -204,7 +204,7 @@ class Cyclic(Schedule):
         self.gamma = gamma
 
     def __call__(self, step: Any) -> tf.Tensor:
-        """The rate after `step` finished updates, float32 []."""
+        """The rate after `step` finished steps, float32 []."""
         step = tf.cast(step, tf.float32)
         cycle = tf.floor(step / self.cycle_steps)
         phase = step / self.cycle_steps - cycle
@@ -255,17 +255,17 @@ def _step(
     shares = all(at <= 1 for at in milestones)
     _require(
         shares or all(float(at).is_integer() for at in milestones),
-        f"milestones={list(milestones)}: either all are shares, at most 1, or all are updates, whole numbers.",
+        f"milestones={list(milestones)}: either all are shares, at most 1, or all are step numbers, whole numbers.",
     )
-    updates = [round(at * steps if shares else at) for at in milestones]
-    counted = f" are updates {updates} of {steps}, which" if shares else ""
+    first_steps = [round(at * steps if shares else at) for at in milestones]
+    counted = f" are steps {first_steps} of {steps}, which" if shares else ""
     _require(
-        warmup < updates[0] and all(a < b for a, b in itertools.pairwise(updates)),
+        warmup < first_steps[0] and all(a < b for a, b in itertools.pairwise(first_steps)),
         f"milestones={list(milestones)}{counted} must differ and come after the warm-up (--warmup_steps={warmup}).",
     )
-    # Keras keeps the old value at a boundary itself; here a milestone is the first update at the new rate.
-    boundaries = [update - warmup - 1 for update in updates]
-    values = [peak * factor**count for count in range(len(updates) + 1)]
+    # Keras keeps the old value at a boundary itself; here a milestone is the first step at the new rate.
+    boundaries = [step - warmup - 1 for step in first_steps]
+    values = [peak * factor**count for count in range(len(first_steps) + 1)]
     return _warmed_up(keras.optimizers.schedules.PiecewiseConstantDecay(boundaries, values), warmup)
 
 
@@ -276,7 +276,7 @@ def _one_cycle(
         rise is None or not warmup, f"rise={rise} and --warmup_steps={warmup} are the same thing; give one of them."
     )
     share = 0.3 if rise is None else rise
-    _require(0.0 <= share < 1.0, f"rise={share} is a share of all updates, at least 0 and below 1.")
+    _require(0.0 <= share < 1.0, f"rise={share} is a share of all steps, at least 0 and below 1.")
     _require(0.0 <= start <= 1.0 and 0.0 <= final <= 1.0, f"start={start} and final={final} are shares of the peak.")
     return OneCycle(peak, steps, warmup or min(round(share * steps), steps - 1), start, final)
 
@@ -292,7 +292,7 @@ def _cyclic(
     gamma: float = 0.9999,
 ) -> Schedule:
     length = max((steps - warmup) // 4, 2) if cycle_steps is None else cycle_steps
-    _require(length >= 2, f"cycle_steps={length} must be at least 2 updates.")
+    _require(length >= 2, f"cycle_steps={length} must be at least 2 steps.")
     _require(0.0 <= minimum <= 1.0, f"minimum={minimum} is a share of the peak, between 0 and 1.")
     _require(0.0 < gamma <= 1.0, f"gamma={gamma} must be above 0 and at most 1.")
     if mode not in ("triangular", "triangular2", "exp_range"):

@@ -46,7 +46,7 @@ class Evaluator:
         """
         program, topology = self._program, self._program.topology
         pipeline, elements = self._pipeline_and_elements(source)
-        batches = pipeline.updates_per_epoch
+        batches = pipeline.steps_per_epoch
         read = functools.partial(pipeline.indices, 0, batches, max(topology.worker, 0))
         with failure.peer_errors_named(topology.cluster), named(source, read):
             results = self._current(program.eval_weights()).run(iter(elements), batches)

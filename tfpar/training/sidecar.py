@@ -2,8 +2,8 @@
 
 Layout, float32: `[non-finite replicas, count, loss sum, metric sums..., count x change of model state...]`.
 Summing over replicas and dividing by the summed count weights uneven replicas right, and one flag anywhere tells
-every replica of a non-finite gradient before any of them updates anything. Of model state (batch statistics) the change
-travels, not the value: the average of equal values need not have their bits, that of changes which are 0 has.
+every replica of a non-finite gradient before any of them changes a variable. Of model state (batch statistics) the
+change travels, not the value: the average of equal values need not have their bits, that of changes which are 0 has.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class TrainStep:
         if self._clip_norm:
             factor = factor * (self._clip_norm / tf.maximum(norm, self._clip_norm))
 
-        # 5, 6: the update, or none, also where all examples were skipped; the loss scale.
+        # 5, 6: the optimizer's update, unless a replica is non-finite or there are no examples; the loss scale.
         reduced = _ReducedGradients(gradients, vector, state, factor, step, lr_multiplier)
         done = tf.cond(_should_apply(vector), lambda: self._apply(reduced), lambda: tf.identity(factor))
         if self._scale_loss:
@@ -263,7 +263,7 @@ class TrainStep:
 
 
 class _ReducedGradients(NamedTuple):
-    """What a replica makes its update of; all but `state` is the same on every replica.
+    """What a replica computes its new weights from; all but `state` is the same on every replica.
 
     Attributes:
       gradients: Gradient sums over all replicas.

@@ -233,7 +233,7 @@ def _steps_per_epoch(config: ExperimentConfig, topology: Topology, train: inputs
         seed=config.train.seed,
     )
     # An asynchronous step is the push of one worker.
-    return pipeline.updates_per_epoch * (1 if topology.synchronous else topology.workers)
+    return pipeline.steps_per_epoch * (1 if topology.synchronous else topology.workers)
 
 
 def _check_not_empty(config: ExperimentConfig, role: str, source: inputs.Source) -> None:

@@ -134,7 +134,7 @@ def test_arrays_train_through_the_pipeline_and_each_example_comes_once():
     x = np.arange(23, dtype=np.float32)[:, None]
     pipeline = Pipeline(inputs.from_arrays(x, np.arange(23)), InputConfig(global_batch_size=8), replicas=2, seed=1)
     seen = []
-    for part, label, weight in pipeline.dataset().take(2 * pipeline.updates_per_epoch).as_numpy_iterator():
+    for part, label, weight in pipeline.dataset().take(2 * pipeline.steps_per_epoch).as_numpy_iterator():
         np.testing.assert_array_equal(part[..., 0], label)
         seen += label[weight > 0].tolist()
     assert sorted(seen) == list(range(23))
@@ -261,7 +261,7 @@ def test_batch_returns_the_element_of_the_dataset(examples, batch, micro_batches
     )
     by_number = tf.function(pipeline.batch, autograph=False)
     local = replicas // workers
-    updates = 2 * pipeline.updates_per_epoch + 1
+    updates = 2 * pipeline.steps_per_epoch + 1
     for worker in range(workers):
         elements = pipeline.dataset(worker).take(updates * local).as_numpy_iterator()
         for update in range(updates):

@@ -78,7 +78,7 @@ def test_file_shards_read_each_example_once(folder):
     weights = [
         weight.sum()
         for worker in range(2)
-        for _, _, weight in pipeline.dataset(worker).take(pipeline.updates_per_epoch).as_numpy_iterator()
+        for _, _, weight in pipeline.dataset(worker).take(pipeline.steps_per_epoch).as_numpy_iterator()
     ]
     assert sum(weights) == 27
 

@@ -102,7 +102,7 @@ def test_files_can_be_distributed_over_workers(folder):
     pipeline = Pipeline(source, options, replicas=2, workers=2)
     seen = []
     for worker in range(2):
-        for x, _, weight in pipeline.dataset(worker).take(pipeline.updates_per_epoch).as_numpy_iterator():
+        for x, _, weight in pipeline.dataset(worker).take(pipeline.steps_per_epoch).as_numpy_iterator():
             seen += [row.tobytes() for row in x[weight > 0]]
     assert sorted(seen) == sorted(row.tobytes() for row in fetch_all(source)[0])
 

@@ -91,7 +91,7 @@ def test_the_pipeline_reads_an_uncached_data_set(build):
     pipeline = Pipeline(source, options, replicas=2, workers=2, seed=1)
     seen = []
     for worker in range(2):
-        for x, _, weight in pipeline.dataset(worker).take(pipeline.updates_per_epoch).as_numpy_iterator():
+        for x, _, weight in pipeline.dataset(worker).take(pipeline.steps_per_epoch).as_numpy_iterator():
             seen += [image.tobytes() for image in x[weight > 0]]
     assert sorted(seen) == sorted(image.tobytes() for image in expected)
 

@@ -86,7 +86,7 @@ def test_uncached_file_shards_read_each_example_once(shards):
     pipeline = Pipeline(build_source(options, "train"), options, replicas=3, workers=3)
     seen = []
     for worker in range(3):
-        for x, _, weight in pipeline.dataset(worker).take(pipeline.updates_per_epoch).as_numpy_iterator():
+        for x, _, weight in pipeline.dataset(worker).take(pipeline.steps_per_epoch).as_numpy_iterator():
             seen += [row.tobytes() for row in x[weight > 0]]
     assert sorted(seen) == sorted(row.tobytes() for row in fetch_all(read(shards))[0])
 

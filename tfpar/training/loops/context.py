@@ -82,7 +82,7 @@ def prepare(
     config, topology = program.config, program.topology
     pipeline = program.pipeline(train, training=True)
     # Under parameter_server a step is one worker's share of a batch.
-    steps_per_epoch = pipeline.updates_per_epoch * (1 if topology.synchronous else topology.workers)
+    steps_per_epoch = pipeline.steps_per_epoch * (1 if topology.synchronous else topology.workers)
     info = _info(program, pipeline, train, validation, total_steps(config.train, steps, epochs, steps_per_epoch))
     monitor = announce.build_monitor(info)
     schedule = program.schedule(info.total)

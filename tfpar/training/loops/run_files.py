@@ -161,7 +161,7 @@ class RunFiles:
             "optimizer_options": program.optimizer_options,
             "input": {
                 "update": state.step,
-                "updates_per_epoch": self._pipeline.updates_per_epoch,
+                "updates_per_epoch": self._pipeline.steps_per_epoch,
                 "global_batch_size": program.config.input.global_batch_size,
                 "fingerprint": self._pipeline.source.info.fingerprint,
             },
