@@ -197,7 +197,7 @@ def test_every_recipe_is_read_by_a_script():
 def loaded_after(*command: str) -> subprocess.CompletedProcess[str]:
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, *command], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300, check=False
     )
 
 

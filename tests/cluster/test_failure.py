@@ -207,7 +207,7 @@ def test_who_does_not_come_is_named(rank):
         env={**os.environ, "TF_CONFIG": json.dumps(config)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     absent = f"worker {1 - rank} ({addresses[1 - rank]})"

@@ -43,17 +43,17 @@ def connected(info: ClusterInfo) -> socket.socket:
 
 def test_all_go_on_once_everyone_has_come(pool):
     infos = cluster(4)
-    waiting = [pool.submit(rendezvous.wait_for_all, info, 20.0) for info in infos[:3]]
+    waiting = [pool.submit(rendezvous.wait_for_all, info, 120.0) for info in infos[:3]]
     done, _ = concurrent.futures.wait(waiting, timeout=0.5)
     assert not done
-    rendezvous.wait_for_all(infos[3], 20.0)
+    rendezvous.wait_for_all(infos[3], 120.0)
     for one in waiting:
-        one.result(timeout=10.0)
+        one.result(timeout=300)
 
 
 def test_what_strangers_say_harms_nobody_and_keeps_nobody_waiting(pool):
     infos = cluster(2)
-    chief = pool.submit(rendezvous.wait_for_all, infos[0], 20.0)
+    chief = pool.submit(rendezvous.wait_for_all, infos[0], 120.0)
     lines = [b"{}", b"[]", b"1", b"null", b"\xff\xfe", b"[" * 4000, b'{"cluster": null}', b"GET / HTTP/1.1\r", b""]
     lines += [b'{"cluster": "%s", "place": %s}' % (rendezvous._digest(infos[0]).encode(), place) for place in PLACES]
     with contextlib.ExitStack() as stack:
@@ -65,9 +65,9 @@ def test_what_strangers_say_harms_nobody_and_keeps_nobody_waiting(pool):
                 assert connection.recv(1) == b"", line  # it is shown the door
         assert not chief.done()
         began = time.monotonic()
-        rendezvous.wait_for_all(infos[1], 20.0)
-        chief.result(timeout=10.0)
-        assert time.monotonic() - began < 10.0
+        rendezvous.wait_for_all(infos[1], 120.0)
+        chief.result(timeout=300)
+        assert time.monotonic() - began < 60.0
 
 
 PLACES = [b"null", b'"1"', b"true", b"0", b"2", b"-1", b"1e999", b"[1]"]
@@ -76,31 +76,31 @@ PLACES = [b"null", b'"1"', b"true", b"0", b"2", b"-1", b"1e999", b"[1]"]
 def test_a_worker_with_another_list_is_told_and_the_chief_says_who_it_was(pool, capfd):
     infos = cluster(2)
     other = ClusterInfo("test", {"worker": (infos[0].address, "127.0.0.1:1")}, "worker", 1)
-    chief = pool.submit(rendezvous.wait_for_all, infos[0], 20.0)
+    chief = pool.submit(rendezvous.wait_for_all, infos[0], 120.0)
     with pytest.raises(PeerLostError, match="the chief has a different list of workers"):
-        rendezvous.wait_for_all(other, 20.0)
+        rendezvous.wait_for_all(other, 120.0)
     assert "WARNING: 127.0.0.1 reported a different worker list and was rejected" in capfd.readouterr().out
-    rendezvous.wait_for_all(infos[1], 20.0)
-    chief.result(timeout=10.0)
+    rendezvous.wait_for_all(infos[1], 120.0)
+    chief.result(timeout=300)
 
 
 def test_one_that_comes_again_takes_its_place(pool):
     infos = cluster(3)
-    chief = pool.submit(rendezvous.wait_for_all, infos[0], 20.0)
+    chief = pool.submit(rendezvous.wait_for_all, infos[0], 120.0)
     greeting = b'{"cluster": "%s", "place": 1}\n' % rendezvous._digest(infos[0]).encode()
     with connected(infos[0]) as first:
         first.sendall(greeting)
-        again = pool.submit(rendezvous.wait_for_all, infos[1], 20.0)
+        again = pool.submit(rendezvous.wait_for_all, infos[1], 120.0)
         assert first.recv(1) == b""
-    rendezvous.wait_for_all(infos[2], 20.0)
+    rendezvous.wait_for_all(infos[2], 120.0)
     for one in (chief, again):
-        one.result(timeout=10.0)
+        one.result(timeout=300)
 
 
 def test_those_missing_are_named(pool):
     infos = cluster(3)
-    worker = pool.submit(rendezvous.wait_for_all, infos[1], 20.0)
+    worker = pool.submit(rendezvous.wait_for_all, infos[1], 120.0)
     with pytest.raises(PeerLostError, match=rf"worker 2 \({infos[2].address}\) did not join within 1 s"):
         rendezvous.wait_for_all(infos[0], 1.0)
     with pytest.raises(PeerLostError, match="worker 2"):  # the chief has told it
-        worker.result(timeout=10.0)
+        worker.result(timeout=300)

@@ -37,7 +37,7 @@ class Workers:
     def call(self, name: str, values: list) -> list:
         with concurrent.futures.ThreadPoolExecutor(len(values)) as pool:
             calls = [pool.submit(getattr(one, name), value) for one, value in zip(self.agreements, values, strict=True)]
-            return [call.result(timeout=60) for call in calls]
+            return [call.result(timeout=300) for call in calls]
 
 
 def random_bytes(length: int) -> bytes:

@@ -80,7 +80,7 @@ def run(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100"}
     command = [sys.executable, str(script), *arguments]
     return subprocess.run(
-        command, env=environ, cwd=script.parent, capture_output=True, text=True, timeout=60, check=False
+        command, env=environ, cwd=script.parent, capture_output=True, text=True, timeout=300, check=False
     )
 
 
@@ -297,7 +297,7 @@ def test_help_of_an_experiment_and_a_wrong_flag_do_not_wait_for_tensorflow(name:
     command = [sys.executable, "-X", "importtime", f"experiments/{name}.py"]
     for argument, code in (("--help", 0), ("--stepps=3", 2)):
         result = subprocess.run(
-            [*command, argument], env=environ, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+            [*command, argument], env=environ, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
         )
         assert result.returncode == code
         lines = [line for line in result.stderr.splitlines() if line.startswith("import time")]

@@ -34,7 +34,7 @@ def run(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
         env={**clean, **environ},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
 
@@ -69,8 +69,8 @@ def test_a_wrong_backend_and_a_malformed_tf_config() -> None:
 
 @pytest.mark.cluster
 def test_doctors_of_a_cluster_reach_each_other() -> None:
-    command = [sys.executable, "-m", "tfpar.launch", "--workers=2", "--", "-m", "tfpar.doctor", "--timeout=20"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    command = [sys.executable, "-m", "tfpar.launch", "--workers=2", "--", "-m", "tfpar.doctor", "--timeout=60"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stdout
     for own, peer in ((0, 1), (1, 0)):
         assert re.search(

@@ -15,7 +15,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 def lines_of(program: str) -> list[str]:
     """What a program prints."""
     command = [sys.executable, "-c", program]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stderr
     return result.stdout.splitlines()
 

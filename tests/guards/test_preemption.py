@@ -119,7 +119,7 @@ def test_workers_told_to_end_before_they_train(tmp_path):
             lines = [next(line for line in launcher.stdout if "strategy multi_worker" in line)]
             launcher.terminate()
             lines += launcher.stdout
-            launcher.wait(timeout=60)
+            launcher.wait(timeout=300)
         finally:
             launcher.kill()
     output = "".join(lines)
@@ -142,14 +142,14 @@ def test_a_run_told_to_end_saves_and_goes_on_there(tmp_path):
         time.sleep(0.05)
     time.sleep(1.0)
     told.send_signal(signal.SIGTERM)
-    output, _ = told.communicate(timeout=120)
+    output, _ = told.communicate(timeout=300)
     assert told.returncode == PREEMPTED, output
     assert "asked to end (SIGTERM): stopped after step" in output
     again = start(tmp_path / "told")
-    output, _ = again.communicate(timeout=120)
+    output, _ = again.communicate(timeout=300)
     assert again.returncode == 0, output
     assert "resumed from step" in output
-    assert whole.communicate(timeout=120)
+    assert whole.communicate(timeout=300)
     assert whole.returncode == 0
     summary, expected = results.read_summary(str(tmp_path / "told")), results.read_summary(str(tmp_path / "whole"))
     assert summary["params_sha256"] == expected["params_sha256"]

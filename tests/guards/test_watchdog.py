@@ -33,7 +33,7 @@ with Watchdog(1.0, "worker 3") as watchdog:
 
 def run(program, *arguments):
     return nursery.run(
-        [sys.executable, "-c", program, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", program, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
     )
 
 

@@ -27,7 +27,7 @@ def start():
             options = tf.data.experimental.service.WorkerConfig(dispatcher_address=address, heartbeat_interval_ms=200)
             running.append(tf.data.experimental.service.WorkerServer(options))
         # All workers must be registered before a job starts, or one of them might do all the work.
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while dispatcher._num_workers() < workers:
             assert time.monotonic() < deadline
             time.sleep(0.01)

@@ -135,7 +135,7 @@ def test_data_that_runs_out_ends_the_run_with_a_word(tmp_path):
         "data = tf.data.Dataset.from_tensors((np.ones((4, 2)), np.ones((4, 1)))).repeat(batches)\n"
         "model.fit(data, steps_per_epoch=10, verbose=0, callbacks=[tfpar.BroadcastInitialWeights()])\n"
     )
-    result = launch(2, str(script), timeout=120.0)
+    result = launch(2, str(script), timeout=300)
     assert result.returncode != 0
     assert "worker 1 ended epoch 1 after 6 of 10 steps" in result.stdout + result.stderr
 

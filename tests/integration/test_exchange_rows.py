@@ -98,7 +98,7 @@ def check_bytes(spec: str, state: dict[str, np.ndarray], replicas: int, workers:
 
 def test_the_benchmark_shows_what_rows_save():
     arguments = ["--vocabulary=2000", "--width=8", "--tokens=64", "--steps=2", "--exchanges=none,int8"]
-    result = launch(2, "experiments/benchmarks/embeddings.py", *arguments, timeout=120.0)
+    result = launch(2, "experiments/benchmarks/embeddings.py", *arguments, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr
     rows = re.findall(r"(none|int8) +(table|rows) +([\d,]+)", result.stdout)
     sent = {(spec, name): int(number.replace(",", "")) for spec, name, number in rows}

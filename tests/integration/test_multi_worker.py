@@ -74,7 +74,7 @@ def test_keras_fit_fails_where_tfpar_trains():
     ],
 )
 def test_workers_that_were_not_given_the_same_say_so_before_the_first_step(what, named):
-    result = launch(2, "-m", "tests.integration.scripts.own_data", what, timeout=90.0)
+    result = launch(2, "-m", "tests.integration.scripts.own_data", what, timeout=300)
     said = result.stdout + result.stderr
     assert (result.returncode == 0) == (not named), said
     assert ("the workers were not given the same" in said) == bool(named)

@@ -53,7 +53,7 @@ def python(code: str, folder: pathlib.Path = ROOT, **environ: str) -> subprocess
         env={**os.environ, "PYTHONPATH": str(folder), "TF_CPP_MIN_LOG_LEVEL": "3", **environ},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
 

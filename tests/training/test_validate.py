@@ -211,7 +211,7 @@ class Meeting:
     """An `Agreement` between threads."""
 
     def __init__(self, workers: int) -> None:
-        self.barrier = threading.Barrier(workers, timeout=60)
+        self.barrier = threading.Barrier(workers, timeout=300)
         self.values: dict[threading.Thread, list[int]] = {}
 
     def all_equal(self, values: list[int]) -> bool:
@@ -257,7 +257,7 @@ def test_workers_that_were_given_different_flags_or_data_all_say_so():
 @pytest.mark.cluster
 def test_all_workers_of_a_cluster_refuse_at_once(tmp_path):
     flags = ["--dataset=digits", "--steps=20", "--warmup_steps=20", f"--workdir={tmp_path / 'run'}"]
-    result = launch(2, "experiments/image_classification.py", *flags, timeout=60)
+    result = launch(2, "experiments/image_classification.py", *flags, timeout=300)
     assert result.returncode == 2
     assert "--warmup_steps=20 leaves nothing" in result.stdout + result.stderr
     assert "strategy multi_worker" not in result.stdout

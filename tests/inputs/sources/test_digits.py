@@ -107,7 +107,7 @@ def test_processes_that_start_together_read_the_same_data_set(tmp_path):
         for _ in range(2)
     ]
     # TFDS prints nothing to standard output.
-    assert [process.communicate(timeout=120)[0] for process in running] == ["1437\n", "1437\n"]
+    assert [process.communicate(timeout=300)[0] for process in running] == ["1437\n", "1437\n"]
     assert os.listdir(tmp_path) == ["sklearn_digits"]
 
 

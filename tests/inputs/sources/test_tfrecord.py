@@ -130,7 +130,7 @@ def test_an_empty_source_is_refused(tmp_path):
 def test_wrong_flags_on_the_command_line_print_one_line():
     for flag in ("--shards=few", "--shard=3"):
         command = [sys.executable, "-m", "tfpar.inputs.write", "--output=new", flag]
-        done = nursery.run(command, capture_output=True, text=True, timeout=120, check=False)
+        done = nursery.run(command, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 2
         assert flag.split("=")[0].strip("-") in done.stderr
         assert "Traceback" not in done.stderr
