@@ -1,4 +1,4 @@
-"""Models and the sources they read: does one fit the other."""
+"""`.keras` files, and whether their models fit a source of examples."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import keras
 
 
 def task_spec(source: inputs.Source) -> models.TaskSpec:
-    """What a model has to take and give for the examples of a source."""
+    """The input shape and number of classes that a model needs for the examples of a source."""
     info = source.info
     return models.TaskSpec(
         task=info.task,
