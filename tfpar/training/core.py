@@ -143,6 +143,22 @@ class Core:
         sums = self.objective(params, state, tf.nest.map_structure(lambda part: part[0], batch), training=False)
         return LocalSums(sums.loss, sums.count, [], [], sums.metrics)
 
+    def predict(self, params: Tensors, state: Tensors, batch: Batch) -> Any:
+        """The model's outputs in inference mode.
+
+        Args:
+          params: As for `loss_and_grads`.
+          state: As for `loss_and_grads`; not changed.
+          batch: `(x, y, weight)` with a leading axis of one micro-batch; y and weight are not read.
+
+        Returns:
+          Tensors `[m, ...]` in the structure of the model's outputs; float32 where the model computes in 16 bits.
+        """
+        x = tf.nest.map_structure(lambda part: part[0], batch[0])
+        outputs, _ = self.model.stateless_call(params, state, x, training=False)
+        half = (tf.float16, tf.bfloat16)
+        return tf.nest.map_structure(lambda part: tf.cast(part, tf.float32) if part.dtype in half else part, outputs)
+
     @property
     def metric_variables(self) -> list[keras.Variable]:
         """The state of all metrics, in the order of `LocalSums.metrics`."""

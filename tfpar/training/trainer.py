@@ -20,6 +20,7 @@ from tfpar.training.loops import start_run
 from tfpar.training.loops.hooks import Hook, check_hooks
 from tfpar.training.loops.keras_callbacks import check_callbacks
 from tfpar.training.optimizer_spec import OptimizerSpec
+from tfpar.training.prediction import Predictor
 from tfpar.training.program import Program
 from tfpar.training.start import initialize
 from tfpar.training.validate import validate_data, validate_model
@@ -90,6 +91,7 @@ class Trainer:
             config, self.runtime, model=model, optimizer=spec, loss=loss, metrics=metrics, augmentation=augmentation
         )
         self._evaluator = Evaluator(self.program)
+        self._predictor = Predictor(self.program)
 
     def fit(
         self,
@@ -144,24 +146,47 @@ class Trainer:
                 self.program, self._evaluator, train, validation, steps, epochs, hooks, callbacks, closing
             ).run()
 
-    def evaluate(self, source: inputs.Source) -> dict[str, float]:
-        """Loss and metrics over all examples of a source, each counted once.
+    def evaluate(self, source: inputs.Source | Mapping[str, inputs.Source]) -> dict[str, Any]:
+        """Loss and metrics over all examples of a source, each counted once; all workers call it together.
 
         Args:
-          source: Examples; no shuffling, no augmentation.
+          source: Examples; no shuffling, no augmentation. Or several sources by name.
 
         Returns:
-          `loss`, `examples`, and one entry per metric.
+          `loss`, `examples`, and one entry per metric. Of several sources, such a dict for each, by name.
 
         Raises:
           ConfigError: The strategy is `parameter_server`, whose chief alone evaluates, beside the training.
         """
+        self._check_synchronous("evaluates while it trains: give fit(validation=...). To evaluate")
+        if isinstance(source, Mapping):
+            return {name: self._evaluator(each) for name, each in source.items()}
+        return self._evaluator(source)
+
+    def predict(self, source: inputs.Source) -> Any:
+        """The model's outputs for all examples of a source, computed on all devices; all workers call it together.
+
+        The weights are those that `evaluate` uses: their moving averages where `--ema` keeps them.
+
+        Args:
+          source: Examples; no shuffling, no augmentation. Labels, if there are any, are not read.
+
+        Returns:
+          Arrays `[n, ...]` in the structure of the model's outputs, in the order of the examples, the same on every
+          worker. An example that `--on_bad_record=skip` leaves out has NaN, or 0 where outputs are integers.
+
+        Raises:
+          ConfigError: The strategy is `parameter_server`.
+        """
+        self._check_synchronous("does not predict. To predict")
+        return self._predictor(source)
+
+    def _check_synchronous(self, what: str) -> None:
         if not self.topology.synchronous:
             raise ConfigError(
-                "--strategy=parameter_server evaluates while it trains: give fit(validation=...). To evaluate a model "
-                "that is trained, use --strategy=one_device, mirrored or multi_worker."
+                f"--strategy=parameter_server {what} with a model that is trained, use --strategy=one_device, mirrored "
+                "or multi_worker."
             )
-        return self._evaluator(source)
 
     @property
     def config(self) -> ExperimentConfig:

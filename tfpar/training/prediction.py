@@ -1,0 +1,110 @@
+"""Prediction over all replicas: the model's outputs for every example, in the order of the examples."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+from tfpar import inputs
+from tfpar.cluster import failure
+from tfpar.collectives.agreement import WorkerAgreement
+from tfpar.collectives.tensorflow import world_group
+from tfpar.guards.bad_examples import named
+from tfpar.parallel import replica
+from tfpar.training.program import Program
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+
+class Predictor:
+    """Predicts with a program's model, under a synchronous strategy. What it compiles serves every later call.
+
+    Args:
+      program: The model under the strategy.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._weights: list[keras.Variable] = []
+        self._forward: Any = None
+
+    def __call__(self, source: inputs.Source) -> Any:
+        """The model's outputs for all examples of a source; all workers call it together.
+
+        Args:
+          source: Examples; no shuffling, no augmentation. Labels are not read.
+
+        Returns:
+          Arrays `[n, ...]` in the structure of the model's outputs, in the order of the examples, the same on every
+          worker. An example that `--on_bad_record=skip` leaves out has NaN, or 0 where outputs are integers.
+        """
+        program, topology = self._program, self._program.topology
+        pipeline = program.pipeline(source, training=False)
+        worker = max(topology.worker, 0)
+        iterator = iter(program.distribute(pipeline))
+        forward = self._current(program.eval_weights())
+        numbers: list[np.ndarray] = []
+        rows: list[list[np.ndarray]] = []
+        structure: Any = None
+        with failure.peer_errors_named(topology.cluster):
+            for step in range(pipeline.steps_per_epoch):
+                with named(source, lambda step=step: pipeline.indices(step, 1, worker)):
+                    structure, real = forward(iterator)
+                places = pipeline.indices(step, 1, worker).reshape(-1)
+                is_example = places >= 0
+                numbers.append(places[is_example])
+                rows.append(
+                    [
+                        _blank_where(~real.numpy()[is_example], part.numpy()[is_example])
+                        for part in tf.nest.flatten(structure)
+                    ]
+                )
+            agreement = WorkerAgreement(world_group(topology.workers, topology.worker))
+            columns = [np.concatenate(parts) for parts in zip(*rows, strict=True)]
+            order = np.argsort(np.concatenate(agreement.gather_arrays(np.concatenate(numbers))), kind="stable")
+            arrays = [np.concatenate(agreement.gather_arrays(column))[order] for column in columns]
+        return tf.nest.pack_sequence_as(structure, arrays)
+
+    def _current(self, weights: Sequence[keras.Variable]) -> Any:
+        """The compiled forward pass with these weights: others once moving averages exist."""
+        if self._forward is None or not all(map(operator.is_, self._weights, weights)):
+            self._weights = list(weights)
+            self._forward = self._compiled()
+        return self._forward
+
+    def _compiled(self) -> Any:
+        """`(iterator) -> (outputs [slots, ...], real bool [slots])` of the next batch, on this worker's replicas."""
+        program = self._program
+        on_tpu = isinstance(program.strategy, tf.distribute.TPUStrategy)
+        model = tf.function(
+            program.core.predict, jit_compile=True if program.jit_compile and not on_tpu else None, autograph=False
+        )
+
+        def on_replica(batch: Any) -> tuple[Any, tf.Tensor]:
+            state = replica.read(program.model.non_trainable_variables)
+            outputs = model(replica.read(self._weights), state, batch)
+            return outputs, tf.reshape(batch[2], [-1]) > 0
+
+        def run(iterator: Any) -> Any:
+            results = program.strategy.run(on_replica, args=(next(iterator),))
+
+            def joined(value: Any) -> tf.Tensor:
+                with tf.device("CPU:0"):
+                    return tf.concat(program.strategy.experimental_local_results(value), axis=0)
+
+            return tf.nest.map_structure(joined, results)
+
+        function = tf.function(run, autograph=False)
+        function._omit_frequent_tracing_warning = True  # see `TrainStep`
+        return function
+
+
+def _blank_where(skipped: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Values `[n, ...]` with rows that stand for no example overwritten."""
+    if skipped.any():
+        values = values.copy()
+        values[skipped] = np.nan if np.issubdtype(values.dtype, np.inexact) else 0
+    return values
