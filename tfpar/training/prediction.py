@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -51,7 +52,7 @@ class Predictor:
         structure: Any = None
         with failure.peer_errors_named(topology.cluster):
             for step in range(pipeline.steps_per_epoch):
-                with named(source, lambda step=step: pipeline.indices(step, 1, worker)):
+                with named(source, functools.partial(pipeline.indices, step, 1, worker)):
                     structure, real = forward(iterator)
                 places = pipeline.indices(step, 1, worker).reshape(-1)
                 is_example = places >= 0

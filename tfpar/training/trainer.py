@@ -17,6 +17,7 @@ from tfpar.parallel.topology import Topology
 from tfpar.training.core import Core
 from tfpar.training.evaluation import Evaluator
 from tfpar.training.loops import start_run
+from tfpar.training.loops.history import FitResult
 from tfpar.training.loops.hooks import Hook, check_hooks
 from tfpar.training.loops.keras_callbacks import check_callbacks
 from tfpar.training.optimizer_spec import OptimizerSpec
@@ -102,7 +103,7 @@ class Trainer:
         validation: inputs.Source | None = None,
         hooks: Sequence[Hook] = (),
         callbacks: Sequence[keras.callbacks.Callback] = (),
-    ) -> dict[str, Any]:
+    ) -> FitResult:
         """Trains, evaluates, checkpoints and writes the results.
 
         With a `workdir` that holds a checkpoint, training resumes from it.
@@ -117,7 +118,8 @@ class Trainer:
             of batches, if one of them has a method for batches. See `tfpar.training.loops.keras_callbacks`.
 
         Returns:
-          The contents of `summary.json`.
+          The contents of `summary.json`; its attribute `history` has loss and metrics of each epoch, as `History` of
+          Keras has them.
 
         Raises:
           ConfigError: Neither steps nor epochs, an empty data set, a checkpoint of another run, data of more classes

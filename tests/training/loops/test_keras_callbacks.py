@@ -65,15 +65,19 @@ def test_calls_and_logs_are_those_of_keras(kind, replicas):
     theirs.set_weights(trainer.model.get_weights())
     ours, expected = kind(), kind()
     train, held_out = source(), source(11, 9)
-    trainer.fit(train, epochs=2, validation=held_out, callbacks=[ours])
+    result = trainer.fit(train, epochs=2, validation=held_out, callbacks=[ours])
 
     accuracy = keras.metrics.SparseCategoricalAccuracy(name="accuracy")
     theirs.compile(keras.optimizers.SGD(0.05), SPARSE, metrics=[accuracy], jit_compile=False)
     x, y = arrays(EXAMPLES, 0)
-    theirs.fit(
+    history = theirs.fit(
         x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0, validation_data=arrays(11, 9), callbacks=[expected]
     )
 
+    assert result.epoch == history.epoch
+    assert result.history.keys() == history.history.keys()
+    for name, values in history.history.items():
+        assert result.history[name] == pytest.approx(values, rel=1e-4, abs=1e-6)
     assert [call[:2] for call in ours.calls] == [call[:2] for call in expected.calls]
     for one, other in zip(ours.calls, expected.calls, strict=True):
         assert (len(one) > 2) == (len(other) > 2)
@@ -212,3 +216,14 @@ def test_parameter_servers_refuse_methods_of_batches_by_name():
             ConfigError, match=f"{type(callback).__name__} has a method for every batch.*parameter_server"
         ):
             check_callbacks([callback], synchronous=False)
+
+
+def test_the_history_of_a_resumed_run_has_the_epochs_of_this_start(tmp_path):
+    """Evaluations at other steps than the ends of epochs are not in it, and an incomplete last epoch is."""
+    options = {"workdir": str(tmp_path), "eval_every": EPOCH + 1, **layout(1)}
+    first = trainer_of(plain, optimizer="sgd", **options).fit(source(), steps=EPOCH, validation=source(11, 9))
+    assert (first.epoch, list(first.history)) == ([0], ["loss", "accuracy", "val_loss", "val_accuracy"])  # the last
+    second = trainer_of(plain, optimizer="sgd", **options).fit(source(), steps=3 * EPOCH + 1)
+    assert (second.epoch, list(second.history)) == ([1, 2, 3], ["loss", "accuracy"])
+    again = trainer_of(plain, optimizer="sgd", **options).fit(source(), steps=3 * EPOCH + 1)
+    assert (again.epoch, again.history, again["steps"]) == ([], {}, 3 * EPOCH + 1)

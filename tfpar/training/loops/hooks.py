@@ -86,6 +86,7 @@ class HookRows:
       before: Built-in rows that run first: evaluation.
       user: The user's rows.
       after: Built-in rows that run last: saving, retuning.
+      watching: Built-in rows that run before the user's, with the steps since their last run, and change nothing.
       metric_results: Metrics by name from their summed states.
       any_worker: Whether any worker's value is true. All workers call it together, and only where there are user rows.
     """
@@ -96,40 +97,49 @@ class HookRows:
         user: Sequence[Hook],
         after: Sequence[Hook],
         *,
+        watching: Sequence[Hook] = (),
         metric_results: MetricResults,
         any_worker: Callable[[bool], bool],
     ) -> None:
-        self._before, self._user, self._after = before, user, after
+        self._before, self._watching, self._user, self._after = before, watching, user, after
         self._metric_results = metric_results
         self._any_worker = any_worker
-        self._since: list[list[Interval]] = [[] for _ in user]
+        self._since: list[list[Interval]] = [[] for _ in [*watching, *user]]
 
     def boundaries(self, step: int) -> list[int]:
         """Where the loop must stop next for each row."""
-        return boundaries(step, [*self._before, *self._user, *self._after])
+        return boundaries(step, [*self._before, *self._watching, *self._user, *self._after])
 
     def record(self, steps: Interval) -> None:
-        """Keeps what steps reported for the user's rows."""
+        """Keeps what steps reported for the watching and the user's rows."""
         for since in self._since:
             since.append(steps)
 
     def run(self, state: LoopState) -> LoopState:
         """Runs the rows that are due at this stop."""
         state = _run_due(self._before, state)
+        for hook, since in zip(self._watching, self._since, strict=False):
+            self._run_with(hook, since, state)
         if self._user:
             state = self._run_user_rows(state)
         return _run_due(self._after, state)
 
+    def _run_with(self, hook: Hook, since: list[Interval], state: LoopState) -> LoopState | None:
+        """Runs a row if it is due, with the steps since its last run."""
+        if not hook.is_due(state):
+            return None
+        joined = Interval.join(since, self._metric_results)
+        since.clear()
+        return hook.run(state.replace(since=joined))
+
     def _run_user_rows(self, state: LoopState) -> LoopState:
-        for hook, since in zip(self._user, self._since, strict=True):
-            if hook.is_due(state):
-                result = hook.run(state.replace(since=Interval.join(since, self._metric_results)))
-                since.clear()
-                if result is None:
-                    continue
-                if not isinstance(result, LoopState):
-                    raise TypeError(f"the hook {hook.run!r} returned {result!r}; expected a tfpar.LoopState or None")
-                state = state.replace(stop=result.stop, lr_multiplier=float(result.lr_multiplier))
+        for hook, since in zip(self._user, self._since[len(self._watching) :], strict=True):
+            result = self._run_with(hook, since, state)
+            if result is None:
+                continue
+            if not isinstance(result, LoopState):
+                raise TypeError(f"the hook {hook.run!r} returned {result!r}; expected a tfpar.LoopState or None")
+            state = state.replace(stop=result.stop, lr_multiplier=float(result.lr_multiplier))
         stop = self._any_worker(state.stop)
         return state.replace(stop=stop, ending=state.ending or stop)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tfpar.config import ConfigError
+from tfpar.training.loops.history import evaluation_logs
 from tfpar.training.loops.hooks import Hook
 from tfpar.training.loops.state import Interval, LoopState, MetricResults
 from tfpar.training.program import Program
@@ -140,10 +141,7 @@ class KerasCallbacks:
         return Interval.join(self._epoch, self._metric_results).results()
 
     def _epoch_logs(self, state: LoopState) -> dict[str, float]:
-        logs = self._train_logs()
-        if state.evaluated_at == state.step:
-            logs |= {f"val_{name}": value for name, value in state.results.items() if name != "examples"}
-        return logs
+        return self._train_logs() | evaluation_logs(state)
 
     def _show_rate(self, state: LoopState) -> None:
         """Sets the optimizer's learning rate to the one in use, for callbacks to read."""

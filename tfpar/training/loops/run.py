@@ -11,6 +11,7 @@ from tfpar.monitor import summary as results
 from tfpar.monitor.run_info import RunOutcome
 from tfpar.process.exit_codes import Preempted
 from tfpar.training.loops.context import RunContext
+from tfpar.training.loops.history import EpochHistory, FitResult
 from tfpar.training.loops.hooks import Hook, HookRows
 from tfpar.training.loops.keras_callbacks import KerasCallbacks
 from tfpar.training.loops.state import LoopState
@@ -66,6 +67,7 @@ class Run:
         self, context: RunContext, loop: Loop, hooks: Sequence[Hook] = (), callbacks: KerasCallbacks | None = None
     ) -> None:
         self._context, self._loop, self._callbacks = context, loop, callbacks
+        self._history = EpochHistory(context.steps_per_epoch)
         config, total = context.info.config, context.info.total
         evaluation = Hook(context.evaluate_every, self._evaluate, also=lambda state: state.step == total)
         saving = Hook(config.checkpoint.checkpoint_every or context.evaluate_every, self._save, also=self._must_save)
@@ -73,21 +75,22 @@ class Run:
             [evaluation, *loop.rows_before()],
             [*hooks, *([callbacks.hook] if callbacks else [])],
             [saving, *loop.rows_after()],
+            watching=[self._history.hook],
             metric_results=context.info.metric_results,
             any_worker=lambda value: context.agreement.sums([float(value)])[0] > 0,
         )
 
-    def run(self) -> dict[str, Any]:
+    def run(self) -> FitResult:
         """Announces, resumes, trains, and writes the results.
 
         Returns:
-          The contents of `summary.json`.
+          The contents of `summary.json`, and the history.
 
         Raises:
           Preempted: A worker was asked to end before the run was finished.
         """
         with self._context.watchdog:
-            return self._run()
+            return self._history.result(self._run())
 
     def _run(self) -> dict[str, Any]:
         context, info = self._context, self._context.info

@@ -1,0 +1,60 @@
+"""The history of a run: loss and metrics of each epoch, as Keras' `History` has them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tfpar.training.loops.hooks import Hook
+from tfpar.training.loops.state import LoopState
+
+
+class FitResult(dict[str, Any]):
+    """What `Trainer.fit` returns: the contents of `summary.json`, and the history of this call.
+
+    Attributes:
+      epoch: Numbers of the epochs that ended in this call, from 0; the last one may be incomplete.
+      history: For each name a value per epoch, in the order of `epoch`: `loss`, metrics, and, prefixed `val_`, the
+        evaluation made at the end of the epoch. NaN where an epoch has no such value.
+    """
+
+    def __init__(self, summary: Mapping[str, Any], epoch: list[int], history: dict[str, list[float]]) -> None:
+        super().__init__(summary)
+        self.epoch = epoch
+        self.history = history
+
+
+class EpochHistory:
+    """Records the history.
+
+    Args:
+      steps_per_epoch: Steps of one pass over the examples.
+
+    Attributes:
+      hook: The row that records.
+    """
+
+    def __init__(self, steps_per_epoch: int) -> None:
+        self._steps_per_epoch = steps_per_epoch
+        self._epoch: list[int] = []
+        self._logs: list[dict[str, float]] = []
+        self.hook = Hook(steps_per_epoch, self._record, also=lambda state: state.ending)
+
+    def result(self, summary: Mapping[str, Any]) -> FitResult:
+        """The result of `fit` with this summary."""
+        names = dict.fromkeys(name for logs in self._logs for name in logs)
+        history = {name: [logs.get(name, float("nan")) for logs in self._logs] for name in names}
+        return FitResult(summary, list(self._epoch), history)
+
+    def _record(self, state: LoopState) -> None:
+        if not len(state.since.losses):
+            return
+        self._epoch.append((state.step - 1) // self._steps_per_epoch)
+        self._logs.append(state.since.results() | evaluation_logs(state))
+
+
+def evaluation_logs(state: LoopState) -> dict[str, float]:
+    """The evaluation made at this step, named as Keras names it; empty if there was none."""
+    if state.evaluated_at != state.step:
+        return {}
+    return {f"val_{name}": value for name, value in state.results.items() if name != "examples"}
