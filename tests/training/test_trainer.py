@@ -134,6 +134,35 @@ def test_a_model_built_under_the_strategy_is_taken_as_it_is():
     assert trainer_of(inside, runtime=runtime, strategy="mirrored", devices=2).model is inside
 
 
+def docs_trainer(workdir: str, optimizer: Callable[[], keras.optimizers.Optimizer | str], **options) -> tfpar.Trainer:
+    """As docs/strategies.md says for objects: first the strategy, from a configuration of its own."""
+    config = ExperimentConfig.from_flat_dict({"global_batch_size": BATCH, "jit_compile": "false", "workdir": workdir})
+    runtime = tfpar.initialize(config)
+    return tfpar.Trainer(model(), optimizer(), SPARSE, ["accuracy"], config=config, runtime=runtime, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0, "optimizer": "sgd"}, {"config": None}])
+def test_a_run_with_objects_and_a_runtime_resumes(tmp_path, options):
+    options = dict(options)
+    kind = options.pop("optimizer", None)
+    optimizer = (lambda: kind) if kind else (lambda: keras.optimizers.SGD(0.1))
+    if "config" in options:  # started without a configuration, which records the model and the data as custom
+        first = trainer_of(model(), optimizer(), workdir=str(tmp_path), stop_after=3)
+        options = {}
+    else:
+        first = docs_trainer(str(tmp_path), optimizer, stop_after=3, **options)
+    assert first.fit(source(), steps=6)["steps"] == 3
+    assert docs_trainer(str(tmp_path), optimizer, **options).fit(source(), steps=6)["steps"] == 6
+
+
+def test_other_arguments_than_those_of_the_saved_run_are_refused(tmp_path):
+    docs_trainer(str(tmp_path), lambda: "sgd", clip_norm=1.0).fit(source(), steps=2)
+    with pytest.raises(ConfigError, match=r"--clip_norm: 1\.0 -> 2\.0\. "):
+        docs_trainer(str(tmp_path), lambda: "sgd", clip_norm=2.0)
+    with pytest.raises(ConfigError, match=r"--optimizer: 'sgd' -> 'custom'"):
+        docs_trainer(str(tmp_path), keras.optimizers.SGD, clip_norm=1.0)
+
+
 def test_the_runtime_by_its_old_name():
     runtime = tfpar.start(ExperimentConfig.from_flat_dict({"strategy": "one_device"}))
     with pytest.warns(DeprecationWarning, match=r"Trainer\(layout=...\) is deprecated; use runtime="):
