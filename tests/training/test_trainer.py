@@ -546,6 +546,24 @@ def test_the_training_loss_does_not_depend_on_the_updates_per_call():
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
 
 
+@pytest.mark.parametrize("eval_every", [0, 1000])
+def test_the_training_loss_is_that_of_the_last_epoch_also_after_resuming_with_more(tmp_path, eval_every):
+    """As Keras' History has it; an interval of evaluations that never comes does not matter."""
+
+    def run(workdir: pathlib.Path, epochs: float, *callbacks: keras.callbacks.Callback) -> float:
+        trainer = trainer_of(workdir=str(workdir), eval_every=eval_every, schedule="constant", learning_rate=0.02)
+        return trainer.fit(source(), epochs=epochs, callbacks=callbacks)["train_loss"]
+
+    history = keras.callbacks.History()
+    whole = run(tmp_path / "whole", 3.0, history)
+    assert whole == pytest.approx(history.history["loss"][-1], rel=1e-6)
+    assert whole < 0.95 * history.history["loss"][0]
+    run(tmp_path / "resumed", 1.4)
+    assert run(tmp_path / "resumed", 3.0) == whole
+    run(tmp_path / "again", 2.4)  # in the middle of the last epoch
+    assert run(tmp_path / "again", 3.0) == whole
+
+
 TIMES = {"examples_per_second", "step_ms_p50", "step_ms_p95", "input_wait_fraction", "mfu"}
 
 

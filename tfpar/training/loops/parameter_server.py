@@ -154,7 +154,7 @@ class ParameterServerLoop:
         # The monitor leaves out what is not finite.
         losses = np.where(counts > 0, losses, np.nan)
         done = Interval(losses, counts, applied, [column[finite].sum(axis=0) for column in metrics])
-        state = state.advanced(done, skipped=int(np.sum(~finite)), evaluate_every=context.evaluate_every)
+        state = state.advanced(done, skipped=int(np.sum(~finite)), steps_per_epoch=context.steps_per_epoch)
         # Workers overlap: their shares of a step are scaled to the time that passes between steps here.
         durations = durations * (seconds / max(durations[:, 4].sum(), 1e-9))
         scalars = {
