@@ -69,11 +69,54 @@ def test_without_a_cluster_the_script_is_a_plain_one():
     assert (tfpar.rank(), tfpar.size()) == (0, 1)
     adam = keras.optimizers.Adam()
     assert tfpar.DistributedOptimizer(adam, exchange="int4") is adam
-    assert type(adam) is keras.optimizers.Adam
+    assert adam.__class__ is keras.optimizers.Adam
     model = model_of()
     model.compile(adam, "mse", jit_compile=True)
     history = model.fit(X, Y, verbose=0, callbacks=[tfpar.BroadcastInitialWeights(), tfpar.AverageMetrics()])
     assert np.isfinite(history.history["loss"]).all()
+
+
+class OneHot(keras.layers.Embedding):
+    """An embedding whose gradient is a dense tensor."""
+
+    def call(self, tokens):
+        return keras.ops.matmul(keras.ops.one_hot(tokens, self.input_dim), self.embeddings)
+
+
+def embedded_weights(embedding: type, make, jit_compile: bool = False) -> list[np.ndarray]:
+    """The weights after some steps on batches in which tokens repeat."""
+    keras.utils.set_random_seed(3)
+    tokens = np.random.default_rng(1).integers(0, 4, (32, 8))  # of nine: some never occur
+    model = keras.Sequential(
+        [keras.Input((8,), dtype="int32"), embedding(9, 3), keras.layers.Flatten(), keras.layers.Dense(1)]
+    )
+    model.compile(make(), "mse", jit_compile=jit_compile)
+    model.fit(tokens, tokens.sum(axis=1, keepdims=True), batch_size=16, epochs=3, shuffle=False, verbose=0)
+    return model.get_weights()
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: keras.optimizers.Adam(0.1, global_clipnorm=0.5),
+        lambda: keras.optimizers.RMSprop(0.1),
+        lambda: keras.optimizers.Adagrad(0.1),
+        lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.1)),
+        lambda: keras.optimizers.SGD(0.1, clipnorm=0.1, gradient_accumulation_steps=2),
+    ],
+)
+def test_repeated_tokens_are_summed_on_one_worker_too(make, jit_compile):
+    actual = embedded_weights(keras.layers.Embedding, lambda: tfpar.DistributedOptimizer(make()), jit_compile)
+    for one, other in zip(actual, embedded_weights(OneHot, make), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_rows_are_summed_once_however_often_an_optimizer_is_given():
+    adam = keras.optimizers.Adam()
+    kind = type(tfpar.DistributedOptimizer(adam))
+    assert type(tfpar.DistributedOptimizer(adam)) is kind
+    assert keras.optimizers.deserialize(keras.optimizers.serialize(adam)).__class__ is keras.optimizers.Adam
 
 
 def test_an_unknown_exchange_is_refused_without_a_cluster_too():
@@ -310,21 +353,105 @@ def test_other_names_in_the_logs_are_noticed(alone):
 # Averages
 
 
-def test_logs_are_weighted_by_examples(alone):
-    seen = []
+class Largest(keras.metrics.Metric):
+    """A metric whose state is no sum."""
+
+    def __init__(self, name="largest"):
+        super().__init__(name=name)
+        self.value = self.add_variable((), "zeros")
+
+    def update_state(self, y, y_pred, sample_weight=None):
+        self.value.assign(keras.ops.maximum(self.value, keras.ops.max(y)))
+
+    def result(self):
+        return self.value
+
+
+def test_logs_are_those_of_all_examples_and_weights(alone):
+    """The other worker has more examples, and other sample weights: each metric counts in its own way."""
+    generator = np.random.default_rng(4)
+    x = generator.standard_normal((64, 3)).astype(np.float32)
+    y = (x.sum(axis=1, keepdims=True) > 0).astype(np.float32)
+    weight = generator.uniform(0.1, 9.0, 64).astype(np.float32)
+    shares = {"train": [slice(0, 24), slice(24, 40)], "validation": [slice(40, 45), slice(45, 64)]}
+
+    def metrics():
+        plain = ["accuracy", keras.metrics.AUC(name="auc"), Largest()]
+        return {"metrics": plain, "weighted_metrics": [keras.metrics.RootMeanSquaredError(name="rms")]}
+
+    def model_with_weights():
+        keras.utils.set_random_seed(0)
+        return keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, activation="sigmoid")])
+
+    # What the other worker has seen, from a callback of its own on a model that does not change.
+    def snapshots(share):
+        model, spy = model_with_weights(), callbacks.AverageMetrics()
+        model.compile(keras.optimizers.SGD(0.0), "binary_crossentropy", jit_compile=False, **metrics())
+        spy.set_model(model)
+        seen = {}
+        for split in shares:
+            part = shares[split][share]
+            logs = model.evaluate(x[part], y[part], sample_weight=weight[part], verbose=0, return_dict=True)
+            seen[split] = spy._snapshot(), logs
+        return seen
+
+    theirs = snapshots(1)
 
     def other(value):
         if not isinstance(value, dict):
             return value
-        seen.append(value)
-        return value | {"values": {"loss": 1.0, "val_loss": 2.0}, "train": 8.0, "validation": 10.0}
+        logs = theirs["train"][1] | {f"val_{name}": one for name, one in theirs["validation"][1].items()}
+        return value | {"values": logs, "train": theirs["train"][0], "validation": theirs["validation"][0]}
 
     alone.others = [other]
-    history = fit(alone, callback=tfpar.AverageMetrics, validation_data=(X[:5], Y[:5]))
-    (own,) = seen
-    assert (own["train"], own["validation"]) == (24.0, 5.0)
-    expected = (24 * own["values"]["loss"] + 8 * 1.0) / 32, (5 * own["values"]["val_loss"] + 10 * 2.0) / 15
-    np.testing.assert_allclose((history.history["loss"][0], history.history["val_loss"][0]), expected, rtol=1e-12)
+    model = model_with_weights()
+    model.compile(
+        tfpar.DistributedOptimizer(keras.optimizers.SGD(0.0)), "binary_crossentropy", jit_compile=False, **metrics()
+    )
+    own = {split: (x[part[0]], y[part[0]], weight[part[0]]) for split, part in shares.items()}
+    history = model.fit(
+        *own["train"][:2],
+        sample_weight=own["train"][2],
+        validation_data=own["validation"],
+        callbacks=[tfpar.AverageMetrics()],
+        batch_size=8,
+        verbose=0,
+    )
+    whole = model_with_weights()
+    whole.compile(keras.optimizers.SGD(0.0), "binary_crossentropy", jit_compile=False, **metrics())
+    for prefix, part in (("", slice(0, 40)), ("val_", slice(40, 64))):
+        expected = whole.evaluate(x[part], y[part], sample_weight=weight[part], verbose=0, return_dict=True)
+        for name, value in expected.items():
+            np.testing.assert_allclose(history.history[prefix + name], value, rtol=1e-6, err_msg=prefix + name)
+
+
+def test_a_model_of_its_own_loss_is_weighted_by_examples(alone):
+    class Model(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+            self.mean = keras.metrics.Mean(name="own")
+
+        def call(self, inputs):
+            return self.dense(inputs)
+
+        def train_step(self, data):
+            self.mean.update_state(tf.reshape(data[1], [-1]))
+            self.optimizer.apply([tf.zeros([3, 1]), tf.zeros([1])], self.trainable_variables)
+            return {"own": self.mean.result(), "unknown": 1.0}
+
+    def other(value):
+        if not isinstance(value, dict):
+            return value
+        state = {"examples": 8.0, "state": [*value["train"]["state"][:-2], 4.0, 8.0]}
+        return value | {"train": state, "values": {"own": 0.5, "unknown": 5.0}}
+
+    alone.others = [other]
+    model = Model()
+    model(X)
+    history = fit(alone, model=model, callback=tfpar.AverageMetrics)
+    np.testing.assert_allclose(history.history["own"][0], (Y.sum() + 4.0) / 32, rtol=1e-6)
+    np.testing.assert_allclose(history.history["unknown"][0], (24 * 1.0 + 8 * 5.0) / 32, rtol=1e-12)
 
 
 def test_weighted_mean():

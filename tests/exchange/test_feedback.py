@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from tfpar.collectives.tensorflow import world_group
+from tfpar.exchange import residuals
 from tfpar.exchange import spec as specs
 from tfpar.exchange.algorithms.deep_gradient import RAMP
 from tfpar.exchange.buckets import Bucket
+from tfpar_ops import Codec
 
 import numpy as np
 import pytest
@@ -46,6 +48,50 @@ def test_signs_without_feedback_never_leave_the_line_they_start_on():
 def test_signs_with_feedback_converge():
     _, loss = least_norm_loss(feedback=True)
     assert loss < 0.05
+
+
+UNEQUAL = [(40, 40), (30, 50), (33, 37), (64, 16)]  # the last elements of a tensor and the first of the next: one block
+
+
+def unequal_gradients(step: int) -> list[np.ndarray]:
+    """Every other tensor is 10^4 times larger."""
+    generator = np.random.default_rng(step)
+    factors = (1e4, 1.0, 1e4, 1.0)
+    return [
+        (factor * generator.standard_normal(shape)).astype(np.float32)
+        for shape, factor in zip(UNEQUAL, factors, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("spec", ["int8", "int4", "int2", "sign", "sign:block=64", "topk:0.01"])
+def test_a_small_tensor_loses_nothing_beside_a_large_one(spec):
+    """Sums and residual against the gradients: of the small tensors' own size."""
+    separator = "," if ":" in spec else ":"
+    text = f"{spec}{separator}pattern=all_gather"
+    one = specs.parse(text).build([tf.TensorShape(shape) for shape in UNEQUAL], world_group(1, 0), 0, "bucket")
+    given, sent = (np.zeros(one.elements) for _ in range(2))
+    for step in range(100):
+        gradients = unequal_gradients(step)
+        sums, _ = one.reduce([tf.constant(gradient) for gradient in gradients], tf.constant(step, tf.int64))
+        given += np.concatenate([gradient.ravel() for gradient in gradients])
+        sent += np.concatenate([part.numpy().ravel() for part in sums])
+    lost = given - sent - residuals.pending_of([one], 0)
+    begin = 0
+    for shape in UNEQUAL:
+        part = slice(begin, begin + np.prod(shape))
+        begin = part.stop
+        assert np.linalg.norm(lost[part]) < 1e-6 * np.linalg.norm(given[part]), (shape, spec)
+
+
+def test_copies_that_fill_blocks_stay_copies():
+    one = specs.parse("sign:pattern=all_gather").build([tf.TensorShape(s) for s in UNEQUAL], world_group(1, 0), 0, "b")
+    for step in range(5):
+        one.reduce([tf.constant(part) for part in unequal_gradients(step)], tf.constant(step, tf.int64))
+    residual = one.state["worker"].numpy()
+    originals, sources = one.padding.originals(), one.padding.sources()
+    assert (residual.size, originals.sum()) == (2048 + 1536 + 1536 + 1024, one.elements)
+    np.testing.assert_array_equal(residual, residual[originals][sources])
+    assert one.wire_bytes().payload == Codec("sign").payload_bytes(residual.size)
 
 
 def test_momentum_correction_and_factor_masking():

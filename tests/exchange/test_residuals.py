@@ -46,7 +46,10 @@ def total_pending(group: list[Exchange]) -> np.ndarray:
     return np.concatenate(buckets)
 
 
-@pytest.mark.parametrize("spec", ["int4", "int4:pattern=all_gather", "topk:0.01", "int4:bucket_bytes=20000"])
+SPECS = ["int4", "int4:pattern=all_gather", "topk:0.01", "int4:bucket_bytes=20000", "sign", "sign:pattern=ring"]
+
+
+@pytest.mark.parametrize("spec", SPECS)
 def test_the_same_workers_restore_their_own_bits(spec):
     old, new = exchanges(spec, 3), exchanges(spec, 3)
     fill(old)
@@ -72,8 +75,11 @@ def test_residuals_survive_another_number_of_workers(spec, before, after):
     assert all(exchange.export()["step"] == 17 for exchange in new)
 
 
-def test_residuals_survive_another_codec_and_other_buckets():
-    old, new = exchanges("int4", 2), exchanges("sign:bucket_bytes=20000", 2)
+@pytest.mark.parametrize(
+    ("before", "after"), [("int4", "sign:bucket_bytes=20000"), ("sign", "int4"), ("sign:block=64", "sign")]
+)
+def test_residuals_survive_another_codec_and_other_buckets(before, after):
+    old, new = exchanges(before, 2), exchanges(after, 2)
     fill(old)
     for exchange in new:
         exchange.restore(2, lambda rank: old[rank].export())

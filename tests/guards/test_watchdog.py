@@ -72,6 +72,18 @@ def test_a_call_that_hangs_with_pythons_lock_held_ends_too():
     assert done.stderr.startswith("Timeout (0:00:02)!"), done.stderr
 
 
+@pytest.mark.parametrize("stream", ["io.StringIO()", "None"])
+def test_a_stream_without_a_descriptor_as_in_a_notebook(stream):
+    """The stacks go to the process's own standard error."""
+    program = HANGS.replace(
+        "import threading", f"import io, sys, threading\nsys.stderr = {stream}\nimport threading", 1
+    )
+    done = run(program)
+    assert done.returncode == PEER_LOST
+    assert "waits_for_ever" in done.stderr
+    assert "UnsupportedOperation" not in done.stderr
+
+
 SOURCE_HANGS = """
 import dataclasses, sys, threading
 import tfpar

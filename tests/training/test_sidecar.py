@@ -48,8 +48,8 @@ BEFORE = contribution(1.0, 0.0, 9).state  # what all replicas start from
 
 
 def vector_of(layout: Sidecar, sums: LocalSums, before: list[tf.Tensor] | None = None) -> tf.Tensor:
-    norm_squared = tf.add_n([tf.reduce_sum(tf.square(gradient)) for gradient in sums.gradients])
-    return layout.flag(layout.pack(sums, (BEFORE if before is None else before)[: len(sums.state)]), norm_squared)
+    norm = tf.linalg.global_norm(sums.gradients)
+    return layout.flag(layout.pack(sums, (BEFORE if before is None else before)[: len(sums.state)]), norm)
 
 
 @pytest.mark.parametrize(("replicas", "traveling"), [(1, 0), (2, 7)])

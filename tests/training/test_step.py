@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 from tests.training.harness import Steps, linear_model
 from tfpar.precision import LossScale
@@ -137,7 +138,15 @@ def test_a_lone_replica_does_its_step_as_one_xla_program():
     hlo = compiled.step._whole_step.experimental_get_compiler_ir(*arguments)(stage="hlo")
     assert "ENTRY" in hlo
     assert "dot(" in hlo
-    assert "conditional(" in hlo  # the update is left out, not undone, where a gradient is not finite
+    # The update is left out, not undone, where a gradient is not finite; and the norm is taken once more where its
+    # square overflows.
+    assert hlo.count("conditional(") == 2
+
+
+NORMS = [
+    norms.l2_norm,
+    tf.function(functools.partial(norms.l2_norm, squared=norms.squared_in_xla), jit_compile=True),
+]
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (64,), (72,), (1000, 3), (17, 19)])
@@ -146,7 +155,49 @@ def test_the_norm_for_xla_is_the_norm(shape):
     expected = sum(np.sum(np.square(value, dtype=np.float64)) for value in values)
     tensors = [tf.constant(value) for value in values]
     np.testing.assert_allclose(tf.function(norms.squared_in_xla, jit_compile=True)(tensors), expected, rtol=1e-6)
-    np.testing.assert_allclose(norms.squared(tensors), expected, rtol=1e-6)
-    spoiled = values[0].copy()
-    spoiled.reshape(-1)[-1] = np.inf
-    assert not np.isfinite(norms.squared_in_xla([tf.constant(spoiled), tensors[1]]))
+    for norm in NORMS:
+        np.testing.assert_allclose(norm(tensors), np.sqrt(expected), rtol=1e-6)
+    for bad in (np.inf, np.nan):
+        spoiled = values[0].copy()
+        spoiled.reshape(-1)[-1] = bad
+        for norm in NORMS:
+            assert not np.isfinite(norm([tf.constant(spoiled), tensors[1]]))
+
+
+@pytest.mark.parametrize("scale", [2.0**-20, 2.0**70, 2.0**110])
+def test_the_norm_where_its_square_overflows(scale):
+    values = [np.random.default_rng(7).normal(size=shape).astype(np.float32) for shape in [(), (1000, 3), (17, 19)]]
+    expected = np.sqrt(sum(np.sum(np.square(value, dtype=np.float64)) for value in values)) * scale
+    tensors = [tf.constant(value * np.float32(scale)) for value in values]
+    for norm in NORMS:
+        np.testing.assert_allclose(norm(tensors), expected, rtol=1e-6)
+    assert np.isinf(norms.l2_norm([tf.fill([4], 3e38)]))  # more than float32 holds
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("clip_norm", [0.0, 1.0])
+def test_finite_gradients_whose_squares_overflow_are_applied(replicas, jit, clip_norm):
+    """As `model.fit` does. The gradient of each example is [3e19, 4e19], and so is the mean."""
+    rate = 1.0 if clip_norm else 1e-19
+    options = {"loss": lambda y, outputs: outputs[..., 0] + 0.0 * y[..., 0], "clip_norm": clip_norm, "jit_compile": jit}
+    steps = Steps(replicas, optimizer=lambda: keras.optimizers.SGD(rate), **options)
+    batch = (np.array([[3e19, 4e19]] * 2), np.zeros((2, 1)), np.ones(2))
+    result = steps.run([[batch] * replicas])
+    assert result.finite.numpy().all()
+    np.testing.assert_allclose(result.norms.gradient, 5e19, rtol=1e-6)
+    expected = 1.0 - (np.array([0.6, 0.8]) if clip_norm else np.array([3.0, 4.0]))
+    for weights in steps.weights():
+        np.testing.assert_allclose(weights[0][:, 0], expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_gradients_whose_sum_would_overflow_are_left_out(replicas):
+    """Two of 3e38 are more than float32 holds; one is not, and no replica may apply it."""
+    loss = lambda y, outputs: outputs[..., 0] + 0.0 * y[..., 0]  # noqa: E731
+    steps = Steps(replicas, loss=loss, jit_compile=False, optimizer=lambda: keras.optimizers.SGD(1e-37))
+    batch = (np.array([[3e38, 0.0]]), np.zeros((1, 1)), np.ones(1))
+    result = steps.run([[batch] * replicas])
+    assert result.finite.numpy().tolist() == [replicas == 1]
+    for weights in steps.weights():
+        np.testing.assert_allclose(weights[0][:, 0], [-29.0 if replicas == 1 else 1.0, 1.0], rtol=1e-5)

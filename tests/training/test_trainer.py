@@ -134,6 +134,35 @@ def test_a_model_built_under_the_strategy_is_taken_as_it_is():
     assert trainer_of(inside, runtime=runtime, strategy="mirrored", devices=2).model is inside
 
 
+def docs_trainer(workdir: str, optimizer: Callable[[], keras.optimizers.Optimizer | str], **options) -> tfpar.Trainer:
+    """As docs/strategies.md says for objects: first the strategy, from a configuration of its own."""
+    config = ExperimentConfig.from_flat_dict({"global_batch_size": BATCH, "jit_compile": "false", "workdir": workdir})
+    runtime = tfpar.initialize(config)
+    return tfpar.Trainer(model(), optimizer(), SPARSE, ["accuracy"], config=config, runtime=runtime, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0, "optimizer": "sgd"}, {"config": None}])
+def test_a_run_with_objects_and_a_runtime_resumes(tmp_path, options):
+    options = dict(options)
+    kind = options.pop("optimizer", None)
+    optimizer = (lambda: kind) if kind else (lambda: keras.optimizers.SGD(0.1))
+    if "config" in options:  # started without a configuration, which records the model and the data as custom
+        first = trainer_of(model(), optimizer(), workdir=str(tmp_path), stop_after=3)
+        options = {}
+    else:
+        first = docs_trainer(str(tmp_path), optimizer, stop_after=3, **options)
+    assert first.fit(source(), steps=6)["steps"] == 3
+    assert docs_trainer(str(tmp_path), optimizer, **options).fit(source(), steps=6)["steps"] == 6
+
+
+def test_other_arguments_than_those_of_the_saved_run_are_refused(tmp_path):
+    docs_trainer(str(tmp_path), lambda: "sgd", clip_norm=1.0).fit(source(), steps=2)
+    with pytest.raises(ConfigError, match=r"--clip_norm: 1\.0 -> 2\.0\. "):
+        docs_trainer(str(tmp_path), lambda: "sgd", clip_norm=2.0)
+    with pytest.raises(ConfigError, match=r"--optimizer: 'sgd' -> 'custom'"):
+        docs_trainer(str(tmp_path), keras.optimizers.SGD, clip_norm=1.0)
+
+
 def test_the_runtime_by_its_old_name():
     runtime = tfpar.start(ExperimentConfig.from_flat_dict({"strategy": "one_device"}))
     with pytest.warns(DeprecationWarning, match=r"Trainer\(layout=...\) is deprecated; use runtime="):
@@ -515,6 +544,24 @@ def test_the_training_loss_does_not_depend_on_the_updates_per_call():
     """Calls from Python are as long as the machine is fast; the results must not be."""
     losses = [trainer_of(steps_per_loop=updates).fit(source(), epochs=1)["train_loss"] for updates in (1, 2, 5)]
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
+
+
+@pytest.mark.parametrize("eval_every", [0, 1000])
+def test_the_training_loss_is_that_of_the_last_epoch_also_after_resuming_with_more(tmp_path, eval_every):
+    """As Keras' History has it; an interval of evaluations that never comes does not matter."""
+
+    def run(workdir: pathlib.Path, epochs: float, *callbacks: keras.callbacks.Callback) -> float:
+        trainer = trainer_of(workdir=str(workdir), eval_every=eval_every, schedule="constant", learning_rate=0.02)
+        return trainer.fit(source(), epochs=epochs, callbacks=callbacks)["train_loss"]
+
+    history = keras.callbacks.History()
+    whole = run(tmp_path / "whole", 3.0, history)
+    assert whole == pytest.approx(history.history["loss"][-1], rel=1e-6)
+    assert whole < 0.95 * history.history["loss"][0]
+    run(tmp_path / "resumed", 1.4)
+    assert run(tmp_path / "resumed", 3.0) == whole
+    run(tmp_path / "again", 2.4)  # in the middle of the last epoch
+    assert run(tmp_path / "again", 3.0) == whole
 
 
 TIMES = {"examples_per_second", "step_ms_p50", "step_ms_p95", "input_wait_fraction", "mfu"}

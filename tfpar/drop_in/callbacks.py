@@ -145,9 +145,10 @@ class AverageMetrics(_InStep):
     """Makes the logs at the end of an epoch those of all workers.
 
     Put it before ReduceLROnPlateau, EarlyStopping, ModelCheckpoint and whatever else reads them, on every worker: they
-    then decide the same everywhere. Values are averaged, weighted by the number of examples that each worker saw, in
-    training and, for `val_...`, in validation. That is exact for losses, accuracies and other means over examples; of
-    metrics such as AUC or a root of a mean it is the mean of the workers' values.
+    then decide the same everywhere. The states of Keras' metrics, which are sums, are added up over the workers, in
+    training and, for `val_...`, in validation: every example and every sample weight counts once, and metrics such as
+    AUC or a root of a mean are exact too. What else is logged, such as the values of metric classes of your own, is
+    averaged, weighted by the number of examples that each worker saw.
 
     Raises:
       ConfigError: In `fit`, on every worker: workers log different names, or have come to different learning rates or
@@ -156,54 +157,98 @@ class AverageMetrics(_InStep):
 
     def __init__(self) -> None:
         super().__init__()
-        self._train_examples: float | None = None
-        self._validation_examples: float | None = None
+        self._train: dict[str, Any] | None = None
+        self._validation: dict[str, Any] | None = None
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Forgets the numbers of examples."""
+        """Forgets the previous epoch."""
         super().on_epoch_begin(epoch, logs)
-        self._train_examples = self._validation_examples = None
+        self._train = self._validation = None
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Notes the examples of the training epoch, before validation resets the metrics."""
+        """Notes the metrics of the training epoch, before validation resets them."""
         del logs
-        self._train_examples = self._examples()
+        self._train = self._snapshot()
 
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Notes the examples of the validation."""
+        """Notes the metrics of the validation."""
         del logs
-        self._validation_examples = self._examples()
+        self._validation = self._snapshot()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Replaces the values in `logs`."""
         super().on_epoch_end(epoch, logs)
         if self._workers is None or logs is None:
             return
-        train = self._examples() if self._train_examples is None else self._train_examples
         values = {name: float(value) for name, value in logs.items() if np.ndim(value) == 0}
         gathered = self._workers.gather(
             f"average the metrics of epoch {epoch + 1}",
             {
                 "values": values,
-                "train": train,
-                "validation": 0.0 if self._validation_examples is None else self._validation_examples,
+                "train": self._train or self._snapshot(),
+                "validation": self._validation or {"examples": 0.0, "state": []},
                 "learning rate": _learning_rate(self.model.optimizer),
                 "stop_training": bool(self.model.stop_training),
             },
         )
         _check_same_decisions(gathered)
+        exact = {
+            prefix + name: value
+            for prefix, split in (("", "train"), ("val_", "validation"))
+            for name, value in self._results([worker[split]["state"] for worker in gathered]).items()
+        }
         for name in values:
-            weights = [worker["validation" if name.startswith("val_") else "train"] for worker in gathered]
-            logs[name] = weighted_mean([worker["values"][name] for worker in gathered], weights)
+            split = "validation" if name.startswith("val_") else "train"
+            weights = [worker[split]["examples"] for worker in gathered]
+            mean = weighted_mean([worker["values"][name] for worker in gathered], weights)
+            logs[name] = exact.get(name, mean)
+
+    def _snapshot(self) -> dict[str, Any]:
+        """The number of examples since the metrics were reset, and the state of those that add up."""
+        state = [variable.numpy().tolist() for metric in self._metrics(additive=True) for variable in metric.variables]
+        return {"examples": self._examples(), "state": state}
+
+    def _results(self, states: list[list[Any]]) -> dict[str, float]:
+        """Values by name from the sums of the workers' states; the model's metrics are the same afterwards."""
+        variables = [variable for metric in self._metrics(additive=True) for variable in metric.variables]
+        if not variables or any(len(state) != len(variables) for state in states):
+            return {}
+        before = [variable.numpy() for variable in variables]
+        try:
+            for variable, parts in zip(variables, zip(*states, strict=True), strict=True):
+                variable.assign(np.sum([np.asarray(part, np.float64) for part in parts], axis=0))
+            results = self.model.get_metrics_result()
+        finally:
+            for variable, value in zip(variables, before, strict=True):
+                variable.assign(value)
+        # The same names on every worker, also where a value happens not to change.
+        others = [metric.name for metric in self._metrics(additive=False)]
+        return {
+            name: float(value)
+            for name, value in results.items()
+            if np.ndim(value) == 0 and not any(other in name for other in others)
+        }
+
+    def _metrics(self, *, additive: bool) -> list[keras.metrics.Metric]:
+        """The model's metrics, those of `compile` one by one, that are known to add up, or the others."""
+        parts = [part for metric in self.model.metrics for part in getattr(metric, "metrics", [metric])]
+        unique = {id(part): part for part in parts if part is not None}
+        return [part for part in unique.values() if _adds_up(part) is additive]
 
     def _examples(self) -> float:
-        """Examples since the metrics were reset: Keras' mean of the loss counts them."""
-        counts = [
-            metric.count
-            for metric in self.model.metrics
-            if isinstance(metric, keras.metrics.Mean) and metric.name == "loss"
-        ]
-        return float(keras.ops.convert_to_numpy(counts[0])) if counts else 1.0
+        """Examples since the metrics were reset: Keras' mean of the loss counts them, else the mean that has most."""
+        counts = {
+            metric.name: float(keras.ops.convert_to_numpy(metric.count))
+            for metric in self._metrics(additive=True)
+            if isinstance(metric, keras.metrics.Mean)
+        }
+        return (counts.get("loss") or max(counts.values())) if counts else 1.0
+
+
+def _adds_up(metric: keras.metrics.Metric) -> bool:
+    """Whether the state of a metric is a sum over examples: that of all of Keras' own is (3.15)."""
+    updates = next(kind for kind in type(metric).__mro__ if "update_state" in vars(kind))
+    return updates.__module__.split(".")[0] == "keras"
 
 
 def weighted_mean(values: list[float], weights: list[float]) -> float:

@@ -12,7 +12,7 @@ from tfpar.config import ConfigError
 from tfpar.drop_in import workers
 from tfpar.drop_in.workers import Workers
 from tfpar.exchange import Exchange
-from tfpar.optim.exchanged_update import exchange_before_update, exchange_of
+from tfpar.optim.exchanged_update import exchange_before_update, exchange_of, sum_rows_before_update
 from tfpar.optim.keras_internals import trainable_variables, variable_index
 
 import keras
@@ -41,7 +41,9 @@ def DistributedOptimizer(  # noqa: N802  the name that scripts know from elsewhe
 
     Workers weigh the same, whatever the sizes of their batches. Residuals of the exchange are not saved. Of embedding
     tables, whose gradients come as `tf.IndexedSlices`, the rows that a step has touched travel where that is less than
-    the table; what Keras has accumulated is dense.
+    the table; what Keras has accumulated is dense. Rows of the same token are summed before the optimizer sees them,
+    with a single worker too: Keras 3.15 alone squares and clips them one by one, and its result then depends on how
+    the batch is divided.
 
     With float16, put Keras' loss scaling inside: `DistributedOptimizer(keras.optimizers.LossScaleOptimizer(...))`. A
     step that overflows on one worker is then skipped by all, and leaves the residuals alone.
@@ -52,7 +54,7 @@ def DistributedOptimizer(  # noqa: N802  the name that scripts know from elsewhe
       seed: Seed of stochastic rounding.
 
     Returns:
-      The optimizer. Without a cluster, or with a single worker, it is left as it is.
+      The optimizer. Without a cluster, or with a single worker, nothing is exchanged.
 
     Raises:
       ConfigError: Here: an unknown exchange, `tfpar.init_cluster()` not called, a tf.distribute strategy around it, an
@@ -73,6 +75,7 @@ def DistributedOptimizer(  # noqa: N802  the name that scripts know from elsewhe
         )
     connected = workers.current()
     if connected is None:
+        sum_rows_before_update(optimizer)
         return optimizer
     exchange_before_update(optimizer, Distribution(connected, unbuilt, seed))
     return optimizer
@@ -165,7 +168,7 @@ class Distribution:
 
         Returns:
           Dense tensors of the gradients' dtypes; None where there was none. Most of Keras' optimizers make rows dense
-          anyhow (3.15); where rows repeat, Keras alone clips and squares them one by one.
+          anyhow (3.15).
         """
         self._refuse()
         indices = [variable_index(optimizer, variable) for variable in variables]

@@ -10,6 +10,7 @@ from typing import Protocol
 from tfpar.collectives.tensorflow import PER_WORKER, local_copy
 from tfpar_ops import Codec
 
+import numpy as np
 import tensorflow as tf
 
 # Up to how many bytes of float32 tensors are fused into one bucket. A collective call costs about a millisecond on gRPC
@@ -38,6 +39,42 @@ class WireBytes:
     sent: int
 
 
+@dataclasses.dataclass(frozen=True)
+class Padding:
+    """Where the tensors of a bucket lie in a vector in which each begins a block; see `whole_blocks`.
+
+    Attributes:
+      sizes: Elements of the tensors.
+      block: Elements of a block.
+    """
+
+    sizes: tuple[int, ...]
+    block: int
+
+    @property
+    def pads(self) -> list[int]:
+        """Copies after each tensor; none after the last."""
+        return [-size % self.block for size in self.sizes[:-1]] + [0] * bool(self.sizes)
+
+    def tail(self, size: int) -> int:
+        """Elements of a tensor in its last block, which are what is copied."""
+        return size % self.block or self.block
+
+    def sources(self) -> np.ndarray:
+        """For each element of the padded vector, its place in the vector without padding; int64."""
+        parts, begin = [], 0
+        for size, pads in zip(self.sizes, self.pads, strict=True):
+            parts.append(np.arange(begin, begin + size))
+            parts.append(begin + size - self.tail(size) + np.arange(pads) % self.tail(size))
+            begin += size
+        return np.concatenate(parts)
+
+    def originals(self) -> np.ndarray:
+        """For each element of the padded vector, whether it is no copy; bool."""
+        pairs = zip(self.sizes, self.pads, strict=True)
+        return np.concatenate([np.repeat([True, False], [size, pads]) for size, pads in pairs])
+
+
 # State changes that an exchange has not carried out yet: variable and new value.
 PendingAssigns = list[tuple[tf.Variable, tf.Tensor]]
 
@@ -46,10 +83,11 @@ class Bucket(Protocol):
     """Tensors that are exchanged together, by one algorithm.
 
     Attributes:
-      elements: Elements L of all tensors.
+      elements: Elements L of all tensors, without padding.
       shard_elements: Elements of the shard of which a worker is the owner; L where there are no owners.
       factor_rank: Columns of low-rank factors in `state`, which a checkpoint must match; 0 where there are none.
-      state: This worker's variables; those named in `RESIDUALS` hold gradient that is not yet applied.
+      state: This worker's variables; those named in `RESIDUALS` hold gradient that is not yet applied, of a bucket
+        that has a `padding` (a `Padding`) with copies.
     """
 
     elements: int

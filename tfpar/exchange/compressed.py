@@ -120,8 +120,8 @@ class CompressedReducer(Reducer):
         for index, bucket in enumerate(self._buckets):
             layout = [bucket.elements, bucket.shard_elements, bucket.factor_rank]
             arrays[f"{index}/{LAYOUT}"] = np.array(layout, np.int64)
-            for role, variable in bucket.state.items():
-                arrays[f"{index}/{role}"] = np.array(variable.numpy(), copy=True)
+            for role, array in residuals.exported(bucket, self._group.rank).items():
+                arrays[f"{index}/{role}"] = array
         return arrays
 
     def restore(self, workers: int, read: Callable[[int], Mapping[str, np.ndarray]]) -> None:
@@ -136,8 +136,8 @@ class CompressedReducer(Reducer):
         # Layouts, not shapes, which may agree on one worker and not on another: all must decide alike.
         if same_workers and _layout(own) == _layout(self.export()):
             for index, bucket in enumerate(self._buckets):
-                for role, variable in bucket.state.items():
-                    variable.assign(own[f"{index}/{role}"])
+                arrays = {role: own[f"{index}/{role}"] for role in bucket.state}
+                residuals.assign_exported(bucket, rank, arrays)
             return
         pending = residuals.total_pending([residuals.checked(read(worker), worker) for worker in range(workers)])
         residuals.load_pending(self._buckets, pending if rank == 0 else np.zeros_like(pending))

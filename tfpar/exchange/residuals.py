@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 
 from tfpar.config import ConfigError
-from tfpar.exchange.buckets import RESIDUALS, Bucket
+from tfpar.exchange.buckets import RESIDUALS, Bucket, Padding
 
 import numpy as np
 
@@ -73,18 +73,52 @@ def has_pending(workers: int, read: Callable[[int], Mapping[str, np.ndarray]]) -
     return bool(read(0)) and bool(total_pending([checked(read(rank), rank) for rank in range(workers)]).any())
 
 
+def exported(bucket: Bucket, rank: int) -> dict[str, np.ndarray]:
+    """Copies of a worker's state of a bucket by role, without padding."""
+    padding, arrays = _padding(bucket), {role: np.array(one.numpy()) for role, one in bucket.state.items()}
+    if padding is None:
+        return arrays
+    originals = padding.originals()
+    result = {role: array[originals[_shard(bucket, role, rank)][: array.size]] for role, array in arrays.items()}
+    # Nothing but its name counts: residuals of a bucket with other blocks lie in other shards.
+    return result | {f"blocks-{padding.block}": np.zeros(1, np.float32)}
+
+
+def assign_exported(bucket: Bucket, rank: int, arrays: Mapping[str, np.ndarray]) -> None:
+    """Takes up what `exported` returned for the same rank and bucket."""
+    padding = _padding(bucket)
+    if padding is not None:
+        sources, originals = padding.sources(), padding.originals()
+    for role, variable in bucket.state.items():
+        value = arrays[role]
+        if padding is not None:
+            shard = _shard(bucket, role, rank)
+            value = value[sources[shard][: variable.shape[0]] - int(originals[: shard.start].sum())]
+        variable.assign(value)
+
+
+def _padding(bucket: Bucket) -> Padding | None:
+    return getattr(bucket, "padding", None)
+
+
+def _shard(bucket: Bucket, role: str, rank: int) -> slice:
+    """Which elements of the bucket's vector a residual is of; it may end before the slice does."""
+    return slice(rank * bucket.shard_elements, None) if role == RESIDUALS[1] else slice(0, None)
+
+
 def pending_of(buckets: Sequence[Bucket], rank: int) -> np.ndarray:
     """The residuals of one worker, in both roles: float32 over the elements of all buckets, one after the other."""
     worker, owner = RESIDUALS
     vectors = []
     for bucket in buckets:
-        vector = np.zeros(bucket.elements, np.float32)
-        if worker in bucket.state:
-            vector += bucket.state[worker].numpy()
-        if owner in bucket.state:
-            own = bucket.state[owner].numpy()
-            begin = min(rank * bucket.shard_elements, bucket.elements)
-            vector[begin : begin + own.size] += own
+        vector, padding = np.zeros(bucket.elements, np.float32), _padding(bucket)
+        state = exported(bucket, rank)
+        if worker in state:
+            vector += state[worker]
+        if owner in state:
+            begin = rank * bucket.shard_elements
+            begin = min(begin, bucket.elements) if padding is None else int(padding.originals()[:begin].sum())
+            vector[begin : begin + state[owner].size] += state[owner]
         vectors.append(vector)
     return np.concatenate(vectors) if vectors else np.zeros(0, np.float32)
 
@@ -111,6 +145,8 @@ def load_pending(buckets: Sequence[Bucket], vector: np.ndarray) -> None:
         part = vector[begin : begin + bucket.elements]
         begin += bucket.elements
         if RESIDUALS[0] in bucket.state:
+            padding = _padding(bucket)
+            part = part if padding is None else part[padding.sources()]
             bucket.state[RESIDUALS[0]].assign(part.astype(np.float32))
         elif part.any():
             raise ConfigError(

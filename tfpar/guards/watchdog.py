@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import logging
+import os
 import sys
 import threading
 import time
@@ -58,15 +60,16 @@ class Watchdog:
             faulthandler.cancel_dump_traceback_later()
 
     def _watch_until_done(self) -> None:
+        stderr = _stderr()
         while not self._done.wait(min(1.0, self._timeout / 4)):
             # For a call that hangs with Python's lock held, under which this thread gets no turn either: TensorFlow
             # 2.21 does so where it tells a remote worker of a new function, and that worker does not answer. Python
             # shows the stacks then and ends the process with exit code 1, from a thread that needs no lock.
-            faulthandler.dump_traceback_later(PATIENCE * self._timeout, exit=True, file=sys.stderr)
+            faulthandler.dump_traceback_later(PATIENCE * self._timeout, exit=True, file=stderr)
             what, since, limit = self._due
             if time.monotonic() - since < limit:
                 continue
-            faulthandler.dump_traceback(sys.stderr, all_threads=True)
+            faulthandler.dump_traceback(stderr, all_threads=True)
             times = f"{PATIENCE} times " if limit > self._timeout else ""
             _log.error(
                 f"{self._name} made no progress for {limit:g} s ({times}--stall_timeout), in {what}. The stacks "
@@ -74,3 +77,11 @@ class Watchdog:
                 "that hangs. It ends now; restart all workers; they resume from the newest checkpoint."
             )
             exit_immediately(PEER_LOST)
+
+
+def _stderr() -> int:
+    """A descriptor for stacks. Notebooks and pytest put objects in the place of `sys.stderr` that have none."""
+    for stream in (sys.stderr, sys.__stderr__):
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # None, an object without, a closed file
+            return stream.fileno()  # type: ignore[union-attr]
+    return os.open(os.devnull, os.O_WRONLY)

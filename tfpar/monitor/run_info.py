@@ -53,7 +53,7 @@ class RunOutcome:
 
     Attributes:
       steps: Steps done, over all starts of the run.
-      train_loss: Mean loss since the last evaluation was due, or None if no step was applied since.
+      train_loss: Mean loss over the examples of the last epoch, or None if no step of it was applied.
       results: The last evaluation: `loss`, `examples`, and metrics by name; empty if there was none.
       traffic: What one step costs on the wire.
       skipped_steps: Steps left out because a replica was not finite.

@@ -1,4 +1,9 @@
-"""Keras' optimizers that exchange gradients with other workers before they update: the heart of the drop-in."""
+"""Keras' optimizers that exchange gradients with other workers before they update: the heart of the drop-in.
+
+Keras 3.15 adds up the rows of an embedding's gradient that belong to the same token where it adds them to a tensor,
+which is after clipping and after squaring them (Adam, RMSprop, Adagrad): its steps depend on how often a token occurs
+in the batch of one process. Here rows are summed first, on any number of workers.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +16,7 @@ from tfpar.optim.keras_internals import OptimizerView
 
 import keras
 import tensorflow as tf
+from tensorflow.python.ops import control_flow_util
 
 
 class GradientMean(Protocol):
@@ -34,9 +40,27 @@ def exchange_before_update(optimizer: keras.optimizers.Optimizer, exchange: Grad
     keras_internals.become(optimizer, way, _tfpar_exchange=exchange)
 
 
+def sum_rows_before_update(optimizer: keras.optimizers.Optimizer) -> None:
+    """Makes an optimizer of a single worker sum repeated rows of gradients first, as an exchange does.
+
+    Args:
+      optimizer: Is changed; keeps its class for Keras and in saved models. Called again, this does nothing.
+    """
+    if not issubclass(type(optimizer), SummedRowsUpdate):
+        keras_internals.become(optimizer, SummedRowsUpdate)
+
+
 def exchange_of(optimizer: keras.optimizers.Optimizer) -> Any:
     """What `exchange_before_update` gave to an optimizer; None for any other."""
     return getattr(optimizer, "_tfpar_exchange", None)
+
+
+class SummedRowsUpdate(OptimizerView):
+    """What an optimizer does differently that gets the gradients of embeddings without repeated rows."""
+
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        """Sums rows of the same index, then applies the gradients."""
+        super().apply([_with_summed_rows(gradient) for gradient in grads], trainable_variables)
 
 
 class ExchangedUpdate(OptimizerView):
@@ -103,3 +127,14 @@ def _unscaled(gradient: Any, scale: tf.Tensor) -> Any:
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(gradient.values / scale, gradient.indices, gradient.dense_shape)
     return tf.convert_to_tensor(gradient) / scale
+
+
+def _with_summed_rows(gradient: Any) -> Any:
+    """A gradient without repeated rows: IndexedSlices, or under XLA, which has no `unique`, a dense tensor."""
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+        return tf.convert_to_tensor(gradient)
+    indices, places = tf.unique(gradient.indices)
+    values = tf.math.unsorted_segment_sum(tf.cast(gradient.values, tf.float32), places, tf.shape(indices)[0])
+    return tf.IndexedSlices(tf.cast(values, gradient.values.dtype), indices, gradient.dense_shape)

@@ -47,7 +47,8 @@ class Preempted(SystemExit):
 def exit_immediately(code: int) -> NoReturn:
     """Ends the process without TensorFlow's shutdown, which may wait for workers that are gone (TensorFlow 2.21)."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, RuntimeError):  # a full disk; a signal that came while it was written to
+        # No stream; a full disk; closed; a signal that came while it was written to.
+        with contextlib.suppress(AttributeError, OSError, ValueError, RuntimeError):
             stream.flush()
     os._exit(code)
 

@@ -1,22 +1,48 @@
-"""The square of the L2 norm over many tensors, which every step takes of its gradients."""
+"""The L2 norm over many tensors, which every step takes of its gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
 _SHORT = 4096  # elements
+# A power of two, so that scaling does not round. Norms whose squares overflow float32 are above 2^64: what the scaled
+# squares lose by underflow is nothing beside them, and they overflow where the norm itself does.
+_SCALE = 2.0**-64
 
 
-def squared(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+def l2_norm(
+    tensors: Sequence[tf.Tensor], squared: Callable[[Sequence[tf.Tensor]], tf.Tensor] | None = None
+) -> tf.Tensor:
+    """L2 norm over all tensors, also where its square overflows float32.
+
+    Args:
+      tensors: Float32 tensors.
+      squared: How squares are added up; by default as TensorFlow adds them.
+
+    Returns:
+      Float32 scalar; infinite or NaN where a tensor is, or the norm exceeds float32.
+    """
+    squares = squared or _squared
+    plain = squares(tensors)
+
+    def scaled() -> tf.Tensor:
+        # Never 1 here. XLA (TensorFlow 2.21) would square a constant by itself, which gives 0, and multiply later.
+        scale = tf.where(tf.math.is_finite(plain), 1.0, _SCALE)
+        return tf.sqrt(squares([tensor * scale for tensor in tensors])) / _SCALE
+
+    return tf.cond(tf.math.is_finite(plain), lambda: tf.sqrt(plain), scaled)
+
+
+def _squared(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     """Square of the L2 norm over all tensors."""
     return 2.0 * tf.add_n([tf.nn.l2_loss(tensor) for tensor in tensors])
 
 
 def squared_in_xla(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    """The same for XLA, which adds up one element after the other on a CPU (TensorFlow 2.21): eight at a time, and what
-    is short then of all tensors together, since each sum by itself is several calls."""
+    """Square of the L2 norm for XLA, which adds up one element after the other on a CPU (TensorFlow 2.21): eight at a
+    time, and what is short then of all tensors together, since each sum by itself is several calls."""
     lanes, short, sums = 8, [], []
     for tensor in tensors:
         flat = tf.reshape(tensor, [-1])

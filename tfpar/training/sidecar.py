@@ -93,15 +93,15 @@ class Sidecar:
         return tf.concat(parts, axis=0)
 
     @staticmethod
-    def flag(packed: tf.Tensor, norm_squared: tf.Tensor) -> tf.Tensor:
+    def flag(packed: tf.Tensor, norm: tf.Tensor) -> tf.Tensor:
         """The whole vector of one replica.
 
         Args:
           packed: What `pack` gave.
-          norm_squared: Square of the L2 norm of this replica's gradient sums. The replica counts as non-finite when
-            this or its loss is not a finite float32.
+          norm: L2 norm of this replica's gradient sums. The replica counts as non-finite when its loss is not finite,
+            or when the sum of as large gradients of all replicas would not be a finite float32.
         """
-        finite = tf.math.is_finite(norm_squared) & tf.math.is_finite(packed[LOSS - 1])
+        finite = tf.math.is_finite(norm) & tf.math.is_finite(packed[LOSS - 1])
         return tf.concat([[tf.where(finite, 0.0, 1.0)], packed], axis=0)
 
     def base(self, before: Tensors, after: Tensors) -> Tensors:

@@ -41,17 +41,15 @@ def validate(
     Raises:
       ConfigError: The first thing that cannot work.
     """
-    install_sigterm_handler()
-    topology = validate_config(config)
-    if train is not None:
-        validate_data(config, topology, train, validation)
-        validate_model(config, topology, train, validation)
-    validate_workdir(config)
-    return topology
+    return _validate(config, train, validation, complete=True)
 
 
 def initialize(
-    config: ExperimentConfig, train: inputs.Source | None = None, validation: inputs.Source | None = None
+    config: ExperimentConfig,
+    train: inputs.Source | None = None,
+    validation: inputs.Source | None = None,
+    *,
+    complete: bool | None = None,
 ) -> strategies.Runtime:
     """Validates an experiment, seeds all random generators, and starts the strategy.
 
@@ -62,6 +60,9 @@ def initialize(
       config: The experiment.
       train: As for `validate`.
       validation: As for `validate`.
+      complete: Whether `config` holds everything that the run will have, so that a run saved in its workdir can be
+        compared with it already. By default it does if data are given; otherwise `Trainer` compares, which may be given
+        other options, or objects in place of names.
 
     Returns:
       The topology and the running strategy. A worker or parameter server of `parameter_server` never returns: it serves
@@ -73,7 +74,7 @@ def initialize(
     """
     quiet_startup(config.monitor.verbose)
     install_exit_code_hook()
-    topology = validate(config, train, validation)
+    topology = _validate(config, train, validation, complete=train is not None if complete is None else complete)
     if config.train.deterministic:
         tf.config.experimental.enable_op_determinism()
     seed_everything(config.train.seed)
@@ -84,6 +85,18 @@ def initialize(
         if notice := uneven_notice(config, runtime.topology.replicas):
             _log.info(notice)
     return runtime
+
+
+def _validate(
+    config: ExperimentConfig, train: inputs.Source | None, validation: inputs.Source | None, *, complete: bool
+) -> Topology:
+    install_sigterm_handler()
+    topology = validate_config(config)
+    if train is not None:
+        validate_data(config, topology, train, validation)
+        validate_model(config, topology, train, validation)
+    validate_workdir(config, complete=complete)
+    return topology
 
 
 def seed_everything(seed: int) -> None:

@@ -14,6 +14,7 @@ Which of them are XLA programs is decided in `compilation.py`; the loop over ste
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -50,8 +51,8 @@ class TrainStep:
         seed_path = (step, tf.convert_to_tensor(context.replica_id_in_sync_group))
         params, state = replica.read(model.trainable_variables), replica.read(model.non_trainable_variables)
         gradients, packed, state = self._contribute(params, state, batch, seed_path, loss_scale.scale)
-        norm_squared = self._norm_squared(gradients)
-        vector = Sidecar.flag(packed, norm_squared)
+        norm, replicas = self._norm(gradients), context.num_replicas_in_sync
+        vector = Sidecar.flag(packed, norm * float(replicas) if replicas > 1 else norm)
         early = [gradients[index] for index in self.exchange.first_ready_indices]
         computed = self._replica_clock([vector])
         first = self._replica_clock(early) if early else computed
@@ -61,10 +62,10 @@ class TrainStep:
         exchanged = self._replica_clock([vector, gradients[-1]])
 
         # 4: the reduced gradient's mean, clipped: one factor.
-        if context.num_replicas_in_sync > 1 or self.exchange.state:  # else it is this replica's own
-            norm_squared = self._norm_squared_if_needed(gradients, is_last)
+        if replicas > 1 or self.exchange.state:  # else it is this replica's own
+            norm = self._norm_if_needed(gradients, is_last)
         factor = 1.0 / tf.maximum(vector[sidecar.COUNT], 1e-30)
-        norm = tf.sqrt(norm_squared) * factor
+        norm = norm * factor
         if self._clip_norm:
             factor = factor * (self._clip_norm / tf.maximum(norm, self._clip_norm))
 
@@ -147,7 +148,8 @@ class TrainStep:
         self._new_values = _compiled(self._updated, plan.compiles_update and not plan.updates_in_place)
         self._apply = _compiled(self._apply_update, plan.updates_in_place)
         self._whole_step = _compiled(self._single_program, plan.single_xla_program and not plan.strategy_compiles)
-        self._norm_squared = norms.squared_in_xla if plan.single_xla_program else norms.squared
+        squared = norms.squared_in_xla if plan.single_xla_program else None
+        self._norm = functools.partial(norms.l2_norm, squared=squared)
 
     def _run(
         self,
@@ -233,11 +235,11 @@ class TrainStep:
             gradients = [gradient / scale for gradient in gradients]
         return gradients, self.sidecar.pack(sums, state), self.sidecar.base(state, sums.state)
 
-    def _norm_squared_if_needed(self, gradients: Tensors, is_last: tf.Tensor | None) -> tf.Tensor:
-        """The norm, squared, where clipping or the report of this step needs it; else zero."""
+    def _norm_if_needed(self, gradients: Tensors, is_last: tf.Tensor | None) -> tf.Tensor:
+        """The norm where clipping or the report of this step needs it; else zero."""
         if is_last is None or self._clip_norm:
-            return self._norm_squared(gradients)
-        return tf.cond(is_last, lambda: self._norm_squared(gradients), lambda: tf.zeros([]))
+            return self._norm(gradients)
+        return tf.cond(is_last, lambda: self._norm(gradients), lambda: tf.zeros([]))
 
     def _apply_update(self, reduced: _ReducedGradients) -> tf.Tensor:
         """Updates this replica's variables; returns the factor when that is done."""

@@ -24,7 +24,7 @@ from tfpar.training.optimizer_spec import OptimizerSpec
 from tfpar.training.prediction import Predictor
 from tfpar.training.program import Program
 from tfpar.training.start import initialize
-from tfpar.training.validate import validate_data, validate_model
+from tfpar.training.validate import validate_data, validate_model, validate_saved_run
 
 import keras
 import tensorflow as tf
@@ -87,7 +87,9 @@ class Trainer:
         spec = OptimizerSpec.of(optimizer, options)
         if loss is None:
             raise ConfigError("loss is missing: give a Keras loss, its name, or a function (y, outputs).")
-        self.runtime = runtime or initialize(config)
+        if runtime is not None:
+            validate_saved_run(config)
+        self.runtime = runtime or initialize(config, complete=True)
         self.program = Program.build(
             config, self.runtime, model=model, optimizer=spec, loss=loss, metrics=metrics, augmentation=augmentation
         )

@@ -6,6 +6,7 @@
 | `validate_data` | the same, given data; `Trainer.fit` | data with options and topology |
 | `validate_model` | the same, given data; `Trainer.fit` | the model with the data |
 | `validate_workdir` | `tfpar.validate`, `tfpar.initialize` | the workdir with the configuration |
+| `validate_saved_run` | with the stage before, or in `Trainer` | the saved run with the configuration |
 | `validate_workers_agree` | `Trainer.fit`, before the first step | the workers with each other |
 
 All but the last run no TensorFlow operation, start nothing and write no file of the run: they come before the strategy.
@@ -156,13 +157,15 @@ def validate_model(
     schedules.build(config.schedule, peak=peak, total_steps=total)
 
 
-def validate_workdir(config: ExperimentConfig) -> None:
+def validate_workdir(config: ExperimentConfig, *, complete: bool = True) -> None:
     """Stage 4: refuses a workdir that cannot be written, is in use, or holds a run of another configuration.
 
     Also a --warm_start without weights. Runs before the strategy starts; leaves no file behind.
 
     Args:
       config: The experiment.
+      complete: Whether the configuration holds everything that the run will have. If not, `Trainer` compares the saved
+        run, once it has recorded its arguments.
 
     Raises:
       ConfigError: The first thing that cannot work.
@@ -186,11 +189,25 @@ def validate_workdir(config: ExperimentConfig) -> None:
                 f"--workdir={workdir}: {existing} cannot be written to ({error.strerror}). Name a writable directory."
             ) from error
     workdir_lock.check_free(workdir)
-    saved = checkpointer.saved_config(workdir)
+    if complete:
+        validate_saved_run(config)
+    if config.checkpoint.warm_start and checkpointer.saved_config(workdir) is None:
+        run_state.check_warm_start(config.checkpoint.warm_start)
+
+
+def validate_saved_run(config: ExperimentConfig) -> None:
+    """Refuses to resume the run of a workdir under another configuration.
+
+    Args:
+      config: The experiment, complete.
+
+    Raises:
+      ConfigError: Names every option that differs.
+    """
+    workdir = config.checkpoint.workdir
+    saved = checkpointer.saved_config(workdir) if workdir else None
     if saved is not None:
         _check_same_run(saved, json.loads(json.dumps(config.as_flat_dict())), workdir)
-    elif config.checkpoint.warm_start:
-        run_state.check_warm_start(config.checkpoint.warm_start)
 
 
 def validate_workers_agree(
@@ -333,10 +350,15 @@ def _check_compiles(config: ExperimentConfig, topology: Topology) -> None:
 
 def _check_same_run(saved: Mapping[str, Any], current: Mapping[str, Any], workdir: str) -> None:
     """Refuses to resume a run under another configuration; names every option that differs, saved and current value."""
+    may_change = set(RESUME_MAY_CHANGE)
+    for name, arguments in (("model", {"model", "model_args"}), ("dataset", {"dataset"})):
+        # Objects, which no name describes: the checkpoint's shapes and the fingerprint of the data tell them apart.
+        if CUSTOM in (saved.get(name), current[name]):
+            may_change |= arguments
     differences = [
         f"--{name}: {saved[name]!r} -> {value!r}"
         for name, value in current.items()
-        if name in saved and name not in RESUME_MAY_CHANGE and saved[name] != value
+        if name in saved and name not in may_change and saved[name] != value
     ]
     if differences:
         raise ConfigError(

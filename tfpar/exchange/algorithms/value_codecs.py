@@ -9,6 +9,7 @@ from typing import Any
 from tfpar.collectives.group import Group
 from tfpar.config import unknown_name
 from tfpar.exchange.algorithms.patterns import PATTERNS
+from tfpar.exchange.algorithms.whole_blocks import WholeBlocks
 from tfpar.exchange.buckets import Bucket
 from tfpar.exchange.options import Options, option
 from tfpar.exchange.registry import register
@@ -22,6 +23,8 @@ import tensorflow as tf
 _NAMES = tuple(name for name, entry in FORMATS.items() if not entry.keeps)
 # `auto` does not consider these: the range of fp16 does not suit every gradient.
 _NOT_CONSIDERED = ("fp16",)
+# The scale of a block is the mean of its elements: see `whole_blocks`.
+_SCALED_BY_MEAN = ("sign",)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,8 +105,15 @@ def build(
     options: ValueOptions, shapes: Sequence[tf.TensorShape], group: Group, seed: int, name: str, **keywords: Any
 ) -> Bucket:
     """The bucket, see `registry.register`; `keywords` go to the pattern's."""
-    make = PATTERNS[options.pattern].build
-    return make(options.codec, shapes, group, seed, name, error_feedback=options.error_feedback, **keywords)
+
+    def make(padded: Sequence[tf.TensorShape]) -> Bucket:
+        return PATTERNS[options.pattern].build(
+            options.codec, padded, group, seed, name, error_feedback=options.error_feedback, **keywords
+        )
+
+    if options.format in _SCALED_BY_MEAN and len(shapes) > 1:
+        return WholeBlocks(make, shapes, options.codec.block)
+    return make(shapes)
 
 
 def cost(options: ValueOptions, elements: int, workers: int, link: Link, speed: Speed) -> Cost:

@@ -19,6 +19,7 @@ from tfpar.exchange import Traffic
 from tfpar.guards import bad_examples
 from tfpar.monitor import samples
 from tfpar.optim.server_update import apply_on_servers
+from tfpar.training import norms
 from tfpar.training.loops.context import RunContext
 from tfpar.training.loops.hooks import Hook, HookRows
 from tfpar.training.loops.snapshot_evaluation import SnapshotEvaluation
@@ -112,7 +113,7 @@ class ParameterServerLoop:
         sums = self._gradients(params, state, batch, seed, None)
         count = tf.maximum(sums.count, 1e-30)
         mean = [gradient / count for gradient in sums.gradients]
-        norm = tf.linalg.global_norm(mean)
+        norm = norms.l2_norm(mean)
         if clip_norm := program.config.optimizer.clip_norm:
             factor = clip_norm / tf.maximum(norm, clip_norm)
             mean = [gradient * factor for gradient in mean]
@@ -145,7 +146,7 @@ class ParameterServerLoop:
     def _report(self, state: LoopState, reports: Sequence[Any], seconds: float) -> LoopState:
         """Takes note of finished steps, in order."""
         context, first = self._context, state.step
-        losses, counts, finite, norms, rates, durations, *metrics = (
+        losses, counts, finite, gradient_norms, rates, durations, *metrics = (
             np.stack(column) for column in zip(*reports, strict=True)
         )
         applied = finite & (counts > 0)
@@ -153,12 +154,12 @@ class ParameterServerLoop:
         # The monitor leaves out what is not finite.
         losses = np.where(counts > 0, losses, np.nan)
         done = Interval(losses, counts, applied, [column[finite].sum(axis=0) for column in metrics])
-        state = state.advanced(done, skipped=int(np.sum(~finite)), evaluate_every=context.evaluate_every)
+        state = state.advanced(done, skipped=int(np.sum(~finite)), steps_per_epoch=context.steps_per_epoch)
         # Workers overlap: their shares of a step are scaled to the time that passes between steps here.
         durations = durations * (seconds / max(durations[:, 4].sum(), 1e-9))
         scalars = {
             "learning_rate": float(rates[-1]),
-            "gradient_norm": float(norms[-1]),
+            "gradient_norm": float(gradient_norms[-1]),
             "skipped_steps": float(state.skipped),
             "skipped_examples": float(context.skipped_examples.count),
         }

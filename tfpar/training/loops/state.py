@@ -81,8 +81,8 @@ class LoopState:
       preempted: A worker was asked to end (SIGTERM).
       ending: This is the last stop of this start: the run is finished, preempted, or after `--stop_after` steps.
       loss_scale: The loss scale (mixed_float16), or None under `parameter_server`.
-      loss_sum: Sum of the mean losses of the applied steps since an evaluation was last due.
-      loss_count: Their number.
+      loss_sum: Sum of the losses of all examples of the applied steps of this epoch, or of the one that has just ended.
+      loss_count: The number of these examples.
       evaluating: The step whose evaluation is still under way, under `parameter_server`; else -1.
     """
 
@@ -105,7 +105,7 @@ class LoopState:
 
     @property
     def train_loss(self) -> float | None:
-        """Mean loss of the steps since an evaluation was last due, the last interval at the end."""
+        """Mean loss over the examples of the last epoch, as far as it has come: Keras' `loss` of that epoch."""
         return self.loss_sum / self.loss_count if self.loss_count else None
 
     @property
@@ -117,21 +117,27 @@ class LoopState:
         """A copy with other values of some attributes."""
         return dataclasses.replace(self, **changes)
 
-    def advanced(self, steps: Interval, *, skipped: int, evaluate_every: int) -> LoopState:
+    def advanced(self, steps: Interval, *, skipped: int, steps_per_epoch: int) -> LoopState:
         """The state after some more steps.
 
         Args:
-          steps: What they reported; not past the next multiple of `evaluate_every`.
+          steps: What they reported.
           skipped: How many of them a replica that was not finite left out.
-          evaluate_every: Steps between evaluations; the training loss starts again there.
+          steps_per_epoch: Steps of one pass over the examples; the training loss starts again there.
         """
-        starts_again = self.step % evaluate_every == 0
-        losses = steps.losses[steps.applied]
+        step = self.step + len(steps.losses)
+        first = max(0, (step - 1) // steps_per_epoch * steps_per_epoch - self.step)  # of these, in the last epoch
+        starts_again = first > 0 or self.step % steps_per_epoch == 0
+        applied = steps.applied[first:]
+        counts = steps.counts[first:][applied].astype(np.float64)
+        losses = steps.losses[first:][applied].astype(np.float64) * counts
+        # One by one, so that the sum does not depend on how many steps a call has, nor on where a run was resumed.
+        total = np.cumsum([0.0 if starts_again else self.loss_sum, *losses])[-1]
         return self.replace(
-            step=self.step + len(steps.losses),
+            step=step,
             skipped=self.skipped + skipped,
-            loss_sum=(0.0 if starts_again else self.loss_sum) + float(np.sum(losses, dtype=np.float64)),
-            loss_count=(0 if starts_again else self.loss_count) + len(losses),
+            loss_sum=float(total),
+            loss_count=(0 if starts_again else self.loss_count) + round(float(counts.sum())),
         )
 
     def evaluated(self, step: int, results: Mapping[str, float]) -> LoopState:

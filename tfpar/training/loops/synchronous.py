@@ -110,9 +110,9 @@ class SynchronousLoop:
         )
         first = state.step
         context.skipped_examples.note(first, done.counts)
-        state = state.advanced(done, skipped=int(np.sum(~done.applied)), evaluate_every=context.evaluate_every).replace(
-            loss_scale=result.loss_scale
-        )
+        state = state.advanced(
+            done, skipped=int(np.sum(~done.applied)), steps_per_epoch=context.steps_per_epoch
+        ).replace(loss_scale=result.loss_scale)
         scalars = self._scalars(result, state)
         monitor.on_steps(
             state.step, done.losses, durations, scalars, examples=done.counts, metric_sums=done.metric_sums

@@ -1,0 +1,50 @@
+"""The state that loops hand to hooks: the training loss of the last epoch."""
+
+from __future__ import annotations
+
+from tfpar.training.loops.state import Interval, LoopState
+
+import numpy as np
+import pytest
+
+STEPS, PER_EPOCH = 23, 5
+
+
+def run(*calls: int) -> list[LoopState]:
+    """The states after calls of so many steps; steps differ in examples, and one is not applied."""
+    generator = np.random.default_rng(0)
+    losses, counts = generator.uniform(0.1, 3.0, STEPS).astype(np.float32), generator.integers(1, 9, STEPS)
+    applied = np.arange(STEPS) != 11
+    losses[11] = np.nan
+    state, states = LoopState(0, STEPS), []
+    for call in calls:
+        part = slice(state.step, state.step + call)
+        done = Interval(losses[part], counts[part].astype(np.float64), applied[part])
+        state = state.advanced(done, skipped=int(np.sum(~done.applied)), steps_per_epoch=PER_EPOCH)
+        states.append(state)
+    return states
+
+
+def expected(step: int) -> float:
+    generator = np.random.default_rng(0)
+    losses, counts = generator.uniform(0.1, 3.0, STEPS).astype(np.float32), generator.integers(1, 9, STEPS)
+    chosen = [index for index in range((step - 1) // PER_EPOCH * PER_EPOCH, step) if index != 11]
+    return float(np.average(losses[chosen].astype(np.float64), weights=counts[chosen]))
+
+
+def test_the_training_loss_is_the_mean_over_the_examples_of_the_last_epoch():
+    for state in run(*[1] * STEPS):
+        if state.step != 12:
+            assert state.train_loss == pytest.approx(expected(state.step), rel=1e-12)
+
+
+@pytest.mark.parametrize("calls", [(23,), (4, 19), (5, 5, 13), (10, 12, 1), (3, 1, 7, 2, 10)])
+def test_it_has_the_same_bits_however_many_steps_a_call_has(calls):
+    state = run(*calls)[-1]
+    assert (state.step, state.skipped) == (STEPS, 1)
+    assert state.train_loss == run(*[1] * STEPS)[-1].train_loss
+
+
+def test_there_is_none_where_no_step_of_the_epoch_was_applied():
+    none = Interval(np.full(3, np.nan), np.full(3, 8.0), np.zeros(3, bool))
+    assert LoopState(5, 9, loss_sum=1.0, loss_count=8).advanced(none, skipped=3, steps_per_epoch=5).train_loss is None
