@@ -80,7 +80,7 @@ def main(_: list[str]) -> None:
         )
 
 
-def rate(pipeline: inputs.Pipeline) -> float:
+def rate(pipeline: inputs.AnyPipeline) -> float:
     """Elements per second that the pipeline gives when nothing else runs."""
     began = time.perf_counter()
     for count, _ in enumerate(pipeline.dataset(), start=1):

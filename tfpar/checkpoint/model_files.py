@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 
-def task_spec(source: inputs.Source) -> models.TaskSpec:
+def task_spec(source: inputs.AnySource) -> models.TaskSpec:
     """The input shape and number of classes that a model needs for the examples of a source.
 
     Raises:

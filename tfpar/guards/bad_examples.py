@@ -23,7 +23,7 @@ _NOT_OF_INPUT = (*COMMUNICATION_ERRORS, tf.errors.ResourceExhaustedError)
 
 
 @contextlib.contextmanager
-def named(source: inputs.Source, indices: Callable[[], Sequence[int] | np.ndarray]) -> Iterator[None]:
+def named(source: inputs.AnySource, indices: Callable[[], Sequence[int] | np.ndarray]) -> Iterator[None]:
     """Turns the error of a TensorFlow op that read examples into one that says which example, in one line.
 
     Args:
@@ -38,7 +38,15 @@ def named(source: inputs.Source, indices: Callable[[], Sequence[int] | np.ndarra
         yield
     except _NOT_OF_INPUT:
         raise
+    except tf.errors.OutOfRangeError as error:
+        if isinstance(source, inputs.StreamSource):
+            raise inputs.stream_ended(source) from error
+        raise
     except inputs.READ_ERRORS as error:
+        if isinstance(source, inputs.StreamSource):
+            if "Iterator::" in str(error):
+                raise inputs.stream_error(source, error) from error
+            raise
         candidates = np.asarray(indices()).reshape(-1)
         found = inputs.locate_bad_example(source, candidates[candidates >= 0], seconds=_SECONDS_TO_LOOK)
         if found:
@@ -88,6 +96,8 @@ class SkippedExampleLog:
     def name(self, indices: np.ndarray) -> None:
         """Looks through examples for ones that cannot be used, and names those that are new."""
         source = self._batches.source
+        if isinstance(source, inputs.StreamSource):
+            return
         unknown = [index for index in indices.reshape(-1).tolist() if index >= 0 and index not in self._known]
         for bad in inputs.locate_bad_example(source, unknown, limit=self._to_name, seconds=_SECONDS_TO_NAME):
             self._known.add(bad.index)

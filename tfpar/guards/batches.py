@@ -14,7 +14,7 @@ class BatchIndex(Protocol):
     """Examples by number of step; `tfpar.inputs.Pipeline` is one, where a step is a whole batch."""
 
     @property
-    def source(self) -> inputs.Source: ...
+    def source(self) -> inputs.AnySource: ...
 
     @property
     def skips(self) -> bool: ...
@@ -39,7 +39,7 @@ class PushOrder:
     workers: int
 
     @property
-    def source(self) -> inputs.Source:
+    def source(self) -> inputs.AnySource:
         """The examples."""
         return self.pipeline.source
 

@@ -97,7 +97,9 @@ class NonFiniteStreak:
         source = self._batches.source
         every = np.concatenate([*batches.values(), np.zeros(0, np.int64)])
         began = time.monotonic()
-        found = inputs.locate_bad_example(source, every, limit=_NAMED, seconds=_SECONDS_TO_LOOK)
+        found: Sequence[inputs.BadExample] = ()
+        if isinstance(source, inputs.Source):
+            found = inputs.locate_bad_example(source, every, limit=_NAMED, seconds=_SECONDS_TO_LOOK)
         looked_at_all = time.monotonic() - began < _SECONDS_TO_LOOK
         if self._is_chief and self._workdir:
             write_list(self._workdir, source.info, batches, self.streak, found)
@@ -109,24 +111,35 @@ class NonFiniteStreak:
     ) -> str:
         info = self._batches.source.info
         first, last = min(batches), max(batches)
-        listed = ", ".join(str(index) for index in batches[first][:_INDICES_SHOWN])
-        more = ", ..." if len(batches[first]) > _INDICES_SHOWN else ""
         where = f" All are listed in {os.path.join(self._workdir, FILE)}." if self._workdir else ""
         if found:
             named = "; ".join(bad.describe(info) for bad in found)
             cause = f"The cause is in the data: {named}. Repair or remove such examples."
         else:
-            examples = "The examples" if looked_at_all else "Those of their examples that there was time to look at"
             cause = (
-                f"{examples} are finite. Likely causes: a --learning_rate that is too high (lower it, or "
-                "give --warmup_steps or --clip_norm), overflow in --precision=mixed_float16 (mixed_bfloat16 has none), "
-                "a loss that is not defined for some outputs."
+                f"{self._what_was_looked_at(looked_at_all)}Likely causes: a --learning_rate that is too high (lower "
+                "it, or give --warmup_steps or --clip_norm), overflow in --precision=mixed_float16 (mixed_bfloat16 has "
+                "none), a loss that is not defined for some outputs."
             )
         return (
             f"steps {first + 1} to {last + 1}, {len(self.streak)} in a row (--max_bad_steps={self._limit}), changed "
-            f"nothing: loss or gradients were not finite, or no example could be used. {cause} Step {first + 1} had "
-            f"the {info.split} examples {listed}{more} of --dataset={info.name}.{where} Earlier checkpoints are kept."
+            f"nothing: loss or gradients were not finite, or no example could be used. {cause}"
+            f"{self._examples_of(first, batches[first])}{where} Earlier checkpoints are kept."
         )
+
+    def _what_was_looked_at(self, looked_at_all: bool) -> str:
+        if isinstance(self._batches.source, inputs.StreamSource):
+            return ""
+        examples = "The examples" if looked_at_all else "Those of their examples that there was time to look at"
+        return f"{examples} are finite. "
+
+    def _examples_of(self, step: int, examples: np.ndarray) -> str:
+        info = self._batches.source.info
+        if isinstance(self._batches.source, inputs.StreamSource):
+            return f" The examples of a stream ({info.name}) have no numbers, so none can be named."
+        listed = ", ".join(str(index) for index in examples[:_INDICES_SHOWN])
+        more = ", ..." if len(examples) > _INDICES_SHOWN else ""
+        return f" Step {step + 1} had the {info.split} examples {listed}{more} of --dataset={info.name}."
 
 
 def write_list(

@@ -16,6 +16,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+from tfpar.config import InputConfig
 from tfpar.inputs.augment import build as build_augmentation
 from tfpar.inputs.augment import check_augmentation
 from tfpar.inputs.bad_records import (
@@ -33,19 +34,28 @@ from tfpar.inputs.registry import build_source, build_splits, check_kind, kinds,
 from tfpar.inputs.service import check_reachable as check_service
 from tfpar.inputs.source import CLASSIFICATION, LANGUAGE_MODEL, Source, SourceInfo, Weighted
 from tfpar.inputs.sources.arrays import from_arrays
+from tfpar.inputs.streams import ENDLESS, StreamPipeline, StreamSource, from_dataset, stream_ended, stream_error
+from tfpar.inputs.streams import STATE as STREAM_STATE
 
 __all__ = [
     "CLASSIFICATION",
+    "ENDLESS",
     "LANGUAGE_MODEL",
     "READ_ERRORS",
+    "STREAM_STATE",
+    "AnyPipeline",
+    "AnySource",
     "BadExample",
     "BadRecordError",
     "Pipeline",
     "Source",
     "SourceInfo",
+    "StreamPipeline",
+    "StreamSource",
     "Weighted",
     "bad_record_error",
     "build_augmentation",
+    "build_pipeline",
     "build_source",
     "build_splits",
     "check_augmentation",
@@ -54,12 +64,41 @@ __all__ = [
     "check_service",
     "fetch_with_mask",
     "from_arrays",
+    "from_dataset",
     "kinds",
     "load",
     "locate_bad_example",
     "register",
+    "stream_ended",
+    "stream_error",
     "transient_read_error",
 ]
+
+AnySource = Source | StreamSource
+AnyPipeline = Pipeline | StreamPipeline
+
+
+def build_pipeline(
+    source: AnySource,
+    config: InputConfig,
+    *,
+    accumulate_steps: int = 1,
+    replicas: int = 1,
+    workers: int = 1,
+    seed: int = 0,
+    training: bool = True,
+) -> AnyPipeline:
+    """Returns the pipeline of a source: a `Pipeline`, or a `StreamPipeline` for a stream; arguments as there."""
+    layout: dict[str, Any] = {
+        "accumulate_steps": accumulate_steps,
+        "replicas": replicas,
+        "workers": workers,
+        "training": training,
+    }
+    if isinstance(source, StreamSource):
+        return StreamPipeline(source, config, **layout)
+    return Pipeline(source, config, seed=seed, **layout)
+
 
 # The names of version 0.1.0; they go with version 0.3.
 _DEPRECATED = {

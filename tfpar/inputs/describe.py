@@ -5,7 +5,7 @@ from __future__ import annotations
 from tfpar.config import InputConfig
 from tfpar.inputs import structures
 from tfpar.inputs.epoch_order import EpochOrder
-from tfpar.inputs.source import LANGUAGE_MODEL, Source
+from tfpar.inputs.source import LANGUAGE_MODEL, UNKNOWN, Source, SourceInfo
 
 import tensorflow as tf
 
@@ -38,7 +38,7 @@ def describe(
       Lines of `name: value`, indented under a title.
     """
     lines = {
-        "examples": _examples(source),
+        "examples": _examples(source.info),
         "per worker": _workers(order, source, workers, by_file),
         "batch": _pushes(order, config) if asynchronous else _batch(order, config, workers if by_file else 1),
         "epoch": _epoch(order, source.info.num_examples, order.replicas if asynchronous else 1),
@@ -56,23 +56,65 @@ def describe(
     return f"input {source.info.name}, {source.info.split} split\n{body}"
 
 
-def _examples(source: Source) -> str:
-    info = source.info
+def describe_stream(
+    info: SourceInfo,
+    config: InputConfig,
+    order: EpochOrder,
+    *,
+    workers: int,
+    own_streams: bool,
+    steps_per_epoch: int | None,
+    training: bool,
+) -> str:
+    """Returns the report of the pipeline of a stream.
+
+    Args:
+      info: The examples.
+      config: The input options.
+      order: How a batch is shared.
+      workers: Number of workers that read.
+      own_streams: Whether each worker has a stream of its own.
+      steps_per_epoch: Steps of one pass; None where that is not known.
+      training: Whether the pipeline trains.
+    """
+    if steps_per_epoch is None:
+        epoch = "of a length that is not known"
+    else:
+        rest = info.num_examples % config.global_batch_size
+        what = "dropped" if order.drop_remainder else "a batch that is not full"
+        epoch = f"{steps_per_epoch:,} steps" + (f"; the last {rest} examples are {what}" if rest else "")
+    lines = {
+        "examples": _examples(info),
+        "per worker": "a tf.data stream of its own"
+        if own_streams
+        else "the whole tf.data stream, of which each takes its rows"
+        if workers > 1
+        else "a tf.data stream",
+        "batch": _batch(order, config, workers if own_streams else 1),
+        "epoch": epoch,
+        "order": "as the stream gives them" + ("; it is shuffled by itself alone" if training else ""),
+    }
+    width = max(map(len, lines))
+    body = "\n".join(f"  {name:<{width}}  {value}" for name, value in lines.items())
+    return f"input {info.name}, {info.split} split\n{body}"
+
+
+def _examples(info: SourceInfo) -> str:
     parts = [f"{path} {_spec(spec)}".strip() for path, spec in structures.named_leaves(info.input_spec)]
     shown = "; ".join(parts[:_LISTED_INPUTS]) + (
         f"; and {len(parts) - _LISTED_INPUTS} more" * (len(parts) > _LISTED_INPUTS)
     )
     files = f" in {len(info.files):,} files" if info.files else ""
     weights = "" if structures.is_empty(info.weight_spec) else ", with sample weights"
-    return f"{info.num_examples:,}{files}, {shown}, {_labels(source)}{weights}"
+    count = "not counted" if info.num_examples == UNKNOWN else f"{info.num_examples:,}"
+    return f"{count}{files}, {shown}, {_labels(info)}{weights}"
 
 
 def _spec(spec: tf.TensorSpec) -> str:
     return f"{'x'.join(map(str, spec.shape.as_list())) or 'scalar'} {spec.dtype.name}"
 
 
-def _labels(source: Source) -> str:
-    info = source.info
+def _labels(info: SourceInfo) -> str:
     if structures.is_empty(info.label_spec):
         return "no labels"
     if not structures.is_single(info.label_spec):

@@ -113,28 +113,47 @@ class EpochOrder:
           real: bool of the same shape, False for padding.
         """
         shard = self.shards[shard_number]
-        micro_batches = self.accumulate_steps
         steps_per_epoch = self.steps_per_epoch
         epoch = steps // steps_per_epoch
         first = (steps % steps_per_epoch) * shard.batch
         count = tf.clip_by_value(shard.size - first, 0, shard.batch)[:, None, None, None]
 
-        micro = tf.range(micro_batches, dtype=tf.int64)[None, None, :, None]
-        micro_start, micro_stop = micro * count // micro_batches, (micro + 1) * count // micro_batches
-        replica = tf.constant(list(replicas), tf.int64)[None, :, None, None]
-        share = micro_stop - micro_start
-        start = micro_start + replica * share // self.replicas
-        stop = micro_start + (replica + 1) * share // self.replicas
-        slot = tf.range(self.micro_batch, dtype=tf.int64)
-        real = start + slot < stop
-
+        within, real = split_batch(
+            count, micro_batches=self.accumulate_steps, replicas=self.replicas, local=replicas, slots=self.micro_batch
+        )
         first = tf.minimum(first, shard.size - 1)[:, None, None, None]
-        position = first + tf.minimum(start + slot, tf.maximum(count - 1, 0))
+        position = first + within
         if self.shuffle:
             # The shards of several workers get different permutations even if they have the same size.
             seed = permutation.mix64(self.seed) + shard_number if len(self.shards) > 1 else self.seed
             position = permutation.permute(position, shard.size, seed, epoch[:, None, None, None])
         return _to_examples(position, shard), real
+
+
+def split_batch(
+    count: tf.Tensor, *, micro_batches: int, replicas: int, local: Sequence[int], slots: int
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns the rows of batches that some replicas take.
+
+    Args:
+      count: Examples of each batch, int64 [K, 1, 1, 1].
+      micro_batches: A.
+      replicas: Replicas that share the batches.
+      local: L of them, each in `[0, replicas)`.
+      slots: m, slots of a micro-batch on a replica.
+
+    Returns:
+      within: int64 [K, L, A, m], rows of the batch; a padding slot repeats one.
+      real: bool of the same shape, False for padding.
+    """
+    micro = tf.range(micro_batches, dtype=tf.int64)[None, None, :, None]
+    micro_start, micro_stop = micro * count // micro_batches, (micro + 1) * count // micro_batches
+    replica = tf.constant(list(local), tf.int64)[None, :, None, None]
+    share = micro_stop - micro_start
+    start = micro_start + replica * share // replicas
+    stop = micro_start + (replica + 1) * share // replicas
+    slot = tf.range(slots, dtype=tf.int64)
+    return tf.minimum(start + slot, tf.maximum(count - 1, 0)), start + slot < stop
 
 
 def one_shard(examples: int, batch: int) -> tuple[Shard, ...]:

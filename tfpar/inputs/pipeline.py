@@ -10,6 +10,9 @@ Shapes: A micro-batches per step, R replicas, m slots of a micro-batch on a repl
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from tfpar.config import InputConfig
 from tfpar.inputs import bad_records, checks, epoch_order, service, structures
 from tfpar.inputs import describe as report
@@ -128,6 +131,18 @@ class Pipeline:
             structures.batch_specs(rows, info.target_spec),
             tf.TensorSpec(rows, tf.float32),
         )
+
+    def follow(self, iterator: Any) -> None:
+        """Nothing: the examples of a step are known from its number, see `StreamPipeline.follow`."""
+
+    def export(self) -> dict[str, np.ndarray]:
+        """What a checkpoint must hold to go on: nothing, see `StreamPipeline.export`."""
+        return {}
+
+    def restore(self, saved: Mapping[str, np.ndarray], *, same_workers: bool) -> str:
+        """Nothing, see `StreamPipeline.restore`."""
+        del saved, same_workers
+        return ""
 
     def batch_indices(self, step: int) -> np.ndarray:
         """Returns the examples of one step, computed eagerly.

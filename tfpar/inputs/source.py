@@ -25,6 +25,8 @@ import tensorflow as tf
 
 CLASSIFICATION = "classification"
 LANGUAGE_MODEL = "language_model"
+STREAM = "stream"
+UNKNOWN = -1  # the number of examples of a stream that has not been counted
 # Inputs and labels of some examples, each a tensor [n, ...] or a structure of them.
 Batch = tuple[Structure, Structure]
 Read = Callable[[tf.Tensor], Batch]
@@ -52,7 +54,7 @@ class SourceInfo:
       name: The source in the notation of `--dataset`; used in reports and errors.
       task: `"classification"` or `"language_model"`.
       split: `"train"` or `"validation"`.
-      num_examples: Number of examples, `>= 0`.
+      num_examples: Number of examples, `>= 0`; of a stream, `UNKNOWN` until it is counted.
       input_spec: Shape and dtype of one input as `Source.fetch` returns it, or a structure (tuples and dicts) of them.
         Images are float32 [height, width, channels] in [0, 1]; text is int32 [sequence_length].
       label_spec: Shape and dtype of one label, or a structure of them; `()` without labels. Classes are int32 [] or,
@@ -66,7 +68,7 @@ class SourceInfo:
       files: The files that hold the examples, in the order of the examples; empty if the
         examples are not in files.
       records_per_file: Number of examples in each of `files`.
-      storage: `"memory"` (decoded once and kept), `"files"` (read each epoch) or `"generated"`.
+      storage: `"memory"` (decoded once and kept), `"files"` (read each epoch), `"generated"`, or `"stream"`.
       decode: For text: token ids (any shape of integers, flattened) to a string.
       digest: Digest of the examples' content if they are arrays in memory; otherwise empty.
     """
@@ -114,7 +116,8 @@ class SourceInfo:
         """
         files = [name.replace("\\", "/").rsplit("/", 1)[-1] for name in self.files]
         inputs = structures.describe_specs(self.input_spec)
-        parts = [self.task, self.split, self.num_examples, self.num_classes, inputs]
+        count = UNKNOWN if self.storage == STREAM else self.num_examples  # a stream may have been counted, or not
+        parts = [self.task, self.split, count, self.num_classes, inputs]
         extra: list[object] = [self.digest] if self.digest else []
         if not (structures.is_single(self.input_spec) and structures.is_single(self.target_spec)):
             extra.append(structures.describe_specs(self.target_spec))

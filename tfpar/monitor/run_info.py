@@ -40,9 +40,9 @@ class RunInfo:
     jit_compile: bool
     xla_disabled_reason: str
     exchange: Exchange
-    pipeline: inputs.Pipeline
-    train: inputs.Source
-    validation: inputs.Source | None
+    pipeline: inputs.AnyPipeline
+    train: inputs.AnySource
+    validation: inputs.AnySource | None
     total: int
     metric_results: Callable[[Sequence[Any]], Mapping[str, float]]
 

@@ -18,11 +18,11 @@ PROMPT_TOKENS = 32
 GENERATED_TOKENS = 96
 
 
-def write_inputs(monitor: Monitor, source: inputs.Source) -> None:
+def write_inputs(monitor: Monitor, source: inputs.AnySource) -> None:
     """Shows the first examples of a source: images as images, text as text. Chief only."""
     info = source.info
     count = min(IMAGES, info.num_examples)
-    if count == 0:
+    if count == 0 or isinstance(source, inputs.StreamSource):  # reading a stream would take examples out of it
         return
     if tf.nest.is_nested(info.input_spec):
         return  # which of several inputs to show is not known
@@ -36,10 +36,15 @@ def write_inputs(monitor: Monitor, source: inputs.Source) -> None:
         monitor.images("inputs", shown)
 
 
-def continues_text(source: inputs.Source) -> bool:
+def continues_text(source: inputs.AnySource) -> bool:
     """Whether a source has text that a language model can continue."""
     info = source.info
-    return info.task == "language_model" and info.decode is not None and info.num_examples > 0
+    return (
+        isinstance(source, inputs.Source)
+        and info.task == "language_model"
+        and info.decode is not None
+        and info.num_examples > 0
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +61,7 @@ class Continuation:
 
 
 def continue_first(
-    sampler: TextSampler, params: Sequence[Any], state: Sequence[Any], source: inputs.Source, *, seed: int
+    sampler: TextSampler, params: Sequence[Any], state: Sequence[Any], source: inputs.AnySource, *, seed: int
 ) -> Continuation:
     """Lets a language model continue the beginning of a source's first example.
 
@@ -69,6 +74,7 @@ def continue_first(
     """
     info = source.info
     assert info.decode is not None
+    assert isinstance(source, inputs.Source)
     x, _, _ = inputs.fetch_with_mask(source, tf.constant([0], tf.int64))
     prompt = x.numpy()[0][:PROMPT_TOKENS]
     try:

@@ -32,10 +32,10 @@ class Evaluator:
     def __init__(self, program: Program) -> None:
         self._program = program
         self._evaluation: Evaluation | None = None
-        self._elements: tuple[inputs.Source, inputs.Pipeline, Any] | None = None
+        self._elements: tuple[inputs.AnySource, inputs.AnyPipeline, Any] | None = None
         self._named_skipped: set[str] = set()  # fingerprints of sources whose skipped examples have been named
 
-    def __call__(self, source: inputs.Source) -> dict[str, float]:
+    def __call__(self, source: inputs.AnySource) -> dict[str, float]:
         """Loss and metrics over all examples of a source, each counted once; all workers call it together.
 
         Args:
@@ -70,7 +70,7 @@ class Evaluator:
             )
         return self._evaluation
 
-    def _pipeline_and_elements(self, source: inputs.Source) -> tuple[inputs.Pipeline, Any]:
+    def _pipeline_and_elements(self, source: inputs.AnySource) -> tuple[inputs.AnyPipeline, Any]:
         """The pipeline of a source and its elements; kept for the next evaluation, as they take 0.3 s to make."""
         if self._elements is None or self._elements[0] is not source:
             pipeline = self._program.pipeline(source, training=False)

@@ -32,7 +32,7 @@ class Predictor:
         self._weights: list[keras.Variable] = []
         self._forward: Any = None
 
-    def __call__(self, source: inputs.Source) -> Any:
+    def __call__(self, source: inputs.AnySource) -> Any:
         """The model's outputs for all examples of a source; all workers call it together.
 
         Args:

@@ -150,9 +150,9 @@ class Program:
         """Generates text with the model, if it is a language model; traced once for all runs of the program."""
         return TextSampler(self.model, jit_compile=self.jit_compile)
 
-    def pipeline(self, source: inputs.Source, *, training: bool) -> inputs.Pipeline:
+    def pipeline(self, source: inputs.AnySource, *, training: bool) -> inputs.AnyPipeline:
         """The input pipeline of a source for this topology."""
-        return inputs.Pipeline(
+        return inputs.build_pipeline(
             source,
             train_input(self.config) if training else self.config.input,
             accumulate_steps=self.config.train.accumulate_steps if training else 1,
@@ -162,7 +162,7 @@ class Program:
             training=training,
         )
 
-    def distribute(self, pipeline: inputs.Pipeline, start: int = 0) -> Any:
+    def distribute(self, pipeline: inputs.AnyPipeline, start: int = 0) -> Any:
         """The pipeline's elements on this worker's devices, one per replica, from step `start` on."""
         topology = self.topology
         if topology.local_replicas == 1 and topology.device_type == "CPU":
@@ -174,7 +174,21 @@ class Program:
             return pipeline.dataset(context.input_pipeline_id, replicas, start)
 
         options = tf.distribute.InputOptions(experimental_fetch_to_device=topology.device_type != "CPU")
+        if isinstance(pipeline, inputs.StreamPipeline) and topology.device_type != "TPU":
+            # One iterator on the host, whose position tf.data can save; one that prefetches to several devices has none
+            # (TensorFlow 2.21, `OwnedMultiDeviceIterator`).
+            options = tf.distribute.InputOptions(
+                experimental_fetch_to_device=False,
+                experimental_replication_mode=tf.distribute.InputReplicationMode.PER_REPLICA,
+            )
         return self.strategy.distribute_datasets_from_function(dataset, options)
+
+    def iterate(self, pipeline: inputs.AnyPipeline, start: int) -> Any:
+        """An iterator over a pipeline's elements for training, from step `start` on, or where a stream is to go on."""
+        iterator = iter(self.distribute(pipeline, start))
+        workers = getattr(iterator, "_iterators", [iterator])  # of a distributed iterator: this worker's
+        pipeline.follow(getattr(workers[0], "_iterator", workers[0]) if len(workers) == 1 else None)
+        return iterator
 
     def schedule(self, total_steps: int) -> schedules.Schedule | None:
         """The configuration's learning-rate schedule, or None where the optimizer keeps its own learning rate."""

@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 def validate(
-    config: ExperimentConfig, train: inputs.Source | None = None, validation: inputs.Source | None = None
+    config: ExperimentConfig, train: inputs.AnySource | None = None, validation: inputs.AnySource | None = None
 ) -> Topology:
     """Refuses an experiment that cannot work: the first four stages of `tfpar.training.validate`.
 
@@ -46,8 +46,8 @@ def validate(
 
 def initialize(
     config: ExperimentConfig,
-    train: inputs.Source | None = None,
-    validation: inputs.Source | None = None,
+    train: inputs.AnySource | None = None,
+    validation: inputs.AnySource | None = None,
     *,
     complete: bool | None = None,
 ) -> strategies.Runtime:
@@ -88,7 +88,7 @@ def initialize(
 
 
 def _validate(
-    config: ExperimentConfig, train: inputs.Source | None, validation: inputs.Source | None, *, complete: bool
+    config: ExperimentConfig, train: inputs.AnySource | None, validation: inputs.AnySource | None, *, complete: bool
 ) -> Topology:
     install_sigterm_handler()
     topology = validate_config(config)

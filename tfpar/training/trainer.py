@@ -98,11 +98,11 @@ class Trainer:
 
     def fit(
         self,
-        train: inputs.Source,
+        train: inputs.AnySource | tf.data.Dataset,
         *,
         steps: int | None = None,
         epochs: float | None = None,
-        validation: inputs.Source | None = None,
+        validation: inputs.AnySource | tf.data.Dataset | None = None,
         hooks: Sequence[Hook] = (),
         callbacks: Sequence[keras.callbacks.Callback] = (),
     ) -> FitResult:
@@ -111,7 +111,7 @@ class Trainer:
         With a `workdir` that holds a checkpoint, training resumes from it.
 
         Args:
-          train: Training examples.
+          train: Training examples: a source, or a `tf.data.Dataset`, see `tfpar.inputs.from_dataset`.
           steps: Steps of the whole run; by default what the configuration says.
           epochs: Passes over the examples, instead of `steps`.
           validation: Examples to evaluate on, at every `eval_every` steps and at the end.
@@ -132,7 +132,7 @@ class Trainer:
             more use: end it, and start all workers again.
           Preempted: SIGTERM came to a worker; all have saved a checkpoint if they could. A SystemExit with code 85.
         """
-        self._check_sources(train, validation)
+        train, validation = self._sources(train, validation, counts=self._counts_epochs(steps, epochs))
         check_hooks(hooks)
         check_callbacks(callbacks, synchronous=self.topology.synchronous)
         augmentation = self.core.augmentation
@@ -151,7 +151,9 @@ class Trainer:
                 self.program, self._evaluator, train, validation, steps, epochs, hooks, callbacks, closing
             ).run()
 
-    def evaluate(self, source: inputs.Source | Mapping[str, inputs.Source]) -> dict[str, Any]:
+    def evaluate(
+        self, source: inputs.AnySource | tf.data.Dataset | Mapping[str, inputs.AnySource | tf.data.Dataset]
+    ) -> dict[str, Any]:
         """Loss and metrics over all examples of a source, each counted once; all workers call it together.
 
         Args:
@@ -165,10 +167,10 @@ class Trainer:
         """
         self._check_synchronous("evaluates while it trains: give fit(validation=...). To evaluate")
         if isinstance(source, Mapping):
-            return {name: self._evaluator(each) for name, each in source.items()}
-        return self._evaluator(source)
+            return {name: self._evaluator(_as_source(f"evaluate({name})", each)) for name, each in source.items()}
+        return self._evaluator(_as_source("evaluate(source=...)", source))
 
-    def predict(self, source: inputs.Source) -> Any:
+    def predict(self, source: inputs.AnySource | tf.data.Dataset) -> Any:
         """The model's outputs for all examples of a source, computed on all devices; all workers call it together.
 
         The weights are those that `evaluate` uses: their moving averages where `--ema` keeps them.
@@ -184,7 +186,7 @@ class Trainer:
           ConfigError: The strategy is `parameter_server`.
         """
         self._check_synchronous("does not predict. To predict")
-        return self._predictor(source)
+        return self._predictor(_as_source("predict(source=...)", source))
 
     def _check_synchronous(self, what: str) -> None:
         if not self.topology.synchronous:
@@ -233,16 +235,39 @@ class Trainer:
         """Whether XLA compiles the step."""
         return self.program.jit_compile
 
-    def _check_sources(self, train: inputs.Source, validation: inputs.Source | None) -> None:
-        for role, source in (("train", train), ("validation", validation)):
-            if source is not None and not isinstance(source, inputs.Source):
-                raise ConfigError(
-                    f"fit({role}=...): expected a tfpar.inputs.Source, got {type(source).__name__}. Create one with "
-                    "tfpar.inputs.from_arrays(x, y), or tfpar.inputs.build_source."
-                )
+    def _counts_epochs(self, steps: int | None, epochs: float | None) -> bool:
+        """Whether the length of the run is given in epochs, for which the number of examples must be known."""
+        return epochs is not None or (steps is None and not self.config.train.steps)
+
+    def _sources(self, train: Any, validation: Any, *, counts: bool) -> tuple[Any, Any]:
+        """The sources of what `fit` was given, checked."""
+        train = _as_source("fit(train=...)", train, counts=counts)
+        if validation is not None:
+            validation = _as_source("fit(validation=...)", validation)
         validate_data(self.config, self.topology, train, validation)
         built = {"model": self.model, "integer_labels": self.program.integer_labels}
         validate_model(self.config, self.topology, train, validation, **built)
+        return train, validation
+
+
+def _as_source(argument: str, data: Any, *, counts: bool = True) -> inputs.AnySource:
+    """The source of what a method was given.
+
+    Args:
+      argument: How an error names it.
+      data: A source, or a `tf.data.Dataset`.
+      counts: Whether the number of examples must be known.
+    """
+    if isinstance(data, tf.data.Dataset):
+        data = inputs.from_dataset(data)
+    if isinstance(data, inputs.StreamSource):
+        return data.counted() if counts else data
+    if not isinstance(data, inputs.Source):
+        raise ConfigError(
+            f"{argument}: expected a tfpar.inputs.Source, got {type(data).__name__}. Create one with "
+            "tfpar.inputs.from_arrays(x, y), or tfpar.inputs.build_source."
+        )
+    return data
 
 
 def _with_options(config: ExperimentConfig | None, options: Mapping[str, Any], optimizer: Any) -> ExperimentConfig:

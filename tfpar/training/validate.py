@@ -80,7 +80,7 @@ def validate_config(config: ExperimentConfig) -> Topology:
 
 
 def validate_data(
-    config: ExperimentConfig, topology: Topology, train: inputs.Source, validation: inputs.Source | None
+    config: ExperimentConfig, topology: Topology, train: inputs.AnySource, validation: inputs.AnySource | None
 ) -> None:
     """Stage 2: refuses data that this run cannot train or be evaluated on.
 
@@ -112,14 +112,15 @@ def validate_data(
         return
     _steps_per_epoch(config, topology, train)
     if validation is not None:
-        inputs.Pipeline(validation, config.input, replicas=topology.replicas, workers=topology.workers, training=False)
+        layout: dict[str, Any] = {"replicas": topology.replicas, "workers": topology.workers}
+        inputs.build_pipeline(validation, config.input, **layout, training=False)
 
 
 def validate_model(
     config: ExperimentConfig,
     topology: Topology,
-    train: inputs.Source,
-    validation: inputs.Source | None = None,
+    train: inputs.AnySource,
+    validation: inputs.AnySource | None = None,
     *,
     model: keras.Model | None = None,
     integer_labels: bool = False,
@@ -240,9 +241,9 @@ def validate_workers_agree(
     )
 
 
-def _steps_per_epoch(config: ExperimentConfig, topology: Topology, train: inputs.Source) -> int:
+def _steps_per_epoch(config: ExperimentConfig, topology: Topology, train: inputs.AnySource) -> int:
     """Steps in an epoch; refuses, as `Pipeline` does, data that cannot be batched for this topology."""
-    pipeline = inputs.Pipeline(
+    pipeline = inputs.build_pipeline(
         train,
         train_input(config),
         accumulate_steps=config.train.accumulate_steps,
@@ -254,7 +255,7 @@ def _steps_per_epoch(config: ExperimentConfig, topology: Topology, train: inputs
     return pipeline.steps_per_epoch * (1 if topology.synchronous else topology.workers)
 
 
-def _check_not_empty(config: ExperimentConfig, role: str, source: inputs.Source) -> None:
+def _check_not_empty(config: ExperimentConfig, role: str, source: inputs.AnySource) -> None:
     info = source.info
     if info.num_examples:
         return
@@ -277,7 +278,7 @@ def _check_not_empty(config: ExperimentConfig, role: str, source: inputs.Source)
     raise ConfigError(f"{what}. What to do: {'; or '.join(remedies)}.")
 
 
-def _check_same_shapes(train: inputs.Source, validation: inputs.Source) -> None:
+def _check_same_shapes(train: inputs.AnySource, validation: inputs.AnySource) -> None:
     for what, of_train, of_validation in (
         ("inputs", train.info.input_spec, validation.info.input_spec),
         ("labels", train.info.label_spec, validation.info.label_spec),
@@ -292,8 +293,13 @@ def _check_same_shapes(train: inputs.Source, validation: inputs.Source) -> None:
             )
 
 
-def _check_parameter_server(config: ExperimentConfig, train: inputs.Source) -> None:
+def _check_parameter_server(config: ExperimentConfig, train: inputs.AnySource) -> None:
     """Refuses what asynchronous training does not support: see the messages."""
+    if isinstance(train, inputs.StreamSource):
+        raise ConfigError(
+            f"--strategy=parameter_server: its workers read examples by number, and {train.name} is a tf.data.Dataset, "
+            "which has none. Use tfpar.inputs.from_arrays or from_random_access, or a synchronous strategy."
+        )
     if not train.portable:
         raise ConfigError(
             f"--dataset={train.info.name}: with --strategy=parameter_server the workers read examples by number, "
@@ -314,13 +320,14 @@ def _check_parameter_server(config: ExperimentConfig, train: inputs.Source) -> N
         )
 
 
-def _check_labels_within_outputs(model: keras.Model, train: inputs.Source, validation: inputs.Source | None) -> None:
+def _check_labels_within_outputs(
+    model: keras.Model, train: inputs.AnySource, validation: inputs.AnySource | None
+) -> None:
     """Refuses labels that are no positions of outputs. On a GPU and under XLA the loss of such a label is NaN: every
     step that meets one would be skipped."""
     outputs = getattr(model, "outputs", None)
     count = outputs[0].shape[-1] if outputs and len(outputs) == 1 else None  # None: it is no graph of layers
-    for source in filter(None, (train, validation)):
-        info = source.info
+    for info in (source.info for source in (train, validation) if source is not None):
         if tf.nest.is_nested(info.label_spec):
             continue
         if count is not None and info.label_spec.dtype.is_integer and info.num_classes > count:

@@ -21,9 +21,9 @@ import tensorflow as tf
 
 def start_run(
     program: Program,
-    evaluator: Callable[[inputs.Source], Mapping[str, float]],
-    train: inputs.Source,
-    validation: inputs.Source | None,
+    evaluator: Callable[[inputs.AnySource], Mapping[str, float]],
+    train: inputs.AnySource,
+    validation: inputs.AnySource | None,
     steps: int | None,
     epochs: float | None,
     hooks: Sequence[Hook],

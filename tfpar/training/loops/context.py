@@ -62,8 +62,8 @@ class RunContext:
 
 def prepare(
     program: Program,
-    train: inputs.Source,
-    validation: inputs.Source | None,
+    train: inputs.AnySource,
+    validation: inputs.AnySource | None,
     steps: int | None,
     epochs: float | None,
 ) -> RunContext:
@@ -84,12 +84,16 @@ def prepare(
     # Under parameter_server a step is one worker's share of a batch.
     steps_per_epoch = pipeline.steps_per_epoch * (1 if topology.synchronous else topology.workers)
     info = _info(program, pipeline, train, validation, total_steps(config.train, steps, epochs, steps_per_epoch))
+    if pipeline.steps_per_epoch == inputs.ENDLESS:  # the whole run counts as one epoch
+        steps_per_epoch = info.total
     monitor = announce.build_monitor(info)
     schedule = program.schedule(info.total)
     plateau = schedules.plateau(config.schedule) if schedule is not None else None
     agreement = _agreement(topology)
     name = f"worker {topology.worker}" if topology.synchronous else "the chief"
-    batches = pipeline if topology.synchronous else PushOrder(pipeline, topology.workers)
+    batches: BatchIndex = pipeline
+    if isinstance(pipeline, inputs.Pipeline) and not topology.synchronous:
+        batches = PushOrder(pipeline, topology.workers)
     skipped_examples = SkippedExampleLog(batches, is_chief=topology.is_chief)
     return RunContext(
         program=program,
@@ -128,7 +132,11 @@ def _agreement(topology: Topology) -> WorkerAgreement:
 
 
 def _info(
-    program: Program, pipeline: inputs.Pipeline, train: inputs.Source, validation: inputs.Source | None, total: int
+    program: Program,
+    pipeline: inputs.AnyPipeline,
+    train: inputs.AnySource,
+    validation: inputs.AnySource | None,
+    total: int,
 ) -> RunInfo:
     auto_without_xla = program.config.train.jit_compile == "auto" and not program.jit_compile
     return RunInfo(

@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from tfpar import inputs
 from tfpar.checkpoint import run_state
 from tfpar.exchange import Traffic
 from tfpar.guards import bad_examples
@@ -103,6 +104,7 @@ class ParameterServerLoop:
         model, workers = program.model, program.topology.workers
         began = tf.timestamp()
         number, share = step // workers, step % workers
+        assert isinstance(pipeline, inputs.Pipeline)
         batch = pipeline.batch(number, share)
         with tf.control_dependencies([batch[2]]):
             fetched = tf.timestamp()

@@ -17,6 +17,7 @@ from tfpar.precision import LossScale
 from tfpar.training.loops.state import LoopState
 from tfpar.training.program import Program
 
+import numpy as np
 import tensorflow as tf
 
 
@@ -38,7 +39,7 @@ class RunFiles:
     def __init__(
         self,
         program: Program,
-        pipeline: inputs.Pipeline,
+        pipeline: inputs.AnyPipeline,
         *,
         steps_per_epoch: int,
         skipped_examples: SkippedExampleLog,
@@ -53,7 +54,8 @@ class RunFiles:
         self._message = message
         config, topology = program.config, program.topology
         self._workdir = config.checkpoint.workdir
-        self._writes = topology.is_chief or (topology.synchronous and bool(program.exchange.state))
+        keeps_position = isinstance(pipeline, inputs.StreamPipeline)
+        self._writes = topology.is_chief or (topology.synchronous and (bool(program.exchange.state) or keeps_position))
         self.restarts = RestartLog(self._workdir, writes=topology.is_chief)
         self._checkpointer: checkpoints.Checkpointer | None = None
         if self._workdir:
@@ -82,7 +84,7 @@ class RunFiles:
         checkpoint = checkpoints.Checkpoint(
             step=state.step,
             arrays=run_state.snapshot(program.checkpoint_variables()) if program.topology.is_chief else {},
-            exchange=program.exchange.export(),
+            exchange={**program.exchange.export(), **self._pipeline.export()},
             run=self._run_state(state),
             config=program.config.as_flat_dict(),
         )
@@ -128,8 +130,7 @@ class RunFiles:
         run_state.check_optimizer(run, program.optimizer_options, self._workdir)
         run_state.restore(program.checkpoint_variables(), checkpoint.arrays, run["variables"])
         if program.topology.synchronous:
-            restored = functools.partial(self._checkpointer.exchange_state, checkpoint.step)
-            program.exchange.restore(run["workers"], restored)
+            program.exchange.restore(run["workers"], functools.partial(self._exchange_state, checkpoint.step))
             if program.exchange.state and not program.exchange.compresses:
                 self._message("applying the previous exchange's residual in the next step")
             values = run["loss_scale"]
@@ -137,8 +138,11 @@ class RunFiles:
         self._skipped_examples.count = run.get("skipped_examples", 0)
         if self._plateau and run["plateau"]:
             self._plateau.restore(run["plateau"])
+        same_workers = (run["workers"], run.get("replicas")) == (program.topology.workers, program.topology.replicas)
         epoch = checkpoint.step / self._steps_per_epoch
         self._message(f"resumed from step {checkpoint.step} (epoch {epoch:.2f}) of {self._workdir}")
+        if position := self._pipeline.restore(checkpoint.exchange, same_workers=same_workers):
+            self._message(position)
         loss_sum, loss_count = run.get("loss") or (0.0, 0)
         return LoopState(
             checkpoint.step,
@@ -151,6 +155,12 @@ class RunFiles:
             lr_multiplier=run.get("lr_multiplier", 1.0),
             stop=run.get("stopped_of", 0) >= total,
         )
+
+    def _exchange_state(self, step: int, worker: int) -> dict[str, np.ndarray]:
+        """The exchange state that a worker saved, without its place in a stream."""
+        assert self._checkpointer is not None
+        saved = self._checkpointer.exchange_state(step, worker)
+        return {name: value for name, value in saved.items() if name != inputs.STREAM_STATE}
 
     def _run_state(self, state: LoopState) -> dict[str, Any]:
         program, topology = self._program, self._program.topology

@@ -39,7 +39,7 @@ class SnapshotEvaluation:
       validation: The examples.
     """
 
-    def __init__(self, program: Program, validation: inputs.Source) -> None:
+    def __init__(self, program: Program, validation: inputs.AnySource) -> None:
         self._program = program
         self._validation = validation
         self._batch_sums = tf.function(program.core.evaluate, jit_compile=program.jit_compile or None, autograph=False)
@@ -92,7 +92,7 @@ class SnapshotEvaluation:
     def _batches(self) -> tf.data.Dataset:
         """Made once: TensorFlow 2.21 tells all workers of every function that is traced, and does so with Python's lock
         held, so that a worker which does not answer then keeps the chief from noticing."""
-        pipeline = inputs.Pipeline(
+        pipeline = inputs.build_pipeline(
             self._validation,
             self._program.config.input,
             accumulate_steps=1,

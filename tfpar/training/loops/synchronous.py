@@ -33,7 +33,7 @@ class SynchronousLoop:
       compiles_next: Whether the next steps are compiled first.
     """
 
-    def __init__(self, context: RunContext, evaluator: Callable[[inputs.Source], Mapping[str, float]]) -> None:
+    def __init__(self, context: RunContext, evaluator: Callable[[inputs.AnySource], Mapping[str, float]]) -> None:
         self._context = context
         self._evaluator = evaluator
         self._step = context.program.step(context.schedule)
@@ -68,7 +68,7 @@ class SynchronousLoop:
         """Opens the input at the state's step."""
         self._rows = rows
         program = self._context.program
-        self._iterator = iter(program.distribute(self._context.info.pipeline, state.step))
+        self._iterator = program.iterate(self._context.info.pipeline, state.step)
 
     def advance(self, state: LoopState, stops: Sequence[int]) -> LoopState:
         """Runs some steps in one call, not past the nearest of `stops`; all workers run the same number."""

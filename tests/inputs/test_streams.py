@@ -1,0 +1,190 @@
+"""Batches of a stream: those of arrays in the same order, for any layout of replicas, and saved at any step."""
+
+from __future__ import annotations
+
+from tfpar.config import ConfigError, InputConfig
+from tfpar.inputs import ENDLESS, StreamPipeline, Weighted, build_pipeline, from_arrays, from_dataset
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+N, BATCH = 23, 8
+
+
+def arrays(count: int = N) -> tuple[np.ndarray, np.ndarray]:
+    return np.arange(3 * count, dtype=np.float32).reshape(count, 3), np.arange(count, dtype=np.int32) % 5
+
+
+def config(**options) -> InputConfig:
+    return InputConfig(global_batch_size=BATCH, uneven_batches=True, shuffle=False, **options)
+
+
+def elements(pipeline, worker: int, count: int) -> list:
+    return list(pipeline.dataset(worker).take(count).as_numpy_iterator())
+
+
+@pytest.mark.parametrize("batched", [0, 1, 5, 8, 23])
+@pytest.mark.parametrize(
+    ("replicas", "workers", "micro_batches"), [(1, 1, 1), (1, 1, 3), (3, 1, 1), (4, 2, 2), (3, 3, 1)]
+)
+def test_elements_are_those_of_arrays(batched, replicas, workers, micro_batches):
+    """Whatever the dataset's own batches; two epochs and a bit."""
+    x, y = arrays()
+    dataset = tf.data.Dataset.from_tensor_slices((x, y))
+    dataset = dataset.batch(batched) if batched else dataset
+    layout = {"replicas": replicas, "workers": workers, "accumulate_steps": micro_batches}
+    stream = build_pipeline(from_dataset(dataset).counted(), config(), **layout)
+    plain = build_pipeline(from_arrays(x, y), config(), **layout)
+    assert isinstance(stream, StreamPipeline)
+    assert stream.element_spec == plain.element_spec
+    assert (stream.steps_per_epoch, stream.micro_batch, stream.pads) == (3, plain.micro_batch, plain.pads)
+    assert stream.examples_per_epoch == N
+    for worker in range(workers):
+        count = 7 * replicas // workers
+        for found, expected in zip(elements(stream, worker, count), elements(plain, worker, count), strict=True):
+            assert np.array_equal(found[2], expected[2])
+            real = expected[2] > 0
+            assert np.array_equal(found[0][real], expected[0][real])
+            assert np.array_equal(found[1][real], expected[1][real])
+
+
+@pytest.mark.parametrize(("replicas", "workers"), [(1, 1), (3, 1), (4, 2)])
+def test_an_evaluation_has_each_example_once(replicas, workers):
+    x, y = arrays()
+    source = from_dataset(tf.data.Dataset.from_tensor_slices((x, y)).batch(5)).counted()
+    pipeline = build_pipeline(source, config(), replicas=replicas, workers=workers, training=False)
+    seen = []
+    for worker in range(workers):
+        rows = elements(pipeline, worker, 1000)
+        assert len(rows) == pipeline.steps_per_epoch * replicas // workers
+        places = pipeline.indices(0, pipeline.steps_per_epoch, worker)  # [K, A, L, m]
+        for row, place in zip(rows, places.transpose(0, 2, 1, 3).reshape(-1, *places.shape[1::2]), strict=True):
+            real = row[2] > 0
+            assert np.array_equal(real, place >= 0)
+            assert np.array_equal(row[0][real], x[place[real]])
+            seen += place[real].tolist()
+    assert sorted(seen) == list(range(N))
+
+
+def test_workers_with_streams_of_their_own():
+    def own(context: tf.distribute.InputContext) -> tf.data.Dataset:
+        rows = np.arange(100, dtype=np.float32).reshape(-1, 1) + 1000 * context.input_pipeline_id
+        # Once for the shapes alone, with the context of a single worker.
+        assert (context.num_input_pipelines, context.num_replicas_in_sync) in ((2, 4), (1, 1))
+        return tf.data.Dataset.from_tensor_slices((rows, rows)).batch(7).repeat()
+
+    pipeline = build_pipeline(from_dataset(own), config(), replicas=4, workers=2, accumulate_steps=2)
+    assert pipeline.steps_per_epoch == ENDLESS
+    for worker in range(2):
+        rows = elements(pipeline, worker, 6)  # three steps of two replicas
+        taken = np.concatenate([row[0][row[2] > 0] for row in rows]).ravel()
+        assert sorted(taken) == [1000 * worker + number for number in range(12)]  # 8 / 2 workers, 3 steps
+
+
+def test_structures_and_weights():
+    x, y = arrays()
+    dataset = tf.data.Dataset.from_tensor_slices(({"a": x, "b": (y, x[:, 0].astype(np.float64))}, y, x[:, 1])).batch(4)
+    source = from_dataset(dataset, name="mixed")
+    assert source.info.input_spec["b"][1] == tf.TensorSpec([], tf.float32)
+    assert source.info.weight_spec == tf.TensorSpec([], tf.float32)
+    [(inputs, targets, weight)] = elements(build_pipeline(source, config()), 0, 1)
+    assert isinstance(targets, Weighted)
+    assert np.array_equal(inputs["a"][0], x[:BATCH])
+    assert np.array_equal(inputs["b"][1][0], x[:BATCH, 0])
+    assert np.array_equal(targets.sample_weight[0], x[:BATCH, 1])
+    assert weight.tolist() == [[1.0] * BATCH]
+    assert from_dataset(tf.data.Dataset.from_tensor_slices(x).batch(2)).info.label_spec == ()
+    assert "mixed" in build_pipeline(source, config()).report()
+
+
+@pytest.mark.parametrize("local", [1, 2])
+def test_a_saved_position_goes_on_exactly(local):
+    """With shuffling, of which the buffer is saved, in the middle of an epoch."""
+    x, y = arrays(50)
+
+    def new() -> tuple[StreamPipeline, object]:
+        dataset = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(20, seed=3).batch(6).prefetch(1)
+        pipeline = build_pipeline(from_dataset(dataset), config(), replicas=local)
+        return pipeline, iter(pipeline.dataset())
+
+    whole, iterator = new()
+    whole.follow(iterator)
+    for _ in range(9 * local):
+        next(iterator)
+    saved = whole.export()
+    expected = [next(iterator)[0].numpy() for _ in range(8)]
+    again, iterator = new()
+    assert "goes on where it stopped" in again.restore(saved, same_workers=True)
+    again.follow(iterator)
+    for rows in expected:
+        assert np.array_equal(next(iterator)[0].numpy(), rows)
+    other, _ = new()
+    assert "starts again from its beginning (the saved run had other workers)" in other.restore(
+        saved, same_workers=False
+    )
+
+
+def test_a_stream_that_cannot_be_saved_says_so_once(caplog):
+    def rows():
+        yield from np.arange(12.0).reshape(-1, 1)
+
+    dataset = tf.data.Dataset.from_generator(rows, output_signature=tf.TensorSpec([1], tf.float32))
+    pipeline = build_pipeline(from_dataset(dataset, batched=False), config())
+    iterator = iter(pipeline.dataset())
+    pipeline.follow(iterator)
+    next(iterator)
+    saved = [pipeline.export() for _ in range(2)]
+    assert [state.size for each in saved for state in each.values()] == [0, 0]
+    assert caplog.text.count("tf.data cannot save this stream's position") == 1
+    assert "position was not saved" in pipeline.restore(saved[0], same_workers=True)
+
+
+def test_a_position_of_another_pipeline_is_refused():
+    x, y = arrays()
+    pipelines = [
+        build_pipeline(from_dataset(dataset), config())
+        for dataset in (
+            tf.data.Dataset.from_tensor_slices((x, y)).shuffle(5, seed=1).batch(4),
+            tf.data.Dataset.range(40).map(lambda i: (tf.cast([i, i, i], tf.float32), tf.cast(i, tf.int32))).batch(4),
+        )
+    ]
+    iterator = iter(pipelines[0].dataset())
+    pipelines[0].follow(iterator)
+    next(iterator)
+    pipelines[1].restore(pipelines[0].export(), same_workers=True)
+    with pytest.raises(ConfigError, match="does not fit this stream"):
+        pipelines[1].follow(iter(pipelines[1].dataset()))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "message"),
+    [
+        (lambda x, y: tf.data.Dataset.from_tensor_slices((x, y, y, y)), {}, "elements have 4 parts"),
+        (lambda x, y: tf.data.Dataset.from_tensor_slices((x, y)).repeat(), {"training": False}, "has no end"),
+        (lambda x, y: 3, {}, "expected a tf.data.Dataset"),
+        (lambda x, y: tf.data.Dataset.from_tensor_slices(tf.RaggedTensor.from_row_lengths(y, [N])), {}, "RaggedTensor"),
+        (
+            lambda x, y: tf.data.Dataset.from_generator(lambda: iter(x), output_signature=tf.TensorSpec([None, None])),
+            {},
+            "is not known before it is read",
+        ),
+    ],
+)
+def test_what_cannot_be_read_is_refused(dataset, options, message):
+    with pytest.raises(ConfigError, match=message):
+        build_pipeline(from_dataset(dataset(*arrays())).counted(), config(), **options)
+
+
+def test_arguments_that_are_refused():
+    dataset = tf.data.Dataset.range(3)
+    with pytest.raises(ConfigError, match="sharding"):
+        from_dataset(dataset, sharding="file")
+    with pytest.raises(ConfigError, match="examples=0"):
+        from_dataset(dataset, examples=0)
+    with pytest.raises(ConfigError, match="leaves no steps"):
+        build_pipeline(from_dataset(dataset.batch(2)).counted(), config(remainder="drop"))
+    with pytest.raises(ConfigError, match="every worker reads a stream of its own"):
+        from_dataset(lambda context: dataset).counted()
+    with pytest.raises(ConfigError, match="not divisible by 3 workers"):
+        build_pipeline(from_dataset(lambda context: dataset), config(), replicas=3, workers=3)

@@ -1,0 +1,302 @@
+"""The batches of a stream, split over replicas as those of an indexed source are.
+
+Shapes: A micro-batches per step, R replicas, L of them of this worker, m slots of a micro-batch on a replica.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from tfpar.config import ConfigError, InputConfig
+from tfpar.inputs import checks, epoch_order, structures
+from tfpar.inputs import describe as report
+from tfpar.inputs.source import UNKNOWN, no_autograph
+from tfpar.inputs.streams.source import StreamSource
+from tfpar.inputs.structures import Structure
+
+import numpy as np
+import tensorflow as tf
+
+ENDLESS = 1 << 40  # steps of an epoch of unknown length
+STATE = "input/iterator"
+_log = logging.getLogger(__name__)
+
+
+class StreamPipeline:
+    """What `Pipeline` is for an indexed source: the same elements, in the order of the stream.
+
+    Args:
+      source: The stream.
+      config: The input options; of these `global_batch_size`, `remainder`, `uneven_batches` and `prefetch` count.
+      accumulate_steps: Micro-batches per step.
+      replicas: R, over all workers.
+      workers: Number of workers that read.
+      training: Whether the stream repeats; evaluation is one pass, whose length must be known.
+
+    Attributes:
+      source: The stream.
+      steps_per_epoch: Steps in one pass; `ENDLESS` where that is not known.
+      micro_batch: m.
+      examples_per_epoch: Examples that an epoch trains on.
+      skips: False: an example of a stream is never skipped.
+
+    Raises:
+      ConfigError: The stream cannot be read by these workers and replicas.
+    """
+
+    skips = False
+
+    def __init__(
+        self,
+        source: StreamSource,
+        config: InputConfig,
+        *,
+        accumulate_steps: int = 1,
+        replicas: int = 1,
+        workers: int = 1,
+        training: bool = True,
+    ):
+        self.source = source
+        self._config = config
+        self._training = training
+        self._workers = workers
+        self._local_replicas = replicas // workers
+        self._replicas = replicas
+        self._own_streams = source.sharding == "worker"
+        self._check(config, replicas, workers, accumulate_steps)
+        batch = config.global_batch_size
+        known = source.info.num_examples != UNKNOWN
+        examples = source.info.num_examples if known else batch
+        # Where every worker has a stream of its own, they are taken to be of the same length.
+        streams = workers if self._own_streams else 1
+        shard = epoch_order.one_shard(-(-examples // streams), batch // streams)
+        self._order = epoch_order.EpochOrder(
+            shards=shard * streams,
+            replicas=replicas // streams,
+            accumulate_steps=accumulate_steps,
+            drop_remainder=training and config.remainder == "drop",
+            shuffle=False,
+            seed=0,
+        )
+        self.micro_batch = self._order.micro_batch
+        self.steps_per_epoch = self._order.steps_per_epoch if known else ENDLESS
+        self.examples_per_epoch = self._order.examples_per_epoch if known else UNKNOWN
+        if not self.steps_per_epoch:
+            raise ConfigError(
+                f"--remainder=drop leaves no steps: {source.name} has {source.info.num_examples} examples, fewer than "
+                f"--global_batch_size={batch}. Use --remainder=pad or a smaller batch."
+            )
+        self._unsplit: tf.data.Dataset | None = None
+        self._iterator: Any = None
+        self._saved: np.ndarray | None = None
+        self._told = False
+
+    @property
+    def pads(self) -> bool:
+        """Whether some slots may hold padding, at weight 0: an uneven batch, or the last one of a pass."""
+        batch = self._config.global_batch_size
+        if self._replicas * self._order.accumulate_steps * self.micro_batch != batch:
+            return True
+        ends = not self.source.endless and not self._order.drop_remainder
+        return ends and (self.steps_per_epoch == ENDLESS or self.examples_per_epoch % batch != 0)
+
+    @property
+    def element_spec(self) -> tuple[Structure, Structure, tf.TensorSpec]:
+        """The specs of x [A, m, ...] and y [A, m, ...], in the structures of the source, and weight float32 [A, m]."""
+        info = self.source.info
+        rows = tf.TensorShape([self._order.accumulate_steps, self.micro_batch])
+        return (
+            structures.batch_specs(rows, info.input_spec),
+            structures.batch_specs(rows, info.target_spec),
+            tf.TensorSpec(rows, tf.float32),
+        )
+
+    def report(self, *, asynchronous: bool = False) -> str:
+        """Returns the input report. The chief prints it before the first step."""
+        del asynchronous  # parameter servers read by number
+        return report.describe_stream(
+            self.source.info,
+            self._config,
+            self._order,
+            workers=self._workers,
+            own_streams=self._own_streams,
+            steps_per_epoch=None if self.steps_per_epoch == ENDLESS else self.steps_per_epoch,
+            training=self._training,
+        )
+
+    def indices(self, first: int, count: int, worker: int | None = None) -> np.ndarray:
+        """The places of examples in one pass of the stream.
+
+        Args:
+          first: Number of the first step.
+          count: K, the number of steps.
+          worker: Only the examples of this worker's replicas; None for all.
+
+        Returns:
+          int64 [K, A, R, m], -1 for padding; [K, 0] in training, where places say nothing.
+        """
+        if self._training:
+            return np.zeros((count, 0), np.int64)
+        steps = first + tf.range(count, dtype=tf.int64)
+        places, real = self._order.slots(steps, 0, range(self._order.replicas))
+        all_workers = tf.where(real, places, -1).numpy().transpose(0, 2, 1, 3)
+        if worker is None:
+            return all_workers
+        return all_workers[:, :, worker * self._local_replicas : (worker + 1) * self._local_replicas]
+
+    def examples_in(self, steps: np.ndarray) -> np.ndarray:
+        """How many examples each replica has in some steps of one pass: int64 [K, R] for int64 [K]."""
+        return self._order.examples_in(np.asarray(steps, np.int64))
+
+    def dataset(self, worker: int = 0, local_replicas: int | None = None, start_step: int = 0) -> tf.data.Dataset:
+        """Returns the elements of one worker: for each step, one per local replica, in order.
+
+        Args:
+          worker: Rank of the worker.
+          local_replicas: Number of its replicas: None, or `replicas / workers`.
+          start_step: Not used: a stream begins where it begins; see `restore`.
+
+        Returns:
+          As `Pipeline.dataset`.
+        """
+        del local_replicas, start_step
+        config, local = self._config, self._local_replicas
+        context = tf.distribute.InputContext(
+            num_input_pipelines=self._workers if self._own_streams else 1,
+            input_pipeline_id=worker if self._own_streams else 0,
+            num_replicas_in_sync=self._replicas,
+        )
+        batch = self._order.shards[0].batch
+        batches = self.source.batches(context).rebatch(batch, drop_remainder=self._order.drop_remainder)
+        if self._training:
+            batches = batches.repeat()
+        self._unsplit = batches
+        first = 0 if self._own_streams else worker * local
+        elements = batches.map(no_autograph(self._split(range(first, first + local))))
+        elements = elements.unbatch() if local > 1 else elements
+        length = tf.data.INFINITE_CARDINALITY if self._training else self.steps_per_epoch * local
+        elements = elements.apply(tf.data.experimental.assert_cardinality(length))
+        return elements.prefetch(config.prefetch * local) if config.prefetch else elements
+
+    def _split(self, replicas: range) -> Any:
+        """`(x, targets) -> (x, y, weight)`: rows of a batch that these replicas take, [L, A, m, ...] or [A, m, ...]."""
+        order = self._order
+        rows = [order.accumulate_steps, self.micro_batch]
+        shape = [len(replicas), *rows] if len(replicas) > 1 else rows
+        takes_all = order.replicas == 1 and order.accumulate_steps == 1
+
+        def take(x: Structure, targets: Structure) -> tuple[Structure, Structure, tf.Tensor]:
+            count = tf.shape(structures.first_leaf((x, targets)), tf.int64)[0]
+            place, real = epoch_order.split_batch(
+                tf.reshape(count, [1, 1, 1, 1]),
+                micro_batches=order.accumulate_steps,
+                replicas=order.replicas,
+                local=replicas,
+                slots=self.micro_batch,
+            )
+            place = tf.reshape(place, [-1])
+
+            def rows_of(values: tf.Tensor) -> tf.Tensor:
+                if takes_all:  # all rows in order, but for a batch that is not full
+                    full = tf.equal(count, self.micro_batch)
+                    values = tf.cond(full, lambda: values, lambda: tf.gather(values, place))
+                else:
+                    values = tf.gather(values, place)
+                return tf.reshape(values, [*shape, *values.shape[1:]])
+
+            x, y = structures.map_arrays(rows_of, (x, targets))
+            return x, y, tf.cast(tf.reshape(real, shape), tf.float32)
+
+        return take
+
+    def follow(self, iterator: Any) -> None:
+        """Keeps the iterator that training reads, restored to where the run stopped if `restore` was called.
+
+        Args:
+          iterator: An iterator of tf.data over `dataset`, or None where the strategy's input has none of its own.
+        """
+        self._iterator = iterator
+        saved, self._saved = self._saved, None
+        if saved is None or not saved.size:
+            return
+        try:
+            state = tf.io.parse_tensor(tf.constant(saved.tobytes()), tf.variant)
+            tf.raw_ops.DeserializeIterator(resource_handle=iterator._iterator_resource, serialized=state)
+        except (tf.errors.OpError, AttributeError) as error:
+            raise ConfigError(
+                f"{self.source.name}: the position of the saved run does not fit this stream ({_first_line(error)}). "
+                "Give the same tf.data pipeline, or start in another workdir with warm_start."
+            ) from error
+
+    def export(self) -> dict[str, np.ndarray]:
+        """The position in the stream, for a checkpoint: uint8 [bytes] under `STATE`; no bytes where it has none."""
+        data = b""
+        try:
+            if self._iterator is not None:
+                # Asked of an iterator of its own: behind a map with a `tf.cond`, tf.data does not see any more that an
+                # operation of the dataset has state that cannot be saved (TensorFlow 2.21).
+                _serialized(iter(self._unsplit))
+                data = tf.io.serialize_tensor(_serialized(self._iterator)).numpy()
+        except tf.errors.OpError as error:
+            if not self._told:
+                _log.warning(
+                    "%s: tf.data cannot save this stream's position (%s); a run that resumes starts the stream again",
+                    self.source.name,
+                    _first_line(error),
+                )
+            self._told = True
+        return {STATE: np.frombuffer(data, np.uint8)}
+
+    def restore(self, saved: Mapping[str, np.ndarray], *, same_workers: bool) -> str:
+        """Resumes from what this worker exported; takes effect with `follow`.
+
+        Args:
+          saved: What `export` gave.
+          same_workers: Whether the saved run had as many workers and replicas.
+
+        Returns:
+          What to tell the user: where the stream goes on.
+        """
+        state = saved.get(STATE, np.zeros(0, np.uint8))
+        if same_workers and state.size:
+            self._saved = state
+            return f"{self.source.name}: the stream goes on where it stopped"
+        why = "the position was not saved" if same_workers else "the saved run had other workers"
+        return (
+            f"{self.source.name}: the stream starts again from its beginning ({why}), so the examples that it gave "
+            "since the last epoch began repeat"
+        )
+
+    def _check(self, config: InputConfig, replicas: int, workers: int, accumulate_steps: int) -> None:
+        name = self.source.name
+        if replicas < 1 or workers < 1 or replicas % workers:
+            raise ValueError(f"replicas={replicas} must be a positive multiple of workers={workers}")
+        if config.data_service:
+            raise ConfigError(f"--data_service: {name} is a tf.data.Dataset. Distribute it in its own pipeline.")
+        if self._training:
+            checks.check_divides(config, replicas, accumulate_steps)
+        elif self.source.info.num_examples == UNKNOWN:
+            raise ConfigError(f"{name}: evaluation needs the number of examples. Call counted() on the source first.")
+        if self._own_streams and not self._training:
+            raise ConfigError(
+                f"{name}: an evaluation counts every example once, which streams of the workers' own do not allow. "
+                'Give a dataset that is the same on every worker: from_dataset(..., sharding="example").'
+            )
+        if self._own_streams and config.global_batch_size % workers:
+            raise ConfigError(
+                f"--global_batch_size={config.global_batch_size} is not divisible by {workers} workers, each of which "
+                f"has a stream of its own ({name}). Choose a multiple of {workers}."
+            )
+
+
+def _serialized(iterator: Any) -> tf.Tensor:
+    """The state of a tf.data iterator, a variant tensor; an error if an operation has state that cannot be saved."""
+    fail = 2  # ExternalStatePolicy.FAIL of tf.data
+    return tf.raw_ops.SerializeIterator(resource_handle=iterator._iterator_resource, external_state_policy=fail)
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(getattr(error, "message", "") or error).strip()
+    return text.splitlines()[0].partition("}} ")[2].partition(" [Op:")[0] or text.splitlines()[0] if text else ""

@@ -1,0 +1,245 @@
+"""A `tf.data.Dataset` as a source of examples."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from tfpar.config import ConfigError, TrainingError, unknown_name
+from tfpar.inputs import structures
+from tfpar.inputs.bad_records import error_text
+from tfpar.inputs.source import CLASSIFICATION, STREAM, UNKNOWN, SourceInfo, Weighted, no_autograph
+from tfpar.inputs.structures import Structure
+
+import keras
+import tensorflow as tf
+
+SHARDINGS = ("example", "worker")
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class StreamSource:
+    """Examples in the order in which a `tf.data.Dataset` gives them.
+
+    A stream has no numbers of examples: it cannot jump to a step, its order is its own, and an example that cannot be
+    used is not named. `from_dataset` makes one.
+
+    Attributes:
+      make: Creates the dataset of one input pipeline.
+      sharding: `"example"` or `"worker"`, see `from_dataset`.
+      batched: Whether the elements of the dataset are batches; None: told by their shapes.
+      examples: Number of examples in one pass, of all workers; None where it is not known.
+      name: For reports and errors.
+      split: `"train"` or `"validation"`, for reports.
+    """
+
+    make: Callable[[tf.distribute.InputContext], tf.data.Dataset]
+    sharding: str
+    batched: bool | None = None
+    examples: int | None = None
+    name: str = "dataset"
+    split: str = "train"
+
+    @functools.cached_property
+    def info(self) -> SourceInfo:
+        """The description; `num_examples` is `UNKNOWN` until it has been counted."""
+        x, targets = self._whole.element_spec
+        y, weight = targets if isinstance(targets, Weighted) else (targets, ())
+        one = structures.map_arrays(lambda spec: tf.TensorSpec(spec.shape[1:], spec.dtype), (x, y, weight))
+        return SourceInfo(
+            name=self.name,
+            task=CLASSIFICATION,
+            split=self.split,
+            num_examples=UNKNOWN if self.examples is None else self.examples,
+            input_spec=one[0],
+            label_spec=one[1],
+            num_classes=0,
+            weight_spec=one[2],
+            storage=STREAM,
+        )
+
+    @functools.cached_property
+    def endless(self) -> bool:
+        """Whether the dataset never ends (`repeat()`)."""
+        return int(self._whole.cardinality()) == tf.data.INFINITE_CARDINALITY
+
+    @functools.cached_property
+    def _whole(self) -> tf.data.Dataset:
+        """The batches of the only worker, or of the first."""
+        return self.batches(tf.distribute.InputContext())
+
+    def counted(self) -> StreamSource:
+        """The same stream with a known number of examples, which takes a pass over it unless it is known already.
+
+        Raises:
+          ConfigError: The stream is endless, or every worker has a stream of its own.
+        """
+        if self.examples is not None:
+            return self
+        if self.endless:
+            raise ConfigError(
+                f"{self.name}: the stream has no end, so there are no epochs in it. Give --steps (fit(steps=...)) for "
+                "training, and take(...) a part of it for evaluation."
+            )
+        if self.sharding == "worker":
+            raise ConfigError(
+                f"{self.name}: every worker reads a stream of its own, so that the number of all examples is not "
+                "known. Give from_dataset(..., examples=N) for epochs, or --steps."
+            )
+        _log.info("counting the examples of %s, in one pass (from_dataset(..., examples=N) saves that)", self.name)
+
+        def add(total: tf.Tensor, *batch: Structure) -> tf.Tensor:
+            return total + tf.shape(structures.first_leaf(batch), tf.int64)[0]
+
+        return dataclasses.replace(self, examples=int(self._whole.reduce(tf.constant(0, tf.int64), no_autograph(add))))
+
+    def batches(self, context: tf.distribute.InputContext) -> tf.data.Dataset:
+        """The dataset of one input pipeline as `(x, targets)`, in batches of any size.
+
+        Args:
+          context: Which of how many input pipelines.
+
+        Returns:
+          A dataset of x [n, ...] and targets [n, ...] (labels, `Weighted`, or `()`), with static trailing shapes.
+
+        Raises:
+          ConfigError: The elements are something else.
+        """
+        dataset = self.make(context)
+        if not isinstance(dataset, tf.data.Dataset):
+            raise ConfigError(f"{self.name}: expected a tf.data.Dataset, got {type(dataset).__name__}.")
+        _check_tensors(self.name, dataset.element_spec)
+        batched = _is_batched(dataset.element_spec) if self.batched is None else self.batched
+        if not batched:
+            dataset = dataset.batch(_READ_AT_ONCE)
+        _check_shapes(self.name, dataset.element_spec)
+        floatx = tf.as_dtype(keras.config.floatx())
+
+        def standard(*element: Structure) -> tuple[Structure, Structure]:
+            x, y, weight = _unpack(self.name, element)
+            targets = y if weight is None else Weighted(y, weight)
+
+            def cast(values: tf.Tensor) -> tf.Tensor:
+                return tf.cast(values, floatx) if values.dtype.is_floating else values
+
+            return structures.map_arrays(cast, (structures.without_lists(x), structures.without_lists(targets)))
+
+        return dataset.map(no_autograph(standard))
+
+
+_READ_AT_ONCE = 64
+
+
+def from_dataset(
+    dataset: tf.data.Dataset | Callable[[tf.distribute.InputContext], tf.data.Dataset],
+    *,
+    sharding: str | None = None,
+    batched: bool | None = None,
+    examples: int | None = None,
+    split: str = "train",
+    name: str = "dataset",
+) -> StreamSource:
+    """Returns a source over a `tf.data.Dataset`, as `Trainer.fit` makes one of a dataset that it is given.
+
+    The dataset's own batches do not matter: its examples are batched again to `global_batch_size`. It is repeated for
+    as many epochs as needed, and shuffled only by itself. A run resumes where it stopped in the stream, if tf.data can
+    save its iterator (not with Python functions, or random numbers without a seed) and the number of workers is the
+    same; otherwise the stream starts again, and the log says so. For a Python generator: `Dataset.from_generator`.
+
+    Args:
+      dataset: A dataset of `(x, y)`, `(x, y, sample_weight)`, or `x` alone (tensors, tuples or dicts), or a function of
+        a `tf.distribute.InputContext` that returns one.
+      sharding: How workers share the examples. `"example"`, the default for a dataset: every worker reads the whole
+        stream, which must be the same on all of them, and takes its rows of each batch; the numbers are those of one
+        worker. `"worker"`, the default for a function: each worker's dataset is its own share, of which it takes
+        `global_batch_size / workers` examples a step.
+      batched: Whether elements are batches. By default they are, as for Keras, unless one of their tensors is a scalar.
+      examples: Examples in one pass, of all workers, where tf.data does not know it; otherwise one pass counts them
+        where epochs or an evaluation need their number.
+      split: `"train"` or `"validation"`, for reports.
+      name: For reports and errors.
+
+    Raises:
+      ConfigError: Something else than a dataset or a function, or an unknown sharding.
+    """
+    if isinstance(dataset, tf.data.Dataset):
+        given = dataset
+        make: Callable[..., Any] = lambda context: given  # noqa: E731
+    elif callable(dataset):
+        make = dataset
+    else:
+        raise ConfigError(
+            f"from_dataset: expected a tf.data.Dataset or a function of a tf.distribute.InputContext, got {dataset!r}."
+        )
+    if sharding is None:
+        sharding = "example" if isinstance(dataset, tf.data.Dataset) else "worker"
+    if sharding not in SHARDINGS:
+        raise unknown_name("sharding", sharding, SHARDINGS)
+    if examples is not None and examples < 1:
+        raise ConfigError(f"from_dataset(examples={examples}): give the number of examples in one pass, at least 1.")
+    return StreamSource(make=make, sharding=sharding, batched=batched, examples=examples, split=split, name=name)
+
+
+def _unpack(name: str, element: tuple[Structure, ...]) -> tuple[Structure, Structure, Structure | None]:
+    """x, y (`()` without labels) and sample weights (None without) of an element, as Keras reads it."""
+    if len(element) == 1:
+        return element[0], (), None
+    if len(element) == 2:
+        return element[0], element[1], None
+    if len(element) == 3:
+        return element[0], element[1], element[2]
+    raise ConfigError(
+        f"{name}: elements have {len(element)} parts, but must be x, (x, y) or (x, y, sample_weight). Put several "
+        "inputs in a tuple or dict of their own: ((a, b), y)."
+    )
+
+
+def _check_tensors(name: str, specs: Structure) -> None:
+    for path, spec in structures.named_leaves(specs):
+        if not isinstance(spec, tf.TensorSpec):
+            raise ConfigError(
+                f"{name}: the element's part {path or 'x'} is a {type(spec).__name__}, but must be a tensor. Convert "
+                "it in the dataset, e.g. ragged.to_tensor(shape=...)."
+            )
+        if spec.shape.rank is None:
+            raise ConfigError(
+                f"{name}: the rank of the element's part {path or 'x'} is not known. Set it in the dataset: "
+                "dataset.map(lambda x, y: (tf.ensure_shape(x, [...]), y))."
+            )
+
+
+def _check_shapes(name: str, specs: Structure) -> None:
+    """Refuses trailing shapes that are not static: the step is one compiled program."""
+    for path, spec in structures.named_leaves(specs):
+        if not spec.shape[1:].is_fully_defined():
+            raise ConfigError(
+                f"{name}: examples of the element's part {path or 'x'} have shape {spec.shape[1:]}, which is not known "
+                "before it is read. Pad or crop them in the dataset (padded_batch(padded_shapes=...)), or state the "
+                "shape: dataset.map(lambda x, y: (tf.ensure_shape(x, [...]), y))."
+            )
+
+
+def _is_batched(specs: Structure) -> bool:
+    """Whether elements are batches: every tensor has a first dim, the same for all where it is known."""
+    shapes = [spec.shape for spec in tf.nest.flatten(specs)]
+    return all(shape.rank > 0 for shape in shapes) and len({shape[0] for shape in shapes} - {None}) <= 1
+
+
+def stream_ended(source: StreamSource) -> TrainingError:
+    """The error of a stream that has fewer examples than it was said to have."""
+    return TrainingError(
+        f"{source.name}: the stream ended before its {source.info.num_examples} examples were read. Correct "
+        "from_dataset(..., examples=N), or leave it out to have them counted."
+    )
+
+
+def stream_error(source: StreamSource, error: BaseException) -> TrainingError:
+    """The error of a stream that could not be read; the text is that of the operation that failed."""
+    return TrainingError(
+        f"{source.name}: the stream could not be read: {error_text(error)}. The examples of a stream have no numbers, "
+        "so the one is not named; catch it in the dataset, e.g. with dataset.ignore_errors()."
+    )
