@@ -43,6 +43,9 @@ class CountingStep:
     def learning_rate(self, step, lr_multiplier):
         return tf.cast(step, tf.float32) * lr_multiplier
 
+    def next_batch(self, iterator):
+        return next(iterator)
+
     def local_tensors(self, batch):
         return tf.nest.flatten(batch)
 

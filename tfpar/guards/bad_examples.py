@@ -38,12 +38,10 @@ def named(source: inputs.AnySource, indices: Callable[[], Sequence[int] | np.nda
         yield
     except _NOT_OF_INPUT:
         raise
-    except tf.errors.OutOfRangeError as error:
-        if isinstance(source, inputs.StreamSource):
-            raise inputs.stream_ended(source) from error
-        raise
     except inputs.READ_ERRORS as error:
         if isinstance(source, inputs.StreamSource):
+            if "was expected to contain" in str(error):  # what `assert_cardinality` says
+                raise inputs.stream_ended(source) from error
             if "Iterator::" in str(error):
                 raise inputs.stream_error(source, error) from error
             raise

@@ -35,6 +35,23 @@ def own(variables: Sequence[keras.Variable]) -> list[Any]:
     return copies
 
 
+def next_batch(strategy: tf.distribute.Strategy, iterator: Any) -> Any:
+    """The next batch for the replicas of this process.
+
+    Args:
+      strategy: A synchronous strategy.
+      iterator: A distributed iterator; or a plain one of tf.data, whose elements have a row `[L, ...]` for each of the
+        process's L replicas if there are several.
+    """
+    batch = next(iterator)
+    local = len(strategy.extended.worker_devices)
+    if local == 1 or not isinstance(iterator, tf.data.Iterator):
+        return batch
+    return strategy.experimental_distribute_values_from_function(
+        lambda context: tf.nest.map_structure(lambda part: part[context.replica_id_in_sync_group % local], batch)
+    )
+
+
 def read(variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
     """The values of this replica's copies, in the same order. Call in a replica context."""
     return [variable.read_value() for variable in own(variables)]

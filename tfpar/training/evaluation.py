@@ -130,7 +130,7 @@ class Evaluation:
         length = 2 + sum(int(np.prod(variable.shape)) for variable in self._core.metric_variables)
 
         def body(index: tf.Tensor, total: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            vector = self._strategy.run(self._replica_sums, args=(next(iterator),))
+            vector = self._strategy.run(self._replica_sums, args=(replica.next_batch(self._strategy, iterator),))
             parts = self._strategy.experimental_local_results(vector)
             # float64: counts must stay exact past 2^24 examples.
             return index + 1, total + tf.add_n([tf.cast(part, tf.float64) for part in parts])

@@ -90,7 +90,7 @@ class Predictor:
             return outputs, tf.reshape(batch[2], [-1]) > 0
 
         def run(iterator: Any) -> Any:
-            results = program.strategy.run(on_replica, args=(next(iterator),))
+            results = program.strategy.run(on_replica, args=(replica.next_batch(program.strategy, iterator),))
 
             def joined(value: Any) -> tf.Tensor:
                 with tf.device("CPU:0"):

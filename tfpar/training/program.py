@@ -169,25 +169,22 @@ class Program:
             # Nothing to hand out: a distributed iterator would cost 0.2 ms a step (TensorFlow 2.21, GeneratorDataset).
             return pipeline.dataset(topology.worker, 1, start)
 
+        if isinstance(pipeline, inputs.StreamPipeline) and topology.device_type != "TPU":
+            # One iterator on the host, whose position tf.data can save: one that prefetches to several devices has none
+            # (TensorFlow 2.21, `OwnedMultiDeviceIterator`). `replica.next_batch` hands its rows out.
+            return pipeline.dataset(max(topology.worker, 0), topology.local_replicas, stacked=True)
+
         def dataset(context: tf.distribute.InputContext) -> tf.data.Dataset:
             replicas = topology.replicas // topology.input_pipelines
             return pipeline.dataset(context.input_pipeline_id, replicas, start)
 
         options = tf.distribute.InputOptions(experimental_fetch_to_device=topology.device_type != "CPU")
-        if isinstance(pipeline, inputs.StreamPipeline) and topology.device_type != "TPU":
-            # One iterator on the host, whose position tf.data can save; one that prefetches to several devices has none
-            # (TensorFlow 2.21, `OwnedMultiDeviceIterator`).
-            options = tf.distribute.InputOptions(
-                experimental_fetch_to_device=False,
-                experimental_replication_mode=tf.distribute.InputReplicationMode.PER_REPLICA,
-            )
         return self.strategy.distribute_datasets_from_function(dataset, options)
 
     def iterate(self, pipeline: inputs.AnyPipeline, start: int) -> Any:
         """An iterator over a pipeline's elements for training, from step `start` on, or where a stream is to go on."""
         iterator = iter(self.distribute(pipeline, start))
-        workers = getattr(iterator, "_iterators", [iterator])  # of a distributed iterator: this worker's
-        pipeline.follow(getattr(workers[0], "_iterator", workers[0]) if len(workers) == 1 else None)
+        pipeline.follow(iterator)
         return iterator
 
     def schedule(self, total_steps: int) -> schedules.Schedule | None:

@@ -189,6 +189,10 @@ class TrainStep:
         last = tf.reduce_max(tf.stack(done)) if len(done) > 1 else done[0]
         return report._replace(times=(*report.times[:-1], last))
 
+    def next_batch(self, iterator: Iterator[Any]) -> Any:
+        """The next batch for the replicas of this process."""
+        return replica.next_batch(self.strategy, iterator)
+
     def weights_vector(self) -> tf.Tensor:
         """A copy of all trainable weights as one float32 vector."""
         local = [self._local(variable.value)[0] for variable in self.core.model.trainable_variables]

@@ -77,6 +77,9 @@ class Step(Protocol):
     ) -> StepReport:
         """One step on every replica, with four times; the last of them is when the last replica is done."""
 
+    def next_batch(self, iterator: Iterator[Any]) -> Any:
+        """The next batch for the replicas of this process."""
+
     def weights_vector(self) -> tf.Tensor:
         """A copy of all trainable weights as one float32 vector."""
 
@@ -134,10 +137,10 @@ def run_steps(
     def body(index: tf.Tensor, state: _LoopState, is_last: tf.Tensor) -> _LoopState:
         if prefetches:
             batch, batch_ready = state.batch, state.batch_ready
-            next_batch = tf.cond(index + 1 < steps, lambda: next(iterator), lambda: batch)
+            next_batch = tf.cond(index + 1 < steps, lambda: step.next_batch(iterator), lambda: batch)
             next_batch_ready = step.clock(step.local_tensors(next_batch))
         else:
-            batch, next_batch = next(iterator), ()
+            batch, next_batch = step.next_batch(iterator), ()
             batch_ready = next_batch_ready = step.clock(step.local_tensors(batch))
         with tf.control_dependencies([state.done]):
             number = first_step + tf.cast(index, tf.int64)
@@ -151,7 +154,7 @@ def run_steps(
             report.loss_scale,
         )
 
-    batch = next(iterator) if prefetches else ()
+    batch = step.next_batch(iterator) if prefetches else ()
     start = _LoopState(
         batch,
         step.clock(step.local_tensors(batch)),

@@ -150,13 +150,16 @@ class StreamPipeline:
         """How many examples each replica has in some steps of one pass: int64 [K, R] for int64 [K]."""
         return self._order.examples_in(np.asarray(steps, np.int64))
 
-    def dataset(self, worker: int = 0, local_replicas: int | None = None, start_step: int = 0) -> tf.data.Dataset:
+    def dataset(
+        self, worker: int = 0, local_replicas: int | None = None, start_step: int = 0, *, stacked: bool = False
+    ) -> tf.data.Dataset:
         """Returns the elements of one worker: for each step, one per local replica, in order.
 
         Args:
           worker: Rank of the worker.
           local_replicas: Number of its replicas: None, or `replicas / workers`.
           start_step: Not used: a stream begins where it begins; see `restore`.
+          stacked: Whether a step is one element, `[L, A, m, ...]` where there are several local replicas.
 
         Returns:
           As `Pipeline.dataset`.
@@ -175,10 +178,11 @@ class StreamPipeline:
         self._unsplit = batches
         first = 0 if self._own_streams else worker * local
         elements = batches.map(no_autograph(self._split(range(first, first + local))))
-        elements = elements.unbatch() if local > 1 else elements
-        length = tf.data.INFINITE_CARDINALITY if self._training else self.steps_per_epoch * local
+        each = 1 if stacked else local
+        elements = elements.unbatch() if each > 1 else elements
+        length = tf.data.INFINITE_CARDINALITY if self._training else self.steps_per_epoch * each
         elements = elements.apply(tf.data.experimental.assert_cardinality(length))
-        return elements.prefetch(config.prefetch * local) if config.prefetch else elements
+        return elements.prefetch(config.prefetch * each) if config.prefetch else elements
 
     def _split(self, replicas: range) -> Any:
         """`(x, targets) -> (x, y, weight)`: rows of a batch that these replicas take, [L, A, m, ...] or [A, m, ...]."""
@@ -215,11 +219,11 @@ class StreamPipeline:
         """Keeps the iterator that training reads, restored to where the run stopped if `restore` was called.
 
         Args:
-          iterator: An iterator of tf.data over `dataset`, or None where the strategy's input has none of its own.
+          iterator: An iterator of tf.data over `dataset`; anything else has no position to save.
         """
-        self._iterator = iterator
+        self._iterator = iterator if isinstance(iterator, tf.data.Iterator) else None
         saved, self._saved = self._saved, None
-        if saved is None or not saved.size:
+        if saved is None or not saved.size or self._iterator is None:
             return
         try:
             state = tf.io.parse_tensor(tf.constant(saved.tobytes()), tf.variant)
@@ -234,7 +238,7 @@ class StreamPipeline:
         """The position in the stream, for a checkpoint: uint8 [bytes] under `STATE`; no bytes where it has none."""
         data = b""
         try:
-            if self._iterator is not None:
+            if self._iterator is not None and self._unsplit is not None:
                 # Asked of an iterator of its own: behind a map with a `tf.cond`, tf.data does not see any more that an
                 # operation of the dataset has state that cannot be saved (TensorFlow 2.21).
                 _serialized(iter(self._unsplit))

@@ -1,0 +1,113 @@
+"""A tf.data.Dataset in the Trainer: the same weights as arrays in the same order, and as Keras' own `fit`."""
+
+from __future__ import annotations
+
+import functools
+
+import tfpar
+from tfpar import inputs
+from tfpar.config import ConfigError
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+EXAMPLES, BATCH, CLASSES = 45, 8, 3
+
+
+@functools.cache
+def arrays() -> tuple[np.ndarray, np.ndarray]:
+    x = np.random.default_rng(0).normal(size=(EXAMPLES, 4)).astype(np.float32)
+    return x, (np.abs(x).sum(axis=1) % CLASSES).astype(np.int32)
+
+
+def dataset(batch: int = 5) -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensor_slices(arrays()).batch(batch)
+
+
+def model() -> keras.Model:
+    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(8, "tanh"), keras.layers.Dense(CLASSES)])
+
+
+def trainer_on(replicas: int = 1, **options) -> tfpar.Trainer:
+    keras.utils.set_random_seed(1)
+    return tfpar.Trainer(
+        model,
+        keras.optimizers.SGD(0.1),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        ["accuracy"],
+        strategy="one_device" if replicas == 1 else "mirrored",
+        devices=replicas,
+        global_batch_size=BATCH,
+        uneven_batches=True,
+        shuffle=False,
+        jit_compile=False,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_trains_and_evaluates_as_arrays_and_as_keras_do(replicas):
+    trainer = trainer_on(replicas)
+    theirs = model()
+    theirs.set_weights(trainer.model.get_weights())
+    result = trainer.fit(dataset(), epochs=3, validation=dataset(7))
+    other = trainer_on(replicas)
+    expected = other.fit(inputs.from_arrays(*arrays()), epochs=3, validation=inputs.from_arrays(*arrays()))
+    assert result["params_sha256"] == expected["params_sha256"]
+    assert result["eval"] == pytest.approx(expected["eval"], rel=1e-6)
+    assert result.history["loss"] == pytest.approx(expected.history["loss"], rel=1e-6)
+    theirs.compile(keras.optimizers.SGD(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    theirs.fit(dataset(BATCH), epochs=3, verbose=0)
+    for ours, keras_own in zip(trainer.model.get_weights(), theirs.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, keras_own, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(
+        trainer.predict(dataset(3)), theirs.predict(arrays()[0], verbose=0), rtol=1e-4, atol=1e-5
+    )
+    assert trainer.evaluate(dataset(4))["examples"] == EXAMPLES
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_run_resumes_where_it_stopped_in_the_stream(tmp_path, replicas, caplog):
+    def shuffled() -> tf.data.Dataset:
+        return tf.data.Dataset.from_tensor_slices(arrays()).shuffle(30, seed=4).batch(6)
+
+    options = {"stop_after": 0, "checkpoint_every": 4}
+    whole = trainer_on(replicas, workdir=str(tmp_path / "whole"), **options).fit(shuffled(), steps=15)
+    for stop_after in (7, 0):
+        resumed = {**options, "stop_after": stop_after, "workdir": str(tmp_path / "cut")}
+        summary = trainer_on(replicas, **resumed).fit(shuffled(), steps=15)
+    assert "dataset: the stream goes on where it stopped" in caplog.text
+    assert summary["steps"] == 15
+    assert summary["params_sha256"] == whole["params_sha256"]
+
+
+def test_a_run_on_other_replicas_starts_the_stream_again_and_says_so(tmp_path, caplog):
+    for replicas, stop_after in ((1, 7), (2, 0)):
+        trainer_on(replicas, stop_after=stop_after, workdir=str(tmp_path)).fit(dataset(), steps=12)
+    assert "dataset: the stream starts again from its beginning (the saved run had other workers)" in caplog.text
+
+
+def test_an_endless_stream_needs_steps():
+    endless = dataset().repeat()
+    with pytest.raises(ConfigError, match=r"has no end, so there are no epochs"):
+        trainer_on().fit(endless, epochs=2)
+    with pytest.raises(ConfigError, match="has no end"):
+        trainer_on().fit(endless, steps=2, validation=endless)
+    result = trainer_on().fit(endless, steps=12)
+    assert (result["steps"], result.epoch) == (12, [0])
+
+
+def test_a_stream_that_ends_early_or_fails_is_named():
+    with pytest.raises(tfpar.TrainingError, match="ended before its 99 examples"):
+        trainer_on().evaluate(inputs.from_dataset(dataset(), examples=99, name="short"))
+    broken = dataset().map(lambda x, y: (tf.debugging.check_numerics(x / 0.0, "division"), y))
+    with pytest.raises(tfpar.TrainingError, match=r"could not be read: .*division"):
+        trainer_on().fit(broken, steps=3)
+
+
+def test_a_stream_of_bad_values_ends_without_names(tmp_path):
+    nan = dataset().map(lambda x, y: (x * np.nan, y))
+    with pytest.raises(tfpar.TrainingError, match=r"The examples of a stream .* have no numbers"):
+        trainer_on(max_bad_steps=3, workdir=str(tmp_path)).fit(nan, steps=9)
