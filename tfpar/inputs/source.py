@@ -15,7 +15,7 @@ import hashlib
 import json
 import threading
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -25,6 +25,18 @@ LANGUAGE_MODEL = "language_model"
 Batch = tuple[tf.Tensor, tf.Tensor]
 Read = Callable[[tf.Tensor], Batch]
 Function = TypeVar("Function", bound=Callable)
+
+
+class Weighted(NamedTuple):
+    """Labels with sample weights.
+
+    Attributes:
+      y: Labels, a tensor or any structure of tensors.
+      sample_weight: Float weights `[m]` or `[m, ...]`, or a structure of them like that of the labels.
+    """
+
+    y: Any
+    sample_weight: Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
