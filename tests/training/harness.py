@@ -5,8 +5,7 @@ from __future__ import annotations
 from tfpar.exchange import Exchange
 from tfpar.precision import LossScale
 from tfpar.training.core import Core
-from tfpar.training.metrics import build_metrics
-from tfpar.training.objective import SupervisedObjective, per_example_loss
+from tfpar.training.objective import Goal, SupervisedObjective
 from tfpar.training.step import TrainStep
 
 import keras
@@ -58,7 +57,9 @@ class Steps:
             self.model = model()
             self.optimizer = optimizer() if optimizer else keras.optimizers.SGD(0.1)
             self.optimizer.build(self.model.trainable_variables)
-            objective = SupervisedObjective(self.model, per_example_loss(loss), build_metrics(metrics))
+            objective = SupervisedObjective(self.model, Goal(loss, metrics=list(metrics)))
+            shape = self.model.outputs[0].shape[1:]
+            objective.bind(*(tf.TensorSpec(each, tf.float32) for each in (self.model.inputs[0].shape[1:], shape)))
             self.core = Core(self.model, objective)
         exchange = Exchange("none")
         exchange.build(self.model.trainable_variables)

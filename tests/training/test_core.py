@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from tfpar.inputs import Weighted
 from tfpar.training.core import Core
-from tfpar.training.metrics import build_metrics
-from tfpar.training.objective import Objective, ObjectiveSums, SupervisedObjective, per_example_loss
+from tfpar.training.objective import Goal, Objective, ObjectiveSums, SupervisedObjective, Totals
 
 import keras
 import numpy as np
@@ -32,8 +32,17 @@ def batch(accumulate_steps: int, size: int, weight=None):
     return x, y, tf.constant(weight, tf.float32)
 
 
-def core_of(model: keras.Model, loss, metrics=()) -> Core:
-    return Core(model, SupervisedObjective(model, loss, metrics))
+def core_of(model: keras.Model, loss, metrics=(), **goal) -> Core:
+    return Core(model, SupervisedObjective(model, Goal(loss, metrics=list(metrics), **goal)))
+
+
+def bind(core: Core, data) -> Core:
+    """Assigns losses and metrics, for labels like those of `data`."""
+    if isinstance(core.objective, SupervisedObjective):
+        x, y, _ = data
+        y = y.y if isinstance(y, Weighted) else y
+        core.objective.bind(*tf.nest.map_structure(lambda part: tf.TensorSpec(part.shape[2:], part.dtype), (x, y)))
+    return core
 
 
 def values(variables):
@@ -41,7 +50,7 @@ def values(variables):
 
 
 def run(core: Core, data, seed=(0, 0), jit=False):
-    model = core.model
+    model = bind(core, data).model
     function = tf.function(core.accumulate, jit_compile=jit, autograph=False)
     return function(
         values(model.trainable_variables),
@@ -55,7 +64,7 @@ def run(core: Core, data, seed=(0, 0), jit=False):
 @pytest.mark.parametrize("jit", [False, True])
 def test_sums_equal_keras_loss_times_count(jit):
     model = classifier()
-    core = core_of(model, per_example_loss(SPARSE), build_metrics(["sparse_categorical_accuracy"]))
+    core = core_of(model, SPARSE, ["sparse_categorical_accuracy"])
     x, y, _ = data = batch(1, 12)
     sums = run(core, data, jit=jit)
     with tf.GradientTape() as tape:
@@ -72,7 +81,7 @@ def test_sums_equal_keras_loss_times_count(jit):
 
 
 def test_padding_contributes_nothing():
-    core = core_of(classifier(), per_example_loss(SPARSE), build_metrics(["sparse_categorical_accuracy"]))
+    core = core_of(classifier(), SPARSE, ["sparse_categorical_accuracy"])
     x, y, weight = batch(1, 8, [[1, 1, 1, 1, 1, 0, 0, 0]])
     padded = run(core, (x, y, weight))
     cut = run(core, (x[:, :5], y[:, :5], weight[:, :5]))
@@ -83,7 +92,7 @@ def test_padding_contributes_nothing():
 
 @pytest.mark.parametrize("jit", [False, True])
 def test_micro_batches_add_up_to_the_whole_batch(jit):
-    core = core_of(classifier(), per_example_loss(SPARSE), build_metrics(["sparse_categorical_accuracy"]))
+    core = core_of(classifier(), SPARSE, ["sparse_categorical_accuracy"])
     whole = batch(1, 12)
     micro = tf.nest.map_structure(lambda part: tf.reshape(part, [4, 3, *part.shape[2:]]), whole)
     for one, other in zip(
@@ -95,14 +104,14 @@ def test_micro_batches_add_up_to_the_whole_batch(jit):
 def test_regularisation_counts_once_per_example():
     model = classifier(kernel_regularizer=keras.regularizers.L2(0.1))
     x, y, _ = data = batch(1, 6)
-    sums = run(core_of(model, per_example_loss(SPARSE)), data)
+    sums = run(core_of(model, SPARSE), data)
     expected = SPARSE(y[0], model(x[0])) + 0.1 * tf.reduce_sum(model.trainable_variables[0].value ** 2)
     np.testing.assert_allclose(sums.loss / sums.count, expected, rtol=1e-5)
 
 
 def test_dropout_depends_on_the_seed_alone():
     model = keras.Sequential([keras.Input((5,)), keras.layers.Dropout(0.5), keras.layers.Dense(3)])
-    core = core_of(model, per_example_loss(SPARSE))
+    core = core_of(model, SPARSE)
     data = batch(1, 64)
     first, again, other = (run(core, data, seed).loss.numpy() for seed in ((1, 2), (1, 2), (1, 3)))
     assert first == again
@@ -111,7 +120,7 @@ def test_dropout_depends_on_the_seed_alone():
 
 def test_micro_batches_draw_different_dropout():
     model = keras.Sequential([keras.Input((5,)), keras.layers.Dropout(0.5), keras.layers.Dense(3)])
-    core = core_of(model, per_example_loss(SPARSE))
+    core = core_of(model, SPARSE)
     x, y, weight = batch(1, 64)
     twice = run(core, tuple(tf.concat([part, part], axis=0) for part in (x, y, weight))).loss.numpy()
     once = run(core, (x, y, weight)).loss.numpy()
@@ -119,9 +128,9 @@ def test_micro_batches_draw_different_dropout():
 
 
 def test_loss_scale_is_exact_for_powers_of_two():
-    core = core_of(classifier(), per_example_loss(SPARSE))
+    core = core_of(classifier(), SPARSE)
     data = batch(1, 12)
-    params = values(core.model.trainable_variables)
+    params = values(bind(core, data).model.trainable_variables)
     plain = core.accumulate(params, [], data, tf.constant([0, 0]), None)
     scaled = core.accumulate(params, [], data, tf.constant([0, 0]), tf.constant(1024.0))
     for one, other in zip(plain.gradients, scaled.gradients, strict=True):
@@ -131,7 +140,7 @@ def test_loss_scale_is_exact_for_powers_of_two():
 
 def test_embedding_gradients_are_dense():
     model = keras.Sequential([keras.Input((4,), dtype="int32"), keras.layers.Embedding(7, 3), keras.layers.Dense(7)])
-    core = core_of(model, per_example_loss(SPARSE))
+    core = core_of(model, SPARSE)
     tokens = tf.constant([[[1, 2, 3, 1], [0, 0, 6, 5]]], tf.int32)
     sums = run(core, (tokens, tokens, tf.ones([1, 2])))
     assert sums.gradients[0].shape == (7, 3)
@@ -150,9 +159,9 @@ def test_any_objective_is_differentiated_and_added_up(accumulate_steps, jit):
         return tf.reduce_sum(losses * counted), tf.reduce_sum(counted)
 
     class PolicyGradient:
-        metrics = ()
+        totals = Totals()
 
-        def __call__(self, params, state, batch, *, training):
+        def __call__(self, params, state, batch, *, training, scales=None):
             x, y, weight = batch
             logits, state = model.stateless_call(params, state, x, training=training)
             return ObjectiveSums(*loss_and_weight(logits, y, weight), list(state), [])

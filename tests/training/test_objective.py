@@ -1,10 +1,11 @@
-"""The supervised objective: one value per example, weighted; what is refused."""
+"""Losses: how they are assigned, one value per example, weighted; what is refused before the first step."""
 
 from __future__ import annotations
 
 from tests.training.test_core import SPARSE, batch, classifier, core_of, run
 from tfpar.config import ConfigError
-from tfpar.training.objective import per_example_loss, uses_integer_labels
+from tfpar.training.objective import Goal, SupervisedObjective
+from tfpar.training.objective.losses import uses_integer_labels
 
 import keras
 import numpy as np
@@ -12,15 +13,33 @@ import pytest
 import tensorflow as tf
 
 
+def bound(model: keras.Model, label_spec, **goal) -> SupervisedObjective:
+    objective = SupervisedObjective(model, Goal(**goal))
+    objective.bind(tf.TensorSpec(model.inputs[0].shape[1:]), label_spec)
+    return objective
+
+
+def classes(*shape: int) -> tf.TensorSpec:
+    return tf.TensorSpec(shape, tf.int32)
+
+
+def two_outputs() -> keras.Model:
+    inputs = keras.Input((4,))
+    return keras.Model(inputs, [keras.layers.Dense(3, name=name)(inputs) for name in ("a", "b")])
+
+
 def test_a_reduced_loss_is_refused():
-    core = core_of(classifier(), lambda y, outputs: tf.reduce_mean(outputs))
     with pytest.raises(ConfigError, match="one value per example"):
-        run(core, batch(1, 4))
+        bound(classifier(), classes(), loss=lambda y, outputs: tf.reduce_mean(outputs))
 
 
-def test_an_unknown_loss_is_refused():
+def test_unknown_names_are_refused_before_there_are_data():
     with pytest.raises(ConfigError, match="no_such_loss"):
-        per_example_loss("no_such_loss")
+        Goal({"a": "mse", "b": "no_such_loss"}).check_names()
+    with pytest.raises(ConfigError, match="no_such_metric"):
+        Goal("mse", metrics={"a": ["mae", "no_such_metric"]}).check_names()
+    with pytest.raises(ConfigError, match="loss=3 is not"):
+        Goal(3).check_names()
 
 
 @pytest.mark.parametrize(
@@ -34,26 +53,44 @@ def test_labels_and_outputs_of_another_rank_are_aligned_as_in_compile(loss, labe
     outputs = outputs.astype(np.float32)
     plain = keras.Sequential([keras.Input((1,)), keras.layers.Identity()])
     plain.compile(loss=given)
-    found = tf.reduce_mean(per_example_loss(given)(tf.constant(y), tf.constant(outputs)))
-    np.testing.assert_allclose(found, plain.evaluate(outputs, y, verbose=0), rtol=1e-5)
-
-
-def test_what_weights_positions_is_refused():
-    with pytest.raises(ConfigError, match="ignore_class"):
-        per_example_loss(keras.losses.SparseCategoricalCrossentropy(ignore_class=-1))
-    masked = keras.Sequential(
-        [keras.Input((6,), dtype="int32"), keras.layers.Embedding(9, 4, mask_zero=True), keras.layers.Dense(3)]
-    )
-    core = core_of(masked, per_example_loss(SPARSE))
-    data = (tf.ones([1, 4, 6], tf.int32), tf.ones([1, 4, 6], tf.int32), tf.ones([1, 4]))
-    with pytest.raises(ConfigError, match="carry a mask"):
-        run(core, data)
+    objective = bound(plain, tf.TensorSpec(labels[1:]), loss=given)
+    sums = objective([], [], (tf.constant(outputs), tf.constant(y), tf.ones([5])), training=False)
+    np.testing.assert_allclose(sums.loss / sums.count, plain.evaluate(outputs, y, verbose=0), rtol=1e-5)
 
 
 def test_a_loss_with_another_number_of_values_is_refused():
     core = core_of(classifier(), lambda y, outputs: tf.zeros([3]))
-    with pytest.raises(ConfigError, match="returned 3 values for 8 examples"):
+    with pytest.raises(ConfigError, match="returned 3 values for 7 examples"):
         run(core, batch(1, 8))
+
+
+@pytest.mark.parametrize(
+    ("goal", "labels", "message"),
+    [
+        ({"loss": SPARSE}, classes(3), r"int32\[3\] and outputs float32\[3\].*'categorical_crossentropy'"),
+        ({"loss": "categorical_crossentropy"}, classes(), r"int32\[\] and.*'sparse_categorical_crossentropy'"),
+        ({"loss": "mse"}, (), "the data have none"),
+        ({"loss": None}, classes(), "loss is missing"),
+        ({"loss": ["mse", "mae"]}, tf.TensorSpec([3]), "2 losses for one output"),
+        ({"loss": {"a": "mse", "b": "mae"}}, tf.TensorSpec([3]), "does not fit the model's outputs"),
+        ({"loss": "mse", "loss_weights": [1.0, 2.0]}, tf.TensorSpec([3]), "does not fit the model's outputs"),
+    ],
+)
+def test_losses_that_do_not_suit_the_labels_are_refused_by_name(goal, labels, message):
+    with pytest.raises(ConfigError, match=message):
+        bound(classifier(), labels, **goal)
+
+
+def test_a_loss_for_an_output_that_does_not_exist_is_refused():
+    with pytest.raises(ConfigError, match=r"\['a', 'b'\]"):
+        bound(two_outputs(), (classes(), classes()), loss={"a": "mse", "c": "mse"})
+
+
+def test_labels_of_another_structure_need_another_objective():
+    objective = bound(classifier(), classes(), loss=SPARSE)
+    objective.bind(tf.TensorSpec([5]), classes())
+    with pytest.raises(ConfigError, match="another structure"):
+        objective.bind(tf.TensorSpec([5]), (classes(), classes()))
 
 
 @pytest.mark.parametrize(
@@ -61,8 +98,11 @@ def test_a_loss_with_another_number_of_values_is_refused():
     [
         (SPARSE, True),
         ("sparse_categorical_crossentropy", True),
+        (keras.losses.SparseCategoricalCrossentropy(ignore_class=-1), False),
         ("categorical_crossentropy", False),
         (lambda y, outputs: outputs, False),
+        (None, False),
+        (["mse", SPARSE], False),
     ],
 )
 def test_which_losses_use_integer_labels(loss, expected):

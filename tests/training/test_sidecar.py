@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from tfpar.training import sidecar as module
 from tfpar.training.core import LocalSums
-from tfpar.training.metrics import build_metrics
 from tfpar.training.sidecar import Sidecar
 
 import keras
@@ -24,7 +23,10 @@ def variables() -> list[keras.Variable]:
 
 
 def metric_variables() -> list[keras.Variable]:
-    metrics = build_metrics(["sparse_categorical_accuracy", keras.metrics.FalsePositives(thresholds=[0.2, 0.5, 0.8])])
+    metrics = [
+        keras.metrics.SparseCategoricalAccuracy(),
+        keras.metrics.FalsePositives(thresholds=[0.2, 0.5, 0.8]),
+    ]
     return [variable for metric in metrics for variable in metric.variables]
 
 

@@ -286,6 +286,13 @@ class TrainConfig(ConfigBase):
         minimum=1,
         may_change_on_resume=True,
     )
+    loss_weighting: str = option(
+        "positions",
+        "What a loss is averaged over where masks or ignore_class leave out positions: 'positions' averages over all "
+        "positions that count, as Keras does; 'examples' averages over the positions of each example first. Without "
+        "masks both are the same.",
+        choices=("positions", "examples"),
+    )
     jit_compile: str = option(
         "auto",
         "Compile the forward and backward pass with XLA. 'auto' does, except for models that synchronise batch "

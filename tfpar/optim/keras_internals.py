@@ -1,4 +1,5 @@
-"""Everything private of Keras that tfpar relies on. No other module uses a private name of Keras.
+"""Everything private of Keras that tfpar relies on. No other module uses a private name of Keras, except
+`keras_compile.py`, which is about the arguments of `compile`.
 
 `INTERNALS` lists the names, who needs them and why; `tests/optim/test_keras_internals.py` has a canary for each, and
 finds private names that are used elsewhere. When a new Keras renames one, this file is what changes.
@@ -158,9 +159,9 @@ def weights_made_to_learn(layer: keras.layers.Layer) -> list[keras.Variable]:
     return list(layer._trainable_variables)
 
 
-def carries_mask(tensor: Any) -> bool:
-    """Whether a tensor that a Keras model returned has a mask."""
-    return getattr(tensor, "_keras_mask", None) is not None
+def mask_of(tensor: Any) -> Any:
+    """The mask that a Keras model or loss set on a tensor, or None."""
+    return getattr(tensor, "_keras_mask", None)
 
 
 def is_seed_state(variable: keras.Variable) -> bool:

@@ -8,12 +8,12 @@ strategy, on weights sharded by DTensor, and on a stage of a pipeline.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from tfpar.models import example_weights, uses_synchronized_statistics
 from tfpar.optim.keras_internals import is_seed_state
-from tfpar.training import metrics as additive_metrics
 from tfpar.training.objective import Batch, Objective, Tensors
 
 import keras
@@ -53,7 +53,13 @@ class Core:
     augmentation: keras.layers.Layer | None = None
 
     def loss_and_grads(
-        self, params: Tensors, state: Tensors, batch: Batch, seed: tf.Tensor, loss_scale: tf.Tensor | None
+        self,
+        params: Tensors,
+        state: Tensors,
+        batch: Batch,
+        seed: tf.Tensor,
+        loss_scale: tf.Tensor | None,
+        scales: tf.Tensor | None = None,
     ) -> LocalSums:
         """Weighted loss sum of one micro-batch and its gradient.
 
@@ -64,6 +70,7 @@ class Core:
           batch: `(x, y, weight)`: x `[m, ...]`, y `[m, ...]`, weight float32 `[m]`; padding has weight 0.
           seed: Int32 `[2]`, different for every (run, step, replica, micro-batch).
           loss_scale: Float32 scalar that the loss is multiplied by before the backward pass, or None for none.
+          scales: Factors of the loss terms, from `scales`, where the objective needs them.
 
         Returns:
           The sums; `gradients` still carry the loss scale. They are dense, those of embeddings too: this is one XLA
@@ -79,7 +86,7 @@ class Core:
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(params)
             with example_weights(weight):
-                sums = self.objective(params, state, (x, y, weight), training=True)
+                sums = self.objective(params, state, (x, y, weight), training=True, scales=scales)
             scaled = sums.loss if loss_scale is None else sums.loss * (loss_scale / _loss_divisor(weight))
         gradients = tape.gradient(scaled, params, unconnected_gradients=tf.UnconnectedGradients.ZERO)
         if loss_scale is not None:
@@ -88,7 +95,13 @@ class Core:
         return LocalSums(sums.loss, sums.count, gradients, sums.state, sums.metrics)
 
     def accumulate(
-        self, params: Tensors, state: Tensors, batch: Batch, seed: tf.Tensor, loss_scale: tf.Tensor | None
+        self,
+        params: Tensors,
+        state: Tensors,
+        batch: Batch,
+        seed: tf.Tensor,
+        loss_scale: tf.Tensor | None,
+        scales: tf.Tensor | None = None,
     ) -> LocalSums:
         """`loss_and_grads` summed over the micro-batches of a step, in float32.
 
@@ -98,12 +111,13 @@ class Core:
           batch: `(x, y, weight)` with a leading micro-batch axis: `[A, m, ...]`, weight `[A, m]`.
           seed: Int32 `[2]`; micro-batch `a` uses `seed` folded with `a`.
           loss_scale: As for `loss_and_grads`.
+          scales: As for `loss_and_grads`; the same for all micro-batches of the step.
         """
         accumulate_steps = batch[2].shape[0]
 
         def one(index: Any, current: Tensors) -> LocalSums:
             micro_batch = tf.nest.map_structure(lambda part: part[index], batch)
-            return self.loss_and_grads(params, current, micro_batch, _fold_in(seed, index), loss_scale)
+            return self.loss_and_grads(params, current, micro_batch, _fold_in(seed, index), loss_scale, scales)
 
         def add(total: LocalSums, sums: LocalSums) -> LocalSums:
             added = tf.nest.map_structure(tf.add, total._replace(state=[]), sums._replace(state=[]))
@@ -159,14 +173,52 @@ class Core:
         half = (tf.float16, tf.bfloat16)
         return tf.nest.map_structure(lambda part: tf.cast(part, tf.float32) if part.dtype in half else part, outputs)
 
+    def denominators(self, params: Tensors, state: Tensors, batch: Batch) -> tf.Tensor:
+        """The numbers that loss terms are divided by, summed over micro-batches: float32 `[1 + K]`, the count first.
+
+        They depend on data and masks alone. What else the model computes is not needed for them, and is not run.
+
+        Args:
+          params: As for `loss_and_grads`.
+          state: As for `loss_and_grads`; not changed.
+          batch: `(x, y, weight)` with a leading micro-batch axis, as for `accumulate`.
+        """
+        terms = self.objective.totals.terms
+
+        def body(index: tf.Tensor, total: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            micro_batch = tf.nest.map_structure(lambda part: part[index], batch)
+            sums = self.objective(params, state, micro_batch, training=False)
+            return index + 1, total + tf.stack([sums.count, *sums.metrics[1 : 2 * terms : 2]])
+
+        _, total = tf.while_loop(
+            lambda index, _: index < batch[2].shape[0], body, (tf.constant(0), tf.zeros([1 + terms]))
+        )
+        return total
+
+    def denominator(self, sums: LocalSums) -> tf.Tensor:
+        """What the loss and the gradients of one replica's sums are divided by to be means: float32 scalar."""
+        return sums.metrics[1] if self.objective.totals.own_denominator else sums.count
+
     @property
     def metric_variables(self) -> list[keras.Variable]:
         """The state of all metrics, in the order of `LocalSums.metrics`."""
-        return additive_metrics.variables(self.objective.metrics)
+        return list(self.objective.totals.variables)
 
     def metric_results(self, sums: Sequence[Any]) -> dict[str, float]:
-        """Metric values by name from summed metric state, arrays in the order of `metric_variables`."""
-        return additive_metrics.results(self.objective.metrics, sums)
+        """Metric values by name from summed metric state of training, arrays in the order of `metric_variables`."""
+        return self.objective.totals.results(sums)
+
+    def evaluation_results(self, loss: Any, count: Any, sums: Sequence[Any]) -> dict[str, float]:
+        """`loss`, `examples` and metrics by name from the sums of an evaluation.
+
+        Args:
+          loss: Sum of `LocalSums.loss`.
+          count: Sum of `LocalSums.count`. Without any example, where all were skipped, there is no loss: it is NaN.
+          sums: Sums of `LocalSums.metrics`.
+        """
+        totals = self.objective.totals
+        results = totals.evaluation(loss, count, sums) if count else {"loss": math.nan} | totals.results(sums)
+        return {"loss": results["loss"], "examples": float(count)} | results
 
 
 def _seeded(variables: Sequence[keras.Variable], state: Sequence[Any], seed: tf.Tensor, *, salt: int) -> Tensors:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -118,13 +117,11 @@ class Evaluation:
           batches: How many elements each replica takes; the same on every worker.
 
         Returns:
-          `loss` (mean over examples), `examples`, and one entry per metric.
+          `loss` (mean over examples, or positions), `examples`, and one entry per metric.
         """
         sums = self._run(iterator, tf.constant(batches)).numpy()
         loss, count, *metrics = self._split(self._agreement.sum_arrays(sums))
-        # Without any example, where all were skipped, there is no loss.
-        results = {"loss": float(loss / count) if count else math.nan, "examples": float(count)}
-        return results | self._core.metric_results(metrics)
+        return self._core.evaluation_results(loss, count, metrics)
 
     def _loop(self, iterator: Iterator[Any], batches: tf.Tensor) -> tf.Tensor:
         length = 2 + sum(int(np.prod(variable.shape)) for variable in self._core.metric_variables)

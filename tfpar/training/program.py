@@ -17,8 +17,8 @@ from tfpar.optim import keras_internals, optimizers, schedules
 from tfpar.parallel import strategies
 from tfpar.parallel.topology import Topology
 from tfpar.training.core import Core
-from tfpar.training.metrics import build_metrics
-from tfpar.training.objective import SupervisedObjective, per_example_loss, uses_integer_labels
+from tfpar.training.objective import Goal, SupervisedObjective
+from tfpar.training.objective.losses import uses_integer_labels
 from tfpar.training.optimizer_spec import OptimizerSpec
 from tfpar.training.step import TrainStep
 from tfpar.training.uneven_batches import train_input
@@ -66,8 +66,7 @@ class Program:
         *,
         model: keras.Model | Callable[[], keras.Model],
         optimizer: OptimizerSpec,
-        loss: Any,
-        metrics: Sequence[Any] = (),
+        goal: Goal,
         augmentation: keras.layers.Layer | None = None,
     ) -> Program:
         """Creates model, optimizer and metrics under the strategy, and connects the exchange.
@@ -77,8 +76,7 @@ class Program:
           runtime: The running strategy.
           model: A Keras model, rebuilt under the strategy where it was built outside; or a function that builds one.
           optimizer: By name, or an object.
-          loss: A Keras loss, its name, or a function `(y, outputs) -> values [m, ...]`.
-          metrics: Keras metrics, names or functions.
+          goal: Losses and metrics. They are assigned to the model's outputs by `bind`.
           augmentation: Applied to inputs in training; by default what `--augment` names.
 
         Raises:
@@ -97,8 +95,7 @@ class Program:
             keras_optimizer.build(built.trainable_variables)
             if augmentation is None:
                 augmentation = inputs.build_augmentation(config.input.augment, config.train.seed)
-            metric_objects = build_metrics(metrics, loss, _output_shape(built))
-            core = Core(built, SupervisedObjective(built, per_example_loss(loss), metric_objects), augmentation)
+            core = Core(built, SupervisedObjective(built, goal), augmentation)
         _check_precision(config, built)
         program = cls(
             config,
@@ -109,10 +106,21 @@ class Program:
             Exchange(config.exchange.exchange),
             recorded_options,
             optimizer.keeps_own_rate,
-            uses_integer_labels(loss),
+            uses_integer_labels(goal.loss),
         )
         program._build_exchange()
         return program
+
+    def bind(self, source: inputs.AnySource) -> None:
+        """Assigns losses and metrics to the outputs of the model, for labels like those of a source.
+
+        Raises:
+          ConfigError: Losses, metrics, labels and outputs that do not fit.
+        """
+        objective = self.core.objective
+        if isinstance(objective, SupervisedObjective):
+            with self.strategy.scope():
+                objective.bind(source.info.input_spec, source.info.label_spec)
 
     @property
     def model(self) -> keras.Model:
@@ -291,12 +299,6 @@ def _check_precision(config: ExperimentConfig, model: keras.Model) -> None:
             f"--precision={config.precision.precision}: the model was built to compute in "
             f"{', '.join(sorted(used))}. Pass a function that builds it, or build it after tfpar.initialize(config)."
         )
-
-
-def _output_shape(model: keras.Model) -> tuple[int | None, ...] | None:
-    """Shape of the model's output with the batch, or None where it has several or they are not known."""
-    outputs = getattr(model, "outputs", None)
-    return tuple(outputs[0].shape) if outputs and len(outputs) == 1 else None
 
 
 def _under_strategy(model: keras.Model | Callable[[], keras.Model], strategy: tf.distribute.Strategy) -> keras.Model:

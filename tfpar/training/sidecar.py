@@ -32,11 +32,14 @@ class Sidecar:
       state_shapes: Shapes of the model's non-trainable variables.
       averaged: For each of them, whether replicas average it (floating-point state such as batch statistics).
         Seed states, counters and weights that are kept from learning are the same on every replica anyway.
+      denominator: Place of the scalar that loss and gradients are divided by: the count, or a sum among the metrics
+        where a mask or weights say what is averaged over.
     """
 
     metric_shapes: tuple[tuple[int, ...], ...]
     state_shapes: tuple[tuple[int, ...], ...]
     averaged: tuple[bool, ...]
+    denominator: int = COUNT
 
     @classmethod
     def of(
@@ -45,6 +48,8 @@ class Sidecar:
         metric_variables: Sequence[keras.Variable],
         replicas: int,
         frozen: Sequence[keras.Variable] = (),
+        *,
+        own_denominator: bool = False,
     ) -> Sidecar:
         """The layout for a model and its metrics; a single replica has nothing to average.
 
@@ -53,6 +58,7 @@ class Sidecar:
           metric_variables: Additive metric state.
           replicas: Replicas of all workers.
           frozen: Those of `state` that are weights kept from learning.
+          own_denominator: Whether the second metric variable, a scalar, is what the loss is divided by, see `Totals`.
         """
         kept = {id(variable) for variable in frozen}
         return cls(
@@ -65,6 +71,7 @@ class Sidecar:
                 and id(variable) not in kept
                 for variable in state
             ),
+            denominator=METRICS + 1 if own_denominator else COUNT,
         )
 
     @property

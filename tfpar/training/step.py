@@ -50,7 +50,8 @@ class TrainStep:
         # 1, 2: loss and gradients of the micro-batches, summed here.
         seed_path = (step, tf.convert_to_tensor(context.replica_id_in_sync_group))
         params, state = replica.read(model.trainable_variables), replica.read(model.non_trainable_variables)
-        gradients, packed, state = self._contribute(params, state, batch, seed_path, loss_scale.scale)
+        scales = self._loss_scales(params, state, batch)
+        gradients, packed, state = self._contribute(params, state, batch, seed_path, loss_scale.scale, scales)
         norm, replicas = self._norm(gradients), context.num_replicas_in_sync
         vector = Sidecar.flag(packed, norm * float(replicas) if replicas > 1 else norm)
         early = [gradients[index] for index in self.exchange.first_ready_indices]
@@ -64,7 +65,7 @@ class TrainStep:
         # 4: the reduced gradient's mean, clipped: one factor.
         if replicas > 1 or self.exchange.state:  # else it is this replica's own
             norm = self._norm_if_needed(gradients, is_last)
-        factor = 1.0 / tf.maximum(vector[sidecar.COUNT], 1e-30)
+        factor = 1.0 / tf.maximum(vector[self.sidecar.denominator], 1e-30)
         norm = norm * factor
         if self._clip_norm:
             factor = factor * (self._clip_norm / tf.maximum(norm, self._clip_norm))
@@ -120,6 +121,7 @@ class TrainStep:
             core.metric_variables,
             strategy.num_replicas_in_sync,
             frozen=frozen_weights(core.model),
+            own_denominator=core.objective.totals.own_denominator,
         )
         self.plan = compilation_plan(
             replicas=strategy.num_replicas_in_sync,
@@ -145,6 +147,7 @@ class TrainStep:
         """Compiles what the plan says, in place of the plain methods."""
         plan = self.plan
         self._contribute = _compiled(self._contribution, plan.compiles_gradients)
+        self._denominators = _compiled(self.core.denominators, plan.compiles_gradients)
         self._new_values = _compiled(self._updated, plan.compiles_update and not plan.updates_in_place)
         self._apply = _compiled(self._apply_update, plan.updates_in_place)
         self._whole_step = _compiled(self._single_program, plan.single_xla_program and not plan.strategy_compiles)
@@ -228,12 +231,32 @@ class TrainStep:
         """The step that takes its gradient's norm every time: within XLA that is cheaper than a branch."""
         return self._replica_step(batch, step, lr_multiplier, loss_scale, None)
 
+    def _loss_scales(self, params: Tensors, state: Tensors, batch: Any) -> tf.Tensor | None:
+        """The factors of loss terms that are divided by different numbers, None where all have one.
+
+        A sum of gradients cannot be divided by several numbers, so these are summed over the replicas beforehand.
+        """
+        totals = self.core.objective.totals
+        if not totals.needs_scales:
+            return None
+        context = tf.distribute.get_replica_context()
+        sums = self._denominators(params, state, batch)
+        if context.num_replicas_in_sync > 1:
+            sums = context.all_reduce(tf.distribute.ReduceOp.SUM, sums)
+        return totals.scales(sums)
+
     def _contribution(
-        self, params: Tensors, state: Tensors, batch: Any, seed_path: tuple[tf.Tensor, tf.Tensor], scale: tf.Tensor
+        self,
+        params: Tensors,
+        state: Tensors,
+        batch: Any,
+        seed_path: tuple[tf.Tensor, tf.Tensor],
+        scale: tf.Tensor,
+        scales: tf.Tensor | None,
     ) -> tuple[Tensors, tf.Tensor, Tensors]:
         """This replica's gradient sums, its part of the sidecar, and what the model's new state builds on."""
         seed = step_seed(self._seed, *seed_path)
-        sums = self.core.accumulate(params, state, batch, seed, scale if self._scale_loss else None)
+        sums = self.core.accumulate(params, state, batch, seed, scale if self._scale_loss else None, scales)
         gradients = sums.gradients
         if self._scale_loss:  # residuals of the exchange are kept from step to step, and the scale changes
             gradients = [gradient / scale for gradient in gradients]

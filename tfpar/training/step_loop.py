@@ -31,7 +31,7 @@ class StepsResult(NamedTuple):
     """What several steps report.
 
     Attributes:
-      loss: Float32 `[n]`: mean loss over the examples of each step; NaN if it has none.
+      loss: Float32 `[n]`: mean loss over the examples of each step, or over its positions; NaN if it has no examples.
       count: Float32 `[n]`: examples of each step.
       finite: Bool `[n]`: whether the step was applied: all replicas were finite, and there were examples.
       durations: Float64 `[n, 6]`, seconds: see `timings.COLUMNS`. All zero if the step is not timed.
@@ -180,7 +180,7 @@ def _result(
     gradient_norm, sums = table[:, 0], table[:, 1:]
     count = sums[:, sidecar.COUNT]
     return StepsResult(
-        loss=sums[:, sidecar.LOSS] / count,
+        loss=_losses(sums, step.sidecar.denominator),
         count=count,
         finite=tf.equal(sums[:, sidecar.NON_FINITE], 0.0) & (count > 0.0),
         durations=timings.durations(began, state.stamps.stack()),
@@ -189,6 +189,15 @@ def _result(
         learning_rate=learning_rate,
         loss_scale=state.loss_scale,
     )
+
+
+def _losses(sums: tf.Tensor, denominator: int) -> tf.Tensor:
+    """The mean loss of each step from the fronts of the summed sidecars `[n, report_length]`."""
+    loss, count = sums[:, sidecar.LOSS], sums[:, sidecar.COUNT]
+    if denominator == sidecar.COUNT:
+        return loss / count
+    # Examples of which no position counts have a loss of 0, as in Keras.
+    return tf.where(count > 0.0, tf.math.divide_no_nan(loss, sums[:, denominator]), float("nan"))
 
 
 def while_in_two_parts(

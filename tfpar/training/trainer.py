@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from tfpar.checkpoint import workdir_lock
 from tfpar.cluster import failure
 from tfpar.config import CUSTOM, ConfigError, ExperimentConfig
 from tfpar.exchange import Exchange
+from tfpar.optim import keras_compile
 from tfpar.parallel import strategies
 from tfpar.parallel.topology import Topology
 from tfpar.training.core import Core
@@ -20,6 +22,7 @@ from tfpar.training.loops import start_run
 from tfpar.training.loops.history import FitResult
 from tfpar.training.loops.hooks import Hook, check_hooks
 from tfpar.training.loops.keras_callbacks import check_callbacks
+from tfpar.training.objective import Goal
 from tfpar.training.optimizer_spec import OptimizerSpec
 from tfpar.training.prediction import Predictor
 from tfpar.training.program import Program
@@ -53,10 +56,15 @@ class Trainer:
         outside the strategy is rebuilt under it from its configuration and weights.
       optimizer: A Keras optimizer, a name (`"adamw"`), or None for what the options say. An optimizer object keeps its
         own learning rate or schedule unless `schedule` is given.
-      loss: A Keras loss, its name, or a function `(y, outputs) -> values [m, ...]`; reduced over examples by weight.
-      metrics: Keras metrics whose state is a sum, names, or functions; `"accuracy"` is the one that fits the loss.
+      loss: A Keras loss, its name, or a function `(y, outputs) -> values [m, ...]`; for several outputs a list, a dict
+        by output name, or a structure like that of the outputs. Reductions and masks count as in Keras. None where the
+        model adds its own loss (`add_loss`).
+      metrics: Keras metrics whose state is a sum, names, or functions: a list, or one by output as for `loss`.
+        `"accuracy"` is the one that fits the loss, else the labels and outputs.
       config: The whole configuration; `options` override single fields of it.
       runtime: From `tfpar.initialize(config)`; by default the trainer starts one.
+      loss_weights: A factor for each loss, in the structure of `loss`.
+      weighted_metrics: Metrics in which sample weights count.
       augmentation: Keras layer applied to the inputs on the device, inside the step, in training only; by default what
         the option `augment` names.
       **options: Any option of `tfpar.config` by its flag name: `strategy="mirrored", devices=2, exchange="none",
@@ -75,23 +83,27 @@ class Trainer:
         model: keras.Model | Callable[[], keras.Model],
         optimizer: keras.optimizers.Optimizer | str | None = None,
         loss: Any = None,
-        metrics: Sequence[Any] = (),
+        metrics: Sequence[Any] | Mapping[str, Any] | None = None,
         *,
+        loss_weights: Any = None,
+        weighted_metrics: Sequence[Any] | Mapping[str, Any] | None = None,
         config: ExperimentConfig | None = None,
         runtime: strategies.Runtime | None = None,
         augmentation: keras.layers.Layer | None = None,
         **options: Any,
     ) -> None:
         runtime = runtime or _deprecated_layout(options)
+        goal = Goal(loss, loss_weights, metrics, weighted_metrics)
+        optimizer, goal = _with_compiled(model, optimizer, goal)
         config = _with_options(config, options, optimizer)
         spec = OptimizerSpec.of(optimizer, options)
-        if loss is None:
-            raise ConfigError("loss is missing: give a Keras loss, its name, or a function (y, outputs).")
+        goal = dataclasses.replace(goal, loss_weighting=config.train.loss_weighting)
+        goal.check_names()
         if runtime is not None:
             validate_saved_run(config)
         self.runtime = runtime or initialize(config, complete=True)
         self.program = Program.build(
-            config, self.runtime, model=model, optimizer=spec, loss=loss, metrics=metrics, augmentation=augmentation
+            config, self.runtime, model=model, optimizer=spec, goal=goal, augmentation=augmentation
         )
         self._evaluator = Evaluator(self.program)
         self._predictor = Predictor(self.program)
@@ -167,8 +179,13 @@ class Trainer:
         """
         self._check_synchronous("evaluates while it trains: give fit(validation=...). To evaluate")
         if isinstance(source, Mapping):
-            return {name: self._evaluator(_as_source(f"evaluate({name})", each)) for name, each in source.items()}
-        return self._evaluator(_as_source("evaluate(source=...)", source))
+            return {name: self._evaluate(f"evaluate({name})", each) for name, each in source.items()}
+        return self._evaluate("evaluate(source=...)", source)
+
+    def _evaluate(self, argument: str, data: Any) -> dict[str, float]:
+        source = _as_source(argument, data)
+        self.program.bind(source)
+        return self._evaluator(source)
 
     def predict(self, source: inputs.AnySource | tf.data.Dataset) -> Any:
         """The model's outputs for all examples of a source, computed on all devices; all workers call it together.
@@ -247,6 +264,8 @@ class Trainer:
         validate_data(self.config, self.topology, train, validation)
         built = {"model": self.model, "integer_labels": self.program.integer_labels}
         validate_model(self.config, self.topology, train, validation, **built)
+        for source in filter(None, (train, validation)):
+            self.program.bind(source)
         return train, validation
 
 
@@ -268,6 +287,18 @@ def _as_source(argument: str, data: Any, *, counts: bool = True) -> inputs.AnySo
             "tfpar.inputs.from_arrays(x, y), or tfpar.inputs.build_source."
         )
     return data
+
+
+def _with_compiled(model: Any, optimizer: Any, goal: Goal) -> tuple[Any, Goal]:
+    """Optimizer and goal, where they are not given, from the arguments that `compile` of the model was given."""
+    if not isinstance(model, keras.Model) or not model.compiled:
+        return optimizer, goal
+    arguments = keras_compile.compile_arguments(model)
+    from_compile = arguments.pop("optimizer", None)
+    if goal.loss is not None:  # its weights belong to another loss
+        arguments.pop("loss_weights", None)
+    missing = {name: value for name, value in arguments.items() if getattr(goal, name) is None}
+    return (from_compile if optimizer is None else optimizer), dataclasses.replace(goal, **missing)
 
 
 def _with_options(config: ExperimentConfig | None, options: Mapping[str, Any], optimizer: Any) -> ExperimentConfig:

@@ -21,10 +21,12 @@ from tfpar.guards import bad_examples
 from tfpar.monitor import samples
 from tfpar.optim.server_update import apply_on_servers
 from tfpar.training import norms
+from tfpar.training.core import LocalSums
 from tfpar.training.loops.context import RunContext
 from tfpar.training.loops.hooks import Hook, HookRows
 from tfpar.training.loops.snapshot_evaluation import SnapshotEvaluation
 from tfpar.training.loops.state import Interval, LoopState
+from tfpar.training.objective import Tensors
 from tfpar.training.seeds import step_seed
 
 import numpy as np
@@ -55,7 +57,7 @@ class ParameterServerLoop:
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(program.strategy)
         self._push = tf.function(self._push_step, autograph=False)
         jit_compile = program.jit_compile or None
-        self._gradients = tf.function(program.core.accumulate, jit_compile=jit_compile, autograph=False)
+        self._gradients = tf.function(self._own_gradients, jit_compile=jit_compile, autograph=False)
         self._evaluation = SnapshotEvaluation(program, validation) if validation is not None else None
         self.compiles_next = False
 
@@ -112,8 +114,8 @@ class ParameterServerLoop:
             state = [variable.value.read_value() for variable in model.non_trainable_variables]
         # As a synchronous run of as many replicas seeds its share of the same batch.
         seed = step_seed(program.config.train.seed, number, share)
-        sums = self._gradients(params, state, batch, seed, None)
-        count = tf.maximum(sums.count, 1e-30)
+        sums = self._gradients(params, state, batch, seed)
+        count = tf.maximum(program.core.denominator(sums), 1e-30)
         mean = [gradient / count for gradient in sums.gradients]
         norm = norms.l2_norm(mean)
         if clip_norm := program.config.optimizer.clip_norm:
@@ -139,6 +141,14 @@ class ParameterServerLoop:
         zero = tf.zeros([], tf.float64)
         durations = tf.stack([fetched - began, computed - fetched, zero, done - computed, done - began, zero])
         return sums.loss / count, sums.count, finite, norm, rate, durations, *sums.metrics
+
+    def _own_gradients(self, params: Tensors, state: Tensors, batch: Any, seed: tf.Tensor) -> LocalSums:
+        """Sums over one push; what its loss terms are divided by is its own, as no other replica is asked."""
+        core = self._program.core
+        scales = None
+        if core.objective.totals.needs_scales:
+            scales = core.objective.totals.scales(core.denominators(params, state, batch))
+        return core.accumulate(params, state, batch, seed, None, scales)
 
     def _learning_rate(self, step: tf.Tensor, lr_multiplier: tf.Tensor) -> tf.Tensor:
         if self._context.schedule is not None:

@@ -85,8 +85,7 @@ class SnapshotEvaluation:
         if total is None:
             return SnapshotResults(step, {}, text)
         loss, count, *metrics = total
-        results = {"loss": float(loss / count), "examples": float(count)} | self._program.core.metric_results(metrics)
-        return SnapshotResults(step, results, text)
+        return SnapshotResults(step, self._program.core.evaluation_results(loss, count, metrics), text)
 
     @functools.cached_property
     def _batches(self) -> tf.data.Dataset:

@@ -1,0 +1,6 @@
+"""What training minimises and measures: losses and metrics of a model's outputs, as sums over examples."""
+
+from tfpar.training.objective.protocol import Batch, Objective, ObjectiveSums, Tensors, Totals
+from tfpar.training.objective.supervised import Goal, SupervisedObjective
+
+__all__ = ["Batch", "Goal", "Objective", "ObjectiveSums", "SupervisedObjective", "Tensors", "Totals"]

@@ -1,0 +1,182 @@
+"""The loss of a model: one term for each output that has a loss, as Keras' `compile` takes them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from tfpar.config import ConfigError
+from tfpar.optim import keras_compile
+from tfpar.optim.keras_compile import ResolvedLoss
+from tfpar.training.objective.outputs import Outputs, examples_of
+from tfpar.training.objective.weighting import BY_SAMPLE_WEIGHT, SUM, TermSums, term_sums
+
+import keras
+import tensorflow as tf
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Losses:
+    """The terms of a loss.
+
+    Attributes:
+      terms: In the order in which Keras adds them.
+      own_denominator: Of each term, whether it is divided by something else than the number of examples.
+      by_positions: See `weighting.term_sums`.
+    """
+
+    terms: tuple[ResolvedLoss, ...]
+    own_denominator: tuple[bool, ...]
+    by_positions: bool
+
+    def sums(
+        self, y: Sequence[Any], outputs: Sequence[Any], sample_weight: Sequence[Any], weight: tf.Tensor
+    ) -> list[TermSums]:
+        """Numerator and denominator of each term over one micro-batch.
+
+        Args:
+          y: Flat labels.
+          outputs: Flat outputs.
+          sample_weight: One for each label, or None for each.
+          weight: Float32 `[m]`.
+        """
+        return [
+            term_sums(
+                term.loss,
+                _taken(y, term.y),
+                _taken(outputs, term.outputs),
+                _taken(sample_weight, term.y),
+                weight,
+                by_positions=self.by_positions,
+            )
+            for term in self.terms
+        ]
+
+    def total(self, numerators: Sequence[tf.Tensor]) -> tf.Tensor:
+        """The sum of the terms by `loss_weights`, a scalar; zero where there are none."""
+        parts = [
+            value if term.weight is None else value * term.weight
+            for term, value in zip(self.terms, numerators, strict=True)
+        ]
+        return tf.add_n(parts) if len(parts) > 1 else parts[0] if parts else tf.zeros([])
+
+
+def build_losses(loss: Any, loss_weights: Any, y: Any, outputs: Outputs, *, by_positions: bool) -> Losses:
+    """The losses of a model, assigned to its outputs, and tried on made-up examples.
+
+    Args:
+      loss: As Keras' `compile` takes it: a loss, its name or a function `(y, outputs) -> values [m, ...]`; a list, or a
+        dict by output name, of them; or a structure like that of the outputs. None for no loss.
+      loss_weights: A factor for each loss, in the same structure, or None.
+      y: Labels, a structure of `tf.TensorSpec` with static shapes; `()` for none.
+      outputs: What the model returns.
+      by_positions: Whether positions that a mask leaves are what is averaged over; else examples.
+
+    Raises:
+      ConfigError: A name that Keras does not know, another structure than that of the outputs, or labels that a loss
+        cannot be computed from.
+    """
+    if loss is None:
+        return Losses((), (), by_positions)
+    if not keras.tree.flatten(y):
+        raise ConfigError(
+            f"loss={_named(loss)} compares outputs with labels, but the data have none. Give labels, or leave the loss "
+            "out if the model adds its own (add_loss)."
+        )
+    try:
+        terms = keras_compile.resolve_losses(loss, loss_weights, outputs.names, y, outputs.structure)
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        raise ConfigError(
+            f"loss={_named(loss)} does not fit the model's outputs {_shapes(outputs.structure)}"
+            f"{f', named {outputs.names},' if outputs.names else ''} and the labels {_shapes(y)}: {error}"
+        ) from error
+    if len(terms) > 1 and not keras.tree.is_nested(outputs.structure):
+        raise ConfigError(f"loss={_named(loss)}: {len(terms)} losses for one output. Add them up in one function.")
+    found = Losses(tuple(terms), tuple(False for _ in terms), by_positions)
+    return dataclasses.replace(found, own_denominator=_tried(found, y, outputs))
+
+
+def _tried(losses: Losses, y: Any, outputs: Outputs) -> tuple[bool, ...]:
+    """Computes each term on made-up examples; whether it has a denominator of its own."""
+    labels, values = examples_of(y), examples_of(outputs.structure)
+    weight = tf.ones([keras.tree.flatten(outputs.structure)[0].shape[0]])
+    own = []
+    for term in losses.terms:
+        single = dataclasses.replace(losses, terms=(term,))
+        try:
+            (sums,) = single.sums(labels, values, [None] * len(labels), weight)
+        except (ValueError, TypeError, tf.errors.InvalidArgumentError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(_unsuitable(term, y, outputs, error)) from error
+        masked = sums.masked or any(keras.tree.flatten(_taken(outputs.masked, term.outputs)))
+        by_weight, plain = term.loss.reduction == BY_SAMPLE_WEIGHT, term.loss.reduction == SUM
+        own.append(by_weight or plain or (masked and losses.by_positions))
+    return tuple(own)
+
+
+def _unsuitable(term: ResolvedLoss, y: Any, outputs: Outputs, error: Exception) -> str:
+    label, output = (
+        _taken(keras.tree.flatten(part), places) for part, places in ((y, term.y), (outputs.structure, term.outputs))
+    )
+    advice = ""
+    sparse = uses_integer_labels(term.loss)
+    categorical = getattr(term.loss, "fn", None) is keras.losses.categorical_crossentropy
+    if isinstance(label, tf.TensorSpec) and isinstance(output, tf.TensorSpec):
+        if sparse and label.shape == output.shape:
+            advice = " One-hot labels go with 'categorical_crossentropy'; or give class numbers."
+        elif categorical and len(label.shape) < len(output.shape):
+            advice = " Class numbers go with 'sparse_categorical_crossentropy'; or give one-hot labels."
+    return (
+        f"loss: {term.loss.name!r} does not suit labels {_shapes(label)} and outputs {_shapes(output)} of an example."
+        f"{advice} ({error})"
+    )
+
+
+def check_names(loss: Any) -> None:
+    """Refuses what is no loss, in any structure, before there are data.
+
+    Raises:
+      ConfigError: A name that Keras does not know, or an object that is no loss.
+    """
+    for leaf in keras.tree.flatten(loss):
+        if leaf is None or str(leaf).lower() in ("crossentropy", "ce"):
+            continue
+        try:
+            resolved = keras.losses.get(leaf)
+        except ValueError as error:
+            raise ConfigError(f"loss={leaf!r} is not known to Keras: {error}") from error
+        if resolved is None or not callable(resolved):
+            raise ConfigError(f"loss={leaf!r} is not a loss: give a Keras loss, its name, or a function (y, outputs).")
+
+
+def uses_integer_labels(loss: Any) -> bool:
+    """Whether a loss reads labels as class indices into the last dim of the outputs, every one of them.
+
+    Args:
+      loss: A Keras loss, its name, or a function; False for a structure of several.
+    """
+    if keras.tree.is_nested(loss) or loss is None or str(loss).lower() in ("crossentropy", "ce"):
+        return False
+    resolved = keras.losses.get(loss)
+    function = getattr(resolved, "fn", resolved)
+    if function is not keras.losses.sparse_categorical_crossentropy:
+        return False
+    options = resolved.get_config() if isinstance(resolved, keras.losses.Loss) else {}
+    return options.get("axis", -1) == -1 and options.get("ignore_class") is None
+
+
+def _taken(flat: Sequence[Any], places: Any) -> Any:
+    return keras.tree.map_structure(lambda place: flat[place], places)
+
+
+def _named(loss: Any) -> str:
+    def name(leaf: Any) -> Any:
+        return leaf if leaf is None or isinstance(leaf, str) else getattr(leaf, "__name__", type(leaf).__name__)
+
+    return repr(keras.tree.map_structure(name, loss))
+
+
+def _shapes(structure: Any) -> str:
+    return str(keras.tree.map_structure(lambda leaf: f"{leaf.dtype.name}{list(leaf.shape[1:])}", structure))

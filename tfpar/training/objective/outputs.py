@@ -1,0 +1,101 @@
+"""What a model returns: structure, shapes and masks of its outputs, before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from tfpar.config import ConfigError
+from tfpar.optim import keras_compile, keras_internals
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+
+class Outputs(NamedTuple):
+    """The outputs of a model.
+
+    Attributes:
+      structure: `tf.TensorSpec` of each output, with as many examples as were asked for.
+      masked: Of each output, flat: whether it carries a mask.
+      adds_losses: Returns whether the model adds losses of its own (`add_loss`, regularisers).
+      names: Names of the outputs as Keras knows them, or None.
+    """
+
+    structure: Any
+    masked: tuple[bool, ...]
+    adds_losses: Callable[[], bool]
+    names: list[str] | None
+
+
+def outputs_of(model: keras.Model, input_spec: Any, examples: int) -> Outputs:
+    """Describes what a model returns for inputs of a data set.
+
+    A model that is a graph of layers says it itself, where it knows all sizes; any other is traced once.
+
+    Args:
+      model: A built model.
+      input_spec: Structure of `tf.TensorSpec`, of one example.
+      examples: Size of dim 0 in what is returned.
+
+    Raises:
+      ConfigError: The model cannot be called on such inputs.
+    """
+    names = getattr(model, "output_names", None)
+    graph = keras_compile.symbolic_outputs(model)
+    if graph is not None:
+        tensors = keras.tree.flatten(graph)
+        if all(None not in tensor.shape[1:] for tensor in tensors):
+            specs = [tf.TensorSpec([examples, *tensor.shape[1:]], tensor.dtype) for tensor in tensors]
+            masked = tuple(keras_internals.mask_of(tensor) is not None for tensor in tensors)
+            structure = keras.tree.pack_sequence_as(graph, specs)
+            # The graph does not know what `add_loss` adds inside a layer.
+            return Outputs(structure, masked, lambda: _traced(model, input_spec, examples, names).adds_losses(), names)
+    return _traced(model, input_spec, examples, names)
+
+
+def _traced(model: keras.Model, input_spec: Any, examples: int, names: list[str] | None) -> Outputs:
+    found: list[Outputs] = []
+
+    def call(params: Any, state: Any, x: Any) -> None:
+        outputs, _, losses = model.stateless_call(params, state, x, training=False, return_losses=True)
+        structure = keras.tree.map_structure(lambda part: tf.TensorSpec(part.shape, part.dtype), outputs)
+        masked = tuple(keras_internals.mask_of(part) is not None for part in keras.tree.flatten(outputs))
+        adds_losses = bool(losses)
+        found.append(Outputs(structure, masked, lambda: adds_losses, names))
+
+    specs = [
+        [tf.TensorSpec(variable.shape, variable.dtype) for variable in variables]
+        for variables in (model.trainable_variables, model.non_trainable_variables)
+    ]
+    batch = tf.nest.map_structure(lambda spec: tf.TensorSpec([examples, *spec.shape], spec.dtype), input_spec)
+    try:
+        tf.function(call, autograph=False).get_concrete_function(*specs, batch)
+    except (ValueError, TypeError, KeyError, tf.errors.InvalidArgumentError) as error:
+        shapes = tf.nest.map_structure(lambda spec: f"{spec.dtype.name}{list(spec.shape)}", input_spec)
+        raise ConfigError(f"the model {model.name!r} cannot be called on examples of {shapes}: {error}") from error
+    return found[0]
+
+
+def with_examples(spec: Any, examples: int) -> Any:
+    """A structure of `tf.TensorSpec` of one example as that of several, with dim 0 added."""
+    return tf.nest.map_structure(lambda part: tf.TensorSpec([examples, *part.shape], part.dtype), spec)
+
+
+def examples_of(structure: Any, integers_below: int = 2) -> list[tf.Tensor]:
+    """Made-up values for each leaf, to try losses and metrics on: floats in (0, 1), integers and booleans 0 and 1.
+
+    Args:
+      structure: `tf.TensorSpec` of each.
+      integers_below: Bound of the integers.
+    """
+    generator = np.random.default_rng(0)
+    values = []
+    for leaf in keras.tree.flatten(structure):
+        dtype = leaf.dtype
+        drawn = generator.uniform(0.1, 0.9, leaf.shape) if dtype.is_floating else None
+        if drawn is None:
+            drawn = generator.integers(0, integers_below, leaf.shape)
+        values.append(tf.cast(tf.constant(drawn), dtype))
+    return values

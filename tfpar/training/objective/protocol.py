@@ -1,0 +1,97 @@
+"""What an objective is: a pure function from weights and one micro-batch to sums over its examples.
+
+An objective returns sums, not means, so that micro-batches, replicas and workers of any size add up; the step divides
+once all sums are added. Shapes: m examples a micro-batch, K loss terms.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import keras
+import tensorflow as tf
+
+Tensors = list[tf.Tensor]
+Batch = tuple[Any, Any, tf.Tensor]
+
+
+def _no_results(_: Sequence[Any]) -> dict[str, float]:
+    return {}
+
+
+def _mean_loss(loss: Any, count: Any, _: Sequence[Any]) -> dict[str, float]:
+    return {"loss": float(loss / count)}
+
+
+class ObjectiveSums(NamedTuple):
+    """What an objective returns for one micro-batch.
+
+    Attributes:
+      loss: Float32 scalar: sum over examples of weight x loss, to be divided by what `Totals` says.
+      count: Float32 scalar: sum of the example weights.
+      state: The model's non-trainable variables after the micro-batch.
+      metrics: Float32: what the examples add to the variables of `Totals`, a flat list over all of them.
+    """
+
+    loss: tf.Tensor
+    count: tf.Tensor
+    state: Tensors
+    metrics: Tensors
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Totals:
+    """What is summed beside loss and count, and how values are read from the sums.
+
+    Attributes:
+      variables: Variables of these shapes, to which examples add. Loss terms that have a sum of their own come first,
+        each with two scalars, numerator and denominator.
+      terms: Number of such loss terms, K.
+      results: Metrics by name from sums over training steps, arrays in the order of `variables`.
+      evaluation: `loss` and metrics by name from the sums of an evaluation: of the loss, of the count, which is not 0,
+        and of the other variables.
+      own_denominator: Whether the loss is divided by the only term's denominator in place of the count.
+      needs_scales: Whether several denominators must be summed over all replicas before the gradient is taken, because
+        a sum of gradients cannot be divided by several numbers afterwards. The objective then takes `scales`.
+      takes_count: Bool for each term: its scale is the count itself, as its loss is divided by nothing.
+    """
+
+    variables: Sequence[keras.Variable] = ()
+    terms: int = 0
+    results: Callable[[Sequence[Any]], dict[str, float]] = _no_results
+    evaluation: Callable[[Any, Any, Sequence[Any]], dict[str, float]] = _mean_loss
+    own_denominator: bool = False
+    needs_scales: bool = False
+    takes_count: tuple[bool, ...] = ()
+
+    def scales(self, sums: tf.Tensor) -> tf.Tensor:
+        """The factor of each loss term, `[K]`, so that its sum can be divided by the count.
+
+        Args:
+          sums: Float32 `[1 + K]`: count and denominators, summed over everything that the step averages.
+        """
+        denominators = tf.where(self.takes_count, 1.0, sums[1:])
+        return tf.math.divide_no_nan(sums[0], denominators)
+
+
+class Objective(Protocol):
+    """A pure function of weights, model state and a micro-batch. It may read no variable and call no collective."""
+
+    @property
+    def totals(self) -> Totals:
+        """What the objective adds up beside the loss."""
+
+    def __call__(
+        self, params: Tensors, state: Tensors, batch: Batch, *, training: bool, scales: tf.Tensor | None = None
+    ) -> ObjectiveSums:
+        """Sums over one micro-batch; `ObjectiveSums.loss` is differentiated with respect to `params`.
+
+        Args:
+          params: Values of the model's trainable variables.
+          state: Values of the model's non-trainable variables, seed states included.
+          batch: `(x, y, weight)`: x and y structures of `[m, ...]`, weight float32 `[m]`; a padded example has 0.
+          training: Whether the model runs in training mode.
+          scales: From `Totals.scales`, where `Totals.needs_scales`; without it, terms only enter `metrics`.
+        """

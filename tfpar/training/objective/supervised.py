@@ -1,0 +1,213 @@
+"""The usual objective: losses of a model's outputs against labels, and what the model adds (`add_loss`)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from tfpar.config import ConfigError
+from tfpar.inputs import Weighted
+from tfpar.training.objective import losses as loss_terms
+from tfpar.training.objective import metrics as additive_metrics
+from tfpar.training.objective.losses import Losses, build_losses
+from tfpar.training.objective.metrics import MetricTerm, build_metrics
+from tfpar.training.objective.outputs import outputs_of, with_examples
+from tfpar.training.objective.protocol import Batch, ObjectiveSums, Tensors, Totals
+from tfpar.training.objective.weighting import SUM
+
+import keras
+import tensorflow as tf
+
+# A prime, which the sizes of labels and outputs are unlikely to have: dims of examples must not be taken for others.
+_TRIED_EXAMPLES = (7, 11, 13, 17)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Goal:
+    """What a model is trained for, as the arguments of Keras' `compile` say it.
+
+    Attributes:
+      loss: See `losses.build_losses`.
+      loss_weights: A factor for each loss, or None.
+      metrics: See `metrics.build_metrics`.
+      weighted_metrics: Metrics in which sample weights count.
+      loss_weighting: `positions` or `examples`: what is averaged over where a mask leaves some positions.
+    """
+
+    loss: Any = None
+    loss_weights: Any = None
+    metrics: Any = None
+    weighted_metrics: Any = None
+    loss_weighting: str = "positions"
+
+    def check_names(self) -> None:
+        """Refuses losses and metrics that Keras does not know, before there are data.
+
+        Raises:
+          ConfigError: Names the first.
+        """
+        loss_terms.check_names(self.loss)
+        for leaf in keras.tree.flatten([self.metrics, self.weighted_metrics]):
+            try:
+                leaf if leaf in (None, "accuracy", "acc") else keras.metrics.get(leaf)
+            except ValueError as error:
+                raise ConfigError(f"metrics: {leaf!r} is not known to Keras: {error}") from error
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Bound:
+    """A goal that is assigned to the labels and outputs of a model."""
+
+    losses: Losses
+    metrics: Sequence[MetricTerm]
+    totals: Totals
+    labels: Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SupervisedObjective:
+    """The loss of a model's outputs against labels, weighted by example or position.
+
+    Which loss belongs to which output depends on the structure and shapes of labels and outputs: `bind` assigns them.
+
+    Attributes:
+      model: A built Keras model.
+      goal: Losses and metrics.
+    """
+
+    model: keras.Model
+    goal: Goal
+    _bound: list[_Bound] = dataclasses.field(default_factory=list, repr=False)
+
+    def bind(self, input_spec: Any, label_spec: Any) -> None:
+        """Assigns losses and metrics to the outputs; once, for labels of one structure.
+
+        Args:
+          input_spec: Structure of `tf.TensorSpec` of the inputs of one example.
+          label_spec: The same of its labels; `()` for none.
+
+        Raises:
+          ConfigError: Losses, metrics, labels and outputs that do not fit; the first of them.
+        """
+        if self._bound:
+            self._check_same_labels(label_spec)
+            return
+        sizes = {size for spec in tf.nest.flatten([input_spec, label_spec]) for size in spec.shape}
+        examples = next(size for size in _TRIED_EXAMPLES if size not in sizes)
+        outputs = outputs_of(self.model, input_spec, examples)
+        y, goal = with_examples(label_spec, examples), self.goal
+        if goal.loss is None and not outputs.adds_losses():
+            raise ConfigError(
+                "loss is missing: give a Keras loss, its name, or a function (y, outputs); without one the model must "
+                "add a loss itself (add_loss)."
+            )
+        by_positions = goal.loss_weighting == "positions"
+        losses = build_losses(goal.loss, goal.loss_weights, y, outputs, by_positions=by_positions)
+        metrics = build_metrics(goal.metrics, goal.weighted_metrics, losses.terms, outputs.names, y, outputs.structure)
+        totals = _totals(losses, metrics, adds_losses=any(losses.own_denominator) and outputs.adds_losses())
+        self._bound.append(_Bound(losses, metrics, totals, label_spec))
+
+    @property
+    def totals(self) -> Totals:
+        """What is added up beside the loss. Only after `bind`."""
+        return self._bound[0].totals
+
+    def __call__(
+        self, params: Tensors, state: Tensors, batch: Batch, *, training: bool, scales: tf.Tensor | None = None
+    ) -> ObjectiveSums:
+        """See `Objective`.
+
+        Raises:
+          ConfigError: Sample weights or masks that do not fit the values of a loss.
+        """
+        x, y, weight = batch
+        y, sample_weight = y if isinstance(y, Weighted) else (y, None)
+        outputs, new_state, extra = self.model.stateless_call(params, state, x, training=training, return_losses=True)
+        labels, flat = keras.tree.flatten(y), keras.tree.flatten(outputs)
+        weights = _weight_of_each(sample_weight, len(labels))
+        bound = self._bound[0]
+        count = tf.reduce_sum(weight)
+        terms = bound.losses.sums(labels, flat, weights, weight)
+        numerators, denominators = [term.numerator for term in terms], [term.denominator for term in terms]
+        if bound.totals.needs_scales and scales is not None:
+            numerators = [value * scales[index] for index, value in enumerate(numerators)]
+            denominators = [count] * len(terms)
+        summable = not bound.totals.needs_scales or scales is not None
+        loss = bound.losses.total(numerators) if summable else tf.zeros([])
+        if extra:  # add_loss and regularisers are per batch: times the count, they survive the division once.
+            loss += count * tf.add_n([tf.cast(tf.reduce_sum(value), tf.float32) for value in extra])
+        metrics = [part for pair in zip(numerators, denominators, strict=True) for part in pair]
+        metrics = metrics[: 2 * bound.totals.terms]
+        for metric in bound.metrics:
+            sums = metric.sums(labels[metric.y], flat[metric.outputs], weights[metric.y], weight)
+            metrics += [tf.cast(value, tf.float32) for value in sums]
+        return ObjectiveSums(loss, count, list(new_state), metrics)
+
+    def _check_same_labels(self, label_spec: Any) -> None:
+        bound = self._bound[0].labels
+        try:
+            keras.tree.assert_same_structure(bound, label_spec)
+            same = all(
+                one.shape.rank == other.shape.rank
+                for one, other in zip(tf.nest.flatten(bound), tf.nest.flatten(label_spec), strict=True)
+            )
+        except (ValueError, TypeError):
+            same = False
+        if not same:
+            raise ConfigError(
+                f"labels {label_spec} have another structure than those that this trainer saw first, {bound}. Make "
+                "another Trainer for them."
+            )
+
+
+def _totals(losses: Losses, metrics: Sequence[MetricTerm], *, adds_losses: bool) -> Totals:
+    """How to read sums of these losses and metrics."""
+    several = len(losses.terms) > 1
+    own = any(losses.own_denominator)
+    is_sum = tuple(term.loss.reduction == SUM for term in losses.terms)
+    terms = len(losses.terms) if several or own else 0
+    needs_scales = own and (several or adds_losses or any(is_sum))
+    means = [keras.metrics.Mean(name=f"{term.name}_loss") for term in losses.terms[:terms]]
+    by_name = {term.name: term.metric for term in metrics}
+
+    def named(values: Sequence[float], state: Sequence[Any]) -> dict[str, float]:
+        by_term = {mean.name: value for mean, value in zip(means, values, strict=True)} if several else {}
+        return by_term | additive_metrics.results(by_name, state[2 * terms :])
+
+    def results(state: Sequence[Any]) -> dict[str, float]:
+        return named([_quotient(*state[2 * index : 2 * index + 2]) for index in range(terms)], state)
+
+    def evaluation(loss: Any, count: Any, state: Sequence[Any]) -> dict[str, float]:
+        pairs = zip(state[0 : 2 * terms : 2], state[1 : 2 * terms : 2], is_sum, strict=False)
+        values = [_quotient(total, 1.0 if undivided else divisor) for total, divisor, undivided in pairs]
+        total = float(loss / count)
+        if own:  # the sum of the loss has no terms that are divided by something else than the count
+            factors = [1.0 if term.weight is None else term.weight for term in losses.terms]
+            weighted = sum(factor * value for factor, value in zip(factors, values, strict=True))
+            total = weighted + (total if needs_scales else 0.0)
+        return {"loss": total, **named(values, state)}
+
+    return Totals(
+        variables=additive_metrics.variables([*means, *by_name.values()]),
+        terms=terms,
+        results=results,
+        evaluation=evaluation,
+        own_denominator=own and not needs_scales,
+        needs_scales=needs_scales,
+        takes_count=is_sum,
+    )
+
+
+def _quotient(total: Any, count: Any) -> float:
+    return float(total) / float(count) if count else 0.0
+
+
+def _weight_of_each(sample_weight: Any, labels: int) -> list[Any]:
+    """The sample weights for each label: one for all, or one each."""
+    if sample_weight is None:
+        return [None] * labels
+    flat = keras.tree.flatten(sample_weight)
+    if len(flat) not in (1, labels):
+        raise ConfigError(f"{len(flat)} sample weights for {labels} labels. Give one for all of them, or one for each.")
+    return flat * labels if len(flat) == 1 else flat
