@@ -32,7 +32,10 @@ from tfpar.inputs.pipeline import Pipeline
 from tfpar.inputs.registry import build_source, build_splits, check_kind, kinds, load, register
 from tfpar.inputs.service import check_reachable as check_service
 from tfpar.inputs.source import CLASSIFICATION, LANGUAGE_MODEL, Source, SourceInfo, Weighted
+from tfpar.inputs.sources.anything import as_source
 from tfpar.inputs.sources.arrays import from_arrays
+from tfpar.inputs.sources.class_weights import with_class_weight
+from tfpar.inputs.sources.random_access import from_random_access
 
 __all__ = [
     "CLASSIFICATION",
@@ -44,6 +47,7 @@ __all__ = [
     "Source",
     "SourceInfo",
     "Weighted",
+    "as_source",
     "bad_record_error",
     "build_augmentation",
     "build_source",
@@ -54,11 +58,13 @@ __all__ = [
     "check_service",
     "fetch_with_mask",
     "from_arrays",
+    "from_random_access",
     "kinds",
     "load",
     "locate_bad_example",
     "register",
     "transient_read_error",
+    "with_class_weight",
 ]
 
 # The names of version 0.1.0; they go with version 0.3.
