@@ -44,7 +44,8 @@ class InputConfig(ConfigBase):
 
     dataset: str = option(
         "digits",
-        "digits | tfds:NAME | text[:PATH] | images:DIR | tfrecord:GLOB | synthetic:SHAPE. 'text' without a path "
+        "digits | tfds:NAME | text[:PATH] | images:DIR | csv:GLOB?label=COLUMN | "
+        "parquet:GLOB?label=COLUMN | tfrecord:GLOB | synthetic:SHAPE. 'text' without a path "
         "reads the sources of the installed Python standard library.",
         per_host=True,  # it may be a path; workers compare fingerprints of the data instead
     )

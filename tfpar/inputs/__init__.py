@@ -36,6 +36,7 @@ from tfpar.inputs.sources.anything import as_source
 from tfpar.inputs.sources.arrays import from_arrays
 from tfpar.inputs.sources.class_weights import with_class_weight
 from tfpar.inputs.sources.random_access import from_random_access
+from tfpar.inputs.sources.tables import from_table
 
 __all__ = [
     "CLASSIFICATION",
@@ -59,6 +60,7 @@ __all__ = [
     "fetch_with_mask",
     "from_arrays",
     "from_random_access",
+    "from_table",
     "kinds",
     "load",
     "locate_bad_example",
