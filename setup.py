@@ -44,9 +44,11 @@ INSTALL = [
     "pillow>=10,<14",  # TFDS decodes and TensorBoard encodes images with it
 ]
 ONNX = ["tf2onnx>=1.16,<2", "onnxruntime>=1.20,<2"]
+TABLES = ["pyarrow>=18,<27"]  # CSV and Parquet files
 DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.7,<10", "mkdocstrings[python]>=1.0,<2"]
 TEST = [
     *ONNX,
+    *TABLES,
     "cmake>=3.28,<5",  # pyproject.toml has the same bounds, for the build
     "hypothesis>=6.100,<7",
     "import-linter>=2.1,<3",
@@ -219,5 +221,5 @@ if __name__ == "__main__":
         ext_modules=[] if os.environ.get("TFPAR_OPS_BUILD") == "0" else [extension()],
         cmdclass={"build_ext": BuildNative, "bdist_wheel": Wheel},
         install_requires=INSTALL,
-        extras_require={"docs": DOCS, "onnx": ONNX, "test": TEST},
+        extras_require={"docs": DOCS, "onnx": ONNX, "tables": TABLES, "test": TEST},
     )

@@ -227,7 +227,7 @@ def test_each_option_reaches_its_section_and_survives_json(kind, field):
         bool: lambda: not field.default,
         int: lambda: field.default + 1,
         float: lambda: 0.25 if field.default < 1 else 2 * field.default,
-        str: lambda: "2,3" if field.name == "profile_steps" else "a=1",
+        str: lambda: {"profile_steps": "2,3", "resize": "4x5"}.get(field.name, "a=1"),
     }[type(field.default)]()
     if choices:
         changed = next(choice for choice in choices if choice != field.default)

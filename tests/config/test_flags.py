@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FLAG_NAMES = {
     "model": "model model_args",
     "input": "dataset data_dir global_batch_size shard_by remainder uneven_batches shuffle sequence_length "
-    "validation_fraction image_size augment cache on_bad_record prefetch input_threads data_service",
+    "validation_fraction image_size resize crop augment cache on_bad_record prefetch input_threads data_service",
     "strategy": "strategy devices tpu peer_timeout start_timeout stall_timeout",
     "exchange": "exchange exchange_retune_every",
     "precision": "precision tf32 initial_loss_scale loss_scale_growth_steps",
@@ -114,7 +114,7 @@ def test_every_flag_reaches_its_field(section: str) -> None:
             bool: lambda d: not d,
             int: lambda d: d + 1,
             float: lambda d: 0.25 if d < 1 else d * 2,
-            str: lambda _: {"profile_steps": "2,3"}.get(field.name, "a=1" if field.name.endswith("_args") else "other"),  # noqa: B023
+            str: lambda _: {"profile_steps": "2,3", "resize": "4x5"}.get(field.name, "a=1"),  # noqa: B023
         }[type(default)](default)
         if choices:
             value = next(choice for choice in choices if choice != default)

@@ -173,6 +173,22 @@ def test_more_classes_than_outputs_are_refused_where_labels_are_indices():
         validate.validate_model(*arguments, model=built, integer_labels=True)
 
 
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        (-np.ones(8), "the train labels range from -1 to -1, but the loss reads labels as class numbers"),
+        (np.full(8, 50.0), "the train labels range from 50 to 50, .* must be 0 to"),
+    ],
+)
+def test_targets_that_are_no_classes_are_refused_where_labels_are_indices(labels, message):
+    """Every step on `-np.ones(...)` used to be skipped, and the run to end with exit code 0."""
+    config = ExperimentConfig.from_flat_dict({"global_batch_size": 4, "steps": 3})
+    source = inputs.from_arrays(np.zeros((8, 6)), labels)
+    validate.validate_model(config, ONE_DEVICE, source, None, model=model(), integer_labels=False)
+    with pytest.raises(ConfigError, match=message):
+        validate.validate_model(config, ONE_DEVICE, source, None, model=model(), integer_labels=True)
+
+
 def test_a_workdir_of_another_configuration_is_refused_with_the_difference(tmp_path):
     config = {"workdir": str(tmp_path), "steps": 20}
     flat = ExperimentConfig.from_flat_dict(config).as_flat_dict()

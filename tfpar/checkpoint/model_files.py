@@ -69,7 +69,7 @@ def examples_of_run(config: ExperimentConfig, path: str, given: Callable[[str], 
     dataset = saved.get("dataset", CUSTOM)
     if dataset == CUSTOM or (given("dataset") and dataset != config.input.dataset):
         return config
-    options = ("dataset", "validation_fraction", "sequence_length", "image_size", "seed")
+    options = ("dataset", "validation_fraction", "sequence_length", "image_size", "resize", "crop", "seed")
     taken = {name: saved[name] for name in options if name in saved and not given(name)}
     return ExperimentConfig.from_flat_dict({**config.as_flat_dict(), **taken})
 

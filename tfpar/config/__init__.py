@@ -8,13 +8,13 @@ from __future__ import annotations
 from tfpar.config.errors import ConfigError, TrainingError, unknown_name
 from tfpar.config.experiment import PER_HOST_OPTIONS, RESUME_MAY_CHANGE, SECTIONS, ExperimentConfig
 from tfpar.config.fields import parse_arguments
+from tfpar.config.input_section import InputConfig
 from tfpar.config.sections import (
     CUSTOM,
     PRECISIONS,
     STRATEGIES,
     CheckpointConfig,
     ExchangeConfig,
-    InputConfig,
     ModelConfig,
     MonitorConfig,
     OptimizerConfig,

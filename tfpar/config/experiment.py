@@ -11,10 +11,10 @@ from typing import Any
 
 from tfpar.config.errors import unknown_name
 from tfpar.config.fields import ConfigBase
+from tfpar.config.input_section import InputConfig
 from tfpar.config.sections import (
     CheckpointConfig,
     ExchangeConfig,
-    InputConfig,
     ModelConfig,
     MonitorConfig,
     OptimizerConfig,

@@ -33,7 +33,11 @@ from tfpar.inputs.pipeline import Pipeline
 from tfpar.inputs.registry import build_source, build_splits, check_kind, kinds, load, register
 from tfpar.inputs.service import check_reachable as check_service
 from tfpar.inputs.source import CLASSIFICATION, LANGUAGE_MODEL, Source, SourceInfo, Weighted
+from tfpar.inputs.sources.anything import as_source
 from tfpar.inputs.sources.arrays import from_arrays
+from tfpar.inputs.sources.class_weights import with_class_weight
+from tfpar.inputs.sources.random_access import from_random_access
+from tfpar.inputs.sources.tables import from_table
 from tfpar.inputs.streams import ENDLESS, StreamPipeline, StreamSource, from_dataset, stream_ended, stream_error
 from tfpar.inputs.streams import STATE as STREAM_STATE
 
@@ -53,6 +57,7 @@ __all__ = [
     "StreamPipeline",
     "StreamSource",
     "Weighted",
+    "as_source",
     "bad_record_error",
     "build_augmentation",
     "build_pipeline",
@@ -65,6 +70,8 @@ __all__ = [
     "fetch_with_mask",
     "from_arrays",
     "from_dataset",
+    "from_random_access",
+    "from_table",
     "kinds",
     "load",
     "locate_bad_example",
@@ -72,6 +79,7 @@ __all__ = [
     "stream_ended",
     "stream_error",
     "transient_read_error",
+    "with_class_weight",
 ]
 
 AnySource = Source | StreamSource

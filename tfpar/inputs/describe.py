@@ -183,6 +183,8 @@ def _order(order: EpochOrder, by_file: bool, training: bool) -> str:
     if not order.shuffle:
         return "as stored, the same each epoch (--shuffle=false)"
     scope = "within each worker's files" if by_file else "over all examples"
+    if order.shards[0].block > 1:
+        scope = f"in blocks of {order.shards[0].block} examples"
     return f"permuted {scope}, differently each epoch, from seed {order.seed}"
 
 

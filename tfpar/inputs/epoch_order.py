@@ -30,12 +30,14 @@ class Shard:
       lengths: Length of each range, positive.
       batch: Examples of this shard in a full step.
       files: How many files the ranges come from.
+      block: Consecutive examples that stay together; 1 permutes single examples.
     """
 
     starts: tuple[int, ...]
     lengths: tuple[int, ...]
     batch: int
     files: int = 0
+    block: int = 1
 
     @property
     def size(self) -> int:
@@ -126,7 +128,7 @@ class EpochOrder:
         if self.shuffle:
             # The shards of several workers get different permutations even if they have the same size.
             seed = permutation.mix64(self.seed) + shard_number if len(self.shards) > 1 else self.seed
-            position = permutation.permute(position, shard.size, seed, epoch[:, None, None, None])
+            position = _permute(position, shard, seed, epoch[:, None, None, None])
         return _to_examples(position, shard), real
 
 
@@ -156,9 +158,9 @@ def split_batch(
     return tf.minimum(start + slot, tf.maximum(count - 1, 0)), start + slot < stop
 
 
-def one_shard(examples: int, batch: int) -> tuple[Shard, ...]:
-    """Returns one shard with all examples."""
-    return (Shard((0,), (examples,), batch),)
+def one_shard(examples: int, batch: int, block: int = 1) -> tuple[Shard, ...]:
+    """Returns one shard with all examples, in blocks of `block` that stay together."""
+    return (Shard((0,), (examples,), batch, block=block),)
 
 
 def shards_by_file(records_per_file: Sequence[int], batch: int, workers: int) -> tuple[Shard, ...]:
@@ -189,6 +191,18 @@ def shards_by_file(records_per_file: Sequence[int], batch: int, workers: int) ->
         )
         for worker, files in enumerate(files_of)
     )
+
+
+def _permute(position: tf.Tensor, shard: Shard, seed: int, epoch: tf.Tensor) -> tf.Tensor:
+    """Permutes positions of a shard; whole blocks if it has blocks, of which a last, smaller one keeps its place."""
+    if shard.block == 1:
+        return permutation.permute(position, shard.size, seed, epoch)
+    blocks = shard.size // shard.block
+    if not blocks:
+        return position
+    number = position // shard.block
+    permuted = permutation.permute(tf.minimum(number, blocks - 1), blocks, seed, epoch)
+    return tf.where(number < blocks, permuted * shard.block + position % shard.block, position)
 
 
 def _to_examples(position: tf.Tensor, shard: Shard) -> tf.Tensor:

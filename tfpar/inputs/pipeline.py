@@ -85,7 +85,7 @@ class Pipeline:
         self._order = epoch_order.EpochOrder(
             shards=epoch_order.shards_by_file(source.info.records_per_file, batch, workers)
             if by_file
-            else epoch_order.one_shard(source.info.num_examples, batch),
+            else epoch_order.one_shard(source.info.num_examples, batch, source.info.block_size),
             replicas=self._local_replicas if by_file else replicas,
             accumulate_steps=accumulate_steps,
             drop_remainder=training and config.remainder == "drop",

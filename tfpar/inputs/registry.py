@@ -6,6 +6,7 @@
 | `tfds:NAME[/CONFIG][:VERSION][:TRAIN[,VALIDATION]]` | a prepared TensorFlow Datasets data set |
 | `text[:PATH]` | byte-level language modelling over files; default the standard library's sources |
 | `images:DIR` | a folder of images per class |
+| `csv:GLOB?label=COLUMN`, `parquet:GLOB?label=COLUMN` | tables; `tfpar.inputs.sources.tables` lists the options |
 | `tfrecord:GLOB` | shards written by `python -m tfpar.inputs.write` |
 | `synthetic:SHAPE[:CLASSES[:EXAMPLES]]` | generated, learnable examples |
 """
@@ -22,10 +23,11 @@ from tfpar.inputs.source import Source
 Builder = Callable[[str, InputConfig, str, int], Source]
 
 SPLITS = ("train", "validation")
-# Modules by kind, imported at first use, so that TFDS and scikit-learn cost nothing unless they are used.
+# Modules and functions by kind, imported at first use, so that TFDS and scikit-learn cost nothing unless they are used.
 _MODULES = {
-    kind: f"tfpar.inputs.sources.{kind}" for kind in ("digits", "images", "synthetic", "text", "tfds", "tfrecord")
-}
+    kind: (f"tfpar.inputs.sources.{kind}", "build")
+    for kind in ("digits", "images", "synthetic", "text", "tfds", "tfrecord")
+} | {kind: ("tfpar.inputs.sources.tables", f"build_{kind}") for kind in ("csv", "parquet")}
 _REGISTERED: dict[str, Builder] = {}
 
 
@@ -107,5 +109,6 @@ def build_source(config: InputConfig, split: str, seed: int = 0) -> Source:
     kind, _, argument = config.dataset.partition(":")
     if kind in _REGISTERED:
         return _REGISTERED[kind](argument, config, split, seed)
-    builder: Builder = importlib.import_module(_MODULES[kind]).build
+    module, function = _MODULES[kind]
+    builder: Builder = getattr(importlib.import_module(module), function)
     return builder(argument, config, split, seed)

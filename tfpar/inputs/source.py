@@ -63,6 +63,8 @@ class SourceInfo:
         labels; integer labels are then not checked.
       weight_spec: Shape and dtype of one example's sample weights, or a structure of them; `()` without weights.
       ignore_class: A label outside `[0, num_classes)` that is allowed, because the loss ignores it.
+      block_size: Examples that are stored together and shuffled together; 1 shuffles single examples. A last, smaller
+        block is not shuffled.
       label_range: Smallest and largest label, where they are known at no cost: lone labels in memory.
       class_names: Names of the classes in label order; empty if unknown.
       files: The files that hold the examples, in the order of the examples; empty if the
@@ -82,6 +84,7 @@ class SourceInfo:
     num_classes: int
     weight_spec: Structure = ()
     ignore_class: int | None = None
+    block_size: int = 1
     label_range: tuple[float, float] | None = None
     class_names: tuple[str, ...] = ()
     files: tuple[str, ...] = ()

@@ -28,7 +28,16 @@ from tfpar.inputs.sources import tfrecord
 import tensorflow as tf
 from absl import app, flags
 
-_OPTIONS = ("dataset", "data_dir", "sequence_length", "image_size", "validation_fraction", "on_bad_record")
+_OPTIONS = (
+    "dataset",
+    "data_dir",
+    "sequence_length",
+    "image_size",
+    "resize",
+    "crop",
+    "validation_fraction",
+    "on_bad_record",
+)
 _READ_AT_ONCE = 256
 
 

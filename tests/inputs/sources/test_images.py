@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from tests.inputs.helpers import fetch_all
 from tfpar.config import ConfigError, InputConfig
-from tfpar.inputs import Pipeline, build_source
+from tfpar.inputs import Pipeline, build_source, locate_bad_example
 
 import numpy as np
 import pytest
+import tensorflow as tf
 from PIL import Image
 
 COLOURS = {"blue": (0, 0, 255), "green": (0, 255, 0), "red": (255, 0, 0)}
-SUFFIXES = ["png", "jpg", "bmp", "gif", "JPEG"]
+SUFFIXES = ["png", "jpg", "bmp", "gif", "JPEG", "webp", "WebP"]
 
 
 def paint(folder, count: int, first: int = 0) -> None:
@@ -94,3 +95,91 @@ def test_unsuitable_directories_are_refused(tmp_path):
     (tmp_path / "val" / "yellow").mkdir()
     with pytest.raises(ConfigError, match=r"'val' has classes that 'train' lacks: yellow"):
         build(tmp_path, "validation")
+
+
+def pattern(height: int = 9, width: int = 14) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)
+
+
+def save_frames(path, pixels: np.ndarray) -> None:
+    frames = [Image.fromarray(pixels), Image.fromarray(255 - pixels)]
+    frames[0].save(path, save_all=True, append_images=frames[1:], lossless=True)
+
+
+def test_webp_files_of_every_form_are_read(tmp_path):
+    folder = tmp_path / "a"
+    folder.mkdir()
+    pixels = pattern()
+    with_alpha = np.dstack([pixels, np.full(pixels.shape[:2], 128, np.uint8)])
+    Image.fromarray(pixels).save(folder / "0.webp", lossless=True)
+    Image.fromarray(with_alpha).save(folder / "1.webp", lossless=True)
+    save_frames(folder / "2.webp", with_alpha)
+    Image.fromarray(pixels).save(folder / "3.png")
+    Image.fromarray(np.full((9, 14, 3), 100, np.uint8)).save(folder / "4.webp", quality=95)
+    x, _ = fetch_all(build(tmp_path, resize="9x14", validation_fraction=0.0))
+    np.testing.assert_allclose(x[:4], np.repeat(pixels[None] / 255, 4, 0), atol=1e-6)
+    np.testing.assert_allclose(x[4], 100 / 255, atol=0.01)
+
+
+def test_webp_files_that_cannot_be_decoded_are_named(tmp_path):
+    folder = tmp_path / "a"
+    folder.mkdir()
+    Image.fromarray(pattern()).save(folder / "0.webp", lossless=True)
+    save_frames(folder / "1.webp", pattern())
+    (folder / "2.webp").write_bytes((folder / "0.webp").read_bytes()[:60])
+    (folder / "3.webp").write_bytes(b"RIFF")
+    (folder / "4.webp").write_bytes(b"RIFF1234WEBP")
+    source = build(tmp_path, validation_fraction=0.0, cache="none")
+    found = locate_bad_example(source, range(5), limit=5)
+    assert [bad.index for bad in found] == [1, 2, 3, 4]
+    assert "an animated WebP without transparency" in found[0].reason
+
+
+def test_images_of_kinds_that_are_not_read_are_named(tmp_path, caplog):
+    paint(tmp_path, 2)
+    for name in ("red/1.tiff", "red/2.TIFF", "blue/3.heic", "blue/notes.txt", "blue/.hidden.tiff"):
+        (tmp_path / name).write_bytes(b"")
+    build(tmp_path)
+    build(tmp_path, "validation")
+    messages = [record.getMessage() for record in caplog.records]
+    (message,) = [message for message in messages if "left out" in message]
+    assert "not read: 1 .heic, 2 .tiff. Convert them to one of .jpg," in message
+
+
+@pytest.mark.parametrize("cache", ["auto", "none"])
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"resize": "4x8", "crop": "central"}, lambda pixels: pixels),
+        ({"resize": "4x4", "crop": "central"}, lambda pixels: pixels[:, 4:12]),
+        ({"resize": "8x4"}, lambda pixels: pixels[:, 6:10]),
+        ({"resize": "4x4", "crop": "none"}, lambda pixels: pixels),
+    ],
+)
+def test_resize_and_crop(cache, options, expected, tmp_path):
+    pixels = np.zeros((8, 16, 3), np.uint8)
+    pixels[:] = 10 * np.arange(16)[:, None]
+    (tmp_path / "a").mkdir()
+    Image.fromarray(pixels).save(tmp_path / "a" / "x.png")
+    source = build(tmp_path, cache=cache, validation_fraction=0.0, **options)
+    height, width = map(int, options["resize"].split("x"))
+    assert source.info.input_spec.shape == (height, width, 3)
+    wanted = tf.round(tf.image.resize(expected(pixels), [height, width], antialias=True)) / 255
+    x, _ = source.fetch(tf.range(1, dtype=tf.int64))
+    np.testing.assert_allclose(x[0], wanted, atol=1e-6)
+
+
+def test_pad_keeps_the_whole_image_on_black(tmp_path):
+    (tmp_path / "a").mkdir()
+    Image.fromarray(np.full((4, 8, 3), 255, np.uint8)).save(tmp_path / "a" / "x.png")
+    source = build(tmp_path, resize="8x8", crop="pad", validation_fraction=0.0)
+    x = source.fetch(tf.range(1, dtype=tf.int64))[0].numpy()
+    assert (x[0, 2:6] == 1).all()
+    assert (x[0, :2] == 0).all()
+    assert (x[0, 6:] == 0).all()
+
+
+@pytest.mark.parametrize("resize", ["32", "0x4", "ax4", "4x", "4X4", "-4x4", "4x4x3"])
+def test_sizes_that_are_none_are_refused(resize):
+    with pytest.raises(ConfigError, match=f"--resize='{resize}' must be HxW in pixels"):
+        InputConfig(resize=resize)

@@ -11,14 +11,11 @@ from tfpar.config import ConfigError, unknown_name
 from tfpar.inputs import structures
 from tfpar.inputs.memory import check_values, gather_packed
 from tfpar.inputs.source import CLASSIFICATION, Batch, LazyTensors, Source, SourceInfo, Weighted
+from tfpar.inputs.sources import dtypes
 from tfpar.inputs.structures import Structure
 
-import keras
 import numpy as np
 import tensorflow as tf
-
-_INT32 = np.iinfo(np.int32)
-_INT64 = np.iinfo(np.int64)
 
 
 def from_arrays(
@@ -62,34 +59,29 @@ def from_arrays(
     """
     if on_bad_record not in ("fail", "skip"):
         raise unknown_name("on_bad_record", on_bad_record, ("fail", "skip"))
-    if sample_weight is not None and y is None:
-        raise ConfigError(f"{name}: sample_weight needs labels, and y is None. Give y, or leave out sample_weight.")
-    x_arrays = _as_arrays(name, "inputs", x)
-    y_arrays = () if y is None else _as_arrays(name, "labels", y)
-    weight_arrays = () if sample_weight is None else _as_arrays(name, "weights", sample_weight)
-    count = _check_lengths(name, {"inputs": x_arrays, "labels": y_arrays, "weights": weight_arrays})
-    scale = structures.without_lists(scale)
-    _check_scale(name, x_arrays, scale)
-    stored_x = tf.nest.map_structure(lambda values: _as_stored(name, "inputs", values), x_arrays)
-    stored_y = tf.nest.map_structure(lambda values: _as_stored(name, "labels", values), y_arrays)
-    weights = tf.nest.map_structure(lambda values: _as_weights(name, values), weight_arrays)
+    stored_x, stored_y, weights = _stored_parts(name, x, y, sample_weight)
+    scale = _checked_scale(name, stored_x, scale)
     targets = stored_y if sample_weight is None else Weighted(stored_y, weights)
     flat = tf.nest.flatten((stored_x, targets))
-    single = structures.is_single(stored_y)
     info = SourceInfo(
         name=name,
         task=CLASSIFICATION,
         split=split,
-        num_examples=count,
-        input_spec=tf.nest.map_structure(_input_spec, stored_x),
+        num_examples=len(flat[0]),
+        input_spec=tf.nest.map_structure(_spec, stored_x),
         label_spec=tf.nest.map_structure(_spec, stored_y),
-        num_classes=(_count_classes(stored_y, ignore_class) if single else 0) if num_classes is None else num_classes,
+        num_classes=_count_classes(stored_y, ignore_class) if num_classes is None else num_classes,
         weight_spec=tf.nest.map_structure(_spec, weights),
         ignore_class=ignore_class,
-        label_range=_range(stored_y, ignore_class) if single else None,
+        label_range=_range(stored_y, ignore_class),
         storage="memory",
         digest=_digest(*flat),
     )
+    return _source_of(info, stored_x, targets, scale, skip=on_bad_record == "skip")
+
+
+def _source_of(info: SourceInfo, x: Structure, y: Structure, scale: Structure, *, skip: bool) -> Source:
+    """Returns the source of arrays as stored, once they are checked."""
 
     def read(indices: tf.Tensor) -> Batch:
         return gather_packed(info, arrays.tensors(), indices)
@@ -97,11 +89,29 @@ def from_arrays(
     def usable(indices: tf.Tensor) -> tf.Tensor:
         return tf.gather(arrays.tensors()[-1], indices)
 
-    size = sum(_bytes(values) for values in flat)
-    source = Source(info=info, read=read, scale=scale, kept_bytes=size, skip=on_bad_record == "skip")
-    mask = check_values(source, stored_x, targets)
+    flat = tf.nest.flatten((x, y))
+    source = Source(info=info, read=read, scale=scale, kept_bytes=sum(map(_bytes, flat)), skip=skip)
+    mask = check_values(source, x, y)
     arrays = LazyTensors(lambda: (*flat, mask))
     return dataclasses.replace(source, load=arrays.tensors, usable=None if mask.all() else usable)
+
+
+def _stored_parts(
+    name: str, x: Structure, y: Structure | None, sample_weight: Structure | None
+) -> tuple[Structure, Structure, Structure]:
+    """Returns copies of the inputs, labels and weights as they are kept; `()` for None."""
+    if sample_weight is not None and y is None:
+        raise ConfigError(f"{name}: sample_weight needs labels, and y is None. Give y, or leave out sample_weight.")
+    parts = {
+        what: () if values is None else _as_arrays(name, what, values)
+        for what, values in (("inputs", x), ("labels", y), ("weights", sample_weight))
+    }
+    _check_lengths(name, parts)
+    stored_x, stored_y, weights = (
+        tf.nest.map_structure(lambda values, what=what: _as_stored(name, what, values), part)
+        for what, part in parts.items()
+    )
+    return stored_x, stored_y, weights
 
 
 def _as_arrays(name: str, what: str, values: Structure) -> Structure:
@@ -120,25 +130,15 @@ def _as_arrays(name: str, what: str, values: Structure) -> Structure:
 
 
 def _as_array(name: str, what: str, values: Any) -> np.ndarray:
-    """Returns one array of real numbers or text; anything else is refused."""
+    """Returns one array; refuses a single number."""
     array = np.asarray(values.to_numpy() if hasattr(values, "to_numpy") else values)
-    text = array.dtype.kind in "SU" or (array.dtype == object and all(isinstance(v, (str, bytes)) for v in array.flat))
-    if text and what == "inputs":
-        return array.astype(object)
-    number = np.issubdtype(array.dtype, np.number) or array.dtype == bool or array.dtype.name == "bfloat16"
-    if not number or np.iscomplexobj(array):
-        allowed = "real numbers or text" if what == "inputs" else "real numbers"
-        raise ConfigError(
-            f"{name}: the {what} have dtype {array.dtype}, but must be {allowed}. Convert them, e.g. with "
-            "np.asarray(..., np.float32); convert class labels to integers."
-        )
     if not array.ndim:
-        raise ConfigError(f"{name}: the {what} are the single number {array}. Give an array with one row per example.")
+        raise ConfigError(f"{name}: the {what} are the single value {array}. Give an array with one row per example.")
     return array
 
 
-def _check_lengths(name: str, parts: dict[str, Structure]) -> int:
-    """Returns the number of examples; refuses arrays of different lengths."""
+def _check_lengths(name: str, parts: dict[str, Structure]) -> None:
+    """Refuses arrays of different lengths."""
     lengths = {
         f"{what} {path!r}" if path else what: len(values)
         for what, part in parts.items()
@@ -150,12 +150,13 @@ def _check_lengths(name: str, parts: dict[str, Structure]) -> int:
             f"{name}: {listed}; there must be one label per input, and one row per example in every array. A list of "
             "arrays is one array per input of the model; join the arrays of single examples with np.stack."
         )
-    return next(iter(lengths.values()))
 
 
-def _check_scale(name: str, x: Structure, scale: Structure) -> None:
+def _checked_scale(name: str, x: Structure, scale: Structure) -> Structure:
+    """Returns the factors with tuples in place of lists; refuses another structure than that of the inputs."""
+    scale = structures.without_lists(scale)
     if structures.is_single(scale):
-        return
+        return scale
     try:
         tf.nest.assert_same_structure(x, scale)
     except (ValueError, TypeError):
@@ -164,65 +165,39 @@ def _check_scale(name: str, x: Structure, scale: Structure) -> None:
             f"{name}: scale={scale!r} has another structure than the inputs, {expected}. Give one number, or one for "
             "each input."
         ) from None
+    return scale
 
 
 def _as_stored(name: str, what: str, values: np.ndarray) -> np.ndarray:
-    """Copies an array in the dtype it is kept in; images stay uint8."""
-    if values.dtype == object or (what == "inputs" and _is_image(values)):
-        return values.copy()
-    if np.issubdtype(values.dtype, np.integer):
-        return values.astype(_integer_dtype(name, what, values))
-    with np.errstate(over="ignore"):  # values beyond float32 become infinite, which `check_values` reports
-        return values.astype(keras.config.floatx() if keras.config.floatx() == "float64" else np.float32)
+    """Copies an array in the dtype it is kept in; refuses what is neither numbers nor text."""
+    try:
+        return dtypes.as_stored(values, dtypes.stored_dtype(values, what, rank=values.ndim - 1))
+    except ValueError as error:
+        raise ConfigError(f"{name}: {_subject(what, values)} {error}") from None
 
 
-def _as_weights(name: str, values: np.ndarray) -> np.ndarray:
-    return _as_stored(name, "weights", values.astype(np.float64 if values.dtype == np.float64 else np.float32))
-
-
-def _is_image(values: np.ndarray) -> bool:
-    return values.dtype == np.uint8 and values.ndim >= 3
-
-
-def _integer_dtype(name: str, what: str, values: np.ndarray) -> type[np.integer]:
-    """Returns int32, or int64 for inputs that need it; refuses larger integers, and labels that int32 cannot hold."""
-    if not values.size:
-        return np.int32
-    low, high = int(values.min()), int(values.max())
-    if _INT32.min <= low and high <= _INT32.max:
-        return np.int32
-    if what == "inputs" and high <= _INT64.max:
-        return np.int64
-    held = "int32 holds -2^31 to 2^31 - 1" if what == "labels" else "int64 holds -2^63 to 2^63 - 1"
-    raise ConfigError(
-        f"{name}: integer {what} range from {low} to {high}, but {held}. Map them to smaller integers (ids, e.g. with "
-        "keras.layers.Hashing), or convert them to floating point."
-    )
+def _subject(what: str, values: np.ndarray) -> str:
+    """The subject of an error about an array."""
+    return f"the {what}" if values.dtype.kind not in "iu" else f"integer {what}"
 
 
 def _spec(values: np.ndarray) -> tf.TensorSpec:
-    dtype = tf.string if values.dtype == object else tf.as_dtype(values.dtype)
-    return tf.TensorSpec(values.shape[1:], dtype)
+    return tf.TensorSpec(values.shape[1:], dtypes.fetched_dtype(values.dtype))
 
 
-def _input_spec(values: np.ndarray) -> tf.TensorSpec:
-    if _is_image(values):
-        return tf.TensorSpec(
-            values.shape[1:], keras.config.floatx() if keras.config.floatx() == "float64" else tf.float32
-        )
-    return _spec(values)
-
-
-def _count_classes(y: np.ndarray, ignore_class: int | None) -> int:
-    """The largest label plus one, at least one; for targets, their last dim."""
+def _count_classes(y: Structure, ignore_class: int | None) -> int:
+    """The largest label plus one, at least one; for targets, their last dim; 0 for several labels or none."""
+    if not structures.is_single(y):
+        return 0
     if np.issubdtype(y.dtype, np.integer):
-        if ignore_class is not None:
-            y = y[y != ignore_class]
-        return max(int(y.max(initial=-1)) + 1, 1)
+        return max(int((y if ignore_class is None else y[y != ignore_class]).max(initial=-1)) + 1, 1)
     return int(y.shape[-1] if y.ndim > 1 else 1)
 
 
-def _range(y: np.ndarray, ignore_class: int | None) -> tuple[float, float] | None:
+def _range(y: Structure, ignore_class: int | None) -> tuple[float, float] | None:
+    """The smallest and the largest label; None for several labels or none."""
+    if not structures.is_single(y):
+        return None
     values = y if ignore_class is None else y[y != ignore_class]
     return (float(values.min()), float(values.max())) if values.size else None
 
@@ -238,8 +213,7 @@ def _digest(*arrays: np.ndarray) -> str:
     for values in arrays:
         if values.dtype == object:
             for text in values.flat:
-                encoded = text.encode() if isinstance(text, str) else text
-                content.update(len(encoded).to_bytes(8, "little") + encoded)
+                content.update(len(text).to_bytes(8, "little") + text)
         elif values.size:
             content.update(np.ascontiguousarray(values).data.cast("B"))
     return content.hexdigest()

@@ -5,6 +5,9 @@ The graph decodes files, crops them to their central square and resizes them, ma
 
 from __future__ import annotations
 
+import collections
+import logging
+import mimetypes
 import os
 
 from tfpar.config import ConfigError, InputConfig
@@ -14,21 +17,40 @@ from tfpar.inputs.source import Source, SourceInfo
 import numpy as np
 import tensorflow as tf
 
-SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif")
+_log = logging.getLogger(__name__)
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp")
+# Suffixes of images that Python's `mimetypes` does not know.
+_OTHER_IMAGES = (
+    ".avif",
+    ".heic",
+    ".heif",
+    ".jxl",
+    ".jp2",
+    ".j2k",
+    ".dng",
+    ".raw",
+    ".cr2",
+    ".nef",
+    ".arw",
+    ".exr",
+    ".tga",
+)
 _VALIDATION_FOLDERS = ("validation", "valid", "val", "test")
 
 
 def build(argument: str, config: InputConfig, split: str, seed: int) -> Source:
-    """`--dataset=images:DIR`: float32 [image_size, image_size, 3] in [0, 1].
+    """`--dataset=images:DIR`: float32 [height, width, 3] in [0, 1], of the size of `--resize` or `--image_size`.
 
     `DIR/CLASS/.../IMAGE`, or `DIR/train/CLASS/...` with `DIR/validation/CLASS/...` (also `valid`,
     `val`, `test`). In the first layout, `--validation_fraction` of each class is held out: the
     files whose relative paths hash lowest. Labels follow the alphabetical order of the class names.
-    Only the first frame of an animated GIF is read.
+    Only the first frame of an animated GIF or WebP is read. Images of other kinds are left out, with a warning.
 
     Args:
       argument: The directory.
-      config: The input options; uses `image_size`, `validation_fraction`, `cache` and `on_bad_record`.
+      config: The input options; uses `image_size`, `resize`, `crop`, `validation_fraction`, `cache` and
+        `on_bad_record`.
       split: `"train"` or `"validation"`.
       seed: Not used; the split does not depend on it.
 
@@ -40,16 +62,18 @@ def build(argument: str, config: InputConfig, split: str, seed: int) -> Source:
     root = os.path.expanduser(argument)
     if not argument or not os.path.isdir(root):
         raise ConfigError(f"--dataset={name}: no such directory. Give a directory with a folder of images per class.")
+    if split == "train":
+        _warn_of_other_images(name, root)
     classes, paths, labels = _list_split(name, root, config.validation_fraction, split == "train")
-    size = config.image_size
+    height, width = config.image_shape()
     listing = source.LazyTensors(lambda: (np.array(paths, object if paths else np.bytes_), np.array(labels, np.int32)))
 
     def read(indices: tf.Tensor) -> source.Batch:
         files, classes_of = listing.tensors()
         pixels = tf.map_fn(
-            lambda path: read_square(path, size),
+            lambda path: fit(decode(tf.io.read_file(path)), height, width, config.crop),
             tf.gather(files, indices),
-            fn_output_signature=tf.TensorSpec([size, size, 3], tf.uint8),
+            fn_output_signature=tf.TensorSpec([height, width, 3], tf.uint8),
             parallel_iterations=16,
         )
         return pixels, tf.gather(classes_of, indices)
@@ -59,7 +83,7 @@ def build(argument: str, config: InputConfig, split: str, seed: int) -> Source:
         task=source.CLASSIFICATION,
         split=split,
         num_examples=len(paths),
-        input_spec=tf.TensorSpec([size, size, 3], tf.float32),
+        input_spec=tf.TensorSpec([height, width, 3], tf.float32),
         label_spec=tf.TensorSpec([], tf.int32),
         num_classes=len(classes),
         class_names=tuple(classes),
@@ -67,26 +91,96 @@ def build(argument: str, config: InputConfig, split: str, seed: int) -> Source:
         records_per_file=(1,) * len(paths),
     )
     stored = Source(info=info, read=read, scale=1 / 255, load=listing.tensors, skip=config.on_bad_record == "skip")
-    return memory.apply_cache(stored, config.cache, size * size * 3 + tf.int32.size)
+    return memory.apply_cache(stored, config.cache, height * width * 3 + tf.int32.size)
 
 
-def read_square(path: tf.Tensor, size: int) -> tf.Tensor:
-    """Decodes an image file (JPEG, PNG, BMP, GIF) to uint8 [size, size, 3]."""
-    image = tf.io.decode_image(tf.io.read_file(path), channels=3, expand_animations=False)
-    return tf.ensure_shape(square(tf.ensure_shape(image, [None, None, 3]), size), [size, size, 3])
+def decode(content: tf.Tensor) -> tf.Tensor:
+    """Decodes an image file (JPEG, PNG, BMP, GIF, WebP) to uint8 [height, width, 3]; transparency is left out."""
+    header = tf.strings.join([tf.strings.substr(content, 0, 21), bytes(21)])  # so that short files have one too
+    is_webp = (tf.strings.substr(header, 0, 4) == b"RIFF") & (tf.strings.substr(header, 8, 4) == b"WEBP")
+    image = tf.cond(
+        is_webp,
+        lambda: _decode_webp(content, header),
+        lambda: tf.io.decode_image(content, channels=3, expand_animations=False),
+    )
+    return tf.ensure_shape(image, [None, None, 3])
 
 
-def square(image: tf.Tensor, size: int) -> tf.Tensor:
-    """Crops a uint8 image [height, width, channels] to its central square and resizes it to [size, size, channels].
+def _decode_webp(content: tf.Tensor, header: tf.Tensor) -> tf.Tensor:
+    """Decodes the first frame of a WebP file to uint8 [height, width, 3].
+
+    TensorFlow 2.21's `decode_webp` must be asked for the channels that a file has: 4 for an animation, of which it
+    decodes only those with transparency (it writes out of bounds if asked for 0), and 0 ("as in the file") otherwise.
+    """
+    flags = tf.io.decode_raw(tf.strings.substr(header, 20, 1), tf.uint8)[0]
+    extended = tf.strings.substr(header, 12, 4) == b"VP8X"
+    animated = extended & (tf.bitwise.bitwise_and(flags, tf.constant(2, tf.uint8)) > 0)
+    opaque = animated & (tf.bitwise.bitwise_and(flags, tf.constant(16, tf.uint8)) == 0)
+    supported = tf.debugging.Assert(
+        ~opaque, ["it is an animated WebP without transparency, which TensorFlow cannot decode"]
+    )
+    with tf.control_dependencies([supported] if supported is not None else []):
+        content = tf.identity(content)
+    frames = tf.cond(
+        animated, lambda: tf.io.decode_webp(content, channels=4), lambda: tf.io.decode_webp(content, channels=0)
+    )
+    frames = tf.reshape(frames, tf.concat([[-1], tf.shape(frames)[-3:]], 0))
+    return frames[0, :, :, :3]
+
+
+def fit(image: tf.Tensor, height: int, width: int, crop: str = "central") -> tf.Tensor:
+    """Fits a uint8 image [any, any, channels] into [height, width, channels].
 
     Bilinear with anti-aliasing, rounded to uint8, so that cached and newly read images are the same.
+
+    Args:
+      image: The image.
+      height: Height of the result.
+      width: Width of the result.
+      crop: `"central"` cuts out the largest central part of the same proportions first, `"none"` stretches the image,
+        `"pad"` keeps the whole image in its proportions, on black.
     """
-    height, width = tf.shape(image)[0], tf.shape(image)[1]
-    side = tf.minimum(height, width)
-    top, left = (height - side) // 2, (width - side) // 2
-    middle = image[top : top + side, left : left + side]
-    resized = tf.image.resize(middle, [size, size], method="bilinear", antialias=True)
-    return tf.cast(tf.clip_by_value(tf.round(resized), 0.0, 255.0), tf.uint8)
+    channels = image.shape[-1]
+    if crop == "pad":
+        resized = tf.image.resize_with_pad(image, height, width, method="bilinear", antialias=True)
+    else:
+        part = _central_part(image, height, width) if crop == "central" else image
+        resized = tf.image.resize(part, [height, width], method="bilinear", antialias=True)
+    return tf.ensure_shape(
+        tf.cast(tf.clip_by_value(tf.round(resized), 0.0, 255.0), tf.uint8), [height, width, channels]
+    )
+
+
+def _central_part(image: tf.Tensor, height: int, width: int) -> tf.Tensor:
+    """Returns the largest central part of an image with the proportions height : width, rounded to whole pixels."""
+    rows, columns = tf.shape(image)[0], tf.shape(image)[1]
+    part_rows = tf.clip_by_value((2 * columns * height + width) // (2 * width), 1, rows)
+    part_columns = tf.clip_by_value((2 * rows * width + height) // (2 * height), 1, columns)
+    top, left = (rows - part_rows) // 2, (columns - part_columns) // 2
+    return image[top : top + part_rows, left : left + part_columns]
+
+
+def _warn_of_other_images(name: str, root: str) -> None:
+    """Names the kinds of images below a directory that are not read."""
+    kinds: collections.Counter[str] = collections.Counter()
+    for folder, folders, files in os.walk(root):
+        folders[:] = [folder for folder in folders if not folder.startswith(".")]
+        for file in files:
+            suffix = os.path.splitext(file)[1].lower()
+            if suffix and suffix not in SUFFIXES and not file.startswith(".") and _is_image(suffix) and folder != root:
+                kinds[suffix] += 1
+    if kinds:
+        listed = ", ".join(f"{count} {suffix}" for suffix, count in sorted(kinds.items()))
+        _log.warning(
+            "--dataset=%s: files left out because their kind of image is not read: %s. Convert them to one of %s.",
+            name,
+            listed,
+            ", ".join(SUFFIXES),
+        )
+
+
+def _is_image(suffix: str) -> bool:
+    return suffix in _OTHER_IMAGES or (mimetypes.guess_type(f"a{suffix}")[0] or "").startswith("image/")
 
 
 def _list_split(name: str, root: str, fraction: float, training: bool) -> tuple[list[str], list[str], list[int]]:

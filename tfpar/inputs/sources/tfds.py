@@ -210,13 +210,13 @@ def _input_format(
     """Returns the stored shape, the stored dtype, the scale, and the op that brings a decoded example to that shape."""
     shape, dtype = tf.TensorShape(feature.shape), tf.as_dtype(feature.tf_dtype)
     if isinstance(feature, tfds.features.Image) and not shape.is_fully_defined():
-        size = config.image_size
+        height, width = config.image_shape()
         channels = shape[-1] or 3
         return (
-            tf.TensorShape([size, size, channels]),
+            tf.TensorShape([height, width, channels]),
             tf.uint8,
             1 / 255,
-            lambda image: tf.ensure_shape(images.square(image, size), [size, size, channels]),
+            lambda image: images.fit(tf.ensure_shape(image, [None, None, channels]), height, width, config.crop),
         )
     if not shape.is_fully_defined():
         raise ConfigError(f"An input feature of shape {shape} is not supported: every dimension must be fixed.")

@@ -1,0 +1,259 @@
+"""CSV and Parquet files: columns as inputs, labels and weights."""
+
+from __future__ import annotations
+
+import sys
+
+from tests.inputs.helpers import fetch_all
+from tfpar import inputs
+from tfpar.config import ConfigError, InputConfig
+from tfpar.inputs import Pipeline, build_source
+
+import numpy as np
+import pyarrow
+import pytest
+import tensorflow as tf
+from pyarrow import csv, parquet
+
+COUNT = 40
+
+
+def table(first: int = 0, count: int = COUNT) -> pyarrow.Table:
+    numbers = np.arange(first, first + count)
+    return pyarrow.table(
+        {
+            "rooms": numbers.astype(np.int64),
+            "area": numbers / 4,
+            "new": numbers % 2 == 0,
+            "city": [("Oslo", "Rome", "Bonn")[number % 3] for number in numbers],
+            "price": numbers * 1000.5,
+            "kind": [("flat", "house")[number % 2] for number in numbers],
+            "heavy": numbers / 10,
+        }
+    )
+
+
+@pytest.fixture(params=["csv", "parquet"])
+def kind(request):
+    return request.param
+
+
+@pytest.fixture
+def files(kind, tmp_path):
+    for number, (first, count) in enumerate(((0, 25), (25, 15))):
+        write(kind, table(first, count), tmp_path / f"part{number}.{kind}")
+    return f"{kind}:{tmp_path}/*.{kind}"
+
+
+def write(kind: str, rows: pyarrow.Table, path) -> None:
+    csv.write_csv(rows, path) if kind == "csv" else parquet.write_table(rows, path)
+
+
+def build(dataset: str, split: str = "train", **options) -> inputs.Source:
+    return build_source(InputConfig(dataset=dataset, **options), split)
+
+
+def test_columns_are_a_dict_of_inputs(files):
+    source = build(f"{files}?label=kind&weight=heavy", validation_fraction=0.0)
+    assert source.info.input_spec == {
+        "rooms": tf.TensorSpec([], tf.int32),
+        "area": tf.TensorSpec([], tf.float32),
+        "new": tf.TensorSpec([], tf.float32),
+        "city": tf.TensorSpec([], tf.string),
+        "price": tf.TensorSpec([], tf.float32),
+    }
+    assert source.info.class_names == ("flat", "house")
+    assert (source.info.num_classes, source.info.num_examples) == (2, COUNT)
+    x, y = source.fetch(tf.range(COUNT, dtype=tf.int64))
+    np.testing.assert_array_equal(x["rooms"], np.arange(COUNT))
+    np.testing.assert_array_equal(x["area"], np.arange(COUNT) / 4)
+    np.testing.assert_array_equal(x["new"], np.arange(COUNT) % 2 == 0)
+    np.testing.assert_array_equal(x["city"][:3], [b"Oslo", b"Rome", b"Bonn"])
+    np.testing.assert_array_equal(y.y, np.arange(COUNT) % 2)
+    np.testing.assert_allclose(y.sample_weight, np.arange(COUNT) / 10, rtol=1e-6)
+    assert "city scalar string" in Pipeline(source, InputConfig(global_batch_size=8)).report()
+
+
+def test_columns_are_one_vector_of_the_numeric_ones(files, caplog):
+    source = build(f"{files}?label=price&columns=area,city,rooms,new&as=vector", validation_fraction=0.0)
+    assert source.info.input_spec == tf.TensorSpec([3], tf.float32)
+    assert source.info.label_spec == tf.TensorSpec([], tf.float32)
+    x, y = fetch_all(source)
+    numbers = np.arange(COUNT)
+    np.testing.assert_array_equal(x, np.stack([numbers / 4, numbers, numbers % 2 == 0], -1).astype(np.float32))
+    np.testing.assert_array_equal(y, (numbers * 1000.5).astype(np.float32))
+    assert "columns of strings are left out of the vector: city" in caplog.text
+
+
+def test_strings_as_indices_have_the_same_categories_in_both_splits(files):
+    dataset = f"{files}?label=rooms&columns=city&strings=index"
+    train, validation = (build(dataset, split, validation_fraction=0.05) for split in ("train", "validation"))
+    assert (train.info.num_examples, validation.info.num_examples) == (38, 2)
+    assert train.info.num_classes == validation.info.num_classes == COUNT
+    for source in (train, validation):
+        x, y = source.fetch(tf.range(source.info.num_examples, dtype=tf.int64))
+        # Sorted: Bonn, Oslo, Rome.
+        np.testing.assert_array_equal(x["city"], np.array([1, 2, 0])[y.numpy() % 3])
+
+
+def test_the_held_out_rows_are_spread_and_complete(files):
+    dataset = f"{files}?label=rooms&columns=area"
+    parts = [fetch_labels(build(dataset, split, validation_fraction=0.25)) for split in ("train", "validation")]
+    assert sorted(np.concatenate(parts)) == list(range(COUNT))
+    assert len(parts[1]) == 10
+    # Must never change: a resumed run must not train on its evaluation examples.
+    assert parts[1].tolist() == EXPECTED_HELD_OUT
+
+
+EXPECTED_HELD_OUT = [2, 4, 6, 8, 18, 27, 31, 32, 33, 37]
+
+
+def fetch_labels(source: inputs.Source) -> np.ndarray:
+    return source.fetch(tf.range(source.info.num_examples, dtype=tf.int64))[1].numpy()
+
+
+def test_rows_belong_to_their_files(files, tmp_path, kind):
+    source = build(f"{files}?label=rooms&columns=area", validation_fraction=0.25)
+    assert source.info.files == tuple(f"{tmp_path}/part{number}.{kind}" for number in range(2))
+    assert sum(source.info.records_per_file) == 30
+    labels = fetch_labels(source)
+    assert (labels < 25).sum() == source.info.records_per_file[0]
+    config = InputConfig(global_batch_size=10, shard_by="file")
+    pipeline = Pipeline(source, config, replicas=2, workers=2)
+    assert "sharded by file: worker 0:" in pipeline.report()
+
+
+def test_validation_files_of_their_own(files, tmp_path, kind):
+    (tmp_path / "held").mkdir()
+    write(kind, table(100, 6), tmp_path / "held" / f"some.{kind}")
+    dataset = f"{files}?label=rooms&columns=area&validation={tmp_path}/held/*"
+    assert build(dataset).info.num_examples == COUNT
+    np.testing.assert_array_equal(fetch_labels(build(dataset, "validation")), np.arange(100, 106))
+    assert build(dataset).info.num_classes == 106
+
+
+def test_several_labels_and_none(files):
+    source = build(f"{files}?label=kind,price&columns=area", validation_fraction=0.0)
+    assert source.info.label_spec == {"kind": tf.TensorSpec([], tf.int32), "price": tf.TensorSpec([], tf.float32)}
+    assert build(files, validation_fraction=0.0).info.label_spec == ()
+
+
+def test_missing_entries_are_refused_or_filled(kind, tmp_path):
+    rows = pyarrow.table({"a": [1, None, 3], "b": ["x", "y", None], "c": [None, 0.5, 1.5], "y": [0, 1, 0]})
+    # A CSV file cannot tell a missing string from an empty one.
+    rows = rows.drop_columns("b") if kind == "csv" else rows
+    write(kind, rows, tmp_path / f"t.{kind}")
+    dataset = f"{kind}:{tmp_path}/t.{kind}?label=y"
+    with pytest.raises(
+        ConfigError,
+        match=r"--dataset=.*: column 'a' has 1 missing entries, the first in row 1. Fill them",
+    ):
+        build(dataset, validation_fraction=0.0)
+    fill = "fill=a:7,c:-1" + (",b:none" if kind == "parquet" else "")
+    x, _ = build(f"{dataset}&{fill}", validation_fraction=0.0).fetch(tf.range(3, dtype=tf.int64))
+    np.testing.assert_array_equal(x["a"], [1, 7, 3])
+    np.testing.assert_array_equal(x["c"], [-1, 0.5, 1.5])
+    if kind == "parquet":
+        np.testing.assert_array_equal(x["b"], [b"x", b"y", b"none"])
+    with pytest.raises(ConfigError, match="fill=a:many does not fit the type int64 of column 'a'"):
+        build(f"{dataset}&fill=a:many,c:1", validation_fraction=0.0)
+
+
+def test_names_with_special_characters(tmp_path):
+    (tmp_path / "t.csv").write_text("a & b;c,d\n1;2\n3;4\n")
+    source = build(f"csv:{tmp_path}/t.csv?label=c%2Cd&columns=a %26 b&delimiter=;", validation_fraction=0.0)
+    x, y = source.fetch(tf.range(2, dtype=tf.int64))
+    np.testing.assert_array_equal(x["a & b"], [1, 3])
+    np.testing.assert_array_equal(y, [2, 4])
+
+
+class Frame:
+    """A data frame by Arrow's protocol, as pandas and polars have it."""
+
+    def __init__(self, rows: pyarrow.Table):
+        self._rows = rows
+
+    def __arrow_c_stream__(self, requested_schema=None):
+        return self._rows.__arrow_c_stream__(requested_schema)
+
+
+def test_tables_and_frames_of_a_program(tmp_path):
+    write("parquet", table(), tmp_path / "t.parquet")
+    sources = [
+        inputs.from_table(each, label="kind", columns=["area"], weight="heavy", name="mine")
+        for each in (table(), Frame(table()), tmp_path / "t.parquet", [f"{tmp_path}/t.parquet"])
+    ]
+    for source in sources:
+        assert source.info.name == "mine"
+        _, y = source.fetch(tf.range(4, dtype=tf.int64))
+        np.testing.assert_array_equal(y.y, [0, 1, 0, 1])
+    with pytest.raises(ConfigError, match=r"unknown category|category of column 'kind'='house' is not known"):
+        inputs.from_table(table(), label="kind", categories={"kind": ["flat", "castle"]})
+    chosen = inputs.from_table(table(), label="kind", categories={"kind": ["house", "flat"]})
+    assert chosen.info.class_names == ("house", "flat")
+
+
+def test_lists_decimals_and_dictionaries():
+    rows = pyarrow.table(
+        {
+            "vector": pyarrow.array([[1.0, 2.0], [3.0, 4.0]]),
+            "fixed": pyarrow.array([[1, 2], [3, 4]], pyarrow.list_(pyarrow.int32(), 2)),
+            "money": pyarrow.array(["1.50", "2.25"]).cast(pyarrow.decimal128(5, 2)),
+            "kind": pyarrow.array(["a", "b"]).dictionary_encode(),
+        }
+    )
+    x, _ = inputs.from_table(rows).fetch(tf.range(2, dtype=tf.int64))
+    np.testing.assert_array_equal(x["vector"], [[1, 2], [3, 4]])
+    np.testing.assert_array_equal(x["fixed"], [[1, 2], [3, 4]])
+    np.testing.assert_array_equal(x["money"], [1.5, 2.25])
+    np.testing.assert_array_equal(x["kind"], [b"a", b"b"])
+    vector = inputs.from_table(rows, columns=["vector", "money"], layout="vector")
+    x, _ = vector.fetch(tf.range(2, dtype=tf.int64))
+    np.testing.assert_array_equal(x, [[1, 2, 1.5], [3, 4, 2.25]])
+
+
+@pytest.mark.parametrize(
+    ("query", "message"),
+    [
+        ("?lable=price", "option='lable' is not known. Did you mean 'label'"),
+        ("?label=pric", "column='pric' is not known. Did you mean 'price'"),
+        ("?label=price&fill=age", "fill=age is not COLUMN:VALUE"),
+        ("?label=price&fill=age:3", "column='age' is not known"),
+        ("?as=rows", "as='rows' is not known"),
+        ("?strings=words", "strings='words' is not known"),
+        ("?columns=city&as=vector", "no column of the inputs is numeric: city"),
+        ("?columns=price&label=price", "no column is left for the inputs"),
+        ("?delimiter=ab", "delimiter='ab' must be one character"),
+        ("?validation=/no/such/*", "no file matches '/no/such/"),
+    ],
+)
+def test_what_cannot_be_is_refused(files, query, message):
+    with pytest.raises(ConfigError, match=message):
+        build(files + query)
+
+
+def test_files_that_are_no_tables_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="no file matches"):
+        build(f"csv:{tmp_path}/*.csv")
+    (tmp_path / "bad.parquet").write_bytes(b"no table")
+    with pytest.raises(ConfigError, match=r"bad.parquet' cannot be read as parquet"):
+        build(f"parquet:{tmp_path}/bad.parquet")
+    (tmp_path / "a.csv").write_text("x,y\n1,2\n")
+    (tmp_path / "b.csv").write_text("x,z\n1,2\n")
+    with pytest.raises(ConfigError, match=r"has the columns \['x', 'z'\], but"):
+        build(f"csv:{tmp_path}/*.csv")
+    with pytest.raises(ConfigError, match="int is no table"):
+        inputs.from_table(3)
+    (tmp_path / "t.csv").write_text("when,y\n2020-01-01,2\n")
+    with pytest.raises(ConfigError, match="column 'when' has the type date32"):
+        build(f"csv:{tmp_path}/t.csv?label=y", validation_fraction=0.0)
+    twice = pyarrow.Table.from_arrays([pyarrow.array([1]), pyarrow.array([2])], names=["a", "a"])
+    with pytest.raises(ConfigError, match=r"the columns \['a'\] occur twice"):
+        inputs.from_table(twice)
+
+
+def test_without_pyarrow_the_error_says_what_to_install(monkeypatch, tmp_path):
+    (tmp_path / "t.csv").write_text("x,y\n1,2\n")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ConfigError, match=r"pip install 'tfpar\[tables\]'"):
+        build(f"csv:{tmp_path}/t.csv?label=y")

@@ -1,0 +1,85 @@
+"""`as_source`: what a Keras user passes to `fit`, as a source."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tfpar.config import ConfigError
+from tfpar.inputs.source import Source
+from tfpar.inputs.sources.arrays import from_arrays
+from tfpar.inputs.sources.random_access import from_random_access
+from tfpar.inputs.structures import Structure
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+_SCALARS = (int, float, str, bytes, np.generic)
+_ACCEPTED = (
+    "Accepted are: a tfpar.inputs.Source; arrays, tensors and data frames, or dicts and lists of them for several "
+    "inputs, with labels in y; (x, y) and (x, y, sample_weight) tuples of arrays; a keras.utils.PyDataset; a list of "
+    "(x, y) tuples or of dicts, and any other object with __len__ and __getitem__"
+)
+
+
+def as_source(data: Any, y: Structure | None = None, sample_weight: Structure | None = None, **options: Any) -> Source:
+    """Returns the source of what a Keras user passes to `fit`.
+
+    | `data` | becomes |
+    |---|---|
+    | a `Source` | itself |
+    | an array, a tensor, a data frame, a dict or list of them (with labels in `y`) | `from_arrays(data, y)` |
+    | a tuple `(x,)`, `(x, y)` or `(x, y, sample_weight)` of arrays, without `y` | `from_arrays(*data)` |
+    | a `keras.utils.PyDataset`, a list of tuples or dicts, another object with `__len__` and `__getitem__` |
+      `from_random_access(data)` |
+
+    Args:
+      data: The examples.
+      y: Labels, if `data` are arrays.
+      sample_weight: Sample weights, if `data` are arrays with labels in `y`.
+      **options: Further arguments of `from_arrays` or `from_random_access`, e.g. `split` or `name`; not used for a
+        `Source`.
+
+    Raises:
+      ConfigError: None of these, labels beside data that hold their own, or examples that the function refuses.
+    """
+    if isinstance(data, tf.data.Dataset):
+        return _from_dataset(data)
+    alone = y is None and sample_weight is None
+    if isinstance(data, tuple) and alone and 1 <= len(data) <= 3:
+        data, y, sample_weight = (*data, None, None)[:3]
+    if not (alone and _is_list_of_items(data)) and _are_arrays(data):
+        return from_arrays(data, y, sample_weight=sample_weight, **options)
+    by_index = isinstance(data, keras.utils.PyDataset) or hasattr(data, "__getitem__")
+    if not isinstance(data, Source) and (not by_index or isinstance(data, (str, bytes, tuple, Mapping))):
+        hint = f" For a data set by name, give tfpar.inputs.load({data!r})." if isinstance(data, str) else ""
+        raise ConfigError(f"{type(data).__name__} is no source of examples.{hint} {_ACCEPTED}.")
+    if not alone:
+        what = "y" if y is not None else "sample_weight"
+        raise ConfigError(
+            f"{type(data).__name__} with {what}=: such data hold their labels and weights themselves. Leave out "
+            f"{what}; let the items be (x, y) or (x, y, sample_weight)."
+        )
+    return data if isinstance(data, Source) else from_random_access(data, **options)
+
+
+def _from_dataset(data: tf.data.Dataset) -> Source:
+    """The one place to convert a `tf.data.Dataset`: it is a stream, which a `Source` is not."""
+    raise ConfigError(
+        f"{type(data).__name__}: a tf.data.Dataset has no random access, so it is no source of examples. {_ACCEPTED}."
+    )
+
+
+def _is_list_of_items(data: Any) -> bool:
+    """Whether `data` is a list of (x, y) tuples or of dicts: one per example."""
+    return isinstance(data, list) and bool(data) and isinstance(data[0], (tuple, Mapping))
+
+
+def _are_arrays(data: Any) -> bool:
+    """Whether `data` is an array with one row per example, or a structure of arrays."""
+    if isinstance(data, Mapping):
+        return bool(data) and all(map(_are_arrays, data.values()))
+    if isinstance(data, (list, tuple)):
+        return bool(data) and all(isinstance(value, _SCALARS) or _are_arrays(value) for value in data)
+    return hasattr(data, "to_numpy") or (hasattr(data, "__array__") and hasattr(data, "shape"))
