@@ -14,6 +14,7 @@ from tfpar.config import CUSTOM, ConfigError, ExperimentConfig
 from tfpar.exchange import Exchange
 from tfpar.parallel import strategies
 from tfpar.parallel.topology import Topology
+from tfpar.process.exit_codes import install_exit_code_hook
 from tfpar.training.core import Core
 from tfpar.training.evaluation import Evaluator
 from tfpar.training.loops import start_run
@@ -80,6 +81,7 @@ class Trainer:
         augmentation: keras.layers.Layer | None = None,
         **options: Any,
     ) -> None:
+        install_exit_code_hook()
         runtime = runtime or _deprecated_layout(options)
         config = _with_options(config, options, optimizer)
         spec = OptimizerSpec.of(optimizer, options)

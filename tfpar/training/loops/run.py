@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 from tfpar.exchange import Traffic
+from tfpar.guards.interruption import ExitOnInterrupt
 from tfpar.monitor import announce
 from tfpar.monitor import summary as results
 from tfpar.monitor.run_info import RunOutcome
@@ -85,9 +87,21 @@ class Run:
 
         Raises:
           Preempted: A worker was asked to end before the run was finished.
+          KeyboardInterrupt: Ctrl-C in a process that trains alone; one of several ends at once, with exit code 130.
         """
-        with self._context.watchdog:
-            return self._run()
+        context = self._context
+        with contextlib.ExitStack() as guards:
+            guards.enter_context(context.watchdog)
+            if context.program.topology.workers > 1 or not context.program.topology.synchronous:
+                guards.enter_context(ExitOnInterrupt(self._report_interrupted))
+            try:
+                return self._run()
+            except KeyboardInterrupt:
+                self._report_interrupted()
+                raise
+
+    def _report_interrupted(self) -> None:
+        announce.report_interrupted(self._context.info, self._context.monitor)
 
     def _run(self) -> dict[str, Any]:
         context, info = self._context, self._context.info
