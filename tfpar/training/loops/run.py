@@ -152,7 +152,14 @@ class Run:
         return state
 
     def _evaluate(self, state: LoopState) -> LoopState | None:
-        return self._loop.evaluate(state) if self._context.info.validation is not None else None
+        if self._context.info.validation is None:
+            return None
+        if self._callbacks:
+            self._callbacks.begin_evaluation()
+        evaluated = self._loop.evaluate(state)
+        if self._callbacks:
+            self._callbacks.end_evaluation((evaluated or state).results)
+        return evaluated
 
     def _must_save(self, state: LoopState) -> bool:
         """Whether a checkpoint is written at a stop where none is due by number, or while steps are left out."""
@@ -176,6 +183,7 @@ class Run:
         outcome = RunOutcome(
             steps=state.step,
             train_loss=state.train_loss,
+            stopped_by=state.stopped_by,
             results=state.results,
             traffic=self._loop.traffic,
             skipped_steps=state.skipped,
@@ -188,7 +196,7 @@ class Run:
         announce.warn_of_skipped(outcome, context.monitor)
         if state.finished:
             if state.step < state.total:
-                context.monitor.message(f"stopped by a hook or callback at step {state.step} of {state.total}")
+                context.monitor.message(f"stopped by {state.stopped_by} at step {state.step} of {state.total}")
             results.write(info, summary, context.monitor, context.program.eval_weights)
         restarts.end("finished" if state.finished else "preempted" if state.preempted else "stopped")
         if not state.finished:
