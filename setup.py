@@ -45,6 +45,7 @@ INSTALL = [
 ]
 ONNX = ["tf2onnx>=1.16,<2", "onnxruntime>=1.20,<2"]
 TABLES = ["pyarrow>=18,<27"]  # CSV and Parquet files
+HUB = ["keras-hub>=0.32,<0.33"]  # presets for experiments/finetune.py
 DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.7,<10", "mkdocstrings[python]>=1.0,<2"]
 TEST = [
     *ONNX,
@@ -221,5 +222,5 @@ if __name__ == "__main__":
         ext_modules=[] if os.environ.get("TFPAR_OPS_BUILD") == "0" else [extension()],
         cmdclass={"build_ext": BuildNative, "bdist_wheel": Wheel},
         install_requires=INSTALL,
-        extras_require={"docs": DOCS, "onnx": ONNX, "tables": TABLES, "test": TEST},
+        extras_require={"docs": DOCS, "hub": HUB, "onnx": ONNX, "tables": TABLES, "test": TEST},
     )

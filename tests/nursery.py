@@ -224,6 +224,11 @@ def _main(command: list[str]) -> int:
     except SystemExit as end:
         return _code_of(end)
     except KeyboardInterrupt:
+        if sys.excepthook is not sys.__excepthook__:
+            try:
+                sys.excepthook(*sys.exc_info())
+            except SystemExit as end:
+                return _code_of(end)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     except BaseException:

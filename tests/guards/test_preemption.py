@@ -13,7 +13,7 @@ import time
 from tests import nursery
 from tfpar.guards.preemption import PreemptionFlag
 from tfpar.monitor import summary as results
-from tfpar.process.exit_codes import PREEMPTED, install_sigterm_handler, restore_default_sigterm
+from tfpar.process.exit_codes import PREEMPTED, install_sigterm_handler, restore_default_signals
 
 import pytest
 
@@ -93,7 +93,7 @@ def test_training_takes_over_and_gives_back():
         os.kill(os.getpid(), signal.SIGTERM)
         assert request.received
     assert signal.getsignal(signal.SIGTERM) == before
-    restore_default_sigterm()
+    restore_default_signals()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
@@ -101,7 +101,7 @@ def test_a_program_keeps_its_own_handler_before_training_too():
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     install_sigterm_handler()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
-    restore_default_sigterm()
+    restore_default_signals()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
 
 

@@ -12,6 +12,7 @@ from tests import nursery
 from tests.integration.test_multi_worker import ROOT, launch
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -243,3 +244,58 @@ def test_wrong_flags_are_one_plain_line(tmp_path, flags, message):
     assert message in result.stderr
     assert "Traceback" not in result.stderr
     assert not (tmp_path / "run").exists()
+
+
+# Fine-tuning
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory) -> pathlib.Path:
+    """A model for images of another number of classes, with one part of several layers, as Keras saves it."""
+    keras.utils.set_random_seed(0)
+    block = keras.Sequential(
+        [keras.layers.Conv2D(4, 3, padding="same"), keras.layers.BatchNormalization(), keras.layers.ReLU()],
+        name="block",
+    )
+    inputs = keras.Input((None, None, 3))
+    outputs = keras.layers.Dense(7, name="old")(keras.layers.Conv2D(6, 3, name="last")(block(inputs)))
+    path = tmp_path_factory.mktemp("pretrained") / "backbone.keras"
+    keras.Model(inputs, outputs).save(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("trainable", "changed"),
+    [("head", {"head"}), ("^backbone/last|^last/|head", {"head", "last"}), ("all", {"head", "last", "block"})],
+)
+def test_fine_tuning_changes_the_weights_that_it_is_told(pretrained, tmp_path, trainable, changed):
+    flags = ["--flagfile=experiments/recipes/finetune.flags", "--epochs=0", "--steps=6", "--jit_compile=false"]
+    result = script("finetune", *flags, f"--preset={pretrained}", f"--trainable={trainable}", f"--workdir={tmp_path}")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert json.loads((tmp_path / "summary.json").read_text())["eval"]["accuracy"] > 0.0
+    old = {"/".join(one.path.split("/")[-2:]): one.numpy() for one in keras.saving.load_model(pretrained).weights}
+    new = {
+        "/".join(one.path.split("/")[-2:]): one.numpy()
+        for one in keras.saving.load_model(tmp_path / "model.keras").weights
+    }
+    assert new["head/kernel"].shape == (6, 10)
+    assert (not np.array_equal(new["last/kernel"], old["last/kernel"])) == ("last" in changed)
+    # Also its statistics: frozen batch normalisation does not learn them.
+    inside = [name for name in old if name not in ("last/kernel", "last/bias", "old/kernel", "old/bias")]
+    assert len(inside) == 6
+    for name in inside:
+        assert (not np.array_equal(new[name], old[name])) == ("block" in changed), name
+
+
+def test_fine_tuning_of_a_model_by_name_and_what_is_refused(tmp_path):
+    result = script("finetune", "--epochs=0", "--steps=2", "--model=mlp", "--jit_compile=false")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "fine-tuning" in result.stdout
+    for flags, said in [
+        (["--preset=nowhere"], "error: --preset=nowhere is neither a .keras file nor a directory"),
+        (["--trainable=("], "error: --trainable='(' is no regular expression"),
+        (["--model=mlp", "--trainable=decoder"], "--trainable='decoder' matches no weight. Paths are such as"),
+    ]:
+        result = script("finetune", *flags)
+        assert result.returncode == 2, result.stdout + result.stderr
+        assert said in result.stderr

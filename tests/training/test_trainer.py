@@ -329,6 +329,21 @@ def test_how_long_it_trains(options, arguments, steps):
     assert summary["steps"] == steps
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"steps": 2.5}, r"fit\(steps=2\.5\): give a whole number of steps"),
+        ({"steps": "3"}, r"fit\(steps='3'\)"),
+        ({"steps": True}, r"fit\(steps=True\)"),
+        ({"epochs": float("nan")}, r"fit\(epochs=nan\): give a number of passes"),
+        ({"epochs": "two"}, r"fit\(epochs='two'\)"),
+    ],
+)
+def test_lengths_that_are_no_numbers_are_refused_by_name(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        trainer_of().fit(source(), **arguments)
+
+
 def test_an_unknown_option_is_refused_with_suggestions():
     with pytest.raises(ConfigError, match="Did you mean 'clip_norm'"):
         trainer_of(clipnorm=1.0)

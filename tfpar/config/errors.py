@@ -8,9 +8,20 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+from tfpar.process.exit_codes import USAGE_ERROR
+
 
 class ConfigError(ValueError):
-    """A configuration that cannot work. The message names the flag, its value, what is allowed and what to do."""
+    """A configuration that cannot work. The message names the flag, its value, what is allowed and what to do.
+
+    Scripts that do not catch it print it as one line and exit with its code, once a `Trainer` or `tfpar.initialize` was
+    called.
+
+    Attributes:
+      exit_code: 2, a usage error.
+    """
+
+    exit_code = USAGE_ERROR
 
 
 class TrainingError(RuntimeError):

@@ -31,6 +31,7 @@ from typing import Any
 
 from tfpar.config.errors import ConfigError, TrainingError, unknown_name
 from tfpar.config.experiment import SECTIONS, ExperimentConfig, option_fields
+from tfpar.config.fields import range_text
 from tfpar.process import logs
 from tfpar.process.exit_codes import USAGE_ERROR, PeerLostError, exit_peer_lost
 
@@ -169,9 +170,16 @@ def _unknown_flag(name: str, values: flags.FlagValues) -> str:
         return (
             f"--{name}: --{name[2:]} is not a switch; give it a value, as in --{name[2:]}={values[name[2:]].default}."
         )
+    if name in _LAUNCHER:
+        program = sys.argv[0]
+        return f"--{name} is the launcher's: python -m tfpar.launch --workers=2 -- {program} --flag=value ..."
     near = difflib.get_close_matches(name, list(values), n=3, cutoff=0.6)
     hint = f" Did you mean {' or '.join(f'--{flag}' for flag in near)}?" if near else ""
     return f"unknown flag --{name}.{hint} --help lists the flags."
+
+
+# Flags of `tfpar.launch`, which belong before `--`.
+_LAUNCHER = ("workers", "ps", "max_restarts", "min_workers", "restart_delay", "grace_period", "log_dir", "hosts")
 
 
 # From fields to flags.
@@ -187,24 +195,38 @@ def _flag(field: dataclasses.Field[Any], kind: type, default: Any) -> flags.Flag
         switch = flags.BooleanFlag(field.name, default, text)
         switch.parser = _Switch()
         return switch
-    parsers: dict[type, flags.ArgumentParser] = {int: _Whole(), float: _Number(), str: flags.ArgumentParser()}
+    bounds = range_text(field)
+    remedy = f"Give one{f' that is {bounds}' * bool(bounds)}, e.g. --{field.name}={default or 1}."
+    parsers: dict[type, flags.ArgumentParser] = {
+        int: _Whole(remedy),
+        float: _Number(remedy),
+        str: flags.ArgumentParser(),
+    }
     return flags.Flag(parsers[kind], serializer, field.name, default, text)
 
 
 class _Whole(flags.IntegerParser):
+    def __init__(self, remedy: str) -> None:
+        super().__init__()
+        self._remedy = remedy
+
     def convert(self, argument: Any) -> int:
         try:
             return super().convert(argument)
         except ValueError:
-            raise ValueError("not a whole number.") from None
+            raise ValueError(f"not a whole number. {self._remedy}") from None
 
 
 class _Number(flags.FloatParser):
+    def __init__(self, remedy: str) -> None:
+        super().__init__()
+        self._remedy = remedy
+
     def convert(self, argument: Any) -> float:
         try:
             return super().convert(argument)
         except ValueError:
-            raise ValueError("not a number.") from None
+            raise ValueError(f"not a number. {self._remedy}") from None
 
 
 class _Switch(flags.BooleanParser):

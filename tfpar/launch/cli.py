@@ -21,13 +21,15 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from tfpar.cluster.info import ClusterInfo, tf_config_json
+from tfpar.config import ConfigError
+from tfpar.launch import hosts
 from tfpar.launch.console import Terminal
 from tfpar.launch.gpu_slots import NO_GPU, Slots, visible_gpus
 from tfpar.launch.guard import Guard
 from tfpar.launch.interrupts import Interrupts
+from tfpar.launch.parser import Parser
 from tfpar.launch.supervisor import Command, Process, Supervisor
 from tfpar.process.exit_codes import LEFT_OUT, NOT_RETRYABLE, PEER_LOST, PREEMPTED, USAGE_ERROR
 
@@ -67,6 +69,10 @@ examples:
   python -m tfpar.launch --workers=2 -- experiments/image_classification.py --steps=100 --workdir=runs/a
   python -m tfpar.launch --workers=2 --ps=1 -- -m experiments.image_classification --strategy=parameter_server
   python -m tfpar.launch --workers=2 -- -m tfpar.doctor
+  python -m tfpar.launch --hosts=hosts.txt -- experiments/image_classification.py --workdir=/shared/runs/a
+
+With --hosts=FILE, whose lines are `host[:port] [slots=N]` (N workers there; default 1, ports from 2222), it prints a
+command to run on each host, with its TF_CONFIG, and starts nothing.
 """
 
 
@@ -83,6 +89,7 @@ class LaunchOptions:
       restart_delay: Seconds before the first restart in a row.
       grace_period: Seconds between asking processes to end and killing them.
       log_dir: Where the output of every process is kept too, if anywhere.
+      hosts: A host file: what to run on its hosts is printed, and nothing started.
     """
 
     command: tuple[str, ...]
@@ -93,6 +100,7 @@ class LaunchOptions:
     restart_delay: float = 1.0
     grace_period: float = 30.0
     log_dir: Path | None = None
+    hosts: Path | None = None
 
     @property
     def jobs(self) -> dict[str, int]:
@@ -293,21 +301,9 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-class _Parser(argparse.ArgumentParser):
-    """Errors without the usage block, and with suggestions for misspelt flags."""
-
-    def error(self, message: str) -> NoReturn:
-        unknown = message.removeprefix("unrecognized arguments: ").split()
-        if message.startswith("unrecognized arguments: "):
-            flag = unknown[0].split("=")[0]
-            near = difflib.get_close_matches(flag, self._option_string_actions, n=1, cutoff=0.5)
-            message = f"unknown argument {flag}." + (f" Did you mean {near[0]}?" if near else "")
-        self.exit(USAGE_ERROR, f"error: {message} See python -m tfpar.launch --help.\n")
-
-
 def parse(argv: Sequence[str]) -> LaunchOptions:
     """The options of a command line; a wrong one is an error message and exit code 2."""
-    parser = _Parser(
+    parser = Parser(
         prog="python -m tfpar.launch",
         usage="python -m tfpar.launch --workers=N [--ps=K] [FLAGS] -- SCRIPT [SCRIPT FLAGS]",
         description=(__doc__ or "").partition("\n\n")[2],
@@ -323,8 +319,15 @@ def parse(argv: Sequence[str]) -> LaunchOptions:
     add("--restart_delay", type=float, default=1.0, metavar="S", help="seconds before a restart (default: 1)")
     add("--grace_period", type=float, default=30.0, metavar="S", help="seconds from SIGTERM to SIGKILL (default: 30)")
     add("--log_dir", type=Path, metavar="DIR", help="also write the output of each process to DIR/worker_0.log, ...")
+    add("--hosts", type=Path, metavar="FILE", help="print what to run on each host of FILE, and start nothing")
     split = argv.index("--") if "--" in argv else len(argv)
+    parser.arguments = argv[:split]
     values = parser.parse_args(argv[:split])
+    if values.hosts:
+        given = [name for name, value in vars(values).items() if value != parser.get_default(name) and name != "hosts"]
+        if given:
+            parser.error(f"--hosts starts nothing and counts workers from its file: leave out --{', --'.join(given)}.")
+        values.workers = 1
     if values.workers is None:
         parser.error("how many processes? Give --workers=N, e.g. --workers=2.")
     least_of = {
@@ -365,4 +368,12 @@ def _script_problem(command: Sequence[str]) -> str | None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    return run(parse(sys.argv[1:] if argv is None else argv))
+    options = parse(sys.argv[1:] if argv is None else argv)
+    if options.hosts is None:
+        return run(options)
+    try:
+        print(hosts.text(hosts.read(options.hosts), options.command))
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    return 0

@@ -139,6 +139,19 @@ def report_stopped(info: RunInfo, monitor: Monitor, step: int, *, preempted: boo
     monitor.message(f"{reason}stopped after step {step} of {info.total}; {hint}")
 
 
+def report_interrupted(info: RunInfo, monitor: Monitor) -> None:
+    """Prints from which checkpoint a run can resume that Ctrl-C has ended."""
+    workdir = info.config.checkpoint.workdir
+    newest = max(checkpoint_format.steps_in(pathlib.Path(workdir) / "checkpoints"), default=None) if workdir else None
+    if newest is not None:
+        hint = f"the newest checkpoint is of step {newest}; run the same command again to resume there"
+    elif workdir:
+        hint = "there is no checkpoint yet, so another start begins at step 0"
+    else:
+        hint = "without a workdir nothing is kept"
+    monitor.message(f"interrupted (Ctrl-C): {hint}")
+
+
 def _resume_hint(workdir: str, step: int) -> str:
     """What another start would find."""
     if not workdir:

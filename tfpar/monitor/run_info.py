@@ -54,6 +54,7 @@ class RunOutcome:
     Attributes:
       steps: Steps done, over all starts of the run.
       train_loss: Mean loss over the examples of the last epoch, or None if no step of it was applied.
+      stopped_by: The hook or callback that ended the run before its last step, in words; empty if none did.
       results: The last evaluation: `loss`, `examples`, and metrics by name; empty if there was none.
       traffic: What one step costs on the wire.
       skipped_steps: Steps left out because a replica was not finite.
@@ -65,6 +66,7 @@ class RunOutcome:
 
     steps: int
     train_loss: float | None
+    stopped_by: str
     results: Mapping[str, float]
     traffic: Traffic
     skipped_steps: int

@@ -56,6 +56,7 @@ def summary(info: RunInfo, outcome: RunOutcome, monitor: Monitor, params_sha256:
     return {
         "steps": outcome.steps,
         "train_loss": outcome.train_loss,
+        "stopped_by": outcome.stopped_by or None,
         "eval": {name: value for name, value in outcome.results.items() if name != "examples"},
         **monitor.statistics(),
         "strategy": topology.name,
@@ -231,7 +232,8 @@ def report_already_finished(
       eval_weights: Gives the trainable weights that evaluation used, in order.
     """
     if step < info.total:
-        monitor.message(f"a hook or callback stopped this run at step {step} of {info.total}; more --steps continue it")
+        by = (previous_summary(info.config.checkpoint.workdir, step) or {}).get("stopped_by") or "a hook or callback"
+        monitor.message(f"{by} stopped this run at step {step} of {info.total}; more --steps continue it")
     else:
         monitor.message(f"this run is finished (step {step} of {info.total}); more --steps would go on")
     path = pathlib.Path(info.config.checkpoint.workdir) / "model.keras"

@@ -198,7 +198,7 @@ def _build_parameter_server(topology: Topology) -> tf.distribute.Strategy:
         )
     _restrict_port(topology)
     # SIGTERM ends servers when a run is done; a Python handler would never run during `join`.
-    exit_codes.restore_default_sigterm()
+    exit_codes.restore_default_signals()
     server.join()
     raise AssertionError("a server of TensorFlow serves until its process is ended")
 

@@ -11,6 +11,8 @@ import threading
 import types
 from typing import NoReturn
 
+from tfpar.process import safe_write
+
 _log = logging.getLogger(__name__)
 
 # As Python and argparse use it for a wrong command line: retrying gives the same error.
@@ -27,6 +29,9 @@ LEFT_OUT = "TFPAR_LEFT_OUT"
 
 # EX_TEMPFAIL of sysexits.h: another worker was lost. Restart all workers; they resume from the newest checkpoint.
 PEER_LOST = 75
+
+# Ctrl-C: 128 + SIGINT, as a shell reports it.
+INTERRUPTED = 130
 
 # The run was asked to end (SIGTERM) and did; when restarted, it resumes from its newest checkpoint. HTCondor recommends
 # this number for such jobs.
@@ -60,18 +65,36 @@ def exit_peer_lost(text: object) -> NoReturn:
 
 
 def install_exit_code_hook() -> None:
-    """Makes an uncaught error with an `exit_code` end this process with that code instead of 1, in any script."""
+    """Makes an uncaught error with an `exit_code` end this process with that code instead of 1, in any script.
+
+    A usage error is one line, without a traceback, and so is Ctrl-C, which has exit code 130.
+    """
     if getattr(sys.excepthook, "by_code", False):
         return
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-        before(kind, error, trace)
-        if hasattr(error, "exit_code"):
-            raise SystemExit(error.exit_code)  # from here, it is the exit code (CPython's PyErr_Print)
+        interactive = hasattr(sys, "ps1")
+        if isinstance(error, KeyboardInterrupt) and not interactive:
+            _put("interrupted")
+            if "TF_CONFIG" in os.environ:  # TensorFlow's shutdown waits for the other workers
+                exit_immediately(INTERRUPTED)
+            raise SystemExit(INTERRUPTED)  # from here, it is the exit code (CPython's PyErr_Print)
+        code = getattr(error, "exit_code", None)
+        if code == USAGE_ERROR and not interactive:
+            _put(f"error: {error}")
+        else:
+            before(kind, error, trace)
+        if code is not None:
+            raise SystemExit(code)
 
     hook.by_code = True  # type: ignore[attr-defined]
     sys.excepthook = hook
+
+
+def _put(line: str) -> None:
+    if sys.stderr is not None:
+        safe_write.put(sys.stderr, line + "\n")
 
 
 def install_sigterm_handler() -> None:
@@ -83,10 +106,12 @@ def install_sigterm_handler() -> None:
         signal.signal(signal.SIGTERM, _end)
 
 
-def restore_default_sigterm() -> None:
-    """Undoes `install_sigterm_handler`."""
+def restore_default_signals() -> None:
+    """Makes SIGTERM and Ctrl-C end this process wherever it is, unless the program handles them itself."""
     if sigterm_is_free():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def sigterm_is_free() -> bool:

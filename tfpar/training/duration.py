@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import numbers
+
 from tfpar.config import ConfigError, TrainConfig
 
 
@@ -15,8 +18,14 @@ def total_steps(config: TrainConfig, steps: int | None, epochs: float | None, st
       steps_per_epoch: Steps of one pass.
 
     Raises:
-      ConfigError: Neither is given, or both are; less than one step.
+      ConfigError: Neither is given, or both are; less than one step; something that is no number of them.
     """
+    if steps is not None:
+        steps = _whole(steps)
+    if epochs is not None and (
+        isinstance(epochs, bool) or not isinstance(epochs, numbers.Real) or not math.isfinite(epochs)
+    ):
+        raise ConfigError(f"fit(epochs={epochs!r}): give a number of passes over the examples, e.g. epochs=1.5.")
     if steps is None and epochs is None:
         steps, epochs = config.steps or None, config.epochs or None
     if (steps is None) == (epochs is None):
@@ -25,3 +34,10 @@ def total_steps(config: TrainConfig, steps: int | None, epochs: float | None, st
     if total < 1:
         raise ConfigError(f"--steps={steps}, --epochs={epochs}: that is {total} steps; at least one is needed.")
     return total
+
+
+def _whole(steps: object) -> int:
+    number = isinstance(steps, numbers.Real) and not isinstance(steps, bool)
+    if not number or not float(steps).is_integer():  # type: ignore[arg-type]
+        raise ConfigError(f"fit(steps={steps!r}): give a whole number of steps, e.g. steps=100; or epochs=...")
+    return int(steps)  # type: ignore[call-overload]

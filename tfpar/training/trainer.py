@@ -16,6 +16,7 @@ from tfpar.exchange import Exchange
 from tfpar.optim import keras_compile
 from tfpar.parallel import strategies
 from tfpar.parallel.topology import Topology
+from tfpar.process.exit_codes import install_exit_code_hook
 from tfpar.training.core import Core
 from tfpar.training.evaluation import Evaluator
 from tfpar.training.loops import start_run
@@ -92,6 +93,7 @@ class Trainer:
         augmentation: keras.layers.Layer | None = None,
         **options: Any,
     ) -> None:
+        install_exit_code_hook()
         runtime = runtime or _deprecated_layout(options)
         goal = Goal(loss, loss_weights, metrics, weighted_metrics)
         optimizer, goal = _with_compiled(model, optimizer, goal)

@@ -114,14 +114,21 @@ def test_a_hook_that_stops_a_run_finishes_it(tmp_path, capsys):
     trainer = trainer_of(workdir=str(tmp_path))
     summary = trainer.fit(source(), steps=20, validation=source(11, 9), hooks=[tfpar.Hook(3, stop)])
     assert summary["steps"] == 6
+    assert summary["stopped_by"] == "the hook stop"
     assert (tmp_path / "model.keras").exists()
     assert checkpointer.Checkpointer(tmp_path, worker=1).steps()[-1] == 6
     capsys.readouterr()
     again = trainer_of(workdir=str(tmp_path)).fit(source(), steps=20, validation=source(11, 9))
     assert again["params_sha256"] == summary["params_sha256"]
-    assert "a hook or callback stopped this run at step 6 of 20; more --steps continue it" in capsys.readouterr().out
+    assert "the hook stop stopped this run at step 6 of 20; more --steps continue it" in capsys.readouterr().out
     longer = trainer_of(workdir=str(tmp_path)).fit(source(), steps=21)
-    assert longer["steps"] == 21
+    assert (longer["steps"], longer["stopped_by"]) == (21, None)
+
+
+def test_a_hook_says_why_it_stops(capsys):
+    reason = tfpar.Hook(2, lambda state: state.replace(stop=True, stopped_by="the target is reached"))
+    assert trainer_of().fit(source(), steps=5, hooks=[reason])["stopped_by"] == "the target is reached"
+    assert "stopped by the target is reached at step 2 of 5" in capsys.readouterr().out
 
 
 def test_a_rate_that_a_hook_has_set_survives_a_stop(tmp_path):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 
 from tests.training.test_trainer import BATCH, CLASSES, EXAMPLES, SPARSE, source, trainer_of
 from tfpar.config import ConfigError
 from tfpar.training.loops.keras_callbacks import KerasCallbacks, check_callbacks
+from tfpar.training.loops.state import LoopState
 
 import keras
 import numpy as np
@@ -227,3 +229,68 @@ def test_the_history_of_a_resumed_run_has_the_epochs_of_this_start(tmp_path):
     assert (second.epoch, list(second.history)) == ([1, 2, 3], ["loss", "accuracy"])
     again = trainer_of(plain, optimizer="sgd", **options).fit(source(), steps=3 * EPOCH + 1)
     assert (again.epoch, again.history, again["steps"]) == ([], {}, 3 * EPOCH + 1)
+
+
+class TestRecorder(Recorder):
+    """Evaluations too."""
+
+    __test__ = False  # not for pytest
+
+    def on_test_begin(self, logs=None):
+        self.calls.append(("test begin",))
+
+    def on_test_end(self, logs=None):
+        self.calls.append(("test end", dict(logs)))
+
+
+def test_evaluations_are_shown_to_callbacks():
+    recorder = TestRecorder()
+    trainer_of(plain).fit(source(), epochs=2, validation=source(11, 9), callbacks=[recorder])
+    events = [call[0] for call in recorder.calls]
+    epoch = ["epoch begin", "test begin", "test end", "epoch end"]
+    assert events == ["train begin", *epoch, *epoch, "train end"]
+    ends = [call for call in recorder.calls if call[0] in ("test end", "epoch end")]
+    assert {f"val_{name}": value for name, value in ends[0][1].items()}.items() <= ends[1][2].items()
+    assert set(ends[0][1]) == {"loss", "accuracy"}
+
+
+def test_the_summary_names_the_callback_that_stopped_the_run():
+    never_better = keras.callbacks.EarlyStopping(monitor="val_loss", mode="max", patience=0, min_delta=100.0)
+    summary = trainer_of(plain).fit(source(), epochs=9, validation=source(11, 9), callbacks=[never_better])
+    assert summary["steps"] < 9 * EPOCH
+    assert summary["stopped_by"] == "the callback EarlyStopping"
+
+    class Own(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            self.model.stop_training = True
+
+    assert trainer_of(plain).fit(source(), epochs=9, callbacks=[Own()])["stopped_by"] == "a Keras callback"
+    assert trainer_of(plain).fit(source(), epochs=1)["stopped_by"] is None
+
+
+@pytest.mark.parametrize("is_chief", [True, False])
+def test_callbacks_print_on_the_chief_only(capsys, is_chief):
+    trainer = trainer_of(plain, keras.optimizers.SGD(0.05), verbose=False)
+    rates = keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.5 * rate, verbose=1)
+    bridge = KerasCallbacks(
+        [rates],
+        dataclasses.replace(trainer.program, topology=ChiefOrNot(trainer.topology, is_chief)),
+        steps_per_epoch=EPOCH,
+        total=EPOCH,
+        current_rate=None,
+        metric_results=lambda _: {},
+    )
+    bridge.begin(LoopState(0, EPOCH))
+    bridge.release()
+    assert ("setting learning rate" in capsys.readouterr().out) == is_chief
+    assert rates.verbose == 1
+
+
+class ChiefOrNot:
+    """A topology that is the chief's, or another worker's."""
+
+    def __init__(self, topology, is_chief):
+        self._topology, self.is_chief = topology, is_chief
+
+    def __getattr__(self, name):
+        return getattr(self._topology, name)

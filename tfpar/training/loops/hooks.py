@@ -36,8 +36,8 @@ class Hook:
 
     Attributes:
       every: In steps, at least 1.
-      run: Takes the state; returns the state to continue with, or None for the same one. Of what it returns, `stop`
-        and `lr_multiplier` count.
+      run: Takes the state; returns the state to continue with, or None for the same one. Of what it returns, `stop`,
+        `stopped_by` and `lr_multiplier` count.
       also: Whether to run at a stop that is no multiple of `every`, such as the last one: `lambda state: state.ending`.
         It must give the same answer on every worker.
 
@@ -139,9 +139,15 @@ class HookRows:
                 continue
             if not isinstance(result, LoopState):
                 raise TypeError(f"the hook {hook.run!r} returned {result!r}; expected a tfpar.LoopState or None")
-            state = state.replace(stop=result.stop, lr_multiplier=float(result.lr_multiplier))
+            by = result.stopped_by or f"the hook {_name(hook)}" if result.stop else ""
+            state = state.replace(stop=result.stop, stopped_by=by, lr_multiplier=float(result.lr_multiplier))
         stop = self._any_worker(state.stop)
-        return state.replace(stop=stop, ending=state.ending or stop)
+        by = "a hook or callback of another worker" if stop and not state.stop else state.stopped_by
+        return state.replace(stop=stop, stopped_by=by, ending=state.ending or stop)
+
+
+def _name(hook: Hook) -> str:
+    return str(getattr(hook.run, "__name__", type(hook.run).__name__))
 
 
 def _run_due(hooks: Sequence[Hook], state: LoopState) -> LoopState:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tfpar.config import ConfigError
@@ -41,7 +41,9 @@ class KerasCallbacks:
     - `model.stop_training = True` on any worker ends the run on all of them.
     - `model.optimizer.learning_rate` shows the current rate. Where a schedule of tfpar drives it, a callback that sets
       it scales the schedule from then on.
-    - Callbacks run on every worker; `CSVLogger`, `ModelCheckpoint`, `RemoteMonitor` and `TensorBoard` on the chief.
+    - `on_test_begin` and `on_test_end` are called around each evaluation, `on_test_batch_...` are not.
+    - Callbacks run on every worker, and print (`verbose=1`) on the chief only; `CSVLogger`, `ModelCheckpoint`,
+      `RemoteMonitor` and `TensorBoard` run on the chief.
     - Under `parameter_server` training waits for each evaluation, and batch methods are refused.
 
     Args:
@@ -77,6 +79,8 @@ class KerasCallbacks:
         self._epoch: list[Interval] = []
         self._compiled_with = vars(program.model).get("optimizer")
         self._shown = np.float32(0.0)
+        self._active = False
+        self._silenced: list[tuple[Any, Any]] = []
         chosen = [one for one in callbacks if program.topology.is_chief or not isinstance(one, _CHIEF_ONLY)]
         self._per_batch = any(_wants_batches(one) for one in callbacks)  # on every worker alike
         self._callbacks = keras.callbacks.CallbackList(
@@ -95,20 +99,39 @@ class KerasCallbacks:
         """Starts training: `on_train_begin`, and the epoch that this start begins in."""
         model = self._program.model
         model.stop_training = False
+        self._active = True
+        if not self._program.topology.is_chief:
+            self._silenced += [(one, one.verbose) for one in self._callbacks.callbacks if getattr(one, "verbose", 0)]
+            for callback, _ in self._silenced:
+                callback.verbose = 0
         # As `compile` does, for callbacks to find; past Keras' tracking, so that it can be taken away again.
         vars(model)["optimizer"] = self._program.optimizer
         self._show_rate(state)
         self._callbacks.on_train_begin()
         self._begin_epoch(state)
-        return self._with_rate(state).replace(stop=bool(model.stop_training))
+        return self._stopped(self._with_rate(state), False)
 
     def end(self, state: LoopState) -> None:
         """Ends training: `on_train_end`."""
         self._callbacks.on_train_end(self._epoch_logs(state))
         self.release()
 
+    def begin_evaluation(self) -> None:
+        """Calls `on_test_begin`."""
+        if self._active:
+            self._callbacks.on_test_begin()
+
+    def end_evaluation(self, results: Mapping[str, float]) -> None:
+        """Calls `on_test_end`."""
+        if self._active:
+            self._callbacks.on_test_end({name: value for name, value in results.items() if name != "examples"})
+
     def release(self) -> None:
         """Takes back from the model what only callbacks need; also where training fails."""
+        self._active = False
+        for callback, verbose in self._silenced:
+            callback.verbose = verbose
+        self._silenced.clear()
         attributes = vars(self._program.model)
         attributes.pop("optimizer", None)
         if self._compiled_with is not None:
@@ -129,7 +152,16 @@ class KerasCallbacks:
                 self._begin_epoch(state)
             elif self._per_batch:
                 self._callbacks.on_train_batch_begin(state.step % self._steps_per_epoch)
-        return self._with_rate(state).replace(stop=state.stop or stop)
+        return self._stopped(self._with_rate(state), state.stop)
+
+    def _stopped(self, state: LoopState, stop: bool) -> LoopState:
+        """The state, with `stop` where a callback has set `stop_training`."""
+        if not self._program.model.stop_training:
+            return state.replace(stop=stop)
+        # Keras keeps no record of who did; those of its own that can, note the epoch.
+        names = [type(one).__name__ for one in self._callbacks.callbacks if getattr(one, "stopped_epoch", 0)]
+        by = f"the callback {', '.join(names)}" if names else "a Keras callback"
+        return state.replace(stop=True, stopped_by=by)
 
     def _begin_epoch(self, state: LoopState) -> None:
         self._epoch.clear()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 from tfpar.exchange import Traffic
+from tfpar.guards.interruption import ExitOnInterrupt
 from tfpar.monitor import announce
 from tfpar.monitor import summary as results
 from tfpar.monitor.run_info import RunOutcome
@@ -88,9 +90,21 @@ class Run:
 
         Raises:
           Preempted: A worker was asked to end before the run was finished.
+          KeyboardInterrupt: Ctrl-C in a process that trains alone; one of several ends at once, with exit code 130.
         """
-        with self._context.watchdog:
-            return self._history.result(self._run())
+        context = self._context
+        with contextlib.ExitStack() as guards:
+            guards.enter_context(context.watchdog)
+            if context.program.topology.workers > 1 or not context.program.topology.synchronous:
+                guards.enter_context(ExitOnInterrupt(self._report_interrupted))
+            try:
+                return self._history.result(self._run())
+            except KeyboardInterrupt:
+                self._report_interrupted()
+                raise
+
+    def _report_interrupted(self) -> None:
+        announce.report_interrupted(self._context.info, self._context.monitor)
 
     def _run(self) -> dict[str, Any]:
         context, info = self._context, self._context.info
@@ -141,7 +155,14 @@ class Run:
         return state
 
     def _evaluate(self, state: LoopState) -> LoopState | None:
-        return self._loop.evaluate(state) if self._context.info.validation is not None else None
+        if self._context.info.validation is None:
+            return None
+        if self._callbacks:
+            self._callbacks.begin_evaluation()
+        evaluated = self._loop.evaluate(state)
+        if self._callbacks:
+            self._callbacks.end_evaluation((evaluated or state).results)
+        return evaluated
 
     def _must_save(self, state: LoopState) -> bool:
         """Whether a checkpoint is written at a stop where none is due by number, or while steps are left out."""
@@ -165,6 +186,7 @@ class Run:
         outcome = RunOutcome(
             steps=state.step,
             train_loss=state.train_loss,
+            stopped_by=state.stopped_by,
             results=state.results,
             traffic=self._loop.traffic,
             skipped_steps=state.skipped,
@@ -177,7 +199,7 @@ class Run:
         announce.warn_of_skipped(outcome, context.monitor)
         if state.finished:
             if state.step < state.total:
-                context.monitor.message(f"stopped by a hook or callback at step {state.step} of {state.total}")
+                context.monitor.message(f"stopped by {state.stopped_by} at step {state.step} of {state.total}")
             results.write(info, summary, context.monitor, context.program.eval_weights)
         restarts.end("finished" if state.finished else "preempted" if state.preempted else "stopped")
         if not state.finished:

@@ -154,6 +154,7 @@ class RunFiles:
             loss_count=loss_count,
             lr_multiplier=run.get("lr_multiplier", 1.0),
             stop=run.get("stopped_of", 0) >= total,
+            stopped_by=run.get("stopped_by", "a hook or callback") if run.get("stopped_of", 0) >= total else "",
         )
 
     def _exchange_state(self, step: int, worker: int) -> dict[str, np.ndarray]:
@@ -181,6 +182,7 @@ class RunFiles:
             "loss": [state.loss_sum, state.loss_count],
             "lr_multiplier": state.lr_multiplier,
             "stopped_of": state.total if state.stop else 0,  # a run with more steps goes on after it
+            "stopped_by": state.stopped_by,
             "skipped": state.skipped,
             "skipped_examples": self._skipped_examples.count,
             "replicas": topology.replicas,

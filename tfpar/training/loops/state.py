@@ -78,6 +78,7 @@ class LoopState:
       since: The steps since this hook ran last, or since this start began. Empty outside of hooks.
       lr_multiplier: What the scheduled learning rate is multiplied by, beside the schedule's own factors.
       stop: End the run here, as finished. It is enough that one worker's hook says so.
+      stopped_by: What set `stop`, in words; a hook may say so with `state.replace(stop=True, stopped_by=...)`.
       preempted: A worker was asked to end (SIGTERM).
       ending: This is the last stop of this start: the run is finished, preempted, or after `--stop_after` steps.
       loss_scale: The loss scale (mixed_float16), or None under `parameter_server`.
@@ -96,6 +97,7 @@ class LoopState:
     since: Interval = _NO_STEPS
     lr_multiplier: float = 1.0
     stop: bool = False
+    stopped_by: str = ""
     preempted: bool = False
     ending: bool = False
     loss_scale: LossScale | None = None

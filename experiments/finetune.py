@@ -1,0 +1,151 @@
+r"""Fine-tunes a model on another data set: a new head on top of it, and as many of its weights as you say.
+
+--preset names a directory of a keras-hub preset (pip install 'tfpar[hub]'), or a .keras file such as a run's; without
+one, the --model starts from random weights. Nothing is downloaded.
+
+python experiments/finetune.py --preset=presets/resnet_18 --dataset=folder:flowers --image_size=224 --workdir=runs/a
+python experiments/finetune.py --preset=runs/quickstart/model.keras --dataset=digits --trainable=all
+"""
+
+from __future__ import annotations
+
+import math
+import pathlib
+import re
+from typing import TYPE_CHECKING, Any
+
+import tfpar
+from tfpar.config import CUSTOM, ConfigError, flags
+
+from absl import flags as absl_flags
+
+if TYPE_CHECKING:
+    import keras
+
+flags.define(defaults={"dataset": "digits", "model": "convnet", "epochs": 5.0})
+PRESET = absl_flags.DEFINE_string("preset", "", "Directory of a keras-hub preset, or a .keras file; empty for --model.")
+TRAINABLE = absl_flags.DEFINE_string(
+    "trainable", "head", "Weights that train: head (the new layer), all, or a regular expression on weight paths."
+)
+
+
+def main(_: list[str]) -> None:
+    import keras  # here, so that --help and a wrong flag need not wait for TensorFlow
+
+    config = flags.experiment_config()
+    if PRESET.value:
+        config = tfpar.ExperimentConfig.from_flat_dict({**config.as_flat_dict(), "model": CUSTOM})
+    tfpar.validate(config)
+    check(PRESET.value, TRAINABLE.value)
+    train, validation = tfpar.inputs.build_splits(config.input, config.train.seed)
+    # What a preset takes is known once it is built.
+    data = (None, None) if PRESET.value else (train, validation)
+    runtime = tfpar.initialize(config, *data, complete=True)
+
+    def build() -> keras.Model:
+        spec = tfpar.task_spec(train)
+        model = with_head(backbone_of(PRESET.value, config, spec), spec)
+        choose_trainable(model, TRAINABLE.value)
+        return model
+
+    trainer = tfpar.Trainer(
+        build,
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=[keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
+        config=config,
+        runtime=runtime,
+    )
+    if runtime.topology.is_chief:
+        learning = sum(math.prod(weight.shape) for weight in trainer.model.trainable_variables)
+        print(
+            f"fine-tuning {learning:,} of {trainer.model.count_params():,} parameters (--trainable={TRAINABLE.value})"
+        )
+    trainer.fit(train, validation=validation)
+
+
+def check(preset: str, trainable: str) -> None:
+    """Refuses, before anything is read, a preset that is not there and a pattern that is none."""
+    path = pathlib.Path(preset)
+    if preset.endswith(".keras"):
+        tfpar.check_model_file(preset)
+    elif preset and not (path / "config.json").is_file():
+        raise ConfigError(
+            f"--preset={preset} is neither a .keras file nor a directory with a keras-hub preset (config.json). Save "
+            "one with backbone.save_to_preset(directory)."
+        )
+    try:
+        re.compile(trainable)
+    except re.error as error:
+        raise ConfigError(f"--trainable={trainable!r} is no regular expression ({error}). Use head, or all.") from error
+
+
+def backbone_of(preset: str, config: tfpar.ExperimentConfig, spec: tfpar.models.TaskSpec) -> keras.Model:
+    """The model without its last layer, or the backbone of a preset."""
+    import keras
+
+    if preset and not preset.endswith(".keras"):
+        try:
+            import keras_hub
+        except ImportError as error:
+            raise ConfigError(f"--preset={preset} needs keras-hub: pip install 'tfpar[hub]'.") from error
+        weights = any(pathlib.Path(preset).glob("*.weights.*"))
+        return keras_hub.models.Backbone.from_preset(preset, load_weights=weights)
+    whole = tfpar.load_model(preset) if preset else tfpar.models.build(config.model.model, spec)
+    last = [layer for layer in whole.layers if layer.weights][-1]
+    return keras.Model(whole.input, last.input, name="backbone")
+
+
+def with_head(backbone: keras.Model, spec: tfpar.models.TaskSpec) -> keras.Model:
+    """A classifier with the backbone's features, averaged over places unless each has a label of its own."""
+    import keras
+
+    inputs = keras.Input(spec.input_shape, dtype=spec.input_dtype)
+    features = backbone(backbone_inputs(backbone, inputs, spec))
+    if isinstance(features, dict):  # of text: one vector for each position, and sometimes one for all
+        features = features.get("sequence_output", next(iter(features.values())))
+    if spec.task != "language_model" and len(features.shape) > 2:
+        features = keras.ops.mean(features, axis=tuple(range(1, len(features.shape) - 1)))
+    outputs = keras.layers.Dense(spec.num_classes, name="head", dtype="float32")(features)
+    return keras.Model(inputs, outputs, name="finetuned")
+
+
+def backbone_inputs(backbone: keras.Model, inputs: Any, spec: tfpar.models.TaskSpec) -> Any:
+    """What a backbone of images or of tokens takes, from the inputs of the data."""
+    import keras
+
+    if isinstance(backbone.input, dict):  # tokens, none of them padding, in one segment
+        constants = {"token_ids": inputs, "padding_mask": keras.ops.ones_like(inputs)}
+        return {name: constants.get(name, keras.ops.zeros_like(inputs)) for name in backbone.input}
+    expected = backbone.input.shape[1:]
+    fits = len(expected) == len(spec.input_shape) and all(
+        size in (None, own) for size, own in zip(expected, spec.input_shape, strict=True)
+    )
+    if fits:
+        return inputs
+    if len(expected) == len(spec.input_shape) == 3 and (expected[-1], spec.input_shape[-1]) == (3, 1):
+        return keras.ops.repeat(inputs, 3, axis=-1)  # grey as colours
+    raise ConfigError(
+        f"--preset: the model takes inputs of shape {tuple(expected)}, the data have {spec.input_shape}. Give images "
+        "of that size with --image_size, or another --preset."
+    )
+
+
+def choose_trainable(model: keras.Model, trainable: str) -> None:
+    """Freezes all weights whose path does not match."""
+    from tfpar.optim.keras_internals import all_layers, weights_made_to_learn
+
+    pattern = {"all": "", "head": "^head/"}.get(trainable, trainable)
+    for layer in all_layers(model, include_self=False):
+        own = weights_made_to_learn(layer)
+        matching = [weight for weight in own if re.search(pattern, weight.path)]
+        if len(all_layers(layer)) == 1:  # not one with layers inside, which would freeze with it
+            layer.trainable = bool(matching)
+        for weight in own:
+            weight.trainable = any(weight is one for one in matching)
+    if not model.trainable_variables:
+        paths = ", ".join(weight.path for weight in model.weights[:6])
+        raise ConfigError(f"--trainable={trainable!r} matches no weight. Paths are such as {paths}.")
+
+
+if __name__ == "__main__":
+    flags.run(main)

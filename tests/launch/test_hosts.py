@@ -1,0 +1,106 @@
+"""Commands for several machines, from a host file."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tfpar.config import ConfigError
+from tfpar.launch import cli, hosts
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+ALL_REDUCE = str(ROOT / "tests" / "integration" / "scripts" / "all_reduce.py")
+
+
+def file(tmp_path: Path, content: str) -> Path:
+    path = tmp_path / "hosts.txt"
+    path.write_text(content)
+    return path
+
+
+def test_hosts_slots_and_ports(tmp_path):
+    content = "# ours\n\nnode-a:5000 slots=2  # two GPUs\nnode-b\n[fd00::1]:7000\nnode-b slots=2\n10.0.0.9\tslots=1\n"
+    assert hosts.read(file(tmp_path, content)) == [
+        ["node-a:5000", "node-a:5001"],
+        ["node-b:2222"],
+        ["[fd00::1]:7000"],
+        ["node-b:2223", "node-b:2224"],
+        ["10.0.0.9:2222"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "no host in it"),
+        ("# nothing\n", "no host in it"),
+        ("a b", r"line 1: 'a b' is not `host\[:port\] \[slots=N\]`"),
+        ("a\nb slots=two", "line 2"),
+        ("a:b", "is not `host"),
+        ("a slots=0", "slots must be at least 1"),
+        ("a:65535 slots=2", "needs ports 65535 to 65536"),
+        ("a:0", "needs ports 0 to 0"),
+        ("a:7\na:6 slots=2", "port 7 of a is used by a line above"),
+        ("[fd00::zz]", "is no IPv6 address"),
+    ],
+)
+def test_files_that_are_refused(tmp_path, content, message):
+    with pytest.raises(ConfigError, match=message):
+        hosts.read(file(tmp_path, content))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--hosts=none.txt", "--", ALL_REDUCE], "error: --hosts=none.txt: cannot be read"),
+        (["--hosts=h", "--workers=2", "--ps=1", "--", ALL_REDUCE], "leave out --workers, --ps."),
+        (["--hosts=h"], "no script. Put it after --"),
+    ],
+)
+def test_wrong_command_lines(capsys, arguments, message):
+    try:
+        code = cli.main(arguments)
+    except SystemExit as end:
+        code = end.code
+    assert code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("slots", [1, 2])
+def test_the_printed_commands_run(tmp_path, slots):
+    """On this machine, each as a shell of its own: two hosts, or one with two workers."""
+    ports = cli.free_ports(1) if slots == 2 else cli.free_ports(2)
+    path = file(tmp_path, "".join(f"127.0.0.1:{port} slots={slots}\n" for port in ports))
+    (tmp_path / "marker").touch()
+    environ = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
+    environ |= {"PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    arguments = [f"--hosts={path}", "--", ALL_REDUCE, str(tmp_path / "marker")]
+    launch = [sys.executable, "-m", "tfpar.launch", *arguments]
+    printed = subprocess.run(launch, capture_output=True, text=True, check=True, env=environ).stdout
+    commands = [line for line in printed.splitlines() if line and not line.startswith("#")]
+    assert len(commands) == 3 - slots
+    running = [
+        subprocess.Popen(["sh", "-c", line], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ)
+        for line in commands
+    ]
+    try:
+        output = "".join(process.communicate(timeout=240)[0] for process in running)
+    finally:
+        for process in running:
+            process.kill()
+    assert [process.returncode for process in running] == [0] * len(commands), output
+    assert output.count("replicas=2 sum=3") == 2
+
+
+@pytest.mark.cluster
+def test_a_host_of_several_workers_reports_a_failure(tmp_path):
+    script = tmp_path / "fails.py"
+    script.write_text("import os, sys; sys.exit(int('index\": 1' in os.environ['TF_CONFIG']) * 7)")
+    (command,) = hosts.commands([["127.0.0.1:2222", "127.0.0.1:2223", "127.0.0.1:2224"]], [str(script)])
+    environ = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    assert subprocess.run(["sh", "-c", command], env=environ, check=False).returncode == 7
