@@ -1,9 +1,9 @@
 r"""Fine-tunes a model on another data set: a new head on top of it, and as many of its weights as you say.
 
---preset names a directory of a keras-hub preset (pip install 'tfpar[hub]'), or a .keras file such as a run's; without
-one, the --model starts from random weights. Nothing is downloaded.
+--preset names a keras-hub preset directory (pip install 'tfpar[hub]') or a .keras file; nothing is downloaded. Without
+it, --model starts from random weights.
 
-python experiments/finetune.py --preset=presets/resnet_18 --dataset=folder:flowers --image_size=224 --workdir=runs/a
+python experiments/finetune.py --preset=presets/resnet_18 --dataset=images:flowers --image_size=224 --workdir=runs/a
 python experiments/finetune.py --preset=runs/quickstart/model.keras --dataset=digits --trainable=all
 """
 
@@ -112,15 +112,13 @@ def with_head(backbone: keras.Model, spec: tfpar.models.TaskSpec) -> keras.Model
 def backbone_inputs(backbone: keras.Model, inputs: Any, spec: tfpar.models.TaskSpec) -> Any:
     """What a backbone of images or of tokens takes, from the inputs of the data."""
     import keras
+    import tensorflow as tf
 
-    if isinstance(backbone.input, dict):  # tokens, none of them padding, in one segment
+    if isinstance(backbone.input, dict):  # tokens, no padding, in one segment
         constants = {"token_ids": inputs, "padding_mask": keras.ops.ones_like(inputs)}
         return {name: constants.get(name, keras.ops.zeros_like(inputs)) for name in backbone.input}
     expected = backbone.input.shape[1:]
-    fits = len(expected) == len(spec.input_shape) and all(
-        size in (None, own) for size, own in zip(expected, spec.input_shape, strict=True)
-    )
-    if fits:
+    if tf.TensorShape(expected).is_compatible_with(spec.input_shape):
         return inputs
     if len(expected) == len(spec.input_shape) == 3 and (expected[-1], spec.input_shape[-1]) == (3, 1):
         return keras.ops.repeat(inputs, 3, axis=-1)  # grey as colours

@@ -133,8 +133,7 @@ class TrainStep:
         self._seed = seed
         self._clip_norm = clip_norm
         self._scale_loss = scale_loss
-        self._growth_steps = growth_steps
-        self._timed = timed
+        self._growth_steps, self._timed = growth_steps, timed
         # Seed states are never stored: every step derives its own.
         self._state = [variable for variable in core.model.non_trainable_variables if not is_seed_state(variable)]
         self._make_programs()

@@ -33,6 +33,8 @@ from tfpar.training.validate import validate_data, validate_model, validate_save
 import keras
 import tensorflow as tf
 
+_SOURCES = (inputs.Source, inputs.StreamSource, tf.data.Dataset)
+
 
 class Trainer:
     """Trains a Keras 3 model on any strategy, with one loop.
@@ -112,11 +114,14 @@ class Trainer:
 
     def fit(
         self,
-        train: inputs.AnySource | tf.data.Dataset,
+        train: Any,
+        y: Any = None,
         *,
+        sample_weight: Any = None,
+        class_weight: Mapping[int, float] | None = None,
         steps: int | None = None,
         epochs: float | None = None,
-        validation: inputs.AnySource | tf.data.Dataset | None = None,
+        validation: Any = None,
         hooks: Sequence[Hook] = (),
         callbacks: Sequence[keras.callbacks.Callback] = (),
     ) -> FitResult:
@@ -125,10 +130,14 @@ class Trainer:
         With a `workdir` that holds a checkpoint, training resumes from it.
 
         Args:
-          train: Training examples: a source, or a `tf.data.Dataset`, see `tfpar.inputs.from_dataset`.
+          train: Training examples: a source, a `tf.data.Dataset`, arrays, or anything else that
+            `tfpar.inputs.as_source` takes.
+          y: Labels, if `train` is an array or a structure of arrays.
+          sample_weight: Sample weights, if `train` is arrays.
+          class_weight: Weight by class of integer labels, as Keras' `fit` takes it.
           steps: Steps of the whole run; by default what the configuration says.
           epochs: Passes over the examples, instead of `steps`.
-          validation: Examples to evaluate on, at every `eval_every` steps and at the end.
+          validation: Examples to evaluate on (arrays as `(x, y)`), at every `eval_every` steps and at the end.
           hooks: Functions to run between steps, see `tfpar.Hook`. A run that one of them stops counts as finished.
           callbacks: Keras callbacks. They get the logs that Keras would give them, at the ends of epochs; and at those
             of batches, if one of them has a method for batches. See `tfpar.training.loops.keras_callbacks`.
@@ -146,7 +155,8 @@ class Trainer:
             more use: end it, and start all workers again.
           Preempted: SIGTERM came to a worker; all have saved a checkpoint if they could. A SystemExit with code 85.
         """
-        train, validation = self._sources(train, validation, counts=self._counts_epochs(steps, epochs))
+        counts = self._counts_epochs(steps, epochs)
+        train, validation = self._sources((train, y, sample_weight), class_weight, validation, counts=counts)
         check_hooks(hooks)
         check_callbacks(callbacks, synchronous=self.topology.synchronous)
         augmentation = self.core.augmentation
@@ -165,13 +175,13 @@ class Trainer:
                 self.program, self._evaluator, train, validation, steps, epochs, hooks, callbacks, closing
             ).run()
 
-    def evaluate(
-        self, source: inputs.AnySource | tf.data.Dataset | Mapping[str, inputs.AnySource | tf.data.Dataset]
-    ) -> dict[str, Any]:
+    def evaluate(self, source: Any, y: Any = None, *, sample_weight: Any = None) -> dict[str, Any]:
         """Loss and metrics over all examples of a source, each counted once; all workers call it together.
 
         Args:
-          source: Examples; no shuffling, no augmentation. Or several sources by name.
+          source: Examples, as for `fit`; no shuffling, no augmentation. Or a dict of several sources by name.
+          y: Labels, if `source` is arrays.
+          sample_weight: Sample weights, if `source` is arrays.
 
         Returns:
           `loss`, `examples`, and one entry per metric. Of several sources, such a dict for each, by name.
@@ -180,22 +190,22 @@ class Trainer:
           ConfigError: The strategy is `parameter_server`, whose chief alone evaluates, beside the training.
         """
         self._check_synchronous("evaluates while it trains: give fit(validation=...). To evaluate")
-        if isinstance(source, Mapping):
+        if isinstance(source, Mapping) and all(isinstance(each, _SOURCES) for each in source.values()):
             return {name: self._evaluate(f"evaluate({name})", each) for name, each in source.items()}
-        return self._evaluate("evaluate(source=...)", source)
+        return self._evaluate("evaluate(source=...)", source, y, sample_weight)
 
-    def _evaluate(self, argument: str, data: Any) -> dict[str, float]:
-        source = _as_source(argument, data)
+    def _evaluate(self, argument: str, *data: Any) -> dict[str, float]:
+        source = _as_source(argument, *data)
         self.program.bind(source)
         return self._evaluator(source)
 
-    def predict(self, source: inputs.AnySource | tf.data.Dataset) -> Any:
+    def predict(self, source: Any) -> Any:
         """The model's outputs for all examples of a source, computed on all devices; all workers call it together.
 
         The weights are those that `evaluate` uses: their moving averages where `--ema` keeps them.
 
         Args:
-          source: Examples; no shuffling, no augmentation. Labels, if there are any, are not read.
+          source: Examples, as for `fit`; no shuffling, no augmentation. Labels, if there are any, are not read.
 
         Returns:
           Arrays `[n, ...]` in the structure of the model's outputs, in the order of the examples, the same on every
@@ -258,37 +268,51 @@ class Trainer:
         """Whether the length of the run is given in epochs, for which the number of examples must be known."""
         return epochs is not None or (steps is None and not self.config.train.steps)
 
-    def _sources(self, train: Any, validation: Any, *, counts: bool) -> tuple[Any, Any]:
+    def _sources(
+        self, train: tuple[Any, Any, Any], class_weight: Mapping[int, float] | None, validation: Any, *, counts: bool
+    ) -> tuple[Any, Any]:
         """The sources of what `fit` was given, checked."""
-        train = _as_source("fit(train=...)", train, counts=counts)
+        source = _as_source("fit(train=...)", *train, counts=counts, split="train")
+        if class_weight is not None:
+            if not isinstance(source, inputs.Source):
+                raise ConfigError(
+                    "fit(class_weight=...): not with a tf.data.Dataset. Let the dataset give (x, y, sample_weight)."
+                )
+            source = inputs.with_class_weight(source, class_weight)
         if validation is not None:
             validation = _as_source("fit(validation=...)", validation)
-        validate_data(self.config, self.topology, train, validation)
+        validate_data(self.config, self.topology, source, validation)
         built = {"model": self.model, "integer_labels": self.program.integer_labels}
-        validate_model(self.config, self.topology, train, validation, **built)
-        for source in filter(None, (train, validation)):
-            self.program.bind(source)
-        return train, validation
+        validate_model(self.config, self.topology, source, validation, **built)
+        for each in filter(None, (source, validation)):
+            self.program.bind(each)
+        return source, validation
 
 
-def _as_source(argument: str, data: Any, *, counts: bool = True) -> inputs.AnySource:
+def _as_source(
+    argument: str,
+    data: Any,
+    y: Any = None,
+    sample_weight: Any = None,
+    *,
+    counts: bool = True,
+    split: str = "validation",
+) -> inputs.AnySource:
     """The source of what a method was given.
 
     Args:
       argument: How an error names it.
-      data: A source, or a `tf.data.Dataset`.
+      data: A source, or anything that `tfpar.inputs.as_source` takes.
+      y: Labels, if the data are arrays.
+      sample_weight: Sample weights, if the data are arrays.
       counts: Whether the number of examples must be known.
+      split: `"train"` or `"validation"`, for reports.
     """
-    if isinstance(data, tf.data.Dataset):
-        data = inputs.from_dataset(data)
-    if isinstance(data, inputs.StreamSource):
-        return data.counted() if counts else data
-    if not isinstance(data, inputs.Source):
-        raise ConfigError(
-            f"{argument}: expected a tfpar.inputs.Source, got {type(data).__name__}. Create one with "
-            "tfpar.inputs.from_arrays(x, y), or tfpar.inputs.build_source."
-        )
-    return data
+    try:
+        source = inputs.as_source(data, y, sample_weight, split=split)
+    except ConfigError as error:
+        raise ConfigError(f"{argument}: {error}") from error
+    return source.counted() if counts and isinstance(source, inputs.StreamSource) else source
 
 
 def _with_compiled(model: Any, optimizer: Any, goal: Goal) -> tuple[Any, Goal]:

@@ -9,6 +9,7 @@ from tfpar.config import ConfigError
 from tfpar.inputs.source import Source
 from tfpar.inputs.sources.arrays import from_arrays
 from tfpar.inputs.sources.random_access import from_random_access
+from tfpar.inputs.streams.source import StreamSource, from_dataset
 from tfpar.inputs.structures import Structure
 
 import keras
@@ -17,18 +18,21 @@ import tensorflow as tf
 
 _SCALARS = (int, float, str, bytes, np.generic)
 _ACCEPTED = (
-    "Accepted are: a tfpar.inputs.Source; arrays, tensors and data frames, or dicts and lists of them for several "
-    "inputs, with labels in y; (x, y) and (x, y, sample_weight) tuples of arrays; a keras.utils.PyDataset; a list of "
-    "(x, y) tuples or of dicts, and any other object with __len__ and __getitem__"
+    "Accepted are: a tfpar.inputs.Source; a tf.data.Dataset; arrays, tensors and data frames, or dicts and lists of "
+    "them for several inputs, with labels in y; (x, y) and (x, y, sample_weight) tuples of arrays; a "
+    "keras.utils.PyDataset; a list of (x, y) tuples or of dicts, and any other object with __len__ and __getitem__"
 )
 
 
-def as_source(data: Any, y: Structure | None = None, sample_weight: Structure | None = None, **options: Any) -> Source:
+def as_source(
+    data: Any, y: Structure | None = None, sample_weight: Structure | None = None, **options: Any
+) -> Source | StreamSource:
     """Returns the source of what a Keras user passes to `fit`.
 
     | `data` | becomes |
     |---|---|
-    | a `Source` | itself |
+    | a `Source`, a `StreamSource` | itself |
+    | a `tf.data.Dataset` | `from_dataset(data)` |
     | an array, a tensor, a data frame, a dict or list of them (with labels in `y`) | `from_arrays(data, y)` |
     | a tuple `(x,)`, `(x, y)` or `(x, y, sample_weight)` of arrays, without `y` | `from_arrays(*data)` |
     | a `keras.utils.PyDataset`, a list of tuples or dicts, another object with `__len__` and `__getitem__` |
@@ -38,15 +42,17 @@ def as_source(data: Any, y: Structure | None = None, sample_weight: Structure | 
       data: The examples.
       y: Labels, if `data` are arrays.
       sample_weight: Sample weights, if `data` are arrays with labels in `y`.
-      **options: Further arguments of `from_arrays` or `from_random_access`, e.g. `split` or `name`; not used for a
+      **options: Further arguments of the function that it becomes, e.g. `split` or `name`; not used for a
         `Source`.
 
     Raises:
       ConfigError: None of these, labels beside data that hold their own, or examples that the function refuses.
     """
-    if isinstance(data, tf.data.Dataset):
-        return _from_dataset(data)
     alone = y is None and sample_weight is None
+    if alone and isinstance(data, StreamSource):
+        return data
+    if alone and isinstance(data, tf.data.Dataset):
+        return from_dataset(data, **options)
     if isinstance(data, tuple) and alone and 1 <= len(data) <= 3:
         data, y, sample_weight = (*data, None, None)[:3]
     if not (alone and _is_list_of_items(data)) and _are_arrays(data):
@@ -62,13 +68,6 @@ def as_source(data: Any, y: Structure | None = None, sample_weight: Structure | 
             f"{what}; let the items be (x, y) or (x, y, sample_weight)."
         )
     return data if isinstance(data, Source) else from_random_access(data, **options)
-
-
-def _from_dataset(data: tf.data.Dataset) -> Source:
-    """The one place to convert a `tf.data.Dataset`: it is a stream, which a `Source` is not."""
-    raise ConfigError(
-        f"{type(data).__name__}: a tf.data.Dataset has no random access, so it is no source of examples. {_ACCEPTED}."
-    )
 
 
 def _is_list_of_items(data: Any) -> bool:

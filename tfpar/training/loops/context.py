@@ -7,6 +7,7 @@ import dataclasses
 from tfpar import inputs
 from tfpar.collectives.agreement import WorkerAgreement
 from tfpar.collectives.tensorflow import world_group
+from tfpar.config import ExperimentConfig
 from tfpar.guards.bad_examples import SkippedExampleLog
 from tfpar.guards.batches import BatchIndex, PushOrder
 from tfpar.guards.non_finite import NonFiniteStreak
@@ -90,10 +91,7 @@ def prepare(
     schedule = program.schedule(info.total)
     plateau = schedules.plateau(config.schedule) if schedule is not None else None
     agreement = _agreement(topology)
-    name = f"worker {topology.worker}" if topology.synchronous else "the chief"
-    batches: BatchIndex = pipeline
-    if isinstance(pipeline, inputs.Pipeline) and not topology.synchronous:
-        batches = PushOrder(pipeline, topology.workers)
+    batches = _batches(pipeline, topology)
     skipped_examples = SkippedExampleLog(batches, is_chief=topology.is_chief)
     return RunContext(
         program=program,
@@ -113,7 +111,7 @@ def prepare(
             message=monitor.message,
         ),
         agreement=agreement,
-        watchdog=Watchdog(config.strategy.stall_timeout, name),
+        watchdog=_watchdog(config, topology),
         preemption=PreemptionFlag(),
         non_finite=NonFiniteStreak(
             batches,
@@ -124,6 +122,17 @@ def prepare(
         ),
         skipped_examples=skipped_examples,
     )
+
+
+def _batches(pipeline: inputs.AnyPipeline, topology: Topology) -> BatchIndex:
+    """What a step has: a whole batch, or under `parameter_server` the share of one worker."""
+    if isinstance(pipeline, inputs.Pipeline) and not topology.synchronous:
+        return PushOrder(pipeline, topology.workers)
+    return pipeline
+
+
+def _watchdog(config: ExperimentConfig, topology: Topology) -> Watchdog:
+    return Watchdog(config.strategy.stall_timeout, f"worker {topology.worker}" if topology.synchronous else "the chief")
 
 
 def _agreement(topology: Topology) -> WorkerAgreement:
