@@ -96,7 +96,6 @@ class Trainer:
         config = _with_options(config, options, optimizer)
         spec = OptimizerSpec.of(optimizer, options)
         goal = dataclasses.replace(goal, loss_weighting=config.train.loss_weighting)
-        goal.check_names()
         self.runtime = runtime or initialize(config)
         self.program = Program.build(
             config, self.runtime, model=model, optimizer=spec, goal=goal, augmentation=augmentation
