@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.training.goals import Training, fit
+from tfpar.config import ConfigError
 from tfpar.training.objective import Goal
 
 import keras
@@ -164,3 +165,169 @@ def test_inputs_as_labels():
 
     x = floats(4)
     check(build, (x, x), MIRRORED, loss="mse", metrics=[keras.metrics.R2Score()])
+
+
+# Weights per position
+
+
+def tagger(*between: keras.layers.Layer) -> keras.Model:
+    """A class for every token; the outputs carry the mask of the embedding."""
+    inputs = keras.Input((6,), dtype="int32")
+    hidden = keras.layers.Embedding(9, 4, mask_zero=True, embeddings_initializer=seeded())(inputs)
+    for layer in between:
+        hidden = layer(hidden)
+    return keras.Model(inputs, keras.layers.Dense(4, kernel_initializer=seeded(8), name="tag")(hidden))
+
+
+def recurrent() -> keras.Model:
+    options = {"kernel_initializer": seeded(6), "recurrent_initializer": seeded(7)}
+    return tagger(keras.layers.LSTM(3, return_sequences=True, **options))
+
+
+def two_tasks() -> keras.Model:
+    """Masked outputs beside one for each example, and a penalty: three different denominators."""
+    model = tagger()
+    embedded = model.layers[1].output
+    pooled = keras.layers.GlobalAveragePooling1D()(embedded)
+    kind = keras.layers.Dense(3, kernel_initializer=seeded(9), kernel_regularizer="l2", name="kind")(pooled)
+    return keras.Model(model.inputs, {"tag": model.output, "kind": kind})
+
+
+def sparse(**options) -> keras.losses.Loss:
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True, **options)
+
+
+@layouts
+def test_a_mask_on_outputs(layout):
+    options = {"loss": sparse(), "metrics": ["accuracy"], "weighted_metrics": ["sparse_categorical_crossentropy"]}
+    check(recurrent, (tokens(), classes(4, 6)), layout, **options)
+
+
+def some_ignored(y: np.ndarray) -> np.ndarray:
+    return np.where(np.random.default_rng(9).uniform(size=y.shape) < 0.4, -1, y).astype(np.int32)
+
+
+def unmasked() -> keras.Model:
+    inputs = keras.Input((6,), dtype="int32")
+    hidden = keras.layers.Embedding(9, 4, embeddings_initializer=seeded())(inputs)
+    return keras.Model(inputs, keras.layers.Dense(4, kernel_initializer=seeded(8), name="tag")(hidden))
+
+
+def test_a_class_that_the_loss_ignores():
+    data = tokens(), some_ignored(classes(4, 6))
+    check(unmasked, data, MIRRORED, loss=sparse(ignore_class=-1))
+
+
+def test_a_class_that_the_loss_ignores_on_masked_outputs():
+    data = tokens(), some_ignored(classes(4, 6))
+    check(tagger, data, MIRRORED, loss=sparse(ignore_class=-1))
+
+
+def weights(*shape: int) -> np.ndarray:
+    return np.random.default_rng(11).uniform(0.0, 3.0, (EXAMPLES, *shape)).astype(np.float32)
+
+
+@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "mean_with_sample_weight", "sum"])
+def test_a_weight_for_each_example(reduction):
+    def build():
+        inputs = keras.Input((4,))
+        return keras.Model(inputs, keras.layers.Dense(3, kernel_initializer=seeded(), kernel_regularizer="l2")(inputs))
+
+    options = {"loss": sparse(reduction=reduction), "metrics": ["accuracy"], "weighted_metrics": ["accuracy"]}
+    history, evaluation, expected = fit(build, (floats(4), classes(3), weights()), BATCH, **options)
+    training = Training(build, Goal(**options), (floats(4), classes(3), weights()), 2)
+    assert training.evaluate(8) == pytest.approx(evaluation, rel=2e-5)
+    assert training.train(BATCH, 2) == pytest.approx(history, rel=2e-5)
+    for ours, theirs in zip(training.weights(), expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "mean_with_sample_weight", "sum"])
+@pytest.mark.parametrize("build", [unmasked, tagger])
+def test_a_weight_for_each_position(build, reduction):
+    options = {"loss": sparse(reduction=reduction), "metrics": ["accuracy"], "weighted_metrics": ["accuracy"]}
+    check(build, (tokens(), classes(4, 6), weights(6)), MIRRORED, **options)
+
+
+def test_a_weight_for_each_example_holds_for_all_its_positions():
+    """Keras multiplies `[m, T]` by `[m]` only by chance; written out for each position it means the same."""
+    options = {"loss": sparse(), "weighted_metrics": ["sparse_categorical_crossentropy"]}
+    per_example = weights()
+    written_out = np.repeat(per_example[:, None], 6, axis=1)
+    history, evaluation, _ = fit(tagger, (tokens(), classes(4, 6), written_out), BATCH, **options)
+    training = Training(tagger, Goal(**options), (tokens(), classes(4, 6), per_example), 2)
+    assert training.evaluate(8) == pytest.approx(evaluation, rel=2e-5)
+    assert training.train(BATCH, 2) == pytest.approx(history, rel=2e-5)
+
+
+@layouts
+def test_outputs_of_different_denominators(layout):
+    y = {"tag": classes(4, 6), "kind": classes(3, seed=12)}
+    sample_weight = {"tag": weights(6), "kind": weights()}
+    options = {
+        "loss": {"tag": sparse(), "kind": sparse(reduction="mean_with_sample_weight")},
+        "loss_weights": {"tag": 0.7, "kind": 1.3},
+        "metrics": {"kind": ["accuracy"]},
+        "weighted_metrics": {"tag": ["accuracy"]},
+    }
+    check(two_tasks, (tokens(), y, sample_weight), layout, **options)
+
+
+def test_loss_scaling_changes_nothing():
+    y = {"tag": classes(4, 6), "kind": classes(3, seed=12)}
+    options = {"loss": {"tag": sparse(), "kind": sparse()}}
+    _, _, expected = fit(two_tasks, (tokens(), y), BATCH, **options)
+    training = Training(two_tasks, Goal(**options), (tokens(), y), 2, scale_loss=True)
+    training.train(BATCH, 2)
+    for ours, theirs in zip(training.weights(), expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-6)
+
+
+def mean_of_examples(x, y, logits) -> np.ndarray:
+    """The mean over examples of the mean over their own tokens."""
+    losses = keras.losses.sparse_categorical_crossentropy(y, logits, from_logits=True).numpy()
+    mask = x > 0
+    return np.mean((losses * mask).sum(axis=1) / mask.sum(axis=1))
+
+
+@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "mean_with_sample_weight"])
+def test_examples_instead_of_positions(reduction):
+    x, y = tokens(), classes(4, 6)
+    goal = Goal(sparse(reduction=reduction), loss_weighting="examples")
+    training = Training(tagger, goal, (x, y), 2)
+    expected = mean_of_examples(x, y, training.model(x))
+    assert training.evaluate(8)["loss"] == pytest.approx(expected, rel=1e-5)
+    assert training.evaluate(EXAMPLES)["loss"] == pytest.approx(expected, rel=1e-5)
+    assert training.train(EXAMPLES, 2)["loss"] == pytest.approx(expected, rel=1e-5)
+    by_positions = Training(tagger, Goal(sparse()), (x, y))
+    assert abs(by_positions.evaluate(8)["loss"] - expected) > 1e-3
+
+
+def test_a_step_without_any_position_that_counts():
+    """Keras' loss is 0 there, and so is the gradient."""
+    y = np.full((EXAMPLES, 6), -1, np.int32)
+    training = Training(unmasked, Goal(sparse(ignore_class=-1)), (tokens(), y), 2)
+    before = training.weights()
+    assert training.evaluate(8) == {"loss": 0.0}
+    assert training.train(BATCH) == {"loss": 0.0}
+    for one, other in zip(before, training.weights(), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_weights_that_fit_no_value_are_refused():
+    training = Training(unmasked, Goal(sparse()), (tokens(), classes(4, 6), weights(5)))
+    with pytest.raises(ConfigError, match=r"shape \[m, 5\] do not fit the values of the loss, of shape \[m, 6\]"):
+        training.evaluate(8)
+    training = Training(unmasked, Goal(sparse()), (tokens(), classes(4, 6), (weights(), weights(), weights())))
+    with pytest.raises(ConfigError, match="3 sample weights for 1 labels"):
+        training.evaluate(8)
+
+
+def test_one_denominator_needs_no_reduction_of_its_own():
+    data = tokens(), classes(4, 6)
+    assert Training(tagger, Goal(sparse()), data).core.objective.totals.own_denominator
+    plain = Training(unmasked, Goal(sparse()), data).core.objective.totals
+    assert (plain.terms, plain.own_denominator, plain.needs_scales) == (0, False, False)
+    heads = floats(4), {"size": floats(2, seed=8), "kind": classes(3)}
+    two = Training(two_heads, Goal(TWO_HEADS["loss"]), heads).core.objective.totals
+    assert (two.terms, two.own_denominator, two.needs_scales) == (2, False, False)

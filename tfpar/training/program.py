@@ -85,6 +85,7 @@ class Program:
         strategy = runtime.strategy
         recorded_options = optimizer.recorded_options()  # before anything changes the learning rate
         with strategy.scope():
+            goal.check_names()
             built = _under_strategy(model, strategy)
             if not built.trainable_variables:
                 raise ConfigError(

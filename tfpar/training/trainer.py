@@ -102,7 +102,6 @@ class Trainer:
         config = _with_options(config, options, optimizer)
         spec = OptimizerSpec.of(optimizer, options)
         goal = dataclasses.replace(goal, loss_weighting=config.train.loss_weighting)
-        goal.check_names()
         if runtime is not None:
             validate_saved_run(config)
         self.runtime = runtime or initialize(config, complete=True)

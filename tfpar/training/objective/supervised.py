@@ -100,7 +100,8 @@ class SupervisedObjective:
         if goal.loss is None and not outputs.adds_losses():
             raise ConfigError(
                 "loss is missing: give a Keras loss, its name, or a function (y, outputs); without one the model must "
-                "add a loss itself (add_loss)."
+                "add a loss itself (add_loss). The arguments of compile count if the compiled model itself is given, "
+                "Trainer(model), not a function that returns it."
             )
         by_positions = goal.loss_weighting == "positions"
         losses = build_losses(goal.loss, goal.loss_weights, y, outputs, by_positions=by_positions)
