@@ -37,6 +37,7 @@ from tfpar.inputs.sources.arrays import from_arrays
 from tfpar.inputs.sources.class_weights import with_class_weight
 from tfpar.inputs.sources.random_access import from_random_access
 from tfpar.inputs.sources.tables import from_table
+from tfpar.inputs.sources.tokens import from_text
 
 __all__ = [
     "CLASSIFICATION",
@@ -61,6 +62,7 @@ __all__ = [
     "from_arrays",
     "from_random_access",
     "from_table",
+    "from_text",
     "kinds",
     "load",
     "locate_bad_example",

@@ -39,7 +39,8 @@ def write_inputs(monitor: Monitor, source: inputs.Source) -> None:
 def continues_text(source: inputs.Source) -> bool:
     """Whether a source has text that a language model can continue."""
     info = source.info
-    return info.task == "language_model" and info.decode is not None and info.num_examples > 0
+    single = not tf.nest.is_nested(info.input_spec)
+    return info.task == "language_model" and info.decode is not None and info.num_examples > 0 and single
 
 
 @dataclasses.dataclass(frozen=True)
