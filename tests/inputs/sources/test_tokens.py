@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import types
 
 from tfpar import inputs
@@ -69,7 +70,7 @@ def test_every_token_but_the_first_of_a_document_is_predicted_once(documents, le
     expected = []
     for document in filter(None, documents):
         ids = letters(document) + ([] if end is None else [end])
-        expected += list(zip(ids, ids[1:], strict=False))
+        expected += list(itertools.pairwise(ids))
     found = []
     if source.info.num_examples:
         x, y, weight = windows(source)
