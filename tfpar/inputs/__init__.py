@@ -38,6 +38,7 @@ from tfpar.inputs.sources.arrays import from_arrays
 from tfpar.inputs.sources.class_weights import with_class_weight
 from tfpar.inputs.sources.random_access import from_random_access
 from tfpar.inputs.sources.tables import from_table
+from tfpar.inputs.sources.tokens import from_text
 from tfpar.inputs.streams import ENDLESS, StreamPipeline, StreamSource, from_dataset, stream_ended, stream_error
 from tfpar.inputs.streams import STATE as STREAM_STATE
 
@@ -72,6 +73,7 @@ __all__ = [
     "from_dataset",
     "from_random_access",
     "from_table",
+    "from_text",
     "kinds",
     "load",
     "locate_bad_example",

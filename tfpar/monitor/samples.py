@@ -39,12 +39,9 @@ def write_inputs(monitor: Monitor, source: inputs.AnySource) -> None:
 def continues_text(source: inputs.AnySource) -> bool:
     """Whether a source has text that a language model can continue."""
     info = source.info
-    return (
-        isinstance(source, inputs.Source)
-        and info.task == "language_model"
-        and info.decode is not None
-        and info.num_examples > 0
-    )
+    if not isinstance(source, inputs.Source) or tf.nest.is_nested(info.input_spec):
+        return False
+    return info.task == "language_model" and info.decode is not None and info.num_examples > 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -41,11 +41,11 @@ def build(argument: str, config: InputConfig, split: str, seed: int) -> Source:
     Raises:
       ConfigError: No file matches.
     """
-    root, names = _standard_library() if not argument else _files_of(argument)
+    root, names = _standard_library() if not argument else list_files(argument)
     name = f"text:{argument}" if argument else "text"
     training = split == "train"
     if len(names) == 1:
-        content = _read(os.path.join(root, names[0]))
+        content = read_file(os.path.join(root, names[0]))
         boundary = len(content) - round(len(content) * config.validation_fraction)
         content = content[:boundary] if training else content[boundary:]
         return windows(name, [(os.path.join(root, names[0]), content)], config.sequence_length, split)
@@ -54,7 +54,7 @@ def build(argument: str, config: InputConfig, split: str, seed: int) -> Source:
         count = min(max(count, 1), len(names) - 1)
     chosen = source.held_out_mask(names, count)
     paths = [os.path.join(root, file) for file, held in zip(names, chosen, strict=True) if held != training]
-    return windows(name, [(path, _read(path)) for path in paths], config.sequence_length, split)
+    return windows(name, [(path, read_file(path)) for path in paths], config.sequence_length, split)
 
 
 def windows(
@@ -113,8 +113,16 @@ def _standard_library() -> tuple[str, list[str]]:
     return root, names
 
 
-def _files_of(argument: str) -> tuple[str, list[str]]:
-    """Returns a root directory and the sorted file names below it, with `/` between folders."""
+def list_files(argument: str, name: str = "") -> tuple[str, list[str]]:
+    """Returns a root directory and the sorted file names below it, with `/` between folders.
+
+    Args:
+      argument: A file, a directory (all files below it that are not hidden) or a glob pattern.
+      name: The data set, for errors; by default that of `--dataset=text:`.
+
+    Raises:
+      ConfigError: No file matches.
+    """
     path = os.path.expanduser(argument)
     if os.path.isfile(path):
         return os.path.dirname(path), [os.path.basename(path)]
@@ -127,6 +135,8 @@ def _files_of(argument: str) -> tuple[str, list[str]]:
             root = os.path.dirname(root)
         names = sorted(os.path.relpath(match, root or ".").replace(os.sep, "/") for match in paths)
     if not names:
+        if name:
+            raise ConfigError(f"{name}: no file matches {argument!r}. Correct the path or the pattern.")
         raise ConfigError(
             f"--dataset=text:{argument}: no such file, no files below such a directory, and no match for such a "
             "pattern. Correct the path, or leave it out to read the standard library: --dataset=text."
@@ -145,9 +155,10 @@ def _walk(root: str) -> list[str]:
     return sorted(names)
 
 
-def _read(path: str) -> bytes:
+def read_file(path: str, name: str = "--dataset=text") -> bytes:
+    """Returns the content of a file; raises ConfigError if it cannot be read."""
     try:
         with open(path, "rb") as file:
             return file.read()
     except OSError as error:
-        raise ConfigError(f"--dataset=text: {path!r} cannot be read: {error}") from error
+        raise ConfigError(f"{name}: {path!r} cannot be read: {error}") from error
