@@ -3,7 +3,6 @@ r"""Fine-tunes a model on another data set: a new head on top of it, and as many
 --preset names a directory of a keras-hub preset (pip install 'tfpar[hub]'), or a .keras file such as a run's; without
 one, the --model starts from random weights. Nothing is downloaded.
 
-python experiments/finetune.py --preset=presets/resnet_18 --dataset=folder:flowers --image_size=224 --workdir=runs/a
 python experiments/finetune.py --preset=runs/quickstart/model.keras --dataset=digits --trainable=all
 """
 
