@@ -269,7 +269,7 @@ def pretrained(tmp_path_factory) -> pathlib.Path:
     [("head", {"head"}), ("^backbone/last|^last/|head", {"head", "last"}), ("all", {"head", "last", "block"})],
 )
 def test_fine_tuning_changes_the_weights_that_it_is_told(pretrained, tmp_path, trainable, changed):
-    flags = ["--flagfile=experiments/recipes/finetune.flags", "--epochs=0", "--steps=6", "--jit_compile=false"]
+    flags = ["--flagfile=experiments/recipes/finetune.flags", "--epochs=0", "--steps=6", "--warmup_steps=0"]
     result = script("finetune", *flags, f"--preset={pretrained}", f"--trainable={trainable}", f"--workdir={tmp_path}")
     assert result.returncode == 0, result.stdout + result.stderr
     assert json.loads((tmp_path / "summary.json").read_text())["eval"]["accuracy"] > 0.0
