@@ -6,6 +6,7 @@ from tfpar.exchange import Exchange
 from tfpar.precision import LossScale
 from tfpar.training.core import Core
 from tfpar.training.metrics import build_metrics
+from tfpar.training.model.support import own_metrics
 from tfpar.training.objective import SupervisedObjective, per_example_loss
 from tfpar.training.step import TrainStep
 
@@ -59,7 +60,7 @@ class Steps:
             self.optimizer = optimizer() if optimizer else keras.optimizers.SGD(0.1)
             self.optimizer.build(self.model.trainable_variables)
             objective = SupervisedObjective(self.model, per_example_loss(loss), build_metrics(metrics))
-            self.core = Core(self.model, objective)
+            self.core = Core(self.model, objective, model_metrics=own_metrics(self.model), replicas=replicas)
         exchange = Exchange("none")
         exchange.build(self.model.trainable_variables)
         self.step = TrainStep(

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 from tfpar.config import ConfigError
 from tfpar.optim import keras_internals
 from tfpar.training import metrics as additive_metrics
+from tfpar.training.model.call import call_model
 
 import keras
 import tensorflow as tf
@@ -77,7 +78,7 @@ class SupervisedObjective:
           ConfigError: The outputs carry a mask, or the loss does not keep one value per example.
         """
         x, y, weight = batch
-        outputs, new_state, extra = self.model.stateless_call(params, state, x, training=training, return_losses=True)
+        outputs, new_state, extra = call_model(self.model, params, state, x, training=training)
         if any(map(keras_internals.carries_mask, tf.nest.flatten(outputs))):
             raise ConfigError(
                 f"the outputs of model {self.model.name!r} carry a mask (mask_zero=True, Masking), which would have to "

@@ -49,7 +49,7 @@ class TrainStep:
         # 1, 2: loss and gradients of the micro-batches, summed here.
         seed_path = (step, tf.convert_to_tensor(context.replica_id_in_sync_group))
         params, state = replica.read(model.trainable_variables), replica.read(model.non_trainable_variables)
-        gradients, packed, state = self._contribute(params, state, batch, seed_path, loss_scale.scale)
+        gradients, packed, state, assigned = self._contribute(params, state, batch, seed_path, loss_scale.scale)
         norm_squared = self._norm_squared(gradients)
         vector = Sidecar.flag(packed, norm_squared)
         early = [gradients[index] for index in self.exchange.first_ready_indices]
@@ -69,7 +69,7 @@ class TrainStep:
             factor = factor * (self._clip_norm / tf.maximum(norm, self._clip_norm))
 
         # 5, 6: the optimizer's update, unless a replica is non-finite or there are no examples; the loss scale.
-        reduced = _ReducedGradients(gradients, vector, state, factor, step, lr_multiplier)
+        reduced = _ReducedGradients(gradients, vector, state, assigned, factor, step, lr_multiplier)
         done = tf.cond(_should_apply(vector), lambda: self._apply(reduced), lambda: tf.identity(factor))
         if self._scale_loss:
             finite = tf.equal(vector[sidecar.NON_FINITE], 0.0)
@@ -115,7 +115,7 @@ class TrainStep:
         self.exchange = exchange
         self.strategy = strategy
         self.sidecar = Sidecar.of(
-            core.model.non_trainable_variables,
+            core.traveling_variables,
             core.metric_variables,
             strategy.num_replicas_in_sync,
             frozen=frozen_weights(core.model),
@@ -224,14 +224,17 @@ class TrainStep:
 
     def _contribution(
         self, params: Tensors, state: Tensors, batch: Any, seed_path: tuple[tf.Tensor, tf.Tensor], scale: tf.Tensor
-    ) -> tuple[Tensors, tf.Tensor, Tensors]:
-        """This replica's gradient sums, its part of the sidecar, and what the model's new state builds on."""
+    ) -> tuple[Tensors, tf.Tensor, Tensors, dict[int, tf.Tensor]]:
+        """This replica's gradient sums, its part of the sidecar, what the model's new state builds on, and the weights
+        that the forward pass assigned."""
         seed = step_seed(self._seed, *seed_path)
         sums = self.core.accumulate(params, state, batch, seed, scale if self._scale_loss else None)
         gradients = sums.gradients
         if self._scale_loss:  # residuals of the exchange are kept from step to step, and the scale changes
             gradients = [gradient / scale for gradient in gradients]
-        return gradients, self.sidecar.pack(sums, state), self.sidecar.base(state, sums.state)
+        before = [*state, *(params[place] for place in self.core.overwritten)]
+        sums = sums._replace(state=[*sums.state, *sums.overwritten])
+        return gradients, self.sidecar.pack(sums, before), self.sidecar.base(before, sums.state), sums.assigned
 
     def _norm_squared_if_needed(self, gradients: Tensors, is_last: tf.Tensor | None) -> tf.Tensor:
         """The norm, squared, where clipping or the report of this step needs it; else zero."""
@@ -256,9 +259,13 @@ class TrainStep:
         """New weights, optimizer state and model state."""
         mean = [gradient * reduced.factor for gradient in reduced.gradients]
         rate = self.learning_rate(reduced.step, reduced.lr_multiplier) if self._schedule is not None else None
-        new_params, new_optimizer = pure_apply(self.optimizer, optimizer, params, mean, rate)
+        params = [reduced.assigned.get(place, param) for place, param in enumerate(params)]
         state = self.sidecar.state(reduced.vector, reduced.state)
-        every = zip(self.core.model.non_trainable_variables, state, strict=True)
+        others = self.core.model.non_trainable_variables
+        for place, value in zip(self.core.overwritten, state[len(others) :], strict=True):
+            mean[place] = value
+        new_params, new_optimizer = pure_apply(self.optimizer, optimizer, params, mean, rate)
+        every = zip(others, state[: len(others)], strict=True)
         return new_params, new_optimizer, [value for variable, value in every if not is_seed_state(variable)]
 
 
@@ -268,7 +275,8 @@ class _ReducedGradients(NamedTuple):
     Attributes:
       gradients: Gradient sums over all replicas.
       vector: The summed sidecar.
-      state: The model state that this replica has computed.
+      state: The model state that this replica has computed, and the values of overwritten variables.
+      assigned: Weights that the forward pass assigned, by index; the update starts from them.
       factor: What makes the gradient sums the gradient to apply: their mean, clipped.
       step: Int64 scalar: number of the step.
       lr_multiplier: Float32 scalar that the scheduled learning rate is multiplied by.
@@ -277,6 +285,7 @@ class _ReducedGradients(NamedTuple):
     gradients: Tensors
     vector: tf.Tensor
     state: Tensors
+    assigned: dict[int, tf.Tensor]
     factor: tf.Tensor
     step: tf.Tensor
     lr_multiplier: tf.Tensor

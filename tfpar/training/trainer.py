@@ -47,11 +47,13 @@ class Trainer:
     model, optimizer or metric runs one: give functions and names, or call `tfpar.initialize` before creating any.
 
     Args:
-      model: A function that builds a Keras model (called under the strategy), or a model. A model that was built
-        outside the strategy is rebuilt under it from its configuration and weights.
+      model: A function that builds a Keras model (called under the strategy), or a model, which has the trained weights
+        when `fit` returns or is preempted. On one device it is trained itself; on several a copy is, made from its
+        configuration and weights, and written back.
       optimizer: A Keras optimizer, a name (`"adamw"`), or None for what the options say. An optimizer object keeps its
         own learning rate or schedule unless `schedule` is given.
       loss: A Keras loss, its name, or a function `(y, outputs) -> values [m, ...]`; reduced over examples by weight.
+        A model that overrides `compute_loss` needs none.
       metrics: Keras metrics whose state is a sum, names, or functions; `"accuracy"` is the one that fits the loss.
       config: The whole configuration; `options` override single fields of it.
       runtime: From `tfpar.initialize(config)`; by default the trainer starts one.
@@ -83,8 +85,6 @@ class Trainer:
         runtime = runtime or _deprecated_layout(options)
         config = _with_options(config, options, optimizer)
         spec = OptimizerSpec.of(optimizer, options)
-        if loss is None:
-            raise ConfigError("loss is missing: give a Keras loss, its name, or a function (y, outputs).")
         self.runtime = runtime or initialize(config)
         self.program = Program.build(
             config, self.runtime, model=model, optimizer=spec, loss=loss, metrics=metrics, augmentation=augmentation
@@ -103,7 +103,8 @@ class Trainer:
     ) -> dict[str, Any]:
         """Trains, evaluates, checkpoints and writes the results.
 
-        With a `workdir` that holds a checkpoint, training resumes from it.
+        With a `workdir` that holds a checkpoint, training resumes from it. Layers that were frozen or unfrozen since
+        the last call (`layer.trainable`) are from now on; the optimizer keeps its state for the other weights.
 
         Args:
           train: Training examples.
@@ -126,6 +127,7 @@ class Trainer:
             more use: end it, and start all workers again.
           Preempted: SIGTERM came to a worker; all have saved a checkpoint if they could. A SystemExit with code 85.
         """
+        self._refresh()
         self._check_sources(train, validation)
         check_hooks(hooks)
         check_callbacks(callbacks, synchronous=self.topology.synchronous)
@@ -139,6 +141,7 @@ class Trainer:
             workdir_lock.lock_workdir(workdir),
             contextlib.ExitStack() as closing,
             failure.peer_errors_named(self.topology.cluster),
+            self.program.written_back(),
         ):
             return start_run(
                 self.program, self._evaluator, train, validation, steps, epochs, hooks, callbacks, closing
@@ -161,6 +164,7 @@ class Trainer:
                 "--strategy=parameter_server evaluates while it trains: give fit(validation=...). To evaluate a model "
                 "that is trained, use --strategy=one_device, mirrored or multi_worker."
             )
+        self._refresh()
         return self._evaluator(source)
 
     @property
@@ -185,7 +189,7 @@ class Trainer:
 
     @property
     def model(self) -> keras.Model:
-        """The model that is trained, under the strategy."""
+        """The model that is trained, under the strategy: on one device the one that was given, on several a copy."""
         return self.program.model
 
     @property
@@ -202,6 +206,12 @@ class Trainer:
     def jit_compile(self) -> bool:
         """Whether XLA compiles the step."""
         return self.program.jit_compile
+
+    def _refresh(self) -> None:
+        """Follows layers that were frozen or unfrozen since the last call."""
+        program = self.program.refreshed()
+        if program is not self.program:
+            self.program, self._evaluator = program, Evaluator(program)
 
     def _check_sources(self, train: inputs.Source, validation: inputs.Source | None) -> None:
         for role, source in (("train", train), ("validation", validation)):
