@@ -499,7 +499,7 @@ def test_a_worker_that_keeps_failing_is_left_out(actors: Actors) -> None:
     said = lines_of(result.stdout, "launch")
     assert said[0] == "worker 2 failed with exit code 4; restart 1 of 5"
     assert said[1] == "worker 2 failed with exit code 4; restart 2 of 5"
-    assert said[2] == "going on with 2 workers, without worker 2"
+    assert said[2] == "continuing with 2 workers, without worker 2"
     assert said[3].startswith("2 workers: done in ")
 
 
@@ -510,7 +510,7 @@ def test_the_failing_gpu_is_no_longer_used(actors: Actors) -> None:
     last = [line for line in result.stdout.splitlines() if "CUDA_VISIBLE" in line][-3:]
     assert {tuple(re.findall(r"worker (\d).*=(\d)", line)[0]) for line in last} == {("0", "4"), ("1", "6"), ("2", "7")}
     said = lines_of(result.stdout, "launch")
-    assert said[2] == "going on with 3 workers, without worker 1 (GPU 5); workers 2 to 3 are now workers 1 to 2"
+    assert said[2] == "continuing with 3 workers, without worker 1 (GPU 5); workers 2 to 3 are now workers 1 to 2"
     assert said[3].startswith("3 workers: done in ")
 
 
@@ -531,13 +531,13 @@ def test_what_happens_to_several_is_no_workers_fault(actors: Actors) -> None:
         "worker2=sleep:0.3,exit:4",
     )
     assert result.returncode == 4
-    assert "going on with" not in result.stdout
+    assert "continuing with" not in result.stdout
 
 
 def test_no_fewer_than_min_workers(actors: Actors) -> None:
     result = actors.run("--workers=2 --min_workers=2 --max_restarts=3 --restart_delay=0", "worker1=exit:4")
     assert result.returncode == 4
-    assert "going on with" not in result.stdout
+    assert "continuing with" not in result.stdout
 
 
 def test_delays_double_until_a_start_has_lasted() -> None:
@@ -647,7 +647,7 @@ def four(least: int = 1) -> gpu_slots.Slots:
 def test_the_suspects_slot_is_left_out_with_its_gpu() -> None:
     workers = four()
     assert workers.failed(1, 5.0, alone=True) == ""
-    assert workers.failed(1, 5.0, alone=True).startswith("going on with 3 workers, without worker 1 (GPU 1)")
+    assert workers.failed(1, 5.0, alone=True).startswith("continuing with 3 workers, without worker 1 (GPU 1)")
     assert (workers.gpus, workers.workers, workers.left_out) == (["0", "2", "3"], 3, 1)
     assert workers.failed(1, 5.0, alone=True) == ""  # another slot by now
     assert workers.failed(1, 5.0, alone=True).endswith("without worker 1 (GPU 2); worker 2 is now worker 1")
@@ -673,5 +673,5 @@ def test_left_out_without_gpus() -> None:
     workers = gpu_slots.Slots(2, [], least=1)
     assert workers.gpus == []
     said = [workers.failed(1, 5.0, alone=True) for _ in range(2)]
-    assert said == ["", "going on with 1 worker, without worker 1"]
+    assert said == ["", "continuing with 1 worker, without worker 1"]
     assert (workers.gpus, workers.workers) == ([], 1)

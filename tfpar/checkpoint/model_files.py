@@ -1,4 +1,4 @@
-"""Models and the sources they read: does one fit the other."""
+"""`.keras` files, and whether their models fit a source of examples."""
 
 from __future__ import annotations
 
@@ -12,11 +12,21 @@ from tfpar.checkpoint import checkpointer
 from tfpar.config import CUSTOM, ConfigError, ExperimentConfig
 
 import keras
+import tensorflow as tf
 
 
 def task_spec(source: inputs.Source) -> models.TaskSpec:
-    """What a model has to take and give for the examples of a source."""
+    """The input shape and number of classes that a model needs for the examples of a source.
+
+    Raises:
+      ConfigError: The source has several inputs or labels, or none, which no model of `--model` takes.
+    """
     info = source.info
+    if tf.nest.is_nested(info.input_spec) or tf.nest.is_nested(info.label_spec):
+        raise ConfigError(
+            f"--dataset={info.name}: the models of --model take one input and one label per example, but this source "
+            "has several, or no label. Pass your own model to tfpar.Trainer."
+        )
     return models.TaskSpec(
         task=info.task,
         input_shape=tuple(info.input_spec.shape),

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from: the newest that every worker finds whole."""
+"""The choice of the checkpoint to resume from: the newest that is intact on every worker."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tfpar.config import ConfigError
 _log = logging.getLogger(__name__)
 
 _NONE = -1
-# A network file system may show a worker names that are some seconds old, such as those of before a crash.
+# A network file system may show a worker a directory listing that is some seconds old, from before a crash.
 _LOOKS = 10
 _SECONDS_BETWEEN_LOOKS = 1.0
 
 
 def newest(checkpointer: Checkpointer, agreement: WorkerAgreement | None = None) -> Checkpoint | None:
-    """The newest checkpoint that passes its checksums, on all workers; those after it, if any, are set aside.
+    """The newest checkpoint that passes its checksums on all workers; later ones are set aside.
 
     All workers call it together. Damage is reported by the worker that finds it, and by worker 0.
 
@@ -43,12 +43,14 @@ def newest(checkpointer: Checkpointer, agreement: WorkerAgreement | None = None)
         agreed = min(held)
         if agreed == _NONE:
             raise ConfigError(
-                f"every checkpoint in {checkpointer.directory} is damaged (steps {', '.join(map(str, steps))}). Bring "
-                "one back from a backup; or move the directory away, or give another --workdir, to start afresh."
+                f"every checkpoint in {checkpointer.directory} is damaged (steps {', '.join(map(str, steps))}). "
+                "Restore one from a backup; or start afresh: move the directory away, or give another --workdir."
             )
         if len(set(held)) == 1:
             break
-        if mine < max(held) and checkpointer.worker != 0:  # worker 0 has said so; the others are silent otherwise
+        if (
+            mine < max(held) and checkpointer.worker != 0
+        ):  # worker 0 has logged its own; the others are silent otherwise
             for step in sorted(step for step in checkpointer.damaged if step > mine):
                 _log.warning("checkpoint of step %d is damaged here (%s)", step, checkpointer.damaged[step])
         if mine == max(held):
@@ -69,7 +71,7 @@ def _steps_all_see(checkpointer: Checkpointer, agreement: WorkerAgreement | None
     for look in range(_LOOKS):
         if look:
             time.sleep(_SECONDS_BETWEEN_LOOKS)
-        # The first exchange also makes sure that worker 0 has finished tidying up.
+        # The first exchange also waits until worker 0 has finished cleaning up.
         agreement.all_equal([look])
         steps = checkpointer.steps()
         if agreement.all_equal(list(steps)):

@@ -1,4 +1,4 @@
-"""Between the variables of a run and the arrays of a checkpoint."""
+"""Conversion between the variables of a run and the arrays of a checkpoint."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def checked(run: Mapping[str, Any], *, synchronous: bool) -> Mapping[str, Any]:
     if isinstance(run.get("loss_scale"), dict) is not synchronous and "variables" in run:
         was, now = ("an asynchronous", "a synchronous") if synchronous else ("a synchronous", "an asynchronous")
         raise ConfigError(
-            f"--strategy: the checkpoint is of {was} run, and {now} one counts other steps. Resume with the previous "
-            "--strategy, or start in another --workdir with --warm_start."
+            f"--strategy: the checkpoint is of {was} run, and {now} one counts steps differently. "
+            "Resume with the previous --strategy, or start in another --workdir with --warm_start."
         )
     number = (int, float)
     wanted: dict[str, Any] = {"variables": list, "input": dict, "skipped": int, "best": (*number, type(None))}
@@ -103,8 +103,8 @@ def checked(run: Mapping[str, Any], *, synchronous: bool) -> Mapping[str, Any]:
         wrong = [name for name, (value, kind) in parts.items() if not isinstance(value, kind)]
     if wrong:
         raise ConfigError(
-            f"the checkpoint's manifest has no valid {', '.join(wrong)}: another version or another program wrote it. "
-            "Start in another --workdir; --warm_start takes the weights."
+            f"the checkpoint's manifest has no valid {', '.join(wrong)}: another version or another program "
+            "wrote it. Start in another --workdir; --warm_start takes the weights."
         )
     return run
 
@@ -123,7 +123,7 @@ def check_data(run: Mapping[str, Any], fingerprint: str, config: ExperimentConfi
 
 
 def optimizer_options(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
-    """Options of an optimizer that a program made, as far as JSON holds them; not its name, which Keras counts."""
+    """The options of an optimizer object that JSON can hold, without its name, which Keras numbers."""
     options = {}
     for name, value in optimizer.get_config().items():
         with contextlib.suppress(TypeError, ValueError):
@@ -133,7 +133,7 @@ def optimizer_options(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
 
 
 def check_optimizer(run: Mapping[str, Any], options: Mapping[str, Any], workdir: str) -> None:
-    """Refuses to continue a run with an optimizer object of other options: half of them would be those of before.
+    """Refuses to continue a run with an optimizer object of other options, which would mix saved and new ones.
 
     Args:
       run: The run state of the checkpoint.
@@ -148,7 +148,7 @@ def check_optimizer(run: Mapping[str, Any], options: Mapping[str, Any], workdir:
     if differ:
         shown = ", ".join(f"{name} {saved[name]} -> {options[name]}" for name in differ)
         raise ConfigError(
-            f"optimizer: not the one of the run in {workdir} ({shown}). Go on with the same, or start in "
+            f"optimizer: the run in {workdir} has another one ({shown}). Resume with the same optimizer, or start in "
             "another workdir with warm_start."
         )
 

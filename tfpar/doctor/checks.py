@@ -1,4 +1,4 @@
-"""What `tfpar.doctor` says of TensorFlow, Keras, GPUs and the native operations, from what `tfpar.doctor.probe` saw."""
+"""Checks of TensorFlow, Keras, GPUs and the native operations, from the facts that `tfpar.doctor.probe` collects."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def check_tensorflow(facts: dict[str, Any]) -> Iterator[Check]:
     yield _check_version("tensorflow", facts["tensorflow"])
     yield from _check_keras(facts.get("keras", {"error": error}))
     yield from _check_gpus(facts)
-    wrong = [f"{result['device']} computed wrongly" for result in facts["xla"] if not result["right"]]
+    wrong = [f"{result['device']} computes wrong results" for result in facts["xla"] if not result["right"]]
     if error or wrong or not facts["xla"]:
         problem = ", ".join(wrong) or error or "not tried"
         yield Check("xla", FAIL, problem, "Train with --jit_compile=false; on a GPU, update the driver.")
     else:
         times = ", ".join(f"{result['device']} {result['seconds']:.1f} s" for result in facts["xla"])
-        yield Check("xla", OK, f"compiles and computes rightly ({times})")
+        yield Check("xla", OK, f"compiles and computes correctly ({times})")
     ops = facts.get("ops", {"error": error})
     if "error" in ops:
         fix = "Run `make setup`, which installs and builds it."
@@ -102,7 +102,8 @@ def _check_gpus(facts: dict[str, Any]) -> Iterator[Check]:
             "gpu",
             FAIL,
             f"TensorFlow sees none of {len(installed)}: {'; '.join(installed)}",
-            "pip install 'tensorflow[and-cuda]' brings the CUDA libraries; CUDA_VISIBLE_DEVICES=-1 chooses the CPU.",
+            "Install the CUDA libraries (pip install 'tensorflow[and-cuda]'), or train on the CPU "
+            "(CUDA_VISIBLE_DEVICES=-1).",
         )
     else:
         yield Check(
@@ -117,11 +118,11 @@ def _check_gpus(facts: dict[str, Any]) -> Iterator[Check]:
         yield Check("nccl", OK, "kernels present")
     else:
         status = WARN if len(seen) > 1 else OK
-        yield Check("nccl", status, "no kernels; several GPUs would talk through the CPU")
+        yield Check("nccl", status, "no kernels; several GPUs would communicate through the CPU")
 
 
 def _check_ops_cuda(built: dict[str, Any], facts: dict[str, Any]) -> Check:
-    """Whether the GPU kernels of tfpar_ops can run beside those of this TensorFlow, on these GPUs and their driver.
+    """Whether the GPU kernels of tfpar_ops run with this TensorFlow, on these GPUs and their driver.
 
     Args:
       built: What setup.py noted beside the library: `cuda`, `cuda_capabilities`; empty where there is none.
@@ -134,11 +135,11 @@ def _check_ops_cuda(built: dict[str, Any], facts: dict[str, Any]) -> Check:
         if gpus:
             found = "no GPU kernels: codecs of gradients on GPUs run as plain TensorFlow operations, or on the CPU"
             return Check(name, WARN, found, f"Put {build_again}")
-        return Check(name, OK, "no GPU kernels, and no GPU that would need them")
+        return Check(name, OK, "no GPU kernels; there is no GPU that needs them")
     ours = built["cuda"]
     detail = f"built with CUDA {ours}" + (f", TensorFlow with {theirs}" if theirs else ", TensorFlow without CUDA")
     if not gpus:
-        return Check(name, OK, f"{detail}; no GPU here that would run them")
+        return Check(name, OK, f"{detail}; there is no GPU here to run them")
     capabilities = built.get("cuda_capabilities") or ["0.0"]
     without = [gpu for gpu in gpus if not _has_kernels(_capability(gpu), capabilities)]
     if without:
@@ -154,23 +155,25 @@ def _check_ops_cuda(built: dict[str, Any], facts: dict[str, Any]) -> Check:
     major, drivers = int(ours.split(".")[0]), [int(line.rsplit(",", 1)[-1].split(".")[0]) for line in _nvidia_smi()]
     needed = _OLDEST_DRIVER.get(major)
     if needed and drivers and min(drivers) < needed:
-        found = f"{detail}; its kernels need a driver of {needed} or later, and this one is {min(drivers)}"
+        found = f"{detail}; its kernels need driver {needed} or later, and this machine has {min(drivers)}"
         return Check(name, FAIL, found, f"Update the driver, or build with TensorFlow's CUDA: {build_again}")
     if theirs and major != int(theirs.split(".")[0]) and not (needed and drivers):
-        needs = f"a driver of {needed} or later" if needed else f"a driver for CUDA {major}"
-        found = f"{detail}: another major version, which needs {needs}, whatever TensorFlow's own needs"
-        return Check(name, WARN, found, f"Look at nvidia-smi; or build with TensorFlow's CUDA: {build_again}")
+        needs = f"driver {needed} or later" if needed else f"a driver for CUDA {major}"
+        found = f"{detail}: another major version, which needs {needs}, whatever TensorFlow needs"
+        return Check(
+            name, WARN, found, f"Check the driver with nvidia-smi, or build with TensorFlow's CUDA: {build_again}"
+        )
     return Check(name, OK, detail)
 
 
 def _has_kernels(capability: tuple[int, ...], built: list[str]) -> bool:
-    """Machine code runs on GPUs of its major version from its minor version on, PTX (of the last) on all later ones."""
+    """Machine code runs on GPUs of its major version and no lower minor version; PTX of the last on all later ones."""
     known = sorted(tuple(map(int, number.split("."))) for number in built)
     return capability >= known[-1] or any(own[0] == capability[0] and own <= capability for own in known)
 
 
 def _capability(gpu: dict[str, str]) -> tuple[int, ...]:
-    """Of a GPU as TensorFlow describes it, "(9, 0)"; as high as can be where it does not say."""
+    """The compute capability of a GPU as TensorFlow describes it, "(9, 0)"; the highest possible if it is unknown."""
     found = tuple(int(part) for part in re.findall(r"\d+", gpu.get("compute_capability", "")))
     return found or (999,)
 

@@ -70,7 +70,7 @@ def check_cpu() -> Check:
 
 
 def describe_machine() -> str:
-    """What a measurement was made on and with, and when, in one line; imports TensorFlow into this process."""
+    """Hardware, versions and date of a measurement, in one line; imports TensorFlow into this process."""
     import keras
     import tensorflow as tf
 
@@ -101,7 +101,7 @@ def check_memory() -> Check:
 
 
 def check_data_dir(path: str) -> Check:
-    """Whether data sets can be written where they are kept."""
+    """Whether the directory of the data sets can be written."""
     folder = Path(path or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets").expanduser()
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     try:
@@ -109,17 +109,17 @@ def check_data_dir(path: str) -> Check:
             pass
     except OSError as error:
         return Check(
-            "data_dir", FAIL, f"{folder} cannot be written: {error.strerror}", "Give --data_dir or set TFDS_DATA_DIR."
+            "data_dir", FAIL, f"{folder} cannot be written: {error.strerror}", "Give --data_dir, or set TFDS_DATA_DIR."
         )
     free = shutil.disk_usage(existing).free
-    detail = f"{folder}{'' if existing == folder else ' (will be made)'}, {free / 2**30:.0f} GiB free"
+    detail = f"{folder}{'' if existing == folder else ' (does not exist yet)'}, {free / 2**30:.0f} GiB free"
     if free < 2**30:
-        return Check("data_dir", WARN, detail, "Make room, or set TFDS_DATA_DIR to a larger disk.")
+        return Check("data_dir", WARN, detail, "Free some space, or point TFDS_DATA_DIR at a larger disk.")
     return Check("data_dir", OK, detail)
 
 
 def check_environment() -> Check:
-    """The variables that change what TensorFlow and Keras do."""
+    """The environment variables that change what TensorFlow and Keras do."""
     found = {name: os.environ[name] for name in _SHOWN_VARIABLES if name in os.environ}
     detail = (
         ", ".join(f"{name}={value}" for name, value in found.items()) or "no variable changes TensorFlow's behaviour"
@@ -179,7 +179,7 @@ class Listener:
 
 
 def check_cluster(timeout: float) -> Iterator[Check]:
-    """Who this process is, and whether it reaches its peers within `timeout` seconds."""
+    """The role of this process, and whether it reaches its peers within `timeout` seconds."""
     try:
         info = cluster.detect()
     except ConfigError as error:
@@ -196,23 +196,23 @@ def check_cluster(timeout: float) -> Iterator[Check]:
     peers = cluster.check_reachable(info, timeout)
     listener.close(timeout)
     if listener.error:
-        yield Check("own port", WARN, listener.error, "If no training runs here now, choose another port.")
+        yield Check("own port", WARN, listener.error, "Unless a training runs here now, choose another port.")
     elif info.address:
         yield _check_own_port(info.address.rpartition(":")[2], listener)
     yield from map(_check_peer, peers)
 
 
 def _check_own_port(port: str, listener: Listener) -> Check:
-    """Who can reach TensorFlow's server, which asks nobody who they are."""
+    """Who can reach TensorFlow's server, which has no authentication."""
     if not listener.open_because:
         return Check(
-            "own port", OK, f"TensorFlow binds {port} on all addresses; tfpar lets in only {listener.answers_on}"
+            "own port", OK, f"TensorFlow binds {port} on all addresses; tfpar admits only {listener.answers_on}"
         )
     return Check(
         "own port",
         WARN,
-        f"TensorFlow binds {port} on all addresses, and it stays so: {listener.open_because}",
-        "Name the machine by an address of its own in the cluster's description, or keep strangers off by a firewall.",
+        f"TensorFlow binds {port} on all addresses and tfpar cannot filter them: {listener.open_because}",
+        "Name the machine by an address of its own in the cluster's description, or restrict access with a firewall.",
     )
 
 
@@ -224,8 +224,8 @@ def _check_peer(peer: cluster.Peer) -> Check:
         return Check(
             name,
             WARN,
-            f"{where}: the machine answers, nothing listens on the port",
-            "So it is before training starts. Run the doctor on all machines at the same time to try the ports.",
+            f"{where}: the machine answers, but nothing listens on the port",
+            "Normal before training starts. To test the ports, run the doctor on all machines at the same time.",
         )
     if peer.state == "unknown_host":
         return Check(name, FAIL, f"{where}: {peer.detail}", "Use a name that this machine resolves, or an IP address.")

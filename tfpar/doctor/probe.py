@@ -1,4 +1,4 @@
-"""What only TensorFlow can tell about a machine, looked at from a process of its own.
+"""Facts about a machine that only TensorFlow can tell, collected in a process of its own.
 
 That process may be noisy, hang, or crash - TensorFlow's wheels die of an illegal instruction on a CPU without
 AVX - without harm to `tfpar.doctor`, which starts it.
@@ -21,7 +21,7 @@ _TIMEOUT_S = 120.0
 
 
 def probe() -> None:
-    """Prints one JSON line `[fact, value]` for all that only TensorFlow can tell, as far as it gets."""
+    """Prints one JSON line `[fact, value]` per fact, until the first failure."""
     os.environ["TF_FORCE_GPU_ALLOW_GROWTH"] = "true"  # a training may be using the GPU
 
     def tell(name: str, value: Any) -> None:

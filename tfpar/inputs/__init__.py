@@ -31,7 +31,7 @@ from tfpar.inputs.checks import check_divides
 from tfpar.inputs.pipeline import Pipeline
 from tfpar.inputs.registry import build_source, build_splits, check_kind, kinds, load, register
 from tfpar.inputs.service import check_reachable as check_service
-from tfpar.inputs.source import CLASSIFICATION, LANGUAGE_MODEL, Source, SourceInfo
+from tfpar.inputs.source import CLASSIFICATION, LANGUAGE_MODEL, Source, SourceInfo, Weighted
 from tfpar.inputs.sources.arrays import from_arrays
 
 __all__ = [
@@ -43,6 +43,7 @@ __all__ = [
     "Pipeline",
     "Source",
     "SourceInfo",
+    "Weighted",
     "bad_record_error",
     "build_augmentation",
     "build_source",

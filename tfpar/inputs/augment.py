@@ -22,6 +22,7 @@ from typing import Any
 
 from tfpar.config import ConfigError, unknown_name
 from tfpar.inputs import permutation
+from tfpar.inputs.structures import Structure
 
 import keras
 import tensorflow as tf
@@ -175,19 +176,29 @@ def build(text: str, seed: int = 0) -> keras.Sequential | None:
     return keras.Sequential(layers, name="augment")
 
 
-def check_augmentation(text: str, shape: Sequence[int | None] | None = None) -> None:
+def check_augmentation(text: str, input_spec: Structure | None = None) -> None:
     """Raises the errors of `build` without creating a layer or using TensorFlow.
 
     Args:
       text: The value of `--augment`.
-      shape: Shape of one example; if not None, the augmentation must suit it.
+      input_spec: The spec of one example's inputs (`SourceInfo.input_spec`), or the shape of a single one; if not
+        None, the augmentation must suit it.
 
     Raises:
-      ConfigError: As for `build`; or the examples are not images, or are too small for the amount.
+      ConfigError: As for `build`; or the examples are not images, are several, or are too small for the amount.
     """
     for name, amount in _parse(text):
-        if shape is not None:
-            _check_shape(name, amount, shape)
+        if input_spec is None:
+            continue
+        if isinstance(input_spec, tf.TensorSpec):
+            _check_shape(name, amount, input_spec.shape)
+        elif isinstance(input_spec, tf.TensorShape) or all(isinstance(size, int | None) for size in input_spec):
+            _check_shape(name, amount, input_spec)
+        else:
+            raise ConfigError(
+                f"--augment={name} changes one image per example, but the examples have several inputs. Leave out "
+                "--augment, and put augmentation layers into the model."
+            )
 
 
 def _check_shape(name: str, amount: float, shape: Sequence[int | None]) -> None:

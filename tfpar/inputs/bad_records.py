@@ -21,7 +21,9 @@ from collections.abc import Sequence
 
 from tfpar.config import ConfigError
 from tfpar.config.errors import TrainingError
-from tfpar.inputs.source import Read, Source, SourceInfo, usable_rows
+from tfpar.inputs import structures
+from tfpar.inputs.source import Read, Source, SourceInfo, Weighted, usable_rows
+from tfpar.inputs.structures import Structure
 
 import numpy as np
 import tensorflow as tf
@@ -103,46 +105,64 @@ def diagnose_read_error(source: Source, indices: Sequence[int], reason: BaseExce
     return bad_record_error(source.info, bad_examples[0]) if bad_examples else transient_read_error(source.info, reason)
 
 
-def unusable_rows(info: SourceInfo, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+def unusable_rows(info: SourceInfo, x: Structure, y: Structure) -> np.ndarray:
     """Returns which examples have a label out of range or a value that is not finite: bool [n].
 
     Args:
       info: The description of their source.
-      x: Inputs [n, ...], as stored or as fetched.
-      y: Labels [n, ...].
+      x: Inputs, arrays [n, ...] in the structure of the source, as stored or as fetched.
+      y: Labels, arrays [n, ...], with their sample weights if there are any.
     """
-    unusable = np.zeros(len(x), bool)
-    for values, classes in ((x, 0), (y, info.num_classes)):
-        if np.issubdtype(values.dtype, np.integer):
-            bad = (values < 0) | (values >= classes) if classes else np.zeros(len(values), bool)
-        else:  # bfloat16 is not a subtype of np.floating
-            bad = ~np.isfinite(values.astype(np.float32, copy=False))
-        unusable |= bad.reshape(len(values), -1 if values.size else 0).any(axis=1)
+    unusable = np.zeros(len(structures.first_leaf(x)), bool)
+    for part, classes in ((x, 0), (y, info.num_classes)):
+        for values in tf.nest.flatten(part):
+            bad = _bad_values(values, classes, info.ignore_class)
+            if bad is not None:
+                unusable |= bad.reshape(len(values), -1 if values.size else 0).any(axis=1)
     return unusable
 
 
-def diagnose_values(info: SourceInfo, index: int, x: np.ndarray, y: np.ndarray) -> BadExample:
+def _bad_values(values: np.ndarray, classes: int, ignore_class: int | None) -> np.ndarray | None:
+    """Returns which values are no classes or not finite: bool [...]; None if nothing can be wrong with them."""
+    if structures.is_integer(values.dtype):
+        if not classes:
+            return None
+        outside = (values < 0) | (values >= classes)
+        return outside if ignore_class is None else outside & (values != ignore_class)
+    if values.dtype.kind in "OSUb":  # text and booleans
+        return None
+    if values.dtype != np.float64:  # bfloat16 is not a subtype of np.floating
+        values = values.astype(np.float32, copy=False)
+    return ~np.isfinite(values)
+
+
+def diagnose_values(info: SourceInfo, index: int, x: Structure, y: Structure) -> BadExample:
     """Returns what is wrong with an example that `unusable_rows` reports.
 
     Args:
       info: The description of its source.
       index: Its index in the split.
-      x: Its input, [...].
-      y: Its label, [...].
+      x: Its input, arrays [...] in the structure of the source.
+      y: Its label, with its sample weights if there are any.
 
     Raises:
       ValueError: The example is usable.
     """
-    if np.issubdtype(y.dtype, np.integer) and ((y < 0) | (y >= info.num_classes)).any():
-        out_of_range = y[(y < 0) | (y >= info.num_classes)]
-        label = f"label {out_of_range.flat[0]}"
-        return BadExample(index, file_of(info, index), f"has {label}, but labels must be 0 to {info.num_classes - 1}")
-    for values, what in ((x, "input"), (y, "label")):
-        if not np.issubdtype(values.dtype, np.integer):
-            count = int(np.sum(~np.isfinite(values.astype(np.float32, copy=False))))
-            if count:
-                reason = f"has NaN or infinity in its {what} ({count} of {values.size} values)"
-                return BadExample(index, file_of(info, index), reason)
+    labels = y.y if isinstance(y, Weighted) else y
+    weights = y.sample_weight if isinstance(y, Weighted) else ()
+    for what, part in (("label", labels), ("input", x), ("sample weight", weights)):
+        for path, leaf in structures.named_leaves(part):
+            values = np.asarray(leaf)
+            bad = _bad_values(values, info.num_classes if what == "label" else 0, info.ignore_class)
+            if bad is None or not bad.any():
+                continue
+            which = f"{what} {path!r}" if path else what
+            if structures.is_integer(values.dtype):
+                label = values[bad].flat[0]
+                reason = f"has label {label}, but labels must be 0 to {info.num_classes - 1}"
+            else:
+                reason = f"has NaN or infinity in its {which} ({int(bad.sum())} of {values.size} values)"
+            return BadExample(index, file_of(info, index), reason)
     raise ValueError(f"example {index} is usable")
 
 
@@ -179,7 +199,7 @@ def locate_bad_example(
     for first in range(0, len(remaining), _READ_AT_ONCE):
         chunk = remaining[first : first + _READ_AT_ONCE]
         try:
-            x, y = (part.numpy() for part in fetch(tf.constant(chunk)))
+            x, y = _as_arrays(fetch(tf.constant(chunk)))
             suspects = np.flatnonzero(unusable_rows(source.info, x, y))
         except READ_ERRORS:
             suspects = np.arange(len(chunk))
@@ -192,18 +212,24 @@ def locate_bad_example(
     return bad_examples
 
 
+def _as_arrays(batch: Structure) -> Structure:
+    return tf.nest.map_structure(lambda part: part.numpy(), batch)
+
+
 def _examine(info: SourceInfo, read: Read, index: int) -> BadExample | None:
     try:
-        x, y = (part.numpy()[0] for part in read(tf.constant([index], tf.int64)))
+        x, y = _as_arrays(read(tf.constant([index], tf.int64)))
     except READ_ERRORS as error:
         return BadExample(index, file_of(info, index), f"cannot be read: {error_text(error)}")
-    for what, values, spec in (("input", x, info.input_spec), ("label", y, info.label_spec)):
-        if not spec.shape.is_compatible_with(values.shape):
-            reason = f"has an {what} of shape {values.shape}, but the declared shape is {spec.shape}".replace(
-                "an label", "a label"
-            )
-            return BadExample(index, file_of(info, index), reason)
-    return diagnose_values(info, index, x, y) if unusable_rows(info, x[None], y[None])[0] else None
+    for article, what, part, specs in (("an", "input", x, info.input_spec), ("a", "label", y, info.target_spec)):
+        for values, (path, spec) in zip(tf.nest.flatten(part), structures.named_leaves(specs), strict=True):
+            if not spec.shape.is_compatible_with(values.shape[1:]):
+                which = f"{what} {path!r}" if path else what
+                reason = f"has {article} {which} of shape {values.shape[1:]}, but the declared shape is {spec.shape}"
+                return BadExample(index, file_of(info, index), reason)
+    if not unusable_rows(info, x, y)[0]:
+        return None
+    return diagnose_values(info, index, *tf.nest.map_structure(lambda values: values[0], (x, y)))
 
 
 def error_text(error: BaseException) -> str:
@@ -223,7 +249,7 @@ def error_text(error: BaseException) -> str:
 # Skipping bad examples.
 
 
-def fetch_with_mask(source: Source, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+def fetch_with_mask(source: Source, indices: tf.Tensor) -> tuple[Structure, Structure, tf.Tensor]:
     """Reads a batch of examples and returns a mask of the usable ones; a graph function.
 
     Args:
@@ -231,10 +257,9 @@ def fetch_with_mask(source: Source, indices: tf.Tensor) -> tuple[tf.Tensor, tf.T
       indices: int64 [n].
 
     Returns:
-      x [n, *input_spec.shape] and y [n, *label_spec.shape] as `Source.fetch` returns them, and the mask of usable
-      examples, bool [n]. A usable example of the same batch replaces each bad one, so that it does a model no more
-      harm than padding does (zeros would affect batch statistics, and a loss may not be finite at 0); the values are
-      zeros if the whole batch is bad.
+      x [n, ...] and y [n, ...] as `Source.fetch` returns them, and the mask of usable examples, bool [n]. A usable
+      example of the same batch replaces each bad one, so that it does a model no more harm than padding does (zeros
+      would affect batch statistics, and a loss may not be finite at 0); the values are zeros if the whole batch is bad.
     """
     info = source.info
     if info.storage == "files":
@@ -244,24 +269,27 @@ def fetch_with_mask(source: Source, indices: tf.Tensor) -> tuple[tf.Tensor, tf.T
         if source.usable is None:
             return (*source.cast_and_scale(x, y), tf.ones_like(indices, tf.bool))
         usable = source.usable(indices)
-    x = tf.ensure_shape(x, indices.shape + info.input_spec.shape)
-    y = tf.ensure_shape(y, indices.shape + info.label_spec.shape)
+    x = structures.ensure_rows(x, indices, info.input_spec)
+    y = structures.ensure_rows(y, indices, info.target_spec)
     x, y = source.cast_and_scale(
         *tf.cond(tf.reduce_all(usable), lambda: (x, y), lambda: _replace_unusable(x, y, usable))
     )
-    shapes = (indices.shape + info.input_spec.shape, indices.shape + info.label_spec.shape)
-    return tf.ensure_shape(x, shapes[0]), tf.ensure_shape(y, shapes[1]), usable
+    x = structures.ensure_rows(x, indices, info.input_spec)
+    return x, structures.ensure_rows(y, indices, info.target_spec), usable
 
 
-def _replace_unusable(x: tf.Tensor, y: tf.Tensor, usable: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+def _replace_unusable(x: Structure, y: Structure, usable: tf.Tensor) -> tuple[Structure, Structure]:
     """Replaces the bad examples with the first usable one; with zeros if all are bad."""
     positions = tf.range(tf.size(usable, tf.int64), dtype=tf.int64)
     source = tf.where(usable, positions, tf.argmax(tf.cast(usable, tf.int32)))
     any_usable = tf.reduce_any(usable)
-    return tuple(tf.where(any_usable, tf.gather(part, source), tf.zeros_like(part)) for part in (x, y))
+    x, y = tf.nest.map_structure(
+        lambda part: tf.where(any_usable, tf.gather(part, source), tf.zeros_like(part)), (x, y)
+    )
+    return x, y
 
 
-def read_with_mask(source: Source, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+def read_with_mask(source: Source, indices: tf.Tensor) -> tuple[Structure, Structure, tf.Tensor]:
     """Reads a batch as a whole, or in smaller and smaller parts where that fails; a graph function.
 
     Args:
@@ -273,13 +301,13 @@ def read_with_mask(source: Source, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Te
     """
     info = source.info
 
-    def read(chunk: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    def read(chunk: tf.Tensor) -> tuple[Structure, Structure, tf.Tensor]:
         x, y = source.read(chunk)
-        x = tf.ensure_shape(x, chunk.shape + info.input_spec.shape)
-        y = tf.ensure_shape(y, chunk.shape + info.label_spec.shape)
+        x = structures.ensure_rows(x, chunk, info.input_spec)
+        y = structures.ensure_rows(y, chunk, info.target_spec)
         return x, y, _are_usable(info, x, y)
 
-    def attempt(chunk: tf.Tensor, sizes: Sequence[int]) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    def attempt(chunk: tf.Tensor, sizes: Sequence[int]) -> tuple[Structure, Structure, tf.Tensor]:
         # Data sets, because inside a graph only they can continue after an error. The second one does not start unless
         # the first one yields nothing.
         whole = tf.data.Dataset.from_tensors(chunk).map(read)
@@ -288,13 +316,18 @@ def read_with_mask(source: Source, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Te
             parts = parts.map(lambda part: attempt(part, sizes[1:]), num_parallel_calls=_SLOW_READS)
             fallback = parts.unbatch().batch(tf.shape(chunk, tf.int64)[0])
         else:
-            zeros = [tf.zeros([1, *spec.shape[1:]], spec.dtype) for spec in whole.element_spec]
-            fallback = tf.data.Dataset.from_tensors(tuple(zeros))
+            zeros = tf.nest.map_structure(lambda spec: tf.zeros([1, *spec.shape[1:]], spec.dtype), whole.element_spec)
+            fallback = tf.data.Dataset.from_tensors(zeros)
         return whole.ignore_errors().concatenate(fallback).take(1).get_single_element()
 
     return attempt(indices, _PARTS)
 
 
-def _are_usable(info: SourceInfo, x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+def _are_usable(info: SourceInfo, x: Structure, y: Structure) -> tf.Tensor:
     """The negation of `unusable_rows`, as graph operations."""
-    return usable_rows(x) & usable_rows(y, info.num_classes)
+    usable = tf.ones(tf.shape(structures.first_leaf(x))[:1], tf.bool)
+    for values in tf.nest.flatten(x):
+        usable &= usable_rows(values)
+    for values in tf.nest.flatten(y):
+        usable &= usable_rows(values, info.num_classes, info.ignore_class)
+    return usable

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from tfpar.config import InputConfig
+from tfpar.inputs import structures
 from tfpar.inputs.epoch_order import EpochOrder
 from tfpar.inputs.source import LANGUAGE_MODEL, Source
 
+import tensorflow as tf
+
 _LISTED_WORKERS = 16
+_LISTED_INPUTS = 6
 
 
 def describe(
@@ -54,10 +58,29 @@ def describe(
 
 def _examples(source: Source) -> str:
     info = source.info
-    shape = "x".join(map(str, info.input_spec.shape.as_list())) or "scalar"
-    kind = "tokens" if info.task == LANGUAGE_MODEL else "classes"
+    parts = [f"{path} {_spec(spec)}".strip() for path, spec in structures.named_leaves(info.input_spec)]
+    shown = "; ".join(parts[:_LISTED_INPUTS]) + (
+        f"; and {len(parts) - _LISTED_INPUTS} more" * (len(parts) > _LISTED_INPUTS)
+    )
     files = f" in {len(info.files):,} files" if info.files else ""
-    return f"{info.num_examples:,}{files}, {shape} {info.input_spec.dtype.name}, {info.num_classes:,} {kind}"
+    weights = "" if structures.is_empty(info.weight_spec) else ", with sample weights"
+    return f"{info.num_examples:,}{files}, {shown}, {_labels(source)}{weights}"
+
+
+def _spec(spec: tf.TensorSpec) -> str:
+    return f"{'x'.join(map(str, spec.shape.as_list())) or 'scalar'} {spec.dtype.name}"
+
+
+def _labels(source: Source) -> str:
+    info = source.info
+    if structures.is_empty(info.label_spec):
+        return "no labels"
+    if not structures.is_single(info.label_spec):
+        parts = [f"{path} {_spec(spec)}" for path, spec in structures.named_leaves(info.label_spec)]
+        return f"{len(parts)} labels ({'; '.join(parts[:_LISTED_INPUTS])})"
+    if not info.num_classes:
+        return f"labels {_spec(info.label_spec)}"
+    return f"{info.num_classes:,} {'tokens' if info.task == LANGUAGE_MODEL else 'classes'}"
 
 
 def _workers(order: EpochOrder, source: Source, workers: int, by_file: bool) -> str:

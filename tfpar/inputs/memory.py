@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from tfpar.inputs import bad_records
-from tfpar.inputs.source import Batch, LazyTensors, Source, no_autograph
+from tfpar.inputs.source import Batch, LazyTensors, Source, SourceInfo, no_autograph
+from tfpar.inputs.structures import Structure
 
 import numpy as np
 import tensorflow as tf
@@ -31,11 +33,10 @@ def keep_in_memory(source: Source, stored_bytes: int) -> Source:
     examples = LazyTensors(lambda: _read_all(source))
 
     def read(indices: tf.Tensor) -> Batch:
-        x, y, _ = examples.tensors()
-        return tf.gather(x, indices), tf.gather(y, indices)
+        return gather_packed(info, examples.tensors(), indices)
 
     def usable(indices: tf.Tensor) -> tf.Tensor:
-        return tf.gather(examples.tensors()[2], indices)
+        return tf.gather(examples.tensors()[-1], indices)
 
     return dataclasses.replace(
         source,
@@ -47,6 +48,20 @@ def keep_in_memory(source: Source, stored_bytes: int) -> Source:
         usable=usable if source.skip else None,
         origin=source,
     )
+
+
+def gather_packed(info: SourceInfo, tensors: Sequence[tf.Tensor], indices: tf.Tensor) -> Batch:
+    """Returns examples `(x [n, ...], y [n, ...])` from the flat tensors of all examples.
+
+    Args:
+      info: The description of the examples; gives the structures.
+      tensors: The leaves of the inputs and then of the labels, [examples, ...]; further tensors are not used.
+      indices: int64 [n].
+    """
+    specs = (info.input_spec, info.target_spec)
+    count = len(tf.nest.flatten(specs))
+    x, y = tf.nest.pack_sequence_as(specs, [tf.gather(values, indices) for values in tensors[:count]])
+    return x, y
 
 
 def apply_cache(source: Source, policy: str, stored_bytes: int) -> Source:
@@ -64,15 +79,15 @@ def apply_cache(source: Source, policy: str, stored_bytes: int) -> Source:
     return source
 
 
-def _read_all(source: Source) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Reads all examples as stored, and which are usable: x [n, ...], y [n, ...], bool [n]."""
+def _read_all(source: Source) -> list[np.ndarray]:
+    """Reads all examples as stored: the leaves of x [n, ...] and y [n, ...], and which are usable, bool [n]."""
     info = source.info
 
     @no_autograph
-    def read(indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    def read(indices: tf.Tensor) -> tuple[tf.Tensor, ...]:
         if source.skip:
-            return bad_records.read_with_mask(source, indices)
-        return (*source.read(indices), tf.ones_like(indices, tf.bool))
+            return tuple(tf.nest.flatten(bad_records.read_with_mask(source, indices)))
+        return (*tf.nest.flatten(source.read(indices)), tf.ones_like(indices, tf.bool))
 
     examples = tf.data.Dataset.range(info.num_examples).batch(_READ_AT_ONCE)
     examples = examples.map(read, num_parallel_calls=tf.data.AUTOTUNE)
@@ -88,19 +103,19 @@ def _read_all(source: Source) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     except bad_records.READ_ERRORS as error:
         failed_batch = range(filled, min(filled + _READ_AT_ONCE, info.num_examples))
         raise bad_records.diagnose_read_error(source, failed_batch, error) from None
-    x, y, usable = arrays
     if not source.skip:  # otherwise `read_with_mask` has checked them
+        x, y = tf.nest.pack_sequence_as((info.input_spec, info.target_spec), arrays[:-1])
         check_values(source, x, y)
-    return x, y, usable
+    return arrays
 
 
-def check_values(source: Source, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+def check_values(source: Source, x: Structure, y: Structure) -> np.ndarray:
     """Checks all examples at once for labels out of range and for values that are not finite.
 
     Args:
       source: The description of the examples, and whether to skip bad ones.
-      x: Inputs [n, ...].
-      y: Labels [n, ...].
+      x: Inputs, arrays [n, ...] in the structure of the source.
+      y: Labels, arrays [n, ...], with their sample weights if there are any.
 
     Returns:
       The mask of usable examples, bool [n].
@@ -111,6 +126,7 @@ def check_values(source: Source, x: np.ndarray, y: np.ndarray) -> np.ndarray:
     unusable = bad_records.unusable_rows(source.info, x, y)
     first = int(np.argmax(unusable)) if len(unusable) else 0
     if unusable.any() and not source.skip:
-        bad = bad_records.diagnose_values(source.info, first, x[first], y[first])
+        x_first, y_first = tf.nest.map_structure(lambda values: values[first], (x, y))
+        bad = bad_records.diagnose_values(source.info, first, x_first, y_first)
         raise bad_records.bad_record_error(source.info, bad, others=int(unusable.sum()) - 1)
     return ~unusable

@@ -11,7 +11,7 @@ Shapes: A micro-batches per step, R replicas, m slots of a micro-batch on a repl
 from __future__ import annotations
 
 from tfpar.config import InputConfig
-from tfpar.inputs import bad_records, checks, epoch_order, service
+from tfpar.inputs import bad_records, checks, epoch_order, service, structures
 from tfpar.inputs import describe as report
 from tfpar.inputs.source import Source, no_autograph
 
@@ -119,13 +119,13 @@ class Pipeline:
         )
 
     @property
-    def element_spec(self) -> tuple[tf.TensorSpec, tf.TensorSpec, tf.TensorSpec]:
-        """The specs of x [A, m, ...], y [A, m, ...] and weight float32 [A, m]."""
+    def element_spec(self) -> tuple[structures.Structure, structures.Structure, tf.TensorSpec]:
+        """The specs of x [A, m, ...] and y [A, m, ...], in the structures of the source, and weight float32 [A, m]."""
         info = self.source.info
         rows = tf.TensorShape([self._order.accumulate_steps, self.micro_batch])
         return (
-            tf.TensorSpec(rows + info.input_spec.shape, info.input_spec.dtype),
-            tf.TensorSpec(rows + info.label_spec.shape, info.label_spec.dtype),
+            structures.batch_specs(rows, info.input_spec),
+            structures.batch_specs(rows, info.target_spec),
             tf.TensorSpec(rows, tf.float32),
         )
 
@@ -182,10 +182,10 @@ class Pipeline:
             counted across epochs.
 
         Returns:
-          A dataset of `(x [A, m, ...], y [A, m, ...], weight float32 [A, m])`, static shapes.
-          Weights are 1, or 0 for padding, which repeats examples; also 0 for bad examples if they
-          are skipped. Infinite in training; in evaluation, the rest of one pass, `(steps_per_epoch - start_step) *
-          local_replicas` elements.
+          A dataset of `(x [A, m, ...], y [A, m, ...], weight float32 [A, m])`, static shapes; `x` and `y` have the
+          structures of the source (`SourceInfo.input_spec` and `target_spec`). Weights are 1, or 0 for padding, which
+          repeats examples; also 0 for bad examples if they are skipped. Infinite in training; in evaluation, the rest
+          of one pass, `(steps_per_epoch - start_step) * local_replicas` elements.
 
         Raises:
           ValueError: An argument is out of range.
@@ -211,7 +211,9 @@ class Pipeline:
             elements = elements.prefetch(self._config.prefetch * local)
         return elements.with_options(self._options())
 
-    def batch(self, step: tf.Tensor, replica: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    def batch(
+        self, step: tf.Tensor, replica: tf.Tensor
+    ) -> tuple[structures.Structure, structures.Structure, tf.Tensor]:
         """Returns one element by number, without a dataset: for parameter servers, where the chief assigns the work.
 
         Args:
@@ -256,7 +258,9 @@ class Pipeline:
         return elements
 
     @no_autograph
-    def _fetch(self, indices: tf.Tensor, real: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    def _fetch(
+        self, indices: tf.Tensor, real: tf.Tensor
+    ) -> tuple[structures.Structure, structures.Structure, tf.Tensor]:
         x_spec, y_spec, weight_spec = self.element_spec
         flat = tf.reshape(indices, [weight_spec.shape.num_elements()])
         if self.skips:
@@ -264,7 +268,11 @@ class Pipeline:
             real &= tf.reshape(usable, weight_spec.shape)
         else:
             x, y = self.source.fetch(flat)
-        return tf.reshape(x, x_spec.shape), tf.reshape(y, y_spec.shape), tf.cast(real, tf.float32)
+        x, y = (
+            tf.nest.map_structure(lambda value, spec: tf.reshape(value, spec.shape), values, specs)
+            for values, specs in ((x, x_spec), (y, y_spec))
+        )
+        return x, y, tf.cast(real, tf.float32)
 
     def _parallel_calls(self) -> int | None:
         if self._config.input_threads:
@@ -272,8 +280,8 @@ class Pipeline:
         if self.source.info.storage == "files":
             return tf.data.AUTOTUNE
         # One thread keeps up with copies from memory, and a parallel map's overhead would exceed that of a small copy.
-        spec = self.element_spec[0]
-        return 2 if spec.dtype.size * spec.shape.num_elements() > _PARALLEL_BYTES else None
+        size = sum(spec.dtype.size * spec.shape.num_elements() for spec in tf.nest.flatten(self.element_spec[0]))
+        return 2 if size > _PARALLEL_BYTES else None
 
     def _options(self) -> tf.data.Options:
         options = tf.data.Options()

@@ -15,16 +15,33 @@ import hashlib
 import json
 import threading
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
+
+from tfpar.inputs import structures
+from tfpar.inputs.structures import Structure
 
 import numpy as np
 import tensorflow as tf
 
 CLASSIFICATION = "classification"
 LANGUAGE_MODEL = "language_model"
-Batch = tuple[tf.Tensor, tf.Tensor]
+# Inputs and labels of some examples, each a tensor [n, ...] or a structure of them.
+Batch = tuple[Structure, Structure]
 Read = Callable[[tf.Tensor], Batch]
 Function = TypeVar("Function", bound=Callable)
+
+
+class Weighted(NamedTuple):
+    """Labels with the sample weights that the data carry.
+
+    Attributes:
+      y: The labels, as without weights.
+      sample_weight: Float weights: [n] for one per example, [n, ...] for one per position, or a structure of them like
+        that of the labels.
+    """
+
+    y: Structure
+    sample_weight: Structure
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,10 +53,15 @@ class SourceInfo:
       task: `"classification"` or `"language_model"`.
       split: `"train"` or `"validation"`.
       num_examples: Number of examples, `>= 0`.
-      input_spec: Shape and dtype of one input as `Source.fetch` returns it. Images are float32
-        [height, width, channels] in [0, 1]; text is int32 [sequence_length].
-      label_spec: Shape and dtype of one label: int32 [] or, for text, int32 [sequence_length].
-      num_classes: Labels lie in `[0, num_classes)`. For text, the size of the vocabulary.
+      input_spec: Shape and dtype of one input as `Source.fetch` returns it, or a structure (tuples and dicts) of them.
+        Images are float32 [height, width, channels] in [0, 1]; text is int32 [sequence_length].
+      label_spec: Shape and dtype of one label, or a structure of them; `()` without labels. Classes are int32 [] or,
+        for text, int32 [sequence_length].
+      num_classes: Labels lie in `[0, num_classes)`. For text, the size of the vocabulary. 0: not known, as for several
+        labels; integer labels are then not checked.
+      weight_spec: Shape and dtype of one example's sample weights, or a structure of them; `()` without weights.
+      ignore_class: A label outside `[0, num_classes)` that is allowed, because the loss ignores it.
+      label_range: Smallest and largest label, where they are known at no cost: lone labels in memory.
       class_names: Names of the classes in label order; empty if unknown.
       files: The files that hold the examples, in the order of the examples; empty if the
         examples are not in files.
@@ -53,9 +75,12 @@ class SourceInfo:
     task: str
     split: str
     num_examples: int
-    input_spec: tf.TensorSpec
-    label_spec: tf.TensorSpec
+    input_spec: Structure
+    label_spec: Structure
     num_classes: int
+    weight_spec: Structure = ()
+    ignore_class: int | None = None
+    label_range: tuple[float, float] | None = None
     class_names: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
     records_per_file: tuple[int, ...] = ()
@@ -73,6 +98,13 @@ class SourceInfo:
             )
 
     @property
+    def target_spec(self) -> Structure:
+        """The specs of one example's `y`: `label_spec`, or `Weighted` specs if the data carry sample weights."""
+        if structures.is_empty(self.weight_spec):
+            return self.label_spec
+        return Weighted(self.label_spec, self.weight_spec)
+
+    @property
     def fingerprint(self) -> str:
         """16 hexadecimal digits that differ when the examples' number, shape or files differ.
 
@@ -81,8 +113,12 @@ class SourceInfo:
         be mounted elsewhere. For arrays, the content counts.
         """
         files = [name.replace("\\", "/").rsplit("/", 1)[-1] for name in self.files]
-        parts = [self.task, self.split, self.num_examples, self.num_classes, str(self.input_spec.shape)]
-        text = json.dumps([*parts, files, self.records_per_file, *([self.digest] if self.digest else [])])
+        inputs = structures.describe_specs(self.input_spec)
+        parts = [self.task, self.split, self.num_examples, self.num_classes, inputs]
+        extra: list[object] = [self.digest] if self.digest else []
+        if not (structures.is_single(self.input_spec) and structures.is_single(self.target_spec)):
+            extra.append(structures.describe_specs(self.target_spec))
+        text = json.dumps([*parts, files, self.records_per_file, *extra])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -126,13 +162,15 @@ class Source:
     A new kind of source only has to write `read`. It maps int64 indices [n] to `(x, y)` of shapes
     [n, ...] in the compact dtypes of storage (uint8 for pixels and bytes), in TensorFlow ops (no
     AutoGraph) with static trailing shapes; it may be traced many times and called from several
-    threads. `fetch` converts the result to the dtypes that a model takes. Caches and record files
-    keep the compact form.
+    threads. `x` and `y` have the structures of `info.input_spec` and `info.target_spec`. `fetch`
+    converts the result to the dtypes that a model takes. Caches and record files keep the compact
+    form.
 
     Attributes:
       info: The description.
-      read: int64 [n] -> (x [n, ...], y [n, ...]) as stored.
-      scale: Factor from stored to fetched inputs; 1/255 for pixels. Ignored for integer inputs.
+      read: int64 [n] -> (x [n, ...], y [n, ...]) as stored, or structures of such tensors.
+      scale: Factor from stored to fetched inputs; 1/255 for pixels. Ignored for inputs that are not floating-point. A
+        structure like the inputs has a factor for each.
       portable: Whether `read` may be sent to another process (a tf.data service worker): False
         if it calls Python or reads files by descriptor.
       kept_bytes: Memory of the host that the kept examples take, in bytes; 0 unless they are in memory.
@@ -147,7 +185,7 @@ class Source:
 
     info: SourceInfo
     read: Read
-    scale: float = 1.0
+    scale: Structure = 1.0
     portable: bool = True
     kept_bytes: int = 0
     load: Callable[[], object] = _nothing
@@ -162,7 +200,7 @@ class Source:
           indices: int64 [n], every value in `[0, num_examples)`.
 
         Returns:
-          x [n, *input_spec.shape] and y [n, *label_spec.shape], in the dtypes of the specs.
+          x [n, ...] and y [n, ...] in the structures, shapes and dtypes of `info.input_spec` and `info.target_spec`.
 
         Raises:
           tf.errors.OpError: When run, if an example cannot be read, has a label outside
@@ -171,19 +209,32 @@ class Source:
         """
         x, y = self.read(indices)
         info = self.info
-        x = tf.ensure_shape(x, indices.shape + info.input_spec.shape)
-        y = tf.ensure_shape(y, indices.shape + info.label_spec.shape)
+        x = structures.ensure_rows(x, indices, info.input_spec)
+        y = structures.ensure_rows(y, indices, info.target_spec)
         if info.storage == "files":
-            x, y = _assert_usable(x, "inputs"), _assert_usable(y, "labels", info.num_classes)
+            x = tf.nest.map_structure(lambda values: _assert_usable(values, "inputs"), x)
+            y = tf.nest.map_structure(
+                lambda values: _assert_usable(values, "labels", info.num_classes, info.ignore_class), y
+            )
         return self.cast_and_scale(x, y)
 
-    def cast_and_scale(self, x: tf.Tensor, y: tf.Tensor) -> Batch:
+    def cast_and_scale(self, x: Structure, y: Structure) -> Batch:
         """Converts stored examples `[n, ...]` to the dtypes of the specs, and scales the inputs."""
         info = self.info
-        x, y = tf.cast(x, info.input_spec.dtype), tf.cast(y, info.label_spec.dtype)
-        if info.input_spec.dtype.is_floating and self.scale != 1.0:
-            x = x * tf.constant(self.scale, x.dtype)
+        scale = self.scale
+        if structures.is_single(scale):
+            scale = tf.nest.map_structure(lambda _: self.scale, info.input_spec)
+        x = tf.nest.map_structure(_cast_and_scale, x, info.input_spec, scale)
+        y = tf.nest.map_structure(lambda values, spec: _cast_and_scale(values, spec, 1.0), y, info.target_spec)
         return x, y
+
+
+def _cast_and_scale(values: tf.Tensor, spec: tf.TensorSpec, scale: float) -> tf.Tensor:
+    if spec.dtype != tf.string:
+        values = tf.cast(values, spec.dtype)
+    if spec.dtype.is_floating and scale != 1.0:
+        values = values * tf.constant(scale, values.dtype)
+    return values
 
 
 def decode_bytes(tokens: np.ndarray) -> str:
@@ -220,23 +271,33 @@ def finite_rows(values: tf.Tensor) -> tf.Tensor:
     return tf.cond(tf.math.is_finite(tf.nn.l2_loss(values)), lambda: all_finite, test_every_value)
 
 
-def usable_rows(values: tf.Tensor, num_classes: int = 0) -> tf.Tensor:
-    """Returns which rows of values [n, ...] are usable: finite floats, classes in `[0, num_classes)`; bool [n]."""
+def usable_rows(values: tf.Tensor, num_classes: int = 0, ignore_class: int | None = None) -> tf.Tensor:
+    """Returns which rows of values [n, ...] are usable: finite floats, classes in `[0, num_classes)`; bool [n].
+
+    Args:
+      values: Inputs, labels or weights.
+      num_classes: Integers must be classes below this number; 0 for no limit.
+      ignore_class: An integer that is allowed besides the classes.
+    """
     if values.dtype.is_floating:
         return finite_rows(values)
-    if not num_classes:
+    if not num_classes or not values.dtype.is_integer:
         return tf.ones(tf.shape(values)[:1], tf.bool)
     wide = tf.cast(values, tf.int64)
-    return tf.reduce_all((wide >= 0) & (wide < num_classes), axis=list(range(1, len(values.shape))))
+    allowed = (wide >= 0) & (wide < num_classes)
+    if ignore_class is not None:
+        allowed |= wide == ignore_class
+    return tf.reduce_all(allowed, axis=list(range(1, len(values.shape))))
 
 
-def _assert_usable(values: tf.Tensor, what: str, num_classes: int = 0) -> tf.Tensor:
+def _assert_usable(values: tf.Tensor, what: str, num_classes: int = 0, ignore_class: int | None = None) -> tf.Tensor:
     """Returns the same values; when run, raises an error if `usable_rows` is False for a row."""
-    if values.dtype.is_integer and (
-        not num_classes or (values.dtype.is_unsigned and values.dtype.max < num_classes)
+    dtype = values.dtype
+    if not dtype.is_floating and (
+        not num_classes or not dtype.is_integer or (dtype.is_unsigned and dtype.max < num_classes)
     ):  # nothing can be wrong
         return values
-    message = f"{what} are not finite" if values.dtype.is_floating else f"{what} outside [0, {num_classes})"
-    check = tf.debugging.Assert(tf.reduce_all(usable_rows(values, num_classes)), [message])
+    message = f"{what} are not finite" if dtype.is_floating else f"{what} outside [0, {num_classes})"
+    check = tf.debugging.Assert(tf.reduce_all(usable_rows(values, num_classes, ignore_class)), [message])
     with tf.control_dependencies([check] if check is not None else []):
         return tf.identity(values)

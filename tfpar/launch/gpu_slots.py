@@ -1,4 +1,4 @@
-"""Where the workers of a local cluster run, and which of these places is left out once it keeps failing.
+"""The slots that the workers of a local cluster run in; a slot that keeps failing is left out.
 
 A slot is a worker's share of the GPUs. Workers are numbered anew when one is left out, for TensorFlow wants them
 numbered without a gap; their slots stay what they were, so that it is the failing GPU which is no longer used.
@@ -10,8 +10,8 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 
-NO_GPU = "-1"  # the CUDA_VISIBLE_DEVICES that hides all
-TRUSTED_S = 600.0  # a start that ran so long has shown that every slot works
+NO_GPU = "-1"  # the value of CUDA_VISIBLE_DEVICES that hides all GPUs
+TRUSTED_S = 600.0  # a start that ran this long has shown that every slot works
 
 
 class Slots:
@@ -31,21 +31,21 @@ class Slots:
 
     @property
     def workers(self) -> int:
-        """How many are left."""
+        """Number of slots in use."""
         return len(self._shares)
 
     @property
     def left_out(self) -> int:
-        """How many are not used any more."""
+        """Number of slots left out."""
         return self._first - self.workers
 
     @property
     def gpus(self) -> list[str]:
-        """CUDA_VISIBLE_DEVICES of each worker that is left; empty where there is no GPU."""
+        """CUDA_VISIBLE_DEVICES of each remaining worker; empty where there is no GPU."""
         return [share for share in self._shares.values() if share]
 
     def failed(self, worker: int, ran: float, *, alone: bool) -> str:
-        """Takes note of a start that failed. The same slot twice in a row is left out, if enough others are left.
+        """Records a failed start. A slot that fails twice in a row is left out if enough others remain.
 
         Args:
           worker: Which worker failed first, as they are numbered now.
@@ -67,7 +67,7 @@ class Slots:
         gpus = self._shares.pop(slot)
         where = f" (GPU {gpus})" if gpus not in ("", NO_GPU) else ""
         left = f"{self.workers} worker{'s' * (self.workers > 1)}"
-        return f"going on with {left}, without worker {worker}{where}{_renumbered(worker, self.workers)}"
+        return f"continuing with {left}, without worker {worker}{where}{_renumbered(worker, self.workers)}"
 
 
 def _renumbered(gone: int, workers: int) -> str:
@@ -91,7 +91,7 @@ def visible_gpus(environ: Mapping[str, str]) -> list[str]:
 
 
 def share_gpus(workers: int, gpus: Sequence[str]) -> list[str]:
-    """CUDA_VISIBLE_DEVICES of each worker: as many GPUs as every one can have; none where there are too few."""
+    """CUDA_VISIBLE_DEVICES of each worker: an equal number of GPUs each; none if there are too few."""
     if not gpus:
         return []
     each = len(gpus) // workers

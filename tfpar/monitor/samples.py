@@ -24,6 +24,8 @@ def write_inputs(monitor: Monitor, source: inputs.Source) -> None:
     count = min(IMAGES, info.num_examples)
     if count == 0:
         return
+    if tf.nest.is_nested(info.input_spec):
+        return  # which of several inputs to show is not known
     x, _, usable = inputs.fetch_with_mask(source, tf.range(count, dtype=tf.int64))
     shown = x.numpy()[usable.numpy()]  # what is wrong with the others is said when they are trained on
     if not len(shown):

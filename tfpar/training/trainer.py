@@ -133,6 +133,7 @@ class Trainer:
         check_callbacks(callbacks, synchronous=self.topology.synchronous)
         augmentation = self.core.augmentation
         if augmentation is not None and not augmentation.built:
+            inputs.check_augmentation(self.config.input.augment, train.info.input_spec)
             augmentation.build((None, *train.info.input_spec.shape))
         workdir = self.config.checkpoint.workdir if self.topology.is_chief else ""
         # `peer_errors_named` acts before anything is closed: a launcher may ask this worker to end meanwhile, and it

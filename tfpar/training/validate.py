@@ -39,6 +39,7 @@ from tfpar.training.duration import total_steps
 from tfpar.training.uneven_batches import train_input
 
 import keras
+import tensorflow as tf
 
 # Why XLA cannot compile such a model on several replicas.
 SYNCHRONISED = "the model synchronises batch statistics between replicas, for which TensorFlow has no XLA kernel"
@@ -147,7 +148,7 @@ def validate_model(
     optimizers.check_arguments(config.optimizer)
     models.check_model(config.model.model, task_spec(train), **config.model.arguments())
     _check_compiles(config, topology)
-    inputs.check_augmentation(config.input.augment, train.info.input_spec.shape)
+    inputs.check_augmentation(config.input.augment, train.info.input_spec)
     if topology.name == "tpu":  # the number of its replicas, and so of the steps, is known once it is initialised
         return
     total = total_steps(config.train, None, None, _steps_per_epoch(config, topology, train))
@@ -264,10 +265,13 @@ def _check_same_shapes(train: inputs.Source, validation: inputs.Source) -> None:
         ("inputs", train.info.input_spec, validation.info.input_spec),
         ("labels", train.info.label_spec, validation.info.label_spec),
     ):
-        if not of_train.shape.is_compatible_with(of_validation.shape):
+        single = not (tf.nest.is_nested(of_train) or tf.nest.is_nested(of_validation))
+        same = of_train.shape.is_compatible_with(of_validation.shape) if single else of_train == of_validation
+        if not same:
+            found, expected = (spec.shape if single else spec for spec in (of_validation, of_train))
             raise ConfigError(
-                f"{validation.info.name}: the validation {what} have shape {of_validation.shape}, the training {what} "
-                f"{of_train.shape}. Give validation examples of the same shape as the training examples."
+                f"{validation.info.name}: the validation {what} have shape {found}, the training {what} "
+                f"{expected}. Give validation examples of the same shape as the training examples."
             )
 
 
@@ -294,17 +298,27 @@ def _check_parameter_server(config: ExperimentConfig, train: inputs.Source) -> N
 
 
 def _check_labels_within_outputs(model: keras.Model, train: inputs.Source, validation: inputs.Source | None) -> None:
-    """Refuses more classes than outputs. On a GPU and under XLA the loss of such a label is NaN: every step that meets
-    one would be skipped."""
+    """Refuses labels that are no positions of outputs. On a GPU and under XLA the loss of such a label is NaN: every
+    step that meets one would be skipped."""
     outputs = getattr(model, "outputs", None)
     count = outputs[0].shape[-1] if outputs and len(outputs) == 1 else None  # None: it is no graph of layers
     for source in filter(None, (train, validation)):
         info = source.info
+        if tf.nest.is_nested(info.label_spec):
+            continue
         if count is not None and info.label_spec.dtype.is_integer and info.num_classes > count:
             raise ConfigError(
                 f"{info.name}: the {info.split} labels lie in [0, {info.num_classes}), but the model "
                 f"{model.name!r} has {count} outputs. Build it with {info.num_classes} outputs, or correct "
                 "num_classes of the data."
+            )
+        low, high = info.label_range or (0, 0)
+        if low < 0 or (count is not None and high >= count):
+            allowed = f"0 to {count - 1}" if count is not None else "0 or more"
+            raise ConfigError(
+                f"{info.name}: the {info.split} labels range from {low:g} to {high:g}, but the loss reads labels as "
+                f"class numbers, which must be {allowed}. Correct the labels, or use a loss for targets, such as "
+                "keras.losses.MeanSquaredError; labels that the loss ignores are named by from_arrays(ignore_class=)."
             )
 
 
