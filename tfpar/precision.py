@@ -55,12 +55,15 @@ def set_policy(config: PrecisionConfig) -> keras.DTypePolicy:
 
     Args:
       config: `precision` becomes Keras' global dtype policy. `tf32` lets NVIDIA GPUs since Ampere
-        round the inputs of float32 matrix products to 10 mantissa bits; other devices ignore it.
+        round the inputs of float32 matrix products to 10 mantissa bits; other devices ignore it. `float32` leaves a
+        program that has called `keras.config.set_floatx("float64")` its float64.
 
     Returns:
       The policy that was set.
     """
     chosen = policy(config.precision)
+    if config.precision == "float32" and keras.config.floatx() == "float64":
+        chosen = keras.DTypePolicy("float64")
     keras.config.set_dtype_policy(chosen)
     tf.config.experimental.enable_tensor_float_32_execution(config.tf32)
     return chosen

@@ -141,6 +141,24 @@ def layer_trainable_variables():
     assert [variable.name for variable in layer._trainable_variables] == ["gamma", "beta"]
 
 
+def own_metrics():
+    layer, model = keras.layers.Layer(), keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    layer.count = keras.metrics.Sum()
+    assert layer._metrics == [layer.count]
+    model.compile("sgd", "mse", metrics=["mae"])
+    model.mean = keras.metrics.Mean()
+    assert model._metrics == [model.mean]
+
+
+def call_has_training_arg():
+    class Without(keras.layers.Layer):
+        def call(self, x):
+            return x
+
+    assert keras.layers.Dropout(0.5)._call_has_training_arg is True
+    assert not Without()._call_has_training_arg
+
+
 def keras_mask():
     model = keras.Sequential([keras.Input((3,), dtype="int32"), keras.layers.Embedding(5, 2, mask_zero=True)])
     assert model(tf.constant([[1, 0, 2]]))._keras_mask is not None
@@ -160,6 +178,31 @@ def same_rank():
 def seed_generator_state():
     state = keras.layers.Dropout(0.5, seed=3).seed_generator.state
     assert (state.name, tuple(state.shape)) == ("seed_generator_state", (2,))
+
+
+def on_two_replicas(function):
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"], cross_device_ops=tf.distribute.ReductionToOneDevice())
+    return float(strategy.experimental_local_results(strategy.run(function))[0])
+
+
+def scale_for_distribution():
+    loss = keras.losses.MeanSquaredError()
+
+    def unscaled():
+        with keras_internals.unscaled_losses():
+            return loss(tf.zeros([2, 1]), tf.ones([2, 1]))
+
+    assert on_two_replicas(lambda: loss(tf.zeros([2, 1]), tf.ones([2, 1]))) == 0.5
+    assert on_two_replicas(unscaled) == 1.0
+
+
+def unscale_for_distribution():
+    def unscaled():
+        with keras_internals.unscaled_losses():
+            return keras_internals.keras_loss.unscale_loss_for_distribution(tf.ones([]))
+
+    assert on_two_replicas(lambda: keras_internals.keras_loss.unscale_loss_for_distribution(tf.ones([]))) == 2.0
+    assert on_two_replicas(unscaled) == 1.0
 
 
 ORDER = ("_backend_apply_gradients", "_clip_gradients", "_apply_weight_decay", "_backend_update_step")
@@ -251,8 +294,12 @@ CANARIES = {
     ("Optimizer", "_distributed_tf_update_step"): distributed_tf_update_step,
     ("Layer", "_flatten_layers"): flatten_layers,
     ("Layer", "_trainable_variables"): layer_trainable_variables,
+    ("Layer", "_metrics"): own_metrics,
+    ("Layer", "_call_has_training_arg"): call_has_training_arg,
     ("tensor", "_keras_mask"): keras_mask,
     ("keras.src.losses.loss", "squeeze_or_expand_to_same_rank"): same_rank,
+    ("keras.src.losses.loss", "scale_loss_for_distribution"): scale_for_distribution,
+    ("keras.src.losses.loss", "unscale_loss_for_distribution"): unscale_for_distribution,
     ("SeedGenerator", "seed_generator_state"): seed_generator_state,
     ("Optimizer", "_backend_apply_gradients"): lambda: in_order("_backend_apply_gradients", 2),
     ("Optimizer", "_clip_gradients"): clip_gradients,

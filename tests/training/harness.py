@@ -5,6 +5,7 @@ from __future__ import annotations
 from tfpar.exchange import Exchange
 from tfpar.precision import LossScale
 from tfpar.training.core import Core
+from tfpar.training.model.support import own_metrics
 from tfpar.training.objective import Goal, SupervisedObjective
 from tfpar.training.step import TrainStep
 
@@ -60,7 +61,7 @@ class Steps:
             objective = SupervisedObjective(self.model, Goal(loss, metrics=list(metrics)))
             shape = self.model.outputs[0].shape[1:]
             objective.bind(*(tf.TensorSpec(each, tf.float32) for each in (self.model.inputs[0].shape[1:], shape)))
-            self.core = Core(self.model, objective)
+            self.core = Core(self.model, objective, model_metrics=own_metrics(self.model), replicas=replicas)
         exchange = Exchange("none")
         exchange.build(self.model.trainable_variables)
         self.step = TrainStep(

@@ -43,6 +43,8 @@ def contribution(count: float, loss: float, seed: int = 0, gradient: float = 1.0
             tf.constant(11 + seed),
         ],
         metrics=[tf.constant(generator.integers(0, 9, variable.shape), tf.float32) for variable in metric_variables()],
+        assigned={},
+        overwritten=[],
     )
 
 

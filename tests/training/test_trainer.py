@@ -110,13 +110,12 @@ def deferred() -> keras.Model:
     return made
 
 
-@pytest.mark.parametrize("replicas", [1, 3])
 @pytest.mark.parametrize("builder", [model, functional, deferred])
-def test_a_model_built_outside_the_strategy_is_rebuilt_under_it_with_its_weights(builder, replicas):
-    outside = builder()
+def test_a_model_built_outside_the_strategy_is_rebuilt_under_it_with_its_weights(builder):
+    outside, replicas = builder(), 3
     generator = np.random.default_rng(5)
     outside.set_weights([generator.normal(size=value.shape) for value in outside.get_weights()])
-    trainer = trainer_of(outside, strategy="mirrored" if replicas > 1 else "one_device", devices=replicas)
+    trainer = trainer_of(outside, strategy="mirrored", devices=replicas)
     assert trainer.model is not outside
     assert type(trainer.model) is type(outside)
     for theirs, ours in zip(outside.weights, trainer.model.weights, strict=True):
@@ -179,10 +178,12 @@ def test_the_runtime_by_its_old_name():
     ],
 )
 def test_models_that_cannot_be_used(builder, message):
+    options = {}
     if message is None:  # a model without a configuration, built outside
         builder, message = builder(), r"cannot be rebuilt under it \(no configuration\).*Trainer\(lambda"
+        options = {"strategy": "mirrored", "devices": 2}
     with pytest.raises(ConfigError, match=message):
-        trainer_of(builder)
+        trainer_of(builder, **options)
 
 
 # Optimizers

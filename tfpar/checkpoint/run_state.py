@@ -57,7 +57,12 @@ def restore(
     ]
     if problems:
         shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
-        raise ConfigError(f"the checkpoint does not fit this model and optimizer: {shown}.")
+        frozen = all(problem.split()[1].startswith("optimizer/") for problem in problems)
+        remedy = (
+            " Were layers frozen or unfrozen since it was written? Then train on in another workdir; "
+            "warm_start=WORKDIR takes the weights."
+        )
+        raise ConfigError(f"the checkpoint does not fit this model and optimizer: {shown}.{remedy if frozen else ''}")
     for name, variable in variables.items():
         variable.assign(arrays[name])
 

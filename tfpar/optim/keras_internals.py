@@ -10,12 +10,15 @@ our own, for optimizers that update in another way than their class; and how suc
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
+from keras.src.losses import loss as keras_loss
 from keras.src.losses.loss import squeeze_or_expand_to_same_rank
 
 KERAS = "3.15"
@@ -50,8 +53,12 @@ INTERNALS = (
     Internal("_distributed_tf_update_step", "Optimizer", "server update", "`update_step` where a variable is placed"),
     Internal("_flatten_layers", "Layer", "models, Trainer", "all layers, also inside wrappers and custom layers"),
     Internal("_trainable_variables", "Layer", "sidecar", "weights made to learn, whatever `trainable` is now"),
+    Internal("_metrics", "Layer", "model's own metrics", "metrics made as attributes, without those of `compile`"),
+    Internal("_call_has_training_arg", "Layer", "calling a model", "how `fit` decides whether to pass `training`"),
     Internal("_keras_mask", "tensor", "objective", "a mask that the model's outputs carry"),
     Internal("squeeze_or_expand_to_same_rank", "keras.src.losses.loss", "objective", "as `compile` aligns labels"),
+    Internal("scale_loss_for_distribution", "keras.src.losses.loss", "calling a model", "divides losses by replicas"),
+    Internal("unscale_loss_for_distribution", "keras.src.losses.loss", "calling a model", "undoes that for metrics"),
     Internal("seed_generator_state", "SeedGenerator", "core, sidecar, step", "name of its state, two integers"),
     # Hooks that a view overrides, in the order in which `Optimizer.apply` calls them
     Internal("_backend_apply_gradients", "Optimizer", "pure update, drop-in", "`apply` after filtering gradients"),
@@ -164,6 +171,16 @@ def mask_of(tensor: Any) -> Any:
     return getattr(tensor, "_keras_mask", None)
 
 
+def metrics_made_in(layer: keras.layers.Layer) -> list[keras.metrics.Metric]:
+    """Metrics that a layer or model has as attributes; those of its sublayers and of `compile` are not among them."""
+    return list(layer._metrics)
+
+
+def takes_training(layer: keras.layers.Layer) -> bool:
+    """Whether the layer's `call` has an argument `training`."""
+    return bool(layer._call_has_training_arg)
+
+
 def is_seed_state(variable: keras.Variable) -> bool:
     """Whether this is the state of a `keras.random.SeedGenerator` (two integers of that name)."""
     return variable.name == "seed_generator_state" and tuple(variable.shape) == (2,)
@@ -172,6 +189,41 @@ def is_seed_state(variable: keras.Variable) -> bool:
 def matching_ranks(y: tf.Tensor, outputs: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """Labels `[m]` and outputs `[m, 1]`, or the other way, with the rank of one another, as in Keras' `compile`."""
     return squeeze_or_expand_to_same_rank(y, outputs)
+
+
+class _Scaling(threading.local):
+    """Whether Keras scales losses in this thread: MirroredStrategy traces every replica in a thread of its own."""
+
+    on = True
+
+
+_scaling = _Scaling()
+
+
+@contextlib.contextmanager
+def unscaled_losses() -> Iterator[None]:
+    """In this context loss objects return means over the batch that they are given, as on one replica.
+
+    Keras 3.15 divides the result of `keras.losses.Loss.__call__` by the number of replicas, because its own step adds
+    up gradients; a function such as `ops.mean` is not divided. The step here weights replicas by their examples.
+    """
+    before, _scaling.on = _scaling.on, False
+    try:
+        yield
+    finally:
+        _scaling.on = before
+
+
+def _where_scaling_is_on(scale: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    @functools.wraps(scale)
+    def scale_or_not(value: Any) -> Any:
+        return scale(value) if _scaling.on else value
+
+    return scale_or_not
+
+
+keras_loss.scale_loss_for_distribution = _where_scaling_is_on(keras_loss.scale_loss_for_distribution)
+keras_loss.unscale_loss_for_distribution = _where_scaling_is_on(keras_loss.unscale_loss_for_distribution)
 
 
 def set_untracked(optimizer: keras.optimizers.Optimizer, **attributes: Any) -> None:

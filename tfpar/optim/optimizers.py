@@ -175,6 +175,29 @@ def recreate(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimize
     return copy
 
 
+def recreate_for(
+    optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]
+) -> keras.optimizers.Optimizer:
+    """The same optimizer built for other variables, with the state it has of those that it knows.
+
+    Args:
+      optimizer: A built optimizer; it is not changed.
+      variables: What the new one updates.
+    """
+    copy = recreate(optimizer)
+    copy.build(variables)
+    # Keras 3.15 names a variable of an optimizer by the path of the weight that it belongs to.
+    known = {variable.path: variable for variable in optimizer.variables}
+    for variable in copy.variables:
+        old = known.get(variable.path)
+        if old is not None and old.shape == variable.shape:
+            variable.assign(old.value)
+    for weight, average in zip(variables, ema_variables(copy) or [], strict=False):
+        if average is not None and average.path not in known:  # it is no first step, which would start the average
+            average.assign(weight.value)
+    return copy
+
+
 def ema_variables(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable | None] | None:
     """The variables that hold the moving average of each trainable variable, in order; None without EMA."""
     if not (optimizer.use_ema and optimizer.built):

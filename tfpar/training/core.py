@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tfpar.models import example_weights, uses_synchronized_statistics
 from tfpar.optim.keras_internals import is_seed_state
+from tfpar.training.model.call import CallRecord, call_model, check_agreement, recording
 from tfpar.training.objective import Batch, Objective, Tensors
+from tfpar.training.objective import metrics as additive_metrics
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 
@@ -29,6 +32,9 @@ class LocalSums(NamedTuple):
       gradients: Float32, shaped like the parameters: gradient of `loss`, times the loss scale.
       state: The model's non-trainable variables after the micro-batches.
       metrics: Additive metric state gathered from these examples, a flat list over all metrics.
+      assigned: What the forward passes assigned to trainable variables (`SpectralNormalization` does), by index; the
+        optimizer's update starts from these values. The same on every replica.
+      overwritten: New values of the trainable variables that the optimizer overwrites, see `Core.overwritten`.
     """
 
     loss: tf.Tensor
@@ -36,6 +42,8 @@ class LocalSums(NamedTuple):
     gradients: Tensors
     state: Tensors
     metrics: Tensors
+    assigned: dict[int, tf.Tensor]
+    overwritten: Tensors
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -46,11 +54,16 @@ class Core:
       model: A built Keras model.
       objective: What is minimised; `SupervisedObjective` for a loss on the model's outputs.
       augmentation: Keras layer applied to `x` in training, or None. Its only state is seed generators.
+      model_metrics: Metrics that the model itself updates in its forward pass, see `model.own_metrics`.
+      replicas: Replicas of the strategy. Where there are several, they must agree on the weights that a forward pass
+        assigns.
     """
 
     model: keras.Model
     objective: Objective
     augmentation: keras.layers.Layer | None = None
+    model_metrics: Sequence[keras.metrics.Metric] = ()
+    replicas: int = 1
 
     def loss_and_grads(
         self,
@@ -85,14 +98,23 @@ class Core:
             x, _ = self.augmentation.stateless_call([], seeds, x, training=True)
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(params)
-            with example_weights(weight):
+            with example_weights(weight), recording(tape, self.model_metrics) as record:
                 sums = self.objective(params, state, (x, y, weight), training=True, scales=scales)
-            scaled = sums.loss if loss_scale is None else sums.loss * (loss_scale / _loss_divisor(weight))
-        gradients = tape.gradient(scaled, params, unconnected_gradients=tf.UnconnectedGradients.ZERO)
-        if loss_scale is not None:
-            gradients = [gradient * _loss_divisor(weight) for gradient in map(tf.convert_to_tensor, gradients)]
-        gradients = [tf.cast(tf.convert_to_tensor(gradient), tf.float32) for gradient in gradients]
-        return LocalSums(sums.loss, sums.count, gradients, sums.state, sums.metrics)
+            # Float8 keeps statistics of the gradients as well: of those of a mean, as in `fit`.
+            divided = loss_scale is not None or bool(self.overwritten)
+            scale = 1.0 if loss_scale is None else loss_scale
+            scaled = sums.loss * (scale / _loss_divisor(weight)) if divided else sums.loss
+        if self.replicas > 1:
+            check_agreement(self.model, record, (*tf.nest.flatten(batch), seed), state, sums.state)
+        gradients = _gradients(tape, scaled, params, record)
+        overwritten = [gradients[place] for place in self.overwritten]
+        for place, value in zip(self.overwritten, overwritten, strict=True):
+            gradients[place] = tf.zeros_like(value)
+        if divided:
+            gradients = [gradient * _loss_divisor(weight) for gradient in gradients]
+        gradients = [tf.cast(gradient, tf.float32) for gradient in gradients]
+        metrics = [*sums.metrics, *record.float_sums]
+        return LocalSums(sums.loss, sums.count, gradients, sums.state, metrics, record.assigned, overwritten)
 
     def accumulate(
         self,
@@ -115,24 +137,53 @@ class Core:
         """
         accumulate_steps = batch[2].shape[0]
 
-        def one(index: Any, current: Tensors) -> LocalSums:
+        def one(index: Any, current: Tensors, assigned: Mapping[int, tf.Tensor]) -> LocalSums:
             micro_batch = tf.nest.map_structure(lambda part: part[index], batch)
-            return self.loss_and_grads(params, current, micro_batch, _fold_in(seed, index), loss_scale, scales)
-
-        def add(total: LocalSums, sums: LocalSums) -> LocalSums:
-            added = tf.nest.map_structure(tf.add, total._replace(state=[]), sums._replace(state=[]))
-            return added._replace(state=sums.state)
+            weights = [assigned.get(place, param) for place, param in enumerate(params)]
+            return self.loss_and_grads(weights, current, micro_batch, _fold_in(seed, index), loss_scale, scales)
 
         if accumulate_steps == 1 or uses_synchronized_statistics(self.model):
             # A reduction between replicas inside the forward pass cannot run in a while loop (TensorFlow 2.21,
             # MirroredStrategy's merge_call), so there the micro-batches are laid out one after the other.
-            total = one(0, state)
+            total = one(0, state, {})
             for index in range(1, accumulate_steps):
-                total = add(total, one(index, total.state))
+                total = _add(total, one(index, total.state, total.assigned))
             return total
 
+        assigned: dict[int, tf.Tensor] = {}
+        while True:
+            try:
+                return self._accumulate_in_loop(accumulate_steps, one, params, state, assigned)
+            except _NewlyAssignedError as found:
+                # Known once the body is traced: it is traced again, with these in the loop.
+                assigned = {place: params[place] for place in sorted({*assigned, *found.places})}
+
+    def _accumulate_in_loop(
+        self,
+        accumulate_steps: int,
+        one: Callable[[Any, Tensors, Mapping[int, tf.Tensor]], LocalSums],
+        params: Tensors,
+        state: Tensors,
+        assigned: dict[int, tf.Tensor],
+    ) -> LocalSums:
+        """The sum over the micro-batches, in a while loop.
+
+        Args:
+          accumulate_steps: Micro-batches.
+          one: `(index, state, assigned weights) -> sums` of one of them.
+          params: As for `loss_and_grads`.
+          state: As for `loss_and_grads`.
+          assigned: The weights that the forward pass assigns, with the values that they have before.
+
+        Raises:
+          _NewlyAssignedError: The forward pass assigns others too.
+        """
+
         def body(index: tf.Tensor, total: LocalSums) -> tuple[tf.Tensor, LocalSums]:
-            return index + 1, add(total, one(index, total.state))
+            sums = one(index, total.state, total.assigned)
+            if sums.assigned.keys() - assigned.keys():
+                raise _NewlyAssignedError(sums.assigned)
+            return index + 1, _add(total, sums)
 
         zeros = LocalSums(
             loss=tf.zeros([]),
@@ -140,6 +191,8 @@ class Core:
             gradients=[tf.zeros(param.shape, tf.float32) for param in params],
             state=[tf.convert_to_tensor(value) for value in state],
             metrics=[tf.zeros(variable.shape, tf.float32) for variable in self.metric_variables],
+            assigned=assigned,
+            overwritten=[tf.zeros(params[place].shape, params[place].dtype) for place in self.overwritten],
         )
         _, total = tf.while_loop(
             lambda index, _: index < accumulate_steps, body, (tf.constant(0), zeros), parallel_iterations=1
@@ -154,8 +207,25 @@ class Core:
           state: As for `loss_and_grads`; not changed.
           batch: `(x, y, weight)` with a leading axis of one micro-batch.
         """
-        sums = self.objective(params, state, tf.nest.map_structure(lambda part: part[0], batch), training=False)
-        return LocalSums(sums.loss, sums.count, [], [], sums.metrics)
+        with recording(metrics=self.model_metrics) as record:
+            sums = self.objective(params, state, tf.nest.map_structure(lambda part: part[0], batch), training=False)
+        return LocalSums(sums.loss, sums.count, [], [], [*sums.metrics, *record.float_sums], {}, [])
+
+    @property
+    def overwritten(self) -> list[int]:
+        """Indices of the trainable variables whose gradient is their new value (`Variable.overwrite_with_gradient`).
+
+        They are the scales and maxima of float8 layers (Keras 3.15). No gradient of theirs is exchanged; replicas take
+        the mean of the new values, weighted by examples, and micro-batches their maximum, as Keras does.
+        """
+        variables = enumerate(self.model.trainable_variables)
+        return [place for place, variable in variables if variable.overwrite_with_gradient]
+
+    @property
+    def traveling_variables(self) -> list[keras.Variable]:
+        """What replicas agree on beside gradients: the model's state, and the overwritten variables."""
+        trainable = self.model.trainable_variables
+        return [*self.model.non_trainable_variables, *(trainable[place] for place in self.overwritten)]
 
     def predict(self, params: Tensors, state: Tensors, batch: Batch) -> Any:
         """The model's outputs in inference mode.
@@ -169,7 +239,7 @@ class Core:
           Tensors `[m, ...]` in the structure of the model's outputs; float32 where the model computes in 16 bits.
         """
         x = tf.nest.map_structure(lambda part: part[0], batch[0])
-        outputs, _ = self.model.stateless_call(params, state, x, training=False)
+        outputs = call_model(self.model, params, state, x, training=False).outputs
         half = (tf.float16, tf.bfloat16)
         return tf.nest.map_structure(lambda part: tf.cast(part, tf.float32) if part.dtype in half else part, outputs)
 
@@ -202,11 +272,12 @@ class Core:
     @property
     def metric_variables(self) -> list[keras.Variable]:
         """The state of all metrics, in the order of `LocalSums.metrics`."""
-        return list(self.objective.totals.variables)
+        return [*self.objective.totals.variables, *additive_metrics.variables(self.model_metrics)]
 
     def metric_results(self, sums: Sequence[Any]) -> dict[str, float]:
         """Metric values by name from summed metric state of training, arrays in the order of `metric_variables`."""
-        return self.objective.totals.results(sums)
+        size = len(self.objective.totals.variables)
+        return self.objective.totals.results(sums[:size]) | self._model_metric_results(sums[size:])
 
     def evaluation_results(self, loss: Any, count: Any, sums: Sequence[Any]) -> dict[str, float]:
         """`loss`, `examples` and metrics by name from the sums of an evaluation.
@@ -217,8 +288,56 @@ class Core:
           sums: Sums of `LocalSums.metrics`.
         """
         totals = self.objective.totals
-        results = totals.evaluation(loss, count, sums) if count else {"loss": math.nan} | totals.results(sums)
-        return {"loss": results["loss"], "examples": float(count)} | results
+        own, of_model = sums[: len(totals.variables)], sums[len(totals.variables) :]
+        results = totals.evaluation(loss, count, own) if count else {"loss": math.nan} | totals.results(own)
+        return {"loss": results["loss"], "examples": float(count)} | results | self._model_metric_results(of_model)
+
+    def _model_metric_results(self, sums: Sequence[Any]) -> dict[str, float]:
+        """Values of the model's own metrics; one that the model did not update in these calls has none."""
+        metrics, state = _updated(self.model_metrics, sums)
+        return additive_metrics.results({metric.name: metric for metric in metrics}, state)
+
+
+class _NewlyAssignedError(Exception):
+    """The forward pass assigns trainable variables that the loop over micro-batches does not carry yet."""
+
+    def __init__(self, places: Iterable[int]) -> None:
+        super().__init__()
+        self.places = set(places)
+
+
+def _add(total: LocalSums, sums: LocalSums) -> LocalSums:
+    """Adds a micro-batch. Of the model's state and of weights that it assigns, the last values count."""
+    parts = (each._replace(state=[], assigned={}, overwritten=[]) for each in (total, sums))
+    added = tf.nest.map_structure(tf.add, *parts)
+    overwritten = [*map(tf.maximum, total.overwritten, sums.overwritten)]
+    return added._replace(state=sums.state, assigned={**total.assigned, **sums.assigned}, overwritten=overwritten)
+
+
+def _gradients(tape: tf.GradientTape, loss: tf.Tensor, params: Tensors, record: CallRecord) -> Tensors:
+    """Gradients of `loss`, dense: for a weight that the forward pass assigns the sum over all its values."""
+    leaves = [leaf for _, leaf in record.leaves]
+    found = tape.gradient(loss, [*params, *leaves], unconnected_gradients=tf.UnconnectedGradients.ZERO)
+    gradients = [tf.convert_to_tensor(gradient) for gradient in found]
+    total, of_leaves = gradients[: len(params)], gradients[len(params) :]
+    for (place, _), gradient in zip(record.leaves, of_leaves, strict=True):
+        total[place] += gradient
+    return total
+
+
+def _updated(
+    metrics: Sequence[keras.metrics.Metric], sums: Sequence[Any]
+) -> tuple[list[keras.metrics.Metric], list[Any]]:
+    """The metrics whose state is not zero, and their state."""
+    found: list[keras.metrics.Metric] = []
+    states: list[Any] = []
+    parts = iter(sums)
+    for metric in metrics:
+        state = [next(parts) for _ in metric.variables]
+        if any(np.any(np.asarray(part)) for part in state):
+            found.append(metric)
+            states += state
+    return found, states
 
 
 def _seeded(variables: Sequence[keras.Variable], state: Sequence[Any], seed: tf.Tensor, *, salt: int) -> Tensors:

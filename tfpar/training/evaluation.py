@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -20,6 +21,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+_log = logging.getLogger(__name__)
+
 
 class Evaluator:
     """Evaluates a program on sources, under a synchronous strategy. What it compiles serves every later call.
@@ -33,6 +36,7 @@ class Evaluator:
         self._evaluation: Evaluation | None = None
         self._elements: tuple[inputs.AnySource, inputs.AnyPipeline, Any] | None = None
         self._named_skipped: set[str] = set()  # fingerprints of sources whose skipped examples have been named
+        self._named_distorted: set[str] = set()  # and of sources whose padding has been named
 
     def __call__(self, source: inputs.AnySource) -> dict[str, float]:
         """Loss and metrics over all examples of a source, each counted once; all workers call it together.
@@ -49,6 +53,16 @@ class Evaluator:
         read = functools.partial(pipeline.indices, 0, batches, max(topology.worker, 0))
         with failure.peer_errors_named(topology.cluster), named(source, read):
             results = self._current(program.eval_weights()).run(iter(elements), batches)
+        if pipeline.pads and (distorted := program.core.model_metrics):
+            names = [metric.name for metric in distorted]
+            results = {name: value for name, value in results.items() if name.partition("/")[0] not in names}
+            if source.info.fingerprint not in self._named_distorted:
+                self._named_distorted.add(source.info.fingerprint)
+                _log.warning(
+                    "evaluation on %s leaves out %s, which the model updates itself and padding would distort; a "
+                    "--global_batch_size that divides its %s examples needs no padding",
+                    *(source.info.name, ", ".join(names), source.info.num_examples),
+                )
         total = source.info.num_examples
         already_named = source.info.fingerprint in self._named_skipped
         if results["examples"] < total and topology.is_chief and not already_named:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tfpar.checkpoint import run_state
@@ -54,13 +54,24 @@ class OptimizerSpec:
             recorded.pop("learning_rate", None)
         return recorded
 
-    def build(self, config: ExperimentConfig, strategy: tf.distribute.Strategy) -> keras.optimizers.Optimizer:
-        """The optimizer. Call it in the strategy's scope, where its variables must be created."""
-        if self.instance is None:
-            return optimizers.build(config.optimizer, global_batch_size=config.input.global_batch_size)
-        if keras_internals.strategy_of(self.instance) is strategy:
-            return self.instance
-        return optimizers.recreate(self.instance)
+    def build(self, config: ExperimentConfig, variables: Sequence[keras.Variable]) -> keras.optimizers.Optimizer:
+        """The optimizer, built. Call it in the scope in which the variables were created, as its own must be.
+
+        The given object itself where it was made there too, unless it updates other variables; else one like it.
+
+        Args:
+          config: The experiment.
+          variables: What it updates.
+        """
+        optimizer = self.instance
+        if optimizer is None:
+            optimizer = optimizers.build(config.optimizer, global_batch_size=config.input.global_batch_size)
+        elif keras_internals.strategy_of(optimizer) is not tf.distribute.get_strategy() or (
+            optimizer.built and [*map(id, keras_internals.trainable_variables(optimizer))] != [*map(id, variables)]
+        ):
+            optimizer = optimizers.recreate(optimizer)
+        optimizer.build(variables)
+        return optimizer
 
 
 def _check_has_effect(optimizer: keras.optimizers.Optimizer, options: Mapping[str, Any]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +19,9 @@ from tfpar.optim import keras_internals, optimizers, schedules
 from tfpar.parallel import strategies
 from tfpar.parallel.topology import Topology
 from tfpar.training.core import Core
+from tfpar.training.model.building import Original, build_model, scope_of
+from tfpar.training.model.own_loss import OwnLossObjective, compile_for_own_loss, computes_own_loss
+from tfpar.training.model.support import check_model, own_metrics
 from tfpar.training.objective import Goal, SupervisedObjective
 from tfpar.training.objective.losses import uses_integer_labels
 from tfpar.training.optimizer_spec import OptimizerSpec
@@ -26,6 +31,8 @@ from tfpar.training.validate import SYNCHRONISED
 
 import keras
 import tensorflow as tf
+
+_log = logging.getLogger(__name__)
 
 _CONVOLUTIONAL_SHARE = 0.1
 
@@ -44,6 +51,7 @@ class Program:
       optimizer_options: Options of an optimizer object, which a checkpoint records; empty where a name says all.
       keeps_own_rate: Whether the optimizer keeps its own learning rate, so that no schedule drives it.
       integer_labels: Whether the loss reads labels as positions among the model's outputs.
+      original: The user's model, where a copy of it is trained; else None.
     """
 
     config: ExperimentConfig
@@ -55,6 +63,7 @@ class Program:
     optimizer_options: Mapping[str, Any]
     keeps_own_rate: bool
     integer_labels: bool
+    original: Original | None = None
     # The compiled step, with what its schedule was: at most one.
     _steps: list[tuple[Any, TrainStep]] = dataclasses.field(default_factory=list, repr=False)
 
@@ -74,7 +83,7 @@ class Program:
         Args:
           config: The experiment.
           runtime: The running strategy.
-          model: A Keras model, rebuilt under the strategy where it was built outside; or a function that builds one.
+          model: A Keras model, copied where the strategy needs variables of its own; or a function that builds one.
           optimizer: By name, or an object.
           goal: Losses and metrics. They are assigned to the model's outputs by `bind`.
           augmentation: Applied to inputs in training; by default what `--augment` names.
@@ -84,19 +93,20 @@ class Program:
         """
         strategy = runtime.strategy
         recorded_options = optimizer.recorded_options()  # before anything changes the learning rate
-        with strategy.scope():
+        with scope_of(model, strategy):
             goal.check_names()
-            built = _under_strategy(model, strategy)
-            if not built.trainable_variables:
-                raise ConfigError(
-                    f"the model {built.name!r} has no trainable weights, so there is nothing to train. Set "
-                    "trainable=True on the layers that should learn, or only evaluate it."
-                )
-            keras_optimizer = optimizer.build(config, strategy)
-            keras_optimizer.build(built.trainable_variables)
+            built, original = build_model(model, strategy)
+            check_model(built, synchronous=runtime.topology.synchronous)
+            keras_optimizer = optimizer.build(config, built.trainable_variables)
             if augmentation is None:
                 augmentation = inputs.build_augmentation(config.input.augment, config.train.seed)
-            core = Core(built, SupervisedObjective(built, goal), augmentation)
+            core = Core(
+                built,
+                _objective(built, goal),
+                augmentation,
+                own_metrics(built, goal.metric_names()),
+                strategy.num_replicas_in_sync,
+            )
         _check_precision(config, built)
         program = cls(
             config,
@@ -108,6 +118,7 @@ class Program:
             recorded_options,
             optimizer.keeps_own_rate,
             uses_integer_labels(goal.loss),
+            original,
         )
         program._build_exchange()
         return program
@@ -119,7 +130,7 @@ class Program:
           ConfigError: Losses, metrics, labels and outputs that do not fit.
         """
         objective = self.core.objective
-        if isinstance(objective, SupervisedObjective):
+        if isinstance(objective, SupervisedObjective | OwnLossObjective):
             with self.strategy.scope():
                 objective.bind(source.info.input_spec, source.info.label_spec)
 
@@ -160,8 +171,12 @@ class Program:
         return TextSampler(self.model, jit_compile=self.jit_compile)
 
     def pipeline(self, source: inputs.AnySource, *, training: bool) -> inputs.AnyPipeline:
-        """The input pipeline of a source for this topology."""
-        return inputs.build_pipeline(
+        """The input pipeline of a source for this topology.
+
+        Raises:
+          ConfigError: It has padding, which would count in what the model computes over whole batches.
+        """
+        pipeline = inputs.build_pipeline(
             source,
             train_input(self.config) if training else self.config.input,
             accumulate_steps=self.config.train.accumulate_steps if training else 1,
@@ -170,6 +185,9 @@ class Program:
             seed=self.config.train.seed,
             training=training,
         )
+        if pipeline.pads:
+            self._check_takes_padding(source, training=training)
+        return pipeline
 
     def distribute(self, pipeline: inputs.AnyPipeline, start: int = 0) -> Any:
         """The pipeline's elements on this worker's devices, one per replica, from step `start` on."""
@@ -231,6 +249,33 @@ class Program:
             self._steps[:] = [(key, step)]
         return self._steps[0][1]
 
+    def refreshed(self) -> Program:
+        """The program for the weights that are trainable now: this one, unless layers were frozen or unfrozen since.
+
+        Another one has an optimizer for these weights, with the state that it has for those that were trainable before,
+        as far as they still are, and an exchange without residuals.
+
+        Raises:
+          ConfigError: Nothing is left to train.
+        """
+        if self.original is not None:
+            self.original.take_over_flags()
+        weights, known = self.model.trainable_variables, keras_internals.trainable_variables(self.optimizer)
+        if [*map(id, weights)] == [*map(id, known)]:
+            return self
+        check_model(self.model, synchronous=self.topology.synchronous)
+        with scope_of(self.model, self.strategy):
+            optimizer = optimizers.recreate_for(self.optimizer, weights)
+        program = dataclasses.replace(
+            self, optimizer=optimizer, exchange=Exchange(self.config.exchange.exchange), _steps=[]
+        )
+        program._build_exchange()
+        return program
+
+    def written_back(self) -> contextlib.AbstractContextManager[None]:
+        """Writes the weights into the user's model at the end, where a copy of it is trained."""
+        return contextlib.nullcontext() if self.original is None else self.original.written_back(self.first_copies)
+
     def eval_weights(self) -> list[keras.Variable]:
         """The trainable weights that evaluation and export use: their moving averages where `--ema` keeps them."""
         averages = optimizers.ema_variables(self.optimizer)
@@ -271,6 +316,24 @@ class Program:
         mixes = self.topology.device_type == "GPU" and models.uses_synchronized_statistics(self.model)
         return not self.jit_compile and self.config.train.accumulate_steps == 1 and not mixes
 
+    def _check_takes_padding(self, source: inputs.AnySource, *, training: bool) -> None:
+        """Refuses padding for a model that computes over whole batches, without a word on which examples count."""
+        model, names = self.model, ", ".join(metric.name for metric in self.core.model_metrics)
+        if isinstance(self.core.objective, OwnLossObjective):
+            what = f"model {model.name!r} overrides compute_loss"
+        elif names and training:
+            what = f"model {model.name!r} updates metrics of its own ({names})"
+        else:
+            return
+        batch = self.config.input.global_batch_size
+        remedies = ["--remainder=drop leaves an incomplete last batch out"] if training else []
+        remedies.append(f"choose a --global_batch_size that divides the {source.info.num_examples} examples")
+        raise ConfigError(
+            f"{what}, which sees whole batches and would count padding: {source.info.name} has batches of {batch} with "
+            f"padding (an incomplete last batch, a batch that replicas and micro-batches do not divide, or "
+            f"--on_bad_record=skip). What to do: {'; or '.join(remedies)}."
+        )
+
     def _is_convolutional(self) -> bool:
         """Whether convolutions take a good part of the model's FLOPs, or cannot be told from the rest before it runs.
 
@@ -291,38 +354,25 @@ class Program:
         return ""
 
 
+def _objective(model: keras.Model, goal: Goal) -> SupervisedObjective | OwnLossObjective:
+    """What the model is trained for: its own `compute_loss`, where it overrides that, or a loss of its outputs."""
+    if computes_own_loss(model):
+        compile_for_own_loss(model, goal.loss)
+        return OwnLossObjective(model, goal)
+    return SupervisedObjective(model, goal)
+
+
 def _check_precision(config: ExperimentConfig, model: keras.Model) -> None:
     wanted = precision.policy(config.precision.precision).compute_dtype
     layers = keras_internals.all_layers(model, include_self=False)
     used = {layer.compute_dtype for layer in layers if layer.weights}
+    if used == {"float64"} and wanted == "float32":  # Keras' floatx, or the policies of the layers
+        _log.info(
+            "model %s: weights and layers are float64; loss, gradients and their exchange are float32", model.name
+        )
+        return
     if used and wanted not in used:
         raise ConfigError(
             f"--precision={config.precision.precision}: the model was built to compute in "
             f"{', '.join(sorted(used))}. Pass a function that builds it, or build it after tfpar.initialize(config)."
         )
-
-
-def _under_strategy(model: keras.Model | Callable[[], keras.Model], strategy: tf.distribute.Strategy) -> keras.Model:
-    if not isinstance(model, keras.Model):
-        if not callable(model):
-            raise ConfigError(f"model={model!r} is neither a Keras model nor a function that returns one.")
-        built = model()
-        if not isinstance(built, keras.Model) or not built.built:
-            raise ConfigError(
-                f"model() returned {built!r}; it must return a built Keras model. Give it an Input, or call it on a "
-                "batch (of zeros) before it is returned."
-            )
-        return built
-    if not model.built:
-        raise ConfigError("the model has no weights yet: call it on data or give it an Input, or pass a function.")
-    if not model.variables or strategy.extended.variable_created_in_scope(model.variables[0].value):
-        return model
-    try:
-        rebuilt = type(model).from_config(model.get_config())
-        rebuilt.set_weights(model.get_weights())
-    except (NotImplementedError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"the model was built outside the strategy and cannot be rebuilt under it ({error}). Pass a function that "
-            "builds it: Trainer(lambda: build_model(), ...)."
-        ) from error
-    return rebuilt

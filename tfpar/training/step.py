@@ -51,7 +51,8 @@ class TrainStep:
         seed_path = (step, tf.convert_to_tensor(context.replica_id_in_sync_group))
         params, state = replica.read(model.trainable_variables), replica.read(model.non_trainable_variables)
         scales = self._loss_scales(params, state, batch)
-        gradients, packed, state = self._contribute(params, state, batch, seed_path, loss_scale.scale, scales)
+        contribution = self._contribute(params, state, batch, seed_path, loss_scale.scale, scales)
+        gradients, packed, state, assigned = contribution
         norm, replicas = self._norm(gradients), context.num_replicas_in_sync
         vector = Sidecar.flag(packed, norm * float(replicas) if replicas > 1 else norm)
         early = [gradients[index] for index in self.exchange.first_ready_indices]
@@ -71,7 +72,7 @@ class TrainStep:
             factor = factor * (self._clip_norm / tf.maximum(norm, self._clip_norm))
 
         # 5, 6: the optimizer's update, unless a replica is non-finite or there are no examples; the loss scale.
-        reduced = _ReducedGradients(gradients, vector, state, factor, step, lr_multiplier)
+        reduced = _ReducedGradients(gradients, vector, state, assigned, factor, step, lr_multiplier)
         done = tf.cond(_should_apply(vector), lambda: self._apply(reduced), lambda: tf.identity(factor))
         if self._scale_loss:
             finite = tf.equal(vector[sidecar.NON_FINITE], 0.0)
@@ -117,7 +118,7 @@ class TrainStep:
         self.exchange = exchange
         self.strategy = strategy
         self.sidecar = Sidecar.of(
-            core.model.non_trainable_variables,
+            core.traveling_variables,
             core.metric_variables,
             strategy.num_replicas_in_sync,
             frozen=frozen_weights(core.model),
@@ -252,14 +253,17 @@ class TrainStep:
         seed_path: tuple[tf.Tensor, tf.Tensor],
         scale: tf.Tensor,
         scales: tf.Tensor | None,
-    ) -> tuple[Tensors, tf.Tensor, Tensors]:
-        """This replica's gradient sums, its part of the sidecar, and what the model's new state builds on."""
+    ) -> tuple[Tensors, tf.Tensor, Tensors, dict[int, tf.Tensor]]:
+        """This replica's gradient sums, its part of the sidecar, what the model's new state builds on, and the weights
+        that the forward pass assigned."""
         seed = step_seed(self._seed, *seed_path)
         sums = self.core.accumulate(params, state, batch, seed, scale if self._scale_loss else None, scales)
         gradients = sums.gradients
         if self._scale_loss:  # residuals of the exchange are kept from step to step, and the scale changes
             gradients = [gradient / scale for gradient in gradients]
-        return gradients, self.sidecar.pack(sums, state), self.sidecar.base(state, sums.state)
+        before = [*state, *(params[place] for place in self.core.overwritten)]
+        sums = sums._replace(state=[*sums.state, *sums.overwritten])
+        return gradients, self.sidecar.pack(sums, before), self.sidecar.base(before, sums.state), sums.assigned
 
     def _norm_if_needed(self, gradients: Tensors, is_last: tf.Tensor | None) -> tf.Tensor:
         """The norm where clipping or the report of this step needs it; else zero."""
@@ -284,9 +288,13 @@ class TrainStep:
         """New weights, optimizer state and model state."""
         mean = [gradient * reduced.factor for gradient in reduced.gradients]
         rate = self.learning_rate(reduced.step, reduced.lr_multiplier) if self._schedule is not None else None
-        new_params, new_optimizer = pure_apply(self.optimizer, optimizer, params, mean, rate)
+        params = [reduced.assigned.get(place, param) for place, param in enumerate(params)]
         state = self.sidecar.state(reduced.vector, reduced.state)
-        every = zip(self.core.model.non_trainable_variables, state, strict=True)
+        others = self.core.model.non_trainable_variables
+        for place, value in zip(self.core.overwritten, state[len(others) :], strict=True):
+            mean[place] = value
+        new_params, new_optimizer = pure_apply(self.optimizer, optimizer, params, mean, rate)
+        every = zip(others, state[: len(others)], strict=True)
         return new_params, new_optimizer, [value for variable, value in every if not is_seed_state(variable)]
 
 
@@ -296,7 +304,8 @@ class _ReducedGradients(NamedTuple):
     Attributes:
       gradients: Gradient sums over all replicas.
       vector: The summed sidecar.
-      state: The model state that this replica has computed.
+      state: The model state that this replica has computed, and the values of overwritten variables.
+      assigned: Weights that the forward pass assigned, by index; the update starts from them.
       factor: What makes the gradient sums the gradient to apply: their mean, clipped.
       step: Int64 scalar: number of the step.
       lr_multiplier: Float32 scalar that the scheduled learning rate is multiplied by.
@@ -305,6 +314,7 @@ class _ReducedGradients(NamedTuple):
     gradients: Tensors
     vector: tf.Tensor
     state: Tensors
+    assigned: dict[int, tf.Tensor]
     factor: tf.Tensor
     step: tf.Tensor
     lr_multiplier: tf.Tensor

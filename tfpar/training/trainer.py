@@ -55,13 +55,14 @@ class Trainer:
     model, optimizer or metric runs one: give functions and names, or call `tfpar.initialize` before creating any.
 
     Args:
-      model: A function that builds a Keras model (called under the strategy), or a model. A model that was built
-        outside the strategy is rebuilt under it from its configuration and weights.
+      model: A function that builds a Keras model (called under the strategy), or a model, which has the trained weights
+        when `fit` returns or is preempted. On one device it is trained itself; on several a copy is, made from its
+        configuration and weights, and written back.
       optimizer: A Keras optimizer, a name (`"adamw"`), or None for what the options say. An optimizer object keeps its
         own learning rate or schedule unless `schedule` is given.
       loss: A Keras loss, its name, or a function `(y, outputs) -> values [m, ...]`; for several outputs a list, a dict
         by output name, or a structure like that of the outputs. Reductions and masks count as in Keras. None where the
-        model adds its own loss (`add_loss`).
+        model adds its own loss (`add_loss`) or overrides `compute_loss`.
       metrics: Keras metrics whose state is a sum, names, or functions: a list, or one by output as for `loss`.
         `"accuracy"` is the one that fits the loss, else the labels and outputs.
       config: The whole configuration; `options` override single fields of it.
@@ -126,7 +127,8 @@ class Trainer:
     ) -> FitResult:
         """Trains, evaluates, checkpoints and writes the results.
 
-        With a `workdir` that holds a checkpoint, training resumes from it.
+        With a `workdir` that holds a checkpoint, training resumes from it. Layers that were frozen or unfrozen since
+        the last call (`layer.trainable`) are from now on; the optimizer keeps its state for the other weights.
 
         Args:
           train: Training examples: a source, a `tf.data.Dataset`, arrays, or anything else that
@@ -154,6 +156,7 @@ class Trainer:
             more use: end it, and start all workers again.
           Preempted: SIGTERM came to a worker; all have saved a checkpoint if they could. A SystemExit with code 85.
         """
+        self._refresh()
         counts = self._counts_epochs(steps, epochs)
         train, validation = self._sources((train, y, sample_weight), class_weight, validation, counts=counts)
         check_hooks(hooks)
@@ -169,6 +172,7 @@ class Trainer:
             workdir_lock.lock_workdir(workdir),
             contextlib.ExitStack() as closing,
             failure.peer_errors_named(self.topology.cluster),
+            self.program.written_back(),
         ):
             return start_run(
                 self.program, self._evaluator, train, validation, steps, epochs, hooks, callbacks, closing
@@ -195,6 +199,7 @@ class Trainer:
 
     def _evaluate(self, argument: str, *data: Any) -> dict[str, float]:
         source = _as_source(argument, *data)
+        self._refresh()
         self.program.bind(source)
         return self._evaluator(source)
 
@@ -214,6 +219,7 @@ class Trainer:
           ConfigError: The strategy is `parameter_server`.
         """
         self._check_synchronous("does not predict. To predict")
+        self._refresh()
         return self._predictor(_as_source("predict(source=...)", source))
 
     def _check_synchronous(self, what: str) -> None:
@@ -245,7 +251,7 @@ class Trainer:
 
     @property
     def model(self) -> keras.Model:
-        """The model that is trained, under the strategy."""
+        """The model that is trained, under the strategy: on one device the one that was given, on several a copy."""
         return self.program.model
 
     @property
@@ -262,6 +268,12 @@ class Trainer:
     def jit_compile(self) -> bool:
         """Whether XLA compiles the step."""
         return self.program.jit_compile
+
+    def _refresh(self) -> None:
+        """Follows layers that were frozen or unfrozen since the last call."""
+        program = self.program.refreshed()
+        if program is not self.program:
+            self.program, self._evaluator, self._predictor = program, Evaluator(program), Predictor(program)
 
     def _counts_epochs(self, steps: int | None, epochs: float | None) -> bool:
         """Whether the length of the run is given in epochs, for which the number of examples must be known."""

@@ -16,6 +16,7 @@ from typing import Any
 
 from tfpar import inputs
 from tfpar.checkpoint import run_state
+from tfpar.config import ConfigError
 from tfpar.exchange import Traffic
 from tfpar.guards import bad_examples
 from tfpar.monitor import samples
@@ -115,6 +116,12 @@ class ParameterServerLoop:
         # As a synchronous run of as many replicas seeds its share of the same batch.
         seed = step_seed(program.config.train.seed, number, share)
         sums = self._gradients(params, state, batch, seed)
+        if sums.assigned:
+            names = ", ".join(model.trainable_variables[place].path for place in sums.assigned)
+            raise ConfigError(
+                f"--strategy=parameter_server: the model assigns its trainable weights {names} in its forward pass, "
+                "on which asynchronous workers cannot agree. Use --strategy=multi_worker."
+            )
         count = tf.maximum(program.core.denominator(sums), 1e-30)
         mean = [gradient / count for gradient in sums.gradients]
         norm = norms.l2_norm(mean)

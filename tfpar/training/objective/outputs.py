@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from tfpar.config import ConfigError
 from tfpar.optim import keras_compile, keras_internals
+from tfpar.training.model.call import call_model
 
 import keras
 import numpy as np
@@ -59,7 +60,7 @@ def _traced(model: keras.Model, input_spec: Any, examples: int, names: list[str]
     found: list[Outputs] = []
 
     def call(params: Any, state: Any, x: Any) -> None:
-        outputs, _, losses = model.stateless_call(params, state, x, training=False, return_losses=True)
+        outputs, _, losses = call_model(model, params, state, x, training=False)
         structure = keras.tree.map_structure(lambda part: tf.TensorSpec(part.shape, part.dtype), outputs)
         masked = tuple(keras_internals.mask_of(part) is not None for part in keras.tree.flatten(outputs))
         adds_losses = bool(losses)

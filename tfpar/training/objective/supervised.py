@@ -8,6 +8,7 @@ from typing import Any
 
 from tfpar.config import ConfigError
 from tfpar.inputs import Weighted
+from tfpar.training.model.call import call_model
 from tfpar.training.objective import losses as loss_terms
 from tfpar.training.objective import metrics as additive_metrics
 from tfpar.training.objective.losses import Losses, build_losses
@@ -40,6 +41,11 @@ class Goal:
     metrics: Any = None
     weighted_metrics: Any = None
     loss_weighting: str = "positions"
+
+    def metric_names(self) -> list[str]:
+        """Names of the metric objects among the metrics."""
+        leaves = keras.tree.flatten([self.metrics, self.weighted_metrics])
+        return [leaf.name for leaf in leaves if isinstance(leaf, keras.metrics.Metric)]
 
     def check_names(self) -> None:
         """Refuses losses and metrics that Keras does not know, before there are data.
@@ -124,9 +130,9 @@ class SupervisedObjective:
         """
         x, y, weight = batch
         y, sample_weight = y if isinstance(y, Weighted) else (y, None)
-        outputs, new_state, extra = self.model.stateless_call(params, state, x, training=training, return_losses=True)
+        outputs, new_state, extra = call_model(self.model, params, state, x, training=training)
         labels, flat = keras.tree.flatten(y), keras.tree.flatten(outputs)
-        weights = _weight_of_each(sample_weight, len(labels))
+        weights = weight_of_each(sample_weight, len(labels))
         bound = self._bound[0]
         count = tf.reduce_sum(weight)
         terms = bound.losses.sums(labels, flat, weights, weight)
@@ -204,7 +210,7 @@ def _quotient(total: Any, count: Any) -> float:
     return float(total) / float(count) if count else 0.0
 
 
-def _weight_of_each(sample_weight: Any, labels: int) -> list[Any]:
+def weight_of_each(sample_weight: Any, labels: int) -> list[Any]:
     """The sample weights for each label: one for all, or one each."""
     if sample_weight is None:
         return [None] * labels

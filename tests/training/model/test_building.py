@@ -1,0 +1,209 @@
+"""Whose model is trained: the given one, or a copy that it is kept in step with."""
+
+from __future__ import annotations
+
+import tfpar
+from tests.training.model import keras_steps
+from tfpar import inputs
+from tfpar.config import ConfigError
+from tfpar.process.exit_codes import Preempted
+from tfpar.training.loops.hooks import Hook
+
+import keras
+import numpy as np
+import pytest
+
+layers = keras.layers
+
+
+def source(count: int = 16) -> inputs.Source:
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(count, 4)).astype(np.float32)
+    return inputs.from_arrays(x, x[:, :1])
+
+
+def model() -> keras.Model:
+    return keras.Sequential(
+        [keras.Input((4,)), layers.Dense(3, activation="tanh", name="first"), layers.Dense(1, name="last")]
+    )
+
+
+def trainer(given, replicas: int = 1, optimizer="adam", **options) -> tfpar.Trainer:
+    options = {"global_batch_size": 8, "jit_compile": False, "learning_rate": 0.05, **options}
+    if not isinstance(optimizer, str):
+        del options["learning_rate"]
+    strategy = {"strategy": "mirrored", "devices": replicas} if replicas > 1 else {"strategy": "one_device"}
+    return tfpar.Trainer(given, optimizer, "mse", **strategy, **options)
+
+
+def same(one, other) -> bool:
+    return all(map(np.array_equal, one, other))
+
+
+def test_on_one_device_the_given_model_itself_is_trained(messages):
+    given = model()
+    start = given.get_weights()
+    made = trainer(given)
+    assert made.model is given
+    assert "model sequential: the given model itself is trained" in messages
+    made.fit(source(), steps=2)
+    assert not same(given.get_weights(), start)
+    copy = trainer(lambda: keras.models.clone_model(given), exchange="none")
+    copy.model.set_weights(start)
+    copy.fit(source(), steps=2)
+    assert same(given.get_weights(), copy.model.get_weights())
+
+
+def test_on_several_devices_the_weights_are_written_back(messages):
+    given = model()
+    start = given.get_weights()
+    made = trainer(given, 2)
+    assert made.model is not given
+    assert "model sequential: a copy is trained; fit writes its weights back into the given model" in messages
+    assert same(made.model.get_weights(), start)
+    made.fit(source(), steps=2)
+    assert not same(given.get_weights(), start)
+    assert same(given.get_weights(), made.model.get_weights())
+
+
+def test_a_model_that_a_function_builds_is_under_the_strategy():
+    built = []
+    made = trainer(lambda: built.append(model()) or built[-1], 2)
+    assert made.model is built[0]
+
+
+@pytest.mark.parametrize("error", [Preempted, KeyboardInterrupt, ValueError])
+def test_a_run_that_does_not_finish_leaves_its_weights_too(error):
+    given = model()
+    start = given.get_weights()
+    made = trainer(given, 2)
+
+    def stop(state):
+        if state.step == 2:
+            raise error
+
+    with pytest.raises(error):
+        made.fit(source(), steps=4, hooks=[Hook(1, stop)])
+    assert not same(given.get_weights(), start)
+    assert same(given.get_weights(), made.model.get_weights())
+
+
+# Freezing between two calls of fit
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_layers_are_frozen_and_unfrozen_between_two_fits(replicas):
+    given = model()
+    made = trainer(given, replicas)
+    made.fit(source(), steps=2)
+    frozen, moments = given.get_layer("first").get_weights(), slots(made)
+
+    given.get_layer("first").trainable = False
+    made.fit(source(), steps=2)
+    assert same(given.get_layer("first").get_weights(), frozen)
+    assert len(made.optimizer.variables) == len(moments) - 4  # two moments of kernel and bias
+    assert int(made.optimizer.iterations.numpy()) == 4
+    assert slots(made).keys() < moments.keys()
+    head = given.get_layer("last").get_weights()
+
+    given.get_layer("first").trainable = True
+    given.get_layer("last").trainable = False
+    made.fit(source(), steps=2)
+    assert not same(given.get_layer("first").get_weights(), frozen)
+    assert same(given.get_layer("last").get_weights(), head)
+    assert made.evaluate(source())["examples"] == 16
+
+
+def slots(made: tfpar.Trainer) -> dict[str, np.ndarray]:
+    return {variable.path: np.array(variable.numpy()) for variable in made.optimizer.variables}
+
+
+def test_the_optimizer_keeps_its_state_of_the_other_weights():
+    """As a momentum that goes on: the numbers are Keras' with the same optimizer and the first layer frozen."""
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(16, 4)).astype(np.float32)
+    given, reference = model(), model()
+    reference.set_weights(given.get_weights())
+    data = inputs.from_arrays(x, x[:, :1])
+    made = trainer(given, optimizer=keras.optimizers.SGD(0.05, momentum=0.9), global_batch_size=16)
+    made.fit(data, steps=2)
+    given.get_layer("first").trainable = False
+    made.fit(data, steps=1)
+
+    optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
+    for frozen in (False, False, True):
+        reference.get_layer("first").trainable = not frozen
+        keras_steps.fit(reference, optimizer, "mse", x, x[:, :1], 16)
+    for ours, theirs in zip(given.get_weights(), reference.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_moving_averages_of_unfrozen_weights_start_at_the_weights():
+    given = model()
+    given.get_layer("first").trainable = False
+    made = trainer(given, ema=0.5)
+    made.fit(source(), steps=2)
+    frozen = given.get_layer("first").get_weights()
+    given.get_layer("first").trainable = True
+    made.fit(source(), steps=1)
+    averages = dict(zip([w.path for w in given.trainable_variables], made.program.eval_weights(), strict=True))
+    for before, weight in zip(frozen, given.get_layer("first").weights, strict=True):
+        np.testing.assert_allclose(averages[weight.path].numpy(), (before + weight.numpy()) / 2, rtol=1e-5, atol=1e-7)
+
+
+def test_a_checkpoint_of_other_trainable_weights_is_refused_by_name(tmp_path):
+    given = model()
+    made = trainer(given, workdir=str(tmp_path))
+    made.fit(source(), steps=2)
+    given.get_layer("first").trainable = False
+    with pytest.raises(ConfigError, match=r"optimizer/.*first.*Were layers frozen or unfrozen.*another workdir"):
+        made.fit(source(), steps=4)
+
+
+def test_nothing_left_to_train_is_refused():
+    given = model()
+    made = trainer(given)
+    given.trainable = False
+    with pytest.raises(ConfigError, match="no trainable weights"):
+        made.fit(source(), steps=1)
+
+
+# What is refused by name
+
+
+def test_stateful_layers_are_refused():
+    inputs_ = keras.Input(batch_shape=(8, 4, 2))
+    given = keras.Model(inputs_, layers.Dense(1)(layers.LSTM(3, stateful=True, name="memory")(inputs_)))
+    with pytest.raises(ConfigError, match=r"layers memory of model .* stateful=True.*stateful=False.*Distributed"):
+        trainer(given)
+
+
+class OwnStep(keras.Sequential):
+    def train_step(self, data):
+        return {}
+
+
+class OwnFunction(keras.Sequential):
+    def make_train_function(self, force=False):
+        return None
+
+
+class OwnTestStep(keras.Sequential):
+    def test_step(self, data):
+        return {}
+
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        return {}
+
+
+@pytest.mark.parametrize(("kind", "name"), [(OwnStep, "train_step"), (OwnFunction, "make_train_function")])
+def test_an_overridden_training_loop_is_refused(kind, name):
+    given = kind([keras.Input((4,)), layers.Dense(1)])
+    with pytest.raises(ConfigError, match=f"{kind.__name__} overrides {name}.*tfpar.DistributedOptimizer"):
+        trainer(given)
+
+
+def test_an_overridden_evaluation_is_warned_of(messages):
+    trainer(OwnTestStep([keras.Input((4,)), layers.Dense(1)]))
+    for name in ("test_step", "compute_metrics"):
+        assert any(line.startswith("WARNING") and f"OwnTestStep overrides {name}" in line for line in messages)

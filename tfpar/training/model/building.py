@@ -1,0 +1,160 @@
+"""The model under the running strategy: the user's own object where that can be, else a copy that is kept in step."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from tfpar.config import ConfigError
+from tfpar.optim.keras_internals import all_layers
+
+import keras
+import tensorflow as tf
+
+_RUNTIME_ERRORS = (
+    tf.errors.UnavailableError,
+    tf.errors.AbortedError,
+    tf.errors.CancelledError,
+    tf.errors.DeadlineExceededError,
+    tf.errors.InternalError,
+)
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(eq=False)
+class Original:
+    """The user's model, where a strategy needs variables of its own and so trains a copy.
+
+    Attributes:
+      model: The model that the user passed.
+      copy: The model under the strategy.
+    """
+
+    model: keras.Model
+    copy: keras.Model
+    _flags: list[bool] = dataclasses.field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._flags = _trainable_flags(self.model)
+
+    def take_over_flags(self) -> None:
+        """Freezes and unfreezes the copy's layers as the user has done since, on the model that they hold."""
+        flags = _trainable_flags(self.model)
+        layers = zip(all_layers(self.copy), self._flags, flags, strict=True)
+        for layer, before, now in layers:  # outer layers first: setting one sets those inside
+            if now is not before:
+                layer.trainable = now
+        self._flags = flags
+
+    @contextlib.contextmanager
+    def written_back(self, read: Callable[[Sequence[keras.Variable]], Sequence[tf.Tensor]]) -> Iterator[None]:
+        """Gives the user's model the weights that the copy has at the end of the context, however it ends.
+
+        Not after an error of TensorFlow's runtime, such as the loss of a worker: it may not answer any more.
+
+        Args:
+          read: Returns the values of variables of the copy.
+        """
+        try:
+            yield
+        except _RUNTIME_ERRORS:
+            raise
+        except BaseException:
+            self._write_back(read)
+            raise
+        self._write_back(read)
+
+    def _write_back(self, read: Callable[[Sequence[keras.Variable]], Sequence[tf.Tensor]]) -> None:
+        for variable, value in zip(self.model.weights, read(self.copy.weights), strict=True):
+            variable.assign(value)
+
+
+def build_model(
+    model: keras.Model | Callable[[], keras.Model], strategy: tf.distribute.Strategy
+) -> tuple[keras.Model, Original | None]:
+    """The model to train. Call it in `scope_of` this model.
+
+    Args:
+      model: A built Keras model, or a function that returns one.
+      strategy: The running strategy.
+
+    Returns:
+      The model under the strategy, and what to keep in step with it: None where it is the user's own object, or a
+      function has built it.
+
+    Raises:
+      ConfigError: No model, one that is not built, or one that the strategy needs a copy of and that cannot be copied.
+    """
+    if not isinstance(model, keras.Model):
+        return _called(model), None
+    if not model.built:
+        raise ConfigError("the model has no weights yet: call it on data or give it an Input, or pass a function.")
+    if not model.variables or strategy.extended.variable_created_in_scope(model.variables[0].value):
+        return model, None
+    if is_usable_as_it_is(model, strategy):
+        _log.info("model %s: the given model itself is trained", model.name)
+        return model, None
+    _log.info("model %s: a copy is trained; fit writes its weights back into the given model", model.name)
+    return (copy := _copied(model)), Original(model, copy)
+
+
+def scope_of(
+    model: keras.Model | Callable[[], keras.Model], strategy: tf.distribute.Strategy
+) -> contextlib.AbstractContextManager[Any]:
+    """The scope in which a model's optimizer and metrics are made.
+
+    It is the strategy's, but where the given model itself is trained that was built outside: TensorFlow 2.21 then
+    refuses optimizer variables within (`colocate_vars_with`). With one device it makes no difference to anything else.
+    """
+    outside = isinstance(model, keras.Model) and model.variables and is_usable_as_it_is(model, strategy)
+    return contextlib.nullcontext() if outside else strategy.scope()
+
+
+def is_usable_as_it_is(model: keras.Model, strategy: tf.distribute.Strategy) -> bool:
+    """Whether a model was built outside a strategy and has its variables where the strategy's only replica is."""
+    if not isinstance(strategy, tf.distribute.OneDeviceStrategy):
+        return False
+    if model.variables and strategy.extended.variable_created_in_scope(model.variables[0].value):
+        return False
+    device = _device(strategy.extended.worker_devices[0])
+    values = [variable.value for variable in model.variables]
+    return all(not isinstance(value, tf.distribute.DistributedValues) for value in values) and (
+        {_device(value.device) for value in values} == {device}
+    )
+
+
+def _device(name: str) -> tuple[str | None, int | None]:
+    spec = tf.DeviceSpec.from_string(name)
+    return spec.device_type, spec.device_index
+
+
+def _called(function: Callable[[], keras.Model]) -> keras.Model:
+    if not callable(function):
+        raise ConfigError(f"model={function!r} is neither a Keras model nor a function that returns one.")
+    built = function()
+    if not isinstance(built, keras.Model) or not built.built:
+        raise ConfigError(
+            f"model() returned {built!r}; it must return a built Keras model. Give it an Input, or call it on a "
+            "batch (of zeros) before it is returned."
+        )
+    return built
+
+
+def _copied(model: keras.Model) -> keras.Model:
+    try:
+        copy = type(model).from_config(model.get_config())
+        copy.set_weights(model.get_weights())
+    except (NotImplementedError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"the model was built outside the strategy and cannot be rebuilt under it ({error}). Pass a function that "
+            "builds it: Trainer(lambda: build_model(), ...)."
+        ) from error
+    return copy
+
+
+def _trainable_flags(model: keras.Model) -> list[bool]:
+    return [bool(layer.trainable) for layer in all_layers(model)]

@@ -1,0 +1,261 @@
+"""Calls any Keras model as a pure function, with the same results as the call inside `fit`.
+
+`call_model` does what `Layer.stateless_call` (Keras 3.15) leaves out: it enters the model by `__call__`, so that masks,
+dtypes and `training` reach nested layers, it takes a model whose `call` has no `training`, and it keeps track of what
+the forward pass assigns to trainable weights and adds to the model's own metrics.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from tfpar.config import ConfigError
+from tfpar.optim import keras_internals
+
+import keras
+import tensorflow as tf
+
+Tensors = list[tf.Tensor]
+
+
+class ModelCall(NamedTuple):
+    """What a call of a model returns.
+
+    Attributes:
+      outputs: The model's outputs, in its structure.
+      state: Values of `model.non_trainable_variables` after the call.
+      losses: From `add_loss`, activity regularisers and weight regularisers; one value per micro-batch each.
+    """
+
+    outputs: Any
+    state: Tensors
+    losses: Tensors
+
+
+@dataclasses.dataclass(eq=False)
+class CallRecord:
+    """What calls of a model do beside returning outputs. `recording` opens one; it must enclose the calls.
+
+    Attributes:
+      tape: Watches what the forward pass assigns to trainable weights; None where no gradient is taken.
+      metrics: The model's own metrics, whose state the calls add to; see `own_metrics`.
+      leaves: Index of a trainable variable, and a value that the forward pass assigned to it; in order.
+      metric_sums: What the calls added to the state of `metrics`, flat; zeros before any call.
+    """
+
+    tape: tf.GradientTape | None = None
+    metrics: Sequence[keras.metrics.Metric] = ()
+    leaves: list[tuple[int, tf.Tensor]] = dataclasses.field(default_factory=list)
+    metric_sums: Tensors = dataclasses.field(default_factory=list)
+
+    @property
+    def assigned(self) -> dict[int, tf.Tensor]:
+        """The last value that was assigned to each trainable variable, by index; without what was assigned to none."""
+        return dict(sorted(dict(self.leaves).items()))
+
+    @property
+    def float_sums(self) -> Tensors:
+        """`metric_sums` as float32."""
+        return [tf.cast(value, tf.float32) for value in self.metric_sums]
+
+    def add_leaf(self, index: int, value: tf.Tensor) -> tf.Tensor:
+        """Makes an assigned value a leaf of the tape.
+
+        `fit` assigns to a variable, which no gradient passes, and takes the gradient with respect to the variable: it
+        is the sum over all values that the variable has had.
+        """
+        if self.tape is None:
+            return value
+        leaf = tf.stop_gradient(value)
+        self.tape.watch(leaf)
+        self.leaves.append((index, leaf))
+        return leaf
+
+
+class _Records(threading.local):
+    """Open records of this thread, innermost last: MirroredStrategy traces every replica in a thread of its own."""
+
+    def __init__(self) -> None:
+        self.open: list[CallRecord] = []
+
+
+_records = _Records()
+
+
+@contextlib.contextmanager
+def recording(
+    tape: tf.GradientTape | None = None, metrics: Sequence[keras.metrics.Metric] = ()
+) -> Iterator[CallRecord]:
+    """Records what `call_model` does in this context; see `CallRecord`."""
+    record = CallRecord(tape, metrics)
+    record.metric_sums = [tf.zeros(variable.shape, variable.dtype) for variable in _state_of(metrics)]
+    _records.open.append(record)
+    try:
+        yield record
+    finally:
+        _records.open.pop()
+
+
+def call_model(model: keras.Model, params: Tensors, state: Tensors, x: Any, *, training: bool) -> ModelCall:
+    """Calls a model on tensors, as `fit` and `evaluate` call it; no variable is read or assigned.
+
+    Args:
+      model: A built Keras model.
+      params: Values of `model.trainable_variables`.
+      state: Values of `model.non_trainable_variables`.
+      x: Inputs of one micro-batch, in the structure that the model takes.
+      training: Whether the model runs in training mode.
+
+    Raises:
+      ConfigError: A variable is assigned inside a loop or branch of the model.
+    """
+    call, _ = call_and_then(model, params, state, x, lambda outputs: None, training=training)
+    return call
+
+
+def call_and_then(
+    model: keras.Model,
+    params: Tensors,
+    state: Tensors,
+    x: Any,
+    follow: Callable[[Any], Any],
+    *,
+    training: bool,
+) -> tuple[ModelCall, Any]:
+    """`call_model`, and a function of the outputs that sees the same values of the model's variables.
+
+    Args:
+      model: As for `call_model`.
+      params: As for `call_model`.
+      state: As for `call_model`.
+      x: As for `call_model`.
+      follow: `(outputs) -> result`, such as the model's own `compute_loss`.
+      training: As for `call_model`.
+
+    Returns:
+      The call, with the state after `follow`, and the result of `follow`.
+
+    Raises:
+      ConfigError: As for `call_model`.
+    """
+    record = _records.open[-1] if _records.open else CallRecord()
+    trainable, others = model.trainable_variables, model.non_trainable_variables
+    sums = _state_of(record.metrics)
+    mapping = [
+        *zip(trainable, params, strict=True),
+        *zip(others, state, strict=True),
+        *zip(sums, record.metric_sums or [variable.value for variable in sums], strict=True),
+    ]
+    with _CallScope(mapping, trainable, record) as scope, keras_internals.unscaled_losses():
+        outputs = model(x, training=training) if keras_internals.takes_training(model) else model(x)
+        losses = list(model.losses)
+        result = follow(outputs)
+    record.metric_sums = [_outside(scope, variable, None) for variable in sums]
+    new_state = [_outside(scope, variable, given) for variable, given in zip(others, state, strict=True)]
+    for index, _ in record.leaves:
+        _outside(scope, trainable[index], None)
+    return ModelCall(outputs, new_state, losses), result
+
+
+def check_agreement(
+    model: keras.Model, record: CallRecord, roots: Sequence[tf.Tensor], before: Tensors, after: Tensors
+) -> None:
+    """Refuses a forward pass that assigns to a trainable weight what replicas would not agree on.
+
+    Every replica assigns for itself, so the value may depend on weights, and on state that depends on weights alone.
+
+    Args:
+      model: The model.
+      record: Of its call.
+      roots: What differs between replicas: examples and seed.
+      before: The model's state before the call.
+      after: The model's state after the call.
+
+    Raises:
+      ConfigError: With the weight's name.
+    """
+    if not record.leaves or tf.executing_eagerly():
+        return
+    differing = {tensor.ref() for tensor in roots}
+    while True:
+        found = [old.ref() for old, new in zip(before, after, strict=True) if _depends_on(new, differing)]
+        if differing.issuperset(found):
+            break
+        differing.update(found)
+    for index, leaf in record.leaves:
+        if _depends_on(leaf, differing):
+            raise ConfigError(
+                f"the model assigns its trainable weight {model.trainable_variables[index].path!r} a value that "
+                "depends on the examples, so every replica would get other weights. Train on one device "
+                "(--strategy=one_device), or create it with trainable=False: replicas average such state."
+            )
+
+
+def _depends_on(tensor: tf.Tensor, roots: set[Any]) -> bool:
+    """Whether a tensor is computed from any of `roots`, all in one graph."""
+    seen, left = set(), [tensor]
+    while left:
+        current = left.pop()
+        if current.ref() in roots:
+            return True
+        if current.ref() not in seen:
+            seen.add(current.ref())
+            left += current.op.inputs
+    return False
+
+
+class _CallScope(keras.StatelessScope):
+    """Makes what the forward pass assigns to a trainable weight a leaf of the record's tape."""
+
+    def __init__(
+        self, mapping: list[tuple[keras.Variable, Any]], trainable: Sequence[keras.Variable], record: CallRecord
+    ) -> None:
+        super().__init__(state_mapping=mapping, collect_losses=True)
+        self._index = {id(variable): index for index, variable in enumerate(trainable)}
+        self._record = record
+
+    def add_update(self, update: tuple[keras.Variable, Any]) -> None:
+        variable, value = update
+        index = self._index.get(id(variable))
+        super().add_update((variable, value if index is None else self._record.add_leaf(index, value)))
+
+
+def _outside(scope: keras.StatelessScope, variable: keras.Variable, given: tf.Tensor | None) -> tf.Tensor:
+    """The value of a variable after the call.
+
+    Args:
+      scope: The scope of the call.
+      variable: The variable.
+      given: Its value before; it stays that of a seed, which every step derives anew.
+
+    Raises:
+      ConfigError: It was assigned inside a loop or branch, whose tensors exist there only.
+    """
+    value = scope.get_current_value(variable)
+    if tf.executing_eagerly() or _is_reachable(value):
+        return value
+    if given is not None and keras_internals.is_seed_state(variable):
+        return given
+    raise ConfigError(
+        f"the model assigns its variable {variable.path!r} inside a loop, a branch or a function of its own (tf.cond, "
+        "tf.while_loop, tf.function), from which no value can be handed on. Compute the value there and assign it "
+        "outside, or train the model with its own fit and tfpar.DistributedOptimizer."
+    )
+
+
+def _is_reachable(tensor: Any) -> bool:
+    """Whether a tensor belongs to the graph being built or to one around it."""
+    graph = tf.compat.v1.get_default_graph()
+    while graph is not None:
+        if getattr(tensor, "graph", graph) is graph:
+            return True
+        graph = getattr(graph, "outer_graph", None)
+    return False
+
+
+def _state_of(metrics: Sequence[keras.metrics.Metric]) -> list[keras.Variable]:
+    return [variable for metric in metrics for variable in metric.variables]

@@ -1,0 +1,123 @@
+"""Models that compute their loss themselves, by an overridden `compute_loss`."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+from tfpar.config import ConfigError
+from tfpar.training.model.call import Tensors, call_and_then
+from tfpar.training.model.support import overriding_class
+from tfpar.training.objective import Batch, Goal, ObjectiveSums, Totals
+from tfpar.training.objective import metrics as additive_metrics
+from tfpar.training.objective.metrics import MetricTerm, build_metrics
+from tfpar.training.objective.outputs import outputs_of, with_examples
+from tfpar.training.objective.supervised import weight_of_each
+
+import keras
+import tensorflow as tf
+
+_TRIED_EXAMPLES = 7
+
+
+def computes_own_loss(model: keras.Model) -> bool:
+    """Whether a class outside Keras overrides the model's `compute_loss`."""
+    return bool(overriding_class(model, "compute_loss"))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Bound:
+    """The metrics of a goal, assigned to labels and outputs."""
+
+    metrics: Sequence[MetricTerm]
+    totals: Totals
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class OwnLossObjective:
+    """The loss that `model.compute_loss` returns for a micro-batch, times its number of examples.
+
+    That is exact where every micro-batch has the same number of examples and no padding, of which `compute_loss` knows
+    nothing: `Program.pipeline` refuses other batches. As in `fit`, the method adds `self.losses` itself, or not.
+
+    Attributes:
+      model: A built Keras model that overrides `compute_loss(self, x, y, y_pred, sample_weight, training)`.
+      goal: Its metrics are those of the run; its loss is for Keras' `compute_loss`, which the model's may call.
+    """
+
+    model: keras.Model
+    goal: Goal
+    _bound: list[_Bound] = dataclasses.field(default_factory=list, repr=False)
+
+    def bind(self, input_spec: Any, label_spec: Any) -> None:
+        """Assigns the metrics to the outputs; see `SupervisedObjective.bind`."""
+        if self._bound:
+            return
+        metrics: Sequence[MetricTerm] = ()
+        if keras.tree.flatten([self.goal.metrics, self.goal.weighted_metrics]):
+            outputs = outputs_of(self.model, input_spec, _TRIED_EXAMPLES)
+            y = with_examples(label_spec, _TRIED_EXAMPLES)
+            metrics = build_metrics(
+                self.goal.metrics, self.goal.weighted_metrics, (), outputs.names, y, outputs.structure
+            )
+        by_name = {term.name: term.metric for term in metrics}
+
+        def results(state: Sequence[Any]) -> dict[str, float]:
+            return additive_metrics.results(by_name, state)
+
+        def evaluation(loss: Any, count: Any, state: Sequence[Any]) -> dict[str, float]:
+            return {"loss": float(loss / count), **results(state)}
+
+        variables = additive_metrics.variables([*by_name.values()])
+        self._bound.append(_Bound(metrics, Totals(variables=variables, results=results, evaluation=evaluation)))
+
+    @property
+    def totals(self) -> Totals:
+        """What is added up beside the loss. Only after `bind`."""
+        return self._bound[0].totals
+
+    def __call__(
+        self, params: Tensors, state: Tensors, batch: Batch, *, training: bool, scales: tf.Tensor | None = None
+    ) -> ObjectiveSums:
+        """See `Objective`.
+
+        Raises:
+          ConfigError: `compute_loss` returns no scalar.
+        """
+        del scales  # the loss has one denominator
+        x, y, weight = batch
+        sample_weight = getattr(y, "sample_weight", None)
+        labels = None if isinstance(y, tuple) and not y else y if sample_weight is None else y.y
+        takes_training = "training" in inspect.signature(self.model.compute_loss).parameters
+        options = {"training": training} if takes_training else {}
+
+        def own_loss(outputs: Any) -> Any:
+            return self.model.compute_loss(x, labels, outputs, sample_weight, **options)
+
+        call, loss = call_and_then(self.model, params, state, x, own_loss, training=training)
+        if loss is None or tf.convert_to_tensor(loss).shape.rank != 0:
+            raise ConfigError(
+                f"compute_loss of model {self.model.name!r} returned {loss!r}: it must return a scalar, the mean over "
+                "the examples of the batch."
+            )
+        count = tf.reduce_sum(weight)
+        sums: Tensors = []
+        flat_labels, flat = keras.tree.flatten(labels), keras.tree.flatten(call.outputs)
+        weights = weight_of_each(sample_weight, len(flat_labels))
+        for metric in self._bound[0].metrics:
+            values = metric.sums(flat_labels[metric.y], flat[metric.outputs], weights[metric.y], weight)
+            sums += [tf.cast(value, tf.float32) for value in values]
+        return ObjectiveSums(tf.cast(loss, tf.float32) * count, count, call.state, sums)
+
+
+def compile_for_own_loss(model: keras.Model, loss: Any) -> None:
+    """Compiles a model whose `compute_loss` may call that of Keras, which needs the loss; none that is compiled.
+
+    Args:
+      model: A built Keras model that overrides `compute_loss`.
+      loss: A Keras loss, its name, or a function; None where the model needs none.
+    """
+    if loss is not None and not model.compiled:
+        model.compile(optimizer=None, loss=loss)

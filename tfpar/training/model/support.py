@@ -1,0 +1,107 @@
+"""What a model may do that training here has to know of: metrics of its own, and what is refused by name."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from tfpar.config import ConfigError
+from tfpar.optim import keras_internals
+
+import keras
+import numpy as np
+
+_log = logging.getLogger(__name__)
+
+_PLAIN_FIT = "Run the model's own fit with tfpar.DistributedOptimizer(optimizer), which trains it on any cluster"
+
+
+def check_model(model: keras.Model, *, synchronous: bool = True) -> None:
+    """Refuses models that `fit` of Keras trains in a way that cannot be carried out here, before anything is traced.
+
+    Args:
+      model: A built Keras model.
+      synchronous: Whether replicas take steps together; not with parameter servers.
+
+    Raises:
+      ConfigError: A stateful layer, an overridden training loop, no trainable weights; with parameter servers, weights
+        that a forward pass assigns. The message says what to do.
+    """
+    if not model.trainable_variables:
+        raise ConfigError(
+            f"the model {model.name!r} has no trainable weights, so there is nothing to train. Set "
+            "trainable=True on the layers that should learn, or only evaluate it."
+        )
+    stateful = [layer.name for layer in keras_internals.all_layers(model) if getattr(layer, "stateful", False) is True]
+    if stateful:
+        raise ConfigError(
+            f"the layers {', '.join(stateful)} of model {model.name!r} are stateful=True: their state belongs to a row "
+            "of the batch, and here the order of examples and the number of replicas decide which example a row "
+            f"holds. Set stateful=False and give whole sequences. Or: {_PLAIN_FIT}, with batches in your own order."
+        )
+    if not synchronous:
+        _check_weights_stay(model)
+    for name in ("train_step", "make_train_function"):
+        if owner := overriding_class(model, name):
+            raise ConfigError(
+                f"model {model.name!r}: {owner} overrides {name}, which the Trainer's own step takes the place of. "
+                f"{_PLAIN_FIT}. What only changes the loss can be an overridden compute_loss, or add_loss in call."
+            )
+    for name, remedy in (
+        ("test_step", "evaluation here computes the Trainer's loss and metrics in inference mode"),
+        ("compute_metrics", "give the metrics to Trainer(metrics=...), or update them in call"),
+    ):
+        if owner := overriding_class(model, name):
+            _log.warning("model %s: %s overrides %s, which is not called: %s", model.name, owner, name, remedy)
+
+
+def _check_weights_stay(model: keras.Model) -> None:
+    """Refuses layers that set weights in another way than by gradients, which workers without an order cannot do."""
+    layers = [
+        layer.name
+        for layer in keras_internals.all_layers(model)
+        if isinstance(layer, keras.layers.SpectralNormalization)
+        or any(variable.overwrite_with_gradient for variable in keras_internals.weights_made_to_learn(layer))
+    ]
+    if layers:
+        raise ConfigError(
+            f"--strategy=parameter_server: the layers {', '.join(layers)} of model {model.name!r} set weights "
+            "themselves (SpectralNormalization, float8), and workers that train asynchronously cannot agree on them. "
+            "Use --strategy=multi_worker."
+        )
+
+
+def overriding_class(model: keras.Model, method: str) -> str:
+    """The name of the class outside Keras that overrides a method of `keras.Model`; empty for none."""
+    for kind in type(model).__mro__:
+        if method in vars(kind):
+            return "" if kind.__module__.partition(".")[0] == "keras" else kind.__name__
+    return ""
+
+
+def own_metrics(model: keras.Model, taken: Sequence[str] = ()) -> list[keras.metrics.Metric]:
+    """Metrics that the model and its layers have as attributes and may update in `call`; without those of `compile`.
+
+    Args:
+      model: A built Keras model.
+      taken: Names of other metrics of the run.
+
+    Raises:
+      ConfigError: A metric whose state does not start at zero, so that it is no sum over batches; a name used twice.
+    """
+    found: list[keras.metrics.Metric] = []
+    for layer in keras_internals.all_layers(model):
+        for metric in keras_internals.metrics_made_in(layer):
+            if any(metric is other for other in found):
+                continue
+            where = f"the metric {metric.name!r} that layer {layer.name!r} of model {model.name!r} has"
+            metric.reset_state()
+            if any(np.any(variable.numpy()) for variable in metric.variables):
+                raise ConfigError(
+                    f"{where} does not start at zero, so it is no sum and cannot be combined across replicas. Use a "
+                    "metric that counts or averages (Mean, Sum), or give it to Trainer(metrics=...)."
+                )
+            if metric.name in (*taken, *(other.name for other in found)):
+                raise ConfigError(f"{where} has the name of another metric. Give one of them another name=....")
+            found.append(metric)
+    return found
