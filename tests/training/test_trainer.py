@@ -642,7 +642,7 @@ def test_a_run_goes_on_with_the_optimizer_it_had(tmp_path):
         return trainer_of(optimizer=optimizer, workdir=tmp_path, **options).fit(source(), steps=steps)
 
     run(keras.optimizers.Adam(0.01), 2)
-    with pytest.raises(ConfigError, match=r"not the one of the run .*learning_rate 0\.0\d+ -> .*beta_1 0\.9 -> 0\.5"):
+    with pytest.raises(ConfigError, match=r"has another one \(learning_rate 0\.0\d+ -> .*beta_1 0\.9 -> 0\.5"):
         run(keras.optimizers.Adam(0.1, beta_1=0.5), 4)
     keras.optimizers.Adam(0.3)  # Keras counts names
     assert run(keras.optimizers.Adam(0.01), 4)["steps"] == 4

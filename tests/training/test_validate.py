@@ -50,7 +50,7 @@ WRONG = [
     ({**DIGITS, "optimizer_args": "beta_1=abc"}, "beta_1 of adamw is a number, not 'abc'"),
     ({**DIGITS, "optimizer": "sgd", "optimizer_args": "nesterov=7"}, "nesterov of sgd is true or false, not 7"),
     ({**DIGITS, "optimizer_args": "beta=0.9"}, "--optimizer_args='beta' is not known"),
-    ({**DIGITS, "warmup_steps": 20}, "--warmup_steps=20 leaves nothing of the run's 20 updates"),
+    ({**DIGITS, "warmup_steps": 20}, "--warmup_steps=20 leaves nothing of the run's 20 steps"),
     ({**DIGITS, "steps": 0}, "give --steps or --epochs"),
     ({**DIGITS, "warm_start": "/nonesuch"}, "--warm_start=/nonesuch: no checkpoint and no .keras file"),
     ({**DIGITS, "augment": "crop:8"}, "--augment=crop:8 mirrors more .* Use at most crop:7"),
@@ -114,13 +114,13 @@ def test_augmentation_by_option_and_images_it_does_not_suit(tmp_path):
 # The stages.
 
 
-def test_the_public_functions_are_the_five_stages_in_order():
+def test_the_public_functions_are_the_six_stages_in_order():
     stages = [
         function
         for name, function in vars(validate).items()
         if inspect.isfunction(function) and function.__module__ == validate.__name__ and not name.startswith("_")
     ]
-    names = ["config", "data", "model", "workdir", "workers_agree"]
+    names = ["config", "data", "model", "workdir", "saved_run", "workers_agree"]
     assert [stage.__name__ for stage in stages] == [f"validate_{name}" for name in names]
     for number, stage in enumerate(stages, 1):
         assert stage.__doc__.startswith(f"Stage {number}: refuses ")

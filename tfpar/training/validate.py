@@ -197,7 +197,7 @@ def validate_workdir(config: ExperimentConfig, *, complete: bool = True) -> None
 
 
 def validate_saved_run(config: ExperimentConfig) -> None:
-    """Refuses to resume the run of a workdir under another configuration.
+    """Stage 5: refuses to resume the run of a workdir under another configuration.
 
     Args:
       config: The experiment, complete.
@@ -214,7 +214,7 @@ def validate_saved_run(config: ExperimentConfig) -> None:
 def validate_workers_agree(
     agreement: WorkerAgreement, config: ExperimentConfig, facts: Mapping[str, Any], descriptions: Mapping[str, str]
 ) -> None:
-    """Stage 5: refuses workers that were given different flags, data or models.
+    """Stage 6: refuses workers that were given different flags, data or models.
 
     Their collective calls would have different lengths, and they would wait for each other for ever. Options that may
     differ are left out (`tfpar.config.PER_HOST_OPTIONS`). All workers call it before the first step, and all of them
