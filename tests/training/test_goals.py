@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.training.goals import Training, fit
+from tests.training.goals import LEARNING_RATE, Training, fit
 from tfpar.config import ConfigError
 from tfpar.training.objective import Goal
 
@@ -331,3 +331,26 @@ def test_one_denominator_needs_no_reduction_of_its_own():
     heads = floats(4), {"size": floats(2, seed=8), "kind": classes(3)}
     two = Training(two_heads, Goal(TWO_HEADS["loss"]), heads).core.objective.totals
     assert (two.terms, two.own_denominator, two.needs_scales) == (2, False, False)
+
+
+@pytest.mark.parametrize("build", [recurrent, two_tasks])
+def test_a_step_of_one_worker_alone_is_divided_by_its_own_numbers(build):
+    """As with parameter servers."""
+    y = {"tag": classes(4, 6), "kind": classes(3, seed=12)} if build is two_tasks else classes(4, 6)
+    loss = {"tag": sparse(), "kind": sparse()} if build is two_tasks else sparse()
+    history, _, expected = fit(build, (tokens(), y), EXAMPLES, loss=loss)
+    training = Training(build, Goal(loss), (tokens(), y))
+    core = training.core
+    params, state = (
+        [tf.convert_to_tensor(each.value) for each in variables]
+        for variables in (core.model.trainable_variables, core.model.non_trainable_variables)
+    )
+    half = EXAMPLES // 2
+    micro_batches = tf.nest.map_structure(lambda part: tf.reshape(part, [2, half, *part.shape[1:]]), (tokens(), y))
+    step = tf.function(core.accumulate_alone, autograph=False)
+    sums = step(params, state, (*micro_batches, tf.ones([2, half])), tf.constant([0, 0]))
+    denominator = core.denominator(sums)
+    assert float(sums.loss / denominator) == pytest.approx(history["loss"], rel=2e-5)
+    values = [value for value, each in zip(expected, core.model.weights, strict=True) if each.trainable]
+    for param, gradient, value in zip(params, sums.gradients, values, strict=True):
+        np.testing.assert_allclose(param - LEARNING_RATE * gradient / denominator, value, rtol=2e-5, atol=2e-6)

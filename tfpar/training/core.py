@@ -199,6 +199,19 @@ class Core:
         )
         return total
 
+    def accumulate_alone(self, params: Tensors, state: Tensors, batch: Batch, seed: tf.Tensor) -> LocalSums:
+        """`accumulate` without loss scale where no other replica adds to the sums, as in an asynchronous step.
+
+        Args:
+          params: As for `loss_and_grads`.
+          state: As for `accumulate`.
+          batch: As for `accumulate`.
+          seed: As for `accumulate`.
+        """
+        totals = self.objective.totals
+        scales = totals.scales(self.denominators(params, state, batch)) if totals.needs_scales else None
+        return self.accumulate(params, state, batch, seed, None, scales)
+
     def evaluate(self, params: Tensors, state: Tensors, batch: Batch) -> LocalSums:
         """Weighted loss sum and metric sums in inference mode, without gradients.
 

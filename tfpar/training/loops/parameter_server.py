@@ -22,12 +22,10 @@ from tfpar.guards import bad_examples
 from tfpar.monitor import samples
 from tfpar.optim.server_update import apply_on_servers
 from tfpar.training import norms
-from tfpar.training.core import LocalSums
 from tfpar.training.loops.context import RunContext
 from tfpar.training.loops.hooks import Hook, HookRows
 from tfpar.training.loops.snapshot_evaluation import SnapshotEvaluation
 from tfpar.training.loops.state import Interval, LoopState
-from tfpar.training.objective import Tensors
 from tfpar.training.seeds import step_seed
 
 import numpy as np
@@ -58,7 +56,7 @@ class ParameterServerLoop:
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(program.strategy)
         self._push = tf.function(self._push_step, autograph=False)
         jit_compile = program.jit_compile or None
-        self._gradients = tf.function(self._own_gradients, jit_compile=jit_compile, autograph=False)
+        self._gradients = tf.function(program.core.accumulate_alone, jit_compile=jit_compile, autograph=False)
         self._evaluation = SnapshotEvaluation(program, validation) if validation is not None else None
         self.compiles_next = False
 
@@ -148,14 +146,6 @@ class ParameterServerLoop:
         zero = tf.zeros([], tf.float64)
         durations = tf.stack([fetched - began, computed - fetched, zero, done - computed, done - began, zero])
         return sums.loss / count, sums.count, finite, norm, rate, durations, *sums.metrics
-
-    def _own_gradients(self, params: Tensors, state: Tensors, batch: Any, seed: tf.Tensor) -> LocalSums:
-        """Sums over one push; what its loss terms are divided by is its own, as no other replica is asked."""
-        core = self._program.core
-        scales = None
-        if core.objective.totals.needs_scales:
-            scales = core.objective.totals.scales(core.denominators(params, state, batch))
-        return core.accumulate(params, state, batch, seed, None, scales)
 
     def _learning_rate(self, step: tf.Tensor, lr_multiplier: tf.Tensor) -> tf.Tensor:
         if self._context.schedule is not None:
