@@ -16,7 +16,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 from tfpar.config import ConfigError, InputConfig
@@ -24,6 +24,7 @@ from tfpar.config.errors import TrainingError
 from tfpar.inputs import bad_records, registry
 from tfpar.inputs.source import Source, no_autograph
 from tfpar.inputs.sources import tfrecord
+from tfpar.inputs.structures import Structure
 
 import tensorflow as tf
 from absl import app, flags
@@ -95,7 +96,7 @@ def _write_split(source: Source, folder: str, shards: int, progress: Callable[[s
     batches = tf.data.Dataset.range(total).batch(_READ_AT_ONCE)
     read = no_autograph(functools.partial(bad_records.read_with_mask, source))
     batches = batches.map(read, num_parallel_calls=tf.data.AUTOTUNE)
-    examples = (row for parts in batches.prefetch(2).as_numpy_iterator() for row in zip(*parts, strict=True))
+    examples = (row for parts in batches.prefetch(2).as_numpy_iterator() for row in _rows(parts))
     counts = dict.fromkeys(names, 0)
     done = 0
     for name, end in zip(names, ends, strict=True):
@@ -114,6 +115,12 @@ def _write_split(source: Source, folder: str, shards: int, progress: Callable[[s
     if skipped:
         progress(f"{source.info.split}: {skipped:,} of {total:,} examples are bad and were skipped")
     return counts
+
+
+def _rows(parts: Structure) -> Iterator[Structure]:
+    """Returns the examples of a batch of arrays [n, ...], one after the other."""
+    for row in zip(*tf.nest.flatten(parts), strict=True):
+        yield tf.nest.pack_sequence_as(parts, row)
 
 
 def _umask() -> int:

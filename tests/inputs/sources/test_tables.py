@@ -8,6 +8,7 @@ from tests.inputs.helpers import fetch_all
 from tfpar import inputs
 from tfpar.config import ConfigError, InputConfig
 from tfpar.inputs import Pipeline, build_source
+from tfpar.inputs.write import write as write_shards
 
 import numpy as np
 import pyarrow
@@ -257,3 +258,22 @@ def test_without_pyarrow_the_error_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ConfigError, match=r"pip install 'tfpar\[tables\]'"):
         build(f"csv:{tmp_path}/t.csv?label=y")
+
+
+@pytest.mark.parametrize("cache", ["none", "memory"])
+@pytest.mark.parametrize(
+    "query", ["?label=kind&weight=heavy", "?label=price,kind&columns=city", "?label=price&as=vector", ""]
+)
+def test_tables_are_written_as_shards_and_read_again(query, cache, tmp_path):
+    write("parquet", table(), tmp_path / "t.parquet")
+    dataset = f"parquet:{tmp_path}/t.parquet{query}"
+    output = str(tmp_path / "shards")
+    counts = write_shards(InputConfig(dataset=dataset, cache="none"), output, shards=2)
+    assert sum(counts.values()) == COUNT
+    for split in ("train", "validation"):
+        original = build(dataset, split)
+        again = build(f"tfrecord:{output}", split, cache=cache)
+        for part in ("input_spec", "target_spec", "num_classes", "class_names", "num_examples"):
+            assert getattr(again.info, part) == getattr(original.info, part), part
+        indices = tf.range(original.info.num_examples, dtype=tf.int64)
+        tf.nest.map_structure(np.testing.assert_array_equal, again.fetch(indices), original.fetch(indices))

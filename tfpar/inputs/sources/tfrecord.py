@@ -2,7 +2,8 @@
 
 `python -m tfpar.inputs.write` creates both from any source. Each record is a `tf.train.Example`
 whose features `x` and `y` hold the raw little-endian bytes of the example as its source stores
-it, so that three ops parse a whole batch. `features.json` describes how to read the records.
+it, so that three ops parse a whole batch. Several inputs or labels have a feature each (`x/NAME`),
+and text is stored as such. `features.json` describes how to read the records.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ import os
 from typing import Any
 
 from tfpar.config import ConfigError, InputConfig
-from tfpar.inputs import memory, records, source
-from tfpar.inputs.source import Source, SourceInfo
+from tfpar.inputs import memory, records, source, structures
+from tfpar.inputs.source import Source, SourceInfo, Weighted
+from tfpar.inputs.sources import record_columns
+from tfpar.inputs.sources.record_columns import Column
+from tfpar.inputs.structures import Structure
 
 import numpy as np
 import tensorflow as tf
@@ -22,6 +26,7 @@ from google.protobuf import message  # type: ignore[import-untyped]
 
 SIDECAR = "features.json"
 FORMAT = "tfpar-tfrecord-1"
+FORMAT_OF_STRUCTURES = "tfpar-tfrecord-2"  # several inputs or labels, sample weights, or text
 SPLITS = ("train", "validation")
 _TEXT_CODES = {"bytes": source.decode_bytes}
 
@@ -37,12 +42,16 @@ class Features:
       input_dtype: Dtype of `x` as `Source.fetch` returns it, by name.
       stored_input_dtype: Dtype of `x` in the records.
       label_shape: Shape of `y` of one example.
-      stored_label_dtype: Dtype of `y` in the records; `Source.fetch` returns int32.
+      stored_label_dtype: Dtype of `y` in the records.
       scale: Factor from stored to fetched inputs.
       num_classes: Labels lie in `[0, num_classes)`.
       class_names: Names in label order, or empty.
       text: How tokens are decoded to text: `"bytes"`, or empty if they are not text.
       records: Number of records by file name.
+      label_dtype: Dtype of `y` as `Source.fetch` returns it.
+      inputs: For several inputs: their structure, see `tfpar.inputs.sources.record_columns`. The fields about `x` and
+        `y` then do not count.
+      labels: The structure of the labels, with the inputs'.
       format: Version of this format.
     """
 
@@ -53,44 +62,23 @@ class Features:
     stored_input_dtype: str
     label_shape: list[int]
     stored_label_dtype: str
-    scale: float
+    scale: float | list[float]
     num_classes: int
     class_names: list[str]
     text: str
     records: dict[str, int]
+    label_dtype: str = "int32"
+    inputs: dict[str, Any] | None = None
+    labels: dict[str, Any] | None = None
     format: str = FORMAT
 
-
-@dataclasses.dataclass(frozen=True)
-class Column:
-    """One feature of the records: the raw bytes of an array.
-
-    Attributes:
-      name: `"x"` or `"y"`.
-      dtype: The stored dtype.
-      shape: Shape of one example.
-    """
-
-    name: str
-    dtype: tf.DType
-    shape: tuple[int, ...]
-
-    @property
-    def bytes(self) -> int:
-        """Size of one example, in bytes."""
-        return self.dtype.size * int(np.prod(self.shape))
-
-    def __str__(self) -> str:
-        return f"{self.name}, {self.dtype.name} {list(self.shape)}, takes {self.bytes} bytes"
-
-    def decode(self, raw: tf.Tensor, indices: tf.Tensor) -> tf.Tensor:
-        """Decodes string [n] to an array [n, ...]; `indices` [n] gives the static length."""
-        lengths = tf.strings.length(raw)
-        fits = tf.debugging.Assert(tf.reduce_all(lengths == self.bytes), [f"{self}, but the record has another size"])
-        with tf.control_dependencies([fits] if fits is not None else []):
-            raw = tf.identity(raw)
-        rows = indices.shape[0] if indices.shape[0] is not None else -1
-        return tf.reshape(tf.io.decode_raw(raw, self.dtype), [rows, *self.shape])
+    def columns(self) -> tuple[Structure, Structure]:
+        """Returns the columns of the inputs and of the labels, in their structures."""
+        if self.inputs is not None and self.labels is not None:
+            return record_columns.from_json("x", self.inputs), record_columns.from_json("y", self.labels)
+        x = Column("x", tf.as_dtype(self.stored_input_dtype), tuple(self.input_shape), tf.as_dtype(self.input_dtype))
+        y = Column("y", tf.as_dtype(self.stored_label_dtype), tuple(self.label_shape), tf.as_dtype(self.label_dtype))
+        return x, y
 
 
 def describe(examples: Source, stored: source.Batch, counts: dict[str, int]) -> Features:
@@ -102,15 +90,24 @@ def describe(examples: Source, stored: source.Batch, counts: dict[str, int]) -> 
       counts: Number of records by file name.
     """
     info = examples.info
+    single = structures.is_single(info.input_spec) and structures.is_single(info.target_spec)
+    x, y = (structures.named_leaves(specs) for specs in (info.input_spec, info.target_spec))
+    structure: dict[str, Any] = {
+        "inputs": record_columns.to_json(info.input_spec, stored[0]),
+        "labels": record_columns.to_json(info.target_spec, stored[1]),
+        "format": FORMAT_OF_STRUCTURES,
+    }
     return Features(
         name=info.name,
         task=info.task,
-        input_shape=info.input_spec.shape.as_list(),
-        input_dtype=info.input_spec.dtype.name,
-        stored_input_dtype=stored[0].dtype.name,
-        label_shape=info.label_spec.shape.as_list(),
-        stored_label_dtype=stored[1].dtype.name,
-        scale=examples.scale,
+        input_shape=x[0][1].shape.as_list() if single else [],
+        input_dtype=x[0][1].dtype.name if single else "float32",
+        stored_input_dtype=stored[0].dtype.name if single else "float32",
+        label_shape=y[0][1].shape.as_list() if single else [],
+        label_dtype=y[0][1].dtype.name if single else "int32",
+        stored_label_dtype=stored[1].dtype.name if single else "int32",
+        scale=examples.scale if structures.is_single(examples.scale) else tf.nest.flatten(examples.scale),
+        **({} if single and not _is_text(x + y) else structure),
         num_classes=info.num_classes,
         class_names=list(info.class_names),
         text=next((name for name, decode in _TEXT_CODES.items() if info.decode is decode), ""),
@@ -118,11 +115,16 @@ def describe(examples: Source, stored: source.Batch, counts: dict[str, int]) -> 
     )
 
 
-def serialise(x: np.ndarray, y: np.ndarray) -> bytes:
-    """Serialises the stored values of one example as a `tf.train.Example`."""
+def _is_text(leaves: list[tuple[str, tf.TensorSpec]]) -> bool:
+    return any(spec.dtype == tf.string for _, spec in leaves)
+
+
+def serialise(x: Structure, y: Structure) -> bytes:
+    """Serialises the stored values of one example, arrays in the structure of its source, as a `tf.train.Example`."""
     feature = {
-        key: tf.train.Feature(bytes_list=tf.train.BytesList(value=[_little_endian(value).tobytes()]))
-        for key, value in (("x", x), ("y", y))
+        "/".join(filter(None, (key, path))): tf.train.Feature(bytes_list=tf.train.BytesList(value=_raw(value)))
+        for key, part in (("x", x), ("y", y))
+        for path, value in structures.named_leaves(part)
     }
     return tf.train.Example(features=tf.train.Features(feature=feature)).SerializeToString()
 
@@ -151,34 +153,38 @@ def build(argument: str, config: InputConfig, split: str, seed: int) -> Source:
         reader = _reader(named[split], features)
     else:
         reader = _held_out_part(_reader(paths, features), config.validation_fraction, split == "train")
+    x_columns, y_columns = features.columns()
+    labels, weights = (y_columns.y, y_columns.sample_weight) if isinstance(y_columns, Weighted) else (y_columns, ())
     info = SourceInfo(
         name=name,
         task=features.task,
         split=split,
         num_examples=len(reader),
-        input_spec=tf.TensorSpec(features.input_shape, features.input_dtype),
-        label_spec=tf.TensorSpec(features.label_shape, tf.int32),
+        input_spec=tf.nest.map_structure(lambda column: column.spec, x_columns),
+        label_spec=tf.nest.map_structure(lambda column: column.spec, labels),
+        weight_spec=tf.nest.map_structure(lambda column: column.spec, weights),
         num_classes=features.num_classes,
         class_names=tuple(features.class_names),
         files=tuple(reader.paths),
         records_per_file=reader.records_per_file,
         decode=_TEXT_CODES.get(features.text),
     )
-    columns = {
-        "x": Column("x", tf.as_dtype(features.stored_input_dtype), tuple(features.input_shape)),
-        "y": Column("y", tf.as_dtype(features.stored_label_dtype), tuple(features.label_shape)),
-    }
+    columns: list[Column] = tf.nest.flatten((x_columns, y_columns))
     _check_sample(name, reader, columns)
 
     def read(indices: tf.Tensor) -> source.Batch:
         serialised = records.read_records(reader, indices)
-        raw = tf.io.parse_example(serialised, {key: tf.io.FixedLenFeature([], tf.string) for key in columns})
-        x, y = (column.decode(raw[key], indices) for key, column in columns.items())
+        raw = tf.io.parse_example(serialised, {column.name: column.feature for column in columns})
+        values = [column.decode(raw[column.name], indices) for column in columns]
+        x, y = tf.nest.pack_sequence_as((x_columns, y_columns), values)
         return x, y
 
+    scale = features.scale
+    if isinstance(scale, list):
+        scale = tf.nest.pack_sequence_as(x_columns, scale)
     skip = config.on_bad_record == "skip"
-    stored = Source(info=info, read=read, scale=features.scale, portable=False, skip=skip)
-    return memory.apply_cache(stored, config.cache, sum(column.bytes for column in columns.values()))
+    stored = Source(info=info, read=read, scale=scale, portable=False, skip=skip)
+    return memory.apply_cache(stored, config.cache, sum(column.bytes for column in columns))
 
 
 def _shards(name: str, argument: str) -> list[str]:
@@ -205,14 +211,15 @@ def _load_sidecar(name: str, folder: str) -> Features:
     try:
         with tf.io.gfile.GFile(path) as file:
             content: dict[str, Any] = json.loads(file.read())
-        if content.get("format") != FORMAT:
-            raise ValueError(f"its format is {content.get('format')!r}, not {FORMAT!r}")
+        if content.get("format") not in (FORMAT, FORMAT_OF_STRUCTURES):
+            raise ValueError(f"its format is {content.get('format')!r}, not {FORMAT!r} or {FORMAT_OF_STRUCTURES!r}")
         features = Features(**content)
-        for dtype in (features.input_dtype, features.stored_input_dtype, features.stored_label_dtype):
-            if not (tf.as_dtype(dtype).is_floating or tf.as_dtype(dtype).is_integer or tf.as_dtype(dtype).is_bool):
-                raise ValueError(f"its dtype {dtype!r} is not numeric")
+        for column in tf.nest.flatten(features.columns()):
+            for dtype in (column.dtype, column.fetched):
+                if not (structures.is_number(dtype) or (dtype == tf.string and features.inputs is not None)):
+                    raise ValueError(f"its dtype {dtype.name!r} is not numeric")
         return features
-    except (OSError, tf.errors.OpError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, tf.errors.OpError, ValueError, TypeError, AttributeError, KeyError) as error:
         raise ConfigError(
             f"--dataset={name} needs {path!r}, which describes the records: {error}. "
             "python -m tfpar.inputs.write creates it in the directory of the shards."
@@ -231,20 +238,22 @@ def _reader(paths: list[str], features: Features) -> records.TFRecordReader:
     return reader
 
 
-def _check_sample(name: str, reader: records.TFRecordReader, columns: dict[str, Column]) -> None:
+def _check_sample(name: str, reader: records.TFRecordReader, columns: list[Column]) -> None:
     """Refuses records of another dtype or shape than declared, if all sampled ones are; a single one is just bad."""
+    numeric = [column for column in columns if column.dtype != tf.string]
     sizes = []
     for index in np.unique(np.linspace(0, max(len(reader) - 1, 0), num=8, dtype=np.int64))[: len(reader)]:
         try:
             example = tf.train.Example.FromString(reader.read(np.array([index]))[0])  # no TensorFlow operation
-            sizes.append({key: len(example.features.feature[key].bytes_list.value[0]) for key in columns})
+            feature = example.features.feature
+            sizes.append({column.name: len(feature[column.name].bytes_list.value[0]) for column in numeric})
         except (OSError, ValueError, IndexError, message.DecodeError):
             continue  # reading the example reports it by name
-    for key, column in columns.items():
-        if sizes and all(size[key] != column.bytes for size in sizes):
+    for column in numeric:
+        if sizes and all(size[column.name] != column.bytes for size in sizes):
             raise ConfigError(
-                f"--dataset={name}: {SIDECAR} says that {column}, but the records have {sizes[0][key]}: another dtype "
-                f"or shape. Write the shards again, or restore the {SIDECAR} that belongs to them."
+                f"--dataset={name}: {SIDECAR} says that {column}, but the records have {sizes[0][column.name]}: "
+                f"another dtype or shape. Write the shards again, or restore the {SIDECAR} that belongs to them."
             )
 
 
@@ -260,6 +269,11 @@ def _held_out_part(reader: records.TFRecordReader, fraction: float, training: bo
     return records.TFRecordReader(slices)
 
 
-def _little_endian(value: np.ndarray) -> np.ndarray:
+def _raw(value: Any) -> list[bytes]:
+    """Returns the bytes of numbers in little-endian order as one string, or those of every text."""
+    if isinstance(value, bytes):
+        return [value]
     value = np.asarray(value)
-    return value.astype(value.dtype.newbyteorder("<"))
+    if value.dtype == object:
+        return list(value.flat)
+    return [value.astype(value.dtype.newbyteorder("<")).tobytes()]
