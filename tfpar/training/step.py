@@ -115,13 +115,7 @@ class TrainStep:
         self.optimizer = optimizer
         self.exchange = exchange
         self.strategy = strategy
-        self.sidecar = Sidecar.of(
-            core.model.non_trainable_variables,
-            core.metric_variables,
-            strategy.num_replicas_in_sync,
-            frozen=frozen_weights(core.model),
-            own_denominator=core.objective.totals.own_denominator,
-        )
+        self.sidecar = _sidecar_of(core, strategy.num_replicas_in_sync)
         self.plan = compilation_plan(
             replicas=strategy.num_replicas_in_sync,
             local_devices=strategy.extended.worker_devices,
@@ -283,6 +277,16 @@ class TrainStep:
         state = self.sidecar.state(reduced.vector, reduced.state)
         every = zip(self.core.model.non_trainable_variables, state, strict=True)
         return new_params, new_optimizer, [value for variable, value in every if not is_seed_state(variable)]
+
+
+def _sidecar_of(core: Core, replicas: int) -> Sidecar:
+    return Sidecar.of(
+        core.model.non_trainable_variables,
+        core.metric_variables,
+        replicas,
+        frozen=frozen_weights(core.model),
+        own_denominator=core.objective.totals.own_denominator,
+    )
 
 
 class _ReducedGradients(NamedTuple):
