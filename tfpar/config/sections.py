@@ -208,9 +208,8 @@ class TrainConfig(ConfigBase):
     )
     loss_weighting: str = option(
         "positions",
-        "What a loss is averaged over where masks or ignore_class leave out positions: 'positions' averages over all "
-        "positions that count, as Keras does; 'examples' averages over the positions of each example first. Without "
-        "masks both are the same.",
+        "What a loss is averaged over where masks leave out positions: 'positions' averages over all that count, as "
+        "Keras does; 'examples' over those of each example first.",
         choices=("positions", "examples"),
     )
     jit_compile: str = option(

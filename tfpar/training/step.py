@@ -117,13 +117,7 @@ class TrainStep:
         self.optimizer = optimizer
         self.exchange = exchange
         self.strategy = strategy
-        self.sidecar = Sidecar.of(
-            core.traveling_variables,
-            core.metric_variables,
-            strategy.num_replicas_in_sync,
-            frozen=frozen_weights(core.model),
-            own_denominator=core.objective.totals.own_denominator,
-        )
+        self.sidecar = _sidecar_of(core, strategy.num_replicas_in_sync)
         self.plan = compilation_plan(
             replicas=strategy.num_replicas_in_sync,
             local_devices=strategy.extended.worker_devices,
@@ -296,6 +290,16 @@ class TrainStep:
         new_params, new_optimizer = pure_apply(self.optimizer, optimizer, params, mean, rate)
         every = zip(others, state[: len(others)], strict=True)
         return new_params, new_optimizer, [value for variable, value in every if not is_seed_state(variable)]
+
+
+def _sidecar_of(core: Core, replicas: int) -> Sidecar:
+    return Sidecar.of(
+        core.traveling_variables,
+        core.metric_variables,
+        replicas,
+        frozen=frozen_weights(core.model),
+        own_denominator=core.objective.totals.own_denominator,
+    )
 
 
 class _ReducedGradients(NamedTuple):
