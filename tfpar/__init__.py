@@ -7,10 +7,12 @@ the validation of a configuration answer at once.
 from __future__ import annotations
 
 import importlib
+import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
 from tfpar.process import logs
+from tfpar.process.after_import import after_import, is_importing
 from tfpar.process.startup import quiet_startup
 
 if TYPE_CHECKING:
@@ -100,10 +102,31 @@ _DEPRECATED = {
 }
 
 
+# Modules with classes that a `.keras` file may name.
+_SERIALIZED = ("tfpar.models", "tfpar.optim.lars", "tfpar.optim.schedules", "tfpar.inputs.augment")
+
+
+def _register_with_keras() -> None:
+    """Lets `keras.saving.load_model` find tfpar's classes: importing a module registers them.
+
+    Not while a module of tfpar is being imported that has just imported Keras: `__getattr__` does it when it is there.
+    """
+    if not is_importing("tfpar"):
+        for module in _SERIALIZED:
+            importlib.import_module(module)
+
+
 def __getattr__(name: str) -> Any:
+    found = _find(name)
+    if "keras" in sys.modules:
+        _register_with_keras()
+    return found
+
+
+def _find(name: str) -> Any:
     if name in _DEPRECATED:
         module, member, successor = _DEPRECATED[name]
-        warnings.warn(f"tfpar.{name} is deprecated; use {successor}", DeprecationWarning, stacklevel=2)
+        warnings.warn(f"tfpar.{name} is deprecated; use {successor}", DeprecationWarning, stacklevel=3)
         return getattr(importlib.import_module(module), member, None) or importlib.import_module(f"{module}.{member}")
     if name in ("inputs", "models"):
         return importlib.import_module(f"tfpar.{name}")
@@ -114,3 +137,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+after_import("keras", _register_with_keras)

@@ -6,6 +6,7 @@ import pathlib
 import zipfile
 import zlib
 from collections.abc import Callable
+from typing import Any
 
 from tfpar import inputs, models
 from tfpar.checkpoint import checkpointer
@@ -13,6 +14,9 @@ from tfpar.config import CUSTOM, ConfigError, ExperimentConfig
 
 import keras
 import tensorflow as tf
+
+# Packages whose classes Keras 3.15 imports by name.
+_LOADED_BY_KERAS = ("keras", "keras_hub", "keras_cv", "keras_nlp")
 
 
 def task_spec(source: inputs.AnySource) -> models.TaskSpec:
@@ -72,6 +76,37 @@ def examples_of_run(config: ExperimentConfig, path: str, given: Callable[[str], 
     options = ("dataset", "validation_fraction", "sequence_length", "image_size", "resize", "crop", "seed")
     taken = {name: saved[name] for name in options if name in saved and not given(name)}
     return ExperimentConfig.from_flat_dict({**config.as_flat_dict(), **taken})
+
+
+def unloadable_parts(model: keras.Model) -> list[str]:
+    """What of a model keeps its `.keras` file from being loaded by `keras.saving.load_model` in safe mode.
+
+    Args:
+      model: Any Keras model.
+
+    Returns:
+      Names of classes and functions outside Keras that are not registered, and of Lambda layers; empty for none.
+    """
+    found: list[str] = []
+
+    def visit(part: Any) -> None:
+        if isinstance(part, dict) and {"module", "class_name", "registered_name"} <= part.keys():
+            kind, module = part["class_name"], part["module"] or ""
+            name = part["config"] if kind == "function" else part["registered_name"] or kind
+            if kind in ("__lambda__", "Lambda"):
+                found.append("a Lambda layer")
+            elif module.partition(".")[0] not in _LOADED_BY_KERAS and (
+                not isinstance(name, str) or keras.saving.get_registered_object(name) is None
+            ):
+                found.append(str(name) if kind == "function" else f"{module}.{kind}")
+        for value in part.values() if isinstance(part, dict) else part if isinstance(part, (list, tuple)) else ():
+            visit(value)
+
+    try:
+        visit(keras.saving.serialize_keras_object(model))
+    except (NotImplementedError, TypeError, ValueError) as error:
+        found.append(f"{type(model).__name__}, which gives no configuration ({error})")
+    return list(dict.fromkeys(found))
 
 
 def load_model(path: str, spec: models.TaskSpec | None = None, *, flag: str = "--model_file") -> keras.Model:

@@ -15,12 +15,15 @@ from typing import Any
 from tfpar.checkpoint import format as checkpoint_format
 from tfpar.checkpoint import run_state
 from tfpar.checkpoint.checkpointer import CheckpointError
+from tfpar.checkpoint.model_files import unloadable_parts
 from tfpar.monitor.monitor import Monitor
 from tfpar.monitor.run_info import RunInfo, RunOutcome
 
 import keras
 import numpy as np
 import tensorflow as tf
+
+_log = logging.getLogger(__name__)
 
 RESULTS = ("summary.json", "model.keras")
 
@@ -181,6 +184,13 @@ def save_model(model: keras.Model, eval_weights: Sequence[keras.Variable], path:
     if any(average is not weight for average, weight in zip(eval_weights, model.trainable_variables, strict=True)):
         trained = [variable.numpy() for variable in model.trainable_variables]
         _assign(model.trainable_variables, [variable.numpy() for variable in eval_weights])
+    if parts := unloadable_parts(model):
+        _log.warning(
+            "%s: keras.saving.load_model will not load it as it is, because of %s. Decorate own classes and functions "
+            "with keras.saving.register_keras_serializable() and import them before loading; load a Lambda layer with "
+            "safe_mode=False",
+            *(path, ", ".join(parts)),
+        )
     temporary = path.with_name(f".{path.stem}.partial.keras")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+from tfpar import inputs
 from tfpar.config import ConfigError
 from tfpar.training.model.call import Tensors, call_and_then
 from tfpar.training.model.support import overriding_class
@@ -88,8 +89,8 @@ class OwnLossObjective:
         """
         del scales  # the loss has one denominator
         x, y, weight = batch
-        sample_weight = getattr(y, "sample_weight", None)
-        labels = None if isinstance(y, tuple) and not y else y if sample_weight is None else y.y
+        labels, sample_weight = y if isinstance(y, inputs.Weighted) else (y, None)
+        labels = None if isinstance(labels, tuple) and not labels else labels
         takes_training = "training" in inspect.signature(self.model.compute_loss).parameters
         options = {"training": training} if takes_training else {}
 
