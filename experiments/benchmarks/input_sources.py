@@ -39,8 +39,8 @@ class Workload:
     """
 
     name: str
-    source: Callable[[pathlib.Path], inputs.Source]
-    model: Callable[[inputs.Source], keras.Model]
+    source: Callable[[pathlib.Path], inputs.AnySource]
+    model: Callable[[inputs.AnySource], keras.Model]
     batch: int
 
 
@@ -61,7 +61,7 @@ class _Batches(keras.utils.PyDataset):
 
 def workloads() -> list[Workload]:
     """Returns a workload for each way in."""
-    digits: dict[str, Callable[[pathlib.Path], inputs.Source]] = {
+    digits: dict[str, Callable[[pathlib.Path], inputs.AnySource]] = {
         "--dataset=digits": lambda folder: inputs.load("digits"),
         "arrays": lambda folder: inputs.from_arrays(*_digits()),
         "a list of tuples": lambda folder: inputs.as_source(list(zip(*_digits(), strict=True)), num_classes=10),
@@ -72,7 +72,7 @@ def workloads() -> list[Workload]:
         "Parquet": functools.partial(_table, "parquet"),
         "WebP files, not cached": _webp,
     }
-    text: dict[str, Callable[[pathlib.Path], inputs.Source]] = {
+    text: dict[str, Callable[[pathlib.Path], inputs.AnySource]] = {
         "--dataset=text": lambda folder: inputs.load("text"),
         "tokens": _tokens,
     }
@@ -89,7 +89,7 @@ def _digits() -> tuple[np.ndarray, np.ndarray]:
     return x.numpy(), y.numpy()
 
 
-def _array_record(folder: pathlib.Path) -> inputs.Source:
+def _array_record(folder: pathlib.Path) -> inputs.AnySource:
     path = str(folder / "digits.array_record")
     writer = array_record_module.ArrayRecordWriter(path, "group_size:1")
     for x, y in zip(*_digits(), strict=True):
@@ -104,12 +104,12 @@ def _array_record(folder: pathlib.Path) -> inputs.Source:
     return inputs.from_random_access(data, transform=parse, num_classes=10)
 
 
-def _tfrecord(folder: pathlib.Path) -> inputs.Source:
+def _tfrecord(folder: pathlib.Path) -> inputs.AnySource:
     write(InputConfig(dataset="digits"), str(folder / "shards"), shards=4)
     return inputs.load(f"tfrecord:{folder}/shards", cache="none")
 
 
-def _table(kind: str, folder: pathlib.Path) -> inputs.Source:
+def _table(kind: str, folder: pathlib.Path) -> inputs.AnySource:
     x, y = _digits()
     columns = {f"pixel{number}": values for number, values in enumerate(x.reshape(len(x), -1).T)}
     table = pyarrow.table({**columns, "digit": y})
@@ -121,7 +121,7 @@ def _table(kind: str, folder: pathlib.Path) -> inputs.Source:
     return inputs.load(f"{kind}:{path}?label=digit&as=vector")
 
 
-def _webp(folder: pathlib.Path) -> inputs.Source:
+def _webp(folder: pathlib.Path) -> inputs.AnySource:
     for number, (x, y) in enumerate(zip(*_digits(), strict=True)):
         path = folder / str(y) / f"{number}.webp"
         path.parent.mkdir(exist_ok=True)
@@ -130,13 +130,13 @@ def _webp(folder: pathlib.Path) -> inputs.Source:
     return inputs.load(f"images:{folder}", image_size=_SHAPE[0], cache="none")
 
 
-def _tokens(folder: pathlib.Path) -> inputs.Source:
+def _tokens(folder: pathlib.Path) -> inputs.AnySource:
     documents = [inputs.load("text").info.files[number] for number in range(20)]
     texts = [pathlib.Path(path).read_text(errors="replace") for path in documents]
     return inputs.from_text(texts, lambda text: list(text.encode()), packing="fit", vocabulary_size=256)
 
 
-def _convnet(source: inputs.Source) -> keras.Model:
+def _convnet(source: inputs.AnySource) -> keras.Model:
     spec = source.info.input_spec
     if spec.shape.rank == 3:
         return models.build("convnet", task_spec(source))
@@ -144,5 +144,5 @@ def _convnet(source: inputs.Source) -> keras.Model:
     return keras.Sequential([keras.Input(spec.shape), keras.layers.Reshape(_SHAPE), models.build("convnet", image)])
 
 
-def _language_model(source: inputs.Source) -> keras.Model:
+def _language_model(source: inputs.AnySource) -> keras.Model:
     return models.build("transformer_lm_tiny", task_spec(source))

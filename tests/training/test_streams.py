@@ -100,8 +100,16 @@ def test_an_endless_stream_needs_steps():
 
 
 def test_a_stream_that_ends_early_or_fails_is_named():
-    with pytest.raises(tfpar.TrainingError, match="ended before its 99 examples"):
+    with pytest.raises(tfpar.TrainingError, match="does not have 99 examples"):
         trainer_on().evaluate(inputs.from_dataset(dataset(), examples=99, name="short"))
+    with pytest.raises(tfpar.TrainingError, match="does not have 10 examples"):
+        trainer_on().evaluate(inputs.from_dataset(dataset(), examples=10))
+    with pytest.raises(ConfigError, match="has no examples"):
+        trainer_on().evaluate(dataset().take(0))
+    with pytest.raises(tfpar.TrainingError, match="has no examples"):
+        trainer_on().fit(dataset().take(0), steps=2)
+    with pytest.raises(ConfigError, match="holds its labels"):
+        trainer_on().fit(dataset(), arrays()[1], steps=2)
     broken = dataset().map(lambda x, y: (tf.debugging.check_numerics(x / 0.0, "division"), y))
     with pytest.raises(tfpar.TrainingError, match=r"could not be read: .*division"):
         trainer_on().fit(broken, steps=3)

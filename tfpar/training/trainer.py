@@ -131,8 +131,7 @@ class Trainer:
         the last call (`layer.trainable`) are from now on; the optimizer keeps its state for the other weights.
 
         Args:
-          train: Training examples: a source, a `tf.data.Dataset`, arrays, or anything else that
-            `tfpar.inputs.as_source` takes.
+          train: Training examples: a source, arrays, a `tf.data.Dataset`, ...: see `tfpar.inputs.as_source`.
           y: Labels, if `train` is an array or a structure of arrays.
           sample_weight: Sample weights, if `train` is arrays.
           class_weight: Weight by class of integer labels, as Keras' `fit` takes it.
@@ -161,10 +160,7 @@ class Trainer:
         train, validation = self._sources((train, y, sample_weight), class_weight, validation, counts=counts)
         check_hooks(hooks)
         check_callbacks(callbacks, synchronous=self.topology.synchronous)
-        augmentation = self.core.augmentation
-        if augmentation is not None and not augmentation.built:
-            inputs.check_augmentation(self.config.input.augment, train.info.input_spec)
-            augmentation.build((None, *train.info.input_spec.shape))
+        self._build_augmentation(train)
         workdir = self.config.checkpoint.workdir if self.topology.is_chief else ""
         # `peer_errors_named` acts before anything is closed: a launcher may ask this worker to end meanwhile, and it
         # must have named the lost worker by then.
@@ -174,9 +170,14 @@ class Trainer:
             failure.peer_errors_named(self.topology.cluster),
             self.program.written_back(),
         ):
-            return start_run(
-                self.program, self._evaluator, train, validation, steps, epochs, hooks, callbacks, closing
-            ).run()
+            arguments = (train, validation, steps, epochs, hooks, callbacks, closing)
+            return start_run(self.program, self._evaluator, *arguments).run()
+
+    def _build_augmentation(self, train: inputs.AnySource) -> None:
+        augmentation = self.core.augmentation
+        if augmentation is not None and not augmentation.built:
+            inputs.check_augmentation(self.config.input.augment, train.info.input_spec)
+            augmentation.build((None, *train.info.input_spec.shape))
 
     def evaluate(self, source: Any, y: Any = None, *, sample_weight: Any = None) -> dict[str, Any]:
         """Loss and metrics over all examples of a source, each counted once; all workers call it together.

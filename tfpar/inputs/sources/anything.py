@@ -49,10 +49,13 @@ def as_source(
       ConfigError: None of these, labels beside data that hold their own, or examples that the function refuses.
     """
     alone = y is None and sample_weight is None
-    if alone and isinstance(data, StreamSource):
-        return data
-    if alone and isinstance(data, tf.data.Dataset):
-        return from_dataset(data, **options)
+    if isinstance(data, tf.data.Dataset | StreamSource):
+        if not alone:
+            raise ConfigError(
+                f"{type(data).__name__} with y= or sample_weight=: a dataset holds its labels and weights itself. "
+                "Let its elements be (x, y) or (x, y, sample_weight)."
+            )
+        return data if isinstance(data, StreamSource) else from_dataset(data, **options)
     if isinstance(data, tuple) and alone and 1 <= len(data) <= 3:
         data, y, sample_weight = (*data, None, None)[:3]
     if not (alone and _is_list_of_items(data)) and _are_arrays(data):

@@ -173,8 +173,7 @@ class StreamPipeline:
         )
         batch = self._order.shards[0].batch
         batches = self.source.batches(context).rebatch(batch, drop_remainder=self._order.drop_remainder)
-        if self._training:
-            batches = batches.repeat()
+        batches = batches.repeat() if self._training else batches.enumerate().map(no_autograph(self._checked))
         self._unsplit = batches
         first = 0 if self._own_streams else worker * local
         elements = batches.map(no_autograph(self._split(range(first, first + local))))
@@ -183,6 +182,15 @@ class StreamPipeline:
         length = tf.data.INFINITE_CARDINALITY if self._training else self.steps_per_epoch * each
         elements = elements.apply(tf.data.experimental.assert_cardinality(length))
         return elements.prefetch(config.prefetch * each) if config.prefetch else elements
+
+    def _checked(self, number: tf.Tensor, batch: tuple[Structure, Structure]) -> tuple[Structure, Structure]:
+        """A batch of an evaluation, which must be as large as the number of examples says."""
+        examples, size = self.source.info.num_examples, self._config.global_batch_size
+        count = tf.shape(structures.first_leaf(batch), tf.int64)[0]
+        right = tf.equal(count, tf.clip_by_value(examples - number * size, 0, size))
+        check = tf.debugging.Assert(right, [f"{self.source.name} was expected to contain {examples} examples"])
+        with tf.control_dependencies([check] if check is not None else []):
+            return tf.nest.map_structure(tf.identity, batch)
 
     def _split(self, replicas: range) -> Any:
         """`(x, targets) -> (x, y, weight)`: rows of a batch that these replicas take, [L, A, m, ...] or [A, m, ...]."""

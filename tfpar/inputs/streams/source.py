@@ -95,7 +95,10 @@ class StreamSource:
         def add(total: tf.Tensor, *batch: Structure) -> tf.Tensor:
             return total + tf.shape(structures.first_leaf(batch), tf.int64)[0]
 
-        return dataclasses.replace(self, examples=int(self._whole.reduce(tf.constant(0, tf.int64), no_autograph(add))))
+        examples = int(self._whole.reduce(tf.constant(0, tf.int64), no_autograph(add)))
+        if not examples:
+            raise ConfigError(f"{self.name}: the stream has no examples.")
+        return dataclasses.replace(self, examples=examples)
 
     def batches(self, context: tf.distribute.InputContext) -> tf.data.Dataset:
         """The dataset of one input pipeline as `(x, targets)`, in batches of any size.
@@ -230,9 +233,11 @@ def _is_batched(specs: Structure) -> bool:
 
 
 def stream_ended(source: StreamSource) -> TrainingError:
-    """The error of a stream that has fewer examples than it was said to have."""
+    """The error of a stream that has another number of examples than it was said to have, or none."""
+    if source.info.num_examples == UNKNOWN:
+        return TrainingError(f"{source.name}: the stream has no examples.")
     return TrainingError(
-        f"{source.name}: the stream ended before its {source.info.num_examples} examples were read. Correct "
+        f"{source.name}: the stream does not have {source.info.num_examples} examples. Correct "
         "from_dataset(..., examples=N), or leave it out to have them counted."
     )
 

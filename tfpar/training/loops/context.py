@@ -90,8 +90,7 @@ def prepare(
     monitor = announce.build_monitor(info)
     schedule = program.schedule(info.total)
     plateau = schedules.plateau(config.schedule) if schedule is not None else None
-    agreement = _agreement(topology)
-    batches = _batches(pipeline, topology)
+    agreement, batches = _agreement(topology), _batches(pipeline, topology)
     skipped_examples = SkippedExampleLog(batches, is_chief=topology.is_chief)
     return RunContext(
         program=program,
