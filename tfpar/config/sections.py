@@ -195,8 +195,7 @@ class TrainConfig(ConfigBase):
     )
     stop_after: int = option(
         0,
-        "Save a checkpoint and stop after this many steps of this process; the next start resumes there. For queues "
-        "with a time limit. 0: off.",
+        "Save a checkpoint and stop after this many steps of this process; the next start resumes there. 0: off.",
         minimum=0,
         may_change_on_resume=True,
     )
@@ -208,8 +207,7 @@ class TrainConfig(ConfigBase):
     )
     loss_weighting: str = option(
         "positions",
-        "What a loss is averaged over where masks leave out positions: 'positions' averages over all that count, as "
-        "Keras does; 'examples' over those of each example first.",
+        "What losses with masks average over: all 'positions', as in Keras, or those of each of the 'examples' first.",
         choices=("positions", "examples"),
     )
     jit_compile: str = option(
