@@ -159,6 +159,12 @@ def call_has_training_arg():
     assert not Without()._call_has_training_arg
 
 
+def remat_mode():
+    assert keras.layers.Dense(1)._remat_mode is None
+    with keras.RematScope(mode="full"):
+        assert keras.layers.Dense(1)._remat_mode.mode == "full"
+
+
 def keras_mask():
     model = keras.Sequential([keras.Input((3,), dtype="int32"), keras.layers.Embedding(5, 2, mask_zero=True)])
     assert model(tf.constant([[1, 0, 2]]))._keras_mask is not None
@@ -296,6 +302,7 @@ CANARIES = {
     ("Layer", "_trainable_variables"): layer_trainable_variables,
     ("Layer", "_metrics"): own_metrics,
     ("Layer", "_call_has_training_arg"): call_has_training_arg,
+    ("Layer", "_remat_mode"): remat_mode,
     ("tensor", "_keras_mask"): keras_mask,
     ("keras.src.losses.loss", "squeeze_or_expand_to_same_rank"): same_rank,
     ("keras.src.losses.loss", "scale_loss_for_distribution"): scale_for_distribution,

@@ -205,12 +205,16 @@ class AverageMetrics(_InStep):
 
     def _snapshot(self) -> dict[str, Any]:
         """The number of examples since the metrics were reset, and the state of those that add up."""
-        state = [variable.numpy().tolist() for metric in self._metrics(additive=True) for variable in metric.variables]
+        state = [
+            variable.numpy().tolist()
+            for metric in self._compiled_metrics(additive=True)
+            for variable in metric.variables
+        ]
         return {"examples": self._examples(), "state": state}
 
     def _results(self, states: list[list[Any]]) -> dict[str, float]:
         """Values by name from the sums of the workers' states; the model's metrics are the same afterwards."""
-        variables = [variable for metric in self._metrics(additive=True) for variable in metric.variables]
+        variables = [variable for metric in self._compiled_metrics(additive=True) for variable in metric.variables]
         if not variables or any(len(state) != len(variables) for state in states):
             return {}
         before = [variable.numpy() for variable in variables]
@@ -222,14 +226,14 @@ class AverageMetrics(_InStep):
             for variable, value in zip(variables, before, strict=True):
                 variable.assign(value)
         # The same names on every worker, also where a value happens not to change.
-        others = [metric.name for metric in self._metrics(additive=False)]
+        others = [metric.name for metric in self._compiled_metrics(additive=False)]
         return {
             name: float(value)
             for name, value in results.items()
             if np.ndim(value) == 0 and not any(other in name for other in others)
         }
 
-    def _metrics(self, *, additive: bool) -> list[keras.metrics.Metric]:
+    def _compiled_metrics(self, *, additive: bool) -> list[keras.metrics.Metric]:
         """The model's metrics, those of `compile` one by one, that are known to add up, or the others."""
         parts = [part for metric in self.model.metrics for part in getattr(metric, "metrics", [metric])]
         unique = {id(part): part for part in parts if part is not None}
@@ -239,7 +243,7 @@ class AverageMetrics(_InStep):
         """Examples since the metrics were reset: Keras' mean of the loss counts them, else the mean that has most."""
         counts = {
             metric.name: float(keras.ops.convert_to_numpy(metric.count))
-            for metric in self._metrics(additive=True)
+            for metric in self._compiled_metrics(additive=True)
             if isinstance(metric, keras.metrics.Mean)
         }
         return (counts.get("loss") or max(counts.values())) if counts else 1.0

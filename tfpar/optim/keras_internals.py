@@ -55,6 +55,7 @@ INTERNALS = (
     Internal("_trainable_variables", "Layer", "sidecar", "weights made to learn, whatever `trainable` is now"),
     Internal("_metrics", "Layer", "model's own metrics", "metrics made as attributes, without those of `compile`"),
     Internal("_call_has_training_arg", "Layer", "calling a model", "how `fit` decides whether to pass `training`"),
+    Internal("_remat_mode", "Layer", "checking a model", "whether the layer was made in a `RematScope`"),
     Internal("_keras_mask", "tensor", "objective", "a mask that the model's outputs carry"),
     Internal("squeeze_or_expand_to_same_rank", "keras.src.losses.loss", "objective", "as `compile` aligns labels"),
     Internal("scale_loss_for_distribution", "keras.src.losses.loss", "calling a model", "divides losses by replicas"),
@@ -179,6 +180,12 @@ def metrics_made_in(layer: keras.layers.Layer) -> list[keras.metrics.Metric]:
 def takes_training(layer: keras.layers.Layer) -> bool:
     """Whether the layer's `call` has an argument `training`."""
     return bool(layer._call_has_training_arg)
+
+
+def is_rematerialized(layer: keras.layers.Layer) -> bool:
+    """Whether a layer computes its activations again in the backward pass."""
+    mode = layer._remat_mode
+    return mode is not None and mode.mode is not None
 
 
 def is_seed_state(variable: keras.Variable) -> bool:

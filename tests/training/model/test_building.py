@@ -178,6 +178,13 @@ def test_stateful_layers_are_refused():
         trainer(given)
 
 
+def test_rematerialised_layers_are_refused():
+    with keras.RematScope(mode="full"):
+        given = model()
+    with pytest.raises(ConfigError, match=r"keras\.RematScope.*would not learn.*outside the scope"):
+        trainer(given)
+
+
 class OwnStep(keras.Sequential):
     def train_step(self, data):
         return {}

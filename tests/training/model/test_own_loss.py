@@ -165,6 +165,9 @@ def test_own_metrics_that_are_no_sums_or_share_a_name_are_refused():
             super().__init__(name="smallest")
             self.least = self.add_variable((), initializer="ones", name="least")
 
+        def reset_state(self):
+            self.least.assign(1.0)
+
     def build(*metrics):
         return keras.Sequential([keras.Input((4,)), *map(Odd, metrics), layers.Dense(1)])
 

@@ -39,6 +39,12 @@ def check_model(model: keras.Model, *, synchronous: bool = True) -> None:
             "of the batch, and here the order of examples and the number of replicas decide which example a row "
             f"holds. Set stateful=False and give whole sequences. Or: {_PLAIN_FIT}, with batches in your own order."
         )
+    if any(map(keras_internals.is_rematerialized, keras_internals.all_layers(model))):
+        raise ConfigError(
+            f"model {model.name!r} has layers made in a keras.RematScope. On TensorFlow, Keras 3.15 gives their "
+            "weights no gradient unless they are read from variables, and the step passes tensors: they would not "
+            f"learn. Build the model outside the scope. Or: {_PLAIN_FIT}."
+        )
     if not synchronous:
         _check_weights_stay(model)
     for name in ("train_step", "make_train_function"):
