@@ -15,6 +15,7 @@ from tfpar.inputs.write import write
 import keras
 import numpy as np
 import pyarrow  # type: ignore[import-untyped]
+import tensorflow as tf
 from array_record.python import (  # type: ignore[import-untyped]
     array_record_data_source,
     array_record_module,
@@ -25,6 +26,7 @@ from pyarrow import csv, parquet
 DIGITS_BATCH = 64
 TEXT_BATCH = 8
 _SHAPE = (8, 8, 1)
+_CLASSES = 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,8 +66,11 @@ def workloads() -> list[Workload]:
     digits: dict[str, Callable[[pathlib.Path], inputs.AnySource]] = {
         "--dataset=digits": lambda folder: inputs.load("digits"),
         "arrays": lambda folder: inputs.from_arrays(*_digits()),
-        "a list of tuples": lambda folder: inputs.as_source(list(zip(*_digits(), strict=True)), num_classes=10),
-        "PyDataset": lambda folder: inputs.from_random_access(_Batches(*_digits()), num_classes=10),
+        "a list of tuples": lambda folder: inputs.as_source(list(zip(*_digits(), strict=True))),
+        "tf.data": lambda folder: inputs.as_source(
+            tf.data.Dataset.from_tensor_slices(_digits()).shuffle(1437).batch(DIGITS_BATCH)
+        ),
+        "PyDataset": lambda folder: inputs.from_random_access(_Batches(*_digits())),
         "ArrayRecord": _array_record,
         "TFRecord, not cached": _tfrecord,
         "CSV": functools.partial(_table, "csv"),
@@ -101,7 +106,7 @@ def _array_record(folder: pathlib.Path) -> inputs.AnySource:
         return values[:-1].reshape(_SHAPE), int(values[-1])
 
     data = array_record_data_source.ArrayRecordDataSource(path)
-    return inputs.from_random_access(data, transform=parse, num_classes=10)
+    return inputs.from_random_access(data, transform=parse)
 
 
 def _tfrecord(folder: pathlib.Path) -> inputs.AnySource:
@@ -137,11 +142,15 @@ def _tokens(folder: pathlib.Path) -> inputs.AnySource:
 
 
 def _convnet(source: inputs.AnySource) -> keras.Model:
-    spec = source.info.input_spec
-    if spec.shape.rank == 3:
-        return models.build("convnet", task_spec(source))
-    image = dataclasses.replace(task_spec(source), input_shape=_SHAPE)
-    return keras.Sequential([keras.Input(spec.shape), keras.layers.Reshape(_SHAPE), models.build("convnet", image)])
+    shape = tuple(source.info.input_spec.shape)
+    image = shape if len(shape) == len(_SHAPE) else _SHAPE
+    model = models.build(
+        "convnet",
+        models.TaskSpec(task=inputs.CLASSIFICATION, input_shape=image, input_dtype="float32", num_classes=_CLASSES),
+    )
+    if image == shape:
+        return model
+    return keras.Sequential([keras.Input(shape), keras.layers.Reshape(image), model])
 
 
 def _language_model(source: inputs.AnySource) -> keras.Model:

@@ -26,7 +26,7 @@ import numpy as np
 import tensorflow as tf
 from absl import flags as absl_flags
 
-flags.define(rooms=["precision"])
+flags.define(sections=["precision"])
 ROUNDS = absl_flags.DEFINE_integer("rounds", 7, "Turns of each side; the median counts.", lower_bound=1)
 SECONDS = absl_flags.DEFINE_float("seconds", 2.0, "Length of a turn.", lower_bound=0.1)
 
@@ -35,7 +35,7 @@ ONLY = absl_flags.DEFINE_string("only", "", "Measure the rows whose names contai
 
 def main(_: list[str]) -> None:
     config = flags.experiment_config()
-    runtime = tfpar.start(config)
+    runtime = tfpar.initialize(config)
     print(describe_machine())
     print(f"\n{'':32}{'one tensor':>12}{'pipeline':>12}{'ratio':>8}{'input wait':>12}{'pipeline alone':>18}")
     for workload in workloads():
@@ -57,6 +57,7 @@ def measure(workload: Workload, folder: Path, config: ExperimentConfig, runtime:
         global_batch_size=workload.batch,
     )
     program = trainer.program
+    program.bind(source)
     pipeline = program.pipeline(source, training=True)
     step = program.step(program.schedule(1 << 30))
     element = next(iter(pipeline.dataset()))

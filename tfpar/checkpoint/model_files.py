@@ -23,13 +23,19 @@ def task_spec(source: inputs.AnySource) -> models.TaskSpec:
     """The input shape and number of classes that a model needs for the examples of a source.
 
     Raises:
-      ConfigError: The source has several inputs or labels, or none, which no model of `--model` takes.
+      ConfigError: The source has several inputs or labels, or none, which no model of `--model` takes; or it does not
+        say how many classes it has.
     """
     info = source.info
     if tf.nest.is_nested(info.input_spec) or tf.nest.is_nested(info.label_spec):
         raise ConfigError(
             f"--dataset={info.name}: the models of --model take one input and one label per example, but this source "
             "has several, or no label. Pass your own model to tfpar.Trainer."
+        )
+    if not info.num_classes:
+        raise ConfigError(
+            f"--dataset={info.name}: the models of --model need the number of classes, which this source does not say. "
+            "Give num_classes= where you create it, or pass your own model to tfpar.Trainer."
         )
     return models.TaskSpec(
         task=info.task,
