@@ -7,6 +7,7 @@ from tfpar.precision import LossScale
 from tfpar.training.core import Core
 from tfpar.training.model.support import own_metrics
 from tfpar.training.objective import Goal, SupervisedObjective
+from tfpar.training.objective.outputs import outputs_of
 from tfpar.training.step import TrainStep
 
 import keras
@@ -59,8 +60,9 @@ class Steps:
             self.optimizer = optimizer() if optimizer else keras.optimizers.SGD(0.1)
             self.optimizer.build(self.model.trainable_variables)
             objective = SupervisedObjective(self.model, Goal(loss, metrics=list(metrics)))
-            shape = self.model.outputs[0].shape[1:]
-            objective.bind(*(tf.TensorSpec(each, tf.float32) for each in (self.model.inputs[0].shape[1:], shape)))
+            x = tf.TensorSpec(self.model.get_build_config()["input_shape"][1:], tf.float32)
+            outputs = outputs_of(self.model, x, 1).structure
+            objective.bind(x, tf.TensorSpec(outputs.shape[1:], tf.float32))
             self.core = Core(self.model, objective, model_metrics=own_metrics(self.model), replicas=replicas)
         exchange = Exchange("none")
         exchange.build(self.model.trainable_variables)

@@ -352,7 +352,7 @@ def test_as_source_passes_options_on():
     ("arguments", "message"),
     [
         (("digits",), r"str is no source of examples. For a data set by name, give tfpar.inputs.load\('digits'\)"),
-        ((None,), "NoneType is no source of examples. Accepted are: a tfpar.inputs.Source; arrays"),
+        ((None,), "NoneType is no source of examples. Accepted are: a tfpar.inputs.Source; a tf.data.Dataset; arrays"),
         ((iter([1]),), "list_iterator is no source"),
         ((3.0, Y), "float is no source"),
         (({"a": None},), "dict is no source"),

@@ -149,14 +149,15 @@ def _checked(term: keras_compile.ResolvedMetric, y: tf.TensorSpec, outputs: tf.T
     """The metric with its state made, once it has shown on made-up examples that its state is a sum over examples."""
     metric, (labels, values) = _unused(term.metric), examples_of([y, outputs])
     try:
-        with keras.StatelessScope():  # some make state for the first outputs they see
-            metric.update_state(labels, values)
-        whole, part = _value(metric, labels, values), _value(metric, labels[:-1], values[:-1])
+        whole, part = _values(metric, labels, values, weighted=False)
     except _ERRORS as error:
-        raise ConfigError(
-            f"metrics: {metric.name!r} does not suit labels {y.dtype.name}{_shape(y)} and outputs {_shape(outputs)} of "
-            f"an example: {error}"
-        ) from error
+        try:  # one that takes weights only, as it always gets them in a step
+            whole, part = _values(metric, labels, values, weighted=True)
+        except _ERRORS:
+            raise ConfigError(
+                f"metrics: {metric.name!r} does not suit labels {y.dtype.name}{_shape(y)} and outputs "
+                f"{_shape(outputs)} of an example: {error}"
+            ) from error
     if _has_state(metric):
         raise ConfigError(
             f"metrics: the state of {metric.name!r} does not start at zero, so it is no sum over examples and "
@@ -193,9 +194,16 @@ def _unused(metric: keras.metrics.Metric) -> keras.metrics.Metric:
         return metric
 
 
-def _value(metric: keras.metrics.Metric, y: tf.Tensor, outputs: tf.Tensor) -> Any:
-    zeros = [tf.zeros(variable.shape, variable.dtype) for variable in metric.variables]
-    return _result(metric, metric.stateless_update_state(zeros, y, outputs))
+def _values(metric: keras.metrics.Metric, y: tf.Tensor, outputs: tf.Tensor, *, weighted: bool) -> list[Any]:
+    """The values of a metric for all examples and for all but the last, without weights or with those of 1."""
+    values = []
+    for count in (len(y), len(y) - 1):
+        arguments = (y[:count], outputs[:count], *([tf.ones([count])] if weighted else []))
+        with keras.StatelessScope():  # some make state for the first outputs they see
+            metric.update_state(*arguments)
+        zeros = [tf.zeros(variable.shape, variable.dtype) for variable in metric.variables]
+        values.append(_result(metric, metric.stateless_update_state(zeros, *arguments)))
+    return values
 
 
 def _result(metric: keras.metrics.Metric, state: Sequence[Any]) -> Any:
