@@ -46,9 +46,11 @@ INSTALL = [
 ONNX = ["tf2onnx>=1.16,<2", "onnxruntime>=1.20,<2"]
 TABLES = ["pyarrow>=18,<27"]  # CSV and Parquet files
 HUB = ["keras-hub>=0.32,<0.33"]  # presets for experiments/finetune.py
+PROFILE = ["xprof>=2.20,<3"]  # TensorBoard's tab PROFILE
 DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.7,<10", "mkdocstrings[python]>=1.0,<2"]
 TEST = [
     *ONNX,
+    *PROFILE,
     *TABLES,
     "cmake>=3.28,<5",  # pyproject.toml has the same bounds, for the build
     "hypothesis>=6.100,<7",
@@ -58,6 +60,7 @@ TEST = [
     "pytest>=8.3,<10",
     "pytest-timeout>=2.3,<3",
     "pytest-xdist>=3.6,<4",
+    "pyyaml>=6,<7",
     "ruff==0.17.5",  # exact: another version formats differently
 ]
 
@@ -222,5 +225,5 @@ if __name__ == "__main__":
         ext_modules=[] if os.environ.get("TFPAR_OPS_BUILD") == "0" else [extension()],
         cmdclass={"build_ext": BuildNative, "bdist_wheel": Wheel},
         install_requires=INSTALL,
-        extras_require={"docs": DOCS, "hub": HUB, "onnx": ONNX, "tables": TABLES, "test": TEST},
+        extras_require={"docs": DOCS, "hub": HUB, "onnx": ONNX, "profile": PROFILE, "tables": TABLES, "test": TEST},
     )

@@ -210,6 +210,15 @@ def test_a_wrong_profile_window_shows_a_right_one(text):
     assert "--profile_steps=10,15" in str(caught.value)
 
 
+def test_workers_to_profile_are_named_by_rank():
+    assert [MonitorConfig().profiles(rank) for rank in (0, 1)] == [True, False]
+    assert [MonitorConfig(profile_workers="2, 0").profiles(rank) for rank in range(4)] == [True, False, True, False]
+    assert MonitorConfig(profile_workers="all").profiles(5)
+    for text in ("", "a", "-1", "0;1"):
+        with pytest.raises(ConfigError, match="--profile_workers=all"):
+            MonitorConfig(profile_workers=text)
+
+
 # The whole configuration.
 
 
@@ -227,7 +236,7 @@ def test_each_option_reaches_its_section_and_survives_json(kind, field):
         bool: lambda: not field.default,
         int: lambda: field.default + 1,
         float: lambda: 0.25 if field.default < 1 else 2 * field.default,
-        str: lambda: {"profile_steps": "2,3", "resize": "4x5"}.get(field.name, "a=1"),
+        str: lambda: {"profile_steps": "2,3", "profile_workers": "0,2", "resize": "4x5"}.get(field.name, "a=1"),
     }[type(field.default)]()
     if choices:
         changed = next(choice for choice in choices if choice != field.default)
@@ -259,9 +268,26 @@ def test_a_custom_section_with_optional_and_other_types():
 def test_the_options_that_a_resumed_run_may_change():
     assert sorted(RESUME_MAY_CHANGE) == [
         *("accumulate_steps", "cache", "checkpoint_every", "data_dir", "data_service", "deterministic", "devices"),
-        *("epochs", "eval_every", "exchange", "exchange_retune_every", "input_threads", "jit_compile"),
+        *(
+            "epochs",
+            "eval_every",
+            "exchange",
+            "exchange_retune_every",
+            "histogram_every",
+            "input_threads",
+            "jit_compile",
+        ),
         *("keep_checkpoints", "log_every", "max_bad_steps", "on_bad_record", "on_checkpoint_error", "peer_timeout"),
-        *("prefetch", "profile_steps", "stall_timeout", "start_timeout", "steps", "steps_per_loop", "stop_after"),
+        *(
+            "prefetch",
+            "profile_steps",
+            "profile_workers",
+            "stall_timeout",
+            "start_timeout",
+            "steps",
+            "steps_per_loop",
+            "stop_after",
+        ),
         *("strategy", "tf32", "tpu", "uneven_batches", "verbose", "warm_start", "workdir"),
     ]
 

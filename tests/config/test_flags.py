@@ -32,7 +32,7 @@ FLAG_NAMES = {
     "train": "steps epochs stop_after accumulate_steps loss_weighting jit_compile steps_per_loop eval_every seed "
     "deterministic max_bad_steps",
     "checkpoint": "workdir checkpoint_every keep_checkpoints on_checkpoint_error warm_start",
-    "monitor": "log_every profile_steps verbose",
+    "monitor": "log_every histogram_every profile_steps profile_workers verbose",
 }
 
 SCRIPT = '''
@@ -114,7 +114,7 @@ def test_every_flag_reaches_its_field(section: str) -> None:
             bool: lambda d: not d,
             int: lambda d: d + 1,
             float: lambda d: 0.25 if d < 1 else d * 2,
-            str: lambda _: {"profile_steps": "2,3", "resize": "4x5"}.get(field.name, "a=1"),  # noqa: B023
+            str: lambda _: {"profile_steps": "2,3", "profile_workers": "0,2", "resize": "4x5"}.get(field.name, "a=1"),  # noqa: B023
         }[type(default)](default)
         if choices:
             value = next(choice for choice in choices if choice != default)

@@ -71,17 +71,20 @@ def test_the_main_job_keeps_its_contract(quickstart):
 
 
 def test_tensorboard_has_what_one_watches(quickstart):
-    tags: set[str] = set()
-    for path in (quickstart / "tensorboard").rglob("*events*"):
+    points: dict[str, int] = {}
+    for path in (quickstart / "train").glob("*events*"):
         for event in tf.compat.v1.train.summary_iterator(str(path)):
-            tags |= {value.tag for value in event.summary.value}
+            for value in event.summary.value:
+                points[value.tag] = points.get(value.tag, 0) + 1
     for wanted in (
-        *("loss", "learning_rate", "norms/gradient", "norms/parameter", "norms/update", "loss_scale", "mfu"),
-        *("throughput/examples_per_second", "metrics/accuracy", "configuration", "inputs"),
-        *("time_ms/input_wait", "time_ms/compute", "time_ms/exchange", "time_ms/update", "time_ms/step"),
+        *("loss", "metrics/accuracy", "training/learning_rate", "training/gradient_norm", "training/update_norm"),
+        *("time/examples_per_second", "time/mfu", "time/step_ms", "time/input_wait_ms", "time/exchange_ms"),
+        *("time/worker_slowest_ms", "time/worker_fastest_rank", "time_stacked/4_update"),
     ):
-        assert any(wanted in tag for tag in tags), (wanted, sorted(tags))
-    assert list((quickstart / "tensorboard").rglob("*.xplane.pb")), "no profile"
+        assert points[wanted] >= 50, (wanted, points)
+    assert {"configuration", "exchange", "training/inputs", "model"} <= points.keys()
+    assert "training/loss_scale" not in points  # it is 1 in float32
+    assert list((quickstart / "plugins").rglob("worker_0.xplane.pb")), "no profile"
 
 
 def test_evaluate_agrees_with_the_run(quickstart):
@@ -160,10 +163,10 @@ def test_without_xla_the_exchange_overlaps_the_backward_pass(tmp_path):
     succeeded(launch(2, CLASSIFY, *flags, f"--workdir={tmp_path}"))
     overlapped = [
         tf.make_ndarray(value.tensor).item()
-        for path in (tmp_path / "tensorboard").rglob("*events*")
+        for path in tmp_path.rglob("*events*")
         for event in tf.compat.v1.train.summary_iterator(str(path))
         for value in event.summary.value
-        if value.tag == "time_ms/exchange_overlapped"
+        if value.tag == "time/exchange_overlapped_ms"
     ]
     assert overlapped
     assert min(overlapped) > 0.0

@@ -35,7 +35,7 @@ def test_held_out_files_take_less_than_two_point_two_bits_per_byte(tmp_path, wor
     assert summary["eval"]["loss"] / 0.693147 == pytest.approx(summary["eval"]["bits_per_byte"], rel=1e-3)
     texts = [
         value.tensor.string_val[0].decode()
-        for path in (tmp_path / "tensorboard").rglob("*events*")
+        for path in tmp_path.rglob("*events*")
         for event in tf.compat.v1.train.summary_iterator(str(path))
         for value in event.summary.value
         if "samples/generated" in value.tag

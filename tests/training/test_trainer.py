@@ -594,9 +594,9 @@ def test_a_finished_run_says_so_and_writes_the_same_summary(tmp_path, capsys):
     saved = keras.saving.load_model(tmp_path / "model.keras").get_weights()
     (tmp_path / "model.keras").unlink()
     capsys.readouterr()
-    events = {path: path.stat().st_mtime_ns for path in (tmp_path / "tensorboard").rglob("*") if path.is_file()}
+    events = {path: path.stat().st_mtime_ns for path in (tmp_path / "train").rglob("*") if path.is_file()}
     again = run()
-    assert {p: p.stat().st_mtime_ns for p in (tmp_path / "tensorboard").rglob("*") if p.is_file()} == events
+    assert {p: p.stat().st_mtime_ns for p in (tmp_path / "train").rglob("*") if p.is_file()} == events
     assert "finished" in capsys.readouterr().out
     assert summary_of(tmp_path) == again
     for name, value in first.items():

@@ -292,10 +292,26 @@ class MonitorConfig(ConfigBase):
     """What is shown and recorded during a run."""
 
     log_every: int = option(
-        0, "Steps between TensorBoard points. 0: about every two seconds.", minimum=0, may_change_on_resume=True
+        0,
+        "Steps between points in TensorBoard and metrics.csv. 0: every two seconds and at least 60 times in a run, but "
+        "not more often than every 10 steps.",
+        minimum=0,
+        may_change_on_resume=True,
+    )
+    histogram_every: int = option(
+        0,
+        "Steps between histograms of the weights, and of what a step changes in them, in TensorBoard. 0: none.",
+        minimum=0,
+        may_change_on_resume=True,
     )
     profile_steps: str = option(
-        "", "First and last step to profile, e.g. '10,15'; shown in TensorBoard.", may_change_on_resume=True
+        "",
+        "First and last step to profile, e.g. '10,15'; shown in TensorBoard's tab PROFILE "
+        "(pip install 'tfpar[profile]').",
+        may_change_on_resume=True,
+    )
+    profile_workers: str = option(
+        "0", "Ranks of the workers that --profile_steps profiles, e.g. '0,3', or 'all'.", may_change_on_resume=True
     )
     verbose: bool = option(
         False, "Show TensorFlow's start-up messages and the information log.", may_change_on_resume=True, per_host=True
@@ -304,6 +320,7 @@ class MonitorConfig(ConfigBase):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.profile_window()
+        self.profiles(0)
 
     def profile_window(self) -> tuple[int, int] | None:
         """`profile_steps` as (first, last) step, or None if no profile was requested."""
@@ -318,3 +335,19 @@ class MonitorConfig(ConfigBase):
                 f"--profile_steps={self.profile_steps!r} is not a window of steps. Write e.g. --profile_steps=10,15."
             )
         return first, last
+
+    def profiles(self, worker: int) -> bool:
+        """Whether `profile_workers` names this worker.
+
+        Args:
+          worker: Its rank.
+        """
+        if self.profile_workers == "all":
+            return True
+        ranks = [part.strip() for part in self.profile_workers.split(",")]
+        if not all(rank.isdecimal() for rank in ranks):
+            raise ConfigError(
+                f"--profile_workers={self.profile_workers!r} is not a list of ranks. Write e.g. --profile_workers=0,3, "
+                "or --profile_workers=all."
+            )
+        return worker in [int(rank) for rank in ranks]

@@ -27,6 +27,8 @@ def build_monitor(info: RunInfo) -> Monitor:
         flops_per_example=cost.training_flops_per_example if cost else None,
         peak_flops=_peak_flops_per_replica(info) if cost and is_chief else None,
         replicas=info.topology.replicas,
+        worker=max(info.topology.worker, 0),
+        workers=info.topology.workers,
         metric_results=info.metric_results,
     )
 
@@ -84,13 +86,41 @@ def warn_of_counted_padding(info: RunInfo, monitor: Monitor) -> None:
         )
 
 
-def record_run_info(info: RunInfo, monitor: Monitor) -> None:
-    """Records model, input and sample inputs in TensorBoard, once it is known that there is something to train."""
+def record_run_info(info: RunInfo, monitor: Monitor, traffic: Traffic, step: int) -> None:
+    """Records options, model, input, exchange and sample inputs, once it is known that there is something to train.
+
+    Args:
+      info: The run.
+      monitor: Its monitor.
+      traffic: What one step costs on the wire.
+      step: Finished steps.
+    """
     if not info.topology.is_chief:
         return
+    monitor.begin(step)
+    record_exchange(info, monitor, traffic, step)
     monitor.text("model", _model_text(info))
     monitor.text("input", _input_text(info))
     samples.write_inputs(monitor, info.train)
+
+
+def record_exchange(info: RunInfo, monitor: Monitor, traffic: Traffic, step: int) -> None:
+    """Records what does not change from step to step about the exchange; call it again where it was tuned."""
+    if info.topology.replicas == 1:
+        return
+    values = {
+        "exchange": info.exchange.describe(),
+        "codec": traffic.codec,
+        "pattern": traffic.pattern,
+        "payload, bytes per step": f"{traffic.payload_bytes:,}",
+        "sent by each, bytes per step": f"{traffic.wire_bytes:,}",
+        "without a codec, bytes per step": f"{traffic.dense_bytes:,}",
+    }
+    if traffic.wire_bytes:
+        values["compression ratio"] = f"{traffic.dense_bytes / traffic.wire_bytes:.2f}"
+    monitor.table("exchange", values, step=step)
+    if info.exchange.plan_table:
+        monitor.text("exchange_plan", info.exchange.plan_table, step=step)
 
 
 def _input_text(info: RunInfo) -> str:

@@ -9,30 +9,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tfpar.config import ExperimentConfig
+from tfpar.monitor import options_record, tags
+from tfpar.monitor.histograms import WeightHistograms, Weights
+from tfpar.monitor.metrics_table import MetricsTable
+from tfpar.monitor.profiling import VIEWER, ProfileWindow
 from tfpar.monitor.progress import Progress
 from tfpar.monitor.tensorboard import EventFiles
 from tfpar.monitor.timings import MetricSums, Timings, Window
 
 import numpy as np
-import tensorflow as tf
 
-# Scalars with a place of their own in TensorBoard; all others are metrics.
-_TIME_TAGS = {"total": "step", "overlapped": "exchange_overlapped"}
-_TAGS = {
-    "learning_rate": "learning_rate",
-    "loss_scale": "loss_scale",
-    "skipped_steps": "skipped_steps",
-    "skipped_examples": "skipped_examples",
-    "gradient_norm": "norms/gradient",
-    "parameter_norm": "norms/parameter",
-    "update_norm": "norms/update",
-    "payload_bytes": "exchange/payload_bytes",
-    "wire_bytes": "exchange/wire_bytes",
-    "compression_ratio": "exchange/compression_ratio",
-    "residual_over_gradient": "exchange/residual_over_gradient",
-    "cosine": "exchange/cosine_to_dense",
-}
 _POINT_SECONDS = 2.0
+# Without --log_every: points of a run, and the fewest steps between two.
+_POINTS, _FEWEST_STEPS = 60, 10
 _log = logging.getLogger(__name__)
 
 
@@ -42,13 +31,16 @@ class Monitor:
     Step numbers count finished steps: `on_steps` with `last_step=10` reports steps up to the tenth.
 
     Args:
-      workdir: The run's directory; TensorBoard files go to `tensorboard/` in it. None: the terminal only.
+      workdir: The run's directory; TensorBoard's files go to `train/` and `eval/` in it, and the points also to
+        `metrics.csv`. None: the terminal only.
       is_chief: Whether this process logs and writes.
-      config: The experiment: options to record, `log_every`, `profile_steps`.
+      config: The experiment: options to record, `log_every`, `profile_steps`, `histogram_every`.
       total_steps: Steps in the whole run.
       flops_per_example: Floating-point operations that training on one example takes, forward and backward.
       peak_flops: Operations per second that one replica could do at best; 0 or None: no MFU is given.
       replicas: Replicas in the whole run.
+      worker: This worker's rank.
+      workers: Workers in the whole run.
       metric_results: Gives metrics by name from the sums that `on_steps` takes.
       progress: The terminal; by default a `Progress` on standard output.
     """
@@ -63,6 +55,8 @@ class Monitor:
         flops_per_example: float | None = None,
         peak_flops: float | None = None,
         replicas: int = 1,
+        worker: int = 0,
+        workers: int = 1,
         metric_results: Callable[[Sequence[np.ndarray]], Mapping[str, float]] = lambda sums: {},
         progress: Progress | None = None,
     ) -> None:
@@ -72,17 +66,43 @@ class Monitor:
         self._mfu_factor = (flops_per_example or 0.0) / (peak_flops * replicas) if peak_flops else 0.0
         self._timings = Timings()
         self._log_every = config.monitor.log_every
-        self._profile = _ProfileWindow(config.monitor.profile_window())
-        self._is_chief = is_chief
+        # Where the user sets the length of a call, it is not cut for points.
+        self._cuts_calls = not self._log_every and not config.train.steps_per_loop
+        self._cadence = self._log_every or max(_FEWEST_STEPS, total_steps // _POINTS)
+        profiles = config.monitor.profiles(worker)
+        self._profile = ProfileWindow(config.monitor.profile_window(), worker=worker, profiles=profiles)
+        self._histograms = WeightHistograms(config.monitor.histogram_every)
+        self._is_chief, self._workers, self._workdir = is_chief, workers, workdir
         self._progress = (progress or Progress(total_steps)) if is_chief else None
         self._shown = Window()
         self._point = Window()
         self._metric_results = metric_results
         self._shown_sums, self._point_sums = MetricSums(), MetricSums()
         self._last_point: float | None = None
+        self._counts_seen: set[str] = set()
+        self._scales_loss = config.precision.precision == "mixed_float16"
+        self._options = config.as_flat_dict()
         self._events: EventFiles | None = None
+        self._table: MetricsTable | None = None
+        self._unwritten: list[str] = []
         if is_chief and workdir:
-            self._events = EventFiles(workdir, config.as_flat_dict())
+            self._events = EventFiles(workdir, self._options, workers=workers)
+            self._table = MetricsTable(workdir)
+
+    def begin(self, step: int) -> None:
+        """Call once it is known that there is something to train, before anything is recorded.
+
+        Writes `config.yaml`. Of the points of an earlier start those are removed that come after `step`.
+
+        Args:
+          step: Finished steps, of which this start knows.
+        """
+        if self._events is None or self._table is None or self._workdir is None:
+            return
+        if step:
+            self._events.trial = options_record.trial_of(self._workdir) or self._events.trial
+        self._unwritten += options_record.write_config(self._workdir, self._events.trial, self._options)
+        self._table.begin(step)
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
@@ -99,7 +119,8 @@ class Monitor:
     @property
     def failures(self) -> list[str]:
         """What could not be written, and why."""
-        return self._events.failures if self._events else []
+        written = [each.failures for each in (self._events, self._table) if each]
+        return [*self._unwritten, *(line for lines in written for line in lines)]
 
     def message(self, text: str, level: int = logging.INFO) -> None:
         """Logs lines in the chief's process, and nothing in others."""
@@ -107,7 +128,7 @@ class Monitor:
             _log.log(level, "%s", text)
 
     def next_boundary(self, step: int) -> int:
-        """Where the next call from Python must end at the latest, so that the profile window is met exactly.
+        """Where the next call from Python must end at the latest, so that profile, histograms and points are exact.
 
         The same in every process, because all processes must make the same calls.
 
@@ -117,21 +138,42 @@ class Monitor:
         Returns:
           A number of finished steps above `step`.
         """
-        return self._profile.next_boundary(step, otherwise=max(self._total_steps, step + 1))
+        end = max(self._total_steps, step + 1)
+        if self._cuts_calls:
+            end = min(end, (step // self._cadence + 1) * self._cadence)
+        return self._histograms.next_boundary(step, self._profile.next_boundary(step, end))
 
-    def before_step(self, step: int) -> None:
-        """Call before each call that trains, with the finished steps; starts the profiler when its window begins."""
-        if self._is_chief and self._profile.begins(step):
-            if self._events is None:
+    def before_step(self, step: int, weights: Weights = dict) -> None:
+        """Call before each call that trains, with the finished steps; starts the profiler when its window begins.
+
+        Args:
+          step: Finished steps.
+          weights: Returns the trainable weights by name; called if histograms of the next step are due.
+        """
+        if self._profile.begins(step):
+            if self._workdir is None:
                 _log.warning("--profile_steps needs a --workdir to write to; nothing is profiled")
                 self._profile.give_up()
             else:
-                self._profile.start(self._events.directory)
+                self._profile.start(self._events.directory if self._events else self._workdir)
+        if self._events:
+            self._histograms.before_step(step, weights)
 
-    def after_step(self, step: int) -> None:
-        """Call after each call that trains, with the finished steps; stops the profiler when its window is over."""
+    def marked_step(self, step: int) -> contextlib.AbstractContextManager[object]:
+        """Surrounds a call that trains, after `step` finished steps, so that a profile knows its number."""
+        return self._profile.step(step + 1)
+
+    def after_step(self, step: int, weights: Weights = dict) -> None:
+        """Call after each call that trains, with the finished steps; stops the profiler when its window is over.
+
+        Args:
+          step: Finished steps.
+          weights: As for `before_step`.
+        """
         if self._profile.running and step >= self._profile.last:
             self._stop_profile()
+        if self._events and (values := self._histograms.after_step(step, weights)):
+            self._events.histograms(step, values)
 
     def on_steps(
         self,
@@ -142,6 +184,7 @@ class Monitor:
         *,
         examples: np.ndarray | None = None,
         metric_sums: Sequence[np.ndarray] = (),
+        worker_seconds: Sequence[float] = (),
     ) -> None:
         """Records the steps of one call.
 
@@ -154,6 +197,7 @@ class Monitor:
           examples: [n] examples of each step; by default the global batch size.
           metric_sums: States of the metrics, summed over the steps; what is shown covers all steps since the last
             line or point, as the loss does.
+          worker_seconds: What each worker needed for these steps without the exchange, in the order of their ranks.
         """
         losses = np.asarray(losses, np.float64)
         durations = np.asarray(durations, np.float64)
@@ -168,6 +212,7 @@ class Monitor:
                 self._shown.clear()
         if self._events:
             self._point_sums.add(metric_sums)
+            self._point.add_workers(worker_seconds, len(losses))
             self._write_points(last_step, losses, durations, counts, scalars)
 
     def on_evaluation(self, step: int, results: Mapping[str, float]) -> None:
@@ -179,7 +224,7 @@ class Monitor:
         """
         shown = {name: value for name, value in results.items() if name != "examples"}
         if self._events and shown:
-            self._events.scalars(
+            self._scalars(
                 "eval", step, {name if name == "loss" else f"metrics/{name}": value for name, value in shown.items()}
             )
             self._events.flush()
@@ -192,14 +237,19 @@ class Monitor:
         if self._events:
             self._events.text(tag, text, step)
 
+    def table(self, tag: str, values: Mapping[str, Any], *, step: int = 0) -> None:
+        """Records what does not change from step to step, as a table of text in TensorBoard."""
+        if self._events:
+            self._events.markdown(tag, options_record.table(values), step)
+
     def sample_text(self, tag: str, text: str, *, step: int = 0) -> None:
         """Records text read from the data or written by a language model, under `samples/`."""
         self.text(f"samples/{tag}", text, step=step)
 
-    def images(self, tag: str, batch: Any, *, step: int = 0) -> None:
-        """Records images [n, height, width, 1, 3 or 4], under `samples/`; see `EventFiles.images`."""
+    def images(self, tag: str, batch: Any, *, step: int = 0, run: str = "train") -> None:
+        """Records images [n, height, width, 1, 3 or 4]; see `EventFiles.images`."""
         if self._events:
-            self._events.images(f"samples/{tag}", batch, step)
+            self._events.images(tag, batch, step, run=run)
 
     def statistics(self) -> dict[str, float | None]:
         """The run's speed without its first, compiling call: the figures for summary.json.
@@ -220,8 +270,12 @@ class Monitor:
         if self._progress:
             self._progress.close()
         if self._events:
-            names = ("train_loss", "examples_per_second", "mfu")
-            final = {f"final/{name}": summary[name] for name in names if summary.get(name) is not None}
+            names = {
+                "train_loss": "training/final_loss",
+                "examples_per_second": "time/final_examples_per_second",
+                "mfu": "time/final_mfu",
+            }
+            final = {tag: summary[name] for name, tag in names.items() if summary.get(name) is not None}
             if final:
                 self._events.scalars("eval", int(summary.get("steps", self._total_steps)), final)
             self._events.end_session(success=True)
@@ -240,7 +294,7 @@ class Monitor:
         return examples_per_second * self._mfu_factor if self._mfu_factor else None
 
     def _line(self, scalars: Mapping[str, float]) -> dict[str, str]:
-        metrics = [name for name in scalars if name not in _TAGS and name != "loss"]
+        metrics = [name for name in scalars if name not in tags.TAGS and name != "loss"]
         values = {"loss": f"{self._shown.loss:.4f}"}
         values |= {name: f"{scalars[name]:.4f}" for name in metrics[:1]}
         values["examples/s"] = f"{self._shown.examples_per_second:.0f}"
@@ -255,19 +309,12 @@ class Monitor:
         examples: np.ndarray,
         scalars: Mapping[str, float],
     ) -> None:
-        """Adds steps to the window, and closes it at every multiple of `log_every`, or else every 2 s."""
-        assert self._events is not None
+        """Adds steps to the window, and closes it where a point is due."""
         first = last_step - len(losses)
-        if self._log_every:
-            ends = [step - first for step in range(first + 1, last_step + 1) if step % self._log_every == 0]
-        else:
-            now = time.monotonic()
-            due = self._last_point is None or now - self._last_point >= _POINT_SECONDS or last_step >= self._total_steps
-            ends = [len(losses)] if due else []
-            self._last_point = now if due else self._last_point
+        ends = [end - first for end in self._point_steps(first, last_step)]
         if ends:
             scalars = {**scalars, **self._metric_results(self._point_sums.take())}
-        at_last = {_TAGS.get(name, f"metrics/{name}"): value for name, value in scalars.items() if name != "loss"}
+        at_last = self._tagged(scalars)
         begin = 0
         for end in ends:
             self._point.add(losses[begin:end], durations[begin:end], examples[begin:end])
@@ -275,62 +322,51 @@ class Monitor:
             if end == ends[-1] == len(losses):
                 values |= at_last
                 at_last = {}
-            self._events.scalars("train", first + end, values)
+            self._scalars("train", first + end, values)
             self._point.clear()
             begin = end
         self._point.add(losses[begin:], durations[begin:], examples[begin:])
         if ends and at_last:
-            self._events.scalars("train", last_step, at_last)
+            self._scalars("train", last_step, at_last)
+
+    def _point_steps(self, first: int, last: int) -> list[int]:
+        """After which of the steps `first + 1` to `last` there is a point."""
+        cadence = self._cadence
+        steps = list(range((first // cadence + 1) * cadence, last + 1, cadence))
+        if not self._log_every:
+            now = time.monotonic()
+            late = self._last_point is None or now - self._last_point >= _POINT_SECONDS
+            if (late or last >= self._total_steps) and last not in steps:
+                steps.append(last)
+            self._last_point = now if steps else self._last_point
+        return steps
+
+    def _tagged(self, scalars: Mapping[str, float]) -> dict[str, float]:
+        """Values by the name of their chart; without those that have not changed yet."""
+        self._counts_seen |= {name for name in tags.COUNTS if scalars.get(name)}
+        left_out = {"loss", *(name for name in tags.COUNTS if name not in self._counts_seen)}
+        if not self._scales_loss:
+            left_out.add("loss_scale")
+        return {
+            tags.TAGS.get(name, f"metrics/{name}"): value for name, value in scalars.items() if name not in left_out
+        }
 
     def _point_values(self) -> dict[str, float]:
-        values = {"loss": self._point.loss, "throughput/examples_per_second": self._point.examples_per_second}
-        for name, milliseconds in self._point.milliseconds().items():
-            if name != "overlapped" or milliseconds:
-                values[f"time_ms/{_TIME_TAGS.get(name, name)}"] = milliseconds
+        values = {"loss": self._point.loss, "time/examples_per_second": self._point.examples_per_second}
+        values |= tags.time_values(self._point.milliseconds())
+        values |= tags.worker_values(self._point.worker_seconds, self._point.worker_steps)
         mfu = self._mfu(self._point.examples_per_second)
-        return values if mfu is None else {**values, "mfu": mfu}
+        return values if mfu is None else {**values, "time/mfu": mfu}
+
+    def _scalars(self, run: str, step: int, values: Mapping[str, float]) -> None:
+        if self._events:
+            self._events.scalars(run, step, values)
+        if self._table:
+            self._table.append(run, step, {name: value for name, value in values.items() if "_stacked/" not in name})
 
     def _stop_profile(self) -> None:
         if self._profile.running and self._profile.stop():
             self.message(
                 f"profiled steps {self._profile.first} to {self._profile.last}: tab PROFILE of TensorBoard "
-                "(needs the xprof plug-in)"
+                f"(needs xprof: {VIEWER})"
             )
-
-
-class _ProfileWindow:
-    """Runs TensorFlow's profiler over the steps `first` to `last`, both counted from 1 and both included."""
-
-    def __init__(self, window: tuple[int, int] | None) -> None:
-        self._open = window is not None
-        first, self.last = window or (0, 0)
-        self.first = max(first, 1)
-        self.running = False
-
-    def next_boundary(self, step: int, otherwise: int) -> int:
-        edges = [edge for edge in (self.first - 1, self.last) if self.last and edge > step]
-        return min([otherwise, *edges])
-
-    def begins(self, step: int) -> bool:
-        return self._open and not self.running and self.first <= step + 1 <= self.last
-
-    def give_up(self) -> None:
-        self._open = False
-
-    def start(self, directory: str) -> None:
-        try:
-            tf.profiler.experimental.start(directory)
-        except tf.errors.OpError as error:  # e.g. another profiler session in this process
-            _log.warning("--profile_steps: the profiler does not start: %s", error.message)
-            self.give_up()
-        else:
-            self.running = True
-
-    def stop(self) -> bool:
-        self.running = self._open = False
-        try:
-            tf.profiler.experimental.stop()
-        except tf.errors.OpError as error:
-            _log.warning("--profile_steps: the profile is lost: %s", error.message)
-            return False
-        return True

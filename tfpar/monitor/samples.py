@@ -33,7 +33,7 @@ def write_inputs(monitor: Monitor, source: inputs.AnySource) -> None:
     if info.task == "language_model" and info.decode is not None:
         monitor.sample_text("inputs", "\n\n---\n\n".join(info.decode(row) for row in shown[:4]))
     elif info.input_spec.shape.rank == 3 and info.input_spec.shape[-1] in (1, 3, 4):
-        monitor.images("inputs", shown)
+        monitor.images("training/inputs", shown)
 
 
 def continues_text(source: inputs.AnySource) -> bool:

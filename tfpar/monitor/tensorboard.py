@@ -1,8 +1,8 @@
 """The event files of one run, for TensorBoard.
 
-`<workdir>/tensorboard/train` and `.../eval` are two runs with the same tags, so that TensorBoard draws them in
-one chart. The hyperparameters are written to `eval`: the HPARAMS tab then lists the evaluation's results as the
-session's metrics, and works out columns and ranges over all runs under its log directory.
+`<workdir>/train` and `<workdir>/eval` are two runs with the same tags, so that TensorBoard draws them in one chart. The
+hyperparameters are written to `eval`: the HPARAMS tab then lists the evaluation's results as the session's metrics, and
+works out columns and ranges over all runs under its log directory.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from tfpar.monitor import options_record, tags
+
 import numpy as np
 import tensorflow as tf
 from tensorboard.compat.proto import types_pb2
 from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.plugins.histogram.summary_v2 import histogram_pb
 from tensorboard.plugins.hparams import api as hparams_api
 from tensorboard.plugins.hparams import api_pb2
 from tensorboard.plugins.hparams.summary import session_end_pb
@@ -27,11 +30,11 @@ from tensorboard.plugins.scalar import metadata as scalar_metadata
 MAX_IMAGES = 16
 _log = logging.getLogger(__name__)
 _SCALAR = scalar_metadata.create_summary_metadata(display_name="", description="")
+# Directory in a run's directory that earlier versions wrote to; a run that was begun there goes on there.
+_EARLIER_DIRECTORY = "tensorboard"
 # TensorFlow's own is two minutes, too long for one who watches.
 _FLUSH_MILLISECONDS = 5000
 _RETRY_SECONDS = 60.0
-# Where a run is kept and how it is shown says nothing about what it computes.
-_NOT_HPARAMS = ("workdir", "data_dir", "log_every", "profile_steps", "verbose")
 
 
 class EventFiles:
@@ -41,19 +44,26 @@ class EventFiles:
 
     Args:
       workdir: The run's directory.
-      options: The configuration by option name, recorded as a table, and as hyperparameters but for `_NOT_HPARAMS`.
+      options: The configuration by option name, recorded as a table; those that differ from their defaults are recorded
+        as hyperparameters.
+      workers: Workers of the run, for the layout of the charts.
 
     Attributes:
+      directory: Where the files are: below it, one directory per run.
+      trial: The name of the run's row in the tab HPARAMS.
       failures: What could not be written, and why; empty or one line.
     """
 
-    def __init__(self, workdir: str, options: Mapping[str, Any]) -> None:
+    def __init__(self, workdir: str, options: Mapping[str, Any], *, workers: int = 1) -> None:
         self.failures: list[str] = []
+        self.trial = options_record.new_trial(options)
         self._retry_at = -math.inf
-        self.directory = os.path.join(workdir, "tensorboard")
-        self._trial = os.path.abspath(workdir)
-        self._options = {name: _plain(value) for name, value in options.items()}
+        earlier = os.path.join(workdir, _EARLIER_DIRECTORY)
+        self.directory = earlier if os.path.isdir(earlier) else workdir
+        self._options = dict(options)
+        self._workers = workers
         self._writers: dict[str, tf.summary.SummaryWriter] = {}
+        self._described: set[tuple[str, str]] = set()
 
     def scalars(self, run: str, step: int, values: Mapping[str, float]) -> None:
         """Writes points of several charts as one event, at a tenth of the cost of as many `tf.summary.scalar`s.
@@ -66,6 +76,9 @@ class EventFiles:
         summary = Summary()
         for tag, value in values.items():
             entry = summary.value.add(tag=tag, metadata=_SCALAR)
+            if (run, tag) not in self._described:  # TensorBoard takes the description of a chart's first point
+                entry.metadata.summary_description = tags.description(tag)
+                self._described.add((run, tag))
             entry.tensor.dtype = types_pb2.DT_FLOAT
             entry.tensor.float_val.append(value)
         self._raw(run, summary, step)
@@ -74,9 +87,21 @@ class EventFiles:
         """Writes text that is shown as it is, line by line."""
         # Four blanks make a code block in TensorBoard's markdown, whatever the text contains.
         block = "\n".join("    " + line for line in text.splitlines())
-        self._write("train", lambda: tf.summary.text(tag, block, step=step))
+        self.markdown(tag, block, step)
 
-    def images(self, tag: str, batch: Any, step: int = 0) -> None:
+    def markdown(self, tag: str, text: str, step: int = 0) -> None:
+        """Writes text in markdown."""
+        self._write("train", lambda: tf.summary.text(tag, text, step=step))
+
+    def histograms(self, step: int, values: Mapping[str, np.ndarray]) -> None:
+        """Writes the distributions of several arrays, by tag, as one event."""
+        summary = Summary()
+        for tag, array in values.items():
+            finite = array[np.isfinite(array)]
+            summary.value.extend(histogram_pb(tag, finite, buckets=64, description=tags.description(tag)).value)
+        self._raw("train", summary, step)
+
+    def images(self, tag: str, batch: Any, step: int = 0, *, run: str = "train") -> None:
         """Writes up to `MAX_IMAGES` images.
 
         Args:
@@ -84,9 +109,10 @@ class EventFiles:
           batch: [n, height, width, channels], integer or float, 1, 3 or 4 channels. Values outside [0, 1] (0 to 255
             for uint8) are rescaled by the smallest and largest of the batch.
           step: Finished steps.
+          run: `train` or `eval`.
         """
-        shown = displayable(np.asarray(batch)[:MAX_IMAGES])
-        self._write("train", lambda: tf.summary.image(tag, shown, step=step, max_outputs=MAX_IMAGES))
+        shown, text = displayable(np.asarray(batch)[:MAX_IMAGES]), tags.description(tag)
+        self._write(run, lambda: tf.summary.image(tag, shown, step=step, max_outputs=MAX_IMAGES, description=text))
 
     def end_session(self, *, success: bool) -> None:
         """Tells the HPARAMS tab how the run ended."""
@@ -127,6 +153,7 @@ class EventFiles:
                 self.failures.append(f"TensorBoard events: {reason}")
                 _log.warning("TensorBoard events cannot be written (%s); training goes on without them", reason)
             broken, self._writers = self._writers, {}
+            self._described.clear()
             for writer in broken.values():  # a writer that failed stays broken (TensorFlow 2.21)
                 with contextlib.suppress(OSError, tf.errors.OpError):
                     writer.close()
@@ -137,10 +164,10 @@ class EventFiles:
                 path = os.path.join(self.directory, name)
                 self._writers[name] = tf.summary.create_file_writer(path, flush_millis=_FLUSH_MILLISECONDS)
             with self._writers["train"].as_default():
-                tf.summary.text("configuration", markdown_table(self._options), step=0)
+                tf.summary.text("configuration", options_record.markdown(self._options), step=0)
+                tf.summary.experimental.write_raw_pb(tags.layout(self._workers).SerializeToString(), step=0)
             with self._writers["eval"].as_default():
-                hparams = {name: value for name, value in self._options.items() if name not in _NOT_HPARAMS}
-                hparams_api.hparams(hparams, trial_id=self._trial)
+                hparams_api.hparams(options_record.hparams(self._options), trial_id=self.trial)
         return self._writers[run]
 
 
@@ -157,14 +184,3 @@ def displayable(images: np.ndarray) -> np.ndarray:
     if low < 0.0 or high > 1.0:
         images = (images - low) / max(high - low, 1e-12)
     return images
-
-
-def markdown_table(options: Mapping[str, Any]) -> str:
-    """Options as a markdown table of two columns."""
-    rows = [f"| {name} | `{value}` |" if value != "" else f"| {name} | |" for name, value in options.items()]
-    return "\n".join(["| option | value |", "|---|---|", *rows])
-
-
-def _plain(value: Any) -> str | bool | int | float:
-    """A value that the HPARAMS tab can show."""
-    return value if isinstance(value, (str, bool, int, float)) else str(value)

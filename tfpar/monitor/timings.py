@@ -42,6 +42,15 @@ class Window:
         self._seconds = np.zeros(len(COLUMNS))
         self._loss_sum = 0.0
         self._finite = 0
+        self.worker_seconds: list[float] = []
+        self.worker_steps = 0
+
+    def add_workers(self, seconds: Sequence[float], steps: int) -> None:
+        """Adds what each worker needed for some steps, in the order of their ranks; nothing where it is not known."""
+        if len(seconds):
+            known = self.worker_seconds or [0.0] * len(seconds)
+            self.worker_seconds = [total + part for total, part in zip(known, seconds, strict=True)]
+            self.worker_steps += steps
 
     def add(self, losses: np.ndarray, durations: np.ndarray, examples: np.ndarray) -> None:
         """Adds steps.
@@ -135,6 +144,15 @@ class Timings:
             "step_ms_p95": 1e3 * float(p95),
             "input_wait_fraction": _ratio(wait, seconds),
         }
+
+
+def own_seconds(durations: np.ndarray) -> float:
+    """Seconds that a worker needs itself for its steps, without the exchange, in which it waits for others.
+
+    Args:
+      durations: [n, 6] seconds, see `COLUMNS`.
+    """
+    return float(durations[:, _TOTAL].sum() - durations[:, COLUMNS.index("exchange")].sum())
 
 
 def _ratio(part: float, whole: float) -> float:

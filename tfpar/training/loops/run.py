@@ -118,7 +118,7 @@ class Run:
                 assert previous is not None
                 results.report_already_finished(info, state.step, context.monitor, context.program.eval_weights)
                 return previous
-        announce.record_run_info(info, context.monitor)
+        announce.record_run_info(info, context.monitor, self._loop.traffic, state.step)
         context.files.restarts.begin(state.step)
         with context.preemption, context.monitor.session():
             state = self._train(state)

@@ -9,7 +9,7 @@ from typing import Any
 from tfpar import inputs
 from tfpar.exchange import Traffic
 from tfpar.guards import bad_examples
-from tfpar.monitor import samples
+from tfpar.monitor import announce, samples, timings
 from tfpar.monitor import summary as results
 from tfpar.training.loops.context import RunContext
 from tfpar.training.loops.hooks import Hook, HookRows
@@ -75,23 +75,19 @@ class SynchronousLoop:
         context = self._context
         self.compiles_next = False
         steps = self._steps_per_call.next(state.step, [*stops, context.monitor.next_boundary(state.step)])
-        began = time.perf_counter()
-        state = self._run_steps(state, steps)
-        # All workers must make calls of the same length: TensorFlow 2.21 tells collectives inside a loop apart
-        # by the iteration, and a worker in another iteration would wait for ever.
-        asked = float(context.preemption.received)
-        seconds, asked_workers = context.agreement.sums([time.perf_counter() - began, asked])
-        self._steps_per_call.measured(steps, seconds / context.program.topology.workers)
-        return state.replace(preempted=asked_workers > 0)
+        return self._run_steps(state, steps)
 
     def _run_steps(self, state: LoopState, steps: int) -> LoopState:
         """Runs some steps and reports them."""
         context, monitor = self._context, self._context.monitor
-        monitor.before_step(state.step)
+        monitor.before_step(state.step, self._weights)
         multiplier = (context.plateau.multiplier if context.plateau else 1.0) * state.lr_multiplier
         began = time.perf_counter()
         worker = context.program.topology.worker
-        with bad_examples.named(context.info.train, lambda: context.info.pipeline.indices(state.step, steps, worker)):
+        with (
+            bad_examples.named(context.info.train, lambda: context.info.pipeline.indices(state.step, steps, worker)),
+            monitor.marked_step(state.step),
+        ):
             result: StepsResult = self._step.run(
                 self._iterator,
                 tf.constant(state.step, tf.int64),
@@ -99,7 +95,8 @@ class SynchronousLoop:
                 state.loss_scale,
                 tf.constant(multiplier, tf.float32),
             )
-        durations = result.durations.numpy()
+            durations = result.durations.numpy()
+        own_seconds = timings.own_seconds(durations)
         if not durations.any():  # no clock inside the step: all its time counts as computing
             durations[:, [1, 4]] = (time.perf_counter() - began) / steps
         done = Interval(
@@ -110,19 +107,35 @@ class SynchronousLoop:
         )
         first = state.step
         context.skipped_examples.note(first, done.counts)
+        # All workers must make calls of the same length: TensorFlow 2.21 tells collectives inside a loop apart
+        # by the iteration, and a worker in another iteration would wait for ever.
+        report = np.array([time.perf_counter() - began, float(context.preemption.received), own_seconds])
+        seconds, asked, worker_seconds = np.stack(context.agreement.gather_arrays(report), axis=1)
+        self._steps_per_call.measured(steps, float(seconds.mean()))
         state = state.advanced(
             done, skipped=int(np.sum(~done.applied)), steps_per_epoch=context.steps_per_epoch
-        ).replace(loss_scale=result.loss_scale)
-        scalars = self._scalars(result, state)
+        ).replace(loss_scale=result.loss_scale, preempted=bool(asked.any()))
         monitor.on_steps(
-            state.step, done.losses, durations, scalars, examples=done.counts, metric_sums=done.metric_sums
+            state.step,
+            done.losses,
+            durations,
+            self._scalars(result, state),
+            examples=done.counts,
+            metric_sums=done.metric_sums,
+            worker_seconds=worker_seconds.tolist(),
         )
-        monitor.after_step(state.step)
+        monitor.after_step(state.step, self._weights)
         context.files.restarts.reached(state.step)
         context.non_finite.note(np.arange(first, state.step), done.applied, done.losses)
         if self._rows:
             self._rows.record(done)
         return state
+
+    def _weights(self) -> dict[str, np.ndarray]:
+        """The trainable weights by path, from this worker's first replica."""
+        variables = self._context.program.model.trainable_variables
+        values = self._context.program.first_copies(variables)
+        return {variable.path: value.numpy() for variable, value in zip(variables, values, strict=True)}
 
     def _scalars(self, result: StepsResult, state: LoopState) -> dict[str, float]:
         """What the monitor records of the last step."""
@@ -135,14 +148,8 @@ class SynchronousLoop:
             "skipped_steps": float(state.skipped),
             "skipped_examples": float(self._context.skipped_examples.count),
         }
-        traffic = self.traffic
-        if traffic.wire_bytes:
-            scalars |= {
-                "payload_bytes": traffic.payload_bytes,
-                "wire_bytes": traffic.wire_bytes,
-                "compression_ratio": traffic.dense_bytes / traffic.wire_bytes,
-                **self._context.program.exchange.observed(),
-            }
+        if self.traffic.wire_bytes:
+            scalars |= self._context.program.exchange.observed()
         return scalars
 
     def evaluate(self, state: LoopState) -> LoopState:
@@ -175,6 +182,7 @@ class SynchronousLoop:
         if not state.ending and program.exchange.retune():
             self._context.monitor.message(program.exchange.plan_table)
             self._step = program.step(self._context.schedule, rebuild=True)
+            announce.record_exchange(self._context.info, self._context.monitor, self.traffic, state.step)
             self.compiles_next = True
 
     def params_sha256(self) -> str:

@@ -1,0 +1,98 @@
+"""What a run leaves for people without TensorBoard: `config.yaml` and `metrics.csv`."""
+
+from __future__ import annotations
+
+import csv
+
+from tests.checkpoint import small_disk
+from tfpar.config import ExperimentConfig
+from tfpar.monitor import options_record
+from tfpar.monitor.metrics_table import MetricsTable
+from tfpar.monitor.monitor import Monitor
+
+import numpy as np
+import yaml
+
+
+def rows(workdir) -> list[dict[str, str]]:
+    with (workdir / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_config_has_all_options_with_those_that_differ_first(tmp_path):
+    given = {"learning_rate": 1e-05, "model_args": 'activation="gelu: #b"', "epochs": 3e17, "seed": 7}
+    options = ExperimentConfig.from_flat_dict({**given, "shuffle": False}).as_flat_dict()
+    assert options_record.write_config(tmp_path, "a (now)", options) == []
+    text = (tmp_path / "config.yaml").read_text()
+    assert yaml.safe_load(text) == options
+    assert {type(value) for value in yaml.safe_load(text).values()} == {str, int, float, bool}
+    changed, defaults = text.split("# defaults")
+    assert set(yaml.safe_load(changed)) == {*given, "shuffle"}
+    assert "seed" not in yaml.safe_load(defaults)
+    # It is a configuration again.
+    assert ExperimentConfig.from_flat_dict(yaml.safe_load(text)).as_flat_dict() == options
+    assert options_record.trial_of(tmp_path) == "a (now)"
+
+
+def test_a_trial_is_named_by_what_differs_and_by_its_start():
+    assert options_record.new_trial(ExperimentConfig().as_flat_dict()).startswith("defaults (")
+    options = ExperimentConfig.from_flat_dict(
+        {"seed": 3, "dataset": "d" * 30, "model": "m" * 30, "optimizer_args": "beta_2=0.5", "workdir": "/somewhere"}
+    )
+    name = options_record.new_trial(options.as_flat_dict())
+    assert name.startswith(f"model={'m' * 30} dataset={'d' * 30} +2 (")
+    assert "workdir" not in name
+
+
+def test_a_row_for_every_point(tmp_path):
+    config = ExperimentConfig.from_flat_dict({"log_every": 10})
+    monitor = Monitor(str(tmp_path), is_chief=True, config=config, total_steps=30)
+    with monitor.session():
+        monitor.begin(0)
+        for end in (10, 20, 30):
+            monitor.on_steps(end, np.full(10, 1 / end), np.full([10, 6], 0.1), {"learning_rate": 0.5, "accuracy": 0.25})
+            if end == 20:
+                monitor.on_evaluation(20, {"loss": 0.125, "accuracy": 1.0, "examples": 5.0})
+    table = rows(tmp_path)
+    assert [(row["step"], row["run"]) for row in table] == [
+        ("10", "train"),
+        ("20", "train"),
+        ("20", "eval"),
+        ("30", "train"),
+    ]
+    assert [float(row["loss"]) for row in table] == [0.1, 0.05, 0.125, 1 / 30]
+    assert [row["metrics/accuracy"] for row in table] == ["0.25", "0.25", "1.0", "0.25"]
+    assert table[2]["training/learning_rate"] == ""
+    assert round(float(table[0]["time/step_ms"]), 6) == 100.0
+    assert not any("stacked" in name for name in table[0])
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text())["log_every"] == 10
+
+
+def test_a_resumed_run_continues_its_table_where_its_checkpoint_is(tmp_path):
+    table = MetricsTable(tmp_path)
+    table.begin(0)
+    for step in (10, 20, 30):
+        table.append("train", step, {"loss": float(step)})
+    path = tmp_path / "metrics.csv"
+    path.write_text(path.read_text() + "40,train,17")  # the process ended while it wrote a row
+    table = MetricsTable(tmp_path)
+    table.begin(20)
+    assert [row["step"] for row in rows(tmp_path)] == ["10", "20"]
+    table.append("train", 30, {"loss": 0.5, 'odd, "name"': 1.0})  # a new chart: a new column
+    table.append("eval", 30, {"loss": 0.25})
+    assert [row["loss"] for row in rows(tmp_path)] == ["10.0", "20.0", "0.5", "0.25"]
+    assert [row['odd, "name"'] for row in rows(tmp_path)] == ["", "", "1.0", ""]
+    MetricsTable(tmp_path).begin(0)  # a run that begins again: nothing of the old one is its own
+    assert rows(tmp_path) == []
+
+
+def test_a_full_disk_does_not_end_the_training(tmp_path, messages):
+    with small_disk.mounted(tmp_path / "disk", kilobytes=256) as disk:
+        table = MetricsTable(disk)
+        table.append("train", 1, {"loss": 1.0})
+        small_disk.fill(disk)
+        for step in range(2, 2000):
+            table.append("train", step, {"loss": 1.0})
+        assert table.failures == ["metrics.csv: No space left on device"]
+        assert options_record.write_config(disk, "x", {"seed": 1}) == ["config.yaml: No space left on device"]
+    assert [message.partition(" cannot")[0] for message in messages] == ["WARNING: metrics.csv", "WARNING: config.yaml"]

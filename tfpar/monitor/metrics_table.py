@@ -1,0 +1,96 @@
+"""`metrics.csv`: the points of TensorBoard as a table, for those who read it with a spreadsheet or pandas."""
+
+from __future__ import annotations
+
+import csv
+import io
+import logging
+import os
+import pathlib
+import time
+from collections.abc import Mapping
+
+FILE = "metrics.csv"
+_FIRST = ("step", "run", "seconds")
+_log = logging.getLogger(__name__)
+
+
+class MetricsTable:
+    """Appends a row per point: `step`, `run` (`train` or `eval`), `seconds` since 1970, and a column per chart.
+
+    A column that is new needs another header: the file is then written again, and put in place of the old one at once.
+    A cell is empty where a point has no such value. What cannot be written is lost, with one warning.
+
+    Args:
+      workdir: The run's directory.
+
+    Attributes:
+      failures: Why rows could not be written; empty or one line.
+    """
+
+    def __init__(self, workdir: str | os.PathLike[str]) -> None:
+        self.failures: list[str] = []
+        self._path = pathlib.Path(workdir) / FILE
+        self._columns: list[str] = []
+
+    def begin(self, step: int) -> None:
+        """Continues the table of a run that is resumed at `step`: later rows, which are made again, are removed."""
+        try:
+            kept = [row for row in self._read() if (row["step"] or "").isdigit() and int(row["step"]) <= step]
+            if kept or self._path.exists():
+                self._write(kept)
+        except (OSError, csv.Error, UnicodeDecodeError, KeyError) as error:
+            self._report(error)
+
+    def append(self, run: str, step: int, values: Mapping[str, float]) -> None:
+        """Adds a row.
+
+        Args:
+          run: `train` or `eval`.
+          step: Finished steps.
+          values: By name of the chart.
+        """
+        if self.failures:
+            return
+        row = {"step": str(step), "run": run, "seconds": f"{time.time():.3f}"}
+        row |= {name: repr(float(value)) for name, value in values.items()}
+        try:
+            if not row.keys() <= set(self._columns):
+                rows = self._read()
+                self._columns += [name for name in row if name not in self._columns]
+                self._write([*rows, row])
+            else:
+                with self._path.open("a", encoding="utf-8", newline="") as file:
+                    file.write(self._lines([row]))
+        except (OSError, csv.Error, UnicodeDecodeError) as error:
+            self._report(error)
+
+    def _read(self) -> list[dict[str, str]]:
+        """The rows of the file, without a last one that is not whole; takes over its columns."""
+        if not self._path.exists():
+            return []
+        text = self._path.read_text(encoding="utf-8")
+        whole = text[: text.rfind("\n") + 1]
+        rows = list(csv.DictReader(io.StringIO(whole)))
+        self._columns += [name for name in (rows[0] if rows else ()) if name not in self._columns]
+        # Cells beyond the header have no name.
+        return [{name: value or "" for name, value in row.items() if name in self._columns} for row in rows]
+
+    def _write(self, rows: list[dict[str, str]]) -> None:
+        columns = [*_FIRST, *(name for name in self._columns if name not in _FIRST)]
+        self._columns = columns
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        beside = self._path.with_name(f".{FILE}.new")
+        header = dict(zip(columns, columns, strict=True))
+        beside.write_text(self._lines([header, *rows]), encoding="utf-8", newline="")
+        beside.replace(self._path)
+
+    def _lines(self, rows: list[dict[str, str]]) -> str:
+        text = io.StringIO()
+        csv.DictWriter(text, self._columns, restval="", lineterminator="\n").writerows(rows)
+        return text.getvalue()
+
+    def _report(self, error: Exception) -> None:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        self.failures.append(f"{FILE}: {reason}")
+        _log.warning("%s cannot be written (%s); training goes on without it", FILE, reason)
