@@ -26,7 +26,7 @@ FOUND := $(firstword $(shell command -v $(NVCC)) $(wildcard $(CUDA_HOME:=/bin/nv
   $(shell command -v nvcc) $(wildcard /usr/local/cuda/bin/nvcc))
 BUILDS := $(TFPAR_CUDA)|$(strip $(TFPAR_CUDA_ARCHITECTURES))|$(if $(filter 0,$(TFPAR_CUDA)),,$(FOUND))
 
-.PHONY: help setup train test native-test network-tools sanitize fuzz chaos lint format docs bench clean missing
+.PHONY: help setup train test native-test network-tools browser sanitize fuzz chaos lint format docs bench clean missing
 
 help:
 	@echo "make train   train an image classifier on a 2-worker cluster on this machine"
@@ -76,7 +76,7 @@ train: setup
 	$(RUN) -m tfpar.launch --workers=2 -- experiments/image_classification.py \
 	  --flagfile=experiments/recipes/quickstart.flags --exchange=$(EXCHANGE) --workdir=$(WORKDIR)
 
-test: setup native-test network-tools
+test: setup native-test network-tools browser
 	$(RUN) -m pytest -n $(TEST_PROCESSES) --dist=worksteal
 
 # `ip` and `tc`, with which tests make hosts and cut their cables. Only root may; the tests of others leave those out.
@@ -84,6 +84,13 @@ network-tools:
 	@command -v ip > /dev/null && command -v tc > /dev/null || test "$$(id -u)" != 0 || \
 	  ! command -v apt-get > /dev/null || { apt-get update -qq && apt-get install -y -qq iproute2; } || \
 	  echo "iproute2 could not be installed: tests that need a network of their own will be skipped"
+
+# Chromium, in which tests open TensorBoard. Only root can install it; the tests of others leave those out.
+browser:
+	@command -v chromium > /dev/null || command -v chromium-browser > /dev/null || command -v google-chrome > /dev/null || \
+	  test "$$(id -u)" != 0 || ! command -v apt-get > /dev/null || \
+	  { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; } || \
+	  echo "chromium could not be installed: tests that open TensorBoard in a browser will be skipped"
 
 # The codecs and their CUDA kernels (compiled for the processor) without TensorFlow.
 native-test: $(PACKAGES)

@@ -57,6 +57,7 @@ TEST = [
     "import-linter>=2.1,<3",
     "mypy>=1.14,<3",
     "ninja>=1.11,<2",
+    "playwright>=1.49,<2",  # drives the distribution's Chromium; it downloads no browser of its own
     "pytest>=8.3,<10",
     "pytest-timeout>=2.3,<3",
     "pytest-xdist>=3.6,<4",

@@ -79,7 +79,7 @@ def test_tensorboard_has_what_one_watches(quickstart):
     for wanted in (
         *("loss", "metrics/accuracy", "training/learning_rate", "training/gradient_norm", "training/update_norm"),
         *("time/examples_per_second", "time/mfu", "time/step_ms", "time/input_wait_ms", "time/exchange_ms"),
-        *("time/worker_slowest_ms", "time/worker_fastest_rank", "time_stacked/4_update"),
+        *("time_workers/slowest_ms", "time_workers/fastest_rank", "time_stacked/4_update"),
     ):
         assert points[wanted] >= 50, (wanted, points)
     assert {"configuration", "exchange", "training/inputs", "model"} <= points.keys()

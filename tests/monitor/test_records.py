@@ -35,12 +35,12 @@ def test_config_has_all_options_with_those_that_differ_first(tmp_path):
 
 
 def test_a_trial_is_named_by_what_differs_and_by_its_start():
-    assert options_record.new_trial(ExperimentConfig().as_flat_dict()).startswith("defaults (")
+    assert options_record.new_trial(ExperimentConfig().as_flat_dict()).endswith(" defaults")
     options = ExperimentConfig.from_flat_dict(
         {"seed": 3, "dataset": "d" * 30, "model": "m" * 30, "optimizer_args": "beta_2=0.5", "workdir": "/somewhere"}
     )
     name = options_record.new_trial(options.as_flat_dict())
-    assert name.startswith(f"model={'m' * 30} dataset={'d' * 30} +2 (")
+    assert name[15:] == f" model={'m' * 30} +3"
     assert "workdir" not in name
 
 

@@ -122,6 +122,11 @@ class Monitor:
         written = [each.failures for each in (self._events, self._table) if each]
         return [*self._unwritten, *(line for lines in written for line in lines)]
 
+    @property
+    def records(self) -> bool:
+        """Whether this process writes TensorBoard's files."""
+        return self._events is not None
+
     def message(self, text: str, level: int = logging.INFO) -> None:
         """Logs lines in the chief's process, and nothing in others."""
         if self._is_chief:

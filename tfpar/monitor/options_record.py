@@ -40,18 +40,18 @@ def plain(value: Any) -> str | bool | int | float:
 
 
 def new_trial(options: Mapping[str, Any]) -> str:
-    """The name of a trial that starts now: the options that differ from their defaults, and the time."""
-    shown = ""
-    names = [f"{name}={value}" for name, value in hparams(options).items()]
-    for place, text in enumerate(names):
-        longer = f"{shown} {text}".lstrip()
-        if len(longer) > _NAME_LENGTH:
-            shown = f"{shown} +{len(names) - place}".lstrip()
-            break
-        shown = longer
+    """The name of a trial that starts now: when, `MMDD-HHMMSS`, and the options that differ from their defaults.
+
+    The time comes first: the tab HPARAMS shows the beginning of a name, and the options in columns beside it.
+    """
     began = time.time()
-    clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(began)) + f".{int(began % 1 * 1000):03}"
-    return f"{shown or 'defaults'} ({clock})"
+    shown = time.strftime("%m%d-%H%M%S", time.localtime(began)) + f".{int(began % 1 * 1000):03}"
+    texts = [f"{name}={value}" for name, value in hparams(options).items()] or ["defaults"]
+    for place, text in enumerate(texts):
+        if len(shown) + len(text) >= _NAME_LENGTH:
+            return f"{shown} +{len(texts) - place}"
+        shown += f" {text}"
+    return shown
 
 
 def trial_of(workdir: str | os.PathLike[str]) -> str:

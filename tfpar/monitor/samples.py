@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tfpar import inputs
+from tfpar.monitor import figures
 from tfpar.monitor.monitor import Monitor
+from tfpar.monitor.tensorboard import displayable
 
 import keras
 import numpy as np
@@ -26,14 +28,101 @@ def write_inputs(monitor: Monitor, source: inputs.AnySource) -> None:
         return
     if tf.nest.is_nested(info.input_spec):
         return  # which of several inputs to show is not known
-    x, _, usable = inputs.fetch_with_mask(source, tf.range(count, dtype=tf.int64))
+    x, y, usable = inputs.fetch_with_mask(source, tf.range(count, dtype=tf.int64))
     shown = x.numpy()[usable.numpy()]  # what is wrong with the others is said when they are trained on
     if not len(shown):
         return
     if info.task == "language_model" and info.decode is not None:
         monitor.sample_text("inputs", "\n\n---\n\n".join(info.decode(row) for row in shown[:4]))
-    elif info.input_spec.shape.rank == 3 and info.input_spec.shape[-1] in (1, 3, 4):
-        monitor.images("training/inputs", shown)
+    elif _has_images(info):
+        classes = _classes(info, y)
+        captions = [""] * len(shown)
+        if classes is not None:
+            captions = [class_name(info, label) for label in classes[usable.numpy()]]
+        monitor.images("training/inputs", figures.sheet(displayable(shown), captions))
+
+
+def write_predictions(
+    monitor: Monitor, source: inputs.AnySource, predict: Callable[[tf.Tensor], Any], step: int
+) -> None:
+    """Shows the first examples of a source, if they are images, with their labels and what a classifier takes them for.
+
+    Args:
+      monitor: Of the run.
+      source: The validation examples.
+      predict: `inputs [n, ...] -> outputs`, on this process alone.
+      step: Finished steps.
+    """
+    info = source.info
+    if not isinstance(source, inputs.Source) or not shows_predictions(source):
+        return
+    x, y, usable = inputs.fetch_with_mask(source, tf.range(min(IMAGES, info.num_examples), dtype=tf.int64))
+    kept, labels = usable.numpy(), _classes(info, y)
+    outputs = predict(x)
+    if (
+        labels is None
+        or not kept.any()
+        or not tf.is_tensor(outputs)
+        or outputs.shape.as_list()[1:] != [info.num_classes]
+    ):
+        return
+    predictions, labels = np.argmax(outputs.numpy(), axis=-1)[kept], labels[kept]
+    captions = [
+        class_name(info, label)
+        if label == prediction
+        else f"{class_name(info, prediction)}, not {class_name(info, label)}"
+        for label, prediction in zip(labels, predictions, strict=True)
+    ]
+    picture = figures.sheet(displayable(x.numpy()[kept]), captions, wrong=list(labels != predictions))
+    monitor.images("validation/predictions", picture, step=step, run="eval")
+
+
+def write_confusion(monitor: Monitor, source: inputs.AnySource, counts: np.ndarray, step: int) -> None:
+    """Shows which classes a classifier takes for which.
+
+    Args:
+      monitor: Of the run.
+      source: The examples.
+      counts: `[C, C]` examples by class and prediction.
+      step: Finished steps.
+    """
+    names = [class_name(source.info, label) for label in range(len(counts))]
+    picture = figures.confusion_matrix(counts, names)
+    monitor.images("validation/confusion_matrix", picture, step=step, run="eval")
+
+
+def shows_predictions(source: inputs.AnySource) -> bool:
+    """Whether a source has images of classes that can be read again."""
+    info = source.info
+    return (
+        isinstance(source, inputs.Source)
+        and not tf.nest.is_nested(info.input_spec)
+        and not tf.nest.is_nested(info.label_spec)
+        and info.num_examples > 0
+        and info.num_classes > 1
+        and info.task == "classification"
+        and _has_images(info)
+    )
+
+
+def class_name(info: inputs.SourceInfo, label: int) -> str:
+    """The name of a class, or its number."""
+    return info.class_names[label] if 0 <= label < len(info.class_names) else str(label)
+
+
+def _has_images(info: inputs.SourceInfo) -> bool:
+    return info.input_spec.shape.rank == 3 and info.input_spec.shape[-1] in (1, 3, 4)
+
+
+def _classes(info: inputs.SourceInfo, y: Any) -> np.ndarray | None:
+    """The class numbers [n] of labels, which may be one-hot; None for other labels."""
+    y = y.y if isinstance(y, inputs.Weighted) else y
+    if tf.nest.is_nested(y) or info.num_classes < 2:
+        return None
+    values = y.numpy()
+    if values.ndim == 1 and np.issubdtype(values.dtype, np.integer):
+        return values
+    return np.argmax(values, axis=-1) if values.ndim == 2 and values.shape[-1] == info.num_classes else None
 
 
 def continues_text(source: inputs.AnySource) -> bool:

@@ -32,7 +32,7 @@ COUNTS = ("skipped_steps", "skipped_examples")
 # Parts of a step's time, in their order, and where each one's share ends when they are stacked.
 PARTS = ("input_wait", "compute", "exchange", "update")
 _STACK = [f"time_stacked/{place}_{name}" for place, name in enumerate(("start", *PARTS))]
-SLOWEST, FASTEST = "time/worker_slowest_ms", "time/worker_fastest_ms"
+SLOWEST, FASTEST = "time_workers/slowest_ms", "time_workers/fastest_ms"
 
 _DESCRIPTIONS = {
     "loss": "Mean loss over the examples of all steps since the previous point. Run `eval`: over the validation set.",
@@ -49,8 +49,8 @@ _DESCRIPTIONS = {
     SLOWEST: "Mean milliseconds per step that the slowest worker needs without the exchange. The other workers wait "
     "for it in the exchange.",
     FASTEST: "Mean milliseconds per step that the fastest worker needs without the exchange.",
-    "time/worker_slowest_rank": "Rank of the slowest worker.",
-    "time/worker_fastest_rank": "Rank of the fastest worker.",
+    "time_workers/slowest_rank": "Rank of the slowest worker.",
+    "time_workers/fastest_rank": "Rank of the fastest worker.",
     "time/final_examples_per_second": "Examples per second over the whole run, as in summary.json.",
     "time/final_mfu": "Model FLOPs utilisation over the whole run, as in summary.json.",
     "training/learning_rate": "Learning rate of the last step.",
@@ -89,6 +89,13 @@ def description(tag: str) -> str:
     }.get(group, "")
 
 
+def table() -> str:
+    """All charts and what they show, in markdown: TensorBoard 2.21 shows the description of no scalar."""
+    return "\n".join(
+        ["| chart | shows |", "|---|---|", *(f"| {tag} | {text} |" for tag, text in _DESCRIPTIONS.items())]
+    )
+
+
 def time_values(milliseconds: Mapping[str, float]) -> dict[str, float]:
     """The charts of a step's time.
 
@@ -116,8 +123,8 @@ def worker_values(seconds: Sequence[float], steps: int) -> dict[str, float]:
     return {
         SLOWEST: 1e3 * seconds[slowest] / steps,
         FASTEST: 1e3 * seconds[fastest] / steps,
-        "time/worker_slowest_rank": float(slowest),
-        "time/worker_fastest_rank": float(fastest),
+        "time_workers/slowest_rank": float(slowest),
+        "time_workers/fastest_rank": float(fastest),
     }
 
 
@@ -140,7 +147,7 @@ def layout(workers: int) -> Summary:
     ]
     if workers > 1:
         time.append(_lines("slowest and fastest worker, milliseconds per step", SLOWEST, FASTEST))
-        time.append(_lines("rank of the slowest and the fastest worker", "time/worker_(slowest|fastest)_rank"))
+        time.append(_lines("rank of the slowest and the fastest worker", "time_workers/(slowest|fastest)_rank"))
     learning = [
         _lines("loss", "loss"),
         _lines("metrics", "metrics/.*"),

@@ -165,6 +165,7 @@ class EventFiles:
                 self._writers[name] = tf.summary.create_file_writer(path, flush_millis=_FLUSH_MILLISECONDS)
             with self._writers["train"].as_default():
                 tf.summary.text("configuration", options_record.markdown(self._options), step=0)
+                tf.summary.text("what_charts_show", tags.table(), step=0)
                 tf.summary.experimental.write_raw_pb(tags.layout(self._workers).SerializeToString(), step=0)
             with self._writers["eval"].as_default():
                 hparams_api.hparams(options_record.hparams(self._options), trial_id=self.trial)

@@ -220,9 +220,13 @@ class Core:
           state: As for `loss_and_grads`; not changed.
           batch: `(x, y, weight)` with a leading axis of one micro-batch.
         """
+        return self.evaluate_with_outputs(params, state, batch)[0]
+
+    def evaluate_with_outputs(self, params: Tensors, state: Tensors, batch: Batch) -> tuple[LocalSums, Any]:
+        """`evaluate`, and the model's outputs `[m, ...]`, in its structure."""
         with recording(metrics=self.model_metrics) as record:
             sums = self.objective(params, state, tf.nest.map_structure(lambda part: part[0], batch), training=False)
-        return LocalSums(sums.loss, sums.count, [], [], [*sums.metrics, *record.float_sums], {}, [])
+        return LocalSums(sums.loss, sums.count, [], [], [*sums.metrics, *record.float_sums], {}, []), record.outputs
 
     @property
     def overwritten(self) -> list[int]:

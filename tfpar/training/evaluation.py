@@ -14,6 +14,7 @@ from tfpar.collectives.agreement import WorkerAgreement
 from tfpar.collectives.tensorflow import world_group
 from tfpar.guards.bad_examples import SkippedExampleLog, named
 from tfpar.parallel import replica
+from tfpar.training import confusion
 from tfpar.training.core import Core
 from tfpar.training.program import Program
 
@@ -29,10 +30,15 @@ class Evaluator:
 
     Args:
       program: Model, loss and metrics under the strategy.
+
+    Attributes:
+      confusion: Float64 `[C, C]`: examples of the last evaluation by class (rows) and prediction (columns); None where
+        the source or the model has no such classes.
     """
 
     def __init__(self, program: Program) -> None:
         self._program = program
+        self.confusion: np.ndarray | None = None
         self._evaluation: Evaluation | None = None
         self._elements: tuple[inputs.AnySource, inputs.AnyPipeline, Any] | None = None
         self._named_skipped: set[str] = set()  # fingerprints of sources whose skipped examples have been named
@@ -52,7 +58,9 @@ class Evaluator:
         batches = pipeline.steps_per_epoch
         read = functools.partial(pipeline.indices, 0, batches, max(topology.worker, 0))
         with failure.peer_errors_named(topology.cluster), named(source, read):
-            results = self._current(program.eval_weights()).run(iter(elements), batches)
+            evaluation = self._current(program.eval_weights(), confusion.classes_of(source.info))
+            results = evaluation.run(iter(elements), batches)
+        self.confusion = evaluation.confusion if np.any(evaluation.confusion) else None
         if pipeline.pads and (distorted := program.core.model_metrics):
             names = [metric.name for metric in distorted]
             results = {name: value for name, value in results.items() if name.partition("/")[0] not in names}
@@ -70,9 +78,10 @@ class Evaluator:
             SkippedExampleLog(pipeline, is_chief=True).name(np.arange(total))
         return results
 
-    def _current(self, weights: Sequence[keras.Variable]) -> Evaluation:
+    def _current(self, weights: Sequence[keras.Variable], classes: int) -> Evaluation:
         """The compiled evaluation with these weights: others once moving averages exist."""
-        if self._evaluation is None or not all(map(operator.is_, self._evaluation.weights, weights)):
+        current = self._evaluation
+        if current is None or current.classes != classes or not all(map(operator.is_, current.weights, weights)):
             program = self._program
             self._evaluation = Evaluation(
                 program.core,
@@ -80,7 +89,9 @@ class Evaluator:
                 agreement=WorkerAgreement(world_group(program.topology.workers, program.topology.worker)),
                 jit_compile=program.jit_compile,
                 weights=weights,
+                classes=classes,
             )
+        assert self._evaluation is not None
         return self._evaluation
 
     def _pipeline_and_elements(self, source: inputs.AnySource) -> tuple[inputs.AnyPipeline, Any]:
@@ -100,6 +111,12 @@ class Evaluation:
       agreement: Between the workers of the strategy.
       jit_compile: Compile the forward pass with XLA.
       weights: The trainable weights to use, in order: the model's own, or their moving averages.
+      classes: Classes to count predictions of, see `confusion.counts`; 0 for none.
+
+    Attributes:
+      weights: The same as a list.
+      classes: The same.
+      confusion: Float64 `[classes, classes]`: the counts of the last run.
     """
 
     def __init__(
@@ -110,11 +127,14 @@ class Evaluation:
         agreement: WorkerAgreement,
         jit_compile: bool,
         weights: Sequence[keras.Variable],
+        classes: int = 0,
     ) -> None:
         self._core = core
         self._strategy = strategy
         self._agreement = agreement
         self.weights = list(weights)
+        self.classes = classes
+        self.confusion = np.zeros([classes, classes])
         on_tpu = isinstance(strategy, tf.distribute.TPUStrategy)
         compile_here = jit_compile and not on_tpu
         self._sums = (
@@ -134,11 +154,11 @@ class Evaluation:
           `loss` (mean over examples, or positions), `examples`, and one entry per metric.
         """
         sums = self._run(iterator, tf.constant(batches)).numpy()
-        loss, count, *metrics = self._split(self._agreement.sum_arrays(sums))
+        loss, count, *metrics, self.confusion = self._split(self._agreement.sum_arrays(sums))
         return self._core.evaluation_results(loss, count, metrics)
 
     def _loop(self, iterator: Iterator[Any], batches: tf.Tensor) -> tf.Tensor:
-        length = 2 + sum(int(np.prod(variable.shape)) for variable in self._core.metric_variables)
+        length = sum(int(np.prod(shape)) for shape in self._shapes())
 
         def body(index: tf.Tensor, total: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             vector = self._strategy.run(self._replica_sums, args=(replica.next_batch(self._strategy, iterator),))
@@ -155,12 +175,16 @@ class Evaluation:
         return self._sums(replica.read(self.weights), state, batch)
 
     def _batch_sums(self, params: list[tf.Tensor], state: list[tf.Tensor], batch: Any) -> tf.Tensor:
-        sums = self._core.evaluate(params, state, batch)
-        return tf.concat(
-            [tf.stack([sums.loss, sums.count]), *[tf.reshape(part, [-1]) for part in sums.metrics]], axis=0
-        )
+        sums, outputs = self._core.evaluate_with_outputs(params, state, batch)
+        parts = [*sums.metrics, *([confusion.counts(batch, outputs, self.classes)] if self.classes else [])]
+        return tf.concat([tf.stack([sums.loss, sums.count]), *[tf.reshape(part, [-1]) for part in parts]], axis=0)
 
     def _split(self, vector: np.ndarray) -> list[np.ndarray]:
-        shapes = [(), (), *[tuple(variable.shape) for variable in self._core.metric_variables]]
+        shapes = self._shapes()
         ends = np.cumsum([int(np.prod(shape)) for shape in shapes])[:-1]
         return [part.reshape(shape) for part, shape in zip(np.split(vector, ends), shapes, strict=True)]
+
+    def _shapes(self) -> list[tuple[int, ...]]:
+        """Shapes of what is summed: loss, count, metrics, confusion."""
+        metrics = [tuple(variable.shape) for variable in self._core.metric_variables]
+        return [(), (), *metrics, (self.classes, self.classes)]

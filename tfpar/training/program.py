@@ -170,6 +170,11 @@ class Program:
         """Generates text with the model, if it is a language model; traced once for all runs of the program."""
         return TextSampler(self.model, jit_compile=self.jit_compile)
 
+    @functools.cached_property
+    def predict_alone(self) -> Any:
+        """`Core.predict` on this process alone, traced once for all runs of the program."""
+        return tf.function(self.core.predict, autograph=False, jit_compile=self.jit_compile or None)
+
     def pipeline(self, source: inputs.AnySource, *, training: bool) -> inputs.AnyPipeline:
         """The input pipeline of a source for this topology.
 

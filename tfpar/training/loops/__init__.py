@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 from tfpar import inputs
+from tfpar.training.evaluation import Evaluator
 from tfpar.training.loops.context import RunContext, prepare
 from tfpar.training.loops.hooks import Hook
 from tfpar.training.loops.keras_callbacks import KerasCallbacks
@@ -21,7 +22,7 @@ import tensorflow as tf
 
 def start_run(
     program: Program,
-    evaluator: Callable[[inputs.AnySource], Mapping[str, float]],
+    evaluator: Evaluator,
     train: inputs.AnySource,
     validation: inputs.AnySource | None,
     steps: int | None,

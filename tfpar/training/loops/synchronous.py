@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from tfpar import inputs
@@ -11,6 +11,7 @@ from tfpar.exchange import Traffic
 from tfpar.guards import bad_examples
 from tfpar.monitor import announce, samples, timings
 from tfpar.monitor import summary as results
+from tfpar.training.evaluation import Evaluator
 from tfpar.training.loops.context import RunContext
 from tfpar.training.loops.hooks import Hook, HookRows
 from tfpar.training.loops.pacing import StepsPerCall
@@ -33,7 +34,7 @@ class SynchronousLoop:
       compiles_next: Whether the next steps are compiled first.
     """
 
-    def __init__(self, context: RunContext, evaluator: Callable[[inputs.AnySource], Mapping[str, float]]) -> None:
+    def __init__(self, context: RunContext, evaluator: Evaluator) -> None:
         self._context = context
         self._evaluator = evaluator
         self._step = context.program.step(context.schedule)
@@ -158,6 +159,8 @@ class SynchronousLoop:
         assert validation is not None
         state = state.evaluated(state.step, self._evaluator(validation))
         context.monitor.on_evaluation(state.step, state.results)
+        if program.topology.is_chief and context.monitor.records:
+            self._show_predictions(validation, state.step)
         if program.topology.is_chief and samples.continues_text(validation):
             # The chief alone does this, so it must not touch the other replicas: its own copies, as tensors.
             params = program.first_copies(program.eval_weights())
@@ -167,6 +170,19 @@ class SynchronousLoop:
         if context.plateau:
             context.plateau.update(state.results["loss"])
         return state
+
+    def _show_predictions(self, validation: inputs.AnySource, step: int) -> None:
+        """Records the confusion matrix, and images with predictions. Chief only."""
+        program, monitor = self._context.program, self._context.monitor
+        if self._evaluator.confusion is not None:
+            samples.write_confusion(monitor, validation, self._evaluator.confusion, step)
+        if samples.shows_predictions(validation):
+            # As for text: copies of the first replica, as tensors.
+            params = program.first_copies(program.eval_weights())
+            others = program.first_copies(program.model.non_trainable_variables)
+            samples.write_predictions(
+                monitor, validation, lambda x: program.predict_alone(params, others, (x[tf.newaxis], (), ())), step
+            )
 
     def rows_before(self) -> Sequence[Hook]:
         """None: an evaluation has ended when its row has run."""

@@ -45,12 +45,14 @@ class CallRecord:
       metrics: The model's own metrics, whose state the calls add to; see `own_metrics`.
       leaves: Index of a trainable variable, and a value that the forward pass assigned to it; in order.
       metric_sums: What the calls added to the state of `metrics`, flat; zeros before any call.
+      outputs: The outputs of the last call, in the model's structure; None before any.
     """
 
     tape: tf.GradientTape | None = None
     metrics: Sequence[keras.metrics.Metric] = ()
     leaves: list[tuple[int, tf.Tensor]] = dataclasses.field(default_factory=list)
     metric_sums: Tensors = dataclasses.field(default_factory=list)
+    outputs: Any = None
 
     @property
     def assigned(self) -> dict[int, tf.Tensor]:
@@ -152,6 +154,7 @@ def call_and_then(
     ]
     with _CallScope(mapping, trainable, record) as scope, keras_internals.unscaled_losses():
         outputs = model(x, training=training) if keras_internals.takes_training(model) else model(x)
+        record.outputs = outputs
         losses = list(model.losses)
         result = follow(outputs)
     record.metric_sums = [_outside(scope, variable, None) for variable in sums]

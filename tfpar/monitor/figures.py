@@ -1,0 +1,99 @@
+"""Pictures for TensorBoard: images with captions, and a confusion matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+_COLUMNS = 4
+_SMALLEST, _LARGEST = 96, 256  # height and width of an image in a sheet, pixels
+_CELL, _STRIP = 36, 18
+_BLACK, _RED, _WHITE = (0, 0, 0), (200, 0, 0), (255, 255, 255)
+
+
+def sheet(images: np.ndarray, captions: Sequence[str], wrong: Sequence[bool] = ()) -> np.ndarray:
+    """Images side by side, each with a caption below it.
+
+    Args:
+      images: `[n, height, width, channels]` with 1, 3 or 4 channels; uint8, or floats in [0, 1].
+      captions: One for each.
+      wrong: Whose captions are red.
+
+    Returns:
+      Uint8 `[1, height, width, 3]`.
+    """
+    pixels = images if images.dtype == np.uint8 else np.round(np.nan_to_num(images) * 255.0).astype(np.uint8)
+    pictures = [Image.fromarray(each[..., 0] if each.shape[-1] == 1 else each).convert("RGB") for each in pixels]
+    height, width = pixels.shape[1:3]
+    # Small images are enlarged by a whole number, so that each pixel is a square.
+    factor = (
+        max(1, -(-_SMALLEST // min(height, width))) if max(height, width) <= _LARGEST else _LARGEST / max(height, width)
+    )
+    width, height = max(1, round(width * factor)), max(1, round(height * factor))
+    rows = -(-len(pictures) // _COLUMNS)
+    canvas = Image.new("RGB", (_COLUMNS * (width + 8), rows * (height + _STRIP + 8)), _WHITE)
+    draw, font = ImageDraw.Draw(canvas), ImageFont.load_default()
+    for place, (picture, caption) in enumerate(zip(pictures, captions, strict=True)):
+        left, top = place % _COLUMNS * (width + 8) + 4, place // _COLUMNS * (height + _STRIP + 8) + 4
+        method = Image.Resampling.NEAREST if factor >= 1 else Image.Resampling.BILINEAR
+        canvas.paste(picture.resize((width, height), method), (left, top))
+        color = _RED if place < len(wrong) and wrong[place] else _BLACK
+        draw.text((left, top + height + 2), _fitting(draw, font, caption, width + 6), fill=color, font=font)
+    return np.asarray(canvas)[np.newaxis]
+
+
+def confusion_matrix(counts: np.ndarray, names: Sequence[str]) -> np.ndarray:
+    """A confusion matrix: percent of each class (row) that were taken for a class (column).
+
+    Args:
+      counts: `[C, C]` examples by class and prediction.
+      names: Of the classes, C.
+
+    Returns:
+      Uint8 `[1, height, width, 3]`.
+    """
+    classes, margin = len(counts), 96
+    shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1.0)
+    canvas = Image.new("RGB", (margin + classes * _CELL + 8, margin + classes * _CELL + _STRIP), _WHITE)
+    draw, font = ImageDraw.Draw(canvas), ImageFont.load_default()
+    draw.text((4, 4), "rows: label", fill=_BLACK, font=font)
+    draw.text((4, 4 + _STRIP), "columns: prediction", fill=_BLACK, font=font)
+    for row in range(classes):
+        top = margin + row * _CELL
+        name = _fitting(draw, font, str(names[row]), margin - 8)
+        draw.text((margin - 6, top + _CELL / 2), name, fill=_BLACK, font=font, anchor="rm")
+        upright = Image.new("RGB", (margin - 2 * _STRIP - 10, _STRIP), _WHITE)
+        short = _fitting(draw, font, str(names[row]), upright.width)
+        ImageDraw.Draw(upright).text((2, _STRIP / 2), short, fill=_BLACK, font=font, anchor="lm")
+        canvas.paste(upright.rotate(90, expand=True), (top + (_CELL - _STRIP) // 2, margin - upright.width - 2))
+        for column in range(classes):
+            left, share = margin + column * _CELL, float(shares[row, column])
+            # Blue for what is right, red for what is not; a rare mistake must still be seen.
+            strength = share if row == column else share**0.5
+            weak = round(255 * (1.0 - strength))
+            color = (weak, round(255 - 155 * strength), 255) if row == column else (255, weak, weak)
+            draw.rectangle((left, top, left + _CELL - 1, top + _CELL - 1), fill=color, outline=(220, 220, 220))
+            if counts[row, column]:
+                ink = _WHITE if strength > 0.6 else _BLACK
+                middle = (left + _CELL / 2, top + _CELL / 2)
+                draw.text(middle, _percent(share), fill=ink, font=font, anchor="mm")
+    return np.asarray(canvas)[np.newaxis]
+
+
+def _percent(share: float) -> str:
+    percent = 100.0 * share
+    return f"{percent:.0f}" if percent >= 9.95 or percent == round(percent) else f"{max(percent, 0.1):.1f}"
+
+
+def _fitting(
+    draw: ImageDraw.ImageDraw, font: ImageFont.ImageFont | ImageFont.FreeTypeFont, text: str, width: int
+) -> str:
+    """The text, cut to a width in pixels."""
+    text = " ".join(text.split())
+    if draw.textlength(text, font=font) <= width:
+        return text
+    while text and draw.textlength(text + "...", font=font) > width:
+        text = text[:-1]
+    return text + "..."
