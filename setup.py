@@ -47,11 +47,15 @@ ONNX = ["tf2onnx>=1.16,<2", "onnxruntime>=1.20,<2"]
 TABLES = ["pyarrow>=18,<27"]  # CSV and Parquet files
 HUB = ["keras-hub>=0.32,<0.33"]  # presets for experiments/finetune.py
 PROFILE = ["xprof>=2.20,<3"]  # TensorBoard's tab PROFILE
+WANDB = ["wandb>=0.19,<1"]
+MLFLOW = ["mlflow-skinny>=2.20,<4"]  # the client, which `mlflow` brings as well
 DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.7,<10", "mkdocstrings[python]>=1.0,<2"]
 TEST = [
     *ONNX,
+    *MLFLOW,
     *PROFILE,
     *TABLES,
+    *WANDB,
     "cmake>=3.28,<5",  # pyproject.toml has the same bounds, for the build
     "hypothesis>=6.100,<7",
     "import-linter>=2.1,<3",
@@ -226,5 +230,14 @@ if __name__ == "__main__":
         ext_modules=[] if os.environ.get("TFPAR_OPS_BUILD") == "0" else [extension()],
         cmdclass={"build_ext": BuildNative, "bdist_wheel": Wheel},
         install_requires=INSTALL,
-        extras_require={"docs": DOCS, "hub": HUB, "onnx": ONNX, "profile": PROFILE, "tables": TABLES, "test": TEST},
+        extras_require={
+            "docs": DOCS,
+            "hub": HUB,
+            "mlflow": MLFLOW,
+            "onnx": ONNX,
+            "profile": PROFILE,
+            "tables": TABLES,
+            "test": TEST,
+            "wandb": WANDB,
+        },
     )

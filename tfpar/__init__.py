@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     )
     from tfpar.exchange import Exchange
     from tfpar.parallel.strategies import Runtime
+    from tfpar.training.loops import loggers
     from tfpar.training.loops.hooks import Hook
     from tfpar.training.loops.state import LoopState
     from tfpar.training.start import initialize, validate
@@ -66,6 +67,8 @@ _HOMES = {
     "validate": "tfpar.training.start",
 }
 
+_MODULES = {"inputs": "tfpar.inputs", "loggers": "tfpar.training.loops.loggers", "models": "tfpar.models"}
+
 __all__ = [
     "AverageMetrics",
     "BroadcastInitialWeights",
@@ -84,6 +87,7 @@ __all__ = [
     "initialize",
     "inputs",
     "load_model",
+    "loggers",
     "models",
     "rank",
     "shard",
@@ -128,8 +132,8 @@ def _find(name: str) -> Any:
         module, member, successor = _DEPRECATED[name]
         warnings.warn(f"tfpar.{name} is deprecated; use {successor}", DeprecationWarning, stacklevel=3)
         return getattr(importlib.import_module(module), member, None) or importlib.import_module(f"{module}.{member}")
-    if name in ("inputs", "models"):
-        return importlib.import_module(f"tfpar.{name}")
+    if name in _MODULES:
+        return importlib.import_module(_MODULES[name])
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'tfpar' has no attribute {name!r}")

@@ -53,7 +53,7 @@ def summary_of(workdir: pathlib.Path) -> dict:
 def quickstart(tmp_path_factory) -> pathlib.Path:
     """The main job, as `make train` runs it."""
     workdir = tmp_path_factory.mktemp("quickstart") / "run"
-    succeeded(launch(2, CLASSIFY, QUICK, f"--workdir={workdir}", "--profile_steps=40,42"))
+    succeeded(launch(2, CLASSIFY, QUICK, f"--workdir={workdir}", "--profile_steps=40,44", "--profile_workers=all"))
     return workdir
 
 
@@ -84,7 +84,8 @@ def test_tensorboard_has_what_one_watches(quickstart):
         assert points[wanted] >= 50, (wanted, points)
     assert {"configuration", "exchange", "training/inputs", "model"} <= points.keys()
     assert "training/loss_scale" not in points  # it is 1 in float32
-    assert list((quickstart / "plugins").rglob("worker_0.xplane.pb")), "no profile"
+    profiles = sorted(path.name for path in (quickstart / "plugins" / "profile" / "steps_40_to_44").iterdir())
+    assert profiles == ["worker_0.xplane.pb", "worker_1.xplane.pb"]
 
 
 def test_evaluate_agrees_with_the_run(quickstart):

@@ -23,14 +23,15 @@ class MetricsTable:
 
     Args:
       workdir: The run's directory.
+      name: The name of the file.
 
     Attributes:
       failures: Why rows could not be written; empty or one line.
     """
 
-    def __init__(self, workdir: str | os.PathLike[str]) -> None:
+    def __init__(self, workdir: str | os.PathLike[str], name: str = FILE) -> None:
         self.failures: list[str] = []
-        self._path = pathlib.Path(workdir) / FILE
+        self._path = pathlib.Path(workdir) / name
         self._columns: list[str] = []
 
     def begin(self, step: int) -> None:
@@ -80,7 +81,7 @@ class MetricsTable:
         columns = [*_FIRST, *(name for name in self._columns if name not in _FIRST)]
         self._columns = columns
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        beside = self._path.with_name(f".{FILE}.new")
+        beside = self._path.with_name(f".{self._path.name}.new")
         header = dict(zip(columns, columns, strict=True))
         beside.write_text(self._lines([header, *rows]), encoding="utf-8", newline="")
         beside.replace(self._path)
@@ -92,5 +93,5 @@ class MetricsTable:
 
     def _report(self, error: Exception) -> None:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        self.failures.append(f"{FILE}: {reason}")
-        _log.warning("%s cannot be written (%s); training goes on without it", FILE, reason)
+        self.failures.append(f"{self._path.name}: {reason}")
+        _log.warning("%s cannot be written (%s); training goes on without it", self._path.name, reason)
