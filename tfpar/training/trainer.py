@@ -18,6 +18,7 @@ from tfpar.parallel import strategies
 from tfpar.parallel.topology import Topology
 from tfpar.process.exit_codes import install_exit_code_hook
 from tfpar.training.core import Core
+from tfpar.training.duration import in_epochs
 from tfpar.training.evaluation import Evaluator
 from tfpar.training.loops import start_run
 from tfpar.training.loops.history import FitResult
@@ -278,7 +279,7 @@ class Trainer:
 
     def _counts_epochs(self, steps: int | None, epochs: float | None) -> bool:
         """Whether the length of the run is given in epochs, for which the number of examples must be known."""
-        return epochs is not None or (steps is None and not self.config.train.steps)
+        return in_epochs(self.config.train, steps, epochs)
 
     def _sources(
         self, train: tuple[Any, Any, Any], class_weight: Mapping[int, float] | None, validation: Any, *, counts: bool

@@ -19,7 +19,7 @@ from tfpar.monitor.run_info import RunInfo
 from tfpar.optim import schedules
 from tfpar.optim.plateau import PlateauController
 from tfpar.parallel.topology import Topology
-from tfpar.training.duration import total_steps
+from tfpar.training.duration import in_epochs, total_steps
 from tfpar.training.loops.run_files import RunFiles
 from tfpar.training.program import Program
 
@@ -84,7 +84,8 @@ def prepare(
     pipeline = program.pipeline(train, training=True)
     # Under parameter_server a step is one worker's share of a batch.
     steps_per_epoch = pipeline.steps_per_epoch * (1 if topology.synchronous else topology.workers)
-    info = _info(program, pipeline, train, validation, total_steps(config.train, steps, epochs, steps_per_epoch))
+    total = total_steps(config.train, steps, epochs, steps_per_epoch)
+    info = _info(program, pipeline, train, validation, total, in_epochs(config.train, steps, epochs))
     if pipeline.steps_per_epoch == inputs.ENDLESS:  # the whole run counts as one epoch
         steps_per_epoch = info.total
     monitor = announce.build_monitor(info)
@@ -145,6 +146,7 @@ def _info(
     train: inputs.AnySource,
     validation: inputs.AnySource | None,
     total: int,
+    length_in_epochs: bool,
 ) -> RunInfo:
     auto_without_xla = program.config.train.jit_compile == "auto" and not program.jit_compile
     return RunInfo(
@@ -159,5 +161,6 @@ def _info(
         train=train,
         validation=validation,
         total=total,
+        length="epochs" if length_in_epochs else "steps",
         metric_results=program.core.metric_results,
     )
