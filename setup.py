@@ -50,6 +50,7 @@ DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.7,<10", "mkdocstrings[python]>=1.0
 TEST = [
     *ONNX,
     *TABLES,
+    *HUB,
     "cmake>=3.28,<5",  # pyproject.toml has the same bounds, for the build
     "hypothesis>=6.100,<7",
     "import-linter>=2.1,<3",

@@ -25,8 +25,8 @@ class Format:
       default_block: Elements of a block where the user does not say.
       keeps: Whether a block has a code for `keep` of its elements only, with their positions.
       stochastic: Whether the user may ask for stochastic rounding.
-      mean_scale: Whether the scale is a mean over the block. A tensor beside a much larger one in a block would then lose
-        its own size, so blocks of such a format do not cross tensors.
+      mean_scale: Whether the scale is a mean over the block. A tensor beside a much larger one in a block would then
+        lose its own size, so blocks of such a format do not cross tensors.
       automatic: Whether `--exchange=auto` considers it.
       reference_module: Module of `tfpar_ops.reference` with its `encode` and `decode`; by default of the same name.
       other_names: What people write who mean this format, in lower case without `-` and `_`.

@@ -84,8 +84,8 @@ def prepare(
     pipeline = program.pipeline(train, training=True)
     # Under parameter_server a step is one worker's share of a batch.
     steps_per_epoch = pipeline.steps_per_epoch * (1 if topology.synchronous else topology.workers)
-    total = total_steps(config.train, steps, epochs, steps_per_epoch)
-    info = _info(program, pipeline, train, validation, total, in_epochs(config.train, steps, epochs))
+    length = total_steps(config.train, steps, epochs, steps_per_epoch), in_epochs(config.train, steps, epochs)
+    info = _info(program, pipeline, train, validation, *length)
     if pipeline.steps_per_epoch == inputs.ENDLESS:  # the whole run counts as one epoch
         steps_per_epoch = info.total
     monitor = announce.build_monitor(info)
