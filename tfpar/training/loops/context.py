@@ -84,8 +84,7 @@ def prepare(
     pipeline = program.pipeline(train, training=True)
     # Under parameter_server a step is one worker's share of a batch.
     steps_per_epoch = pipeline.steps_per_epoch * (1 if topology.synchronous else topology.workers)
-    length = total_steps(config.train, steps, epochs, steps_per_epoch), in_epochs(config.train, steps, epochs)
-    info = _info(program, pipeline, train, validation, *length)
+    info = _info(program, pipeline, train, validation, steps, epochs, steps_per_epoch)
     if pipeline.steps_per_epoch == inputs.ENDLESS:  # the whole run counts as one epoch
         steps_per_epoch = info.total
     monitor = announce.build_monitor(info)
@@ -145,8 +144,9 @@ def _info(
     pipeline: inputs.AnyPipeline,
     train: inputs.AnySource,
     validation: inputs.AnySource | None,
-    total: int,
-    length_in_epochs: bool,
+    steps: int | None,
+    epochs: float | None,
+    steps_per_epoch: int,
 ) -> RunInfo:
     auto_without_xla = program.config.train.jit_compile == "auto" and not program.jit_compile
     return RunInfo(
@@ -160,7 +160,7 @@ def _info(
         pipeline=pipeline,
         train=train,
         validation=validation,
-        total=total,
-        length="epochs" if length_in_epochs else "steps",
+        total=total_steps(program.config.train, steps, epochs, steps_per_epoch),
+        length="epochs" if in_epochs(program.config.train, steps, epochs) else "steps",
         metric_results=program.core.metric_results,
     )
