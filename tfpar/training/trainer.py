@@ -25,7 +25,7 @@ from tfpar.training.loops.history import FitResult
 from tfpar.training.loops.hooks import Hook, check_hooks
 from tfpar.training.loops.keras_callbacks import check_callbacks
 from tfpar.training.objective import Goal
-from tfpar.training.optimizer_spec import OptimizerSpec
+from tfpar.training.optimizer_spec import OptimizerSpec, peak_rate
 from tfpar.training.prediction import Predictor
 from tfpar.training.program import Program
 from tfpar.training.start import initialize
@@ -350,6 +350,8 @@ def _with_options(config: ExperimentConfig | None, options: Mapping[str, Any], o
         flat["jit_compile"] = str(options["jit_compile"]).lower()
     if optimizer is not None:
         flat["optimizer"] = optimizer if isinstance(optimizer, str) else CUSTOM
+    if isinstance(optimizer, keras.optimizers.Optimizer) and "schedule" in options and "learning_rate" not in options:
+        flat["learning_rate"] = peak_rate(optimizer)
     return ExperimentConfig.from_flat_dict(flat)
 
 
