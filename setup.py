@@ -62,6 +62,8 @@ TEST = [
 ]
 
 ROOT = pathlib.Path(__file__).resolve().parent
+# Of the models that `tfpar train` trains; tfpar/config/recipes is a link to experiments/recipes.
+RECIPES = ["recipes/quickstart.flags", "recipes/language_model.flags"]
 LIBRARY = "tfpar_ops/libtfpar_ops.so"
 FACTS = "tfpar_ops/libtfpar_ops.json"  # what the library was built for; tfpar_ops reads it before it loads the library
 
@@ -218,7 +220,8 @@ if __name__ == "__main__":
         license="Apache-2.0",
         python_requires=">=3.11,<3.14",
         packages=find_packages(include=["tfpar", "tfpar.*", "tfpar_ops", "tfpar_ops.*"]),
-        package_data={"tfpar": ["py.typed"], "tfpar_ops": ["py.typed", "FORMAT.md"]},
+        entry_points={"console_scripts": ["tfpar = tfpar.commands.cli:main"]},
+        package_data={"tfpar": ["py.typed"], "tfpar.config": RECIPES, "tfpar_ops": ["py.typed", "FORMAT.md"]},
         ext_modules=[] if os.environ.get("TFPAR_OPS_BUILD") == "0" else [extension()],
         cmdclass={"build_ext": BuildNative, "bdist_wheel": Wheel},
         install_requires=INSTALL,
