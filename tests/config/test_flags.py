@@ -42,10 +42,10 @@ FLAG_NAMES = {
     "optimizer": "optimizer optimizer_args learning_rate base_batch_size weight_decay weight_decay_exclude clip_norm "
     "ema",
     "schedule": "schedule schedule_args warmup_steps",
-    "train": "steps epochs stop_after accumulate_steps loss_weighting jit_compile steps_per_loop eval_every seed "
-    "deterministic max_bad_steps",
+    "train": "steps epochs stop_after accumulate_steps loss_weighting jit_compile steps_per_loop eval_every "
+    "eval_batch_size eval_steps seed deterministic max_bad_steps",
     "checkpoint": "workdir checkpoint_every keep_checkpoints on_checkpoint_error warm_start",
-    "monitor": "log_every profile_steps verbose",
+    "monitor": "log_every profile_steps verbose tensorflow_log",
 }
 
 SCRIPT = '''
@@ -227,7 +227,7 @@ def test_the_exit_code_is_what_main_returns(script: Path) -> None:
 
 
 def test_log_is_quiet_unless_asked(script: Path) -> None:
-    quiet, verbose = run(script), run(script, "--verbose")
+    quiet, verbose = run(script), run(script, "--tensorflow_log")
     assert "worth knowing" in quiet.stderr
     assert "broken" in quiet.stderr
     for noise in ("chatter", "deprecated"):

@@ -112,7 +112,7 @@ def run(main: Callable[[list[str]], Any], argv: Sequence[str] | None = None, *, 
     Like `absl.app.run`, but with readable errors: a wrong flag, a stray argument or a `ConfigError` from `main` prints
     one line on standard error, without a traceback, and exits with code 2; a `TrainingError` exits with its own code, a
     `PeerLostError` with 75. `--help` shows the flags of this experiment by section, `--helpfull` those of all modules.
-    The absl log shows warnings and errors, and with --verbose information too.
+    The absl log shows warnings and errors, and with --tensorflow_log information too.
 
     Args:
       main: Called with a list of the program's name, as absl does. `--help` shows the docstring of its module, and the
@@ -156,7 +156,7 @@ def _parse(argv: list[str], program: str) -> list[str]:
         )
     if not values["verbosity"].using_default_value:
         logs.set_absl_verbosity(values["verbosity"].value)
-    elif not ("verbose" in values and values["verbose"].value):
+    elif not ("tensorflow_log" in values and values["tensorflow_log"].value):
         values.verbosity = logging.WARNING  # app.run would raise it to INFO
         logging.get_absl_handler().addFilter(_is_relevant)
     return rest

@@ -11,7 +11,8 @@ from typing import Any
 from tfpar.config import ExperimentConfig
 from tfpar.monitor.progress import Progress
 from tfpar.monitor.tensorboard import EventFiles
-from tfpar.monitor.timings import MetricSums, Timings, Window
+from tfpar.monitor.timings import MetricSums, RecentSteps, Timings, Window
+from tfpar.process import logs
 
 import numpy as np
 import tensorflow as tf
@@ -73,12 +74,15 @@ class Monitor:
         self._timings = Timings()
         self._log_every = config.monitor.log_every
         self._profile = _ProfileWindow(config.monitor.profile_window())
+        verbose = config.monitor.verbose if is_chief else 0
+        self._lowest_level = logging.INFO if verbose else logs.NOTE
         self._is_chief = is_chief
-        self._progress = (progress or Progress(total_steps)) if is_chief else None
-        self._shown = Window()
+        self._progress = (progress or Progress(total_steps)) if verbose == 1 else None
+        self._epochs_in_lines = verbose == 2
+        self._recent = RecentSteps()
         self._point = Window()
         self._metric_results = metric_results
-        self._shown_sums, self._point_sums = MetricSums(), MetricSums()
+        self._point_sums = MetricSums()
         self._last_point: float | None = None
         self._events: EventFiles | None = None
         if is_chief and workdir:
@@ -103,7 +107,7 @@ class Monitor:
 
     def message(self, text: str, level: int = logging.INFO) -> None:
         """Logs lines in the chief's process, and nothing in others."""
-        if self._is_chief:
+        if self._is_chief and level >= self._lowest_level:
             _log.log(level, "%s", text)
 
     def next_boundary(self, step: int) -> int:
@@ -152,23 +156,32 @@ class Monitor:
           scalars: Values at the last step: `learning_rate`, `gradient_norm`, `parameter_norm`, `update_norm`,
             `loss_scale`, `skipped_steps`, `skipped_examples`, those of the exchange; any other name is a metric.
           examples: [n] examples of each step; by default the global batch size.
-          metric_sums: States of the metrics, summed over the steps; what is shown covers all steps since the last
-            line or point, as the loss does.
+          metric_sums: States of the metrics, summed over the steps. A line shows their values over the last steps, a
+            point those since the last point, as for the loss.
         """
         losses = np.asarray(losses, np.float64)
         durations = np.asarray(durations, np.float64)
         counts = np.full(len(losses), float(self._global_batch_size)) if examples is None else np.asarray(examples)
         self._timings.add(durations, counts)
         if self._progress:
-            self._shown.add(losses, durations, counts)
-            self._shown_sums.add(metric_sums)
+            self._recent.add(losses, durations, counts, metric_sums)
             if self._progress.due() or last_step >= self._total_steps:
-                metrics = self._metric_results(self._shown_sums.take())
-                self._progress.update(last_step, self._line({**scalars, **metrics}))
-                self._shown.clear()
+                self._progress.update(last_step, self._line(scalars))
         if self._events:
             self._point_sums.add(metric_sums)
             self._write_points(last_step, losses, durations, counts, scalars)
+
+    def on_epoch(self, number: int, last_step: int, values: Mapping[str, float]) -> None:
+        """Prints a line about an epoch, under `--verbose=2`.
+
+        Args:
+          number: Of the epoch, from 0.
+          last_step: Finished steps after it.
+          values: Loss and metrics by name.
+        """
+        if self._epochs_in_lines:
+            shown = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
+            self.message(f"epoch {number + 1}  step {last_step}/{self._total_steps}  {shown}")
 
     def on_evaluation(self, step: int, results: Mapping[str, float]) -> None:
         """Records an evaluation.
@@ -185,7 +198,8 @@ class Monitor:
             self._events.flush()
         values = "  ".join(f"{name} {value:.4f}" for name, value in shown.items())
         count = f"  ({results['examples']:.0f} examples)" if "examples" in results else ""
-        self.message(f"evaluation at step {step}  {values}{count}")
+        if not self._epochs_in_lines:  # whose lines have it, too
+            self.message(f"evaluation at step {step}  {values}{count}")
 
     def text(self, tag: str, text: str, *, step: int = 0) -> None:
         """Records text, shown as it is, in TensorBoard."""
@@ -240,12 +254,15 @@ class Monitor:
         return examples_per_second * self._mfu_factor if self._mfu_factor else None
 
     def _line(self, scalars: Mapping[str, float]) -> dict[str, str]:
+        shown, sums = self._recent.window()
+        scalars = {**scalars, **self._metric_results(sums)}
         metrics = [name for name in scalars if name not in _TAGS and name != "loss"]
-        values = {"loss": f"{self._shown.loss:.4f}"}
-        values |= {name: f"{scalars[name]:.4f}" for name in metrics[:1]}
-        values["examples/s"] = f"{self._shown.examples_per_second:.0f}"
-        values["input wait"] = f"{100 * self._shown.input_wait_fraction:.1f}%"
-        return values
+        return {
+            "loss": f"{shown.loss:.4f} ({_mean_of(shown.steps)})",
+            **{name: f"{scalars[name]:.4f}" for name in metrics[:1]},
+            "examples/s": f"{shown.examples_per_second:.0f}",
+            "input wait": f"{100 * shown.input_wait_fraction:.1f}%",
+        }
 
     def _write_points(
         self,
@@ -296,6 +313,10 @@ class Monitor:
                 f"profiled steps {self._profile.first} to {self._profile.last}: tab PROFILE of TensorBoard "
                 "(needs the xprof plug-in)"
             )
+
+
+def _mean_of(steps: int) -> str:
+    return f"mean of {steps} steps" if steps > 1 else "1 step"
 
 
 class _ProfileWindow:

@@ -90,7 +90,7 @@ def _skipped_validation_examples(info: RunInfo, outcome: RunOutcome) -> int:
     """How many examples the last evaluation left out."""
     if info.validation is None or "examples" not in outcome.results:
         return 0
-    return info.validation.info.num_examples - round(outcome.results["examples"])
+    return info.config.evaluated(info.validation.info.num_examples) - round(outcome.results["examples"])
 
 
 def write(

@@ -31,7 +31,7 @@ _SCALAR = scalar_metadata.create_summary_metadata(display_name="", description="
 _FLUSH_MILLISECONDS = 5000
 _RETRY_SECONDS = 60.0
 # Where a run is kept and how it is shown says nothing about what it computes.
-_NOT_HPARAMS = ("workdir", "data_dir", "log_every", "profile_steps", "verbose")
+_NOT_HPARAMS = ("workdir", "data_dir", "log_every", "profile_steps", "verbose", "tensorflow_log")
 
 
 class EventFiles:

@@ -21,7 +21,7 @@ import tensorflow as tf
 
 def start_run(
     program: Program,
-    evaluator: Callable[[inputs.AnySource], Mapping[str, float]],
+    evaluator: Callable[..., Mapping[str, float]],
     train: inputs.AnySource,
     validation: inputs.AnySource | None,
     steps: int | None,
@@ -34,7 +34,7 @@ def start_run(
 
     Args:
       program: What is trained.
-      evaluator: Computes loss and metrics on a source, on a synchronous strategy.
+      evaluator: `(source, steps=)`: computes loss and metrics on a source, on a synchronous strategy.
       train: Training examples.
       validation: Examples to evaluate on, or None.
       steps: Steps of the whole run.

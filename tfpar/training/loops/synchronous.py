@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tfpar import inputs
 from tfpar.exchange import Traffic
 from tfpar.guards import bad_examples
 from tfpar.monitor import samples
 from tfpar.monitor import summary as results
+from tfpar.process.activity import activity
 from tfpar.training.loops.context import RunContext
 from tfpar.training.loops.hooks import Hook, HookRows
 from tfpar.training.loops.pacing import StepsPerCall
@@ -27,20 +27,20 @@ class SynchronousLoop:
 
     Args:
       context: What is run.
-      evaluator: Computes loss and metrics on a source.
+      evaluator: `(source, steps=)`: computes loss and metrics on a source.
 
     Attributes:
       compiles_next: Whether the next steps are compiled first.
     """
 
-    def __init__(self, context: RunContext, evaluator: Callable[[inputs.AnySource], Mapping[str, float]]) -> None:
+    def __init__(self, context: RunContext, evaluator: Callable[..., Mapping[str, float]]) -> None:
         self._context = context
         self._evaluator = evaluator
         self._step = context.program.step(context.schedule)
         self._steps_per_call = StepsPerCall(context.program.config.train.steps_per_loop)
         self._iterator: Any = None
         self._rows: HookRows | None = None
-        self.compiles_next = False
+        self.compiles_next = True
 
     @property
     def traffic(self) -> Traffic:
@@ -149,13 +149,14 @@ class SynchronousLoop:
         """Evaluates now, on all workers, and feeds the plateau schedule."""
         context, program, validation = self._context, self._context.program, self._context.info.validation
         assert validation is not None
-        state = state.evaluated(state.step, self._evaluator(validation))
+        state = state.evaluated(state.step, self._evaluator(validation, steps=program.config.train.eval_steps))
         context.monitor.on_evaluation(state.step, state.results)
         if program.topology.is_chief and samples.continues_text(validation):
             # The chief alone does this, so it must not touch the other replicas: its own copies, as tensors.
             params = program.first_copies(program.eval_weights())
             others = program.first_copies(program.model.non_trainable_variables)
-            text = samples.continue_first(program.text_sampler, params, others, validation, seed=state.step)
+            with activity("writing sample text", shown=program.reports):
+                text = samples.continue_first(program.text_sampler, params, others, validation, seed=state.step)
             samples.write_continuation(context.monitor, text, state.step)
         if context.plateau:
             context.plateau.update(state.results["loss"])
