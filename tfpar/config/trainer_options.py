@@ -174,6 +174,12 @@ class TrainerOptions(TypedDict, total=False):
     eval_every: int
     """Steps between evaluations. 0: at the end of every epoch."""
 
+    eval_batch_size: int
+    """Examples in a batch of evaluation and prediction, over all replicas. 0: --global_batch_size."""
+
+    eval_steps: int
+    """Batches of each evaluation during training, from the beginning of the validation examples. 0: all."""
+
     seed: int
     """Seed of initialisation, shuffling, augmentation and dropout."""
 
@@ -207,5 +213,8 @@ class TrainerOptions(TypedDict, total=False):
     profile_steps: str
     """First and last step to profile, e.g. '10,15'; shown in TensorBoard."""
 
-    verbose: bool
+    verbose: int
+    """What is printed, as in Keras. 0: warnings and errors; 1: progress, live on a terminal; 2: a line per epoch."""
+
+    tensorflow_log: bool
     """Show TensorFlow's start-up messages and the information log."""
