@@ -120,8 +120,20 @@ def wheel_for(version: str) -> pathlib.Path:
 def find_python(version: str, *, newest: bool) -> str:
     """The newest or oldest Python of this machine for which a TensorFlow has wheels; else the one that runs this."""
     known = PYTHONS.get(".".join(version.split(".")[:2]), PYTHONS[""])
-    found = [path for each in known if (path := shutil.which(f"python{each}"))]
+    found = [path for each in known for path in _installed(each) if _makes_environments(path)]
     return found[-1 if newest else 0] if found else sys.executable
+
+
+def _installed(python: str) -> list[str]:
+    """Where a Python may be: on the PATH, or among those of pyenv, whose shims start only the one that is chosen."""
+    on_path = shutil.which(f"python{python}")
+    of_pyenv = pathlib.Path.home().glob(f".pyenv/versions/{python}.*/bin/python{python}")
+    return [*([on_path] if on_path else []), *map(str, sorted(of_pyenv))]
+
+
+def _makes_environments(python: str) -> bool:
+    """Whether a Python starts (the shim of a version manager may not) and has what `venv` needs."""
+    return subprocess.run([python, "-c", "import ensurepip, venv"], capture_output=True, check=False).returncode == 0
 
 
 def run(*command: str, environ: dict[str, str] | None = None, folder: pathlib.Path = ROOT) -> None:
