@@ -6,12 +6,12 @@ import contextlib
 import dataclasses
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 from tfpar import inputs
 from tfpar.checkpoint import workdir_lock
 from tfpar.cluster import failure
-from tfpar.config import CUSTOM, ConfigError, ExperimentConfig
+from tfpar.config import CUSTOM, ConfigError, ExperimentConfig, TrainerOptions
 from tfpar.exchange import Exchange
 from tfpar.optim import keras_compile
 from tfpar.parallel import strategies
@@ -95,14 +95,15 @@ class Trainer:
         config: ExperimentConfig | None = None,
         runtime: strategies.Runtime | None = None,
         augmentation: keras.layers.Layer | None = None,
-        **options: Any,
+        **options: Unpack[TrainerOptions],
     ) -> None:
         install_exit_code_hook()
-        runtime = runtime or _deprecated_layout(options)
+        given: dict[str, Any] = {**options}
+        runtime = runtime or _deprecated_layout(given)
         goal = Goal(loss, loss_weights, metrics, weighted_metrics)
         optimizer, goal = _with_compiled(model, optimizer, goal)
-        config = _with_options(config, options, optimizer)
-        spec = OptimizerSpec.of(optimizer, options)
+        config = _with_options(config, given, optimizer)
+        spec = OptimizerSpec.of(optimizer, given)
         goal = dataclasses.replace(goal, loss_weighting=config.train.loss_weighting)
         if runtime is not None:
             validate_saved_run(config)
