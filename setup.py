@@ -12,11 +12,14 @@ compiled again, in `build/tfpar_ops`. Environment variables:
                      ones. GPUs later than the last run its PTX; an earlier one runs the code of the next lower
                      capability of the same major version
   TFPAR_OPS_BUILD=0  install without the library: the reference in plain TensorFlow operations takes its place
+  TFPAR_LOCAL_VERSION=1
+                     name the TensorFlow in the version, as in 0.1.0+tf2.21; `make wheels` does
 """
 
 from __future__ import annotations
 
 import fcntl
+import importlib.metadata
 import json
 import os
 import pathlib
@@ -32,11 +35,11 @@ from setuptools.errors import CompileError, PlatformError
 # Bounds: the training step builds on parts of TensorFlow and Keras that are not public API (each use names the version
 # it was read in), so a new minor version is a new version to test, not one to drift into.
 INSTALL = [
-    "tensorflow>=2.21,<2.22",  # pyproject.toml has the same bounds, for the build
+    "tensorflow>=2.19,<2.22",  # pyproject.toml has the same bounds, for the build
     "keras>=3.15,<3.16",
     "tensorflow-datasets>=4.9.9,<5",
     "absl-py>=2.1,<3",
-    "tensorboard>=2.20,<2.22",
+    "tensorboard>=2.19,<2.22",
     "numpy>=1.26,<3",
     "filelock>=4.2,<5",
     "safetensors>=0.5,<1",  # checkpoints: bytes with a JSON header, nothing that can execute
@@ -50,16 +53,20 @@ PROFILE = ["xprof>=2.20,<3"]  # TensorBoard's tab PROFILE
 WANDB = ["wandb>=0.19,<1"]
 MLFLOW = ["mlflow-skinny>=2.20,<4"]  # the client, which `mlflow` brings as well
 DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.7,<10", "mkdocstrings[python]>=1.0,<2"]
+NOTEBOOK = ["ipykernel>=6.29,<8", "matplotlib>=3.9,<4"]
 TEST = [
+    *NOTEBOOK,
     *ONNX,
     *MLFLOW,
     *PROFILE,
     *TABLES,
     *WANDB,
+    *HUB,
     "cmake>=3.28,<5",  # pyproject.toml has the same bounds, for the build
     "hypothesis>=6.100,<7",
     "import-linter>=2.1,<3",
     "mypy>=1.14,<3",
+    "nbclient>=0.10,<1",
     "ninja>=1.11,<2",
     "playwright>=1.49,<2",  # drives the distribution's Chromium; it downloads no browser of its own
     "pytest>=8.3,<10",
@@ -70,8 +77,29 @@ TEST = [
 ]
 
 ROOT = pathlib.Path(__file__).resolve().parent
+# Of the models that `tfpar train` trains; tfpar/config/recipes is a link to experiments/recipes.
+RECIPES = ["recipes/quickstart.flags", "recipes/language_model.flags"]
 LIBRARY = "tfpar_ops/libtfpar_ops.so"
 FACTS = "tfpar_ops/libtfpar_ops.json"  # what the library was built for; tfpar_ops reads it before it loads the library
+
+
+def bound_to_tensorflow(version: str, install: list[str]) -> tuple[str, list[str]]:
+    """Version and requirements of a package that holds the library, which runs with the TensorFlow of its build alone.
+
+    pip may build in an environment of its own, with another TensorFlow than the one that is installed: the requirement
+    makes it install the one that fits, or say that it cannot.
+
+    Args:
+      version: The version of tfpar.
+      install: The requirements of tfpar in general.
+    """
+    try:
+        tensorflow = importlib.metadata.version("tensorflow")
+    except importlib.metadata.PackageNotFoundError:  # a source distribution is made; a build says what is missing
+        return version, install
+    if os.environ.get("TFPAR_LOCAL_VERSION") == "1":
+        version += f"+tf{'.'.join(tensorflow.split('.')[:2])}"
+    return version, [f"tensorflow=={tensorflow}" if each.startswith("tensorflow>") else each for each in install]
 
 
 def tool(name: str, package: str = "") -> str:
@@ -217,23 +245,33 @@ def extension() -> Extension:
 
 
 if __name__ == "__main__":
+    VERSION = "0.1.0"
+    NATIVE = os.environ.get("TFPAR_OPS_BUILD") != "0"
+    if NATIVE and "sdist" not in sys.argv:
+        VERSION, INSTALL = bound_to_tensorflow(VERSION, INSTALL)
     setup(
         name="tfpar",
-        version="0.1.0",
+        version=VERSION,
         description="TensorFlow-native parallel training for Keras 3: one custom loop from one device to a cluster",
         long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
         long_description_content_type="text/markdown",
         license="Apache-2.0",
         python_requires=">=3.11,<3.14",
         packages=find_packages(include=["tfpar", "tfpar.*", "tfpar_ops", "tfpar_ops.*"]),
-        package_data={"tfpar": ["py.typed"], "tfpar_ops": ["py.typed", "FORMAT.md"]},
-        ext_modules=[] if os.environ.get("TFPAR_OPS_BUILD") == "0" else [extension()],
+        entry_points={"console_scripts": ["tfpar = tfpar.commands.cli:main"]},
+        package_data={
+            "tfpar": ["py.typed"],
+            "tfpar.config": RECIPES,
+            "tfpar_ops": ["py.typed", "FORMAT.md"],
+        },
+        ext_modules=[extension()] if NATIVE else [],
         cmdclass={"build_ext": BuildNative, "bdist_wheel": Wheel},
         install_requires=INSTALL,
         extras_require={
             "docs": DOCS,
             "hub": HUB,
             "mlflow": MLFLOW,
+            "notebook": NOTEBOOK,
             "onnx": ONNX,
             "profile": PROFILE,
             "tables": TABLES,

@@ -3,8 +3,11 @@
 `FORMAT.md` beside this file has the payload formats. Three implementations give the same bits: C++ (`core/`), CUDA
 (`core/cuda/`) and plain TensorFlow operations (`reference`), which take over where the library is not built.
 
-Importing this package does not import TensorFlow; the first use of an operation does. The package imports nothing of
-`tfpar`.
+Importing this package does not import TensorFlow; the first use of an operation does. It checks that the library was
+built for the TensorFlow that is installed. The package imports nothing of `tfpar`.
+
+Raises:
+  LibraryError: An ImportError: the library was built for another TensorFlow.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from tfpar_ops.built_for import check_tensorflow
 from tfpar_ops.codecs import Codec
 from tfpar_ops.formats import FORMATS, Format
 
@@ -46,6 +50,8 @@ __all__ = [
     "recode_into",
     "uses_library",
 ]
+
+check_tensorflow()
 
 
 def __getattr__(name: str) -> Any:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
-import json
 import os
 import threading
 import warnings
 from pathlib import Path
 from typing import Any
 
+from tfpar_ops.built_for import FACTS, FILE, LibraryError, read
+
 import tensorflow as tf
 
-FILE = "libtfpar_ops.so"
-FACTS = "libtfpar_ops.json"  # written by setup.py, read before the library: loading a wrong one may end the process
+__all__ = ["FACTS", "FILE", "Library", "LibraryError", "build_facts", "library", "load"]
+
 OPERATIONS = (
     "TfparEncode",
     "TfparEncodeResource",
@@ -34,10 +35,6 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "tfpar_cpu_target": (ctypes.c_char_p, []),
 }
 _REBUILD = "`make setup` (in a checkout) or `pip install --no-build-isolation .` builds it."
-
-
-class LibraryError(ImportError):
-    """The native library cannot be used, and why."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +78,7 @@ def library() -> Library:
 def build_facts() -> dict[str, Any]:
     """What the native library beside this module was built with and for; empty where it is not, or cannot be told."""
     try:
-        return _facts(Path(__file__).parent)
+        return read(Path(__file__).parent)
     except LibraryError:
         return {}
 
@@ -113,7 +110,7 @@ def load(folder: Path) -> Library:
       LibraryError: It is not there, was built for another TensorFlow or from other sources, or does not load.
     """
     path = folder / FILE
-    facts = _facts(folder)
+    facts = read(folder)
     for name, built, here in (
         ("TensorFlow", facts.get("tensorflow"), tf.__version__),
         ("the C++ ABI", facts.get("cxx11_abi"), tf.sysconfig.CXX11_ABI_FLAG),
@@ -164,15 +161,3 @@ def _declare_no_gradients() -> None:
     """Says of all operations that nothing is differentiable; TensorFlow takes that once in a process."""
     for name in OPERATIONS:
         tf.no_gradient(name)
-
-
-def _facts(folder: Path) -> dict[str, Any]:
-    if not (folder / FILE).exists():
-        raise LibraryError("the native library is not built.")
-    try:
-        facts = json.loads((folder / FACTS).read_text())
-    except (OSError, ValueError) as error:
-        raise LibraryError(f"{FACTS}, which says what the native library was built for, cannot be read.") from error
-    if not isinstance(facts, dict):
-        raise LibraryError(f"{FACTS} does not say what the native library was built for.")
-    return facts

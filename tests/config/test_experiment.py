@@ -268,35 +268,19 @@ def test_a_custom_section_with_optional_and_other_types():
 def test_the_options_that_a_resumed_run_may_change():
     assert sorted(RESUME_MAY_CHANGE) == [
         *("accumulate_steps", "cache", "checkpoint_every", "data_dir", "data_service", "deterministic", "devices"),
-        *(
-            "epochs",
-            "eval_every",
-            "exchange",
-            "exchange_retune_every",
-            "histogram_every",
-            "input_threads",
-            "jit_compile",
-        ),
-        *("keep_checkpoints", "log_every", "max_bad_steps", "on_bad_record", "on_checkpoint_error", "peer_timeout"),
-        *(
-            "prefetch",
-            "profile_steps",
-            "profile_workers",
-            "stall_timeout",
-            "start_timeout",
-            "steps",
-            "steps_per_loop",
-            "stop_after",
-        ),
-        *("strategy", "tf32", "tpu", "uneven_batches", "verbose", "warm_start", "workdir"),
+        *("epochs", "eval_batch_size", "eval_every", "eval_steps", "exchange", "exchange_retune_every"),
+        *("histogram_every", "input_threads", "jit_compile", "keep_checkpoints", "log_every", "max_bad_steps"),
+        *("on_bad_record", "on_checkpoint_error", "peer_timeout", "prefetch", "profile_steps", "profile_workers"),
+        *("stall_timeout", "start_timeout", "steps", "steps_per_loop", "stop_after", "strategy", "tensorflow_log"),
+        *("tf32", "tpu", "uneven_batches", "verbose", "warm_start", "workdir"),
     ]
 
 
 def test_the_options_that_workers_may_be_given_differently():
     assert sorted(PER_HOST_OPTIONS) == [
         *("cache", "data_dir", "data_service", "dataset", "devices", "input_threads", "keep_checkpoints"),
-        *("on_checkpoint_error", "peer_timeout", "prefetch", "stall_timeout", "start_timeout", "strategy", "tpu"),
-        *("verbose", "warm_start", "workdir"),
+        *("on_checkpoint_error", "peer_timeout", "prefetch", "stall_timeout", "start_timeout", "strategy"),
+        *("tensorflow_log", "tpu", "verbose", "warm_start", "workdir"),
     ]
 
 

@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
 import re
 import subprocess
 import sys
+import types
+import typing
 from pathlib import Path
+from typing import Any
 
-from tfpar.config import ConfigError, ExchangeConfig, ExperimentConfig, flags, flags_page
+from tfpar.config import (
+    ConfigError,
+    ExchangeConfig,
+    ExperimentConfig,
+    TrainerOptions,
+    flags,
+    flags_page,
+    trainer_options_file,
+)
 from tfpar.config.experiment import SECTIONS, option_fields
 from tfpar.exchange import Exchange
+from tfpar.training.trainer import Trainer
 
 import pytest
 from absl import flags as absl_flags
@@ -29,10 +42,10 @@ FLAG_NAMES = {
     "optimizer": "optimizer optimizer_args learning_rate base_batch_size weight_decay weight_decay_exclude clip_norm "
     "ema",
     "schedule": "schedule schedule_args warmup_steps",
-    "train": "steps epochs stop_after accumulate_steps loss_weighting jit_compile steps_per_loop eval_every seed "
-    "deterministic max_bad_steps",
+    "train": "steps epochs stop_after accumulate_steps loss_weighting jit_compile steps_per_loop eval_every "
+    "eval_batch_size eval_steps seed deterministic max_bad_steps",
     "checkpoint": "workdir checkpoint_every keep_checkpoints on_checkpoint_error warm_start",
-    "monitor": "log_every histogram_every profile_steps profile_workers verbose",
+    "monitor": "log_every histogram_every profile_steps profile_workers verbose tensorflow_log",
 }
 
 SCRIPT = '''
@@ -214,7 +227,7 @@ def test_the_exit_code_is_what_main_returns(script: Path) -> None:
 
 
 def test_log_is_quiet_unless_asked(script: Path) -> None:
-    quiet, verbose = run(script), run(script, "--verbose")
+    quiet, verbose = run(script), run(script, "--tensorflow_log")
     assert "worth knowing" in quiet.stderr
     assert "broken" in quiet.stderr
     for noise in ("chatter", "deprecated"):
@@ -238,7 +251,7 @@ def test_log_is_quiet_unless_asked(script: Path) -> None:
         (["--strategy=miror"], "Did you mean mirrored?"),
         (["--steps"], "Missing value for flag --steps"),
         (["--shuffle", "false"], "unexpected argument 'false'"),
-        (["--flagfile=none.flags"], "Unable to open flagfile"),
+        (["--flagfile=none.flags"], "no such file"),
         (["--global_batch_size=0"], "--global_batch_size=0 is out of range: it must be at least 1."),
         (["--steps=3", "--epochs=2"], "contradict each other"),
         (["--model_args=width"], "is not key=value"),
@@ -349,3 +362,30 @@ def test_the_flags_page_has_a_row_for_every_option(tmp_path: Path) -> None:
     assert "| `--[no]shuffle` | `true` | `true`, `false` |" in text
     for heading in SECTIONS:
         assert f"\n## {heading}\n" in text
+
+
+def test_the_types_of_the_options_are_up_to_date(tmp_path: Path) -> None:
+    file = trainer_options_file.FILE
+    command = "python -m tfpar.config.trainer_options_file"
+    assert (ROOT / file).read_text() == trainer_options_file.text(), f"run {command}"
+    trainer_options_file.main([str(tmp_path / "options.py")])
+    assert (tmp_path / "options.py").read_text() == trainer_options_file.text()
+
+
+def test_every_option_has_a_type_that_takes_its_default() -> None:
+    hints = typing.get_type_hints(TrainerOptions)
+    arguments = set(inspect.signature(Trainer).parameters)
+    fields = {field.name: field for field in option_fields() if field.name not in trainer_options_file.ARGUMENTS}
+    assert hints.keys() == fields.keys()
+    assert hints.keys().isdisjoint(arguments)  # a type checker refuses the signature otherwise
+    assert set(trainer_options_file.ARGUMENTS) < arguments
+    for name, field in fields.items():
+        allowed = [each for part in alternatives(hints[name]) for each in typing.get_args(part) or (part,)]
+        assert field.default in allowed or type(field.default) in allowed, name
+    assert inspect.signature(Trainer).parameters["options"].annotation == "Unpack[TrainerOptions]"
+
+
+def alternatives(annotation: Any) -> tuple[Any, ...]:
+    """The members of a union; of another type, the type itself."""
+    union = typing.get_origin(annotation) in (types.UnionType, typing.Union)
+    return typing.get_args(annotation) if union else (annotation,)

@@ -10,7 +10,9 @@ import re
 import shlex
 
 from tests.docs.markdown import ROOT, Block
+from tfpar.commands import cli
 from tfpar.config import ExperimentConfig
+from tfpar.config import flagfiles as flagfiles_of_tfpar
 
 _PYTHON = re.compile(r"(.*/)?python3?$")
 _ABSL = {"flagfile", "help", "helpfull", "verbosity"}
@@ -53,10 +55,13 @@ def parse(line: str) -> list[Command]:
         words = words[1:]
         if words[:1] == ["-m"]:
             words = [module_path(words[1]), *words[2:]]
+    if words[:1] == ["tfpar"]:
+        words = console_command(words)
     if "--" in words:
         split = words.index("--")
         rest = words[split + 1 :]
         rest = [module_path(rest[1]), *rest[2:]] if rest[:1] == ["-m"] else rest
+        rest = console_command(rest) if rest[:1] == ["tfpar"] else rest
         return [Command(words[0], tuple(words[1:split])), Command(rest[0], tuple(rest[1:]))]
     return [Command(words[0], tuple(words[1:]))]
 
@@ -68,6 +73,18 @@ def module_path(module: str) -> str:
         if (ROOT / candidate).exists():
             return str(candidate)
     return module
+
+
+def console_command(words: list[str]) -> list[str]:
+    """The words of a `tfpar` command, with the file of its program in place of its name."""
+    commands, count = cli.COMMANDS, 1
+    while count < len(words) and words[count] in commands:
+        command = commands[words[count]]
+        count += 1
+        if command.module:
+            return [module_path(command.module), *words[count:]]
+        commands = command.members
+    return [f"tfpar/commands/{'_'.join(words[1 : count + 1])}.py", *words[count + 1 :]]
 
 
 def is_ours(program: str) -> bool:
@@ -95,6 +112,12 @@ def defined_flags(path: str) -> frozenset[str]:
     return frozenset(names)
 
 
+def own_flags_of_command(script: str) -> frozenset[str]:
+    """The flags of the command whose script this is; none if it is not the script of one."""
+    command = f"tfpar/commands/{pathlib.PurePosixPath(script).name}"
+    return defined_flags(command) if (ROOT / command).exists() else frozenset()
+
+
 def flags_of(program: str) -> frozenset[str]:
     """All flags that a program of the repository takes."""
     folder = pathlib.PurePosixPath(program).parent
@@ -104,8 +127,8 @@ def flags_of(program: str) -> frozenset[str]:
     if str(folder) == "experiments/benchmarks":
         shared = sorted((ROOT / folder).glob("*.py"))
         return own.union(*(defined_flags(str(path.relative_to(ROOT))) for path in shared))
-    if str(folder) == "experiments":
-        return own | experiment_flags()
+    if str(folder) in ("experiments", "tfpar/commands"):
+        return own | experiment_flags() | own_flags_of_command(program)
     return own | experiment_flags() if program == "tfpar/inputs/write.py" else own
 
 
@@ -140,7 +163,11 @@ def check(command: Command) -> list[str]:
     if not program.endswith(".py"):
         return []
     flagfiles = [word.partition("=")[2] for word in arguments if word.startswith("--flagfile=")]
-    problems = [f"{path} does not exist" for path in flagfiles if path != "FILE" and not (ROOT / path).exists()]
+    problems = [
+        f"{path} does not exist"
+        for path in flagfiles
+        if path != "FILE" and path not in flagfiles_of_tfpar.names() and not (ROOT / path).exists()
+    ]
     known = flags_of(program)
     return problems + [
         f"{program} has no flag --{flag}"

@@ -127,7 +127,9 @@ def test_commands_exist(block):
 @each_page
 def test_commands_in_the_text_exist(page):
     spans = [
-        span for span in markdown.spans(page) if re.match(r"(\S*python -m |make [a-z]|experiments/\S+\.py )", span)
+        span
+        for span in markdown.spans(page)
+        if re.match(r"(\S*python -m |make [a-z]|experiments/\S+\.py |tfpar [a-z]+ )", span)
     ]
     problems = [problem for span in spans for command in commands.parse(span) for problem in commands.check(command)]
     assert not problems
@@ -152,6 +154,11 @@ def test_a_wrong_command_would_be_noticed():
     assert problems("A=1 make trian  # comment") == ["Makefile has no target trian"]
     assert problems("python -m pytest tests/gone") == ["tests/gone does not exist"]
     assert problems("python experiments/image_classification.py --noshuffle") == []
+    assert problems("tfpar train image --flagfile=quickstart.flags --noshuffle") == []
+    assert problems("tfpar launch --workers=2 -- tfpar evaluate --model_file=a --modle=b") == [
+        "tfpar/commands/evaluate.py has no flag --modle"
+    ]
+    assert problems("tfpar trian image") == ["tfpar/commands/trian.py does not exist"]
 
 
 @each_page

@@ -12,8 +12,9 @@ import threading
 from tfpar.config import ExperimentConfig
 from tfpar.monitor import tags
 from tfpar.monitor.monitor import Monitor
-from tfpar.monitor.progress import Progress, format_seconds
+from tfpar.monitor.progress import Progress
 from tfpar.monitor.tensorboard import displayable
+from tfpar.process.activity import format_seconds
 
 import numpy as np
 import pytest
@@ -589,15 +590,27 @@ def test_a_reader_that_left_does_not_end_the_training():
         progress.message("still here")
 
 
-def test_monitor_shows_the_window_since_the_last_line():
-    stream = io.StringIO()
-    monitor = _monitor(None, total_steps=30, stream=stream)
-    monitor.on_steps(10, np.full(10, 2.0), _durations(10), {"accuracy": 0.5, "learning_rate": 1.0})
-    monitor.on_steps(20, np.full(10, 1.0), _durations(10), {"accuracy": 0.6})
-    monitor.on_steps(30, np.full(10, 0.5), _durations(10), {"accuracy": 0.75})
-    first, last = stream.getvalue().splitlines()
-    assert first == "step 10/30   33%  loss 2.0000  accuracy 0.5000  examples/s 320  input wait 10.0%"
-    assert last.startswith("step 30/30  100%  loss 0.7500  ETA 0:00  accuracy 0.7500  examples/s 320")
+def test_a_line_is_about_the_last_hundred_steps_however_often_it_is_shown():
+    calls = [(10, 4.0), (60, 2.0), (60, 1.0), (40, 0.5)]
+    lines = {}
+    for live in (False, True):
+        stream, clock = io.StringIO(), _Clock()
+        progress = Progress(170, stream=stream, live=live, interval=0.0, clock=clock)
+        monitor = Monitor(None, is_chief=True, config=_config(), total_steps=170, progress=progress)
+        done = 0
+        for steps, loss in calls:
+            done += steps
+            clock.now += 1.0
+            monitor.on_steps(done, np.full(steps, loss), _durations(steps), {"accuracy": 0.5, "learning_rate": 1.0})
+        lines[live] = stream.getvalue().split("\r" if live else "\n")
+    assert [line.partition("  loss ")[2] for line in lines[False]][:4] == [
+        "4.0000 (mean of 10 steps)  accuracy 0.5000  examples/s 320  input wait 10.0%",
+        "2.0000 (mean of 60 steps)  ETA 0:02  accuracy 0.5000  examples/s 320  input wait 10.0%",
+        "1.5000 (mean of 120 steps)  ETA 0:01  accuracy 0.5000  examples/s 320  input wait 10.0%",
+        "0.8000 (mean of 100 steps)  ETA 0:00  accuracy 0.5000  examples/s 320  input wait 10.0%",
+    ]
+    shown = [re.findall(r"loss \S+ \(mean of \d+ steps\)", "".join(lines[live])) for live in (False, True)]
+    assert shown[0] == shown[1]
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.2, "0:00"), (59.6, "1:00"), (3599, "59:59"), (36000, "10:00:00")])

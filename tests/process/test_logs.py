@@ -185,9 +185,9 @@ def test_another_line_stays_attached_when_an_older_one_ends(monkeypatch):
     first.update(5, {})
     second.update(5, {})
     first.close()
-    assert logs._live_line is second
+    assert logs.live_line() is second._terminal
     second.close()
-    assert logs._live_line is None
+    assert logs.live_line() is None
 
 
 def test_a_full_disk_ends_no_program():

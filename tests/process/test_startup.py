@@ -83,7 +83,7 @@ def test_user_settings_and_repeated_calls(monkeypatch):
         assert os.environ["TF_CPP_MIN_LOG_LEVEL"] == "0"
         assert logger.filters.count(startup._hide_harmless) == 1
         assert sys.meta_path == finders  # TensorFlow is loaded already: nothing to wrap
-        monkeypatch.setattr(sys, "argv", ["train.py", "--verbose"])
+        monkeypatch.setattr(sys, "argv", ["train.py", "--tensorflow_log"])
         startup.quiet_startup()
         assert startup._hide_harmless not in logger.filters
     finally:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import ctypes
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -19,7 +21,8 @@ from types import ModuleType
 from typing import Any
 
 import tfpar_ops
-from tfpar_ops import codecs, library
+from tfpar.doctor.checks import TESTED
+from tfpar_ops import built_for, codecs, library
 
 import pytest
 import tensorflow as tf
@@ -163,12 +166,35 @@ def copy(tmp_path) -> pathlib.Path:
 
 
 @pytest.mark.usefixtures("built")
-def test_a_library_for_another_tensorflow_is_not_loaded(copy):
-    """It is not even opened: this one is no library at all. One warning, then the reference does the work."""
+def test_a_library_for_another_tensorflow_is_an_error_of_the_import(copy):
+    """It is not even opened: this one is no library at all. TensorFlow need not be imported to know."""
     facts = json.loads((copy / library.FACTS).read_text())
     (copy / library.FACTS).write_text(json.dumps({**facts, "tensorflow": "2.20.0"}))
     (copy / library.FILE).write_bytes(b"not a library")
-    reason = f"the native library was built for TensorFlow 2.20.0, and this is {tf.__version__}."
+    result = python("import sys\ntry: import tfpar_ops\nfinally: print('tensorflow' in sys.modules)", copy.parent)
+    assert result.returncode == 1
+    assert result.stdout == "False\n"
+    minor = ".".join(tf.__version__.split(".")[:2])
+    (line,) = (line for line in result.stderr.splitlines() if "LibraryError: " in line)
+    assert f"tfpar_ops was built for TensorFlow 2.20.0, and {tf.__version__} is installed." in line
+    for way in (f"+tf{minor}", "tensorflow==2.20.0", "`make setup`", "TFPAR_OPS=reference"):
+        assert way in line
+    after = python("import tensorflow, tfpar_ops", copy.parent)
+    assert f"and {tf.__version__} is installed." in after.stderr
+
+    reference = python(_ROUND_TRIP, copy.parent, TFPAR_OPS="reference")
+    assert reference.returncode == 0, reference.stderr
+    with pytest.raises(library.LibraryError, match=r"built for TensorFlow 2\.20\.0, and this is"):
+        library.load(copy)
+
+
+@pytest.mark.usefixtures("built")
+def test_a_library_that_does_not_fit_is_replaced_by_the_reference(copy):
+    """One warning, then the reference does the work."""
+    facts = json.loads((copy / library.FACTS).read_text())
+    (copy / library.FACTS).write_text(json.dumps({**facts, "cxx11_abi": 0}))
+    (copy / library.FILE).write_bytes(b"not a library")
+    reason = "the native library was built for the C++ ABI 0, and this is 1."
     result = python(_ROUND_TRIP, copy.parent)
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines()[0] == f"reference operations: {reason}"
@@ -179,6 +205,22 @@ def test_a_library_for_another_tensorflow_is_not_loaded(copy):
     insisting = python(_ROUND_TRIP, copy.parent, TFPAR_OPS="native")
     assert insisting.returncode == 1
     assert f"LibraryError: {reason}" in insisting.stderr
+
+
+def test_versions_are_compared_as_both_sides_write_them(tmp_path, monkeypatch):
+    (tmp_path / built_for.FILE).touch()
+    monkeypatch.delenv("TFPAR_OPS", raising=False)
+    for built, here, fits in (
+        ("2.21.0-rc1", "2.21.0rc1", True),
+        ("2.20.0", "2.20.1", False),
+        ("2.20.0", "", True),  # no TensorFlow is found: importing it will say so
+    ):
+        (tmp_path / built_for.FACTS).write_text(json.dumps({"tensorflow": built}))
+        monkeypatch.setattr(built_for, "_installed", lambda here=here: here)
+        with contextlib.nullcontext() if fits else pytest.raises(built_for.LibraryError):
+            built_for.check_tensorflow(tmp_path)
+    (tmp_path / built_for.FILE).unlink()
+    built_for.check_tensorflow(tmp_path)
 
 
 @pytest.mark.usefixtures("built")
@@ -279,6 +321,15 @@ def test_a_wheel_carries_the_library(tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         facts = json.loads(archive.read(f"tfpar_ops/{library.FACTS}"))
+        (metadata,) = (archive.read(name).decode() for name in names if name.endswith(".dist-info/METADATA"))
+        (scripts,) = (archive.read(name).decode() for name in names if name.endswith(".dist-info/entry_points.txt"))
+    # pip may have built it against another TensorFlow than the one where it is installed.
+    assert f"Requires-Dist: tensorflow=={importlib.metadata.version('tensorflow')}\n" in metadata
+    assert "tfpar = tfpar.commands.cli:main" in scripts
+    assert {name for name in names if name.endswith(".flags")} == {
+        "tfpar/config/recipes/quickstart.flags",
+        "tfpar/config/recipes/language_model.flags",
+    }
     assert {f"tfpar_ops/{library.FILE}", "tfpar_ops/FORMAT.md", "tfpar_ops/py.typed", "tfpar_ops/__init__.py"} <= names
     assert facts["tensorflow"] == tf.__version__
     assert not [name for name in names if name.endswith((".cc", ".cu", ".o"))]
@@ -288,6 +339,25 @@ def test_the_build_asks_for_the_tensorflow_that_is_installed(build):
     """pip's isolated builds take the bounds of pyproject.toml; a library for another TensorFlow would not be loaded."""
     (bounds,) = re.findall(r'^requires = .*"(tensorflow[^"]*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert bounds in build.INSTALL
+
+
+def test_a_package_with_the_library_is_bound_to_its_tensorflow(build, monkeypatch):
+    general = ["tensorflow>=2.19,<2.22", "tensorflow-datasets>=4"]
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "2.20.1")
+    monkeypatch.delenv("TFPAR_LOCAL_VERSION", raising=False)
+    bound = ["tensorflow==2.20.1", "tensorflow-datasets>=4"]
+    assert build.bound_to_tensorflow("0.1.0", general) == ("0.1.0", bound)
+    monkeypatch.setenv("TFPAR_LOCAL_VERSION", "1")
+    assert build.bound_to_tensorflow("0.1.0", general) == ("0.1.0+tf2.20", bound)
+
+
+def test_wheels_are_made_for_every_tensorflow_that_is_allowed(build):
+    """As `make wheels` names them, oldest first; the doctor knows the same."""
+    (versions,) = re.findall(r"^WHEELS_FOR \?= (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    minors = [version.rpartition(".")[0] for version in versions.split()]
+    assert tuple(minors) == TESTED["tensorflow"]
+    last = minors[-1].split(".")
+    assert f"tensorflow>={minors[0]},<{last[0]}.{int(last[1]) + 1}" in build.INSTALL
 
 
 def cmake(*arguments: str | pathlib.Path, **environ: str) -> subprocess.CompletedProcess[str]:

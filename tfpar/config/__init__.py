@@ -23,6 +23,7 @@ from tfpar.config.sections import (
     StrategyConfig,
     TrainConfig,
 )
+from tfpar.config.trainer_options import TrainerOptions
 
 __all__ = [
     "CUSTOM",
@@ -43,6 +44,7 @@ __all__ = [
     "ScheduleConfig",
     "StrategyConfig",
     "TrainConfig",
+    "TrainerOptions",
     "TrainingError",
     "parse_arguments",
     "unknown_name",

@@ -72,6 +72,15 @@ class ExperimentConfig:
             flat.update(dataclasses.asdict(getattr(self, section)))
         return flat
 
+    @property
+    def eval_batch_size(self) -> int:
+        """Examples in a batch of evaluation and prediction, over all replicas."""
+        return self.train.eval_batch_size or self.input.global_batch_size
+
+    def evaluated(self, examples: int) -> int:
+        """How many of a number of validation examples an evaluation during training uses; see `--eval_steps`."""
+        return min(examples, self.train.eval_steps * self.eval_batch_size) if self.train.eval_steps else examples
+
     @classmethod
     def from_flat_dict(cls, options: Mapping[str, Any]) -> ExperimentConfig:
         """The configuration with these options by flag name, and everything else at its default.

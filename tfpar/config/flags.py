@@ -19,16 +19,19 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import logging as stdlib_logging
 import re
 import shutil
+import signal
 import sys
 import textwrap
 import typing
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from tfpar.config import flagfiles
 from tfpar.config.errors import ConfigError, TrainingError, unknown_name
 from tfpar.config.experiment import SECTIONS, ExperimentConfig, option_fields
 from tfpar.config.fields import range_text
@@ -103,17 +106,19 @@ def _is_set(name: str, flag_values: flags.FlagValues) -> bool:
     return is_given(name, flag_values) and bool(flag_values[name].value)
 
 
-def run(main: Callable[[list[str]], Any], argv: list[str] | None = None) -> None:
+def run(main: Callable[[list[str]], Any], argv: Sequence[str] | None = None, *, program: str = "") -> None:
     """Parses the flags, calls `main`, and exits with what it returns.
 
     Like `absl.app.run`, but with readable errors: a wrong flag, a stray argument or a `ConfigError` from `main` prints
     one line on standard error, without a traceback, and exits with code 2; a `TrainingError` exits with its own code, a
     `PeerLostError` with 75. `--help` shows the flags of this experiment by section, `--helpfull` those of all modules.
-    The absl log shows warnings and errors, and with --verbose information too.
+    The absl log shows warnings and errors, and with --tensorflow_log information too.
 
     Args:
-      main: Called with a list of the program's name, as absl does.
+      main: Called with a list of the program's name, as absl does. `--help` shows the docstring of its module, and the
+        flags that this module defines first.
       argv: The command line; `sys.argv` by default.
+      program: How a user calls the program, if not as `python SCRIPT`: `"tfpar train image"`.
     """
 
     def guarded(arguments: list[str]) -> Any:
@@ -130,17 +135,19 @@ def run(main: Callable[[list[str]], Any], argv: list[str] | None = None) -> None
             sys.exit(130)
 
     app.define_help_flags()
-    flags.DEFINE_flag(_HelpFlag())
-    app.run(guarded, argv, flags_parser=_parse)
+    flags.DEFINE_flag(_HelpFlag(main.__module__, program))
+    app.run(guarded, None if argv is None else list(argv), flags_parser=functools.partial(_parse, program=program))
 
 
-def _parse(argv: list[str]) -> list[str]:
+def _parse(argv: list[str], program: str) -> list[str]:
     """Parses with absl; rewrites its error messages."""
     values = flags.FLAGS
     try:
-        rest = values(argv)
+        rest = values(flagfiles.resolved(argv))
     except flags.UnrecognizedFlagError as error:
-        _fail(_unknown_flag(error.flagname, values))
+        _fail(_unknown_flag(error.flagname, values, program))
+    except ConfigError as error:
+        _fail(str(error))
     except flags.Error as error:
         _fail(re.sub(r"^(flag |ERROR:: )", "", str(error)))  # absl's "flag --steps=x: ..."
     if len(rest) > 1:
@@ -149,7 +156,7 @@ def _parse(argv: list[str]) -> list[str]:
         )
     if not values["verbosity"].using_default_value:
         logs.set_absl_verbosity(values["verbosity"].value)
-    elif not ("verbose" in values and values["verbose"].value):
+    elif not ("tensorflow_log" in values and values["tensorflow_log"].value):
         values.verbosity = logging.WARNING  # app.run would raise it to INFO
         logging.get_absl_handler().addFilter(_is_relevant)
     return rest
@@ -165,14 +172,14 @@ def _fail(message: str, code: int = USAGE_ERROR) -> typing.NoReturn:
     sys.exit(code)
 
 
-def _unknown_flag(name: str, values: flags.FlagValues) -> str:
+def _unknown_flag(name: str, values: flags.FlagValues, program: str) -> str:
     if name.startswith("no") and name[2:] in values:
         return (
             f"--{name}: --{name[2:]} is not a switch; give it a value, as in --{name[2:]}={values[name[2:]].default}."
         )
     if name in _LAUNCHER:
-        program = sys.argv[0]
-        return f"--{name} is the launcher's: python -m tfpar.launch --workers=2 -- {program} --flag=value ..."
+        launcher = "tfpar launch" if program else "python -m tfpar.launch"
+        return f"--{name} is the launcher's: {launcher} --workers=2 -- {program or sys.argv[0]} --flag=value ..."
     near = difflib.get_close_matches(name, list(values), n=3, cutoff=0.6)
     hint = f" Did you mean {' or '.join(f'--{flag}' for flag in near)}?" if near else ""
     return f"unknown flag --{name}.{hint} --help lists the flags."
@@ -267,31 +274,36 @@ class _ChoiceFlag(flags.Flag):
 class _HelpFlag(flags.BooleanFlag):
     """Replaces absl's --help, which lists only the flags of the main module and exits with 1."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: str, program: str) -> None:
         super().__init__("help", False, "Shows this help.", short_name="h", allow_override=True)
+        self._module, self._program = module, program
 
     def parse(self, argument: Any) -> None:
         super().parse(argument)
         if self.value:
-            print(help_text(flags.FLAGS))
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` is no error
+            print(help_text(flags.FLAGS, self._module, self._program))
             sys.exit(0)
 
 
-def help_text(values: flags.FlagValues, width: int = 0) -> str:
-    """What `--help` prints: the script's docstring, the flags it defines, then those of each section.
+def help_text(values: flags.FlagValues, module: str = "__main__", program: str = "", width: int = 0) -> str:
+    """What `--help` prints: the program's docstring, the flags it defines, then those of each section.
 
     Args:
       values: The flags.
+      module: The module that has the program's docstring and defines its flags.
+      program: How a user calls the program; by default `python SCRIPT`.
       width: Columns; 0 for the width of the terminal.
     """
     width = width or min(120, shutil.get_terminal_size().columns)
-    program = sys.argv[0]
-    doc = textwrap.dedent(sys.modules["__main__"].__doc__ or "").strip()
-    parts = [f"usage: python {program} [--flag=value ...]", *([doc] if doc else [])]
+    doc = textwrap.dedent(sys.modules[module].__doc__ or "").strip()
+    parts = [f"usage: {program or f'python {sys.argv[0]}'} [--flag=value ...]", *([doc] if doc else [])]
     modules = values.flags_by_module_dict()
-    script_flags = [flag for flag in modules.get(program, []) if flag.name != "help"]
-    if script_flags:
-        parts.append(_section("this script", "", script_flags, width))
+    # absl lists what the main module defines under the path of the script.
+    own = modules.get(sys.argv[0] if module == "__main__" else module, [])
+    own_flags = [flag for flag in own if flag.name != "help"]
+    if own_flags:
+        parts.append(_section("this command" if program else "this script", "", own_flags, width))
     for section, kind in SECTIONS.items():
         if _MODULE + section in modules:
             parts.append(_section(section, (kind.__doc__ or "").strip(), modules[_MODULE + section], width))

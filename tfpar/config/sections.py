@@ -227,6 +227,18 @@ class TrainConfig(ConfigBase):
     eval_every: int = option(
         0, "Steps between evaluations. 0: at the end of every epoch.", minimum=0, may_change_on_resume=True
     )
+    eval_batch_size: int = option(
+        0,
+        "Examples in a batch of evaluation and prediction, over all replicas. 0: --global_batch_size.",
+        minimum=0,
+        may_change_on_resume=True,
+    )
+    eval_steps: int = option(
+        0,
+        "Batches of each evaluation during training, from the beginning of the validation examples. 0: all.",
+        minimum=0,
+        may_change_on_resume=True,
+    )
     seed: int = option(0, "Seed of initialisation, shuffling, augmentation and dropout.", minimum=0)
     deterministic: bool = option(
         False, "Use deterministic kernels only, so that a repeated run gives the same bits.", may_change_on_resume=True
@@ -313,7 +325,15 @@ class MonitorConfig(ConfigBase):
     profile_workers: str = option(
         "0", "Ranks of the workers that --profile_steps profiles, e.g. '0,3', or 'all'.", may_change_on_resume=True
     )
-    verbose: bool = option(
+    verbose: int = option(
+        1,
+        "What is printed, as in Keras. 0: warnings and errors; 1: progress, live on a terminal; 2: a line per epoch.",
+        minimum=0,
+        maximum=2,
+        may_change_on_resume=True,
+        per_host=True,
+    )
+    tensorflow_log: bool = option(
         False, "Show TensorFlow's start-up messages and the information log.", may_change_on_resume=True, per_host=True
     )
 

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from typing import Any
 
 OK, WARN, FAIL = "ok", "warn", "FAIL"
-TESTED = {"tensorflow": "2.21", "keras": "3.15"}  # the releases that setup.py allows
+# The releases that setup.py allows, the one that is tested most last.
+TESTED = {"tensorflow": ("2.19", "2.20", "2.21"), "keras": ("3.15",)}
 # Oldest Linux driver, by major version, that runs programs built with a major version of CUDA (NVIDIA's release notes,
 # "minor version compatibility").
 _OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
@@ -60,7 +61,9 @@ def check_tensorflow(facts: dict[str, Any]) -> Iterator[Check]:
     ops = facts.get("ops", {"error": error})
     if "error" in ops:
         fix = "Run `make setup`, which installs and builds it."
-        if "TFPAR_OPS" in ops["error"]:
+        if "was built for TensorFlow" in ops["error"]:
+            fix = "Do one of these."
+        elif "TFPAR_OPS" in ops["error"]:
             fix = "Unset the variable, or give it one of these values."
         yield Check("tfpar_ops", FAIL, ops["error"], fix)
     else:
@@ -71,10 +74,10 @@ def check_tensorflow(facts: dict[str, Any]) -> Iterator[Check]:
 
 def _check_version(name: str, version: str) -> Check:
     tested = TESTED[name]
-    if version.split(".")[:2] == tested.split("."):
+    if ".".join(version.split(".")[:2]) in tested:
         return Check(name, OK, version)
-    status = FAIL if version.split(".")[0] != tested.split(".")[0] else WARN
-    return Check(name, status, f"{version}, tested with {tested}", f"pip install '{name}=={tested}.*'")
+    status = FAIL if version.split(".")[0] != tested[-1].split(".")[0] else WARN
+    return Check(name, status, f"{version}, tested with {', '.join(tested)}", f"pip install '{name}=={tested[-1]}.*'")
 
 
 def _check_keras(keras: dict[str, Any]) -> Iterator[Check]:

@@ -269,9 +269,14 @@ def report(checks: Sequence[Check], colours: bool) -> str:
     return "\n".join(lines)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m tfpar.doctor", description=__doc__, allow_abbrev=False)
+def main(argv: Sequence[str] | None = None, program: str = "python -m tfpar.doctor") -> int:
+    """The command line; returns the exit code.
+
+    Args:
+      argv: What follows the program's name; by default from this process.
+      program: How a user calls it.
+    """
+    parser = argparse.ArgumentParser(prog=program, description=__doc__, allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="print the checks as JSON")
     parser.add_argument("--data_dir", default="", help="where data sets are kept (default: that of TFDS)")
     parser.add_argument("--timeout", type=float, default=5.0, help="seconds for peers to answer (default: 5)")

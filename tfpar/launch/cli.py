@@ -42,9 +42,10 @@ _STABLE_RUN_S = 60.0  # a run of this length did not fail at its start
 _LONGEST_DELAY_S = 60.0
 # What TensorFlow 2.21 says when its port is taken.
 _BIND_ERROR = "Could not start gRPC server"
+_PROGRAM = "python -m tfpar.launch"
 
 _EPILOG = """\
-SCRIPT is a .py file or `-m module`; everything after -- goes to Python as it is.
+SCRIPT is a .py file, `-m module`, or `tfpar` with a command; everything after -- goes to Python as it is.
 
 With --ps=K the cluster has a chief besides the N workers: the chief drives the training, the workers compute, the
 K parameter servers hold the weights. Workers and parameter servers of TensorFlow serve forever, so the run is
@@ -68,7 +69,8 @@ No process outlives the launcher, however that ends. Ctrl-C and SIGTERM are pass
 examples:
   python -m tfpar.launch --workers=2 -- experiments/image_classification.py --steps=100 --workdir=runs/a
   python -m tfpar.launch --workers=2 --ps=1 -- -m experiments.image_classification --strategy=parameter_server
-  python -m tfpar.launch --workers=2 -- -m tfpar.doctor
+  python -m tfpar.launch --workers=2 -- tfpar train image --flagfile=quickstart.flags
+  python -m tfpar.launch --workers=2 -- tfpar doctor
   python -m tfpar.launch --hosts=hosts.txt -- experiments/image_classification.py --workdir=/shared/runs/a
 
 With --hosts=FILE, whose lines are `host[:port] [slots=N]` (N workers there; default 1, ports from 2222), it prints a
@@ -301,11 +303,11 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def parse(argv: Sequence[str]) -> LaunchOptions:
-    """The options of a command line; a wrong one is an error message and exit code 2."""
+def parse(argv: Sequence[str], program: str = _PROGRAM) -> LaunchOptions:
+    """The options of a command line of the program; a wrong one is an error message and exit code 2."""
     parser = Parser(
-        prog="python -m tfpar.launch",
-        usage="python -m tfpar.launch --workers=N [--ps=K] [FLAGS] -- SCRIPT [SCRIPT FLAGS]",
+        prog=program,
+        usage=f"{program} --workers=N [--ps=K] [FLAGS] -- SCRIPT [SCRIPT FLAGS]",
         description=(__doc__ or "").partition("\n\n")[2],
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -343,7 +345,9 @@ def parse(argv: Sequence[str]) -> LaunchOptions:
         parser.error("--min_workers is for workers that train together; leave it out with --ps.")
     command = tuple(argv[split + 1 :])
     if not command:
-        parser.error("no script. Put it after --, as in `python -m tfpar.launch --workers=2 -- train.py --steps=100`.")
+        parser.error(f"no script. Put it after --, as in `{program} --workers=2 -- train.py --steps=100`.")
+    if command[0] == "tfpar":  # the console command, which need not be on the PATH
+        command = ("-m", *command)
     problem = _script_problem(command)
     if problem:
         parser.error(problem)
@@ -366,9 +370,14 @@ def _script_problem(command: Sequence[str]) -> str | None:
     return f"no such script: {script}." + (f" Did you mean {script.parent / near[0]}?" if near else "")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code."""
-    options = parse(sys.argv[1:] if argv is None else argv)
+def main(argv: Sequence[str] | None = None, program: str = _PROGRAM) -> int:
+    """The command line; returns the exit code.
+
+    Args:
+      argv: What follows the program's name; by default from this process.
+      program: How a user calls it.
+    """
+    options = parse(sys.argv[1:] if argv is None else argv, program)
     if options.hosts is None:
         return run(options)
     try:

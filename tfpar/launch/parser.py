@@ -28,11 +28,11 @@ class Parser(argparse.ArgumentParser):
             message = f"unknown argument {flag}." + (f" Did you mean {near[0]}?" if near else "")
             if not flag.startswith("-") or flag == "-m":
                 own = [part for part in self.arguments if part not in unknown]
-                command = " ".join(["python -m tfpar.launch", *own, "--", *unknown])
+                command = " ".join([self.prog, *own, "--", *unknown])
                 message = f"put -- before the script: {command}"
                 self.exit(USAGE_ERROR, f"error: {message}\n")
         wrong = re.fullmatch(r"argument (--\w+): invalid (int|float) value: '(.*)'", message)
         if wrong:
             flag, kind, value = wrong.groups()
             message = f"{flag}={value} is not a {'whole ' * (kind == 'int')}number; give one, as in {flag}=2."
-        self.exit(USAGE_ERROR, f"error: {message} See python -m tfpar.launch --help.\n")
+        self.exit(USAGE_ERROR, f"error: {message} See {self.prog} --help.\n")

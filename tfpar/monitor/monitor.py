@@ -15,7 +15,8 @@ from tfpar.monitor.metrics_table import MetricsTable
 from tfpar.monitor.profiling import VIEWER, ProfileWindow
 from tfpar.monitor.progress import Progress
 from tfpar.monitor.tensorboard import EventFiles
-from tfpar.monitor.timings import MetricSums, Timings, Window
+from tfpar.monitor.timings import MetricSums, RecentSteps, Timings, Window
+from tfpar.process import logs
 
 import numpy as np
 
@@ -72,12 +73,15 @@ class Monitor:
         profiles = config.monitor.profiles(worker)
         self._profile = ProfileWindow(config.monitor.profile_window(), worker=worker, profiles=profiles)
         self._histograms = WeightHistograms(config.monitor.histogram_every)
-        self._is_chief, self._workers, self._workdir = is_chief, workers, workdir
-        self._progress = (progress or Progress(total_steps)) if is_chief else None
-        self._shown = Window()
+        verbose = config.monitor.verbose if is_chief else 0
+        self._lowest_level = logging.INFO if verbose else logs.NOTE
+        self._is_chief, self._workdir = is_chief, workdir
+        self._progress = (progress or Progress(total_steps)) if verbose == 1 else None
+        self._epochs_in_lines = verbose == 2
+        self._recent = RecentSteps()
         self._point = Window()
         self._metric_results = metric_results
-        self._shown_sums, self._point_sums = MetricSums(), MetricSums()
+        self._point_sums = MetricSums()
         self._last_point: float | None = None
         self._counts_seen: set[str] = set()
         self._scales_loss = config.precision.precision == "mixed_float16"
@@ -129,7 +133,7 @@ class Monitor:
 
     def message(self, text: str, level: int = logging.INFO) -> None:
         """Logs lines in the chief's process, and nothing in others."""
-        if self._is_chief:
+        if self._is_chief and level >= self._lowest_level:
             _log.log(level, "%s", text)
 
     def next_boundary(self, step: int) -> int:
@@ -200,8 +204,8 @@ class Monitor:
           scalars: Values at the last step: `learning_rate`, `gradient_norm`, `parameter_norm`, `update_norm`,
             `loss_scale`, `skipped_steps`, `skipped_examples`, those of the exchange; any other name is a metric.
           examples: [n] examples of each step; by default the global batch size.
-          metric_sums: States of the metrics, summed over the steps; what is shown covers all steps since the last
-            line or point, as the loss does.
+          metric_sums: States of the metrics, summed over the steps. A line shows their values over the last steps, a
+            point those since the last point, as for the loss.
           worker_seconds: What each worker needed for these steps without the exchange, in the order of their ranks.
         """
         losses = np.asarray(losses, np.float64)
@@ -209,16 +213,25 @@ class Monitor:
         counts = np.full(len(losses), float(self._global_batch_size)) if examples is None else np.asarray(examples)
         self._timings.add(durations, counts)
         if self._progress:
-            self._shown.add(losses, durations, counts)
-            self._shown_sums.add(metric_sums)
+            self._recent.add(losses, durations, counts, metric_sums)
             if self._progress.due() or last_step >= self._total_steps:
-                metrics = self._metric_results(self._shown_sums.take())
-                self._progress.update(last_step, self._line({**scalars, **metrics}))
-                self._shown.clear()
+                self._progress.update(last_step, self._line(scalars))
         if self._events:
             self._point_sums.add(metric_sums)
             self._point.add_workers(worker_seconds, len(losses))
             self._write_points(last_step, losses, durations, counts, scalars)
+
+    def on_epoch(self, number: int, last_step: int, values: Mapping[str, float]) -> None:
+        """Prints a line about an epoch, under `--verbose=2`.
+
+        Args:
+          number: Of the epoch, from 0.
+          last_step: Finished steps after it.
+          values: Loss and metrics by name.
+        """
+        if self._epochs_in_lines:
+            shown = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
+            self.message(f"epoch {number + 1}  step {last_step}/{self._total_steps}  {shown}")
 
     def on_evaluation(self, step: int, results: Mapping[str, float]) -> None:
         """Records an evaluation.
@@ -235,7 +248,8 @@ class Monitor:
             self._events.flush()
         values = "  ".join(f"{name} {value:.4f}" for name, value in shown.items())
         count = f"  ({results['examples']:.0f} examples)" if "examples" in results else ""
-        self.message(f"evaluation at step {step}  {values}{count}")
+        if not self._epochs_in_lines:  # whose lines have it, too
+            self.message(f"evaluation at step {step}  {values}{count}")
 
     def text(self, tag: str, text: str, *, step: int = 0) -> None:
         """Records text, shown as it is, in TensorBoard."""
@@ -299,12 +313,15 @@ class Monitor:
         return examples_per_second * self._mfu_factor if self._mfu_factor else None
 
     def _line(self, scalars: Mapping[str, float]) -> dict[str, str]:
+        shown, sums = self._recent.window()
+        scalars = {**scalars, **self._metric_results(sums)}
         metrics = [name for name in scalars if name not in tags.TAGS and name != "loss"]
-        values = {"loss": f"{self._shown.loss:.4f}"}
-        values |= {name: f"{scalars[name]:.4f}" for name in metrics[:1]}
-        values["examples/s"] = f"{self._shown.examples_per_second:.0f}"
-        values["input wait"] = f"{100 * self._shown.input_wait_fraction:.1f}%"
-        return values
+        return {
+            "loss": f"{shown.loss:.4f} ({_mean_of(shown.steps)})",
+            **{name: f"{scalars[name]:.4f}" for name in metrics[:1]},
+            "examples/s": f"{shown.examples_per_second:.0f}",
+            "input wait": f"{100 * shown.input_wait_fraction:.1f}%",
+        }
 
     def _write_points(
         self,
@@ -375,3 +392,7 @@ class Monitor:
                 f"profiled steps {self._profile.first} to {self._profile.last}: tab PROFILE of TensorBoard "
                 f"(needs xprof: {VIEWER})"
             )
+
+
+def _mean_of(steps: int) -> str:
+    return f"mean of {steps} steps" if steps > 1 else "1 step"

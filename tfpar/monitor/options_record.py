@@ -18,7 +18,16 @@ _TRIAL = "# trial: "
 _NAME_LENGTH = 80
 # Where a run is kept and how it is shown says nothing about what it computes.
 NOT_HPARAMS = frozenset(
-    (*("workdir", "data_dir", "log_every", "profile_steps", "profile_workers", "histogram_every", "verbose"),)
+    [
+        "workdir",
+        "data_dir",
+        "log_every",
+        "profile_steps",
+        "profile_workers",
+        "histogram_every",
+        "verbose",
+        "tensorflow_log",
+    ]
 )
 _log = logging.getLogger(__name__)
 

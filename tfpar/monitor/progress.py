@@ -10,13 +10,14 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TextIO
 
-from tfpar.process import logs, safe_write
+from tfpar.process import logs
+from tfpar.process.activity import BAR_WIDTH, format_seconds
+from tfpar.process.terminal_line import TerminalLine
 
 _log = logging.getLogger(__name__)
 
 _REDRAW_SECONDS = 0.1
 _PLAIN_SECONDS = 5.0
-_BAR_WIDTH = 20
 
 
 class Progress:
@@ -53,9 +54,8 @@ class Progress:
         self._interval = _REDRAW_SECONDS if self._live else interval
         self._clock = clock
         self._lock = threading.RLock()
+        self._terminal = TerminalLine(self.stream, live=self._live)
         self._shown_at: float | None = None
-        self._line = ""
-        self._painted = 0  # characters of the live line that are on the terminal
         self._start: tuple[int, float] | None = None
 
     def due(self) -> bool:
@@ -77,30 +77,23 @@ class Progress:
             if self._start is None:
                 self._start = (step, now)  # what came before was mostly compilation
             self._shown_at = now
-            self._line = self._format(step, values, self._eta(step, now))
+            line = self._format(step, values, self._eta(step, now))
             if self._live and (not self._logs_lines or _log.isEnabledFor(logging.INFO)):
-                logs.attach(self)
-                self._paint()
+                logs.attach(self._terminal)
+                self._terminal.show(line)
             elif self._logs_lines:
-                _log.info(self._line)
+                _log.info("%s", line)
             else:
-                self._write(self._line + "\n")
+                self._terminal.message(line)
 
     def message(self, text: str) -> None:
         """Writes whole lines above the live line."""
-        with self._lock:
-            self._erase()
-            self._write(text + "\n")
-            self._paint()
+        self._terminal.message(text)
 
     def close(self) -> None:
         """Leaves the last state of the live line standing and ends it; later messages follow below."""
-        logs.detach(self)
-        with self._lock:
-            if self._painted:
-                self._write("\n")
-            self._painted = 0
-            self._line = ""
+        logs.detach(self._terminal)
+        self._terminal.close()
 
     def _eta(self, step: int, now: float) -> str | None:
         """Remaining time at the mean pace since the first step, evaluations and checkpoints included."""
@@ -118,33 +111,10 @@ class Progress:
         if not self._live:
             return "  ".join(parts)
         width = max(shutil.get_terminal_size().columns - 1, 1)  # a full last column would wrap
-        filled = round(share * _BAR_WIDTH)
-        barred = [head, "[" + "=" * filled + " " * (_BAR_WIDTH - filled) + "]", *parts[1:]]
+        filled = round(share * BAR_WIDTH)
+        barred = [head, "[" + "=" * filled + " " * (BAR_WIDTH - filled) + "]", *parts[1:]]
         if len("  ".join(barred)) <= width:
             return "  ".join(barred)
         while len(parts) > 1 and len("  ".join(parts)) > width:
             parts.pop()
         return "  ".join(parts)[:width]
-
-    def _paint(self) -> None:
-        if self._live and self._line:
-            # Blanks instead of an escape sequence: the launcher cuts lines that hold none to what its prefix leaves.
-            self._write("\r" + self._line.ljust(self._painted))
-            self._painted = len(self._line)
-
-    def _erase(self) -> None:
-        if self._painted:
-            self._write("\r" + " " * self._painted + "\r")
-            self._painted = 0
-
-    def _write(self, text: str) -> None:
-        if not safe_write.put(self.stream, text):
-            # The reader is gone (`| head`). Training goes on, and what is still in the buffer must not fail at exit.
-            safe_write.to_nowhere(self.stream)
-
-
-def format_seconds(seconds: float) -> str:
-    """A duration as `m:ss` or `h:mm:ss`."""
-    whole = max(round(seconds), 0)
-    hours, minutes = divmod(whole // 60, 60)
-    return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"

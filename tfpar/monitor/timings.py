@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Sequence
 
 import numpy as np
@@ -67,6 +68,19 @@ class Window:
         self._loss_sum += float(losses[finite].sum())
         self._finite += int(finite.sum())
 
+    def merge(self, other: Window) -> None:
+        """Adds the steps of another window."""
+        self.steps += other.steps
+        self.examples += other.examples
+        self._seconds = self._seconds + other._seconds
+        self._loss_sum += other._loss_sum
+        self._finite += other._finite
+
+    @property
+    def seconds(self) -> float:
+        """The steps' own time."""
+        return float(self._seconds[_TOTAL])
+
     @property
     def loss(self) -> float:
         """Mean over the steps whose loss is finite; NaN if there is none."""
@@ -85,6 +99,54 @@ class Window:
     def milliseconds(self) -> dict[str, float]:
         """Mean milliseconds per step, by `COLUMNS`."""
         return {name: 1e3 * _ratio(total, self.steps) for name, total in zip(COLUMNS, self._seconds, strict=True)}
+
+
+class RecentSteps:
+    """The last calls: at least `STEPS` steps, or those of the last `SECONDS`, where there have been as many.
+
+    What a line on the terminal shows is a mean over them, whenever it is shown. The first call, most of which was
+    compilation, is forgotten when the next has come.
+    """
+
+    STEPS = 100
+    SECONDS = 60.0
+
+    def __init__(self) -> None:
+        self._calls: collections.deque[tuple[Window, Sequence[np.ndarray]]] = collections.deque()
+        self._added = 0
+
+    def add(
+        self, losses: np.ndarray, durations: np.ndarray, examples: np.ndarray, metric_sums: Sequence[np.ndarray]
+    ) -> None:
+        """Adds the steps of one call, and forgets the calls that are not needed any more.
+
+        Args:
+          losses: As for `Window.add`.
+          durations: As for `Window.add`.
+          examples: As for `Window.add`.
+          metric_sums: States of the metrics, summed over these steps.
+        """
+        self._added += 1
+        if self._added == 2:
+            self._calls.clear()
+        call = Window()
+        call.add(losses, durations, examples)
+        self._calls.append((call, metric_sums))
+        steps, seconds = sum(window.steps for window, _ in self._calls), sum(each.seconds for each, _ in self._calls)
+        while len(self._calls) > 1:
+            first = self._calls[0][0]
+            if steps - first.steps < self.STEPS and seconds - first.seconds < self.SECONDS:
+                return
+            steps, seconds = steps - first.steps, seconds - first.seconds
+            self._calls.popleft()
+
+    def window(self) -> tuple[Window, list[np.ndarray]]:
+        """Loss and times over these steps, and the sums of the metrics."""
+        whole, sums = Window(), MetricSums()
+        for window, parts in self._calls:
+            whole.merge(window)
+            sums.add(parts)
+        return whole, sums.take()
 
 
 class MetricSums:

@@ -51,6 +51,9 @@ class LiveLine(Protocol):
     def message(self, text: str) -> None:
         """Writes whole lines above it."""
 
+    def cover(self, text: str) -> None:
+        """Shows another text in its place; an empty one uncovers it."""
+
 
 class LevelFormatter(logging.Formatter):
     """The message after a word for its level: `note: `, `WARNING: `, `error: `, nothing for INFO and below."""
@@ -100,6 +103,11 @@ def detach(line: LiveLine) -> None:
     global _live_line
     if _live_line is line:
         _live_line = None
+
+
+def live_line() -> LiveLine | None:
+    """The line that was attached last."""
+    return _live_line
 
 
 def install() -> None:

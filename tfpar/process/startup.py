@@ -20,6 +20,8 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
+from tfpar.process.activity import activity
+
 import absl.logging
 
 _IMPORT_CHATTER = re.compile(
@@ -46,11 +48,11 @@ def quiet_startup(verbose: bool | None = None) -> None:
 
     Args:
       verbose: Whether to leave everything as it is. None: yes if `TFPAR_VERBOSE` is set to a value other than 0,
-        or the command line has `--verbose`.
+        or the command line has `--tensorflow_log`.
     """
     if verbose is None:
         verbose = os.environ.get("TFPAR_VERBOSE", "0") not in ("", "0")
-        verbose = verbose or any(argument in ("--verbose", "--verbose=true") for argument in sys.argv[1:])
+        verbose = verbose or any(argument in ("--tensorflow_log", "--tensorflow_log=true") for argument in sys.argv[1:])
     for logger in (logging.getLogger("tensorflow"), absl.logging.get_absl_logger()):
         (logger.removeFilter if verbose else logger.addFilter)(_hide_harmless)
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _QuietImport)]
@@ -126,7 +128,7 @@ class _QuietImport(importlib.abc.MetaPathFinder):
             load = loader.exec_module
 
             def load_quietly(module: Any) -> None:
-                with filtered_stderr(), _collector_paused():
+                with filtered_stderr(), _collector_paused(), activity("loading TensorFlow", in_logs=False):
                     load(module)
 
             loader.exec_module = load_quietly

@@ -14,6 +14,7 @@ from tfpar.collectives.agreement import WorkerAgreement
 from tfpar.collectives.tensorflow import world_group
 from tfpar.guards.bad_examples import SkippedExampleLog, named
 from tfpar.parallel import replica
+from tfpar.process.activity import activity
 from tfpar.training import confusion
 from tfpar.training.core import Core
 from tfpar.training.program import Program
@@ -44,21 +45,28 @@ class Evaluator:
         self._named_skipped: set[str] = set()  # fingerprints of sources whose skipped examples have been named
         self._named_distorted: set[str] = set()  # and of sources whose padding has been named
 
-    def __call__(self, source: inputs.AnySource) -> dict[str, float]:
-        """Loss and metrics over all examples of a source, each counted once; all workers call it together.
+    def __call__(self, source: inputs.AnySource, *, steps: int = 0) -> dict[str, float]:
+        """Loss and metrics over the examples of a source, each counted once; all workers call it together.
 
         Args:
           source: Examples; no shuffling, no augmentation.
+          steps: Batches to use, from the beginning; 0: all.
 
         Returns:
           `loss`, `examples`, and one entry per metric.
         """
         program, topology = self._program, self._program.topology
         pipeline, elements = self._pipeline_and_elements(source)
-        batches = pipeline.steps_per_epoch
+        batches = min(steps or pipeline.steps_per_epoch, pipeline.steps_per_epoch)
+        total = min(batches * program.config.eval_batch_size, source.info.num_examples)
         read = functools.partial(pipeline.indices, 0, batches, max(topology.worker, 0))
-        with failure.peer_errors_named(topology.cluster), named(source, read):
-            evaluation = self._current(program.eval_weights(), confusion.classes_of(source.info))
+        evaluation = self._current(program.eval_weights(), confusion.classes_of(source.info))
+        examples_done = functools.partial(evaluation.examples_done, program.config.eval_batch_size)
+        with (
+            failure.peer_errors_named(topology.cluster),
+            named(source, read),
+            activity(f"evaluating {source.info.name}", count=examples_done, total=total, shown=program.reports),
+        ):
             results = evaluation.run(iter(elements), batches)
         self.confusion = evaluation.confusion if np.any(evaluation.confusion) else None
         if pipeline.pads and (distorted := program.core.model_metrics):
@@ -71,7 +79,6 @@ class Evaluator:
                     "--global_batch_size that divides its %s examples needs no padding",
                     *(source.info.name, ", ".join(names), source.info.num_examples),
                 )
-        total = source.info.num_examples
         already_named = source.info.fingerprint in self._named_skipped
         if results["examples"] < total and topology.is_chief and not already_named:
             self._named_skipped.add(source.info.fingerprint)
@@ -140,8 +147,14 @@ class Evaluation:
         self._sums = (
             tf.function(self._batch_sums, jit_compile=True, autograph=False) if compile_here else self._batch_sums
         )
+        with tf.device("CPU:0"):
+            self._batches_done = tf.Variable(0)
         self._run = tf.function(self._loop, autograph=False)
         self._run._omit_frequent_tracing_warning = True  # see `TrainStep`
+
+    def examples_done(self, batch_size: int) -> int:
+        """How far `run` has come, in another thread; padding in the last batch counts."""
+        return int(self._batches_done.numpy()) * batch_size
 
     def run(self, iterator: Iterator[Any], batches: int) -> dict[str, float]:
         """Evaluates.
@@ -161,6 +174,7 @@ class Evaluation:
         length = sum(int(np.prod(shape)) for shape in self._shapes())
 
         def body(index: tf.Tensor, total: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            self._batches_done.assign(index)
             vector = self._strategy.run(self._replica_sums, args=(replica.next_batch(self._strategy, iterator),))
             parts = self._strategy.experimental_local_results(vector)
             # float64: counts must stay exact past 2^24 examples.

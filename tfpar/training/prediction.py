@@ -13,6 +13,7 @@ from tfpar.collectives.agreement import WorkerAgreement
 from tfpar.collectives.tensorflow import world_group
 from tfpar.guards.bad_examples import named
 from tfpar.parallel import replica
+from tfpar.process.activity import activity
 from tfpar.training.program import Program
 
 import keras
@@ -50,8 +51,12 @@ class Predictor:
         numbers: list[np.ndarray] = []
         rows: list[list[np.ndarray]] = []
         structure: Any = None
-        with failure.peer_errors_named(topology.cluster):
-            for step in range(pipeline.steps_per_epoch):
+        batches = pipeline.steps_per_epoch
+        shown = activity(
+            f"predicting {source.info.name}, batch", count=lambda: len(rows), total=batches, shown=program.reports
+        )
+        with failure.peer_errors_named(topology.cluster), shown:
+            for step in range(batches):
                 with named(source, functools.partial(pipeline.indices, step, 1, worker)):
                     structure, real = forward(iterator)
                 places = pipeline.indices(step, 1, worker).reshape(-1)

@@ -18,6 +18,7 @@ from tfpar.monitor.samples import TextSampler
 from tfpar.optim import keras_internals, optimizers, schedules
 from tfpar.parallel import strategies
 from tfpar.parallel.topology import Topology
+from tfpar.process.activity import activity
 from tfpar.training.core import Core
 from tfpar.training.model.building import Original, build_model, scope_of
 from tfpar.training.model.own_loss import OwnLossObjective, compile_for_own_loss, computes_own_loss
@@ -26,7 +27,7 @@ from tfpar.training.objective import Goal, SupervisedObjective
 from tfpar.training.objective.losses import uses_integer_labels
 from tfpar.training.optimizer_spec import OptimizerSpec
 from tfpar.training.step import TrainStep
-from tfpar.training.uneven_batches import train_input
+from tfpar.training.uneven_batches import eval_input, train_input
 from tfpar.training.validate import SYNCHRONISED
 
 import keras
@@ -93,9 +94,10 @@ class Program:
         """
         strategy = runtime.strategy
         recorded_options = optimizer.recorded_options()  # before anything changes the learning rate
-        with scope_of(model, strategy):
+        reports = runtime.topology.is_chief and config.monitor.verbose > 0
+        with scope_of(model, strategy), activity("building the model", shown=reports):
             goal.check_names()
-            built, original = build_model(model, strategy)
+            built, original = build_model(model, strategy, announced=reports)
             check_model(built, synchronous=runtime.topology.synchronous)
             keras_optimizer = optimizer.build(config, built.trainable_variables)
             if augmentation is None:
@@ -135,6 +137,11 @@ class Program:
                 objective.bind(source.info.input_spec, source.info.label_spec)
 
     @property
+    def reports(self) -> bool:
+        """Whether this process prints what it is doing: the chief, unless `--verbose=0`."""
+        return self.topology.is_chief and self.config.monitor.verbose > 0
+
+    @property
     def model(self) -> keras.Model:
         """The model, under the strategy."""
         return self.core.model
@@ -161,7 +168,8 @@ class Program:
     def model_summary(self) -> models.ModelSummary | None:
         """Size and cost of the model, or None where its inputs are not known before it runs."""
         try:
-            return models.describe(self.model)
+            with activity("counting FLOPs and parameters", shown=self.reports):
+                return models.describe(self.model)
         except ValueError:
             return None
 
@@ -183,7 +191,7 @@ class Program:
         """
         pipeline = inputs.build_pipeline(
             source,
-            train_input(self.config) if training else self.config.input,
+            train_input(self.config) if training else eval_input(self.config),
             accumulate_steps=self.config.train.accumulate_steps if training else 1,
             replicas=self.topology.replicas,
             workers=self.topology.input_pipelines,
@@ -302,7 +310,8 @@ class Program:
         return [local(variable.value)[0].read_value() for variable in variables]
 
     def _build_exchange(self) -> None:
-        with failure.peer_errors_named(self.topology.cluster):
+        waiting = activity(f"preparing --exchange={self.config.exchange.exchange} with all workers", shown=self.reports)
+        with failure.peer_errors_named(self.topology.cluster), waiting:
             self.exchange.build(
                 self.model.trainable_variables,
                 strategy=self.strategy,

@@ -72,7 +72,7 @@ def initialize(
       ConfigError: Anything in the configuration, the cluster description or the data that cannot work, before a server
         is started or a file is touched.
     """
-    quiet_startup(config.monitor.verbose)
+    quiet_startup(config.monitor.tensorflow_log)
     install_exit_code_hook()
     topology = _validate(config, train, validation, complete=train is not None if complete is None else complete)
     if config.train.deterministic:
@@ -80,7 +80,7 @@ def initialize(
     seed_everything(config.train.seed)
     runtime = strategies.build(topology)
     precision.set_policy(config.precision)
-    if topology.is_chief:
+    if topology.is_chief and config.monitor.verbose:
         _log.info(runtime.topology.describe())
         if notice := uneven_notice(config, runtime.topology.replicas):
             _log.info(notice)

@@ -22,6 +22,14 @@ def train_input(config: ExperimentConfig) -> InputConfig:
     return dataclasses.replace(config.input, uneven_batches=config.input.uneven_batches or resumed)
 
 
+def eval_input(config: ExperimentConfig) -> InputConfig:
+    """The input options for evaluation and prediction. A batch of its own size need not be divisible by the replicas:
+    an evaluation sums over examples, whatever share of a batch a replica has."""
+    if not config.train.eval_batch_size:
+        return config.input
+    return dataclasses.replace(config.input, global_batch_size=config.eval_batch_size, uneven_batches=True)
+
+
 def uneven_notice(config: ExperimentConfig, replicas: int) -> str:
     """One line for the log if a resumed run has batches that its replicas cannot divide; else empty."""
     batch, parts = config.input.global_batch_size, replicas * config.train.accumulate_steps

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <vector>
 
 #include "tensorflow/core/framework/op_kernel.h"
@@ -23,13 +24,26 @@ constexpr int64_t kSmallestBlock = 64;
 // Fewer elements than these are done by the thread that asks: waking another one costs about as much.
 constexpr int64_t kTaskElements = 65536;
 
+using Pool = ::tensorflow::thread::ThreadPool;
+
+// Parameters that hand out fixed numbers of units. TensorFlow 2.19 has only the constructor, which later versions
+// deprecate in favour of `Fixed`; the better match, `int`, is taken where it compiles.
+template <typename Params>
+auto FixedUnits(int64_t units, int) -> decltype(Params::Fixed(units)) {
+  return Params::Fixed(units);
+}
+
+template <typename Params>
+Params FixedUnits(int64_t units, long) {
+  return Params(Pool::SchedulingStrategy::kFixedBlockSize, std::nullopt, units);
+}
+
 // Calls `work` for the units [0, units), each of about `unit_elements` elements.
 void ForEachUnit(OpKernelContext* context, int64_t units, int64_t unit_elements,
                  const std::function<void(int64_t)>& work) {
-  using Pool = ::tensorflow::thread::ThreadPool;
   const int64_t units_per_task = std::max<int64_t>(1, kTaskElements / std::max<int64_t>(1, unit_elements));
   context->device()->tensorflow_cpu_worker_threads()->workers->ParallelFor(
-      units, Pool::SchedulingParams::Fixed(units_per_task), [&work](int64_t first, int64_t last) {
+      units, FixedUnits<Pool::SchedulingParams>(units_per_task, 0), [&work](int64_t first, int64_t last) {
         for (int64_t unit = first; unit < last; ++unit) work(unit);
       });
 }

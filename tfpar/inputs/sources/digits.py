@@ -20,6 +20,7 @@ from typing import Any
 from tfpar.config import ConfigError, InputConfig
 from tfpar.inputs.source import Source
 from tfpar.inputs.sources import tfds as tfds_source
+from tfpar.process.activity import activity
 
 import numpy as np
 import tensorflow_datasets as tfds
@@ -146,7 +147,7 @@ def prepare(data_dir: str) -> str:
         ) from error
     try:
         builder = SklearnDigits(data_dir=staging)
-        with _without_progress_bars():
+        with _without_progress_bars(), activity("building the data set digits"):
             builder.download_and_prepare(
                 download_dir=os.path.join(staging, "downloads"),
                 download_config=tfds.download.DownloadConfig(try_download_gcs=False, num_shards=SHARDS),

@@ -35,7 +35,7 @@ def start_run(
 
     Args:
       program: What is trained.
-      evaluator: Computes loss and metrics on a source, on a synchronous strategy.
+      evaluator: `(source, steps=)`: computes loss and metrics on a source, on a synchronous strategy.
       train: Training examples.
       validation: Examples to evaluate on, or None.
       steps: Steps of the whole run.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tfpar.training.loops.hooks import Hook
@@ -29,13 +29,14 @@ class EpochHistory:
 
     Args:
       steps_per_epoch: Steps of one pass over the examples.
+      tell: Called with an epoch's number, its last step, and its values.
 
     Attributes:
       hook: The row that records.
     """
 
-    def __init__(self, steps_per_epoch: int) -> None:
-        self._steps_per_epoch = steps_per_epoch
+    def __init__(self, steps_per_epoch: int, tell: Callable[[int, int, Mapping[str, float]], None]) -> None:
+        self._steps_per_epoch, self._tell = steps_per_epoch, tell
         self._epoch: list[int] = []
         self._logs: list[dict[str, float]] = []
         self.hook = Hook(steps_per_epoch, self._record, also=lambda state: state.ending)
@@ -51,6 +52,7 @@ class EpochHistory:
             return
         self._epoch.append((state.step - 1) // self._steps_per_epoch)
         self._logs.append(state.since.results() | evaluation_logs(state))
+        self._tell(self._epoch[-1], state.step, self._logs[-1])
 
 
 def evaluation_logs(state: LoopState) -> dict[str, float]:

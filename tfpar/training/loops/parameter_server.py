@@ -21,6 +21,7 @@ from tfpar.exchange import Traffic
 from tfpar.guards import bad_examples
 from tfpar.monitor import samples
 from tfpar.optim.server_update import apply_on_servers
+from tfpar.process.activity import activity
 from tfpar.training import norms
 from tfpar.training.loops.context import RunContext
 from tfpar.training.loops.hooks import Hook, HookRows
@@ -59,6 +60,7 @@ class ParameterServerLoop:
         self._gradients = tf.function(program.core.accumulate_alone, jit_compile=jit_compile, autograph=False)
         self._evaluation = SnapshotEvaluation(program, validation) if validation is not None else None
         self.compiles_next = False
+        self._traced = False
 
     @property
     def traffic(self) -> Traffic:
@@ -91,7 +93,9 @@ class ParameterServerLoop:
                 break
             step = state.step + len(reports)
             with bad_examples.named(context.info.train, functools.partial(context.batches.indices, step, 1)):
-                reports.append(pending.popleft().fetch())
+                with activity("tracing the step on the workers", shown=not self._traced and self._program.reports):
+                    reports.append(pending.popleft().fetch())
+                self._traced = True
             context.watchdog.progress(f"the steps after {step + 1}")
             now = time.perf_counter()
             if now - reported >= _REPORT_SECONDS or not pending:

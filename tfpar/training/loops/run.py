@@ -11,6 +11,7 @@ from tfpar.guards.interruption import ExitOnInterrupt
 from tfpar.monitor import announce
 from tfpar.monitor import summary as results
 from tfpar.monitor.run_info import RunOutcome
+from tfpar.process.activity import activity
 from tfpar.process.exit_codes import Preempted
 from tfpar.training.loops.context import RunContext
 from tfpar.training.loops.history import EpochHistory, FitResult
@@ -69,7 +70,7 @@ class Run:
         self, context: RunContext, loop: Loop, hooks: Sequence[Hook] = (), callbacks: KerasCallbacks | None = None
     ) -> None:
         self._context, self._loop, self._callbacks = context, loop, callbacks
-        self._history = EpochHistory(context.steps_per_epoch)
+        self._history = EpochHistory(context.steps_per_epoch, context.monitor.on_epoch)
         config, total = context.info.config, context.info.total
         evaluation = Hook(context.evaluate_every, self._evaluate, also=lambda state: state.step == total)
         saving = Hook(config.checkpoint.checkpoint_every or context.evaluate_every, self._save, also=self._must_save)
@@ -138,7 +139,9 @@ class Run:
         if self._callbacks:
             state = self._callbacks.begin(state)
         while state.step < last and not state.ending:
-            state = self._loop.advance(state, [last, *self._rows.boundaries(state.step)])
+            compiling = "compiling the step (XLA)" if context.program.jit_compile else "tracing the step"
+            with activity(compiling, shown=self._loop.compiles_next and context.program.reports):
+                state = self._loop.advance(state, [last, *self._rows.boundaries(state.step)])
             watchdog.progress(f"evaluation or checkpoint after step {state.step}", patient=True)
             state = self._rows.run(state.replace(ending=state.step >= last or state.preempted))
             watchdog.progress(f"the steps after {state.step}", patient=self._loop.compiles_next)
@@ -180,8 +183,9 @@ class Run:
             if state.best_step == state.step:
                 context.files.save(state)
         self._loop.close()
-        digest = self._loop.params_sha256()
-        context.files.close()
+        with activity("comparing the replicas and writing the last checkpoint", shown=context.program.reports):
+            digest = self._loop.params_sha256()
+            context.files.close()
         restarts = context.files.restarts
         outcome = RunOutcome(
             steps=state.step,
@@ -200,7 +204,8 @@ class Run:
         if state.finished:
             if state.step < state.total:
                 context.monitor.message(f"stopped by {state.stopped_by} at step {state.step} of {state.total}")
-            results.write(info, summary, context.monitor, context.program.eval_weights)
+            with activity("writing model.keras", shown=context.program.reports):
+                results.write(info, summary, context.monitor, context.program.eval_weights)
         restarts.end("finished" if state.finished else "preempted" if state.preempted else "stopped")
         if not state.finished:
             announce.report_stopped(info, context.monitor, state.step, preempted=state.preempted)

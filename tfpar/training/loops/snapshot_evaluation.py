@@ -10,6 +10,7 @@ from typing import NamedTuple
 from tfpar import inputs
 from tfpar.monitor import samples
 from tfpar.training.program import Program
+from tfpar.training.uneven_batches import eval_input
 
 import numpy as np
 import tensorflow as tf
@@ -93,11 +94,11 @@ class SnapshotEvaluation:
         held, so that a worker which does not answer then keeps the chief from noticing."""
         pipeline = inputs.build_pipeline(
             self._validation,
-            self._program.config.input,
+            eval_input(self._program.config),
             accumulate_steps=1,
             replicas=1,
             workers=1,
             seed=0,
             training=False,
         )
-        return pipeline.dataset(0, 1)
+        return pipeline.dataset(0, 1).take(self._program.config.train.eval_steps or -1)

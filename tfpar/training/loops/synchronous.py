@@ -11,6 +11,7 @@ from tfpar.exchange import Traffic
 from tfpar.guards import bad_examples
 from tfpar.monitor import announce, samples, timings
 from tfpar.monitor import summary as results
+from tfpar.process.activity import activity
 from tfpar.training.evaluation import Evaluator
 from tfpar.training.loops.context import RunContext
 from tfpar.training.loops.hooks import Hook, HookRows
@@ -28,7 +29,7 @@ class SynchronousLoop:
 
     Args:
       context: What is run.
-      evaluator: Computes loss and metrics on a source.
+      evaluator: `(source, steps=)`: computes loss and metrics on a source.
 
     Attributes:
       compiles_next: Whether the next steps are compiled first.
@@ -41,7 +42,7 @@ class SynchronousLoop:
         self._steps_per_call = StepsPerCall(context.program.config.train.steps_per_loop)
         self._iterator: Any = None
         self._rows: HookRows | None = None
-        self.compiles_next = False
+        self.compiles_next = True
 
     @property
     def traffic(self) -> Traffic:
@@ -157,7 +158,7 @@ class SynchronousLoop:
         """Evaluates now, on all workers, and feeds the plateau schedule."""
         context, program, validation = self._context, self._context.program, self._context.info.validation
         assert validation is not None
-        state = state.evaluated(state.step, self._evaluator(validation))
+        state = state.evaluated(state.step, self._evaluator(validation, steps=program.config.train.eval_steps))
         context.monitor.on_evaluation(state.step, state.results)
         if program.topology.is_chief and context.monitor.records:
             self._show_predictions(validation, state.step)
@@ -165,7 +166,8 @@ class SynchronousLoop:
             # The chief alone does this, so it must not touch the other replicas: its own copies, as tensors.
             params = program.first_copies(program.eval_weights())
             others = program.first_copies(program.model.non_trainable_variables)
-            text = samples.continue_first(program.text_sampler, params, others, validation, seed=state.step)
+            with activity("writing sample text", shown=program.reports):
+                text = samples.continue_first(program.text_sampler, params, others, validation, seed=state.step)
             samples.write_continuation(context.monitor, text, state.step)
         if context.plateau:
             context.plateau.update(state.results["loss"])

@@ -74,13 +74,14 @@ class Original:
 
 
 def build_model(
-    model: keras.Model | Callable[[], keras.Model], strategy: tf.distribute.Strategy
+    model: keras.Model | Callable[[], keras.Model], strategy: tf.distribute.Strategy, *, announced: bool = True
 ) -> tuple[keras.Model, Original | None]:
     """The model to train. Call it in `scope_of` this model.
 
     Args:
       model: A built Keras model, or a function that returns one.
       strategy: The running strategy.
+      announced: Whether to log which object is trained.
 
     Returns:
       The model under the strategy, and what to keep in step with it: None where it is the user's own object, or a
@@ -96,9 +97,11 @@ def build_model(
     if not model.variables or strategy.extended.variable_created_in_scope(model.variables[0].value):
         return model, None
     if is_usable_as_it_is(model, strategy):
-        _log.info("model %s: the given model itself is trained", model.name)
+        if announced:
+            _log.info("model %s: the given model itself is trained", model.name)
         return model, None
-    _log.info("model %s: a copy is trained; fit writes its weights back into the given model", model.name)
+    if announced:
+        _log.info("model %s: a copy is trained; fit writes its weights back into the given model", model.name)
     return (copy := _copied(model)), Original(model, copy)
 
 

@@ -1,0 +1,168 @@
+"""The console command `tfpar`: its subcommands, its errors, and what they cost before TensorFlow is needed."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+from tfpar.commands import cli
+from tfpar.config import ConfigError, flagfiles
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+HEAVY = ("tensorflow", "keras", "tensorflow_datasets", "numpy")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_keras_state() -> None:
+    """Replaces the one of conftest.py: there is no Keras in these tests, and resetting it takes longer than most."""
+
+
+def tfpar(*arguments: str, folder: pathlib.Path = ROOT, python: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100"}
+    command = [sys.executable, *python, "-m", "tfpar", *arguments]
+    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=300, check=False)
+
+
+def programs() -> dict[str, str]:
+    """Each whole command, and the module that runs it."""
+    found = {}
+    for name, command in cli.COMMANDS.items():
+        found |= {f"{name} {member}": each.module for member, each in command.members.items()}
+        found |= {name: command.module} if command.module else {}
+    return found
+
+
+@pytest.mark.parametrize("command", ["", "train", *programs()])
+def test_help_does_not_import_tensorflow(command):
+    """Python's own record of imports, of the command as a person types it."""
+    result = tfpar(*command.split(), "--help", python=("-X", "importtime"))
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith(f"usage: {f'tfpar {command}'.strip()} ")
+    lines = [line for line in result.stderr.splitlines() if line.startswith("import time")]
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in lines}
+    assert "tfpar" in imported
+    assert imported.isdisjoint(HEAVY)
+
+
+def test_help_names_every_command_and_its_flags():
+    listed = tfpar("--help").stdout
+    assert all(re.search(rf"^  {name} ", listed, re.MULTILINE) for name in cli.COMMANDS)
+    flags = {
+        "evaluate": "--model_file",
+        "export": "--tolerance",
+        "train image": "--augment",
+        "launch": "--max_restarts",
+    }
+    for command, flag in flags.items():
+        assert flag in tfpar(*command.split(), "-h").stdout
+
+
+@pytest.mark.parametrize(
+    ("command", "error"),
+    [
+        ("", "tfpar: name a command. Commands: train, launch, evaluate, export, doctor. See tfpar --help."),
+        ("trian image", "tfpar has no command 'trian'. Did you mean `tfpar train`? Commands: train, "),
+        ("image", "tfpar has no command 'image'. Did you mean `tfpar train image`? "),
+        ("zzz", "tfpar has no command 'zzz'. Commands: train, "),
+        ("train", "tfpar train: name a command. Commands: image, language. See tfpar train --help."),
+        ("train imag --steps=1", "tfpar train has no command 'imag'. Did you mean `tfpar train image`? "),
+        ("--steps=1 train", "tfpar --steps=1: the command comes first. Commands: "),
+        ("train image --stpes=1", "unknown flag --stpes. Did you mean --steps? --help lists the flags."),
+        (
+            "train language --workers=2",
+            "--workers is the launcher's: tfpar launch --workers=2 -- tfpar train language --flag=value ...",
+        ),
+        ("launch --wrokers=2 -- a.py", "unknown argument --wrokers. Did you mean --workers? See tfpar launch --help."),
+        (
+            "evaluate --flagfile=quickstar.flags",
+            "--flagfile=quickstar.flags: no such file. Did you mean --flag",
+        ),
+    ],
+)
+def test_errors_are_one_line_with_a_suggestion(command, error):
+    result = tfpar(*command.split())
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith(f"error: {error}")
+    assert result.stderr.count("\n") == 1
+
+
+def test_the_version():
+    assert re.fullmatch(r"tfpar \d+\.\d+\.\d+(\+tf\d+\.\d+)?\n", tfpar("--version").stdout)
+
+
+def test_every_command_has_a_program():
+    for module in programs().values():
+        found = importlib.import_module(module)
+        assert callable(found.main if module in cli._WITH_EXIT_CODE else found.run)
+
+
+def test_a_command_and_its_script_are_one_program():
+    """The scripts of a checkout hold no code of their own."""
+    scripts = {
+        "train_image": "image_classification",
+        "train_language": "language_model",
+        "evaluate": "evaluate",
+        "export": "export",
+    }
+    assert sorted(f"tfpar.commands.{name}" for name in scripts) == sorted(
+        module for module in programs().values() if module.startswith("tfpar.commands.")
+    )
+    for module, script in scripts.items():
+        assert f"{module}.run()" in (ROOT / f"experiments/{script}.py").read_text()
+
+
+# Recipes by name
+
+
+def test_a_recipe_is_found_by_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe = str(flagfiles.FOLDER / "quickstart.flags")
+    assert flagfiles.resolved(["tfpar", "--flagfile=quickstart.flags", "--steps=1"]) == [
+        "tfpar",
+        f"--flagfile={recipe}",
+        "--steps=1",
+    ]
+    assert flagfiles.resolved(["tfpar", "--flagfile", "quickstart.flags"]) == ["tfpar", "--flagfile", recipe]
+    assert flagfiles.resolved(["tfpar", "--", "--flagfile=gone"]) == ["tfpar", "--", "--flagfile=gone"]
+
+
+def test_a_file_comes_before_a_recipe_of_the_same_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "quickstart.flags").write_text("--steps=3\n")
+    assert flagfiles.resolved(["tfpar", "--flagfile=quickstart.flags"]) == ["tfpar", "--flagfile=quickstart.flags"]
+
+
+def test_a_flag_file_that_is_nowhere():
+    with pytest.raises(ConfigError, match=r"=folder/quickstart.flags: no such file. Did you mean --flagfile=quick"):
+        flagfiles.resolved(["tfpar", "--flagfile=folder/quickstart.flags"])
+
+
+def test_every_recipe_of_the_wheel_is_there():
+    text = (ROOT / "setup.py").read_text()
+    packed = re.search(r"^RECIPES = \[(.*)\]$", text, re.MULTILINE)[1]
+    for name in re.findall(r'"recipes/(.*?)"', packed):
+        assert name in flagfiles.names()
+
+
+# The commands at work
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+def test_train_on_two_workers_evaluate_and_export(tmp_path):
+    """In an empty folder, as from an installed package: nothing of the checkout is named."""
+    flags = ["--flagfile=quickstart.flags", "--epochs=0", "--steps=40", "--warmup_steps=5", "--model=mlp"]
+    trained = tfpar("launch", "--workers=2", "--", "tfpar", "train", "image", *flags, "--workdir=run", folder=tmp_path)
+    assert trained.returncode == 0, trained.stdout + trained.stderr
+    assert "strategy multi_worker: 2 workers" in trained.stdout
+    evaluated = tfpar("evaluate", "--model_file=run/model.keras", folder=tmp_path)
+    assert '"examples": 360' in evaluated.stdout, evaluated.stderr
+    exported = tfpar("export", "--model_file=run/model.keras", "--output=saved", folder=tmp_path)
+    assert "checked on 64 examples" in exported.stdout, exported.stderr

@@ -1,0 +1,58 @@
+"""Evaluates a trained model on a data set, on any synchronous strategy.
+
+Data set, held-out share, window and seed are those of the run in whose workdir the model lies, unless given.
+
+  tfpar evaluate --model_file=runs/quickstart/model.keras
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+
+import tfpar
+from tfpar.config import ConfigError, flags
+
+from absl import flags as absl_flags
+
+
+def run(argv: Sequence[str] | None = None, program: str = "") -> None:
+    """Defines the flags, reads them, evaluates, and ends the process.
+
+    Args:
+      argv: The command line; `sys.argv` by default.
+      program: How a user calls it; see `flags.run`.
+    """
+    flags.define(sections=["input", "strategy", "precision", "train", "monitor"])
+    absl_flags.DEFINE_string("model_file", "", "The .keras file to evaluate.")
+    absl_flags.DEFINE_enum("split", "validation", ["train", "validation"], "Which examples.")
+    flags.run(main, argv, program=program)
+
+
+def main(_: list[str]) -> None:
+    import keras  # here, so that --help and a wrong flag need not wait for TensorFlow
+
+    config, given = flags.experiment_config(), absl_flags.FLAGS
+    if not given.model_file:
+        raise ConfigError("--model_file is missing: name a .keras file, e.g. --model_file=runs/quickstart/model.keras.")
+    config = tfpar.examples_of_run(config, given.model_file, flags.is_given)
+    # A batch that the replicas cannot divide costs an evaluation nothing but padding.
+    config = dataclasses.replace(config, input=dataclasses.replace(config.input, uneven_batches=True))
+    tfpar.validate(config)
+    tfpar.check_model_file(given.model_file)
+    source = tfpar.inputs.build_source(config.input, given.split, config.train.seed)
+    runtime = tfpar.initialize(config)
+    trainer = tfpar.Trainer(
+        lambda: tfpar.load_model(given.model_file, tfpar.task_spec(source)),
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=[
+            keras.metrics.SparseCategoricalAccuracy(name="accuracy"),
+            *([tfpar.models.BitsPerByte()] if source.info.task == tfpar.inputs.LANGUAGE_MODEL else []),
+        ],
+        config=config,
+        runtime=runtime,
+    )
+    results = trainer.evaluate(source)
+    if runtime.topology.is_chief:
+        print(json.dumps(results, indent=2))

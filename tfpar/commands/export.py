@@ -1,0 +1,106 @@
+"""Exports a trained model as SavedModel or ONNX, and checks the export against the model on real inputs.
+
+  tfpar export --model_file=runs/quickstart/model.keras --output=runs/quickstart/saved_model
+  tfpar export --model_file=runs/quickstart/model.keras --format=onnx --output=runs/digits.onnx
+
+ONNX needs the packages of `pip install tfpar[onnx]`.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import tfpar
+from tfpar.config import ConfigError, flags
+
+from absl import flags as absl_flags
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+def run(argv: Sequence[str] | None = None, program: str = "") -> None:
+    """Defines the flags, reads them, exports, and ends the process.
+
+    Args:
+      argv: The command line; `sys.argv` by default.
+      program: How a user calls it; see `flags.run`.
+    """
+    flags.define(sections=["input", "precision", "monitor"])
+    absl_flags.DEFINE_string("model_file", "", "The .keras file to export.")
+    absl_flags.DEFINE_enum("format", "saved_model", ["saved_model", "onnx"], "What to write.")
+    absl_flags.DEFINE_string("output", "", "Directory (saved_model) or file (onnx) to write; must not exist.")
+    absl_flags.DEFINE_integer("examples", 64, "Held-out examples that the check compares.", lower_bound=1)
+    absl_flags.DEFINE_float(
+        "tolerance", None, "Largest allowed difference, relative to the largest output; 1e-4, for 16-bit models 1e-2."
+    )
+    flags.run(main, argv, program=program)
+
+
+def saved_model(path: pathlib.Path) -> Callable[[np.ndarray], np.ndarray]:
+    """The serving function of a SavedModel."""
+    import tensorflow as tf
+
+    loaded = tf.saved_model.load(str(path))  # kept: the function alone does not hold its variables
+    return lambda x: loaded.serve(tf.constant(x)).numpy()
+
+
+def onnx(path: pathlib.Path) -> Callable[[np.ndarray], np.ndarray]:
+    """An ONNX model in onnxruntime, on the CPU."""
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    name = session.get_inputs()[0].name
+    return lambda x: session.run(None, {name: x})[0]
+
+
+def main(_: list[str]) -> None:
+    import numpy as np  # here, so that --help and a wrong flag need not wait for TensorFlow
+    import tensorflow as tf
+
+    config, given = flags.experiment_config(), absl_flags.FLAGS
+    if not given.model_file or not given.output:
+        raise ConfigError(
+            "--model_file and --output are both needed, e.g. --model_file=runs/a/model.keras --output=runs/a/export."
+        )
+    output = pathlib.Path(given.output)
+    if output.exists():
+        raise ConfigError(f"--output={output} exists; name another, or remove it first.")
+    if given.format == "onnx":
+        try:
+            import onnxruntime  # noqa: F401
+            import tf2onnx  # noqa: F401
+        except ImportError as error:
+            raise ConfigError(f"--format=onnx needs {error.name}: pip install 'tfpar[onnx]'.") from error
+    tfpar.check_model_file(given.model_file)
+    source = tfpar.inputs.build_source(config.input, "validation")
+    if not source.info.num_examples:
+        raise ConfigError(
+            f"--dataset={config.input.dataset}: the validation split is empty, and the export is checked on it. Hold "
+            "out more: --validation_fraction."
+        )
+    tfpar.initialize(config)
+    model = tfpar.load_model(given.model_file, tfpar.task_spec(source))
+    if given.format == "onnx" and any(layer.compute_dtype == "bfloat16" for layer in model.layers):
+        raise ConfigError(
+            f"--format=onnx: {given.model_file} computes in bfloat16, for which ONNX has no convolutions. Use "
+            "--format=saved_model, or train with --precision=float32."
+        )
+    x = source.fetch(tf.range(min(given.examples, source.info.num_examples), dtype=tf.int64))[0].numpy()
+    expected = model.predict_on_batch(x)  # also traces the model, which Keras' exporters need
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=FutureWarning, module="keras")  # Keras 3.15 asks NumPy for np.object
+        model.export(str(output), format="tf_saved_model" if given.format == "saved_model" else "onnx", verbose=False)
+    actual = (saved_model if given.format == "saved_model" else onnx)(output)(x)
+    difference = float(np.max(np.abs(actual - expected)) / max(np.max(np.abs(expected)), 1e-30))
+    short = any(layer.compute_dtype in ("float16", "bfloat16") for layer in model.layers)
+    tolerance = given.tolerance if given.tolerance is not None else 1e-2 if short else 1e-4
+    if not difference <= tolerance:
+        raise ConfigError(
+            f"{output} differs from the model by {difference:.2e} (--tolerance={tolerance}); do not use it."
+        )
+    print(f"{output}: {given.format}, checked on {len(x)} examples, largest relative difference {difference:.1e}")
