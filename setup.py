@@ -55,6 +55,7 @@ TEST = [
     *NOTEBOOK,
     *ONNX,
     *TABLES,
+    *HUB,
     "cmake>=3.28,<5",  # pyproject.toml has the same bounds, for the build
     "hypothesis>=6.100,<7",
     "import-linter>=2.1,<3",

@@ -1,19 +1,22 @@
-"""A plain Keras script; the lines with `tfpar` distribute it over several workers.
+"""A plain Keras script that classifies digits; the lines with `tfpar` distribute it over several workers.
 
 python -m tfpar.launch --workers=2 -- experiments/keras_fit.py
 
-docs/keras.md shows the body of `main`, and README.md its essential lines (tests/drop_in/test_drop_in.py compares them).
+It has no options: change the script. It writes its best model to runs/keras_fit.keras.
 """
+# docs/keras.md shows the body of `main`, README.md its essential lines; tests/drop_in/test_drop_in.py compares them.
 
 from __future__ import annotations
 
-import tfpar
+import argparse
 
-import keras
-from sklearn import datasets, model_selection
+import tfpar
 
 
 def main() -> None:
+    import keras  # here, so that --help need not wait for TensorFlow
+    from sklearn import datasets, model_selection
+
     tfpar.init_cluster()  # before Keras or TensorFlow makes anything
     keras.utils.set_random_seed(0)
     x, y = datasets.load_digits(return_X_y=True)
@@ -38,4 +41,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()

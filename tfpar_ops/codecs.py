@@ -19,7 +19,7 @@ HEADER_BYTES = 16
 MAGIC = b"TFP\x01"
 GPU_PEERS = 64  # payloads that one operation adds up on a GPU, at most: TFPAR_CUDA_MAX_PEERS of core/cuda/codec_cuda.h
 
-# `Codec("int8")` was the name of `Codec("int8")`: to be removed in the next version.
+# `Codec("quantize", bits=8)` was the name of `Codec("int8")`: to be removed in the next version.
 _QUANTIZE = {8: "int8", 4: "int4", 2: "int2"}
 _FLOAT_SCALES = 128  # added to the number of the format in the header
 

@@ -25,6 +25,9 @@ class Format:
       default_block: Elements of a block where the user does not say.
       keeps: Whether a block has a code for `keep` of its elements only, with their positions.
       stochastic: Whether the user may ask for stochastic rounding.
+      mean_scale: Whether the scale is a mean over the block. A tensor beside a much larger one in a block would then
+        lose its own size, so blocks of such a format do not cross tensors.
+      automatic: Whether `--exchange=auto` considers it.
       reference_module: Module of `tfpar_ops.reference` with its `encode` and `decode`; by default of the same name.
       other_names: What people write who mean this format, in lower case without `-` and `_`.
       example: Options that it needs, as Python, for messages that suggest it.
@@ -38,6 +41,8 @@ class Format:
     default_block: int = 512
     keeps: bool = False
     stochastic: bool = False
+    mean_scale: bool = False
+    automatic: bool = True
     reference_module: str = ""
     other_names: tuple[str, ...] = ()
     example: str = ""
@@ -59,12 +64,13 @@ class Format:
 
 _TABLE = (
     Format("bf16", 1, 16, blocks=(1024,), default_block=1024, other_names=("bfloat16",)),
-    Format("fp16", 2, 16, blocks=(1024,), default_block=1024, other_names=("float16", "half")),
+    # `auto` leaves fp16 out: its range does not suit every gradient.
+    Format("fp16", 2, 16, blocks=(1024,), default_block=1024, automatic=False, other_names=("float16", "half")),
     Format("fp8", 3, 8, scale="byte", other_names=("float8", "e4m3")),
     Format("int8", 4, 8, scale="float", stochastic=True, reference_module="integers"),
     Format("int4", 5, 4, scale="float", stochastic=True, reference_module="integers"),
     Format("int2", 6, 2, scale="float", stochastic=True, reference_module="integers"),
-    Format("sign", 7, 1, scale="float", other_names=("signsgd",)),
+    Format("sign", 7, 1, scale="float", mean_scale=True, other_names=("signsgd",)),
     Format(
         *("topk", 8, 32),
         blocks=tuple(64 << power for power in range(9)),

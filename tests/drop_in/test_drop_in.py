@@ -465,11 +465,11 @@ def test_weighted_mean():
 
 
 def statements_of_the_example() -> list[str]:
-    """The imports and the body of `main` of the script, all but `from __future__`."""
+    """The imports and the body of `main` of the script, all but `from __future__` and that of its command line."""
     script = ast.parse((ROOT / "experiments/keras_fit.py").read_text()).body
     (main,) = [node for node in script if isinstance(node, ast.FunctionDef)]
     imports = [node for node in script if isinstance(node, (ast.Import, ast.ImportFrom))]
-    return [ast.unparse(node) for node in [*imports, *main.body]][1:]
+    return [line for line in map(ast.unparse, [*imports, *main.body]) if line != "import argparse"][1:]
 
 
 def statements_shown(page: str) -> list[str]:

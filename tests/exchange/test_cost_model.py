@@ -76,7 +76,7 @@ def choose(monkeypatch):
     ) -> list[str]:
         def measure(group, codecs, device):
             errors = {"bf16": 0.002, "fp8": 0.03, "int8": 0.007, "int4": 0.13, "int2": 0.8, "sign": 0.6}
-            return Measured(link, [speed] * len(codecs), [errors[codec.kind] for codec in codecs])
+            return Measured(link, [speed] * len(codecs), [errors.get(codec.kind, 1.0) for codec in codecs])
 
         monkeypatch.setattr(auto.measure, "measure", measure)
         result = auto.choose(specs.parse(text), elements, world_group(workers, 0, device), device)

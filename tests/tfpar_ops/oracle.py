@@ -13,8 +13,19 @@ from tfpar_ops.codecs import Codec
 
 import numpy as np
 
-KIND = {"bf16": 1, "fp16": 2, "fp8": 3, "int8": 4, "int4": 5, "int2": 6, "sign": 7, "topk": 8}
-CODE_BITS = {"bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "int4": 4, "int2": 2, "sign": 1, "topk": 32}
+# Number in the header and bits of a code; a line for each, so that two formats can be added at once.
+TABLE = {
+    "bf16": (1, 16),
+    "fp16": (2, 16),
+    "fp8": (3, 8),
+    "int8": (4, 8),
+    "int4": (5, 4),
+    "int2": (6, 2),
+    "sign": (7, 1),
+    "topk": (8, 32),
+}
+KIND = {name: number for name, (number, _) in TABLE.items()}
+CODE_BITS = {name: bits for name, (_, bits) in TABLE.items()}
 INTEGERS = ("int8", "int4", "int2")
 TINY = np.float32(2.0**-126)
 NAN = np.float32("nan")

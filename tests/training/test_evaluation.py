@@ -186,3 +186,43 @@ def test_before_the_first_update_there_is_no_average_and_the_weights_themselves_
     after = keras_evaluate(trainer.model.get_weights(), *data())
     # From the first update on it is the average, also in a program that has evaluated before.
     assert abs(trainer.evaluate(source())["loss"] - after["loss"]) > 1e-3
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_evaluation_has_batches_of_its_own_and_may_be_cut_short_during_training(replicas):
+    """16 is not divisible by 3 replicas, and need not be."""
+    trainer = trainer_on(replicas, eval_batch_size=16, eval_steps=2, global_batch_size=9)
+    summary = trainer.fit(source(), steps=2, validation=source(seed=1))
+    whole, first = source(seed=1), inputs.from_arrays(*(part[:32] for part in data(seed=1)), num_classes=CLASSES)
+    assert summary["skipped_validation_examples"] == 0
+    np.testing.assert_allclose(summary["eval"]["loss"], trainer.evaluate(first)["loss"], rtol=1e-6)
+    complete = trainer.evaluate(whole)
+    assert complete["examples"] == EXAMPLES
+    expected = keras_evaluate([variable.numpy() for variable in trainer.model.weights], *data(seed=1))
+    np.testing.assert_allclose(complete["loss"], expected["loss"], rtol=1e-5)
+    assert trainer.predict(whole).shape == (EXAMPLES, CLASSES)
+
+
+def test_what_is_printed_follows_verbose(messages):
+    printed = {}
+    for verbose in (0, 1, 2):
+        messages.clear()
+        trainer_on(1, verbose=verbose).fit(source(), epochs=2, validation=source(seed=1))
+        printed[verbose] = list(messages)
+    assert all(line.startswith("WARNING") for line in printed[0])
+    assert any(line.startswith("step ") for line in printed[1])
+    assert any(line.startswith("evaluation at step 6 ") for line in printed[1])
+    epochs = [line for line in printed[2] if line.startswith("epoch ")]
+    assert [line.partition("  loss")[0] for line in epochs] == ["epoch 1  step 6/12", "epoch 2  step 12/12"]
+    assert all("  accuracy " in line and "  val_loss " in line for line in epochs)
+    assert not any(line.startswith(("step ", "evaluation ")) for line in printed[2])
+
+
+def test_a_run_without_a_workdir_says_that_nothing_is_kept_and_a_finished_one_how_to_continue(tmp_path, messages):
+    trainer_on(1).fit(source(), epochs=1)
+    assert "no --workdir: nothing of this run will be kept" in messages
+    for _ in range(2):
+        messages.clear()
+        trainer_on(1, workdir=str(tmp_path)).fit(source(), epochs=1)
+    assert not any("nothing of this run" in line for line in messages)
+    assert "this run is finished (step 6 of 6); more --epochs would continue it" in messages

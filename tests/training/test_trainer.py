@@ -256,6 +256,15 @@ def test_a_schedule_that_is_asked_for_takes_the_place_of_the_optimizers_rate():
     np.testing.assert_allclose(found, descend([0.02] * 4), rtol=1e-5)
 
 
+def test_a_schedule_beside_an_optimizer_object_scales_its_rate():
+    options = {"schedule": "step", "schedule_args": "milestones=[2],factor=0.5"}
+    found = fit_line(keras.optimizers.SGD(0.1), 4, **options)
+    np.testing.assert_allclose(found, descend([0.1, 0.1, 0.05, 0.05]), rtol=1e-5)
+    decaying = keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5))
+    with pytest.raises(ConfigError, match="the SGD object given as optimizer has a learning-rate schedule of its own"):
+        trainer_of(optimizer=decaying, **options)
+
+
 def test_an_optimizer_by_name_follows_the_options():
     options = {"schedule": "step", "schedule_args": "milestones=[2],factor=0.5", "learning_rate": 0.1}
     found = fit_line("sgd", 4, optimizer_args="momentum=0", **options)

@@ -108,3 +108,14 @@ def test_what_does_not_suit_the_labels_is_refused_before_the_first_step():
         trainer(sparse()).fit(one_hot, steps=1)
     with pytest.raises(ConfigError, match="'f1_score' does not suit labels int32"):
         trainer(sparse(), [keras.metrics.F1Score()]).fit(inputs.from_arrays(floats(4), classes(3)), steps=1)
+    with pytest.raises(ConfigError, match=r"cannot be called on examples of float32\[5\]: .*expected axis -1"):
+        trainer(sparse()).fit(inputs.from_arrays(floats(5), classes(3)), steps=1)
+    with pytest.raises(ConfigError, match="is by name of the output, but the model has one output, without a name"):
+        trainer({"a": "mse"}).fit(inputs.from_arrays(floats(4), classes(3)), steps=1)
+    x = keras.Input((4,))
+    two = keras.Model(x, {"left": keras.layers.Dense(1)(x), "right": keras.layers.Dense(1)(x)})
+    named = tfpar.Trainer(
+        two, "sgd", {"left": "mse", "rihgt": "mse"}, **OPTIONS | {"strategy": "one_device", "devices": 1}
+    )
+    with pytest.raises(ConfigError, match=r"loss: 'rihgt' is no output of the model. Its outputs are: .*'right'"):
+        named.fit(inputs.from_arrays(floats(4), {"left": floats(1), "right": floats(1)}), steps=1)

@@ -58,7 +58,8 @@ def announce(info: RunInfo, monitor: Monitor, traffic: Traffic) -> None:
     step_text = f"step: {info.config.precision.precision}, XLA {'on' if info.jit_compile else 'off'}"
     if info.xla_disabled_reason:
         step_text += f" ({info.xla_disabled_reason})"
-    for text in (_model_text(info), _input_text(info), info.exchange.plan_table, exchange_text, step_text):
+    kept = "" if info.config.checkpoint.workdir else ("no --workdir: nothing of this run will be kept")
+    for text in (_model_text(info), _input_text(info), info.exchange.plan_table, exchange_text, step_text, kept):
         if text:
             monitor.message(text)
     warn_of_counted_padding(info, monitor)

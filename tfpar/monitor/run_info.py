@@ -30,6 +30,7 @@ class RunInfo:
       train: Training examples.
       validation: Examples to evaluate on, or None.
       total: Steps of the whole run.
+      length: The option that says how long the run is: `epochs` or `steps`.
       metric_results: Metrics by name from their summed states.
     """
 
@@ -44,6 +45,7 @@ class RunInfo:
     train: inputs.AnySource
     validation: inputs.AnySource | None
     total: int
+    length: str
     metric_results: Callable[[Sequence[Any]], Mapping[str, float]]
 
 

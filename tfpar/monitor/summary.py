@@ -9,6 +9,9 @@ import logging
 import math
 import os
 import pathlib
+import shlex
+import shutil
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -243,9 +246,9 @@ def report_already_finished(
     """
     if step < info.total:
         by = (previous_summary(info.config.checkpoint.workdir, step) or {}).get("stopped_by") or "a hook or callback"
-        monitor.message(f"{by} stopped this run at step {step} of {info.total}; more --steps continue it")
+        monitor.message(f"{by} stopped this run at step {step} of {info.total}; more --{info.length} continue it")
     else:
-        monitor.message(f"this run is finished (step {step} of {info.total}); more --steps would go on")
+        monitor.message(f"this run is finished (step {step} of {info.total}); more --{info.length} would continue it")
     path = pathlib.Path(info.config.checkpoint.workdir) / "model.keras"
     if info.topology.is_chief and not path.exists():
         for problem in _try_write("model.keras", lambda: save_model(info.model, eval_weights(), path)):
@@ -287,15 +290,22 @@ def closing_table(content: dict[str, Any], workdir: str) -> str:
         rows.append(("failed to write", "; ".join(content["failed_writes"])))
     width = max(len(name) for name, _ in rows)
     lines = ["", "result", *[f"  {name:<{width}}  {value}" for name, value in rows]]
+    lines += ["", "look next"]
     if workdir:
-        lines += [
-            "",
-            "look next",
-            f"  tensorboard --logdir {workdir}",
-        ]
         there = [f"{workdir}/{name}" for name in RESULTS if os.path.exists(os.path.join(workdir, name))]
+        lines += [f"  {_command('tensorboard')} --logdir {shlex.quote(workdir)}"]
         lines += [f"  {', '.join(there)}"] if there else []
+    else:
+        lines += ["  nothing was kept; --workdir=DIR keeps checkpoints, TensorBoard events and model.keras"]
     return "\n".join(lines)
+
+
+def _command(name: str) -> str:
+    """A program of this environment as it can be typed here, also where the environment is not active."""
+    beside = os.path.join(os.path.dirname(sys.executable), name)
+    if not os.path.exists(beside) or shutil.which(name) == beside:
+        return name
+    return shlex.quote(os.path.relpath(beside) if beside.startswith(os.getcwd() + os.sep) else beside)
 
 
 def _number(value: float | None) -> str:

@@ -95,7 +95,8 @@ class Window:
 class RecentSteps:
     """The last calls: at least `STEPS` steps, or those of the last `SECONDS`, where there have been as many.
 
-    What a line on the terminal shows is a mean over them, whenever it is shown.
+    What a line on the terminal shows is a mean over them, whenever it is shown. The first call, most of which was
+    compilation, is forgotten when the next has come.
     """
 
     STEPS = 100
@@ -103,6 +104,7 @@ class RecentSteps:
 
     def __init__(self) -> None:
         self._calls: collections.deque[tuple[Window, Sequence[np.ndarray]]] = collections.deque()
+        self._added = 0
 
     def add(
         self, losses: np.ndarray, durations: np.ndarray, examples: np.ndarray, metric_sums: Sequence[np.ndarray]
@@ -115,6 +117,9 @@ class RecentSteps:
           examples: As for `Window.add`.
           metric_sums: States of the metrics, summed over these steps.
         """
+        self._added += 1
+        if self._added == 2:
+            self._calls.clear()
         call = Window()
         call.add(losses, durations, examples)
         self._calls.append((call, metric_sums))

@@ -8,6 +8,11 @@ import numbers
 from tfpar.config import ConfigError, TrainConfig
 
 
+def in_epochs(config: TrainConfig, steps: int | None, epochs: float | None) -> bool:
+    """Whether the length of a run is given in epochs; arguments as for `total_steps`."""
+    return epochs is not None or (steps is None and not config.steps)
+
+
 def total_steps(config: TrainConfig, steps: int | None, epochs: float | None, steps_per_epoch: int) -> int:
     """Steps of the whole run, from `fit`'s arguments or else the configuration.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -72,6 +73,21 @@ class OptimizerSpec:
             optimizer = optimizers.recreate(optimizer)
         optimizer.build(variables)
         return optimizer
+
+
+def peak_rate(optimizer: keras.optimizers.Optimizer) -> float:
+    """The learning rate of an optimizer object, which a schedule given beside it scales.
+
+    Raises:
+      ConfigError: It has a schedule of its own.
+    """
+    rate = optimizer.get_config()["learning_rate"]
+    if isinstance(rate, numbers.Real):
+        return float(rate)
+    raise ConfigError(
+        f"schedule: the {type(optimizer).__name__} object given as optimizer has a learning-rate schedule of its own. "
+        "Leave schedule=... out, or give learning_rate=... as well, which then replaces the object's."
+    )
 
 
 def _check_has_effect(optimizer: keras.optimizers.Optimizer, options: Mapping[str, Any]) -> None:

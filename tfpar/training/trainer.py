@@ -18,13 +18,14 @@ from tfpar.parallel import strategies
 from tfpar.parallel.topology import Topology
 from tfpar.process.exit_codes import install_exit_code_hook
 from tfpar.training.core import Core
+from tfpar.training.duration import in_epochs
 from tfpar.training.evaluation import Evaluator
 from tfpar.training.loops import start_run
 from tfpar.training.loops.history import FitResult
 from tfpar.training.loops.hooks import Hook, check_hooks
 from tfpar.training.loops.keras_callbacks import check_callbacks
 from tfpar.training.objective import Goal
-from tfpar.training.optimizer_spec import OptimizerSpec
+from tfpar.training.optimizer_spec import OptimizerSpec, peak_rate
 from tfpar.training.prediction import Predictor
 from tfpar.training.program import Program
 from tfpar.training.start import initialize
@@ -279,7 +280,7 @@ class Trainer:
 
     def _counts_epochs(self, steps: int | None, epochs: float | None) -> bool:
         """Whether the length of the run is given in epochs, for which the number of examples must be known."""
-        return epochs is not None or (steps is None and not self.config.train.steps)
+        return in_epochs(self.config.train, steps, epochs)
 
     def _sources(
         self, train: tuple[Any, Any, Any], class_weight: Mapping[int, float] | None, validation: Any, *, counts: bool
@@ -350,6 +351,8 @@ def _with_options(config: ExperimentConfig | None, options: Mapping[str, Any], o
         flat["jit_compile"] = str(options["jit_compile"]).lower()
     if optimizer is not None:
         flat["optimizer"] = optimizer if isinstance(optimizer, str) else CUSTOM
+    if isinstance(optimizer, keras.optimizers.Optimizer) and "schedule" in options and "learning_rate" not in options:
+        flat["learning_rate"] = peak_rate(optimizer)
     return ExperimentConfig.from_flat_dict(flat)
 
 

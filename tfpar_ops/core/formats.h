@@ -35,8 +35,8 @@ enum tfpar_kind { TFPAR_FORMATS(TFPAR_FORMAT_ENUMERATOR) };
 
 #endif  // TFPAR_OPS_CORE_FORMATS_H_
 
-// The files of the kernels, each once. Who wants them defines TFPAR_FORMAT_FILE(name), the path of a file from here, and
-// includes this header again.
+// The files of the kernels, each once. To include them, define TFPAR_FORMAT_FILE(name), the path of a file from here, and
+// include this header again.
 #ifdef TFPAR_FORMAT_FILE
 #include TFPAR_FORMAT_FILE(cast)
 #include TFPAR_FORMAT_FILE(fp8)

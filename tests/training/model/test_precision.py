@@ -111,7 +111,9 @@ def test_float8_layers_train_as_in_keras(replicas, jit_compile):
 @pytest.mark.parametrize("jit", [False, True])
 def test_micro_batches_keep_the_maximum_of_float8_statistics(jit):
     made = quantised()
-    core = Core(made, SupervisedObjective(made, Goal(keras.losses.MeanSquaredError())))
+    objective = SupervisedObjective(made, Goal(keras.losses.MeanSquaredError()))
+    objective.bind(tf.TensorSpec([6]), tf.TensorSpec([1]))
+    core = Core(made, objective)
     params = [tf.convert_to_tensor(variable.value) for variable in made.trainable_variables]
     x, y = (part[:8].reshape(2, 4, -1) for part in arrays())
     x = tf.constant(x * np.array([1.0, 3.0], np.float32)[:, None, None])

@@ -21,10 +21,8 @@ import tensorflow as tf
 
 # Formats that keep only some elements (`topk`) have options of their own, see `deep_gradient`.
 _NAMES = tuple(name for name, entry in FORMATS.items() if not entry.keeps)
-# `auto` does not consider these: the range of fp16 does not suit every gradient.
-_NOT_CONSIDERED = ("fp16",)
-# The scale of a block is the mean of its elements: see `whole_blocks`.
-_SCALED_BY_MEAN = ("sign",)
+_SCALED = ", ".join(name for name in _NAMES if FORMATS[name].scale == "float")
+_STOCHASTIC = ", ".join(name for name in _NAMES if FORMATS[name].stochastic)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,8 +41,8 @@ class ValueOptions(Options):
     format: str
     pattern: str = option("two_phase", f"How payloads move between workers: {', '.join(PATTERNS)}.")
     block: int = option(0, "Elements that share a scale, a power of two; 0: the codec's default.")
-    scale: str = option("bf16", f"Dtype of the scales: {', '.join(codecs.SCALES)}.")
-    rounding: str = option("nearest", f"How values are rounded: {', '.join(codecs.ROUNDINGS)}.")
+    scale: str = option("bf16", f"Dtype of the scales of {_SCALED}: {', '.join(codecs.SCALES)}.")
+    rounding: str = option("nearest", f"How values of {_STOCHASTIC} are rounded: {', '.join(codecs.ROUNDINGS)}.")
     codec: Codec = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
@@ -111,7 +109,7 @@ def build(
             options.codec, padded, group, seed, name, error_feedback=options.error_feedback, **keywords
         )
 
-    if options.format in _SCALED_BY_MEAN and len(shapes) > 1:
+    if FORMATS[options.format].mean_scale and len(shapes) > 1:
         return WholeBlocks(make, shapes, options.codec.block)
     return make(shapes)
 
@@ -123,7 +121,7 @@ def cost(options: ValueOptions, elements: int, workers: int, link: Link, speed: 
 
 def _register(name: str) -> None:
     def candidates(common: Mapping[str, Any], group: Group) -> list[ValueOptions]:
-        if name in _NOT_CONSIDERED:
+        if not FORMATS[name].automatic:
             return []
         return [
             ValueOptions(format=name, pattern=pattern, **common)

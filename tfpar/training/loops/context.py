@@ -19,7 +19,7 @@ from tfpar.monitor.run_info import RunInfo
 from tfpar.optim import schedules
 from tfpar.optim.plateau import PlateauController
 from tfpar.parallel.topology import Topology
-from tfpar.training.duration import total_steps
+from tfpar.training.duration import in_epochs, total_steps
 from tfpar.training.loops.run_files import RunFiles
 from tfpar.training.program import Program
 
@@ -84,7 +84,7 @@ def prepare(
     pipeline = program.pipeline(train, training=True)
     # Under parameter_server a step is one worker's share of a batch.
     steps_per_epoch = pipeline.steps_per_epoch * (1 if topology.synchronous else topology.workers)
-    info = _info(program, pipeline, train, validation, total_steps(config.train, steps, epochs, steps_per_epoch))
+    info = _info(program, pipeline, train, validation, steps, epochs, steps_per_epoch)
     if pipeline.steps_per_epoch == inputs.ENDLESS:  # the whole run counts as one epoch
         steps_per_epoch = info.total
     monitor = announce.build_monitor(info)
@@ -144,7 +144,9 @@ def _info(
     pipeline: inputs.AnyPipeline,
     train: inputs.AnySource,
     validation: inputs.AnySource | None,
-    total: int,
+    steps: int | None,
+    epochs: float | None,
+    steps_per_epoch: int,
 ) -> RunInfo:
     auto_without_xla = program.config.train.jit_compile == "auto" and not program.jit_compile
     return RunInfo(
@@ -158,6 +160,7 @@ def _info(
         pipeline=pipeline,
         train=train,
         validation=validation,
-        total=total,
+        total=total_steps(program.config.train, steps, epochs, steps_per_epoch),
+        length="epochs" if in_epochs(program.config.train, steps, epochs) else "steps",
         metric_results=program.core.metric_results,
     )

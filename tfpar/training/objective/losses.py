@@ -84,6 +84,7 @@ def build_losses(loss: Any, loss_weights: Any, y: Any, outputs: Outputs, *, by_p
             f"loss={_named(loss)} compares outputs with labels, but the data have none. Give labels, or leave the loss "
             "out if the model adds its own (add_loss)."
         )
+    _check_outputs(loss, outputs)
     try:
         terms = keras_compile.resolve_losses(loss, loss_weights, outputs.names, y, outputs.structure)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
@@ -95,6 +96,22 @@ def build_losses(loss: Any, loss_weights: Any, y: Any, outputs: Outputs, *, by_p
         raise ConfigError(f"loss={_named(loss)}: {len(terms)} losses for one output. Add them up in one function.")
     found = Losses(tuple(terms), tuple(False for _ in terms), by_positions)
     return dataclasses.replace(found, own_denominator=_tried(found, y, outputs))
+
+
+def _check_outputs(loss: Any, outputs: Outputs) -> None:
+    """Refuses losses for outputs that the model does not have."""
+    if not isinstance(loss, dict):
+        return
+    known = {*(outputs.names or ()), *(outputs.structure if isinstance(outputs.structure, dict) else ())}
+    unknown = [name for name in loss if name not in known]
+    if not known and isinstance(outputs.structure, tf.TensorSpec):
+        raise ConfigError(
+            f"loss={_named(loss)} is by name of the output, but the model has one output, without a name."
+        )
+    if known and unknown:
+        raise ConfigError(
+            f"loss: {unknown[0]!r} is no output of the model. Its outputs are: {', '.join(map(repr, sorted(known)))}."
+        )
 
 
 def _tried(losses: Losses, y: Any, outputs: Outputs) -> tuple[bool, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -45,7 +46,7 @@ def outputs_of(model: keras.Model, input_spec: Any, examples: int) -> Outputs:
     """
     names = getattr(model, "output_names", None)
     graph = keras_compile.symbolic_outputs(model)
-    if graph is not None:
+    if graph is not None and _takes(model, input_spec):
         tensors = keras.tree.flatten(graph)
         if all(None not in tensor.shape[1:] for tensor in tensors):
             specs = [tf.TensorSpec([examples, *tensor.shape[1:]], tensor.dtype) for tensor in tensors]
@@ -54,6 +55,16 @@ def outputs_of(model: keras.Model, input_spec: Any, examples: int) -> Outputs:
             # The graph does not know what `add_loss` adds inside a layer.
             return Outputs(structure, masked, lambda: _traced(model, input_spec, examples, names).adds_losses(), names)
     return _traced(model, input_spec, examples, names)
+
+
+def _takes(model: keras.Model, input_spec: Any) -> bool:
+    """Whether examples have the very shapes of the inputs of a graph of layers. Others may still be accepted."""
+    shapes = [tuple(tensor.shape[1:]) for tensor in model.inputs]
+    given = [tuple(spec.shape) for spec in tf.nest.flatten(input_spec)]
+    return len(shapes) == len(given) and all(
+        len(shape) == len(other) and all(size in (None, found) for size, found in zip(shape, other, strict=True))
+        for shape, other in zip(sorted(shapes, key=str), sorted(given, key=str), strict=True)
+    )
 
 
 def _traced(model: keras.Model, input_spec: Any, examples: int, names: list[str] | None) -> Outputs:
@@ -75,7 +86,10 @@ def _traced(model: keras.Model, input_spec: Any, examples: int, names: list[str]
         tf.function(call, autograph=False).get_concrete_function(*specs, batch)
     except (ValueError, TypeError, KeyError, tf.errors.InvalidArgumentError) as error:
         shapes = tf.nest.map_structure(lambda spec: f"{spec.dtype.name}{list(spec.shape)}", input_spec)
-        raise ConfigError(f"the model {model.name!r} cannot be called on examples of {shapes}: {error}") from error
+        # Keras frames the reason with the layer's name and its arguments, in colours.
+        reason = re.sub(r"\x1b\[\d+m|Exception encountered when calling .*", "", str(error))
+        reason = " ".join(reason.partition("Arguments received by")[0].split())
+        raise ConfigError(f"the model {model.name!r} cannot be called on examples of {shapes}: {reason}") from error
     return found[0]
 
 

@@ -82,7 +82,7 @@ struct Lanes {
   static TFPAR_INLINE F FromInt(I v) { return __builtin_convertvector(v, F); }
   static TFPAR_INLINE I ToInt(F v) { return __builtin_convertvector(v, I); }
 
-  // As the functions of the same names in arith.h.
+  // As the functions of the same names in arithmetic.h.
   static TFPAR_INLINE F DropDenormal(F v) {
 #if TFPAR_HARDWARE_FLUSH
     return v;

@@ -1,0 +1,98 @@
+"""Models of keras-hub with random weights: one epoch gives the loss, metrics and weights of `fit`."""
+
+from __future__ import annotations
+
+import tfpar
+
+import keras
+import keras_hub
+import numpy as np
+import pytest
+
+EXAMPLES, BATCH, LENGTH, WORDS, CLASSES = 12, 4, 6, 20, 3
+SPARSE = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def tokens():
+    """Token ids and padding mask `[EXAMPLES, LENGTH]`, some examples shorter than others."""
+    mask = np.ones((EXAMPLES, LENGTH), np.int32)
+    mask[::3, 4:] = 0
+    return {"token_ids": np.random.default_rng(0).integers(1, WORDS, mask.shape).astype(np.int32), "padding_mask": mask}
+
+
+def classes():
+    return np.random.default_rng(1).integers(0, CLASSES, EXAMPLES).astype(np.int32)
+
+
+def gpt2():
+    """A causal language model; positions of padding have weight 0."""
+    backbone = keras_hub.models.GPT2Backbone(
+        vocabulary_size=WORDS,
+        num_layers=1,
+        num_heads=2,
+        hidden_dim=8,
+        intermediate_dim=16,
+        max_sequence_length=LENGTH,
+        dropout=0.0,
+    )
+    x = tokens()
+    weight = x["padding_mask"].astype(np.float32)
+    return keras_hub.models.GPT2CausalLM(backbone), x, np.roll(x["token_ids"], -1, 1), weight
+
+
+def bert():
+    backbone = keras_hub.models.BertBackbone(
+        vocabulary_size=WORDS,
+        num_layers=1,
+        num_heads=2,
+        hidden_dim=8,
+        intermediate_dim=16,
+        max_sequence_length=LENGTH,
+        dropout=0.0,
+    )
+    x = {**tokens(), "segment_ids": np.zeros((EXAMPLES, LENGTH), np.int32)}
+    return keras_hub.models.BertTextClassifier(backbone, num_classes=CLASSES, dropout=0.0), x, classes(), None
+
+
+def resnet():
+    backbone = keras_hub.models.ResNetBackbone(
+        input_conv_filters=[64],
+        input_conv_kernel_sizes=[3],
+        stackwise_num_filters=[64],
+        stackwise_num_blocks=[1],
+        stackwise_num_strides=[1],
+        block_type="basic_block",
+        image_shape=(8, 8, 3),
+    )
+    x = np.random.default_rng(2).normal(size=(EXAMPLES, 8, 8, 3)).astype(np.float32)
+    return keras_hub.models.ResNetImageClassifier(backbone, num_classes=CLASSES), x, classes(), None
+
+
+@pytest.mark.parametrize("build", [gpt2, bert, resnet])
+def test_an_epoch_gives_the_numbers_of_fit(build):
+    reference, x, y, weight = build()
+    ours = build()[0]
+    ours.set_weights(reference.get_weights())
+    # metrics=[]: keras-hub adds some of its own otherwise.
+    chosen = {"metrics": [], "weighted_metrics": ["accuracy"]}
+    reference.compile(keras.optimizers.SGD(0.01), SPARSE, **chosen, jit_compile=False)
+    options = {"epochs": 1, "sample_weight": weight}
+    expected = reference.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, **options).history
+    trainer = tfpar.Trainer(
+        ours,
+        keras.optimizers.SGD(0.01),
+        SPARSE,
+        **chosen,
+        strategy="one_device",
+        global_batch_size=BATCH,
+        shuffle=False,
+        jit_compile=False,
+    )
+    history = trainer.fit(x, y, **options).history
+    assert history.keys() == expected.keys()
+    for name, values in expected.items():
+        np.testing.assert_allclose(history[name], values, rtol=1e-4, err_msg=name)
+    for one, other in zip(ours.weights, reference.weights, strict=True):
+        if one.dtype == "float32":
+            np.testing.assert_allclose(one.numpy(), other.numpy(), rtol=1e-3, atol=1e-5, err_msg=one.path)
+    np.testing.assert_allclose(trainer.predict(x), reference.predict(x, verbose=0), rtol=1e-3, atol=1e-4)
