@@ -355,6 +355,7 @@ def test_wheels_are_made_for_every_tensorflow_that_is_allowed(build):
     """As `make wheels` names them, oldest first; the doctor knows the same."""
     (versions,) = re.findall(r"^WHEELS_FOR \?= (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     minors = [version.rpartition(".")[0] for version in versions.split()]
+    assert f'WHEELS_FOR="{versions.split()[0]} {versions.split()[-1]}"' in (ROOT / ".ci" / "wheels").read_text()
     assert tuple(minors) == TESTED["tensorflow"]
     last = minors[-1].split(".")
     assert f"tensorflow>={minors[0]},<{last[0]}.{int(last[1]) + 1}" in build.INSTALL
