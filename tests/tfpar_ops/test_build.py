@@ -349,6 +349,9 @@ def test_a_package_with_the_library_is_bound_to_its_tensorflow(build, monkeypatc
     assert build.bound_to_tensorflow("0.1.0", general) == ("0.1.0", bound)
     monkeypatch.setenv("TFPAR_LOCAL_VERSION", "1")
     assert build.bound_to_tensorflow("0.1.0", general) == ("0.1.0+tf2.20", bound)
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "2.19.1")
+    # Later ones end `import tensorflow_datasets` with the protobuf that TensorFlow 2.19 allows.
+    assert "tensorflow-metadata<1.18" in build.bound_to_tensorflow("0.1.0", general)[1]
 
 
 def test_wheels_are_made_for_every_tensorflow_that_is_allowed(build):
