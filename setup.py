@@ -99,7 +99,11 @@ def bound_to_tensorflow(version: str, install: list[str]) -> tuple[str, list[str
         return version, install
     if os.environ.get("TFPAR_LOCAL_VERSION") == "1":
         version += f"+tf{'.'.join(tensorflow.split('.')[:2])}"
-    return version, [f"tensorflow=={tensorflow}" if each.startswith("tensorflow>") else each for each in install]
+    bound = [f"tensorflow=={tensorflow}" if each.startswith("tensorflow>") else each for each in install]
+    if tensorflow.startswith("2.19."):
+        # TFDS asks for any; later ones are generated for protobuf 6, and TensorFlow 2.19 takes protobuf 5 at most.
+        bound.append("tensorflow-metadata<1.18")
+    return version, bound
 
 
 def tool(name: str, package: str = "") -> str:

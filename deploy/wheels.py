@@ -30,6 +30,7 @@ TESTS = (
     "tests/training/test_step.py",
     "tests/commands/test_cli.py::test_train_on_two_workers_evaluate_and_export",
 )
+TEST_PACKAGES = ("pytest>=8.3,<10", "pytest-timeout>=2.3,<3", "hypothesis>=6.100,<7")  # as in setup.py
 
 
 def main() -> None:
@@ -96,12 +97,13 @@ def test_wheel(version: str, *, newest: bool) -> None:
         run(python, "-m", "venv", str(place / "venv"))
         inside = str(place / "venv" / "bin" / "python")
         quiet = ("--quiet", "--disable-pip-version-check")
-        run(inside, "-m", "pip", "install", *quiet, str(wheel), "pytest>=8.3,<10", "pytest-timeout>=2.3,<3")
+        run(inside, "-m", "pip", "install", *quiet, str(wheel), *TEST_PACKAGES)
         shutil.copytree(ROOT / "tests", place / "tests", ignore=shutil.ignore_patterns("__pycache__", "native"))
         run(str(place / "venv" / "bin" / "tfpar"), "--version", folder=place)
         code = "import sys, tfpar_ops; print(tfpar_ops.library_status()); sys.exit(not tfpar_ops.uses_library())"
         run(inside, "-c", code, folder=place)
-        run(inside, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=300", *TESTS, folder=place)
+        options = ("-q", "--timeout=300", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestUnknownMarkWarning")
+        run(inside, "-m", "pytest", *options, *TESTS, folder=place)
 
 
 def wheel_for(version: str) -> pathlib.Path:
@@ -139,6 +141,7 @@ def _makes_environments(python: str) -> bool:
 def run(*command: str, environ: dict[str, str] | None = None, folder: pathlib.Path = ROOT) -> None:
     """Runs a command without this process's PYTHONPATH; ends this process if it fails."""
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    variables.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     code = subprocess.run(command, cwd=folder, env={**variables, **(environ or {})}, check=False).returncode
     if code:
         sys.exit(code)

@@ -349,12 +349,16 @@ def test_a_package_with_the_library_is_bound_to_its_tensorflow(build, monkeypatc
     assert build.bound_to_tensorflow("0.1.0", general) == ("0.1.0", bound)
     monkeypatch.setenv("TFPAR_LOCAL_VERSION", "1")
     assert build.bound_to_tensorflow("0.1.0", general) == ("0.1.0+tf2.20", bound)
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "2.19.1")
+    # Later ones end `import tensorflow_datasets` with the protobuf that TensorFlow 2.19 allows.
+    assert "tensorflow-metadata<1.18" in build.bound_to_tensorflow("0.1.0", general)[1]
 
 
 def test_wheels_are_made_for_every_tensorflow_that_is_allowed(build):
     """As `make wheels` names them, oldest first; the doctor knows the same."""
     (versions,) = re.findall(r"^WHEELS_FOR \?= (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     minors = [version.rpartition(".")[0] for version in versions.split()]
+    assert f'WHEELS_FOR="{versions.split()[0]} {versions.split()[-1]}"' in (ROOT / ".ci" / "wheels").read_text()
     assert tuple(minors) == TESTED["tensorflow"]
     last = minors[-1].split(".")
     assert f"tensorflow>={minors[0]},<{last[0]}.{int(last[1]) + 1}" in build.INSTALL
