@@ -605,7 +605,7 @@ def test_a_line_is_about_the_last_hundred_steps_however_often_it_is_shown():
         lines[live] = stream.getvalue().split("\r" if live else "\n")
     assert [line.partition("  loss ")[2] for line in lines[False]][:4] == [
         "4.0000 (mean of 10 steps)  accuracy 0.5000  examples/s 320  input wait 10.0%",
-        "2.0000 (mean of 60 steps)  ETA 0:02  accuracy 0.5000  examples/s 320  input wait 10.0%",
+        "2.2857 (mean of 70 steps)  ETA 0:02  accuracy 0.5000  examples/s 320  input wait 10.0%",
         "1.5000 (mean of 120 steps)  ETA 0:01  accuracy 0.5000  examples/s 320  input wait 10.0%",
         "0.8000 (mean of 100 steps)  ETA 0:00  accuracy 0.5000  examples/s 320  input wait 10.0%",
     ]

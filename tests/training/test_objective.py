@@ -72,7 +72,7 @@ def test_a_loss_with_another_number_of_values_is_refused():
         ({"loss": "mse"}, (), "the data have none"),
         ({"loss": None}, classes(), "loss is missing"),
         ({"loss": ["mse", "mae"]}, tf.TensorSpec([3]), "2 losses for one output"),
-        ({"loss": {"a": "mse", "b": "mae"}}, tf.TensorSpec([3]), "does not fit the model's outputs"),
+        ({"loss": {"a": "mse", "b": "mae"}}, tf.TensorSpec([3]), "the model has one output, without a name"),
         ({"loss": "mse", "loss_weights": [1.0, 2.0]}, tf.TensorSpec([3]), "does not fit the model's outputs"),
     ],
 )
@@ -82,7 +82,7 @@ def test_losses_that_do_not_suit_the_labels_are_refused_by_name(goal, labels, me
 
 
 def test_a_loss_for_an_output_that_does_not_exist_is_refused():
-    with pytest.raises(ConfigError, match=r"\['a', 'b'\]"):
+    with pytest.raises(ConfigError, match=r"'c' is no output of the model\. Its outputs are: 'a', 'b'"):
         bound(two_outputs(), (classes(), classes()), loss={"a": "mse", "c": "mse"})
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,14 @@ _OPTIONS = (("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1)
 _MISSES = 4
 _PROBES = 5
 _CLOSE_S = 1.0
+
+# ParameterServerStrategy of TensorFlow 2.21 sets these while the thread below probes, and gRPC reads the environment
+# for every channel. A new variable moves the C library's list under the reader's feet; one that exists is replaced in
+# its place.
+_SET_BY_STRATEGY = {
+    "TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE": "False",
+    "TF_PS_DISABLE_ASYNC_EXECUTOR_GLOBALLY": "True",
+}
 
 
 def probe_servers(addresses: Sequence[str], timeout: float) -> list[bool]:
@@ -57,6 +66,7 @@ def start_heartbeat(
       start_timeout: The same for a server that has not answered yet.
       lost: Called once, from that thread, with the names of the lost servers.
     """
+    os.environ.update(_SET_BY_STRATEGY)
     done = threading.Event()
     period = peer_timeout / _PROBES
     limit = dict.fromkeys(servers, max(_MISSES, math.ceil(start_timeout / period)))

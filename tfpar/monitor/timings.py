@@ -76,6 +76,11 @@ class Window:
         self._loss_sum += other._loss_sum
         self._finite += other._finite
 
+    def forget_times(self) -> None:
+        """Keeps the losses, but takes these steps out of every speed."""
+        self.examples = 0.0
+        self._seconds = np.zeros(len(COLUMNS))
+
     @property
     def seconds(self) -> float:
         """The steps' own time."""
@@ -104,8 +109,8 @@ class Window:
 class RecentSteps:
     """The last calls: at least `STEPS` steps, or those of the last `SECONDS`, where there have been as many.
 
-    What a line on the terminal shows is a mean over them, whenever it is shown. The first call, most of which was
-    compilation, is forgotten when the next has come.
+    What a line on the terminal shows is a mean over them, whenever it is shown. The times of the first call, which were
+    mostly compilation, are forgotten when the next has come; its losses and metrics are not.
     """
 
     STEPS = 100
@@ -128,7 +133,7 @@ class RecentSteps:
         """
         self._added += 1
         if self._added == 2:
-            self._calls.clear()
+            self._calls[0][0].forget_times()
         call = Window()
         call.add(losses, durations, examples)
         self._calls.append((call, metric_sums))
