@@ -32,7 +32,7 @@ BUILDS := $(TFPAR_CUDA)|$(strip $(TFPAR_CUDA_ARCHITECTURES))|$(if $(filter 0,$(T
 # Another TensorFlow needs another library.
 TENSORFLOW := cd $(VENV)/lib/python3*/site-packages 2> /dev/null && echo tensorflow-[0-9]*.dist-info
 
-.PHONY: help setup wheels test-wheels train test native-test network-tools browser sanitize fuzz chaos lint format docs bench \
+.PHONY: help setup wheels test-wheels train test native-test network-tools browser sanitize fuzz chaos proofs lint format docs bench \
   clean missing
 
 help:
@@ -42,6 +42,7 @@ help:
 	@echo "make docs    build the documentation and the API reference into site/"
 	@echo "make wheels  build a wheel for each of TensorFlow $(WHEELS_FOR) into dist/; make test-wheels tests two"
 	@echo "make sanitize, make fuzz SECONDS=300   the codecs under sanitizers, and decoding of hostile payloads"
+	@echo "make proofs  the tests that take minutes each, which make test leaves out"
 	@echo "make chaos   kill, stop and preempt random workers 20 times, and compare the weights (about 20 minutes)"
 	@echo "make bench   measure step overhead, input pipeline, codecs and (as root) the gradient exchange"
 	@echo "make clean   remove what the build made (runs/ stays)"
@@ -88,7 +89,10 @@ train: setup
 	  --flagfile=experiments/recipes/quickstart.flags --exchange=$(EXCHANGE) --workdir=$(WORKDIR)
 
 test: setup native-test network-tools browser
-	$(RUN) -m pytest -n $(TEST_PROCESSES) --dist=worksteal
+	$(RUN) -m pytest -n $(TEST_PROCESSES) --dist=worksteal -m "not proof"
+
+proofs: setup
+	$(RUN) -m pytest -m proof
 
 # `ip` and `tc`, with which tests make hosts and cut their cables. Only root may; the tests of others leave those out.
 network-tools:

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.cluster
 WORKERS, STEPS, LIMIT, SLACK = 3, 500, 240.0, 15.0  # other tests share the cores
 
 
+@pytest.mark.proof
 @pytest.mark.timeout(900)
 def test_a_disturbed_run_ends_with_the_weights_of_the_undisturbed_one(tmp_path):
     faults = chaos.draw(random.Random(1), len(chaos.SIGNALS), WORKERS, STEPS)

@@ -8,6 +8,7 @@ import logging
 import os
 import pty
 import re
+import select
 import sys
 import threading
 
@@ -36,6 +37,11 @@ def test_an_activity_in_one_line(arguments, expected):
 def pseudo_terminal(monkeypatch):
     """Standard output on a pseudo-terminal. Yields a function that returns what was written once a pattern is there."""
     monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    # What other tests of this process may have left.
+    monkeypatch.setattr(logs, "_live_line", None)
+    monkeypatch.setattr(module, "_running", [])
+    monkeypatch.setattr(logging.getLogger("tfpar"), "level", logging.INFO)
     monkeypatch.setattr(module, "_LIVE_SECONDS", (0.01, 0.01))
     master, slave = pty.openpty()
     written = ""
@@ -43,6 +49,7 @@ def pseudo_terminal(monkeypatch):
     def read(pattern):
         nonlocal written
         while not re.search(pattern, written, re.DOTALL):
+            assert select.select([master], [], [], 60)[0], f"no {pattern!r} in {written!r}"
             written += os.read(master, 1 << 16).decode()
         return written
 

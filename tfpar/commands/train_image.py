@@ -24,9 +24,9 @@ def run(argv: Sequence[str] | None = None, program: str = "") -> None:
 
 
 def main(_: list[str]) -> None:
+    config = flags.experiment_config()
     import keras  # here, so that --help and a wrong flag need not wait for TensorFlow
 
-    config = flags.experiment_config()
     tfpar.validate(config)
     train, validation = tfpar.inputs.build_splits(config.input, config.train.seed)
     runtime = tfpar.initialize(config, train, validation)

@@ -88,7 +88,7 @@ def _show(over: threading.Event, what: str, count: Callable[[], int] | None, tot
             _log.info("%s", text)
             continue
         line = logs.live_line()
-        if line is None:
+        if line is None or line.stream is not sys.stdout:
             line = own = TerminalLine(sys.stdout)
             logs.attach(own)
         line.cover(text[: max(shutil.get_terminal_size().columns - 1, 1)])
