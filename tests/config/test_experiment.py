@@ -271,7 +271,16 @@ def test_the_options_that_a_resumed_run_may_change():
         *("epochs", "eval_batch_size", "eval_every", "eval_steps", "exchange", "exchange_retune_every"),
         *("histogram_every", "input_threads", "jit_compile", "keep_checkpoints", "log_every", "max_bad_steps"),
         *("on_bad_record", "on_checkpoint_error", "peer_timeout", "prefetch", "profile_steps", "profile_workers"),
-        *("stall_timeout", "start_timeout", "steps", "steps_per_loop", "stop_after", "strategy", "tensorflow_log"),
+        *(
+            "recompute",
+            "stall_timeout",
+            "start_timeout",
+            "steps",
+            "steps_per_loop",
+            "stop_after",
+            "strategy",
+            "tensorflow_log",
+        ),
         *("tf32", "tpu", "uneven_batches", "verbose", "warm_start", "workdir"),
     ]
 

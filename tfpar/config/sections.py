@@ -218,6 +218,13 @@ class TrainConfig(ConfigBase):
         choices=("auto", "true", "false"),
         may_change_on_resume=True,
     )
+    recompute: str = option(
+        "none",
+        "Activations that the backward pass computes again instead of keeping them, so that a larger batch or model "
+        "fits: none; blocks, the layers made of layers, as in a transformer, or stretches of the model's graph; or a "
+        "regular expression, searched in the paths of layers. A step takes up to a third longer.",
+        may_change_on_resume=True,
+    )
     steps_per_loop: int = option(
         0,
         "Steps per call from Python. 0: enough to make the overhead of the call negligible.",

@@ -168,6 +168,11 @@ class TrainerOptions(TypedDict, total=False):
     between replicas, and for convolutional models on CPUs, where XLA is slower. Without XLA a compressed exchange
     overlaps the backward pass, which helps on slow links."""
 
+    recompute: str
+    """Activations that the backward pass computes again instead of keeping them, so that a larger batch or model fits:
+    none; blocks, the layers made of layers, as in a transformer, or stretches of the model's graph; or a regular
+    expression, searched in the paths of layers. A step takes up to a third longer."""
+
     steps_per_loop: int
     """Steps per call from Python. 0: enough to make the overhead of the call negligible."""
 

@@ -157,9 +157,11 @@ def update_where_placed(
     optimizer._distributed_tf_update_step(strategy, pairs, rate)
 
 
-def all_layers(model: keras.Model, *, include_self: bool = True) -> list[keras.layers.Layer]:
-    """All layers of a model. `model.layers` stops at wrappers and custom layers; this does not."""
-    return list(model._flatten_layers(include_self=include_self))
+def all_layers(
+    model: keras.layers.Layer, *, include_self: bool = True, recursive: bool = True
+) -> list[keras.layers.Layer]:
+    """All layers of a model or layer. `model.layers` stops at wrappers and custom layers; this does not."""
+    return list(model._flatten_layers(include_self=include_self, recursive=recursive))
 
 
 def weights_made_to_learn(layer: keras.layers.Layer) -> list[keras.Variable]:
@@ -170,6 +172,13 @@ def weights_made_to_learn(layer: keras.layers.Layer) -> list[keras.Variable]:
 def mask_of(tensor: Any) -> Any:
     """The mask that a Keras model or loss set on a tensor, or None."""
     return getattr(tensor, "_keras_mask", None)
+
+
+def set_mask(tensor: Any, mask: Any) -> Any:
+    """Sets the mask of a tensor, unless it is None; returns the tensor."""
+    if mask is not None:
+        tensor._keras_mask = mask
+    return tensor
 
 
 def metrics_made_in(layer: keras.layers.Layer) -> list[keras.metrics.Metric]:

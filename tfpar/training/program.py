@@ -22,6 +22,7 @@ from tfpar.process.activity import activity
 from tfpar.training.core import Core
 from tfpar.training.model.building import Original, build_model, scope_of
 from tfpar.training.model.own_loss import OwnLossObjective, compile_for_own_loss, computes_own_loss
+from tfpar.training.model.recompute import recompute_activations
 from tfpar.training.model.support import check_model, own_metrics
 from tfpar.training.objective import Goal, SupervisedObjective
 from tfpar.training.objective.losses import uses_integer_labels
@@ -99,6 +100,7 @@ class Program:
             goal.check_names()
             built, original = build_model(model, strategy, announced=reports)
             check_model(built, synchronous=runtime.topology.synchronous)
+            recompute_activations(built, config.train.recompute, announced=reports)
             keras_optimizer = optimizer.build(config, built.trainable_variables)
             if augmentation is None:
                 augmentation = inputs.build_augmentation(config.input.augment, config.train.seed)

@@ -1,0 +1,108 @@
+"""A canary for every private name of Keras that `keras_calls` relies on."""
+
+from __future__ import annotations
+
+from tfpar.optim import keras_calls
+from tfpar.optim.keras_calls import INTERNALS
+
+import keras
+import pytest
+import tensorflow as tf
+from keras.src.backend.common import global_state
+from keras.src.models.functional import Functional
+
+
+def functional() -> keras.Model:
+    inputs = keras.Input((4,))
+    hidden = keras.layers.Dense(3, name="first")(inputs)
+    return keras.Model(inputs, keras.layers.Add(name="last")([hidden, keras.layers.Dense(3, name="second")(hidden)]))
+
+
+def thread_state():
+    with keras.StatelessScope() as scope, keras.name_scope("here"):
+        state = keras_calls.thread_state()
+    assert any(value is scope for value in state.values())
+    assert keras_calls.innermost_scope() is None
+    with keras_calls.in_thread_state(state):
+        assert keras_calls.innermost_scope() is scope
+    assert keras_calls.innermost_scope() is None
+    before = global_state.GLOBAL_STATE_TRACKER
+    keras.utils.clear_session(free_memory=False)
+    assert global_state.GLOBAL_STATE_TRACKER is not before  # so it is looked up every time
+
+
+def innermost_scope():
+    assert keras_calls.innermost_scope() is None
+    with keras.StatelessScope(), keras.StatelessScope() as inner:
+        assert keras_calls.innermost_scope() is inner
+
+
+def graph_of_sequential():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+    assert isinstance(keras_calls.graph_of(model), Functional)
+    assert keras_calls.graph_of(keras.Sequential([keras.layers.Dense(3)])) is None
+
+
+def nodes_by_depth():
+    nodes = keras_calls.graph_nodes(functional())
+    assert [node.operation.name for node in nodes] == ["first", "second", "last"]
+    assert all(node.arguments.fill_in and node.input_tensors and node.outputs for node in nodes)
+
+
+def run_through_graph():
+    model, calls = functional(), []
+
+    def run(graph, plain, inputs, **options):
+        calls.append(sorted(options))
+        return plain(inputs, **options)
+
+    keras_calls.replace_graph_run(model, run)
+    model(tf.zeros([2, 4]))
+    assert calls == [["operation_fn"]]
+    keras_calls.restore_calls(model, [])
+    model(tf.zeros([2, 4]))
+    assert len(calls) == 1
+
+
+def loss_ids():
+    model = functional()
+    with keras.StatelessScope(collect_losses=True) as scope:
+        keras_calls.add_loss(model, scope, loss := tf.ones([]))
+        scope.add_loss(tf.zeros([]))
+        assert len(model.losses) == 1
+        assert model.losses[0] is loss
+    with pytest.raises(NotImplementedError):
+        model.add_loss(loss)
+
+
+def call_is_looked_up():
+    layer, calls = keras.layers.Dense(3), []
+
+    def call(layer, plain, *args, **kwargs):
+        calls.append(layer.compute_dtype)
+        return plain(*args, **kwargs)
+
+    layer.build((None, 4))
+    keras_calls.replace_call(layer, call)
+    assert layer(tf.zeros([2, 4], tf.float64)).dtype == tf.float32  # converted before
+    assert calls == ["float32"]
+
+
+CANARIES = {
+    "GLOBAL_STATE_TRACKER": thread_state,
+    "get_stateless_scope": innermost_scope,
+    "_functional": graph_of_sequential,
+    "_nodes_by_depth": nodes_by_depth,
+    "_run_through_graph": run_through_graph,
+    "_loss_ids": loss_ids,
+    "__call__": call_is_looked_up,
+}
+
+
+@pytest.mark.parametrize("internal", INTERNALS, ids=lambda internal: f"{internal.owner}.{internal.name}")
+def test_keras_still_does_what_is_relied_on(internal):
+    CANARIES[internal.name]()
+
+
+def test_every_row_of_the_table_has_a_canary():
+    assert [row.name for row in INTERNALS] == list(CANARIES)

@@ -1,0 +1,100 @@
+"""Everything private of Keras that concerns how a call runs: its scopes, and the graph of a functional model.
+
+`INTERNALS` is as in `keras_internals.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from tfpar.optim.keras_internals import Internal
+
+import keras
+from keras.src.backend.common import global_state  # not the object in it: `clear_session` makes a new one
+from keras.src.backend.common.stateless_scope import get_stateless_scope
+from keras.src.models.functional import Functional
+
+_GLOBAL_STATE = "keras.src.backend.common.global_state"
+
+INTERNALS = (
+    Internal("GLOBAL_STATE_TRACKER", _GLOBAL_STATE, "recompute", "scopes of this thread, `training` and autocast too"),
+    Internal(
+        "get_stateless_scope", "keras.src.backend.common.stateless_scope", "recompute", "the innermost `StatelessScope`"
+    ),
+    Internal("_functional", "Sequential", "recompute", "the graph that a Sequential model runs"),
+    Internal("_nodes_by_depth", "Functional", "recompute", "calls of layers, the highest depth first"),
+    Internal("_run_through_graph", "Functional", "recompute", "runs these calls, through `operation_fn`"),
+    Internal("_loss_ids", "Layer", "recompute", "which losses of a `StatelessScope` `layer.losses` returns"),
+    Internal("__call__", "Layer", "recompute", "looks `call` up on the object, after checks and conversions"),
+)
+
+_REPLACED = "tfpar_replaced_methods"
+
+
+def innermost_scope() -> keras.StatelessScope | None:
+    """The innermost open `keras.StatelessScope` of this thread."""
+    return get_stateless_scope()
+
+
+def add_loss(layer: keras.layers.Layer, scope: keras.StatelessScope, loss: Any) -> None:
+    """`layer.add_loss` in a scope; functional models, which have none, take it too."""
+    layer._loss_ids.add(id(loss))
+    scope.add_loss(loss)
+
+
+def thread_state() -> dict[str, Any]:
+    """What Keras knows in this thread: open scopes, `training` of the call that is running, autocast."""
+    return dict(vars(global_state.GLOBAL_STATE_TRACKER))
+
+
+@contextlib.contextmanager
+def in_thread_state(state: dict[str, Any]) -> Iterator[None]:
+    """Gives this thread a state of before, for as long as the context is open."""
+    known = vars(global_state.GLOBAL_STATE_TRACKER)
+    before = dict(known)
+    known.clear()
+    known.update(state)
+    try:
+        yield
+    finally:
+        known.clear()
+        known.update(before)
+
+
+def graph_of(model: keras.Model) -> Any:
+    """The functional model that runs a model's graph: itself, or inside a Sequential one. None where there is none."""
+    graph = model._functional if isinstance(model, keras.Sequential) else model
+    return graph if isinstance(graph, Functional) and type(graph).call is Functional.call else None
+
+
+def graph_nodes(graph: Any) -> list[Any]:
+    """The calls of layers in a functional model, in the order in which they run; without its inputs."""
+    depths = sorted(graph._nodes_by_depth.items(), reverse=True)
+    return [node for _, nodes in depths for node in nodes if node.operation and not node.is_input]
+
+
+def replace_call(layer: keras.layers.Layer, call: Callable[..., Any]) -> None:
+    """Makes a layer run `call(layer, plain, *args, **kwargs)`, with `plain` its own `call`, until `restore_calls`."""
+    _replace(layer, "call", call)
+
+
+def replace_graph_run(graph: Any, run: Callable[..., Any]) -> None:
+    """Makes a functional model run its graph by `run(graph, plain, inputs, operation_fn=, call_fn=)`."""
+    _replace(graph, "_run_through_graph", run)
+
+
+def restore_calls(model: keras.Model, layers: list[keras.layers.Layer]) -> None:
+    """Undoes `replace_call` and `replace_graph_run` on a model and its layers."""
+    for layer in (*layers, graph_of(model)):
+        for name in vars(layer).pop(_REPLACED, ()) if layer is not None else ():
+            vars(layer).pop(name)
+
+
+def _replace(layer: Any, name: str, function: Callable[..., Any]) -> None:
+    plain = getattr(layer, name)
+    # Past Keras' `__setattr__`, which looks for things to track and to save.
+    vars(layer)[name] = functools.wraps(plain)(functools.partial(function, layer, plain))
+    vars(layer)[_REPLACED] = [*vars(layer).get(_REPLACED, ()), name]

@@ -1,0 +1,372 @@
+"""Activations computed again in the backward pass instead of being kept (Chen et al. 2016, arXiv:1604.06174).
+
+A block is a layer, or a stretch of a functional model's graph. In the forward pass only its inputs and outputs are
+kept; the backward pass calls it again, with the same values of every variable, so that dropout draws the same numbers
+and batch statistics are those of the forward pass, and takes its gradient there. A step then costs about one more
+forward pass of its blocks, and its memory holds the activations of one block at a time.
+
+`tf.recompute_grad` does it. What it does not know of is Keras: weights reach a layer through a `StatelessScope`, not as
+arguments, and without a gradient; and the second call happens where the scopes of the first have ended. So the weights
+become arguments, and the second call runs in the state that Keras had in the first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from tfpar.config import ConfigError
+from tfpar.models.normalization import current_example_weights, example_weights, uses_synchronized_statistics
+from tfpar.optim import keras_calls, keras_compile, keras_internals
+
+import keras
+import tensorflow as tf
+
+_log = logging.getLogger(__name__)
+
+NONE = "none"
+BLOCKS = "blocks"
+
+
+def recompute_activations(model: keras.Model, where: str, *, announced: bool = False) -> list[str]:
+    """Makes a model recompute activations whenever it is called on tensors in a `keras.StatelessScope`.
+
+    A later call for the same model takes the place of an earlier one. Elsewhere (eager calls, `predict`, saving) the
+    model stays as it was.
+
+    Args:
+      model: A built Keras model.
+      where: `none`; `blocks`, the layers that are made of layers, such as those of a transformer, or for a functional
+        model whose weights are mostly elsewhere about as many stretches of its graph as the square root of its layers;
+        or a regular expression, searched in the paths of layers.
+      announced: Whether to log which blocks these are.
+
+    Returns:
+      Names of the blocks, in the order of the model's layers. Empty for `none`.
+
+    Raises:
+      ConfigError: There is no such block.
+    """
+    keras_calls.restore_calls(model, keras_internals.all_layers(model))
+    if where == NONE:
+        return []
+    if uses_synchronized_statistics(model):
+        raise ConfigError(
+            f"--recompute={where}: the model synchronises batch statistics between replicas in its forward pass, which "
+            "the backward pass cannot repeat. Use --recompute=none, or a model without synchronised normalisation."
+        )
+    layers = _blocks(model) if where == BLOCKS else _matching_layers(model, where)
+    for layer in layers:
+        keras_calls.replace_call(layer, functools.partial(_recomputing_call, model))
+    names = [layer.name for layer in layers] or _recompute_stretches(model)
+    if announced:
+        _log.info("recompute: the backward pass calls %d blocks again: %s", len(names), _shortened(names))
+    return names
+
+
+def _shortened(names: Sequence[str], most: int = 6) -> str:
+    return ", ".join([*names[:most], "..."] if len(names) > most else names)
+
+
+def composite_layers(model: keras.Model) -> list[keras.layers.Layer]:
+    """The outermost layers that are made of several layers with weights; models inside the model are looked into."""
+    found = []
+    for layer in _children(model):
+        if isinstance(layer, keras.Model):
+            found += composite_layers(layer)
+        elif sum(bool(_own_weights(inner)) for inner in _inner_layers(layer)) > 1:
+            found.append(layer)
+    return found
+
+
+def _blocks(model: keras.Model) -> list[keras.layers.Layer]:
+    """The composite layers, unless the model is a graph and they are its smaller part, such as its attention."""
+    layers = composite_layers(model)
+    every = keras_internals.all_layers(model)
+    embedded = sum(layer.count_params() for layer in every if isinstance(layer, keras.layers.Embedding))
+    inside = sum(layer.count_params() for layer in layers)
+    is_graph = keras_calls.graph_of(model) is not None
+    return [] if is_graph and 2 * inside < model.count_params() - embedded else layers
+
+
+def _matching_layers(model: keras.Model, pattern: str) -> list[keras.layers.Layer]:
+    """The outermost layers with weights in whose path the pattern is found."""
+    try:
+        expression = re.compile(pattern)
+    except re.error as error:
+        message = f"--recompute={pattern!r} is neither none, blocks nor a regular expression: {error}."
+        raise ConfigError(message) from None
+
+    def matching(layers: Sequence[keras.layers.Layer]) -> list[keras.layers.Layer]:
+        found = []
+        for layer in layers:
+            if layer.weights and expression.search(_path(layer)):
+                found.append(layer)
+            else:
+                found += matching(_children(layer))
+        return found
+
+    found = matching(_children(model))
+    if not found:
+        names = _shortened(sorted(_path(layer) for layer in _children(model) if layer.weights), most=12)
+        raise ConfigError(f"--recompute={pattern!r} matches no layer with weights. The layers of this model: {names}.")
+    return found
+
+
+def _children(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
+    return list(keras_internals.all_layers(layer, include_self=False, recursive=False))
+
+
+def _inner_layers(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
+    return keras_internals.all_layers(layer, include_self=False)
+
+
+def _own_weights(layer: keras.layers.Layer) -> list[keras.Variable]:
+    return keras_internals.weights_made_to_learn(layer)
+
+
+def _path(layer: keras.layers.Layer) -> str:
+    return layer.path or layer.name
+
+
+# Stretches of a graph
+
+
+def _recompute_stretches(model: keras.Model) -> list[str]:
+    """Cuts the graph of a functional model where the fewest tensors cross."""
+    graph = keras_calls.graph_of(model)
+    stretches = [] if graph is None else cut(keras_calls.graph_nodes(graph))
+    if graph is None or len(stretches) < 2:
+        raise ConfigError(
+            f"--recompute=blocks: the model {model.name!r} has no layers that are made of layers, and no graph that "
+            "could be cut. Name layers with --recompute=REGEX."
+        )
+    keras_calls.replace_graph_run(graph, functools.partial(_run_in_stretches, model, stretches))
+    return [f"{stretch[0].operation.name}..{stretch[-1].operation.name}" for stretch in stretches[:-1]]
+
+
+def cut(nodes: Sequence[Any]) -> list[list[Any]]:
+    """Cuts nodes into consecutive stretches of about equal activations, between which a single tensor crosses.
+
+    With n layers and s stretches, about s boundaries and the activations of n/s layers are kept: the fewest for
+    s = sqrt(n).
+
+    Args:
+      nodes: Of a functional model, in the order in which they run.
+    """
+    sizes = [sum(math.prod(size or 1 for size in tensor.shape) for tensor in node.outputs) for node in nodes]
+    weighted = sum(bool(getattr(node.operation, "weights", None)) for node in nodes)
+    target = sum(sizes) / max(round(math.sqrt(weighted)), 1)
+    stretches: list[list[Any]] = [[]]
+    total = 0
+    for index, (node, size) in enumerate(zip(nodes, sizes, strict=True)):
+        stretches[-1].append(node)
+        total += size
+        if total >= target and index + 1 < len(nodes) and len(_crossing(nodes, index)) == 1:
+            stretches.append([])
+            total = 0
+    return stretches
+
+
+def _crossing(nodes: Sequence[Any], index: int) -> set[int]:
+    """Tensors that are made up to a node and read after it."""
+    made = {id(tensor) for node in nodes[: index + 1] for tensor in node.outputs}
+    return made & {id(tensor) for node in nodes[index + 1 :] for tensor in node.input_tensors}
+
+
+def _run_in_stretches(
+    model: keras.Model,
+    stretches: list[list[Any]],
+    graph: Any,
+    plain: Callable[..., Any],
+    /,
+    inputs: Any,
+    **options: Any,
+) -> Any:
+    """Takes the place of `keras.Function._run_through_graph`."""
+    operation_fn = options.get("operation_fn")
+    if operation_fn is None or options.get("call_fn") is not None or not _in_stateless_call(inputs):
+        return plain(inputs, **options)
+    known = {id(symbol): value for symbol, value in zip(graph.inputs, tf.nest.flatten(inputs), strict=True)}
+    wanted = {id(symbol) for symbol in graph.outputs}
+    for place, stretch in enumerate(stretches):
+        later = [node for following in stretches[place + 1 :] for node in following]
+        read = wanted | {id(symbol) for node in later for symbol in node.input_tensors}
+        made = {id(symbol): None for node in stretch for symbol in node.outputs if id(symbol) in read}
+        needed = [id(symbol) for node in stretch for symbol in node.input_tensors]
+        given = {key: known[key] for key in needed if key in known}
+
+        def run(values: list[Any], stretch: Any = stretch, given: Any = given, made: Any = made) -> list[Any]:
+            table = dict(zip(given, values, strict=True))
+            for node in stretch:
+                args, kwargs = node.arguments.fill_in(table)
+                outputs = operation_fn(node.operation)(*args, **kwargs)
+                table.update(zip(map(id, node.outputs), tf.nest.flatten(outputs), strict=False))
+            return [table[key] for key in made]
+
+        is_last = place == len(stretches) - 1  # its backward pass comes first: nothing is gained
+        weights = [variable for node in stretch for variable in getattr(node.operation, "variables", ())]
+        values = list(given.values())
+        results = run(values) if is_last else _recomputed(model, weights, run, (values,), {}, stretch[0].operation.name)
+        known.update(zip(made, results, strict=True))
+    outputs = [known[id(symbol)] for symbol in graph.outputs]
+    return keras.tree.pack_sequence_as(keras_compile.symbolic_outputs(graph), outputs)
+
+
+# One block
+
+
+def _recomputing_call(
+    model: keras.Model, layer: keras.layers.Layer, plain: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    """Takes the place of a layer's `call`."""
+    if not _in_stateless_call((args, kwargs)):
+        return plain(*args, **kwargs)
+    return _recomputed(model, layer.variables, plain, args, kwargs, layer.name)
+
+
+def _in_stateless_call(arguments: Any) -> bool:
+    """Whether values of variables are those of a scope, no block is being recomputed, and arguments are tensors."""
+    scope = keras_calls.innermost_scope()
+    symbolic = any(isinstance(part, keras.KerasTensor) for part in tf.nest.flatten(arguments))
+    return scope is not None and bool(scope.state_mapping) and not isinstance(scope, _BlockScope) and not symbolic
+
+
+class _BlockScope(keras.StatelessScope):
+    """Variables as they were when a block was called first; keeps what the block assigns, and what else it reads."""
+
+    def __init__(self, values: dict[int, tf.Tensor], learning: set[int]) -> None:
+        super().__init__(collect_losses=True)
+        self.state_mapping = values
+        self.updates: dict[int, tuple[keras.Variable, tf.Tensor]] = {}
+        self.others: dict[int, keras.Variable] = {}
+        self._learning = learning
+
+    def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
+        super().add_update(update)
+        self.updates[id(update[0])] = update
+
+    def get_current_value(self, variable: keras.Variable) -> tf.Tensor | None:
+        if id(variable) in self._learning:
+            self.others[id(variable)] = variable
+        return super().get_current_value(variable)
+
+
+def _recomputed(
+    model: keras.Model,
+    variables: Sequence[keras.Variable],
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    name: str,
+) -> Any:
+    """Calls a function of tensors, and computes it again where its gradient is taken.
+
+    Args:
+      model: The model, whose trainable variables have gradients.
+      variables: What the function reads, as far as it is known.
+      function: What to call.
+      args: Its arguments, nested structures with tensors.
+      kwargs: Its arguments by name.
+      name: Of the block, for messages.
+
+    Raises:
+      ConfigError: The function assigns a trainable weight.
+    """
+    outer = keras_calls.innermost_scope()
+    assert outer is not None
+    learning = {id(variable) for variable in model.trainable_variables}
+    weights = {id(variable): variable for variable in variables if id(variable) in learning}
+    while True:
+        block = _Block(dict(outer.state_mapping), weights, learning, function, (args, kwargs))
+        results = tf.recompute_grad(block)(*block.arguments)
+        if not block.others:
+            break
+        # It reads a weight of a layer elsewhere, such as a tied embedding, whose gradient must pass as well.
+        weights = weights | block.others
+    for variable, value in block.updates:
+        if id(variable) in learning:
+            raise ConfigError(
+                f"--recompute: block {name!r} assigns its trainable weight {variable.path!r} in the forward pass, "
+                "which the backward pass must not repeat. Name other layers with --recompute=REGEX."
+            )
+        outer.add_update((variable, value))
+    count = len(results) - block.losses
+    for loss in results[count:]:
+        keras_calls.add_loss(model, outer, loss)
+    return block.outputs(results[:count])
+
+
+class _Block:
+    """A call of a block, as a function of the floating-point tensors that it reads."""
+
+    def __init__(
+        self,
+        values: dict[int, tf.Tensor],
+        weights: dict[int, keras.Variable],
+        learning: set[int],
+        function: Callable[..., Any],
+        given: Any,
+    ) -> None:
+        self._values = values
+        self._weights = list(weights)
+        self._elsewhere = learning - weights.keys()
+        self._function = function
+        self._given = given
+        self._parts = tf.nest.flatten(given)
+        # Now: attention removes the masks of what it is called with.
+        self._masks_given = [keras_internals.mask_of(part) for part in self._parts]
+        self._places = [place for place, part in enumerate(self._parts) if _is_float(part)]
+        self._state = keras_calls.thread_state()
+        self._example_weights = current_example_weights()
+        self._first = True
+        self.others: dict[int, keras.Variable] = {}
+        self.updates: list[tuple[keras.Variable, tf.Tensor]] = []
+        self.losses = 0
+        self._structure: Any = None
+        self._outputs: list[Any] = []
+        self._masks: list[Any] = []
+
+    @property
+    def arguments(self) -> list[tf.Tensor]:
+        """Inputs, then weights."""
+        return [*(self._parts[place] for place in self._places), *(self._values[each] for each in self._weights)]
+
+    def __call__(self, *tensors: tf.Tensor) -> list[tf.Tensor]:
+        """The floating-point outputs, then the losses."""
+        parts = list(self._parts)
+        for place, tensor in zip(self._places, tensors[: len(self._places)], strict=True):
+            parts[place] = keras_internals.set_mask(tensor, self._masks_given[place])
+        args, kwargs = tf.nest.pack_sequence_as(self._given, parts)
+        values = self._values | dict(zip(self._weights, tensors[len(self._places) :], strict=True))
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(keras_calls.in_thread_state(self._state))
+            if self._example_weights is not None:
+                stack.enter_context(example_weights(self._example_weights))
+            scope = stack.enter_context(_BlockScope(values, self._elsewhere))
+            outputs = self._function(*args, **kwargs)
+        flat = tf.nest.flatten(outputs)
+        if self._first:
+            self._first = False
+            self._structure, self._outputs = outputs, flat
+            self._masks = [keras_internals.mask_of(part) for part in flat]
+            self.others, self.updates = scope.others, list(scope.updates.values())
+            self.losses = len(scope.losses)
+        return [*(part for part in flat if _is_float(part)), *map(tf.convert_to_tensor, scope.losses)]
+
+    def outputs(self, results: Sequence[tf.Tensor]) -> Any:
+        """The outputs in their structure, with those that carry a gradient taken from `results`."""
+        carried: Iterator[tf.Tensor] = iter(results)
+        parts = [next(carried) if _is_float(part) else part for part in self._outputs]
+        for part, mask in zip(parts, self._masks, strict=True):
+            keras_internals.set_mask(part, mask)
+        return tf.nest.pack_sequence_as(self._structure, parts)
+
+
+def _is_float(part: Any) -> bool:
+    return isinstance(part, tf.Tensor) and part.dtype.is_floating
