@@ -17,7 +17,8 @@ from tfpar.process.startup import quiet_startup
 
 if TYPE_CHECKING:
     from tfpar import inputs, models
-    from tfpar.checkpoint.model_files import check_model_file, examples_of_run, load_model, task_spec
+    from tfpar.checkpoint.keras_file import check_model_file
+    from tfpar.checkpoint.model_files import examples_of_run, load_model, task_spec
     from tfpar.config import ConfigError, ExperimentConfig
     from tfpar.config.errors import TrainingError
     from tfpar.drop_in import (
@@ -55,7 +56,7 @@ _HOMES = {
     "Runtime": "tfpar.parallel.strategies",
     "Trainer": "tfpar.training.trainer",
     "TrainingError": "tfpar.config",
-    "check_model_file": "tfpar.checkpoint.model_files",
+    "check_model_file": "tfpar.checkpoint.keras_file",
     "examples_of_run": "tfpar.checkpoint.model_files",
     "init_cluster": "tfpar.drop_in",
     "initialize": "tfpar.training.start",

@@ -10,6 +10,7 @@ from typing import Any
 
 from tfpar import inputs, models
 from tfpar.checkpoint import checkpointer
+from tfpar.checkpoint.keras_file import check_model_file
 from tfpar.config import CUSTOM, ConfigError, ExperimentConfig
 
 import keras
@@ -43,25 +44,6 @@ def task_spec(source: inputs.AnySource) -> models.TaskSpec:
         input_dtype=info.input_spec.dtype.name,
         num_classes=info.num_classes,
     )
-
-
-def check_model_file(path: str, *, flag: str = "--model_file") -> None:
-    """Refuses what is not a `.keras` file, without loading it.
-
-    Args:
-      path: The file.
-      flag: The flag that named the file, for errors.
-
-    Raises:
-      ConfigError: No such file, or another kind of file.
-    """
-    try:
-        with zipfile.ZipFile(path) as archive:
-            complete = {"config.json", "metadata.json"} <= set(archive.namelist())
-    except (OSError, zipfile.BadZipFile):
-        complete = False
-    if not complete:
-        raise ConfigError(f"{flag}={path} is not a .keras file. A finished run leaves one as WORKDIR/model.keras.")
 
 
 def examples_of_run(config: ExperimentConfig, path: str, given: Callable[[str], bool]) -> ExperimentConfig:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tfpar.checkpoint import checkpointer
-from tfpar.checkpoint.model_files import check_model_file, load_model
+from tfpar.checkpoint.keras_file import check_model_file
+from tfpar.checkpoint.model_files import load_model
 from tfpar.config import ConfigError, ExperimentConfig
 
 import keras

@@ -12,7 +12,7 @@ import json
 from collections.abc import Sequence
 
 import tfpar
-from tfpar.config import ConfigError, flags
+from tfpar.config import ConfigError, catalog, flags
 
 from absl import flags as absl_flags
 
@@ -31,16 +31,17 @@ def run(argv: Sequence[str] | None = None, program: str = "") -> None:
 
 
 def main(_: list[str]) -> None:
-    import keras  # here, so that --help and a wrong flag need not wait for TensorFlow
-
     config, given = flags.experiment_config(), absl_flags.FLAGS
     if not given.model_file:
         raise ConfigError("--model_file is missing: name a .keras file, e.g. --model_file=runs/quickstart/model.keras.")
+    tfpar.check_model_file(given.model_file)
+    catalog.check_built_in(config)
+    import keras  # here, so that --help and a wrong flag need not wait for TensorFlow
+
     config = tfpar.examples_of_run(config, given.model_file, flags.is_given)
     # A batch that the replicas cannot divide costs an evaluation nothing but padding.
     config = dataclasses.replace(config, input=dataclasses.replace(config.input, uneven_batches=True))
     tfpar.validate(config)
-    tfpar.check_model_file(given.model_file)
     source = tfpar.inputs.build_source(config.input, given.split, config.train.seed)
     runtime = tfpar.initialize(config)
     trainer = tfpar.Trainer(

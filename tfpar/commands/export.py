@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import tfpar
-from tfpar.config import ConfigError, flags
+from tfpar.config import ConfigError, catalog, flags
 
 from absl import flags as absl_flags
 
@@ -58,9 +58,6 @@ def onnx(path: pathlib.Path) -> Callable[[np.ndarray], np.ndarray]:
 
 
 def main(_: list[str]) -> None:
-    import numpy as np  # here, so that --help and a wrong flag need not wait for TensorFlow
-    import tensorflow as tf
-
     config, given = flags.experiment_config(), absl_flags.FLAGS
     if not given.model_file or not given.output:
         raise ConfigError(
@@ -76,6 +73,10 @@ def main(_: list[str]) -> None:
         except ImportError as error:
             raise ConfigError(f"--format=onnx needs {error.name}: pip install 'tfpar[onnx]'.") from error
     tfpar.check_model_file(given.model_file)
+    catalog.check_built_in(config)
+    import numpy as np  # here, so that --help and a wrong flag need not wait for TensorFlow
+    import tensorflow as tf
+
     source = tfpar.inputs.build_source(config.input, "validation")
     if not source.info.num_examples:
         raise ConfigError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import tfpar
-from tfpar.config import flags
+from tfpar.config import catalog, flags
 
 
 def run(argv: Sequence[str] | None = None, program: str = "") -> None:
@@ -25,6 +25,7 @@ def run(argv: Sequence[str] | None = None, program: str = "") -> None:
 
 def main(_: list[str]) -> None:
     config = flags.experiment_config()
+    catalog.check_built_in(config)
     import keras  # here, so that --help and a wrong flag need not wait for TensorFlow
 
     tfpar.validate(config)

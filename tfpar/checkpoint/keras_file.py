@@ -1,0 +1,26 @@
+"""What a `.keras` file is, without loading it or TensorFlow."""
+
+from __future__ import annotations
+
+import zipfile
+
+from tfpar.config import ConfigError
+
+
+def check_model_file(path: str, *, flag: str = "--model_file") -> None:
+    """Refuses what is not a `.keras` file, without loading it.
+
+    Args:
+      path: The file.
+      flag: The flag that named the file, for errors.
+
+    Raises:
+      ConfigError: No such file, or another kind of file.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            complete = {"config.json", "metadata.json"} <= set(archive.namelist())
+    except (OSError, zipfile.BadZipFile):
+        complete = False
+    if not complete:
+        raise ConfigError(f"{flag}={path} is not a .keras file. A finished run leaves one as WORKDIR/model.keras.")

@@ -1,0 +1,42 @@
+"""Names that options take and that come with tfpar, for a quick answer to a wrong one.
+
+What there really is, the registries say: a program may add to them. They live beside code that needs TensorFlow, which
+takes seconds to load, so commands that cannot have added anything look here first. A test compares the two.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from tfpar.config.errors import unknown_name
+from tfpar.config.experiment import ExperimentConfig
+from tfpar.config.sections import CUSTOM
+from tfpar_ops.formats import FORMATS
+
+# Option: the module that adds to what it takes, and the names that come with tfpar. What follows a colon is no name.
+BUILT_IN = {
+    "model": (
+        "tfpar.models",
+        (
+            *("convnet", "mlp", "resnet18", "resnet34", "resnet50", "transformer_lm_gpt2", "transformer_lm_small"),
+            *("transformer_lm_tiny", "vit", "vit_base", "vit_small", "vit_tiny"),
+        ),
+    ),
+    "optimizer": ("tfpar.optim", ("adam", "adamw", "lamb", "lars", "lion", "muon", "sgd")),
+    "schedule": ("tfpar.optim", ("constant", "cosine", "cyclic", "one_cycle", "plateau", "step")),
+    "exchange": ("tfpar.exchange", (*FORMATS, "auto", "none", "powersgd")),
+    "dataset": ("tfpar.inputs", ("csv", "digits", "images", "parquet", "synthetic", "text", "tfds", "tfrecord")),
+}
+
+
+def check_built_in(config: ExperimentConfig) -> None:
+    """Refuses names that do not come with tfpar, of options that nobody can have added any to yet.
+
+    Raises:
+      ConfigError: With the nearest names.
+    """
+    options = config.as_flat_dict()
+    for option, (module, names) in BUILT_IN.items():
+        name = str(options[option]).partition(":")[0]
+        if module not in sys.modules and name not in (*names, CUSTOM):
+            raise unknown_name(f"--{option}", name, names)
