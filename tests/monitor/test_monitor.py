@@ -616,3 +616,20 @@ def test_a_line_is_about_the_last_hundred_steps_however_often_it_is_shown():
 @pytest.mark.parametrize(("seconds", "text"), [(0.2, "0:00"), (59.6, "1:00"), (3599, "59:59"), (36000, "10:00:00")])
 def test_durations_read_as_clocks(seconds, text):
     assert format_seconds(seconds) == text
+
+
+def test_verbose_2_says_evaluations_within_epochs_once(capsys):
+    monitor = Monitor(None, is_chief=True, config=_config(verbose=2), total_steps=20)
+    monitor.on_steps(4, np.full(4, 1.0), _durations(4), {})
+    monitor.on_evaluation(4, {"loss": 3.0, "examples": 8})
+    monitor.on_steps(10, np.full(6, 1.0), _durations(6), {})
+    monitor.on_evaluation(10, {"loss": 2.0, "examples": 8})
+    monitor.on_epoch(0, 10, {"loss": 1.0, "val_loss": 2.0})
+    monitor.on_steps(15, np.full(5, 1.0), _durations(5), {})
+    monitor.on_evaluation(15, {"loss": 1.5, "examples": 8})
+    monitor.finish({})
+    assert capsys.readouterr().out.splitlines() == [
+        "evaluation at step 4  loss 3.0000  (8 examples)",
+        "epoch 1  step 10/20  loss 1.0000  val_loss 2.0000",
+        "evaluation at step 15  loss 1.5000  (8 examples)",
+    ]

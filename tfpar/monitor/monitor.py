@@ -10,6 +10,7 @@ from typing import Any
 
 from tfpar.config import ExperimentConfig
 from tfpar.monitor import options_record, tags
+from tfpar.monitor.epoch_lines import EpochLines
 from tfpar.monitor.histograms import WeightHistograms, Weights
 from tfpar.monitor.metrics_table import MetricsTable
 from tfpar.monitor.profiling import VIEWER, ProfileWindow
@@ -77,7 +78,7 @@ class Monitor:
         self._lowest_level = logging.INFO if verbose else logs.NOTE
         self._is_chief, self._workdir = is_chief, workdir
         self._progress = (progress or Progress(total_steps)) if verbose == 1 else None
-        self._epochs_in_lines = verbose == 2
+        self._epochs = EpochLines(total_steps, self.message) if verbose == 2 else None
         self._recent = RecentSteps()
         self._point = Window()
         self._metric_results = metric_results
@@ -212,6 +213,8 @@ class Monitor:
         durations = np.asarray(durations, np.float64)
         counts = np.full(len(losses), float(self._global_batch_size)) if examples is None else np.asarray(examples)
         self._timings.add(durations, counts)
+        if self._epochs:
+            self._epochs.flush()
         if self._progress:
             self._recent.add(losses, durations, counts, metric_sums)
             if self._progress.due() or last_step >= self._total_steps:
@@ -229,9 +232,8 @@ class Monitor:
           last_step: Finished steps after it.
           values: Loss and metrics by name.
         """
-        if self._epochs_in_lines:
-            shown = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
-            self.message(f"epoch {number + 1}  step {last_step}/{self._total_steps}  {shown}")
+        if self._epochs:
+            self._epochs.on_epoch(number, last_step, values)
 
     def on_evaluation(self, step: int, results: Mapping[str, float]) -> None:
         """Records an evaluation.
@@ -248,8 +250,11 @@ class Monitor:
             self._events.flush()
         values = "  ".join(f"{name} {value:.4f}" for name, value in shown.items())
         count = f"  ({results['examples']:.0f} examples)" if "examples" in results else ""
-        if not self._epochs_in_lines:  # whose lines have it, too
-            self.message(f"evaluation at step {step}  {values}{count}")
+        line = f"evaluation at step {step}  {values}{count}"
+        if self._epochs:
+            self._epochs.on_evaluation(step, line)
+        else:
+            self.message(line)
 
     def text(self, tag: str, text: str, *, step: int = 0) -> None:
         """Records text, shown as it is, in TensorBoard."""
@@ -288,12 +293,11 @@ class Monitor:
         """
         if self._progress:
             self._progress.close()
+        if self._epochs:
+            self._epochs.flush()
         if self._events:
-            names = {
-                "train_loss": "training/final_loss",
-                "examples_per_second": "time/final_examples_per_second",
-                "mfu": "time/final_mfu",
-            }
+            names = {"train_loss": "training/final_loss", "mfu": "time/final_mfu"}
+            names["examples_per_second"] = "time/final_examples_per_second"
             final = {tag: summary[name] for name, tag in names.items() if summary.get(name) is not None}
             if final:
                 self._events.scalars("eval", int(summary.get("steps", self._total_steps)), final)
@@ -317,7 +321,7 @@ class Monitor:
         scalars = {**scalars, **self._metric_results(sums)}
         metrics = [name for name in scalars if name not in tags.TAGS and name != "loss"]
         return {
-            "loss": f"{shown.loss:.4f} ({_mean_of(shown.steps)})",
+            "loss": f"{shown.loss:.4f} ({shown.span})",
             **{name: f"{scalars[name]:.4f}" for name in metrics[:1]},
             "examples/s": f"{shown.examples_per_second:.0f}",
             "input wait": f"{100 * shown.input_wait_fraction:.1f}%",
@@ -392,7 +396,3 @@ class Monitor:
                 f"profiled steps {self._profile.first} to {self._profile.last}: tab PROFILE of TensorBoard "
                 f"(needs xprof: {VIEWER})"
             )
-
-
-def _mean_of(steps: int) -> str:
-    return f"mean of {steps} steps" if steps > 1 else "1 step"

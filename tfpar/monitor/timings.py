@@ -87,6 +87,11 @@ class Window:
         return float(self._seconds[_TOTAL])
 
     @property
+    def span(self) -> str:
+        """What `loss` is about: `1 step`, `mean of 100 steps`."""
+        return f"mean of {self.steps} steps" if self.steps > 1 else "1 step"
+
+    @property
     def loss(self) -> float:
         """Mean over the steps whose loss is finite; NaN if there is none."""
         return self._loss_sum / self._finite if self._finite else float("nan")

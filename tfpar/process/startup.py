@@ -17,7 +17,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from tfpar.process.activity import activity
@@ -61,7 +61,8 @@ def quiet_startup(verbose: bool | None = None) -> None:
         # What TensorFlow 2.21 logs as an error and has consequences also reaches Python as an exception.
         has_gpu = any(glob.glob(pattern) for pattern in _GPU_FILES)
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2" if has_gpu else "3")
-        sys.meta_path.insert(0, _QuietImport())
+        loading = {"tensorflow": _loading_tensorflow, "keras": _loading_keras}
+        sys.meta_path[:0] = [_QuietImport(name, context) for name, context in loading.items()]
 
 
 @contextlib.contextmanager
@@ -115,11 +116,20 @@ def _hide_harmless(record: logging.LogRecord) -> bool:
 
 
 class _QuietImport(importlib.abc.MetaPathFinder):
-    """Wraps the first import of TensorFlow, wherever it happens."""
+    """Wraps the first import of a package, wherever it happens.
+
+    Args:
+      name: Of the package.
+      loading: What makes the context of the import.
+    """
+
+    def __init__(self, name: str, loading: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
+        self._name = name
+        self._loading = loading
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        """The other finders' answer, with a quiet loader; None for anything but TensorFlow."""
-        if fullname != "tensorflow":
+        """The other finders' answer, with a quiet loader; None for any other package."""
+        if fullname != self._name:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
@@ -128,8 +138,19 @@ class _QuietImport(importlib.abc.MetaPathFinder):
             load = loader.exec_module
 
             def load_quietly(module: Any) -> None:
-                with filtered_stderr(), _collector_paused(), activity("loading TensorFlow", in_logs=False):
+                with self._loading():
                     load(module)
 
             loader.exec_module = load_quietly
         return spec
+
+
+@contextlib.contextmanager
+def _loading_tensorflow() -> Iterator[None]:
+    with filtered_stderr(), _collector_paused(), activity("loading TensorFlow", in_logs=False):
+        yield
+
+
+def _loading_keras() -> contextlib.AbstractContextManager[None]:
+    """Keras loads TensorFlow first, whose line is shown meanwhile, and scikit-learn and Matplotlib where there are."""
+    return activity("loading Keras", in_logs=False)
