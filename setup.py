@@ -44,7 +44,7 @@ INSTALL = [
     "filelock>=4.2,<5",
     "safetensors>=0.5,<1",  # checkpoints: bytes with a JSON header, nothing that can execute
     "scikit-learn>=1.5,<2",  # ships the digits data set
-    "pillow>=10,<14",  # TFDS decodes and TensorBoard encodes images with it
+    "pillow>=10.1,<14",  # TFDS decodes and TensorBoard encodes images with it
 ]
 ONNX = ["tf2onnx>=1.16,<2", "onnxruntime>=1.20,<2"]
 TABLES = ["pyarrow>=18,<27"]  # CSV and Parquet files

@@ -49,8 +49,13 @@ def test_a_confusion_matrix_is_blue_on_its_diagonal_and_red_beside_it():
     mistaken = figures.confusion_matrix(counts, ["cat", "dog", "2"])[0].astype(int)
     changed = np.argwhere(mistaken[..., 0] > mistaken[..., 2] + 60)
     (top, left), (bottom, right) = changed.min(axis=0), changed.max(axis=0)
-    assert 96 <= top <= bottom < 96 + 36  # the first row
-    assert 96 + 72 <= left <= right < 96 + 108  # the third column
+    assert 110 <= top <= bottom < 110 + 40  # the first row
+    assert 110 + 80 <= left <= right < 110 + 120  # the third column
+
+
+@pytest.mark.parametrize(("share", "text"), [(1.0, "100"), (0.999, "99"), (0.056, "6"), (0.005, "1"), (0.001, "<1")])
+def test_shares_are_whole_percents(share, text):
+    assert figures.percent_text(share) == text
 
 
 def stripes(count: int) -> inputs.Source:

@@ -29,6 +29,7 @@ from tfpar.cluster import port_filter
 from tfpar.config import ConfigError
 from tfpar.doctor.checks import FAIL, OK, WARN, Check, check_tensorflow
 from tfpar.doctor.probe import Probe
+from tfpar.process.activity import activity
 
 _SHOWN_VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
@@ -281,7 +282,8 @@ def main(argv: Sequence[str] | None = None, program: str = "python -m tfpar.doct
     parser.add_argument("--data_dir", default="", help="where data sets are kept (default: that of TFDS)")
     parser.add_argument("--timeout", type=float, default=5.0, help="seconds for peers to answer (default: 5)")
     values = parser.parse_args(argv)
-    checks = examine(values.data_dir, values.timeout)
+    with activity("checking machine, TensorFlow and cluster", shown=not values.json, in_logs=False):
+        checks = examine(values.data_dir, values.timeout)
     healthy = all(check.status != FAIL for check in checks)
     if values.json:
         print(json.dumps({"ok": healthy, "checks": [dataclasses.asdict(check) for check in checks]}, indent=2))

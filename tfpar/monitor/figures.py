@@ -9,7 +9,9 @@ from PIL import Image, ImageDraw, ImageFont
 
 _COLUMNS = 4
 _SMALLEST, _LARGEST = 96, 256  # height and width of an image in a sheet, pixels
-_CELL, _STRIP = 36, 18
+_STRIP = 20
+# TensorBoard shows a matrix of ten classes at about two thirds of this size.
+_CELL, _MARGIN, _TEXT, _LARGE_TEXT = 40, 110, 13, 18
 _BLACK, _RED, _WHITE = (0, 0, 0), (200, 0, 0), (255, 255, 255)
 
 
@@ -34,7 +36,7 @@ def sheet(images: np.ndarray, captions: Sequence[str], wrong: Sequence[bool] = (
     width, height = max(1, round(width * factor)), max(1, round(height * factor))
     rows = -(-len(pictures) // _COLUMNS)
     canvas = Image.new("RGB", (_COLUMNS * (width + 8), rows * (height + _STRIP + 8)), _WHITE)
-    draw, font = ImageDraw.Draw(canvas), ImageFont.load_default()
+    draw, font = ImageDraw.Draw(canvas), ImageFont.load_default(_TEXT)
     for place, (picture, caption) in enumerate(zip(pictures, captions, strict=True)):
         left, top = place % _COLUMNS * (width + 8) + 4, place // _COLUMNS * (height + _STRIP + 8) + 4
         method = Image.Resampling.NEAREST if factor >= 1 else Image.Resampling.BILINEAR
@@ -54,22 +56,24 @@ def confusion_matrix(counts: np.ndarray, names: Sequence[str]) -> np.ndarray:
     Returns:
       Uint8 `[1, height, width, 3]`.
     """
-    classes, margin = len(counts), 96
+    classes = len(counts)
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1.0)
-    canvas = Image.new("RGB", (margin + classes * _CELL + 8, margin + classes * _CELL + _STRIP), _WHITE)
-    draw, font = ImageDraw.Draw(canvas), ImageFont.load_default()
-    draw.text((4, 4), "rows: label", fill=_BLACK, font=font)
-    draw.text((4, 4 + _STRIP), "columns: prediction", fill=_BLACK, font=font)
+    canvas = Image.new("RGB", (_MARGIN + classes * _CELL + 8, _MARGIN + classes * _CELL + 8), _WHITE)
+    draw, font = ImageDraw.Draw(canvas), ImageFont.load_default(_LARGE_TEXT)
+    for line, text in enumerate(("rows: label", "columns:", "prediction", "in percent")):
+        draw.text((4, 2 + line * (_LARGE_TEXT + 2)), text, fill=_BLACK, font=font)
     for row in range(classes):
-        top = margin + row * _CELL
-        name = _fitting(draw, font, str(names[row]), margin - 8)
-        draw.text((margin - 6, top + _CELL / 2), name, fill=_BLACK, font=font, anchor="rm")
-        upright = Image.new("RGB", (margin - 2 * _STRIP - 10, _STRIP), _WHITE)
-        short = _fitting(draw, font, str(names[row]), upright.width)
-        ImageDraw.Draw(upright).text((2, _STRIP / 2), short, fill=_BLACK, font=font, anchor="lm")
-        canvas.paste(upright.rotate(90, expand=True), (top + (_CELL - _STRIP) // 2, margin - upright.width - 2))
+        top = _MARGIN + row * _CELL
+        name = _fitting(draw, font, str(names[row]), _MARGIN - 10)
+        draw.text((_MARGIN - 6, top + _CELL / 2), name, fill=_BLACK, font=font, anchor="rm")
+        if draw.textlength(name, font=font) <= _CELL:
+            draw.text((top + _CELL / 2, _MARGIN - 6), name, fill=_BLACK, font=font, anchor="mb")
+        else:
+            upright = Image.new("RGB", (_MARGIN - 10, _CELL), _WHITE)
+            ImageDraw.Draw(upright).text((2, _CELL / 2), name, fill=_BLACK, font=font, anchor="lm")
+            canvas.paste(upright.rotate(90, expand=True), (top, 4))
         for column in range(classes):
-            left, share = margin + column * _CELL, float(shares[row, column])
+            left, share = _MARGIN + column * _CELL, float(shares[row, column])
             # Blue for what is right, red for what is not; a rare mistake must still be seen.
             strength = share if row == column else share**0.5
             weak = round(255 * (1.0 - strength))
@@ -78,13 +82,13 @@ def confusion_matrix(counts: np.ndarray, names: Sequence[str]) -> np.ndarray:
             if counts[row, column]:
                 ink = _WHITE if strength > 0.6 else _BLACK
                 middle = (left + _CELL / 2, top + _CELL / 2)
-                draw.text(middle, _percent(share), fill=ink, font=font, anchor="mm")
+                draw.text(middle, percent_text(share), fill=ink, font=font, anchor="mm")
     return np.asarray(canvas)[np.newaxis]
 
 
-def _percent(share: float) -> str:
-    percent = 100.0 * share
-    return f"{percent:.0f}" if percent >= 9.95 or percent == round(percent) else f"{max(percent, 0.1):.1f}"
+def percent_text(share: float) -> str:
+    """A share above 0 in whole percent: a decimal point would be lost where TensorBoard shrinks the picture."""
+    return "<1" if share < 0.005 else str(min(max(round(100.0 * share), 1), 99 if share < 1.0 else 100))
 
 
 def _fitting(
