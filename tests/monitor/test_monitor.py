@@ -618,6 +618,17 @@ def test_durations_read_as_clocks(seconds, text):
     assert format_seconds(seconds) == text
 
 
+def test_the_live_line_does_not_stay_behind_an_evaluation():
+    stream, clock = io.StringIO(), _Clock()
+    progress = Progress(20, stream=stream, live=True, clock=clock)
+    monitor = Monitor(None, is_chief=True, config=_config(), total_steps=20, progress=progress)
+    for step in (1, 2, 3):  # the clock stands still: the line is due once
+        monitor.on_steps(step, np.ones(1), _durations(1), {})
+    monitor.on_evaluation(3, {"loss": 2.0})
+    assert re.findall(r"step +(\d+)/20", stream.getvalue()) == ["1", "3"]
+    progress.close()
+
+
 def test_verbose_2_says_evaluations_within_epochs_once(capsys):
     monitor = Monitor(None, is_chief=True, config=_config(verbose=2), total_steps=20)
     monitor.on_steps(4, np.full(4, 1.0), _durations(4), {})

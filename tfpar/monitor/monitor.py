@@ -13,7 +13,7 @@ from tfpar.monitor import options_record, tags
 from tfpar.monitor.epoch_lines import EpochLines
 from tfpar.monitor.histograms import WeightHistograms, Weights
 from tfpar.monitor.metrics_table import MetricsTable
-from tfpar.monitor.profiling import VIEWER, ProfileWindow
+from tfpar.monitor.profiling import ProfileWindow, needs_viewer
 from tfpar.monitor.progress import Progress
 from tfpar.monitor.tensorboard import EventFiles
 from tfpar.monitor.timings import MetricSums, RecentSteps, Timings, Window
@@ -254,6 +254,8 @@ class Monitor:
         if self._epochs:
             self._epochs.on_evaluation(step, line)
         else:
+            if self._progress:
+                self._progress.refresh(step)
             self.message(line)
 
     def text(self, tag: str, text: str, *, step: int = 0) -> None:
@@ -393,6 +395,6 @@ class Monitor:
     def _stop_profile(self) -> None:
         if self._profile.running and self._profile.stop():
             self.message(
-                f"profiled steps {self._profile.first} to {self._profile.last}: tab PROFILE of TensorBoard "
-                f"(needs xprof: {VIEWER})"
+                f"profiled steps {self._profile.first} to {self._profile.last}: tab PROFILE of TensorBoard"
+                f"{needs_viewer()}"
             )

@@ -8,6 +8,7 @@ overlap with the step before.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import logging
 import pathlib
 import shutil
@@ -16,8 +17,12 @@ import tempfile
 import tensorflow as tf
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
-VIEWER = "pip install 'tfpar[profile]'"
 _log = logging.getLogger(__name__)
+
+
+def needs_viewer() -> str:
+    """How to install the viewer, in brackets; empty where it is."""
+    return "" if importlib.util.find_spec("xprof") else " (needs xprof: pip install 'tfpar[profile]')"
 
 
 class ProfileWindow:

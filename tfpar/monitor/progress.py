@@ -57,6 +57,7 @@ class Progress:
         self._terminal = TerminalLine(self.stream, live=self._live)
         self._shown_at: float | None = None
         self._start: tuple[int, float] | None = None
+        self._values: Mapping[str, str] = {}
 
     def due(self) -> bool:
         """Whether `update` would show something now; saves working out what nobody sees."""
@@ -76,7 +77,7 @@ class Progress:
             now = self._clock()
             if self._start is None:
                 self._start = (step, now)  # what came before was mostly compilation
-            self._shown_at = now
+            self._shown_at, self._values = now, values
             line = self._format(step, values, self._eta(step, now))
             if self._live and (not self._logs_lines or _log.isEnabledFor(logging.INFO)):
                 logs.attach(self._terminal)
@@ -85,6 +86,12 @@ class Progress:
                 _log.info("%s", line)
             else:
                 self._terminal.message(line)
+
+    def refresh(self, step: int) -> None:
+        """Moves the live line on to a step, with the values that it shows: a message may be about this step."""
+        with self._lock:
+            if self._values and self._live:
+                self._terminal.show(self._format(step, self._values, self._eta(step, self._clock())))
 
     def message(self, text: str) -> None:
         """Writes whole lines above the live line."""
