@@ -51,7 +51,8 @@ TABLES = ["pyarrow>=18,<27"]  # CSV and Parquet files
 HUB = ["keras-hub>=0.32,<0.33"]  # presets for experiments/finetune.py
 PROFILE = ["xprof>=2.20,<3"]  # TensorBoard's tab PROFILE
 WANDB = ["wandb>=0.19,<1"]
-MLFLOW = ["mlflow-skinny>=2.20,<4"]  # the client, which `mlflow` brings as well
+# The client, which `mlflow` brings as well, and what it needs for mlflow.db, where nobody names a server.
+MLFLOW = ["mlflow-skinny>=2.20,<4", "sqlalchemy>=2,<3", "alembic>=1.13,<2", "sqlparse>=0.5,<1"]
 DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.7,<10", "mkdocstrings[python]>=1.0,<2"]
 NOTEBOOK = ["ipykernel>=6.29,<8", "matplotlib>=3.9,<4"]
 TEST = [

@@ -181,6 +181,9 @@ def test_a_library_for_another_tensorflow_is_an_error_of_the_import(copy):
         assert way in line
     after = python("import tensorflow, tfpar_ops", copy.parent)
     assert f"and {tf.__version__} is installed." in after.stderr
+    command = python("import sys; from tfpar.commands import cli; sys.exit(cli.main(['train', 'image']))", copy.parent)
+    assert command.returncode == 2
+    assert command.stderr.startswith("error: tfpar_ops was built for TensorFlow 2.20.0")
 
     reference = python(_ROUND_TRIP, copy.parent, TFPAR_OPS="reference")
     assert reference.returncode == 0, reference.stderr

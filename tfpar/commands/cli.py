@@ -86,7 +86,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(module: str, program: str, arguments: list[str]) -> int:
-    found = importlib.import_module(module)
+    try:
+        found = importlib.import_module(module)
+    except ImportError as error:  # not imported above: importing what defines it is what fails
+        if type(error).__name__ != "LibraryError":
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return USAGE_ERROR
     if module in _WITH_EXIT_CODE:
         return found.main(arguments, program)
     sys.argv = [program, *arguments]  # absl's logs are named after it

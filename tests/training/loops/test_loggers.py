@@ -52,12 +52,12 @@ def test_a_csv_file_has_a_row_every_so_many_steps_and_continues(tmp_path):
     assert float(rows[-1]["val_accuracy"]) == result["eval"]["accuracy"]
 
 
-def test_mlflow_gets_metrics_parameters_and_an_end(tmp_path, monkeypatch):
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    mlflow.set_tracking_uri(tmp_path.as_uri())
+def test_mlflow_gets_metrics_parameters_and_an_end(tmp_path):
+    store = f"sqlite:///{tmp_path}/mlflow.db"  # where nobody names a server, MLflow keeps such a file
+    mlflow.set_tracking_uri(store)
     hook = tfpar.loggers.mlflow(every=2, experiment="signs", params={"learning_rate": 0.1}, run_name="first")
     losses, result = fit([hook])
-    client = mlflow.MlflowClient(tmp_path.as_uri())
+    client = mlflow.MlflowClient(store)
     (run,) = client.search_runs([client.get_experiment_by_name("signs").experiment_id])
     assert run.info.status == "FINISHED"
     assert run.info.run_name == "first"

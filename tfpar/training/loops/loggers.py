@@ -70,7 +70,10 @@ def wandb(*, every: int, **init: Any) -> Hook:
 
 
 def mlflow(*, every: int, experiment: str = "", params: Mapping[str, Any] | None = None, **start_run: Any) -> Hook:
-    """Logs to MLflow (`pip install 'tfpar[mlflow]'`), at the tracking server that MLFLOW_TRACKING_URI names.
+    """Logs to MLflow (`pip install 'tfpar[mlflow]'`).
+
+    MLFLOW_TRACKING_URI, or `mlflow.set_tracking_uri`, says where: a server, or by default the file `mlflow.db` in the
+    working directory.
 
     Args:
       every: Steps between rows.
