@@ -7,8 +7,10 @@ Data set, held-out share, window and seed are those of the run in whose workdir 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import sys
 from collections.abc import Sequence
 
 import tfpar
@@ -38,22 +40,23 @@ def main(_: list[str]) -> None:
     catalog.check_built_in(config)
     import keras  # here, so that --help and a wrong flag need not wait for TensorFlow
 
-    config = tfpar.examples_of_run(config, given.model_file, flags.is_given)
-    # A batch that the replicas cannot divide costs an evaluation nothing but padding.
-    config = dataclasses.replace(config, input=dataclasses.replace(config.input, uneven_batches=True))
-    tfpar.validate(config)
-    source = tfpar.inputs.build_source(config.input, given.split, config.train.seed)
-    runtime = tfpar.initialize(config)
-    trainer = tfpar.Trainer(
-        lambda: tfpar.load_model(given.model_file, tfpar.task_spec(source)),
-        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        metrics=[
-            keras.metrics.SparseCategoricalAccuracy(name="accuracy"),
-            *([tfpar.models.BitsPerByte()] if source.info.task == tfpar.inputs.LANGUAGE_MODEL else []),
-        ],
-        config=config,
-        runtime=runtime,
-    )
-    results = trainer.evaluate(source)
+    with contextlib.redirect_stdout(sys.stderr):  # so that standard output is the result alone
+        config = tfpar.examples_of_run(config, given.model_file, flags.is_given)
+        # A batch that the replicas cannot divide costs an evaluation nothing but padding.
+        config = dataclasses.replace(config, input=dataclasses.replace(config.input, uneven_batches=True))
+        tfpar.validate(config)
+        source = tfpar.inputs.build_source(config.input, given.split, config.train.seed)
+        runtime = tfpar.initialize(config)
+        trainer = tfpar.Trainer(
+            lambda: tfpar.load_model(given.model_file, tfpar.task_spec(source)),
+            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=[
+                keras.metrics.SparseCategoricalAccuracy(name="accuracy"),
+                *([tfpar.models.BitsPerByte()] if source.info.task == tfpar.inputs.LANGUAGE_MODEL else []),
+            ],
+            config=config,
+            runtime=runtime,
+        )
+        results = trainer.evaluate(source)
     if runtime.topology.is_chief:
         print(json.dumps(results, indent=2))

@@ -345,6 +345,8 @@ class MonitorConfig(ConfigBase):
     )
 
     def __post_init__(self) -> None:
+        if self.verbose in (True, False, "auto"):  # as Keras' methods take it
+            object.__setattr__(self, "verbose", 1 if self.verbose == "auto" else int(self.verbose))
         super().__post_init__()
         self.profile_window()
         self.profiles(0)

@@ -41,6 +41,24 @@ def total_steps(config: TrainConfig, steps: int | None, epochs: float | None, st
     return total
 
 
+def check_profile(window: tuple[int, int] | None, total: int) -> None:
+    """Refuses to profile steps that a run does not have.
+
+    Args:
+      window: First and last step to profile, or None.
+      total: Steps of the whole run.
+
+    Raises:
+      ConfigError: With a window that the run has.
+    """
+    if window is not None and window[1] > total:
+        first, last = min(window[0], max(total - 5, 1)), total
+        raise ConfigError(
+            f"--profile_steps={window[0]},{window[1]}: the run has {total} steps. Write e.g. "
+            f"--profile_steps={first},{last}, or train longer (--steps, --epochs)."
+        )
+
+
 def _whole(steps: object) -> int:
     number = isinstance(steps, numbers.Real) and not isinstance(steps, bool)
     if not number or not float(steps).is_integer():  # type: ignore[arg-type]

@@ -24,6 +24,7 @@ from tfpar.training.loops import start_run
 from tfpar.training.loops.history import FitResult
 from tfpar.training.loops.hooks import Hook, check_hooks
 from tfpar.training.loops.keras_callbacks import check_callbacks
+from tfpar.training.model import keras_arguments
 from tfpar.training.objective import Goal
 from tfpar.training.optimizer_spec import OptimizerSpec, peak_rate
 from tfpar.training.prediction import Predictor
@@ -126,6 +127,7 @@ class Trainer:
         validation: Any = None,
         hooks: Sequence[Hook] = (),
         callbacks: Sequence[keras.callbacks.Callback] = (),
+        **others: Any,
     ) -> FitResult:
         """Trains, evaluates, checkpoints and writes the results.
 
@@ -141,22 +143,21 @@ class Trainer:
           epochs: Passes over the examples, instead of `steps`.
           validation: Examples to evaluate on (arrays as `(x, y)`), at every `eval_every` steps and at the end.
           hooks: Functions to run between steps, see `tfpar.Hook`. A run that one of them stops counts as finished.
-          callbacks: Keras callbacks. They get the logs that Keras would give them, at the ends of epochs; and at those
-            of batches, if one of them has a method for batches. See `tfpar.training.loops.keras_callbacks`.
+          callbacks: Keras callbacks, with Keras' logs; see `tfpar.training.loops.keras_callbacks`.
+          **others: None. Arguments of Keras' `fit` are refused with what to write instead.
 
         Returns:
           The contents of `summary.json`; its attribute `history` has loss and metrics of each epoch, as `History` of
           Keras has them.
 
         Raises:
-          ConfigError: Neither steps nor epochs, an empty data set, a checkpoint of another run, data of more classes
-            than the model has outputs, validation examples of another shape, a workdir that another job writes, a hook
-            or callback that cannot work.
+          ConfigError: Neither steps nor epochs, an empty data set, a checkpoint of another run, a workdir that another
+            job writes, data that do not fit the model, a hook or callback that cannot work.
           CheckpointError: A checkpoint could not be written, and `on_checkpoint_error` is `fail`.
-          PeerLostError: Another worker ended, hangs or cannot be reached. TensorFlow's runtime of this process is of no
-            more use: end it, and start all workers again.
+          PeerLostError: Another worker is lost. End this process, and start all workers again.
           Preempted: SIGTERM came to a worker; all have saved a checkpoint if they could. A SystemExit with code 85.
         """
+        keras_arguments.refuse("fit", others)
         self._refresh()
         counts = self._counts_epochs(steps, epochs)
         train, validation = self._sources((train, y, sample_weight), class_weight, validation, counts=counts)
@@ -181,13 +182,14 @@ class Trainer:
             inputs.check_augmentation(self.config.input.augment, train.info.input_spec)
             augmentation.build((None, *train.info.input_spec.shape))
 
-    def evaluate(self, source: Any, y: Any = None, *, sample_weight: Any = None) -> dict[str, Any]:
+    def evaluate(self, source: Any, y: Any = None, *, sample_weight: Any = None, **others: Any) -> dict[str, Any]:
         """Loss and metrics over all examples of a source, each counted once; all workers call it together.
 
         Args:
           source: Examples, as for `fit`; no shuffling, no augmentation. Or a dict of several sources by name.
           y: Labels, if `source` is arrays.
           sample_weight: Sample weights, if `source` is arrays.
+          **others: None, as for `fit`.
 
         Returns:
           `loss`, `examples`, and one entry per metric. Of several sources, such a dict for each, by name.
@@ -195,6 +197,7 @@ class Trainer:
         Raises:
           ConfigError: The strategy is `parameter_server`, whose chief alone evaluates, beside the training.
         """
+        keras_arguments.refuse("evaluate", others)
         self._check_synchronous("evaluates while it trains: give fit(validation=...). To evaluate")
         if isinstance(source, Mapping) and all(isinstance(each, _SOURCES) for each in source.values()):
             return {name: self._evaluate(f"evaluate({name})", each) for name, each in source.items()}
@@ -206,13 +209,14 @@ class Trainer:
         self.program.bind(source)
         return self._evaluator(source)
 
-    def predict(self, source: Any) -> Any:
+    def predict(self, source: Any, **others: Any) -> Any:
         """The model's outputs for all examples of a source, computed on all devices; all workers call it together.
 
         The weights are those that `evaluate` uses: their moving averages where `--ema` keeps them.
 
         Args:
           source: Examples, as for `fit`; no shuffling, no augmentation. Labels, if there are any, are not read.
+          **others: None, as for `fit`.
 
         Returns:
           Arrays `[n, ...]` in the structure of the model's outputs, in the order of the examples, the same on every
@@ -221,6 +225,7 @@ class Trainer:
         Raises:
           ConfigError: The strategy is `parameter_server`.
         """
+        keras_arguments.refuse("predict", others)
         self._check_synchronous("does not predict. To predict")
         self._refresh()
         return self._predictor(_as_source("predict(source=...)", source))

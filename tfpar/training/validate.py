@@ -36,7 +36,7 @@ from tfpar.config import (
 from tfpar.exchange import Exchange
 from tfpar.optim import optimizers, schedules
 from tfpar.parallel.topology import Topology, choose_topology
-from tfpar.training.duration import total_steps
+from tfpar.training.duration import check_profile, total_steps
 from tfpar.training.uneven_batches import train_input
 
 import keras
@@ -154,6 +154,7 @@ def validate_model(
     if topology.name == "tpu":  # the number of its replicas, and so of the steps, is known once it is initialised
         return
     total = total_steps(config.train, None, None, _steps_per_epoch(config, topology, train))
+    check_profile(config.monitor.profile_window(), total)
     peak = optimizers.scaled_learning_rate(config.optimizer, config.input.global_batch_size)
     schedules.build(config.schedule, peak=peak, total_steps=total)
 

@@ -19,7 +19,7 @@ from tfpar.monitor.run_info import RunInfo
 from tfpar.optim import schedules
 from tfpar.optim.plateau import PlateauController
 from tfpar.parallel.topology import Topology
-from tfpar.training.duration import in_epochs, total_steps
+from tfpar.training.duration import check_profile, in_epochs, total_steps
 from tfpar.training.loops.run_files import RunFiles
 from tfpar.training.program import Program
 
@@ -148,6 +148,8 @@ def _info(
     epochs: float | None,
     steps_per_epoch: int,
 ) -> RunInfo:
+    total = total_steps(program.config.train, steps, epochs, steps_per_epoch)
+    check_profile(program.config.monitor.profile_window(), total)
     auto_without_xla = program.config.train.jit_compile == "auto" and not program.jit_compile
     return RunInfo(
         config=program.config,
@@ -160,7 +162,7 @@ def _info(
         pipeline=pipeline,
         train=train,
         validation=validation,
-        total=total_steps(program.config.train, steps, epochs, steps_per_epoch),
+        total=total,
         length="epochs" if in_epochs(program.config.train, steps, epochs) else "steps",
         metric_results=program.core.metric_results,
     )
