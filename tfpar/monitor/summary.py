@@ -266,10 +266,10 @@ def closing_table(content: dict[str, Any], workdir: str) -> str:
             ("input wait", f"{100 * content['input_wait_fraction']:.1f} %"),
         ]
     exchange = content["exchange"]
-    rows += [
-        ("layout", f"{content['strategy']}, workers: {content['workers']}, replicas: {content['replicas']}"),
-        ("exchange", f"{exchange['codec']}, {exchange['wire_bytes_per_step'] / 1e6:.3f} MB sent per step and sender"),
-    ]
+    rows.append(("layout", f"{content['strategy']}, workers: {content['workers']}, replicas: {content['replicas']}"))
+    if content["replicas"] > 1:  # else nothing travels
+        sent = f"{exchange['wire_bytes_per_step'] / 1e6:.3f} MB sent per step and sender"
+        rows.append(("exchange", f"{exchange['codec']}, {sent}"))
     saved = exchange["dense_wire_bytes_per_step"] - exchange["wire_bytes_per_step"]
     if saved > 0:
         share = saved / exchange["dense_wire_bytes_per_step"]
