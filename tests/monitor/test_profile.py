@@ -8,6 +8,7 @@ import sys
 
 import tfpar
 from tfpar import inputs
+from tfpar.monitor import profiling
 
 import keras
 import numpy as np
@@ -34,10 +35,16 @@ def test_the_overview_shows_step_times(tmp_path, messages):
     )
     trainer.fit(inputs.from_arrays(x, (x[:, 0] > 0).astype(np.int32), num_classes=2), steps=20)
     profile = tmp_path / "plugins" / "profile" / "steps_6_to_13" / "worker_0.xplane.pb"
-    assert any("pip install 'tfpar[profile]'" in line for line in messages)
+    assert "profiled steps 6 to 13: tab PROFILE of TensorBoard" in messages  # xprof is installed
     shown = subprocess.run([sys.executable, "-c", OVERVIEW, str(profile)], capture_output=True, text=True, check=True)
     tables = json.loads(shown.stdout)
     steps = next(table for table in tables if "steptime_ms_average" in (table.get("p") or {}))
     assert float(steps["p"]["steptime_ms_average"]) > 0.0
     # xprof drops the first and the last.
     assert [row["c"][0]["v"] for row in steps["rows"]] == [f"train {number}" for number in range(7, 13)]
+
+
+def test_the_viewer_is_named_where_it_is_not_installed(monkeypatch):
+    assert profiling.needs_viewer() == ""
+    monkeypatch.setattr(profiling.importlib.util, "find_spec", lambda name: None)
+    assert profiling.needs_viewer() == " (needs xprof: pip install 'tfpar[profile]')"
