@@ -125,25 +125,6 @@ def test_a_saved_position_goes_on_exactly(local):
     )
 
 
-def test_saving_the_position_does_not_change_the_order():
-    """Later passes are shuffled with seeds that another iterator over the data set would take away."""
-
-    def read(exports: bool) -> list[list[int]]:
-        tf.random.set_seed(1)
-        dataset = tf.data.Dataset.from_tensor_slices(arrays(20)).shuffle(20, seed=4).batch(3)
-        pipeline = build_pipeline(from_dataset(dataset), config(prefetch=0))
-        iterator = iter(pipeline.dataset())
-        pipeline.follow(iterator)
-        found = []
-        for _ in range(9):
-            found.append(next(iterator)[0].numpy().ravel().tolist())
-            if exports:
-                assert next(iter(pipeline.export().values())).size
-        return found
-
-    assert read(exports=True) == read(exports=False)
-
-
 def test_a_stream_that_cannot_be_saved_says_so_once(caplog):
     def rows():
         yield from np.arange(12.0).reshape(-1, 1)

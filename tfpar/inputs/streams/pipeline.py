@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 from tfpar.config import ConfigError, InputConfig
 from tfpar.inputs import checks, epoch_order, structures
@@ -21,7 +21,6 @@ import tensorflow as tf
 
 ENDLESS = 1 << 40  # steps of an epoch of unknown length
 STATE = "input/iterator"
-_FAIL = 2  # ExternalStatePolicy.FAIL of tf.data
 _log = logging.getLogger(__name__)
 
 
@@ -93,7 +92,6 @@ class StreamPipeline:
         self._iterator: Any = None
         self._saved: np.ndarray | None = None
         self._told = False
-        self._state_error: tf.errors.OpError | Literal[False] | None = None
 
     @property
     def pads(self) -> bool:
@@ -249,7 +247,9 @@ class StreamPipeline:
         data = b""
         try:
             if self._iterator is not None and self._unsplit is not None:
-                self._check_state_can_be_saved()
+                # Asked of an iterator of its own: behind a map with a `tf.cond`, tf.data does not see any more that an
+                # operation of the dataset has state that cannot be saved (TensorFlow 2.21).
+                _serialized(iter(self._unsplit))
                 data = tf.io.serialize_tensor(_serialized(self._iterator)).numpy()
         except tf.errors.OpError as error:
             if not self._told:
@@ -260,26 +260,6 @@ class StreamPipeline:
                 )
             self._told = True
         return {STATE: np.frombuffer(data, np.uint8)}
-
-    def _check_state_can_be_saved(self) -> None:
-        """Raises FailedPreconditionError if an operation of the dataset has state that cannot be saved.
-
-        Behind a map with a `tf.cond`, an iterator does not say so (TensorFlow 2.21). It is asked of the dataset, not of
-        another iterator: that would take a seed of `shuffle` which the next pass of training is to have.
-        """
-        if self._state_error is None:
-            self._state_error = False
-            try:
-                tf.raw_ops.DatasetToGraphV2(
-                    input_dataset=self._unsplit._variant_tensor,  # type: ignore[union-attr]
-                    external_state_policy=_FAIL,
-                )
-            except tf.errors.FailedPreconditionError as error:
-                self._state_error = error
-            except tf.errors.OpError:
-                pass  # too large for one message, for example: nothing is known, and the iterator is asked
-        if self._state_error:
-            raise self._state_error
 
     def restore(self, saved: Mapping[str, np.ndarray], *, same_workers: bool) -> str:
         """Resumes from what this worker exported; takes effect with `follow`.
@@ -325,7 +305,8 @@ class StreamPipeline:
 
 def _serialized(iterator: Any) -> tf.Tensor:
     """The state of a tf.data iterator, a variant tensor; an error if an operation has state that cannot be saved."""
-    return tf.raw_ops.SerializeIterator(resource_handle=iterator._iterator_resource, external_state_policy=_FAIL)
+    fail = 2  # ExternalStatePolicy.FAIL of tf.data
+    return tf.raw_ops.SerializeIterator(resource_handle=iterator._iterator_resource, external_state_policy=fail)
 
 
 def _first_line(error: BaseException) -> str:
