@@ -40,14 +40,14 @@ from tfpar.inputs.sources.random_access import from_random_access
 from tfpar.inputs.sources.tables import from_table
 from tfpar.inputs.sources.tokens import from_text
 from tfpar.inputs.streams import ENDLESS, StreamPipeline, StreamSource, from_dataset, stream_ended, stream_error
-from tfpar.inputs.streams import STATE as STREAM_STATE
+from tfpar.inputs.streams import POSITION as STREAM_POSITION
 
 __all__ = [
     "CLASSIFICATION",
     "ENDLESS",
     "LANGUAGE_MODEL",
     "READ_ERRORS",
-    "STREAM_STATE",
+    "STREAM_POSITION",
     "AnyPipeline",
     "AnySource",
     "BadExample",

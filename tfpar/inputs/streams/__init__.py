@@ -1,6 +1,7 @@
 """Streams: examples in the order in which a `tf.data.Dataset` gives them, without random access."""
 
-from tfpar.inputs.streams.pipeline import ENDLESS, STATE, StreamPipeline
+from tfpar.inputs.streams.pipeline import ENDLESS, StreamPipeline
+from tfpar.inputs.streams.position import POSITION
 from tfpar.inputs.streams.source import StreamSource, from_dataset, stream_ended, stream_error
 
-__all__ = ["ENDLESS", "STATE", "StreamPipeline", "StreamSource", "from_dataset", "stream_ended", "stream_error"]
+__all__ = ["ENDLESS", "POSITION", "StreamPipeline", "StreamSource", "from_dataset", "stream_ended", "stream_error"]

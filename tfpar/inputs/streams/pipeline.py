@@ -13,6 +13,7 @@ from tfpar.config import ConfigError, InputConfig
 from tfpar.inputs import checks, epoch_order, structures
 from tfpar.inputs import describe as report
 from tfpar.inputs.source import UNKNOWN, no_autograph
+from tfpar.inputs.streams import position
 from tfpar.inputs.streams.source import StreamSource
 from tfpar.inputs.structures import Structure
 
@@ -20,7 +21,6 @@ import numpy as np
 import tensorflow as tf
 
 ENDLESS = 1 << 40  # steps of an epoch of unknown length
-STATE = "input/iterator"
 _log = logging.getLogger(__name__)
 
 
@@ -88,9 +88,9 @@ class StreamPipeline:
                 f"--remainder=drop leaves no steps: {source.name} has {source.info.num_examples} examples, fewer than "
                 f"--global_batch_size={batch}. Use --remainder=pad or a smaller batch."
             )
-        self._unsplit: tf.data.Dataset | None = None
-        self._iterator: Any = None
-        self._saved: np.ndarray | None = None
+        self._position: position.Position | None = None
+        self._iterator: tf.data.Iterator | None = None
+        self._saved: Mapping[str, np.ndarray] | None = None
         self._told = False
 
     @property
@@ -173,8 +173,12 @@ class StreamPipeline:
         )
         batch = self._order.shards[0].batch
         batches = self.source.batches(context).rebatch(batch, drop_remainder=self._order.drop_remainder)
-        batches = batches.repeat() if self._training else batches.enumerate().map(no_autograph(self._checked))
-        self._unsplit = batches
+        if self._training:
+            self._position = position.Position(batches, restores=self._saved is not None)
+            batches = self._position.repeated()
+        else:
+            position.evaluates(batches)
+            batches = batches.enumerate().map(no_autograph(self._checked))
         first = 0 if self._own_streams else worker * local
         elements = batches.map(no_autograph(self._split(range(first, first + local))))
         each = 1 if stacked else local
@@ -231,26 +235,22 @@ class StreamPipeline:
         """
         self._iterator = iterator if isinstance(iterator, tf.data.Iterator) else None
         saved, self._saved = self._saved, None
-        if saved is None or not saved.size or self._iterator is None:
+        if saved is None or self._iterator is None or self._position is None:
             return
         try:
-            state = tf.io.parse_tensor(tf.constant(saved.tobytes()), tf.variant)
-            tf.raw_ops.DeserializeIterator(resource_handle=iterator._iterator_resource, serialized=state)
-        except (tf.errors.OpError, AttributeError) as error:
+            self._position.restore(self._iterator, saved)
+        except tf.errors.OpError as error:
             raise ConfigError(
                 f"{self.source.name}: the position of the saved run does not fit this stream ({_first_line(error)}). "
                 "Give the same tf.data pipeline, or start in another workdir with warm_start."
             ) from error
 
     def export(self) -> dict[str, np.ndarray]:
-        """The position in the stream, for a checkpoint: uint8 [bytes] under `STATE`; no bytes where it has none."""
-        data = b""
+        """The position in the stream, for a checkpoint, as `Position.save` gives it; nothing where it has none."""
+        if self._iterator is None or self._position is None:
+            return {}
         try:
-            if self._iterator is not None and self._unsplit is not None:
-                # Asked of an iterator of its own: behind a map with a `tf.cond`, tf.data does not see any more that an
-                # operation of the dataset has state that cannot be saved (TensorFlow 2.21).
-                _serialized(iter(self._unsplit))
-                data = tf.io.serialize_tensor(_serialized(self._iterator)).numpy()
+            return self._position.save(self._iterator)
         except tf.errors.OpError as error:
             if not self._told:
                 _log.warning(
@@ -259,10 +259,10 @@ class StreamPipeline:
                     _first_line(error),
                 )
             self._told = True
-        return {STATE: np.frombuffer(data, np.uint8)}
+            return {}
 
     def restore(self, saved: Mapping[str, np.ndarray], *, same_workers: bool) -> str:
-        """Resumes from what this worker exported; takes effect with `follow`.
+        """Resumes from what this worker exported. Call it before `dataset`; it takes effect with `follow`.
 
         Args:
           saved: What `export` gave.
@@ -271,9 +271,8 @@ class StreamPipeline:
         Returns:
           What to tell the user: where the stream goes on.
         """
-        state = saved.get(STATE, np.zeros(0, np.uint8))
-        if same_workers and state.size:
-            self._saved = state
+        if same_workers and position.STATE in saved:
+            self._saved = saved
             return f"{self.source.name}: the stream goes on where it stopped"
         why = "the position was not saved" if same_workers else "the saved run had other workers"
         return (
@@ -301,12 +300,6 @@ class StreamPipeline:
                 f"--global_batch_size={config.global_batch_size} is not divisible by {workers} workers, each of which "
                 f"has a stream of its own ({name}). Choose a multiple of {workers}."
             )
-
-
-def _serialized(iterator: Any) -> tf.Tensor:
-    """The state of a tf.data iterator, a variant tensor; an error if an operation has state that cannot be saved."""
-    fail = 2  # ExternalStatePolicy.FAIL of tf.data
-    return tf.raw_ops.SerializeIterator(resource_handle=iterator._iterator_resource, external_state_policy=fail)
 
 
 def _first_line(error: BaseException) -> str:

@@ -161,7 +161,7 @@ class RunFiles:
         """The exchange state that a worker saved, without its place in a stream."""
         assert self._checkpointer is not None
         saved = self._checkpointer.exchange_state(step, worker)
-        return {name: value for name, value in saved.items() if name != inputs.STREAM_STATE}
+        return {name: value for name, value in saved.items() if name not in inputs.STREAM_POSITION}
 
     def _run_state(self, state: LoopState) -> dict[str, Any]:
         program, topology = self._program, self._program.topology
