@@ -273,6 +273,7 @@ def test_the_options_that_a_resumed_run_may_change():
         *("on_bad_record", "on_checkpoint_error", "peer_timeout", "prefetch", "profile_steps", "profile_workers"),
         *(
             "recompute",
+            "shard",
             "stall_timeout",
             "start_timeout",
             "steps",

@@ -188,7 +188,7 @@ def test_a_stream_that_cannot_be_saved_says_so_once(caplog):
     pipeline.follow(iterator)
     next(iterator)
     saved = [pipeline.export() for _ in range(2)]
-    assert saved == [{}, {}]
+    assert [state.size for each in saved for state in each.values()] == [0, 0]
     assert caplog.text.count("tf.data cannot save this stream's position") == 1
     assert "position was not saved" in pipeline.restore(saved[0], same_workers=True)
 

@@ -225,6 +225,14 @@ class TrainConfig(ConfigBase):
         "regular expression, searched in the paths of layers. A step takes up to a third longer.",
         may_change_on_resume=True,
     )
+    shard: str = option(
+        "none",
+        "What workers divide among themselves instead of each having all: none; or optimizer, the optimizer's state. "
+        "A worker then updates its share of the weights and gets the others' new weights, for the same bytes on the "
+        "network; with a codec, changes of weights travel encoded in place of the sums of gradients.",
+        choices=("none", "optimizer"),
+        may_change_on_resume=True,
+    )
     steps_per_loop: int = option(
         0,
         "Steps per call from Python. 0: enough to make the overhead of the call negligible.",

@@ -173,6 +173,11 @@ class TrainerOptions(TypedDict, total=False):
     none; blocks, the layers made of layers, as in a transformer, or stretches of the model's graph; or a regular
     expression, searched in the paths of layers. A step takes up to a third longer."""
 
+    shard: Literal["none", "optimizer"]
+    """What workers divide among themselves instead of each having all: none; or optimizer, the optimizer's state. A
+    worker then updates its share of the weights and gets the others' new weights, for the same bytes on the network;
+    with a codec, changes of weights travel encoded in place of the sums of gradients."""
+
     steps_per_loop: int
     """Steps per call from Python. 0: enough to make the overhead of the call negligible."""
 

@@ -24,6 +24,8 @@ from tfpar.exchange.reducer import (
     local_replicas,
     replica_context,
 )
+from tfpar.exchange.sharded import ShardedReducer
+from tfpar.exchange.shards import ShardedVector
 from tfpar.exchange.spec import Spec
 
 import numpy as np
@@ -86,6 +88,7 @@ class Exchange:
         seed: int = 0,
         sparse: Sequence[int] = (),
         overlap: bool = False,
+        shards: Sequence[ShardedVector] | None = None,
     ) -> None:
         """Plans buckets for gradients shaped like `variables`, and creates the residuals.
 
@@ -107,6 +110,7 @@ class Exchange:
             Buckets then leave as soon as their tensors are complete, before it is known that all are finite: the
             results are the same to the last bit, for one more copy of the residuals. Not with a single bucket,
             `warmup_steps`, momentum or a ramp, nor beside embeddings of which rows travel. The same on all workers.
+          shards: Which worker updates which weights; call `update_shards` then. By default each updates all.
 
         Raises:
           ValueError: `worker` or an index in `sparse` is out of range.
@@ -126,6 +130,9 @@ class Exchange:
             group = world_group(workers, worker, device)
             own_collectives = workers > 1 and not group.capabilities.ordered
         self._group = group
+        if shards is not None:
+            self._reducer = ShardedReducer(self._spec, shapes, shards, group, device, seed)
+            return
         sparse = sparse if group.size > 1 and group.capabilities.variable_sizes else ()
         self._reducer = _reducer(
             self._spec, shapes, group, device, seed, sparse, strategy, overlap=overlap, own_collectives=own_collectives
@@ -287,6 +294,28 @@ class Exchange:
         self._replicas()
         sums, sidecar = self._reducer.reduce(self._as_float32(gradients), sidecar, should_apply or _first_is_zero)
         return as_slices(sums, self._shapes, lambda values: values), sidecar
+
+    def update_shards(
+        self,
+        gradients: Sequence[tf.Tensor | tf.IndexedSlices],
+        sidecar: tf.Tensor,
+        weights: Sequence[tf.Tensor],
+        **how: Any,
+    ) -> tuple[list[tf.Tensor], tf.Tensor, tf.Tensor]:
+        """Sums gradients at the owners of shards, and gathers the weights that they make of them.
+
+        Args:
+          gradients: As for `reduce_sums`.
+          sidecar: As for `reduce_sums`.
+          weights: The weights, the same on every replica.
+          **how: See `ShardedReducer.update_shards`, also for what is returned.
+
+        Raises:
+          RuntimeError: `build` was not given `shards`.
+        """
+        if not isinstance(self._reducer, ShardedReducer):
+            raise RuntimeError("update_shards needs an exchange that was built with shards")
+        return self._reducer.update_shards(self._as_float32(gradients), sidecar, weights, **how)
 
     def _replicas(self) -> int:
         """Number of replicas that exchange.

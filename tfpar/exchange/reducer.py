@@ -215,12 +215,12 @@ def reduce_per_worker(
         strategy: tf.distribute.Strategy, gradients: Sequence[Any], sidecar: Any
     ) -> tuple[list[Gradient], tf.Tensor]:
         with tf.device(device):
-            return reduce([_sum_local(strategy, gradient) for gradient in gradients], _sum_local(strategy, sidecar))
+            return reduce([sum_local(strategy, gradient) for gradient in gradients], sum_local(strategy, sidecar))
 
     return replica_context().merge_call(merged, args=(list(gradients), sidecar))
 
 
-def _sum_local(strategy: tf.distribute.Strategy, value: Any) -> Gradient:
+def sum_local(strategy: tf.distribute.Strategy, value: Any) -> Gradient:
     """Sum over this worker's replicas, in their order; of rows, by row."""
     if isinstance(value, tuple):
         values, indices = map(strategy.experimental_local_results, value)

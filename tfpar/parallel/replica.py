@@ -35,6 +35,11 @@ def own(variables: Sequence[keras.Variable]) -> list[Any]:
     return copies
 
 
+def first(variable: keras.Variable) -> Any:
+    """The TensorFlow variable of this process's first replica, or the only one. Call in a cross-replica context."""
+    return tf.distribute.get_strategy().experimental_local_results(variable.value)[0]
+
+
 def next_batch(strategy: tf.distribute.Strategy, iterator: Any) -> Any:
     """The next batch for the replicas of this process.
 

@@ -66,13 +66,19 @@ class OptimizerSpec:
         """
         optimizer = self.instance
         if optimizer is None:
-            optimizer = optimizers.build(config.optimizer, global_batch_size=config.input.global_batch_size)
+            optimizer = self.create(config)
         elif keras_internals.strategy_of(optimizer) is not tf.distribute.get_strategy() or (
             optimizer.built and [*map(id, keras_internals.trainable_variables(optimizer))] != [*map(id, variables)]
         ):
             optimizer = optimizers.recreate(optimizer)
         optimizer.build(variables)
         return optimizer
+
+    def create(self, config: ExperimentConfig) -> keras.optimizers.Optimizer:
+        """A new optimizer, not built, for the strategy in whose scope this is called."""
+        if self.instance is None:
+            return optimizers.build(config.optimizer, global_batch_size=config.input.global_batch_size)
+        return optimizers.recreate(self.instance)
 
 
 def peak_rate(optimizer: keras.optimizers.Optimizer) -> float:

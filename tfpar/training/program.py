@@ -23,10 +23,11 @@ from tfpar.training.core import Core
 from tfpar.training.model.building import Original, build_model, scope_of
 from tfpar.training.model.own_loss import OwnLossObjective, compile_for_own_loss, computes_own_loss
 from tfpar.training.model.recompute import recompute_activations
-from tfpar.training.model.support import check_model, own_metrics
+from tfpar.training.model.support import check_model, check_precision, own_metrics
 from tfpar.training.objective import Goal, SupervisedObjective
 from tfpar.training.objective.losses import uses_integer_labels
 from tfpar.training.optimizer_spec import OptimizerSpec
+from tfpar.training.sharding import OwnShare, ShardedStep
 from tfpar.training.step import TrainStep
 from tfpar.training.uneven_batches import eval_input, train_input
 from tfpar.training.validate import SYNCHRONISED
@@ -54,6 +55,7 @@ class Program:
       keeps_own_rate: Whether the optimizer keeps its own learning rate, so that no schedule drives it.
       integer_labels: Whether the loss reads labels as positions among the model's outputs.
       original: The user's model, where a copy of it is trained; else None.
+      share: This worker's share of the weights and their optimizer, where that is sharded; else None.
     """
 
     config: ExperimentConfig
@@ -66,6 +68,7 @@ class Program:
     keeps_own_rate: bool
     integer_labels: bool
     original: Original | None = None
+    share: OwnShare | None = None
     # The compiled step, with what its schedule was: at most one.
     _steps: list[tuple[Any, TrainStep]] = dataclasses.field(default_factory=list, repr=False)
 
@@ -101,7 +104,6 @@ class Program:
             built, original = build_model(model, strategy, announced=reports)
             check_model(built, synchronous=runtime.topology.synchronous)
             recompute_activations(built, config.train.recompute, announced=reports)
-            keras_optimizer = optimizer.build(config, built.trainable_variables)
             if augmentation is None:
                 augmentation = inputs.build_augmentation(config.input.augment, config.train.seed)
             core = Core(
@@ -111,7 +113,14 @@ class Program:
                 own_metrics(built, goal.metric_names()),
                 strategy.num_replicas_in_sync,
             )
-        _check_precision(config, built)
+        check_precision(built, config.precision.precision)
+        weights, device = built.trainable_variables, strategy.extended.worker_devices[0]
+        share = OwnShare.of(config, runtime.topology, weights, optimizer, core.overwritten, device)
+        if share is None:
+            with scope_of(model, strategy):
+                keras_optimizer = optimizer.build(config, weights)
+        else:
+            keras_optimizer = share.optimizer
         program = cls(
             config,
             runtime.topology,
@@ -123,6 +132,7 @@ class Program:
             optimizer.keeps_own_rate,
             uses_integer_labels(goal.loss),
             original,
+            share,
         )
         program._build_exchange()
         return program
@@ -248,7 +258,8 @@ class Program:
         key = (type(schedule), schedule.get_config() if schedule is not None else None)
         if rebuild or not self._steps or self._steps[0][0] != key:
             config = self.config
-            step = TrainStep(
+            make = TrainStep if self.share is None else functools.partial(ShardedStep, self.share)
+            step = make(
                 self.core,
                 self.optimizer,
                 self.exchange,
@@ -275,9 +286,15 @@ class Program:
         """
         if self.original is not None:
             self.original.take_over_flags()
-        weights, known = self.model.trainable_variables, keras_internals.trainable_variables(self.optimizer)
+        weights = self.model.trainable_variables
+        known = self.share.variables if self.share else keras_internals.trainable_variables(self.optimizer)
         if [*map(id, weights)] == [*map(id, known)]:
             return self
+        if self.share is not None:
+            raise ConfigError(
+                "--shard=optimizer: layers were frozen or unfrozen since the last fit, so that other weights are to be "
+                "divided. Make a new Trainer, or use --shard=none."
+            )
         check_model(self.model, synchronous=self.topology.synchronous)
         with scope_of(self.model, self.strategy):
             optimizer = optimizers.recreate_for(self.optimizer, weights)
@@ -300,11 +317,9 @@ class Program:
         return [average if average is not None else weight for average, weight in zip(averages, weights, strict=True)]
 
     def checkpoint_variables(self) -> dict[str, keras.Variable]:
-        """Every variable that defines a run, by the name it has in a checkpoint."""
-        return {
-            **run_state.named(self.model.variables, "model"),
-            **run_state.named(self.optimizer.variables, "optimizer"),
-        }
+        """Every variable that defines a run and is the same on every worker, by the name it has in a checkpoint."""
+        optimizer = self.share.shared_variables() if self.share else self.optimizer.variables
+        return {**run_state.named(self.model.variables, "model"), **run_state.named(optimizer, "optimizer")}
 
     def first_copies(self, variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
         """The values of variables on the first replica of this process; no other replica is touched."""
@@ -321,6 +336,7 @@ class Program:
                 worker=max(self.topology.worker, 0),
                 seed=self.config.train.seed,
                 overlap=self._can_overlap_exchange(),
+                shards=self.share.vectors if self.share else None,
             )
 
     def _can_overlap_exchange(self) -> bool:
@@ -376,19 +392,3 @@ def _objective(model: keras.Model, goal: Goal) -> SupervisedObjective | OwnLossO
         compile_for_own_loss(model, goal.loss)
         return OwnLossObjective(model, goal)
     return SupervisedObjective(model, goal)
-
-
-def _check_precision(config: ExperimentConfig, model: keras.Model) -> None:
-    wanted = precision.policy(config.precision.precision).compute_dtype
-    layers = keras_internals.all_layers(model, include_self=False)
-    used = {layer.compute_dtype for layer in layers if layer.weights}
-    if used == {"float64"} and wanted == "float32":  # Keras' floatx, or the policies of the layers
-        _log.info(
-            "model %s: weights and layers are float64; loss, gradients and their exchange are float32", model.name
-        )
-        return
-    if used and wanted not in used:
-        raise ConfigError(
-            f"--precision={config.precision.precision}: the model was built to compute in "
-            f"{', '.join(sorted(used))}. Pass a function that builds it, or build it after tfpar.initialize(config)."
-        )

@@ -59,21 +59,12 @@ class TrainStep:
         computed = self._replica_clock([vector])
         first = self._replica_clock(early) if early else computed
 
-        # 3: one exchange, which also tells whether all replicas are finite.
-        gradients, vector = self.exchange.reduce_sums(gradients, vector, _should_apply)
-        exchanged = self._replica_clock([vector, gradients[-1]])
+        # 3, 4, 5: one exchange, clipping, the optimizer's update.
+        vector, norm, exchanged, done = self._reduce_and_apply(
+            gradients, vector, norm, state, assigned, step, lr_multiplier, is_last
+        )
 
-        # 4: the reduced gradient's mean, clipped: one factor.
-        if replicas > 1 or self.exchange.state:  # else it is this replica's own
-            norm = self._norm_if_needed(gradients, is_last)
-        factor = 1.0 / tf.maximum(vector[self.sidecar.denominator], 1e-30)
-        norm = norm * factor
-        if self._clip_norm:
-            factor = factor * (self._clip_norm / tf.maximum(norm, self._clip_norm))
-
-        # 5, 6: the optimizer's update, unless a replica is non-finite or there are no examples; the loss scale.
-        reduced = _ReducedGradients(gradients, vector, state, assigned, factor, step, lr_multiplier)
-        done = tf.cond(_should_apply(vector), lambda: self._apply(reduced), lambda: tf.identity(factor))
+        # 6: the loss scale. (The schedule's learning rate is part of the update.)
         if self._scale_loss:
             finite = tf.equal(vector[sidecar.NON_FINITE], 0.0)
             loss_scale = update_loss_scale(loss_scale, finite, self._growth_steps)
@@ -81,6 +72,32 @@ class TrainStep:
             sums = tf.concat([[norm], vector[: self.sidecar.report_length]], axis=0)
         times = () if self.plan.single_xla_program else (first, computed, exchanged, self.clock([done]))
         return StepReport(sums, loss_scale, times)
+
+    def _reduce_and_apply(
+        self,
+        gradients: Tensors,
+        vector: tf.Tensor,
+        norm: tf.Tensor,
+        state: Tensors,
+        assigned: dict[int, tf.Tensor],
+        step: tf.Tensor,
+        lr_multiplier: tf.Tensor,
+        is_last: tf.Tensor | None,
+    ) -> Reduced:
+        """Moves 3 to 5, from this replica's gradient sums, their norm, and what it contributes to the sidecar."""
+        # 3: one exchange, which also tells whether all replicas are finite.
+        gradients, vector = self.exchange.reduce_sums(gradients, vector, should_apply)
+        exchanged = self._replica_clock([vector, gradients[-1]])
+
+        # 4: the reduced gradient's mean, clipped: one factor.
+        if tf.distribute.get_replica_context().num_replicas_in_sync > 1 or self.exchange.state:
+            norm = self._norm_if_needed(gradients, is_last)  # else it is this replica's own
+        factor, norm = self._factor_and_norm(vector, norm)
+
+        # 5: the optimizer's update, unless a replica is non-finite or there are no examples.
+        reduced = _ReducedGradients(gradients, vector, state, assigned, factor, step, lr_multiplier)
+        done = tf.cond(should_apply(vector), lambda: self._apply(reduced), lambda: tf.identity(factor))
+        return Reduced(vector, norm, exchanged, done)
 
     def __init__(
         self,
@@ -140,11 +157,11 @@ class TrainStep:
     def _make_programs(self) -> None:
         """Compiles what the plan says, in place of the plain methods."""
         plan = self.plan
-        self._contribute = _compiled(self._contribution, plan.compiles_gradients)
-        self._denominators = _compiled(self.core.denominators, plan.compiles_gradients)
-        self._new_values = _compiled(self._updated, plan.compiles_update and not plan.updates_in_place)
-        self._apply = _compiled(self._apply_update, plan.updates_in_place)
-        self._whole_step = _compiled(self._single_program, plan.single_xla_program and not plan.strategy_compiles)
+        self._contribute = compiled(self._contribution, plan.compiles_gradients)
+        self._denominators = compiled(self.core.denominators, plan.compiles_gradients)
+        self._new_values = compiled(self._updated, plan.compiles_update and not plan.updates_in_place)
+        self._apply = compiled(self._apply_update, plan.updates_in_place)
+        self._whole_step = compiled(self._single_program, plan.single_xla_program and not plan.strategy_compiles)
         squared = norms.squared_in_xla if plan.single_xla_program else None
         self._norm = functools.partial(norms.l2_norm, squared=squared)
 
@@ -259,6 +276,19 @@ class TrainStep:
         sums = sums._replace(state=[*sums.state, *sums.overwritten])
         return gradients, self.sidecar.pack(sums, before), self.sidecar.base(before, sums.state), sums.assigned
 
+    def _factor_and_norm(self, vector: tf.Tensor, norm: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """What makes gradient sums the gradient to apply, their mean, clipped; and the norm of the mean before that.
+
+        Args:
+          vector: The summed sidecar.
+          norm: Norm of the gradient sums.
+        """
+        factor = 1.0 / tf.maximum(vector[self.sidecar.denominator], 1e-30)
+        norm = norm * factor
+        if self._clip_norm:
+            factor = factor * (self._clip_norm / tf.maximum(norm, self._clip_norm))
+        return factor, norm
+
     def _norm_if_needed(self, gradients: Tensors, is_last: tf.Tensor | None) -> tf.Tensor:
         """The norm where clipping or the report of this step needs it; else zero."""
         if is_last is None or self._clip_norm:
@@ -288,8 +318,12 @@ class TrainStep:
         for place, value in zip(self.core.overwritten, state[len(others) :], strict=True):
             mean[place] = value
         new_params, new_optimizer = pure_apply(self.optimizer, optimizer, params, mean, rate)
-        every = zip(others, state[: len(others)], strict=True)
-        return new_params, new_optimizer, [value for variable, value in every if not is_seed_state(variable)]
+        return new_params, new_optimizer, self._without_seeds(state[: len(others)])
+
+    def _without_seeds(self, state: Tensors) -> Tensors:
+        """Those values of the model's non-trainable variables that are stored."""
+        every = zip(self.core.model.non_trainable_variables, state, strict=True)
+        return [value for variable, value in every if not is_seed_state(variable)]
 
 
 def _sidecar_of(core: Core, replicas: int) -> Sidecar:
@@ -300,6 +334,22 @@ def _sidecar_of(core: Core, replicas: int) -> Sidecar:
         frozen=frozen_weights(core.model),
         own_denominator=core.objective.totals.own_denominator,
     )
+
+
+class Reduced(NamedTuple):
+    """What moves 3 to 5 of a step leave behind.
+
+    Attributes:
+      vector: The summed sidecar.
+      norm: L2 norm of the mean gradient before clipping; zero where nobody asked for it.
+      exchanged: Host time at which the exchange was over.
+      done: A tensor that exists when the weights have their new values.
+    """
+
+    vector: tf.Tensor
+    norm: tf.Tensor
+    exchanged: tf.Tensor
+    done: tf.Tensor
 
 
 class _ReducedGradients(NamedTuple):
@@ -324,10 +374,10 @@ class _ReducedGradients(NamedTuple):
     lr_multiplier: tf.Tensor
 
 
-def _should_apply(vector: tf.Tensor) -> tf.Tensor:
+def should_apply(vector: tf.Tensor) -> tf.Tensor:
     """Whether the summed sidecar calls for an update: all replicas are finite, and there are examples."""
     return tf.equal(vector[sidecar.NON_FINITE], 0.0) & (vector[sidecar.COUNT] > 0.0)
 
 
-def _compiled(function: Callable[..., Any], compiles: bool) -> Callable[..., Any]:
+def compiled(function: Callable[..., Any], compiles: bool) -> Callable[..., Any]:
     return tf.function(function, jit_compile=True, autograph=False) if compiles else function

@@ -34,6 +34,8 @@ from tfpar.config import (
     unknown_name,
 )
 from tfpar.exchange import Exchange
+from tfpar.exchange import spec as specs
+from tfpar.exchange.sharded import sharded_codec
 from tfpar.optim import optimizers, schedules
 from tfpar.parallel.topology import Topology, choose_topology
 from tfpar.training.duration import check_profile, total_steps
@@ -69,6 +71,7 @@ def validate_config(config: ExperimentConfig) -> Topology:
         optimizers.check_arguments(config.optimizer)
     schedules.check_schedule(config.schedule)
     Exchange(config.exchange.exchange).check_supported(topology.name)
+    _check_sharding(config, topology)
     if config.input.dataset != CUSTOM:
         inputs.check_kind(config.input)
     inputs.check_augmentation(config.input.augment)
@@ -345,6 +348,21 @@ def _check_labels_within_outputs(
                 f"class numbers, which must be {allowed}. Correct the labels, or use a loss for targets, such as "
                 "keras.losses.MeanSquaredError; labels that the loss ignores are named by from_arrays(ignore_class=)."
             )
+
+
+def _check_sharding(config: ExperimentConfig, topology: Topology) -> None:
+    """Refuses `--shard` beside options that it does not go with."""
+    flag = f"--shard={config.train.shard}"
+    if config.train.shard == "none" or topology.name in ("one_device", "mirrored"):
+        return
+    if topology.name != "multi_worker":
+        raise ConfigError(f"{flag} does not work with --strategy={topology.name}. Use --shard=none.")
+    if config.optimizer.ema:
+        raise ConfigError(
+            f"--ema={config.optimizer.ema} does not work with {flag}: evaluation would need averages that other "
+            "workers hold. Leave one of them out."
+        )
+    sharded_codec(specs.parse(config.exchange.exchange))
 
 
 def _check_compiles(config: ExperimentConfig, topology: Topology) -> None:

@@ -246,9 +246,10 @@ class StreamPipeline:
             ) from error
 
     def export(self) -> dict[str, np.ndarray]:
-        """The position in the stream, for a checkpoint, as `Position.save` gives it; nothing where it has none."""
+        """The position in the stream, for a checkpoint, as `Position.save` gives it; no bytes where it has none."""
+        none = {position.STATE: np.zeros(0, np.uint8)}  # as every worker or none writes something
         if self._iterator is None or self._position is None:
-            return {}
+            return none
         try:
             return self._position.save(self._iterator)
         except tf.errors.OpError as error:
@@ -259,7 +260,7 @@ class StreamPipeline:
                     _first_line(error),
                 )
             self._told = True
-            return {}
+            return none
 
     def restore(self, saved: Mapping[str, np.ndarray], *, same_workers: bool) -> str:
         """Resumes from what this worker exported. Call it before `dataset`; it takes effect with `follow`.
@@ -271,7 +272,7 @@ class StreamPipeline:
         Returns:
           What to tell the user: where the stream goes on.
         """
-        if same_workers and position.STATE in saved:
+        if same_workers and position.STATE in saved and saved[position.STATE].size:
             self._saved = saved
             return f"{self.source.name}: the stream goes on where it stopped"
         why = "the position was not saved" if same_workers else "the saved run had other workers"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tfpar import inputs, precision
@@ -14,6 +14,7 @@ from tfpar.guards.bad_examples import SkippedExampleLog
 from tfpar.guards.restarts import RestartLog
 from tfpar.optim.plateau import PlateauController
 from tfpar.precision import LossScale
+from tfpar.training import sharding
 from tfpar.training.loops.state import LoopState
 from tfpar.training.program import Program
 
@@ -84,7 +85,11 @@ class RunFiles:
         checkpoint = checkpoints.Checkpoint(
             step=state.step,
             arrays=run_state.snapshot(program.checkpoint_variables()) if program.topology.is_chief else {},
-            exchange={**program.exchange.export(), **self._pipeline.export()},
+            exchange={
+                **program.exchange.export(),
+                **self._pipeline.export(),
+                **(program.share.export() if program.share else {}),
+            },
             run=self._run_state(state),
             config=program.config.as_flat_dict(),
         )
@@ -128,7 +133,7 @@ class RunFiles:
         run = run_state.checked(checkpoint.run, synchronous=program.topology.synchronous)
         run_state.check_data(run, self._pipeline.source.info.fingerprint, program.config)
         run_state.check_optimizer(run, program.optimizer_options, self._workdir)
-        run_state.restore(program.checkpoint_variables(), checkpoint.arrays, run["variables"])
+        self._restore_variables(checkpoint, run)
         if program.topology.synchronous:
             program.exchange.restore(run["workers"], functools.partial(self._exchange_state, checkpoint.step))
             if program.exchange.state and not program.exchange.compresses:
@@ -157,11 +162,38 @@ class RunFiles:
             stopped_by=run.get("stopped_by", "a hook or callback") if run.get("stopped_of", 0) >= total else "",
         )
 
+    def _restore_variables(self, checkpoint: checkpoints.Checkpoint, run: Mapping[str, Any]) -> None:
+        """Restores what all workers have alike, and this worker's share, whoever had what in the saved run."""
+        assert self._checkpointer is not None
+        program, arrays, own = self._program, dict(checkpoint.arrays), checkpoint.exchange
+        share, variables = program.share, program.checkpoint_variables()
+        weights = program.model.trainable_variables
+        if share is not None and run["workers"] == program.topology.workers and share.fits(own):
+            run_state.restore(variables, arrays, run["variables"])
+            share.restore({}, own)
+            return
+        if run.get("shard", "none") != "none":
+            saved = [self._checkpointer.exchange_state(checkpoint.step, rank) for rank in range(run["workers"])]
+            arrays |= sharding.whole_arrays(saved, [tuple(weight.shape) for weight in weights])
+        exact = sharding.take_exact_weights(arrays)
+        if share is None:  # what owners had not sent yet takes effect
+            names = {id(variable): name for name, variable in variables.items()}
+            arrays |= {names[id(weights[index])]: value for index, value in exact.items()}
+            run_state.restore(variables, arrays, run["variables"])
+            return
+        shared = {name: array for name, array in arrays.items() if name in variables or name.startswith("model/")}
+        run_state.restore(variables, shared, run["variables"])
+        share.restore(arrays, None, exact)
+
     def _exchange_state(self, step: int, worker: int) -> dict[str, np.ndarray]:
-        """The exchange state that a worker saved, without its place in a stream."""
+        """The exchange state that a worker saved, without its place in a stream and its share of the optimizer."""
         assert self._checkpointer is not None
         saved = self._checkpointer.exchange_state(step, worker)
-        return {name: value for name, value in saved.items() if name not in inputs.STREAM_POSITION}
+        return {
+            name: value
+            for name, value in saved.items()
+            if name not in inputs.STREAM_POSITION and not sharding.is_share(name)
+        }
 
     def _run_state(self, state: LoopState) -> dict[str, Any]:
         program, topology = self._program, self._program.topology
@@ -186,5 +218,6 @@ class RunFiles:
             "skipped": state.skipped,
             "skipped_examples": self._skipped_examples.count,
             "replicas": topology.replicas,
+            "shard": program.config.train.shard if program.share else "none",
             "workers": topology.workers,
         }

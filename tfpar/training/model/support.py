@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+from tfpar import precision
 from tfpar.config import ConfigError
 from tfpar.optim import keras_internals
 
@@ -83,6 +84,31 @@ def overriding_class(model: keras.Model, method: str) -> str:
         if method in vars(kind):
             return "" if kind.__module__.partition(".")[0] == "keras" else kind.__name__
     return ""
+
+
+def check_precision(model: keras.Model, wanted: str) -> None:
+    """Refuses a model that was built to compute in another precision than `--precision` says.
+
+    Args:
+      model: A built Keras model.
+      wanted: Name of a dtype policy.
+
+    Raises:
+      ConfigError: The model computes in something else; float64 models are taken as they are.
+    """
+    dtype = precision.policy(wanted).compute_dtype
+    layers = keras_internals.all_layers(model, include_self=False)
+    used = {layer.compute_dtype for layer in layers if layer.weights}
+    if used == {"float64"} and dtype == "float32":  # Keras' floatx, or the policies of the layers
+        _log.info(
+            "model %s: weights and layers are float64; loss, gradients and their exchange are float32", model.name
+        )
+        return
+    if used and dtype not in used:
+        raise ConfigError(
+            f"--precision={wanted}: the model was built to compute in {', '.join(sorted(used))}. Pass a function that "
+            "builds it, or build it after tfpar.initialize(config)."
+        )
 
 
 def own_metrics(model: keras.Model, taken: Sequence[str] = ()) -> list[keras.metrics.Metric]:

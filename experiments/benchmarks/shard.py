@@ -1,0 +1,113 @@
+"""What sharding the optimizer's state saves and costs: bytes of state, bytes on the network, time of a step.
+
+Each pair of --shard and --exchange trains on a cluster of its own on this machine. The pairs take turns, and the
+fastest turn of each counts. Bytes of state are counted from the optimizer's variables, those on the network follow from
+the formula that summary.json has; neither needs a quiet machine.
+
+  python experiments/benchmarks/shard.py --model=transformer_lm_small --workers=2
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for the module beside it, when started as a script
+
+import tfpar
+from tfpar import inputs, models
+from tfpar.config import flags
+from tfpar.doctor import describe_machine
+
+from absl import flags as absl_flags
+
+flags.define(sections=[])
+MODEL = absl_flags.DEFINE_string("model", "transformer_lm_small", "Model to train.")
+DATASET = absl_flags.DEFINE_string("dataset", "text", "Data to train it on.")
+BATCH = absl_flags.DEFINE_integer("batch", 8, "Examples in a step, over all workers.", lower_bound=1)
+OPTIMIZER = absl_flags.DEFINE_string("optimizer", "adamw", "Optimizer.")
+WORKERS = absl_flags.DEFINE_integer("workers", 2, "Workers of the cluster.", lower_bound=2)
+EXCHANGES = absl_flags.DEFINE_list("exchanges", ["none", "int4"], "Values of --exchange.")
+STEPS = absl_flags.DEFINE_integer("measured_steps", 6, "Steps of a turn, after the first.", lower_bound=1)
+TURNS = absl_flags.DEFINE_integer("turns", 2, "Turns of each pair.", lower_bound=1)
+CHILD = absl_flags.DEFINE_string("child", "", "Internal: 'SHARD EXCHANGE' that this process measures.")
+
+
+def measure(shard: str, exchange: str) -> dict[str, Any]:
+    """Trains in this process, one of the workers."""
+    import keras
+
+    config = tfpar.ExperimentConfig.from_flat_dict(
+        {
+            "dataset": DATASET.value,
+            "global_batch_size": BATCH.value,
+            "optimizer": OPTIMIZER.value,
+            "shard": shard,
+            "exchange": exchange,
+            "verbose": 0,
+        }
+    )
+    runtime = tfpar.initialize(config)
+    source, _ = inputs.build_splits(config.input, 0)
+    trainer = tfpar.Trainer(
+        lambda: models.build(MODEL.value, tfpar.task_spec(source)),
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        config=config,
+        runtime=runtime,
+    )
+    trainer.fit(source, steps=1)
+    began = time.perf_counter()
+    summary = trainer.fit(source, steps=STEPS.value)
+    seconds = (time.perf_counter() - began) / STEPS.value
+    state = sum(variable.numpy().nbytes for variable in trainer.optimizer.variables)
+    weights = sum(variable.numpy().nbytes for variable in trainer.model.trainable_variables)
+    traffic = trainer.program.exchange.traffic(runtime.topology.replicas, 0)
+    return {
+        "seconds": seconds,
+        "loss": summary["train_loss"],
+        "state": state,
+        "weights": weights,
+        "wire": traffic.wire_bytes,
+        "chief": runtime.topology.is_chief,
+    }
+
+
+def on_cluster(shard: str, exchange: str) -> dict[str, Any]:
+    """`measure` on a cluster of its own, as the chief found it."""
+    launcher = [sys.executable, "-m", "tfpar.launch", f"--workers={WORKERS.value}", "--"]
+    command = [*launcher, __file__, f"--child={shard} {exchange}", *sys.argv[1:]]
+    done = subprocess.run(command, capture_output=True, text=True)
+    lines = [line for line in done.stdout.splitlines() if '"seconds"' in line]
+    if done.returncode or not lines:
+        raise SystemExit(f"--shard={shard} --exchange={exchange} failed:\n{(done.stdout + done.stderr)[-3000:]}")
+    return json.loads(lines[-1][lines[-1].index("{") :])
+
+
+def main(_: list[str]) -> None:
+    """Measures every pair in turn and prints a table."""
+    if CHILD.value:
+        found = measure(*CHILD.value.split())
+        if found.pop("chief"):
+            print(json.dumps(found), flush=True)
+        return
+    print(f"{MODEL.value}, {OPTIMIZER.value}, batch {BATCH.value}, {WORKERS.value} workers; {describe_machine()}")
+    pairs = [(shard, exchange) for exchange in EXCHANGES.value for shard in ("none", "optimizer")]
+    turns = [(pair, on_cluster(*pair)) for _ in range(TURNS.value) for pair in pairs]
+    last = dict(turns)
+    fastest = {pair: min(found["seconds"] for each, found in turns if each == pair) for pair in pairs}
+    print(f"{'exchange':<10}{'shard':<11}{'state MiB':>10}{'sent MiB':>10}{'step ms':>10}{'ratio':>7}{'loss':>10}")
+    for pair in pairs:
+        shard, exchange = pair
+        found, base = last[pair], fastest["none", exchange]
+        print(
+            f"{exchange:<10}{shard:<11}{found['state'] / 2**20:>10.1f}{found['wire'] / 2**20:>10.2f}"
+            f"{1e3 * fastest[pair]:>10.1f}{fastest[pair] / base:>7.2f}{found['loss']:>10.5f}"
+        )
+
+
+if __name__ == "__main__":
+    flags.run(main)

@@ -1,0 +1,79 @@
+"""Runs with sharded optimizer state on real workers: tests/integration/test_sharded.py.
+
+python -m tests.integration.scripts.sharded OUTPUT CASES
+
+CASES is JSON: a list of options of an experiment, each of which is trained in turn. `OUTPUT/CASE-WORKER.npz` gets the
+weights, and the bytes of the optimizer's state on this worker.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+import tfpar
+
+import keras
+import numpy as np
+
+EXAMPLES, BATCH, STEPS = 90, 16, 30
+COMMON = {
+    "global_batch_size": BATCH,
+    "uneven_batches": True,
+    "learning_rate": 0.01,
+    "schedule": "cosine",
+    "weight_decay": 0.1,
+    "weight_decay_exclude": "bias,norm",
+    "clip_norm": 0.5,
+    "exchange": "none",
+    "verbose": 0,
+}
+
+
+def build() -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.Input((12,)),
+            keras.layers.Dense(72, "tanh", name="first"),
+            keras.layers.LayerNormalization(name="norm"),
+            keras.layers.Dense(97, "tanh", name="second"),
+            keras.layers.Dense(3, name="last"),
+        ]
+    )
+
+
+def train(options: dict[str, Any], runtime: tfpar.Runtime | None = None) -> tfpar.Trainer:
+    """Trains the model on the same examples from the same seed; `stop_after` and `workdir` are among the options."""
+    steps = options.pop("steps", STEPS)
+    config = tfpar.ExperimentConfig.from_flat_dict({**COMMON, **options})
+    if runtime is None:
+        runtime = tfpar.initialize(config)
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(1)
+    x = np.random.default_rng(0).normal(size=(EXAMPLES, 12)).astype(np.float32)
+    y = (x[:, :3].argmax(axis=1)).astype(np.int32)
+    trainer = tfpar.Trainer(
+        build,
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        config=config,
+        runtime=runtime,
+    )
+    trainer.fit(x, y, steps=steps)
+    return trainer
+
+
+def main(output: str, cases: str) -> None:
+    worker = json.loads(os.environ.get("TF_CONFIG", "{}")).get("task", {}).get("index", 0)
+    runtime = None
+    for number, options in enumerate(json.loads(cases)):
+        trainer = train(options, runtime)
+        runtime = trainer.runtime
+        arrays = {variable.path: variable.numpy() for variable in trainer.model.variables}
+        slots = sum(variable.numpy().nbytes for variable in trainer.optimizer.variables)
+        np.savez(os.path.join(output, f"{number}-{worker}.npz"), slots=slots, **arrays)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

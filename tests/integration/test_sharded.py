@@ -1,0 +1,92 @@
+"""Sharded optimizer state on real workers: the weights of one device, a share of the bytes, resumed by any workers."""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+from typing import Any
+
+from tests.integration.scripts import sharded
+from tests.integration.test_multi_worker import launch
+from tfpar.config import StrategyConfig
+from tfpar.parallel import strategies
+from tfpar.parallel.topology import choose_topology
+
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.cluster
+
+
+def on_workers(workers: int, folder: pathlib.Path, *cases: dict[str, Any]) -> list[list[dict[str, np.ndarray]]]:
+    """Weights and bytes of state of each worker, for each case."""
+    folder.mkdir()
+    result = launch(workers, "-m", "tests.integration.scripts.sharded", str(folder), json.dumps(cases), timeout=600.0)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return [
+        [dict(np.load(folder / f"{number}-{worker}.npz")) for worker in range(workers)] for number in range(len(cases))
+    ]
+
+
+def on_one_device(**options: Any) -> dict[str, np.ndarray]:
+    runtime = strategies.build(choose_topology(StrategyConfig(strategy="one_device")))
+    trainer = sharded.train({"strategy": "one_device", **options}, runtime)
+    return {variable.path: variable.numpy() for variable in trainer.model.variables}
+
+
+def assert_close(found: dict[str, np.ndarray], expected: dict[str, np.ndarray], rtol: float = 1e-4) -> None:
+    for name, value in expected.items():
+        if name != "slots":
+            np.testing.assert_allclose(found[name], value, rtol=rtol, atol=1e-5, err_msg=name)
+
+
+def test_three_workers_equal_one_device(tmp_path):
+    """With clipping, weight decay of some weights, uneven batches and micro-batches."""
+    shard = {"shard": "optimizer", "accumulate_steps": 2}
+    even, muon, int8 = on_workers(
+        3,
+        tmp_path / "out",
+        {**shard, "optimizer": "adamw"},
+        {**shard, "optimizer": "muon"},
+        {**shard, "optimizer": "adamw", "exchange": "int8:min_elements=64"},
+    )
+    for workers in (even, muon, int8):
+        for other in workers[1:]:
+            for name, value in workers[0].items():
+                assert name == "slots" or np.array_equal(other[name], value), name
+    expected = on_one_device(optimizer="adamw", accumulate_steps=2)
+    assert_close(even[0], expected)
+    assert_close(muon[0], on_one_device(optimizer="muon", accumulate_steps=2))
+    distance = math.sqrt(sum(float(np.sum((int8[0][name] - value) ** 2)) for name, value in expected.items()))
+    assert 0.0 < distance < 0.02 * math.sqrt(sum(float(np.sum(value**2)) for value in expected.values()))
+    # Two moments: of a third of the one large matrix, and of all that is small, with learning rate and step.
+    sizes = {name: value.size for name, value in expected.items()}
+    large = [size for size in sizes.values() if size >= 1024]
+    assert large == [72 * 97]
+    share = 8 * math.ceil(large[0] / 3) + 8 * (sum(sizes.values()) - large[0])
+    assert all(share - 8 <= int(worker["slots"]) - 12 <= share for worker in even)
+
+
+def test_resumed_by_any_workers(tmp_path):
+    """Where a codec is in use to the same bits by as many workers; else to the weights of one device."""
+    int4 = {"shard": "optimizer", "exchange": "int4:min_elements=64", "steps": 12}
+    dense = {"shard": "optimizer", "steps": 24, "stop_after": 6, "workdir": str(tmp_path / "dense")}
+    whole, _, resumed, _ = on_workers(
+        2,
+        tmp_path / "two",
+        int4,
+        {**int4, "stop_after": 5, "workdir": str(tmp_path / "int4")},
+        {**int4, "workdir": str(tmp_path / "int4")},
+        dense,
+    )
+    for name, value in whole[0].items():
+        np.testing.assert_array_equal(resumed[0][name], value, err_msg=name)
+    # Whole state out of shares: exact weights in place of what has been sent of them.
+    alone = on_one_device(exchange="int4:min_elements=64", steps=12, workdir=str(tmp_path / "int4"))
+    differences = [np.abs(alone[name] - value).max() for name, value in whole[0].items() if name != "slots"]
+    assert 0.0 < max(differences) < 0.02
+    on_workers(3, tmp_path / "three", dense)
+    on_one_device(steps=24, stop_after=6, workdir=str(tmp_path / "dense"))
+    [[last, _]] = on_workers(2, tmp_path / "again", {**dense, "stop_after": 0})
+    assert_close(last, on_one_device(steps=24))

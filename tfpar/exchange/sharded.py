@@ -1,0 +1,379 @@
+"""Gradient sums to the owners of shards, new weights from them: the exchange of sharded optimizer state.
+
+Two phases, as in `two_phase`, with the optimizer's update between them. Each worker sends the others their shards of
+its gradients, encoded. The owner of a shard sums them and updates its weights. What then goes to all is the change of
+these weights, through the same codec, instead of the sum encoded once more. The owner keeps its weights exact; what a
+payload leaves out of the change is in the next one (error feedback). Without a codec, the exact new weights travel.
+
+A worker sends as many bytes as without shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import tfpar_ops
+from tfpar.collectives.group import Group, allocate_instance_keys
+from tfpar.collectives.tensorflow import PER_WORKER, local_copy
+from tfpar.config import ConfigError
+from tfpar.exchange import buckets, residuals
+from tfpar.exchange.gradients import Gradient
+from tfpar.exchange.reducer import Reducer, ShouldApply, Traffic, dense_traffic, replica_context, sum_local
+from tfpar.exchange.registry import Spec
+from tfpar.exchange.residuals import LAYOUT
+from tfpar.exchange.shards import ShardedVector
+from tfpar_ops import Codec
+from tfpar_ops.formats import FORMATS
+
+import numpy as np
+import tensorflow as tf
+
+# New values of the pieces of each vector, and of the tensors that nobody owns, from the sums of their gradients.
+Update = Callable[..., tuple[list[list[tf.Tensor]], dict[int, tf.Tensor]]]
+Norm = Callable[[Sequence[tf.Tensor]], tf.Tensor]
+
+_PATTERNS = ("two_phase", "hierarchical")
+
+
+def sharded_codec(spec: Spec) -> Codec | None:
+    """The codec of a sharded exchange; None where nothing is encoded.
+
+    Raises:
+      ConfigError: This exchange does not sum a gradient at one worker, from which new weights could go out.
+    """
+    if not spec.compresses:
+        return None
+    options = spec.options
+    codec = options.codec
+    if (
+        codec is None
+        or options.pattern_name not in _PATTERNS
+        or options.warmup_steps
+        or FORMATS[codec.kind].mean_scale
+        or FORMATS[codec.kind].keeps
+    ):
+        raise ConfigError(
+            f"--exchange={spec.text} does not work with --shard=optimizer, which needs one owner of each gradient's "
+            "sum, and sends weights back through the codec. Use none, bf16, fp16, fp8, int8, int4 or int2, with "
+            "pattern=two_phase and without warmup_steps."
+        )
+    return codec
+
+
+class ShardedReducer(Reducer):
+    """Sums gradients at their owners, lets them update, and gathers the new weights.
+
+    Args:
+      spec: The exchange.
+      shapes: Static shapes of all tensors.
+      vectors: Which of them are in shards. The others travel dense, and every worker updates them.
+      group: All workers.
+      device: Where the exchange runs.
+      seed: Seed of stochastic rounding.
+
+    Raises:
+      ConfigError: See `sharded_codec`.
+    """
+
+    def __init__(
+        self,
+        spec: Spec,
+        shapes: Sequence[tf.TensorShape],
+        vectors: Sequence[ShardedVector],
+        group: Group,
+        device: str,
+        seed: int,
+    ) -> None:
+        spec.check_group(group)
+        self._codec = sharded_codec(spec)
+        self._spec = spec
+        self._shapes = list(shapes)
+        self._sizes = [shape.num_elements() for shape in shapes]
+        self._group = group
+        self._device = device
+        sharded = {index for vector in vectors for index in vector.indices}
+        self._whole = [index for index in range(len(shapes)) if index not in sharded]
+        self._small_instance, self._norm_instance = allocate_instance_keys(2, group)
+        with tf.device(device):
+            self._step = tf.Variable(0, dtype=tf.int64, trainable=False, name="exchange_step", **PER_WORKER)
+            self._shards = [
+                _Shards(
+                    vector,
+                    shapes,
+                    self._codec,
+                    group,
+                    buckets.bucket_seed(seed, number),
+                    f"shards_{number}",
+                    error_feedback=spec.compresses and spec.options.error_feedback,
+                )
+                for number, vector in enumerate(vectors)
+            ]
+
+    @property
+    def compresses(self) -> bool:
+        """Whether gradients are encoded."""
+        return self._codec is not None
+
+    @property
+    def state(self) -> list[tf.Variable]:
+        """The count of exchanges, and the residuals."""
+        return [local_copy(self._step), *(variable for one in self._shards for variable in one.state.values())]
+
+    def reduce(
+        self, gradients: Sequence[Gradient], sidecar: tf.Tensor, should_apply: ShouldApply
+    ) -> tuple[list[Gradient], tf.Tensor]:
+        """Not what this reducer is for: no worker has all sums."""
+        raise NotImplementedError("with sharded optimizer state, call update_shards")
+
+    def update_shards(
+        self,
+        gradients: Sequence[tf.Tensor],
+        sidecar: tf.Tensor,
+        weights: Sequence[tf.Tensor],
+        should_apply: ShouldApply,
+        update: Update,
+        norm: Norm,
+        wants_norm: tf.Tensor | None,
+        arguments: Sequence[tf.Tensor],
+    ) -> tuple[list[tf.Tensor], tf.Tensor, tf.Tensor]:
+        """Sums gradients, updates, gathers weights. Called in a replica context.
+
+        Args:
+          gradients: This replica's gradients, float32.
+          sidecar: Float32 vector, summed exactly.
+          weights: The weights, the same on every replica.
+          should_apply: Tells from the summed sidecar whether to update.
+          update: Runs once per worker: `(sums of the pieces of each vector, sums of the other tensors by index, summed
+            sidecar, norm, *arguments)` to new values of the same.
+          norm: L2 norm over tensors.
+          wants_norm: Bool scalar: whether the norm of all sums is needed; None: always. Else it is zero.
+          arguments: Further tensors for `update`.
+
+        Returns:
+          New weights, those of before if there was no update; the summed sidecar; the norm of all gradient sums. The
+          same bits on every replica.
+        """
+
+        def merged(
+            strategy: tf.distribute.Strategy, gradients: Any, sidecar: Any, weights: Any, wanted: Any, arguments: Any
+        ) -> Any:
+            with tf.device(self._device):
+                summed = [sum_local(strategy, gradient) for gradient in gradients]
+                own = [_first(strategy, value) for value in weights]
+                vector, small = self._reduce_whole(summed, sum_local(strategy, sidecar))
+
+                def apply() -> Any:
+                    given = [_first(strategy, value) for value in arguments]
+                    with_arguments: Update = lambda *sums: update(*sums, *given)  # noqa: E731
+                    return self._apply(summed, small, vector, own, with_arguments, norm, _first(strategy, wanted))
+
+                new, size = tf.cond(should_apply(vector), apply, lambda: (own, tf.zeros([])))
+                return new, vector, size
+
+        wanted = tf.constant(True) if wants_norm is None else wants_norm
+        return replica_context().merge_call(
+            merged, args=(list(gradients), sidecar, list(weights), wanted, list(arguments))
+        )
+
+    def _apply(
+        self,
+        gradients: Sequence[tf.Tensor],
+        small: dict[int, tf.Tensor],
+        sidecar: tf.Tensor,
+        weights: Sequence[tf.Tensor],
+        update: Update,
+        norm: Norm,
+        wants_norm: tf.Tensor,
+    ) -> tuple[list[tf.Tensor], tf.Tensor]:
+        counter = local_copy(self._step)
+        step = counter.read_value()
+        shards = [one.scatter(gradients, step) for one in self._shards]
+
+        def of_all() -> tf.Tensor:
+            own = tf.reshape(norm(shards), [1]) if shards else tf.zeros([1])
+            return norm([self._group.all_gather(own, self._norm_instance), *small.values()])
+
+        size = tf.cond(wants_norm, of_all, lambda: tf.zeros([]))
+        sums = [one.cut(shard) for one, shard in zip(self._shards, shards, strict=True)]
+        pieces, whole = update(sums, small, sidecar, size)
+        new = list(weights)
+        for index, value in whole.items():
+            new[index] = value
+        for one, parts in zip(self._shards, pieces, strict=True):
+            for index, value in one.gather(parts, weights, step).items():
+                new[index] = value
+        with tf.control_dependencies(new):
+            counter.assign_add(1, read_value=False)
+        return new, size
+
+    def _reduce_whole(
+        self, gradients: Sequence[tf.Tensor], sidecar: tf.Tensor
+    ) -> tuple[tf.Tensor, dict[int, tf.Tensor]]:
+        """Sums of sidecar and tensors that nobody owns, dense, and first: they tell whether there is a step."""
+        parts = [tf.reshape(gradients[index], [-1]) for index in self._whole]
+        reduced = self._group.all_reduce(tf.concat([sidecar, *parts], axis=0), self._small_instance)
+        sizes = [self._sizes[index] for index in self._whole]
+        vector, *parts = tf.split(reduced, [reduced.shape[0] - sum(sizes), *sizes])
+        return vector, {
+            index: tf.reshape(part, self._shapes[index]) for index, part in zip(self._whole, parts, strict=True)
+        }
+
+    def bytes_per_step(self, replicas: int, sidecar_length: int) -> Traffic:
+        """Bytes of one exchange: payloads of both phases, and dense small tensors."""
+        workers = self._group.size
+        small = 4 * (sidecar_length + sum(self._sizes[index] for index in self._whole))
+        payloads = [one.payload_bytes for one in self._shards]
+        dense = dense_traffic(sum(self._sizes), workers, sidecar_length)
+        return Traffic(
+            codec=self._spec.name,
+            pattern="sharded" if replicas == workers else "hierarchical, sharded",
+            payload_bytes=small + sum(payloads),
+            wire_bytes=2 * (workers - 1) * (small + sum(payloads)) // workers,
+            dense_bytes=dense.wire_bytes,
+        )
+
+    def export(self) -> dict[str, np.ndarray]:
+        """The count of exchanges; of each vector its layout and its residual, tensors in the order of their indices."""
+        arrays = {"step": np.array(local_copy(self._step).numpy(), np.int64)}
+        for number, one in enumerate(self._shards):
+            arrays[f"{number}/{LAYOUT}"] = np.array([one.vector.elements, one.vector.shard_elements, 0], np.int64)
+            for role, variable in one.state.items():
+                arrays[f"{number}/{role}"] = one.vector.in_tensor_order(variable.numpy())
+        return arrays
+
+    def restore(self, workers: int, read: Callable[[int], Mapping[str, np.ndarray]]) -> None:
+        """Takes up this worker's own residuals where the workers are the same, else worker 0 takes up their sum."""
+        rank = self._group.rank
+        own = residuals.checked(read(rank if workers == self._group.size else 0), rank)
+        if not own:
+            return
+        local_copy(self._step).assign(own["step"])
+        mine = self.export()
+        same = workers == self._group.size and own.keys() == mine.keys()
+        if same and all(own[name].shape == array.shape for name, array in mine.items()):
+            pending = [own[f"{number}/{role}"] for number, one in enumerate(self._shards) for role in one.state]
+            vector = np.concatenate([*pending, np.zeros(0, np.float32)])
+        else:
+            vector = residuals.total_pending([residuals.checked(read(each), each) for each in range(workers)])
+            if rank:
+                vector = np.zeros_like(vector)
+        self._load(vector)
+
+    def _load(self, vector: np.ndarray) -> None:
+        elements = sum(one.vector.elements for one in self._shards if one.state)
+        if not vector.any() and vector.size != elements:
+            return
+        if vector.size != elements:
+            raise ConfigError(
+                f"--exchange: the checkpoint holds a residual that has not been applied yet, of tensors with "
+                f"{vector.size:,} elements; this exchange encodes tensors with {elements:,}. Resume with the previous "
+                "--exchange, or start in another workdir."
+            )
+        begin = 0
+        for one in self._shards:
+            part = vector[begin : begin + one.vector.elements].astype(np.float32)
+            begin += one.vector.elements
+            for variable in one.state.values():
+                variable.assign(one.vector.from_tensor_order(part))
+
+
+class _Shards:
+    """The two phases of one vector.
+
+    Attributes:
+      vector: Its tensors and shards.
+      state: The residual of this worker's gradients, padding included; empty without error feedback.
+      payload_bytes: Bytes of this worker's payloads for all shards.
+    """
+
+    def __init__(
+        self,
+        vector: ShardedVector,
+        shapes: Sequence[tf.TensorShape],
+        codec: Codec | None,
+        group: Group,
+        seed: int,
+        name: str,
+        *,
+        error_feedback: bool,
+    ) -> None:
+        self.vector = vector
+        self._shapes = shapes
+        self._codec = codec
+        self._group = group
+        self._seed = seed
+        self._pieces = vector.pieces(group.rank)
+        self._instances = allocate_instance_keys(2, group)
+        total = sum(size for _, size in vector.segments)
+        self.state = buckets.residual_variables({buckets.RESIDUALS[0]: total}, name, error_feedback=error_feedback)
+        size = 4 * vector.shard_elements if codec is None else codec.payload_bytes(vector.shard_elements)
+        self.payload_bytes = vector.workers * size
+
+    def scatter(self, gradients: Sequence[tf.Tensor], step: tf.Tensor) -> tf.Tensor:
+        """The sum of this worker's shard over the workers, float32 [S]."""
+        vector, first = self.vector, self._instances[0]
+        parts = [tf.zeros([size]) if index < 0 else gradients[index] for index, size in vector.segments]
+        if self._codec is None:
+            rows = tf.reshape(buckets.concatenated(parts), [vector.workers, vector.shard_elements])
+            received = self._group.all_to_all(rows, first)
+            return tf.add_n(tf.unstack(received)) if vector.workers > 1 else received[0]
+        arguments: dict[str, Any] = {
+            "shards": vector.workers,
+            "shard_elements": vector.shard_elements,
+            "seed_step": self._rounding_seed(step, phase=0),
+        }
+        if self.state:
+            encoded = tfpar_ops.encode_into(self.state[buckets.RESIDUALS[0]], parts, self._codec, **arguments)
+        else:
+            encoded = tfpar_ops.encode(parts, None, self._codec, **arguments)
+        received = self._group.all_to_all(encoded.payload, first)
+        return tfpar_ops.decode_sum(received, self._codec, vector.shard_elements)
+
+    def cut(self, shard: tf.Tensor) -> list[tf.Tensor]:
+        """The pieces of this worker's shard, each a vector."""
+        sizes = [piece.size for piece in self._pieces]
+        return tf.split(shard, [*sizes, self.vector.shard_elements - sum(sizes)])[:-1] if sizes else []
+
+    def gather(
+        self, pieces: Sequence[tf.Tensor], weights: Sequence[tf.Tensor], step: tf.Tensor
+    ) -> dict[int, tf.Tensor]:
+        """New weights by index, out of what each owner has made of its pieces."""
+        vector, second = self.vector, self._instances[1]
+        if self._codec is None:
+            rows = self._group.all_gather(self._shard(pieces)[None], second)
+            parts = tf.split(tf.reshape(rows, [-1]), [size for _, size in vector.segments])
+            flat = {index: part for (index, _), part in zip(vector.segments, parts, strict=True) if index >= 0}
+            return {index: tf.reshape(part, self._shapes[index]) for index, part in flat.items()}
+        before = [tf.reshape(weights[piece.index], [-1])[piece.begin : piece.end] for piece in self._pieces]
+        change = self._shard(pieces) - self._shard(before)
+        encoded = tfpar_ops.encode(
+            [change],
+            None,
+            self._codec,
+            shard_elements=vector.shard_elements,
+            seed_step=self._rounding_seed(step, phase=1),
+        )
+        payloads = self._group.all_gather(encoded.payload, second)
+        shapes = [self._shapes[index] if index >= 0 else tf.TensorShape([size]) for index, size in vector.segments]
+        changes = tfpar_ops.decode(payloads, self._codec, shapes, shard_elements=vector.shard_elements)
+        return {
+            index: weights[index] + part
+            for (index, _), part in zip(vector.segments, changes, strict=True)
+            if index >= 0
+        }
+
+    def _shard(self, pieces: Sequence[tf.Tensor]) -> tf.Tensor:
+        """Pieces end to end, with zeros behind them: float32 [S]."""
+        padding = self.vector.shard_elements - sum(piece.size for piece in self._pieces)
+        return tf.concat([*(tf.reshape(piece, [-1]) for piece in pieces), tf.zeros([padding])], axis=0)
+
+    def _rounding_seed(self, step: tf.Tensor, *, phase: int) -> tf.Tensor | None:
+        if self._codec is None:
+            return None
+        return buckets.rounding_seed(self._codec, self._seed, 2 * self._group.rank + phase, step)
+
+
+def _first(strategy: tf.distribute.Strategy, value: Any) -> tf.Tensor:
+    """The value of this worker's first replica."""
+    return strategy.experimental_local_results(value)[0]

@@ -1,0 +1,155 @@
+"""Which worker owns which weights, where every worker updates its own share only (ZeRO, Rajbhandari et al. 2020).
+
+Tensors lie end to end in a vector that is cut into as many shards as there are workers, S elements each. Worker r owns
+shard r: it alone has the sum of these gradients, and updates these weights. Plain Python and NumPy: no tensor is made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+from tfpar.exchange.fusion import group_indices
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Consecutive elements of one tensor that one worker owns.
+
+    Attributes:
+      index: Which tensor.
+      begin: First element, of the tensor seen as a vector.
+      end: The element after the last one.
+    """
+
+    index: int
+    begin: int
+    end: int
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return self.end - self.begin
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardedVector:
+    """Tensors end to end, in shards of S elements.
+
+    Attributes:
+      workers: Number of shards W.
+      shard_elements: S; a multiple of the block of the codec.
+      segments: What lies in the vector, in order: index of a tensor, or -1 for padding, and number of elements.
+    """
+
+    workers: int
+    shard_elements: int
+    segments: tuple[tuple[int, int], ...]
+
+    @property
+    def indices(self) -> list[int]:
+        """The tensors, in the order in which they lie in the vector."""
+        return [index for index, _ in self.segments if index >= 0]
+
+    @property
+    def elements(self) -> int:
+        """Elements of all tensors, without padding."""
+        return sum(size for index, size in self.segments if index >= 0)
+
+    def pieces(self, rank: int) -> list[Piece]:
+        """What a worker owns, in the order in which it lies in its shard."""
+        first, last = rank * self.shard_elements, (rank + 1) * self.shard_elements
+        found, place = [], 0
+        for index, size in self.segments:
+            begin, end = max(first - place, 0), min(last - place, size)
+            if index >= 0 and begin < end:
+                found.append(Piece(index, begin, end))
+            place += size
+        return found
+
+    def in_tensor_order(self, vector: np.ndarray) -> np.ndarray:
+        """A vector like this one, its tensors in the order of their indices and without padding."""
+        parts, place = {}, 0
+        for index, size in self.segments:
+            parts[index] = vector[place : place + size]
+            place += size
+        return np.concatenate([parts[index] for index in sorted(self.indices)])
+
+    def from_tensor_order(self, vector: np.ndarray) -> np.ndarray:
+        """The vector of which `in_tensor_order` made another; zeros in place of padding."""
+        sizes = dict(self.segments)
+        parts, place = {}, 0
+        for index in sorted(self.indices):
+            parts[index] = vector[place : place + sizes[index]]
+            place += sizes[index]
+        zeros = [np.zeros(size, vector.dtype) if index < 0 else parts[index] for index, size in self.segments]
+        return np.concatenate(zeros)
+
+
+def evenly(
+    indices: Sequence[int], sizes: Sequence[int], workers: int, *, block: int, bucket_bytes: int
+) -> list[ShardedVector]:
+    """Buckets of consecutive tensors, each cut into equal shards wherever that falls within a tensor.
+
+    For optimizers that update every element by itself.
+
+    Args:
+      indices: Which tensors.
+      sizes: Elements of every tensor.
+      workers: Number of workers.
+      block: Elements of a block of the codec, in whole numbers of which a shard is.
+      bucket_bytes: Tensors share a bucket up to this many bytes of float32.
+    """
+    vectors = []
+    for group in group_indices(indices, sizes, bucket_bytes):
+        if group:
+            elements = sum(sizes[index] for index in group)
+            shard = -(-math.ceil(elements / block) // workers) * block
+            padding = workers * shard - elements
+            segments = [(index, sizes[index]) for index in group] + ([(-1, padding)] if padding else [])
+            vectors.append(ShardedVector(workers, shard, tuple(segments)))
+    return vectors
+
+
+def by_tensor(indices: Sequence[int], sizes: Sequence[int], workers: int, *, block: int) -> list[ShardedVector]:
+    """One bucket, of which every worker owns whole tensors; the largest first, each to whom has least.
+
+    For optimizers that look at a whole tensor (LAMB, LARS, Muon, Adafactor). Shards are as large as the largest one, so
+    a tensor that is larger than all others together costs padding on the wire.
+
+    Args:
+      indices: Which tensors.
+      sizes: Elements of every tensor.
+      workers: Number of workers.
+      block: Elements of a block of the codec, in whole numbers of which a shard is.
+    """
+    owned: list[list[int]] = [[] for _ in range(workers)]
+    filled = [0] * workers
+    for index in sorted(indices, key=lambda each: (-sizes[each], each)):
+        rank = filled.index(min(filled))
+        owned[rank].append(index)
+        filled[rank] += sizes[index]
+    if not indices:
+        return []
+    shard = -(-max(filled) // block) * block
+    segments: list[tuple[int, int]] = []
+    for mine, used in zip(owned, filled, strict=True):
+        segments += [(index, sizes[index]) for index in sorted(mine)]
+        if used < shard:
+            segments.append((-1, shard - used))
+    return [ShardedVector(workers, shard, tuple(segments))]
+
+
+def joined(parts: Mapping[int, np.ndarray], shape: Sequence[int]) -> np.ndarray:
+    """A whole array out of its pieces.
+
+    Args:
+      parts: Arrays by the place of their first element.
+      shape: Shape of the tensor that the pieces are of. State of another size, such as Adafactor's, keeps its own.
+    """
+    pieces = [parts[begin] for begin in sorted(parts)]
+    whole = pieces[0] if len(pieces) == 1 else np.concatenate([piece.reshape(-1) for piece in pieces])
+    return whole.reshape(shape) if whole.size == math.prod(shape) else whole
