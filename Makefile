@@ -81,10 +81,10 @@ $(STAMP): $(PACKAGES) $(NATIVE) $(if $(wildcard $(LIBRARY)),,missing)
 	  'BUILT := $(BUILDS)' "BUILT_FOR := $$($(TENSORFLOW))" > $(OPTIONS)
 	@touch $@
 
-# A finished run of before is moved aside: its workdir would otherwise be resumed, and nothing would be left to do.
+# A previous run is moved aside: its workdir would otherwise be resumed, and nothing would be left to do.
 train: setup
 	@if [ -e $(WORKDIR) ]; then \
-	  aside="$(WORKDIR)-$$(date +%Y%m%d-%H%M%S)"; mv $(WORKDIR) $$aside; echo "the run of before is now in $$aside"; fi
+	  aside="$(WORKDIR)-$$(date +%Y%m%d-%H%M%S)"; mv $(WORKDIR) $$aside; echo "the previous run is now in $$aside"; fi
 	$(RUN) -m tfpar.launch --workers=2 -- experiments/image_classification.py \
 	  --flagfile=experiments/recipes/quickstart.flags --exchange=$(EXCHANGE) --workdir=$(WORKDIR)
 

@@ -2,14 +2,17 @@
 
 Each pair of --shard and --exchange trains on a cluster of its own on this machine. The pairs take turns, and the
 fastest turn of each counts. Bytes of state are counted from the optimizer's variables, those on the network follow from
-the formula that summary.json has; neither needs a quiet machine.
+the formula that summary.json has; neither needs a quiet machine. With several --seeds, the table has the mean of the
+last losses and their standard deviation.
 
   python experiments/benchmarks/shard.py --model=transformer_lm_small --workers=2
+  python experiments/benchmarks/shard.py --model=mlp --dataset=digits --batch=64 --measured_steps=300 --seeds=5
 """
 
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 import sys
 import time
@@ -33,6 +36,7 @@ OPTIMIZER = absl_flags.DEFINE_string("optimizer", "adamw", "Optimizer.")
 WORKERS = absl_flags.DEFINE_integer("workers", 2, "Workers of the cluster.", lower_bound=2)
 EXCHANGES = absl_flags.DEFINE_list("exchanges", ["none", "int4"], "Values of --exchange.")
 STEPS = absl_flags.DEFINE_integer("measured_steps", 6, "Steps of a turn, after the first.", lower_bound=1)
+SEEDS = absl_flags.DEFINE_integer("seeds", 1, "Runs from different seeds.", lower_bound=1)
 TURNS = absl_flags.DEFINE_integer("turns", 2, "Turns of each pair.", lower_bound=1)
 CHILD = absl_flags.DEFINE_string("child", "", "Internal: 'SHARD EXCHANGE' that this process measures.")
 
@@ -41,36 +45,38 @@ def measure(shard: str, exchange: str) -> dict[str, Any]:
     """Trains in this process, one of the workers."""
     import keras
 
-    config = tfpar.ExperimentConfig.from_flat_dict(
-        {
-            "dataset": DATASET.value,
-            "global_batch_size": BATCH.value,
-            "optimizer": OPTIMIZER.value,
-            "shard": shard,
-            "exchange": exchange,
-            "verbose": 0,
-        }
-    )
-    runtime = tfpar.initialize(config)
-    source, _ = inputs.build_splits(config.input, 0)
-    trainer = tfpar.Trainer(
-        lambda: models.build(MODEL.value, tfpar.task_spec(source)),
-        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        config=config,
-        runtime=runtime,
-    )
-    trainer.fit(source, steps=1)
-    began = time.perf_counter()
-    summary = trainer.fit(source, steps=STEPS.value)
-    seconds = (time.perf_counter() - began) / STEPS.value
-    state = sum(variable.numpy().nbytes for variable in trainer.optimizer.variables)
-    weights = sum(variable.numpy().nbytes for variable in trainer.model.trainable_variables)
+    runtime, losses = None, []
+    for seed in range(SEEDS.value):
+        config = tfpar.ExperimentConfig.from_flat_dict(
+            {
+                "dataset": DATASET.value,
+                "global_batch_size": BATCH.value,
+                "optimizer": OPTIMIZER.value,
+                "shard": shard,
+                "exchange": exchange,
+                "seed": seed,
+                "verbose": 0,
+            }
+        )
+        runtime = runtime or tfpar.initialize(config)
+        source, validation = inputs.build_splits(config.input, 0)
+        keras.utils.set_random_seed(seed)
+        trainer = tfpar.Trainer(
+            lambda source=source: models.build(MODEL.value, tfpar.task_spec(source)),
+            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            config=config,
+            runtime=runtime,
+        )
+        trainer.fit(source, steps=1)
+        began = time.perf_counter()
+        trainer.fit(source, steps=STEPS.value)
+        seconds = (time.perf_counter() - began) / STEPS.value
+        losses.append(trainer.evaluate(validation)["loss"])
     traffic = trainer.program.exchange.traffic(runtime.topology.replicas, 0)
     return {
         "seconds": seconds,
-        "loss": summary["train_loss"],
-        "state": state,
-        "weights": weights,
+        "losses": losses,
+        "state": sum(variable.numpy().nbytes for variable in trainer.optimizer.variables),
         "wire": traffic.wire_bytes,
         "chief": runtime.topology.is_chief,
     }
@@ -99,13 +105,15 @@ def main(_: list[str]) -> None:
     turns = [(pair, on_cluster(*pair)) for _ in range(TURNS.value) for pair in pairs]
     last = dict(turns)
     fastest = {pair: min(found["seconds"] for each, found in turns if each == pair) for pair in pairs}
-    print(f"{'exchange':<10}{'shard':<11}{'state MiB':>10}{'sent MiB':>10}{'step ms':>10}{'ratio':>7}{'loss':>10}")
+    names = f"{'exchange':<10}{'shard':<11}{'state MiB':>10}{'sent MiB':>10}"
+    print(names + f"{'step ms':>10}{'ratio':>7}{'loss':>10}{'+-':>9}")
     for pair in pairs:
         shard, exchange = pair
         found, base = last[pair], fastest["none", exchange]
+        loss, spread = statistics.mean(found["losses"]), statistics.pstdev(found["losses"])
         print(
             f"{exchange:<10}{shard:<11}{found['state'] / 2**20:>10.1f}{found['wire'] / 2**20:>10.2f}"
-            f"{1e3 * fastest[pair]:>10.1f}{fastest[pair] / base:>7.2f}{found['loss']:>10.5f}"
+            f"{1e3 * fastest[pair]:>10.1f}{fastest[pair] / base:>7.2f}{loss:>10.5f}{spread:>9.5f}"
         )
 
 

@@ -226,3 +226,4 @@ def test_a_run_without_a_workdir_says_that_nothing_is_kept_and_a_finished_one_ho
         trainer_on(1, workdir=str(tmp_path)).fit(source(), epochs=1)
     assert not any("nothing of this run" in line for line in messages)
     assert "this run is finished (step 6 of 6); more --epochs would continue it" in messages
+    assert any(line.startswith("\nresult\n  steps") for line in messages)

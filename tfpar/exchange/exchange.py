@@ -133,7 +133,6 @@ class Exchange:
         if shards is not None:
             self._reducer = ShardedReducer(self._spec, shapes, shards, group, device, seed)
             return
-        sparse = sparse if group.size > 1 and group.capabilities.variable_sizes else ()
         self._reducer = _reducer(
             self._spec, shapes, group, device, seed, sparse, strategy, overlap=overlap, own_collectives=own_collectives
         )
@@ -360,6 +359,7 @@ def _reducer(
     own_collectives: bool,
 ) -> Reducer:
     """What carries out an exchange for these workers."""
+    sparse = sparse if group.size > 1 and group.capabilities.variable_sizes else ()
     if group.size > 1 and spec.compresses:
         return CompressedReducer(spec, shapes, group, device, seed, sparse, overlap=overlap)
     if own_collectives:

@@ -236,7 +236,7 @@ def previous_summary(workdir: str, step: int) -> dict[str, Any] | None:
 def report_already_finished(
     info: RunInfo, step: int, monitor: Monitor, eval_weights: Callable[[], Sequence[keras.Variable]]
 ) -> None:
-    """Prints that there is nothing left to do, and writes a `model.keras` that has gone missing.
+    """Prints that there is nothing left to do, and its results; writes a `model.keras` that has gone missing.
 
     Args:
       info: The run.
@@ -244,12 +244,16 @@ def report_already_finished(
       monitor: The run's monitor.
       eval_weights: Gives the trainable weights that evaluation used, in order.
     """
+    workdir = info.config.checkpoint.workdir
+    content = previous_summary(workdir, step) or {}
     if step < info.total:
-        by = (previous_summary(info.config.checkpoint.workdir, step) or {}).get("stopped_by") or "a hook or callback"
+        by = content.get("stopped_by") or "a hook or callback"
         monitor.message(f"{by} stopped this run at step {step} of {info.total}; more --{info.length} continue it")
     else:
         monitor.message(f"this run is finished (step {step} of {info.total}); more --{info.length} would continue it")
-    path = pathlib.Path(info.config.checkpoint.workdir) / "model.keras"
+    with contextlib.suppress(KeyError, TypeError):  # a version that wrote less
+        monitor.message(closing_table(content, workdir))
+    path = pathlib.Path(workdir) / "model.keras"
     if info.topology.is_chief and not path.exists():
         for problem in _try_write("model.keras", lambda: save_model(info.model, eval_weights(), path)):
             monitor.message(f"could not be written: {problem}", logging.WARNING)

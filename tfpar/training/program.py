@@ -116,11 +116,8 @@ class Program:
         check_precision(built, config.precision.precision)
         weights, device = built.trainable_variables, strategy.extended.worker_devices[0]
         share = OwnShare.of(config, runtime.topology, weights, optimizer, core.overwritten, device)
-        if share is None:
-            with scope_of(model, strategy):
-                keras_optimizer = optimizer.build(config, weights)
-        else:
-            keras_optimizer = share.optimizer
+        with scope_of(model, strategy):
+            keras_optimizer = share.optimizer if share else optimizer.build(config, weights)
         program = cls(
             config,
             runtime.topology,

@@ -380,4 +380,5 @@ def should_apply(vector: tf.Tensor) -> tf.Tensor:
 
 
 def compiled(function: Callable[..., Any], compiles: bool) -> Callable[..., Any]:
+    """The function as an XLA program, or as it is."""
     return tf.function(function, jit_compile=True, autograph=False) if compiles else function
