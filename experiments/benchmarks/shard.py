@@ -11,6 +11,7 @@ last losses and their standard deviation.
 
 from __future__ import annotations
 
+import functools
 import json
 import statistics
 import subprocess
@@ -45,7 +46,8 @@ def measure(shard: str, exchange: str) -> dict[str, Any]:
     """Trains in this process, one of the workers."""
     import keras
 
-    runtime, losses = None, []
+    runtime: tfpar.Runtime | None = None
+    losses = []
     for seed in range(SEEDS.value):
         config = tfpar.ExperimentConfig.from_flat_dict(
             {
@@ -62,7 +64,7 @@ def measure(shard: str, exchange: str) -> dict[str, Any]:
         source, validation = inputs.build_splits(config.input, 0)
         keras.utils.set_random_seed(seed)
         trainer = tfpar.Trainer(
-            lambda source=source: models.build(MODEL.value, tfpar.task_spec(source)),
+            functools.partial(models.build, MODEL.value, tfpar.task_spec(source)),
             loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             config=config,
             runtime=runtime,
@@ -72,6 +74,7 @@ def measure(shard: str, exchange: str) -> dict[str, Any]:
         trainer.fit(source, steps=STEPS.value)
         seconds = (time.perf_counter() - began) / STEPS.value
         losses.append(trainer.evaluate(validation)["loss"])
+    assert runtime is not None
     traffic = trainer.program.exchange.traffic(runtime.topology.replicas, 0)
     return {
         "seconds": seconds,

@@ -10,11 +10,11 @@ import pytest
 SIZES = [7, 4000, 64, 1, 900, 2500]
 
 
-def owners(vectors: list[ShardedVector], workers: int) -> list[np.ndarray]:
-    """For each tensor, how many workers own each element."""
+def owners(vectors: list[ShardedVector], count: int) -> list[np.ndarray]:
+    """For each tensor, how many replicas own each element."""
     counts = [np.zeros(size, int) for size in SIZES]
     for vector in vectors:
-        for rank in range(workers):
+        for rank in range(count):
             assert sum(piece.size for piece in vector.pieces(rank)) <= vector.shard_elements
             for piece in vector.pieces(rank):
                 counts[piece.index][piece.begin : piece.end] += 1
@@ -38,6 +38,11 @@ def test_every_element_has_one_owner(workers, block):
     assert {(piece.begin, piece.size) for rank in range(workers) for piece in whole[0].pieces(rank)} == {
         (0, SIZES[index]) for index in indices
     }
+
+
+def test_replicas_of_a_worker_have_neighbouring_shards():
+    [vector] = evenly([1, 5], SIZES, 4, block=16, bucket_bytes=1 << 20, per_worker=2)
+    assert (vector.workers, vector.worker_elements) == (2, 2 * vector.shard_elements)
 
 
 def test_even_shards_differ_by_less_than_a_block():

@@ -1,4 +1,4 @@
-"""Sharded optimizer state on real workers: the weights of one device, a share of the bytes, resumed by any workers."""
+"""Sharded optimizer state on devices and real workers: the weights of one device, a share of the bytes, resumed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import pathlib
 from typing import Any
 
+import tfpar
 from tests.integration.scripts import sharded
 from tests.integration.test_multi_worker import launch
 from tfpar.config import StrategyConfig
@@ -15,8 +16,6 @@ from tfpar.parallel.topology import choose_topology
 
 import numpy as np
 import pytest
-
-pytestmark = pytest.mark.cluster
 
 
 def on_workers(workers: int, folder: pathlib.Path, *cases: dict[str, Any]) -> list[list[dict[str, np.ndarray]]]:
@@ -30,8 +29,17 @@ def on_workers(workers: int, folder: pathlib.Path, *cases: dict[str, Any]) -> li
 
 
 def on_one_device(**options: Any) -> dict[str, np.ndarray]:
-    runtime = strategies.build(choose_topology(StrategyConfig(strategy="one_device")))
-    trainer = sharded.train({"strategy": "one_device", **options}, runtime)
+    return weights_of(here("one_device", **options))
+
+
+def here(strategy: str, devices: int = 0, **options: Any) -> tfpar.Trainer:
+    """Trains in this process."""
+    runtime = strategies.build(choose_topology(StrategyConfig(strategy=strategy, devices=devices)))
+    # Workers compile with XLA; here it would take most of the time.
+    return sharded.train({"strategy": strategy, "devices": devices, "jit_compile": "false", **options}, runtime)
+
+
+def weights_of(trainer: tfpar.Trainer) -> dict[str, np.ndarray]:
     return {variable.path: variable.numpy() for variable in trainer.model.variables}
 
 
@@ -41,6 +49,29 @@ def assert_close(found: dict[str, np.ndarray], expected: dict[str, np.ndarray], 
             np.testing.assert_allclose(found[name], value, rtol=rtol, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
+def test_devices_that_divide_the_state_equal_one(optimizer, tmp_path):
+    """What one layout of devices saved, another resumes."""
+    options = {"optimizer": optimizer, "shard": "optimizer", "workdir": str(tmp_path / "run"), "steps": 9}
+    shares = here("mirrored", 2, stop_after=3, **options).program.share.replicas
+    if optimizer == "adamw":
+        devices = [variable.value.device[-5:] for share in shares for variable in share.variables[:1]]
+        assert devices == ["CPU:0", "CPU:1"]
+    here("one_device", stop_after=3, **options)
+    assert_close(weights_of(here("mirrored", 3, **options)), on_one_device(optimizer=optimizer, steps=9))
+
+
+def test_weights_that_are_assigned_before_fit_count():
+    def train(strategy: str, devices: int = 0) -> dict[str, np.ndarray]:
+        trainer = here(strategy, devices, shard="optimizer", steps=2)
+        trainer.model.set_weights([0.5 * value for value in trainer.model.get_weights()])
+        trainer.fit(*sharded.data(), steps=2)
+        return weights_of(trainer)
+
+    assert_close(train("mirrored", 2), train("one_device"))
+
+
+@pytest.mark.cluster
 def test_three_workers_equal_one_device(tmp_path):
     """With clipping, weight decay of some weights, uneven batches and micro-batches."""
     shard = {"shard": "optimizer", "accumulate_steps": 2}
@@ -68,6 +99,7 @@ def test_three_workers_equal_one_device(tmp_path):
     assert all(share - 8 <= int(worker["slots"]) - 12 <= share for worker in even)
 
 
+@pytest.mark.cluster
 def test_resumed_by_any_workers(tmp_path):
     """Where a codec is in use to the same bits by as many workers; else to the weights of one device."""
     int4 = {"shard": "optimizer", "exchange": "int4:min_elements=64", "steps": 12}
@@ -88,5 +120,5 @@ def test_resumed_by_any_workers(tmp_path):
     assert 0.0 < max(differences) < 0.02
     on_workers(3, tmp_path / "three", dense)
     on_one_device(steps=24, stop_after=6, workdir=str(tmp_path / "dense"))
-    [[last, _]] = on_workers(2, tmp_path / "again", {**dense, "stop_after": 0})
+    [[last, _]] = on_workers(2, tmp_path / "again", {**dense, "devices": 2, "stop_after": 0})
     assert_close(last, on_one_device(steps=24))

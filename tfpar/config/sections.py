@@ -227,8 +227,8 @@ class TrainConfig(ConfigBase):
     )
     shard: str = option(
         "none",
-        "What workers divide among themselves instead of each having all: none; or optimizer, the optimizer's state. "
-        "A worker then updates its share of the weights and gets the others' new weights, for the same bytes on the "
+        "What replicas divide among themselves instead of each having all: none; or optimizer, the optimizer's state. "
+        "A replica then updates its share of the weights and gets the others' new weights, for the same bytes on the "
         "network; with a codec, changes of weights travel encoded in place of the sums of gradients.",
         choices=("none", "optimizer"),
         may_change_on_resume=True,

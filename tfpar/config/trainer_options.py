@@ -174,8 +174,8 @@ class TrainerOptions(TypedDict, total=False):
     expression, searched in the paths of layers. A step takes up to a third longer."""
 
     shard: Literal["none", "optimizer"]
-    """What workers divide among themselves instead of each having all: none; or optimizer, the optimizer's state. A
-    worker then updates its share of the weights and gets the others' new weights, for the same bytes on the network;
+    """What replicas divide among themselves instead of each having all: none; or optimizer, the optimizer's state. A
+    replica then updates its share of the weights and gets the others' new weights, for the same bytes on the network;
     with a codec, changes of weights travel encoded in place of the sums of gradients."""
 
     steps_per_loop: int

@@ -86,7 +86,7 @@ class ShardedReducer(Reducer):
         seed: int,
     ) -> None:
         spec.check_group(group)
-        self._codec = sharded_codec(spec)
+        self._codec = sharded_codec(spec) if group.size > 1 else None
         self._spec = spec
         self._shapes = list(shapes)
         self._sizes = [shape.num_elements() for shape in shapes]
@@ -105,7 +105,7 @@ class ShardedReducer(Reducer):
                     group,
                     buckets.bucket_seed(seed, number),
                     f"shards_{number}",
-                    error_feedback=spec.compresses and spec.options.error_feedback,
+                    error_feedback=self._codec is not None and spec.options.error_feedback,
                 )
                 for number, vector in enumerate(vectors)
             ]
@@ -222,6 +222,8 @@ class ShardedReducer(Reducer):
     def bytes_per_step(self, replicas: int, sidecar_length: int) -> Traffic:
         """Bytes of one exchange: payloads of both phases, and dense small tensors."""
         workers = self._group.size
+        if workers == 1:
+            return dense_traffic(sum(self._sizes), replicas, sidecar_length)
         small = 4 * (sidecar_length + sum(self._sizes[index] for index in self._whole))
         payloads = [one.payload_bytes for one in self._shards]
         dense = dense_traffic(sum(self._sizes), workers, sidecar_length)
@@ -237,7 +239,7 @@ class ShardedReducer(Reducer):
         """The count of exchanges; of each vector its layout and its residual, tensors in the order of their indices."""
         arrays = {"step": np.array(local_copy(self._step).numpy(), np.int64)}
         for number, one in enumerate(self._shards):
-            arrays[f"{number}/{LAYOUT}"] = np.array([one.vector.elements, one.vector.shard_elements, 0], np.int64)
+            arrays[f"{number}/{LAYOUT}"] = np.array([one.vector.elements, one.vector.worker_elements, 0], np.int64)
             for role, variable in one.state.items():
                 arrays[f"{number}/{role}"] = one.vector.in_tensor_order(variable.numpy())
         return arrays
@@ -303,24 +305,26 @@ class _Shards:
         self._codec = codec
         self._group = group
         self._seed = seed
-        self._pieces = vector.pieces(group.rank)
+        owners = range(group.rank * vector.per_worker, (group.rank + 1) * vector.per_worker)
+        self._pieces = [vector.pieces(owner) for owner in owners]
+        self._elements = vector.worker_elements
         self._instances = allocate_instance_keys(2, group)
         total = sum(size for _, size in vector.segments)
         self.state = buckets.residual_variables({buckets.RESIDUALS[0]: total}, name, error_feedback=error_feedback)
-        size = 4 * vector.shard_elements if codec is None else codec.payload_bytes(vector.shard_elements)
+        size = 4 * self._elements if codec is None else codec.payload_bytes(self._elements)
         self.payload_bytes = vector.workers * size
 
     def scatter(self, gradients: Sequence[tf.Tensor], step: tf.Tensor) -> tf.Tensor:
-        """The sum of this worker's shard over the workers, float32 [S]."""
+        """The sum of this worker's shards over the workers, a vector."""
         vector, first = self.vector, self._instances[0]
         parts = [tf.zeros([size]) if index < 0 else gradients[index] for index, size in vector.segments]
         if self._codec is None:
-            rows = tf.reshape(buckets.concatenated(parts), [vector.workers, vector.shard_elements])
+            rows = tf.reshape(buckets.concatenated(parts), [vector.workers, self._elements])
             received = self._group.all_to_all(rows, first)
             return tf.add_n(tf.unstack(received)) if vector.workers > 1 else received[0]
         arguments: dict[str, Any] = {
             "shards": vector.workers,
-            "shard_elements": vector.shard_elements,
+            "shard_elements": self._elements,
             "seed_step": self._rounding_seed(step, phase=0),
         }
         if self.state:
@@ -328,12 +332,15 @@ class _Shards:
         else:
             encoded = tfpar_ops.encode(parts, None, self._codec, **arguments)
         received = self._group.all_to_all(encoded.payload, first)
-        return tfpar_ops.decode_sum(received, self._codec, vector.shard_elements)
+        return tfpar_ops.decode_sum(received, self._codec, self._elements)
 
-    def cut(self, shard: tf.Tensor) -> list[tf.Tensor]:
-        """The pieces of this worker's shard, each a vector."""
-        sizes = [piece.size for piece in self._pieces]
-        return tf.split(shard, [*sizes, self.vector.shard_elements - sum(sizes)])[:-1] if sizes else []
+    def cut(self, shards: tf.Tensor) -> list[tf.Tensor]:
+        """The pieces of this worker's shards, each a vector: those of its first replica, then of its second."""
+        found: list[tf.Tensor] = []
+        for pieces, shard in zip(self._pieces, tf.split(shards, self.vector.per_worker), strict=True):
+            sizes = [piece.size for piece in pieces]
+            found += tf.split(shard, [*sizes, self.vector.shard_elements - sum(sizes)])[: len(sizes)]
+        return found
 
     def gather(
         self, pieces: Sequence[tf.Tensor], weights: Sequence[tf.Tensor], step: tf.Tensor
@@ -341,32 +348,36 @@ class _Shards:
         """New weights by index, out of what each owner has made of its pieces."""
         vector, second = self.vector, self._instances[1]
         if self._codec is None:
-            rows = self._group.all_gather(self._shard(pieces)[None], second)
+            rows = self._group.all_gather(self._shards(pieces)[None], second)
             parts = tf.split(tf.reshape(rows, [-1]), [size for _, size in vector.segments])
             flat = {index: part for (index, _), part in zip(vector.segments, parts, strict=True) if index >= 0}
             return {index: tf.reshape(part, self._shapes[index]) for index, part in flat.items()}
-        before = [tf.reshape(weights[piece.index], [-1])[piece.begin : piece.end] for piece in self._pieces]
-        change = self._shard(pieces) - self._shard(before)
+        owned = [piece for pieces in self._pieces for piece in pieces]
+        before = [tf.reshape(weights[piece.index], [-1])[piece.begin : piece.end] for piece in owned]
+        change = self._shards(pieces) - self._shards(before)
         encoded = tfpar_ops.encode(
             [change],
             None,
             self._codec,
-            shard_elements=vector.shard_elements,
+            shard_elements=self._elements,
             seed_step=self._rounding_seed(step, phase=1),
         )
         payloads = self._group.all_gather(encoded.payload, second)
         shapes = [self._shapes[index] if index >= 0 else tf.TensorShape([size]) for index, size in vector.segments]
-        changes = tfpar_ops.decode(payloads, self._codec, shapes, shard_elements=vector.shard_elements)
+        changes = tfpar_ops.decode(payloads, self._codec, shapes, shard_elements=self._elements)
         return {
             index: weights[index] + part
             for (index, _), part in zip(vector.segments, changes, strict=True)
             if index >= 0
         }
 
-    def _shard(self, pieces: Sequence[tf.Tensor]) -> tf.Tensor:
-        """Pieces end to end, with zeros behind them: float32 [S]."""
-        padding = self.vector.shard_elements - sum(piece.size for piece in self._pieces)
-        return tf.concat([*(tf.reshape(piece, [-1]) for piece in pieces), tf.zeros([padding])], axis=0)
+    def _shards(self, values: Sequence[tf.Tensor]) -> tf.Tensor:
+        """The vector that `cut` cuts into pieces, with zeros in place of padding."""
+        rest, parts = iter(values), []
+        for pieces in self._pieces:
+            parts += [tf.reshape(next(rest), [-1]) for _ in pieces]
+            parts.append(tf.zeros([self.vector.shard_elements - sum(piece.size for piece in pieces)]))
+        return tf.concat(parts, axis=0)
 
     def _rounding_seed(self, step: tf.Tensor, *, phase: int) -> tf.Tensor | None:
         if self._codec is None:

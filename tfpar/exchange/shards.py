@@ -1,7 +1,8 @@
-"""Which worker owns which weights, where every worker updates its own share only (ZeRO, Rajbhandari et al. 2020).
+"""Which replica owns which weights, where every replica updates its own share only (ZeRO, Rajbhandari et al. 2020).
 
-Tensors lie end to end in a vector that is cut into as many shards as there are workers, S elements each. Worker r owns
-shard r: it alone has the sum of these gradients, and updates these weights. Plain Python and NumPy: no tensor is made.
+Tensors lie end to end in a vector that is cut into as many shards as there are replicas, S elements each. Replica r
+owns shard r: it alone updates these weights. Shards of one worker's replicas lie side by side; the worker alone has the
+sum of their gradients. Plain Python and NumPy: no tensor is made.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Consecutive elements of one tensor that one worker owns.
+    """Consecutive elements of one tensor that one replica owns.
 
     Attributes:
       index: Which tensor.
@@ -40,14 +41,26 @@ class ShardedVector:
     """Tensors end to end, in shards of S elements.
 
     Attributes:
-      workers: Number of shards W.
+      owners: Number of shards, one per replica.
       shard_elements: S; a multiple of the block of the codec.
       segments: What lies in the vector, in order: index of a tensor, or -1 for padding, and number of elements.
+      per_worker: Replicas of a worker.
     """
 
-    workers: int
+    owners: int
     shard_elements: int
     segments: tuple[tuple[int, int], ...]
+    per_worker: int = 1
+
+    @property
+    def workers(self) -> int:
+        """Number of workers."""
+        return self.owners // self.per_worker
+
+    @property
+    def worker_elements(self) -> int:
+        """Elements of all shards of one worker, padding included."""
+        return self.per_worker * self.shard_elements
 
     @property
     def indices(self) -> list[int]:
@@ -59,9 +72,9 @@ class ShardedVector:
         """Elements of all tensors, without padding."""
         return sum(size for index, size in self.segments if index >= 0)
 
-    def pieces(self, rank: int) -> list[Piece]:
-        """What a worker owns, in the order in which it lies in its shard."""
-        first, last = rank * self.shard_elements, (rank + 1) * self.shard_elements
+    def pieces(self, owner: int) -> list[Piece]:
+        """What a replica owns, in the order in which it lies in its shard."""
+        first, last = owner * self.shard_elements, (owner + 1) * self.shard_elements
         found, place = [], 0
         for index, size in self.segments:
             begin, end = max(first - place, 0), min(last - place, size)
@@ -90,7 +103,7 @@ class ShardedVector:
 
 
 def evenly(
-    indices: Sequence[int], sizes: Sequence[int], workers: int, *, block: int, bucket_bytes: int
+    indices: Sequence[int], sizes: Sequence[int], owners: int, *, block: int, bucket_bytes: int, per_worker: int = 1
 ) -> list[ShardedVector]:
     """Buckets of consecutive tensors, each cut into equal shards wherever that falls within a tensor.
 
@@ -99,23 +112,26 @@ def evenly(
     Args:
       indices: Which tensors.
       sizes: Elements of every tensor.
-      workers: Number of workers.
+      owners: Number of replicas.
       block: Elements of a block of the codec, in whole numbers of which a shard is.
       bucket_bytes: Tensors share a bucket up to this many bytes of float32.
+      per_worker: Replicas of a worker.
     """
     vectors = []
     for group in group_indices(indices, sizes, bucket_bytes):
         if group:
             elements = sum(sizes[index] for index in group)
-            shard = -(-math.ceil(elements / block) // workers) * block
-            padding = workers * shard - elements
+            shard = -(-math.ceil(elements / block) // owners) * block
+            padding = owners * shard - elements
             segments = [(index, sizes[index]) for index in group] + ([(-1, padding)] if padding else [])
-            vectors.append(ShardedVector(workers, shard, tuple(segments)))
+            vectors.append(ShardedVector(owners, shard, tuple(segments), per_worker))
     return vectors
 
 
-def by_tensor(indices: Sequence[int], sizes: Sequence[int], workers: int, *, block: int) -> list[ShardedVector]:
-    """One bucket, of which every worker owns whole tensors; the largest first, each to whom has least.
+def by_tensor(
+    indices: Sequence[int], sizes: Sequence[int], owners: int, *, block: int, per_worker: int = 1
+) -> list[ShardedVector]:
+    """One bucket, of which every replica owns whole tensors; the largest first, each to whom has least.
 
     For optimizers that look at a whole tensor (LAMB, LARS, Muon, Adafactor). Shards are as large as the largest one, so
     a tensor that is larger than all others together costs padding on the wire.
@@ -123,11 +139,12 @@ def by_tensor(indices: Sequence[int], sizes: Sequence[int], workers: int, *, blo
     Args:
       indices: Which tensors.
       sizes: Elements of every tensor.
-      workers: Number of workers.
+      owners: Number of replicas.
       block: Elements of a block of the codec, in whole numbers of which a shard is.
+      per_worker: Replicas of a worker.
     """
-    owned: list[list[int]] = [[] for _ in range(workers)]
-    filled = [0] * workers
+    owned: list[list[int]] = [[] for _ in range(owners)]
+    filled = [0] * owners
     for index in sorted(indices, key=lambda each: (-sizes[each], each)):
         rank = filled.index(min(filled))
         owned[rank].append(index)
@@ -140,7 +157,7 @@ def by_tensor(indices: Sequence[int], sizes: Sequence[int], workers: int, *, blo
         segments += [(index, sizes[index]) for index in sorted(mine)]
         if used < shard:
             segments.append((-1, shard - used))
-    return [ShardedVector(workers, shard, tuple(segments))]
+    return [ShardedVector(owners, shard, tuple(segments), per_worker)]
 
 
 def joined(parts: Mapping[int, np.ndarray], shape: Sequence[int]) -> np.ndarray:

@@ -114,8 +114,8 @@ class Program:
                 strategy.num_replicas_in_sync,
             )
         check_precision(built, config.precision.precision)
-        weights, device = built.trainable_variables, strategy.extended.worker_devices[0]
-        share = OwnShare.of(config, runtime.topology, weights, optimizer, core.overwritten, device)
+        weights, devices = built.trainable_variables, strategy.extended.worker_devices
+        share = OwnShare.of(config, runtime.topology, weights, optimizer, core.overwritten, devices)
         with scope_of(model, strategy):
             keras_optimizer = share.optimizer if share else optimizer.build(config, weights)
         program = cls(

@@ -353,16 +353,17 @@ def _check_labels_within_outputs(
 def _check_sharding(config: ExperimentConfig, topology: Topology) -> None:
     """Refuses `--shard` beside options that it does not go with."""
     flag = f"--shard={config.train.shard}"
-    if config.train.shard == "none" or topology.name in ("one_device", "mirrored"):
+    if config.train.shard == "none":
         return
-    if topology.name != "multi_worker":
+    if topology.name in ("parameter_server", "tpu"):
         raise ConfigError(f"{flag} does not work with --strategy={topology.name}. Use --shard=none.")
-    if config.optimizer.ema:
+    if config.optimizer.ema and topology.replicas > 1:
         raise ConfigError(
             f"--ema={config.optimizer.ema} does not work with {flag}: evaluation would need averages that other "
-            "workers hold. Leave one of them out."
+            "replicas hold. Leave one of them out."
         )
-    sharded_codec(specs.parse(config.exchange.exchange))
+    if topology.workers > 1:
+        sharded_codec(specs.parse(config.exchange.exchange))
 
 
 def _check_compiles(config: ExperimentConfig, topology: Topology) -> None:

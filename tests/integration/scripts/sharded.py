@@ -44,6 +44,11 @@ def build() -> keras.Model:
     )
 
 
+def data() -> tuple[np.ndarray, np.ndarray]:
+    x = np.random.default_rng(0).normal(size=(EXAMPLES, 12)).astype(np.float32)
+    return x, (x[:, :3].argmax(axis=1)).astype(np.int32)
+
+
 def train(options: dict[str, Any], runtime: tfpar.Runtime | None = None) -> tfpar.Trainer:
     """Trains the model on the same examples from the same seed; `stop_after` and `workdir` are among the options."""
     steps = options.pop("steps", STEPS)
@@ -52,15 +57,13 @@ def train(options: dict[str, Any], runtime: tfpar.Runtime | None = None) -> tfpa
         runtime = tfpar.initialize(config)
     keras.utils.clear_session()
     keras.utils.set_random_seed(1)
-    x = np.random.default_rng(0).normal(size=(EXAMPLES, 12)).astype(np.float32)
-    y = (x[:, :3].argmax(axis=1)).astype(np.int32)
     trainer = tfpar.Trainer(
         build,
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         config=config,
         runtime=runtime,
     )
-    trainer.fit(x, y, steps=steps)
+    trainer.fit(*data(), steps=steps)
     return trainer
 
 
@@ -71,7 +74,7 @@ def main(output: str, cases: str) -> None:
         trainer = train(options, runtime)
         runtime = trainer.runtime
         arrays = {variable.path: variable.numpy() for variable in trainer.model.variables}
-        slots = sum(variable.numpy().nbytes for variable in trainer.optimizer.variables)
+        slots = sum(variable.numpy().nbytes for variable in trainer.optimizer.variables)  # of the first replica
         np.savez(os.path.join(output, f"{number}-{worker}.npz"), slots=slots, **arrays)
 
 

@@ -128,6 +128,8 @@ class RunFiles:
         if checkpoint is None:
             if program.config.checkpoint.warm_start:
                 run_state.warm_start(program.model, program.config.checkpoint.warm_start, self._message)
+            if program.share is not None:
+                program.share.load_weights()  # somebody may have changed them since the share was made
             return LoopState(0, total, loss_scale=scale)
         assert self._checkpointer is not None
         run = run_state.checked(checkpoint.run, synchronous=program.topology.synchronous)

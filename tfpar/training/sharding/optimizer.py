@@ -1,8 +1,8 @@
-"""The optimizer of one worker's share of the weights, and its state in a checkpoint.
+"""The optimizers of one worker's share of the weights, and their state in a checkpoint.
 
-A worker's optimizer is a plain Keras optimizer, built for variables that hold the worker's pieces of the weights, and
-for the weights that every worker updates. Optimizers that update every element by itself get pieces as vectors, cut
-anywhere; others get whole tensors.
+Each replica has a plain Keras optimizer, built for variables that hold its pieces of the weights; that of a worker's
+first replica also for the weights that every worker updates. Optimizers that update every element by itself get pieces
+as vectors, cut anywhere; others get whole tensors.
 
 A checkpoint holds the state of pieces in the files of their owners, under names of the whole: index of the weight,
 first element, and the name that the state of the whole weight has without shards. Any number of workers reads it.
@@ -14,7 +14,7 @@ import contextlib
 import logging
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.exchange import buckets
@@ -50,8 +50,59 @@ _WEIGHTS = "weights"
 _MIN_ELEMENTS = 1024
 
 
+class ReplicaShare:
+    """What one replica owns, with the optimizer that updates it, on its device.
+
+    Args:
+      optimizer: Not yet built.
+      device: Of the replica.
+      owned: Its pieces of each vector.
+      make: Makes the variable of a piece.
+      whole: Variables that every worker updates, if this replica does it for its worker.
+
+    Attributes:
+      optimizer: Built for the pieces of all vectors, one after the other, and then for `whole`.
+      device: Of the replica.
+      owned: Its pieces.
+      variables: The variables that hold them.
+      places: For each of them its vector, and its place among the worker's pieces of that vector.
+    """
+
+    def __init__(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        device: str,
+        owned: Sequence[tuple[tuple[int, int], Piece]],
+        make: Callable[[Piece], keras.Variable],
+        whole: Sequence[keras.Variable],
+    ) -> None:
+        self.device = device
+        self.owned = [piece for _, piece in owned]
+        self.places = [place for place, _ in owned]
+        with tf.device(device):
+            self.variables = [make(piece) for piece in self.owned]
+            if self.variables or whole:
+                optimizer.build([*self.variables, *whole])
+        self.optimizer = optimizer
+
+    def common_variables(self) -> dict[str, keras.Variable]:
+        """Variables of the optimizer that belong to no piece, by name without that of the optimizer."""
+        named = {variable.path.partition("/")[2]: variable for variable in self.optimizer.variables}
+        return {name: variable for name, variable in named.items() if not _MARK.search(name)}
+
+    def slots(self) -> Iterator[tuple[str, Piece, keras.Variable]]:
+        """Name of the whole without that of the optimizer, piece and variable, of what belongs to a piece."""
+        pieces = dict(zip([_reference(each) for each in self.variables], self.owned, strict=True))
+        for variable in self.optimizer.variables:
+            # Keras 3.15 names a variable of an optimizer by the path of the weight that it belongs to.
+            name = variable.path.partition("/")[2]
+            if _MARK.search(name):
+                [piece] = [found for start, found in pieces.items() if name.startswith(start)]
+                yield _MARK.sub("", name), piece, variable
+
+
 class OwnShare:
-    """This worker's share of the weights, with the optimizer that updates it.
+    """This worker's share of the weights, divided among its replicas, with the optimizers that update it.
 
     Args:
       config: The experiment.
@@ -59,14 +110,13 @@ class OwnShare:
       variables: The model's trainable variables.
       spec: The optimizer.
       assigned: Indices of variables that the model's forward pass assigns.
-      device: Where the share lives.
+      devices: Of this worker's replicas.
 
     Attributes:
       variables: The model's trainable variables.
-      optimizer: Built for `pieces` and then `whole`.
       vectors: The tensors in shards.
-      pieces: For each vector, variables that hold this worker's pieces.
-      whole: Indices of the variables that every worker updates.
+      replicas: What each replica of this worker owns.
+      whole: Indices of the variables that every worker updates, on its first replica.
 
     Raises:
       ConfigError: An optimizer or model that cannot be sharded.
@@ -79,39 +129,40 @@ class OwnShare:
         variables: Sequence[keras.Variable],
         spec: OptimizerSpec,
         assigned: Sequence[int],
-        device: str,
+        devices: Sequence[str],
     ) -> None:
+        if tf.distribute.has_strategy():
+            raise RuntimeError("make a worker's share outside of the strategy's scope, in which variables are mirrored")
         if assigned:
             raise ConfigError(
                 f"--shard={config.train.shard}: the model assigns {variables[assigned[0]].path} in its forward pass "
                 "(as SpectralNormalization does), so that no single worker can own it. Use --shard=none."
             )
         self.variables = list(variables)
-        exchange = specs.parse(config.exchange.exchange)
+        exchange = specs.parse(config.exchange.exchange if topology.workers > 1 else "none")
         codec = sharded_codec(exchange)
         self._keeps_exact = codec is not None
-        with _outside_of_strategies(), tf.device(device):
-            optimizer = spec.create(config)
-            _check_optimizer(optimizer)
-            self.elementwise = isinstance(optimizer, _ELEMENTWISE) and type(optimizer) in _ELEMENTWISE
-            sizes = [math.prod(variable.shape) for variable in variables]
-            sharded = [index for index, variable in enumerate(variables) if self._is_sharded(variable, exchange)]
-            self.whole = [index for index in range(len(variables)) if index not in set(sharded)]
-            block = 1 if codec is None else codec.block
-            if self.elementwise:
-                limit = exchange.options.bucket_bytes if exchange.compresses else buckets.DENSE_BUCKET_BYTES
-                self.vectors = evenly(sharded, sizes, topology.workers, block=block, bucket_bytes=limit)
-            else:
-                self.vectors = by_tensor(sharded, sizes, topology.workers, block=block)
-            self._owned = [vector.pieces(topology.worker) for vector in self.vectors]
-            self.pieces = [[self._piece_variable(piece) for piece in pieces] for pieces in self._owned]
-            optimizer.build([*self.all_pieces, *(variables[index] for index in self.whole)])
-        self.optimizer = optimizer
-
-    @property
-    def all_pieces(self) -> list[keras.Variable]:
-        """The variables that hold this worker's pieces, one vector after the other."""
-        return [variable for variables in self.pieces for variable in variables]
+        optimizers = [spec.create(config) for _ in devices]
+        _check_optimizer(optimizers[0])
+        self._elementwise = type(optimizers[0]) in _ELEMENTWISE
+        sizes = [math.prod(variable.shape) for variable in variables]
+        sharded = [index for index, variable in enumerate(variables) if self._is_sharded(variable, exchange)]
+        self.whole = [index for index in range(len(variables)) if index not in set(sharded)]
+        layout: dict[str, int] = {"block": 1 if codec is None else codec.block, "per_worker": len(devices)}
+        if self._elementwise:
+            layout["bucket_bytes"] = exchange.options.bucket_bytes if codec else buckets.DENSE_BUCKET_BYTES
+        divide = evenly if self._elementwise else by_tensor
+        self.vectors = divide(sharded, sizes, topology.replicas, **layout)
+        self.replicas = []
+        counts = [0] * len(self.vectors)
+        for number, (optimizer, device) in enumerate(zip(optimizers, devices, strict=True)):
+            owned = []
+            for vector, each in enumerate(self.vectors):
+                for piece in each.pieces(topology.worker * len(devices) + number):
+                    owned.append(((vector, counts[vector]), piece))
+                    counts[vector] += 1
+            whole = [] if number else [variables[index] for index in self.whole]
+            self.replicas.append(ReplicaShare(optimizer, device, owned, self._piece_variable, whole))
 
     @classmethod
     def of(
@@ -121,40 +172,47 @@ class OwnShare:
         variables: Sequence[keras.Variable],
         spec: OptimizerSpec,
         assigned: Sequence[int],
-        device: str,
+        devices: Sequence[str],
     ) -> OwnShare | None:
-        """The share that `--shard` asks for, None where every worker, or the only one, has all."""
+        """The share that `--shard` asks for, None where there is a single replica, which has all."""
         if config.train.shard == "none":
             return None
         told = topology.is_chief and config.monitor.verbose > 0
-        if topology.workers == 1:
+        if topology.replicas == 1:
             if told:
-                _log.info("--shard=%s is not in use: a single worker has all of the state", config.train.shard)
+                _log.info("--shard=%s is not in use: a single replica has all of the state", config.train.shard)
             return None
-        share = cls(config, topology, variables, spec, assigned, device)
+        share = cls(config, topology, variables, spec, assigned, devices)
         if told:
             _log.info("%s", share.describe())
         return share
 
+    @property
+    def optimizer(self) -> keras.optimizers.Optimizer:
+        """The optimizer of the first replica, whose learning rate all have."""
+        return self.replicas[0].optimizer
+
     def describe(self) -> str:
-        """One line: what this worker keeps."""
+        """One line: what the first replica keeps."""
+        first = self.replicas[0]
         elements = sum(math.prod(variable.shape) for variable in self.variables)
-        owned = sum(piece.size for piece in self._all_owned)
-        state = sum(math.prod(variable.shape) * 4 for variable in self.optimizer.variables)
-        how = "cut anywhere" if self.elementwise else "as whole tensors, which this optimizer looks at"
+        owned = sum(piece.size for piece in first.owned)
+        state = sum(math.prod(variable.shape) * 4 for variable in first.optimizer.variables)
+        how = "cut anywhere" if self._elementwise else "as whole tensors, which this optimizer looks at"
         return (
-            f"sharded optimizer: this worker updates {owned:,} of {elements:,} weights ({how}) and keeps "
+            f"sharded optimizer: this replica updates {owned:,} of {elements:,} weights ({how}) and keeps "
             f"{state / 2**20:.1f} MiB of optimizer state"
         )
 
     def shared_variables(self) -> list[keras.Variable]:
         """Variables of the optimizer that are the same on every worker."""
-        return [variable for variable in self.optimizer.variables if not _MARK.search(variable.path)]
+        return list(self.replicas[0].common_variables().values())
 
     def load_weights(self) -> None:
         """Gives the pieces the values that the model's weights have now."""
-        for variable, piece in zip(self.all_pieces, self._all_owned, strict=True):
-            variable.assign(_part(self.variables[piece.index].numpy(), piece, variable.shape))
+        for replica in self.replicas:
+            for variable, piece in zip(replica.variables, replica.owned, strict=True):
+                variable.assign(_part(self.variables[piece.index].numpy(), piece, variable.shape))
 
     def export(self) -> dict[str, np.ndarray]:
         """The state of this worker's pieces, for its file of a checkpoint, by names that `whole_arrays` reads."""
@@ -180,6 +238,10 @@ class OwnShare:
           ConfigError: State is missing, or of another shape.
         """
         self.load_weights()
+        common = self.replicas[0].common_variables()
+        for replica in self.replicas[1:]:
+            for name, variable in replica.common_variables().items():
+                variable.assign(common[name].numpy())
         wrong = []
         for name, piece, variable in self._state():
             if own is not None:
@@ -203,22 +265,14 @@ class OwnShare:
         shapes = {_key(name, piece): tuple(variable.shape) for name, piece, variable in self._state()}
         return shapes == {name: array.shape for name, array in own.items() if is_share(name)}
 
-    @property
-    def _all_owned(self) -> list[Piece]:
-        return [piece for pieces in self._owned for piece in pieces]
-
     def _state(self) -> Iterator[tuple[str, Piece, keras.Variable]]:
-        """Name of the whole, piece and variable, of every variable that belongs to a piece."""
-        pieces = dict(zip([_reference(each) for each in self.all_pieces], self._all_owned, strict=True))
-        for variable in self.optimizer.variables:
-            if _MARK.search(variable.path):
-                # Keras 3.15 names a variable of an optimizer by the path of the weight that it belongs to.
-                own_name = variable.path.rpartition("/")[2]
-                [piece] = [found for name, found in pieces.items() if own_name.startswith(name)]
-                yield f"optimizer/{_MARK.sub('', variable.path)}", piece, variable
-        if self._keeps_exact:  # what other workers have of these weights lacks what payloads left out
-            for variable, piece in zip(self.all_pieces, self._all_owned, strict=True):
-                yield _WEIGHTS, piece, variable
+        """Name of the whole, piece and variable, of everything that belongs to a piece."""
+        for replica in self.replicas:
+            for name, piece, variable in replica.slots():
+                yield f"optimizer/{self.optimizer.name}/{name}", piece, variable
+            if self._keeps_exact:  # what other workers have of these weights lacks what payloads left out
+                for variable, piece in zip(replica.variables, replica.owned, strict=True):
+                    yield _WEIGHTS, piece, variable
 
     def _is_sharded(self, variable: keras.Variable, exchange: specs.Spec) -> bool:
         shape = tf.TensorShape(variable.shape)
@@ -230,7 +284,7 @@ class OwnShare:
     def _piece_variable(self, piece: Piece) -> keras.Variable:
         weight = self.variables[piece.index]
         *scopes, name = weight.path.split("/")
-        value = _part(weight.numpy(), piece, [piece.size] if self.elementwise else weight.shape)
+        value = _part(weight.numpy(), piece, [piece.size] if self._elementwise else weight.shape)
         with contextlib.ExitStack() as stack:
             for scope in scopes:  # paths say which weights are decayed
                 stack.enter_context(keras.name_scope(scope, deduplicate=False))
@@ -287,12 +341,3 @@ def _part(array: np.ndarray, piece: Piece, shape: Sequence[int]) -> np.ndarray:
 
 def _reference(piece: keras.Variable) -> str:
     return piece.path.replace("/", "_") + "_"
-
-
-@contextlib.contextmanager
-def _outside_of_strategies() -> Iterator[None]:
-    """In this context variables belong to this worker alone."""
-    if not tf.distribute.has_strategy():
-        yield
-        return
-    raise RuntimeError("make a worker's share outside of the strategy's scope")

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from tfpar.optim.pure_update import pure_apply
 from tfpar.parallel import replica
 from tfpar.training.objective import Tensors
-from tfpar.training.sharding.optimizer import OwnShare
+from tfpar.training.sharding.optimizer import OwnShare, ReplicaShare
 from tfpar.training.step import Reduced, TrainStep, compiled, should_apply
 
+import keras
 import tensorflow as tf
 
 
@@ -28,7 +30,10 @@ class ShardedStep(TrainStep):
 
     def _make_programs(self) -> None:
         super()._make_programs()
-        self._new_share = compiled(self._updated_share, self.plan.compiles_update)
+        self._updates = {
+            id(owner): compiled(functools.partial(self._updated_share, owner.optimizer), self.plan.compiles_update)
+            for owner in self._share.replicas
+        }
 
     def _reduce_and_apply(
         self,
@@ -70,40 +75,54 @@ class ShardedStep(TrainStep):
         step: tf.Tensor,
         lr_multiplier: tf.Tensor,
     ) -> tuple[list[Tensors], dict[int, tf.Tensor]]:
-        """Updates this worker's pieces and the weights that all update. Runs once per worker."""
+        """Updates the pieces of this worker's replicas and the weights that all update. Runs once per worker."""
         share = self._share
-        pieces = [replica.first(variable) for variable in share.all_pieces]
-        slots = [replica.first(variable) for variable in share.optimizer.variables]
-        others = [replica.first(self.core.model.trainable_variables[index]) for index in share.whole]
-        flat = [gradient for vector_sums in sums for gradient in vector_sums]
-        gradients = [tf.reshape(gradient, piece.shape) for gradient, piece in zip(flat, pieces, strict=True)]
-        gradients += [whole[index] for index in share.whole]
         factor, _ = self._factor_and_norm(vector, norm)
+        rate = self.learning_rate(step, lr_multiplier)
+        new: list[Tensors] = [list(gradients) for gradients in sums]
+        new_whole: dict[int, tf.Tensor] = {}
+        for owner in share.replicas:
+            indices = share.whole if owner is share.replicas[0] else []
+            gradients = [sums[number][place] for number, place in owner.places]
+            with tf.device(owner.device):
+                values = self._update_replica(
+                    owner, gradients, {index: whole[index] for index in indices}, factor, rate
+                )
+            for (number, place), value in zip(owner.places, values, strict=False):
+                new[number][place] = value
+            new_whole |= dict(zip(indices, values[len(owner.places) :], strict=True))
+        return new, new_whole
+
+    def _update_replica(
+        self, owner: ReplicaShare, gradients: Tensors, whole: dict[int, tf.Tensor], factor: tf.Tensor, rate: tf.Tensor
+    ) -> Tensors:
+        """Updates what one replica owns, and returns its new values and those of `whole`, which are not assigned."""
+        pieces = [replica.first(variable) for variable in owner.variables]
+        others = [replica.first(self.core.model.trainable_variables[index]) for index in whole]
+        slots = [replica.first(variable) for variable in owner.optimizer.variables]
+        if not pieces and not others:
+            return []
+        gradients = [tf.reshape(gradient, piece.shape) for gradient, piece in zip(gradients, pieces, strict=True)]
         params = [variable.read_value() for variable in [*pieces, *others]]
         state = [variable.read_value() for variable in slots]
-        new, new_state = self._new_share(params, state, gradients, factor, step, lr_multiplier)
+        new, new_state = self._updates[id(owner)](params, state, [*gradients, *whole.values()], factor, rate)
         stored = [
             variable.assign(value, read_value=False)
             for variable, value in zip([*pieces, *slots], [*new[: len(pieces)], *new_state], strict=True)
         ]
         with tf.control_dependencies(stored):
-            values = [tf.identity(value) for value in new]
-        mine, rest = iter(values[: len(pieces)]), values[len(pieces) :]
-        by_vector = [[next(mine) for _ in vector_sums] for vector_sums in sums]
-        return by_vector, dict(zip(share.whole, rest, strict=True))
+            return [tf.identity(value) for value in new]
 
+    @staticmethod
     def _updated_share(
-        self,
+        optimizer: keras.optimizers.Optimizer,
         params: Tensors,
         state: Tensors,
         gradients: Tensors,
         factor: tf.Tensor,
-        step: tf.Tensor,
-        lr_multiplier: tf.Tensor,
+        rate: tf.Tensor,
     ) -> tuple[Tensors, Tensors]:
-        rate = self.learning_rate(step, lr_multiplier) if self._schedule is not None else None
-        mean = [gradient * factor for gradient in gradients]
-        return pure_apply(self.optimizer, state, params, mean, rate)
+        return pure_apply(optimizer, state, params, [gradient * factor for gradient in gradients], rate)
 
     def _store(self, weights: Tensors, state: Tensors) -> tf.Tensor:
         """Gives this replica the new weights and model state."""
