@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import tfpar_ops
 from tfpar.collectives.group import Group, allocate_instance_keys
 from tfpar.collectives.tensorflow import PER_WORKER, local_copy
 from tfpar.config import ConfigError
@@ -22,6 +21,7 @@ from tfpar.exchange.gradients import Gradient
 from tfpar.exchange.reducer import Reducer, ShouldApply, Traffic, dense_traffic, replica_context, sum_local
 from tfpar.exchange.registry import Spec
 from tfpar.exchange.residuals import LAYOUT
+from tfpar.exchange.shard_phases import ShardPhases
 from tfpar.exchange.shards import ShardedVector
 from tfpar_ops import Codec
 from tfpar_ops.formats import FORMATS
@@ -98,7 +98,7 @@ class ShardedReducer(Reducer):
         with tf.device(device):
             self._step = tf.Variable(0, dtype=tf.int64, trainable=False, name="exchange_step", **PER_WORKER)
             self._shards = [
-                _Shards(
+                ShardPhases(
                     vector,
                     shapes,
                     self._codec,
@@ -263,126 +263,20 @@ class ShardedReducer(Reducer):
         self._load(vector)
 
     def _load(self, vector: np.ndarray) -> None:
-        elements = sum(one.vector.elements for one in self._shards if one.state)
+        elements = sum(one.vector.elements for one in self._shards)
         if not vector.any() and vector.size != elements:
             return
         if vector.size != elements:
             raise ConfigError(
                 f"--exchange: the checkpoint holds a residual that has not been applied yet, of tensors with "
-                f"{vector.size:,} elements; this exchange encodes tensors with {elements:,}. Resume with the previous "
-                "--exchange, or start in another workdir."
+                f"{vector.size:,} elements; this exchange has shards of tensors with {elements:,}. Resume with the "
+                "previous --exchange, or start in another workdir."
             )
         begin = 0
         for one in self._shards:
             part = vector[begin : begin + one.vector.elements].astype(np.float32)
             begin += one.vector.elements
-            for variable in one.state.values():
-                variable.assign(one.vector.from_tensor_order(part))
-
-
-class _Shards:
-    """The two phases of one vector.
-
-    Attributes:
-      vector: Its tensors and shards.
-      state: The residual of this worker's gradients, padding included; empty without error feedback.
-      payload_bytes: Bytes of this worker's payloads for all shards.
-    """
-
-    def __init__(
-        self,
-        vector: ShardedVector,
-        shapes: Sequence[tf.TensorShape],
-        codec: Codec | None,
-        group: Group,
-        seed: int,
-        name: str,
-        *,
-        error_feedback: bool,
-    ) -> None:
-        self.vector = vector
-        self._shapes = shapes
-        self._codec = codec
-        self._group = group
-        self._seed = seed
-        owners = range(group.rank * vector.per_worker, (group.rank + 1) * vector.per_worker)
-        self._pieces = [vector.pieces(owner) for owner in owners]
-        self._elements = vector.worker_elements
-        self._instances = allocate_instance_keys(2, group)
-        total = sum(size for _, size in vector.segments)
-        self.state = buckets.residual_variables({buckets.RESIDUALS[0]: total}, name, error_feedback=error_feedback)
-        size = 4 * self._elements if codec is None else codec.payload_bytes(self._elements)
-        self.payload_bytes = vector.workers * size
-
-    def scatter(self, gradients: Sequence[tf.Tensor], step: tf.Tensor) -> tf.Tensor:
-        """The sum of this worker's shards over the workers, a vector."""
-        vector, first = self.vector, self._instances[0]
-        parts = [tf.zeros([size]) if index < 0 else gradients[index] for index, size in vector.segments]
-        if self._codec is None:
-            rows = tf.reshape(buckets.concatenated(parts), [vector.workers, self._elements])
-            received = self._group.all_to_all(rows, first)
-            return tf.add_n(tf.unstack(received)) if vector.workers > 1 else received[0]
-        arguments: dict[str, Any] = {
-            "shards": vector.workers,
-            "shard_elements": self._elements,
-            "seed_step": self._rounding_seed(step, phase=0),
-        }
-        if self.state:
-            encoded = tfpar_ops.encode_into(self.state[buckets.RESIDUALS[0]], parts, self._codec, **arguments)
-        else:
-            encoded = tfpar_ops.encode(parts, None, self._codec, **arguments)
-        received = self._group.all_to_all(encoded.payload, first)
-        return tfpar_ops.decode_sum(received, self._codec, self._elements)
-
-    def cut(self, shards: tf.Tensor) -> list[tf.Tensor]:
-        """The pieces of this worker's shards, each a vector: those of its first replica, then of its second."""
-        found: list[tf.Tensor] = []
-        for pieces, shard in zip(self._pieces, tf.split(shards, self.vector.per_worker), strict=True):
-            sizes = [piece.size for piece in pieces]
-            found += tf.split(shard, [*sizes, self.vector.shard_elements - sum(sizes)])[: len(sizes)]
-        return found
-
-    def gather(
-        self, pieces: Sequence[tf.Tensor], weights: Sequence[tf.Tensor], step: tf.Tensor
-    ) -> dict[int, tf.Tensor]:
-        """New weights by index, out of what each owner has made of its pieces."""
-        vector, second = self.vector, self._instances[1]
-        if self._codec is None:
-            rows = self._group.all_gather(self._shards(pieces)[None], second)
-            parts = tf.split(tf.reshape(rows, [-1]), [size for _, size in vector.segments])
-            flat = {index: part for (index, _), part in zip(vector.segments, parts, strict=True) if index >= 0}
-            return {index: tf.reshape(part, self._shapes[index]) for index, part in flat.items()}
-        owned = [piece for pieces in self._pieces for piece in pieces]
-        before = [tf.reshape(weights[piece.index], [-1])[piece.begin : piece.end] for piece in owned]
-        change = self._shards(pieces) - self._shards(before)
-        encoded = tfpar_ops.encode(
-            [change],
-            None,
-            self._codec,
-            shard_elements=self._elements,
-            seed_step=self._rounding_seed(step, phase=1),
-        )
-        payloads = self._group.all_gather(encoded.payload, second)
-        shapes = [self._shapes[index] if index >= 0 else tf.TensorShape([size]) for index, size in vector.segments]
-        changes = tfpar_ops.decode(payloads, self._codec, shapes, shard_elements=self._elements)
-        return {
-            index: weights[index] + part
-            for (index, _), part in zip(vector.segments, changes, strict=True)
-            if index >= 0
-        }
-
-    def _shards(self, values: Sequence[tf.Tensor]) -> tf.Tensor:
-        """The vector that `cut` cuts into pieces, with zeros in place of padding."""
-        rest, parts = iter(values), []
-        for pieces in self._pieces:
-            parts += [tf.reshape(next(rest), [-1]) for _ in pieces]
-            parts.append(tf.zeros([self.vector.shard_elements - sum(piece.size for piece in pieces)]))
-        return tf.concat(parts, axis=0)
-
-    def _rounding_seed(self, step: tf.Tensor, *, phase: int) -> tf.Tensor | None:
-        if self._codec is None:
-            return None
-        return buckets.rounding_seed(self._codec, self._seed, 2 * self._group.rank + phase, step)
+            one.load(one.vector.from_tensor_order(part))
 
 
 def _first(strategy: tf.distribute.Strategy, value: Any) -> tf.Tensor:

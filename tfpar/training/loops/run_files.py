@@ -178,9 +178,11 @@ class RunFiles:
             saved = [self._checkpointer.exchange_state(checkpoint.step, rank) for rank in range(run["workers"])]
             arrays |= sharding.whole_arrays(saved, [tuple(weight.shape) for weight in weights])
         exact = sharding.take_exact_weights(arrays)
-        if share is None:  # what owners had not sent yet takes effect
-            names = {id(variable): name for name, variable in variables.items()}
-            arrays |= {names[id(weights[index])]: value for index, value in exact.items()}
+        # What owners had not sent yet takes effect: now, or where somebody owns these weights with the next step.
+        names = {id(variable): name for name, variable in variables.items()}
+        unowned = range(len(weights)) if share is None else share.whole
+        arrays |= {names[id(weights[index])]: exact[index] for index in unowned if index in exact}
+        if share is None:
             run_state.restore(variables, arrays, run["variables"])
             return
         shared = {name: array for name, array in arrays.items() if name in variables or name.startswith("model/")}

@@ -46,8 +46,6 @@ _ELEMENTWISE = (
 _MARK = re.compile(r"\.at(\d+)")  # in the name of a piece: its first element
 _PREFIX = "shard/"
 _WEIGHTS = "weights"
-# Where nothing is encoded: a smaller tensor travels with the sidecar, and every worker updates it.
-_MIN_ELEMENTS = 1024
 
 
 class ReplicaShare:
@@ -208,11 +206,13 @@ class OwnShare:
         """Variables of the optimizer that are the same on every worker."""
         return list(self.replicas[0].common_variables().values())
 
-    def load_weights(self) -> None:
-        """Gives the pieces the values that the model's weights have now."""
+    def load_weights(self, exact: Mapping[int, np.ndarray] | None = None) -> None:
+        """Gives the pieces the values that the model's weights have now, or by index those of `exact`."""
         for replica in self.replicas:
             for variable, piece in zip(replica.variables, replica.owned, strict=True):
-                variable.assign(_part(self.variables[piece.index].numpy(), piece, variable.shape))
+                known = None if exact is None else exact.get(piece.index)
+                whole = self.variables[piece.index].numpy() if known is None else known
+                variable.assign(_part(whole, piece, variable.shape))
 
     def export(self) -> dict[str, np.ndarray]:
         """The state of this worker's pieces, for its file of a checkpoint, by names that `whole_arrays` reads."""
@@ -237,7 +237,7 @@ class OwnShare:
         Raises:
           ConfigError: State is missing, or of another shape.
         """
-        self.load_weights()
+        self.load_weights(exact or {})
         common = self.replicas[0].common_variables()
         for replica in self.replicas[1:]:
             for name, variable in replica.common_variables().items():
@@ -247,12 +247,14 @@ class OwnShare:
             if own is not None:
                 variable.assign(own[_key(name, piece)])
                 continue
-            whole = (exact or {}).get(piece.index) if name == _WEIGHTS else arrays.get(name)
+            if name == _WEIGHTS:
+                continue
+            whole = arrays.get(name)
             if whole is not None and whole.size == math.prod(self.variables[piece.index].shape):
                 whole = _part(whole, piece, variable.shape)
             if whole is not None and tuple(whole.shape) == tuple(variable.shape):
                 variable.assign(whole)
-            elif name != _WEIGHTS:
+            else:
                 wrong.append(name)
         if wrong:
             raise ConfigError(
@@ -275,10 +277,7 @@ class OwnShare:
                     yield _WEIGHTS, piece, variable
 
     def _is_sharded(self, variable: keras.Variable, exchange: specs.Spec) -> bool:
-        shape = tf.TensorShape(variable.shape)
-        large = (
-            exchange.options.is_compressible(shape) if exchange.compresses else shape.num_elements() >= _MIN_ELEMENTS
-        )
+        large = exchange.options.is_compressible(tf.TensorShape(variable.shape))
         return large and variable.dtype == "float32" and variable.constraint is None
 
     def _piece_variable(self, piece: Piece) -> keras.Variable:
