@@ -47,11 +47,11 @@ def running(hosts, folder, *flags):
             worker.wait()
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_a_partition_is_noticed_and_named_on_both_sides(tmp_path):
     flags = ["--steps=1000000", "--checkpoint_every=50", "--exchange=int4"]
     with netns.network(HOSTS) as hosts, running(hosts, tmp_path, *flags) as workers:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 600  # not about how long a start takes on a busy machine
         while not list((tmp_path / "run" / "checkpoints").glob("step-*")):
             assert all(worker.poll() is None for worker in workers)
             assert time.monotonic() < deadline

@@ -126,6 +126,23 @@ def test_a_saved_position_goes_on_exactly(local):
     )
 
 
+@pytest.mark.parametrize(
+    ("regroup", "own"),
+    [
+        (lambda dataset: dataset.batch(5).prefetch(2), 5),
+        (lambda dataset: dataset.batch(5, drop_remainder=True).map(lambda x, y: (x, y)), 5),
+        (lambda dataset: dataset.batch(BATCH), BATCH),
+        (lambda dataset: dataset, None),
+    ],
+)
+def test_the_report_says_where_batches_are_regrouped(regroup, own):
+    source = from_dataset(regroup(tf.data.Dataset.from_tensor_slices(arrays(20))))
+    assert source.own_batch == own
+    report = build_pipeline(source, config()).report()
+    line = f"batches of {own} in the dataset are regrouped; global_batch_size={own} keeps them"
+    assert (line in report) is (own == 5)
+
+
 def shuffled(kind: str) -> tf.data.Dataset:
     """45 numbers in a new order in each pass, in batches of 6, with seeds that are the same in every process."""
     tf.random.set_seed(1)

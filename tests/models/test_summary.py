@@ -27,6 +27,14 @@ def test_the_cost_of_a_perceptron_is_exact() -> None:
     assert summary.uncounted == ()
 
 
+@pytest.mark.filterwarnings("error")
+def test_inputs_come_in_the_models_structure():
+    """Keras warns of a list where a model was made with a dict."""
+    inputs = {"wide": keras.Input((5,), name="wide"), "narrow": keras.Input((2,), name="narrow")}
+    outputs = keras.layers.Dense(3)(keras.layers.Concatenate()([inputs["wide"], inputs["narrow"]]))
+    assert models.describe(keras.Model(inputs, outputs)).forward_flops_per_example == 2 * 7 * 3
+
+
 @pytest.mark.parametrize(
     ("layer", "shape", "flops"),
     [

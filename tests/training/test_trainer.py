@@ -174,6 +174,7 @@ def test_the_runtime_by_its_old_name():
         (lambda: keras.Sequential([keras.layers.Dense(3)]), "it must return a built Keras model"),
         (lambda: "convnet", "it must return a built Keras model"),
         (keras.Sequential([keras.layers.Dense(3)]), "the model has no weights yet"),
+        (keras.Sequential([keras.Input((2,)), keras.layers.ReLU()]), "the model has no weights yet"),
         (subclassed, None),
     ],
 )

@@ -160,6 +160,8 @@ def diagnose_values(info: SourceInfo, index: int, x: Structure, y: Structure) ->
             if structures.is_integer(values.dtype):
                 label = values[bad].flat[0]
                 reason = f"has label {label}, but labels must be 0 to {info.num_classes - 1}"
+                if info.num_classes <= 1:  # which was found out from labels, none of them larger than 0
+                    reason = f"has label {label}, but labels are class numbers, from 0 on"
             else:
                 reason = f"has NaN or infinity in its {which} ({int(bad.sum())} of {values.size} values)"
             return BadExample(index, file_of(info, index), reason)

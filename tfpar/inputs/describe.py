@@ -64,6 +64,7 @@ def describe_stream(
     workers: int,
     own_streams: bool,
     steps_per_epoch: int | None,
+    own_batch: int | None,
     training: bool,
 ) -> str:
     """Returns the report of the pipeline of a stream.
@@ -75,6 +76,7 @@ def describe_stream(
       workers: Number of workers that read.
       own_streams: Whether each worker has a stream of its own.
       steps_per_epoch: Steps of one pass; None where that is not known.
+      own_batch: Examples in the stream's own batches; None where it has none.
       training: Whether the pipeline trains.
     """
     if steps_per_epoch is None:
@@ -91,6 +93,7 @@ def describe_stream(
         if workers > 1
         else "a tf.data stream",
         "batch": _batch(order, config, workers if own_streams else 1),
+        **_own_batches(own_batch, config.global_batch_size // (workers if own_streams else 1), config),
         "epoch": epoch,
         "order": "as the stream gives them" + ("; it is shuffled by itself alone" if training else ""),
     }
@@ -195,3 +198,11 @@ def _storage(source: Source, config: InputConfig) -> str:
         return "generated on demand"
     threads = config.input_threads or "tuned by tf.data"
     return f"read and decoded each epoch (cache={config.cache}), parallel reads: {threads}"
+
+
+def _own_batches(own: int | None, read: int, config: InputConfig) -> dict[str, str]:
+    """A line where a stream's batches are not the steps' batches, as they would be for Keras."""
+    if own is None or own == read:
+        return {}
+    there = f"batches of {own} in the dataset are regrouped; global_batch_size={own * config.global_batch_size // read}"
+    return {"its own": f"{there} keeps them"}

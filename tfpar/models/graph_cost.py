@@ -68,7 +68,7 @@ def count(model: keras.Model, batch_size: int) -> GraphCost:
     def step(inputs: list[tf.Tensor], weights: list[tf.Tensor], state: list[tf.Tensor]) -> Any:
         with tf.GradientTape() as tape:
             tape.watch(weights)
-            outputs, _ = model.stateless_call(weights, state, inputs[0] if len(inputs) == 1 else inputs, training=True)
+            outputs, _ = model.stateless_call(weights, state, _in_structure(model, inputs), training=True)
             # Takes the place of the loss: like a cross-entropy, it saves one tensor of the outputs' size.
             loss = tf.add_n(
                 [
@@ -88,6 +88,14 @@ def count(model: keras.Model, batch_size: int) -> GraphCost:
     saved = _saved_bytes(forward, graph.get_operations()[len(forward) :], sources, uncounted)
     convolutions = sum(flops[kind] for kind in _ALL_CONVOLUTIONS)
     return GraphCost(flops.total(), saved, tuple(uncounted), convolutions)
+
+
+def _in_structure(model: keras.Model, inputs: list[tf.Tensor]) -> Any:
+    """The inputs in the structure, such as a dict, that the model was made with."""
+    structure = getattr(model, "input", None)
+    if isinstance(structure, dict | list | tuple):
+        return keras.tree.pack_sequence_as(structure, inputs)
+    return inputs[0] if len(inputs) == 1 else inputs
 
 
 def _input_specs(model: keras.Model, batch_size: int) -> list[tf.TensorSpec]:

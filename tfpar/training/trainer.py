@@ -204,7 +204,7 @@ class Trainer:
         return self._evaluate("evaluate(source=...)", source, y, sample_weight)
 
     def _evaluate(self, argument: str, *data: Any) -> dict[str, float]:
-        source = _as_source(argument, *data)
+        source = _as_source(argument, *data, told=self._tells)
         self._refresh()
         self.program.bind(source)
         return self._evaluator(source)
@@ -228,7 +228,7 @@ class Trainer:
         keras_arguments.refuse("predict", others)
         self._check_synchronous("does not predict. To predict")
         self._refresh()
-        return self._predictor(_as_source("predict(source=...)", source))
+        return self._predictor(_as_source("predict(source=...)", source, told=self._tells))
 
     def _check_synchronous(self, what: str) -> None:
         if not self.topology.synchronous:
@@ -283,6 +283,10 @@ class Trainer:
         if program is not self.program:
             self.program, self._evaluator, self._predictor = program, Evaluator(program), Predictor(program)
 
+    @property
+    def _tells(self) -> bool:
+        return self.config.monitor.verbose > 0
+
     def _counts_epochs(self, steps: int | None, epochs: float | None) -> bool:
         """Whether the length of the run is given in epochs, for which the number of examples must be known."""
         return in_epochs(self.config.train, steps, epochs)
@@ -291,15 +295,11 @@ class Trainer:
         self, train: tuple[Any, Any, Any], class_weight: Mapping[int, float] | None, validation: Any, *, counts: bool
     ) -> tuple[Any, Any]:
         """The sources of what `fit` was given, checked."""
-        source = _as_source("fit(train=...)", *train, counts=counts, split="train")
+        source = _as_source("fit(train=...)", *train, counts=counts, split="train", told=self._tells)
         if class_weight is not None:
-            if not isinstance(source, inputs.Source):
-                raise ConfigError(
-                    "fit(class_weight=...): not with a tf.data.Dataset. Let the dataset give (x, y, sample_weight)."
-                )
             source = inputs.with_class_weight(source, class_weight)
         if validation is not None:
-            validation = _as_source("fit(validation=...)", validation)
+            validation = _as_source("fit(validation=...)", validation, told=self._tells)
         validate_data(self.config, self.topology, source, validation)
         built = {"model": self.model, "integer_labels": self.program.integer_labels}
         validate_model(self.config, self.topology, source, validation, **built)
@@ -316,6 +316,7 @@ def _as_source(
     *,
     counts: bool = True,
     split: str = "validation",
+    told: bool = True,
 ) -> inputs.AnySource:
     """The source of what a method was given.
 
@@ -326,12 +327,13 @@ def _as_source(
       sample_weight: Sample weights, if the data are arrays.
       counts: Whether the number of examples must be known.
       split: `"train"` or `"validation"`, for reports.
+      told: Whether to log that they are counted.
     """
     try:
         source = inputs.as_source(data, y, sample_weight, split=split)
     except ConfigError as error:
         raise ConfigError(f"{argument}: {error}") from error
-    return source.counted() if counts and isinstance(source, inputs.StreamSource) else source
+    return source.counted(told=told) if counts and isinstance(source, inputs.StreamSource) else source
 
 
 def _with_compiled(model: Any, optimizer: Any, goal: Goal) -> tuple[Any, Goal]:

@@ -112,7 +112,12 @@ def test_lists_are_accepted():
         (np.zeros((2, 1)), np.array([7, 2**32 + 5]), {}, r"integer labels range from 7 to 4294967301"),
         (np.array([[7], [2**64 - 1]], np.uint64), None, {}, r"integer inputs range from 7 to 18446744073709551615"),
         (np.zeros((3, 2)), np.array([0, -1, -1]), {}, r"train example 1 has label -1, .*; 1 more example is bad too"),
-        (np.zeros((3, 2)), -np.ones(3, int), {}, r"train example 0 has label -1, .*; 2 more examples are bad too"),
+        (
+            np.zeros((3, 2)),
+            -np.ones(3, int),
+            {},
+            r"label -1, but labels are class numbers, from 0 on; 2 more examples are bad too",
+        ),
         ([np.zeros((3, 2)), np.zeros((4, 2))], np.zeros(3), {}, r"3 inputs '0' and 4 inputs '1' and 3 labels"),
         ({"a": np.zeros(3), "b": np.zeros(3, complex)}, None, {}, "the inputs have dtype complex128"),
         ({}, None, {}, "the inputs are {}, without an array"),

@@ -54,6 +54,19 @@ def test_weights_are_those_of_keras(labels):
     np.testing.assert_array_equal(weights_of(weighted), weights_in_keras(y))
 
 
+@pytest.mark.parametrize("labels", sorted(LABELS))
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_dataset_gets_them_too(labels, batched):
+    y = LABELS[labels]
+    dataset = tf.data.Dataset.from_tensor_slices((np.zeros((len(y), 1)), y))
+    source = inputs.from_dataset(dataset.batch(2) if batched else dataset, batched=batched)
+    weighted = inputs.with_class_weight(source, WEIGHTS)
+    found = [y.sample_weight for _, y in weighted.batches(tf.distribute.InputContext())]
+    np.testing.assert_array_equal(np.concatenate(found), weights_in_keras(y))
+    with pytest.raises(ConfigError, match="sample weights already"):
+        inputs.with_class_weight(weighted, WEIGHTS)
+
+
 def test_labels_of_positions_get_a_weight_each():
     y = np.array([[[0], [1]], [[2], [5]]])
     weighted = inputs.with_class_weight(inputs.from_arrays(np.zeros((2, 1)), y), WEIGHTS)

@@ -5,20 +5,24 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Mapping
+from typing import TypeVar
 
 from tfpar.config import ConfigError
 from tfpar.inputs import structures
 from tfpar.inputs.source import LANGUAGE_MODEL, Batch, LazyTensors, Source, Weighted
+from tfpar.inputs.streams import StreamSource
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+_AnySource = TypeVar("_AnySource", bound=Source | StreamSource)
+
 # More classes than any data set has; a table of this length takes 4 MiB.
 _MOST_CLASSES = 1 << 20
 
 
-def with_class_weight(source: Source, class_weight: Mapping[int, float]) -> Source:
+def with_class_weight(source: _AnySource, class_weight: Mapping[int, float]) -> _AnySource:
     """Returns the same examples with a sample weight that depends on the class, as Keras' `fit(class_weight=...)`.
 
     Labels of one dim, or whose last dim is 1, are class numbers and are rounded; other labels are one-hot, or scores of
@@ -52,6 +56,8 @@ def with_class_weight(source: Source, class_weight: Mapping[int, float]) -> Sour
             "leave out class_weight."
         )
     tensors = LazyTensors(lambda: [table])
+    if isinstance(source, StreamSource):
+        return dataclasses.replace(source, retarget=lambda y: Weighted(y, _weights(y, tensors.tensors()[0])))
 
     def read(indices: tf.Tensor) -> Batch:
         x, y = source.read(indices)

@@ -122,6 +122,7 @@ class StreamPipeline:
             self._order,
             workers=self._workers,
             own_streams=self._own_streams,
+            own_batch=self.source.own_batch if self._training else None,
             steps_per_epoch=None if self.steps_per_epoch == ENDLESS else self.steps_per_epoch,
             training=self._training,
         )

@@ -35,6 +35,7 @@ class StreamSource:
       examples: Number of examples in one pass, of all workers; None where it is not known.
       name: For reports and errors.
       split: `"train"` or `"validation"`, for reports.
+      retarget: Makes other targets of those of a batch; None leaves them.
     """
 
     make: Callable[[tf.distribute.InputContext], tf.data.Dataset]
@@ -43,6 +44,7 @@ class StreamSource:
     examples: int | None = None
     name: str = "dataset"
     split: str = "train"
+    retarget: Callable[[Structure], Structure] | None = None
 
     @functools.cached_property
     def info(self) -> SourceInfo:
@@ -72,8 +74,11 @@ class StreamSource:
         """The batches of the only worker, or of the first."""
         return self.batches(tf.distribute.InputContext())
 
-    def counted(self) -> StreamSource:
+    def counted(self, *, told: bool = True) -> StreamSource:
         """The same stream with a known number of examples, which takes a pass over it unless it is known already.
+
+        Args:
+          told: Whether to log that there is such a pass.
 
         Raises:
           ConfigError: The stream is endless, or every worker has a stream of its own.
@@ -90,7 +95,8 @@ class StreamSource:
                 f"{self.name}: every worker reads a stream of its own, so that the number of all examples is not "
                 "known. Give from_dataset(..., examples=N) for epochs, or --steps."
             )
-        _log.info("counting the examples of %s, in one pass (from_dataset(..., examples=N) saves that)", self.name)
+        if told:
+            _log.info("counting the examples of %s, in one pass (from_dataset(..., examples=N) saves that)", self.name)
 
         def add(total: tf.Tensor, *batch: Structure) -> tf.Tensor:
             return total + tf.shape(structures.first_leaf(batch), tf.int64)[0]
@@ -131,7 +137,23 @@ class StreamSource:
 
             return structures.map_arrays(cast, (structures.without_lists(x), structures.without_lists(targets)))
 
-        return dataset.map(no_autograph(standard))
+        dataset = dataset.map(no_autograph(standard))
+        if self.retarget is None:
+            return dataset
+        retarget = self.retarget
+        return dataset.map(no_autograph(lambda x, targets: (x, retarget(targets))))
+
+    @functools.cached_property
+    def own_batch(self) -> int | None:
+        """Examples in the dataset's own batches, as far as that can be seen; None where it has none."""
+        dataset = self.make(tf.distribute.InputContext())
+        if self.batched is False or not _is_batched(dataset.element_spec):
+            return None
+        size = tf.nest.flatten(dataset.element_spec)[0].shape[0]
+        while size is None and dataset is not None:
+            size = tf.get_static_value(getattr(dataset, "_batch_size", None))
+            dataset = getattr(dataset, "_input_dataset", None)
+        return None if size is None else int(size)
 
 
 _READ_AT_ONCE = 64

@@ -28,6 +28,8 @@ def check_model(model: keras.Model, *, synchronous: bool = True) -> None:
       ConfigError: A stateful layer, an overridden training loop, no trainable weights; with parameter servers, weights
         that a forward pass assigns. The message says what to do.
     """
+    if not model.weights:  # also where `build` of a subclassed model, which has none of its own, marked it as built
+        raise ConfigError("the model has no weights yet: call it on data or give it an Input, or pass a function.")
     if not model.trainable_variables:
         raise ConfigError(
             f"the model {model.name!r} has no trainable weights, so there is nothing to train. Set "
