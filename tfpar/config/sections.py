@@ -98,9 +98,9 @@ class ExchangeConfig(ConfigBase):
 
     exchange: str = option(
         "none",
-        "How gradients travel between workers: none (dense float32 all-reduce), bf16, fp16, fp8, int8, int4, int2, "
-        "sign, topk:SHARE, powersgd:RANK, or auto, which measures links and codecs at the start. Options follow a "
-        "colon, as in 'int4:block=512,rounding=stochastic,pattern=ring'; docs/exchange.md lists them.",
+        "How gradients travel between workers: none (dense float32 all-reduce), a codec such as bf16, int8, int4, "
+        "sign, topk:SHARE or powersgd:RANK, or auto, which measures links and codecs at the start. Options follow a "
+        "colon, as in 'int4:block=512,rounding=stochastic,pattern=ring'. `python -m tfpar.exchange` lists all.",
         may_change_on_resume=True,
     )
     exchange_retune_every: int = option(

@@ -98,9 +98,9 @@ class TrainerOptions(TypedDict, total=False):
     limit."""
 
     exchange: str
-    """How gradients travel between workers: none (dense float32 all-reduce), bf16, fp16, fp8, int8, int4, int2, sign,
-    topk:SHARE, powersgd:RANK, or auto, which measures links and codecs at the start. Options follow a colon, as in
-    'int4:block=512,rounding=stochastic,pattern=ring'; docs/exchange.md lists them."""
+    """How gradients travel between workers: none (dense float32 all-reduce), a codec such as bf16, int8, int4, sign,
+    topk:SHARE or powersgd:RANK, or auto, which measures links and codecs at the start. Options follow a colon, as in
+    'int4:block=512,rounding=stochastic,pattern=ring'. `python -m tfpar.exchange` lists all."""
 
     exchange_retune_every: int
     """With --exchange=auto: steps after which links and codecs are measured again. 0: never."""
