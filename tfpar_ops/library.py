@@ -33,6 +33,7 @@ CPU_TARGETS = ("baseline", "x86-64-v3", "x86-64-v4")  # of core/codec.h
 _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "tfpar_masked_crc32c": (None, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]),
     "tfpar_cpu_target": (ctypes.c_char_p, []),
+    "tfpar_end_on_message": (ctypes.c_int, [ctypes.c_int, ctypes.c_int]),
 }
 _REBUILD = "`make setup` (in a checkout) or `pip install --no-build-isolation .` builds it."
 

@@ -26,6 +26,7 @@ from tfpar.cluster.info import ClusterInfo
 from tfpar.cluster.rendezvous import format_tasks, wait_for_all
 from tfpar.process.exit_codes import PeerLostError, exit_peer_lost, sigterm_is_free
 from tfpar.process.safe_write import shortened
+from tfpar_ops.library import library
 
 import tensorflow as tf
 from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
@@ -115,13 +116,14 @@ def watch_servers(info: ClusterInfo, *, peer_timeout: float, start_timeout: floa
       peer_timeout: Seconds after which a process that does not answer is lost.
       start_timeout: The same for a process that has not answered yet.
     """
-    places = {info.server_name(place): place for place in range(1, len(info.server_tasks))}
-
-    def lost(silent: list[str]) -> None:
-        exit_peer_lost(_server_text(format_tasks(info, [places[name] for name in silent])))
-
-    servers = {name: info.server_addresses[place] for name, place in places.items()}
-    heartbeat.start_heartbeat(servers, peer_timeout=peer_timeout, start_timeout=start_timeout, lost=lost)
+    servers = {format_tasks(info, [place]): info.server_addresses[place] for place in range(1, len(info.server_tasks))}
+    heartbeat.start_heartbeat(
+        servers,
+        peer_timeout=peer_timeout,
+        start_timeout=start_timeout,
+        text=_server_text("{}"),
+        core=library().core,
+    )
 
 
 @contextlib.contextmanager

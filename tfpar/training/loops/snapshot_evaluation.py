@@ -90,8 +90,8 @@ class SnapshotEvaluation:
 
     @functools.cached_property
     def _batches(self) -> tf.data.Dataset:
-        """Made once: TensorFlow 2.21 tells all workers of every function that is traced, and does so with Python's lock
-        held, so that a worker which does not answer then keeps the chief from noticing."""
+        """Made once: TensorFlow 2.21 tells all workers of every function that is traced, and keeps Python's lock until
+        they have answered."""
         pipeline = inputs.build_pipeline(
             self._validation,
             eval_input(self._program.config),
