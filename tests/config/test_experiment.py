@@ -269,7 +269,7 @@ def test_the_options_that_a_resumed_run_may_change():
     assert sorted(RESUME_MAY_CHANGE) == [
         *("accumulate_steps", "cache", "checkpoint_every", "data_dir", "data_service", "deterministic", "devices"),
         *("epochs", "eval_batch_size", "eval_every", "eval_steps", "exchange", "exchange_retune_every"),
-        *("histogram_every", "input_threads", "jit_compile", "keep_checkpoints", "log_every", "max_bad_steps"),
+        *("histogram_every", "input_threads", "jit_compile", "keep_checkpoints", "log_every", "max_bad_steps", "mesh"),
         *("on_bad_record", "on_checkpoint_error", "peer_timeout", "prefetch", "profile_steps", "profile_workers"),
         *(
             "recompute",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tfpar.exchange.shards import ShardedVector, by_tensor, evenly, joined
+from tfpar.exchange.sharding.shards import ShardedVector, by_tensor, evenly, joined
 
 import numpy as np
 import pytest

@@ -159,6 +159,19 @@ def call_has_training_arg():
     assert not Without()._call_has_training_arg
 
 
+def replaced_value():
+    """A variable whose value is made anew, of another shape, is what its layer reads and what optimizers look at."""
+    layer = keras.layers.Dense(4, use_bias=False)
+    layer.build((None, 2))
+    assert layer.kernel._ndim == 2
+    keras_internals.replace_value(layer.kernel, np.full((2, 3), 2.0, np.float32))
+    assert isinstance(layer.kernel._value, tf.Variable)
+    assert tuple(layer.kernel.shape) == tuple(layer.kernel._shape) == (2, 3)
+    assert layer.call(tf.ones([1, 2])).numpy().tolist() == [[4.0, 4.0, 4.0]]
+    optimizer = built([layer.kernel], keras.optimizers.Adam)
+    assert [tuple(slot.shape) for slot in optimizer.variables if len(slot.shape)] == [(2, 3), (2, 3)]
+
+
 def remat_mode():
     assert keras.layers.Dense(1)._remat_mode is None
     with keras.RematScope(mode="full"):
@@ -302,6 +315,7 @@ CANARIES = {
     ("Layer", "_trainable_variables"): layer_trainable_variables,
     ("Layer", "_metrics"): own_metrics,
     ("Layer", "_call_has_training_arg"): call_has_training_arg,
+    **{("Variable", name): replaced_value for name in ("_value", "_shape", "_ndim", "_initialize")},
     ("Layer", "_remat_mode"): remat_mode,
     ("tensor", "_keras_mask"): keras_mask,
     ("keras.src.losses.loss", "squeeze_or_expand_to_same_rank"): same_rank,

@@ -14,6 +14,7 @@ from tfpar.checkpoint import checkpointer
 from tfpar.checkpoint.keras_file import check_model_file
 from tfpar.checkpoint.model_files import load_model
 from tfpar.config import ConfigError, ExperimentConfig
+from tfpar.parallel.split import assign_whole, shape_of, whole
 
 import keras
 import numpy as np
@@ -30,7 +31,7 @@ def named(variables: Sequence[keras.Variable], prefix: str) -> dict[str, keras.V
 
 def snapshot(variables: Mapping[str, keras.Variable]) -> dict[str, np.ndarray]:
     """Copies of the variables' values; later steps do not touch them."""
-    return {name: np.array(variable.numpy(), copy=True, order="C") for name, variable in variables.items()}
+    return {name: whole(variable) for name, variable in variables.items()}
 
 
 def restore(
@@ -52,9 +53,9 @@ def restore(
     problems = [f"missing {name}" for name in variables if name not in arrays]
     problems += [f"unexpected {name}" for name in arrays if name not in variables]
     problems += [
-        f"{name}: saved {arrays[name].shape}, model has {tuple(variable.shape)}"
+        f"{name}: saved {arrays[name].shape}, model has {shape_of(variable)}"
         for name, variable in variables.items()
-        if name in arrays and arrays[name].shape != tuple(variable.shape)
+        if name in arrays and arrays[name].shape != shape_of(variable)
     ]
     if problems:
         shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
@@ -65,7 +66,7 @@ def restore(
         )
         raise ConfigError(f"the checkpoint does not fit this model and optimizer: {shown}.{remedy if frozen else ''}")
     for name, variable in variables.items():
-        variable.assign(arrays[name])
+        assign_whole(variable, arrays[name])
 
 
 def _uncounted(name: str) -> str:
@@ -195,11 +196,11 @@ def warm_start(model: keras.Model, source: str, say: Callable[[str], None]) -> N
         values = dict(zip(own, values.values(), strict=True))  # Keras counts names over a whole process
     elif not set(values) & set(own):
         values = _renamed(values, list(own))
-    fitting = {path for path in own if path in values and values[path].shape == tuple(own[path].shape)}
+    fitting = {path for path in own if path in values and values[path].shape == shape_of(own[path])}
     if not fitting:
         raise ConfigError(f"--warm_start={source}: none of its {len(saved)} weights fits the model's {len(own)}.")
     for path in fitting:
-        own[path].assign(values[path])
+        assign_whole(own[path], values[path])
     kept = sorted(set(own) - fitting)
     say(
         f"warm start from {source}: {len(fitting)} of {len(own)} weights taken"

@@ -16,6 +16,10 @@ PER_WORKER = {
     "aggregation": tf.VariableAggregation.NONE,
 }
 
+# Numbers of devices in groups, above all ranks of workers.
+_FIRST_DEVICE = 1 << 40
+_FIRST_OF_PLACE = 1 << 41
+
 # What all of the operations below take (TensorFlow 2.21). Other types travel as int32 words (`tf.bitcast`).
 _DTYPES = frozenset({tf.float16, tf.float32, tf.float64, tf.int32, tf.int64})
 
@@ -173,6 +177,32 @@ def world_group(workers: int = 1, worker: int = 0, device: str = "") -> TensorFl
       device: See `new_group`.
     """
     return dataclasses.replace(new_group(range(workers), worker, device), all_workers=True)
+
+
+def device_group(worker: int, rank: int, device: str, size: int) -> TensorFlowGroup:
+    """The group of a worker's own devices. Each of its calls runs on the device that it belongs to.
+
+    Args:
+      worker: Rank of the worker, so that no two workers have a group key in common.
+      rank: Place of the device among those of the worker.
+      device: Name of the device.
+      size: Number of devices.
+    """
+    first = _FIRST_DEVICE + worker * size
+    return TensorFlowGroup(tuple(range(first, first + size)), rank, is_gpu(device))
+
+
+def group_of_place(place: int, workers: int, worker: int, device: str) -> TensorFlowGroup:
+    """The group of the devices that have the same place on each worker. Its calls run on this worker's one.
+
+    Args:
+      place: Place of the devices among those of their worker.
+      workers: Number of workers.
+      worker: Rank of this worker.
+      device: Name of this worker's device.
+    """
+    first = _FIRST_OF_PLACE + place * workers
+    return TensorFlowGroup(tuple(range(first, first + workers)), worker, is_gpu(device))
 
 
 def run_unordered(value: tf.Tensor) -> tf.Tensor:

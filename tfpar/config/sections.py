@@ -58,6 +58,12 @@ class StrategyConfig(ConfigBase):
         may_change_on_resume=True,
         per_host=True,
     )
+    mesh: str = option(
+        "",
+        "How devices are laid out, as in data:2,model:4. The data axis has replicas; the model axis has the devices of "
+        "a worker among which a replica's weights are divided (tensor parallelism). Empty: each device is a replica.",
+        may_change_on_resume=True,
+    )
     tpu: str = option(
         "",
         "Name or address of the TPU. Empty: taken from the environment; 'local' on a TPU VM.",

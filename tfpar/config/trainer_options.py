@@ -81,6 +81,10 @@ class TrainerOptions(TypedDict, total=False):
     """Devices (replicas) per worker. 0: all GPUs, or one CPU device. Without GPUs, N splits the CPU into N logical
     devices."""
 
+    mesh: str
+    """How devices are laid out, as in data:2,model:4. The data axis has replicas; the model axis has the devices of a
+    worker among which a replica's weights are divided (tensor parallelism). Empty: each device is a replica."""
+
     tpu: str
     """Name or address of the TPU. Empty: taken from the environment; 'local' on a TPU VM."""
 

@@ -181,9 +181,15 @@ class CompressedReducer(Reducer):
         self, gradients: Sequence[Gradient], sidecar: tf.Tensor, should_apply: ShouldApply
     ) -> tuple[list[Gradient], tf.Tensor]:
         """Sums gradients and sidecar over all replicas; see `Reducer`."""
-        reduce = self._reduce_early if self.first_ready_indices else self._reduce_after_sidecar
-        per_worker = functools.partial(reduce, should_apply=should_apply)
+        per_worker = functools.partial(self.reduce_on_device, should_apply=should_apply)
         return reduce_per_worker(per_worker, self._device, gradients, sidecar)
+
+    def reduce_on_device(
+        self, gradients: Sequence[Gradient], sidecar: tf.Tensor, should_apply: ShouldApply
+    ) -> tuple[list[Gradient], tf.Tensor]:
+        """Sums what one device has over the workers. Called in a cross-replica context, on this device."""
+        reduce = self._reduce_early if self.first_ready_indices else self._reduce_after_sidecar
+        return reduce(gradients, sidecar, should_apply=should_apply)
 
     def _reduce_after_sidecar(
         self, gradients: Sequence[Gradient], sidecar: tf.Tensor, should_apply: ShouldApply

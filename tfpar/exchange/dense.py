@@ -59,6 +59,13 @@ class DenseReducer(Reducer):
         del should_apply
         return reduce_per_worker(self._reduce, self._device, gradients, sidecar)
 
+    def reduce_on_device(
+        self, gradients: Sequence[Gradient], sidecar: tf.Tensor, should_apply: ShouldApply
+    ) -> tuple[list[Gradient], tf.Tensor]:
+        """Sums what one device has over the workers. Called in a cross-replica context, on this device."""
+        del should_apply
+        return self._reduce(gradients, sidecar)
+
     def _reduce(self, gradients: Sequence[Gradient], sidecar: tf.Tensor) -> tuple[list[Gradient], tf.Tensor]:
         """Sums over the workers, several rings at a time: they fill a link better than one."""
         buffers = self._fusion.fuse(gradients, sidecar)

@@ -10,23 +10,22 @@ import tfpar_ops
 from tfpar.collectives.group import Group
 from tfpar.collectives.tensorflow import world_group
 from tfpar.config import ConfigError
-from tfpar.exchange import buckets, residuals
+from tfpar.exchange import residuals
 from tfpar.exchange import spec as specs
+from tfpar.exchange.choosing import check_sparse, dense_or_compressed, world_of
 from tfpar.exchange.compressed import CompressedReducer
-from tfpar.exchange.dense import DenseReducer
 from tfpar.exchange.gradients import Gradient, as_float32, as_slices
+from tfpar.exchange.per_device import PerDeviceReducer, per_device_reducer
 from tfpar.exchange.reducer import (
     LocalReducer,
     Reducer,
     ShouldApply,
-    StrategyReducer,
     Traffic,
     local_replicas,
     replica_context,
 )
-from tfpar.exchange.sharded import ShardedReducer
-from tfpar.exchange.shards import ShardedVector
-from tfpar.exchange.spec import Spec
+from tfpar.exchange.sharding.reducer import ShardedReducer
+from tfpar.exchange.sharding.shards import ShardedVector
 
 import numpy as np
 import tensorflow as tf
@@ -89,6 +88,7 @@ class Exchange:
         sparse: Sequence[int] = (),
         overlap: bool = False,
         shards: Sequence[ShardedVector] | None = None,
+        per_device: bool = False,
     ) -> None:
         """Plans buckets for gradients shaped like `variables`, and creates the residuals.
 
@@ -111,29 +111,28 @@ class Exchange:
             results are the same to the last bit, for one more copy of the residuals. Not with a single bucket,
             `warmup_steps`, momentum or a ramp, nor beside embeddings of which rows travel. The same on all workers.
           shards: Which worker updates which weights; call `update_shards` then. By default each updates all.
+          per_device: Whether every device of a worker has weights of its own; see `per_device.py`.
 
         Raises:
           ValueError: `worker` or an index in `sparse` is out of range.
           ConfigError: The exchange does not work for this number of workers.
         """
         self._shapes = shapes = [tf.TensorShape(variable.shape) for variable in variables]
-        if any(not 0 <= index < len(shapes) or not shapes[index].rank for index in sparse):
-            raise ValueError(f"sparse={list(sparse)}: not all are indices, from 0, of variables that have rows")
+        check_sparse(sparse, shapes)
         strategy = strategy or (tf.distribute.get_strategy() if tf.distribute.has_strategy() else None)
         device = strategy.extended.worker_devices[0] if strategy else "/device:CPU:0"
         self._group_given = own_collectives = group is not None
         if group is None:
-            if workers is None:
-                workers, worker = _place(strategy) if strategy else (1, 0)
-            if not 0 <= worker < workers:
-                raise ValueError(f"worker={worker} is not a rank among workers={workers}")
-            group = world_group(workers, worker, device)
-            own_collectives = workers > 1 and not group.capabilities.ordered
+            group = world_of(strategy, workers, worker, device)
+            own_collectives = group.size > 1 and not group.capabilities.ordered
         self._group = group
+        if per_device and strategy:
+            self._reducer = per_device_reducer(self._spec, shapes, group, strategy.extended.worker_devices, seed)
+            return
         if shards is not None:
             self._reducer = ShardedReducer(self._spec, shapes, shards, group, device, seed)
             return
-        self._reducer = _reducer(
+        self._reducer = dense_or_compressed(
             self._spec, shapes, group, device, seed, sparse, strategy, overlap=overlap, own_collectives=own_collectives
         )
         self._pending_reducer = lambda: CompressedReducer(self._spec, shapes, group, device, seed, encodes=False)
@@ -294,6 +293,19 @@ class Exchange:
         sums, sidecar = self._reducer.reduce(self._as_float32(gradients), sidecar, should_apply or _first_is_zero)
         return as_slices(sums, self._shapes, lambda values: values), sidecar
 
+    def sum_vector(self, vector: tf.Tensor) -> tf.Tensor:
+        """The sum of a short vector over all workers, where every device has weights of its own.
+
+        Args:
+          vector: Float32, the same on all devices of a worker.
+
+        Raises:
+          RuntimeError: `build` was not told `per_device`.
+        """
+        if not isinstance(self._reducer, PerDeviceReducer):
+            raise RuntimeError("sum_vector needs an exchange that was built with per_device=True")
+        return self._reducer.sum_vector(vector)
+
     def update_shards(
         self,
         gradients: Sequence[tf.Tensor | tf.IndexedSlices],
@@ -346,40 +358,5 @@ class Exchange:
         return getattr(self, _DEPRECATED[name])
 
 
-def _reducer(
-    spec: Spec,
-    shapes: Sequence[tf.TensorShape],
-    group: Group,
-    device: str,
-    seed: int,
-    sparse: Sequence[int],
-    strategy: tf.distribute.Strategy | None,
-    *,
-    overlap: bool,
-    own_collectives: bool,
-) -> Reducer:
-    """What carries out an exchange for these workers."""
-    sparse = sparse if group.size > 1 and group.capabilities.variable_sizes else ()
-    if group.size > 1 and spec.compresses:
-        return CompressedReducer(spec, shapes, group, device, seed, sparse, overlap=overlap)
-    if own_collectives:
-        return DenseReducer(shapes, group, device, buckets.DENSE_BUCKET_BYTES, sparse)
-    if strategy is not None and strategy.num_replicas_in_sync == 1:
-        return LocalReducer(shapes)
-    return StrategyReducer(shapes, buckets.DENSE_BUCKET_BYTES)
-
-
 def _first_is_zero(sidecar: tf.Tensor) -> tf.Tensor:
     return tf.equal(sidecar[0], 0.0)
-
-
-def _place(strategy: tf.distribute.Strategy) -> tuple[int, int]:
-    """Number of workers of a strategy, and the rank of this one."""
-    resolver = strategy.cluster_resolver
-    local = len(strategy.extended.worker_devices)
-    workers = max(1, strategy.num_replicas_in_sync // local)
-    if resolver is None or workers == 1:
-        return workers, 0
-    jobs = resolver.cluster_spec().as_dict()
-    chiefs = len(jobs.get("chief", ())) if resolver.task_type == "worker" else 0
-    return workers, chiefs + int(resolver.task_id)

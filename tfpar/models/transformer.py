@@ -111,9 +111,11 @@ class TransformerBlock(keras.layers.Layer):
     def call(self, inputs: Any, training: bool | None = None) -> Any:
         """Maps [m, T, D] to [m, T, D] in the compute dtype."""
         positions, width = inputs.shape[1:]
-        qkv = ops.reshape(self.qkv(self.attention_norm(inputs)), (-1, positions, 3, self.heads, width // self.heads))
+        qkv = self.qkv(self.attention_norm(inputs))
+        own = qkv.shape[-1] // 3  # less than `width` where heads are divided over devices
+        qkv = ops.reshape(qkv, (-1, positions, 3, own * self.heads // width, width // self.heads))
         x = attention(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], causal=self.causal)
-        x = self.attention_out(ops.reshape(x, (-1, positions, width)))
+        x = self.attention_out(ops.reshape(x, (-1, positions, own)))
         if self.attention_dropout is not None:
             x = self.attention_dropout(x, training=training)
         inputs = inputs + x
@@ -122,6 +124,10 @@ class TransformerBlock(keras.layers.Layer):
         if self.mlp_dropout is not None:
             x = self.mlp_dropout(x, training=training)
         return inputs + x
+
+    def tensor_layout(self) -> dict[keras.layers.Layer, str]:
+        """How tensor parallelism divides its layers, see `tfpar.parallel.tensor_layout`: by heads and hidden units."""
+        return {self.qkv: "column:3", self.attention_out: "row", self.mlp_in: "column", self.mlp_out: "row"}
 
     def compute_output_shape(self, input_shape: tuple[int | None, ...]) -> tuple[int | None, ...]:
         return input_shape
@@ -244,6 +250,10 @@ class TokenEmbedding(keras.layers.Layer):
             return ops.take(self.embeddings, inputs, axis=0)
         table = ops.transpose(ops.cast(self.embeddings, self.logits_dtype))
         return ops.cast(ops.matmul(ops.cast(inputs, self.logits_dtype), table), "float32")
+
+    def tensor_layout(self) -> dict[keras.layers.Layer, str]:
+        """How tensor parallelism divides it: by tokens."""
+        return {self: "vocabulary"}
 
     def compute_output_spec(self, inputs: Any, reverse: bool = False) -> keras.KerasTensor:
         """Returns the shape and dtype of `call`'s result; `compute_output_shape` does not receive `reverse`."""

@@ -21,6 +21,7 @@ from tfpar.checkpoint.checkpointer import CheckpointError
 from tfpar.checkpoint.model_files import unloadable_parts
 from tfpar.monitor.monitor import Monitor
 from tfpar.monitor.run_info import RunInfo, RunOutcome
+from tfpar.parallel.split import assign_whole, shape_of, split_of, whole, wholes_of
 
 import keras
 import numpy as np
@@ -32,13 +33,14 @@ RESULTS = ("summary.json", "model.keras")
 
 
 def replica_digests(strategy: tf.distribute.Strategy, weights: Sequence[keras.Variable]) -> list[str]:
-    """`params_sha256` of every replica of this process.
+    """`params_sha256` of every replica of this process; where weights are divided, of every device, with the wholes.
 
     Args:
       strategy: The strategy that the weights were created under.
       weights: The trainable weights.
     """
     copies = [strategy.experimental_local_results(variable.value) for variable in weights]
+    wholes = {index: whole(variable) for index, variable in enumerate(weights) if split_of(variable)}
 
     @dataclasses.dataclass
     class Copy:
@@ -46,11 +48,14 @@ def replica_digests(strategy: tf.distribute.Strategy, weights: Sequence[keras.Va
         value: Any
 
         def numpy(self) -> np.ndarray:
-            return self.value.numpy()
+            return np.asarray(self.value)
 
     return [
         run_state.params_sha256(
-            [Copy(weight.path, copy[replica]) for weight, copy in zip(weights, copies, strict=True)]
+            [
+                Copy(weight.path, wholes[index] if index in wholes else copies[index][replica].numpy())
+                for index, weight in enumerate(weights)
+            ]
         )
         for replica in range(len(copies[0]) if copies else 0)
     ]
@@ -85,7 +90,7 @@ def summary(info: RunInfo, outcome: RunOutcome, monitor: Monitor, params_sha256:
         "skipped_validation_examples": _skipped_validation_examples(info, outcome),
         "failed_checkpoints": [*outcome.failed_checkpoints],
         "failed_writes": [*monitor.failures],
-        "parameters": info.model.count_params(),
+        "parameters": sum(math.prod(shape_of(weight)) for weight in info.model.weights),
     }
 
 
@@ -185,8 +190,8 @@ def save_model(model: keras.Model, eval_weights: Sequence[keras.Variable], path:
     """
     trained = None
     if any(average is not weight for average, weight in zip(eval_weights, model.trainable_variables, strict=True)):
-        trained = [variable.numpy() for variable in model.trainable_variables]
-        _assign(model.trainable_variables, [variable.numpy() for variable in eval_weights])
+        trained = [whole(variable) for variable in model.trainable_variables]
+        _assign(model.trainable_variables, [whole(variable) for variable in eval_weights])
     if parts := unloadable_parts(model):
         _log.warning(
             "%s: keras.saving.load_model will not load it as it is, because of %s. Decorate own classes and functions "
@@ -197,7 +202,8 @@ def save_model(model: keras.Model, eval_weights: Sequence[keras.Variable], path:
     temporary = path.with_name(f".{path.stem}.partial.keras")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        model.save(temporary)
+        with wholes_of(model.variables):
+            model.save(temporary)
         os.replace(temporary, path)
     except BaseException:
         _discard(temporary)  # it may be what fills the disk
@@ -209,7 +215,7 @@ def save_model(model: keras.Model, eval_weights: Sequence[keras.Variable], path:
 
 def _assign(variables: list[keras.Variable], values: list[np.ndarray]) -> None:
     for variable, value in zip(variables, values, strict=True):
-        variable.assign(value)
+        assign_whole(variable, value)
 
 
 def read_summary(workdir: str) -> dict[str, Any] | None:

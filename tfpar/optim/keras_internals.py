@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras.src.losses import loss as keras_loss
 from keras.src.losses.loss import squeeze_or_expand_to_same_rank
@@ -55,6 +56,10 @@ INTERNALS = (
     Internal("_trainable_variables", "Layer", "sidecar", "weights made to learn, whatever `trainable` is now"),
     Internal("_metrics", "Layer", "model's own metrics", "metrics made as attributes, without those of `compile`"),
     Internal("_call_has_training_arg", "Layer", "calling a model", "how `fit` decides whether to pass `training`"),
+    Internal("_value", "Variable", "tensor parallelism", "the TensorFlow variable, made anew under a strategy"),
+    Internal("_shape", "Variable", "tensor parallelism", "its shape, then that of a part"),
+    Internal("_ndim", "Variable", "tensor parallelism", "length of the shape"),
+    Internal("_initialize", "Variable", "tensor parallelism", "makes the TensorFlow variable"),
     Internal("_remat_mode", "Layer", "checking a model", "whether the layer was made in a `RematScope`"),
     Internal("_keras_mask", "tensor", "objective", "a mask that the model's outputs carry"),
     Internal("squeeze_or_expand_to_same_rank", "keras.src.losses.loss", "objective", "as `compile` aligns labels"),
@@ -200,6 +205,13 @@ def is_rematerialized(layer: keras.layers.Layer) -> bool:
 def is_seed_state(variable: keras.Variable) -> bool:
     """Whether this is the state of a `keras.random.SeedGenerator` (two integers of that name)."""
     return variable.name == "seed_generator_state" and tuple(variable.shape) == (2,)
+
+
+def replace_value(variable: keras.Variable, value: np.ndarray) -> None:
+    """Gives a variable a new TensorFlow variable, made under the current strategy, of this value and shape."""
+    variable._shape, variable._ndim = tuple(value.shape), value.ndim
+    variable._value = None
+    variable._initialize(tf.constant(value, variable.dtype))
 
 
 def matching_ranks(y: tf.Tensor, outputs: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

@@ -44,6 +44,20 @@ _GOVERNED_BY_FLAG = {
     "loss_scale_factor": "--precision",
 }
 
+# Keras' optimizers that update every element from its own gradient and state alone (3.15).
+ELEMENTWISE = (
+    keras.optimizers.SGD,
+    keras.optimizers.Adam,
+    keras.optimizers.AdamW,
+    keras.optimizers.Adamax,
+    keras.optimizers.Nadam,
+    keras.optimizers.RMSprop,
+    keras.optimizers.Adagrad,
+    keras.optimizers.Adadelta,
+    keras.optimizers.Ftrl,
+    keras.optimizers.Lion,
+)
+
 
 def names() -> list[str]:
     """The names that `build` knows."""

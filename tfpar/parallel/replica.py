@@ -40,15 +40,18 @@ def first(variable: keras.Variable) -> Any:
     return tf.distribute.get_strategy().experimental_local_results(variable.value)[0]
 
 
-def next_batch(strategy: tf.distribute.Strategy, iterator: Any) -> Any:
+def next_batch(strategy: tf.distribute.Strategy, iterator: Any, *, shared: bool = False) -> Any:
     """The next batch for the replicas of this process.
 
     Args:
       strategy: A synchronous strategy.
       iterator: A distributed iterator; or a plain one of tf.data, whose elements have a row `[L, ...]` for each of the
         process's L replicas if there are several.
+      shared: Whether all devices of this process get the whole element, of a plain iterator.
     """
     batch = next(iterator)
+    if shared:
+        return strategy.experimental_distribute_values_from_function(lambda _: batch)
     local = len(strategy.extended.worker_devices)
     if local == 1 or not isinstance(iterator, tf.data.Iterator):
         return batch

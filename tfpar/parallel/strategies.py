@@ -100,8 +100,8 @@ def _restrict_port(topology: Topology) -> None:
 
 
 def _local_devices(topology: Topology) -> list[str]:
-    """Makes `topology.local_replicas` devices of the topology's type visible; returns their names."""
-    count, kind = topology.local_replicas, topology.device_type
+    """Makes `topology.local_devices` devices of the topology's type visible; returns their names."""
+    count, kind = topology.local_devices, topology.device_type
     physical = tf.config.list_physical_devices(kind)
     if kind == "GPU":
         tf.config.set_visible_devices(physical[:count], "GPU")
@@ -158,8 +158,8 @@ def _build_multi_worker(topology: Topology) -> tf.distribute.Strategy:
     assert topology.cluster is not None
     failure.configure(topology.cluster, peer_timeout=topology.peer_timeout, start_timeout=topology.start_timeout)
     with failure.connecting(topology.cluster, topology.start_timeout):
-        if topology.device_type == "CPU" and topology.local_replicas > 1:
-            return _MultiWorkerLogicalDevices(resolver, topology.local_replicas)
+        if topology.device_type == "CPU" and topology.local_devices > 1:
+            return _MultiWorkerLogicalDevices(resolver, topology.local_devices)
         # TensorFlow 2.21 uses NCCL only if asked to; otherwise it reduces the gradients of GPUs through gRPC.
         gpus = topology.device_type == "GPU"
         implementation = tf.distribute.experimental.CommunicationImplementation.NCCL if gpus else None
@@ -174,7 +174,7 @@ def _resolver(topology: Topology) -> tf.distribute.cluster_resolver.SimpleCluste
         tf.train.ClusterSpec({job: list(tasks) for job, tasks in cluster.cluster.items() if job != "evaluator"}),
         task_type=cluster.task_type,
         task_id=cluster.task_index,
-        num_accelerators={"GPU": topology.local_replicas} if topology.device_type == "GPU" else {},
+        num_accelerators={"GPU": topology.local_devices} if topology.device_type == "GPU" else {},
         rpc_layer="grpc",
     )
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from tfpar.cluster.info import ClusterInfo
 from tfpar.config import ConfigError, StrategyConfig
+from tfpar.parallel.mesh import parse_mesh, parse_sizes
 
 import tensorflow as tf
 
@@ -23,7 +24,8 @@ class Topology:
       name: `one_device`, `mirrored`, `multi_worker`, `parameter_server` or `tpu`.
       workers: Number of workers, the processes that hold replicas.
       worker: Rank of this process among them, from 0; -1 for a parameter server.
-      local_replicas: Replicas (devices) per worker.
+      local_replicas: Replicas per worker.
+      model_devices: Devices of each replica: the model axis of the mesh.
       device_type: `CPU`, `GPU` or `TPU`.
       reason: Why this strategy was chosen, for the log.
       cluster: The cluster this process belongs to, if any.
@@ -38,6 +40,7 @@ class Topology:
     workers: int = 1
     worker: int = 0
     local_replicas: int = 1
+    model_devices: int = 1
     device_type: str = "CPU"
     reason: str = ""
     cluster: ClusterInfo | None = None
@@ -50,6 +53,11 @@ class Topology:
     def replicas(self) -> int:
         """Number of replicas, over all workers."""
         return self.workers * self.local_replicas
+
+    @property
+    def local_devices(self) -> int:
+        """Devices per worker."""
+        return self.local_replicas * self.model_devices
 
     @property
     def input_pipelines(self) -> int:
@@ -68,8 +76,10 @@ class Topology:
 
     def describe(self) -> str:
         """One line for the log: what was chosen and why."""
-        shape = f"{self.workers} worker{'s' * (self.workers != 1)} x {self.local_replicas} {self.device_type}"
-        return f"strategy {self.name}: {shape} = {self.replicas} replica{'s' * (self.replicas != 1)} ({self.reason})"
+        shape = f"{self.workers} worker{'s' * (self.workers != 1)} x {self.local_devices} {self.device_type}"
+        each = f" of {self.model_devices} devices" if self.model_devices > 1 else ""
+        replicas = f"{self.replicas} replica{'s' * (self.replicas != 1)}{each}"
+        return f"strategy {self.name}: {shape} = {replicas} ({self.reason})"
 
 
 def choose_topology(config: StrategyConfig, cluster: ClusterInfo | None = None) -> Topology:
@@ -89,6 +99,8 @@ def choose_topology(config: StrategyConfig, cluster: ClusterInfo | None = None) 
     name, reason = config.strategy, f"--strategy={config.strategy}"
     if name == "auto":
         name, reason = _choose(config, cluster)
+    if config.mesh and name in ("tpu", "parameter_server"):
+        raise ConfigError(f"--mesh={config.mesh} does not work with --strategy={name}. Leave it out.")
     if name == "tpu":
         return _tpu_topology(config, reason, cluster)
     gpus = len(tf.config.list_physical_devices("GPU"))
@@ -98,17 +110,27 @@ def choose_topology(config: StrategyConfig, cluster: ClusterInfo | None = None) 
             f"--devices={config.devices}: this machine has {gpus} GPU(s). Use at most {gpus}, or hide the GPUs with "
             "CUDA_VISIBLE_DEVICES=-1 to split the CPU into logical devices."
         )
-    devices = config.devices or (gpus if name != "one_device" and gpus else 1)
+    if name == "one_device":
+        devices = config.devices or 1
+    else:
+        devices = config.devices or gpus or parse_sizes(config.mesh).get("model", 1)
     common: dict[str, Any] = {"name": name, "reason": reason, "device_type": device_type}
     if name in ("one_device", "mirrored") and cluster is not None and cluster.num_workers > 1:
         common["reason"] += f"; each of the {cluster.num_workers} workers in {cluster.source} trains on its own"
     if name == "one_device":
         if devices > 1:
             raise ConfigError(f"--devices={devices} needs --strategy=mirrored; --strategy=one_device uses one.")
+        parse_mesh(config.mesh, workers=1, devices=1)
         return Topology(**common)
     if name == "mirrored":
-        return Topology(local_replicas=devices, **common)
+        return Topology(**_per_worker(config, 1, devices), **common)
     return _cluster_topology(config, cluster, devices, common)
+
+
+def _per_worker(config: StrategyConfig, workers: int, devices: int) -> dict[str, Any]:
+    """Replicas of a worker, and devices of a replica."""
+    model = parse_mesh(config.mesh, workers=workers, devices=devices).model
+    return {"local_replicas": devices // model, "model_devices": model}
 
 
 def _choose(config: StrategyConfig, cluster: ClusterInfo | None) -> tuple[str, str]:
@@ -118,8 +140,9 @@ def _choose(config: StrategyConfig, cluster: ClusterInfo | None) -> tuple[str, s
         name = "parameter_server" if cluster.num_ps else "multi_worker"
         return name, f"auto: {cluster.source} describes a cluster"
     gpus = len(tf.config.list_physical_devices("GPU"))
-    if config.devices > 1 or (config.devices == 0 and gpus > 1):
-        return "mirrored", f"auto: {config.devices or gpus} devices on this machine"
+    devices = config.devices or gpus or parse_sizes(config.mesh).get("model", 1)
+    if devices > 1:
+        return "mirrored", f"auto: {devices} devices on this machine"
     return "one_device", "auto: no TPU, no cluster, " + ("one GPU" if gpus else "no GPU")
 
 
@@ -148,7 +171,7 @@ def _cluster_topology(
                 f"--strategy=multi_worker: the cluster has {cluster.num_ps} parameter server(s), which would be idle. "
                 "Use --strategy=parameter_server, or take 'ps' out of TF_CONFIG."
             )
-        return Topology(local_replicas=devices, **common)
+        return Topology(**_per_worker(config, cluster.num_workers, devices), **common)
     return _parameter_server_topology(cluster, devices, common)
 
 

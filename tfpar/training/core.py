@@ -57,6 +57,7 @@ class Core:
       model_metrics: Metrics that the model itself updates in its forward pass, see `model.own_metrics`.
       replicas: Replicas of the strategy. Where there are several, they must agree on the weights that a forward pass
         assigns.
+      unrolls: Whether micro-batches are laid out one after the other, because devices talk within the model's layers.
     """
 
     model: keras.Model
@@ -64,6 +65,7 @@ class Core:
     augmentation: keras.layers.Layer | None = None
     model_metrics: Sequence[keras.metrics.Metric] = ()
     replicas: int = 1
+    unrolls: bool = False
 
     def loss_and_grads(
         self,
@@ -142,7 +144,7 @@ class Core:
             weights = [assigned.get(place, param) for place, param in enumerate(params)]
             return self.loss_and_grads(weights, current, micro_batch, _fold_in(seed, index), loss_scale, scales)
 
-        if accumulate_steps == 1 or uses_synchronized_statistics(self.model):
+        if accumulate_steps == 1 or self.unrolls or uses_synchronized_statistics(self.model):
             # A reduction between replicas inside the forward pass cannot run in a while loop (TensorFlow 2.21,
             # MirroredStrategy's merge_call), so there the micro-batches are laid out one after the other.
             total = one(0, state, {})

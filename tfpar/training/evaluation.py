@@ -14,6 +14,7 @@ from tfpar.collectives.agreement import WorkerAgreement
 from tfpar.collectives.tensorflow import world_group
 from tfpar.guards.bad_examples import SkippedExampleLog, named
 from tfpar.parallel import replica
+from tfpar.parallel.model_axis import ModelAxis, on_own_device
 from tfpar.process.activity import activity
 from tfpar.training import confusion
 from tfpar.training.core import Core
@@ -97,6 +98,7 @@ class Evaluator:
                 jit_compile=program.jit_compile,
                 weights=weights,
                 classes=classes,
+                axis=program.axis,
             )
         assert self._evaluation is not None
         return self._evaluation
@@ -119,6 +121,7 @@ class Evaluation:
       jit_compile: Compile the forward pass with XLA.
       weights: The trainable weights to use, in order: the model's own, or their moving averages.
       classes: Classes to count predictions of, see `confusion.counts`; 0 for none.
+      axis: The devices of this worker's replica, where its weights are divided.
 
     Attributes:
       weights: The same as a list.
@@ -135,8 +138,10 @@ class Evaluation:
         jit_compile: bool,
         weights: Sequence[keras.Variable],
         classes: int = 0,
+        axis: ModelAxis | None = None,
     ) -> None:
         self._core = core
+        self._axis = axis
         self._strategy = strategy
         self._agreement = agreement
         self.weights = list(weights)
@@ -175,8 +180,10 @@ class Evaluation:
 
         def body(index: tf.Tensor, total: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             self._batches_done.assign(index)
-            vector = self._strategy.run(self._replica_sums, args=(replica.next_batch(self._strategy, iterator),))
-            parts = self._strategy.experimental_local_results(vector)
+            batch = replica.next_batch(self._strategy, iterator, shared=self._axis is not None)
+            parts = self._strategy.experimental_local_results(self._strategy.run(self._replica_sums, args=(batch,)))
+            if self._axis:  # all devices of a replica see the same examples
+                parts = parts[:1]
             # float64: counts must stay exact past 2^24 examples.
             return index + 1, total + tf.add_n([tf.cast(part, tf.float64) for part in parts])
 
@@ -186,7 +193,8 @@ class Evaluation:
 
     def _replica_sums(self, batch: Any) -> tf.Tensor:
         state = replica.read(self._core.model.non_trainable_variables)
-        return self._sums(replica.read(self.weights), state, batch)
+        with on_own_device(self._axis):
+            return self._sums(replica.read(self.weights), state, batch)
 
     def _batch_sums(self, params: list[tf.Tensor], state: list[tf.Tensor], batch: Any) -> tf.Tensor:
         sums, outputs = self._core.evaluate_with_outputs(params, state, batch)

@@ -10,6 +10,7 @@ from typing import Any
 from tfpar.checkpoint import run_state
 from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.optim import keras_internals, optimizers
+from tfpar.parallel.split import marks_slots, split_of
 
 import keras
 import tensorflow as tf
@@ -71,6 +72,8 @@ class OptimizerSpec:
             optimizer.built and [*map(id, keras_internals.trainable_variables(optimizer))] != [*map(id, variables)]
         ):
             optimizer = optimizers.recreate(optimizer)
+        if any(map(split_of, variables)):
+            marks_slots(optimizer)
         optimizer.build(variables)
         return optimizer
 

@@ -13,6 +13,7 @@ from tfpar.collectives.agreement import WorkerAgreement
 from tfpar.collectives.tensorflow import world_group
 from tfpar.guards.bad_examples import named
 from tfpar.parallel import replica
+from tfpar.parallel.model_axis import on_own_device
 from tfpar.process.activity import activity
 from tfpar.training.program import Program
 
@@ -85,21 +86,25 @@ class Predictor:
         """`(iterator) -> (outputs [slots, ...], real bool [slots])` of the next batch, on this worker's replicas."""
         program = self._program
         on_tpu = isinstance(program.strategy, tf.distribute.TPUStrategy)
-        model = tf.function(
-            program.core.predict, jit_compile=True if program.jit_compile and not on_tpu else None, autograph=False
-        )
+        model: Any = program.core.predict
+        if program.axis is None:  # else every device has a program of its own
+            compiles = program.jit_compile and not on_tpu
+            model = tf.function(model, jit_compile=True if compiles else None, autograph=False)
 
         def on_replica(batch: Any) -> tuple[Any, tf.Tensor]:
             state = replica.read(program.model.non_trainable_variables)
-            outputs = model(replica.read(self._weights), state, batch)
+            with on_own_device(program.axis):
+                outputs = model(replica.read(self._weights), state, batch)
             return outputs, tf.reshape(batch[2], [-1]) > 0
 
         def run(iterator: Any) -> Any:
-            results = program.strategy.run(on_replica, args=(replica.next_batch(program.strategy, iterator),))
+            batch = replica.next_batch(program.strategy, iterator, shared=program.axis is not None)
+            results = program.strategy.run(on_replica, args=(batch,))
 
             def joined(value: Any) -> tf.Tensor:
                 with tf.device("CPU:0"):
-                    return tf.concat(program.strategy.experimental_local_results(value), axis=0)
+                    parts = program.strategy.experimental_local_results(value)
+                    return tf.concat(parts[:1] if program.axis else parts, axis=0)
 
             return tf.nest.map_structure(joined, results)
 

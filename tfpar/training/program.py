@@ -17,18 +17,22 @@ from tfpar.exchange import Exchange
 from tfpar.monitor.samples import TextSampler
 from tfpar.optim import keras_internals, optimizers, schedules
 from tfpar.parallel import strategies
+from tfpar.parallel.model_axis import ModelAxis
+from tfpar.parallel.split import whole_tensor
 from tfpar.parallel.topology import Topology
 from tfpar.process.activity import activity
+from tfpar.training import tensor_parallel
 from tfpar.training.core import Core
 from tfpar.training.model.building import Original, build_model, scope_of
 from tfpar.training.model.own_loss import OwnLossObjective, compile_for_own_loss, computes_own_loss
 from tfpar.training.model.recompute import recompute_activations
-from tfpar.training.model.support import check_model, check_precision, own_metrics
+from tfpar.training.model.support import check_model, check_precision, check_takes_padding, own_metrics
 from tfpar.training.objective import Goal, SupervisedObjective
 from tfpar.training.objective.losses import uses_integer_labels
 from tfpar.training.optimizer_spec import OptimizerSpec
 from tfpar.training.sharding import OwnShare, ShardedStep
 from tfpar.training.step import TrainStep
+from tfpar.training.tensor_parallel import DividedStep
 from tfpar.training.uneven_batches import eval_input, train_input
 from tfpar.training.validate import SYNCHRONISED
 
@@ -56,6 +60,7 @@ class Program:
       integer_labels: Whether the loss reads labels as positions among the model's outputs.
       original: The user's model, where a copy of it is trained; else None.
       share: This worker's share of the weights and their optimizer, where that is sharded; else None.
+      axis: The devices of this worker's replica, where its weights are divided among several; else None.
     """
 
     config: ExperimentConfig
@@ -69,6 +74,7 @@ class Program:
     integer_labels: bool
     original: Original | None = None
     share: OwnShare | None = None
+    axis: ModelAxis | None = None
     # The compiled step, with what its schedule was: at most one.
     _steps: list[tuple[Any, TrainStep]] = dataclasses.field(default_factory=list, repr=False)
 
@@ -82,6 +88,7 @@ class Program:
         optimizer: OptimizerSpec,
         goal: Goal,
         augmentation: keras.layers.Layer | None = None,
+        layout: Mapping[str, str] | None = None,
     ) -> Program:
         """Creates model, optimizer and metrics under the strategy, and connects the exchange.
 
@@ -92,45 +99,42 @@ class Program:
           optimizer: By name, or an object.
           goal: Losses and metrics. They are assigned to the model's outputs by `bind`.
           augmentation: Applied to inputs in training; by default what `--augment` names.
+          layout: How layers are divided over a model axis, see `find_layout`.
 
         Raises:
           ConfigError: A model, loss, metric or precision that cannot be used.
         """
         strategy = runtime.strategy
-        recorded_options = optimizer.recorded_options()  # before anything changes the learning rate
+        recorded_options = optimizer.recorded_options()  # before the learning rate is changed
         reports = runtime.topology.is_chief and config.monitor.verbose > 0
+        axis = tensor_parallel.axis_of(runtime, layout)
+        goal.check_names()
+        on_host = tensor_parallel.on_host(model, strategy, announced=reports) if axis else None
         with scope_of(model, strategy), activity("building the model", shown=reports):
-            goal.check_names()
-            built, original = build_model(model, strategy, announced=reports)
+            built, original = on_host or build_model(model, strategy, announced=reports)
             check_model(built, synchronous=runtime.topology.synchronous)
             recompute_activations(built, config.train.recompute, announced=reports)
+            summary = tensor_parallel.divide(built, axis, layout, announced=reports) if axis else None
             if augmentation is None:
                 augmentation = inputs.build_augmentation(config.input.augment, config.train.seed)
-            core = Core(
-                built,
-                _objective(built, goal),
-                augmentation,
-                own_metrics(built, goal.metric_names()),
-                strategy.num_replicas_in_sync,
-            )
+            metrics, replicas = own_metrics(built, goal.metric_names()), strategy.num_replicas_in_sync
+            core = Core(built, _objective(built, goal), augmentation, metrics, replicas, unrolls=axis is not None)
         check_precision(built, config.precision.precision)
-        weights, devices = built.trainable_variables, strategy.extended.worker_devices
-        share = OwnShare.of(config, runtime.topology, weights, optimizer, core.overwritten, devices)
+        weights, topology = built.trainable_variables, runtime.topology
+        share = OwnShare.of(config, topology, weights, optimizer, core.overwritten, strategy)
         with scope_of(model, strategy):
             keras_optimizer = share.optimizer if share else optimizer.build(config, weights)
         program = cls(
-            config,
-            runtime.topology,
-            strategy,
-            core,
-            keras_optimizer,
+            *(config, topology, strategy, core, keras_optimizer),
             Exchange(config.exchange.exchange),
             recorded_options,
             optimizer.keeps_own_rate,
             uses_integer_labels(goal.loss),
-            original,
-            share,
+            *(original, share, axis),
         )
+        if axis:
+            tensor_parallel.check_divided(program.optimizer, core)
+            vars(program)["model_summary"] = summary
         program._build_exchange()
         return program
 
@@ -208,13 +212,15 @@ class Program:
             training=training,
         )
         if pipeline.pads:
-            self._check_takes_padding(source, training=training)
+            own_loss = isinstance(self.core.objective, OwnLossObjective)
+            names = [metric.name for metric in self.core.model_metrics]
+            check_takes_padding(self.model, names, own_loss, source, self.config.input, training=training)
         return pipeline
 
     def distribute(self, pipeline: inputs.AnyPipeline, start: int = 0) -> Any:
         """The pipeline's elements on this worker's devices, one per replica, from step `start` on."""
         topology = self.topology
-        if topology.local_replicas == 1 and topology.device_type == "CPU":
+        if topology.local_replicas == 1 and (topology.device_type == "CPU" or self.axis):
             # Nothing to hand out: a distributed iterator would cost 0.2 ms a step (TensorFlow 2.21, GeneratorDataset).
             return pipeline.dataset(topology.worker, 1, start)
 
@@ -255,8 +261,7 @@ class Program:
         key = (type(schedule), schedule.get_config() if schedule is not None else None)
         if rebuild or not self._steps or self._steps[0][0] != key:
             config = self.config
-            make = TrainStep if self.share is None else functools.partial(ShardedStep, self.share)
-            step = make(
+            step = self._step_class()(
                 self.core,
                 self.optimizer,
                 self.exchange,
@@ -271,6 +276,11 @@ class Program:
             )
             self._steps[:] = [(key, step)]
         return self._steps[0][1]
+
+    def _step_class(self) -> Callable[..., TrainStep]:
+        if self.axis is not None:
+            return functools.partial(DividedStep, self.axis)
+        return TrainStep if self.share is None else functools.partial(ShardedStep, self.share)
 
     def refreshed(self) -> Program:
         """The program for the weights that are trainable now: this one, unless layers were frozen or unfrozen since.
@@ -321,7 +331,7 @@ class Program:
     def first_copies(self, variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
         """The values of variables on the first replica of this process; no other replica is touched."""
         local = self.strategy.experimental_local_results
-        return [local(variable.value)[0].read_value() for variable in variables]
+        return [whole_tensor(variable, local(variable.value)[0]) for variable in variables]
 
     def _build_exchange(self) -> None:
         waiting = activity(f"preparing --exchange={self.config.exchange.exchange} with all workers", shown=self.reports)
@@ -334,6 +344,7 @@ class Program:
                 seed=self.config.train.seed,
                 overlap=self._can_overlap_exchange(),
                 shards=self.share.vectors if self.share else None,
+                per_device=self.axis is not None,
             )
 
     def _can_overlap_exchange(self) -> bool:
@@ -344,24 +355,6 @@ class Program:
         """
         mixes = self.topology.device_type == "GPU" and models.uses_synchronized_statistics(self.model)
         return not self.jit_compile and self.config.train.accumulate_steps == 1 and not mixes
-
-    def _check_takes_padding(self, source: inputs.AnySource, *, training: bool) -> None:
-        """Refuses padding for a model that computes over whole batches, without a word on which examples count."""
-        model, names = self.model, ", ".join(metric.name for metric in self.core.model_metrics)
-        if isinstance(self.core.objective, OwnLossObjective):
-            what = f"model {model.name!r} overrides compute_loss"
-        elif names and training:
-            what = f"model {model.name!r} updates metrics of its own ({names})"
-        else:
-            return
-        batch = self.config.input.global_batch_size
-        remedies = ["--remainder=drop leaves an incomplete last batch out"] if training else []
-        remedies.append(f"choose a --global_batch_size that divides the {source.info.num_examples} examples")
-        raise ConfigError(
-            f"{what}, which sees whole batches and would count padding: {source.info.name} has batches of {batch} with "
-            f"padding (an incomplete last batch, a batch that replicas and micro-batches do not divide, or "
-            f"--on_bad_record=skip). What to do: {'; or '.join(remedies)}."
-        )
 
     def _is_convolutional(self) -> bool:
         """Whether convolutions take a good part of the model's FLOPs, or cannot be told from the rest before it runs.
@@ -376,6 +369,8 @@ class Program:
 
     def _xla_obstacle(self) -> str:
         """Why XLA cannot compile this model in this topology; empty where it can."""
+        if self.axis is not None:
+            return "the devices of a replica talk within its layers, for which TensorFlow has no XLA kernel on CPUs"
         if self.topology.replicas > 1 and models.uses_synchronized_statistics(self.model):
             return SYNCHRONISED
         if self.config.train.deterministic and models.uses_max_pooling(self.model):

@@ -48,7 +48,7 @@ class TrainStep:
         model = self.core.model
 
         # 1, 2: loss and gradients of the micro-batches, summed here.
-        seed_path = (step, tf.convert_to_tensor(context.replica_id_in_sync_group))
+        seed_path = (step, self._replica_number(context))
         params, state = replica.read(model.trainable_variables), replica.read(model.non_trainable_variables)
         scales = self._loss_scales(params, state, batch)
         contribution = self._contribute(params, state, batch, seed_path, loss_scale.scale, scales)
@@ -163,7 +163,7 @@ class TrainStep:
         self._apply = compiled(self._apply_update, plan.updates_in_place)
         self._whole_step = compiled(self._single_program, plan.single_xla_program and not plan.strategy_compiles)
         squared = norms.squared_in_xla if plan.single_xla_program else None
-        self._norm = functools.partial(norms.l2_norm, squared=squared)
+        self._norm: Callable[[Tensors], tf.Tensor] = functools.partial(norms.l2_norm, squared=squared)
 
     def _run(
         self,
@@ -229,6 +229,10 @@ class TrainStep:
                 return tf.identity(tf.zeros([], tf.float64))
         with tf.device("/device:CPU:0"), tf.control_dependencies(after):
             return run_unordered(tf.timestamp())
+
+    def _replica_number(self, context: tf.distribute.ReplicaContext) -> tf.Tensor:
+        """What replica this is, among those of all workers: int32 scalar. Seeds depend on it."""
+        return tf.convert_to_tensor(context.replica_id_in_sync_group)
 
     def _replica_clock(self, after: list[Any]) -> tf.Tensor:
         return tf.zeros([], tf.float64) if self.plan.single_xla_program else self.clock(after)

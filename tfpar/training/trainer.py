@@ -73,6 +73,8 @@ class Trainer:
       weighted_metrics: Metrics in which sample weights count.
       augmentation: Keras layer applied to the inputs on the device, inside the step, in training only; by default what
         the option `augment` names.
+      layout: With a model axis (`mesh="model:2"`), how layers are divided over it, by regular expressions on their
+        paths: `{"logits": "gather"}`; see `tfpar.parallel.tensor_layout`. What it does not name is found.
       **options: Any option of `tfpar.config` by its flag name: `strategy="mirrored", devices=2, exchange="none",
         precision="mixed_bfloat16", jit_compile=..., accumulate_steps=4, clip_norm=1.0, workdir="runs/a"`.
 
@@ -96,6 +98,7 @@ class Trainer:
         config: ExperimentConfig | None = None,
         runtime: strategies.Runtime | None = None,
         augmentation: keras.layers.Layer | None = None,
+        layout: Mapping[str, str] | None = None,
         **options: Unpack[TrainerOptions],
     ) -> None:
         install_exit_code_hook()
@@ -110,7 +113,7 @@ class Trainer:
             validate_saved_run(config)
         self.runtime = runtime or initialize(config, complete=True)
         self.program = Program.build(
-            config, self.runtime, model=model, optimizer=spec, goal=goal, augmentation=augmentation
+            config, self.runtime, model=model, optimizer=spec, goal=goal, augmentation=augmentation, layout=layout
         )
         self._evaluator = Evaluator(self.program)
         self._predictor = Predictor(self.program)

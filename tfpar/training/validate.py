@@ -35,8 +35,9 @@ from tfpar.config import (
 )
 from tfpar.exchange import Exchange
 from tfpar.exchange import spec as specs
-from tfpar.exchange.sharded import sharded_codec
+from tfpar.exchange.sharding.reducer import sharded_codec
 from tfpar.optim import optimizers, schedules
+from tfpar.parallel.mesh import check_beside_mesh
 from tfpar.parallel.topology import Topology, choose_topology
 from tfpar.training.duration import check_profile, total_steps
 from tfpar.training.uneven_batches import train_input
@@ -71,6 +72,7 @@ def validate_config(config: ExperimentConfig) -> Topology:
         optimizers.check_arguments(config.optimizer)
     schedules.check_schedule(config.schedule)
     Exchange(config.exchange.exchange).check_supported(topology.name)
+    check_beside_mesh(config, topology.model_devices)
     _check_sharding(config, topology)
     if config.input.dataset != CUSTOM:
         inputs.check_kind(config.input)

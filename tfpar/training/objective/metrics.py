@@ -155,8 +155,8 @@ def _checked(term: keras_compile.ResolvedMetric, y: tf.TensorSpec, outputs: tf.T
             whole, part = _values(metric, labels, values, weighted=True)
         except _ERRORS:
             raise ConfigError(
-                f"metrics: {metric.name!r} does not suit labels {y.dtype.name}{_shape(y)} and outputs "
-                f"{_shape(outputs)} of an example: {error}"
+                f"metrics: {metric.name!r} does not suit labels {y.dtype.name}{_example_shape(y)} and outputs "
+                f"{_example_shape(outputs)} of an example: {error}"
             ) from error
     if _has_state(metric):
         raise ConfigError(
@@ -222,7 +222,7 @@ def _equal(one: Any, other: Any) -> bool:
     return all(np.allclose(np.asarray(a), np.asarray(b), rtol=1e-3, atol=1e-5, equal_nan=True) for a, b in pairs)
 
 
-def _shape(tensor: tf.TensorSpec) -> list[int | None]:
+def _example_shape(tensor: tf.TensorSpec) -> list[int | None]:
     return list(tensor.shape[1:])
 
 

@@ -19,8 +19,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.exchange import buckets
 from tfpar.exchange import spec as specs
-from tfpar.exchange.sharded import sharded_codec
-from tfpar.exchange.shards import Piece, by_tensor, evenly, joined
+from tfpar.exchange.sharding.reducer import sharded_codec
+from tfpar.exchange.sharding.shards import Piece, by_tensor, evenly, joined
+from tfpar.optim.optimizers import ELEMENTWISE
 from tfpar.parallel.topology import Topology
 from tfpar.training.optimizer_spec import OptimizerSpec
 
@@ -30,19 +31,6 @@ import tensorflow as tf
 
 _log = logging.getLogger(__name__)
 
-# Keras' optimizers that update every element from its own gradient and state alone (3.15).
-_ELEMENTWISE = (
-    keras.optimizers.SGD,
-    keras.optimizers.Adam,
-    keras.optimizers.AdamW,
-    keras.optimizers.Adamax,
-    keras.optimizers.Nadam,
-    keras.optimizers.RMSprop,
-    keras.optimizers.Adagrad,
-    keras.optimizers.Adadelta,
-    keras.optimizers.Ftrl,
-    keras.optimizers.Lion,
-)
 _MARK = re.compile(r"\.at(\d+)")  # in the name of a piece: its first element
 _PREFIX = "shard/"
 _WEIGHTS = "weights"
@@ -142,7 +130,7 @@ class OwnShare:
         self._keeps_exact = codec is not None
         optimizers = [spec.create(config) for _ in devices]
         _check_optimizer(optimizers[0])
-        self._elementwise = type(optimizers[0]) in _ELEMENTWISE
+        self._elementwise = type(optimizers[0]) in ELEMENTWISE
         sizes = [math.prod(variable.shape) for variable in variables]
         sharded = [index for index, variable in enumerate(variables) if self._is_sharded(variable, exchange)]
         self.whole = [index for index in range(len(variables)) if index not in set(sharded)]
@@ -170,7 +158,7 @@ class OwnShare:
         variables: Sequence[keras.Variable],
         spec: OptimizerSpec,
         assigned: Sequence[int],
-        devices: Sequence[str],
+        strategy: tf.distribute.Strategy,
     ) -> OwnShare | None:
         """The share that `--shard` asks for, None where there is a single replica, which has all."""
         if config.train.shard == "none":
@@ -180,7 +168,7 @@ class OwnShare:
             if told:
                 _log.info("--shard=%s is not in use: a single replica has all of the state", config.train.shard)
             return None
-        share = cls(config, topology, variables, spec, assigned, devices)
+        share = cls(config, topology, variables, spec, assigned, strategy.extended.worker_devices)
         if told:
             _log.info("%s", share.describe())
         return share

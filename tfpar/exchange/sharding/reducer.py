@@ -21,8 +21,8 @@ from tfpar.exchange.gradients import Gradient
 from tfpar.exchange.reducer import Reducer, ShouldApply, Traffic, dense_traffic, replica_context, sum_local
 from tfpar.exchange.registry import Spec
 from tfpar.exchange.residuals import LAYOUT
-from tfpar.exchange.shard_phases import ShardPhases
-from tfpar.exchange.shards import ShardedVector
+from tfpar.exchange.sharding.phases import ShardPhases
+from tfpar.exchange.sharding.shards import ShardedVector
 from tfpar_ops import Codec
 from tfpar_ops.formats import FORMATS
 

@@ -9,7 +9,7 @@ import tfpar_ops
 from tfpar.collectives.group import Group, allocate_instance_keys
 from tfpar.config import ConfigError
 from tfpar.exchange import buckets
-from tfpar.exchange.shards import ShardedVector
+from tfpar.exchange.sharding.shards import ShardedVector
 from tfpar_ops import Codec
 
 import numpy as np

@@ -1,0 +1,158 @@
+"""Runs on meshes, in one process or on real workers: tests/training/test_tensor_parallel.py and
+tests/integration/test_tensor_parallel.py.
+
+python -m tests.integration.scripts.divided OUTPUT CASES
+
+CASES is JSON: a list of options of an experiment, with the name of a model of `MODELS`, each of which is trained in
+turn. `OUTPUT/CASE-WORKER.npz` gets the whole weights, `params_sha256` and the bytes sent per step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+import tfpar
+from tfpar import models
+from tfpar.config import StrategyConfig
+from tfpar.models import TaskSpec
+from tfpar.parallel import strategies
+from tfpar.parallel.split import whole
+from tfpar.parallel.topology import choose_topology
+
+import keras
+import numpy as np
+
+EXAMPLES, BATCH, STEPS = 90, 16, 30  # the last batch of a pass has 10 examples
+VOCABULARY, POSITIONS = 32, 8
+COMMON = {
+    "global_batch_size": BATCH,
+    "uneven_batches": True,
+    "optimizer": "adamw",
+    "learning_rate": 0.01,
+    "schedule": "cosine",
+    "weight_decay": 0.1,
+    "weight_decay_exclude": "bias,norm",
+    "clip_norm": 0.5,
+    "exchange": "none",
+    "jit_compile": "false",
+    "verbose": 0,
+}
+
+
+def dense() -> keras.Model:
+    """Two pairs, one with dropout that draws nothing, and a Dense layer without a partner."""
+    return keras.Sequential(
+        [
+            keras.Input((12,)),
+            keras.layers.Dense(64, "tanh", name="first"),
+            keras.layers.Dropout(0.0),
+            keras.layers.Dense(24, name="second"),
+            keras.layers.LayerNormalization(name="norm"),
+            keras.layers.Dense(128, name="third"),
+            keras.layers.Activation("relu"),
+            keras.layers.Dense(48, name="fourth"),
+            keras.layers.LayerNormalization(name="last_norm"),
+            keras.layers.Dense(3, name="last"),
+        ]
+    )
+
+
+def batch_statistics() -> keras.Model:
+    """State that is not divided."""
+    return keras.Sequential(
+        [
+            keras.Input((12,)),
+            keras.layers.Dense(64, "relu", name="first"),
+            keras.layers.Dense(48, use_bias=False, name="second"),
+            models.BatchNormalization(name="batch_norm"),
+            keras.layers.Dense(3, name="last"),
+        ]
+    )
+
+
+def attention() -> keras.Model:
+    """Keras' two kinds of attention over tokens, and a head that is gathered."""
+    tokens = keras.Input((POSITIONS,), dtype="int32")
+    x = keras.layers.Embedding(VOCABULARY, 24)(tokens)
+    x = x + keras.layers.MultiHeadAttention(4, 6)(x, x, use_causal_mask=True)
+    x = x + keras.layers.GroupQueryAttention(6, 8, 4)(keras.layers.LayerNormalization()(x), x)
+    x = x + keras.layers.Dense(24)(keras.layers.Dense(96, "gelu")(keras.layers.LayerNormalization()(x)))
+    return keras.Model(tokens, keras.layers.Dense(VOCABULARY, name="logits")(x))
+
+
+def language_model() -> keras.Model:
+    spec = TaskSpec("language_model", (POSITIONS,), "int32", VOCABULARY)
+    return models.build("transformer_lm_tiny", spec, width=32, depth=2, heads=4, dropout=0.0)
+
+
+def vit() -> keras.Model:
+    spec = TaskSpec("classification", (8, 8, 1), "float32", 3)
+    return models.build("vit", spec, patch_size=4, width=32, depth=2, heads=4, dropout=0.0)
+
+
+MODELS = {
+    "dense": dense,
+    "batch_statistics": batch_statistics,
+    "attention": attention,
+    "language_model": language_model,
+    "vit": vit,
+}
+
+
+def data(model: str) -> tuple[np.ndarray, np.ndarray]:
+    generator = np.random.default_rng(0)
+    if model in ("attention", "language_model"):
+        tokens = generator.integers(0, VOCABULARY, (EXAMPLES, POSITIONS + 1)).astype(np.int32)
+        return tokens[:, :-1], tokens[:, 1:]
+    shape = (8, 8, 1) if model == "vit" else (12,)
+    x = generator.normal(size=(EXAMPLES, *shape)).astype(np.float32)
+    return x, x.reshape(EXAMPLES, -1)[:, :3].argmax(axis=1).astype(np.int32)
+
+
+def here(strategy: str = "one_device", mesh: str = "", devices: int = 0, **options: Any) -> tfpar.Trainer:
+    """Trains in this process."""
+    runtime = runtime_of(strategy, mesh, devices)
+    return train({"strategy": strategy, "mesh": mesh, "devices": devices, **options}, runtime)
+
+
+def runtime_of(strategy: str, mesh: str = "", devices: int = 0) -> tfpar.Runtime:
+    return strategies.build(choose_topology(StrategyConfig(strategy=strategy, mesh=mesh, devices=devices)))
+
+
+def train(options: dict[str, Any], runtime: tfpar.Runtime | None = None) -> tfpar.Trainer:
+    """Trains a model on the same examples from the same seed; its last results are `trainer.results`."""
+    model, steps = options.pop("model", "dense"), options.pop("steps", STEPS)
+    # The bias of keys has no gradient but rounding, which Adam would make steps of.
+    chosen = {} if model == "dense" else {"optimizer": "sgd", "learning_rate": 0.3}
+    config = tfpar.ExperimentConfig.from_flat_dict({**COMMON, **chosen, **options})
+    if runtime is None:
+        runtime = tfpar.initialize(config)
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(1)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    trainer = tfpar.Trainer(MODELS[model], loss=loss, metrics=["accuracy"], config=config, runtime=runtime)
+    x, y = data(model)
+    trainer.results = trainer.fit(x, y, steps=steps, validation=(x[:50], y[:50]))
+    return trainer
+
+
+def weights_of(trainer: tfpar.Trainer) -> dict[str, np.ndarray]:
+    return {variable.path: whole(variable) for variable in trainer.model.variables}
+
+
+def main(output: str, cases: str) -> None:
+    worker = json.loads(os.environ.get("TF_CONFIG", "{}")).get("task", {}).get("index", 0)
+    runtime = None
+    for number, options in enumerate(json.loads(cases)):
+        trainer = train(options, runtime)
+        runtime = trainer.runtime
+        results = trainer.results
+        facts = {"params_sha256": results["params_sha256"], "sent": results["exchange"]["wire_bytes_per_step"]}
+        np.savez(os.path.join(output, f"{number}-{worker}.npz"), **facts, **weights_of(trainer))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

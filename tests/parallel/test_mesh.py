@@ -1,0 +1,64 @@
+"""What `--mesh` means, and what it is refused for."""
+
+from __future__ import annotations
+
+from tfpar.config import ConfigError, ExperimentConfig, StrategyConfig
+from tfpar.parallel.mesh import Mesh, check_beside_mesh, parse_mesh
+from tfpar.parallel.topology import choose_topology
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("text", "workers", "devices", "mesh"),
+    [
+        ("", 2, 3, Mesh(data=6)),
+        ("data:6", 2, 3, Mesh(data=6)),
+        ("model:3", 2, 3, Mesh(data=2, model=3)),
+        ("data:2,model:3", 2, 3, Mesh(data=2, model=3)),
+        ("model:3, data:2", 2, 3, Mesh(data=2, model=3)),
+        ("data:1", 1, 4, Mesh(data=1, model=4)),
+    ],
+)
+def test_sizes(text, workers, devices, mesh):
+    assert parse_mesh(text, workers=workers, devices=devices) == mesh
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("data:4,model:2", r"a mesh of 8 devices, and there are 2 workers x 2 devices = 4. Sizes must multiply to 4"),
+        ("data:2,model:4", "must multiply to 4"),
+        ("model:3", "a mesh of 3 devices"),
+        (
+            "data:1,model:4",
+            "all devices of a worker, .* --mesh=data:2,model:2, or start 1 workers with --devices=4",
+        ),
+        ("pipeline:2", "there is no 'pipeline' axis yet. The axes are data, model"),
+        ("model", "'model' is not AXIS:SIZE"),
+        ("model:0", "a size of at least 1"),
+        ("rows:2", "'rows:2' is not AXIS:SIZE with one of the axes data, model"),
+        ("data:2,data:2", "once each"),
+    ],
+)
+def test_what_does_not_fit_is_refused(text, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_mesh(text, workers=2, devices=2)
+
+
+def test_a_model_axis_is_reason_enough_for_several_devices():
+    topology = choose_topology(StrategyConfig(mesh="model:2"))
+    assert (topology.name, topology.replicas, topology.local_devices, topology.model_devices) == ("mirrored", 1, 2, 2)
+    assert "1 worker x 2 CPU = 1 replica of 2 devices" in topology.describe()
+    plain = choose_topology(StrategyConfig(strategy="mirrored", devices=2))
+    assert (plain.replicas, plain.local_devices, plain.model_devices) == (2, 2, 1)
+    with pytest.raises(ConfigError, match="1 worker x 1 device = 1"):
+        choose_topology(StrategyConfig(strategy="one_device", mesh="model:2"))
+
+
+@pytest.mark.parametrize("option", [{"shard": "optimizer"}, {"recompute": "blocks"}, {"exchange_retune_every": 5}])
+def test_options_that_a_model_axis_does_not_go_with(option):
+    config = ExperimentConfig.from_flat_dict({"mesh": "model:2", **option})
+    check_beside_mesh(config, 1)
+    with pytest.raises(ConfigError, match=f"--{next(iter(option))}=.* does not work yet with --mesh=model:2"):
+        check_beside_mesh(config, 2)

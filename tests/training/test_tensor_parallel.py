@@ -1,0 +1,132 @@
+"""Replicas of several devices: the numbers of one device, a part of the weights on each."""
+
+from __future__ import annotations
+
+import functools
+
+import tfpar
+from tests.integration.scripts import divided
+from tfpar.checkpoint.run_state import params_sha256
+from tfpar.config import ConfigError
+from tfpar.parallel.split import shape_of, split_of
+from tfpar.parallel.tensor_layout import OWN_NUMBERS, find_layout
+
+import keras
+import numpy as np
+import pytest
+
+
+@functools.cache
+def alone(model: str, **options) -> tuple[dict[str, np.ndarray], dict[str, float], np.ndarray]:
+    """Weights, results and predictions of one device."""
+    trainer = divided.here(model=model, **options)
+    return divided.weights_of(trainer), trainer.results["eval"], trainer.predict(divided.data(model)[0][:21])
+
+
+def assert_as_alone(trainer: tfpar.Trainer, model: str, **options) -> None:
+    weights, results, predictions = alone(model, **options)
+    for name, value in divided.weights_of(trainer).items():
+        np.testing.assert_allclose(value, weights[name], rtol=1e-4, atol=1e-5, err_msg=name)
+    assert trainer.results["eval"] == pytest.approx(results, rel=1e-4)
+    found = trainer.predict(divided.data(model)[0][:21])
+    np.testing.assert_allclose(found, predictions, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("model", "devices", "least"),
+    [
+        ("dense", 2, 0.4),
+        ("batch_statistics", 4, 0.6),
+        ("attention", 2, 0.4),
+        ("language_model", 2, 0.4),
+        ("vit", 4, 0.6),
+    ],
+)
+def test_thirty_steps_equal_one_device(model, devices, least):
+    """Weights, evaluation and predictions; and each device has its part of the weights and of the optimizer's state."""
+    trainer = divided.here("mirrored", f"model:{devices}", model=model)
+    assert_as_alone(trainer, model)
+    variables = [*trainer.model.trainable_variables, *trainer.optimizer.variables]
+    own = sum(int(np.prod(variable.shape)) for variable in variables)
+    assert own < (1 - least) * sum(int(np.prod(shape_of(variable))) for variable in variables)
+    for variable in variables:
+        split, copies = split_of(variable), variable.value.values
+        assert len(copies) == devices
+        for copy in copies:
+            assert tuple(copy.shape) == tuple(variable.shape)
+            assert split or np.array_equal(copy.numpy(), copies[0].numpy()), variable.path
+
+
+def test_micro_batches():
+    options = {"model": "dense", "accumulate_steps": 2}
+    assert_as_alone(divided.here("mirrored", "model:2", **options), **options)
+
+
+def test_a_loss_over_positions():
+    options = {"model": "language_model", "loss_weighting": "examples", "steps": 6}
+    assert_as_alone(divided.here("mirrored", "model:2", **options), **options)
+
+
+def test_what_one_mesh_saves_another_resumes(tmp_path):
+    """The checkpoint, the digest and `model.keras` are of the whole model."""
+    workdir = {"workdir": str(tmp_path / "run")}
+    divided.here("mirrored", "model:2", stop_after=10, **workdir)
+    divided.here("one_device", stop_after=10, **workdir)
+    trainer = divided.here("mirrored", "model:4", **workdir)
+    assert_as_alone(trainer, "dense")
+    loaded = keras.saving.load_model(tmp_path / "run" / "model.keras")
+    for variable, value in zip(loaded.variables, divided.weights_of(trainer).values(), strict=True):
+        np.testing.assert_array_equal(variable.numpy(), value)
+    assert params_sha256(loaded.trainable_variables) == trainer.results["params_sha256"]
+
+
+def test_the_users_own_model_gets_the_weights_back():
+    keras.utils.set_random_seed(1)
+    model = divided.dense()
+    runtime = divided.runtime_of("mirrored", "model:2")
+    config = tfpar.ExperimentConfig.from_flat_dict({**divided.COMMON, "strategy": "mirrored", "mesh": "model:2"})
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    trainer = tfpar.Trainer(model, loss=loss, metrics=["accuracy"], config=config, runtime=runtime)
+    x, y = divided.data("dense")
+    trainer.fit(x, y, steps=divided.STEPS)
+    np.testing.assert_allclose(model.predict(x[:21], verbose=0), alone("dense")[2], rtol=1e-3, atol=1e-4)
+
+
+def test_dropout_of_what_is_divided_draws_for_each_device():
+    """The same numbers on each would make units of different devices share their masks."""
+    model = divided.dense()
+    ways = {layer.name: layout.way for layer, layout in find_layout(model, 2).values()}
+    assert ways == {
+        "first": "column",
+        "dropout": OWN_NUMBERS,
+        "second": "row",
+        "third": "column",
+        "fourth": "row",
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"optimizer": "lamb"}, "--mesh: Lamb looks at whole tensors"),
+        ({"jit_compile": "true"}, "--jit_compile=true: the devices of a replica talk within its layers"),
+        ({"layout": {"first": "diagonal"}}, r"layout\['first'\]='diagonal' is not one of column, row"),
+        ({"layout": {"thrid": "gather"}}, "layout: 'thrid' matches no layer with weights"),
+        ({"layout": {"last$": "column"}}, "Dense 'sequential/last' .* cannot be divided so over 2 devices"),
+        ({"layout": {"first|second|third|fourth": "whole"}}, "has no layer that can be divided"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(options, message):
+    config = tfpar.ExperimentConfig.from_flat_dict(
+        {**divided.COMMON, "strategy": "mirrored", "mesh": "model:2"}
+        | {k: v for k, v in options.items() if k != "layout"}
+    )
+    runtime = divided.runtime_of("mirrored", "model:2")
+    trained = {"loss": "sparse_categorical_crossentropy", "config": config, "runtime": runtime}
+    with pytest.raises(ConfigError, match=message):
+        tfpar.Trainer(divided.dense, layout=options.get("layout"), **trained).fit(*divided.data("dense"), steps=1)
+
+
+def test_a_layout_needs_a_mesh():
+    with pytest.raises(ConfigError, match="layout says how layers are divided"):
+        tfpar.Trainer(divided.dense, loss="mse", layout={"last": "gather"}, strategy="one_device", verbose=0)

@@ -1,0 +1,1 @@
+"""The exchange in which every worker updates a share of the weights (`--shard`)."""

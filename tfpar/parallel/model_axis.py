@@ -1,0 +1,140 @@
+"""The model axis of a mesh: the devices of a worker that hold one replica of the model between them.
+
+Every device runs the same program on its own part of the weights (SPMD). Where a layer needs what the others have, it
+calls one of the operators below, each with the gradient that tensor parallelism needs (Shoeybi et al. 2019,
+arXiv:1909.08053, section 3). A program finds its place by `ModelAxis.on`; elsewhere layers compute with whole weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import threading
+from collections.abc import Iterator, Sequence
+
+from tfpar.collectives.tensorflow import TensorFlowGroup, device_group
+from tfpar.parallel.replica import static_replica_id
+
+import tensorflow as tf
+
+# The runtime remembers the shape of every call of a group while the process lives: axes of the same devices count on.
+_instance_keys: dict[tuple[tuple[int, ...], int], Iterator[int]] = {}
+
+
+class ModelAxis:
+    """The devices of one worker, as members of a group.
+
+    Args:
+      devices: Names of the devices, in order.
+      worker: Rank of this worker.
+    """
+
+    def __init__(self, devices: Sequence[str], worker: int) -> None:
+        self.size = len(devices)
+        groups = [device_group(worker, rank, device, self.size) for rank, device in enumerate(devices)]
+        self._places = [
+            Place(group, _instance_keys.setdefault((group.members, group.rank), itertools.count(1))) for group in groups
+        ]
+
+    @contextlib.contextmanager
+    def on(self, rank: int) -> Iterator[Place]:
+        """What is traced in this context, in this thread, is the program of one device.
+
+        All devices must trace the same programs in the same order: the n-th collective of each is the same call.
+
+        Args:
+          rank: Place of the device.
+        """
+        before, _current.place = _current.place, self._places[rank]
+        try:
+            yield self._places[rank]
+        finally:
+            _current.place = before
+
+    def on_own_device(self) -> contextlib.AbstractContextManager[Place]:
+        """`on` for the device of the replica context that is open."""
+        return self.on(static_replica_id() % self.size)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Place:
+    """One device on the axis, and the operators of its program.
+
+    Attributes:
+      group: The devices of the axis, seen from this one.
+    """
+
+    group: TensorFlowGroup
+    _instance_keys: Iterator[int]
+
+    @property
+    def rank(self) -> int:
+        """Place of the device, from 0."""
+        return self.group.rank
+
+    @property
+    def size(self) -> int:
+        """Number of devices."""
+        return self.group.size
+
+    def sum(self, x: tf.Tensor) -> tf.Tensor:
+        """The sum of the devices' tensors, the same bits on each; in float32 for narrower types. No gradient."""
+        narrow = x.dtype in (tf.bfloat16, tf.float16)
+        total = self.group.all_reduce(tf.cast(x, tf.float32) if narrow else x, next(self._instance_keys))
+        return tf.cast(total, x.dtype)
+
+    def concatenate(self, x: tf.Tensor) -> tf.Tensor:
+        """The devices' tensors `[..., n]` side by side: `[..., size * n]`. No gradient."""
+        bits = x if x.dtype in self.group.capabilities.dtypes else tf.bitcast(x, tf.float16)  # bfloat16
+        rows = self.group.all_gather(bits[tf.newaxis], next(self._instance_keys))
+        return tf.concat([tf.bitcast(row, x.dtype) for row in tf.unstack(rows)], axis=-1)
+
+    def enter(self, x: tf.Tensor) -> tf.Tensor:
+        """In front of a layer whose outputs are divided: the tensor; its gradient is summed."""
+
+        @tf.custom_gradient
+        def operator(x: tf.Tensor) -> tuple[tf.Tensor, object]:
+            return tf.identity(x), self.sum
+
+        return operator(x)
+
+    def leave(self, x: tf.Tensor) -> tf.Tensor:
+        """Behind a layer whose inputs are divided: the sum; its gradient passes as it is."""
+
+        @tf.custom_gradient
+        def operator(x: tf.Tensor) -> tuple[tf.Tensor, object]:
+            return self.sum(x), tf.identity
+
+        return operator(x)
+
+    def gather(self, x: tf.Tensor) -> tf.Tensor:
+        """Behind a layer whose outputs `[..., n]` are divided: all of them; a device takes its part of the gradient."""
+        width = x.shape[-1]
+
+        @tf.custom_gradient
+        def operator(x: tf.Tensor) -> tuple[tf.Tensor, object]:
+            start = self.rank * width
+            return self.concatenate(x), lambda upstream: upstream[..., start : start + width]
+
+        return operator(x)
+
+
+def on_own_device(axis: ModelAxis | None) -> contextlib.AbstractContextManager[Place | None]:
+    """`ModelAxis.on_own_device`; does nothing without an axis."""
+    return contextlib.nullcontext() if axis is None else axis.on_own_device()
+
+
+class _Current(threading.local):
+    """The place of the program that this thread traces: MirroredStrategy traces every device in a thread of its own."""
+
+    def __init__(self) -> None:
+        self.place: Place | None = None
+
+
+_current = _Current()
+
+
+def current_place() -> Place | None:
+    """The device whose program is being traced; None where weights are whole."""
+    return _current.place

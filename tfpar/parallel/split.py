@@ -1,0 +1,152 @@
+"""Variables of which every device of the model axis has a part.
+
+Such a variable is mirrored by the strategy, in the shape of a part, and its copies differ. Keras and the optimizer see
+the part; checkpoints, digests, exports and the user's own model see the whole, through `whole` and `assign_whole`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from tfpar.optim import keras_internals
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """How a variable is divided.
+
+    Attributes:
+      axis: The dimension that is divided.
+      size: Number of parts.
+      groups: The dimension holds this many stretches of equal length, each of which is divided by itself: three, where
+        one kernel makes query, key and value.
+    """
+
+    axis: int
+    size: int
+    groups: int = 1
+
+    def divides(self, shape: Sequence[int]) -> bool:
+        """Whether a shape has equal parts."""
+        return shape[self.axis] % (self.groups * self.size) == 0
+
+    def part(self, array: np.ndarray, rank: int) -> np.ndarray:
+        """The part of device `rank`."""
+        stretches = np.split(array, self.groups, axis=self.axis)
+        return np.concatenate([np.split(each, self.size, axis=self.axis)[rank] for each in stretches], axis=self.axis)
+
+    def joined(self, parts: Sequence[np.ndarray]) -> np.ndarray:
+        """The whole of the parts of all devices, in order."""
+        stretches = [np.split(part, self.groups, axis=self.axis) for part in parts]
+        return np.concatenate([part[group] for group in range(self.groups) for part in stretches], axis=self.axis)
+
+    def joined_tensor(self, parts: Sequence[tf.Tensor]) -> tf.Tensor:
+        """`joined` for tensors."""
+        stretches = [tf.split(part, self.groups, axis=self.axis) for part in parts]
+        return tf.concat([part[group] for group in range(self.groups) for part in stretches], axis=self.axis)
+
+    def whole_shape(self, part: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the whole, from that of a part."""
+        return (*part[: self.axis], part[self.axis] * self.size, *part[self.axis + 1 :])
+
+
+_ATTRIBUTE = "tfpar_split"
+
+
+def split_of(variable: keras.Variable) -> Split | None:
+    """How a variable is divided; None where every device has all of it."""
+    return vars(variable).get(_ATTRIBUTE)
+
+
+def mark(variable: keras.Variable, split: Split) -> None:
+    """Notes that the copies of a mirrored variable are the parts of a whole."""
+    vars(variable)[_ATTRIBUTE] = split
+
+
+def shape_of(variable: keras.Variable) -> tuple[int, ...]:
+    """The shape of the whole variable."""
+    split, shape = split_of(variable), tuple(variable.shape)
+    return split.whole_shape(shape) if split else shape
+
+
+def whole(variable: keras.Variable) -> np.ndarray:
+    """A copy of the value of a variable; of a divided one, of all of it."""
+    split = split_of(variable)
+    if split is None:
+        return np.array(variable.numpy(), copy=True, order="C")
+    return split.joined([part.numpy() for part in _parts(variable)])
+
+
+def whole_tensor(variable: keras.Variable, first: Any) -> tf.Tensor:
+    """`whole` as a tensor.
+
+    Args:
+      variable: The variable.
+      first: The copy to read where the variable is not divided.
+    """
+    split = split_of(variable)
+    return (
+        first.read_value() if split is None else split.joined_tensor([part.read_value() for part in _parts(variable)])
+    )
+
+
+def assign_whole(variable: keras.Variable, value: Any) -> None:
+    """Assigns to a variable; to a divided one, each device its part of a whole value."""
+    split = split_of(variable)
+    if split is None:
+        variable.assign(value)
+        return
+    array = np.asarray(value)
+    for rank, part in enumerate(_parts(variable)):
+        part.assign(tf.cast(split.part(array, rank), part.dtype))
+
+
+def move_to_devices(variable: keras.Variable, split: Split | None) -> None:
+    """Replaces a variable on the host by one under the current strategy, in the shape of a part if it is divided.
+
+    Args:
+      variable: Made outside the strategy.
+      split: How it is divided.
+    """
+    value = variable.numpy()
+    keras_internals.replace_value(variable, value if split is None else split.part(value, 0))
+    if split is not None:
+        mark(variable, split)
+        assign_whole(variable, value)
+
+
+def marks_slots(optimizer: keras.optimizers.Optimizer) -> None:
+    """Makes an optimizer that is not yet built mark the state that it will keep for parts of weights."""
+    make = optimizer.add_variable_from_reference
+
+    def make_marked(reference_variable: keras.Variable, *args: Any, **kwargs: Any) -> keras.Variable:
+        slot = make(reference_variable, *args, **kwargs)
+        if split := split_of(reference_variable):
+            mark(slot, split)
+        return slot
+
+    keras_internals.set_untracked(optimizer, add_variable_from_reference=make_marked)
+
+
+@contextlib.contextmanager
+def wholes_of(variables: Sequence[keras.Variable]) -> Iterator[None]:
+    """Makes divided variables have the values of the whole wherever they are read in this context."""
+    divided = [variable for variable in variables if split_of(variable)]
+    if not divided:
+        yield
+        return
+    scope = keras.StatelessScope()  # which would compare shapes of what it is given
+    scope.state_mapping.update({id(variable): tf.constant(whole(variable)) for variable in divided})
+    with scope:
+        yield
+
+
+def _parts(variable: keras.Variable) -> Sequence[Any]:
+    return variable.value.values

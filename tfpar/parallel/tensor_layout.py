@@ -1,0 +1,313 @@
+"""Which layers of a model are divided over the model axis, and how: the layout of tensor parallelism.
+
+A layer is divided in one of these ways (Shoeybi et al. 2019, arXiv:1909.08053):
+
+| way | layers | what a device has | what travels |
+|---|---|---|---|
+| `column` | Dense, EinsumDense | some outputs, which the next layer takes divided | gradient of the input, summed |
+| `row` | Dense, EinsumDense | some inputs, which the layer before left divided | output, summed |
+| `gather` | Dense | some outputs | outputs, gathered; gradient of the input, summed |
+| `heads` | attention | some heads | gradient of the inputs, summed |
+| `vocabulary` | Embedding | the vectors of some tokens | vectors, summed; logits of a tied head, gathered |
+| `whole` | all others | all | nothing |
+
+`find_layout` takes what the user asks for by regular expressions on paths of layers, and then looks for what it knows:
+attention by heads; layers that say it themselves by `tensor_layout()`, as tfpar's blocks do; the feed-forward pairs of
+keras-hub and of chains of Dense layers; embeddings; other Dense layers that are large.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+from tfpar.config import ConfigError
+from tfpar.optim import keras_calls, keras_internals
+from tfpar.parallel.split import Split
+
+import keras
+
+COLUMN, ROW, GATHER, HEADS, VOCABULARY, WHOLE = WAYS = ("column", "row", "gather", "heads", "vocabulary", "whole")
+OWN_NUMBERS = "own_numbers"  # dropout of what is divided: devices must not draw the same mask for different units
+
+# Below this many elements, gathering costs more than it saves.
+_LARGE = 1 << 12
+# Activations that look at more than one output.
+_OVER_OUTPUTS = ("softmax", "log_softmax", "sparsemax", "glu")
+# Layers between two Dense layers that act on every element by itself.
+_ELEMENTWISE = (keras.layers.Activation, keras.layers.Dropout, keras.layers.ReLU, keras.layers.LeakyReLU)
+# Names of keras-hub's feed-forward layers.
+_FEED_FORWARD = (
+    (re.compile(r"feedforward_(intermediate|gate)_dense\d*$|feedforward_gate$"), COLUMN),
+    (re.compile(r"feedforward_output_dense\d*$"), ROW),
+)
+_PROJECTIONS = ("query", "key", "value", "gate")
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerLayout:
+    """How one layer is divided.
+
+    Attributes:
+      way: One of `WAYS`.
+      splits: How its own variables are divided, by name; those not listed are whole.
+    """
+
+    way: str
+    splits: Mapping[str, Split] = dataclasses.field(default_factory=dict)
+
+
+Layouts = dict[int, tuple[keras.layers.Layer, LayerLayout]]
+
+
+def find_layout(model: keras.Model, size: int, rules: Mapping[str, str] | None = None) -> Layouts:
+    """The layout of a model, by `id` of the layer; layers that are whole are not in it.
+
+    Args:
+      model: A built Keras model.
+      size: Devices on the model axis.
+      rules: Ways by regular expression, searched in the paths of layers; the first that matches holds. They come before
+        what is found by itself.
+
+    Raises:
+      ConfigError: A rule that is no regular expression, names no way, matches no layer, or divides what has no equal
+        parts; or there is nothing to divide.
+    """
+    finder = _Finder(model, size)
+    finder.take_rules(rules or {})
+    for layer in finder.layers:
+        finder.look_at(layer)
+    for chain in _dense_chains(model):
+        finder.pair_up(chain)
+    finder.take_large()
+    if not finder.found:
+        raise ConfigError(
+            f"--mesh: model {model.name!r} has no layer that can be divided over {size} devices: attention whose heads "
+            "they divide, Dense, EinsumDense or Embedding layers. Use --mesh=data:... alone, or divide layers of your "
+            "own by layout={'REGEX': 'gather'}."
+        )
+    return finder.found
+
+
+class _Finder:
+    """Layouts that have been found so far."""
+
+    def __init__(self, model: keras.Model, size: int) -> None:
+        self.layers = keras_internals.all_layers(model)
+        self.found: Layouts = {}
+        self._size = size
+        self._asked: set[int] = set()
+
+    def take_rules(self, rules: Mapping[str, str]) -> None:
+        expressions = []
+        for pattern, way in rules.items():
+            try:
+                expressions.append((re.compile(pattern), way, pattern))
+            except re.error as error:
+                raise ConfigError(f"layout: {pattern!r} is no regular expression: {error}.") from None
+            if way.partition(":")[0] not in WAYS:
+                raise ConfigError(f"layout[{pattern!r}]={way!r} is not one of {', '.join(WAYS)}.")
+        used = set()
+        for layer in self.layers:
+            for expression, way, pattern in expressions:
+                if keras_internals.weights_made_to_learn(layer) and expression.search(layer.path or layer.name):
+                    used.add(pattern)
+                    self._asked.add(id(layer))
+                    if way != WHOLE and not self._take(layer, way):
+                        raise ConfigError(self._cannot(layer, way, pattern))
+                    break
+        if unused := [pattern for pattern in rules if pattern not in used]:
+            names = sorted(
+                layer.path or layer.name for layer in self.layers if keras_internals.weights_made_to_learn(layer)
+            )
+            shown = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
+            raise ConfigError(f"layout: {unused[0]!r} matches no layer with weights. The model has: {shown}.")
+
+    def look_at(self, layer: keras.layers.Layer) -> None:
+        """Divides what this layer is known to have."""
+        if isinstance(layer, (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)):
+            self._divide_heads(layer)
+        elif own := getattr(layer, "tensor_layout", None):
+            self._take_all(own(), self._size)
+        elif isinstance(layer, keras.layers.Embedding):
+            self._take_unasked(layer, VOCABULARY)
+        else:
+            for expression, way in _FEED_FORWARD:
+                if expression.search(layer.name):
+                    self._take_unasked(layer, way)
+
+    def pair_up(self, chain: Sequence[keras.layers.Layer]) -> None:
+        """Divides consecutive Dense layers, by columns and by rows in turn; a last one without a partner stays.
+
+        Args:
+          chain: Dense layers, and dropout between them.
+        """
+        dense = [place for place, layer in enumerate(chain) if type(layer) is keras.layers.Dense]
+        for first, second in zip(dense[::2], dense[1::2], strict=False):
+            pair = chain[first], chain[second]
+            if not {*map(id, pair)} & (self.found.keys() | self._asked):
+                between = dict.fromkeys(chain[first + 1 : second], OWN_NUMBERS)
+                self._take_all({pair[0]: COLUMN, **between, pair[1]: ROW}, self._size)
+
+    def take_large(self) -> None:
+        """Gathers the outputs of Dense layers that nothing else is known of."""
+        for layer in self.layers:
+            if type(layer) is keras.layers.Dense and math.prod(layer.kernel.shape) >= _LARGE:
+                self._take_unasked(layer, GATHER)
+
+    def _divide_heads(self, layer: keras.layers.Layer) -> None:
+        children = {child.name: child for child in keras_internals.all_layers(layer, include_self=False)}
+        projections = {children[name]: COLUMN for name in _PROJECTIONS if name in children}
+        if "attention_output" in children and projections:
+            masked = {child: OWN_NUMBERS for child in children.values() if isinstance(child, keras.layers.Dropout)}
+            self._take_all({**projections, children["attention_output"]: ROW, layer: HEADS, **masked}, self._size)
+
+    def _take_all(self, ways: Mapping[keras.layers.Layer, str], size: int) -> None:
+        """Divides all of these layers or, where one of them cannot be, none."""
+        layouts = {id(layer): (layer, _layout(layer, way, size)) for layer, way in ways.items()}
+        if self._asked & layouts.keys() or any(layout is None for _, layout in layouts.values()):
+            return
+        self.found |= {key: (layer, layout) for key, (layer, layout) in layouts.items() if layout}
+
+    def _take_unasked(self, layer: keras.layers.Layer, way: str) -> None:
+        if id(layer) not in self._asked and id(layer) not in self.found:
+            self._take(layer, way)
+
+    def _take(self, layer: keras.layers.Layer, way: str) -> bool:
+        layout = _layout(layer, way, self._size)
+        if layout is not None:
+            self.found[id(layer)] = layer, layout
+        return layout is not None
+
+    def _cannot(self, layer: keras.layers.Layer, way: str, pattern: str) -> str:
+        shapes = ", ".join(f"{each.name} {tuple(each.shape)}" for each in keras_internals.weights_made_to_learn(layer))
+        return (
+            f"layout[{pattern!r}]={way!r}: {type(layer).__name__} {layer.path or layer.name!r} ({shapes}) cannot be "
+            f"divided so over {self._size} devices. Choose another way of {', '.join(WAYS)}, or another --mesh."
+        )
+
+
+def _layout(layer: keras.layers.Layer, way: str, size: int) -> LayerLayout | None:
+    """The layout of a layer, None where it cannot be divided this way into equal parts."""
+    way, _, groups = way.partition(":")
+    if way in (HEADS, OWN_NUMBERS):
+        return LayerLayout(way)
+    if way == VOCABULARY:
+        table, split = getattr(layer, "embeddings", None), Split(0, size)
+        if table is None or not split.divides(table.shape) or _is_special(layer):
+            return None
+        return LayerLayout(way, {"embeddings": split})
+    makers = {COLUMN: _column_splits, GATHER: _gather_splits, ROW: _row_splits}
+    splits = makers[way](layer, size, int(groups or 1)) if way in makers else None
+    return None if splits is None else LayerLayout(way, splits)
+
+
+def _column_splits(layer: keras.layers.Layer, size: int, groups: int = 1) -> dict[str, Split] | None:
+    if not _is_linear(layer) or _activation(layer) in _OVER_OUTPUTS:
+        return None
+    return _output_splits(layer, size, groups)
+
+
+def _gather_splits(layer: keras.layers.Layer, size: int, groups: int = 1) -> dict[str, Split] | None:
+    del groups  # what is gathered has to lie in order
+    return _output_splits(layer, size, 1) if type(layer) is keras.layers.Dense and _is_linear(layer) else None
+
+
+def _output_splits(layer: keras.layers.Layer, size: int, groups: int) -> dict[str, Split] | None:
+    """Splits of kernel and bias by the first dimension of the output that is not one of the input."""
+    axis, bias_axis = 1, 0
+    if isinstance(layer, keras.layers.EinsumDense):
+        inputs, kernel, outputs = _equation(layer)
+        own = [label for label in kernel if label in outputs and label not in inputs]
+        if not own:
+            return None
+        axis = kernel.index(own[0])
+        bias_axis = (layer.bias_axes or own[0]).find(own[0])
+        if bias_axis < 0:
+            return None
+    splits = {"kernel": Split(axis, size, groups)}
+    if layer.bias is not None:
+        splits["bias"] = Split(bias_axis, size, groups)
+    fits = splits["kernel"].divides(layer.kernel.shape)
+    return splits if fits and ("bias" not in splits or splits["bias"].divides(layer.bias.shape)) else None
+
+
+def _row_splits(layer: keras.layers.Layer, size: int, groups: int = 1) -> dict[str, Split] | None:
+    if not _is_linear(layer):
+        return None
+    axis = 0
+    if isinstance(layer, keras.layers.EinsumDense):
+        inputs, kernel, outputs = _equation(layer)
+        summed = [label for label in kernel if label in inputs and label not in outputs]
+        if not summed:
+            return None
+        axis = kernel.index(summed[0])
+    split = Split(axis, size, groups)
+    return {"kernel": split} if split.divides(layer.kernel.shape) else None
+
+
+def _is_linear(layer: keras.layers.Layer) -> bool:
+    return type(layer) in (keras.layers.Dense, keras.layers.EinsumDense) and not _is_special(layer)
+
+
+def _is_special(layer: keras.layers.Layer) -> bool:
+    """Whether its weights are not just kernel and bias: quantised, with LoRA, or constrained as a whole."""
+    constrained = any(weight.constraint is not None for weight in layer.weights)
+    return bool(getattr(layer, "quantization_mode", None)) or getattr(layer, "lora_enabled", False) or constrained
+
+
+def _activation(layer: keras.layers.Layer) -> str:
+    return getattr(layer.activation, "__name__", type(layer.activation).__name__)
+
+
+def _equation(layer: keras.layers.EinsumDense) -> tuple[str, str, str]:
+    """Labels of input, kernel and output."""
+    operands, outputs = layer.equation.replace("...", "").split("->")
+    inputs, kernel = operands.split(",")
+    return inputs.strip(), kernel.strip(), outputs.strip()
+
+
+def _dense_chains(model: keras.Model) -> list[list[keras.layers.Layer]]:
+    """Dense layers of a model's graph, each of which reads the one before and nothing else does; with the dropout
+    between them."""
+    graph = keras_calls.graph_of(model)
+    nodes = [] if graph is None else keras_calls.graph_nodes(graph)
+    readers: dict[int, list[int]] = {}
+    for number, node in enumerate(nodes):
+        for tensor in node.input_tensors:
+            readers.setdefault(id(tensor), []).append(number)
+    wanted = {id(tensor) for tensor in graph.outputs} if graph is not None else set()
+    uses = [id(node.operation) for node in nodes]
+
+    def following(number: int) -> list[int]:
+        """The Dense layer that alone reads what this node makes, after the layers between, which act by element."""
+        outputs = nodes[number].outputs
+        if len(outputs) != 1 or id(outputs[0]) in wanted or len(found := readers.get(id(outputs[0]), [])) != 1:
+            return []
+        operation = nodes[found[0]].operation
+        if isinstance(operation, _ELEMENTWISE) and _elementwise(operation):
+            further = following(found[0])
+            return [found[0], *further] if further else []
+        return found if type(operation) is keras.layers.Dense and uses.count(id(operation)) == 1 else []
+
+    dense = [
+        n for n, node in enumerate(nodes) if type(node.operation) is keras.layers.Dense and uses.count(uses[n]) == 1
+    ]
+    after = {number: following(number) for number in dense}
+    ends = {found[-1] for found in after.values() if found}
+    chains = []
+    for number in dense:
+        if number in ends:
+            continue
+        chain = [number]
+        while found := after[chain[-1]]:
+            chain += found
+        operations = [nodes[each].operation for each in chain]
+        chains.append([each for each in operations if isinstance(each, (keras.layers.Dense, keras.layers.Dropout))])
+    return chains
+
+
+def _elementwise(layer: keras.layers.Layer) -> bool:
+    return not isinstance(layer, keras.layers.Activation) or _activation(layer) not in _OVER_OUTPUTS
