@@ -79,3 +79,24 @@ def test_workers_that_were_not_given_the_same_say_so_before_the_first_step(what,
     assert (result.returncode == 0) == (not named), said
     assert ("the workers were not given the same" in said) == bool(named)
     assert all(part in said for part in named), said
+
+
+_THREE_TRAINERS = """
+import tfpar, keras, numpy as np
+x = np.random.default_rng(0).normal(size=(24, 6)).astype("float32")
+for width in (4, 9, 5):
+    build = lambda: keras.Sequential([keras.Input((6,)), keras.layers.Dense(width), keras.layers.Dense(1)])
+    trainer = tfpar.Trainer(build, "sgd", "mse", global_batch_size=8, jit_compile="false", verbose=0)
+    result = trainer.fit(x, x[:, :1], epochs=1, validation=(x, x[:, :1]))
+    print("trained", width, trainer.predict(x).shape, result["params_sha256"], flush=True)
+"""
+
+
+def test_several_trainers_in_a_program(tmp_path):
+    """They share the strategy that the first one started."""
+    (tmp_path / "three.py").write_text(_THREE_TRAINERS)
+    result = launch(2, str(tmp_path / "three.py"))
+    assert result.returncode == 0, result.stdout + result.stderr
+    trained = [line.partition("trained ")[2] for line in result.stdout.splitlines() if "trained " in line]
+    assert sorted(trained) == sorted(2 * list(dict.fromkeys(trained)))
+    assert {line.split()[0] for line in trained} == {"4", "9", "5"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import inspect
 import pathlib
 
 from tfpar.optim import keras_calls, keras_compile, keras_internals
@@ -178,6 +179,15 @@ def remat_mode():
         assert keras.layers.Dense(1)._remat_mode.mode == "full"
 
 
+def metric_direction():
+    """What Keras' own callbacks go by."""
+    assert keras.metrics.SparseCategoricalAccuracy()._direction == "up"
+    assert keras.metrics.MeanAbsoluteError()._direction == "down"
+    assert not hasattr(keras.metrics.Mean(), "_direction")
+    source = inspect.getsource(keras.callbacks.EarlyStopping._set_monitor_op)
+    assert '_direction == "up"' in source
+
+
 def keras_mask():
     model = keras.Sequential([keras.Input((3,), dtype="int32"), keras.layers.Embedding(5, 2, mask_zero=True)])
     assert model(tf.constant([[1, 0, 2]]))._keras_mask is not None
@@ -317,6 +327,7 @@ CANARIES = {
     ("Layer", "_call_has_training_arg"): call_has_training_arg,
     **{("Variable", name): replaced_value for name in ("_value", "_shape", "_ndim", "_initialize")},
     ("Layer", "_remat_mode"): remat_mode,
+    ("Metric", "_direction"): metric_direction,
     ("tensor", "_keras_mask"): keras_mask,
     ("keras.src.losses.loss", "squeeze_or_expand_to_same_rank"): same_rank,
     ("keras.src.losses.loss", "scale_loss_for_distribution"): scale_for_distribution,

@@ -119,3 +119,53 @@ def test_what_does_not_suit_the_labels_is_refused_before_the_first_step():
     )
     with pytest.raises(ConfigError, match=r"loss: 'rihgt' is no output of the model. Its outputs are: .*'right'"):
         named.fit(inputs.from_arrays(floats(4), {"left": floats(1), "right": floats(1)}), steps=1)
+
+
+def test_a_loss_that_ignores_a_class_says_so_for_the_data():
+    x = np.random.default_rng(0).normal(size=(12, 4)).astype(np.float32)
+    y = np.array([0, 1, -1, 2] * 3, np.int32)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=-1)
+    results = []
+    for given in ((x, y), (tfpar.inputs.from_arrays(x, y, ignore_class=-1), None)):
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+        trainer = tfpar.Trainer(model, "sgd", loss, strategy="one_device", global_batch_size=4, jit_compile="false")
+        trainer.fit(*given, epochs=1)
+        results.append(trainer.evaluate(*given)["loss"])
+    assert results[0] == results[1]
+
+
+def test_several_tuples_are_evaluated_by_name():
+    x = np.random.default_rng(0).normal(size=(12, 4)).astype(np.float32)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    trainer = tfpar.Trainer(model, "sgd", "mse", strategy="one_device", global_batch_size=4, jit_compile="false")
+    found = trainer.evaluate({"all": (x, x[:, :1]), "half": (x[:6], x[:6, :1])})
+    assert found["half"] == trainer.evaluate(x[:6], x[:6, :1])
+    assert found["all"]["examples"] == 12
+
+
+def test_a_refused_trainer_leaves_the_dtype_policy():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    with pytest.raises(ConfigError, match="the model was built to compute in float32"):
+        tfpar.Trainer(model, "sgd", "mse", strategy="one_device", precision="mixed_bfloat16")
+    assert keras.config.dtype_policy().name == "float32"
+
+
+def test_an_activity_regulariser_that_sees_padding_is_warned_of(caplog):
+    x = np.random.default_rng(0).normal(size=(10, 4)).astype(np.float32)
+    for batch, warned in ((4, True), (5, False)):
+        caplog.clear()
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, activity_regularizer="l2")])
+        trainer = tfpar.Trainer(
+            model, "sgd", "mse", strategy="one_device", global_batch_size=batch, jit_compile="false"
+        )
+        trainer.fit(x, x[:, :1], epochs=1)
+        assert ("sees the padding of batches that are not full" in caplog.text) is warned
+
+
+@pytest.mark.parametrize("data", [lambda context: None, (part for part in "abc")], ids=["function", "generator"])
+def test_functions_and_generators_are_shown_the_way(data):
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    trainer = tfpar.Trainer(model, "sgd", "mse", strategy="one_device")
+    with pytest.raises(ConfigError, match=r"tfpar.inputs.from_dataset\(function\); a generator into tf.data.Dataset"):
+        trainer.fit(data, epochs=1)

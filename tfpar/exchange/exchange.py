@@ -15,7 +15,7 @@ from tfpar.exchange import spec as specs
 from tfpar.exchange.choosing import check_sparse, dense_or_compressed, world_of
 from tfpar.exchange.compressed import CompressedReducer
 from tfpar.exchange.gradients import Gradient, as_float32, as_slices
-from tfpar.exchange.per_device import PerDeviceReducer, per_device_reducer
+from tfpar.exchange.per_device import PerDeviceReducer, check_saved_devices, per_device_reducer
 from tfpar.exchange.reducer import (
     LocalReducer,
     Reducer,
@@ -198,6 +198,7 @@ class Exchange:
         Raises:
           ConfigError: This exchange encodes other tensors, or has no residuals.
         """
+        check_saved_devices(self._reducer, workers, read)
         if not self._reducer.state and residuals.has_pending(workers, read):
             self._reducer = self._pending_reducer()
         self._reducer.restore(workers, read)

@@ -11,7 +11,8 @@ from typing import Any
 
 from tfpar.collectives.group import Group, allocate_instance_keys
 from tfpar.collectives.tensorflow import group_of_place
-from tfpar.exchange import buckets
+from tfpar.config import ConfigError
+from tfpar.exchange import buckets, residuals
 from tfpar.exchange.compressed import CompressedReducer
 from tfpar.exchange.dense import DenseReducer
 from tfpar.exchange.gradients import Gradient
@@ -20,6 +21,8 @@ from tfpar.exchange.spec import Spec
 
 import numpy as np
 import tensorflow as tf
+
+_PREFIX = "device_"  # of the state of one device's exchange
 
 
 class PerDeviceReducer(Reducer):
@@ -40,6 +43,11 @@ class PerDeviceReducer(Reducer):
         self._groups = list(groups)
         self._alone = groups[0].size == 1
         self._instances = [allocate_instance_keys(1, group)[0] for group in groups]
+
+    @property
+    def devices(self) -> int:
+        """Number of devices of a worker."""
+        return len(self._devices)
 
     @property
     def compresses(self) -> bool:
@@ -97,7 +105,7 @@ class PerDeviceReducer(Reducer):
     def export(self) -> dict[str, np.ndarray]:
         """The state of all devices' exchanges."""
         return {
-            f"device_{number}/{name}": array
+            f"{_PREFIX}{number}/{name}": array
             for number, reducer in enumerate(self._reducers)
             for name, array in reducer.export().items()
         }
@@ -105,7 +113,7 @@ class PerDeviceReducer(Reducer):
     def restore(self, workers: int, read: Callable[[int], Mapping[str, np.ndarray]]) -> None:
         """Takes up what devices of the same places exported."""
         for number, reducer in enumerate(self._reducers):
-            prefix = f"device_{number}/"
+            prefix = f"{_PREFIX}{number}/"
 
             def read_own(worker: int, prefix: str = prefix) -> dict[str, np.ndarray]:
                 saved = read(worker).items()
@@ -116,6 +124,27 @@ class PerDeviceReducer(Reducer):
     def observed(self) -> dict[str, float]:
         """What the first device's exchange shows."""
         return self._reducers[0].observed()
+
+
+def check_saved_devices(reducer: Reducer, workers: int, read: Callable[[int], Mapping[str, np.ndarray]]) -> None:
+    """Refuses residuals of parts of weights that the devices here do not have.
+
+    Args:
+      reducer: What takes them up.
+      workers: Number of workers of the saved run.
+      read: Returns the export of the worker with a rank.
+
+    Raises:
+      ConfigError: The saved run had another model axis.
+    """
+    saved = {name.partition("/")[0] for name in read(0) if name.startswith(_PREFIX)}
+    own = reducer.devices if isinstance(reducer, PerDeviceReducer) else 0
+    if (saved and len(saved) != own) or (own and not saved and residuals.has_pending(workers, read)):
+        before = f"of {len(saved)} devices each" if saved else "of one device each"
+        raise ConfigError(
+            f"--mesh: the saved run had replicas {before}, and what its codec has not sent yet is of their parts of "
+            "the weights. Resume with the previous --mesh, or start in another --workdir with --warm_start."
+        )
 
 
 def per_device_reducer(

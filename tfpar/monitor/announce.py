@@ -68,7 +68,7 @@ def announce(info: RunInfo, monitor: Monitor, traffic: Traffic) -> None:
 
 
 def warn_of_counted_padding(info: RunInfo, monitor: Monitor) -> None:
-    """Warns where Keras' batch normalisation would take padding for examples."""
+    """Warns where Keras' batch normalisation or an activity regulariser would take padding for examples."""
     if not info.pipeline.pads:
         return
     counting = [
@@ -78,6 +78,14 @@ def warn_of_counted_padding(info: RunInfo, monitor: Monitor) -> None:
         and not isinstance(layer, models.BatchNormalization)
         and layer.trainable
     ]
+    regularised = [layer.name for layer in all_layers(info.model) if layer.activity_regularizer is not None]
+    if regularised:
+        monitor.message(
+            f"activity_regularizer ({regularised[0]}{' ...' * (len(regularised) > 1)}) sees the padding of batches "
+            "that are not full. --remainder=drop leaves an incomplete batch out of training; a --global_batch_size "
+            "(and --eval_batch_size) that divides the examples needs no padding.",
+            logging.WARNING,
+        )
     if counting:
         monitor.message(
             f"keras.layers.BatchNormalization ({counting[0]}{' ...' * (len(counting) > 1)}) takes the padding "

@@ -61,6 +61,7 @@ INTERNALS = (
     Internal("_ndim", "Variable", "tensor parallelism", "length of the shape"),
     Internal("_initialize", "Variable", "tensor parallelism", "makes the TensorFlow variable"),
     Internal("_remat_mode", "Layer", "checking a model", "whether the layer was made in a `RematScope`"),
+    Internal("_direction", "Metric", "callbacks", "whether more of it is better, for callbacks that monitor it"),
     Internal("_keras_mask", "tensor", "objective", "a mask that the model's outputs carry"),
     Internal("squeeze_or_expand_to_same_rank", "keras.src.losses.loss", "objective", "as `compile` aligns labels"),
     Internal("scale_loss_for_distribution", "keras.src.losses.loss", "calling a model", "divides losses by replicas"),
@@ -189,6 +190,11 @@ def set_mask(tensor: Any, mask: Any) -> Any:
 def metrics_made_in(layer: keras.layers.Layer) -> list[keras.metrics.Metric]:
     """Metrics that a layer or model has as attributes; those of its sublayers and of `compile` are not among them."""
     return list(layer._metrics)
+
+
+def direction_of(metric: keras.metrics.Metric) -> str:
+    """`max` or `min`: what a callback that monitors this metric looks for. Empty where the metric does not say."""
+    return {"up": "max", "down": "min"}.get(getattr(metric, "_direction", None) or "", "")
 
 
 def takes_training(layer: keras.layers.Layer) -> bool:

@@ -48,8 +48,13 @@ class Runtime:
         return self.topology
 
 
+# A second MultiWorkerMirroredStrategy counts its collectives from the start again (TensorFlow 2.21, `CollectiveKeys`),
+# and the runtime takes them for those of the first, which had other shapes.
+_running: list[Runtime] = []
+
+
 def build(topology: Topology) -> Runtime:
-    """Configures the devices and creates the strategy.
+    """Configures the devices and creates the strategy; on a cluster, one for all trainers of this process.
 
     Args:
       topology: What to build.
@@ -63,6 +68,8 @@ def build(topology: Topology) -> Runtime:
     """
     if topology.name == "tpu":
         return _build_tpu(topology)
+    if running := [runtime for runtime in _running if runtime.topology == topology]:
+        return running[0]
     builders = {
         "one_device": _build_one_device,
         "mirrored": _build_mirrored,
@@ -72,6 +79,8 @@ def build(topology: Topology) -> Runtime:
     try:
         runtime = Runtime(topology=topology, strategy=builders[topology.name](topology))
         _restrict_port(topology)
+        if topology.name == "multi_worker":
+            _running.append(runtime)
         return runtime
     except (RuntimeError, ValueError) as error:
         if not _TOO_LATE.search(str(error)):

@@ -35,7 +35,7 @@ from tfpar.training.validate import validate_data, validate_model, validate_save
 import keras
 import tensorflow as tf
 
-_SOURCES = (inputs.Source, inputs.StreamSource, tf.data.Dataset)
+_SOURCES = (inputs.Source, inputs.StreamSource, tf.data.Dataset, tuple)
 
 
 class Trainer:
@@ -111,12 +111,18 @@ class Trainer:
         goal = dataclasses.replace(goal, loss_weighting=config.train.loss_weighting)
         if runtime is not None:
             validate_saved_run(config)
-        self.runtime = runtime or initialize(config, complete=True)
-        self.program = Program.build(
-            config, self.runtime, model=model, optimizer=spec, goal=goal, augmentation=augmentation, layout=layout
-        )
+        policy = keras.config.dtype_policy()
+        try:
+            self.runtime = runtime or initialize(config, complete=True)
+            self.program = Program.build(
+                config, self.runtime, model=model, optimizer=spec, goal=goal, augmentation=augmentation, layout=layout
+            )
+        except BaseException:
+            keras.config.set_dtype_policy(policy)  # the next model must not have the precision of a refused trainer
+            raise
         self._evaluator = Evaluator(self.program)
         self._predictor = Predictor(self.program)
+        self._ignore_class: int | None = getattr(goal.loss, "ignore_class", None)
 
     def fit(
         self,
@@ -189,7 +195,8 @@ class Trainer:
         """Loss and metrics over all examples of a source, each counted once; all workers call it together.
 
         Args:
-          source: Examples, as for `fit`; no shuffling, no augmentation. Or a dict of several sources by name.
+          source: Examples, as for `fit`; no shuffling, no augmentation. Or a dict of several by name: sources, data
+            sets or tuples `(x, y)`.
           y: Labels, if `source` is arrays.
           sample_weight: Sample weights, if `source` is arrays.
           **others: None, as for `fit`.
@@ -202,12 +209,12 @@ class Trainer:
         """
         keras_arguments.refuse("evaluate", others)
         self._check_synchronous("evaluates while it trains: give fit(validation=...). To evaluate")
-        if isinstance(source, Mapping) and all(isinstance(each, _SOURCES) for each in source.values()):
+        if y is None and isinstance(source, Mapping) and all(isinstance(each, _SOURCES) for each in source.values()):
             return {name: self._evaluate(f"evaluate({name})", each) for name, each in source.items()}
         return self._evaluate("evaluate(source=...)", source, y, sample_weight)
 
     def _evaluate(self, argument: str, *data: Any) -> dict[str, float]:
-        source = _as_source(argument, *data, told=self._tells)
+        source = _as_source(argument, *data, told=self._tells, ignore_class=self._ignore_class)
         self._refresh()
         self.program.bind(source)
         return self._evaluator(source)
@@ -298,11 +305,12 @@ class Trainer:
         self, train: tuple[Any, Any, Any], class_weight: Mapping[int, float] | None, validation: Any, *, counts: bool
     ) -> tuple[Any, Any]:
         """The sources of what `fit` was given, checked."""
-        source = _as_source("fit(train=...)", *train, counts=counts, split="train", told=self._tells)
+        common: dict[str, Any] = {"told": self._tells, "ignore_class": self._ignore_class}
+        source = _as_source("fit(train=...)", *train, counts=counts, split="train", **common)
         if class_weight is not None:
             source = inputs.with_class_weight(source, class_weight)
         if validation is not None:
-            validation = _as_source("fit(validation=...)", validation, told=self._tells)
+            validation = _as_source("fit(validation=...)", validation, **common)
         validate_data(self.config, self.topology, source, validation)
         built = {"model": self.model, "integer_labels": self.program.integer_labels}
         validate_model(self.config, self.topology, source, validation, **built)
@@ -320,6 +328,7 @@ def _as_source(
     counts: bool = True,
     split: str = "validation",
     told: bool = True,
+    ignore_class: int | None = None,
 ) -> inputs.AnySource:
     """The source of what a method was given.
 
@@ -331,9 +340,11 @@ def _as_source(
       counts: Whether the number of examples must be known.
       split: `"train"` or `"validation"`, for reports.
       told: Whether to log that they are counted.
+      ignore_class: A label that the loss ignores.
     """
+    ignored = {} if ignore_class is None or isinstance(data, tf.data.Dataset) else {"ignore_class": ignore_class}
     try:
-        source = inputs.as_source(data, y, sample_weight, split=split)
+        source = inputs.as_source(data, y, sample_weight, split=split, **ignored)
     except ConfigError as error:
         raise ConfigError(f"{argument}: {error}") from error
     return source.counted(told=told) if counts and isinstance(source, inputs.StreamSource) else source

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import functools
 
 from tests.training.test_trainer import BATCH, CLASSES, EXAMPLES, SPARSE, source, trainer_of
 from tfpar.config import ConfigError
@@ -294,3 +295,22 @@ class ChiefOrNot:
 
     def __getattr__(self, name):
         return getattr(self._topology, name)
+
+
+@pytest.mark.parametrize(
+    ("kind", "attribute"),
+    [
+        (functools.partial(keras.callbacks.EarlyStopping, patience=0), "monitor_op"),
+        (functools.partial(keras.callbacks.ReduceLROnPlateau, patience=1), "monitor_op"),
+        (functools.partial(keras.callbacks.ModelCheckpoint, "best.keras", save_best_only=True), "monitor_op"),
+    ],
+)
+@pytest.mark.parametrize(("monitor", "better"), [("val_accuracy", 1.0), ("accuracy", 1.0), ("val_loss", -1.0)])
+def test_a_metric_that_is_monitored_says_what_is_better(kind, attribute, monitor, better, tmp_path, monkeypatch):
+    """As in Keras, which finds it among the metrics of `compile`."""
+    monkeypatch.chdir(tmp_path)
+    callback = kind(monitor=monitor)
+    trainer_of(plain).fit(source(), epochs=1, validation=source(11, 9), callbacks=[callback])
+    assert bool(getattr(callback, attribute)(better, 0.0))
+    assert not bool(getattr(callback, attribute)(-better, 0.0))
+    assert callback.mode == "auto"

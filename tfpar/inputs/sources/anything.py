@@ -63,6 +63,11 @@ def as_source(
     by_index = isinstance(data, keras.utils.PyDataset) or hasattr(data, "__getitem__")
     if not isinstance(data, Source) and (not by_index or isinstance(data, (str, bytes, tuple, Mapping))):
         hint = f" For a data set by name, give tfpar.inputs.load({data!r})." if isinstance(data, str) else ""
+        if callable(data) or hasattr(data, "__next__"):
+            hint = (
+                " A function of a tf.distribute.InputContext goes into tfpar.inputs.from_dataset(function); a "
+                "generator into tf.data.Dataset.from_generator."
+            )
         raise ConfigError(f"{type(data).__name__} is no source of examples.{hint} {_ACCEPTED}.")
     if not alone:
         what = "y" if y is not None else "sample_weight"

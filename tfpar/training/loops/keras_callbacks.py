@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tfpar.config import ConfigError
+from tfpar.optim import keras_internals
 from tfpar.training.loops.history import evaluation_logs
 from tfpar.training.loops.hooks import Hook
 from tfpar.training.loops.state import Interval, LoopState, MetricResults
@@ -81,6 +82,7 @@ class KerasCallbacks:
         self._shown = np.float32(0.0)
         self._active = False
         self._silenced: list[tuple[Any, Any]] = []
+        self._directed: list[Any] = []
         chosen = [one for one in callbacks if program.topology.is_chief or not isinstance(one, _CHIEF_ONLY)]
         self._per_batch = any(_wants_batches(one) for one in callbacks)  # on every worker alike
         self._callbacks = keras.callbacks.CallbackList(
@@ -104,6 +106,7 @@ class KerasCallbacks:
             self._silenced += [(one, one.verbose) for one in self._callbacks.callbacks if getattr(one, "verbose", 0)]
             for callback, _ in self._silenced:
                 callback.verbose = 0
+        self._choose_directions()
         # As `compile` does, for callbacks to find; past Keras' tracking, so that it can be taken away again.
         vars(model)["optimizer"] = self._program.optimizer
         self._show_rate(state)
@@ -132,10 +135,25 @@ class KerasCallbacks:
         for callback, verbose in self._silenced:
             callback.verbose = verbose
         self._silenced.clear()
+        for callback in self._directed:
+            callback.mode = "auto"
+        self._directed.clear()
         attributes = vars(self._program.model)
         attributes.pop("optimizer", None)
         if self._compiled_with is not None:
             attributes["optimizer"] = self._compiled_with
+
+    def _choose_directions(self) -> None:
+        """Tells callbacks that monitor a metric whether more of it is better: Keras looks at metrics of `compile`."""
+        core = self._program.core
+        metrics = {**{metric.name: metric for metric in core.model_metrics}, **core.objective.totals.metrics}
+        for callback in self._callbacks.callbacks:
+            monitored = getattr(callback, "monitor", None)
+            if isinstance(monitored, str) and getattr(callback, "mode", None) == "auto":
+                metric = metrics.get(monitored.removeprefix("val_"))
+                if metric is not None and (direction := keras_internals.direction_of(metric)):
+                    callback.mode = direction
+                    self._directed.append(callback)
 
     def _run(self, state: LoopState) -> LoopState:
         self._epoch.append(state.since)

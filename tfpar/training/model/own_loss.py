@@ -72,7 +72,9 @@ class OwnLossObjective:
             return {"loss": float(loss / count), **results(state)}
 
         variables = additive_metrics.variables([*by_name.values()])
-        self._bound.append(_Bound(metrics, Totals(variables=variables, results=results, evaluation=evaluation)))
+        self._bound.append(
+            _Bound(metrics, Totals(variables=variables, results=results, evaluation=evaluation, metrics=by_name))
+        )
 
     @property
     def totals(self) -> Totals:

@@ -7,7 +7,7 @@ once all sums are added. Shapes: m examples a micro-batch, K loss terms.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import keras
@@ -55,6 +55,7 @@ class Totals:
       own_denominator: Whether the loss is divided by the only term's denominator in place of the count.
       needs_scales: Whether several denominators must be summed over all replicas before the gradient is taken, because
         a sum of gradients cannot be divided by several numbers afterwards. The objective then takes `scales`.
+      metrics: The metrics by the names that they are reported under.
       takes_count: Bool for each term: its scale is the count itself, as its loss is divided by nothing.
     """
 
@@ -65,6 +66,7 @@ class Totals:
     own_denominator: bool = False
     needs_scales: bool = False
     takes_count: tuple[bool, ...] = ()
+    metrics: Mapping[str, keras.metrics.Metric] = dataclasses.field(default_factory=dict)
 
     def scales(self, sums: tf.Tensor) -> tf.Tensor:
         """The factor of each loss term, `[K]`, so that its sum can be divided by the count.

@@ -196,6 +196,7 @@ def _totals(losses: Losses, metrics: Sequence[MetricTerm], *, adds_losses: bool)
         return {"loss": total, **named(values, state)}
 
     return Totals(
+        metrics=by_name,
         variables=additive_metrics.variables([*means, *by_name.values()]),
         terms=terms,
         results=results,
