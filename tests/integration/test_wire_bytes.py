@@ -15,8 +15,8 @@ pytestmark = [
     pytest.mark.skipif(bool(netns.missing()), reason=netns.missing()),
 ]
 
-# 100 MB of float32, most of it in tensors that travel encoded, and vectors that do not.
-SHAPES = [[3, 3, 512, 512], [2048, 4096], [4096], [25, 3, 7], [4096, 3000], [1000], [2048, 1000]]
+# 24 MB of float32, most of it in tensors that travel encoded, and vectors that do not.
+SHAPES = [[3, 3, 256, 256], [1024, 2048], [4096], [25, 3, 7], [2048, 1000], [1000], [1024, 1500]]
 CODECS = ["none", "bf16", "int4", "sign", "topk:0.01", "powersgd:4"]
 PATTERNS = ["none", "int4", "int4:pattern=all_gather", "int4:pattern=ring", "int4:pattern=binary_blocks"]
 
