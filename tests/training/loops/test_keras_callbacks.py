@@ -272,6 +272,7 @@ def test_the_summary_names_the_callback_that_stopped_the_run():
 @pytest.mark.parametrize("is_chief", [True, False])
 def test_callbacks_print_on_the_chief_only(capsys, is_chief):
     trainer = trainer_of(plain, keras.optimizers.SGD(0.05), verbose=0)
+    trainer.program.bind(source())
     rates = keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.5 * rate, verbose=1)
     bridge = KerasCallbacks(
         [rates],
