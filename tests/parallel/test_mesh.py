@@ -18,6 +18,7 @@ import pytest
         ("data:2,model:3", 2, 3, Mesh(data=2, model=3)),
         ("model:3, data:2", 2, 3, Mesh(data=2, model=3)),
         ("data:1", 1, 4, Mesh(data=1, model=4)),
+        ("model:2", 1, 4, Mesh(data=2, model=2)),
     ],
 )
 def test_sizes(text, workers, devices, mesh):
@@ -32,7 +33,7 @@ def test_sizes(text, workers, devices, mesh):
         ("model:3", "a mesh of 3 devices"),
         (
             "data:1,model:4",
-            "all devices of a worker, .* --mesh=data:2,model:2, or start 1 workers with --devices=4",
+            "a replica must lie within a worker, .* --mesh=data:2,model:2, or start 1 workers with",
         ),
         ("pipeline:2", "there is no 'pipeline' axis yet. The axes are data, model"),
         ("model", "'model' is not AXIS:SIZE"),

@@ -57,14 +57,19 @@ def test_thirty_steps_equal_one_device(model, devices, least):
             assert split or np.array_equal(copy.numpy(), copies[0].numpy()), variable.path
 
 
-def test_micro_batches():
+@pytest.mark.parametrize("mesh", ["model:2", "data:2,model:2"])
+def test_micro_batches(mesh):
+    """Replicas of one process, too."""
     options = {"model": "dense", "accumulate_steps": 2}
-    assert_as_alone(divided.here("mirrored", "model:2", **options), **options)
+    devices = 2 if mesh == "model:2" else 4
+    trainer = divided.here("mirrored", mesh, devices, **options)
+    assert trainer.topology.replicas == devices // 2
+    assert_as_alone(trainer, **options)
 
 
-def test_a_loss_over_positions():
-    options = {"model": "language_model", "loss_weighting": "examples", "steps": 6}
-    assert_as_alone(divided.here("mirrored", "model:2", **options), **options)
+def test_replicas_of_one_process_evaluate_and_predict():
+    options = {"model": "language_model", "steps": 6}
+    assert_as_alone(divided.here("mirrored", "data:2,model:2", 4, **options), **options)
 
 
 def test_what_one_mesh_saves_another_resumes(tmp_path):

@@ -179,24 +179,24 @@ def world_group(workers: int = 1, worker: int = 0, device: str = "") -> TensorFl
     return dataclasses.replace(new_group(range(workers), worker, device), all_workers=True)
 
 
-def device_group(worker: int, rank: int, device: str, size: int) -> TensorFlowGroup:
-    """The group of a worker's own devices. Each of its calls runs on the device that it belongs to.
+def device_group(replica: int, rank: int, device: str, size: int) -> TensorFlowGroup:
+    """The group of the devices of a replica, all of one worker. Each of its calls runs on the device it belongs to.
 
     Args:
-      worker: Rank of the worker, so that no two workers have a group key in common.
-      rank: Place of the device among those of the worker.
+      replica: Number of the replica among all, so that no two have a group key in common.
+      rank: Place of the device among those of the replica.
       device: Name of the device.
       size: Number of devices.
     """
-    first = _FIRST_DEVICE + worker * size
+    first = _FIRST_DEVICE + replica * size
     return TensorFlowGroup(tuple(range(first, first + size)), rank, is_gpu(device))
 
 
 def group_of_place(place: int, workers: int, worker: int, device: str) -> TensorFlowGroup:
-    """The group of the devices that have the same place on each worker. Its calls run on this worker's one.
+    """The group of the devices that have the same place in a replica of each worker. Its calls run on this worker's.
 
     Args:
-      place: Place of the devices among those of their worker.
+      place: Place of the devices in their replicas.
       workers: Number of workers.
       worker: Rank of this worker.
       device: Name of this worker's device.

@@ -15,7 +15,7 @@ from tfpar.exchange import spec as specs
 from tfpar.exchange.choosing import check_sparse, dense_or_compressed, world_of
 from tfpar.exchange.compressed import CompressedReducer
 from tfpar.exchange.gradients import Gradient, as_float32, as_slices
-from tfpar.exchange.per_device import PerDeviceReducer, check_saved_devices, per_device_reducer
+from tfpar.exchange.per_device import DevicesOfReplica, PerDeviceReducer, check_saved_devices, per_device_reducer
 from tfpar.exchange.reducer import (
     LocalReducer,
     Reducer,
@@ -88,7 +88,7 @@ class Exchange:
         sparse: Sequence[int] = (),
         overlap: bool = False,
         shards: Sequence[ShardedVector] | None = None,
-        per_device: bool = False,
+        per_device: DevicesOfReplica | None = None,
     ) -> None:
         """Plans buckets for gradients shaped like `variables`, and creates the residuals.
 
@@ -111,7 +111,7 @@ class Exchange:
             results are the same to the last bit, for one more copy of the residuals. Not with a single bucket,
             `warmup_steps`, momentum or a ramp, nor beside embeddings of which rows travel. The same on all workers.
           shards: Which worker updates which weights; call `update_shards` then. By default each updates all.
-          per_device: Whether every device of a worker has weights of its own; see `per_device.py`.
+          per_device: How devices divide the weights of a replica; the variables then have the shapes of parts.
 
         Raises:
           ValueError: `worker` or an index in `sparse` is out of range.
@@ -127,7 +127,9 @@ class Exchange:
             own_collectives = group.size > 1 and not group.capabilities.ordered
         self._group = group
         if per_device and strategy:
-            self._reducer = per_device_reducer(self._spec, shapes, group, strategy.extended.worker_devices, seed)
+            self._reducer = per_device_reducer(
+                self._spec, shapes, group, strategy.extended.worker_devices, seed, per_device
+            )
             return
         if shards is not None:
             self._reducer = ShardedReducer(self._spec, shapes, shards, group, device, seed)

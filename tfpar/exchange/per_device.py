@@ -1,13 +1,13 @@
-"""The exchange of replicas that are several devices each: device by device.
+"""The exchange of replicas that are several devices each.
 
-Devices of a worker hold different parts of the weights, so that nothing is added up within a worker. What a device
-computes is summed over the devices of the same place on all workers.
+Each place in a replica has parts of its own, which are summed over the devices of the same place in all replicas: first
+over those of a worker, then over the workers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from tfpar.collectives.group import Group, allocate_instance_keys
 from tfpar.collectives.tensorflow import group_of_place
@@ -22,88 +22,130 @@ from tfpar.exchange.spec import Spec
 import numpy as np
 import tensorflow as tf
 
-_PREFIX = "device_"  # of the state of one device's exchange
+_PREFIX = "device_"  # of the state of one place's exchange
+_DECISIVE = 2  # scalars at the front of a sidecar that tell whether there is a step
+
+
+class DevicesOfReplica(NamedTuple):
+    """How several devices hold a replica.
+
+    Attributes:
+      devices: Number of them.
+      divided: Indices of the variables of which each device has a part. Of all others each has all.
+    """
+
+    devices: int
+    divided: Sequence[int]
 
 
 class PerDeviceReducer(Reducer):
-    """Sums each device's gradients over the workers.
+    """Sums the gradients of each place in a replica. What is whole travels once, from the first place.
 
     Args:
-      reducers: One for each device of this worker, over the devices of the same place on all workers; all with the same
-        exchange.
-      devices: Names of these devices.
-      groups: Their groups.
+      reducers: One for each place, of the tensors in `indices`; all with the same exchange.
+      indices: The tensors of each place: of the first, all.
+      devices: Names of this worker's devices; those of a replica lie side by side.
+      groups: For each place, the devices of the first replica of each worker.
     """
 
     def __init__(
-        self, reducers: Sequence[DenseReducer | CompressedReducer], devices: Sequence[str], groups: Sequence[Group]
+        self,
+        reducers: Sequence[DenseReducer | CompressedReducer],
+        indices: Sequence[Sequence[int]],
+        devices: Sequence[str],
+        groups: Sequence[Group],
     ) -> None:
-        self._reducers = list(reducers)
-        self._devices = list(devices)
-        self._groups = list(groups)
-        self._alone = groups[0].size == 1
+        self._reducers, self._indices = list(reducers), [list(each) for each in indices]
+        self._devices, self._groups = list(devices), list(groups)
+        self._workers = groups[0].size
+        self._alone = self._workers == 1 and len(devices) == len(reducers)
         self._instances = [allocate_instance_keys(1, group)[0] for group in groups]
 
     @property
     def devices(self) -> int:
-        """Number of devices of a worker."""
-        return len(self._devices)
+        """Number of devices of a replica."""
+        return len(self._reducers)
 
     @property
     def compresses(self) -> bool:
         """Whether gradients are encoded."""
-        return not self._alone and self._reducers[0].compresses
+        return self._workers > 1 and self._reducers[0].compresses
 
     @property
     def state(self) -> list[tf.Variable]:
-        """The state of all devices' exchanges."""
+        """The state of all places' exchanges."""
         return [variable for reducer in self._reducers for variable in reducer.state]
 
     @property
     def plan_table(self) -> str:
-        """What `auto` has decided for the first device."""
+        """What `auto` has decided for the first place."""
         return self._reducers[0].plan_table
 
     def reduce(
         self, gradients: Sequence[Gradient], sidecar: tf.Tensor, should_apply: ShouldApply
     ) -> tuple[list[Gradient], tf.Tensor]:
-        """Sums this device's gradients, and the sidecar, over the workers; see `Reducer`."""
+        """Sums this device's gradients, and the sidecar, over all replicas; see `Reducer`."""
         if self._alone:
             return list(gradients), sidecar
 
         def merged(strategy: tf.distribute.Strategy, *values: Any) -> Any:
-            *gradients, sidecar = ([*strategy.experimental_local_results(value)] for value in values)
-            sums = []
-            for number, (reducer, device) in enumerate(zip(self._reducers, self._devices, strict=True)):
-                with tf.device(device):
-                    own = [parts[number] for parts in gradients]
-                    sums.append(reducer.reduce_on_device(own, sidecar[number], should_apply))
-            count = len(self._devices)
-            return strategy.experimental_distribute_values_from_function(
-                lambda context: sums[context.replica_id_in_sync_group % count]
-            )
+            *gradients, sidecar = values
+            results = []
+            for place, reducer in enumerate(self._reducers):
+                with tf.device(self._devices[place]):
+                    own = [self._local_sum(strategy, gradients[index], place) for index in self._indices[place]]
+                    # What `should_apply` looks at comes first.
+                    vector = self._local_sum(strategy, sidecar, place)[: _DECISIVE if place else None]
+                    reduced, vector = reducer.reduce_on_device(own, vector, should_apply)
+                results.append((dict(zip(self._indices[place], reduced, strict=True)), vector))
+            everything, vector = results[0]
+            by_place = [{**everything, **parts} for parts, _ in results]
+            sums = [([found[index] for index in range(len(gradients))], vector) for found in by_place]
+            return self._dealt_out(strategy, sums)
 
         return replica_context().merge_call(merged, args=(*gradients, sidecar))
 
+    def sum_vector(self, vector: tf.Tensor) -> tf.Tensor:
+        """The sum of a short vector over all replicas. Called in a replica context."""
+
+        def merged(strategy: tf.distribute.Strategy, value: Any) -> Any:
+            sums = []
+            for place, (group, instance) in enumerate(zip(self._groups, self._instances, strict=True)):
+                with tf.device(self._devices[place]):
+                    sums.append(group.all_reduce(self._local_sum(strategy, value, place), instance))
+            return self._dealt_out(strategy, sums)
+
+        return replica_context().merge_call(merged, args=(vector,))
+
+    def _local_sum(self, strategy: tf.distribute.Strategy, value: Any, place: int) -> tf.Tensor:
+        """What the devices of a place have in this worker's replicas, added up in their order."""
+        total, *others = strategy.experimental_local_results(value)[place :: self.devices]
+        for other in others:
+            total = total + other
+        return total
+
+    def _dealt_out(self, strategy: tf.distribute.Strategy, by_place: Sequence[Any]) -> Any:
+        return strategy.experimental_distribute_values_from_function(
+            lambda context: by_place[context.replica_id_in_sync_group % self.devices]
+        )
+
     def bytes_per_step(self, replicas: int, sidecar_length: int) -> Traffic:
-        """Bytes of the exchanges of all devices of a worker."""
-        if self._alone:
+        """Bytes of the exchanges of all places of a worker."""
+        if self._workers == 1:
             return Traffic("none", "local", 0, 0, 0)
-        parts = [reducer.bytes_per_step(replicas, sidecar_length) for reducer in self._reducers]
+        lengths = [sidecar_length, *[_DECISIVE] * (self.devices - 1)]
+        parts = [
+            reducer.bytes_per_step(self._workers, length)
+            for reducer, length in zip(self._reducers, lengths, strict=True)
+        ]
         return Traffic(
             parts[0].codec,
             f"per device, {parts[0].pattern}",
             *(sum(getattr(part, name) for part in parts) for name in ("payload_bytes", "wire_bytes", "dense_bytes")),
         )
 
-    def sum_vector(self, vector: tf.Tensor) -> tf.Tensor:
-        """The sum of a short vector over the workers. Called in a replica context."""
-        context = replica_context()
-        number = int(tf.get_static_value(context.replica_id_in_sync_group)) % len(self._devices)
-        return self._groups[number].all_reduce(vector, self._instances[number])
-
     def export(self) -> dict[str, np.ndarray]:
-        """The state of all devices' exchanges."""
+        """The state of all places' exchanges."""
         return {
             f"{_PREFIX}{number}/{name}": array
             for number, reducer in enumerate(self._reducers)
@@ -111,7 +153,7 @@ class PerDeviceReducer(Reducer):
         }
 
     def restore(self, workers: int, read: Callable[[int], Mapping[str, np.ndarray]]) -> None:
-        """Takes up what devices of the same places exported."""
+        """Takes up what the same places exported."""
         for number, reducer in enumerate(self._reducers):
             prefix = f"{_PREFIX}{number}/"
 
@@ -122,7 +164,7 @@ class PerDeviceReducer(Reducer):
             reducer.restore(workers, read_own)
 
     def observed(self) -> dict[str, float]:
-        """What the first device's exchange shows."""
+        """What the first place's exchange shows."""
         return self._reducers[0].observed()
 
 
@@ -148,9 +190,14 @@ def check_saved_devices(reducer: Reducer, workers: int, read: Callable[[int], Ma
 
 
 def per_device_reducer(
-    spec: Spec, shapes: Sequence[tf.TensorShape], group: Group, devices: Sequence[str], seed: int
+    spec: Spec,
+    shapes: Sequence[tf.TensorShape],
+    group: Group,
+    devices: Sequence[str],
+    seed: int,
+    replica: DevicesOfReplica,
 ) -> PerDeviceReducer:
-    """The exchange `spec` for every device.
+    """The exchange `spec` for every place in a replica.
 
     Args:
       spec: The exchange.
@@ -158,12 +205,15 @@ def per_device_reducer(
       group: All workers.
       devices: Names of this worker's devices.
       seed: Seed of stochastic rounding.
+      replica: How they hold a replica.
     """
+    groups = [group_of_place(place, group.size, group.rank, devices[place]) for place in range(replica.devices)]
+    indices = [list(range(len(shapes))), *[list(replica.divided)] * (replica.devices - 1)]
     reducers: list[DenseReducer | CompressedReducer] = []
-    groups = [group_of_place(place, group.size, group.rank, device) for place, device in enumerate(devices)]
-    for own, device in zip(groups, devices, strict=True):
+    for own, device, chosen in zip(groups, devices, indices, strict=False):
+        own_shapes = [shapes[index] for index in chosen]
         if group.size > 1 and spec.compresses:
-            reducers.append(CompressedReducer(spec, shapes, own, device, seed))
+            reducers.append(CompressedReducer(spec, own_shapes, own, device, seed))
         else:
-            reducers.append(DenseReducer(shapes, own, device, buckets.DENSE_BUCKET_BYTES))
-    return PerDeviceReducer(reducers, devices, groups)
+            reducers.append(DenseReducer(own_shapes, own, device, buckets.DENSE_BUCKET_BYTES))
+    return PerDeviceReducer(reducers, indices, devices, groups)

@@ -40,7 +40,7 @@ def replica_digests(strategy: tf.distribute.Strategy, weights: Sequence[keras.Va
       weights: The trainable weights.
     """
     copies = [strategy.experimental_local_results(variable.value) for variable in weights]
-    wholes = {index: whole(variable) for index, variable in enumerate(weights) if split_of(variable)}
+    splits = [split_of(variable) for variable in weights]
 
     @dataclasses.dataclass
     class Copy:
@@ -53,8 +53,8 @@ def replica_digests(strategy: tf.distribute.Strategy, weights: Sequence[keras.Va
     return [
         run_state.params_sha256(
             [
-                Copy(weight.path, wholes[index] if index in wholes else copies[index][replica].numpy())
-                for index, weight in enumerate(weights)
+                Copy(weight.path, whole(weight, replica // split.size) if split else copy[replica].numpy())
+                for weight, copy, split in zip(weights, copies, splits, strict=True)
             ]
         )
         for replica in range(len(copies[0]) if copies else 0)

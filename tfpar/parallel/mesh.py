@@ -103,9 +103,9 @@ def parse_mesh(text: str, *, workers: int, devices: int) -> Mesh:
             f"--mesh={text} is a mesh of {mesh.devices} devices, and there are {where} = {total}. Sizes must multiply "
             f"to {total}; --devices says how many devices a worker has."
         )
-    if mesh.model not in (1, devices):
+    if devices % mesh.model:
         raise ConfigError(
-            f"--mesh={text}: the model axis must have all devices of a worker, and there are {where}. Use "
+            f"--mesh={text}: a replica must lie within a worker, and there are {where}. Use "
             f"--mesh=data:{workers},model:{devices}, or start {mesh.data} workers with --devices={mesh.model}."
         )
     return mesh

@@ -1,4 +1,4 @@
-"""The model axis of a mesh: the devices of a worker that hold one replica of the model between them.
+"""The model axis of a mesh: devices of a worker that hold one replica of the model between them.
 
 Every device runs the same program on its own part of the weights (SPMD). Where a layer needs what the others have, it
 calls one of the operators below, each with the gradient that tensor parallelism needs (Shoeybi et al. 2019,
@@ -23,38 +23,45 @@ _instance_keys: dict[tuple[tuple[int, ...], int], Iterator[int]] = {}
 
 
 class ModelAxis:
-    """The devices of one worker, as members of a group.
+    """The devices of one worker, in groups that each hold a replica.
 
     Args:
-      devices: Names of the devices, in order.
+      devices: Names of the devices, in order; those of a replica lie side by side.
       worker: Rank of this worker.
+      size: Devices of a replica.
+
+    Attributes:
+      size: The same.
     """
 
-    def __init__(self, devices: Sequence[str], worker: int) -> None:
-        self.size = len(devices)
-        groups = [device_group(worker, rank, device, self.size) for rank, device in enumerate(devices)]
+    def __init__(self, devices: Sequence[str], worker: int, size: int) -> None:
+        self.size = size
+        first = worker * (len(devices) // size)  # number of this worker's first replica
+        groups = [
+            device_group(first + place // size, place % size, device, size) for place, device in enumerate(devices)
+        ]
         self._places = [
             Place(group, _instance_keys.setdefault((group.members, group.rank), itertools.count(1))) for group in groups
         ]
 
     @contextlib.contextmanager
-    def on(self, rank: int) -> Iterator[Place]:
+    def on(self, device: int) -> Iterator[Place]:
         """What is traced in this context, in this thread, is the program of one device.
 
         All devices must trace the same programs in the same order: the n-th collective of each is the same call.
 
         Args:
-          rank: Place of the device.
+          device: Place of the device among those of this worker.
         """
-        before, _current.place = _current.place, self._places[rank]
+        before, _current.place = _current.place, self._places[device]
         try:
-            yield self._places[rank]
+            yield self._places[device]
         finally:
             _current.place = before
 
     def on_own_device(self) -> contextlib.AbstractContextManager[Place]:
         """`on` for the device of the replica context that is open."""
-        return self.on(static_replica_id() % self.size)
+        return self.on(static_replica_id() % len(self._places))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

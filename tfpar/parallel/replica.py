@@ -40,24 +40,27 @@ def first(variable: keras.Variable) -> Any:
     return tf.distribute.get_strategy().experimental_local_results(variable.value)[0]
 
 
-def next_batch(strategy: tf.distribute.Strategy, iterator: Any, *, shared: bool = False) -> Any:
+def next_batch(strategy: tf.distribute.Strategy, iterator: Any, *, model_devices: int = 1) -> Any:
     """The next batch for the replicas of this process.
 
     Args:
       strategy: A synchronous strategy.
       iterator: A distributed iterator; or a plain one of tf.data, whose elements have a row `[L, ...]` for each of the
         process's L replicas if there are several.
-      shared: Whether all devices of this process get the whole element, of a plain iterator.
+      model_devices: Devices of a replica, which all get its row.
     """
     batch = next(iterator)
-    if shared:
-        return strategy.experimental_distribute_values_from_function(lambda _: batch)
-    local = len(strategy.extended.worker_devices)
-    if local == 1 or not isinstance(iterator, tf.data.Iterator):
+    devices = len(strategy.extended.worker_devices)
+    if devices == 1 or not isinstance(iterator, tf.data.Iterator):
         return batch
-    return strategy.experimental_distribute_values_from_function(
-        lambda context: tf.nest.map_structure(lambda part: part[context.replica_id_in_sync_group % local], batch)
-    )
+
+    def of_device(context: tf.distribute.ReplicaContext) -> Any:
+        if devices == model_devices:
+            return batch
+        row = context.replica_id_in_sync_group % devices // model_devices
+        return tf.nest.map_structure(lambda part: part[row], batch)
+
+    return strategy.experimental_distribute_values_from_function(of_device)
 
 
 def read(variables: Sequence[keras.Variable]) -> list[tf.Tensor]:

@@ -76,12 +76,17 @@ def shape_of(variable: keras.Variable) -> tuple[int, ...]:
     return split.whole_shape(shape) if split else shape
 
 
-def whole(variable: keras.Variable) -> np.ndarray:
-    """A copy of the value of a variable; of a divided one, of all of it."""
+def whole(variable: keras.Variable, replica: int = 0) -> np.ndarray:
+    """A copy of the value of a variable; of a divided one, of all of it.
+
+    Args:
+      variable: The variable.
+      replica: Of a divided one, which of this worker's replicas to read.
+    """
     split = split_of(variable)
     if split is None:
         return np.array(variable.numpy(), copy=True, order="C")
-    return split.joined([part.numpy() for part in _parts(variable)])
+    return split.joined([part.numpy() for part in _parts(variable, replica)])
 
 
 def whole_tensor(variable: keras.Variable, first: Any) -> tf.Tensor:
@@ -104,8 +109,8 @@ def assign_whole(variable: keras.Variable, value: Any) -> None:
         variable.assign(value)
         return
     array = np.asarray(value)
-    for rank, part in enumerate(_parts(variable)):
-        part.assign(tf.cast(split.part(array, rank), part.dtype))
+    for place, part in enumerate(variable.value.values):
+        part.assign(tf.cast(split.part(array, place % split.size), part.dtype))
 
 
 def move_to_devices(variable: keras.Variable, split: Split | None) -> None:
@@ -148,5 +153,7 @@ def wholes_of(variables: Sequence[keras.Variable]) -> Iterator[None]:
         yield
 
 
-def _parts(variable: keras.Variable) -> Sequence[Any]:
-    return variable.value.values
+def _parts(variable: keras.Variable, replica: int = 0) -> Sequence[Any]:
+    split, parts = split_of(variable), variable.value.values
+    assert split is not None
+    return parts[replica * split.size : (replica + 1) * split.size]

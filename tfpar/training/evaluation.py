@@ -180,10 +180,10 @@ class Evaluation:
 
         def body(index: tf.Tensor, total: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             self._batches_done.assign(index)
-            batch = replica.next_batch(self._strategy, iterator, shared=self._axis is not None)
+            each = self._axis.size if self._axis else 1
+            batch = replica.next_batch(self._strategy, iterator, model_devices=each)
             parts = self._strategy.experimental_local_results(self._strategy.run(self._replica_sums, args=(batch,)))
-            if self._axis:  # all devices of a replica see the same examples
-                parts = parts[:1]
+            parts = parts[::each]  # all devices of a replica see the same examples
             # float64: counts must stay exact past 2^24 examples.
             return index + 1, total + tf.add_n([tf.cast(part, tf.float64) for part in parts])
 

@@ -98,13 +98,13 @@ class Predictor:
             return outputs, tf.reshape(batch[2], [-1]) > 0
 
         def run(iterator: Any) -> Any:
-            batch = replica.next_batch(program.strategy, iterator, shared=program.axis is not None)
+            batch = replica.next_batch(program.strategy, iterator, model_devices=program.topology.model_devices)
             results = program.strategy.run(on_replica, args=(batch,))
 
             def joined(value: Any) -> tf.Tensor:
                 with tf.device("CPU:0"):
                     parts = program.strategy.experimental_local_results(value)
-                    return tf.concat(parts[:1] if program.axis else parts, axis=0)
+                    return tf.concat(parts[:: program.topology.model_devices], axis=0)
 
             return tf.nest.map_structure(joined, results)
 

@@ -60,7 +60,7 @@ class Program:
       integer_labels: Whether the loss reads labels as positions among the model's outputs.
       original: The user's model, where a copy of it is trained; else None.
       share: This worker's share of the weights and their optimizer, where that is sharded; else None.
-      axis: The devices of this worker's replica, where its weights are divided among several; else None.
+      axis: The devices of this worker's replicas, where the weights of each are divided among several; else None.
     """
 
     config: ExperimentConfig
@@ -229,6 +229,10 @@ class Program:
             # (TensorFlow 2.21, `OwnedMultiDeviceIterator`). `replica.next_batch` hands its rows out.
             return pipeline.dataset(max(topology.worker, 0), topology.local_replicas, stacked=True)
 
+        if self.axis is not None:
+            local = topology.local_replicas
+            return pipeline.dataset(topology.worker, local, start).batch(local, drop_remainder=True)
+
         def dataset(context: tf.distribute.InputContext) -> tf.data.Dataset:
             replicas = topology.replicas // topology.input_pipelines
             return pipeline.dataset(context.input_pipeline_id, replicas, start)
@@ -344,7 +348,7 @@ class Program:
                 seed=self.config.train.seed,
                 overlap=self._can_overlap_exchange(),
                 shards=self.share.vectors if self.share else None,
-                per_device=self.axis is not None,
+                per_device=tensor_parallel.devices_of(self.model, self.axis),
             )
 
     def _can_overlap_exchange(self) -> bool:

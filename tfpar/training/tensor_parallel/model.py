@@ -9,10 +9,11 @@ from collections.abc import Callable, Mapping
 
 from tfpar import models
 from tfpar.config import ConfigError
+from tfpar.exchange import DevicesOfReplica
 from tfpar.optim.optimizers import ELEMENTWISE
 from tfpar.parallel import strategies, tensor_layout
 from tfpar.parallel.model_axis import ModelAxis
-from tfpar.parallel.split import move_to_devices, shape_of
+from tfpar.parallel.split import move_to_devices, shape_of, split_of
 from tfpar.parallel.tensor_calls import divide_calls
 from tfpar.training.core import Core
 from tfpar.training.model.building import Original, build_model
@@ -34,7 +35,15 @@ def axis_of(runtime: strategies.Runtime, layout: Mapping[str, str] | None = None
         if layout:
             raise ConfigError("layout says how layers are divided, and no mesh divides them. Add mesh='model:2'.")
         return None
-    return ModelAxis(runtime.strategy.extended.worker_devices, max(topology.worker, 0))
+    return ModelAxis(runtime.strategy.extended.worker_devices, max(topology.worker, 0), topology.model_devices)
+
+
+def devices_of(model: keras.Model, axis: ModelAxis | None) -> DevicesOfReplica | None:
+    """What the exchange has to know of a divided model; None without an axis."""
+    if axis is None:
+        return None
+    divided = [index for index, variable in enumerate(model.trainable_variables) if split_of(variable)]
+    return DevicesOfReplica(axis.size, divided)
 
 
 def on_host(

@@ -26,7 +26,7 @@ class DividedStep(TrainStep):
     """A step of replicas whose weights are divided.
 
     Args:
-      axis: The devices of this worker's replica.
+      axis: The devices of this worker's replicas.
       *args: See `TrainStep`.
       **kwargs: See `TrainStep`.
     """
@@ -39,8 +39,8 @@ class DividedStep(TrainStep):
         self._whole = [index for index, variable in enumerate(variables) if not split_of(variable)]
 
     def next_batch(self, iterator: Iterator[Any]) -> Any:
-        """The next batch, which all devices of this worker's replica get."""
-        return replica.next_batch(self.strategy, iterator, shared=True)
+        """The next batch: all devices of a replica get the same."""
+        return replica.next_batch(self.strategy, iterator, model_devices=self._axis.size)
 
     def weights_vector(self) -> tf.Tensor:
         """A copy of all trainable weights as one float32 vector, divided ones joined."""
