@@ -127,9 +127,7 @@ class Exchange:
             own_collectives = group.size > 1 and not group.capabilities.ordered
         self._group = group
         if per_device and strategy:
-            self._reducer = per_device_reducer(
-                self._spec, shapes, group, strategy.extended.worker_devices, seed, per_device
-            )
+            self._reducer = per_device_reducer(self._spec, shapes, group, strategy, seed, per_device)
             return
         if shards is not None:
             self._reducer = ShardedReducer(self._spec, shapes, shards, group, device, seed)

@@ -193,7 +193,7 @@ def per_device_reducer(
     spec: Spec,
     shapes: Sequence[tf.TensorShape],
     group: Group,
-    devices: Sequence[str],
+    strategy: tf.distribute.Strategy,
     seed: int,
     replica: DevicesOfReplica,
 ) -> PerDeviceReducer:
@@ -203,10 +203,11 @@ def per_device_reducer(
       spec: The exchange.
       shapes: Static shapes of what a device has.
       group: All workers.
-      devices: Names of this worker's devices.
+      strategy: The strategy of this worker's devices.
       seed: Seed of stochastic rounding.
       replica: How they hold a replica.
     """
+    devices = strategy.extended.worker_devices
     groups = [group_of_place(place, group.size, group.rank, devices[place]) for place in range(replica.devices)]
     indices = [list(range(len(shapes))), *[list(replica.divided)] * (replica.devices - 1)]
     reducers: list[DenseReducer | CompressedReducer] = []
