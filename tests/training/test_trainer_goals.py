@@ -151,16 +151,27 @@ def test_a_refused_trainer_leaves_the_dtype_policy():
     assert keras.config.dtype_policy().name == "float32"
 
 
-def test_an_activity_regulariser_that_sees_padding_is_warned_of(caplog):
+class Adding(keras.layers.Layer):
+    def call(self, x):
+        self.add_loss(keras.ops.mean(x**2))
+        return x
+
+
+@pytest.mark.parametrize(
+    ("make", "batch", "warned"),
+    [
+        (lambda: keras.layers.Dense(4, activity_regularizer="l2"), 4, True),
+        (lambda: keras.layers.Dense(4, activity_regularizer="l2"), 5, False),
+        (Adding, 4, True),
+        (lambda: keras.layers.Dense(4, kernel_regularizer="l2"), 4, False),
+    ],
+)
+def test_an_added_loss_that_sees_padding_is_warned_of(caplog, make, batch, warned):
     x = np.random.default_rng(0).normal(size=(10, 4)).astype(np.float32)
-    for batch, warned in ((4, True), (5, False)):
-        caplog.clear()
-        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, activity_regularizer="l2")])
-        trainer = tfpar.Trainer(
-            model, "sgd", "mse", strategy="one_device", global_batch_size=batch, jit_compile="false"
-        )
-        trainer.fit(x, x[:, :1], epochs=1)
-        assert ("sees the padding of batches that are not full" in caplog.text) is warned
+    model = keras.Sequential([keras.Input((4,)), make(), keras.layers.Dense(1)])
+    trainer = tfpar.Trainer(model, "sgd", "mse", strategy="one_device", global_batch_size=batch, jit_compile="false")
+    trainer.fit(x, x[:, :1], epochs=1)
+    assert ("sees the padding of batches that are not full" in caplog.text) is warned
 
 
 @pytest.mark.parametrize("data", [lambda context: None, (part for part in "abc")], ids=["function", "generator"])

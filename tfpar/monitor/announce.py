@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import pathlib
 
@@ -68,7 +69,7 @@ def announce(info: RunInfo, monitor: Monitor, traffic: Traffic) -> None:
 
 
 def warn_of_counted_padding(info: RunInfo, monitor: Monitor) -> None:
-    """Warns where Keras' batch normalisation or an activity regulariser would take padding for examples."""
+    """Warns where Keras' batch normalisation, or a loss that the model adds itself, would take padding for examples."""
     if not info.pipeline.pads:
         return
     counting = [
@@ -78,12 +79,13 @@ def warn_of_counted_padding(info: RunInfo, monitor: Monitor) -> None:
         and not isinstance(layer, models.BatchNormalization)
         and layer.trainable
     ]
-    regularised = [layer.name for layer in all_layers(info.model) if layer.activity_regularizer is not None]
-    if regularised:
+    adding = [layer.name for layer in all_layers(info.model) if _adds_loss(layer)]
+    if adding:
         monitor.message(
-            f"activity_regularizer ({regularised[0]}{' ...' * (len(regularised) > 1)}) sees the padding of batches "
-            "that are not full. --remainder=drop leaves an incomplete batch out of training; a --global_batch_size "
-            "(and --eval_batch_size) that divides the examples needs no padding.",
+            f"a loss that the model adds itself ({adding[0]}{' ...' * (len(adding) > 1)}: add_loss or "
+            "activity_regularizer) sees the padding of batches that are not full. --remainder=drop leaves an "
+            "incomplete batch out of training; a --global_batch_size (and --eval_batch_size) that divides the examples "
+            "needs no padding.",
             logging.WARNING,
         )
     if counting:
@@ -93,6 +95,12 @@ def warn_of_counted_padding(info: RunInfo, monitor: Monitor) -> None:
             "arguments); or use --remainder=drop.",
             logging.WARNING,
         )
+
+
+def _adds_loss(layer: keras.layers.Layer) -> bool:
+    """Whether a layer adds a loss that depends on examples, as far as its code tells."""
+    code = getattr(inspect.unwrap(type(layer).call), "__code__", None)
+    return layer.activity_regularizer is not None or "add_loss" in getattr(code, "co_names", ())
 
 
 def record_run_info(info: RunInfo, monitor: Monitor, traffic: Traffic, step: int) -> None:
