@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import pathlib
 
 from tfpar import models
@@ -13,6 +14,7 @@ from tfpar.monitor import samples
 from tfpar.monitor.monitor import Monitor
 from tfpar.monitor.run_info import RunInfo, RunOutcome
 from tfpar.optim.keras_internals import all_layers
+from tfpar.parallel.split import shape_of
 
 import keras
 
@@ -146,7 +148,8 @@ def _input_text(info: RunInfo) -> str:
 
 def _model_text(info: RunInfo) -> str:
     if info.model_summary is None:
-        return f"{info.model.name}: {info.model.count_params():,} parameters, cost unknown before it runs"
+        parameters = sum(math.prod(shape_of(weight)) for weight in info.model.weights)
+        return f"{info.model.name}: {parameters:,} parameters, cost unknown before it runs"
     return models.format_summary(info.model_summary, info.model.name)
 
 

@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 from keras import ops
 
-_ATTENDED = ("query", "value", "key")
+_ATTENDED = ("query", "value", "key", "hidden_states")
 _SHIFT = 0x9E3779B1  # an odd number far from small ones
 
 

@@ -43,7 +43,7 @@ _FEED_FORWARD = (
     (re.compile(r"feedforward_(intermediate|gate)_dense\d*$|feedforward_gate$"), COLUMN),
     (re.compile(r"feedforward_output_dense\d*$"), ROW),
 )
-_PROJECTIONS = ("query", "key", "value", "gate")
+_ATTENTION = ("query", "key", "value", "attention_output")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,9 +127,9 @@ class _Finder:
 
     def look_at(self, layer: keras.layers.Layer) -> None:
         """Divides what this layer is known to have."""
-        if isinstance(layer, (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)):
-            self._divide_heads(layer)
-        elif own := getattr(layer, "tensor_layout", None):
+        if self._divide_heads(layer):
+            return
+        if own := getattr(layer, "tensor_layout", None):
             self._take_all(own(), self._size)
         elif isinstance(layer, keras.layers.Embedding):
             self._take_unasked(layer, VOCABULARY)
@@ -157,12 +157,16 @@ class _Finder:
             if type(layer) is keras.layers.Dense and math.prod(layer.kernel.shape) >= _LARGE:
                 self._take_unasked(layer, GATHER)
 
-    def _divide_heads(self, layer: keras.layers.Layer) -> None:
-        children = {child.name: child for child in keras_internals.all_layers(layer, include_self=False)}
-        projections = {children[name]: COLUMN for name in _PROJECTIONS if name in children}
-        if "attention_output" in children and projections:
-            masked = {child: OWN_NUMBERS for child in children.values() if isinstance(child, keras.layers.Dropout)}
-            self._take_all({**projections, children["attention_output"]: ROW, layer: HEADS, **masked}, self._size)
+    def _divide_heads(self, layer: keras.layers.Layer) -> bool:
+        """Divides attention, which Keras' and keras-hub's layers build of projections with these names; tells if so."""
+        inner = keras_internals.all_layers(layer, include_self=False, recursive=False)
+        children = {child.name: child for child in inner}
+        if not all(isinstance(children.get(name), keras.layers.EinsumDense) for name in _ATTENTION):
+            return False
+        projections = {children[name]: COLUMN for name in (*_ATTENTION[:-1], "gate") if name in children}
+        masked = {child: OWN_NUMBERS for child in inner if isinstance(child, keras.layers.Dropout)}
+        self._take_all({**projections, children[_ATTENTION[-1]]: ROW, layer: HEADS, **masked}, self._size)
+        return True
 
     def _take_all(self, ways: Mapping[keras.layers.Layer, str], size: int) -> None:
         """Divides all of these layers or, where one of them cannot be, none."""
@@ -198,7 +202,10 @@ def _layout(layer: keras.layers.Layer, way: str, size: int) -> LayerLayout | Non
         table, split = getattr(layer, "embeddings", None), Split(0, size)
         if table is None or not split.divides(table.shape) or _is_special(layer):
             return None
-        return LayerLayout(way, {"embeddings": split})
+        splits = {"embeddings": split}
+        if getattr(layer, "reverse_embeddings", None) is not None:  # a head with a table of its own
+            splits["reverse_embeddings"] = Split(1, size)
+        return LayerLayout(way, splits)
     makers = {COLUMN: _column_splits, GATHER: _gather_splits, ROW: _row_splits}
     splits = makers[way](layer, size, int(groups or 1)) if way in makers else None
     return None if splits is None else LayerLayout(way, splits)

@@ -54,6 +54,22 @@ def bert():
     return keras_hub.models.BertTextClassifier(backbone, num_classes=CLASSES, dropout=0.0), x, classes(), None
 
 
+def llama():
+    """Attention with fewer heads of keys and values than of queries, and gated feed-forward layers."""
+    backbone = keras_hub.models.LlamaBackbone(
+        vocabulary_size=WORDS,
+        num_layers=1,
+        num_query_heads=4,
+        num_key_value_heads=2,
+        hidden_dim=8,
+        intermediate_dim=16,
+        dropout=0.0,
+    )
+    x = tokens()
+    weight = x["padding_mask"].astype(np.float32)
+    return keras_hub.models.LlamaCausalLM(backbone), x, np.roll(x["token_ids"], -1, 1), weight
+
+
 def resnet():
     backbone = keras_hub.models.ResNetBackbone(
         input_conv_filters=[64],
@@ -68,8 +84,10 @@ def resnet():
     return keras_hub.models.ResNetImageClassifier(backbone, num_classes=CLASSES), x, classes(), None
 
 
-@pytest.mark.parametrize("build", [gpt2, bert, resnet])
-def test_an_epoch_gives_the_numbers_of_fit(build):
+@pytest.mark.parametrize(
+    ("build", "mesh"), [(gpt2, ""), (bert, ""), (resnet, ""), (gpt2, "model:2"), (bert, "model:2"), (llama, "model:2")]
+)
+def test_an_epoch_gives_the_numbers_of_fit(build, mesh):
     reference, x, y, weight = build()
     ours = build()[0]
     ours.set_weights(reference.get_weights())
@@ -83,7 +101,8 @@ def test_an_epoch_gives_the_numbers_of_fit(build):
         keras.optimizers.SGD(0.01),
         SPARSE,
         **chosen,
-        strategy="one_device",
+        strategy="mirrored" if mesh else "one_device",
+        mesh=mesh,
         global_batch_size=BATCH,
         shuffle=False,
         jit_compile=False,
