@@ -57,7 +57,7 @@ def test_a_model_axis_is_reason_enough_for_several_devices():
         choose_topology(StrategyConfig(strategy="one_device", mesh="model:2"))
 
 
-@pytest.mark.parametrize("option", [{"shard": "optimizer"}, {"recompute": "blocks"}, {"exchange_retune_every": 5}])
+@pytest.mark.parametrize("option", [{"shard": "optimizer"}, {"exchange_retune_every": 5}])
 def test_options_that_a_model_axis_does_not_go_with(option):
     config = ExperimentConfig.from_flat_dict({"mesh": "model:2", **option})
     check_beside_mesh(config, 1)

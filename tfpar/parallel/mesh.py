@@ -72,7 +72,6 @@ def check_beside_mesh(config: ExperimentConfig, model_devices: int) -> None:
     train, exchange = config.train, config.exchange
     for name, value, idle in (
         ("shard", train.shard, "none"),
-        ("recompute", train.recompute, "none"),
         ("exchange_retune_every", exchange.exchange_retune_every, 0),
     ):
         if value != idle and model_devices > 1:
