@@ -98,12 +98,13 @@ class Trainer:
         config: ExperimentConfig | None = None,
         runtime: strategies.Runtime | None = None,
         augmentation: keras.layers.Layer | None = None,
-        layout: Mapping[str, str] | None = None,
+        layout: Mapping[str, str] | strategies.Runtime | None = None,
         **options: Unpack[TrainerOptions],
     ) -> None:
         install_exit_code_hook()
         given: dict[str, Any] = {**options}
-        runtime = runtime or _deprecated_layout(given)
+        if isinstance(layout, strategies.Runtime):
+            runtime, layout = runtime or _deprecated_layout(layout), None
         goal = Goal(loss, loss_weights, metrics, weighted_metrics)
         optimizer, goal = _with_compiled(model, optimizer, goal)
         config = _with_options(config, given, optimizer)
@@ -377,8 +378,7 @@ def _with_options(config: ExperimentConfig | None, options: Mapping[str, Any], o
     return ExperimentConfig.from_flat_dict(flat)
 
 
-def _deprecated_layout(options: dict[str, Any]) -> strategies.Runtime | None:
-    """Takes the keyword of version 0.1.0 out of the options."""
-    if "layout" in options:
-        warnings.warn("Trainer(layout=...) is deprecated; use runtime=...", DeprecationWarning, stacklevel=3)
-    return options.pop("layout", None)
+def _deprecated_layout(layout: strategies.Runtime) -> strategies.Runtime:
+    """What version 0.1.0 called the runtime."""
+    warnings.warn("Trainer(layout=...) is deprecated; use runtime=...", DeprecationWarning, stacklevel=3)
+    return layout
