@@ -202,10 +202,10 @@ def _layout(layer: keras.layers.Layer, way: str, size: int) -> LayerLayout | Non
         table, split = getattr(layer, "embeddings", None), Split(0, size)
         if table is None or not split.divides(table.shape) or _is_special(layer):
             return None
-        splits = {"embeddings": split}
+        tables = {"embeddings": split}
         if getattr(layer, "reverse_embeddings", None) is not None:  # a head with a table of its own
-            splits["reverse_embeddings"] = Split(1, size)
-        return LayerLayout(way, splits)
+            tables["reverse_embeddings"] = Split(1, size)
+        return LayerLayout(way, tables)
     makers = {COLUMN: _column_splits, GATHER: _gather_splits, ROW: _row_splits}
     splits = makers[way](layer, size, int(groups or 1)) if way in makers else None
     return None if splits is None else LayerLayout(way, splits)
