@@ -136,3 +136,13 @@ def test_what_cannot_be_divided_is_refused(options, message):
 def test_a_layout_needs_a_mesh():
     with pytest.raises(ConfigError, match="layout says how layers are divided"):
         tfpar.Trainer(divided.dense, loss="mse", layout={"last": "gather"}, strategy="one_device", verbose=0)
+
+
+def test_predictions_are_shown_of_the_whole_model(tmp_path):
+    """The chief's pictures with predictions come of one call of the model outside of its devices' programs."""
+    trainer = divided.here("mirrored", "model:2", model="vit", steps=2, workdir=str(tmp_path / "run"))
+    params = trainer.program.first_copies(trainer.program.eval_weights())
+    others = trainer.program.first_copies(trainer.model.non_trainable_variables)
+    x = divided.data("vit")[0][:5]
+    found = trainer.program.predict_alone(params, others, (x[np.newaxis], (), ()))
+    np.testing.assert_allclose(found.numpy(), trainer.predict(x), rtol=1e-4, atol=1e-5)

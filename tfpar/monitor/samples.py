@@ -10,6 +10,7 @@ from tfpar import inputs
 from tfpar.monitor import figures
 from tfpar.monitor.monitor import Monitor
 from tfpar.monitor.tensorboard import displayable
+from tfpar.parallel.split import scope_of_values
 
 import keras
 import numpy as np
@@ -192,7 +193,8 @@ class TextSampler:
         self._model = model
 
         def forward(params: Any, state: Any, tokens: tf.Tensor, position: tf.Tensor) -> tf.Tensor:
-            logits, _ = model.stateless_call(params, state, tokens, training=False)
+            with scope_of_values([*model.trainable_variables, *model.non_trainable_variables], [*params, *state]):
+                logits = model(tokens, training=False)
             # Not logits[0, position]: XLA takes what a slice begins at for a constant, and would compile for each.
             return tf.gather(logits[0], position)
 

@@ -140,6 +140,14 @@ def marks_slots(optimizer: keras.optimizers.Optimizer) -> None:
     keras_internals.set_untracked(optimizer, add_variable_from_reference=make_marked)
 
 
+def scope_of_values(variables: Sequence[keras.Variable], values: Sequence[Any]) -> keras.StatelessScope:
+    """A scope in which variables have these values, of the whole where they are divided."""
+    scope = keras.StatelessScope()  # which would compare shapes of what it is given
+    for variable, value in zip(variables, values, strict=True):
+        scope.state_mapping[id(variable)] = tf.convert_to_tensor(value)
+    return scope
+
+
 @contextlib.contextmanager
 def wholes_of(variables: Sequence[keras.Variable]) -> Iterator[None]:
     """Makes divided variables have the values of the whole wherever they are read in this context."""
@@ -147,9 +155,7 @@ def wholes_of(variables: Sequence[keras.Variable]) -> Iterator[None]:
     if not divided:
         yield
         return
-    scope = keras.StatelessScope()  # which would compare shapes of what it is given
-    scope.state_mapping.update({id(variable): tf.constant(whole(variable)) for variable in divided})
-    with scope:
+    with scope_of_values(divided, [whole(variable) for variable in divided]):
         yield
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from tfpar.config import ConfigError
 from tfpar.optim import keras_internals
+from tfpar.parallel.split import split_of
 
 import keras
 import tensorflow as tf
@@ -147,18 +148,21 @@ def call_and_then(
     record = _records.open[-1] if _records.open else CallRecord()
     trainable, others = model.trainable_variables, model.non_trainable_variables
     sums = _state_of(record.metrics)
+    given = list(zip(trainable, params, strict=True))
     mapping = [
-        *zip(trainable, params, strict=True),
+        *((variable, value) for variable, value in given if not split_of(variable)),
         *zip(others, state, strict=True),
         *zip(sums, record.metric_sums or [variable.value for variable in sums], strict=True),
     ]
     with _CallScope(mapping, trainable, record) as scope, keras_internals.unscaled_losses():
+        # A part, or all of it where the model is called as a whole: Keras would compare shapes.
+        scope.state_mapping.update({id(variable): value for variable, value in given if split_of(variable)})
         outputs = model(x, training=training) if keras_internals.takes_training(model) else model(x)
         record.outputs = outputs
         losses = list(model.losses)
         result = follow(outputs)
     record.metric_sums = [_outside(scope, variable, None) for variable in sums]
-    new_state = [_outside(scope, variable, given) for variable, given in zip(others, state, strict=True)]
+    new_state = [_outside(scope, variable, value) for variable, value in zip(others, state, strict=True)]
     for index, _ in record.leaves:
         _outside(scope, trainable[index], None)
     return ModelCall(outputs, new_state, losses), result
