@@ -26,6 +26,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import IO
 
+from tfpar.cluster.info import listed
 from tfpar.process.exit_codes import PEER_LOST, exit_peer_lost
 
 import grpc
@@ -42,7 +43,6 @@ _MISSES = 4
 _PROBES = 5
 # Seconds that the watched process gets to end in Python, with its logs written, and then from native code.
 _GRACE_S = 3.0
-_NAMED = 8
 
 
 def probe_servers(addresses: Sequence[str], timeout: float) -> list[bool]:
@@ -120,8 +120,7 @@ def main() -> None:
     order = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with, args=(sys.stdin,), daemon=True).start()
     lost = _first_lost(order["servers"], peer_timeout=order["peer_timeout"], start_timeout=order["start_timeout"])
-    more = f" and {len(lost) - _NAMED} more" if len(lost) > _NAMED else ""
-    line = order["text"].format(", ".join(lost[:_NAMED]) + more)
+    line = order["text"].format(listed(lost))
     print(line, flush=True)
     time.sleep(_GRACE_S)
     # It has not ended, or this process would have. The lines of its log begin with `error: ` too.

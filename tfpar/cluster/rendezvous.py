@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 
 from tfpar.cluster.heartbeat import probe_servers
-from tfpar.cluster.info import ClusterInfo
+from tfpar.cluster.info import ClusterInfo, listed
 from tfpar.cluster.reachability import host_and_port
 from tfpar.process.exit_codes import PeerLostError
 
@@ -51,8 +51,7 @@ def wait_for_all(info: ClusterInfo, timeout: float) -> None:
 
 def format_tasks(info: ClusterInfo, places: Sequence[int]) -> str:
     """`worker 1 (10.0.0.2:2222), worker 3 (10.0.0.4:2222)`, the first eight, by their place in `server_tasks`."""
-    tasks = [f"{info.server_name(place)} ({info.server_addresses[place]})" for place in places]
-    return ", ".join(tasks[:8]) + (f" and {len(tasks) - 8} more" if len(tasks) > 8 else "")
+    return listed([f"{info.server_name(place)} ({info.server_addresses[place]})" for place in places])
 
 
 class _Notices:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import math
 import pathlib
 
 from tfpar import models
@@ -14,7 +13,7 @@ from tfpar.monitor import samples
 from tfpar.monitor.monitor import Monitor
 from tfpar.monitor.run_info import RunInfo, RunOutcome
 from tfpar.optim.keras_internals import all_layers
-from tfpar.parallel.split import shape_of
+from tfpar.parallel.split import whole_elements
 
 import keras
 
@@ -148,8 +147,7 @@ def _input_text(info: RunInfo) -> str:
 
 def _model_text(info: RunInfo) -> str:
     if info.model_summary is None:
-        parameters = sum(math.prod(shape_of(weight)) for weight in info.model.weights)
-        return f"{info.model.name}: {parameters:,} parameters, cost unknown before it runs"
+        return f"{info.model.name}: {whole_elements(info.model.weights):,} parameters, cost unknown before it runs"
     return models.format_summary(info.model_summary, info.model.name)
 
 

@@ -21,7 +21,7 @@ from tfpar.checkpoint.checkpointer import CheckpointError
 from tfpar.checkpoint.model_files import unloadable_parts
 from tfpar.monitor.monitor import Monitor
 from tfpar.monitor.run_info import RunInfo, RunOutcome
-from tfpar.parallel.split import assign_whole, shape_of, split_of, whole, wholes_of
+from tfpar.parallel.split import assign_whole, split_of, whole, whole_elements, wholes_of
 
 import keras
 import numpy as np
@@ -90,7 +90,7 @@ def summary(info: RunInfo, outcome: RunOutcome, monitor: Monitor, params_sha256:
         "skipped_validation_examples": _skipped_validation_examples(info, outcome),
         "failed_checkpoints": [*outcome.failed_checkpoints],
         "failed_writes": [*monitor.failures],
-        "parameters": sum(math.prod(shape_of(weight)) for weight in info.model.weights),
+        "parameters": whole_elements(info.model.weights),
     }
 
 

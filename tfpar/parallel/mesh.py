@@ -7,7 +7,6 @@ of one replica are divided. The model axis is the innermost: its devices belong 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 
 from tfpar.config import ConfigError, ExperimentConfig
 
@@ -31,12 +30,6 @@ class Mesh:
     def devices(self) -> int:
         """All devices."""
         return self.data * self.model
-
-    def __str__(self) -> str:
-        return ",".join(f"{axis}:{size}" for axis, size in self._sizes() if size > 1) or "data:1"
-
-    def _sizes(self) -> Iterator[tuple[str, int]]:
-        return ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
 
 
 def parse_sizes(text: str) -> dict[str, int]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Sequence
 from typing import Any
 
 from tfpar.optim import keras_internals
@@ -74,6 +75,11 @@ def shape_of(variable: keras.Variable) -> tuple[int, ...]:
     """The shape of the whole variable."""
     split, shape = split_of(variable), tuple(variable.shape)
     return split.whole_shape(shape) if split else shape
+
+
+def whole_elements(variables: Sequence[keras.Variable]) -> int:
+    """Number of elements of the whole variables."""
+    return sum(math.prod(shape_of(variable)) for variable in variables)
 
 
 def whole(variable: keras.Variable, replica: int = 0) -> np.ndarray:
@@ -148,15 +154,10 @@ def scope_of_values(variables: Sequence[keras.Variable], values: Sequence[Any]) 
     return scope
 
 
-@contextlib.contextmanager
-def wholes_of(variables: Sequence[keras.Variable]) -> Iterator[None]:
-    """Makes divided variables have the values of the whole wherever they are read in this context."""
+def wholes_of(variables: Sequence[keras.Variable]) -> contextlib.AbstractContextManager[Any]:
+    """A context in which divided variables have the values of the whole wherever they are read."""
     divided = [variable for variable in variables if split_of(variable)]
-    if not divided:
-        yield
-        return
-    with scope_of_values(divided, [whole(variable) for variable in divided]):
-        yield
+    return scope_of_values(divided, [whole(variable) for variable in divided]) if divided else contextlib.nullcontext()
 
 
 def _parts(variable: keras.Variable, replica: int = 0) -> Sequence[Any]:

@@ -50,16 +50,12 @@ def _column(place: Place, layer: Any, plain: Callable[..., Any], inputs: Any, *a
 
 def _row(place: Place, layer: Any, plain: Callable[..., Any], inputs: Any, *_: Any, **__: Any) -> Any:
     del plain
-    return _biased_and_activated(layer, place.leave(_product(layer, inputs)))
+    return _activated(layer, _biased(layer, place.leave(_product(layer, inputs))))
 
 
 def _gathered(place: Place, layer: Any, plain: Callable[..., Any], inputs: Any, *_: Any, **__: Any) -> Any:
     del plain
-    outputs = _product(layer, place.enter(inputs))
-    if layer.bias is not None:
-        outputs = ops.add(outputs, layer.bias)
-    outputs = place.gather(outputs)
-    return outputs if layer.activation is None else layer.activation(outputs)
+    return _activated(layer, place.gather(_biased(layer, _product(layer, place.enter(inputs)))))
 
 
 def _heads(place: Place, layer: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -109,14 +105,18 @@ _CALLS: dict[str, Callable[..., Any]] = {
 }
 
 
+# The three steps of Keras 3.15's Dense and EinsumDense.
+
+
 def _product(layer: Any, inputs: Any) -> Any:
     if isinstance(layer, keras.layers.EinsumDense):
         return ops.einsum(layer.equation, inputs, layer.kernel)
     return ops.matmul(inputs, layer.kernel)
 
 
-def _biased_and_activated(layer: Any, outputs: Any) -> Any:
-    """As Keras 3.15's Dense and EinsumDense go on after the product."""
-    if layer.bias is not None:
-        outputs = ops.add(outputs, layer.bias)
+def _biased(layer: Any, outputs: Any) -> Any:
+    return outputs if layer.bias is None else ops.add(outputs, layer.bias)
+
+
+def _activated(layer: Any, outputs: Any) -> Any:
     return outputs if layer.activation is None else layer.activation(outputs)

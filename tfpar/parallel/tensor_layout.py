@@ -130,7 +130,7 @@ class _Finder:
         if self._divide_heads(layer):
             return
         if own := getattr(layer, "tensor_layout", None):
-            self._take_all(own(), self._size)
+            self._take_all(own())
         elif isinstance(layer, keras.layers.Embedding):
             self._take_unasked(layer, VOCABULARY)
         else:
@@ -149,7 +149,7 @@ class _Finder:
             pair = chain[first], chain[second]
             if not {*map(id, pair)} & (self.found.keys() | self._asked):
                 between = dict.fromkeys(chain[first + 1 : second], OWN_NUMBERS)
-                self._take_all({pair[0]: COLUMN, **between, pair[1]: ROW}, self._size)
+                self._take_all({pair[0]: COLUMN, **between, pair[1]: ROW})
 
     def take_large(self) -> None:
         """Gathers the outputs of Dense layers that nothing else is known of."""
@@ -165,12 +165,12 @@ class _Finder:
             return False
         projections = {children[name]: COLUMN for name in (*_ATTENTION[:-1], "gate") if name in children}
         masked = {child: OWN_NUMBERS for child in inner if isinstance(child, keras.layers.Dropout)}
-        self._take_all({**projections, children[_ATTENTION[-1]]: ROW, layer: HEADS, **masked}, self._size)
+        self._take_all({**projections, children[_ATTENTION[-1]]: ROW, layer: HEADS, **masked})
         return True
 
-    def _take_all(self, ways: Mapping[keras.layers.Layer, str], size: int) -> None:
+    def _take_all(self, ways: Mapping[keras.layers.Layer, str]) -> None:
         """Divides all of these layers or, where one of them cannot be, none."""
-        layouts = {id(layer): (layer, _layout(layer, way, size)) for layer, way in ways.items()}
+        layouts = {id(layer): (layer, _layout(layer, way, self._size)) for layer, way in ways.items()}
         if self._asked & layouts.keys() or any(layout is None for _, layout in layouts.values()):
             return
         self.found |= {key: (layer, layout) for key, (layer, layout) in layouts.items() if layout}

@@ -24,6 +24,7 @@ from tfpar.optim.keras_internals import is_seed_state
 from tfpar.optim.pure_update import pure_apply
 from tfpar.parallel import replica
 from tfpar.parallel.compilation import compilation_plan
+from tfpar.parallel.split import whole_tensor
 from tfpar.precision import LossScale
 from tfpar.precision import update as update_loss_scale
 from tfpar.training import norms, sidecar
@@ -209,8 +210,9 @@ class TrainStep:
 
     def weights_vector(self) -> tf.Tensor:
         """A copy of all trainable weights as one float32 vector."""
-        local = [self._local(variable.value)[0] for variable in self.core.model.trainable_variables]
-        return tf.concat([tf.cast(tf.reshape(variable, [-1]), tf.float32) for variable in local], axis=0)
+        variables = self.core.model.trainable_variables
+        values = [whole_tensor(variable, self._local(variable.value)[0]) for variable in variables]
+        return tf.concat([tf.cast(tf.reshape(value, [-1]), tf.float32) for value in values], axis=0)
 
     def learning_rate(self, step: tf.Tensor, lr_multiplier: tf.Tensor) -> tf.Tensor:
         """The learning rate of a step (int64 scalar), float32 scalar: the schedule's, or the optimizer's own."""
@@ -254,11 +256,13 @@ class TrainStep:
         totals = self.core.objective.totals
         if not totals.needs_scales:
             return None
+        return totals.scales(self._total_denominators(params, state, batch))
+
+    def _total_denominators(self, params: Tensors, state: Tensors, batch: Any) -> tf.Tensor:
+        """`Core.denominators`, summed over all replicas."""
         context = tf.distribute.get_replica_context()
         sums = self._denominators(params, state, batch)
-        if context.num_replicas_in_sync > 1:
-            sums = context.all_reduce(tf.distribute.ReduceOp.SUM, sums)
-        return totals.scales(sums)
+        return context.all_reduce(tf.distribute.ReduceOp.SUM, sums) if context.num_replicas_in_sync > 1 else sums
 
     def _contribution(
         self,

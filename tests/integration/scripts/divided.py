@@ -15,6 +15,8 @@ import sys
 from typing import Any
 
 import tfpar
+from tests.integration.scripts import sharded
+from tests.integration.scripts.sharded import EXAMPLES, STEPS
 from tfpar import models
 from tfpar.config import StrategyConfig
 from tfpar.models import TaskSpec
@@ -25,21 +27,8 @@ from tfpar.parallel.topology import choose_topology
 import keras
 import numpy as np
 
-EXAMPLES, BATCH, STEPS = 90, 16, 30  # the last batch of a pass has 10 examples
 VOCABULARY, POSITIONS = 32, 8
-COMMON = {
-    "global_batch_size": BATCH,
-    "uneven_batches": True,
-    "optimizer": "adamw",
-    "learning_rate": 0.01,
-    "schedule": "cosine",
-    "weight_decay": 0.1,
-    "weight_decay_exclude": "bias,norm",
-    "clip_norm": 0.5,
-    "exchange": "none",
-    "jit_compile": "false",
-    "verbose": 0,
-}
+COMMON = {**sharded.COMMON, "optimizer": "adamw", "jit_compile": "false"}
 
 
 def dense() -> keras.Model:

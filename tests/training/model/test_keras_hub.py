@@ -20,6 +20,12 @@ def tokens():
     return {"token_ids": np.random.default_rng(0).integers(1, WORDS, mask.shape).astype(np.int32), "padding_mask": mask}
 
 
+def next_tokens():
+    """Inputs, labels and weights of a causal language model."""
+    x = tokens()
+    return x, np.roll(x["token_ids"], -1, 1), x["padding_mask"].astype(np.float32)
+
+
 def classes():
     return np.random.default_rng(1).integers(0, CLASSES, EXAMPLES).astype(np.int32)
 
@@ -35,9 +41,7 @@ def gpt2():
         max_sequence_length=LENGTH,
         dropout=0.0,
     )
-    x = tokens()
-    weight = x["padding_mask"].astype(np.float32)
-    return keras_hub.models.GPT2CausalLM(backbone), x, np.roll(x["token_ids"], -1, 1), weight
+    return keras_hub.models.GPT2CausalLM(backbone), *next_tokens()
 
 
 def bert():
@@ -65,9 +69,7 @@ def llama():
         intermediate_dim=16,
         dropout=0.0,
     )
-    x = tokens()
-    weight = x["padding_mask"].astype(np.float32)
-    return keras_hub.models.LlamaCausalLM(backbone), x, np.roll(x["token_ids"], -1, 1), weight
+    return keras_hub.models.LlamaCausalLM(backbone), *next_tokens()
 
 
 def resnet():

@@ -13,7 +13,7 @@ from tfpar.exchange import DevicesOfReplica
 from tfpar.optim.optimizers import ELEMENTWISE
 from tfpar.parallel import strategies, tensor_layout
 from tfpar.parallel.model_axis import ModelAxis
-from tfpar.parallel.split import move_to_devices, shape_of, split_of
+from tfpar.parallel.split import move_to_devices, split_of, whole_elements
 from tfpar.parallel.tensor_calls import divide_calls
 from tfpar.training.core import Core
 from tfpar.training.model.building import Original, build_model
@@ -135,7 +135,7 @@ def check_divided(optimizer: keras.optimizers.Optimizer, core: Core) -> None:
 
 
 def _describe(model: keras.Model, axis: ModelAxis, layouts: tensor_layout.Layouts) -> str:
-    whole = sum(math.prod(shape_of(variable)) for variable in model.trainable_variables)
+    whole = whole_elements(model.trainable_variables)
     own = sum(math.prod(variable.shape) for variable in model.trainable_variables)
     ways = [layout.way for _, layout in layouts.values()]
     counts = ", ".join(f"{ways.count(way)} {way}" for way in tensor_layout.WAYS if way in ways)

@@ -14,7 +14,7 @@ from typing import Any
 from tfpar.config import ConfigError
 from tfpar.parallel import replica
 from tfpar.parallel.model_axis import ModelAxis, Place
-from tfpar.parallel.split import split_of, whole_tensor
+from tfpar.parallel.split import split_of
 from tfpar.training.norms import l2_norm
 from tfpar.training.objective import Tensors
 from tfpar.training.step import TrainStep
@@ -42,13 +42,6 @@ class DividedStep(TrainStep):
         """The next batch: all devices of a replica get the same."""
         return replica.next_batch(self.strategy, iterator, model_devices=self._axis.size)
 
-    def weights_vector(self) -> tf.Tensor:
-        """A copy of all trainable weights as one float32 vector, divided ones joined."""
-        local = [
-            whole_tensor(variable, self._local(variable.value)[0]) for variable in self.core.model.trainable_variables
-        ]
-        return tf.concat([tf.cast(tf.reshape(value, [-1]), tf.float32) for value in local], axis=0)
-
     def _make_programs(self) -> None:
         super()._make_programs()
         self._norm: Callable[[Tensors], tf.Tensor] = self._whole_norm
@@ -56,13 +49,9 @@ class DividedStep(TrainStep):
     def _replica_number(self, context: tf.distribute.ReplicaContext) -> tf.Tensor:
         return tf.convert_to_tensor(context.replica_id_in_sync_group) // self._axis.size
 
-    def _loss_scales(self, params: Tensors, state: Tensors, batch: Any) -> tf.Tensor | None:
-        totals = self.core.objective.totals
-        if not totals.needs_scales:
-            return None
+    def _total_denominators(self, params: Tensors, state: Tensors, batch: Any) -> tf.Tensor:
         with self._axis.on_own_device():
-            sums = self._denominators(params, state, batch)
-        return totals.scales(self.exchange.sum_vector(sums))
+            return self.exchange.sum_vector(self._denominators(params, state, batch))
 
     def _contribution(
         self,
