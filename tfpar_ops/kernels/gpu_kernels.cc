@@ -9,11 +9,11 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "tensorflow/core/framework/op_kernel.h"
-#include "tensorflow/core/platform/stream_executor.h"
 #include "tfpar_ops/core/codec.h"
 #include "tfpar_ops/core/cuda/codec_cuda.h"
 #include "tfpar_ops/kernels/arguments.h"
 #include "tfpar_ops/kernels/codec_kernels.h"
+#include "xla/stream_executor/stream.h"  // stream_executor.h needs headers of LLVM, which TensorFlow 2.19 leaves out
 
 // Of the CUDA runtime, whose headers this file does without; the argument is an enum, passed as int.
 extern "C" const char* cudaGetErrorString(int error);
