@@ -13,19 +13,34 @@ os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
 os.environ.pop("TF_CONFIG", None)
 
+from tests.repeats import repeats
+
 import keras
 import pytest
 import tensorflow as tf
 
 LOGICAL_CPUS = 4
+ALL_TESTS = 5000  # fewer are a selection
 
 
 def pytest_configure() -> None:
     gc.freeze()  # the 300,000 objects of TensorFlow and Keras, which every collection would go through
+    gc.set_threshold(20_000, 20, 50)  # tracing makes millions of objects, few of them garbage
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(
         cpu, [tf.config.LogicalDeviceConfiguration() for _ in range(LOGICAL_CPUS)]
     )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks what `make test` leaves out; of all tests, each must be there."""
+    left = repeats()
+    for item in items:
+        if item.nodeid in left:
+            item.add_marker(pytest.mark.proof)
+            left.discard(item.nodeid)
+    if left and len(items) > ALL_TESTS:
+        raise pytest.UsageError(f"tests/repeats.py names no test: {', '.join(sorted(left))}")
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,85 @@
+"""Cases that show at another size, or in another way, what a case beside them shows.
+
+They take a good part of the time of all tests. `make test` leaves them out, like everything marked `proof`; `make
+proofs` runs them.
+"""
+
+from __future__ import annotations
+
+REPEATS = {
+    "tests/checkpoint/test_model_files.py::test_a_language_model_loads_after_import_tfpar": (
+        "import keras; import tfpar",
+        "import tfpar; tfpar.DistributedOptimizer; import keras",
+    ),
+    "tests/drop_in/test_drop_in.py::test_saved_it_loads_as_the_plain_optimizer_and_goes_on": ("<lambda>1", "<lambda>3"),
+    "tests/faults/test_partition.py::test_heartbeats_do_not_wait_behind_gradients": (),
+    "tests/guards/test_bad_examples.py::test_skip_counts_the_same_in_every_layout": ("one_device-memory",),
+    "tests/guards/test_interruption.py::test_ctrl_c_ends_a_run_with_a_line_on_how_to_resume": ("launcher0",),
+    "tests/inputs/test_bad_records.py::test_damaged_images_are_named_or_skipped": ("memory",),
+    "tests/inputs/test_bad_records.py::test_damaged_tfds_records_are_named_or_skipped": ("tfrecord",),
+    "tests/inputs/test_bad_records.py::test_damaged_tfrecords_are_named_or_skipped": ("none",),
+    "tests/integration/test_exchange.py::test_sums_over_workers": ("2-1", "5-1", "8-1"),
+    "tests/integration/test_experiments.py::test_a_stopped_and_resumed_run_gives_the_bits_of_one_that_was_not": (
+        "1-exchanges0-True",
+        "2-exchanges2-False",
+    ),
+    "tests/integration/test_language_model.py::test_held_out_files_take_few_bits_per_byte": ("2-60-4.0",),
+    "tests/integration/test_multi_worker.py::test_two_workers_equal_one_device": ("1-4", "2-1"),
+    "tests/integration/test_readme.py::test_alone": (),
+    "tests/integration/test_readme.py::test_objects_made_too_early_are_a_plain_error": ("2",),
+    "tests/integration/test_sharded.py::test_three_workers_equal_one_device": (),
+    "tests/integration/test_sharded.py::test_devices_that_divide_the_state_equal_one": ("lamb",),
+    "tests/integration/test_wire_bytes.py::test_the_counter_of_the_interface_agrees_with_the_formula": (
+        "3-exchanges1",
+    ),
+    "tests/launch/test_hosts.py::test_the_printed_commands_run": ("1",),
+    "tests/models/test_families.py::test_gradients_are_the_same_with_and_without_xla": ("resnet50", "convnet"),
+    "tests/models/test_summary.py::test_costs_match_published_models": ("vit_base-86567656-35.1",),
+    "tests/tfpar_ops/test_formats.py::test_a_new_format_works_with_nothing_else_changed": (),
+    "tests/training/loops/test_hooks.py::test_hooks_change_nothing_but_what_they_say": ("1",),
+    "tests/training/loops/test_keras_callbacks.py::test_calls_and_logs_are_those_of_keras": (
+        "Recorder-2",
+        "BatchRecorder-1",
+    ),
+    "tests/training/loops/test_keras_callbacks.py::test_the_callbacks_that_people_use": ("1",),
+    "tests/training/model/test_building.py::test_layers_are_frozen_and_unfrozen_between_two_fits": ("1",),
+    "tests/training/model/test_foreign_models.py::test_three_steps_give_the_numbers_of_fit": ("mobile_net",),
+    "tests/training/model/test_keras_hub.py::test_an_epoch_gives_the_numbers_of_fit": ("bert-model:2",),
+    "tests/training/model/test_precision.py::test_float8_layers_train_as_in_keras": ("1-True",),
+    "tests/training/model/test_precision.py::test_mixed_float16_trains_with_every_optimizer": (
+        *("adadelta", "adagrad", "adam", "adamax", "ftrl", "lars", "lion", "nadam", "rmsprop"),
+    ),
+    "tests/training/model/test_precision.py::test_micro_batches_keep_the_maximum_of_float8_statistics": ("True",),
+    "tests/training/model/test_recompute.py::test_a_run_ends_with_the_same_weights": ("options1",),
+    "tests/training/model/test_recompute.py::test_loss_gradients_and_state_stay": (
+        "attention_with_masks_and_dropout-blocks-blocks1-True",
+        "convolutions_with_batch_statistics-blocks-blocks4-True",
+    ),
+    "tests/training/test_evaluation.py::test_equals_keras_evaluate": ("1-False", "3-True"),
+    "tests/training/test_evaluation.py::test_evaluation_has_batches_of_its_own_and_may_be_cut_short_during_training": (
+        "1",
+    ),
+    "tests/training/test_evaluation.py::test_moving_averages_are_saved_and_the_run_keeps_its_own_weights": ("1",),
+    "tests/training/test_evaluation.py::test_moving_averages_are_what_is_evaluated": ("1",),
+    "tests/training/test_goals.py::test_a_mask_on_outputs": ("xla",),
+    "tests/training/test_goals.py::test_a_model_without_labels_that_adds_its_loss": ("1",),
+    "tests/training/test_goals.py::test_outputs_of_different_denominators": ("xla",),
+    "tests/training/test_goals.py::test_two_heads_by_name": ("xla",),
+    "tests/training/test_layouts.py::test_mirrored_equals_one_device": ("2-1", "3-4"),
+    "tests/training/test_pipeline.py::test_stages_are_xla_programs": ("options1",),
+    "tests/training/test_pipeline.py::test_thirty_steps_equal_one_device": ("vit-2-options3",),
+    "tests/training/test_step.py::test_several_updates_a_call_equal_single_ones": ("False-2", "True-1"),
+    "tests/training/test_streams.py::test_a_run_resumes_where_it_stopped_in_the_stream": ("1",),
+    "tests/training/test_streams.py::test_trains_and_evaluates_as_arrays_and_as_keras_do": ("1",),
+    "tests/training/test_tensor_parallel.py::test_micro_batches": ("model:2",),
+    "tests/training/test_tensor_parallel.py::test_thirty_steps_equal_one_device": ("vit-4-0.6",),
+    "tests/training/test_trainer.py::test_stopped_and_resumed_gives_the_bits_of_a_run_that_was_not": ("plateau",),
+    "tests/training/test_trainer.py::test_the_training_loss_is_that_of_the_last_epoch_also_after_resuming_with_more": (
+        "1000",
+    ),
+}
+
+
+def repeats() -> set[str]:
+    """The ids of these cases."""
+    return {f"{name}[{case}]" if case else name for name, cases in REPEATS.items() for case in (cases or ("",))}
