@@ -36,7 +36,8 @@ FLAG_NAMES = {
     "model": "model model_args",
     "input": "dataset data_dir global_batch_size shard_by remainder uneven_batches shuffle sequence_length "
     "validation_fraction image_size resize crop augment cache on_bad_record prefetch input_threads data_service",
-    "strategy": "strategy devices mesh tpu peer_timeout start_timeout stall_timeout",
+    "strategy": "strategy devices mesh stages stages_per_device pipeline_schedule tpu peer_timeout start_timeout "
+    "stall_timeout",
     "exchange": "exchange exchange_retune_every",
     "precision": "precision tf32 initial_loss_scale loss_scale_growth_steps",
     "optimizer": "optimizer optimizer_args learning_rate base_batch_size weight_decay weight_decay_exclude clip_norm "
@@ -238,7 +239,7 @@ def test_log_is_quiet_unless_asked(script: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--step=3"], "unknown flag --step. Did you mean --steps?"),
+        (["--step=3"], "unknown flag --step. Did you mean --steps or --stages?"),
         (["--qqq"], "unknown flag --qqq. --help lists"),
         (["--nostrategy"], "--strategy is not a switch; give it a value, as in --strategy=auto"),
         (["--steps=ten"], "--steps=ten: not a whole number."),

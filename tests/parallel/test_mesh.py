@@ -19,6 +19,10 @@ import pytest
         ("model:3, data:2", 2, 3, Mesh(data=2, model=3)),
         ("data:1", 1, 4, Mesh(data=1, model=4)),
         ("model:2", 1, 4, Mesh(data=2, model=2)),
+        ("pipeline:2", 1, 2, Mesh(pipeline=2)),
+        ("pipeline:2", 2, 4, Mesh(data=4, pipeline=2)),
+        ("data:2,pipeline:2", 1, 4, Mesh(data=2, pipeline=2)),
+        ("pipeline:2,model:2", 1, 8, Mesh(data=2, pipeline=2, model=2)),
     ],
 )
 def test_sizes(text, workers, devices, mesh):
@@ -35,10 +39,12 @@ def test_sizes(text, workers, devices, mesh):
             "data:1,model:4",
             "a replica must lie within a worker, .* --mesh=data:2,model:2, or start 1 workers with",
         ),
-        ("pipeline:2", "there is no 'pipeline' axis yet. The axes are data, model"),
+        ("data:1,pipeline:4", "a replica must lie within a worker, .* --mesh=data:2,pipeline:2, or start 1 workers"),
+        ("data:2,pipeline:1", "a mesh of 2 devices"),
+        ("sequence:2", "there is no 'sequence' axis yet. The axes are data, pipeline, model"),
         ("model", "'model' is not AXIS:SIZE"),
         ("model:0", "a size of at least 1"),
-        ("rows:2", "'rows:2' is not AXIS:SIZE with one of the axes data, model"),
+        ("rows:2", "'rows:2' is not AXIS:SIZE with one of the axes data, pipeline, model"),
         ("data:2,data:2", "once each"),
     ],
 )
@@ -60,6 +66,16 @@ def test_a_model_axis_is_reason_enough_for_several_devices():
 @pytest.mark.parametrize("option", [{"shard": "optimizer"}, {"exchange_retune_every": 5}])
 def test_options_that_a_model_axis_does_not_go_with(option):
     config = ExperimentConfig.from_flat_dict({"mesh": "model:2", **option})
-    check_beside_mesh(config, 1)
+    check_beside_mesh(config, Mesh(data=2))
     with pytest.raises(ConfigError, match=f"--{next(iter(option))}=.* does not work yet with --mesh=model:2"):
-        check_beside_mesh(config, 2)
+        check_beside_mesh(config, Mesh(model=2))
+    with pytest.raises(ConfigError, match=f"--{next(iter(option))}=.* does not work yet"):
+        check_beside_mesh(config, Mesh(pipeline=2))
+
+
+def test_pipelines_have_options_of_their_own():
+    for option in ({"stages": "block2"}, {"stages_per_device": 2}):
+        config = ExperimentConfig.from_flat_dict(option)
+        check_beside_mesh(config, Mesh(pipeline=2))
+        with pytest.raises(ConfigError, match=f"--{next(iter(option))}=.* is for pipelines"):
+            check_beside_mesh(config, Mesh(model=2))

@@ -12,7 +12,6 @@ from tfpar.config.input_section import InputConfig
 from tfpar.config.sections import (
     CUSTOM,
     PRECISIONS,
-    STRATEGIES,
     CheckpointConfig,
     ExchangeConfig,
     ModelConfig,
@@ -20,9 +19,9 @@ from tfpar.config.sections import (
     OptimizerConfig,
     PrecisionConfig,
     ScheduleConfig,
-    StrategyConfig,
     TrainConfig,
 )
+from tfpar.config.strategy_section import STRATEGIES, StrategyConfig
 from tfpar.config.trainer_options import TrainerOptions
 
 __all__ = [

@@ -20,9 +20,9 @@ from tfpar.config.sections import (
     OptimizerConfig,
     PrecisionConfig,
     ScheduleConfig,
-    StrategyConfig,
     TrainConfig,
 )
+from tfpar.config.strategy_section import StrategyConfig
 
 SECTIONS: Mapping[str, type[ConfigBase]] = {
     "model": ModelConfig,

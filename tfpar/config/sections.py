@@ -16,7 +16,6 @@ from typing import Any
 from tfpar.config.errors import ConfigError
 from tfpar.config.fields import ConfigBase, option, parse_arguments
 
-STRATEGIES = ("auto", "one_device", "mirrored", "multi_worker", "parameter_server", "tpu")
 # Stands for a name where a program passed its own model, optimizer or data set.
 CUSTOM = "custom"
 PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16")
@@ -36,66 +35,6 @@ class ModelConfig(ConfigBase):
     def arguments(self) -> dict[str, Any]:
         """`model_args` as keyword arguments."""
         return parse_arguments("--model_args", self.model_args, example="width=64,activation=gelu")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StrategyConfig(ConfigBase):
-    """Where the computation runs."""
-
-    strategy: str = option(
-        "auto",
-        "How replicas are laid out. 'auto' uses a TPU if there is one, else the cluster in TF_CONFIG, else all GPUs, "
-        "else the CPU.",
-        choices=STRATEGIES,
-        may_change_on_resume=True,
-        per_host=True,
-    )
-    devices: int = option(
-        0,
-        "Devices (replicas) per worker. 0: all GPUs, or one CPU device. Without GPUs, N splits the CPU into N logical "
-        "devices.",
-        minimum=0,
-        may_change_on_resume=True,
-        per_host=True,
-    )
-    mesh: str = option(
-        "",
-        "How devices are laid out, as in data:2,model:4. The data axis has replicas; the model axis has the devices of "
-        "a worker among which a replica's weights are divided (tensor parallelism). Empty: each device is a replica.",
-        may_change_on_resume=True,
-    )
-    tpu: str = option(
-        "",
-        "Name or address of the TPU. Empty: taken from the environment; 'local' on a TPU VM.",
-        may_change_on_resume=True,
-        per_host=True,
-    )
-    peer_timeout: float = option(
-        30.0,
-        "Seconds after which a worker or parameter server that does not answer counts as lost; all other workers (with "
-        "parameter_server, the chief) then end with an error that names it. Slow workers (compiling, evaluating) still "
-        "answer.",
-        minimum=8.0,
-        may_change_on_resume=True,
-        per_host=True,
-    )
-    start_timeout: float = option(
-        600.0,
-        "Seconds that workers and parameter servers wait for each other at the start.",
-        minimum=1.0,
-        may_change_on_resume=True,
-        per_host=True,
-    )
-    stall_timeout: float = option(
-        1800.0,
-        "Seconds in which a worker must make progress. A worker that does not, because of a deadlock for example, "
-        "prints where it hangs and exits. The first step, an evaluation and a checkpoint may each take 5 times as "
-        "long. 0: no limit.",
-        minimum=0.0,
-        maximum=1e7,
-        may_change_on_resume=True,
-        per_host=True,
-    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -82,8 +82,22 @@ class TrainerOptions(TypedDict, total=False):
     devices."""
 
     mesh: str
-    """How devices are laid out, as in data:2,model:4. The data axis has replicas; the model axis has the devices of a
-    worker among which a replica's weights are divided (tensor parallelism). Empty: each device is a replica."""
+    """How devices are laid out, as in data:2,pipeline:2 or data:2,model:4. The data axis has replicas. The devices of a
+    replica belong to one worker: the pipeline axis has stages, which hold consecutive layers and work on one
+    micro-batch after the other (--accumulate_steps); on the model axis, the weights of layers are divided (tensor
+    parallelism). Empty: each device is a replica."""
+
+    stages: str
+    """Where the stages of a pipeline begin, from the second on: regular expressions, searched in the paths of layers in
+    the order in which they run, as in 'block4,block8'. Empty: stages of about equal FLOPs, cut where little crosses."""
+
+    stages_per_device: int
+    """Stages of a pipeline that each device holds, dealt out in turn (interleaved schedule): the pipeline fills and
+    empties faster, and more tensors travel."""
+
+    pipeline_schedule: Literal["1f1b", "gpipe"]
+    """When the stages of a pipeline work on a micro-batch: 1f1b starts as many as keep all stages busy, and the next
+    when the backward pass of one is done; gpipe starts all at once, and keeps the activations of all."""
 
     tpu: str
     """Name or address of the TPU. Empty: taken from the environment; 'local' on a TPU VM."""

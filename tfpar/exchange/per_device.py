@@ -1,7 +1,7 @@
 """The exchange of replicas that are several devices each.
 
-Each place in a replica has parts of its own, which are summed over the devices of the same place in all replicas: first
-over those of a worker, then over the workers.
+Each place in a replica has parts or variables of its own, which are summed over the devices of the same place in all
+replicas: first over those of a worker, then over the workers.
 """
 
 from __future__ import annotations
@@ -30,21 +30,57 @@ class DevicesOfReplica(NamedTuple):
     """How several devices hold a replica.
 
     Attributes:
-      devices: Number of them.
-      divided: Indices of the variables of which each device has a part. Of all others each has all.
+      indices: For each place, the variables that it exchanges.
+      programs: For each place, which of the programs that the strategy runs for a replica has its gradients.
+      devices: For each place, the device of this worker's first replica; empty where those are the strategy's.
     """
 
-    devices: int
-    divided: Sequence[int]
+    indices: Sequence[Sequence[int]]
+    programs: Sequence[int]
+    devices: Sequence[str] = ()
+
+
+def places_that_divide(divided: Sequence[int], variables: int, size: int) -> DevicesOfReplica:
+    """Devices each of which has parts of some variables, and a copy of all others, which the first place exchanges.
+
+    Args:
+      divided: Indices of the variables that are divided.
+      variables: Number of all.
+      size: Number of devices.
+    """
+    return DevicesOfReplica([list(range(variables)), *[list(divided)] * (size - 1)], range(size))
+
+
+def places_in_turn(
+    stages: Sequence[int], devices: Sequence[Sequence[str]], divided: Sequence[int] = ()
+) -> DevicesOfReplica:
+    """Devices each of which has the variables of some stages, or parts of them.
+
+    Args:
+      stages: For each variable, the number of its device within a program.
+      devices: For each program of this worker's first replica, its devices.
+      divided: Indices of the variables of which each program has a part. All have copies of the others, which the
+        first program exchanges.
+    """
+    found = []
+    for program, row in enumerate(devices):
+        for stage, device in enumerate(row):
+            own = [index for index, where in enumerate(stages) if where == stage and (not program or index in divided)]
+            if own:
+                found.append((own, program, device))
+    indices, programs, names = zip(*found, strict=True)
+    return DevicesOfReplica(indices, programs, names)
 
 
 class PerDeviceReducer(Reducer):
-    """Sums the gradients of each place in a replica. What is whole travels once, from the first place.
+    """Sums the gradients of each place in a replica. What several places have travels once, from the first.
 
     Args:
       reducers: One for each place, of the tensors in `indices`; all with the same exchange.
-      indices: The tensors of each place: of the first, all.
-      devices: Names of this worker's devices; those of a replica lie side by side.
+      indices: The tensors of each place.
+      devices: For each place, the device of this worker's first replica.
+      programs: See `DevicesOfReplica`.
+      replicas: Replicas of this worker.
       groups: For each place, the devices of the first replica of each worker.
     """
 
@@ -53,12 +89,14 @@ class PerDeviceReducer(Reducer):
         reducers: Sequence[DenseReducer | CompressedReducer],
         indices: Sequence[Sequence[int]],
         devices: Sequence[str],
+        programs: Sequence[int],
+        replicas: int,
         groups: Sequence[Group],
     ) -> None:
         self._reducers, self._indices = list(reducers), [list(each) for each in indices]
         self._devices, self._groups = list(devices), list(groups)
-        self._workers = groups[0].size
-        self._alone = self._workers == 1 and len(devices) == len(reducers)
+        self._programs, self._workers = list(programs), groups[0].size
+        self._alone = self._workers == 1 and replicas == 1
         self._instances = [allocate_instance_keys(1, group)[0] for group in groups]
 
     @property
@@ -98,9 +136,15 @@ class PerDeviceReducer(Reducer):
                     vector = self._local_sum(strategy, sidecar, place)[: _DECISIVE if place else None]
                     reduced, vector = reducer.reduce_on_device(own, vector, should_apply)
                 results.append((dict(zip(self._indices[place], reduced, strict=True)), vector))
-            everything, vector = results[0]
-            by_place = [{**everything, **parts} for parts, _ in results]
-            sums = [([found[index] for index in range(len(gradients))], vector) for found in by_place]
+            everything: dict[int, Gradient] = {}
+            for parts, _ in reversed(results):
+                everything |= parts
+            sums = []
+            for program in range(self._per_replica):
+                found = dict(everything)
+                for number, (parts, _) in zip(self._programs, results, strict=True):
+                    found |= parts if number == program else {}
+                sums.append(([found[index] for index in range(len(gradients))], results[0][1]))
             return self._dealt_out(strategy, sums)
 
         return replica_context().merge_call(merged, args=(*gradients, sidecar))
@@ -110,24 +154,31 @@ class PerDeviceReducer(Reducer):
 
         def merged(strategy: tf.distribute.Strategy, value: Any) -> Any:
             sums = []
-            for place, (group, instance) in enumerate(zip(self._groups, self._instances, strict=True)):
+            for program in range(self._per_replica):
+                place = self._programs.index(program)
                 with tf.device(self._devices[place]):
-                    sums.append(group.all_reduce(self._local_sum(strategy, value, place), instance))
+                    own = self._local_sum(strategy, value, place)
+                    sums.append(self._groups[place].all_reduce(own, self._instances[place]))
             return self._dealt_out(strategy, sums)
 
         return replica_context().merge_call(merged, args=(vector,))
 
     def _local_sum(self, strategy: tf.distribute.Strategy, value: Any, place: int) -> tf.Tensor:
         """What the devices of a place have in this worker's replicas, added up in their order."""
-        total, *others = strategy.experimental_local_results(value)[place :: self.devices]
+        total, *others = strategy.experimental_local_results(value)[self._programs[place] :: self._per_replica]
         for other in others:
             total = total + other
         return total
 
-    def _dealt_out(self, strategy: tf.distribute.Strategy, by_place: Sequence[Any]) -> Any:
+    def _dealt_out(self, strategy: tf.distribute.Strategy, by_program: Sequence[Any]) -> Any:
         return strategy.experimental_distribute_values_from_function(
-            lambda context: by_place[context.replica_id_in_sync_group % self.devices]
+            lambda context: by_program[context.replica_id_in_sync_group % self._per_replica]
         )
+
+    @property
+    def _per_replica(self) -> int:
+        """Programs that the strategy runs for a replica."""
+        return max(self._programs) + 1
 
     def bytes_per_step(self, replicas: int, sidecar_length: int) -> Traffic:
         """Bytes of the exchanges of all places of a worker."""
@@ -207,14 +258,15 @@ def per_device_reducer(
       seed: Seed of stochastic rounding.
       replica: How they hold a replica.
     """
-    devices = strategy.extended.worker_devices
-    groups = [group_of_place(place, group.size, group.rank, devices[place]) for place in range(replica.devices)]
-    indices = [list(range(len(shapes))), *[list(replica.divided)] * (replica.devices - 1)]
+    running = strategy.extended.worker_devices
+    devices = replica.devices or running[: len(replica.programs)]
+    groups = [group_of_place(place, group.size, group.rank, device) for place, device in enumerate(devices)]
     reducers: list[DenseReducer | CompressedReducer] = []
-    for own, device, chosen in zip(groups, devices, indices, strict=False):
+    for own, device, chosen in zip(groups, devices, replica.indices, strict=True):
         own_shapes = [shapes[index] for index in chosen]
         if group.size > 1 and spec.compresses:
             reducers.append(CompressedReducer(spec, own_shapes, own, device, seed))
         else:
             reducers.append(DenseReducer(own_shapes, own, device, buckets.DENSE_BUCKET_BYTES))
-    return PerDeviceReducer(reducers, indices, devices, groups)
+    replicas = len(running) // (max(replica.programs) + 1)
+    return PerDeviceReducer(reducers, replica.indices, devices, replica.programs, replicas, groups)

@@ -127,6 +127,16 @@ def _ancestors(results: Iterable[tf.Tensor]) -> list[tf.Operation]:
     return list(visited)
 
 
+def flops_of(operations: Iterable[tf.Operation], uncounted: list[str]) -> int:
+    """FLOPs of matrix products and convolutions.
+
+    Args:
+      operations: Operations of a graph.
+      uncounted: Takes the names of those whose shapes are not known.
+    """
+    return _flops(operations, uncounted).total()
+
+
 def _flops(operations: Iterable[tf.Operation], uncounted: list[str]) -> Counter[str]:
     """Returns the FLOPs by type of operation, including those in called functions."""
     total: Counter[str] = Counter()

@@ -27,6 +27,7 @@ INTERNALS = (
     Internal("_functional", "Sequential", "recompute", "the graph that a Sequential model runs"),
     Internal("_nodes_by_depth", "Functional", "recompute", "calls of layers, the highest depth first"),
     Internal("_run_through_graph", "Functional", "recompute", "runs these calls, through `operation_fn`"),
+    Internal("_standardize_inputs", "Functional", "pipeline", "inputs of a call, flat and in the shapes of the graph"),
     Internal("_loss_ids", "Layer", "recompute", "which losses of a `StatelessScope` `layer.losses` returns"),
     Internal("__call__", "Layer", "recompute", "looks `call` up on the object, after checks and conversions"),
 )
@@ -76,6 +77,11 @@ def graph_nodes(graph: Any) -> list[Any]:
     return [node for _, nodes in depths for node in nodes if node.operation and not node.is_input]
 
 
+def standard_inputs(graph: Any, given: Any) -> list[Any]:
+    """What a functional model is called with as a list, in the order of its inputs."""
+    return list(graph._standardize_inputs(given))
+
+
 def replace_call(layer: keras.layers.Layer, call: Callable[..., Any]) -> None:
     """Makes a layer run `call(layer, plain, *args, **kwargs)`, with `plain` its own `call`, until `restore_calls`."""
     _replace(layer, "call", call)
@@ -84,6 +90,11 @@ def replace_call(layer: keras.layers.Layer, call: Callable[..., Any]) -> None:
 def replace_graph_run(graph: Any, run: Callable[..., Any]) -> None:
     """Makes a functional model run its graph by `run(graph, plain, inputs, operation_fn=, call_fn=)`."""
     _replace(graph, "_run_through_graph", run)
+
+
+def runs_graph_otherwise(graph: Any) -> bool:
+    """Whether `replace_graph_run` is in force."""
+    return "_run_through_graph" in vars(graph).get(_REPLACED, ())
 
 
 def restore_calls(model: keras.Model, layers: list[keras.layers.Layer]) -> None:

@@ -5,7 +5,8 @@ The training step compiles it with XLA and runs it on every replica, with no com
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tfpar.optim import keras_internals
@@ -22,6 +23,8 @@ def pure_apply(
     params: Sequence[tf.Tensor],
     gradients: Sequence[tf.Tensor | None],
     learning_rate: tf.Tensor | None = None,
+    *,
+    beside: Callable[[tf.Tensor], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
 ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
     """One optimizer update on tensors; no variable is read or assigned, nothing is communicated.
 
@@ -35,6 +38,7 @@ def pure_apply(
       gradients: Gradients of `params`; None (no path from the loss) leaves a parameter as it is.
       learning_rate: float32 [] that takes the place of the optimizer's learning rate, in this update only.
         None: the optimizer's own variable, or its own schedule at its count of iterations.
+      beside: Returns the context in which what belongs to a tensor is computed, such as its device.
 
     Returns:
       The new values of `params` and of `optimizer_variables`, in the same order.
@@ -58,7 +62,7 @@ def pure_apply(
     check_optimizer(optimizer)
     # In the scope a variable's value is a tensor, which Keras can make no key from.
     keys = {id(variable): keras_internals.variable_key(optimizer, variable) for variable in trainable}
-    view = keras_internals.view_of(optimizer, PureUpdate, learning_rate, _keys=keys)
+    view = keras_internals.view_of(optimizer, PureUpdate, learning_rate, _keys=keys, _beside=beside)
     mapping = [*zip(trainable, params, strict=True), *zip(variables, optimizer_variables, strict=True)]
     # Gradients of embeddings are IndexedSlices; XLA and the rules below want them dense.
     dense = [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
@@ -97,13 +101,15 @@ class PureUpdate(OptimizerView):
     def view_decay(self, variables: Sequence[keras.Variable]) -> None:
         """Decoupled decay, `w -= rate x decay x w`."""
         for variable in keras_internals.decayed(self, variables):
-            rate = tf.cast(self.learning_rate, variable.dtype)
-            variable.assign_sub(variable.value * tf.cast(self.weight_decay, variable.dtype) * rate)
+            with self._beside(variable.value):
+                rate = tf.cast(self.learning_rate, variable.dtype)
+                variable.assign_sub(variable.value * tf.cast(self.weight_decay, variable.dtype) * rate)
 
     def view_update(self, gradients: Sequence[tf.Tensor], variables: Sequence[keras.Variable], rate: Any) -> None:
         """The optimizer's rule, variable by variable."""
         for gradient, variable in zip(gradients, variables, strict=True):
-            self.update_step(gradient, variable, rate)
+            with self._beside(gradient):
+                self.update_step(gradient, variable, rate)
 
     def view_apply(self, gradients: Sequence[tf.Tensor], variables: Sequence[keras.Variable]) -> None:
         """What Keras does, without accumulation and without branches."""

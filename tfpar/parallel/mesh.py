@@ -1,7 +1,8 @@
 """`Mesh`: how the devices of a run are laid out, by axis.
 
-The data axis has replicas, each of which sees its own examples; the model axis has the devices among which the weights
-of one replica are divided. The model axis is the innermost: its devices belong to one worker, where links are fastest.
+The data axis has replicas, each of which sees its own examples. The pipeline axis has stages, which hold consecutive
+layers of a replica; the model axis has the devices among which the weights of layers are divided. The model axis is the
+innermost, where links are fastest; all devices of a replica belong to one worker.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ import dataclasses
 
 from tfpar.config import ConfigError, ExperimentConfig
 
-AXES = ("data", "model")
-_PLANNED = ("pipeline", "stage", "sequence", "expert")
+AXES = ("data", "pipeline", "model")
+_PLANNED = ("sequence", "expert")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,16 +21,23 @@ class Mesh:
 
     Attributes:
       data: Replicas of the model.
-      model: Devices of a replica.
+      pipeline: Devices, or groups of devices, that hold stages of a replica.
+      model: Devices among which layers are divided.
     """
 
     data: int = 1
+    pipeline: int = 1
     model: int = 1
 
     @property
     def devices(self) -> int:
         """All devices."""
-        return self.data * self.model
+        return self.data * self.devices_of_replica
+
+    @property
+    def devices_of_replica(self) -> int:
+        """Devices of one replica."""
+        return self.pipeline * self.model
 
 
 def parse_sizes(text: str) -> dict[str, int]:
@@ -52,24 +60,40 @@ def parse_sizes(text: str) -> dict[str, int]:
     return sizes
 
 
-def check_beside_mesh(config: ExperimentConfig, model_devices: int) -> None:
-    """Refuses options that a model axis does not go with.
+def devices_of_replica(text: str) -> int:
+    """Devices that `--mesh` asks for one replica, where it says so; else 1.
+
+    Raises:
+      ConfigError: See `parse_sizes`.
+    """
+    sizes = parse_sizes(text)
+    return sizes.get("pipeline", 1) * sizes.get("model", 1)
+
+
+def check_beside_mesh(config: ExperimentConfig, mesh: Mesh) -> None:
+    """Refuses options that replicas of several devices do not go with, and those of a pipeline without one.
 
     Args:
       config: The experiment.
-      model_devices: Devices on the model axis.
+      mesh: Its mesh.
 
     Raises:
       ConfigError: The first of them.
     """
-    train, exchange = config.train, config.exchange
+    train, exchange, strategy = config.train, config.exchange, config.strategy
+    if mesh.pipeline == 1:
+        for name, idle in (("stages", ""), ("stages_per_device", 1)):
+            if (value := getattr(strategy, name)) != idle:
+                raise ConfigError(
+                    f"--{name}={value} is for pipelines, and there is none. Add --mesh=pipeline:2, or leave it out."
+                )
     for name, value, idle in (
         ("shard", train.shard, "none"),
         ("exchange_retune_every", exchange.exchange_retune_every, 0),
     ):
-        if value != idle and model_devices > 1:
+        if value != idle and mesh.devices_of_replica > 1:
             raise ConfigError(
-                f"--{name}={value} does not work yet with --mesh={config.strategy.mesh}, where replicas have "
+                f"--{name}={value} does not work yet with --mesh={strategy.mesh}, where replicas have "
                 "several devices. Leave one of them out."
             )
 
@@ -78,8 +102,8 @@ def parse_mesh(text: str, *, workers: int, devices: int) -> Mesh:
     """The mesh that `--mesh` asks for.
 
     Args:
-      text: Such as `data:2,model:4`; an axis that is not named has the size that the others leave it. Empty: all
-        devices are replicas.
+      text: Such as `data:2,model:4`; where data is not named, it has the size that the others leave it, else model,
+        where pipeline is not named either. Empty: all devices are replicas.
       workers: Number of workers.
       devices: Devices of each worker.
 
@@ -87,17 +111,21 @@ def parse_mesh(text: str, *, workers: int, devices: int) -> Mesh:
       ConfigError: An unknown axis, no positive size, or sizes that do not suit the devices; with those that would.
     """
     sizes, total = parse_sizes(text), workers * devices
-    model = sizes.get("model") or (max(1, total // sizes["data"]) if "data" in sizes else 1)
-    mesh = Mesh(data=sizes.get("data") or max(1, total // model), model=model)
+    pipeline = sizes.get("pipeline", 1)
+    divides_rest = "data" in sizes and "pipeline" not in sizes
+    model = sizes.get("model") or (max(1, total // sizes["data"]) if divides_rest else 1)
+    mesh = Mesh(data=sizes.get("data") or max(1, total // (pipeline * model)), pipeline=pipeline, model=model)
     where = f"{workers} worker{'s' * (workers != 1)} x {devices} device{'s' * (devices != 1)}"
     if mesh.devices != total:
         raise ConfigError(
             f"--mesh={text} is a mesh of {mesh.devices} devices, and there are {where} = {total}. Sizes must multiply "
             f"to {total}; --devices says how many devices a worker has."
         )
-    if devices % mesh.model:
+    if devices % mesh.devices_of_replica:
+        axis = "pipeline" if mesh.pipeline > 1 else "model"
         raise ConfigError(
             f"--mesh={text}: a replica must lie within a worker, and there are {where}. Use "
-            f"--mesh=data:{workers},model:{devices}, or start {mesh.data} workers with --devices={mesh.model}."
+            f"--mesh=data:{workers},{axis}:{devices}, or start {mesh.data} workers with "
+            f"--devices={mesh.devices_of_replica}."
         )
     return mesh

@@ -23,45 +23,50 @@ _instance_keys: dict[tuple[tuple[int, ...], int], Iterator[int]] = {}
 
 
 class ModelAxis:
-    """The devices of one worker, in groups that each hold a replica.
+    """The devices of one worker, in groups that each hold a replica, or a stage of one.
 
     Args:
-      devices: Names of the devices, in order; those of a replica lie side by side.
+      devices: For each program of the strategy, the names of its devices: one, or one for each stage of a pipeline.
+        Programs of a replica lie side by side.
       worker: Rank of this worker.
-      size: Devices of a replica.
+      size: Programs of a replica.
 
     Attributes:
       size: The same.
+      stages: Devices of a program.
     """
 
-    def __init__(self, devices: Sequence[str], worker: int, size: int) -> None:
+    def __init__(self, devices: Sequence[Sequence[str]], worker: int, size: int) -> None:
         self.size = size
+        self.stages = stages = len(devices[0])
         first = worker * (len(devices) // size)  # number of this worker's first replica
-        groups = [
-            device_group(first + place // size, place % size, device, size) for place, device in enumerate(devices)
-        ]
         self._places = [
-            Place(group, _instance_keys.setdefault((group.members, group.rank), itertools.count(1))) for group in groups
+            [
+                _place(device_group((first + program // size) * stages + stage, program % size, device, size), device)
+                for stage, device in enumerate(row)
+            ]
+            for program, row in enumerate(devices)
         ]
 
     @contextlib.contextmanager
-    def on(self, device: int) -> Iterator[Place]:
+    def on(self, program: int, stage: int = 0) -> Iterator[Place]:
         """What is traced in this context, in this thread, is the program of one device.
 
         All devices must trace the same programs in the same order: the n-th collective of each is the same call.
 
         Args:
-          device: Place of the device among those of this worker.
+          program: Of which program it is, among those of this worker.
+          stage: On which of its devices.
         """
-        before, _current.place = _current.place, self._places[device]
+        before, _current.place = _current.place, self._places[program][stage]
         try:
-            yield self._places[device]
+            yield self._places[program][stage]
         finally:
             _current.place = before
 
-    def on_own_device(self) -> contextlib.AbstractContextManager[Place]:
-        """`on` for the device of the replica context that is open."""
-        return self.on(static_replica_id() % len(self._places))
+    def on_own_device(self, stage: int = 0) -> contextlib.AbstractContextManager[Place]:
+        """`on` for the replica context that is open."""
+        return self.on(static_replica_id() % len(self._places), stage)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -70,9 +75,11 @@ class Place:
 
     Attributes:
       group: The devices of the axis, seen from this one.
+      device: Its name.
     """
 
     group: TensorFlowGroup
+    device: str
     _instance_keys: Iterator[int]
 
     @property
@@ -127,9 +134,8 @@ class Place:
         return operator(x)
 
 
-def on_own_device(axis: ModelAxis | None) -> contextlib.AbstractContextManager[Place | None]:
-    """`ModelAxis.on_own_device`; does nothing without an axis."""
-    return contextlib.nullcontext() if axis is None else axis.on_own_device()
+def _place(group: TensorFlowGroup, device: str) -> Place:
+    return Place(group, device, _instance_keys.setdefault((group.members, group.rank), itertools.count(1)))
 
 
 class _Current(threading.local):

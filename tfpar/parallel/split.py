@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tfpar.optim import keras_internals
+from tfpar.parallel.pipeline_devices import at, mark_place, place_of
 
 import keras
 import numpy as np
@@ -119,28 +120,37 @@ def assign_whole(variable: keras.Variable, value: Any) -> None:
         part.assign(tf.cast(split.part(array, place % split.size), part.dtype))
 
 
-def move_to_devices(variable: keras.Variable, split: Split | None) -> None:
+def move_to_devices(variable: keras.Variable, split: Split | None = None, place: int | None = None) -> None:
     """Replaces a variable on the host by one under the current strategy, in the shape of a part if it is divided.
 
     Args:
       variable: Made outside the strategy.
       split: How it is divided.
+      place: Where in a pipeline it lies.
     """
     value = variable.numpy()
-    keras_internals.replace_value(variable, value if split is None else split.part(value, 0))
+    with at(place):
+        keras_internals.replace_value(variable, value if split is None else split.part(value, 0))
+    if place is not None:
+        mark_place(variable, place)
     if split is not None:
         mark(variable, split)
         assign_whole(variable, value)
 
 
-def marks_slots(optimizer: keras.optimizers.Optimizer) -> None:
-    """Makes an optimizer that is not yet built mark the state that it will keep for parts of weights."""
+def keeps_slots_beside(optimizer: keras.optimizers.Optimizer) -> None:
+    """Makes an optimizer that is not yet built keep its state where the weights are: parts for parts, and on the same
+    devices."""
     make = optimizer.add_variable_from_reference
 
     def make_marked(reference_variable: keras.Variable, *args: Any, **kwargs: Any) -> keras.Variable:
-        slot = make(reference_variable, *args, **kwargs)
+        place = place_of(reference_variable)
+        with at(place):
+            slot = make(reference_variable, *args, **kwargs)
         if split := split_of(reference_variable):
             mark(slot, split)
+        if place is not None:
+            mark_place(slot, place)
         return slot
 
     keras_internals.set_untracked(optimizer, add_variable_from_reference=make_marked)

@@ -10,6 +10,7 @@ import logging
 import re
 import socket
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 from tfpar.cluster import failure, port_filter
@@ -125,54 +126,67 @@ def _build_one_device(topology: Topology) -> tf.distribute.Strategy:
     return tf.distribute.OneDeviceStrategy(_local_devices(topology)[0])
 
 
-def _build_mirrored(topology: Topology) -> tf.distribute.Strategy:
+def _replica_devices(topology: Topology) -> list[str]:
+    """Names of the devices on which the strategy runs replicas: of a pipeline, those of its first stage."""
     devices = _local_devices(topology)
+    mesh = topology.mesh
+    return [name for place, name in enumerate(devices) if place // mesh.model % mesh.pipeline == 0]
+
+
+def _build_mirrored(topology: Topology) -> tf.distribute.Strategy:
+    devices = _replica_devices(topology)
     # The default cross-device ops need NCCL on GPUs; on logical CPU devices they would fall back with a warning.
     reduction = tf.distribute.ReductionToOneDevice() if topology.device_type == "CPU" else None
     return tf.distribute.MirroredStrategy(devices, cross_device_ops=reduction)
 
 
 class _LocalDevicesExtended(collective_all_reduce_strategy.CollectiveAllReduceExtended):
-    """Multi-worker strategy with several logical CPU devices per worker.
+    """Multi-worker strategy that runs replicas on given devices of a worker.
 
-    TensorFlow 2.21 takes every GPU of a worker but always exactly one CPU device
+    TensorFlow 2.21 takes every GPU of a worker, but always exactly one CPU device
     (`CollectiveAllReduceExtended._initialize_local_devices`), so a CPU worker could never hold two replicas.
     """
 
-    def __init__(self, *arguments: Any, local_replicas: int, **keywords: Any) -> None:
-        self._local_replicas = local_replicas
+    def __init__(self, *arguments: Any, devices: Sequence[str], **keywords: Any) -> None:
+        self._own_devices = list(devices)
         super().__init__(*arguments, **keywords)
 
     def _initialize_local_devices(self, cluster_resolver: Any, worker_device: str) -> tuple[tuple[str, ...], str]:
         del cluster_resolver
-        return tuple(f"{worker_device}/device:CPU:{index}" for index in range(self._local_replicas)), "CPU"
+        kind = tf.DeviceSpec.from_string(self._own_devices[0]).device_type
+        return tuple(f"{worker_device}{device}" for device in self._own_devices), kind
 
 
-class _MultiWorkerLogicalDevices(tf.distribute.MultiWorkerMirroredStrategy):
+class _MultiWorkerOnDevices(tf.distribute.MultiWorkerMirroredStrategy):
     """`MultiWorkerMirroredStrategy` over `_LocalDevicesExtended`."""
 
-    def __init__(self, resolver: tf.distribute.cluster_resolver.ClusterResolver, local_replicas: int) -> None:
+    def __init__(
+        self,
+        resolver: tf.distribute.cluster_resolver.ClusterResolver,
+        devices: Sequence[str],
+        options: collective_util.Options | None,
+    ) -> None:
         extended = _LocalDevicesExtended(
             self,
             cluster_resolver=resolver,
-            communication_options=collective_util.Options(),
-            local_replicas=local_replicas,
+            communication_options=options or collective_util.Options(),
+            devices=devices,
         )
         tf.distribute.Strategy.__init__(self, extended)
 
 
 def _build_multi_worker(topology: Topology) -> tf.distribute.Strategy:
     resolver = _resolver(topology)
-    _local_devices(topology)
+    devices = _replica_devices(topology)
     assert topology.cluster is not None
     failure.configure(topology.cluster, peer_timeout=topology.peer_timeout, start_timeout=topology.start_timeout)
     with failure.connecting(topology.cluster, topology.start_timeout):
-        if topology.device_type == "CPU" and topology.local_devices > 1:
-            return _MultiWorkerLogicalDevices(resolver, topology.local_devices)
         # TensorFlow 2.21 uses NCCL only if asked to; otherwise it reduces the gradients of GPUs through gRPC.
         gpus = topology.device_type == "GPU"
         implementation = tf.distribute.experimental.CommunicationImplementation.NCCL if gpus else None
         options = tf.distribute.experimental.CommunicationOptions(implementation=implementation) if gpus else None
+        if topology.pipeline_devices > 1 or (not gpus and topology.local_devices > 1):
+            return _MultiWorkerOnDevices(resolver, devices, options)
         return tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=resolver, communication_options=options)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from tfpar.cluster.info import ClusterInfo
 from tfpar.config import ConfigError, StrategyConfig
-from tfpar.parallel.mesh import parse_mesh, parse_sizes
+from tfpar.parallel.mesh import Mesh, devices_of_replica, parse_mesh
 
 import tensorflow as tf
 
@@ -25,7 +25,8 @@ class Topology:
       workers: Number of workers, the processes that hold replicas.
       worker: Rank of this process among them, from 0; -1 for a parameter server.
       local_replicas: Replicas per worker.
-      model_devices: Devices of each replica: the model axis of the mesh.
+      pipeline_devices: Devices, or groups of them, that hold the stages of each replica: the pipeline axis of the mesh.
+      model_devices: Devices among which layers are divided: the model axis of the mesh.
       device_type: `CPU`, `GPU` or `TPU`.
       reason: Why this strategy was chosen, for the log.
       cluster: The cluster this process belongs to, if any.
@@ -40,6 +41,7 @@ class Topology:
     workers: int = 1
     worker: int = 0
     local_replicas: int = 1
+    pipeline_devices: int = 1
     model_devices: int = 1
     device_type: str = "CPU"
     reason: str = ""
@@ -57,7 +59,12 @@ class Topology:
     @property
     def local_devices(self) -> int:
         """Devices per worker."""
-        return self.local_replicas * self.model_devices
+        return self.local_replicas * self.mesh.devices_of_replica
+
+    @property
+    def mesh(self) -> Mesh:
+        """How devices are laid out, by axis."""
+        return Mesh(data=self.replicas, pipeline=self.pipeline_devices, model=self.model_devices)
 
     @property
     def input_pipelines(self) -> int:
@@ -77,7 +84,8 @@ class Topology:
     def describe(self) -> str:
         """One line for the log: what was chosen and why."""
         shape = f"{self.workers} worker{'s' * (self.workers != 1)} x {self.local_devices} {self.device_type}"
-        each = f" of {self.model_devices} devices" if self.model_devices > 1 else ""
+        devices = self.mesh.devices_of_replica
+        each = f" of {devices} devices" if devices > 1 else ""
         replicas = f"{self.replicas} replica{'s' * (self.replicas != 1)}{each}"
         return f"strategy {self.name}: {shape} = {replicas} ({self.reason})"
 
@@ -110,10 +118,8 @@ def choose_topology(config: StrategyConfig, cluster: ClusterInfo | None = None) 
             f"--devices={config.devices}: this machine has {gpus} GPU(s). Use at most {gpus}, or hide the GPUs with "
             "CUDA_VISIBLE_DEVICES=-1 to split the CPU into logical devices."
         )
-    if name == "one_device":
-        devices = config.devices or 1
-    else:
-        devices = config.devices or gpus or parse_sizes(config.mesh).get("model", 1)
+    unasked = 1 if name == "one_device" else gpus or devices_of_replica(config.mesh)
+    devices = config.devices or unasked
     common: dict[str, Any] = {"name": name, "reason": reason, "device_type": device_type}
     if name in ("one_device", "mirrored") and cluster is not None and cluster.num_workers > 1:
         common["reason"] += f"; each of the {cluster.num_workers} workers in {cluster.source} trains on its own"
@@ -129,8 +135,12 @@ def choose_topology(config: StrategyConfig, cluster: ClusterInfo | None = None) 
 
 def _per_worker(config: StrategyConfig, workers: int, devices: int) -> dict[str, Any]:
     """Replicas of a worker, and devices of a replica."""
-    model = parse_mesh(config.mesh, workers=workers, devices=devices).model
-    return {"local_replicas": devices // model, "model_devices": model}
+    mesh = parse_mesh(config.mesh, workers=workers, devices=devices)
+    return {
+        "local_replicas": devices // mesh.devices_of_replica,
+        "pipeline_devices": mesh.pipeline,
+        "model_devices": mesh.model,
+    }
 
 
 def _choose(config: StrategyConfig, cluster: ClusterInfo | None) -> tuple[str, str]:
@@ -140,7 +150,7 @@ def _choose(config: StrategyConfig, cluster: ClusterInfo | None) -> tuple[str, s
         name = "parameter_server" if cluster.num_ps else "multi_worker"
         return name, f"auto: {cluster.source} describes a cluster"
     gpus = len(tf.config.list_physical_devices("GPU"))
-    devices = config.devices or gpus or parse_sizes(config.mesh).get("model", 1)
+    devices = config.devices or gpus or devices_of_replica(config.mesh)
     if devices > 1:
         return "mirrored", f"auto: {devices} devices on this machine"
     return "one_device", "auto: no TPU, no cluster, " + ("one GPU" if gpus else "no GPU")

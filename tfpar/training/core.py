@@ -113,7 +113,7 @@ class Core:
         for place, value in zip(self.overwritten, overwritten, strict=True):
             gradients[place] = tf.zeros_like(value)
         if divided:
-            gradients = [gradient * _loss_divisor(weight) for gradient in gradients]
+            gradients = self.each(gradients, lambda gradient: gradient * _loss_divisor(weight))
         gradients = [tf.cast(gradient, tf.float32) for gradient in gradients]
         metrics = [*sums.metrics, *record.float_sums]
         return LocalSums(sums.loss, sums.count, gradients, sums.state, metrics, record.assigned, overwritten)
@@ -149,7 +149,7 @@ class Core:
             # MirroredStrategy's merge_call), so there the micro-batches are laid out one after the other.
             total = one(0, state, {})
             for index in range(1, accumulate_steps):
-                total = _add(total, one(index, total.state, total.assigned))
+                total = self.added(total, one(index, total.state, total.assigned))
             return total
 
         assigned: dict[int, tf.Tensor] = {}
@@ -185,7 +185,7 @@ class Core:
             sums = one(index, total.state, total.assigned)
             if sums.assigned.keys() - assigned.keys():
                 raise _NewlyAssignedError(sums.assigned)
-            return index + 1, _add(total, sums)
+            return index + 1, self.added(total, sums)
 
         zeros = LocalSums(
             loss=tf.zeros([]),
@@ -200,6 +200,17 @@ class Core:
             lambda index, _: index < accumulate_steps, body, (tf.constant(0), zeros), parallel_iterations=1
         )
         return total
+
+    def each(self, tensors: Tensors, function: Callable[[tf.Tensor], tf.Tensor]) -> Tensors:
+        """A function of each gradient."""
+        return [*map(function, tensors)]
+
+    def added(self, total: LocalSums, sums: LocalSums) -> LocalSums:
+        """Adds a micro-batch. Of the model's state and of weights that it assigns, the last values count."""
+        parts = (each._replace(state=[], assigned={}, overwritten=[]) for each in (total, sums))
+        added = tf.nest.map_structure(tf.add, *parts)
+        overwritten = [*map(tf.maximum, total.overwritten, sums.overwritten)]
+        return added._replace(state=sums.state, assigned={**total.assigned, **sums.assigned}, overwritten=overwritten)
 
     def accumulate_alone(self, params: Tensors, state: Tensors, batch: Batch, seed: tf.Tensor) -> LocalSums:
         """`accumulate` without loss scale where no other replica adds to the sums, as in an asynchronous step.
@@ -323,14 +334,6 @@ class _NewlyAssignedError(Exception):
     def __init__(self, places: Iterable[int]) -> None:
         super().__init__()
         self.places = set(places)
-
-
-def _add(total: LocalSums, sums: LocalSums) -> LocalSums:
-    """Adds a micro-batch. Of the model's state and of weights that it assigns, the last values count."""
-    parts = (each._replace(state=[], assigned={}, overwritten=[]) for each in (total, sums))
-    added = tf.nest.map_structure(tf.add, *parts)
-    overwritten = [*map(tf.maximum, total.overwritten, sums.overwritten)]
-    return added._replace(state=sums.state, assigned={**total.assigned, **sums.assigned}, overwritten=overwritten)
 
 
 def _gradients(tape: tf.GradientTape, loss: tf.Tensor, params: Tensors, record: CallRecord) -> Tensors:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from tfpar import inputs
@@ -14,7 +15,6 @@ from tfpar.collectives.agreement import WorkerAgreement
 from tfpar.collectives.tensorflow import world_group
 from tfpar.guards.bad_examples import SkippedExampleLog, named
 from tfpar.parallel import replica
-from tfpar.parallel.model_axis import ModelAxis, on_own_device
 from tfpar.process.activity import activity
 from tfpar.training import confusion
 from tfpar.training.core import Core
@@ -98,7 +98,8 @@ class Evaluator:
                 jit_compile=program.jit_compile,
                 weights=weights,
                 classes=classes,
-                axis=program.axis,
+                within=program.placing.within,
+                model_devices=program.topology.model_devices,
             )
         assert self._evaluation is not None
         return self._evaluation
@@ -121,7 +122,8 @@ class Evaluation:
       jit_compile: Compile the forward pass with XLA.
       weights: The trainable weights to use, in order: the model's own, or their moving averages.
       classes: Classes to count predictions of, see `confusion.counts`; 0 for none.
-      axis: The devices of this worker's replica, where its weights are divided.
+      within: Opens the context of a replica's program, see `Placing.within`.
+      model_devices: Devices among which the layers of a replica are divided, each with a program of its own.
 
     Attributes:
       weights: The same as a list.
@@ -138,10 +140,11 @@ class Evaluation:
         jit_compile: bool,
         weights: Sequence[keras.Variable],
         classes: int = 0,
-        axis: ModelAxis | None = None,
+        within: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+        model_devices: int = 1,
     ) -> None:
         self._core = core
-        self._axis = axis
+        self._within, self._model_devices = within, model_devices
         self._strategy = strategy
         self._agreement = agreement
         self.weights = list(weights)
@@ -180,10 +183,9 @@ class Evaluation:
 
         def body(index: tf.Tensor, total: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             self._batches_done.assign(index)
-            each = self._axis.size if self._axis else 1
-            batch = replica.next_batch(self._strategy, iterator, model_devices=each)
+            batch = replica.next_batch(self._strategy, iterator, model_devices=self._model_devices)
             parts = self._strategy.experimental_local_results(self._strategy.run(self._replica_sums, args=(batch,)))
-            parts = parts[::each]  # all devices of a replica see the same examples
+            parts = parts[:: self._model_devices]  # all devices of a replica see the same examples
             # float64: counts must stay exact past 2^24 examples.
             return index + 1, total + tf.add_n([tf.cast(part, tf.float64) for part in parts])
 
@@ -193,7 +195,7 @@ class Evaluation:
 
     def _replica_sums(self, batch: Any) -> tf.Tensor:
         state = replica.read(self._core.model.non_trainable_variables)
-        with on_own_device(self._axis):
+        with self._within():
             return self._sums(replica.read(self.weights), state, batch)
 
     def _batch_sums(self, params: list[tf.Tensor], state: list[tf.Tensor], batch: Any) -> tf.Tensor:

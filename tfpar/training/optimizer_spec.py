@@ -10,7 +10,8 @@ from typing import Any
 from tfpar.checkpoint import run_state
 from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.optim import keras_internals, optimizers
-from tfpar.parallel.split import marks_slots, split_of
+from tfpar.parallel.pipeline_devices import place_of
+from tfpar.parallel.split import keeps_slots_beside, split_of
 
 import keras
 import tensorflow as tf
@@ -72,8 +73,8 @@ class OptimizerSpec:
             optimizer.built and [*map(id, keras_internals.trainable_variables(optimizer))] != [*map(id, variables)]
         ):
             optimizer = optimizers.recreate(optimizer)
-        if any(map(split_of, variables)):
-            marks_slots(optimizer)
+        if any(split_of(variable) or place_of(variable) is not None for variable in variables):
+            keeps_slots_beside(optimizer)
         optimizer.build(variables)
         return optimizer
 

@@ -13,7 +13,6 @@ from tfpar.collectives.agreement import WorkerAgreement
 from tfpar.collectives.tensorflow import world_group
 from tfpar.guards.bad_examples import named
 from tfpar.parallel import replica
-from tfpar.parallel.model_axis import on_own_device
 from tfpar.process.activity import activity
 from tfpar.training.program import Program
 
@@ -87,13 +86,13 @@ class Predictor:
         program = self._program
         on_tpu = isinstance(program.strategy, tf.distribute.TPUStrategy)
         model: Any = program.core.predict
-        if program.axis is None:  # else every device has a program of its own
+        if not program.placing.several:  # else every device has a program of its own
             compiles = program.jit_compile and not on_tpu
             model = tf.function(model, jit_compile=True if compiles else None, autograph=False)
 
         def on_replica(batch: Any) -> tuple[Any, tf.Tensor]:
             state = replica.read(program.model.non_trainable_variables)
-            with on_own_device(program.axis):
+            with program.placing.within():
                 outputs = model(replica.read(self._weights), state, batch)
             return outputs, tf.reshape(batch[2], [-1]) > 0
 

@@ -17,22 +17,21 @@ from tfpar.exchange import Exchange
 from tfpar.monitor.samples import TextSampler
 from tfpar.optim import keras_internals, optimizers, schedules
 from tfpar.parallel import strategies
-from tfpar.parallel.model_axis import ModelAxis
 from tfpar.parallel.split import whole_tensor
 from tfpar.parallel.topology import Topology
 from tfpar.process.activity import activity
-from tfpar.training import tensor_parallel
 from tfpar.training.core import Core
-from tfpar.training.model.building import Original, build_model, scope_of
+from tfpar.training.model.building import Original, build_model
 from tfpar.training.model.own_loss import OwnLossObjective, compile_for_own_loss, computes_own_loss
 from tfpar.training.model.recompute import recompute_activations
 from tfpar.training.model.support import check_model, check_precision, check_takes_padding, own_metrics
 from tfpar.training.objective import Goal, SupervisedObjective
 from tfpar.training.objective.losses import uses_integer_labels
 from tfpar.training.optimizer_spec import OptimizerSpec
+from tfpar.training.placing.base import Placing
+from tfpar.training.placing.choose import placing_of
 from tfpar.training.sharding import OwnShare, ShardedStep
 from tfpar.training.step import TrainStep
-from tfpar.training.tensor_parallel import DividedStep
 from tfpar.training.uneven_batches import eval_input, train_input
 from tfpar.training.validate import SYNCHRONISED
 
@@ -60,7 +59,7 @@ class Program:
       integer_labels: Whether the loss reads labels as positions among the model's outputs.
       original: The user's model, where a copy of it is trained; else None.
       share: This worker's share of the weights and their optimizer, where that is sharded; else None.
-      axis: The devices of this worker's replicas, where the weights of each are divided among several; else None.
+      placing: Where the parts of a replica lie.
     """
 
     config: ExperimentConfig
@@ -74,7 +73,7 @@ class Program:
     integer_labels: bool
     original: Original | None = None
     share: OwnShare | None = None
-    axis: ModelAxis | None = None
+    placing: Placing = dataclasses.field(default_factory=Placing)
     # The compiled step, with what its schedule was: at most one.
     _steps: list[tuple[Any, TrainStep]] = dataclasses.field(default_factory=list, repr=False)
 
@@ -107,22 +106,23 @@ class Program:
         strategy = runtime.strategy
         recorded_options = optimizer.recorded_options()  # before the learning rate is changed
         reports = runtime.topology.is_chief and config.monitor.verbose > 0
-        axis = tensor_parallel.axis_of(runtime, layout)
+        placing = placing_of(runtime, layout)
         goal.check_names()
-        on_host = tensor_parallel.on_host(model, strategy, announced=reports) if axis else None
-        with scope_of(model, strategy), activity("building the model", shown=reports):
-            built, original = on_host or build_model(model, strategy, announced=reports)
+        made = placing.build_first(model, strategy, announced=reports)
+        with placing.scope(model, strategy), activity("building the model", shown=reports):
+            built, original = made or build_model(model, strategy, announced=reports)
             check_model(built, synchronous=runtime.topology.synchronous)
             recompute_activations(built, config.train.recompute, announced=reports)
-            summary = tensor_parallel.divide(built, axis, layout, announced=reports) if axis else None
+            summary = placing.place(built, config, announced=reports)
             if augmentation is None:
                 augmentation = inputs.build_augmentation(config.input.augment, config.train.seed)
             metrics, replicas = own_metrics(built, goal.metric_names()), strategy.num_replicas_in_sync
-            core = Core(built, _objective(built, goal), augmentation, metrics, replicas, unrolls=axis is not None)
+            parts = built, _objective(built, goal), augmentation, metrics, replicas
+            core = placing.core_class(*parts, unrolls=placing.several)
         check_precision(built, config.precision.precision)
         weights, topology = built.trainable_variables, runtime.topology
         share = OwnShare.of(config, topology, weights, optimizer, core.overwritten, strategy)
-        with scope_of(model, strategy):
+        with placing.scope(model, strategy):
             keras_optimizer = share.optimizer if share else optimizer.build(config, weights)
         program = cls(
             *(config, topology, strategy, core, keras_optimizer),
@@ -130,10 +130,10 @@ class Program:
             recorded_options,
             optimizer.keeps_own_rate,
             uses_integer_labels(goal.loss),
-            *(original, share, axis),
+            *(original, share, placing),
         )
-        if axis:
-            tensor_parallel.check_divided(program.optimizer, core)
+        placing.check(program.optimizer, core)
+        if placing.several:
             vars(program)["model_summary"] = summary
         program._build_exchange()
         return program
@@ -165,7 +165,7 @@ class Program:
         choice, obstacle = self.config.train.jit_compile, self._xla_obstacle()
         if choice == "true" and obstacle:
             raise ConfigError(f"--jit_compile=true: {obstacle}. Use --jit_compile=auto, or another model.")
-        return choice == "true" or (choice == "auto" and not self.xla_disabled_reason)
+        return self.placing.take_xla(choice == "true" or (choice == "auto" and not self.xla_disabled_reason))
 
     @functools.cached_property
     def xla_disabled_reason(self) -> str:
@@ -220,7 +220,7 @@ class Program:
     def distribute(self, pipeline: inputs.AnyPipeline, start: int = 0) -> Any:
         """The pipeline's elements on this worker's devices, one per replica, from step `start` on."""
         topology = self.topology
-        if topology.local_replicas == 1 and (topology.device_type == "CPU" or self.axis):
+        if topology.local_replicas == 1 and (topology.device_type == "CPU" or self.placing.several):
             # Nothing to hand out: a distributed iterator would cost 0.2 ms a step (TensorFlow 2.21, GeneratorDataset).
             return pipeline.dataset(topology.worker, 1, start)
 
@@ -229,7 +229,7 @@ class Program:
             # (TensorFlow 2.21, `OwnedMultiDeviceIterator`). `replica.next_batch` hands its rows out.
             return pipeline.dataset(max(topology.worker, 0), topology.local_replicas, stacked=True)
 
-        if self.axis is not None:
+        if self.placing.several:
             local = topology.local_replicas
             return pipeline.dataset(topology.worker, local, start).batch(local, drop_remainder=True)
 
@@ -282,9 +282,7 @@ class Program:
         return self._steps[0][1]
 
     def _step_class(self) -> Callable[..., TrainStep]:
-        if self.axis is not None:
-            return functools.partial(DividedStep, self.axis)
-        return TrainStep if self.share is None else functools.partial(ShardedStep, self.share)
+        return functools.partial(ShardedStep, self.share) if self.share else self.placing.step_class(self.model)
 
     def refreshed(self) -> Program:
         """The program for the weights that are trainable now: this one, unless layers were frozen or unfrozen since.
@@ -307,7 +305,7 @@ class Program:
                 "divided. Make a new Trainer, or use --shard=none."
             )
         check_model(self.model, synchronous=self.topology.synchronous)
-        with scope_of(self.model, self.strategy):
+        with self.placing.scope(self.model, self.strategy):
             optimizer = optimizers.recreate_for(self.optimizer, weights)
         program = dataclasses.replace(
             self, optimizer=optimizer, exchange=Exchange(self.config.exchange.exchange), _steps=[]
@@ -348,7 +346,7 @@ class Program:
                 seed=self.config.train.seed,
                 overlap=self._can_overlap_exchange(),
                 shards=self.share.vectors if self.share else None,
-                per_device=tensor_parallel.devices_of(self.model, self.axis),
+                per_device=self.placing.exchanged(self.model),
             )
 
     def _can_overlap_exchange(self) -> bool:
@@ -373,8 +371,8 @@ class Program:
 
     def _xla_obstacle(self) -> str:
         """Why XLA cannot compile this model in this topology; empty where it can."""
-        if self.axis is not None:
-            return "the devices of a replica talk within its layers, for which TensorFlow has no XLA kernel on CPUs"
+        if obstacle := self.placing.xla_obstacle:
+            return obstacle
         if self.topology.replicas > 1 and models.uses_synchronized_statistics(self.model):
             return SYNCHRONISED
         if self.config.train.deterministic and models.uses_max_pooling(self.model):

@@ -279,7 +279,7 @@ class TrainStep:
         sums = self.core.accumulate(params, state, batch, seed, scale if self._scale_loss else None, scales)
         gradients = sums.gradients
         if self._scale_loss:  # residuals of the exchange are kept from step to step, and the scale changes
-            gradients = [gradient / scale for gradient in gradients]
+            gradients = self.core.each(gradients, lambda gradient: gradient / scale)
         before = [*state, *(params[place] for place in self.core.overwritten)]
         sums = sums._replace(state=[*sums.state, *sums.overwritten])
         return gradients, self.sidecar.pack(sums, before), self.sidecar.base(before, sums.state), sums.assigned
@@ -318,15 +318,19 @@ class TrainStep:
         self, params: Tensors, optimizer: Tensors, reduced: _ReducedGradients
     ) -> tuple[Tensors, Tensors, Tensors]:
         """New weights, optimizer state and model state."""
-        mean = [gradient * reduced.factor for gradient in reduced.gradients]
+        mean = self.core.each(reduced.gradients, lambda gradient: gradient * reduced.factor)
         rate = self.learning_rate(reduced.step, reduced.lr_multiplier) if self._schedule is not None else None
         params = [reduced.assigned.get(place, param) for place, param in enumerate(params)]
         state = self.sidecar.state(reduced.vector, reduced.state)
         others = self.core.model.non_trainable_variables
         for place, value in zip(self.core.overwritten, state[len(others) :], strict=True):
             mean[place] = value
-        new_params, new_optimizer = pure_apply(self.optimizer, optimizer, params, mean, rate)
+        new_params, new_optimizer = self._pure_apply(self.optimizer, optimizer, params, mean, rate)
         return new_params, new_optimizer, self._without_seeds(state[: len(others)])
+
+    def _pure_apply(self, *args: Any) -> tuple[Tensors, Tensors]:
+        """`pure_apply`."""
+        return pure_apply(*args)
 
     def _without_seeds(self, state: Tensors) -> Tensors:
         """Those values of the model's non-trainable variables that are stored."""

@@ -72,7 +72,7 @@ def validate_config(config: ExperimentConfig) -> Topology:
         optimizers.check_arguments(config.optimizer)
     schedules.check_schedule(config.schedule)
     Exchange(config.exchange.exchange).check_supported(topology.name)
-    check_beside_mesh(config, topology.model_devices)
+    check_beside_mesh(config, topology.mesh)
     _check_sharding(config, topology)
     if config.input.dataset != CUSTOM:
         inputs.check_kind(config.input)

@@ -82,23 +82,65 @@ def vit() -> keras.Model:
     return models.build("vit", spec, patch_size=4, width=32, depth=2, heads=4, dropout=0.0)
 
 
+def recurrent() -> keras.Model:
+    """A mask that goes from the first layer to the last, past the place where a pipeline is cut."""
+    tokens = keras.Input((POSITIONS,), dtype="int32")
+    x = keras.layers.Embedding(VOCABULARY, 16, mask_zero=True)(tokens)
+    x = keras.layers.LSTM(16, return_sequences=True)(x)
+    x = keras.layers.Bidirectional(keras.layers.GRU(12))(x)
+    return keras.Model(tokens, keras.layers.Dense(3)(x))
+
+
+def resnet() -> keras.Model:
+    """State in every stage, and shortcuts."""
+    spec = TaskSpec("classification", (8, 8, 1), "float32", 3)
+    return models.build("resnet18", spec, blocks=[1, 1], normalization="batch")
+
+
+def branches() -> keras.Model:
+    """Inputs and outputs by name, a tensor that skips layers, a layer that is used twice, and a loss of a layer."""
+    first, second = keras.Input((12,), name="first"), keras.Input((12,), name="second")
+    shared = keras.layers.Dense(16, "tanh")
+    early = shared(first)
+    x = keras.layers.Dense(16, "relu")(early)
+    x = keras.layers.Concatenate()([x, shared(second), second])
+    x = keras.layers.Dense(16, activity_regularizer=keras.regularizers.L2(0.01))(x)
+    outputs = {"kind": keras.layers.Dense(3, name="kind")(x), "size": keras.layers.Dense(1, name="size")(early)}
+    return keras.Model({"first": first, "second": second}, outputs)
+
+
 MODELS = {
     "dense": dense,
     "batch_statistics": batch_statistics,
     "attention": attention,
     "language_model": language_model,
     "vit": vit,
+    "recurrent": recurrent,
+    "resnet": resnet,
+    "branches": branches,
 }
+IMAGES = ("vit", "resnet")
 
 
-def data(model: str) -> tuple[np.ndarray, np.ndarray]:
+def data(model: str) -> tuple[Any, Any]:
     generator = np.random.default_rng(0)
     if model in ("attention", "language_model"):
         tokens = generator.integers(0, VOCABULARY, (EXAMPLES, POSITIONS + 1)).astype(np.int32)
         return tokens[:, :-1], tokens[:, 1:]
-    shape = (8, 8, 1) if model == "vit" else (12,)
+    if model == "recurrent":
+        tokens = generator.integers(0, 4, (EXAMPLES, POSITIONS)).astype(np.int32)
+        return tokens, tokens[:, 0] % 3
+    shape = (8, 8, 1) if model in IMAGES else (12,)
     x = generator.normal(size=(EXAMPLES, *shape)).astype(np.float32)
-    return x, x.reshape(EXAMPLES, -1)[:, :3].argmax(axis=1).astype(np.int32)
+    kinds = x.reshape(EXAMPLES, -1)[:, :3].argmax(axis=1).astype(np.int32)
+    if model == "branches":
+        return {"first": x, "second": x[::-1].copy()}, {"kind": kinds, "size": x[:, :1]}
+    return x, kinds
+
+
+def first_of(values: Any, count: int) -> Any:
+    """The first examples of arrays in any structure."""
+    return keras.tree.map_structure(lambda part: part[:count], values)
 
 
 def here(strategy: str = "one_device", mesh: str = "", devices: int = 0, **options: Any) -> tfpar.Trainer:
@@ -121,10 +163,13 @@ def train(options: dict[str, Any], runtime: tfpar.Runtime | None = None) -> tfpa
         runtime = tfpar.initialize(config)
     keras.utils.clear_session()
     keras.utils.set_random_seed(1)
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    trainer = tfpar.Trainer(MODELS[model], loss=loss, metrics=["accuracy"], config=config, runtime=runtime)
+    loss: Any = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    metrics: Any = ["accuracy"]
+    if model == "branches":
+        loss, metrics = {"kind": loss, "size": "mse"}, {"kind": "accuracy"}
+    trainer = tfpar.Trainer(MODELS[model], loss=loss, metrics=metrics, config=config, runtime=runtime)
     x, y = data(model)
-    trainer.results = trainer.fit(x, y, steps=steps, validation=(x[:50], y[:50]))
+    trainer.results = trainer.fit(x, y, steps=steps, validation=(first_of(x, 50), first_of(y, 50)))
     return trainer
 
 

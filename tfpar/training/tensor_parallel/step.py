@@ -14,6 +14,7 @@ from typing import Any
 from tfpar.config import ConfigError
 from tfpar.parallel import replica
 from tfpar.parallel.model_axis import ModelAxis, Place
+from tfpar.parallel.pipeline_devices import place_of
 from tfpar.parallel.split import split_of
 from tfpar.training.norms import l2_norm
 from tfpar.training.objective import Tensors
@@ -34,9 +35,10 @@ class DividedStep(TrainStep):
     def __init__(self, axis: ModelAxis, *args: Any, **kwargs: Any) -> None:
         self._axis = axis
         super().__init__(*args, **kwargs)
-        variables = self.core.model.trainable_variables
-        self._divided = [index for index, variable in enumerate(variables) if split_of(variable)]
-        self._whole = [index for index, variable in enumerate(variables) if not split_of(variable)]
+        # Indices of the weights that are divided, and of those that are whole, on each device of a program.
+        self._by_stage: list[tuple[list[int], list[int]]] = [([], []) for _ in range(axis.stages)]
+        for index, variable in enumerate(self.core.model.trainable_variables):
+            self._by_stage[place_of(variable) or 0][split_of(variable) is None].append(index)
 
     def next_batch(self, iterator: Iterator[Any]) -> Any:
         """The next batch: all devices of a replica get the same."""
@@ -74,25 +76,36 @@ class DividedStep(TrainStep):
             return gradients, packed, state, assigned
 
     def _agreed(self, place: Place, gradients: Tensors, packed: tf.Tensor) -> tuple[Tensors, tf.Tensor]:
-        """Gradients and sidecar, those of whole weights the same bits on every device: the mean of all; in one call."""
-        own = packed if place.rank == 0 else tf.zeros_like(packed)
-        parts = [tf.reshape(gradients[index], [-1]) / place.size for index in self._whole]
-        sizes = [packed.shape[0], *(math.prod(gradients[index].shape) for index in self._whole)]
-        packed, *means = tf.split(place.sum(tf.concat([own, *parts], axis=0)), sizes)
-        for index, mean in zip(self._whole, means, strict=True):
-            gradients[index] = tf.reshape(mean, gradients[index].shape)
-        return gradients, packed
+        """Gradients and sidecar, those of whole weights the same bits on every device: the mean of all; in one call for
+        each stage, the first of which has the sidecar."""
+        agreed = packed if place.rank == 0 else tf.zeros_like(packed)
+        for stage, (_, whole) in enumerate(self._by_stage):
+            with self._axis.on_own_device(stage) as there, tf.device(there.device):
+                parts = [tf.reshape(gradients[index], [-1]) / there.size for index in whole]
+                sizes = [math.prod(part.shape) for part in parts]
+                if stage == 0:
+                    agreed, *means = tf.split(there.sum(tf.concat([agreed, *parts], axis=0)), [packed.shape[0], *sizes])
+                else:
+                    means = tf.split(there.sum(tf.concat(parts, axis=0)), sizes) if parts else []
+                for index, mean in zip(whole, means, strict=True):
+                    gradients[index] = tf.reshape(mean, gradients[index].shape)
+        return gradients, agreed
 
     def _whole_norm(self, gradients: Tensors) -> tf.Tensor:
         """The norm over all devices' parts, and once over what is whole; the same bits on each."""
-        with self._axis.on_own_device() as place:
-            # In float64, the square of no float32 overflows.
-            divided = tf.cast(l2_norm([gradients[index] for index in self._divided]), tf.float64)
-            squares = place.sum(tf.square(divided))
-            if self._whole:
-                squares += tf.square(tf.cast(l2_norm([gradients[index] for index in self._whole]), tf.float64))
-        return tf.cast(tf.sqrt(squares), tf.float32)
+        squares = []  # in float64, in which the square of no float32 overflows
+        for stage, (divided, whole) in enumerate(self._by_stage):
+            with self._axis.on_own_device(stage) as place, tf.device(place.device):
+                if divided:
+                    squares.append(place.sum(_squared([gradients[index] for index in divided])))
+                if whole:
+                    squares.append(_squared([gradients[index] for index in whole]))
+        return tf.cast(tf.sqrt(tf.add_n(squares)), tf.float32)
 
     def _norm_if_needed(self, gradients: Tensors, is_last: tf.Tensor | None) -> tf.Tensor:
         del is_last  # a branch would cost more than the sum of a scalar
         return self._whole_norm(gradients)
+
+
+def _squared(tensors: Tensors) -> tf.Tensor:
+    return tf.square(tf.cast(l2_norm(tensors), tf.float64))

@@ -1,0 +1,209 @@
+"""Replicas that are pipelines: the numbers of one device, each stage's weights on its own."""
+
+from __future__ import annotations
+
+import tfpar
+from tests.integration.scripts import divided
+from tests.training.test_tensor_parallel import alone, assert_as_alone
+from tfpar.checkpoint.run_state import params_sha256
+from tfpar.config import ConfigError
+from tfpar.optim import keras_calls
+from tfpar.parallel.pipeline_devices import place_of
+from tfpar.parallel.split import whole_elements
+from tfpar.training.pipeline.cutting import cut_at, cut_evenly
+from tfpar.training.pipeline.graph import steps_of
+from tfpar.training.pipeline.stages import micro_batches_in_flight, stages_of
+
+import keras
+import numpy as np
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("model", "devices", "options"),
+    [
+        ("dense", 2, {}),
+        ("dense", 3, {"accumulate_steps": 2, "stages_per_device": 2}),
+        ("language_model", 4, {"accumulate_steps": 2}),
+        ("vit", 2, {"accumulate_steps": 4}),
+        ("resnet", 3, {"accumulate_steps": 2, "learning_rate": 0.03}),
+        ("recurrent", 2, {"accumulate_steps": 2}),
+        ("branches", 4, {"accumulate_steps": 4, "pipeline_schedule": "gpipe"}),
+    ],
+)
+def test_thirty_steps_equal_one_device(model, devices, options):
+    """Weights, evaluation and predictions; and weights and the optimizer's state lie on the devices of their stages."""
+    trainer = divided.here("mirrored", f"pipeline:{devices}", model=model, **options)
+    same = {name: value for name, value in options.items() if name in ("accumulate_steps", "learning_rate")}
+    assert_as_alone(trainer, model, **same)
+    places = set()
+    for variable in [*trainer.model.variables, *trainer.optimizer.variables[2:]]:
+        (copy,) = variable.value.values
+        assert copy.device.endswith(f":{place_of(variable)}"), variable.path
+        places.add(place_of(variable))
+    assert places == set(range(devices))
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": "blocks"}, {"recompute": "second|third"}])
+def test_stages_are_xla_programs(options):
+    same = {"accumulate_steps": 2, "jit_compile": "true"}
+    assert_as_alone(divided.here("mirrored", "pipeline:2", **same, **options), "dense", **same)
+
+
+def test_replicas_of_one_process():
+    """They also hand on the mask of a batch's padding, and evaluate and predict."""
+    options = {"accumulate_steps": 2}
+    trainer = divided.here("mirrored", "data:2,pipeline:2", 4, **options)
+    assert trainer.topology.replicas == 2
+    assert_as_alone(trainer, "dense", **options)
+    for variable in trainer.model.trainable_variables:
+        devices = [copy.device[-1] for copy in variable.value.values]
+        assert devices == [str(place_of(variable)), str(place_of(variable) + 2)]
+        np.testing.assert_array_equal(*[copy.numpy() for copy in variable.value.values])
+
+
+@pytest.mark.parametrize(
+    ("model", "options"), [("dense", {"accumulate_steps": 2}), ("language_model", {"recompute": "blocks"})]
+)
+def test_layers_of_stages_are_divided(model, options):
+    """Each device has its part of the weights of its stage alone."""
+    trainer = divided.here("mirrored", "pipeline:2,model:2", 4, model=model, **options)
+    assert_as_alone(trainer, model, **{name: value for name, value in options.items() if name == "accumulate_steps"})
+    held = dict.fromkeys(range(4), 0)
+    for variable in trainer.model.trainable_variables:
+        for program, copy in enumerate(variable.value.values):
+            assert int(copy.device[-1]) == 2 * place_of(variable) + program, variable.path
+            held[int(copy.device[-1])] += int(np.prod(copy.shape))
+    assert max(held.values()) < 0.5 * whole_elements(trainer.model.trainable_variables)
+
+
+def test_dropout_draws_the_numbers_of_one_device():
+    def build():
+        layers = [keras.layers.Dense(16, "tanh"), keras.layers.Dropout(0.5)]
+        return keras.Sequential([keras.Input((12,)), *layers * 1, keras.layers.Dense(16), keras.layers.Dense(3)])
+
+    found = []
+    for strategy, mesh in (("one_device", ""), ("mirrored", "pipeline:3")):
+        keras.utils.clear_session()
+        keras.utils.set_random_seed(1)
+        options = {**divided.COMMON, "strategy": strategy, "mesh": mesh, "accumulate_steps": 2}
+        config = tfpar.ExperimentConfig.from_flat_dict(options)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        trainer = tfpar.Trainer(build, loss=loss, config=config, runtime=divided.runtime_of(strategy, mesh))
+        trainer.fit(*divided.data("dense"), steps=6)
+        found.append(divided.weights_of(trainer))
+    for name, value in found[0].items():
+        np.testing.assert_allclose(found[1][name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_what_one_mesh_saves_another_resumes(tmp_path):
+    """The checkpoint, the digest and `model.keras` are of the whole model."""
+    workdir = {"workdir": str(tmp_path / "run")}
+    divided.here("mirrored", "pipeline:2", stop_after=7, **workdir)
+    divided.here("one_device", stop_after=7, **workdir)
+    divided.here("mirrored", "model:2", stop_after=7, **workdir)
+    trainer = divided.here("mirrored", "pipeline:3", **workdir)
+    assert_as_alone(trainer, "dense")
+    loaded = keras.saving.load_model(tmp_path / "run" / "model.keras")
+    for variable, value in zip(loaded.variables, divided.weights_of(trainer).values(), strict=True):
+        np.testing.assert_array_equal(variable.numpy(), value)
+    assert params_sha256(loaded.trainable_variables) == trainer.results["params_sha256"]
+
+
+def test_the_users_own_model_gets_the_weights_back_and_may_be_frozen():
+    keras.utils.set_random_seed(1)
+    model = divided.dense()
+    config = tfpar.ExperimentConfig.from_flat_dict({**divided.COMMON, "strategy": "mirrored", "mesh": "pipeline:2"})
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    runtime = divided.runtime_of("mirrored", "pipeline:2")
+    trainer = tfpar.Trainer(model, loss=loss, metrics=["accuracy"], config=config, runtime=runtime)
+    x, y = divided.data("dense")
+    trainer.fit(x, y, steps=divided.STEPS)
+    np.testing.assert_allclose(model.predict(x[:21], verbose=0), alone("dense")[2][0], rtol=1e-3, atol=1e-4)
+    before = model.layers[0].kernel.numpy(), model.layers[-1].kernel.numpy()
+    model.layers[0].trainable = False
+    trainer.fit(x, y, steps=2)
+    np.testing.assert_array_equal(model.layers[0].kernel.numpy(), before[0])
+    assert np.any(model.layers[-1].kernel.numpy() != before[1])
+
+
+class Own(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.inner = keras.layers.Dense(3)
+
+    def call(self, x):
+        return self.inner(x)
+
+
+def own():
+    model = Own()
+    model(np.zeros((1, 12), np.float32))
+    return model
+
+
+def normalized():
+    layer = keras.layers.SpectralNormalization(keras.layers.Dense(16))
+    return keras.Sequential([keras.Input((12,)), layer, keras.layers.Dense(3)])
+
+
+def synchronized():
+    norm = keras.layers.BatchNormalization(synchronized=True)
+    return keras.Sequential([keras.Input((12,)), keras.layers.Dense(16), norm, keras.layers.Dense(3)])
+
+
+@pytest.mark.parametrize(
+    ("build", "options", "message"),
+    [
+        (own, {}, "'own' has a call of its own, not a graph of layers"),
+        (normalized, {}, "assigns .* in its forward pass .as SpectralNormalization does., which stages"),
+        (synchronized, {"mesh": "data:2,pipeline:2", "devices": 4}, "synchronises batch statistics between replicas"),
+        (divided.dense, {"mesh": "pipeline:4", "stages_per_device": 3}, "has 9 layers .*, too few for 12 stages"),
+        (divided.dense, {"stages": "norm,third"}, "2 beginnings of stages, and the pipeline has 2 stages. Give 1"),
+        (divided.dense, {"stages": "fifth"}, "'fifth' is in the path of no layer behind the first. The layers, .*last"),
+        (divided.dense, {"stages": "("}, "is no regular expression"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(build, options, message):
+    options = {"mesh": "pipeline:2", "devices": 0, **options}
+    config = tfpar.ExperimentConfig.from_flat_dict({**divided.COMMON, "strategy": "mirrored", **options})
+    runtime = divided.runtime_of("mirrored", options["mesh"], options["devices"])
+    with pytest.raises(ConfigError, match=message):
+        tfpar.Trainer(build, loss="mse", config=config, runtime=runtime).fit(
+            np.zeros((16, 12), np.float32), np.zeros((16, 3), np.float32), steps=1
+        )
+
+
+def test_stages_begin_where_one_says():
+    """A layer before a cut, and what it makes, belong to the stage before."""
+    model = divided.dense()
+    graph = keras_calls.graph_of(model)
+    steps = steps_of(graph)
+    cuts = cut_at("norm, fourth", [step.name for step in steps], 3)
+    stages = stages_of(graph, steps, cuts, 3)
+    names = [[step.name.rpartition("/")[2] for step in stage.steps] for stage in stages]
+    assert [each[0] for each in names] == ["first", "norm", "fourth"]
+    assert [name for each in names for name in each] == [layer.name for layer in model.layers]
+    assert [len(stage.given) for stage in stages] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("costs", "crossing", "stages", "cuts"),
+    [
+        ([1, 1, 1, 1], [0, 5, 5, 5], 2, [2]),
+        ([10, 10, 10, 10], [0, 1, 9, 1], 2, [2]),  # balance comes first
+        ([10, 10, 1, 10, 10], [0, 5, 9, 1, 9], 2, [3]),  # about as even, and less crosses
+        ([1, 8, 1, 8, 1], [0, 1, 1, 1, 1], 3, [1, 3]),
+        ([0, 1, 1], [0, 1, 1], 3, None),  # a stage without any cost is none
+        ([1, 1, 1], [0, -1, 1], 3, None),
+    ],
+)
+def test_even_cuts(costs, crossing, stages, cuts):
+    assert cut_evenly(costs, crossing.__getitem__, stages) == cuts
+
+
+def test_micro_batches_in_flight():
+    """As many as it takes to come back, with 1F1B; the last stage turns round at once."""
+    assert [micro_batches_in_flight(stage, 4, 4, "1f1b") for stage in range(4)] == [4, 3, 2, 1]
+    assert [micro_batches_in_flight(stage, 4, 2, "1f1b") for stage in range(4)] == [3, 3, 2, 2]
+    assert micro_batches_in_flight(0, 4, 4, "gpipe") is None

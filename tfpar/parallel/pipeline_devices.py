@@ -1,0 +1,114 @@
+"""The devices of a pipeline: each replica has several, one for each place on the pipeline axis.
+
+The strategy runs a replica on its first device. What belongs to a later stage is put on the device of its place, by its
+name; the strategy mirrors a variable of a stage like any other, with copies that lie on the devices of its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from tfpar.parallel.replica import static_replica_id
+
+import keras
+import tensorflow as tf
+
+_ATTRIBUTE = "tfpar_place"
+
+
+class PipelineDevices:
+    """The devices of one worker, by replica and place.
+
+    Args:
+      first: Names of the first device of each replica, on which the strategy runs it.
+      places: Devices of each replica.
+      step: By how much the number of a device grows from one place to the next.
+
+    Attributes:
+      places: The same.
+    """
+
+    def __init__(self, first: Sequence[str], places: int, step: int = 1) -> None:
+        self.places = places
+        self._rows = [[_with_number_plus(name, step * place) for place in range(places)] for name in first]
+
+    @property
+    def replicas(self) -> int:
+        """Replicas of this worker."""
+        return len(self._rows)
+
+    def of_replica(self, replica: int) -> Sequence[str]:
+        """Names of a replica's devices, by place."""
+        return self._rows[replica]
+
+    def own_replica(self) -> int:
+        """Which of this worker's replicas the open replica context is of."""
+        return static_replica_id() % self.replicas
+
+    def of_own_replica(self) -> Sequence[str]:
+        """`of_replica` for the replica context that is open."""
+        return self.of_replica(self.own_replica())
+
+    @contextlib.contextmanager
+    def creating(self) -> Iterator[None]:
+        """In this context variables can be made `at` a place. Enter it before the scope of the strategy.
+
+        The strategy makes a copy of a variable for each replica, in their order, by the creators of outer contexts.
+        """
+
+        def make(create: Callable[..., Any], **options: Any) -> Any:
+            if _current.place is None:
+                return create(**options)
+            row = self._rows[_current.copies % len(self._rows)]
+            _current.copies += 1
+            with tf.device(row[_current.place]):
+                return create(**options)
+
+        with tf.variable_creator_scope(make):
+            yield
+
+
+class _Current(threading.local):
+    """Where this thread makes variables."""
+
+    def __init__(self) -> None:
+        self.place: int | None = None
+        self.copies = 0
+
+
+_current = _Current()
+
+
+@contextlib.contextmanager
+def at(place: int | None) -> Iterator[None]:
+    """Variables that are made in this context, one at a time and within `creating`, lie on the devices of a place."""
+    before = _current.place, _current.copies
+    _current.place, _current.copies = place, 0
+    try:
+        yield
+    finally:
+        _current.place, _current.copies = before
+
+
+def place_of(variable: keras.Variable) -> int | None:
+    """The place of a variable that belongs to a stage; None for others, which lie on the first device."""
+    return vars(variable).get(_ATTRIBUTE)
+
+
+def mark_place(variable: keras.Variable, place: int) -> None:
+    """Notes where a variable lies."""
+    vars(variable)[_ATTRIBUTE] = place
+
+
+def beside(tensor: tf.Tensor) -> contextlib.AbstractContextManager[Any]:
+    """The device of a tensor of a graph; does nothing for others."""
+    device = tensor.device if tf.is_symbolic_tensor(tensor) else ""
+    return tf.device(device) if device else contextlib.nullcontext()
+
+
+def _with_number_plus(name: str, offset: int) -> str:
+    spec = tf.DeviceSpec.from_string(name)
+    return str(spec.replace(device_index=(spec.device_index or 0) + offset).to_string())

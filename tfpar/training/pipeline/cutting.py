@@ -1,0 +1,107 @@
+"""Where the graph of a model is cut into the stages of a pipeline."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+
+from tfpar.config import ConfigError
+
+# A stage may cost this much more than the largest of the best cut has to, where fewer elements cross then.
+_SLACK = 1.1
+
+
+def cut_evenly(costs: Sequence[int], crossing: Callable[[int], int], stages: int) -> list[int] | None:
+    """The cut that keeps the most expensive stage cheap and lets few elements cross.
+
+    Args:
+      costs: Of the steps, in order.
+      crossing: Elements that cross a cut in front of a step, by the step's number; negative where none may be.
+      stages: Number of stages.
+
+    Returns:
+      Number of the first step of each stage from the second on; None where there are fewer places for cuts.
+    """
+    total = [0]
+    for cost in costs:
+        total.append(total[-1] + cost)
+    places = [place for place in range(1, len(costs)) if crossing(place) >= 0 and 0 < total[place] < total[-1]]
+    if len(places) < stages - 1:
+        return None
+    ends = [*places, len(costs)]
+    bound = _best(ends, stages, lambda start, end, before: max(before, total[end] - total[start]))
+    assert bound is not None
+    limit = _SLACK * bound[0]
+
+    def moved(start: int, end: int, before: float) -> float:
+        cost = total[end] - total[start]
+        uneven = (cost / total[-1]) ** 2  # less than one element: of cuts that let as many cross, the most even
+        return before + uneven + (crossing(end) if end < len(costs) else 0) if cost <= limit else math.inf
+
+    best = _best(ends, stages, moved)
+    assert best is not None
+    return best[1]
+
+
+def _best(
+    ends: Sequence[int], stages: int, combine: Callable[[int, int, float], float]
+) -> tuple[float, list[int]] | None:
+    """The cut with the least value, by dynamic programming over the ends of stages.
+
+    Args:
+      ends: Where stages may end; the last must end at the last.
+      stages: Number of stages.
+      combine: `(start, end, value of the stages before) -> value` of a stage and those before it.
+    """
+    reached: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
+    for stage in range(stages):
+        is_last = stage == stages - 1
+        following: dict[int, tuple[float, list[int]]] = {}
+        for end in ends[-1:] if is_last else ends[:-1]:
+            tried = [
+                (combine(start, end, value), [*cuts, end]) for start, (value, cuts) in reached.items() if start < end
+            ]
+            if tried:
+                following[end] = min(tried)
+        reached = following
+    value, cuts = reached.get(ends[-1], (math.inf, []))
+    return (value, cuts[:-1]) if cuts else None
+
+
+def cut_at(patterns: str, names: Sequence[str], stages: int) -> list[int]:
+    """The cut in front of the first layer, behind the cut before, in whose path a pattern is found.
+
+    Args:
+      patterns: Regular expressions, separated by commas.
+      names: Paths of the layers of the steps.
+      stages: Number of stages.
+
+    Returns:
+      Number of the first step of each stage from the second on.
+
+    Raises:
+      ConfigError: Another number of patterns, one that is no regular expression, or that is not found.
+    """
+    expressions = patterns.split(",")
+    if len(expressions) != stages - 1:
+        raise ConfigError(
+            f"--stages={patterns}: {len(expressions)} beginnings of stages, and the pipeline has {stages} stages. Give "
+            f"{stages - 1}: every stage from the second on begins at a layer."
+        )
+    cuts: list[int] = []
+    for text in expressions:
+        try:
+            expression = re.compile(text.strip())
+        except re.error as error:
+            raise ConfigError(f"--stages={patterns}: {text!r} is no regular expression: {error}.") from None
+        first = cuts[-1] + 1 if cuts else 1
+        place = next((place for place in range(first, len(names)) if expression.search(names[place])), None)
+        if place is None:
+            behind = f" behind {names[cuts[-1]]!r}" if cuts else " behind the first"
+            raise ConfigError(
+                f"--stages={patterns}: {text!r} is in the path of no layer{behind}. The layers, in the order in which "
+                f"they run: {', '.join(dict.fromkeys(names))}."
+            )
+        cuts.append(place)
+    return cuts

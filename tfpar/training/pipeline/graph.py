@@ -1,0 +1,180 @@
+"""The graph of a functional model as a list of steps, which can be cut into stages."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from tfpar.models import graph_cost
+from tfpar.optim import keras_calls
+
+import keras
+import tensorflow as tf
+
+_TRIED_LENGTHS = (64, 8, 1)
+
+# What a step reads and makes: values by the identity of the symbolic tensors of the graph.
+Values = dict[int, Any]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class GraphStep:
+    """A call of a layer or operation, or a tensor that takes another name between a model and one inside it.
+
+    Attributes:
+      name: Path of the layer.
+      operation: The layer or operation; None for a change of names.
+      reads: Identities of the tensors that it reads.
+      makes: Identities of those that it makes.
+      run: `(values, operation_fn) -> made`, values in the order of `makes`.
+    """
+
+    name: str
+    operation: Any
+    reads: tuple[int, ...]
+    makes: tuple[int, ...]
+    run: Callable[[Values, Callable[[Any], Any]], Sequence[Any]]
+
+    @property
+    def variables(self) -> list[keras.Variable]:
+        """The variables of the layer."""
+        return list(getattr(self.operation, "variables", ()))
+
+
+def steps_of(graph: Any) -> list[GraphStep]:
+    """The calls of a functional model in the order in which they run; of models inside it, those of their graphs.
+
+    Args:
+      graph: From `keras_calls.graph_of`.
+    """
+    nodes = keras_calls.graph_nodes(graph)
+    operations = [id(node.operation) for node in nodes]
+    steps: list[GraphStep] = []
+    for node in nodes:
+        inner = keras_calls.graph_of(node.operation) if isinstance(node.operation, keras.Model) else None
+        if inner is None or operations.count(id(node.operation)) > 1:
+            steps.append(_call(node))
+        else:  # a model that is called once: its tensors have one value each
+            same = _ids(node.input_tensors) == _ids(inner.inputs)  # where the model was made around this one
+            steps += [*([] if same else [_enter(node, inner)]), *steps_of(inner), _leave(node, inner)]
+    return steps
+
+
+def run_steps(steps: Iterable[GraphStep], values: Values, operation_fn: Callable[[Any], Any]) -> None:
+    """Runs steps one after the other; adds what they make to `values`."""
+    for step in steps:
+        values.update(zip(step.makes, step.run(values, operation_fn), strict=False))
+
+
+def crossing(steps: Sequence[GraphStep], place: int, outputs: Iterable[int], inputs: Iterable[int]) -> list[int]:
+    """Tensors that the steps before `place` make and those from there on read, or the model returns.
+
+    Args:
+      steps: All steps.
+      place: Number of the first step behind the cut.
+      outputs: What the model returns.
+      inputs: What every stage is given: the model's inputs.
+    """
+    given = set(inputs)
+    made: dict[int, None] = {}
+    for step in steps[:place]:
+        if step.operation is None and set(step.reads) <= given:
+            given |= set(step.makes)
+        made.update(dict.fromkeys(step.makes))
+    read = {each for step in steps[place:] for each in step.reads} | set(outputs)
+    return [each for each in made if each in read and each not in given]
+
+
+def _call(node: Any) -> GraphStep:
+    def run(values: Values, operation_fn: Callable[[Any], Any]) -> Sequence[Any]:
+        args, kwargs = node.arguments.fill_in(values)
+        return tf.nest.flatten(operation_fn(node.operation)(*args, **kwargs))
+
+    name = getattr(node.operation, "path", "") or node.operation.name
+    return GraphStep(name, node.operation, _ids(node.input_tensors), _ids(node.outputs), run)
+
+
+def _enter(node: Any, inner: Any) -> GraphStep:
+    def run(values: Values, _: Any) -> Sequence[Any]:
+        args, kwargs = node.arguments.fill_in(values)
+        given = args[0] if args else kwargs["inputs"]
+        return keras_calls.standard_inputs(inner, given)
+
+    return GraphStep(inner.name, None, _ids(node.input_tensors), _ids(inner.inputs), run)
+
+
+def _leave(node: Any, inner: Any) -> GraphStep:
+    def run(values: Values, _: Any) -> Sequence[Any]:
+        return [values[id(tensor)] for tensor in inner.outputs]
+
+    return GraphStep(inner.name, None, _ids(inner.outputs), _ids(node.outputs), run)
+
+
+def _ids(tensors: Iterable[Any]) -> tuple[int, ...]:
+    return tuple(map(id, tensors))
+
+
+@dataclasses.dataclass(frozen=True)
+class StepCosts:
+    """What steps cost, for one example.
+
+    Attributes:
+      flops: Of each step: of matrix products and convolutions, and one for each element that any operation makes.
+      elements: Size of each tensor, by its identity.
+    """
+
+    flops: list[int]
+    elements: Mapping[int, int]
+
+
+def costs_of(model: keras.Model, graph: Any, steps: Sequence[GraphStep]) -> StepCosts:
+    """Counts the cost of steps, without running them.
+
+    Args:
+      model: A built functional model. Dimensions of its inputs that are not known are tried with several sizes.
+      graph: Its graph.
+      steps: Its steps.
+    """
+    for length in _TRIED_LENGTHS[:-1]:
+        with contextlib.suppress(ValueError, tf.errors.InvalidArgumentError):  # longer than a table of positions
+            return _costs_with(model, graph, steps, length)
+    return _costs_with(model, graph, steps, _TRIED_LENGTHS[-1])
+
+
+def _costs_with(model: keras.Model, graph: Any, steps: Sequence[GraphStep], length: int) -> StepCosts:
+    flops: list[int] = []
+    elements: dict[int, int] = {}
+
+    def forward(*inputs: tf.Tensor) -> list[tf.Tensor]:
+        values: Values = dict(zip(_ids(graph.inputs), inputs, strict=True))
+        scope = keras.StatelessScope()
+        for variable in model.variables:
+            scope.state_mapping[id(variable)] = tf.zeros(variable.shape, variable.dtype)
+        operations = tf.compat.v1.get_default_graph().get_operations
+        with scope:
+            for step in steps:
+                before = len(operations())
+                run_steps([step], values, lambda operation: operation)
+                made = operations()[before:]
+                uncounted: list[str] = []
+                flops.append(graph_cost.flops_of(made, uncounted) + sum(map(_elements, made)))
+                elements.update({each: _size(values[each]) for each in step.makes if each in values})
+        return [values[id(tensor)] for tensor in graph.outputs]
+
+    specs = [
+        tf.TensorSpec([1, *(size or length for size in tensor.shape[1:])], tensor.dtype) for tensor in graph.inputs
+    ]
+    tf.function(forward, autograph=False).get_concrete_function(*specs)
+    return StepCosts(flops, elements)
+
+
+def _elements(operation: tf.Operation) -> int:
+    return sum(map(_size, operation.outputs))
+
+
+def _size(tensor: Any) -> int:
+    shape = getattr(tensor, "shape", None)
+    return math.prod(shape.as_list()) if shape is not None and shape.is_fully_defined() else 0

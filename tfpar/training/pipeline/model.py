@@ -1,0 +1,144 @@
+"""A model whose layers are dealt out to the devices of a pipeline."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tfpar import models
+from tfpar.config import ConfigError, ExperimentConfig, StrategyConfig
+from tfpar.optim import keras_calls
+from tfpar.parallel.model_axis import ModelAxis
+from tfpar.parallel.pipeline_devices import PipelineDevices
+from tfpar.parallel.split import move_to_devices, whole_elements
+from tfpar.training.core import Core
+from tfpar.training.model import recompute
+from tfpar.training.pipeline.cutting import cut_at, cut_evenly
+from tfpar.training.pipeline.graph import GraphStep, StepCosts, costs_of, crossing, steps_of
+from tfpar.training.pipeline.stages import Pipeline, Stage, stages_of
+from tfpar.training.tensor_parallel.model import divide_layers
+
+import keras
+import tensorflow as tf
+
+_log = logging.getLogger(__name__)
+
+
+def make_pipeline(
+    model: keras.Model,
+    devices: PipelineDevices,
+    experiment: ExperimentConfig,
+    *,
+    axis: ModelAxis | None = None,
+    rules: Mapping[str, str] | None = None,
+    announced: bool,
+) -> Pipeline:
+    """Cuts a model that was built on the host into stages, and moves each to its device. Call it under the strategy.
+
+    Args:
+      model: Its variables are replaced by ones on the devices, and calls of it may run in stages.
+      devices: The devices. Their `creating` must be open, outside the strategy's scope.
+      experiment: How it is to be cut, and the schedule. Its `--recompute` has been applied to the model.
+      axis: Where layers are divided as well, the devices they are divided over.
+      rules: How, see `find_layout`.
+      announced: Whether to log the stages.
+
+    Raises:
+      ConfigError: The model cannot be cut.
+    """
+    config = experiment.strategy
+    if models.uses_synchronized_statistics(model) and tf.distribute.get_strategy().num_replicas_in_sync > 1:
+        raise ConfigError(
+            f"--mesh={config.mesh}: model {model.name!r} synchronises batch statistics between replicas, which a "
+            "pipeline cannot do yet. Use another normalization (--model_args=normalization=batch), or "
+            "--mesh=data:... alone."
+        )
+    graph = keras_calls.graph_of(model)
+    if graph is None:
+        raise ConfigError(
+            f"--mesh={config.mesh}: model {model.name!r} has a call of its own, not a graph of layers, so it cannot be "
+            "cut into stages. Build it with the functional API or as a Sequential, or use --mesh=model:..."
+        )
+    steps = steps_of(graph)
+    costs = costs_of(model, graph, steps)
+    cuts = _cuts(model, graph, steps, costs, devices.places * config.stages_per_device, config)
+    stages = stages_of(graph, steps, cuts, devices.places)
+    recomputes = experiment.train.recompute != recompute.NONE and keras_calls.runs_graph_otherwise(graph)
+    pipeline = Pipeline(model, stages, devices, config.pipeline_schedule, recompute=recomputes, axis=axis)
+    keras_calls.replace_graph_run(graph, pipeline.run)
+    places = _places(stages)
+    if announced:
+        _announce(stages, costs)
+    splits = divide_layers(model, axis, rules, announced=announced) if axis else {}
+    for variable in model.variables:
+        move_to_devices(variable, splits.get(id(variable)), places.get(id(variable), 0))
+    return pipeline
+
+
+def check_pipeline(core: Core) -> None:
+    """Refuses what stages cannot do.
+
+    Raises:
+      ConfigError: With what to use.
+    """
+    if core.overwritten:
+        raise ConfigError(
+            f"--mesh: model {core.model.name!r} has float8 layers, which stages of a pipeline cannot train yet. Use "
+            "--mesh=data:... alone."
+        )
+
+
+def _cuts(
+    model: keras.Model,
+    graph: Any,
+    steps: Sequence[GraphStep],
+    costs: StepCosts,
+    number: int,
+    config: StrategyConfig,
+) -> list[int]:
+    if config.stages:
+        return cut_at(config.stages, [step.name for step in steps], number)
+    inputs, outputs = [*map(id, graph.inputs)], [*map(id, graph.outputs)]
+
+    def elements(place: int) -> int:
+        if steps[place].operation is None:  # a change of names, which is not worth a stage
+            return -1
+        return sum(costs.elements.get(each, 0) for each in crossing(steps, place, outputs, inputs))
+
+    sizes = [elements(place) if place else -1 for place in range(len(steps))]
+    cuts = cut_evenly(costs.flops, sizes.__getitem__, number)
+    if cuts is None:
+        names = dict.fromkeys(step.name for step in steps if step.operation is not None)
+        raise ConfigError(
+            f"--mesh={config.mesh}: model {model.name!r} has {len(names)} layers in its graph ({', '.join(names)}), "
+            f"too few for {number} stages. Use fewer."
+        )
+    return cuts
+
+
+def _places(stages: Sequence[Stage]) -> dict[int, int]:
+    """The place of each variable, by its identity: that of the first stage whose layers have it."""
+    places: dict[int, int] = {}
+    for stage in stages:
+        for step in stage.steps:
+            for variable in step.variables:
+                places.setdefault(id(variable), stage.place)
+    return places
+
+
+def _announce(stages: Sequence[Stage], costs: StepCosts) -> None:
+    total, start = sum(costs.flops), 0
+    lines = []
+    for stage in stages:
+        share = sum(costs.flops[start : start + len(stage.steps)]) / max(total, 1)
+        weights = {id(each): each for step in stage.steps for each in step.variables if each.trainable}
+        named = [step.name for step in stage.steps if step.operation is not None]
+        sends = sum(costs.elements.get(each, 0) for each in stage.made) if stage is not stages[-1] else 0
+        start += len(stage.steps)
+        lines.append(
+            f"  stage {stage.number} on device {stage.place}: {named[0]} .. {named[-1]}, {share:.0%} of the FLOPs, "
+            f"{whole_elements([*weights.values()]):,} weights"
+            + (f", sends {sends:,} values per example" if sends else "")
+        )
+    _log.info("pipeline of %d stages\n%s", len(stages), "\n".join(lines))

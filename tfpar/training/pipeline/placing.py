@@ -1,0 +1,110 @@
+"""Replicas whose layers lie on several devices, one after the other."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+
+from tfpar import models
+from tfpar.config import ExperimentConfig
+from tfpar.exchange import DevicesOfReplica, places_in_turn
+from tfpar.parallel import strategies
+from tfpar.parallel.model_axis import ModelAxis
+from tfpar.parallel.pipeline_devices import PipelineDevices, place_of
+from tfpar.parallel.split import split_of
+from tfpar.training.core import Core
+from tfpar.training.model.building import Original, scope_of
+from tfpar.training.pipeline.model import check_pipeline, make_pipeline
+from tfpar.training.pipeline.stages import Pipeline
+from tfpar.training.pipeline.step import DividedPipelineStep, PipelineCore, PipelineStep
+from tfpar.training.placing.base import Placing, build_on_host, known_summary
+from tfpar.training.step import TrainStep
+from tfpar.training.tensor_parallel.model import COLLECTIVES_WITHIN, check_divided
+
+import keras
+import tensorflow as tf
+
+
+class PipelinePlacing(Placing):
+    """The devices of the pipeline axis hold the stages of a replica; on a model axis, their layers are divided.
+
+    Args:
+      runtime: The running strategy.
+      layout: How layers are divided, see `find_layout`.
+    """
+
+    several = True
+    core_class = PipelineCore
+
+    def __init__(self, runtime: strategies.Runtime, layout: Mapping[str, str] | None) -> None:
+        topology, mesh = runtime.topology, runtime.topology.mesh
+        self._devices = PipelineDevices(runtime.strategy.extended.worker_devices, mesh.pipeline, mesh.model)
+        rows = [self._devices.of_replica(program) for program in range(self._devices.replicas)]
+        self._axis = ModelAxis(rows, max(topology.worker, 0), mesh.model) if mesh.model > 1 else None
+        self._layout = layout
+        self._pipeline: Pipeline | None = None
+
+    @contextlib.contextmanager
+    def scope(self, model: keras.Model | Callable[[], keras.Model], strategy: tf.distribute.Strategy) -> Iterator[None]:
+        """See `Placing`."""
+        with self._devices.creating(), scope_of(model, strategy):
+            yield
+
+    def build_first(
+        self, model: keras.Model | Callable[[], keras.Model], strategy: tf.distribute.Strategy, *, announced: bool
+    ) -> tuple[keras.Model, Original | None] | None:
+        """See `Placing`."""
+        return build_on_host(model, strategy, announced=announced)
+
+    def place(self, model: keras.Model, config: ExperimentConfig, *, announced: bool) -> models.ModelSummary | None:
+        """See `Placing`."""
+        summary = known_summary(model)
+        self._pipeline = make_pipeline(
+            model, self._devices, config, axis=self._axis, rules=self._layout, announced=announced
+        )
+        return summary
+
+    def check(self, optimizer: keras.optimizers.Optimizer, core: Core) -> None:
+        """See `Placing`."""
+        check_pipeline(core)
+        if self._axis:
+            check_divided(optimizer, core)
+
+    @contextlib.contextmanager
+    def within(self) -> Iterator[None]:
+        """See `Placing`."""
+        with self._stages.on_own_replica(), self._axis.on_own_device() if self._axis else contextlib.nullcontext():
+            yield
+
+    def step_class(self, model: keras.Model) -> Callable[..., TrainStep]:
+        """See `Placing`."""
+        if self._axis:
+            return functools.partial(DividedPipelineStep, self._stages, _places(model), self._axis)
+        return functools.partial(PipelineStep, self._stages, _places(model))
+
+    def exchanged(self, model: keras.Model) -> DevicesOfReplica | None:
+        """See `Placing`."""
+        variables = model.trainable_variables
+        divided = [index for index, variable in enumerate(variables) if split_of(variable)]
+        programs = self._axis.size if self._axis else 1
+        return places_in_turn(_places(model), [self._devices.of_replica(each) for each in range(programs)], divided)
+
+    def take_xla(self, compiles: bool) -> bool:
+        """See `Placing`. Each stage is a program; the whole, on several devices, is none."""
+        self._stages.compiles = compiles
+        return False
+
+    @property
+    def xla_obstacle(self) -> str:
+        """See `Placing`."""
+        return COLLECTIVES_WITHIN if self._axis else ""
+
+    @property
+    def _stages(self) -> Pipeline:
+        assert self._pipeline is not None
+        return self._pipeline
+
+
+def _places(model: keras.Model) -> list[int]:
+    return [place_of(variable) or 0 for variable in model.trainable_variables]

@@ -1,0 +1,101 @@
+"""The training step of replicas whose layers lie on several devices, as stages of a pipeline."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tfpar.optim.pure_update import pure_apply
+from tfpar.parallel.pipeline_devices import beside
+from tfpar.training.core import Core, LocalSums
+from tfpar.training.norms import l2_norm
+from tfpar.training.objective import Tensors
+from tfpar.training.pipeline.stages import Pipeline, current_trace
+from tfpar.training.step import TrainStep
+from tfpar.training.tensor_parallel.step import DividedStep
+
+import tensorflow as tf
+
+
+class PipelineCore(Core):
+    """A `Core` whose model runs in stages where a pipeline is open. What belongs to a tensor is computed beside it."""
+
+    def loss_and_grads(self, *args: Any, **kwargs: Any) -> LocalSums:
+        """See `Core`. The loss is computed where the model's outputs are."""
+        trace = current_trace()
+        if trace is None:
+            return super().loss_and_grads(*args, **kwargs)
+        trace.differentiates = True
+        with tf.device(trace.devices[-1]):
+            return super().loss_and_grads(*args, **kwargs)
+
+    def each(self, tensors: Tensors, function: Callable[[tf.Tensor], tf.Tensor]) -> Tensors:
+        """See `Core`."""
+        return [_beside(function, tensor) for tensor in tensors]
+
+    def added(self, total: LocalSums, sums: LocalSums) -> LocalSums:
+        """See `Core`."""
+        gradients = [*map(functools.partial(_beside, tf.add), total.gradients, sums.gradients)]
+        others = (each._replace(gradients=[]) for each in (total, sums))
+        return super().added(*others)._replace(gradients=gradients)
+
+
+class PipelineStep(TrainStep):
+    """A step of replicas that are pipelines.
+
+    Args:
+      pipeline: The stages and their devices.
+      places: For each trainable variable, its place.
+      *args: See `TrainStep`.
+      **kwargs: See `TrainStep`.
+    """
+
+    def __init__(self, pipeline: Pipeline, places: Sequence[int], *args: Any, **kwargs: Any) -> None:
+        self._pipeline, self._places = pipeline, list(places)
+        super().__init__(*args, **kwargs)
+
+    def _make_programs(self) -> None:
+        super()._make_programs()
+        self._norm: Callable[[Tensors], tf.Tensor] = self._norm_by_place
+
+    def _total_denominators(self, params: Tensors, state: Tensors, batch: Any) -> tf.Tensor:
+        with self._pipeline.on_own_replica():
+            return super()._total_denominators(params, state, batch)
+
+    def _contribution(self, *args: Any) -> Any:
+        with self._pipeline.on_own_replica():
+            return super()._contribution(*args)
+
+    def _pure_apply(self, *args: Any) -> tuple[Tensors, Tensors]:
+        return pure_apply(*args, beside=beside)
+
+    def _norm_by_place(self, gradients: Tensors) -> tf.Tensor:
+        """The norm over all places, of each of which a scalar travels."""
+        devices = self._pipeline.devices.of_own_replica()
+        norms = []
+        for place, device in enumerate(devices):
+            if own := [gradient for gradient, where in zip(gradients, self._places, strict=True) if where == place]:
+                with tf.device(device):
+                    norms.append(tf.cast(l2_norm(own), tf.float64))  # in which the square of no float32 overflows
+        return tf.cast(tf.sqrt(tf.add_n([tf.square(norm) for norm in norms])), tf.float32)
+
+
+class DividedPipelineStep(PipelineStep, DividedStep):
+    """A step of pipelines whose layers are divided as well.
+
+    Args:
+      pipeline: The stages and their devices.
+      places: For each trainable variable, its place.
+      *args: See `DividedStep`.
+      **kwargs: See `DividedStep`.
+    """
+
+    def _make_programs(self) -> None:
+        super()._make_programs()
+        self._norm: Callable[[Tensors], tf.Tensor] = self._whole_norm
+
+
+def _beside(function: Callable[..., tf.Tensor], tensor: tf.Tensor, *others: tf.Tensor) -> tf.Tensor:
+    with beside(tensor):
+        return function(tensor, *others)

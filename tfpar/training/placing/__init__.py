@@ -1,0 +1,1 @@
+"""Where the parts of replicas lie: on one device, or on several of a mesh."""

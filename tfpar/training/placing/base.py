@@ -1,0 +1,119 @@
+"""Where the parts of a replica lie: by default all on its one device."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from tfpar import models
+from tfpar.config import ConfigError, ExperimentConfig
+from tfpar.exchange import DevicesOfReplica
+from tfpar.training.core import Core
+from tfpar.training.model.building import Original, build_model, scope_of
+from tfpar.training.step import TrainStep
+
+import keras
+import tensorflow as tf
+
+
+class Placing:
+    """A replica on one device. Subclasses are for replicas of several.
+
+    Attributes:
+      several: Whether a replica has several devices.
+      core_class: What makes the model a pure function.
+    """
+
+    several = False
+    core_class: type[Core] = Core
+
+    def scope(
+        self, model: keras.Model | Callable[[], keras.Model], strategy: tf.distribute.Strategy
+    ) -> contextlib.AbstractContextManager[Any]:
+        """The scope in which the model, its optimizer and its metrics are made."""
+        return scope_of(model, strategy)
+
+    def build_first(
+        self, model: keras.Model | Callable[[], keras.Model], strategy: tf.distribute.Strategy, *, announced: bool
+    ) -> tuple[keras.Model, Original | None] | None:
+        """What `build_model` returns, made outside the scope, where the model is to be moved from there; else None."""
+        del model, strategy, announced
+        return None
+
+    def place(self, model: keras.Model, config: ExperimentConfig, *, announced: bool) -> models.ModelSummary | None:
+        """Moves the parts of a model from `build_first` to their devices. Call it in the scope.
+
+        Args:
+          model: Is changed.
+          config: The experiment.
+          announced: Whether to log what lies where.
+
+        Returns:
+          Size and cost of the model, if it is known now and cannot be later.
+
+        Raises:
+          ConfigError: The model's parts cannot lie on several devices.
+        """
+        del model, config, announced
+        return None
+
+    def check(self, optimizer: keras.optimizers.Optimizer, core: Core) -> None:
+        """Refuses an optimizer, built for the model, or a model that these devices cannot train.
+
+        Raises:
+          ConfigError: With what to use.
+        """
+
+    def within(self) -> contextlib.AbstractContextManager[Any]:
+        """In a replica context: what is traced in this context is the program of its devices."""
+        return contextlib.nullcontext()
+
+    def step_class(self, model: keras.Model) -> Callable[..., TrainStep]:
+        """What takes the arguments of `TrainStep`."""
+        del model
+        return TrainStep
+
+    def exchanged(self, model: keras.Model) -> DevicesOfReplica | None:
+        """What the exchange has to know of replicas of several devices."""
+        del model
+        return None
+
+    def take_xla(self, compiles: bool) -> bool:
+        """Whether whole programs of a replica are compiled, where XLA can compile the model and is wanted, or not."""
+        return compiles
+
+    @property
+    def xla_obstacle(self) -> str:
+        """Why XLA can compile nothing; empty where it can."""
+        return ""
+
+
+def build_on_host(
+    model: keras.Model | Callable[[], keras.Model], strategy: tf.distribute.Strategy, *, announced: bool
+) -> tuple[keras.Model, Original | None]:
+    """Builds a model in the memory of the host, from which its parts are moved: it need not fit on a device.
+
+    Args:
+      model: See `build_model`.
+      strategy: The strategy under which it will be trained.
+      announced: See `build_model`.
+
+    Raises:
+      ConfigError: See `build_model`; or the model was made under the strategy.
+    """
+    variables = model.variables if isinstance(model, keras.Model) else []
+    if variables and strategy.extended.variable_created_in_scope(variables[0].value):
+        raise ConfigError(
+            "--mesh: the model was made under the strategy, whole on every device. Pass a function that "
+            "builds it, or make it before the strategy."
+        )
+    with tf.device("CPU:0"):
+        return build_model(model, strategy, announced=announced)
+
+
+def known_summary(model: keras.Model) -> models.ModelSummary | None:
+    """Size and cost of a model; None where its inputs are not known before it runs."""
+    with contextlib.suppress(ValueError):
+        return models.describe(model)
+    return None

@@ -1,0 +1,31 @@
+"""Which devices the parts of replicas lie on, under a running strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tfpar.config import ConfigError
+from tfpar.parallel import strategies
+from tfpar.training.pipeline import PipelinePlacing
+from tfpar.training.placing.base import Placing
+from tfpar.training.tensor_parallel import DividedPlacing
+
+
+def placing_of(runtime: strategies.Runtime, layout: Mapping[str, str] | None = None) -> Placing:
+    """Where the parts of replicas lie.
+
+    Args:
+      runtime: The running strategy.
+      layout: How layers are divided over a model axis, see `find_layout`.
+
+    Raises:
+      ConfigError: A layout, and no devices to divide layers over.
+    """
+    mesh = runtime.topology.mesh
+    if mesh.pipeline > 1 and (mesh.model > 1 or not layout):
+        return PipelinePlacing(runtime, layout)
+    if mesh.model > 1:
+        return DividedPlacing(runtime, layout)
+    if layout:
+        raise ConfigError("layout says how layers are divided, and no mesh divides them. Add mesh='model:2'.")
+    return Placing()

@@ -1,0 +1,79 @@
+"""Replicas whose layers are divided over several devices."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tfpar import models
+from tfpar.config import ExperimentConfig
+from tfpar.exchange import DevicesOfReplica, places_that_divide
+from tfpar.parallel import strategies
+from tfpar.parallel.model_axis import ModelAxis
+from tfpar.parallel.split import move_to_devices, split_of
+from tfpar.training.core import Core
+from tfpar.training.model.building import Original
+from tfpar.training.placing.base import Placing, build_on_host, known_summary
+from tfpar.training.step import TrainStep
+from tfpar.training.tensor_parallel.model import COLLECTIVES_WITHIN, check_divided, divide_layers
+from tfpar.training.tensor_parallel.step import DividedStep
+
+import keras
+import tensorflow as tf
+
+
+class DividedPlacing(Placing):
+    """The devices of the model axis hold a replica.
+
+    Args:
+      runtime: The running strategy.
+      layout: How layers are divided, see `find_layout`.
+    """
+
+    several = True
+
+    def __init__(self, runtime: strategies.Runtime, layout: Mapping[str, str] | None) -> None:
+        topology, devices = runtime.topology, runtime.strategy.extended.worker_devices
+        self._axis = ModelAxis([[device] for device in devices], max(topology.worker, 0), topology.model_devices)
+        self._layout = layout
+
+    def build_first(
+        self, model: keras.Model | Callable[[], keras.Model], strategy: tf.distribute.Strategy, *, announced: bool
+    ) -> tuple[keras.Model, Original | None] | None:
+        """See `Placing`."""
+        return build_on_host(model, strategy, announced=announced)
+
+    def place(self, model: keras.Model, config: ExperimentConfig, *, announced: bool) -> models.ModelSummary | None:
+        """See `Placing`."""
+        del config
+        summary = known_summary(model)
+        splits = divide_layers(model, self._axis, self._layout, announced=announced)
+        for variable in model.variables:
+            move_to_devices(variable, splits.get(id(variable)))
+        return summary
+
+    def check(self, optimizer: keras.optimizers.Optimizer, core: Core) -> None:
+        """See `Placing`."""
+        check_divided(optimizer, core)
+
+    def within(self) -> contextlib.AbstractContextManager[Any]:
+        """See `Placing`."""
+        return self._axis.on_own_device()
+
+    def step_class(self, model: keras.Model) -> Callable[..., TrainStep]:
+        """See `Placing`."""
+        del model
+        return functools.partial(DividedStep, self._axis)
+
+    def exchanged(self, model: keras.Model) -> DevicesOfReplica | None:
+        """See `Placing`."""
+        variables = model.trainable_variables
+        divided = [index for index, variable in enumerate(variables) if split_of(variable)]
+        return places_that_divide(divided, len(variables), self._axis.size)
+
+    @property
+    def xla_obstacle(self) -> str:
+        """See `Placing`."""
+        return COLLECTIVES_WITHIN
