@@ -12,7 +12,8 @@ from tfpar.parallel.pipeline_devices import place_of
 from tfpar.parallel.split import whole_elements
 from tfpar.training.pipeline.cutting import cut_at, cut_evenly
 from tfpar.training.pipeline.graph import steps_of
-from tfpar.training.pipeline.stages import micro_batches_in_flight, stages_of
+from tfpar.training.pipeline.stage_program import stages_of
+from tfpar.training.pipeline.stages import micro_batches_in_flight
 
 import keras
 import numpy as np

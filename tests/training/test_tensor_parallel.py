@@ -61,6 +61,18 @@ def test_thirty_steps_equal_one_device(model, devices, least):
             assert split or np.array_equal(copy.numpy(), copies[0].numpy()), variable.path
 
 
+def test_convolutions_are_divided_by_channels():
+    """The large ones by themselves, others where a rule says so."""
+    options = {"model": "resnet", "learning_rate": 0.03, "steps": 10}
+    trainer = divided.here("mirrored", "model:2", **options)
+    assert_as_alone(trainer, **options)
+    found = {each.path for each in trainer.model.trainable_variables if split_of(each)}
+    assert found == {f"stage1_block0_{name}_conv/kernel" for name in "ab"}
+    asked = find_layout(divided.resnet(), 2, {"(stem|shortcut)_conv": "gather"})
+    ways = {layer.name: layout.way for layer, layout in asked.values()}
+    assert ways["stem_conv"] == ways["stage1_block0_shortcut_conv"] == "gather"
+
+
 @pytest.mark.parametrize("mesh", ["model:2", "data:2,model:2"])
 def test_micro_batches(mesh):
     """Replicas of one process, too."""

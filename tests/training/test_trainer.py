@@ -365,6 +365,10 @@ def test_a_data_set_without_examples_is_refused():
     empty = dataclasses.replace(one, info=dataclasses.replace(one.info, num_examples=0))
     with pytest.raises(ConfigError, match=r"fit\(train=...\): arrays is empty"):
         trainer_of().fit(empty, steps=1)
+    with pytest.raises(ConfigError, match=r"predict\(source=...\): arrays is empty. Give it at least one example"):
+        trainer_of().predict(empty)
+    with pytest.raises(ConfigError, match=r"evaluate\(source=...\): arrays is empty"):
+        trainer_of().evaluate(empty)
 
 
 # A run that is stopped and goes on

@@ -105,12 +105,14 @@ _CALLS: dict[str, Callable[..., Any]] = {
 }
 
 
-# The three steps of Keras 3.15's Dense and EinsumDense.
+# The three steps of Keras 3.15's Dense, EinsumDense and convolutions with the channels last.
 
 
 def _product(layer: Any, inputs: Any) -> Any:
     if isinstance(layer, keras.layers.EinsumDense):
         return ops.einsum(layer.equation, inputs, layer.kernel)
+    if not isinstance(layer, keras.layers.Dense):
+        return layer.convolution_op(inputs, layer.kernel)
     return ops.matmul(inputs, layer.kernel)
 
 

@@ -6,14 +6,14 @@ A layer is divided in one of these ways (Shoeybi et al. 2019, arXiv:1909.08053):
 |---|---|---|---|
 | `column` | Dense, EinsumDense | some outputs, which the next layer takes divided | gradient of the input, summed |
 | `row` | Dense, EinsumDense | some inputs, which the layer before left divided | output, summed |
-| `gather` | Dense | some outputs | outputs, gathered; gradient of the input, summed |
+| `gather` | Dense, Conv1D to 3D | some outputs, or channels | outputs, gathered; gradient of the input, summed |
 | `heads` | attention | some heads | gradient of the inputs, summed |
 | `vocabulary` | Embedding | the vectors of some tokens | vectors, summed; logits of a tied head, gathered |
 | `whole` | all others | all | nothing |
 
 `find_layout` takes what the user asks for by regular expressions on paths of layers, and then looks for what it knows:
 attention by heads; layers that say it themselves by `tensor_layout()`, as tfpar's blocks do; the feed-forward pairs of
-keras-hub and of chains of Dense layers; embeddings; other Dense layers that are large.
+keras-hub and of chains of Dense layers; embeddings; other Dense layers, and convolutions, that are large.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ OWN_NUMBERS = "own_numbers"  # dropout of what is divided: devices must not draw
 
 # Below this many elements, gathering costs more than it saves.
 _LARGE = 1 << 12
+_LARGE_CONVOLUTION = 1 << 16  # whose outputs are larger
 # Activations that look at more than one output.
 _OVER_OUTPUTS = ("softmax", "log_softmax", "sparsemax", "glu")
 # Layers between two Dense layers that act on every element by itself.
@@ -43,6 +44,7 @@ _FEED_FORWARD = (
     (re.compile(r"feedforward_(intermediate|gate)_dense\d*$|feedforward_gate$"), COLUMN),
     (re.compile(r"feedforward_output_dense\d*$"), ROW),
 )
+_CONVOLUTIONS = (keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D)
 _ATTENTION = ("query", "key", "value", "attention_output")
 
 
@@ -152,9 +154,10 @@ class _Finder:
                 self._take_all({pair[0]: COLUMN, **between, pair[1]: ROW})
 
     def take_large(self) -> None:
-        """Gathers the outputs of Dense layers that nothing else is known of."""
+        """Gathers the outputs of Dense layers and convolutions that nothing else is known of."""
         for layer in self.layers:
-            if type(layer) is keras.layers.Dense and math.prod(layer.kernel.shape) >= _LARGE:
+            least = _LARGE if type(layer) is keras.layers.Dense else _LARGE_CONVOLUTION
+            if _can_gather(layer) and math.prod(layer.kernel.shape) >= least:
                 self._take_unasked(layer, GATHER)
 
     def _divide_heads(self, layer: keras.layers.Layer) -> bool:
@@ -219,12 +222,19 @@ def _column_splits(layer: keras.layers.Layer, size: int, groups: int = 1) -> dic
 
 def _gather_splits(layer: keras.layers.Layer, size: int, groups: int = 1) -> dict[str, Split] | None:
     del groups  # what is gathered has to lie in order
-    return _output_splits(layer, size, 1) if type(layer) is keras.layers.Dense and _is_linear(layer) else None
+    return _output_splits(layer, size, 1) if _can_gather(layer) else None
+
+
+def _can_gather(layer: keras.layers.Layer) -> bool:
+    """Whether the last dimension of the layer's outputs is that of its kernel."""
+    if type(layer) in _CONVOLUTIONS:
+        return layer.groups == 1 and layer.data_format == "channels_last" and not _is_special(layer)
+    return type(layer) is keras.layers.Dense and _is_linear(layer)
 
 
 def _output_splits(layer: keras.layers.Layer, size: int, groups: int) -> dict[str, Split] | None:
     """Splits of kernel and bias by the first dimension of the output that is not one of the input."""
-    axis, bias_axis = 1, 0
+    axis, bias_axis = len(layer.kernel.shape) - 1, 0
     if isinstance(layer, keras.layers.EinsumDense):
         inputs, kernel, outputs = _equation(layer)
         own = [label for label in kernel if label in outputs and label not in inputs]

@@ -95,7 +95,7 @@ class Evaluator:
                 program.core,
                 program.strategy,
                 agreement=WorkerAgreement(world_group(program.topology.workers, program.topology.worker)),
-                jit_compile=program.jit_compile,
+                jit_compile=program.compiles_whole,
                 weights=weights,
                 classes=classes,
                 within=program.placing.within,

@@ -87,7 +87,7 @@ class Predictor:
         on_tpu = isinstance(program.strategy, tf.distribute.TPUStrategy)
         model: Any = program.core.predict
         if not program.placing.several:  # else every device has a program of its own
-            compiles = program.jit_compile and not on_tpu
+            compiles = program.compiles_whole and not on_tpu
             model = tf.function(model, jit_compile=True if compiles else None, autograph=False)
 
         def on_replica(batch: Any) -> tuple[Any, tf.Tensor]:

@@ -135,6 +135,7 @@ class Program:
         placing.check(program.optimizer, core)
         if placing.several:
             vars(program)["model_summary"] = summary
+            placing.use_xla(program.jit_compile)
         program._build_exchange()
         return program
 
@@ -161,11 +162,16 @@ class Program:
 
     @functools.cached_property
     def jit_compile(self) -> bool:
-        """Whether XLA compiles forward, backward and optimizer; see `--jit_compile`."""
+        """Whether XLA compiles forward, backward and optimizer, or stages of them; see `--jit_compile`."""
         choice, obstacle = self.config.train.jit_compile, self._xla_obstacle()
         if choice == "true" and obstacle:
             raise ConfigError(f"--jit_compile=true: {obstacle}. Use --jit_compile=auto, or another model.")
-        return self.placing.take_xla(choice == "true" or (choice == "auto" and not self.xla_disabled_reason))
+        return choice == "true" or (choice == "auto" and not self.xla_disabled_reason)
+
+    @property
+    def compiles_whole(self) -> bool:
+        """Whether what a replica runs is one XLA program, or two; not where it lies on several devices."""
+        return self.jit_compile and not self.placing.several
 
     @functools.cached_property
     def xla_disabled_reason(self) -> str:
@@ -189,12 +195,12 @@ class Program:
     @functools.cached_property
     def text_sampler(self) -> TextSampler:
         """Generates text with the model, if it is a language model; traced once for all runs of the program."""
-        return TextSampler(self.model, jit_compile=self.jit_compile)
+        return TextSampler(self.model, jit_compile=self.compiles_whole)
 
     @functools.cached_property
     def predict_alone(self) -> Any:
         """`Core.predict` on this process alone, traced once for all runs of the program."""
-        return tf.function(self.core.predict, autograph=False, jit_compile=self.jit_compile or None)
+        return tf.function(self.core.predict, autograph=False, jit_compile=self.compiles_whole or None)
 
     def pipeline(self, source: inputs.AnySource, *, training: bool) -> inputs.AnyPipeline:
         """The input pipeline of a source for this topology.
@@ -272,7 +278,7 @@ class Program:
                 self.strategy,
                 schedule=schedule,
                 seed=config.train.seed,
-                jit_compile=self.jit_compile,
+                jit_compile=self.compiles_whole,
                 clip_norm=config.optimizer.clip_norm,
                 scale_loss=precision.uses_loss_scale(config.precision.precision),
                 growth_steps=precision.growth_steps(config.precision),

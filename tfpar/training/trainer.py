@@ -215,7 +215,7 @@ class Trainer:
         return self._evaluate("evaluate(source=...)", source, y, sample_weight)
 
     def _evaluate(self, argument: str, *data: Any) -> dict[str, float]:
-        source = _as_source(argument, *data, told=self._tells, ignore_class=self._ignore_class)
+        source = _as_full_source(argument, *data, told=self._tells, ignore_class=self._ignore_class)
         self._refresh()
         self.program.bind(source)
         return self._evaluator(source)
@@ -239,7 +239,7 @@ class Trainer:
         keras_arguments.refuse("predict", others)
         self._check_synchronous("does not predict. To predict")
         self._refresh()
-        return self._predictor(_as_source("predict(source=...)", source, told=self._tells))
+        return self._predictor(_as_full_source("predict(source=...)", source, told=self._tells))
 
     def _check_synchronous(self, what: str) -> None:
         if not self.topology.synchronous:
@@ -318,6 +318,14 @@ class Trainer:
         for each in filter(None, (source, validation)):
             self.program.bind(each)
         return source, validation
+
+
+def _as_full_source(argument: str, *data: Any, **options: Any) -> inputs.AnySource:
+    """`_as_source`, of at least one example."""
+    source = _as_source(argument, *data, **options)
+    if not source.info.num_examples:
+        raise ConfigError(f"{argument}: {source.info.name} is empty. Give it at least one example.")
+    return source
 
 
 def _as_source(

@@ -16,7 +16,8 @@ from tfpar.training.core import Core
 from tfpar.training.model import recompute
 from tfpar.training.pipeline.cutting import cut_at, cut_evenly
 from tfpar.training.pipeline.graph import GraphStep, StepCosts, costs_of, crossing, steps_of
-from tfpar.training.pipeline.stages import Pipeline, Stage, stages_of
+from tfpar.training.pipeline.stage_program import Stage, stages_of
+from tfpar.training.pipeline.stages import Pipeline
 from tfpar.training.tensor_parallel.model import divide_layers
 
 import keras
@@ -69,7 +70,7 @@ def make_pipeline(
     keras_calls.replace_graph_run(graph, pipeline.run)
     places = _places(stages)
     if announced:
-        _announce(stages, costs)
+        _announce(stages, costs, devices.places, experiment.train.accumulate_steps)
     splits = divide_layers(model, axis, rules, announced=announced) if axis else {}
     for variable in model.variables:
         move_to_devices(variable, splits.get(id(variable)), places.get(id(variable), 0))
@@ -127,7 +128,7 @@ def _places(stages: Sequence[Stage]) -> dict[int, int]:
     return places
 
 
-def _announce(stages: Sequence[Stage], costs: StepCosts) -> None:
+def _announce(stages: Sequence[Stage], costs: StepCosts, places: int, micro_batches: int) -> None:
     total, start = sum(costs.flops), 0
     lines = []
     for stage in stages:
@@ -141,4 +142,18 @@ def _announce(stages: Sequence[Stage], costs: StepCosts) -> None:
             f"{whole_elements([*weights.values()]):,} weights"
             + (f", sends {sends:,} values per example" if sends else "")
         )
+    lines.append("  " + _busy(len(stages), places, micro_batches))
     _log.info("pipeline of %d stages\n%s", len(stages), "\n".join(lines))
+
+
+def _busy(stages: int, places: int, micro_batches: int) -> str:
+    """How much of the time a device can work at most, and what would make it more."""
+
+    def share(count: int) -> float:
+        turns = count * (stages // places)
+        return turns / (turns + places - 1)
+
+    noun = "micro-batch keeps" if micro_batches == 1 else "micro-batches keep"
+    text = f"{micro_batches} {noun} a device busy for at most {share(micro_batches):.0%} of a step"
+    more = 4 * places
+    return text if micro_batches >= more else f"{text}; --accumulate_steps={more} for {share(more):.0%}"

@@ -90,10 +90,9 @@ class PipelinePlacing(Placing):
         programs = self._axis.size if self._axis else 1
         return places_in_turn(_places(model), [self._devices.of_replica(each) for each in range(programs)], divided)
 
-    def take_xla(self, compiles: bool) -> bool:
-        """See `Placing`. Each stage is a program; the whole, on several devices, is none."""
+    def use_xla(self, compiles: bool) -> None:
+        """See `Placing`. The forward and the backward pass of each stage are a program."""
         self._stages.compiles = compiles
-        return False
 
     @property
     def xla_obstacle(self) -> str:

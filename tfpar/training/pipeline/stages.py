@@ -11,18 +11,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import math
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tfpar.config import ConfigError
-from tfpar.models.normalization import current_example_weights, example_weights
-from tfpar.optim import keras_calls, keras_compile, keras_internals
+from tfpar.optim import keras_calls, keras_compile
 from tfpar.parallel.model_axis import ModelAxis
 from tfpar.parallel.pipeline_devices import PipelineDevices
-from tfpar.training.pipeline.graph import GraphStep, Values, crossing, run_steps
+from tfpar.training.pipeline.graph import Values
+from tfpar.training.pipeline.stage_program import Stage, StageProgram
 
 import keras
 import tensorflow as tf
@@ -48,49 +46,6 @@ def micro_batches_in_flight(stage: int, stages: int, places: int, schedule: str)
     return math.ceil((stages - stage) / per_device) + (per_device > 1)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Stage:
-    """Consecutive steps of a model's graph.
-
-    Attributes:
-      number: From 0.
-      place: Of its devices.
-      steps: The steps.
-      given: Identities of the tensors that it reads from outside.
-      made: Identities of those that it makes and that are read behind it, or returned.
-    """
-
-    number: int
-    place: int
-    steps: Sequence[GraphStep]
-    given: Sequence[int]
-    made: Sequence[int]
-
-
-def stages_of(graph: Any, steps: Sequence[GraphStep], cuts: Sequence[int], places: int) -> list[Stage]:
-    """The stages that cuts make of a graph.
-
-    Args:
-      graph: The graph.
-      steps: Its steps.
-      cuts: Number of the first step of each stage from the second on.
-      places: Number of devices they are dealt out to in turn.
-    """
-    outputs = [*map(id, graph.outputs)]
-    bounds = [0, *cuts, len(steps)]
-    stages = []
-    for number, (start, end) in enumerate(itertools.pairwise(bounds)):
-        own: set[int] = set()
-        given: dict[int, None] = {}
-        for step in steps[start:end]:
-            given.update(dict.fromkeys(each for each in step.reads if each not in own))
-            own.update(step.makes)
-        crosses = crossing(steps, end, outputs, []) if end < len(steps) else outputs
-        made = [each for each in dict.fromkeys(crosses) if each in own]
-        stages.append(Stage(number, number % places, steps[start:end], [*given], made))
-    return stages
-
-
 @dataclasses.dataclass(eq=False)
 class Trace:
     """What is traced in one function for one replica.
@@ -105,7 +60,7 @@ class Trace:
     devices: Sequence[str]
     differentiates: bool = False
     done: dict[int, list[tf.Operation]] = dataclasses.field(default_factory=dict)
-    programs: dict[tuple[int, bool], _Program] = dataclasses.field(default_factory=dict)
+    programs: dict[tuple[int, bool], StageProgram] = dataclasses.field(default_factory=dict)
 
 
 class Pipeline:
@@ -161,7 +116,7 @@ class Pipeline:
             key = stage.number, trace.differentiates
             if key not in trace.programs:
                 shares = self.axis is None  # else each call has collectives of its own
-                program = _Program(self._model, stage, operation_fn, compiles=self.compiles, shares=shares)
+                program = StageProgram(self._model, stage, operation_fn, compiles=self.compiles, shares=shares)
                 trace.programs[key] = program
             with tf.device(trace.devices[stage.place]), self._divided(stage):
                 values.update(self._call(trace, trace.programs[key], [values[each] for each in stage.given]))
@@ -172,14 +127,14 @@ class Pipeline:
         """In this context layers compute with the parts that the devices of a stage have."""
         return self.axis.on_own_device(stage.place) if self.axis else contextlib.nullcontext()
 
-    def _call(self, trace: Trace, program: _Program, given: Sequence[Any]) -> Values:
+    def _call(self, trace: Trace, program: StageProgram, given: Sequence[Any]) -> Values:
         scope = keras_calls.innermost_scope()
         assert scope is not None
         tensors = program.arguments(given, scope)
         results = self._with_gradient(trace, program, tensors) if trace.differentiates else program(tensors)
         return program.unpacked(results, scope)
 
-    def _with_gradient(self, trace: Trace, program: _Program, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    def _with_gradient(self, trace: Trace, program: StageProgram, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """The results of a stage, whose gradient is taken on its device and noted in the trace."""
         number, device = program.stage.number, trace.devices[program.stage.place]
         done = trace.done.setdefault(number, [])
@@ -221,162 +176,6 @@ class Pipeline:
 
         found = iter(stage(*(tensors[place] for place in learning)))
         return [next(found) if result.dtype.is_floating else result for result in every]
-
-
-class _Program:
-    """A stage as a function of tensors, which is traced once in a function.
-
-    Args:
-      model: The model.
-      stage: The stage.
-      operation_fn: Makes of a layer what is to be called.
-      compiles: Whether it is an XLA program.
-      shares: Whether all calls share what is traced.
-    """
-
-    def __init__(
-        self, model: keras.Model, stage: Stage, operation_fn: Any, *, compiles: bool, shares: bool = True
-    ) -> None:
-        self.stage = stage
-        self._model, self._operation_fn = model, operation_fn
-        self._learning = {id(variable) for variable in model.trainable_variables}
-        self._variables: list[keras.Variable] | None = None
-        self._has_mask: list[bool] = []
-        self._has_example_weights = False
-        # What the trace has found out.
-        self._masks_made: list[bool] = []
-        self._updated: list[keras.Variable] = []
-        self._shares = shares
-        self._checked = not shares
-        self._function = tf.function(
-            self._body,
-            autograph=False,
-            jit_compile=True if compiles else None,
-            # Otherwise TensorFlow lays out every call anew, which takes seconds for each.
-            experimental_attributes=None if compiles else {"_noinline": True},
-        )
-
-    def arguments(self, given: Sequence[Any], scope: keras.StatelessScope) -> list[tf.Tensor]:
-        """What a call takes: tensors with their masks, values of variables, weights of examples.
-
-        Args:
-          given: Values of `stage.given`.
-          scope: The scope with the variables' values.
-        """
-        masks = [keras_internals.mask_of(value) for value in given]
-        weights = current_example_weights()
-        self._has_mask, self._has_example_weights = [mask is not None for mask in masks], weights is not None
-        if self._variables is None:
-            self._variables = self._read_variables(given, masks, weights, scope)
-        return [
-            *map(tf.convert_to_tensor, given),
-            *(mask for mask in masks if mask is not None),
-            *(tf.convert_to_tensor(scope.state_mapping[id(variable)]) for variable in self._variables),
-            *([] if weights is None else [weights]),
-        ]
-
-    def __call__(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Values of `stage.made` with their masks, updates, losses."""
-        if not self._checked:
-            self._checked = True
-            self._check_captures(tensors)
-        return list(self._function(*tensors)) if self._shares else self._body(*tensors)
-
-    def unpacked(self, results: Sequence[tf.Tensor], scope: keras.StatelessScope) -> Values:
-        """The values of `stage.made`; what else the stage has done goes to the scope."""
-        rest = iter(results)
-        values = {each: next(rest) for each in self.stage.made}
-        for value, has_mask in zip(values.values(), self._masks_made, strict=True):
-            if has_mask:
-                keras_internals.set_mask(value, next(rest))
-        for variable in self._updated:
-            scope.add_update((variable, next(rest)))
-        for loss in rest:
-            keras_calls.add_loss(self._model, scope, loss)
-        return values
-
-    def _read_variables(
-        self, given: Sequence[Any], masks: Sequence[Any], weights: Any, scope: keras.StatelessScope
-    ) -> list[keras.Variable]:
-        """The variables of the stage's layers, and others that it reads: found by tracing it with all at hand."""
-        read = {id(variable): variable for step in self.stage.steps for variable in step.variables}
-
-        def discover() -> None:
-            self._stage_results(given, masks, weights, inner := _StageScope(dict(scope.state_mapping)))
-            read.update(inner.read)
-
-        tf.function(discover, autograph=False).get_concrete_function()
-        return [variable for key, variable in read.items() if key in scope.state_mapping]
-
-    def _body(self, *tensors: tf.Tensor) -> list[tf.Tensor]:
-        assert self._variables is not None
-        rest = iter(tensors)
-        given = [next(rest) for _ in self.stage.given]
-        masks = [next(rest) if has_mask else None for has_mask in self._has_mask]
-        inner = _StageScope({id(variable): next(rest) for variable in self._variables})
-        weights = next(rest) if self._has_example_weights else None
-        made = self._stage_results(given, masks, weights, inner)
-        masks_made = [keras_internals.mask_of(value) for value in made]
-        self._masks_made = [mask is not None for mask in masks_made]
-        self._updated = [variable for variable, _ in inner.updates.values()]
-        for variable in self._updated:
-            if id(variable) in self._learning:
-                raise ConfigError(
-                    f"--mesh: the model assigns {variable.path} in its forward pass (as SpectralNormalization does), "
-                    "which stages of a pipeline cannot do. Use --mesh=data:... alone."
-                )
-        parts = [
-            *made,
-            *(mask for mask in masks_made if mask is not None),
-            *(value for _, value in inner.updates.values()),
-            *inner.losses,
-        ]
-        return [tf.convert_to_tensor(part) for part in parts]
-
-    def _stage_results(
-        self, given: Sequence[Any], masks: Sequence[Any], weights: Any, scope: _StageScope
-    ) -> list[tf.Tensor]:
-        """Runs the steps with variables as in a scope; returns the values of `stage.made`."""
-        values: Values = {}
-        for key, value, mask in zip(self.stage.given, given, masks, strict=True):
-            tensor = tf.identity(value)  # one of its own, which may have a mask
-            values[key] = tensor if mask is None else keras_internals.set_mask(tensor, mask)
-        with contextlib.nullcontext() if weights is None else example_weights(weights), scope:
-            run_steps(self.stage.steps, values, self._operation_fn)
-        return [values[each] for each in self.stage.made]
-
-    def _check_captures(self, tensors: Sequence[tf.Tensor]) -> None:
-        """Refuses what the next micro-batch could not be given.
-
-        Raises:
-          ConfigError: A layer reads a tensor that comes to it neither by the graph nor as a variable.
-        """
-        concrete = self._function.get_concrete_function(*tensors)
-        for captured in concrete.captured_inputs:
-            if tf.is_symbolic_tensor(captured) and captured.dtype != tf.resource:
-                names = dict.fromkeys(step.name for step in self.stage.steps)
-                raise ConfigError(
-                    f"--mesh: stage {self.stage.number} ({', '.join(names)}) reads {captured.name!r}, which is neither "
-                    "made by a layer before it nor a variable. Use --mesh=data:... alone."
-                )
-
-
-class _StageScope(keras.StatelessScope):
-    """Values of variables within a stage; keeps what is read and what is assigned."""
-
-    def __init__(self, values: dict[int, Any]) -> None:
-        super().__init__(collect_losses=True)
-        self.state_mapping = values
-        self.read: dict[int, keras.Variable] = {}
-        self.updates: dict[int, tuple[keras.Variable, tf.Tensor]] = {}
-
-    def get_current_value(self, variable: keras.Variable) -> Any:
-        self.read[id(variable)] = variable
-        return super().get_current_value(variable)
-
-    def add_update(self, update: tuple[keras.Variable, Any]) -> None:
-        super().add_update(update)
-        self.updates[id(update[0])] = update
 
 
 class _Current(threading.local):

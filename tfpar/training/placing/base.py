@@ -79,9 +79,9 @@ class Placing:
         del model
         return None
 
-    def take_xla(self, compiles: bool) -> bool:
-        """Whether whole programs of a replica are compiled, where XLA can compile the model and is wanted, or not."""
-        return compiles
+    def use_xla(self, compiles: bool) -> None:
+        """Whether XLA is to compile what each of several devices runs by itself."""
+        del compiles
 
     @property
     def xla_obstacle(self) -> str:
