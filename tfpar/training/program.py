@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tfpar import inputs, models, precision
@@ -21,6 +20,7 @@ from tfpar.parallel.split import whole_tensor
 from tfpar.parallel.topology import Topology
 from tfpar.process.activity import activity
 from tfpar.training.core import Core
+from tfpar.training.model.averages import AveragesBetweenRuns
 from tfpar.training.model.building import Original, build_model
 from tfpar.training.model.own_loss import OwnLossObjective, compile_for_own_loss, computes_own_loss
 from tfpar.training.model.recompute import recompute_activations
@@ -37,8 +37,6 @@ from tfpar.training.validate import SYNCHRONISED
 
 import keras
 import tensorflow as tf
-
-_log = logging.getLogger(__name__)
 
 _CONVOLUTIONAL_SHARE = 0.1
 
@@ -319,9 +317,16 @@ class Program:
         program._build_exchange()
         return program
 
-    def written_back(self) -> contextlib.AbstractContextManager[None]:
-        """Writes the weights into the user's model at the end, where a copy of it is trained."""
-        return contextlib.nullcontext() if self.original is None else self.original.written_back(self.first_copies)
+    @contextlib.contextmanager
+    def left_to_user(self, between: AveragesBetweenRuns) -> Iterator[None]:
+        """Leaves the user's model, at the end, with the weights, or with the averages that the user's optimizer has."""
+        with contextlib.ExitStack() as stack:
+            if self.original is not None:
+                stack.enter_context(self.original.written_back(self.first_copies))
+            if self.optimizer_options and self.optimizer.use_ema:
+                options = {"one_run": bool(self.config.checkpoint.workdir)}
+                stack.enter_context(between.left_behind(self.model.trainable_variables, self.eval_weights, **options))
+            yield
 
     def eval_weights(self) -> list[keras.Variable]:
         """The trainable weights that evaluation and export use: their moving averages where `--ema` keeps them."""

@@ -25,6 +25,7 @@ from tfpar.training.loops.history import FitResult
 from tfpar.training.loops.hooks import Hook, check_hooks
 from tfpar.training.loops.keras_callbacks import check_callbacks
 from tfpar.training.model import keras_arguments
+from tfpar.training.model.averages import AveragesBetweenRuns
 from tfpar.training.objective import Goal
 from tfpar.training.optimizer_spec import OptimizerSpec, peak_rate
 from tfpar.training.prediction import Predictor
@@ -123,6 +124,7 @@ class Trainer:
             raise
         self._evaluator = Evaluator(self.program)
         self._predictor = Predictor(self.program)
+        self._between_runs = AveragesBetweenRuns()
         self._ignore_class: int | None = getattr(goal.loss, "ignore_class", None)
 
     def fit(
@@ -181,7 +183,7 @@ class Trainer:
             workdir_lock.lock_workdir(workdir),
             contextlib.ExitStack() as closing,
             failure.peer_errors_named(self.topology.cluster),
-            self.program.written_back(),
+            self.program.left_to_user(self._between_runs),
         ):
             arguments = (train, validation, steps, epochs, hooks, callbacks, closing)
             return start_run(self.program, self._evaluator, *arguments).run()

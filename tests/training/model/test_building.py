@@ -66,6 +66,34 @@ def test_on_several_devices_the_weights_are_written_back(messages):
     assert same(given.get_weights(), made.model.get_weights())
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_averages_of_an_optimizer_object_are_left_as_keras_leaves_them(replicas, tmp_path):
+    """The next call goes on from there; with a workdir from the weights, as it is one run."""
+    x = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
+
+    def optimizer():
+        return keras.optimizers.SGD(0.05, use_ema=True, ema_momentum=0.9)
+
+    reference, given, once = model(), model(), model()
+    for each in (given, once):
+        each.set_weights(reference.get_weights())
+    start = reference.get_weights()
+    reference.compile(optimizer(), "mse")
+    made = trainer(given, replicas, optimizer(), shuffle=False)
+    for _ in range(2):
+        reference.fit(x, x[:, :1], batch_size=8, shuffle=False, epochs=2, verbose=0)
+        made.fit(source(), steps=4)
+        for one, other in zip(given.get_weights(), reference.get_weights(), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(given.predict(x, verbose=0), made.predict(source()), rtol=1e-5, atol=1e-6)
+    given.set_weights(start)
+    in_parts = trainer(given, replicas, optimizer(), shuffle=False, workdir=str(tmp_path / "parts"))
+    in_parts.fit(source(), steps=4)
+    in_parts.fit(source(), steps=6)
+    trainer(once, replicas, optimizer(), shuffle=False).fit(source(), steps=6)
+    assert same(given.get_weights(), once.get_weights())
+
+
 def test_a_model_that_a_function_builds_is_under_the_strategy():
     built = []
     made = trainer(lambda: built.append(model()) or built[-1], 2)
