@@ -67,7 +67,6 @@ REPEATS = {
     "tests/training/test_goals.py::test_two_heads_by_name": ("xla",),
     "tests/training/test_layouts.py::test_mirrored_equals_one_device": ("2-1", "3-4"),
     "tests/training/test_pipeline.py::test_stages_are_xla_programs": ("options1",),
-    "tests/training/test_pipeline.py::test_thirty_steps_equal_one_device": ("vit-2-options3",),
     "tests/training/test_step.py::test_several_updates_a_call_equal_single_ones": ("False-2", "True-1"),
     "tests/training/test_streams.py::test_a_run_resumes_where_it_stopped_in_the_stream": ("1",),
     "tests/training/test_streams.py::test_trains_and_evaluates_as_arrays_and_as_keras_do": ("1",),

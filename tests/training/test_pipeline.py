@@ -26,7 +26,7 @@ import pytest
         ("dense", 2, {}),
         ("dense", 3, {"accumulate_steps": 2, "stages_per_device": 2}),
         ("language_model", 4, {"accumulate_steps": 2}),
-        ("vit", 2, {"accumulate_steps": 4}),
+        ("vit", 2, {"accumulate_steps": 4, "ema": 0.9}),
         ("resnet", 3, {"accumulate_steps": 2, "learning_rate": 0.03}),
         ("recurrent", 2, {"accumulate_steps": 2}),
         ("branches", 4, {"accumulate_steps": 4, "pipeline_schedule": "gpipe"}),
@@ -35,7 +35,7 @@ import pytest
 def test_thirty_steps_equal_one_device(model, devices, options):
     """Weights, evaluation and predictions; and weights and the optimizer's state lie on the devices of their stages."""
     trainer = divided.here("mirrored", f"pipeline:{devices}", model=model, **options)
-    same = {name: value for name, value in options.items() if name in ("accumulate_steps", "learning_rate")}
+    same = {name: value for name, value in options.items() if name in ("accumulate_steps", "learning_rate", "ema")}
     assert_as_alone(trainer, model, **same)
     places = set()
     for variable in [*trainer.model.variables, *trainer.optimizer.variables[2:]]:

@@ -108,9 +108,20 @@ def moving_averages(optimizer: keras.optimizers.Optimizer) -> list[keras.Variabl
     return list(optimizer._model_variables_moving_average)
 
 
-def move_averages(optimizer: keras.optimizers.Optimizer) -> None:
-    """Moves the averages towards the variables."""
-    optimizer._update_model_variables_moving_average(optimizer._trainable_variables)
+def move_averages(
+    optimizer: keras.optimizers.Optimizer,
+    beside: Callable[[Any], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+) -> None:
+    """Moves the averages towards the variables, each in the context that `beside` returns for the variable's value."""
+    averages = optimizer._model_variables_moving_average
+    try:
+        for variable, average in zip(optimizer._trainable_variables, averages, strict=True):
+            # Keras pairs the variables that it is given with the averages from the first on.
+            set_untracked(optimizer, _model_variables_moving_average=[average])
+            with beside(variable.value):
+                optimizer._update_model_variables_moving_average([variable])
+    finally:
+        set_untracked(optimizer, _model_variables_moving_average=averages)
 
 
 def clip(optimizer: keras.optimizers.Optimizer, gradients: Sequence[Any]) -> list[Any]:

@@ -118,7 +118,7 @@ class PureUpdate(OptimizerView):
         keras_internals.update_all(self, gradients, variables, self.learning_rate)
         if not self.use_ema:
             return
-        keras_internals.move_averages(self)
+        keras_internals.move_averages(self, self._beside)
         if self.ema_overwrite_frequency:
             # Keras assigns inside a cond, which would leak the branch's tensors into the scope.
             overwrite = tf.equal((self.iterations + 1) % self.ema_overwrite_frequency, 0)
