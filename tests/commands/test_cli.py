@@ -73,7 +73,7 @@ def test_help_names_every_command_and_its_flags():
         ("train", "tfpar train: name a command. Commands: image, language. See tfpar train --help."),
         ("train imag --steps=1", "tfpar train has no command 'imag'. Did you mean `tfpar train image`? "),
         ("--steps=1 train", "tfpar --steps=1: the command comes first. Commands: "),
-        ("train image --stpes=1", "unknown flag --stpes. Did you mean --steps? --help lists the flags."),
+        ("train image --stpes=1", "unknown flag --stpes. Did you mean --steps or --stages? --help lists the flags."),
         (
             "train language --workers=2",
             "--workers is the launcher's: tfpar launch --workers=2 -- tfpar train language --flag=value ...",
