@@ -6,6 +6,7 @@ from tfpar.optim import keras_calls
 from tfpar.optim.keras_calls import INTERNALS
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 from keras.src.backend.common import global_state
@@ -88,12 +89,21 @@ def call_is_looked_up():
     assert calls == ["float32"]
 
 
+def standardize_inputs():
+    """A dict comes in the order of the inputs, not of its keys."""
+    first, second = keras.Input((2,), name="zebra"), keras.Input((3,), name="ant")
+    model = keras.Model([first, second], keras.layers.Concatenate()([first, second]))
+    given = {"ant": np.zeros((1, 3), np.float32), "zebra": np.ones((1, 2), np.float32)}
+    assert [tuple(each.shape) for each in keras_calls.standard_inputs(model, given)] == [(1, 2), (1, 3)]
+
+
 CANARIES = {
     "GLOBAL_STATE_TRACKER": thread_state,
     "get_stateless_scope": innermost_scope,
     "_functional": graph_of_sequential,
     "_nodes_by_depth": nodes_by_depth,
     "_run_through_graph": run_through_graph,
+    "_standardize_inputs": standardize_inputs,
     "_loss_ids": loss_ids,
     "__call__": call_is_looked_up,
 }
