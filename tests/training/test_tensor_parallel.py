@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pathlib
 
 import tfpar
 from tests.integration.scripts import divided
@@ -34,6 +35,14 @@ def assert_as_alone(trainer: tfpar.Trainer, model: str, **options) -> None:
     assert trainer.results["eval"] == pytest.approx(results, rel=1e-4)
     for found, expected in zip(predictions_of(trainer, model), predictions, strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
+
+
+def assert_saved_whole(trainer: tfpar.Trainer, workdir: pathlib.Path) -> None:
+    """`model.keras` and the digest are of the whole model."""
+    loaded = keras.saving.load_model(workdir / "model.keras")
+    for variable, value in zip(loaded.variables, divided.weights_of(trainer).values(), strict=True):
+        np.testing.assert_array_equal(variable.numpy(), value)
+    assert params_sha256(loaded.trainable_variables) == trainer.results["params_sha256"]
 
 
 @pytest.mark.parametrize(
@@ -96,10 +105,7 @@ def test_what_one_mesh_saves_another_resumes(tmp_path):
     divided.here("one_device", stop_after=10, **workdir)
     trainer = divided.here("mirrored", "model:4", **workdir)
     assert_as_alone(trainer, "dense")
-    loaded = keras.saving.load_model(tmp_path / "run" / "model.keras")
-    for variable, value in zip(loaded.variables, divided.weights_of(trainer).values(), strict=True):
-        np.testing.assert_array_equal(variable.numpy(), value)
-    assert params_sha256(loaded.trainable_variables) == trainer.results["params_sha256"]
+    assert_saved_whole(trainer, tmp_path / "run")
 
 
 def test_the_users_own_model_gets_the_weights_back():

@@ -35,6 +35,11 @@ def l2_norm(
     return tf.cond(tf.math.is_finite(plain), lambda: tf.sqrt(plain), scaled)
 
 
+def squared_norm(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Square of the L2 norm over all float32 tensors: a float64 scalar, which the square of none overflows."""
+    return tf.square(tf.cast(l2_norm(tensors), tf.float64))
+
+
 def _squared(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     """Square of the L2 norm over all tensors."""
     return 2.0 * tf.add_n([tf.nn.l2_loss(tensor) for tensor in tensors])

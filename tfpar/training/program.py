@@ -28,7 +28,7 @@ from tfpar.training.model.support import check_model, check_precision, check_tak
 from tfpar.training.objective import Goal, SupervisedObjective
 from tfpar.training.objective.losses import uses_integer_labels
 from tfpar.training.optimizer_spec import OptimizerSpec
-from tfpar.training.placing.base import Placing
+from tfpar.training.placing.base import Placing, known_summary
 from tfpar.training.placing.choose import placing_of
 from tfpar.training.sharding import OwnShare, ShardedStep
 from tfpar.training.step import TrainStep
@@ -184,11 +184,8 @@ class Program:
     @functools.cached_property  # it traces the model, which takes seconds for a large one
     def model_summary(self) -> models.ModelSummary | None:
         """Size and cost of the model, or None where its inputs are not known before it runs."""
-        try:
-            with activity("counting FLOPs and parameters", shown=self.reports):
-                return models.describe(self.model)
-        except ValueError:
-            return None
+        with activity("counting FLOPs and parameters", shown=self.reports):
+            return known_summary(self.model)
 
     @functools.cached_property
     def text_sampler(self) -> TextSampler:

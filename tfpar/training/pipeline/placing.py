@@ -14,11 +14,11 @@ from tfpar.parallel.model_axis import ModelAxis
 from tfpar.parallel.pipeline_devices import PipelineDevices, place_of
 from tfpar.parallel.split import split_of
 from tfpar.training.core import Core
-from tfpar.training.model.building import Original, scope_of
+from tfpar.training.model.building import scope_of
 from tfpar.training.pipeline.model import check_pipeline, make_pipeline
 from tfpar.training.pipeline.stages import Pipeline
 from tfpar.training.pipeline.step import DividedPipelineStep, PipelineCore, PipelineStep
-from tfpar.training.placing.base import Placing, build_on_host, known_summary
+from tfpar.training.placing.base import Placing, known_summary
 from tfpar.training.step import TrainStep
 from tfpar.training.tensor_parallel.model import COLLECTIVES_WITHIN, check_divided
 
@@ -50,12 +50,6 @@ class PipelinePlacing(Placing):
         """See `Placing`."""
         with self._devices.creating(), scope_of(model, strategy):
             yield
-
-    def build_first(
-        self, model: keras.Model | Callable[[], keras.Model], strategy: tf.distribute.Strategy, *, announced: bool
-    ) -> tuple[keras.Model, Original | None] | None:
-        """See `Placing`."""
-        return build_on_host(model, strategy, announced=announced)
 
     def place(self, model: keras.Model, config: ExperimentConfig, *, announced: bool) -> models.ModelSummary | None:
         """See `Placing`."""

@@ -9,7 +9,7 @@ from typing import Any
 from tfpar.optim.pure_update import pure_apply
 from tfpar.parallel.pipeline_devices import beside
 from tfpar.training.core import Core, LocalSums
-from tfpar.training.norms import l2_norm
+from tfpar.training.norms import squared_norm
 from tfpar.training.objective import Tensors
 from tfpar.training.pipeline.stages import Pipeline, current_trace
 from tfpar.training.step import TrainStep
@@ -73,12 +73,12 @@ class PipelineStep(TrainStep):
     def _norm_by_place(self, gradients: Tensors) -> tf.Tensor:
         """The norm over all places, of each of which a scalar travels."""
         devices = self._pipeline.devices.of_own_replica()
-        norms = []
+        squares = []
         for place, device in enumerate(devices):
             if own := [gradient for gradient, where in zip(gradients, self._places, strict=True) if where == place]:
                 with tf.device(device):
-                    norms.append(tf.cast(l2_norm(own), tf.float64))  # in which the square of no float32 overflows
-        return tf.cast(tf.sqrt(tf.add_n([tf.square(norm) for norm in norms])), tf.float32)
+                    squares.append(squared_norm(own))
+        return tf.cast(tf.sqrt(tf.add_n(squares)), tf.float32)
 
 
 class DividedPipelineStep(PipelineStep, DividedStep):

@@ -38,8 +38,7 @@ class Placing:
         self, model: keras.Model | Callable[[], keras.Model], strategy: tf.distribute.Strategy, *, announced: bool
     ) -> tuple[keras.Model, Original | None] | None:
         """What `build_model` returns, made outside the scope, where the model is to be moved from there; else None."""
-        del model, strategy, announced
-        return None
+        return build_on_host(model, strategy, announced=announced) if self.several else None
 
     def place(self, model: keras.Model, config: ExperimentConfig, *, announced: bool) -> models.ModelSummary | None:
         """Moves the parts of a model from `build_first` to their devices. Call it in the scope.

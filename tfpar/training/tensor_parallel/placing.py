@@ -14,14 +14,12 @@ from tfpar.parallel import strategies
 from tfpar.parallel.model_axis import ModelAxis
 from tfpar.parallel.split import move_to_devices, split_of
 from tfpar.training.core import Core
-from tfpar.training.model.building import Original
-from tfpar.training.placing.base import Placing, build_on_host, known_summary
+from tfpar.training.placing.base import Placing, known_summary
 from tfpar.training.step import TrainStep
 from tfpar.training.tensor_parallel.model import COLLECTIVES_WITHIN, check_divided, divide_layers
 from tfpar.training.tensor_parallel.step import DividedStep
 
 import keras
-import tensorflow as tf
 
 
 class DividedPlacing(Placing):
@@ -38,12 +36,6 @@ class DividedPlacing(Placing):
         topology, devices = runtime.topology, runtime.strategy.extended.worker_devices
         self._axis = ModelAxis([[device] for device in devices], max(topology.worker, 0), topology.model_devices)
         self._layout = layout
-
-    def build_first(
-        self, model: keras.Model | Callable[[], keras.Model], strategy: tf.distribute.Strategy, *, announced: bool
-    ) -> tuple[keras.Model, Original | None] | None:
-        """See `Placing`."""
-        return build_on_host(model, strategy, announced=announced)
 
     def place(self, model: keras.Model, config: ExperimentConfig, *, announced: bool) -> models.ModelSummary | None:
         """See `Placing`."""

@@ -16,7 +16,7 @@ from tfpar.parallel import replica
 from tfpar.parallel.model_axis import ModelAxis, Place
 from tfpar.parallel.pipeline_devices import place_of
 from tfpar.parallel.split import split_of
-from tfpar.training.norms import l2_norm
+from tfpar.training.norms import squared_norm
 from tfpar.training.objective import Tensors
 from tfpar.training.step import TrainStep
 
@@ -93,19 +93,15 @@ class DividedStep(TrainStep):
 
     def _whole_norm(self, gradients: Tensors) -> tf.Tensor:
         """The norm over all devices' parts, and once over what is whole; the same bits on each."""
-        squares = []  # in float64, in which the square of no float32 overflows
+        squares = []
         for stage, (divided, whole) in enumerate(self._by_stage):
             with self._axis.on_own_device(stage) as place, tf.device(place.device):
                 if divided:
-                    squares.append(place.sum(_squared([gradients[index] for index in divided])))
+                    squares.append(place.sum(squared_norm([gradients[index] for index in divided])))
                 if whole:
-                    squares.append(_squared([gradients[index] for index in whole]))
+                    squares.append(squared_norm([gradients[index] for index in whole]))
         return tf.cast(tf.sqrt(tf.add_n(squares)), tf.float32)
 
     def _norm_if_needed(self, gradients: Tensors, is_last: tf.Tensor | None) -> tf.Tensor:
         del is_last  # a branch would cost more than the sum of a scalar
         return self._whole_norm(gradients)
-
-
-def _squared(tensors: Tensors) -> tf.Tensor:
-    return tf.square(tf.cast(l2_norm(tensors), tf.float64))
