@@ -22,6 +22,7 @@ class FrameworkLoop:
 
     def __init__(self, trainer: tfpar.Trainer, source: inputs.Source) -> None:
         program = trainer.program
+        program.bind(source)
         self._step = program.step(program.schedule(1 << 30))
         self._iterator = iter(program.distribute(program.pipeline(source, training=True)))
         self._scale = precision.initial(program.config.precision)

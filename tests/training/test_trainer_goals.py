@@ -161,7 +161,7 @@ class Adding(keras.layers.Layer):
     ("make", "batch", "warned"),
     [
         (lambda: keras.layers.Dense(4, activity_regularizer="l2"), 4, True),
-        (lambda: keras.layers.Dense(4, activity_regularizer="l2"), 5, False),
+        (lambda: keras.layers.Dense(4, activity_regularizer="l2"), 10, False),
         (Adding, 4, True),
         (lambda: keras.layers.Dense(4, kernel_regularizer="l2"), 4, False),
     ],
@@ -169,7 +169,8 @@ class Adding(keras.layers.Layer):
 def test_an_added_loss_that_sees_padding_is_warned_of(caplog, make, batch, warned):
     x = np.random.default_rng(0).normal(size=(10, 4)).astype(np.float32)
     model = keras.Sequential([keras.Input((4,)), make(), keras.layers.Dense(1)])
-    trainer = tfpar.Trainer(model, "sgd", "mse", strategy="one_device", global_batch_size=batch, jit_compile="false")
+    options = {"strategy": "one_device", "global_batch_size": batch, "accumulate_steps": 2, "jit_compile": "false"}
+    trainer = tfpar.Trainer(model, "sgd", "mse", **options)
     trainer.fit(x, x[:, :1], epochs=1)
     assert ("sees the padding of batches that are not full" in caplog.text) is warned
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import pathlib
 
@@ -12,10 +11,7 @@ from tfpar.exchange import Traffic
 from tfpar.monitor import samples
 from tfpar.monitor.monitor import Monitor
 from tfpar.monitor.run_info import RunInfo, RunOutcome
-from tfpar.optim.keras_internals import all_layers
 from tfpar.parallel.split import whole_elements
-
-import keras
 
 
 def build_monitor(info: RunInfo) -> Monitor:
@@ -70,17 +66,8 @@ def announce(info: RunInfo, monitor: Monitor, traffic: Traffic) -> None:
 
 
 def warn_of_counted_padding(info: RunInfo, monitor: Monitor) -> None:
-    """Warns where Keras' batch normalisation, or a loss that the model adds itself, would take padding for examples."""
-    if not info.pipeline.pads:
-        return
-    counting = [
-        layer.name
-        for layer in all_layers(info.model)
-        if isinstance(layer, keras.layers.BatchNormalization)
-        and not isinstance(layer, models.BatchNormalization)
-        and layer.trainable
-    ]
-    adding = [layer.name for layer in all_layers(info.model) if _adds_loss(layer)]
+    """Warns where Keras' batch normalisation, or a loss that the model adds itself, takes padding for examples."""
+    adding, counting = info.counting_padding
     if adding:
         monitor.message(
             f"a loss that the model adds itself ({adding[0]}{' ...' * (len(adding) > 1)}: add_loss or "
@@ -96,12 +83,6 @@ def warn_of_counted_padding(info: RunInfo, monitor: Monitor) -> None:
             "arguments); or use --remainder=drop.",
             logging.WARNING,
         )
-
-
-def _adds_loss(layer: keras.layers.Layer) -> bool:
-    """Whether a layer adds a loss that depends on examples, as far as its code tells."""
-    code = getattr(inspect.unwrap(type(layer).call), "__code__", None)
-    return layer.activity_regularizer is not None or "add_loss" in getattr(code, "co_names", ())
 
 
 def record_run_info(info: RunInfo, monitor: Monitor, traffic: Traffic, step: int) -> None:

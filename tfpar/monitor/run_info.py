@@ -32,6 +32,8 @@ class RunInfo:
       total: Steps of the whole run.
       length: The option that says how long the run is: `epochs` or `steps`.
       metric_results: Metrics by name from their summed states.
+      counting_padding: Names of layers that take padding for examples: those that add losses, and those of Keras'
+        batch statistics.
     """
 
     config: ExperimentConfig
@@ -47,6 +49,7 @@ class RunInfo:
     total: int
     length: str
     metric_results: Callable[[Sequence[Any]], Mapping[str, float]]
+    counting_padding: tuple[Sequence[str], Sequence[str]] = ((), ())
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -115,7 +115,7 @@ class Core:
         if divided:
             gradients = self.each(gradients, lambda gradient: gradient * _loss_divisor(weight))
         gradients = [tf.cast(gradient, tf.float32) for gradient in gradients]
-        metrics = [*sums.metrics, *record.float_sums]
+        metrics = [*sums.metrics, *_of_examples(record.float_sums, weight)]
         return LocalSums(sums.loss, sums.count, gradients, sums.state, metrics, record.assigned, overwritten)
 
     def accumulate(
@@ -239,7 +239,8 @@ class Core:
         """`evaluate`, and the model's outputs `[m, ...]`, in its structure."""
         with recording(metrics=self.model_metrics) as record:
             sums = self.objective(params, state, tf.nest.map_structure(lambda part: part[0], batch), training=False)
-        return LocalSums(sums.loss, sums.count, [], [], [*sums.metrics, *record.float_sums], {}, []), record.outputs
+        metrics = [*sums.metrics, *_of_examples(record.float_sums, batch[2])]
+        return LocalSums(sums.loss, sums.count, [], [], metrics, {}, []), record.outputs
 
     @property
     def overwritten(self) -> list[int]:
@@ -379,10 +380,21 @@ def _fold_in(seed: tf.Tensor, data: Any) -> tf.Tensor:
     return tf.random.fold_in(seed, data, alg="philox")
 
 
-def _loss_divisor(weight: tf.Tensor) -> float:
-    """Largest power of two up to the micro-batch size.
+def _of_examples(sums: Tensors, weight: tf.Tensor) -> Tensors:
+    """What the model's own metrics have counted, or zeros where no example counts: some replica got padding alone."""
+    counts = tf.cast(tf.reduce_any(weight > 0), tf.float32)
+    return [each * counts for each in sums]
+
+
+def _loss_divisor(weight: tf.Tensor) -> Any:
+    """Largest power of two up to the micro-batch size, a float or a float32 scalar.
 
     Gradients are sums over examples, a micro-batch times larger than the means that loss scales are made for;
     dividing the float16 backward pass by this and multiplying afterwards is exact.
     """
-    return float(1 << (int(weight.shape[0]).bit_length() - 1))
+    if weight.shape[0] is not None:
+        return float(1 << (int(weight.shape[0]).bit_length() - 1))
+    size = tf.size(weight)
+    for shift in (1, 2, 4, 8, 16):
+        size = tf.bitwise.bitwise_or(size, tf.bitwise.right_shift(size, shift))
+    return tf.cast(size - tf.bitwise.right_shift(size, 1), tf.float32)

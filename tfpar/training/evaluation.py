@@ -70,8 +70,7 @@ class Evaluator:
         ):
             results = evaluation.run(iter(elements), batches)
         self.confusion = evaluation.confusion if np.any(evaluation.confusion) else None
-        if pipeline.pads and (distorted := program.core.model_metrics):
-            names = [metric.name for metric in distorted]
+        if names := program.batch_readers.distorted_metrics(pipeline):
             results = {name: value for name, value in results.items() if name.partition("/")[0] not in names}
             if source.info.fingerprint not in self._named_distorted:
                 self._named_distorted.add(source.info.fingerprint)

@@ -46,7 +46,7 @@ class Predictor:
         program, topology = self._program, self._program.topology
         pipeline = program.pipeline(source, training=False)
         worker = max(topology.worker, 0)
-        iterator = iter(program.distribute(pipeline))
+        iterator = iter(program.distribute(pipeline, padded=True))
         forward = self._current(program.eval_weights())
         numbers: list[np.ndarray] = []
         rows: list[list[np.ndarray]] = []

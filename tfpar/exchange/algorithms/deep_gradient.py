@@ -16,7 +16,7 @@ from tfpar.exchange.algorithms.value_codecs import ValueOptions
 from tfpar.exchange.buckets import Bucket, PendingAssigns, WireBytes
 from tfpar.exchange.options import is_number, option, whole
 from tfpar.exchange.registry import register
-from tfpar_ops import Codec
+from tfpar_ops import Codec, codecs
 
 import tensorflow as tf
 
@@ -169,5 +169,6 @@ register(
     cost=value_codecs.cost,
     summary="the largest elements of each block, with Deep Gradient Compression (Lin et al. 2018)",
     example="momentum=0.9,ramp_steps=1000",
-    fixed={"format": "topk"},
+    # What is kept travels as it is: there is no scale, and nothing to round.
+    fixed={"format": "topk", "scale": codecs.SCALES[0], "rounding": codecs.ROUNDINGS[0]},
 )

@@ -165,4 +165,5 @@ def _info(
         total=total,
         length="epochs" if in_epochs(program.config.train, steps, epochs) else "steps",
         metric_results=program.core.metric_results,
+        counting_padding=program.batch_readers.counting_padding(pipeline),
     )

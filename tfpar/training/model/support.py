@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from tfpar import inputs, precision
-from tfpar.config import ConfigError, InputConfig
+from tfpar import precision
+from tfpar.config import ConfigError
 from tfpar.optim import keras_internals
 
 import keras
@@ -111,44 +111,6 @@ def check_precision(model: keras.Model, wanted: str) -> None:
             f"--precision={wanted}: the model was built to compute in {', '.join(sorted(used))}. Pass a function that "
             "builds it, or build it after tfpar.initialize(config)."
         )
-
-
-def check_takes_padding(
-    model: keras.Model,
-    own_metric_names: Sequence[str],
-    own_loss: bool,
-    source: inputs.AnySource,
-    config: InputConfig,
-    *,
-    training: bool,
-) -> None:
-    """Refuses padding for a model that computes over whole batches, without a word on which examples count.
-
-    Args:
-      model: The model.
-      own_metric_names: Names of the metrics that it updates itself.
-      own_loss: Whether it overrides `compute_loss`.
-      source: Examples, in batches of which some have padding.
-      config: The input options.
-      training: Whether these batches are for training.
-
-    Raises:
-      ConfigError: It does; with what to do.
-    """
-    names = ", ".join(own_metric_names)
-    if own_loss:
-        what = f"model {model.name!r} overrides compute_loss"
-    elif names and training:
-        what = f"model {model.name!r} updates metrics of its own ({names})"
-    else:
-        return
-    remedies = ["--remainder=drop leaves an incomplete last batch out"] if training else []
-    remedies.append(f"choose a --global_batch_size that divides the {source.info.num_examples} examples")
-    raise ConfigError(
-        f"{what}, which sees whole batches and would count padding: {source.info.name} has batches of "
-        f"{config.global_batch_size} with padding (an incomplete last batch, a batch that replicas and micro-batches "
-        f"do not divide, or --on_bad_record=skip). What to do: {'; or '.join(remedies)}."
-    )
 
 
 def own_metrics(model: keras.Model, taken: Sequence[str] = ()) -> list[keras.metrics.Metric]:

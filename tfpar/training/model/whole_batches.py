@@ -1,0 +1,151 @@
+"""Models that compute over whole batches, and batches that are not full.
+
+A batch that is not full is padded with examples of weight 0. Losses and metrics per example leave them out. What reads
+the batch as a whole cannot: batch statistics, losses that the model adds itself, metrics that it updates itself, and
+an overridden `compute_loss`. Where a replica's share of a step is one micro-batch, such a model gets its examples
+alone, and the batch is smaller, as in `fit`; XLA compiles the step once for each size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+from tfpar import inputs, models
+from tfpar.config import ConfigError, InputConfig
+from tfpar.optim import keras_internals
+from tfpar.parallel.topology import Topology
+from tfpar.training.core import Core
+from tfpar.training.model.own_loss import OwnLossObjective
+
+import keras
+import tensorflow as tf
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchReaders:
+    """What of a model reads a batch as a whole.
+
+    Attributes:
+      name: Name of the model.
+      topology: How the replicas that run it lie on workers and devices.
+      own_loss: Whether it overrides `compute_loss`.
+      metrics: Names of the metrics that it updates itself.
+      statistics: Names of Keras' layers of batch statistics; tfpar's own leave padding out.
+      adding: Names of the layers that add losses which depend on examples, as far as their code tells.
+      fixed_batch: Whether an input has a fixed number of examples.
+    """
+
+    name: str
+    topology: Topology
+    own_loss: bool
+    metrics: Sequence[str]
+    statistics: Sequence[str]
+    adding: Sequence[str]
+    fixed_batch: bool
+
+    @classmethod
+    def of(cls, core: Core, topology: Topology) -> BatchReaders:
+        """What of a core's model reads whole batches."""
+        layers = keras_internals.all_layers(core.model)
+        given = getattr(core.model, "inputs", None) or []
+        return cls(
+            name=core.model.name,
+            topology=topology,
+            own_loss=isinstance(core.objective, OwnLossObjective),
+            metrics=[metric.name for metric in core.model_metrics],
+            statistics=[layer.name for layer in layers if _takes_statistics(layer)],
+            adding=[layer.name for layer in layers if _adds_loss(layer)],
+            fixed_batch=any(one.shape[0] is not None for one in keras.tree.flatten(given)),
+        )
+
+    def get_examples_alone(self, pipeline: inputs.AnyPipeline) -> bool:
+        """Whether batches of a pipeline that are not full come without their padding.
+
+        Micro-batches are rows of one tensor, and a stream's batches for several replicas are too, so they have one
+        size; so have those of a TPU, and of the devices that share a replica.
+        """
+        topology = self.topology
+        stacked = isinstance(pipeline, inputs.StreamPipeline) and topology.local_replicas > 1
+        return (
+            pipeline.pads
+            and bool(self.own_loss or self.metrics or self.statistics or self.adding)
+            and pipeline.element_spec[2].shape[0] == 1
+            and not (self.fixed_batch or stacked)
+            and topology.synchronous
+            and topology.device_type != "TPU"
+            and topology.model_devices * topology.pipeline_devices == 1
+        )
+
+    def shorten(self, pipeline: inputs.AnyPipeline, dataset: tf.data.Dataset, *, padded: bool) -> tf.data.Dataset:
+        """A pipeline's batches of one replica each, without their padding where they need not be `padded`."""
+        return dataset if padded or not self.get_examples_alone(pipeline) else without_padding(dataset)
+
+    def counting_padding(self, pipeline: inputs.AnyPipeline) -> tuple[Sequence[str], Sequence[str]]:
+        """Names of the layers that take padding for examples: those that add losses, and those of batch statistics."""
+        counts = pipeline.pads and not self.get_examples_alone(pipeline)
+        return (self.adding, self.statistics) if counts else ((), ())
+
+    def distorted_metrics(self, pipeline: inputs.AnyPipeline) -> Sequence[str]:
+        """Names of the model's metrics that would count padding."""
+        return self.metrics if pipeline.pads and not self.get_examples_alone(pipeline) else ()
+
+    def check(
+        self, pipeline: inputs.AnyPipeline, source: inputs.AnySource, config: InputConfig, *, training: bool
+    ) -> None:
+        """Refuses padding that the model's own loss would count, or, in training, its own metrics.
+
+        Raises:
+          ConfigError: With what to do.
+        """
+        if self.own_loss:
+            what = f"model {self.name!r} overrides compute_loss"
+        elif self.metrics and training:
+            what = f"model {self.name!r} updates metrics of its own ({', '.join(self.metrics)})"
+        else:
+            return
+        if not pipeline.pads or self.get_examples_alone(pipeline):
+            return
+        remedies = ["--remainder=drop leaves an incomplete last batch out"] if training else []
+        remedies.append(f"choose a --global_batch_size that divides the {source.info.num_examples} examples")
+        raise ConfigError(
+            f"{what}, which sees whole batches and would count padding: {source.info.name} has batches of "
+            f"{config.global_batch_size} with padding (an incomplete last batch, a batch that replicas and "
+            f"micro-batches do not divide, or --on_bad_record=skip). What to do: {'; or '.join(remedies)}."
+        )
+
+
+def without_padding(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """The batches of one replica without examples of weight 0; where all have weight 0, the first one stays.
+
+    Args:
+      dataset: Elements `(x, y, weight)`: x and y `[1, m, ...]`, weight float32 `[1, m]`.
+
+    Returns:
+      The same with `n <= m` in place of m, which is unknown to the graph.
+    """
+
+    def shortened(*element: Any) -> Any:
+        weight = element[-1][0]
+        kept = tf.where(weight > 0)[:, 0]
+        kept = tf.cond(tf.size(kept) > 0, lambda: kept, lambda: tf.zeros([1], tf.int64))
+        full = tf.size(kept) == tf.size(weight)
+        return tf.cond(
+            full,
+            lambda: element,
+            lambda: tf.nest.map_structure(lambda part: tf.gather(part, kept, axis=1), element),
+        )
+
+    return dataset.map(shortened)
+
+
+def _takes_statistics(layer: keras.layers.Layer) -> bool:
+    ours = isinstance(layer, models.BatchNormalization)
+    return isinstance(layer, keras.layers.BatchNormalization) and not ours and layer.trainable
+
+
+def _adds_loss(layer: keras.layers.Layer) -> bool:
+    code = getattr(inspect.unwrap(type(layer).call), "__code__", None)
+    return layer.activity_regularizer is not None or "add_loss" in getattr(code, "co_names", ())
