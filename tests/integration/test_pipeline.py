@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.integration.test_tensor_parallel import assert_close, assert_near, on_two_workers
+from tests.integration.test_tensor_parallel import assert_close, assert_near, on_workers
 from tests.training.test_tensor_parallel import alone
 
 import numpy as np
@@ -17,7 +17,7 @@ def test_two_workers_of_two_stages(tmp_path):
     device, and one that was stopped goes on to the same bits."""
     int4 = {**MESH, "exchange": "int4:min_elements=64"}
     saved = {**int4, "workdir": str(tmp_path / "run")}
-    dense, encoded, _, resumed = on_two_workers(tmp_path / "out", MESH, int4, {**saved, "stop_after": 11}, saved)
+    dense, encoded, _, resumed = on_workers(2, tmp_path / "out", MESH, int4, {**saved, "stop_after": 11}, saved)
     expected = alone("dense", accumulate_steps=2)[0]
     assert_close(dense, expected)
     for name, value in encoded.items():
@@ -30,7 +30,7 @@ def test_two_workers_of_two_stages(tmp_path):
 def test_three_axes(tmp_path):
     """Two workers, each with a pipeline of two stages whose layers are divided over two devices."""
     mesh = {"mesh": "data:2,pipeline:2,model:2", "devices": 4, "accumulate_steps": 2}
-    dense, encoded = on_two_workers(tmp_path / "out", mesh, {**mesh, "exchange": "int4:min_elements=64"})
+    dense, encoded = on_workers(2, tmp_path / "out", mesh, {**mesh, "exchange": "int4:min_elements=64"})
     expected = alone("dense", accumulate_steps=2)[0]
     assert_close(dense, expected)
     assert_near(encoded, expected)

@@ -9,8 +9,10 @@ from typing import Any
 from tests.integration.scripts import divided
 from tests.integration.test_multi_worker import launch
 from tests.training.test_tensor_parallel import alone
+from tfpar.checkpoint.run_state import params_sha256
 from tfpar.config import ConfigError
 
+import keras
 import numpy as np
 import pytest
 
@@ -18,16 +20,17 @@ pytestmark = pytest.mark.cluster
 MESH = {"mesh": "data:2,model:2", "devices": 2}
 
 
-def on_two_workers(folder: pathlib.Path, *cases: dict[str, Any]) -> list[dict[str, np.ndarray]]:
-    """What each case leaves, the same on both workers."""
+def on_workers(count: int, folder: pathlib.Path, *cases: dict[str, Any]) -> list[dict[str, np.ndarray]]:
+    """What each case leaves, the same on all workers."""
     folder.mkdir()
-    result = launch(2, "-m", "tests.integration.scripts.divided", str(folder), json.dumps(cases), timeout=600.0)
+    result = launch(count, "-m", "tests.integration.scripts.divided", str(folder), json.dumps(cases), timeout=600.0)
     assert result.returncode == 0, result.stdout + result.stderr
     found = []
     for number in range(len(cases)):
-        first, second = (dict(np.load(folder / f"{number}-{worker}.npz")) for worker in range(2))
-        for name, value in first.items():
-            np.testing.assert_array_equal(second[name], value, err_msg=name)
+        first, *others = (dict(np.load(folder / f"{number}-{worker}.npz")) for worker in range(count))
+        for other in others:
+            for name, value in first.items():
+                np.testing.assert_array_equal(other[name], value, err_msg=name)
         found.append(first)
     return found
 
@@ -48,7 +51,8 @@ def test_two_workers_of_two_devices(tmp_path):
     near it; and a run that was stopped goes on to the same bits."""
     int4 = {**MESH, "exchange": "int4:min_elements=64"}
     saved = {**int4, "workdir": str(tmp_path / "run")}
-    dense, language_model, encoded, _, resumed = on_two_workers(
+    dense, language_model, encoded, _, resumed = on_workers(
+        2,
         tmp_path / "out",
         {**MESH, "accumulate_steps": 2},
         {**MESH, "model": "language_model", "steps": 6},
@@ -66,3 +70,45 @@ def test_two_workers_of_two_devices(tmp_path):
 
     with pytest.raises(ConfigError, match=r"--mesh: the saved run had replicas of 2 devices each, .* previous --mesh"):
         divided.here("one_device", workdir=str(tmp_path / "run"), steps=divided.STEPS + 1)
+
+
+def test_two_workers_hold_a_replica_between_them(tmp_path):
+    """Each has half of the divided weights, and all of them agree on the whole: in digests, checkpoints, predictions;
+    a run that was stopped goes on to the same bits, there and on one device."""
+    mesh = {"mesh": "data:1,model:2"}
+    saved = {**mesh, "workdir": str(tmp_path / "run"), "accumulate_steps": 2}
+    dense, language_model, _, resumed = on_workers(
+        2,
+        tmp_path / "out",
+        {**mesh, "accumulate_steps": 2, "predicts": True},
+        {**mesh, "model": "language_model", "steps": 6},
+        {**saved, "stop_after": 11},
+        saved,
+    )
+    weights, _, (predictions,) = alone("dense", accumulate_steps=2)
+    assert_close(dense, {**weights, "predictions": predictions})
+    assert_close(language_model, alone("language_model", steps=6)[0])
+    for name, value in weights.items():
+        value = dense[name]
+        np.testing.assert_array_equal(resumed[name], value, err_msg=name)
+    assert int(dense["sent"]) == 0  # on the data axis
+    loaded = keras.saving.load_model(tmp_path / "run" / "model.keras")
+    assert params_sha256(loaded.trainable_variables) == str(resumed["params_sha256"])
+    further = divided.here("one_device", workdir=str(tmp_path / "run"), steps=divided.STEPS + 1, accumulate_steps=2)
+    assert further.results["steps"] == divided.STEPS + 1
+
+
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.proof)])
+def test_four_workers_hold_two_replicas(tmp_path, devices):
+    """Each pair of workers has a replica, of which a worker has one device or two; with int4 the parts travel by
+    themselves, what is whole as well, and a run that was stopped goes on to the same bits."""
+    mesh = {"mesh": f"data:2,model:{2 * devices}"}
+    int4 = {**mesh, "exchange": "int4:min_elements=64"}
+    saved = {**int4, "workdir": str(tmp_path / "run")}
+    dense, encoded, _, resumed = on_workers(4, tmp_path / "out", mesh, int4, {**saved, "stop_after": 11}, saved)
+    expected = alone("dense")[0]
+    assert_close(dense, expected)
+    for name, value in encoded.items():
+        np.testing.assert_array_equal(resumed[name], value, err_msg=name)
+    assert_near(encoded, expected)
+    assert int(encoded["sent"]) < int(dense["sent"]) / 2

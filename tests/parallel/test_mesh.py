@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tfpar.cluster.info import ClusterInfo
 from tfpar.config import ConfigError, ExperimentConfig, StrategyConfig
 from tfpar.parallel.mesh import Mesh, check_beside_mesh, parse_mesh
 from tfpar.parallel.topology import choose_topology
@@ -23,6 +24,8 @@ import pytest
         ("pipeline:2", 2, 4, Mesh(data=4, pipeline=2)),
         ("data:2,pipeline:2", 1, 4, Mesh(data=2, pipeline=2)),
         ("pipeline:2,model:2", 1, 8, Mesh(data=2, pipeline=2, model=2)),
+        ("model:4", 2, 2, Mesh(model=4)),
+        ("data:2,model:2", 4, 1, Mesh(data=2, model=2)),
     ],
 )
 def test_sizes(text, workers, devices, mesh):
@@ -35,10 +38,6 @@ def test_sizes(text, workers, devices, mesh):
         ("data:4,model:2", r"a mesh of 8 devices, and there are 2 workers x 2 devices = 4. Sizes must multiply to 4"),
         ("data:2,model:4", "must multiply to 4"),
         ("model:3", "a mesh of 3 devices"),
-        (
-            "data:1,model:4",
-            "a replica must lie within a worker, .* --mesh=data:2,model:2, or start 1 workers with",
-        ),
         ("data:1,pipeline:4", "a replica must lie within a worker, .* --mesh=data:2,pipeline:2, or start 1 workers"),
         ("data:2,pipeline:1", "a mesh of 2 devices"),
         ("sequence:2", "there is no 'sequence' axis yet. The axes are data, pipeline, model"),
@@ -51,6 +50,26 @@ def test_sizes(text, workers, devices, mesh):
 def test_what_does_not_fit_is_refused(text, message):
     with pytest.raises(ConfigError, match=message):
         parse_mesh(text, workers=2, devices=2)
+
+
+def test_a_replica_has_whole_workers():
+    with pytest.raises(ConfigError, match=r"must have whole workers, .* --mesh=data:3,model:4, or start 2 wor"):
+        parse_mesh("data:2,model:6", workers=3, devices=4)
+
+
+def test_workers_share_a_replica():
+    """Four workers, of which two pairs have a replica each; whatever follows for the third of them."""
+    addresses = [f"localhost:{1000 + number}" for number in range(4)]
+    cluster = ClusterInfo("TF_CONFIG", {"worker": tuple(addresses)}, "worker", 2)
+    topology = choose_topology(StrategyConfig(mesh="data:2,model:2"), cluster)
+    assert (topology.replicas, topology.local_devices, topology.replica_workers) == (2, 1, 2)
+    assert (topology.data_workers, topology.data_worker, topology.replica_part) == (2, 1, 0)
+    assert topology.workers_alike == [0, 2]
+    assert topology.input_pipelines == 2
+    assert "4 workers x 1 CPU = 2 replicas of 2 devices" in topology.describe()
+    config = ExperimentConfig.from_flat_dict({"exchange": "auto:max_error=0.1", "mesh": "data:2,model:2"})
+    with pytest.raises(ConfigError, match=r"--exchange=auto.* several workers.* --exchange=int8"):
+        check_beside_mesh(config, topology.mesh, spans_workers=True)
 
 
 def test_a_model_axis_is_reason_enough_for_several_devices():
@@ -66,16 +85,16 @@ def test_a_model_axis_is_reason_enough_for_several_devices():
 @pytest.mark.parametrize("option", [{"shard": "optimizer"}, {"exchange_retune_every": 5}])
 def test_options_that_a_model_axis_does_not_go_with(option):
     config = ExperimentConfig.from_flat_dict({"mesh": "model:2", **option})
-    check_beside_mesh(config, Mesh(data=2))
+    check_beside_mesh(config, Mesh(data=2), spans_workers=False)
     with pytest.raises(ConfigError, match=f"--{next(iter(option))}=.* does not work yet with --mesh=model:2"):
-        check_beside_mesh(config, Mesh(model=2))
+        check_beside_mesh(config, Mesh(model=2), spans_workers=False)
     with pytest.raises(ConfigError, match=f"--{next(iter(option))}=.* does not work yet"):
-        check_beside_mesh(config, Mesh(pipeline=2))
+        check_beside_mesh(config, Mesh(pipeline=2), spans_workers=False)
 
 
 def test_pipelines_have_options_of_their_own():
     for option in ({"stages": "block2"}, {"stages_per_device": 2}):
         config = ExperimentConfig.from_flat_dict(option)
-        check_beside_mesh(config, Mesh(pipeline=2))
+        check_beside_mesh(config, Mesh(pipeline=2), spans_workers=False)
         with pytest.raises(ConfigError, match=f"--{next(iter(option))}=.* is for pipelines"):
-            check_beside_mesh(config, Mesh(model=2))
+            check_beside_mesh(config, Mesh(model=2), spans_workers=False)

@@ -25,7 +25,7 @@ def alone(model: str, **options) -> tuple[dict[str, np.ndarray], dict[str, float
 
 
 def predictions_of(trainer: tfpar.Trainer, model: str) -> list[np.ndarray]:
-    return keras.tree.flatten(trainer.predict(divided.first_of(divided.data(model)[0], 21)))
+    return keras.tree.flatten(trainer.predict(divided.first_of(divided.data(model)[0], divided.PREDICTED)))
 
 
 def assert_as_alone(trainer: tfpar.Trainer, model: str, **options) -> None:

@@ -758,5 +758,5 @@ def test_frozen_weights_keep_their_bits_and_do_not_travel():
     ("builder", "examples", "warned"), [(partly_frozen, 41, False), (model, 41, True), (model, 40, False)]
 )
 def test_padding_that_keras_normalisation_counts_is_said(builder, examples, warned, capsys):
-    trainer_of(builder).fit(source(examples), steps=1)
+    trainer_of(builder, accumulate_steps=2).fit(source(examples), steps=1)
     assert ("BatchNormalization (batch_normalization) takes the padding" in capsys.readouterr().out) == warned

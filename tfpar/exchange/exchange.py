@@ -121,7 +121,7 @@ class Exchange:
         check_sparse(sparse, shapes)
         strategy = strategy or (tf.distribute.get_strategy() if tf.distribute.has_strategy() else None)
         device = strategy.extended.worker_devices[0] if strategy else "/device:CPU:0"
-        self._group_given = own_collectives = group is not None
+        own_collectives, self._group_given = group is not None, group is not None or per_device is not None
         if group is None:
             group = world_of(strategy, workers, worker, device)
             own_collectives = group.size > 1 and not group.capabilities.ordered

@@ -6,6 +6,7 @@ replicas: first over those of a worker, then over the workers.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,7 +23,8 @@ from tfpar.exchange.spec import Spec
 import numpy as np
 import tensorflow as tf
 
-_PREFIX = "device_"  # of the state of one place's exchange
+# Of the state of one place's exchange, where a worker has whole replicas, or one of several parts.
+_NAME = re.compile(r"(part_of_\d+_)?device_\d+(?=/)")
 _DECISIVE = 2  # scalars at the front of a sidecar that tell whether there is a step
 
 
@@ -33,11 +35,15 @@ class DevicesOfReplica(NamedTuple):
       indices: For each place, the variables that it exchanges.
       programs: For each place, which of the programs that the strategy runs for a replica has its gradients.
       devices: For each place, the device of this worker's first replica; empty where those are the strategy's.
+      parts: Workers that hold a replica between them.
+      part: Which of its parts this worker has, from 0.
     """
 
     indices: Sequence[Sequence[int]]
     programs: Sequence[int]
     devices: Sequence[str] = ()
+    parts: int = 1
+    part: int = 0
 
 
 def places_that_divide(divided: Sequence[int], variables: int, size: int) -> DevicesOfReplica:
@@ -49,6 +55,24 @@ def places_that_divide(divided: Sequence[int], variables: int, size: int) -> Dev
       size: Number of devices.
     """
     return DevicesOfReplica([list(range(variables)), *[list(divided)] * (size - 1)], range(size))
+
+
+def places_of_part(divided: Sequence[int], variables: int, programs: int, parts: int, part: int) -> DevicesOfReplica:
+    """The devices of a worker that has a part of a replica. Each has parts of some variables; what is not divided is
+    exchanged by itself, so that all workers of the replica make the same of it.
+
+    Args:
+      divided: Indices of the variables that are divided.
+      variables: Number of all.
+      programs: Number of this worker's devices.
+      parts: Workers that hold a replica between them.
+      part: Which of its parts this worker has, from 0.
+    """
+    whole = sorted({*range(variables)} - {*divided})
+    places = [(whole, 0)] if whole else []
+    places += [(list(divided), program) for program in range(programs)]
+    indices, owners = zip(*places, strict=True)
+    return DevicesOfReplica(indices, owners, parts=parts, part=part)
 
 
 def places_in_turn(
@@ -82,6 +106,10 @@ class PerDeviceReducer(Reducer):
       programs: See `DevicesOfReplica`.
       replicas: Replicas of this worker.
       groups: For each place, the devices of the first replica of each worker.
+      parts: Workers that hold a replica between them.
+
+    Attributes:
+      names: Of the places, in a checkpoint.
     """
 
     def __init__(
@@ -92,7 +120,10 @@ class PerDeviceReducer(Reducer):
         programs: Sequence[int],
         replicas: int,
         groups: Sequence[Group],
+        parts: int = 1,
     ) -> None:
+        of_part = f"part_of_{parts}_" if parts > 1 else ""
+        self.names = [f"{of_part}device_{place}" for place in range(len(reducers))]
         self._reducers, self._indices = list(reducers), [list(each) for each in indices]
         self._devices, self._groups = list(devices), list(groups)
         self._programs, self._workers = list(programs), groups[0].size
@@ -198,15 +229,15 @@ class PerDeviceReducer(Reducer):
     def export(self) -> dict[str, np.ndarray]:
         """The state of all places' exchanges."""
         return {
-            f"{_PREFIX}{number}/{name}": array
-            for number, reducer in enumerate(self._reducers)
+            f"{place}/{name}": array
+            for place, reducer in zip(self.names, self._reducers, strict=True)
             for name, array in reducer.export().items()
         }
 
     def restore(self, workers: int, read: Callable[[int], Mapping[str, np.ndarray]]) -> None:
         """Takes up what the same places exported."""
-        for number, reducer in enumerate(self._reducers):
-            prefix = f"{_PREFIX}{number}/"
+        for place, reducer in zip(self.names, self._reducers, strict=True):
+            prefix = f"{place}/"
 
             def read_own(worker: int, prefix: str = prefix) -> dict[str, np.ndarray]:
                 saved = read(worker).items()
@@ -230,9 +261,9 @@ def check_saved_devices(reducer: Reducer, workers: int, read: Callable[[int], Ma
     Raises:
       ConfigError: The saved run had another model axis.
     """
-    saved = {name.partition("/")[0] for name in read(0) if name.startswith(_PREFIX)}
-    own = reducer.devices if isinstance(reducer, PerDeviceReducer) else 0
-    if (saved and len(saved) != own) or (own and not saved and residuals.has_pending(workers, read)):
+    saved = {found[0] for found in map(_NAME.match, read(0)) if found}
+    own = {*reducer.names} if isinstance(reducer, PerDeviceReducer) else set()
+    if (saved and saved != own) or (own and not saved and residuals.has_pending(workers, read)):
         before = f"of {len(saved)} devices each" if saved else "of one device each"
         raise ConfigError(
             f"--mesh: the saved run had replicas {before}, and what its codec has not sent yet is of their parts of "
@@ -259,8 +290,9 @@ def per_device_reducer(
       replica: How they hold a replica.
     """
     running = strategy.extended.worker_devices
-    devices = replica.devices or running[: len(replica.programs)]
-    groups = [group_of_place(place, group.size, group.rank, device) for place, device in enumerate(devices)]
+    devices = replica.devices or [running[program] for program in replica.programs]
+    numbered = enumerate(devices, start=replica.part * len(devices))
+    groups = [group_of_place(place, group.size, group.rank, device) for place, device in numbered]
     reducers: list[DenseReducer | CompressedReducer] = []
     for own, device, chosen in zip(groups, devices, replica.indices, strict=True):
         own_shapes = [shapes[index] for index in chosen]
@@ -269,4 +301,4 @@ def per_device_reducer(
         else:
             reducers.append(DenseReducer(own_shapes, own, device, buckets.DENSE_BUCKET_BYTES))
     replicas = len(running) // (max(replica.programs) + 1)
-    return PerDeviceReducer(reducers, replica.indices, devices, replica.programs, replicas, groups)
+    return PerDeviceReducer(reducers, replica.indices, devices, replica.programs, replicas, groups, replica.parts)

@@ -21,7 +21,7 @@ from tfpar.checkpoint.checkpointer import CheckpointError
 from tfpar.checkpoint.model_files import unloadable_parts
 from tfpar.monitor.monitor import Monitor
 from tfpar.monitor.run_info import RunInfo, RunOutcome
-from tfpar.parallel.split import assign_whole, split_of, whole, whole_elements, wholes_of
+from tfpar.parallel.split import scope_of_values, split_of, whole, whole_elements
 
 import keras
 import numpy as np
@@ -117,14 +117,17 @@ def write(
     Raises:
       CheckpointError: Something could not be written, and `on_checkpoint_error` is `fail`.
     """
+    options = info.config.checkpoint
+    # Workers that hold a replica between them have its weights together.
+    gathers = options.workdir and (info.topology.is_chief or info.topology.replica_workers > 1)
+    values = exported_values(info.model, eval_weights()) if gathers else []
     if not info.topology.is_chief:
         return
-    options = info.config.checkpoint
     monitor.finish(content)
     failed = content["failed_writes"] = [*monitor.failures]
     if options.workdir:
         path = pathlib.Path(options.workdir)
-        failed += _try_write("model.keras", lambda: save_model(info.model, eval_weights(), path / "model.keras"))
+        failed += _try_write("model.keras", lambda: save_model(info.model, values, path / "model.keras"))
         problem = _try_write("summary.json", lambda: _write_summary(path, content))
         if problem:
             failed += problem
@@ -180,18 +183,29 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def save_model(model: keras.Model, eval_weights: Sequence[keras.Variable], path: pathlib.Path) -> None:
-    """Saves the model, with the weights that evaluation used, as a `.keras` file.
+Values = list[tuple[keras.Variable, np.ndarray]]
+
+
+def exported_values(model: keras.Model, eval_weights: Sequence[keras.Variable]) -> Values:
+    """The variables of a model whose value in an exported model is another than their own here, with that value.
 
     Args:
-      model: The model; its weights are the same afterwards.
-      eval_weights: The trainable weights to save, in order: the model's own, or their moving averages.
+      model: The model. Of a divided weight, the whole is exported.
+      eval_weights: The trainable weights that evaluation used, in order: the model's own, or their moving averages.
+    """
+    exported = {id(weight): own for weight, own in zip(model.trainable_variables, eval_weights, strict=True)}
+    pairs = [(variable, exported.get(id(variable), variable)) for variable in model.variables]
+    return [(variable, whole(own)) for variable, own in pairs if own is not variable or split_of(own)]
+
+
+def save_model(model: keras.Model, values: Values, path: pathlib.Path) -> None:
+    """Saves a model as a `.keras` file.
+
+    Args:
+      model: The model.
+      values: From `exported_values`.
       path: The file.
     """
-    trained = None
-    if any(average is not weight for average, weight in zip(eval_weights, model.trainable_variables, strict=True)):
-        trained = [whole(variable) for variable in model.trainable_variables]
-        _assign(model.trainable_variables, [whole(variable) for variable in eval_weights])
     if parts := unloadable_parts(model):
         _log.warning(
             "%s: keras.saving.load_model will not load it as it is, because of %s. Decorate own classes and functions "
@@ -202,20 +216,12 @@ def save_model(model: keras.Model, eval_weights: Sequence[keras.Variable], path:
     temporary = path.with_name(f".{path.stem}.partial.keras")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with wholes_of(model.variables):
+        with scope_of_values(*zip(*values, strict=True)) if values else contextlib.nullcontext():
             model.save(temporary)
         os.replace(temporary, path)
     except BaseException:
         _discard(temporary)  # it may be what fills the disk
         raise
-    finally:
-        if trained is not None:
-            _assign(model.trainable_variables, trained)
-
-
-def _assign(variables: list[keras.Variable], values: list[np.ndarray]) -> None:
-    for variable, value in zip(variables, values, strict=True):
-        assign_whole(variable, value)
 
 
 def read_summary(workdir: str) -> dict[str, Any] | None:
@@ -260,8 +266,10 @@ def report_already_finished(
     with contextlib.suppress(KeyError, TypeError):  # a version that wrote less
         monitor.message(closing_table(content, workdir))
     path = pathlib.Path(workdir) / "model.keras"
-    if info.topology.is_chief and not path.exists():
-        for problem in _try_write("model.keras", lambda: save_model(info.model, eval_weights(), path)):
+    alone = info.topology.is_chief and info.topology.replica_workers == 1
+    if alone and not path.exists():
+        values = exported_values(info.model, eval_weights())
+        for problem in _try_write("model.keras", lambda: save_model(info.model, values, path)):
             monitor.message(f"could not be written: {problem}", logging.WARNING)
 
 

@@ -2,12 +2,13 @@
 
 The data axis has replicas, each of which sees its own examples. The pipeline axis has stages, which hold consecutive
 layers of a replica; the model axis has the devices among which the weights of layers are divided. The model axis is the
-innermost, where links are fastest; all devices of a replica belong to one worker.
+innermost, where links are fastest. The devices of a replica belong to one worker, or to several that have no other.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from tfpar.config import ConfigError, ExperimentConfig
 
@@ -70,12 +71,23 @@ def devices_of_replica(text: str) -> int:
     return sizes.get("pipeline", 1) * sizes.get("model", 1)
 
 
-def check_beside_mesh(config: ExperimentConfig, mesh: Mesh) -> None:
+def devices_of_worker(text: str, workers: int) -> int:
+    """Devices of each worker that `--mesh` asks for: those of a replica, or what its sizes leave, where all are given.
+
+    Raises:
+      ConfigError: See `parse_sizes`.
+    """
+    sizes = parse_sizes(text)
+    return max(1, math.prod(sizes.values()) // workers) if "data" in sizes else devices_of_replica(text)
+
+
+def check_beside_mesh(config: ExperimentConfig, mesh: Mesh, *, spans_workers: bool) -> None:
     """Refuses options that replicas of several devices do not go with, and those of a pipeline without one.
 
     Args:
       config: The experiment.
       mesh: Its mesh.
+      spans_workers: Whether a replica lies on several workers.
 
     Raises:
       ConfigError: The first of them.
@@ -96,6 +108,11 @@ def check_beside_mesh(config: ExperimentConfig, mesh: Mesh) -> None:
                 f"--{name}={value} does not work yet with --mesh={strategy.mesh}, where replicas have "
                 "several devices. Leave one of them out."
             )
+    if spans_workers and exchange.exchange.partition(":")[0] == "auto":
+        raise ConfigError(
+            f"--exchange={exchange.exchange} does not work yet with --mesh={strategy.mesh}, where a replica lies on "
+            "several workers, which could choose differently. Name an exchange, such as --exchange=int8."
+        )
 
 
 def parse_mesh(text: str, *, workers: int, devices: int) -> Mesh:
@@ -121,11 +138,11 @@ def parse_mesh(text: str, *, workers: int, devices: int) -> Mesh:
             f"--mesh={text} is a mesh of {mesh.devices} devices, and there are {where} = {total}. Sizes must multiply "
             f"to {total}; --devices says how many devices a worker has."
         )
-    if devices % mesh.devices_of_replica:
-        axis = "pipeline" if mesh.pipeline > 1 else "model"
+    of_replica = mesh.devices_of_replica
+    if (devices % of_replica and of_replica % devices) or (of_replica > devices and mesh.pipeline > 1):
+        axis, must = ("pipeline", "lie within a worker") if mesh.pipeline > 1 else ("model", "have whole workers")
         raise ConfigError(
-            f"--mesh={text}: a replica must lie within a worker, and there are {where}. Use "
-            f"--mesh=data:{workers},{axis}:{devices}, or start {mesh.data} workers with "
-            f"--devices={mesh.devices_of_replica}."
+            f"--mesh={text}: a replica must {must}, and there are {where}. Use --mesh=data:{workers},{axis}:{devices}, "
+            f"or start {mesh.data} workers with --devices={of_replica}."
         )
     return mesh

@@ -1,4 +1,4 @@
-"""The model axis of a mesh: devices of a worker that hold one replica of the model between them.
+"""The model axis of a mesh: devices that hold one replica of the model between them.
 
 Every device runs the same program on its own part of the weights (SPMD). Where a layer needs what the others have, it
 calls one of the operators below, each with the gradient that tensor parallelism needs (Shoeybi et al. 2019,
@@ -23,11 +23,11 @@ _instance_keys: dict[tuple[tuple[int, ...], int], Iterator[int]] = {}
 
 
 class ModelAxis:
-    """The devices of one worker, in groups that each hold a replica, or a stage of one.
+    """The devices of one worker, in groups that each hold a replica, or a stage of one; or one part of such a group.
 
     Args:
       devices: For each program of the strategy, the names of its devices: one, or one for each stage of a pipeline.
-        Programs of a replica lie side by side.
+        Programs of a replica lie side by side, and so do those of the workers that hold one between them.
       worker: Rank of this worker.
       size: Programs of a replica.
 
@@ -39,14 +39,23 @@ class ModelAxis:
     def __init__(self, devices: Sequence[Sequence[str]], worker: int, size: int) -> None:
         self.size = size
         self.stages = stages = len(devices[0])
-        first = worker * (len(devices) // size)  # number of this worker's first replica
         self._places = [
             [
-                _place(device_group((first + program // size) * stages + stage, program % size, device, size), device)
+                _place(device_group(program // size * stages + stage, program % size, device, size), device)
                 for stage, device in enumerate(row)
             ]
-            for program, row in enumerate(devices)
+            for program, row in enumerate(devices, start=worker * len(devices))
         ]
+
+    @property
+    def programs(self) -> int:
+        """Programs of this worker."""
+        return len(self._places)
+
+    @property
+    def spans_workers(self) -> bool:
+        """Whether a replica has programs on other workers, too."""
+        return self.programs < self.size
 
     @contextlib.contextmanager
     def on(self, program: int, stage: int = 0) -> Iterator[Place]:

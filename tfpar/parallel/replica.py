@@ -55,7 +55,7 @@ def next_batch(strategy: tf.distribute.Strategy, iterator: Any, *, model_devices
         return batch
 
     def of_device(context: tf.distribute.ReplicaContext) -> Any:
-        if devices == model_devices:
+        if devices <= model_devices:
             return batch
         row = context.replica_id_in_sync_group % devices // model_devices
         return tf.nest.map_structure(lambda part: part[row], batch)

@@ -2,11 +2,11 @@
 
 Such a variable is mirrored by the strategy, in the shape of a part, and its copies differ. Keras and the optimizer see
 the part; checkpoints, digests, exports and the user's own model see the whole, through `whole` and `assign_whole`.
+Where a replica lies on several workers, all of them call together what reads a whole value.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -14,6 +14,7 @@ from typing import Any
 
 from tfpar.optim import keras_internals
 from tfpar.parallel.pipeline_devices import at, mark_place, place_of
+from tfpar.parallel.replica_peers import ReplicaPeers
 
 import keras
 import numpy as np
@@ -59,7 +60,7 @@ class Split:
         return (*part[: self.axis], part[self.axis] * self.size, *part[self.axis + 1 :])
 
 
-_ATTRIBUTE = "tfpar_split"
+_ATTRIBUTE, _PEERS = "tfpar_split", "tfpar_peers"
 
 
 def split_of(variable: keras.Variable) -> Split | None:
@@ -67,9 +68,15 @@ def split_of(variable: keras.Variable) -> Split | None:
     return vars(variable).get(_ATTRIBUTE)
 
 
-def mark(variable: keras.Variable, split: Split) -> None:
-    """Notes that the copies of a mirrored variable are the parts of a whole."""
+def peers_of(variable: keras.Variable) -> ReplicaPeers | None:
+    """The workers that have the parts of a variable between them; None where this one has all."""
+    return vars(variable).get(_PEERS)
+
+
+def mark(variable: keras.Variable, split: Split, peers: ReplicaPeers | None = None) -> None:
+    """Notes that the copies of a mirrored variable, here or on several workers, are the parts of a whole."""
     vars(variable)[_ATTRIBUTE] = split
+    vars(variable)[_PEERS] = peers
 
 
 def shape_of(variable: keras.Variable) -> tuple[int, ...]:
@@ -93,7 +100,9 @@ def whole(variable: keras.Variable, replica: int = 0) -> np.ndarray:
     split = split_of(variable)
     if split is None:
         return np.array(variable.numpy(), copy=True, order="C")
-    return split.joined([part.numpy() for part in _parts(variable, replica)])
+    parts = [part.numpy() for part in _parts(variable, replica)]
+    peers = peers_of(variable)
+    return split.joined(peers.gather(parts) if peers else parts)
 
 
 def whole_tensor(variable: keras.Variable, first: Any) -> tf.Tensor:
@@ -104,9 +113,11 @@ def whole_tensor(variable: keras.Variable, first: Any) -> tf.Tensor:
       first: The copy to read where the variable is not divided.
     """
     split = split_of(variable)
-    return (
-        first.read_value() if split is None else split.joined_tensor([part.read_value() for part in _parts(variable)])
-    )
+    if split is None:
+        return first.read_value()
+    if peers_of(variable):
+        return tf.convert_to_tensor(whole(variable))
+    return split.joined_tensor([part.read_value() for part in _parts(variable)])
 
 
 def assign_whole(variable: keras.Variable, value: Any) -> None:
@@ -115,18 +126,24 @@ def assign_whole(variable: keras.Variable, value: Any) -> None:
     if split is None:
         variable.assign(value)
         return
-    array = np.asarray(value)
-    for place, part in enumerate(variable.value.values):
+    array, peers = np.asarray(value), peers_of(variable)
+    for place, part in enumerate(variable.value.values, start=peers.rank * len(variable.value.values) if peers else 0):
         part.assign(tf.cast(split.part(array, place % split.size), part.dtype))
 
 
-def move_to_devices(variable: keras.Variable, split: Split | None = None, place: int | None = None) -> None:
+def move_to_devices(
+    variable: keras.Variable,
+    split: Split | None = None,
+    place: int | None = None,
+    peers: ReplicaPeers | None = None,
+) -> None:
     """Replaces a variable on the host by one under the current strategy, in the shape of a part if it is divided.
 
     Args:
       variable: Made outside the strategy.
       split: How it is divided.
       place: Where in a pipeline it lies.
+      peers: The workers that have the parts between them, where this one does not have all.
     """
     value = variable.numpy()
     with at(place):
@@ -134,7 +151,7 @@ def move_to_devices(variable: keras.Variable, split: Split | None = None, place:
     if place is not None:
         mark_place(variable, place)
     if split is not None:
-        mark(variable, split)
+        mark(variable, split, peers)
         assign_whole(variable, value)
 
 
@@ -148,7 +165,7 @@ def keeps_slots_beside(optimizer: keras.optimizers.Optimizer) -> None:
         with at(place):
             slot = make(reference_variable, *args, **kwargs)
         if split := split_of(reference_variable):
-            mark(slot, split)
+            mark(slot, split, peers_of(reference_variable))
         if place is not None:
             mark_place(slot, place)
         return slot
@@ -164,13 +181,8 @@ def scope_of_values(variables: Sequence[keras.Variable], values: Sequence[Any]) 
     return scope
 
 
-def wholes_of(variables: Sequence[keras.Variable]) -> contextlib.AbstractContextManager[Any]:
-    """A context in which divided variables have the values of the whole wherever they are read."""
-    divided = [variable for variable in variables if split_of(variable)]
-    return scope_of_values(divided, [whole(variable) for variable in divided]) if divided else contextlib.nullcontext()
-
-
 def _parts(variable: keras.Variable, replica: int = 0) -> Sequence[Any]:
+    """The parts that this worker has: all of one of its replicas, or all that it has of one."""
     split, parts = split_of(variable), variable.value.values
     assert split is not None
-    return parts[replica * split.size : (replica + 1) * split.size]
+    return parts if peers_of(variable) else parts[replica * split.size : (replica + 1) * split.size]

@@ -11,7 +11,7 @@ from typing import Any
 
 from tfpar.cluster.info import ClusterInfo
 from tfpar.config import ConfigError, StrategyConfig
-from tfpar.parallel.mesh import Mesh, devices_of_replica, parse_mesh
+from tfpar.parallel.mesh import Mesh, devices_of_replica, devices_of_worker, parse_mesh
 
 import tensorflow as tf
 
@@ -24,9 +24,10 @@ class Topology:
       name: `one_device`, `mirrored`, `multi_worker`, `parameter_server` or `tpu`.
       workers: Number of workers, the processes that hold replicas.
       worker: Rank of this process among them, from 0; -1 for a parameter server.
-      local_replicas: Replicas per worker.
+      local_replicas: Replicas per worker, or 1 where a worker has a part of one.
       pipeline_devices: Devices, or groups of them, that hold the stages of each replica: the pipeline axis of the mesh.
       model_devices: Devices among which layers are divided: the model axis of the mesh.
+      replica_workers: Workers that hold a replica between them; 1 where every worker has whole replicas.
       device_type: `CPU`, `GPU` or `TPU`.
       reason: Why this strategy was chosen, for the log.
       cluster: The cluster this process belongs to, if any.
@@ -43,6 +44,7 @@ class Topology:
     local_replicas: int = 1
     pipeline_devices: int = 1
     model_devices: int = 1
+    replica_workers: int = 1
     device_type: str = "CPU"
     reason: str = ""
     cluster: ClusterInfo | None = None
@@ -54,12 +56,32 @@ class Topology:
     @property
     def replicas(self) -> int:
         """Number of replicas, over all workers."""
-        return self.workers * self.local_replicas
+        return self.data_workers * self.local_replicas
+
+    @property
+    def data_workers(self) -> int:
+        """Number of workers, or of groups of workers, that see examples of their own."""
+        return self.workers // self.replica_workers
+
+    @property
+    def data_worker(self) -> int:
+        """Which of these this worker is, or is in, from 0; 0 for a parameter server."""
+        return max(self.worker, 0) // self.replica_workers
+
+    @property
+    def replica_part(self) -> int:
+        """Which of the workers of its replica this one is, from 0."""
+        return max(self.worker, 0) % self.replica_workers
+
+    @property
+    def workers_alike(self) -> list[int]:
+        """Ranks of the workers that have the same part of a replica as this one, which is among them."""
+        return [*range(self.replica_part, self.workers, self.replica_workers)]
 
     @property
     def local_devices(self) -> int:
         """Devices per worker."""
-        return self.local_replicas * self.mesh.devices_of_replica
+        return self.local_replicas * self.mesh.devices_of_replica // self.replica_workers
 
     @property
     def mesh(self) -> Mesh:
@@ -68,8 +90,8 @@ class Topology:
 
     @property
     def input_pipelines(self) -> int:
-        """Number of input pipelines, one per worker or TPU host; each feeds the same number of replicas."""
-        return self.hosts or self.workers
+        """Number of input pipelines with examples of their own; each feeds the same number of replicas."""
+        return self.hosts or self.data_workers
 
     @property
     def is_chief(self) -> bool:
@@ -118,7 +140,8 @@ def choose_topology(config: StrategyConfig, cluster: ClusterInfo | None = None) 
             f"--devices={config.devices}: this machine has {gpus} GPU(s). Use at most {gpus}, or hide the GPUs with "
             "CUDA_VISIBLE_DEVICES=-1 to split the CPU into logical devices."
         )
-    unasked = 1 if name == "one_device" else gpus or devices_of_replica(config.mesh)
+    workers = cluster.num_workers if cluster is not None and name == "multi_worker" else 1
+    unasked = 1 if name == "one_device" else gpus or devices_of_worker(config.mesh, workers)
     devices = config.devices or unasked
     common: dict[str, Any] = {"name": name, "reason": reason, "device_type": device_type}
     if name in ("one_device", "mirrored") and cluster is not None and cluster.num_workers > 1:
@@ -137,7 +160,8 @@ def _per_worker(config: StrategyConfig, workers: int, devices: int) -> dict[str,
     """Replicas of a worker, and devices of a replica."""
     mesh = parse_mesh(config.mesh, workers=workers, devices=devices)
     return {
-        "local_replicas": devices // mesh.devices_of_replica,
+        "local_replicas": max(1, devices // mesh.devices_of_replica),
+        "replica_workers": max(1, mesh.devices_of_replica // devices),
         "pipeline_devices": mesh.pipeline,
         "model_devices": mesh.model,
     }

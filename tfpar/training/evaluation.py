@@ -60,7 +60,7 @@ class Evaluator:
         pipeline, elements = self._pipeline_and_elements(source)
         batches = min(steps or pipeline.steps_per_epoch, pipeline.steps_per_epoch)
         total = min(batches * program.config.eval_batch_size, source.info.num_examples)
-        read = functools.partial(pipeline.indices, 0, batches, max(topology.worker, 0))
+        read = functools.partial(pipeline.indices, 0, batches, topology.data_worker)
         evaluation = self._current(program.eval_weights(), confusion.classes_of(source.info))
         examples_done = functools.partial(evaluation.examples_done, program.config.eval_batch_size)
         with (
@@ -99,6 +99,7 @@ class Evaluator:
                 classes=classes,
                 within=program.placing.within,
                 model_devices=program.topology.model_devices,
+                counts=program.topology.replica_part == 0,
             )
         assert self._evaluation is not None
         return self._evaluation
@@ -123,6 +124,7 @@ class Evaluation:
       classes: Classes to count predictions of, see `confusion.counts`; 0 for none.
       within: Opens the context of a replica's program, see `Placing.within`.
       model_devices: Devices among which the layers of a replica are divided, each with a program of its own.
+      counts: Whether this worker's sums count: of workers that hold a replica between them, one's do.
 
     Attributes:
       weights: The same as a list.
@@ -141,8 +143,9 @@ class Evaluation:
         classes: int = 0,
         within: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
         model_devices: int = 1,
+        counts: bool = True,
     ) -> None:
-        self._core = core
+        self._core, self._counts = core, counts
         self._within, self._model_devices = within, model_devices
         self._strategy = strategy
         self._agreement = agreement
@@ -173,7 +176,7 @@ class Evaluation:
         Returns:
           `loss` (mean over examples, or positions), `examples`, and one entry per metric.
         """
-        sums = self._run(iterator, tf.constant(batches)).numpy()
+        sums = self._run(iterator, tf.constant(batches)).numpy() * float(self._counts)
         loss, count, *metrics, self.confusion = self._split(self._agreement.sum_arrays(sums))
         return self._core.evaluation_results(loss, count, metrics)
 

@@ -45,7 +45,7 @@ class Predictor:
         """
         program, topology = self._program, self._program.topology
         pipeline = program.pipeline(source, training=False)
-        worker = max(topology.worker, 0)
+        worker, counts = topology.data_worker, topology.replica_part == 0
         iterator = iter(program.distribute(pipeline, padded=True))
         forward = self._current(program.eval_weights())
         numbers: list[np.ndarray] = []
@@ -69,7 +69,9 @@ class Predictor:
                     ]
                 )
             agreement = WorkerAgreement(world_group(topology.workers, topology.worker))
-            columns = [np.concatenate(parts) for parts in zip(*rows, strict=True)]
+            # Workers that hold a replica between them have the same outputs: the first one's count.
+            columns = [np.concatenate(parts)[: None if counts else 0] for parts in zip(*rows, strict=True)]
+            numbers = numbers if counts else [part[:0] for part in numbers]
             order = np.argsort(np.concatenate(agreement.gather_arrays(np.concatenate(numbers))), kind="stable")
             arrays = [np.concatenate(agreement.gather_arrays(column))[order] for column in columns]
         return tf.nest.pack_sequence_as(structure, arrays)

@@ -16,6 +16,7 @@ from tfpar.exchange import Exchange
 from tfpar.monitor.samples import TextSampler
 from tfpar.optim import keras_internals, optimizers, schedules
 from tfpar.parallel import strategies
+from tfpar.parallel.replica_peers import exchanging_workers
 from tfpar.parallel.split import whole_tensor
 from tfpar.parallel.topology import Topology
 from tfpar.process.activity import activity
@@ -227,16 +228,16 @@ class Program:
         topology, shorten = self.topology, functools.partial(self.batch_readers.shorten, pipeline, padded=padded)
         if topology.local_replicas == 1 and (topology.device_type == "CPU" or self.placing.several):
             # Nothing to hand out: a distributed iterator would cost 0.2 ms a step (TensorFlow 2.21, GeneratorDataset).
-            return shorten(pipeline.dataset(topology.worker, 1, start))
+            return shorten(pipeline.dataset(topology.data_worker, 1, start))
 
         if isinstance(pipeline, inputs.StreamPipeline) and topology.device_type != "TPU":
             # One iterator on the host, whose position tf.data can save: one that prefetches to several devices has none
             # (TensorFlow 2.21, `OwnedMultiDeviceIterator`). `replica.next_batch` hands its rows out.
-            return pipeline.dataset(max(topology.worker, 0), topology.local_replicas, stacked=True)
+            return pipeline.dataset(topology.data_worker, topology.local_replicas, stacked=True)
 
         if self.placing.several:
             local = topology.local_replicas
-            return pipeline.dataset(topology.worker, local, start).batch(local, drop_remainder=True)
+            return pipeline.dataset(topology.data_worker, local, start).batch(local, drop_remainder=True)
 
         def dataset(context: tf.distribute.InputContext) -> tf.data.Dataset:
             replicas = topology.replicas // topology.input_pipelines
@@ -353,8 +354,7 @@ class Program:
             self.exchange.build(
                 self.model.trainable_variables,
                 strategy=self.strategy,
-                workers=self.topology.workers if self.topology.synchronous else 1,
-                worker=max(self.topology.worker, 0),
+                **exchanging_workers(self.topology),
                 seed=self.config.train.seed,
                 overlap=self._can_overlap_exchange(),
                 shards=self.share.vectors if self.share else None,

@@ -214,6 +214,10 @@ class TrainStep:
         values = [whole_tensor(variable, self._local(variable.value)[0]) for variable in variables]
         return tf.concat([tf.cast(tf.reshape(value, [-1]), tf.float32) for value in values], axis=0)
 
+    def norm_of_weights(self, vector: tf.Tensor) -> tf.Tensor:
+        """L2 norm over all trainable weights, of a vector like `weights_vector`."""
+        return tf.norm(vector)
+
     def learning_rate(self, step: tf.Tensor, lr_multiplier: tf.Tensor) -> tf.Tensor:
         """The learning rate of a step (int64 scalar), float32 scalar: the schedule's, or the optimizer's own."""
         if self._schedule is not None:

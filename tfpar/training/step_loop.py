@@ -81,7 +81,10 @@ class Step(Protocol):
         """The next batch for the replicas of this process."""
 
     def weights_vector(self) -> tf.Tensor:
-        """A copy of all trainable weights as one float32 vector."""
+        """A copy of all trainable weights as one float32 vector; or what of them this process counts in their norm."""
+
+    def norm_of_weights(self, vector: tf.Tensor) -> tf.Tensor:
+        """L2 norm over all trainable weights, of a vector like `weights_vector`, float32 scalar."""
 
     def learning_rate(self, step: tf.Tensor, lr_multiplier: tf.Tensor) -> tf.Tensor:
         """The learning rate of a step, float32 scalar."""
@@ -175,7 +178,7 @@ def _result(
     with tf.control_dependencies([state.done]):
         # Outside XLA: inside, the old weights would have to be copied.
         weights = step.weights_vector()
-        parameter_norm, update_norm = tf.norm(weights), tf.norm(weights - weights_before)
+        parameter_norm, update_norm = (step.norm_of_weights(each) for each in (weights, weights - weights_before))
     table = state.sums.stack()
     gradient_norm, sums = table[:, 0], table[:, 1:]
     count = sums[:, sidecar.COUNT]

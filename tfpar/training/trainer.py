@@ -174,7 +174,7 @@ class Trainer:
         counts = self._counts_epochs(steps, epochs)
         train, validation = self._sources((train, y, sample_weight), class_weight, validation, counts=counts)
         check_hooks(hooks)
-        check_callbacks(callbacks, synchronous=self.topology.synchronous)
+        check_callbacks(callbacks, self.topology)
         self._build_augmentation(train)
         workdir = self.config.checkpoint.workdir if self.topology.is_chief else ""
         # `peer_errors_named` acts before anything is closed: a launcher may ask this worker to end meanwhile, and it

@@ -72,7 +72,7 @@ def validate_config(config: ExperimentConfig) -> Topology:
         optimizers.check_arguments(config.optimizer)
     schedules.check_schedule(config.schedule)
     Exchange(config.exchange.exchange).check_supported(topology.name)
-    check_beside_mesh(config, topology.mesh)
+    check_beside_mesh(config, topology.mesh, spans_workers=topology.replica_workers > 1)
     _check_sharding(config, topology)
     if config.input.dataset != CUSTOM:
         inputs.check_kind(config.input)
@@ -117,7 +117,7 @@ def validate_data(
         return
     _steps_per_epoch(config, topology, train)
     if validation is not None:
-        layout: dict[str, Any] = {"replicas": topology.replicas, "workers": topology.workers}
+        layout: dict[str, Any] = {"replicas": topology.replicas, "workers": topology.data_workers}
         inputs.build_pipeline(validation, config.input, **layout, training=False)
 
 
@@ -254,7 +254,7 @@ def _steps_per_epoch(config: ExperimentConfig, topology: Topology, train: inputs
         train_input(config),
         accumulate_steps=config.train.accumulate_steps,
         replicas=topology.replicas,
-        workers=topology.workers,
+        workers=topology.data_workers,
         seed=config.train.seed,
     )
     # An asynchronous step is the push of one worker.

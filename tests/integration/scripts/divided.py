@@ -4,7 +4,8 @@ tests/integration/test_tensor_parallel.py.
 python -m tests.integration.scripts.divided OUTPUT CASES
 
 CASES is JSON: a list of options of an experiment, with the name of a model of `MODELS`, each of which is trained in
-turn. `OUTPUT/CASE-WORKER.npz` gets the whole weights, `params_sha256` and the bytes sent per step.
+turn. `OUTPUT/CASE-WORKER.npz` gets the whole weights, `params_sha256`, the bytes sent per step, and with `predicts` the
+predictions for the first examples.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from tfpar.parallel.topology import choose_topology
 import keras
 import numpy as np
 
-VOCABULARY, POSITIONS = 32, 8
+VOCABULARY, POSITIONS, PREDICTED = 32, 8, 21
 COMMON = {**sharded.COMMON, "optimizer": "adamw", "jit_compile": "false"}
 
 
@@ -181,10 +182,14 @@ def main(output: str, cases: str) -> None:
     worker = json.loads(os.environ.get("TF_CONFIG", "{}")).get("task", {}).get("index", 0)
     runtime = None
     for number, options in enumerate(json.loads(cases)):
+        predicts = options.pop("predicts", False)
+        model = options.get("model", "dense")
         trainer = train(options, runtime)
         runtime = trainer.runtime
         results = trainer.results
         facts = {"params_sha256": results["params_sha256"], "sent": results["exchange"]["wire_bytes_per_step"]}
+        if predicts:
+            facts["predictions"] = trainer.predict(first_of(data(model)[0], PREDICTED))
         np.savez(os.path.join(output, f"{number}-{worker}.npz"), **facts, **weights_of(trainer))
 
 

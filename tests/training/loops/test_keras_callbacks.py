@@ -8,6 +8,7 @@ import functools
 
 from tests.training.test_trainer import BATCH, CLASSES, EXAMPLES, SPARSE, source, trainer_of
 from tfpar.config import ConfigError
+from tfpar.parallel.topology import Topology
 from tfpar.training.loops.keras_callbacks import KerasCallbacks, check_callbacks
 from tfpar.training.loops.state import LoopState
 
@@ -213,12 +214,20 @@ def test_callbacks_that_are_refused(callback, message):
 
 def test_parameter_servers_refuse_methods_of_batches_by_name():
     epochs_only = [Recorder(), keras.callbacks.EarlyStopping(), keras.callbacks.ModelCheckpoint("best.keras")]
-    check_callbacks(epochs_only, synchronous=False)
+    servers = Topology(name="parameter_server")
+    check_callbacks(epochs_only, servers)
     for callback in (BatchRecorder(), keras.callbacks.TerminateOnNaN()):
         with pytest.raises(
             ConfigError, match=f"{type(callback).__name__} has a method for every batch.*parameter_server"
         ):
-            check_callbacks([callback], synchronous=False)
+            check_callbacks([callback], servers)
+
+
+def test_meshes_refuse_to_save_parts_of_weights():
+    callback = keras.callbacks.ModelCheckpoint("best.keras")
+    check_callbacks([callback], Topology(name="mirrored"))
+    with pytest.raises(ConfigError, match=r"ModelCheckpoint would save parts .* --workdir keeps"):
+        check_callbacks([callback], Topology(name="mirrored", model_devices=2))
 
 
 def test_the_history_of_a_resumed_run_has_the_epochs_of_this_start(tmp_path):

@@ -8,6 +8,7 @@ from typing import Any
 
 from tfpar.config import ConfigError
 from tfpar.optim import keras_internals
+from tfpar.parallel.topology import Topology
 from tfpar.training.loops.history import evaluation_logs
 from tfpar.training.loops.hooks import Hook
 from tfpar.training.loops.state import Interval, LoopState, MetricResults
@@ -72,7 +73,7 @@ class KerasCallbacks:
         current_rate: Callable[[int], float] | None,
         metric_results: MetricResults,
     ) -> None:
-        check_callbacks(callbacks, synchronous=program.topology.synchronous)
+        check_callbacks(callbacks, program.topology)
         self._program = program
         self._steps_per_epoch = steps_per_epoch
         self._current_rate = current_rate
@@ -209,12 +210,12 @@ class KerasCallbacks:
         return state.replace(lr_multiplier=state.lr_multiplier * float(rate / self._shown))
 
 
-def check_callbacks(callbacks: Sequence[Any], *, synchronous: bool) -> None:
+def check_callbacks(callbacks: Sequence[Any], topology: Topology) -> None:
     """Refuses callbacks that cannot work.
 
     Args:
       callbacks: What `fit` was given.
-      synchronous: Whether the strategy's replicas move together.
+      topology: How replicas lie on workers and devices.
 
     Raises:
       ConfigError: With what to use instead.
@@ -226,7 +227,12 @@ def check_callbacks(callbacks: Sequence[Any], *, synchronous: bool) -> None:
         for kind, instead in _INSTEAD.items():
             if isinstance(one, kind):
                 raise ConfigError(f"fit(callbacks=...): {name} is not supported; {instead}.")
-        if not synchronous and _wants_batches(one):
+        if topology.mesh.devices_of_replica > 1 and isinstance(one, keras.callbacks.ModelCheckpoint):
+            raise ConfigError(
+                f"fit(callbacks=...): {name} would save parts of the weights, which --mesh divides. --workdir keeps "
+                "checkpoints, and model.keras, of the whole model."
+            )
+        if not topology.synchronous and _wants_batches(one):
             raise ConfigError(
                 f"fit(callbacks=...): {name} has a method for every batch, which --strategy=parameter_server cannot "
                 "call: its workers train without waiting for each other. Use methods of epochs, or another strategy."

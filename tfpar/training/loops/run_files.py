@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -56,6 +55,8 @@ class RunFiles:
         config, topology = program.config, program.topology
         self._workdir = config.checkpoint.workdir
         keeps_position = isinstance(pipeline, inputs.StreamPipeline)
+        # Workers that hold a replica between them have its weights together.
+        self._reads_weights = topology.is_chief or (topology.replica_workers > 1 and topology.data_worker == 0)
         self._writes = topology.is_chief or (topology.synchronous and (bool(program.exchange.state) or keeps_position))
         self.restarts = RestartLog(self._workdir, writes=topology.is_chief)
         self._checkpointer: checkpoints.Checkpointer | None = None
@@ -79,12 +80,15 @@ class RunFiles:
         Raises:
           CheckpointError: The one before could not be written, and `on_checkpoint_error` is `fail`.
         """
-        if self._checkpointer is None or not self._writes:
+        if self._checkpointer is None:
             return
         program = self._program
+        arrays = run_state.snapshot(program.checkpoint_variables()) if self._reads_weights else {}
+        if not self._writes:
+            return
         checkpoint = checkpoints.Checkpoint(
             step=state.step,
-            arrays=run_state.snapshot(program.checkpoint_variables()) if program.topology.is_chief else {},
+            arrays=arrays if program.topology.is_chief else {},
             exchange={
                 **program.exchange.export(),
                 **self._pipeline.export(),
@@ -137,7 +141,14 @@ class RunFiles:
         run_state.check_optimizer(run, program.optimizer_options, self._workdir)
         self._restore_variables(checkpoint, run)
         if program.topology.synchronous:
-            program.exchange.restore(run["workers"], functools.partial(self._exchange_state, checkpoint.step))
+            # Of workers that held a replica between them, those with the part that this one has.
+            apart = run.get("replica_workers", 1)
+            part = program.topology.replica_part if apart == program.topology.replica_workers else 0
+
+            def read(worker: int) -> dict[str, np.ndarray]:
+                return self._exchange_state(checkpoint.step, worker * apart + part)
+
+            program.exchange.restore(run["workers"] // apart, read)
             if program.exchange.state and not program.exchange.compresses:
                 self._message("applying the previous exchange's residual in the next step")
             values = run["loss_scale"]
@@ -224,4 +235,5 @@ class RunFiles:
             "replicas": topology.replicas,
             "shard": program.config.train.shard if program.share else "none",
             "workers": topology.workers,
+            "replica_workers": topology.replica_workers,
         }

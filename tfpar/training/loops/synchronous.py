@@ -11,6 +11,7 @@ from tfpar.exchange import Traffic
 from tfpar.guards import bad_examples
 from tfpar.monitor import announce, samples, timings
 from tfpar.monitor import summary as results
+from tfpar.parallel import replica
 from tfpar.process.activity import activity
 from tfpar.training.evaluation import Evaluator
 from tfpar.training.loops.context import RunContext
@@ -85,7 +86,7 @@ class SynchronousLoop:
         monitor.before_step(state.step, self._weights)
         multiplier = (context.plateau.multiplier if context.plateau else 1.0) * state.lr_multiplier
         began = time.perf_counter()
-        worker = context.program.topology.worker
+        worker = context.program.topology.data_worker
         with (
             bad_examples.named(context.info.train, lambda: context.info.pipeline.indices(state.step, steps, worker)),
             monitor.marked_step(state.step),
@@ -135,8 +136,10 @@ class SynchronousLoop:
 
     def _weights(self) -> dict[str, np.ndarray]:
         """The trainable weights by path, from this worker's first replica."""
-        variables = self._context.program.model.trainable_variables
-        values = self._context.program.first_copies(variables)
+        program, variables = self._context.program, self._context.program.model.trainable_variables
+        if program.topology.replica_workers > 1:  # the others do not take part
+            return {variable.path: replica.first(variable).numpy() for variable in variables}
+        values = program.first_copies(variables)
         return {variable.path: value.numpy() for variable, value in zip(variables, values, strict=True)}
 
     def _scalars(self, result: StepsResult, state: LoopState) -> dict[str, float]:
@@ -160,9 +163,10 @@ class SynchronousLoop:
         assert validation is not None
         state = state.evaluated(state.step, self._evaluator(validation, steps=program.config.train.eval_steps))
         context.monitor.on_evaluation(state.step, state.results)
-        if program.topology.is_chief and context.monitor.records:
+        alone = program.topology.is_chief and program.topology.replica_workers == 1  # has all weights by itself
+        if alone and context.monitor.records:
             self._show_predictions(validation, state.step)
-        if program.topology.is_chief and samples.continues_text(validation):
+        if alone and samples.continues_text(validation):
             # The chief alone does this, so it must not touch the other replicas: its own copies, as tensors.
             params = program.first_copies(program.eval_weights())
             others = program.first_copies(program.model.non_trainable_variables)

@@ -64,11 +64,12 @@ class BatchReaders:
     def get_examples_alone(self, pipeline: inputs.AnyPipeline) -> bool:
         """Whether batches of a pipeline that are not full come without their padding.
 
-        Micro-batches are rows of one tensor, and a stream's batches for several replicas are too, so they have one
-        size; so have those of a TPU, and of the devices that share a replica.
+        Micro-batches are rows of one tensor, so they have one size; where a process hands rows of a tensor to several
+        replicas (of a stream, or of several devices each), or to a TPU, these have too.
         """
         topology = self.topology
-        stacked = isinstance(pipeline, inputs.StreamPipeline) and topology.local_replicas > 1
+        rows = isinstance(pipeline, inputs.StreamPipeline) or topology.mesh.devices_of_replica > 1
+        stacked = rows and topology.local_replicas > 1
         return (
             pipeline.pads
             and bool(self.own_loss or self.metrics or self.statistics or self.adding)
@@ -76,7 +77,6 @@ class BatchReaders:
             and not (self.fixed_batch or stacked)
             and topology.synchronous
             and topology.device_type != "TPU"
-            and topology.model_devices * topology.pipeline_devices == 1
         )
 
     def shorten(self, pipeline: inputs.AnyPipeline, dataset: tf.data.Dataset, *, padded: bool) -> tf.data.Dataset:

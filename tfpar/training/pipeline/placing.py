@@ -38,7 +38,8 @@ class PipelinePlacing(Placing):
     core_class = PipelineCore
 
     def __init__(self, runtime: strategies.Runtime, layout: Mapping[str, str] | None) -> None:
-        topology, mesh = runtime.topology, runtime.topology.mesh
+        self.topology = topology = runtime.topology
+        mesh = topology.mesh
         self._devices = PipelineDevices(runtime.strategy.extended.worker_devices, mesh.pipeline, mesh.model)
         rows = [self._devices.of_replica(program) for program in range(self._devices.replicas)]
         self._axis = ModelAxis(rows, max(topology.worker, 0), mesh.model) if mesh.model > 1 else None

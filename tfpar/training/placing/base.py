@@ -7,8 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 from tfpar import models
+from tfpar.collectives.agreement import WorkerAgreement
+from tfpar.collectives.tensorflow import world_group
 from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.exchange import DevicesOfReplica
+from tfpar.parallel.topology import Topology
 from tfpar.training.core import Core
 from tfpar.training.model.building import Original, build_model, scope_of
 from tfpar.training.step import TrainStep
@@ -22,10 +25,12 @@ class Placing:
 
     Attributes:
       several: Whether a replica has several devices.
+      topology: How they lie; None where each has one.
       core_class: What makes the model a pure function.
     """
 
     several = False
+    topology: Topology | None = None
     core_class: type[Core] = Core
 
     def scope(
@@ -38,7 +43,11 @@ class Placing:
         self, model: keras.Model | Callable[[], keras.Model], strategy: tf.distribute.Strategy, *, announced: bool
     ) -> tuple[keras.Model, Original | None] | None:
         """What `build_model` returns, made outside the scope, where the model is to be moved from there; else None."""
-        return build_on_host(model, strategy, announced=announced) if self.several else None
+        if self.topology is None:
+            return None
+        made = build_on_host(model, strategy, announced=announced)
+        _take_values_of_first_worker(made[0], self.topology)
+        return made
 
     def place(self, model: keras.Model, config: ExperimentConfig, *, announced: bool) -> models.ModelSummary | None:
         """Moves the parts of a model from `build_first` to their devices. Call it in the scope.
@@ -109,6 +118,13 @@ def build_on_host(
         )
     with tf.device("CPU:0"):
         return build_model(model, strategy, announced=announced)
+
+
+def _take_values_of_first_worker(model: keras.Model, topology: Topology) -> None:
+    """Gives a model on the host the same values on all workers, as a strategy does that makes the variables itself."""
+    agreement = WorkerAgreement(world_group(topology.workers, topology.worker))
+    for variable in model.variables if topology.workers > 1 else ():
+        variable.assign(agreement.broadcast([variable.numpy()])[0])
 
 
 def known_summary(model: keras.Model) -> models.ModelSummary | None:

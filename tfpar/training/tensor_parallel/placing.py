@@ -9,9 +9,10 @@ from typing import Any
 
 from tfpar import models
 from tfpar.config import ExperimentConfig
-from tfpar.exchange import DevicesOfReplica, places_that_divide
+from tfpar.exchange import DevicesOfReplica, places_of_part, places_that_divide
 from tfpar.parallel import strategies
 from tfpar.parallel.model_axis import ModelAxis
+from tfpar.parallel.replica_peers import ReplicaPeers
 from tfpar.parallel.split import move_to_devices, split_of
 from tfpar.training.core import Core
 from tfpar.training.placing.base import Placing, known_summary
@@ -33,9 +34,10 @@ class DividedPlacing(Placing):
     several = True
 
     def __init__(self, runtime: strategies.Runtime, layout: Mapping[str, str] | None) -> None:
-        topology, devices = runtime.topology, runtime.strategy.extended.worker_devices
+        self.topology = topology = runtime.topology
+        devices = runtime.strategy.extended.worker_devices
         self._axis = ModelAxis([[device] for device in devices], max(topology.worker, 0), topology.model_devices)
-        self._layout = layout
+        self._layout, self._peers = layout, ReplicaPeers.of(topology)
 
     def place(self, model: keras.Model, config: ExperimentConfig, *, announced: bool) -> models.ModelSummary | None:
         """See `Placing`."""
@@ -43,7 +45,7 @@ class DividedPlacing(Placing):
         summary = known_summary(model)
         splits = divide_layers(model, self._axis, self._layout, announced=announced)
         for variable in model.variables:
-            move_to_devices(variable, splits.get(id(variable)))
+            move_to_devices(variable, splits.get(id(variable)), peers=self._peers)
         return summary
 
     def check(self, optimizer: keras.optimizers.Optimizer, core: Core) -> None:
@@ -63,6 +65,9 @@ class DividedPlacing(Placing):
         """See `Placing`."""
         variables = model.trainable_variables
         divided = [index for index, variable in enumerate(variables) if split_of(variable)]
+        if self._peers:
+            parts = self._axis.size // self._axis.programs
+            return places_of_part(divided, len(variables), self._axis.programs, parts, self._peers.rank)
         return places_that_divide(divided, len(variables), self._axis.size)
 
     @property

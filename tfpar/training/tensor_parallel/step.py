@@ -44,6 +44,29 @@ class DividedStep(TrainStep):
         """The next batch: all devices of a replica get the same."""
         return replica.next_batch(self.strategy, iterator, model_devices=self._axis.size)
 
+    def weights_vector(self) -> tf.Tensor:
+        """See `TrainStep`. Where a replica lies on several workers, those weights that this one counts in a norm."""
+        if not self._axis.spans_workers:
+            return super().weights_vector()
+        values: Tensors = []
+        for program in range(self._axis.programs):
+            with self._axis.on(program) as place:
+                for variable in self.core.model.trainable_variables:
+                    if split_of(variable) or place.rank == 0:
+                        values.append(self._local(variable.value)[program].read_value())
+        return tf.concat([tf.cast(tf.reshape(value, [-1]), tf.float32) for value in values], axis=0)
+
+    def norm_of_weights(self, vector: tf.Tensor) -> tf.Tensor:
+        """See `TrainStep`."""
+        if not self._axis.spans_workers:
+            return super().norm_of_weights(vector)
+        sums = []
+        for program in range(self._axis.programs):
+            with self._axis.on(program) as place, tf.device(place.device):
+                square = tf.square(tf.norm(tf.cast(vector, tf.float64)))
+                sums.append(place.sum(square if program == 0 else tf.zeros_like(square)))
+        return tf.cast(tf.sqrt(sums[0]), tf.float32)
+
     def _make_programs(self) -> None:
         super()._make_programs()
         self._norm: Callable[[Tensors], tf.Tensor] = self._whole_norm

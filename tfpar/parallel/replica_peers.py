@@ -1,0 +1,55 @@
+"""The workers that hold a replica between them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from tfpar.collectives.agreement import WorkerAgreement
+from tfpar.collectives.tensorflow import new_group
+from tfpar.parallel.topology import Topology
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ReplicaPeers:
+    """The workers of this worker's replica, which has its parts on all of them.
+
+    What reads a whole value is a call that all of them make together, in the same order.
+
+    Attributes:
+      rank: Which of them this worker is, from 0.
+      agreement: Between them.
+    """
+
+    rank: int
+    agreement: WorkerAgreement
+
+    @classmethod
+    def of(cls, topology: Topology) -> ReplicaPeers | None:
+        """The workers that hold a replica with this one; None where this one has whole replicas."""
+        if topology.replica_workers == 1:
+            return None
+        first = topology.worker - topology.replica_part
+        members = range(first, first + topology.replica_workers)
+        return cls(topology.replica_part, WorkerAgreement(new_group(members, topology.worker)))
+
+    def gather(self, parts: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """The parts of all workers, in their order.
+
+        Args:
+          parts: This worker's, of the same shape and type on each.
+        """
+        return [part for parts in self.agreement.gather_arrays(np.stack(parts)) for part in parts]
+
+
+def exchanging_workers(topology: Topology) -> dict[str, Any]:
+    """The workers that exchange gradients with this one, as arguments of `Exchange.build`.
+
+    They are all workers; where workers have parts of a replica, those with the same part.
+    """
+    if topology.replica_workers > 1:
+        return {"group": new_group(topology.workers_alike, topology.worker)}
+    return {"workers": topology.workers if topology.synchronous else 1, "worker": max(topology.worker, 0)}
