@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import tfpar
 from tests.training.model.test_own_loss import Counted, OwnLoss
-from tfpar.training.core import _loss_divisor
-from tfpar.training.model.whole_batches import without_padding
+from tfpar import inputs
+from tfpar.config import InputConfig, StrategyConfig
+from tfpar.parallel.topology import choose_topology
+from tfpar.training.core import Core, _loss_divisor
+from tfpar.training.model.whole_batches import BatchReaders, without_padding
+from tfpar.training.objective import SupervisedObjective
 
 import keras
 import numpy as np
@@ -97,3 +101,14 @@ def test_padding_goes_and_one_example_stays():
     found = list(without_padding(tf.data.Dataset.from_tensor_slices((x, (), weight))))
     assert [element[0]["a"].numpy().tolist() for element in found] == [[[1, 3]], [[4]], [[7, 8, 9]]]
     assert [element[2].numpy().tolist() for element in found] == [[[1.0, 1.0]], [[0.0]], [[1.0, 1.0, 1.0]]]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "alone"), [("", True), ("pipeline:2", True), ("model:2", False), ("data:2,pipeline:2", False)]
+)
+def test_which_meshes_take_smaller_batches(mesh, alone):
+    topology = choose_topology(StrategyConfig(strategy="mirrored", mesh=mesh, devices=0 if mesh else 2))
+    config = InputConfig(global_batch_size=BATCH)
+    pipeline = inputs.build_pipeline(inputs.from_arrays(*arrays()), config, replicas=topology.replicas)
+    core = Core(MODELS["add_loss"](), objective=SupervisedObjective(None, None))
+    assert BatchReaders.of(core, topology).get_examples_alone(pipeline) is alone
