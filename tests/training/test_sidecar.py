@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tfpar.training import sidecar as module
-from tfpar.training.core import LocalSums
+from tfpar.training.objective import LocalSums
 from tfpar.training.sidecar import Sidecar
 
 import keras

@@ -10,40 +10,17 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from tfpar.models import example_weights, uses_synchronized_statistics
-from tfpar.optim.keras_internals import is_seed_state
-from tfpar.training.model.call import CallRecord, call_model, check_agreement, recording
-from tfpar.training.objective import Batch, Objective, Tensors
+from tfpar.training.model.call import call_model, check_agreement, recording
+from tfpar.training.objective import Batch, Forward, LocalSums, Objective, Tensors
 from tfpar.training.objective import metrics as additive_metrics
+from tfpar.training.seeds import fold_in, with_seed_states
 
 import keras
 import numpy as np
 import tensorflow as tf
-
-
-class LocalSums(NamedTuple):
-    """What one replica contributes to a step. Sums, not means, so that contributions of any size add up.
-
-    Attributes:
-      loss: Float32 scalar: sum over examples of weight x loss.
-      count: Float32 scalar: sum of the example weights.
-      gradients: Float32, shaped like the parameters: gradient of `loss`, times the loss scale.
-      state: The model's non-trainable variables after the micro-batches.
-      metrics: Additive metric state gathered from these examples, a flat list over all metrics.
-      assigned: What the forward passes assigned to trainable variables (`SpectralNormalization` does), by index; the
-        optimizer's update starts from these values. The same on every replica.
-      overwritten: New values of the trainable variables that the optimizer overwrites, see `Core.overwritten`.
-    """
-
-    loss: tf.Tensor
-    count: tf.Tensor
-    gradients: Tensors
-    state: Tensors
-    metrics: Tensors
-    assigned: dict[int, tf.Tensor]
-    overwritten: Tensors
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -92,11 +69,23 @@ class Core:
           program, whose shapes are static, while the number of rows that a batch touches is not; and micro-batches add
           up in dense buffers. (`exchange/algorithms/sparse_rows.py` sends rows of gradients that are IndexedSlices.)
         """
+        return self.backward(self.forward(params, state, batch, seed, loss_scale, scales))
+
+    def forward(
+        self,
+        params: Tensors,
+        state: Tensors,
+        batch: Batch,
+        seed: tf.Tensor,
+        loss_scale: tf.Tensor | None,
+        scales: tf.Tensor | None = None,
+    ) -> Forward:
+        """The forward pass of `loss_and_grads`, with the same arguments."""
         x, y, weight = batch
-        state = _seeded(self.model.non_trainable_variables, state, seed, salt=0)
+        state = with_seed_states(self.model.non_trainable_variables, state, seed, salt=0)
         if self.augmentation is not None:
             variables = self.augmentation.non_trainable_variables
-            seeds = _seeded(variables, [None] * len(variables), seed, salt=1)
+            seeds = with_seed_states(variables, [None] * len(variables), seed, salt=1)
             x, _ = self.augmentation.stateless_call([], seeds, x, training=True)
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(params)
@@ -108,15 +97,31 @@ class Core:
             scaled = sums.loss * (scale / _loss_divisor(weight)) if divided else sums.loss
         if self.replicas > 1:
             check_agreement(self.model, record, (*tf.nest.flatten(batch), seed), state, sums.state)
-        gradients = _gradients(tape, scaled, params, record)
+        return Forward(tape, params, record, sums, scaled, _loss_divisor(weight) if divided else None)
+
+    def backward(self, forward: Forward) -> LocalSums:
+        """The backward pass of `loss_and_grads`."""
+        _, _, record, sums, _, divisor = forward
+        gradients = self.gradients_of(forward)
         overwritten = [gradients[place] for place in self.overwritten]
         for place, value in zip(self.overwritten, overwritten, strict=True):
             gradients[place] = tf.zeros_like(value)
-        if divided:
-            gradients = self.each(gradients, lambda gradient: gradient * _loss_divisor(weight))
+        if divisor is not None:
+            gradients = self.each(gradients, lambda gradient: gradient * divisor)
         gradients = [tf.cast(gradient, tf.float32) for gradient in gradients]
-        metrics = [*sums.metrics, *_of_examples(record.float_sums, weight)]
+        metrics = [*sums.metrics, *_of_examples(record.float_sums, sums.count)]
         return LocalSums(sums.loss, sums.count, gradients, sums.state, metrics, record.assigned, overwritten)
+
+    def gradients_of(self, forward: Forward) -> Tensors:
+        """Gradients of a scaled loss, dense: for a weight that the forward pass assigns the sum over all its values."""
+        leaves = [leaf for _, leaf in forward.record.leaves]
+        sources = [*forward.params, *leaves]
+        found = forward.tape.gradient(forward.scaled, sources, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+        gradients = [tf.convert_to_tensor(gradient) for gradient in found]
+        total, of_leaves = gradients[: len(forward.params)], gradients[len(forward.params) :]
+        for (place, _), gradient in zip(forward.record.leaves, of_leaves, strict=True):
+            total[place] += gradient
+        return total
 
     def accumulate(
         self,
@@ -142,7 +147,7 @@ class Core:
         def one(index: Any, current: Tensors, assigned: Mapping[int, tf.Tensor]) -> LocalSums:
             micro_batch = tf.nest.map_structure(lambda part: part[index], batch)
             weights = [assigned.get(place, param) for place, param in enumerate(params)]
-            return self.loss_and_grads(weights, current, micro_batch, _fold_in(seed, index), loss_scale, scales)
+            return self.loss_and_grads(weights, current, micro_batch, fold_in(seed, index), loss_scale, scales)
 
         if accumulate_steps == 1 or self.unrolls or uses_synchronized_statistics(self.model):
             # A reduction between replicas inside the forward pass cannot run in a while loop (TensorFlow 2.21,
@@ -239,7 +244,7 @@ class Core:
         """`evaluate`, and the model's outputs `[m, ...]`, in its structure."""
         with recording(metrics=self.model_metrics) as record:
             sums = self.objective(params, state, tf.nest.map_structure(lambda part: part[0], batch), training=False)
-        metrics = [*sums.metrics, *_of_examples(record.float_sums, batch[2])]
+        metrics = [*sums.metrics, *_of_examples(record.float_sums, sums.count)]
         return LocalSums(sums.loss, sums.count, [], [], metrics, {}, []), record.outputs
 
     @property
@@ -337,17 +342,6 @@ class _NewlyAssignedError(Exception):
         self.places = set(places)
 
 
-def _gradients(tape: tf.GradientTape, loss: tf.Tensor, params: Tensors, record: CallRecord) -> Tensors:
-    """Gradients of `loss`, dense: for a weight that the forward pass assigns the sum over all its values."""
-    leaves = [leaf for _, leaf in record.leaves]
-    found = tape.gradient(loss, [*params, *leaves], unconnected_gradients=tf.UnconnectedGradients.ZERO)
-    gradients = [tf.convert_to_tensor(gradient) for gradient in found]
-    total, of_leaves = gradients[: len(params)], gradients[len(params) :]
-    for (place, _), gradient in zip(record.leaves, of_leaves, strict=True):
-        total[place] += gradient
-    return total
-
-
 def _updated(
     metrics: Sequence[keras.metrics.Metric], sums: Sequence[Any]
 ) -> tuple[list[keras.metrics.Metric], list[Any]]:
@@ -363,27 +357,9 @@ def _updated(
     return found, states
 
 
-def _seeded(variables: Sequence[keras.Variable], state: Sequence[Any], seed: tf.Tensor, *, salt: int) -> Tensors:
-    """`state` with every seed-generator state drawn from `seed`."""
-    positions = [index for index, variable in enumerate(variables) if is_seed_state(variable)]
-    result = list(state)
-    if positions:
-        draws = tf.random.stateless_uniform(
-            [len(positions), 2], _fold_in(seed, salt), minval=None, maxval=None, dtype=tf.int32, alg="philox"
-        )
-        for row, position in enumerate(positions):
-            result[position] = tf.bitcast(draws[row], tf.uint32)
-    return result
-
-
-def _fold_in(seed: tf.Tensor, data: Any) -> tf.Tensor:
-    return tf.random.fold_in(seed, data, alg="philox")
-
-
-def _of_examples(sums: Tensors, weight: tf.Tensor) -> Tensors:
+def _of_examples(sums: Tensors, count: tf.Tensor) -> Tensors:
     """What the model's own metrics have counted, or zeros where no example counts: some replica got padding alone."""
-    counts = tf.cast(tf.reduce_any(weight > 0), tf.float32)
-    return [each * counts for each in sums]
+    return [each * tf.cast(count > 0.0, tf.float32) for each in sums]
 
 
 def _loss_divisor(weight: tf.Tensor) -> Any:

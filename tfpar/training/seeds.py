@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+from tfpar.optim.keras_internals import is_seed_state
+from tfpar.training.objective import Tensors
+
+import keras
 import tensorflow as tf
 
 
@@ -20,3 +27,23 @@ def step_seed(seed: int, step: tf.Tensor, replica: tf.Tensor) -> tf.Tensor:
     for part in (step, replica):
         folded = tf.random.fold_in(folded, tf.cast(part, tf.int32), alg="philox")
     return folded
+
+
+def with_seed_states(
+    variables: Sequence[keras.Variable], state: Sequence[Any], seed: tf.Tensor, *, salt: int
+) -> Tensors:
+    """`state`, the values of variables, with every seed-generator state among them drawn from `seed` and `salt`."""
+    positions = [index for index, variable in enumerate(variables) if is_seed_state(variable)]
+    result = list(state)
+    if positions:
+        draws = tf.random.stateless_uniform(
+            [len(positions), 2], fold_in(seed, salt), minval=None, maxval=None, dtype=tf.int32, alg="philox"
+        )
+        for row, position in enumerate(positions):
+            result[position] = tf.bitcast(draws[row], tf.uint32)
+    return result
+
+
+def fold_in(seed: tf.Tensor, data: Any) -> tf.Tensor:
+    """Another seed for every value of an integer, int32 `[2]`."""
+    return tf.random.fold_in(seed, data, alg="philox")

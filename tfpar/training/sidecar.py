@@ -13,8 +13,7 @@ import math
 from collections.abc import Sequence
 
 from tfpar.optim.keras_internals import all_layers, is_seed_state, weights_made_to_learn
-from tfpar.training.core import LocalSums
-from tfpar.training.objective import Tensors
+from tfpar.training.objective import LocalSums, Tensors
 
 import keras
 import tensorflow as tf

@@ -8,9 +8,9 @@ from typing import Any
 
 from tfpar.optim.pure_update import pure_apply
 from tfpar.parallel.pipeline_devices import beside
-from tfpar.training.core import Core, LocalSums
+from tfpar.training.core import Core
 from tfpar.training.norms import squared_norm
-from tfpar.training.objective import Tensors
+from tfpar.training.objective import LocalSums, Tensors
 from tfpar.training.pipeline.stages import Pipeline, current_trace
 from tfpar.training.step import TrainStep
 from tfpar.training.tensor_parallel.step import DividedStep
