@@ -34,9 +34,10 @@ class Workers:
         for name in ("all_gather", "send", "receive"):
             monkeypatch.setattr(TensorFlowGroup, name, on_own_device(getattr(TensorFlowGroup, name)))
 
-    def call(self, name: str, values: list) -> list:
+    def call(self, name: str, values: list, *others: object) -> list:
+        pairs = list(zip(self.agreements, values, strict=True))
         with concurrent.futures.ThreadPoolExecutor(len(values)) as pool:
-            calls = [pool.submit(getattr(one, name), value) for one, value in zip(self.agreements, values, strict=True)]
+            calls = [pool.submit(getattr(one, name), value, *others) for one, value in pairs]
             return [call.result(timeout=300) for call in calls]
 
 
@@ -126,6 +127,14 @@ def test_broadcast_passes_the_bits_of_the_first_worker_on(monkeypatch, count):
                 assert (array.dtype, array.shape) == (expected.dtype, expected.shape)
                 assert array.tobytes() == expected.tobytes()
     assert workers.call("broadcast", [[]] * count) == [[]] * count
+
+
+@pytest.mark.parametrize(("count", "source"), [(2, 1), (3, 1), (4, 3)])
+def test_any_worker_may_be_the_one_whose_bits_are_passed_on(monkeypatch, count, source):
+    workers = Workers(monkeypatch, count)
+    arrays = [[np.full([5, 3], rank, np.float32)] for rank in range(count)]
+    for found in workers.call("broadcast", arrays, source):
+        np.testing.assert_array_equal(found[0], arrays[source][0])
 
 
 @pytest.mark.parametrize("stop", [0, 1, 256, 257, 1 << 24, (1 << 24) + 1, 100_000_000])

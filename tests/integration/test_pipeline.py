@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from tests.integration.scripts import divided
 from tests.integration.test_tensor_parallel import assert_close, assert_near, on_workers
 from tests.training.test_tensor_parallel import alone
+from tfpar.checkpoint.run_state import params_sha256
 
+import keras
 import numpy as np
 import pytest
 
@@ -35,3 +38,65 @@ def test_three_axes(tmp_path):
     assert_close(dense, expected)
     assert_near(encoded, expected)
     assert int(encoded["sent"]) < int(dense["sent"]) / 2
+
+
+def test_two_workers_hold_a_pipeline_between_them(tmp_path):
+    """Each has the weights of its stages; both agree on the whole: in digests, checkpoints, predictions. Weights that
+    stages on both use, masks and shortcuts cross; a run that was stopped goes on to the same bits, there and on one
+    device."""
+    mesh = {"mesh": "data:1,pipeline:2", "accumulate_steps": 2}
+    saved = {**mesh, "workdir": str(tmp_path / "run")}
+    recurrent = {"model": "recurrent", "steps": 6, "accumulate_steps": 1}
+    dense, tied, masked, _, resumed = on_workers(
+        2,
+        tmp_path / "out",
+        {**mesh, "predicts": True},
+        {**mesh, "model": "language_model", "steps": 6, "pipeline_schedule": "gpipe"},
+        {**mesh, **recurrent},
+        {**saved, "stop_after": 11},
+        saved,
+    )
+    weights, _, (predictions,) = alone("dense", accumulate_steps=2)
+    assert_close(dense, {**weights, "predictions": predictions})
+    assert_close(tied, alone("language_model", steps=6, accumulate_steps=2)[0])
+    assert_close(masked, alone(**recurrent)[0])
+    for name in weights:
+        np.testing.assert_array_equal(resumed[name], dense[name], err_msg=name)
+    loaded = keras.saving.load_model(tmp_path / "run" / "model.keras")
+    assert params_sha256(loaded.trainable_variables) == str(resumed["params_sha256"])
+    further = divided.here("one_device", workdir=str(tmp_path / "run"), steps=divided.STEPS + 1, accumulate_steps=2)
+    assert further.results["steps"] == divided.STEPS + 1
+
+
+def test_four_workers_hold_a_pipeline(tmp_path):
+    """State in every stage, shortcuts past stages, losses of layers, a layer on two workers, several outputs."""
+    mesh = {"mesh": "data:1,pipeline:4", "steps": 10}
+    resnet = {"model": "resnet", "learning_rate": 0.03, "accumulate_steps": 1}
+    branches = {"model": "branches", "accumulate_steps": 4}
+    state, shortcuts = on_workers(4, tmp_path / "out", {**mesh, **resnet}, {**mesh, **branches})
+    assert_close(state, alone(**resnet, steps=10)[0])
+    assert_close(shortcuts, alone(**branches, steps=10)[0])
+
+
+def test_four_workers_hold_two_pipelines(tmp_path):
+    """Stages exchange with those of the same place; with int4, a run that was stopped goes on to the same bits."""
+    mesh = {"mesh": "data:2,pipeline:2", "accumulate_steps": 2}
+    int4 = {**mesh, "exchange": "int4:min_elements=64"}
+    saved = {**int4, "workdir": str(tmp_path / "run")}
+    dense, encoded, _, resumed = on_workers(4, tmp_path / "out", mesh, int4, {**saved, "stop_after": 11}, saved)
+    expected = alone("dense", accumulate_steps=2)[0]
+    assert_close(dense, expected)
+    for name, value in encoded.items():
+        np.testing.assert_array_equal(resumed[name], value, err_msg=name)
+    assert_near(encoded, expected)
+    assert int(encoded["sent"]) < int(dense["sent"]) / 2
+
+
+@pytest.mark.proof
+def test_two_workers_of_two_stages_each_hold_a_pipeline(tmp_path):
+    mesh = {"mesh": "pipeline:4", "devices": 2, "accumulate_steps": 2, "predicts": True}
+    vit = {**mesh, "model": "vit", "steps": 10, "pipeline_schedule": "gpipe"}
+    dense, images = on_workers(2, tmp_path / "out", mesh, vit)
+    weights, _, (predictions,) = alone("dense", accumulate_steps=2)
+    assert_close(dense, {**weights, "predictions": predictions})
+    assert_close(images, alone("vit", steps=10, accumulate_steps=2)[0])

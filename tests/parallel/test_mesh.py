@@ -26,6 +26,7 @@ import pytest
         ("pipeline:2,model:2", 1, 8, Mesh(data=2, pipeline=2, model=2)),
         ("model:4", 2, 2, Mesh(model=4)),
         ("data:2,model:2", 4, 1, Mesh(data=2, model=2)),
+        ("pipeline:4", 2, 2, Mesh(pipeline=4)),
     ],
 )
 def test_sizes(text, workers, devices, mesh):
@@ -38,7 +39,7 @@ def test_sizes(text, workers, devices, mesh):
         ("data:4,model:2", r"a mesh of 8 devices, and there are 2 workers x 2 devices = 4. Sizes must multiply to 4"),
         ("data:2,model:4", "must multiply to 4"),
         ("model:3", "a mesh of 3 devices"),
-        ("data:1,pipeline:4", "a replica must lie within a worker, .* --mesh=data:2,pipeline:2, or start 1 workers"),
+        ("pipeline:2,model:2", "must lie within a worker where .* --mesh=data:2,pipeline:2, or start 1 workers"),
         ("data:2,pipeline:1", "a mesh of 2 devices"),
         ("sequence:2", "there is no 'sequence' axis yet. The axes are data, pipeline, model"),
         ("model", "'model' is not AXIS:SIZE"),
@@ -70,6 +71,10 @@ def test_workers_share_a_replica():
     config = ExperimentConfig.from_flat_dict({"exchange": "auto:max_error=0.1", "mesh": "data:2,model:2"})
     with pytest.raises(ConfigError, match=r"--exchange=auto.* several workers.* --exchange=int8"):
         check_beside_mesh(config, topology.mesh, spans_workers=True)
+    config = ExperimentConfig.from_flat_dict({"stages_per_device": 2, "mesh": "data:1,pipeline:4"})
+    check_beside_mesh(config, Mesh(pipeline=4), spans_workers=False)
+    with pytest.raises(ConfigError, match=r"--stages_per_device=2 does not work yet .* several workers"):
+        check_beside_mesh(config, Mesh(pipeline=4), spans_workers=True)
 
 
 def test_a_model_axis_is_reason_enough_for_several_devices():

@@ -40,6 +40,9 @@ class CountingStep:
     def weights_vector(self):
         return self.weights.read_value()
 
+    def norm_of_weights(self, vector):
+        return tf.norm(vector)
+
     def learning_rate(self, step, lr_multiplier):
         return tf.cast(step, tf.float32) * lr_multiplier
 

@@ -27,7 +27,8 @@ _FITTING_BYTES = _ROW_BYTES - _LENGTH.size
 _SMALLEST_EXPONENT, _LARGEST_EXPONENT = 6, 22
 _ROW_KEY = HOST_MESSAGE_KEYS[0]
 _GATHER_KEYS = HOST_MESSAGE_KEYS[1:32]
-_MESSAGE_KEYS = HOST_MESSAGE_KEYS[32:]
+# The runtime remembers who sends, so that messages have other keys in the other direction.
+_MESSAGE_KEYS = {True: HOST_MESSAGE_KEYS[32:64], False: HOST_MESSAGE_KEYS[64:]}  # by whether they go to a higher rank
 
 
 class WorkerAgreement:
@@ -42,6 +43,11 @@ class WorkerAgreement:
 
     def __init__(self, group: Group) -> None:
         self._group = group
+
+    @property
+    def size(self) -> int:
+        """Number of workers."""
+        return self._group.size
 
     def all_equal(self, value: Any) -> bool:
         """Whether all workers hold the same value.
@@ -105,18 +111,19 @@ class WorkerAgreement:
                 worker_bytes += piece
         return [bytes(worker_bytes[:length]) for worker_bytes, length in zip(gathered, lengths, strict=True)]
 
-    def broadcast(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """The arrays of the first worker, bit for bit.
+    def broadcast(self, arrays: Sequence[np.ndarray], source: int = 0) -> list[np.ndarray]:
+        """The arrays of one worker, bit for bit.
 
         Args:
           arrays: Of the same shapes and types on every worker.
+          source: Rank of that worker.
         """
         if self._group.size == 1:
             return list(arrays)
         data = bytearray().join(array.tobytes() for array in arrays)
         for start, exponent in _pieces(0, len(data)):
             piece = bytes(data[start : start + (4 << exponent)])
-            received = self._pass_on(piece.ljust(4 << exponent, b"\0"), _MESSAGE_KEYS[exponent])
+            received = self._pass_on(piece.ljust(4 << exponent, b"\0"), exponent, source)
             data[start : start + len(piece)] = received[: len(piece)]
         result, start = [], 0
         for array in arrays:
@@ -125,15 +132,18 @@ class WorkerAgreement:
             start += array.nbytes
         return result
 
-    def _pass_on(self, data: bytes, instance: int) -> bytes:
-        """The first worker's bytes, sent down a binary tree: member i has the children 2i + 1 and 2i + 2."""
-        rank = self._group.rank
+    def _pass_on(self, data: bytes, exponent: int, source: int) -> bytes:
+        """One worker's bytes, sent down a binary tree: counted from it, member i has the children 2i + 1 and 2i + 2."""
+        rank, size = self._group.rank, self._group.size
+        place = (rank - source) % size
         with tf.device("/device:CPU:0"):
             words = tf.constant(np.frombuffer(data, np.int32))
-            if rank > 0:
-                words = self._group.receive(words.shape, tf.int32, (rank - 1) // 2, instance)
-            for child in range(2 * rank + 1, min(2 * rank + 3, self._group.size)):
-                self._group.send(words, child, instance)
+            if place > 0:
+                parent = ((place - 1) // 2 + source) % size
+                words = self._group.receive(words.shape, tf.int32, parent, _MESSAGE_KEYS[parent < rank][exponent])
+            for child in range(2 * place + 1, min(2 * place + 3, size)):
+                target = (child + source) % size
+                self._group.send(words, target, _MESSAGE_KEYS[rank < target][exponent])
         return words.numpy().tobytes()
 
     def _all_gather(self, data: bytes, instance: int) -> list[bytes]:

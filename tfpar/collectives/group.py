@@ -24,7 +24,7 @@ _END_OF_KEYS = 1 << 31  # keys are int32
 _DEVICE_TYPES = ("CPU", "GPU")
 
 # Instance keys that every group reserves for messages between the hosts' Python code (`tfpar.collectives.agreement`).
-HOST_MESSAGE_KEYS = range(_FIRST_KEY, _FIRST_KEY + 64)
+HOST_MESSAGE_KEYS = range(_FIRST_KEY, _FIRST_KEY + 96)
 _FIRST_SUBGROUP_INSTANCE = 1 << 30
 
 
@@ -157,6 +157,17 @@ def message_key(
     if all_workers and (index := _pair_index(pair, device_type)) < limit:
         return _FIRST_WORLD_MESSAGE_KEY + index
     return _hashed(f"{device_type} {sorted(members)}: {sorted(pair)}")
+
+
+def channel_key(source: int, target: int, device_type: str = "CPU") -> int:
+    """The key of messages in one direction: such a key has one sender.
+
+    Args:
+      source: Rank of the sender among all workers.
+      target: Rank of the receiver.
+      device_type: See `group_key`.
+    """
+    return _hashed(f"{device_type} {source} to {target}")
 
 
 def _pair_index(pair: Sequence[int], device_type: str) -> int:

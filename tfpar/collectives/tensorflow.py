@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from tfpar.collectives.group import Capabilities, group_key, message_key
+from tfpar.collectives.group import Capabilities, channel_key, group_key, message_key
 from tfpar_ops.codecs import GPU_PEERS
 
 import tensorflow as tf
@@ -203,6 +203,51 @@ def group_of_place(place: int, workers: int, worker: int, device: str) -> Tensor
     """
     first = _FIRST_OF_PLACE + place * workers
     return TensorFlowGroup(tuple(range(first, first + workers)), worker, is_gpu(device))
+
+
+@dataclasses.dataclass(frozen=True)
+class Channel:
+    """Messages from one worker to another. Both must use the same device for all of one channel's.
+
+    Attributes:
+      source: Rank of the sender among all workers.
+      target: Rank of the receiver.
+    """
+
+    source: int
+    target: int
+
+    def send(self, value: tf.Tensor, instance: int) -> tf.Tensor:
+        """Sends a tensor; see `Group.send`."""
+        return tf.raw_ops.CollectiveBcastSendV2(
+            input=_as_sent(value),
+            group_size=2,
+            group_key=channel_key(self.source, self.target),
+            instance_key=instance,
+            communication_hint="auto",
+        )
+
+    def receive(self, spec: tf.TensorSpec, instance: int) -> tf.Tensor:
+        """Receives a tensor of a shape and type that are known; see `Group.receive`."""
+        sent = _SENT_AS.get(spec.dtype, spec.dtype)
+        received = tf.raw_ops.CollectiveBcastRecvV2(
+            group_size=2,
+            group_key=channel_key(self.source, self.target),
+            instance_key=instance,
+            shape=tf.constant(spec.shape.as_list(), tf.int32),
+            T=sent,
+            communication_hint="auto",
+        )
+        received = received if sent == spec.dtype else tf.bitcast(received, spec.dtype)
+        return tf.ensure_shape(received, spec.shape)
+
+
+# Types for which messages have no kernel (TensorFlow 2.21), as the ones of the same size that they travel as.
+_SENT_AS = {tf.bfloat16: tf.float16, tf.uint32: tf.int32, tf.uint64: tf.int64}
+
+
+def _as_sent(value: tf.Tensor) -> tf.Tensor:
+    return tf.bitcast(value, _SENT_AS[value.dtype]) if value.dtype in _SENT_AS else value
 
 
 def run_unordered(value: tf.Tensor) -> tf.Tensor:

@@ -25,6 +25,7 @@ import tensorflow as tf
 
 # Of the state of one place's exchange, where a worker has whole replicas, or one of several parts.
 _NAME = re.compile(r"(part_of_\d+_)?device_\d+(?=/)")
+_PLACES_OF_PART = 1 << 10  # numbers that the places of one worker may have
 _DECISIVE = 2  # scalars at the front of a sidecar that tell whether there is a step
 
 
@@ -167,7 +168,13 @@ class PerDeviceReducer(Reducer):
                     vector = self._local_sum(strategy, sidecar, place)[: _DECISIVE if place else None]
                     reduced, vector = reducer.reduce_on_device(own, vector, should_apply)
                 results.append((dict(zip(self._indices[place], reduced, strict=True)), vector))
-            everything: dict[int, Gradient] = {}
+            found_here = {index for place in self._indices for index in place}
+            # What no place of this worker has, has no elements.
+            everything: dict[int, Gradient] = {
+                index: strategy.experimental_local_results(gradient)[0]
+                for index, gradient in enumerate(gradients)
+                if index not in found_here
+            }
             for parts, _ in reversed(results):
                 everything |= parts
             sums = []
@@ -291,7 +298,7 @@ def per_device_reducer(
     """
     running = strategy.extended.worker_devices
     devices = replica.devices or [running[program] for program in replica.programs]
-    numbered = enumerate(devices, start=replica.part * len(devices))
+    numbered = enumerate(devices, start=replica.part * _PLACES_OF_PART)
     groups = [group_of_place(place, group.size, group.rank, device) for place, device in numbered]
     reducers: list[DenseReducer | CompressedReducer] = []
     for own, device, chosen in zip(groups, devices, replica.indices, strict=True):

@@ -21,7 +21,7 @@ from tfpar.checkpoint.checkpointer import CheckpointError
 from tfpar.checkpoint.model_files import unloadable_parts
 from tfpar.monitor.monitor import Monitor
 from tfpar.monitor.run_info import RunInfo, RunOutcome
-from tfpar.parallel.split import scope_of_values, split_of, whole, whole_elements
+from tfpar.parallel.split import held_by, scope_of_values, split_of, whole, whole_elements
 
 import keras
 import numpy as np
@@ -40,7 +40,6 @@ def replica_digests(strategy: tf.distribute.Strategy, weights: Sequence[keras.Va
       weights: The trainable weights.
     """
     copies = [strategy.experimental_local_results(variable.value) for variable in weights]
-    splits = [split_of(variable) for variable in weights]
 
     @dataclasses.dataclass
     class Copy:
@@ -50,12 +49,15 @@ def replica_digests(strategy: tf.distribute.Strategy, weights: Sequence[keras.Va
         def numpy(self) -> np.ndarray:
             return np.asarray(self.value)
 
+    def value_of(weight: keras.Variable, copy: Sequence[Any], replica: int) -> np.ndarray:
+        split = split_of(weight)
+        if split or held_by(weight):
+            return whole(weight, replica // split.size if split else 0)
+        return copy[replica].numpy()
+
     return [
         run_state.params_sha256(
-            [
-                Copy(weight.path, whole(weight, replica // split.size) if split else copy[replica].numpy())
-                for weight, copy, split in zip(weights, copies, splits, strict=True)
-            ]
+            [Copy(weight.path, value_of(weight, copy, replica)) for weight, copy in zip(weights, copies, strict=True)]
         )
         for replica in range(len(copies[0]) if copies else 0)
     ]
@@ -195,7 +197,7 @@ def exported_values(model: keras.Model, eval_weights: Sequence[keras.Variable]) 
     """
     exported = {id(weight): own for weight, own in zip(model.trainable_variables, eval_weights, strict=True)}
     pairs = [(variable, exported.get(id(variable), variable)) for variable in model.variables]
-    return [(variable, whole(own)) for variable, own in pairs if own is not variable or split_of(own)]
+    return [(variable, whole(own)) for variable, own in pairs if own is not variable or split_of(own) or held_by(own)]
 
 
 def save_model(model: keras.Model, values: Values, path: pathlib.Path) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from tfpar.optim.keras_internals import Internal
@@ -109,3 +109,17 @@ def _replace(layer: Any, name: str, function: Callable[..., Any]) -> None:
     # Past Keras' `__setattr__`, which looks for things to track and to save.
     vars(layer)[name] = functools.wraps(plain)(functools.partial(function, layer, plain))
     vars(layer)[_REPLACED] = [*vars(layer).get(_REPLACED, ()), name]
+
+
+@contextlib.contextmanager
+def shapes_of_variables(shapes: Iterable[tuple[keras.Variable, Sequence[int]]]) -> Iterator[None]:
+    """In this context variables say that they have these shapes, whatever their values have."""
+    before = []
+    for variable, shape in shapes:
+        before.append((variable, variable._shape, variable._ndim))
+        variable._shape, variable._ndim = tuple(shape), len(shape)
+    try:
+        yield
+    finally:
+        for variable, shape, rank in before:
+            variable._shape, variable._ndim = shape, rank

@@ -108,6 +108,11 @@ def check_beside_mesh(config: ExperimentConfig, mesh: Mesh, *, spans_workers: bo
                 f"--{name}={value} does not work yet with --mesh={strategy.mesh}, where replicas have "
                 "several devices. Leave one of them out."
             )
+    if spans_workers and strategy.stages_per_device > 1:
+        raise ConfigError(
+            f"--stages_per_device={strategy.stages_per_device} does not work yet with --mesh={strategy.mesh}, where a "
+            "replica lies on several workers. Leave one of them out."
+        )
     if spans_workers and exchange.exchange.partition(":")[0] == "auto":
         raise ConfigError(
             f"--exchange={exchange.exchange} does not work yet with --mesh={strategy.mesh}, where a replica lies on "
@@ -139,8 +144,11 @@ def parse_mesh(text: str, *, workers: int, devices: int) -> Mesh:
             f"to {total}; --devices says how many devices a worker has."
         )
     of_replica = mesh.devices_of_replica
-    if (devices % of_replica and of_replica % devices) or (of_replica > devices and mesh.pipeline > 1):
-        axis, must = ("pipeline", "lie within a worker") if mesh.pipeline > 1 else ("model", "have whole workers")
+    two_axes = mesh.pipeline > 1 and mesh.model > 1
+    if (devices % of_replica and of_replica % devices) or (of_replica > devices and two_axes):
+        axis, must = ("pipeline" if mesh.pipeline > 1 else "model"), "have whole workers, or be a part of one"
+        if two_axes:
+            must = "lie within a worker where it has a pipeline and a model axis"
         raise ConfigError(
             f"--mesh={text}: a replica must {must}, and there are {where}. Use --mesh=data:{workers},{axis}:{devices}, "
             f"or start {mesh.data} workers with --devices={of_replica}."

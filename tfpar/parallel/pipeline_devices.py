@@ -44,6 +44,12 @@ class PipelineDevices:
         """Names of a replica's devices, by place."""
         return self._rows[replica]
 
+    @property
+    def host(self) -> str:
+        """Name of this worker's CPU."""
+        spec = tf.DeviceSpec.from_string(self._rows[0][0])
+        return str(spec.replace(device_type="CPU", device_index=0).to_string())
+
     def own_replica(self) -> int:
         """Which of this worker's replicas the open replica context is of."""
         return static_replica_id() % self.replicas

@@ -36,6 +36,11 @@ class ReplicaPeers:
         members = range(first, first + topology.replica_workers)
         return cls(topology.replica_part, WorkerAgreement(new_group(members, topology.worker)))
 
+    @property
+    def size(self) -> int:
+        """Number of workers."""
+        return self.agreement.size
+
     def gather(self, parts: Sequence[np.ndarray]) -> list[np.ndarray]:
         """The parts of all workers, in their order.
 

@@ -60,7 +60,61 @@ class Split:
         return (*part[: self.axis], part[self.axis] * self.size, *part[self.axis + 1 :])
 
 
-_ATTRIBUTE, _PEERS = "tfpar_split", "tfpar_peers"
+_ATTRIBUTE, _PEERS, _HELD = "tfpar_split", "tfpar_peers", "tfpar_held"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Held:
+    """Where a variable is that some workers of a replica have whole, and the others not: there it has no elements.
+
+    Attributes:
+      shape: Its shape where it is.
+      ranks: Which of the replica's workers have it, ascending.
+      peers: The workers.
+    """
+
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+    peers: ReplicaPeers
+
+    @property
+    def here(self) -> bool:
+        """Whether this worker has it."""
+        return self.peers.rank in self.ranks
+
+    @property
+    def counts_here(self) -> bool:
+        """Whether this worker counts it, of those that have it."""
+        return self.peers.rank == self.ranks[0]
+
+    def fetch(self, value: np.ndarray) -> np.ndarray:
+        """The value, on all workers of the replica.
+
+        Args:
+          value: What this worker has.
+        """
+        array = value if self.here else np.zeros(self.shape, value.dtype)
+        return self.peers.agreement.broadcast([array], self.ranks[0])[0]
+
+
+def held_by(variable: keras.Variable) -> Held | None:
+    """Where a variable is; None where every worker has it, or a part of it."""
+    return vars(variable).get(_HELD)
+
+
+def hold(variable: keras.Variable, held: Held, place: int) -> None:
+    """Replaces a variable on the host by one on a device of this worker, or by one without elements.
+
+    Args:
+      variable: Made outside the strategy. Workers make theirs by themselves: no strategy could mirror them.
+      held: Where it is.
+      place: Where in this worker's part of a pipeline.
+    """
+    value = variable.numpy()
+    with at(place):
+        keras_internals.replace_value(variable, value if held.here else np.zeros([0], value.dtype))
+    mark_place(variable, place)
+    vars(variable)[_HELD] = held
 
 
 def split_of(variable: keras.Variable) -> Split | None:
@@ -81,8 +135,8 @@ def mark(variable: keras.Variable, split: Split, peers: ReplicaPeers | None = No
 
 def shape_of(variable: keras.Variable) -> tuple[int, ...]:
     """The shape of the whole variable."""
-    split, shape = split_of(variable), tuple(variable.shape)
-    return split.whole_shape(shape) if split else shape
+    split, held, shape = split_of(variable), held_by(variable), tuple(variable.shape)
+    return split.whole_shape(shape) if split else held.shape if held else shape
 
 
 def whole_elements(variables: Sequence[keras.Variable]) -> int:
@@ -97,9 +151,10 @@ def whole(variable: keras.Variable, replica: int = 0) -> np.ndarray:
       variable: The variable.
       replica: Of a divided one, which of this worker's replicas to read.
     """
-    split = split_of(variable)
+    split, held = split_of(variable), held_by(variable)
     if split is None:
-        return np.array(variable.numpy(), copy=True, order="C")
+        value = np.array(variable.numpy(), copy=True, order="C")
+        return held.fetch(value) if held else value
     parts = [part.numpy() for part in _parts(variable, replica)]
     peers = peers_of(variable)
     return split.joined(peers.gather(parts) if peers else parts)
@@ -113,18 +168,19 @@ def whole_tensor(variable: keras.Variable, first: Any) -> tf.Tensor:
       first: The copy to read where the variable is not divided.
     """
     split = split_of(variable)
+    if peers_of(variable) or held_by(variable):
+        return tf.convert_to_tensor(whole(variable))
     if split is None:
         return first.read_value()
-    if peers_of(variable):
-        return tf.convert_to_tensor(whole(variable))
     return split.joined_tensor([part.read_value() for part in _parts(variable)])
 
 
 def assign_whole(variable: keras.Variable, value: Any) -> None:
     """Assigns to a variable; to a divided one, each device its part of a whole value."""
-    split = split_of(variable)
+    split, held = split_of(variable), held_by(variable)
     if split is None:
-        variable.assign(value)
+        if held is None or held.here:
+            variable.assign(value)
         return
     array, peers = np.asarray(value), peers_of(variable)
     for place, part in enumerate(variable.value.values, start=peers.rank * len(variable.value.values) if peers else 0):
@@ -168,6 +224,8 @@ def keeps_slots_beside(optimizer: keras.optimizers.Optimizer) -> None:
             mark(slot, split, peers_of(reference_variable))
         if place is not None:
             mark_place(slot, place)
+        if held := held_by(reference_variable):
+            vars(slot)[_HELD] = held
         return slot
 
     keras_internals.set_untracked(optimizer, add_variable_from_reference=make_marked)

@@ -28,6 +28,7 @@ _log = logging.getLogger(__name__)
 _TOO_LATE = re.compile("after being initialized|at program startup|already configured|after initialization")
 
 _TPU_CONNECT_S = 20.0
+_MESSAGE_THREADS = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,8 +130,8 @@ def _build_one_device(topology: Topology) -> tf.distribute.Strategy:
 def _replica_devices(topology: Topology) -> list[str]:
     """Names of the devices on which the strategy runs replicas: of a pipeline, those of its first stage."""
     devices = _local_devices(topology)
-    mesh = topology.mesh
-    return [name for place, name in enumerate(devices) if place // mesh.model % mesh.pipeline == 0]
+    places, size = topology.local_places, topology.model_devices
+    return [name for place, name in enumerate(devices) if place // size % places == 0]
 
 
 def _build_mirrored(topology: Topology) -> tf.distribute.Strategy:
@@ -179,6 +180,10 @@ def _build_multi_worker(topology: Topology) -> tf.distribute.Strategy:
     resolver = _resolver(topology)
     devices = _replica_devices(topology)
     assert topology.cluster is not None
+    if topology.pipeline_devices > 1 and topology.replica_workers > 1:
+        # A message that nobody has taken yet holds a thread (TensorFlow 2.21); by default there are as many as cores.
+        threads = max(_MESSAGE_THREADS, tf.config.threading.get_inter_op_parallelism_threads())
+        tf.config.threading.set_inter_op_parallelism_threads(threads)
     failure.configure(topology.cluster, peer_timeout=topology.peer_timeout, start_timeout=topology.start_timeout)
     with failure.connecting(topology.cluster, topology.start_timeout):
         # TensorFlow 2.21 uses NCCL only if asked to; otherwise it reduces the gradients of GPUs through gRPC.

@@ -84,6 +84,11 @@ class Topology:
         return self.local_replicas * self.mesh.devices_of_replica // self.replica_workers
 
     @property
+    def local_places(self) -> int:
+        """Places of a pipeline that a worker has; 1 where there is none."""
+        return self.pipeline_devices // self.replica_workers if self.pipeline_devices > 1 else 1
+
+    @property
     def mesh(self) -> Mesh:
         """How devices are laid out, by axis."""
         return Mesh(data=self.replicas, pipeline=self.pipeline_devices, model=self.model_devices)

@@ -14,7 +14,7 @@ from typing import Any
 
 from tfpar.models import example_weights, uses_synchronized_statistics
 from tfpar.training.model.call import call_model, check_agreement, recording
-from tfpar.training.objective import Batch, Forward, LocalSums, Objective, Tensors
+from tfpar.training.objective import Batch, Forward, LocalSums, Objective, ObjectiveSums, Tensors
 from tfpar.training.objective import metrics as additive_metrics
 from tfpar.training.seeds import fold_in, with_seed_states
 
@@ -90,7 +90,7 @@ class Core:
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(params)
             with example_weights(weight), recording(tape, self.model_metrics) as record:
-                sums = self.objective(params, state, (x, y, weight), training=True, scales=scales)
+                sums = self.sums_of(params, state, (x, y, weight), training=True, scales=scales)
             # Float8 keeps statistics of the gradients as well: of those of a mean, as in `fit`.
             divided = loss_scale is not None or bool(self.overwritten)
             scale = 1.0 if loss_scale is None else loss_scale
@@ -98,6 +98,12 @@ class Core:
         if self.replicas > 1:
             check_agreement(self.model, record, (*tf.nest.flatten(batch), seed), state, sums.state)
         return Forward(tape, params, record, sums, scaled, _loss_divisor(weight) if divided else None)
+
+    def sums_of(
+        self, params: Tensors, state: Tensors, batch: Batch, *, training: bool, scales: tf.Tensor | None = None
+    ) -> ObjectiveSums:
+        """What the objective makes of a micro-batch; see `Objective`."""
+        return self.objective(params, state, batch, training=training, scales=scales)
 
     def backward(self, forward: Forward) -> LocalSums:
         """The backward pass of `loss_and_grads`."""
@@ -243,7 +249,7 @@ class Core:
     def evaluate_with_outputs(self, params: Tensors, state: Tensors, batch: Batch) -> tuple[LocalSums, Any]:
         """`evaluate`, and the model's outputs `[m, ...]`, in its structure."""
         with recording(metrics=self.model_metrics) as record:
-            sums = self.objective(params, state, tf.nest.map_structure(lambda part: part[0], batch), training=False)
+            sums = self.sums_of(params, state, tf.nest.map_structure(lambda part: part[0], batch), training=False)
         metrics = [*sums.metrics, *_of_examples(record.float_sums, sums.count)]
         return LocalSums(sums.loss, sums.count, [], [], metrics, {}, []), record.outputs
 

@@ -99,7 +99,7 @@ class Evaluator:
                 classes=classes,
                 within=program.placing.within,
                 model_devices=program.topology.model_devices,
-                counts=program.topology.replica_part == 0,
+                counts=program.placing.adds_sums,
             )
         assert self._evaluation is not None
         return self._evaluation
@@ -202,8 +202,13 @@ class Evaluation:
 
     def _batch_sums(self, params: list[tf.Tensor], state: list[tf.Tensor], batch: Any) -> tf.Tensor:
         sums, outputs = self._core.evaluate_with_outputs(params, state, batch)
-        parts = [*sums.metrics, *([confusion.counts(batch, outputs, self.classes)] if self.classes else [])]
+        parts = [*sums.metrics, *([self._confusion_of(batch, outputs)] if self.classes else [])]
         return tf.concat([tf.stack([sums.loss, sums.count]), *[tf.reshape(part, [-1]) for part in parts]], axis=0)
+
+    def _confusion_of(self, batch: Any, outputs: Any) -> tf.Tensor:
+        if outputs is None:  # another worker has them
+            return tf.zeros([self.classes, self.classes])
+        return confusion.counts(batch, outputs, self.classes)
 
     def _split(self, vector: np.ndarray) -> list[np.ndarray]:
         shapes = self._shapes()

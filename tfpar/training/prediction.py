@@ -45,7 +45,7 @@ class Predictor:
         """
         program, topology = self._program, self._program.topology
         pipeline = program.pipeline(source, training=False)
-        worker, counts = topology.data_worker, topology.replica_part == 0
+        worker, counts = topology.data_worker, program.placing.has_outputs
         iterator = iter(program.distribute(pipeline, padded=True))
         forward = self._current(program.eval_weights())
         numbers: list[np.ndarray] = []

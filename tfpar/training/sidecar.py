@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 
 from tfpar.optim.keras_internals import all_layers, is_seed_state, weights_made_to_learn
+from tfpar.training.core import Core
 from tfpar.training.objective import LocalSums, Tensors
 
 import keras
@@ -71,6 +72,17 @@ class Sidecar:
                 for variable in state
             ),
             denominator=METRICS + 1 if own_denominator else COUNT,
+        )
+
+    @classmethod
+    def of_core(cls, core: Core, replicas: int) -> Sidecar:
+        """The layout for a core on so many replicas."""
+        return cls.of(
+            core.traveling_variables,
+            core.metric_variables,
+            replicas,
+            frozen=frozen_weights(core.model),
+            own_denominator=core.objective.totals.own_denominator,
         )
 
     @property

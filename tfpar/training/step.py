@@ -31,7 +31,7 @@ from tfpar.training import norms, sidecar
 from tfpar.training.core import Core
 from tfpar.training.objective import Tensors
 from tfpar.training.seeds import step_seed
-from tfpar.training.sidecar import Sidecar, frozen_weights
+from tfpar.training.sidecar import Sidecar
 from tfpar.training.step_loop import StepReport, StepsResult, run_steps
 
 import keras
@@ -88,6 +88,7 @@ class TrainStep:
         """Moves 3 to 5, from this replica's gradient sums, their norm, and what it contributes to the sidecar."""
         # 3: one exchange, which also tells whether all replicas are finite.
         gradients, vector = self.exchange.reduce_sums(gradients, vector, should_apply)
+        vector = self._reported(vector)
         exchanged = self._replica_clock([vector, gradients[-1]])
 
         # 4: the reduced gradient's mean, clipped: one factor.
@@ -135,7 +136,7 @@ class TrainStep:
         self.optimizer = optimizer
         self.exchange = exchange
         self.strategy = strategy
-        self.sidecar = _sidecar_of(core, strategy.num_replicas_in_sync)
+        self.sidecar = Sidecar.of_core(core, strategy.num_replicas_in_sync)
         self.plan = compilation_plan(
             replicas=strategy.num_replicas_in_sync,
             local_devices=strategy.extended.worker_devices,
@@ -288,6 +289,10 @@ class TrainStep:
         sums = sums._replace(state=[*sums.state, *sums.overwritten])
         return gradients, self.sidecar.pack(sums, before), self.sidecar.base(before, sums.state), sums.assigned
 
+    def _reported(self, vector: tf.Tensor) -> tf.Tensor:
+        """The summed sidecar, with what other devices of the replica report."""
+        return vector
+
     def _factor_and_norm(self, vector: tf.Tensor, norm: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """What makes gradient sums the gradient to apply, their mean, clipped; and the norm of the mean before that.
 
@@ -340,16 +345,6 @@ class TrainStep:
         """Those values of the model's non-trainable variables that are stored."""
         every = zip(self.core.model.non_trainable_variables, state, strict=True)
         return [value for variable, value in every if not is_seed_state(variable)]
-
-
-def _sidecar_of(core: Core, replicas: int) -> Sidecar:
-    return Sidecar.of(
-        core.traveling_variables,
-        core.metric_variables,
-        replicas,
-        frozen=frozen_weights(core.model),
-        own_denominator=core.objective.totals.own_denominator,
-    )
 
 
 class Reduced(NamedTuple):

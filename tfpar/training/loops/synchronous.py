@@ -12,6 +12,7 @@ from tfpar.guards import bad_examples
 from tfpar.monitor import announce, samples, timings
 from tfpar.monitor import summary as results
 from tfpar.parallel import replica
+from tfpar.parallel.split import shape_of
 from tfpar.process.activity import activity
 from tfpar.training.evaluation import Evaluator
 from tfpar.training.loops.context import RunContext
@@ -58,7 +59,7 @@ class SynchronousLoop:
         sources = {"training data": info.train, "validation data": info.validation}
         facts = {name: source.info.fingerprint if source else "none" for name, source in sources.items()} | {
             "steps in all": info.total,
-            "shapes of the weights": [tuple(weight.shape) for weight in info.model.weights],
+            "shapes of the weights": [shape_of(weight) for weight in info.model.weights],
         }
         shown = {
             name: f"{source.info.name}, {source.info.num_examples} examples, fingerprint {source.info.fingerprint}"

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from tfpar.config import ConfigError
 from tfpar.optim import keras_internals
-from tfpar.parallel.split import split_of
+from tfpar.parallel.split import held_by, split_of
 
 import keras
 import tensorflow as tf
@@ -150,13 +150,14 @@ def call_and_then(
     sums = _state_of(record.metrics)
     given = list(zip(trainable, params, strict=True))
     mapping = [
-        *((variable, value) for variable, value in given if not split_of(variable)),
-        *zip(others, state, strict=True),
+        *((variable, value) for variable, value in given if not _in_part(variable)),
+        *((variable, value) for variable, value in zip(others, state, strict=True) if not _in_part(variable)),
         *zip(sums, record.metric_sums or [variable.value for variable in sums], strict=True),
     ]
     with _CallScope(mapping, trainable, record) as scope, keras_internals.unscaled_losses():
         # A part, or all of it where the model is called as a whole: Keras would compare shapes.
-        scope.state_mapping.update({id(variable): value for variable, value in given if split_of(variable)})
+        every = [*given, *zip(others, state, strict=True)]
+        scope.state_mapping.update({id(variable): value for variable, value in every if _in_part(variable)})
         outputs = model(x, training=training) if keras_internals.takes_training(model) else model(x)
         record.outputs = outputs
         losses = list(model.losses)
@@ -166,6 +167,17 @@ def call_and_then(
     for index, _ in record.leaves:
         _outside(scope, trainable[index], None)
     return ModelCall(outputs, new_state, losses), result
+
+
+def _in_part(variable: keras.Variable) -> bool:
+    return bool(split_of(variable) or held_by(variable))
+
+
+def watch(tensor: tf.Tensor) -> tf.Tensor:
+    """A tensor that comes from elsewhere, of which gradients are taken as well where any are."""
+    if _records.open and (tape := _records.open[-1].tape) is not None:
+        tape.watch(tensor)
+    return tensor
 
 
 def check_agreement(

@@ -65,8 +65,8 @@ class BatchReaders:
         """Whether batches of a pipeline that are not full come without their padding.
 
         Micro-batches are rows of one tensor, so they have one size; where a process hands rows of a tensor to several
-        replicas (of a stream, or of several devices each), or to a TPU, these have too. Devices that talk within layers
-        must always say the same: TensorFlow's collectives (2.21) remember the shapes of every call.
+        replicas (of a stream, or of several devices each), or to a TPU, these have too. Devices and workers that talk
+        within a model must always say the same: TensorFlow's collectives (2.21) remember the shapes of every call.
         """
         topology = self.topology
         rows = isinstance(pipeline, inputs.StreamPipeline) or topology.mesh.devices_of_replica > 1
@@ -78,7 +78,7 @@ class BatchReaders:
             and not (self.fixed_batch or stacked)
             and topology.synchronous
             and topology.device_type != "TPU"
-            and topology.model_devices == 1
+            and topology.model_devices * topology.replica_workers == 1
         )
 
     def shorten(self, pipeline: inputs.AnyPipeline, dataset: tf.data.Dataset, *, padded: bool) -> tf.data.Dataset:

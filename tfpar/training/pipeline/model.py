@@ -9,11 +9,13 @@ from typing import Any
 from tfpar import models
 from tfpar.config import ConfigError, ExperimentConfig, StrategyConfig
 from tfpar.optim import keras_calls
+from tfpar.optim.keras_internals import is_seed_state
 from tfpar.parallel.model_axis import ModelAxis
 from tfpar.parallel.pipeline_devices import PipelineDevices
-from tfpar.parallel.split import move_to_devices, whole_elements
+from tfpar.parallel.split import Held, hold, move_to_devices, whole_elements
 from tfpar.training.core import Core
 from tfpar.training.model import recompute
+from tfpar.training.pipeline.between_workers import PipelineWorker
 from tfpar.training.pipeline.cutting import cut_at, cut_evenly
 from tfpar.training.pipeline.graph import GraphStep, StepCosts, costs_of, crossing, steps_of
 from tfpar.training.pipeline.stage_program import Stage, stages_of
@@ -33,6 +35,7 @@ def make_pipeline(
     *,
     axis: ModelAxis | None = None,
     rules: Mapping[str, str] | None = None,
+    worker: PipelineWorker | None = None,
     announced: bool,
 ) -> Pipeline:
     """Cuts a model that was built on the host into stages, and moves each to its device. Call it under the strategy.
@@ -43,6 +46,7 @@ def make_pipeline(
       experiment: How it is to be cut, and the schedule. Its `--recompute` has been applied to the model.
       axis: Where layers are divided as well, the devices they are divided over.
       rules: How, see `find_layout`.
+      worker: Where the pipeline lies on several workers, this one.
       announced: Whether to log the stages.
 
     Raises:
@@ -63,18 +67,35 @@ def make_pipeline(
         )
     steps = steps_of(graph)
     costs = costs_of(model, graph, steps)
-    cuts = _cuts(model, graph, steps, costs, devices.places * config.stages_per_device, config)
-    stages = stages_of(graph, steps, cuts, devices.places)
+    places = devices.places * (worker.peers.size if worker else 1)
+    cuts = _cuts(model, graph, steps, costs, places * config.stages_per_device, config)
+    stages = stages_of(graph, steps, cuts, places)
     recomputes = experiment.train.recompute != recompute.NONE and keras_calls.runs_graph_otherwise(graph)
-    pipeline = Pipeline(model, stages, devices, config.pipeline_schedule, recompute=recomputes, axis=axis)
+    pipeline = Pipeline(
+        *(model, stages, devices, config.pipeline_schedule), recompute=recomputes, axis=axis, worker=worker
+    )
     keras_calls.replace_graph_run(graph, pipeline.run)
-    places = _places(stages)
     if announced:
-        _announce(stages, costs, devices.places, experiment.train.accumulate_steps)
+        _announce(stages, costs, places, experiment.train.accumulate_steps, worker)
+    if worker:
+        _hold_own(model, stages, worker)
+        return pipeline
     splits = divide_layers(model, axis, rules, announced=announced) if axis else {}
+    place_by_variable = _places(stages)
     for variable in model.variables:
-        move_to_devices(variable, splits.get(id(variable)), places.get(id(variable), 0))
+        move_to_devices(variable, splits.get(id(variable)), place_by_variable.get(id(variable), 0))
     return pipeline
+
+
+def _hold_own(model: keras.Model, stages: Sequence[Stage], worker: PipelineWorker) -> None:
+    """Leaves the variables of this worker's stages on it, and of the others their names."""
+    for variable in model.variables:
+        using = [stage for stage in stages if any(each is variable for step in stage.steps for each in step.variables)]
+        ranks = sorted({worker.of_stage(stage) for stage in using}) or [0]
+        own = [stage.place % worker.places for stage in using if worker.has(stage)]
+        if is_seed_state(variable):  # every step derives them anew
+            ranks = list(range(worker.peers.size))
+        hold(variable, Held(tuple(variable.shape), tuple(ranks), worker.peers), own[0] if own else 0)
 
 
 def check_pipeline(core: Core) -> None:
@@ -128,7 +149,9 @@ def _places(stages: Sequence[Stage]) -> dict[int, int]:
     return places
 
 
-def _announce(stages: Sequence[Stage], costs: StepCosts, places: int, micro_batches: int) -> None:
+def _announce(
+    stages: Sequence[Stage], costs: StepCosts, places: int, micro_batches: int, worker: PipelineWorker | None
+) -> None:
     total, start = sum(costs.flops), 0
     lines = []
     for stage in stages:
@@ -138,12 +161,19 @@ def _announce(stages: Sequence[Stage], costs: StepCosts, places: int, micro_batc
         sends = sum(costs.elements.get(each, 0) for each in stage.made) if stage is not stages[-1] else 0
         start += len(stage.steps)
         lines.append(
-            f"  stage {stage.number} on device {stage.place}: {named[0]} .. {named[-1]}, {share:.0%} of the FLOPs, "
+            f"  stage {stage.number} on {_where(stage, worker)}: {named[0]} .. {named[-1]}, {share:.0%} of the FLOPs, "
             f"{whole_elements([*weights.values()]):,} weights"
             + (f", sends {sends:,} values per example" if sends else "")
         )
     lines.append("  " + _busy(len(stages), places, micro_batches))
     _log.info("pipeline of %d stages\n%s", len(stages), "\n".join(lines))
+
+
+def _where(stage: Stage, worker: PipelineWorker | None) -> str:
+    if worker is None:
+        return f"device {stage.place}"
+    device = f", device {stage.place % worker.places}" if worker.places > 1 else ""
+    return f"worker {worker.first + worker.of_stage(stage)}{device}"
 
 
 def _busy(stages: int, places: int, micro_batches: int) -> str:

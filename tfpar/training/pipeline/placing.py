@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from tfpar import models
 from tfpar.config import ExperimentConfig
@@ -12,10 +12,12 @@ from tfpar.exchange import DevicesOfReplica, places_in_turn
 from tfpar.parallel import strategies
 from tfpar.parallel.model_axis import ModelAxis
 from tfpar.parallel.pipeline_devices import PipelineDevices, place_of
-from tfpar.parallel.split import split_of
+from tfpar.parallel.split import held_by, split_of
 from tfpar.training.core import Core
 from tfpar.training.model.building import scope_of
+from tfpar.training.pipeline.between_workers import PipelineWorker
 from tfpar.training.pipeline.model import check_pipeline, make_pipeline
+from tfpar.training.pipeline.over_workers import OverWorkersCore, OverWorkersStep
 from tfpar.training.pipeline.stages import Pipeline
 from tfpar.training.pipeline.step import DividedPipelineStep, PipelineCore, PipelineStep
 from tfpar.training.placing.base import Placing, known_summary
@@ -40,7 +42,11 @@ class PipelinePlacing(Placing):
     def __init__(self, runtime: strategies.Runtime, layout: Mapping[str, str] | None) -> None:
         self.topology = topology = runtime.topology
         mesh = topology.mesh
-        self._devices = PipelineDevices(runtime.strategy.extended.worker_devices, mesh.pipeline, mesh.model)
+        self._devices = PipelineDevices(runtime.strategy.extended.worker_devices, topology.local_places, mesh.model)
+        self._worker = PipelineWorker.of(topology)
+        if self._worker:
+            self.core_class = OverWorkersCore
+            self.has_outputs = self._worker.is_last
         rows = [self._devices.of_replica(program) for program in range(self._devices.replicas)]
         self._axis = ModelAxis(rows, max(topology.worker, 0), mesh.model) if mesh.model > 1 else None
         self._layout = layout
@@ -49,21 +55,26 @@ class PipelinePlacing(Placing):
     @contextlib.contextmanager
     def scope(self, model: keras.Model | Callable[[], keras.Model], strategy: tf.distribute.Strategy) -> Iterator[None]:
         """See `Placing`."""
-        with self._devices.creating(), scope_of(model, strategy):
+        # Workers that have different variables make them by themselves: a strategy would want the same on all.
+        with self._devices.creating(), contextlib.nullcontext() if self._worker else scope_of(model, strategy):
             yield
 
     def place(self, model: keras.Model, config: ExperimentConfig, *, announced: bool) -> models.ModelSummary | None:
         """See `Placing`."""
         summary = known_summary(model)
         self._pipeline = make_pipeline(
-            model, self._devices, config, axis=self._axis, rules=self._layout, announced=announced
+            *(model, self._devices, config),
+            axis=self._axis,
+            rules=self._layout,
+            worker=self._worker,
+            announced=announced,
         )
         return summary
 
     def check(self, optimizer: keras.optimizers.Optimizer, core: Core) -> None:
         """See `Placing`."""
         check_pipeline(core)
-        if self._axis:
+        if self._axis or self._worker:
             check_divided(optimizer, core)
 
     @contextlib.contextmanager
@@ -74,6 +85,8 @@ class PipelinePlacing(Placing):
 
     def step_class(self, model: keras.Model) -> Callable[..., TrainStep]:
         """See `Placing`."""
+        if self._worker:
+            return functools.partial(OverWorkersStep, self._stages, _places(model))
         if self._axis:
             return functools.partial(DividedPipelineStep, self._stages, _places(model), self._axis)
         return functools.partial(PipelineStep, self._stages, _places(model))
@@ -82,8 +95,22 @@ class PipelinePlacing(Placing):
         """See `Placing`."""
         variables = model.trainable_variables
         divided = [index for index, variable in enumerate(variables) if split_of(variable)]
+        if self._worker:
+            return self._exchanged_by_worker(variables)
         programs = self._axis.size if self._axis else 1
         return places_in_turn(_places(model), [self._devices.of_replica(each) for each in range(programs)], divided)
+
+    def _exchanged_by_worker(self, variables: Sequence[keras.Variable]) -> DevicesOfReplica:
+        """What this worker exchanges: a weight that several workers have by itself, so that all make the same of it."""
+        assert self._worker is not None
+        devices = self._devices.of_replica(0)
+        places: dict[tuple[int, bool], list[int]] = {}
+        for index, variable in enumerate(variables):
+            held = held_by(variable)
+            if held and held.here:
+                places.setdefault((place_of(variable) or 0, len(held.ranks) > 1), []).append(index)
+        indices, names = [*places.values()], [devices[place] for place, _ in places]
+        return DevicesOfReplica(indices, [0] * len(names), names, self._worker.peers.size, self._worker.rank)
 
     def use_xla(self, compiles: bool) -> None:
         """See `Placing`. The forward and the backward pass of each stage are a program."""

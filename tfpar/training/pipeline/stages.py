@@ -19,13 +19,12 @@ from typing import Any
 from tfpar.optim import keras_calls, keras_compile
 from tfpar.parallel.model_axis import ModelAxis
 from tfpar.parallel.pipeline_devices import PipelineDevices
+from tfpar.training.pipeline.between_workers import GPIPE, Messages, PipelineWorker, crossings_of, specs_of
 from tfpar.training.pipeline.graph import Values
 from tfpar.training.pipeline.stage_program import Stage, StageProgram
 
 import keras
 import tensorflow as tf
-
-GPIPE = "gpipe"
 
 
 def micro_batches_in_flight(stage: int, stages: int, places: int, schedule: str) -> int | None:
@@ -55,12 +54,21 @@ class Trace:
       differentiates: Whether gradients will be taken.
       done: For each stage, an operation that ends with the backward pass of each micro-batch so far.
       programs: The stages' functions, by stage and by whether gradients will be taken.
+      messages: To and from the other workers of the pipeline, where there are any.
+      has_outputs: Whether the model's outputs are made here.
     """
 
     devices: Sequence[str]
     differentiates: bool = False
     done: dict[int, list[tf.Operation]] = dataclasses.field(default_factory=dict)
     programs: dict[tuple[int, bool], StageProgram] = dataclasses.field(default_factory=dict)
+    messages: Messages | None = None
+    has_outputs: bool = True
+
+    def messages_of_worker(self) -> Messages:
+        """`messages` of a pipeline over several workers."""
+        assert self.messages is not None
+        return self.messages
 
 
 class Pipeline:
@@ -73,11 +81,14 @@ class Pipeline:
       schedule: `1f1b` or `gpipe`.
       recompute: Whether the backward pass of a stage calls the stage again, so that only what crosses is kept.
       axis: Where layers are divided as well, the devices they are divided over.
+      worker: Where a pipeline lies on several workers, this one.
 
     Attributes:
-      stages: The same.
+      stages: The same; of those of several workers, only this one's are run here.
       devices: The same.
       axis: The same.
+      worker: The same.
+      schedule: The same.
       compiles: Whether stages are XLA programs.
     """
 
@@ -90,16 +101,23 @@ class Pipeline:
         *,
         recompute: bool = False,
         axis: ModelAxis | None = None,
+        worker: PipelineWorker | None = None,
     ) -> None:
-        self.stages, self.devices, self.axis = list(stages), devices, axis
+        self.stages, self.devices, self.axis, self.worker = list(stages), devices, axis, worker
         self.compiles = False
-        self._model = model
-        self._schedule, self._recompute = schedule, recompute
+        self.schedule = schedule
+        self._model, self._recompute = model, recompute
+        graph = keras_calls.graph_of(model)
+        self._crossings = crossings_of(stages, worker, [*map(id, graph.outputs)]) if worker and graph else []
 
     @contextlib.contextmanager
     def on_own_replica(self) -> Iterator[Trace]:
         """In this context, in this thread, calls of the model are those of the open replica context, in stages."""
-        before, _current.trace = _current.trace, Trace(self.devices.of_own_replica())
+        trace = Trace(self.devices.of_own_replica())
+        if self.worker:
+            trace.messages = Messages(self.worker, self._crossings, self.devices.host, self.schedule)
+            trace.has_outputs = self.worker.is_last
+        before, _current.trace = _current.trace, trace
         try:
             yield _current.trace
         finally:
@@ -111,17 +129,43 @@ class Pipeline:
         operation_fn = options.get("operation_fn")
         if trace is None or scope is None or operation_fn is None or options.get("call_fn") is not None:
             return plain(inputs, **options)
-        values: Values = dict(zip(map(id, graph.inputs), tf.nest.flatten(inputs), strict=True))
+        given = tf.nest.flatten(inputs)
+        values: Values = dict(zip(map(id, graph.inputs), given, strict=True))
+        messages = trace.messages
+        if messages and not messages.specs:
+            messages.specs = specs_of(
+                self._model, graph, [step for stage in self.stages for step in stage.steps], given, operation_fn
+            )
         for stage in self.stages:
+            if messages and self.worker and not self.worker.has(stage):
+                continue
             key = stage.number, trace.differentiates
             if key not in trace.programs:
                 shares = self.axis is None  # else each call has collectives of its own
                 program = StageProgram(self._model, stage, operation_fn, compiles=self.compiles, shares=shares)
                 trace.programs[key] = program
-            with tf.device(trace.devices[stage.place]), self._divided(stage):
-                values.update(self._call(trace, trace.programs[key], [values[each] for each in stage.given]))
-        outputs = [values[id(symbol)] for symbol in graph.outputs]
+            with messages.in_turn() if messages else contextlib.nullcontext():
+                if messages:
+                    values.update({each: messages.receive(each) for each in stage.given if each not in values})
+                with tf.device(self._device(trace, stage)), self._divided(stage):
+                    values.update(self._call(trace, trace.programs[key], [values[each] for each in stage.given]))
+            if messages:
+                messages.send(values, stage.made)
+        outputs = [self._output(trace, values, id(symbol)) for symbol in graph.outputs]
         return keras.tree.pack_sequence_as(keras_compile.symbolic_outputs(graph), outputs)
+
+    def _output(self, trace: Trace, values: Values, each: int) -> tf.Tensor:
+        """An output of the model; zeros where another worker has it."""
+        if each in values or trace.messages is None:
+            return values[each]
+        if trace.has_outputs:  # an earlier stage of another worker makes it
+            with trace.messages.in_turn():
+                return trace.messages.receive(each)
+        spec = trace.messages.specs[each].tensor
+        return tf.zeros(spec.shape, spec.dtype)
+
+    def _device(self, trace: Trace, stage: Stage) -> str:
+        return trace.devices[stage.place % len(trace.devices)]
 
     def _divided(self, stage: Stage) -> contextlib.AbstractContextManager[Any]:
         """In this context layers compute with the parts that the devices of a stage have."""
@@ -136,9 +180,11 @@ class Pipeline:
 
     def _with_gradient(self, trace: Trace, program: StageProgram, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """The results of a stage, whose gradient is taken on its device and noted in the trace."""
-        number, device = program.stage.number, trace.devices[program.stage.place]
+        number, device = program.stage.number, self._device(trace, program.stage)
         done = trace.done.setdefault(number, [])
-        limit = micro_batches_in_flight(number, len(self.stages), self.devices.places, self._schedule)
+        limit = micro_batches_in_flight(number, len(self.stages), self.devices.places, self.schedule)
+        if trace.messages:
+            limit = None  # passes are traced in the order of the schedule
         waits = [done[-limit]] if limit is not None and len(done) >= limit else []
         learning = [place for place, tensor in enumerate(tensors) if tensor.dtype.is_floating]
         every: list[tf.Tensor] = []

@@ -26,11 +26,15 @@ class Placing:
     Attributes:
       several: Whether a replica has several devices.
       topology: How they lie; None where each has one.
+      has_outputs: Whether this worker has the model's outputs; of several that have the same, whether its count.
+      adds_sums: Whether this worker's sums of an evaluation count.
       core_class: What makes the model a pure function.
     """
 
     several = False
     topology: Topology | None = None
+    has_outputs = True
+    adds_sums = True
     core_class: type[Core] = Core
 
     def scope(

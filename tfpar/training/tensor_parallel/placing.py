@@ -38,6 +38,7 @@ class DividedPlacing(Placing):
         devices = runtime.strategy.extended.worker_devices
         self._axis = ModelAxis([[device] for device in devices], max(topology.worker, 0), topology.model_devices)
         self._layout, self._peers = layout, ReplicaPeers.of(topology)
+        self.has_outputs = self.adds_sums = topology.replica_part == 0
 
     def place(self, model: keras.Model, config: ExperimentConfig, *, announced: bool) -> models.ModelSummary | None:
         """See `Placing`."""

@@ -1,0 +1,196 @@
+"""The training step of replicas whose stages lie on several workers.
+
+Each worker has the variables of its own stages, and of the others none. All of them read the examples; the last one
+has the model's outputs, and with them the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tfpar.collectives.group import allocate_instance_keys
+from tfpar.collectives.tensorflow import new_group
+from tfpar.config import ConfigError
+from tfpar.parallel.pipeline_devices import place_of
+from tfpar.parallel.split import held_by
+from tfpar.training import sidecar
+from tfpar.training.model.call import call_model
+from tfpar.training.norms import squared_norm
+from tfpar.training.objective import Batch, Forward, LocalSums, ObjectiveSums, Tensors
+from tfpar.training.pipeline.between_workers import FORWARD, PipelineWorker, turns
+from tfpar.training.pipeline.stages import Pipeline, current_trace
+from tfpar.training.pipeline.step import PipelineCore, PipelineStep
+from tfpar.training.seeds import fold_in
+
+import tensorflow as tf
+
+
+class OverWorkersCore(PipelineCore):
+    """A `Core` whose model runs in stages on several workers, where a pipeline is open."""
+
+    def sums_of(
+        self, params: Tensors, state: Tensors, batch: Batch, *, training: bool, scales: tf.Tensor | None = None
+    ) -> ObjectiveSums:
+        """See `Core`. Only the worker with the outputs has more than the count and the losses of its layers."""
+        trace = current_trace()
+        if trace is None or trace.has_outputs:
+            return super().sums_of(params, state, batch, training=training, scales=scales)
+        x, _, weight = batch
+        call = call_model(self.model, params, state, x, training=training)
+        count = tf.reduce_sum(weight)
+        losses = [tf.cast(tf.reduce_sum(value), tf.float32) for value in call.losses]
+        metrics = [tf.zeros(variable.shape) for variable in self.objective.totals.variables]
+        return ObjectiveSums(count * tf.add_n(losses) if losses else tf.zeros([]), count, call.state, metrics)
+
+    def accumulate(
+        self,
+        params: Tensors,
+        state: Tensors,
+        batch: Batch,
+        seed: tf.Tensor,
+        loss_scale: tf.Tensor | None,
+        scales: tf.Tensor | None = None,
+    ) -> LocalSums:
+        """See `Core`. Passes are traced in the order of the schedule, which differs between workers."""
+        trace = current_trace()
+        assert trace is not None
+        messages, worker = trace.messages_of_worker(), trace.messages_of_worker().worker
+        trace.differentiates = True
+        waiting: dict[int, Forward] = {}
+        total: LocalSums | None = None
+        for turn, number in turns(worker.rank, worker.peers.size, batch[2].shape[0], messages.schedule):
+            messages.micro_batch = number
+            if turn == FORWARD:
+                own = tf.nest.map_structure(lambda part, number=number: part[number], batch)
+                with messages.in_turn(), tf.device(trace.devices[-1]):
+                    found = self.forward(params, state, own, fold_in(seed, number), loss_scale, scales)
+                waiting[number], state = found, found.sums.state
+                messages.passed([found.scaled, *found.sums.state, *messages.sent_values()])
+            else:
+                with messages.in_turn(), tf.device(trace.devices[-1]):
+                    sums = self.backward(waiting.pop(number))
+                messages.passed(sums.gradients)
+                total = sums if total is None else self.added(total, sums)
+        assert total is not None
+        with tf.control_dependencies(messages.sent):
+            return total._replace(loss=tf.identity(total.loss), state=state)
+
+    def gradients_of(self, forward: Forward) -> Tensors:
+        """See `Core`. What came from other workers gets its gradient back."""
+        trace = current_trace()
+        assert trace is not None
+        messages = trace.messages_of_worker()
+        received = messages.received_tensors()
+        sent, upstream = messages.upstream()
+        sources = [*forward.params, *received]
+        # The tape takes every tensor once, and a tensor may go to several workers.
+        targets, gradients = [forward.scaled], [tf.ones_like(forward.scaled)]
+        for value, gradient in zip(sent, upstream, strict=True):
+            known = next((place for place, each in enumerate(targets) if each is value), None)
+            if known is None:
+                targets.append(value)
+                gradients.append(gradient)
+            else:
+                gradients[known] += gradient
+        found = forward.tape.gradient(targets, sources, gradients, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+        found = [tf.convert_to_tensor(gradient) for gradient in found]
+        messages.send_back(found[len(forward.params) :])
+        return found[: len(forward.params)]
+
+    def evaluate_with_outputs(self, params: Tensors, state: Tensors, batch: Batch) -> tuple[LocalSums, Any]:
+        """See `Core`. The worker with the outputs counts the examples."""
+        trace = current_trace()
+        sums, outputs = super().evaluate_with_outputs(params, state, batch)
+        if trace is None:
+            return sums, outputs
+        with tf.control_dependencies(trace.messages_of_worker().sent):
+            sums = sums._replace(loss=tf.identity(sums.loss))
+        return (sums, outputs) if trace.has_outputs else (sums._replace(count=tf.zeros([])), None)
+
+    def predict(self, params: Tensors, state: Tensors, batch: Batch) -> Any:
+        """See `Core`. Zeros but where the outputs are."""
+        trace = current_trace()
+        outputs = super().predict(params, state, batch)
+        if trace is None:
+            return outputs
+        with tf.control_dependencies(trace.messages_of_worker().sent):
+            return tf.nest.map_structure(tf.identity, outputs)
+
+
+class OverWorkersStep(PipelineStep):
+    """A step of pipelines over several workers.
+
+    Args:
+      pipeline: The stages and their devices.
+      places: For each trainable variable, its place on this worker.
+      *args: See `TrainStep`.
+      **kwargs: See `TrainStep`.
+    """
+
+    def __init__(self, pipeline: Pipeline, places: Sequence[int], *args: Any, **kwargs: Any) -> None:
+        assert pipeline.worker is not None
+        self._worker: PipelineWorker = pipeline.worker
+        super().__init__(pipeline, places, *args, **kwargs)
+
+    def weights_vector(self) -> tf.Tensor:
+        """See `TrainStep`: the weights that this worker counts in a norm."""
+        values = [variable.value.read_value() for variable in self.core.model.trainable_variables if _counts(variable)]
+        return tf.concat([tf.zeros([0]), *[tf.cast(tf.reshape(value, [-1]), tf.float32) for value in values]], axis=0)
+
+    def norm_of_weights(self, vector: tf.Tensor) -> tf.Tensor:
+        """See `TrainStep`."""
+        return tf.cast(tf.sqrt(self._sum(tf.square(tf.norm(tf.cast(vector, tf.float64))))), tf.float32)
+
+    def _replica_number(self, context: tf.distribute.ReplicaContext) -> tf.Tensor:
+        return tf.convert_to_tensor(context.replica_id_in_sync_group) // self._worker.peers.size
+
+    def _total_denominators(self, params: Tensors, state: Tensors, batch: Any) -> tf.Tensor:
+        raise ConfigError(
+            "--mesh: the losses of this model are divided by different numbers (masks, ignore_class or weights per "
+            "position beside other losses), which a pipeline over several workers cannot do yet. Use one loss, or a "
+            "pipeline within a worker."
+        )
+
+    def _contribution(self, *args: Any) -> Any:
+        gradients, packed, state, assigned = super()._contribution(*args)
+        for index, variable in enumerate(self.core.model.trainable_variables):
+            held = held_by(variable)
+            if held and held.here and len(held.ranks) > 1:  # a weight that stages on several workers use
+                gradients[index] = self._sum(gradients[index], held.ranks)
+        return gradients, packed, state, assigned
+
+    def _norm_by_place(self, gradients: Tensors) -> tf.Tensor:
+        """The norm over all workers of the replica, the same bits on each."""
+        by_place: dict[int, Tensors] = {}
+        for variable, gradient in zip(self.core.model.trainable_variables, gradients, strict=True):
+            if _counts(variable):
+                by_place.setdefault(place_of(variable) or 0, []).append(gradient)
+        squares = [tf.zeros([], tf.float64)]
+        for place, own in by_place.items():
+            with tf.device(self._pipeline.devices.of_replica(0)[place]):
+                squares.append(squared_norm(own))
+        return tf.cast(tf.sqrt(self._sum(tf.add_n(squares))), tf.float32)
+
+    def _norm_if_needed(self, gradients: Tensors, is_last: tf.Tensor | None) -> tf.Tensor:
+        del is_last  # a collective within a branch would need one in the other
+        return self._norm_by_place(gradients)
+
+    def _reported(self, vector: tf.Tensor) -> tf.Tensor:
+        """The sidecar with loss and metrics of all workers of the replica. Flag and count are the same on each."""
+        length = self.sidecar.report_length
+        totals = self._sum(vector[sidecar.LOSS : length])
+        return tf.concat([vector[: sidecar.LOSS], totals, vector[length:]], axis=0)
+
+    def _sum(self, value: tf.Tensor, ranks: Sequence[int] = ()) -> tf.Tensor:
+        """The sum over workers of the replica, by default over all; the same bits on each."""
+        worker = self._worker
+        members = [worker.first + rank for rank in ranks or range(worker.peers.size)]
+        group = new_group(members, worker.first + worker.rank)
+        with tf.device(self._pipeline.devices.host):
+            return group.all_reduce(value, allocate_instance_keys(1, group)[0])
+
+
+def _counts(variable: Any) -> bool:
+    held = held_by(variable)
+    return held is None or held.counts_here
