@@ -24,10 +24,10 @@ TEST_PROCESSES ?= 3
 
 # What the library was last built with stays so until these variables say otherwise, or another nvcc is found.
 -include $(OPTIONS)
-export TFPAR_CUDA TFPAR_CUDA_ARCHITECTURES
+export TFPAR_CUDA TFPAR_CUDA_ARCHITECTURES TFPAR_GLOO
 FOUND := $(firstword $(shell command -v $(NVCC)) $(wildcard $(CUDA_HOME:=/bin/nvcc) $(CUDA_PATH:=/bin/nvcc)) \
   $(shell command -v nvcc) $(wildcard /usr/local/cuda/bin/nvcc))
-BUILDS := $(TFPAR_CUDA)|$(strip $(TFPAR_CUDA_ARCHITECTURES))|$(if $(filter 0,$(TFPAR_CUDA)),,$(FOUND))
+BUILDS := $(TFPAR_GLOO)|$(TFPAR_CUDA)|$(strip $(TFPAR_CUDA_ARCHITECTURES))|$(if $(filter 0,$(TFPAR_CUDA)),,$(FOUND))
 
 # Another TensorFlow needs another library.
 TENSORFLOW := cd $(VENV)/lib/python3*/site-packages 2> /dev/null && echo tensorflow-[0-9]*.dist-info
@@ -68,6 +68,11 @@ $(PACKAGES): setup.py pyproject.toml
 	  $(RUN) -m pip install --quiet --disable-pip-version-check --no-build-isolation -e ".[test]"
 	@touch $@
 
+# Gloo, over which the transport between workers runs. Only root can install it; without it, TensorFlow's takes its place.
+GLOO = test "$(TFPAR_GLOO)" = 0 || test -e /usr/include/gloo/config.h || test -n "$$GLOO_HOME" || \
+  test "$$(id -u)" != 0 || ! command -v apt-get > /dev/null || { apt-get update -qq && apt-get install -y -qq libgloo-dev; } || \
+  echo "libgloo-dev could not be installed: the library is built without a transport of its own"
+
 # In place and incremental: only what changed is compiled.
 ifneq ($(BUILDS),$(BUILT))
 $(STAMP): missing
@@ -76,8 +81,9 @@ ifneq ($(shell $(TENSORFLOW)),$(BUILT_FOR))
 $(STAMP): missing
 endif
 $(STAMP): $(PACKAGES) $(NATIVE) $(if $(wildcard $(LIBRARY)),,missing)
+	@$(GLOO)
 	@$(RUN) setup.py --quiet build_ext --inplace
-	@printf '%s\n' 'TFPAR_CUDA ?= $(TFPAR_CUDA)' 'TFPAR_CUDA_ARCHITECTURES ?= $(TFPAR_CUDA_ARCHITECTURES)' \
+	@printf '%s\n' 'TFPAR_GLOO ?= $(TFPAR_GLOO)' 'TFPAR_CUDA ?= $(TFPAR_CUDA)' 'TFPAR_CUDA_ARCHITECTURES ?= $(TFPAR_CUDA_ARCHITECTURES)' \
 	  'BUILT := $(BUILDS)' "BUILT_FOR := $$($(TENSORFLOW))" > $(OPTIONS)
 	@touch $@
 
@@ -164,5 +170,5 @@ bench: setup
 
 clean:
 	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
-	rm -f $(LIBRARY) tfpar_ops/libtfpar_ops.json bazel-*
+	rm -f $(LIBRARY) tfpar_ops/libtfpar_transport.so tfpar_ops/libtfpar_ops.json bazel-*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

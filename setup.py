@@ -1,8 +1,8 @@
-"""Packaging of tfpar, and the build of its native library, `tfpar_ops/libtfpar_ops.so`.
+"""Packaging of tfpar, and the build of its native libraries, `tfpar_ops/libtfpar_ops.so` and `libtfpar_transport.so`.
 
 `pip install .`, `pip install -e .`, `pip wheel .` and `make setup` compile the C++ sources against the TensorFlow of
-the environment and, where `nvcc` is found, the CUDA sources as well. CMakeLists.txt says how; only what changed is
-compiled again, in `build/tfpar_ops`. Environment variables:
+the environment; where `nvcc` is found the CUDA sources as well, and where Gloo is found the transport between workers.
+CMakeLists.txt says how; only what changed is compiled again, in `build/tfpar_ops`. Environment variables:
 
   CXX                the C++ compiler
   NVCC, CUDA_HOME    where to look for nvcc, before the PATH and /usr/local/cuda
@@ -11,6 +11,8 @@ compiled again, in `build/tfpar_ops`. Environment variables:
                      compute capabilities to compile for, each of which takes a minute or more; by default all known
                      ones. GPUs later than the last run its PTX; an earlier one runs the code of the next lower
                      capability of the same major version
+  TFPAR_GLOO=0|1     leave the transport over Gloo out, or fail where it cannot be built
+  GLOO_HOME          where to look for Gloo, before the system's folders
   TFPAR_OPS_BUILD=0  install without the library: the reference in plain TensorFlow operations takes its place
   TFPAR_LOCAL_VERSION=1
                      name the TensorFlow in the version, as in 0.1.0+tf2.21; `make wheels` does
@@ -23,6 +25,7 @@ import importlib.metadata
 import json
 import os
 import pathlib
+import runpy
 import shutil
 import subprocess
 import sys
@@ -46,6 +49,7 @@ INSTALL = [
     "scikit-learn>=1.5,<2",  # ships the digits data set
     "pillow>=10.1,<14",  # TFDS decodes and TensorBoard encodes images with it
 ]
+RL = ["gymnasium>=1.2,<2"]  # plays saved policies
 ONNX = ["tf2onnx>=1.16,<2", "onnxruntime>=1.20,<2"]
 TABLES = ["pyarrow>=18,<27"]  # CSV and Parquet files
 HUB = ["keras-hub>=0.32,<0.33"]  # presets for experiments/finetune.py
@@ -63,6 +67,7 @@ TEST = [
     *TABLES,
     *WANDB,
     *HUB,
+    *RL,
     "cmake>=3.28,<5",  # pyproject.toml has the same bounds, for the build
     "hypothesis>=6.100,<7",
     "import-linter>=2.1,<3",
@@ -81,7 +86,8 @@ ROOT = pathlib.Path(__file__).resolve().parent
 # Of the models that `tfpar train` trains; tfpar/config/recipes is a link to experiments/recipes.
 RECIPES = ["recipes/quickstart.flags", "recipes/language_model.flags"]
 LIBRARY = "tfpar_ops/libtfpar_ops.so"
-FACTS = "tfpar_ops/libtfpar_ops.json"  # what the library was built for; tfpar_ops reads it before it loads the library
+TRANSPORT = "tfpar_ops/libtfpar_transport.so"  # made where Gloo is
+FACTS = "tfpar_ops/libtfpar_ops.json"  # what the library was built for and from; read before the library is loaded
 
 
 def bound_to_tensorflow(version: str, install: list[str]) -> tuple[str, list[str]]:
@@ -154,14 +160,15 @@ def tensorflow_options() -> list[str]:
     return [f"-DTFPAR_CXX11_ABI={abi}", *(f"-DTFPAR_TENSORFLOW_{name}={value}" for name, value in values.items())]
 
 
-def build(jobs: int) -> tuple[pathlib.Path, pathlib.Path]:
-    """Brings the library up to date.
+def build(jobs: int) -> dict[str, pathlib.Path]:
+    """Brings the libraries up to date.
 
     Args:
       jobs: Compilers that run at the same time.
 
     Returns:
-      The library, and the file that says what it was built for.
+      The libraries, and the file that says what they were built for, by their names in the package. The one of the
+      transport may not exist.
 
     Raises:
       CompileError: CMake or a compiler failed; its output is on the terminal.
@@ -172,19 +179,20 @@ def build(jobs: int) -> tuple[pathlib.Path, pathlib.Path]:
     configure = [cmake, "-S", str(ROOT), "-B", str(folder), "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
     configure += [f"-DCMAKE_CXX_COMPILER={tool(os.environ.get('CXX', 'g++'))}", *tensorflow_options()]
     configure += [f"-DTFPAR_CUDA={os.environ.get('TFPAR_CUDA') or 'auto'}"]
+    configure += [f"-DTFPAR_GLOO={os.environ.get('TFPAR_GLOO') or 'auto'}"]
     configure += [f"-DTFPAR_CUDA_ARCHITECTURES={os.environ.get('TFPAR_CUDA_ARCHITECTURES', '')}"]
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # Ninja has none: two builds in one folder would overwrite each other's files
         # Another compiler needs a fresh cache (CMake drops other variables with the old one); objects stay.
         record = folder / "configured_with"
-        variables = [f"{name}={os.environ.get(name, '')}" for name in ("NVCC", "CUDA_HOME", "CUDA_PATH")]
+        variables = [f"{name}={os.environ.get(name, '')}" for name in ("NVCC", "CUDA_HOME", "CUDA_PATH", "GLOO_HOME")]
         wanted = "\n".join([*configure, *variables])
         fresh = not record.exists() or record.read_text() != wanted
         record.unlink(missing_ok=True)
         run([*configure, *(["--fresh"] if fresh else [])])
         record.write_text(wanted)
         run([cmake, "--build", str(folder), "--parallel", str(jobs)])
-    return folder / pathlib.Path(LIBRARY).name, folder / pathlib.Path(FACTS).name
+    return {name: folder / pathlib.Path(name).name for name in (LIBRARY, TRANSPORT, FACTS)}
 
 
 def run(command: list[str]) -> None:
@@ -208,24 +216,35 @@ class BuildNative(build_ext):
     """Builds the library as if it were an extension module: setuptools then knows when, and where it goes."""
 
     def run(self) -> None:
-        """Builds, and puts the library beside the Python sources (editable) or into the wheel to be."""
+        """Builds, and puts the libraries beside the Python sources (editable) or into the wheel to be."""
         jobs = int(self.parallel or len(os.sched_getaffinity(0)))
         folder = ROOT if self.inplace else pathlib.Path(self.build_lib)
-        for made, name in zip(build(jobs), (LIBRARY, FACTS), strict=True):
+        # Taken before the build: what is edited meanwhile may not be in it.
+        sources = runpy.run_path(str(ROOT / "tfpar_ops" / "built_for.py"))["sources_digest"](ROOT / "tfpar_ops")
+        for name, made in build(jobs).items():
             target = folder / name
+            if not made.exists():
+                target.unlink(missing_ok=True)
+                continue
             target.parent.mkdir(parents=True, exist_ok=True)
             # Replaced rather than overwritten: a running program has the old one mapped.
             beside = target.with_name(f".{target.name}.new")
             shutil.copy2(made, beside)
+            if name == FACTS:
+                beside.write_text(json.dumps({**json.loads(made.read_text()), "sources": sources}, indent=2) + "\n")
             beside.replace(target)
 
     def get_outputs(self) -> list[str]:
         """Files that this command makes."""
-        return [str(pathlib.Path(self.build_lib) / name) for name in (LIBRARY, FACTS)]
+        return [str(pathlib.Path(self.build_lib) / name) for name in self._names()]
 
     def get_output_mapping(self) -> dict[str, str]:
         """For an editable install: which file beside the sources stands for which one in a wheel."""
-        return dict(zip(self.get_outputs(), (LIBRARY, FACTS), strict=True)) if self.inplace else {}
+        return dict(zip(self.get_outputs(), self._names(), strict=True)) if self.inplace else {}
+
+    def _names(self) -> list[str]:
+        folder = ROOT if self.inplace else pathlib.Path(self.build_lib)
+        return [name for name in (LIBRARY, TRANSPORT, FACTS) if name != TRANSPORT or (folder / name).exists()]
 
 
 class Wheel(bdist_wheel):
@@ -241,7 +260,7 @@ def extension() -> Extension:
     """Names the sources, so that a source distribution carries them."""
     code = (ROOT / "tfpar_ops").rglob("*")
     files = sorted(str(path.relative_to(ROOT)) for path in code if path.suffix in (".cc", ".h", ".cu", ".cuh"))
-    recipe = ["CMakeLists.txt", "cmake/nvcc.cmake", "tfpar_ops/CMakeLists.txt"]
+    recipe = ["CMakeLists.txt", "cmake/nvcc.cmake", "cmake/gloo.cmake", "tfpar_ops/CMakeLists.txt"]
     return Extension(
         "tfpar_ops.libtfpar_ops",
         [name for name in files if name.endswith((".cc", ".cu"))],
@@ -279,6 +298,7 @@ if __name__ == "__main__":
             "notebook": NOTEBOOK,
             "onnx": ONNX,
             "profile": PROFILE,
+            "rl": RL,
             "tables": TABLES,
             "test": TEST,
             "wandb": WANDB,

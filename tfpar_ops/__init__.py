@@ -4,7 +4,8 @@
 (`core/cuda/`) and plain TensorFlow operations (`reference`), which take over where the library is not built.
 
 Importing this package does not import TensorFlow; the first use of an operation does. It checks that the library was
-built for the TensorFlow that is installed. The package imports nothing of `tfpar`.
+built for the TensorFlow that is installed, and warns if it was not built from the sources beside it. The package
+imports nothing of `tfpar`.
 
 Raises:
   LibraryError: An ImportError: the library was built for another TensorFlow.
@@ -15,7 +16,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from tfpar_ops.built_for import check_tensorflow
+from tfpar_ops.built_for import check_sources, check_tensorflow
 from tfpar_ops.codecs import Codec
 from tfpar_ops.formats import FORMATS, Format
 
@@ -52,6 +53,7 @@ __all__ = [
 ]
 
 check_tensorflow()
+check_sources()
 
 
 def __getattr__(name: str) -> Any:

@@ -11,6 +11,9 @@ Exchanges, separated by spaces:
   `ring_buffer`: the same over a single buffer that exists already.
 - any `--exchange` of tfpar: `none`, `int4`, `int4:pattern=ring`, `topk:0.01`, ..., timed as training does it: gradients
   in tensors, `Exchange.reduce_sums` with a sidecar in a `tf.function` under the strategy.
+- either of these followed by `@gloo`: over the native transport (`--transport=gloo`) instead of TensorFlow's; all are
+  measured in the same processes.
+- `all_reduce:BYTES`: a single all-reduce.
 - with PyTorch, in this Python or that of --torch_python: `gloo`, its all_reduce on a single buffer that exists
   already; `ddp`, `ddp:fp16`, `ddp:powersgd:4`, the buckets of DistributedDataParallel without a hook, and with one.
 
@@ -103,6 +106,7 @@ class Measured:
       about: The exchange in words.
       load: Of the machine before, an average over a minute.
       peak_memory: Bytes, of the worker that took most; over all that this process has measured.
+      cpu_seconds: Of the processors, user and system, of all workers, for an exchange; 0 where it was not measured.
       error: Why there is no result.
     """
 
@@ -115,6 +119,7 @@ class Measured:
     about: str = ""
     load: float = 0.0
     peak_memory: int = 0
+    cpu_seconds: float = 0.0
     error: str = ""
 
     @property
@@ -236,6 +241,7 @@ def measure(fleet: Fleet, network: netns.Network, link: str, exchange: str) -> M
         sent=max(reply["sent"] for reply in replies),
         peak_memory=max(reply["peak_memory"] for reply in replies),
         load=load,
+        cpu_seconds=sum(reply.get("cpu_seconds", 0.0) for reply in replies),
         **{
             key: max(reply[key] for reply in built) if key == "formula" and built[0][key] else built[0][key]
             for key in ("formula", "payload", "predicted_ms", "about", "beyond_ms")
@@ -295,8 +301,8 @@ def report(results: Results, cells: Sequence[Cell]) -> str:
         lines += [
             f"\n{model}, {sum(_elements(shape) for shape in shapes_in_a_process(model)) * 4 / 1e6:.0f} MB of float32\n",
             "| hosts | link | exchange | ms | ring / this | of the link's limit | sent, MB | formula, MB | differ by "
-            "| predicted, ms |",
-            "|---:|---|---|" + "---:|" * 7,
+            "| predicted, ms | processors, s |",
+            "|---:|---|---|" + "---:|" * 8,
         ]
         for cell in cells:
             if cell[0] == model and cell in results.cells:
@@ -330,7 +336,7 @@ def row(cell: Cell, result: Measured, ring: Measured | None) -> str:
     _, hosts, link, exchange = cell
     start = f"| {hosts} | {link} | {exchange} |"
     if not result.seconds:
-        return f"{start} {result.error.splitlines()[-1][:80]} |{' |' * 6}"
+        return f"{start} {result.error.splitlines()[-1][:80]} |{' |' * 7}"
     bits = netns.bits_per_second(link)
     cells = [
         f"{result.ms:.1f}",
@@ -340,6 +346,7 @@ def row(cell: Cell, result: Measured, ring: Measured | None) -> str:
         f"{result.formula / 1e6:.2f}" if result.formula else "",
         f"{result.sent / result.formula - 1:+.1%}" if result.formula else "",
         f"{result.predicted_ms:.0f}" if result.predicted_ms else "",
+        f"{result.cpu_seconds:.2f}" if result.cpu_seconds else "",
     ]
     return f"{start} {' | '.join(cells)} |"
 

@@ -15,19 +15,22 @@ from typing import Any
 import tfpar
 from experiments.benchmarks import fleet, netns
 from tfpar import ExperimentConfig
-from tfpar.collectives.group import allocate_instance_keys
-from tfpar.collectives.tensorflow import world_group
+from tfpar.collectives.group import allocate_instance_keys, group_key
+from tfpar.collectives.tensorflow import cpu_transport, use_for_cpus, world_group
 from tfpar.doctor import describe_machine
 from tfpar.exchange import fusion
 from tfpar.exchange import spec as specs
 from tfpar.exchange.buckets import DENSE_BUCKET_BYTES
 from tfpar.parallel import strategies
 from tfpar.parallel.topology import choose_topology
+from tfpar_ops.transport_library import why_unusable
 
 import numpy as np
 import tensorflow as tf
 
 RING, RING_BUFFER = "ring", "ring_buffer"
+OVER_GLOO = "@gloo"  # after an exchange: over the native transport
+ALL_REDUCE = "all_reduce:"  # of so many bytes
 LATENCY_S = 1e-3  # of a message, as measured for small calls on this transport
 SIDECAR = 8  # scalars
 _WARM_UP = 2
@@ -39,9 +42,12 @@ class Worker:
     """State between requests."""
 
     def __init__(self) -> None:
-        config = ExperimentConfig.from_flat_dict({"strategy": "multi_worker"})
+        transport = "tensorflow" if why_unusable() else "gloo"
+        config = ExperimentConfig.from_flat_dict({"strategy": "multi_worker", "transport": transport})
         self._runtime = strategies.build(choose_topology(config.strategy, tfpar.cluster.detect()))
         topology = self._runtime.topology
+        self._native = cpu_transport()
+        use_for_cpus(None)
         self._group = world_group(topology.workers, topology.worker)
         self._gradients: list[tf.Tensor] = []
         self._call: Call = lambda: tf.zeros([])
@@ -68,7 +74,15 @@ class Worker:
         dense = 4 * sum(sizes)
         sent = 2 * (self._group.size - 1) * dense // self._group.size
         reply: dict[str, Any] = {"payload": dense, "formula": sent, "about": "", "predicted_ms": None, "beyond_ms": []}
-        if exchange == RING:
+        over_gloo, exchange = exchange.endswith(OVER_GLOO), exchange.removesuffix(OVER_GLOO)
+        if over_gloo and self._native is None:
+            raise RuntimeError(f"the native transport cannot be used: {why_unusable()}")
+        use_for_cpus(self._native if over_gloo else None)
+        if exchange.startswith(ALL_REDUCE):
+            size = int(exchange.removeprefix(ALL_REDUCE))
+            self._call = self._all_reduce(size)
+            reply |= {"payload": size, "formula": None}
+        elif exchange == RING:
             self._call = self._ring(sizes)
         elif exchange == RING_BUFFER:
             self._call = self._ring_buffer(sum(sizes))
@@ -83,15 +97,16 @@ class Worker:
     def _time(self, times: int) -> dict[str, Any]:
         """Seconds of each of so many calls, and bytes sent by each."""
         self._barrier()
-        before, seconds = int(netns.counter("tx_bytes").read_text()), []
+        before, seconds, busy = int(netns.counter("tx_bytes").read_text()), [], time.process_time()
         for _ in range(times):
             began = time.perf_counter()
             self._call().numpy()
             seconds.append(time.perf_counter() - began)
+        busy = time.process_time() - busy
         self._barrier()  # bytes that others have not yet fetched from this worker count, too
         sent = int(netns.counter("tx_bytes").read_text()) - before
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-        return {"seconds": seconds, "sent": sent / times, "peak_memory": peak}
+        return {"seconds": seconds, "sent": sent / times, "peak_memory": peak, "cpu_seconds": busy / times}
 
     def _tfpar(self, spec: str) -> tuple[Call, dict[str, Any]]:
         exchange, strategy, workers = tfpar.Exchange(spec), self._runtime.strategy, self._group.size
@@ -118,6 +133,14 @@ class Worker:
         about_text = "\n".join(filter(None, [exchange.describe(), exchange.plan_table]))
         about = {"payload": traffic.payload_bytes, "formula": traffic.wire_bytes, "about": about_text}
         return call, about
+
+    def _all_reduce(self, size: int) -> Call:
+        """An all-reduce of so many bytes, over the transport that is in use."""
+        group = world_group(self._runtime.topology.workers, self._runtime.topology.worker)
+        [key] = allocate_instance_keys(1)
+        value = tf.ones([size // 4])
+        step = tf.function(lambda tensor: after([group.all_reduce(tensor, key)], tf.zeros([])))
+        return lambda: step(value)
 
     def _ring(self, sizes: Sequence[int]) -> Call:
         """TensorFlow's ring over buffers of the size to which `none` fuses: copies in and out are part of it."""
@@ -146,7 +169,7 @@ class Worker:
         return tf.raw_ops.CollectiveReduceV2(
             input=value,
             group_size=self._group.size,
-            group_key=self._group.key,
+            group_key=group_key(self._group.members),
             instance_key=key,
             ordering_token=[],
             merge_op="Add",
@@ -163,9 +186,9 @@ def after(values: Sequence[tf.Tensor], result: tf.Tensor) -> tf.Tensor:
 
 def predicted_ms(spec: str, elements: int, workers: int, bits_per_second: float | None) -> float | None:
     """The prediction of the cost model; None where there is none, as for an unshaped link."""
-    if bits_per_second is None or importlib.util.find_spec("tfpar.exchange.tuning.cost_model") is None:
+    if bits_per_second is None or importlib.util.find_spec("tfpar.collectives.cost_model") is None:
         return None
-    from tfpar.exchange.tuning import cost_model
+    from tfpar.collectives import cost_model
 
     if spec.partition(":")[0] == "auto":  # it chooses by measuring; the time depends on what it chooses
         return None

@@ -441,7 +441,7 @@ def submit(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     }
     command = ["bash", str(ROOT / "deploy" / "slurm.sbatch"), "--steps=3"]
     return subprocess.run(
-        command, env=environ | variables, cwd=folder, capture_output=True, text=True, check=False, timeout=60
+        command, env=environ | variables, cwd=folder, capture_output=True, text=True, check=False, timeout=300
     )
 
 

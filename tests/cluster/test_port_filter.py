@@ -84,7 +84,7 @@ def test_data_flows_through_the_filter_in_both_directions():
         with socket.create_connection(("127.0.0.1", port)) as client, server.accept()[0] as accepted:
             sent = os.urandom(1 << 20)
             for one, other in ((client, accepted), (accepted, client)):
-                one.settimeout(20)
+                one.settimeout(300)
                 reader = os.fork()
                 if reader == 0:
                     received = b""

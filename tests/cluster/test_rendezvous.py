@@ -51,6 +51,12 @@ def test_all_go_on_once_everyone_has_come(pool):
         one.result(timeout=300)
 
 
+def test_what_the_chief_says_reaches_all(pool):
+    infos = cluster(3)
+    said = [pool.submit(rendezvous.wait_for_all, info, 120.0, f"from {rank}") for rank, info in enumerate(infos)]
+    assert [one.result(timeout=300) for one in said] == ["from 0"] * 3
+
+
 def test_what_strangers_say_harms_nobody_and_keeps_nobody_waiting(pool):
     infos = cluster(2)
     chief = pool.submit(rendezvous.wait_for_all, infos[0], 120.0)

@@ -46,7 +46,7 @@ def test_a_healthy_machine(tmp_path: Path) -> None:
     checks = {check["name"]: check for check in report["checks"]}
     assert list(checks) == [
         *("python", "cpu", "memory", "data_dir", "environment", "tensorflow", "keras", "keras backend"),
-        *("gpu", "cuda", "nccl", "xla", "tfpar_ops", "tfpar_ops cuda", "cluster"),
+        *("gpu", "cuda", "nccl", "xla", "tfpar_ops", "tfpar_ops cuda", "transport", "cluster"),
     ]
     facts = library.build_facts()
     assert (facts.get("cuda") or "no GPU kernels") in checks["tfpar_ops cuda"]["detail"]

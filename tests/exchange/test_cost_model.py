@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from tfpar.collectives.cost_model import Link, Speed
 from tfpar.collectives.tensorflow import world_group
 from tfpar.config import ConfigError
 from tfpar.exchange import spec as specs
 from tfpar.exchange.algorithms import rounds
 from tfpar.exchange.spec import Spec
 from tfpar.exchange.tuning import auto
-from tfpar.exchange.tuning.cost_model import Link, Speed
 from tfpar.exchange.tuning.measure import Measured
 
 import pytest

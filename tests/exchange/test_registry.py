@@ -8,7 +8,9 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 
+from tfpar.collectives import cost_model
 from tfpar.collectives import group as groups
+from tfpar.collectives.cost_model import Link, Speed
 from tfpar.collectives.group import Group, allocate_instance_keys
 from tfpar.collectives.tensorflow import new_group, world_group
 from tfpar.config import ConfigError
@@ -16,8 +18,7 @@ from tfpar.exchange import Exchange, buckets, registry
 from tfpar.exchange import spec as specs
 from tfpar.exchange.buckets import PendingAssigns, WireBytes
 from tfpar.exchange.options import Options, whole
-from tfpar.exchange.tuning import auto, cost_model
-from tfpar.exchange.tuning.cost_model import Link, Speed
+from tfpar.exchange.tuning import auto
 from tfpar.exchange.tuning.measure import Measured
 
 import numpy as np

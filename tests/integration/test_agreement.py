@@ -8,10 +8,16 @@ import re
 
 from tests.integration.scripts.agree import STEPS, SUBGROUPS, long_bytes
 from tests.integration.test_multi_worker import launch
+from tfpar_ops.transport_library import why_unusable
 
 import pytest
 
 pytestmark = pytest.mark.cluster
+
+GLOO = pytest.param(
+    "gloo", marks=pytest.mark.skipif(bool(why_unusable()), reason="the transport over Gloo is not built here")
+)
+TRANSPORTS = ["tensorflow", GLOO]
 
 LARGEST = 2**26 - 1
 # What each of three workers holds, and whether that is the same.
@@ -27,10 +33,11 @@ ROUNDS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def output() -> str:
-    """What three workers printed; one start for all tests."""
-    result = launch(3, "-m", "tests.integration.scripts.agree", json.dumps([held for held, _ in ROUNDS]))
+@pytest.fixture(scope="module", params=TRANSPORTS)
+def output(request) -> str:
+    """What three workers printed; one start for all tests of a transport."""
+    rounds = json.dumps([held for held, _ in ROUNDS])
+    result = launch(3, "-m", "tests.integration.scripts.agree", request.param, rounds)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
@@ -68,7 +75,8 @@ def test_groups_of_some_workers_take_turns(output):
             assert results == [[step * sum(values), *values, message] for step in range(STEPS)]
 
 
-def test_a_lost_worker_is_named():
-    result = launch(3, "-m", "tests.integration.scripts.agree", "lose")
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_lost_worker_is_named(transport):
+    result = launch(3, "-m", "tests.integration.scripts.agree", transport, "lose")
     said = result.stdout + result.stderr
     assert len(re.findall(r"\[worker [01]\] error: lost worker 2 \(", said)) == 2, said

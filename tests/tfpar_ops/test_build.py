@@ -22,7 +22,7 @@ from typing import Any
 
 import tfpar_ops
 from tfpar.doctor.checks import TESTED
-from tfpar_ops import built_for, codecs, library
+from tfpar_ops import built_for, codecs, library, transport_library
 
 import pytest
 import tensorflow as tf
@@ -161,7 +161,9 @@ def test_facts_of_a_library_that_is_not_there(monkeypatch, tmp_path):
 def copy(tmp_path) -> pathlib.Path:
     """A folder with a copy of the package and its library."""
     package = tmp_path / "tfpar_ops"
-    shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("core", "kernels", "ops", "__pycache__"))
+    shutil.copytree(
+        PACKAGE, package, ignore=shutil.ignore_patterns("core", "kernels", "ops", "transport", "__pycache__")
+    )
     return package
 
 
@@ -227,6 +229,30 @@ def test_versions_are_compared_as_both_sides_write_them(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("built")
+def test_a_library_of_older_sources_is_told_at_import(copy):
+    shutil.copytree(PACKAGE / "core", copy / "core")
+    facts = json.loads((copy / library.FACTS).read_text())
+    source, program = copy / "core" / "formats.h", "import tfpar_ops"
+
+    def warning() -> str:
+        result = python(program, copy.parent)
+        assert result.returncode == 0, result.stderr
+        return result.stderr
+
+    (copy / library.FACTS).write_text(json.dumps({**facts, "sources": built_for.sources_digest(copy)}))
+    assert warning() == ""
+    source.write_text(source.read_text() + "// a new row\n")
+    assert warning().startswith("<string>:1: RuntimeWarning: ")
+    assert f"{copy / library.FILE} was built from other sources than those beside it" in warning()
+    assert "`make setup` builds it again." in warning()
+    assert python(program, copy.parent, TFPAR_OPS="reference").stderr == ""
+    shutil.move(source, source.with_name("rows.h"))  # a name is part of it
+    assert "RuntimeWarning" in warning()
+    shutil.rmtree(copy / "core")  # as in a wheel
+    assert warning() == ""
+
+
+@pytest.mark.usefixtures("built")
 def test_why_a_library_cannot_be_used(copy):
     def reason() -> str:
         with pytest.raises(library.LibraryError) as caught:
@@ -285,6 +311,9 @@ def test_a_library_of_other_sources_is_not_used(copy):
 def test_interface_and_code_have_the_same_numbers():
     (number,) = re.findall(r"#define TFPAR_ABI_VERSION (\d+)", (PACKAGE / "core" / "codec.h").read_text())
     assert int(number) == library.ABI_VERSION
+    header = (PACKAGE / "transport" / "transport.h").read_text()
+    (number,) = re.findall(r"#define TFPAR_TRANSPORT_ABI_VERSION (\d+)", header)
+    assert int(number) == transport_library.ABI_VERSION
     text = (PACKAGE / "core" / "cuda" / "codec_cuda.h").read_text()
     assert re.findall(r"#define TFPAR_CUDA_MAX_PEERS (\d+)", text) == [str(codecs.GPU_PEERS)]
 
@@ -299,6 +328,8 @@ def test_the_facts_are_those_of_this_environment():
     assert facts["cxx11_abi"] == tf.sysconfig.CXX11_ABI_FLAG
     assert "baseline" in facts["cpu_targets"]
     assert bool(facts["cuda"]) == bool(facts["cuda_capabilities"])
+    assert facts["sources"] == built_for.sources_digest(PACKAGE)
+    assert bool(facts.get("gloo")) == (PACKAGE / transport_library.FILE).exists()
 
 
 @pytest.mark.usefixtures("built")
@@ -403,7 +434,10 @@ def test_every_source_is_compiled(compiled):
     folders = [PACKAGE / name for name in ("ops", "kernels", "core", "core/cuda")]
     files = {str(path.relative_to(PACKAGE)) for folder in folders for path in folder.glob("*.c[cu]")}
     named = {name for name in compiled if not name.startswith("..")}
-    assert named == files - {"kernels/gpu_kernels.cc"}
+    transport = {name for name in named if name.startswith("transport/")}
+    assert named - transport == files - {"kernels/gpu_kernels.cc"}
+    if transport:  # where there is a Gloo
+        assert transport == {f"transport/{path.name}" for path in (PACKAGE / "transport").glob("*.cc")}
     assert "kernels/gpu_kernels.cc" in (PACKAGE / "CMakeLists.txt").read_text()
 
 
@@ -509,6 +543,34 @@ def test_gpu_kernels_are_left_out_with_a_line_that_says_why(tmp_path, nvcc):
         assert (found, "no GPU kernels: nvcc was not found" in printed) == ("", True)
         _, printed = find_nvcc(tmp_path, *nowhere, "-DTFPAR_CUDA=1")
         assert "TFPAR_CUDA=1, but nvcc was not found" in printed
+
+
+def find_gloo(tmp_path: pathlib.Path, *options: str, **environ: str) -> str:
+    """What cmake/gloo.cmake prints."""
+    script = tmp_path / "find.cmake"
+    script.write_text(f"include({ROOT}/cmake/gloo.cmake)\n")
+    result = cmake(*options, "-P", script, **environ)
+    return " ".join((result.stdout + result.stderr).split())
+
+
+def test_a_build_without_gloo_says_why(tmp_path):
+    assert "tfpar_ops: no transport of its own: TFPAR_GLOO=0" in find_gloo(tmp_path, "-DTFPAR_GLOO=0")
+    home = tmp_path / "home"
+    for folder, name in (("include/gloo", "config.h"), ("lib", "libgloo.so")):
+        (home / folder).mkdir(parents=True)
+        (home / folder / name).touch()
+
+    def version(number: str) -> None:
+        lines = zip(("MAJOR", "MINOR", "PATCH"), number.split("."), strict=True)
+        text = "".join(f"#define GLOO_VERSION_{name} {part}\n" for name, part in lines)
+        (home / "include" / "gloo" / "config.h").write_text(text)
+
+    version("0.5.0")
+    assert "tfpar_ops: transport: Gloo 0.5.0" in find_gloo(tmp_path, GLOO_HOME=str(home))
+    version("1.2.0")
+    other = f"Gloo 1.2.0 at {home}/include is not 0.5, which the transport is written for"
+    assert f"no transport of its own: {other}" in find_gloo(tmp_path, GLOO_HOME=str(home))
+    assert f"TFPAR_GLOO=1, but {other}." in find_gloo(tmp_path, "-DTFPAR_GLOO=1", GLOO_HOME=str(home))
 
 
 def test_an_nvcc_that_knows_only_some_gpus(tmp_path, nvcc):

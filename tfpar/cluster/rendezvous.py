@@ -25,7 +25,7 @@ from tfpar.process.exit_codes import PeerLostError
 
 _log = logging.getLogger(__name__)
 
-_GO, _LOST = b"go\n", b"lost "
+_GO, _LOST = b"go ", b"lost "
 _FIRST_NOTICE_S, _NOTICE_EVERY_S = 10.0, 30.0
 _RETRY_S = 0.1
 _CONNECT_S = 2.0
@@ -34,19 +34,28 @@ _LINE_BYTES = 4096
 _ASK_EVERY_S, _ASK_S = 2.0, 0.5
 
 
-def wait_for_all(info: ClusterInfo, timeout: float) -> None:
+def wait_for_all(info: ClusterInfo, timeout: float, message: str = "") -> str:
     """Returns when all workers and parameter servers have called this.
 
     Args:
       info: The cluster.
       timeout: Seconds to wait.
+      message: What the chief tells the others, one line of text.
+
+    Returns:
+      What the chief said.
 
     Raises:
       PeerLostError: Not all joined in that time; the message names those missing. Or this process has a different list
         of workers than the chief.
     """
-    if len(info.server_tasks) > 1:
-        (_gather if info.is_chief else _report)(info, time.monotonic() + timeout, timeout)
+    if len(info.server_tasks) == 1:
+        return message
+    deadline = time.monotonic() + timeout
+    if info.is_chief:
+        _gather(info, deadline, timeout, message)
+        return message
+    return _report(info, deadline, timeout)
 
 
 def format_tasks(info: ClusterInfo, places: Sequence[int]) -> str:
@@ -69,7 +78,7 @@ class _Notices:
             _log.info("waiting for %s, %s", format_tasks(self._info, places), left)
 
 
-def _gather(info: ClusterInfo, deadline: float, timeout: float) -> None:
+def _gather(info: ClusterInfo, deadline: float, timeout: float, message: str) -> None:
     """Collects all other processes; runs on the chief."""
     notices = _Notices(info, deadline)
     others = range(1, len(info.server_tasks))
@@ -95,7 +104,7 @@ def _gather(info: ClusterInfo, deadline: float, timeout: float) -> None:
                 ask = time.monotonic() + _ASK_EVERY_S
             listener.serve(_RETRY_S)
         server.close()  # the port must be free for TensorFlow's server before anybody looks for it
-        _reply(listener.present, _GO)
+        _reply(listener.present, _GO + message.encode() + b"\n")
 
 
 class _Listener:
@@ -180,8 +189,8 @@ def _reply(connections: dict[int, socket.socket], line: bytes) -> None:
             connection.recv(1)
 
 
-def _report(info: ClusterInfo, deadline: float, timeout: float) -> None:
-    """Reports to the chief and waits for its answer; runs in every other process."""
+def _report(info: ClusterInfo, deadline: float, timeout: float) -> str:
+    """Reports to the chief and waits for its answer; runs in every other process. Returns what the chief said."""
     notices = _Notices(info, deadline)
     greeting = json.dumps({"cluster": _digest(info), "place": _place(info)}).encode() + b"\n"
     while True:
@@ -199,7 +208,7 @@ def _report(info: ClusterInfo, deadline: float, timeout: float) -> None:
         if answer.startswith(_LOST):
             raise PeerLostError(answer.removeprefix(_LOST).decode(errors="replace").strip())
         if answer:  # the signal to continue, or the greeting of TensorFlow's server, which runs already
-            return
+            return answer.removeprefix(_GO).decode().rstrip("\n") if answer.startswith(_GO) else ""
         time.sleep(_RETRY_S)  # the chief has not started yet, or is being restarted
 
 

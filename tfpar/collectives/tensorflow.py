@@ -1,11 +1,15 @@
-"""`TensorFlowGroup`: groups over the collectives of TensorFlow's runtime, gRPC on CPUs and NCCL on GPUs."""
+"""`TensorFlowGroup`: groups over the collectives of TensorFlow's runtime, gRPC on CPUs and NCCL on GPUs.
+
+`new_group` and `world_group` make groups of any transport.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Protocol
 
-from tfpar.collectives.group import Capabilities, channel_key, group_key, message_key
+from tfpar.collectives.group import Capabilities, Group, channel_key, group_key, message_key
 from tfpar_ops.codecs import GPU_PEERS
 
 import tensorflow as tf
@@ -149,7 +153,43 @@ class TensorFlowGroup:
         return message_key(self.members, *pair, self._device_type, all_workers=self.all_workers)
 
 
-def new_group(members: Sequence[int], worker: int, device: str = "") -> TensorFlowGroup:
+class MakeGroup(Protocol):
+    """Makes a group of several CPUs over another transport."""
+
+    def __call__(self, members: tuple[int, ...], rank: int, workers: tuple[int, ...], *, all_workers: bool) -> Group:
+        """Makes it.
+
+        Args:
+          members: See `Group.members`.
+          rank: See `Group.rank`.
+          workers: Ranks of the workers that the members belong to.
+          all_workers: Whether the members are all workers.
+        """
+
+
+_make_cpu_group: MakeGroup | None = None
+
+
+def use_for_cpus(make: MakeGroup | None) -> None:
+    """Replaces the transport of groups of CPUs that are made from now on; with None, TensorFlow's takes it up again."""
+    global _make_cpu_group
+    _make_cpu_group = make
+
+
+def cpu_transport() -> MakeGroup | None:
+    """What makes groups of CPUs in place of TensorFlow's transport; see `use_for_cpus`."""
+    return _make_cpu_group
+
+
+def _group(
+    members: tuple[int, ...], rank: int, workers: tuple[int, ...], device: str, *, all_workers: bool = False
+) -> Group:
+    if _make_cpu_group is not None and len(members) > 1 and not is_gpu(device):
+        return _make_cpu_group(members, rank, workers, all_workers=all_workers)
+    return TensorFlowGroup(members, rank, is_gpu(device), all_workers)
+
+
+def new_group(members: Sequence[int], worker: int, device: str = "") -> Group:
     """The group of some workers. Only its members need to call this, in any order, and no data travels.
 
     Args:
@@ -165,10 +205,10 @@ def new_group(members: Sequence[int], worker: int, device: str = "") -> TensorFl
         raise ValueError(f"members={list(members)}: a group needs at least one rank, none negative or repeated")
     if worker not in ranks:
         raise ValueError(f"worker={worker} is not a rank among members={list(members)}")
-    return TensorFlowGroup(ranks, ranks.index(worker), is_gpu(device))
+    return _group(ranks, ranks.index(worker), ranks, device)
 
 
-def world_group(workers: int = 1, worker: int = 0, device: str = "") -> TensorFlowGroup:
+def world_group(workers: int = 1, worker: int = 0, device: str = "") -> Group:
     """The group of all workers.
 
     Args:
@@ -176,7 +216,10 @@ def world_group(workers: int = 1, worker: int = 0, device: str = "") -> TensorFl
       worker: Rank of this one.
       device: See `new_group`.
     """
-    return dataclasses.replace(new_group(range(workers), worker, device), all_workers=True)
+    if not 0 <= worker < workers:
+        raise ValueError(f"worker={worker} is not a rank among workers={workers}")
+    ranks = tuple(range(workers))
+    return _group(ranks, worker, ranks, device, all_workers=True)
 
 
 def device_group(replica: int, rank: int, device: str, size: int) -> TensorFlowGroup:
@@ -192,7 +235,7 @@ def device_group(replica: int, rank: int, device: str, size: int) -> TensorFlowG
     return TensorFlowGroup(tuple(range(first, first + size)), rank, is_gpu(device))
 
 
-def group_of_place(place: int, workers: int, worker: int, device: str) -> TensorFlowGroup:
+def group_of_place(place: int, workers: int, worker: int, device: str) -> Group:
     """The group of the devices that have the same place in a replica of each worker. Its calls run on this worker's.
 
     Args:
@@ -202,7 +245,7 @@ def group_of_place(place: int, workers: int, worker: int, device: str) -> Tensor
       device: Name of this worker's device.
     """
     first = _FIRST_OF_PLACE + place * workers
-    return TensorFlowGroup(tuple(range(first, first + workers)), worker, is_gpu(device))
+    return _group(tuple(range(first, first + workers)), worker, tuple(range(workers)), device)
 
 
 @dataclasses.dataclass(frozen=True)

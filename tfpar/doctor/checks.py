@@ -70,6 +70,14 @@ def check_tensorflow(facts: dict[str, Any]) -> Iterator[Check]:
         yield Check("tfpar_ops", OK, ops["status"])
         if "built" in ops:
             yield _check_ops_cuda(ops["built"], facts)
+    transport = facts.get("transport", {"error": "not tried"})
+    if "gloo" in transport:
+        found = (
+            f"TensorFlow's, over gRPC; --transport=gloo takes the native one (Gloo {transport['gloo']}) between CPUs"
+        )
+    else:
+        found = f"TensorFlow's, over gRPC; the native one cannot be used: {transport['error']}"
+    yield Check("transport", OK, found)
 
 
 def _check_version(name: str, version: str) -> Check:

@@ -49,6 +49,11 @@ def probe() -> None:
         tell("ops", {"status": library.library().status, "built": built})
     except Exception as error:
         tell("ops", {"error": f"{type(error).__name__}: {error}"})
+    try:
+        transport = importlib.import_module("tfpar_ops.transport_library")
+        tell("transport", {"gloo": transport.transport_library().gloo})
+    except Exception as error:
+        tell("transport", {"error": str(error)})
     for device in ["CPU:0", *(f"GPU:{index}" for index in range(len(gpus)))]:
         started = time.monotonic()
         with tf.device(device):

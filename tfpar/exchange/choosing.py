@@ -31,6 +31,8 @@ def dense_or_compressed(
     sparse = sparse if group.size > 1 and group.capabilities.variable_sizes else ()
     if group.size > 1 and spec.compresses:
         return CompressedReducer(spec, shapes, group, device, seed, sparse, overlap=overlap)
+    if own_collectives and group.size == 1 and (strategy is None or len(strategy.extended.worker_devices) == 1):
+        return LocalReducer(shapes, alone=True)
     if own_collectives:
         return DenseReducer(shapes, group, device, buckets.DENSE_BUCKET_BYTES, sparse)
     if strategy is not None and strategy.num_replicas_in_sync == 1:

@@ -17,11 +17,11 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from tfpar.collectives.cost_model import COPYING, NOTHING, Cost, Link, Speed
 from tfpar.collectives.group import Group
 from tfpar.config import ConfigError, unknown_name
 from tfpar.exchange.buckets import Bucket
 from tfpar.exchange.options import Options
-from tfpar.exchange.tuning.cost_model import COPYING, NOTHING, Cost, Link, Speed
 
 import tensorflow as tf
 

@@ -1,7 +1,7 @@
 """One worker of tests/integration/test_agreement.py: asks a WorkerAgreement, and exchanges in groups of some workers.
 
-agree.py ROUNDS, a JSON list of rounds, each a list of the workers' numbers; prints `answers` and `groups`.
-agree.py lose: the last worker ends abruptly, the others ask it.
+agree.py TRANSPORT ROUNDS, a JSON list of rounds, each a list of the workers' numbers; prints `answers` and `groups`.
+agree.py TRANSPORT lose: the last worker ends abruptly, the others ask it.
 """
 
 from __future__ import annotations
@@ -93,14 +93,14 @@ def lose(agreement: WorkerAgreement, topology: Topology) -> None:
 
 
 def main() -> None:
-    topology = choose_topology(StrategyConfig(strategy="multi_worker"), cluster.detect())
+    topology = choose_topology(StrategyConfig(strategy="multi_worker", transport=sys.argv[1]), cluster.detect())
     strategies.build(topology)
     agreement = WorkerAgreement(world_group(topology.workers, topology.worker))
     agreement.all_equal(0)
-    if sys.argv[1] == "lose":
+    if sys.argv[2] == "lose":
         lose(agreement, topology)
         return
-    print("answers", json.dumps(answers(agreement, topology.worker, json.loads(sys.argv[1]))), flush=True)
+    print("answers", json.dumps(answers(agreement, topology.worker, json.loads(sys.argv[2]))), flush=True)
     print("groups", topology.worker, json.dumps(exchanged(topology)), flush=True)
     agreement.all_equal(1)  # nobody leaves while another still needs it
 

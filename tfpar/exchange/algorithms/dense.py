@@ -6,13 +6,13 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tfpar.collectives import cost_model
+from tfpar.collectives.cost_model import Cost, Link, Speed
 from tfpar.collectives.group import Group, allocate_instance_keys
 from tfpar.exchange import buckets
 from tfpar.exchange.buckets import PendingAssigns, WireBytes
 from tfpar.exchange.options import Options
 from tfpar.exchange.registry import DENSE, register
-from tfpar.exchange.tuning import cost_model
-from tfpar.exchange.tuning.cost_model import Cost, Link, Speed
 
 import tensorflow as tf
 

@@ -6,11 +6,11 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
+from tfpar.collectives.cost_model import Cost
 from tfpar.exchange.algorithms import point_to_point, rounds, two_phase
 from tfpar.exchange.algorithms.point_to_point import PointToPoint
 from tfpar.exchange.algorithms.two_phase import TwoPhase
 from tfpar.exchange.buckets import Bucket
-from tfpar.exchange.tuning.cost_model import Cost
 
 
 @dataclasses.dataclass(frozen=True)

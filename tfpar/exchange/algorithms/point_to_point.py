@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import tfpar_ops
+from tfpar.collectives import cost_model
+from tfpar.collectives.cost_model import Cost, Link, Speed
 from tfpar.collectives.group import Group, allocate_instance_keys
 from tfpar.exchange import buckets
 from tfpar.exchange.algorithms import rounds
 from tfpar.exchange.buckets import PendingAssigns, WireBytes
-from tfpar.exchange.tuning import cost_model
-from tfpar.exchange.tuning.cost_model import Cost, Link, Speed
 from tfpar_ops import Codec
 
 import tensorflow as tf

@@ -8,13 +8,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from tfpar.collectives import cost_model
+from tfpar.collectives.cost_model import Cost, Link, Speed
 from tfpar.collectives.group import Group, allocate_instance_keys
 from tfpar.exchange import buckets
 from tfpar.exchange.buckets import COMPRESSED_BUCKET_BYTES, PendingAssigns, WireBytes
 from tfpar.exchange.options import Options, option, whole
 from tfpar.exchange.registry import register
-from tfpar.exchange.tuning import cost_model
-from tfpar.exchange.tuning.cost_model import Cost, Link, Speed
 
 import tensorflow as tf
 

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tfpar.collectives.cost_model import Cost, Link, Speed
 from tfpar.collectives.group import Group
 from tfpar.config import unknown_name
 from tfpar.exchange.algorithms.patterns import PATTERNS
@@ -13,7 +14,6 @@ from tfpar.exchange.algorithms.whole_blocks import WholeBlocks
 from tfpar.exchange.buckets import Bucket
 from tfpar.exchange.options import Options, option
 from tfpar.exchange.registry import register
-from tfpar.exchange.tuning.cost_model import Cost, Link, Speed
 from tfpar_ops import Codec, codecs
 from tfpar_ops.formats import FORMATS
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from tfpar.collectives import cost_model
+from tfpar.collectives.cost_model import Cost, Link, Speed
 from tfpar.collectives.group import Group
 from tfpar.exchange import registry
 from tfpar.exchange.buckets import Bucket
 from tfpar.exchange.options import Options, is_number, option
 from tfpar.exchange.registry import Spec, TuningResult, register
-from tfpar.exchange.tuning import cost_model, measure
-from tfpar.exchange.tuning.cost_model import Cost, Link, Speed
+from tfpar.exchange.tuning import measure
 
 import tensorflow as tf
 

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 
 import tfpar_ops
+from tfpar.collectives.cost_model import Link, Speed
 from tfpar.collectives.group import Group, allocate_instance_keys
-from tfpar.exchange.tuning.cost_model import Link, Speed
 from tfpar_ops import Codec
 
 import numpy as np

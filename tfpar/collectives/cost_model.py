@@ -77,8 +77,15 @@ def messages(sent: int, rounds: int, link: Link, compute: float) -> Cost:
     return Cost(sent, rounds * link.latency, sent / link.bandwidth, compute)
 
 
-def all_reduce(size: int, workers: int, link: Link) -> Cost:
-    """The cost of TensorFlow's ring over `size` bytes of float32."""
+def all_reduce(size: int, workers: int, link: Link, copying: float = COPYING.decode) -> Cost:
+    """The cost of TensorFlow's ring over `size` bytes of float32.
+
+    Args:
+      size: Bytes that each worker has.
+      workers: Number of workers.
+      link: What joins each of them to the others.
+      copying: Bytes per second that a worker copies or adds up.
+    """
     share = (workers - 1) / workers
-    compute = share * size / COPYING.decode + 2 * size / COPYING.encode
+    compute = (share * size + 2 * size) / copying
     return messages(int(2 * share * size), 2 * (workers - 1), link, compute)

@@ -1,0 +1,38 @@
+"""One worker of tests/integration/test_transport.py: exchanges with every spec, over Gloo and over TensorFlow.
+
+python -m tests.integration.scripts.both_transports OUTPUT_DIR SPEC...
+
+Writes what came back to `OUTPUT_DIR/TRANSPORT-NUMBER-WORKER.npz`.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+
+import tfpar
+from tests.integration.scripts.exchange_sums import exchange_all
+from tfpar import ExperimentConfig
+from tfpar.collectives.tensorflow import use_for_cpus, world_group
+from tfpar.parallel import strategies
+from tfpar.parallel.topology import choose_topology
+
+import numpy as np
+
+
+def main() -> None:
+    directory, *specs = sys.argv[1:]
+    config = ExperimentConfig.from_flat_dict({"strategy": "multi_worker", "transport": "gloo"})
+    runtime = strategies.build(choose_topology(config.strategy, tfpar.cluster.detect()))
+    topology = runtime.topology
+    for transport in ("Gloo", "TensorFlow"):
+        if transport == "TensorFlow":
+            use_for_cpus(None)
+        assert type(world_group(topology.workers, topology.worker)).__name__ == f"{transport}Group"
+        for number, spec in enumerate(specs):
+            path = pathlib.Path(directory) / f"{transport}-{number}-{topology.worker}.npz"
+            np.savez(path, **exchange_all(spec, runtime))
+
+
+if __name__ == "__main__":
+    main()

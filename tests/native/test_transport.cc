@@ -1,0 +1,302 @@
+// The mesh of the transport: several workers in one process, each with threads of its own, over sockets of 127.0.0.1.
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+#include "tfpar_ops/transport/mesh.h"
+
+// Gloo 0.5 keeps what it looked up where it finds no address.
+extern "C" const char* __lsan_default_suppressions() { return "leak:gloo::transport::tcp::CreateDeviceAttr\n"; }
+
+// The end of a buffer waits until Gloo's own thread has let go of it, by the counts of a shared_ptr within the library
+// (gloo/common/memory.h), which the sanitizer does not see: the library is not built with it.
+extern "C" const char* __tsan_default_suppressions() { return "race:gloo::transport::tcp::UnboundBuffer::\n"; }
+
+namespace {
+
+using tfpar::Call;
+using tfpar::Collective;
+using tfpar::Mesh;
+using tfpar::Outcome;
+
+using Meshes = std::vector<std::unique_ptr<Mesh>>;
+
+void Together(int size, const std::function<void(int)>& work) {
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < size; ++rank) threads.emplace_back(work, rank);
+  for (std::thread& thread : threads) thread.join();
+}
+
+// Connects workers; what went wrong is in `errors`.
+Meshes Connected(int size, std::vector<std::string>& errors, const std::string& other_token = "token") {
+  Meshes meshes;
+  std::vector<std::string> names, addresses;
+  for (int rank = 0; rank < size; ++rank) names.push_back("worker " + std::to_string(rank));
+  for (int rank = 0; rank < size; ++rank) {
+    meshes.push_back(std::make_unique<Mesh>(rank, names, "127.0.0.1", std::chrono::seconds(30)));
+    addresses.push_back(meshes.back()->addresses());
+  }
+  errors.assign(size, "");
+  Together(size, [&](int rank) {
+    try {
+      meshes[rank]->Connect(addresses, rank == size - 1 ? other_token : "token");
+    } catch (const std::exception& error) {
+      errors[rank] = error.what();
+    }
+  });
+  return meshes;
+}
+
+Meshes Connected(int size) {
+  std::vector<std::string> errors;
+  Meshes meshes = Connected(size, errors);
+  for (const std::string& error : errors) CHECK(error.empty(), error);
+  return meshes;
+}
+
+// Waits for calls that were started.
+class Waiting {
+ public:
+  void Start(Mesh& mesh, Call call) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      ++open_;
+    }
+    call.done = [this](const Outcome& outcome) {
+      std::lock_guard<std::mutex> lock(mutex_);
+      outcomes_.push_back(outcome);
+      if (--open_ == 0) none_.notify_all();
+    };
+    mesh.Start(std::move(call));
+  }
+
+  std::vector<Outcome> Wait() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    none_.wait(lock, [this] { return open_ == 0; });
+    return std::move(outcomes_);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable none_;
+  int open_ = 0;
+  std::vector<Outcome> outcomes_;
+};
+
+void AddFloats(void* sum, const void* x, size_t n) {
+  for (size_t i = 0; i < n; ++i) static_cast<float*>(sum)[i] += static_cast<const float*>(x)[i];
+}
+
+std::vector<float> Random(size_t n, uint32_t seed) {
+  std::mt19937 generator(seed);
+  std::normal_distribution<float> normal;
+  std::vector<float> values(n);
+  for (float& value : values) value = normal(generator);
+  return values;
+}
+
+Call SumCall(Collective collective, const std::vector<int>& members, int place, uint64_t key, const float* in, float* out,
+             size_t elements) {
+  Call call;
+  call.collective = collective;
+  call.members = members;
+  call.place = place;
+  call.key = key;
+  call.in = in;
+  call.out = out;
+  call.bytes = elements * sizeof(float);
+  call.element_bytes = sizeof(float);
+  call.add = AddFloats;
+  return call;
+}
+
+bool Same(const std::vector<float>& a, const std::vector<float>& b) {
+  return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0);
+}
+
+// All groups and sizes at once, each several times with the same key.
+TEST(SumsHaveTheSameBitsOnAllMembers) {
+  const Meshes meshes = Connected(4);
+  const std::vector<std::vector<int>> groups = {{0, 1, 2, 3}, {1, 3}, {0, 2, 3}};
+  const std::vector<size_t> sizes = {0, 1, 3, 1000, 300000, 1100001};
+  Together(4, [&](int rank) {
+    for (int turn = 0; turn < 2; ++turn) {
+      Waiting waiting;
+      std::vector<std::vector<float>> results, expected;
+      std::vector<std::vector<float>> inputs;
+      uint64_t key = 0;
+      results.reserve(64);
+      inputs.reserve(64);
+      for (const auto& members : groups) {
+        int place = -1;
+        for (size_t i = 0; i < members.size(); ++i) place = members[i] == rank ? static_cast<int>(i) : place;
+        for (const size_t size : sizes) {
+          key += 2;
+          if (place < 0) continue;
+          std::vector<float> sum = Random(size, members[0] * 100 + size % 97 + turn);
+          for (size_t i = 1; i < members.size(); ++i) {
+            const std::vector<float> next = Random(size, members[i] * 100 + size % 97 + turn);
+            for (size_t j = 0; j < size; ++j) sum[j] += next[j];
+          }
+          inputs.push_back(Random(size, rank * 100 + size % 97 + turn));
+          // In place, and not.
+          results.push_back(turn ? inputs.back() : std::vector<float>(size));
+          float* out = results.back().data();
+          const float* in = turn ? out : inputs.back().data();
+          waiting.Start(*meshes[rank], SumCall(Collective::kAllReduce, members, place, key, in, out, size));
+          expected.push_back(sum);
+          const size_t rows = size / members.size();
+          inputs.push_back(Random(rows * members.size(), rank * 100 + size % 97 + turn));
+          results.push_back(std::vector<float>(rows));
+          std::vector<float> row(rows);
+          for (size_t i = 0; i < members.size(); ++i) {
+            const std::vector<float> all = Random(rows * members.size(), members[i] * 100 + size % 97 + turn);
+            for (size_t j = 0; j < rows; ++j) row[j] = i ? row[j] + all[place * rows + j] : all[place * rows + j];
+          }
+          waiting.Start(*meshes[rank], SumCall(Collective::kReduceScatter, members, place, key + 1,
+                                               inputs.back().data(), results.back().data(), rows));
+          expected.push_back(row);
+        }
+      }
+      for (const Outcome& outcome : waiting.Wait()) CHECK(outcome.kind == Outcome::kDone, outcome.message);
+      for (size_t i = 0; i < results.size(); ++i) {
+        CHECK(Same(results[i], expected[i]), "rank " + std::to_string(rank) + ", result " + std::to_string(i));
+      }
+    }
+  });
+}
+
+TEST(RowsArriveWhereTheyBelong) {
+  constexpr int kSize = 3;
+  const Meshes meshes = Connected(kSize);
+  Together(kSize, [&](int rank) {
+    for (const size_t elements : {size_t{1}, size_t{700000}}) {
+      Waiting waiting;
+      std::vector<float> rows(elements * kSize), swapped(rows.size()), row(elements, 10.f + rank), gathered(rows.size());
+      for (int to = 0; to < kSize; ++to) std::fill_n(rows.begin() + to * elements, elements, 10.f * rank + to);
+      std::vector<float> value(elements, 5.f + rank), sent(elements, 70.f + rank), received(elements);
+      const std::vector<int> all = {0, 1, 2};
+      waiting.Start(*meshes[rank],
+                    SumCall(Collective::kAllToAll, all, rank, 1, rows.data(), swapped.data(), elements));
+      waiting.Start(*meshes[rank],
+                    SumCall(Collective::kAllGather, all, rank, 2, row.data(), gathered.data(), elements));
+      Call broadcast = SumCall(Collective::kBroadcast, all, rank, 3, value.data(), value.data(), elements);
+      broadcast.peer = 1;
+      waiting.Start(*meshes[rank], broadcast);
+      Call send = SumCall(Collective::kSend, all, rank, 4, sent.data(), nullptr, elements);
+      send.peer = (rank + 1) % kSize;
+      waiting.Start(*meshes[rank], send);
+      Call receive = SumCall(Collective::kReceive, all, rank, 4, nullptr, received.data(), elements);
+      receive.peer = (rank + 2) % kSize;
+      waiting.Start(*meshes[rank], receive);
+      waiting.Start(*meshes[rank], SumCall(Collective::kBarrier, all, rank, 5, nullptr, nullptr, 0));
+      for (const Outcome& outcome : waiting.Wait()) CHECK(outcome.kind == Outcome::kDone, outcome.message);
+      for (int from = 0; from < kSize; ++from) {
+        const size_t last = (from + 1) * elements - 1;
+        CHECK(swapped[last] == 10.f * from + rank, std::to_string(swapped[last]));
+        CHECK(gathered[last] == 10.f + from, std::to_string(gathered[last]));
+      }
+      CHECK(value[elements - 1] == 6.f, std::to_string(value[elements - 1]));
+      CHECK(received[elements - 1] == 70.f + (rank + 2) % kSize, std::to_string(received[elements - 1]));
+    }
+  });
+}
+
+// Worker 1 waits for worker 0, which waits for the lost one: it is told all the same.
+TEST(ALostWorkerEndsTheCallsOfAllOthersByName) {
+  Meshes meshes = Connected(3);
+  std::vector<float> in(1 << 20), out(3 << 20), small(4), answer(4);
+  Waiting waiting;
+  waiting.Start(*meshes[0], SumCall(Collective::kAllReduce, {0, 1, 2}, 0, 1, in.data(), out.data(), in.size()));
+  Call receive = SumCall(Collective::kReceive, {0, 2}, 0, 2, nullptr, answer.data(), answer.size());
+  receive.peer = 1;
+  waiting.Start(*meshes[0], receive);
+  std::vector<float> in1(in), out1(out);
+  waiting.Start(*meshes[1], SumCall(Collective::kAllReduce, {0, 1, 2}, 1, 1, in1.data(), out1.data(), in1.size()));
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  CHECK(meshes[0]->WaitingMs() >= 90, std::to_string(meshes[0]->WaitingMs()));
+  meshes[2].reset();
+  const std::vector<Outcome> outcomes = waiting.Wait();
+  CHECK(outcomes.size() == 3, std::to_string(outcomes.size()));
+  for (const Outcome& outcome : outcomes) {
+    CHECK(outcome.kind == Outcome::kLost, outcome.message);
+    CHECK(outcome.message.find("lost worker 2: ") == 0, outcome.message);
+  }
+  // Later calls fail as well, and say the same.
+  waiting.Start(*meshes[0], SumCall(Collective::kAllReduce, {0, 2}, 0, 3, small.data(), answer.data(), 4));
+  CHECK(waiting.Wait()[0].message.find("lost worker 2: ") == 0, "a call that came later");
+  CHECK(meshes[0]->WaitingMs() == 0, std::to_string(meshes[0]->WaitingMs()));
+}
+
+// A worker that leaves once it has everything does not make the last call of the others fail.
+TEST(AWorkerMayLeaveFirst) {
+  for (int turn = 0; turn < 5; ++turn) {
+    Meshes meshes = Connected(3);
+    Together(3, [&](int rank) {
+      std::vector<float> in(200000, 1.f), out(200000);
+      Waiting waiting;
+      waiting.Start(*meshes[rank], SumCall(Collective::kAllReduce, {0, 1, 2}, rank, 1, in.data(), out.data(), in.size()));
+      const Outcome outcome = waiting.Wait()[0];
+      CHECK(outcome.kind == Outcome::kDone, "rank " + std::to_string(rank) + ": " + outcome.message);
+      meshes[rank].reset();
+    });
+  }
+}
+
+TEST(AbortEndsCallsAndThoseToCome) {
+  Meshes meshes = Connected(2);
+  std::vector<float> in(10), out(10);
+  Waiting waiting;
+  waiting.Start(*meshes[0], SumCall(Collective::kAllReduce, {0, 1}, 0, 1, in.data(), out.data(), 10));
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  meshes[0]->Abort(Outcome::kLost, "worker 1 does not answer");
+  meshes[0]->Abort(Outcome::kCancelled, "a later reason");
+  CHECK(waiting.Wait()[0].message == "worker 1 does not answer", "the call under way");
+  waiting.Start(*meshes[0], SumCall(Collective::kAllReduce, {0, 1}, 0, 2, in.data(), out.data(), 10));
+  CHECK(waiting.Wait()[0].message == "worker 1 does not answer", "the call after it");
+}
+
+TEST(AnotherTokenIsRefused) {
+  std::vector<std::string> errors;
+  const Meshes meshes = Connected(2, errors, "another token");
+  for (int rank = 0; rank < 2; ++rank) {
+    CHECK(errors[rank].find("does not know this run's token") != std::string::npos, errors[rank]);
+    CHECK(errors[rank].find("worker " + std::to_string(1 - rank)) == 0, errors[rank]);
+  }
+}
+
+TEST(AnAddressOfAnotherMachineIsRefused) {
+  std::string message;
+  try {
+    const Mesh mesh(0, {"a", "b"}, "192.0.2.1", std::chrono::seconds(1));
+  } catch (const std::exception& error) {
+    message = error.what();
+  }
+  CHECK(message.find("192.0.2.1") != std::string::npos, message);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  int run = 0;
+  for (const check::Test& test : check::Tests()) {
+    if (argc > 1 && std::strstr(test.name, argv[1]) == nullptr) continue;
+    const int before = check::Failures();
+    test.run();
+    std::printf("  %-45s %s\n", test.name, check::Failures() == before ? "ok" : "FAILED");
+    std::fflush(stdout);
+    ++run;
+  }
+  std::printf("%d tests, %d failed checks\n", run, check::Failures());
+  return check::Failures() == 0 && run > 0 ? 0 : 1;
+}

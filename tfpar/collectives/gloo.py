@@ -1,0 +1,100 @@
+"""`GlooGroup`: groups of CPUs over the native transport, whose engine is Gloo.
+
+One mesh of connections between all workers serves every group; keys tell the calls apart. `connect` in
+`tfpar.collectives.gloo_mesh` brings it up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from tfpar.collectives.group import Capabilities, group_key, message_key
+from tfpar.collectives.tensorflow import run_unordered
+from tfpar_ops.transport_library import transport_library
+
+import tensorflow as tf
+
+# Of which the operations can form sums; what only travels may be of any type.
+_DTYPES = frozenset({tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32, tf.int64})
+
+
+@dataclasses.dataclass(frozen=True)
+class GlooGroup:
+    """A `Group` over the native transport. Make one with `new_group` or `world_group` while a mesh is up.
+
+    Sums are formed in the order of the ranks, each number by one worker, so that all members have the same bits.
+
+    Attributes:
+      members: Ranks of the members, or numbers of their devices, ascending.
+      rank: Place of this worker among the members.
+      mesh: Number of the mesh in this process.
+      workers: Ranks of the workers that are, or have, the members; in the same order.
+      all_workers: Whether the members are all workers, whose messages have exact keys (`message_key`).
+    """
+
+    members: tuple[int, ...]
+    rank: int
+    mesh: int
+    workers: tuple[int, ...]
+    all_workers: bool = False
+
+    @property
+    def size(self) -> int:
+        """Number of members."""
+        return len(self.members)
+
+    @property
+    def key(self) -> int:
+        """The group key of its collectives."""
+        return group_key(self.members)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the group can do."""
+        return Capabilities(ordered=False, largest_fan_in=None, dtypes=_DTYPES, messages=True, variable_sizes=True)
+
+    def all_reduce(self, value: tf.Tensor, instance: int) -> tf.Tensor:
+        """See `Group.all_reduce`."""
+        return self._collective("tfpar_all_reduce", value=value, instance=instance)
+
+    def all_to_all(self, rows: tf.Tensor, instance: int) -> tf.Tensor:
+        """See `Group.all_to_all`."""
+        return self._collective("tfpar_all_to_all", rows=rows, instance=instance)
+
+    def all_gather(self, row: tf.Tensor, instance: int | tf.Tensor) -> tf.Tensor:
+        """See `Group.all_gather`."""
+        return self._collective("tfpar_all_gather", row=row, instance=instance)
+
+    def reduce_scatter(self, rows: tf.Tensor, instance: int) -> tf.Tensor:
+        """The sum over the members of the rows of this member's place: `[size, ...]` to `[1, ...]`."""
+        return self._collective("tfpar_reduce_scatter", rows=rows, instance=instance)
+
+    def broadcast(self, value: tf.Tensor, source: int, instance: int) -> tf.Tensor:
+        """The value of the member with the place `source`, which has the same shape on all."""
+        return self._collective("tfpar_broadcast", value=value, instance=instance, peer=source)
+
+    def barrier(self, instance: int) -> tf.Tensor:
+        """The number of members, once all have called this."""
+        return self._collective("tfpar_barrier", instance=instance)
+
+    def send(self, value: tf.Tensor, target: int, instance: int) -> tf.Tensor:
+        """See `Group.send`."""
+        return self._message("tfpar_send", target, value=value, instance=instance)
+
+    def receive(self, shape: tf.TensorShape, dtype: tf.DType, source: int, instance: int) -> tf.Tensor:
+        """See `Group.receive`."""
+        return self._message("tfpar_receive", source, instance=instance, T=dtype, shape=shape)
+
+    def _collective(self, operation: str, **arguments: Any) -> tf.Tensor:
+        return self._call(operation, self.key, **arguments)
+
+    def _message(self, operation: str, peer: int, **arguments: Any) -> tf.Tensor:
+        pair = self.members[self.rank], self.members[peer]
+        key = message_key(self.members, *pair, all_workers=self.all_workers)
+        return self._call(operation, key, peer=peer, **arguments)
+
+    def _call(self, operation: str, key: int, **arguments: Any) -> tf.Tensor:
+        called = getattr(transport_library().operations, operation)
+        with tf.device("/device:CPU:0"):
+            return run_unordered(called(mesh=self.mesh, group=key, members=self.workers, place=self.rank, **arguments))

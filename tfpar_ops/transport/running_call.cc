@@ -1,0 +1,344 @@
+#include "tfpar_ops/transport/running_call.h"
+
+#include <gloo/common/error.h>
+#include <gloo/transport/context.h>
+#include <gloo/transport/unbound_buffer.h>
+
+#include <algorithm>
+#include <cstring>
+#include <mutex>
+#include <utility>
+
+namespace tfpar {
+namespace {
+
+// Sums travel in chunks: while one is added up, the next are on the wire, and the memory for what was received stays small.
+// Measured with docs/benchmarks/exchange.md's four hosts: 256 KiB to 1 MiB are equally fast.
+constexpr size_t kChunkBytes = size_t{512} << 10;
+constexpr int kWindow = 4;
+// Below this many bytes to each worker, everyone sends all to everyone: one turn instead of two.
+constexpr size_t kSmallBytes = size_t{8} << 10;
+
+}  // namespace
+
+RunningCall::RunningCall(Mesh& mesh, Call& call)
+    : mesh_(mesh), call_(call), began_(std::chrono::steady_clock::now()) {}
+
+RunningCall::~RunningCall() {
+  if (!registered_) return;
+  std::lock_guard<std::mutex> lock(mesh_.mutex_);
+  mesh_.running_.erase(this);
+}
+
+void RunningCall::Wake() {
+  for (const auto& port : ports_) {
+    port->buffer->abortWaitRecv();
+    port->buffer->abortWaitSend();
+  }
+}
+
+void RunningCall::Run() {
+  switch (call_.collective) {
+    case Collective::kAllReduce:
+      return call_.bytes * (size() - 1) <= kSmallBytes ? SumSmall() : Sum(/*gather=*/true);
+    case Collective::kReduceScatter:
+      return Sum(/*gather=*/false);
+    case Collective::kAllToAll:
+      return Exchange(/*rows_differ=*/true, in(call_.bytes * call_.place));
+    case Collective::kAllGather:
+      return Exchange(/*rows_differ=*/false, call_.in);
+    case Collective::kBroadcast:
+      return Broadcast();
+    case Collective::kSend:
+    case Collective::kReceive:
+      return Message();
+    case Collective::kBarrier:
+      return Barrier();
+  }
+}
+
+Port& RunningCall::AddPort(int place, const void* memory, size_t bytes) {
+  auto port = std::make_unique<Port>();
+  port->rank = call_.members[place];
+  port->buffer = mesh_.context_->createUnboundBuffer(const_cast<void*>(memory), bytes);
+  ports_.push_back(std::move(port));
+  return *ports_.back();
+}
+
+// From here on others may wake this call; its ports stay as they are.
+void RunningCall::Register() {
+  std::lock_guard<std::mutex> lock(mesh_.mutex_);
+  if (mesh_.failure_.kind != Outcome::kDone) throw CallEnded{mesh_.failure_};
+  mesh_.running_.insert(this);
+  registered_ = true;
+}
+
+// Sizes are part of the key: Gloo ends the process where a message is longer than what was asked for (0.5, Pair::prepareRead).
+uint64_t RunningCall::Slot(int phase) const {
+  uint64_t mixed = call_.key;
+  for (const uint64_t part : {static_cast<uint64_t>(call_.collective), static_cast<uint64_t>(call_.bytes),
+                              static_cast<uint64_t>(call_.element_bytes), static_cast<uint64_t>(phase)}) {
+    mixed += part + 0x9e3779b97f4a7c15u;  // splitmix64
+    mixed = (mixed ^ (mixed >> 30)) * 0xbf58476d1ce4e5b9u;
+    mixed = (mixed ^ (mixed >> 27)) * 0x94d049bb133111ebu;
+    mixed ^= mixed >> 31;
+  }
+  return mixed >> 1;
+}
+
+void RunningCall::Lost(int rank, const std::string& reason) {
+  throw CallEnded{{Outcome::kLost, "lost " + mesh_.names_[rank] + ": " + reason}};
+}
+
+void RunningCall::Receive(Port& port, int phase, size_t offset, size_t bytes) {
+  try {
+    port.buffer->recv(port.rank, Slot(phase), offset, bytes);
+    ++port.receives;
+  } catch (const gloo::IoException& error) {
+    Lost(port.rank, WithoutPlace(error.what()));
+  }
+}
+
+void RunningCall::Send(Port& port, int phase, size_t offset, size_t bytes) {
+  try {
+    port.buffer->send(port.rank, Slot(phase), offset, bytes);
+    ++port.sends;
+  } catch (const gloo::IoException& error) {
+    Lost(port.rank, WithoutPlace(error.what()));
+  }
+}
+
+void RunningCall::WaitReceive(Port& port) {
+  while (port.early == 0) {
+    try {
+      if (port.buffer->waitRecv(nullptr, kForever)) {
+        --port.receives;
+        return;
+      }
+    } catch (const gloo::IoException& error) {
+      Lost(port.rank, WithoutPlace(error.what()));
+    }
+    Check();
+  }
+  --port.early;
+}
+
+void RunningCall::WaitSends(Port& port) {
+  while (port.sends > 0) {
+    try {
+      if (port.buffer->waitSend(nullptr, kForever)) {
+        --port.sends;
+        continue;
+      }
+    } catch (const gloo::IoException& error) {
+      Lost(port.rank, WithoutPlace(error.what()));
+    }
+    Check();
+  }
+}
+
+// Ends the call if the mesh has failed, or if it still needs a worker that is lost. The first of several is at fault: the others
+// may have ended because of it.
+void RunningCall::Check() {
+  std::vector<int> losses;
+  std::vector<std::string> reasons;
+  {
+    std::lock_guard<std::mutex> lock(mesh_.mutex_);
+    if (mesh_.failure_.kind != Outcome::kDone) throw CallEnded{mesh_.failure_};
+    losses = mesh_.losses_;
+    reasons = mesh_.lost_;
+  }
+  for (const int rank : losses) {
+    for (const auto& port : ports_) {
+      if (port->rank == rank) Drain(*port, reasons[rank]);
+    }
+  }
+}
+
+// A worker that has left after its part was done is no loss: all it had to send is here, and all it had to receive was sent.
+//
+// Gloo 0.5 does not tell the buffer whose message was under way when a connection broke (Pair::signalException), and tells
+// whether a message is complete only to those who wait for it. With no time left, a wait that fails closes all other
+// connections as well, which this worker has no more use for: the call is lost, and with it the step.
+void RunningCall::Drain(Port& port, const std::string& reason) {
+  constexpr std::chrono::milliseconds kNow(0);
+  try {
+    while (port.receives > 0) {
+      if (!port.buffer->waitRecv(nullptr, kNow)) continue;
+      --port.receives;
+      ++port.early;
+    }
+    while (port.sends > 0) {
+      if (port.buffer->waitSend(nullptr, kNow)) --port.sends;
+    }
+  } catch (const gloo::IoException&) {
+    const Outcome outcome{Outcome::kLost, "lost " + mesh_.names_[port.rank] + ": " + reason};
+    mesh_.Abort(outcome.kind, outcome.message);
+    throw CallEnded{outcome};
+  }
+}
+
+void RunningCall::Exchange(bool rows_differ, const void* own) {
+  const size_t bytes = call_.bytes;
+  std::vector<Port*> senders, receivers;
+  for (int turn = 1; turn < size(); ++turn) {  // everybody begins with another peer
+    const int place = (call_.place + turn) % size();
+    senders.push_back(&AddPort(place, in(rows_differ ? bytes * place : 0), bytes));
+    receivers.push_back(&AddPort(place, out(bytes * place), bytes));
+  }
+  Register();
+  if (bytes == 0) return;
+  for (Port* port : receivers) Receive(*port, 0, 0, bytes);
+  for (Port* port : senders) Send(*port, 0, 0, bytes);
+  std::memcpy(out(bytes * call_.place), own, bytes);
+  for (Port* port : receivers) WaitReceive(*port);
+  for (Port* port : senders) WaitSends(*port);
+}
+
+// Adds up the members' numbers in their order, so that every member of every algorithm here computes the same bits.
+//   own: offset of this worker's in `in`.
+//   received: of the other members, by place; overwritten.
+void RunningCall::AddInOrder(size_t own, const std::vector<char*>& received, size_t bytes, char* result) {
+  const size_t elements = bytes / call_.element_bytes;
+  char* sum = received[0];
+  if (call_.place == 0) {
+    sum = result;
+    if (result != in(own)) std::memcpy(result, in(own), bytes);
+  }
+  for (int place = 1; place < size(); ++place) {
+    call_.add(sum, place == call_.place ? in(own) : received[place], elements);
+  }
+  if (sum != result) std::memcpy(result, sum, bytes);
+}
+
+void RunningCall::SumSmall() {
+  const size_t bytes = call_.bytes;
+  memory_.push_back(std::unique_ptr<char[]>(new char[bytes * size() + 1]));
+  // `in` may be the memory of the result, and is sent until the end.
+  char* own = memory_.back().get() + bytes * call_.place;
+  std::vector<char*> received(size());
+  std::vector<Port*> senders, receivers;
+  for (int turn = 1; turn < size(); ++turn) {
+    const int place = (call_.place + turn) % size();
+    received[place] = memory_.back().get() + bytes * place;
+    senders.push_back(&AddPort(place, own, bytes));
+    receivers.push_back(&AddPort(place, received[place], bytes));
+  }
+  Register();
+  if (bytes == 0) return;
+  std::memcpy(own, call_.in, bytes);
+  for (Port* port : receivers) Receive(*port, 0, 0, bytes);
+  for (Port* port : senders) Send(*port, 0, 0, bytes);
+  for (Port* port : receivers) WaitReceive(*port);
+  for (Port* port : senders) WaitSends(*port);
+  AddInOrder(0, received, bytes, out());
+}
+
+void RunningCall::Sum(bool gather) {
+  const int members = size();
+  const size_t element = call_.element_bytes;
+  const size_t total = gather ? call_.bytes : call_.bytes * members;
+  const size_t shard = gather ? (call_.bytes / element + members - 1) / members * element : call_.bytes;
+  const size_t chunk = std::max<size_t>(kChunkBytes / element * element, element);
+  auto begin = [&](int place) { return std::min(total, shard * place); };
+  auto length = [&](int place) { return begin(place + 1) - begin(place); };
+  auto chunks = [&](int place) { return static_cast<int>((length(place) + chunk - 1) / chunk); };
+  auto chunk_bytes = [&](int place, int number) { return std::min(chunk, length(place) - number * chunk); };
+  const int own_chunks = chunks(call_.place);
+  char* result = gather ? out(begin(call_.place)) : out();
+
+  struct Peer {
+    int place;
+    Port *parts, *sends, *sums, *gathered;
+    char* memory;
+  };
+  std::vector<Peer> peers;
+  for (int turn = 1; turn < members; ++turn) {
+    Peer peer{};
+    peer.place = (call_.place + turn) % members;
+    memory_.push_back(std::unique_ptr<char[]>(new char[std::min<size_t>(kWindow * chunk, length(call_.place)) + 1]));
+    peer.memory = memory_.back().get();
+    peer.parts = &AddPort(peer.place, peer.memory, kWindow * chunk);
+    peer.sends = &AddPort(peer.place, in(begin(peer.place)), length(peer.place));
+    if (gather) {
+      peer.sums = &AddPort(peer.place, result, length(call_.place));
+      peer.gathered = &AddPort(peer.place, out(begin(peer.place)), length(peer.place));
+    }
+    peers.push_back(peer);
+  }
+  Register();
+
+  auto receive_part = [&](Peer& peer, int number) {
+    Receive(*peer.parts, 0, number % kWindow * chunk, chunk_bytes(call_.place, number));
+  };
+  for (int number = 0; number < std::min(kWindow, own_chunks); ++number) {
+    for (Peer& peer : peers) receive_part(peer, number);
+  }
+  // What arrives there is the sum of a part that its owner has received whole: this worker's own part is sent by then, so
+  // that `in` and `out` may be the same memory.
+  for (Peer& peer : peers) {
+    for (int number = 0; gather && number < chunks(peer.place); ++number) {
+      Receive(*peer.gathered, 1, number * chunk, chunk_bytes(peer.place, number));
+    }
+  }
+  for (int number = 0; number < static_cast<int>((shard + chunk - 1) / chunk); ++number) {
+    for (Peer& peer : peers) {
+      if (number < chunks(peer.place)) Send(*peer.sends, 0, number * chunk, chunk_bytes(peer.place, number));
+    }
+  }
+  std::vector<char*> received(members);
+  for (int number = 0; number < own_chunks; ++number) {
+    const size_t offset = number * chunk, bytes = chunk_bytes(call_.place, number);
+    for (Peer& peer : peers) {
+      WaitReceive(*peer.parts);
+      received[peer.place] = peer.memory + number % kWindow * chunk;
+    }
+    AddInOrder(begin(call_.place) + offset, received, bytes, result + offset);
+    for (Peer& peer : peers) {
+      if (gather) Send(*peer.sums, 1, offset, bytes);
+      if (number + kWindow < own_chunks) receive_part(peer, number + kWindow);
+    }
+  }
+  for (Peer& peer : peers) {
+    for (int number = 0; gather && number < chunks(peer.place); ++number) WaitReceive(*peer.gathered);
+  }
+  for (Peer& peer : peers) {
+    WaitSends(*peer.sends);
+    if (gather) WaitSends(*peer.sums);
+  }
+}
+
+void RunningCall::Broadcast() {
+  const bool root = call_.place == call_.peer;
+  std::vector<Port*> ports;
+  for (int place = 0; place < size(); ++place) {
+    if (place == call_.place || (!root && place != call_.peer)) continue;
+    ports.push_back(&AddPort(place, root ? call_.in : call_.out, call_.bytes));
+  }
+  Register();
+  if (call_.bytes == 0) return;
+  if (root && call_.out != call_.in) std::memcpy(call_.out, call_.in, call_.bytes);
+  for (Port* port : ports) root ? Send(*port, 0, 0, call_.bytes) : Receive(*port, 0, 0, call_.bytes);
+  for (Port* port : ports) root ? WaitSends(*port) : WaitReceive(*port);
+}
+
+void RunningCall::Message() {
+  // Both sides must come to the same key.
+  const bool sends = call_.collective == Collective::kSend;
+  call_.collective = Collective::kSend;
+  Port& port = AddPort(call_.peer, sends ? call_.in : call_.out, call_.bytes);
+  Register();
+  if (call_.bytes == 0) return;
+  sends ? Send(port, 0, 0, call_.bytes) : Receive(port, 0, 0, call_.bytes);
+  sends ? WaitSends(port) : WaitReceive(port);
+}
+
+void RunningCall::Barrier() {
+  memory_.push_back(std::unique_ptr<char[]>(new char[size() + 1]));
+  call_.bytes = 1;
+  call_.out = memory_.back().get();
+  call_.in = memory_.back().get() + size();
+  Exchange(/*rows_differ=*/false, call_.in);
+}
+
+}  // namespace tfpar

@@ -1,0 +1,78 @@
+// One call of a mesh while it runs, in a thread that it may block.
+#ifndef TFPAR_OPS_TRANSPORT_RUNNING_CALL_H_
+#define TFPAR_OPS_TRANSPORT_RUNNING_CALL_H_
+
+#include <chrono>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "tfpar_ops/transport/mesh.h"
+
+namespace tfpar {
+
+// Longer than any run; what Gloo's own time-outs do would end all connections.
+constexpr std::chrono::milliseconds kForever = std::chrono::hours(24 * 365);
+
+// Gloo's messages begin with the place in its source; what follows is for users.
+std::string WithoutPlace(const std::string& message);
+
+// Thrown within a call.
+struct CallEnded {
+  Outcome outcome;
+};
+
+// A buffer that messages to and from one member use. All messages of one key between two workers arrive in the order in which
+// both sides ask for them.
+struct Port {
+  int rank = 0;
+  std::unique_ptr<gloo::transport::UnboundBuffer> buffer;
+  int receives = 0;  // asked for, and not waited for
+  int sends = 0;
+  int early = 0;     // receives that were over before they were waited for
+};
+
+class RunningCall {
+ public:
+  RunningCall(Mesh& mesh, Call& call);
+  ~RunningCall();
+  void Run();
+  // Makes the thread look at the state of the mesh. The caller holds the mutex of the mesh.
+  void Wake();
+  std::chrono::steady_clock::time_point began() const { return began_; }
+
+ private:
+  int size() const { return static_cast<int>(call_.members.size()); }
+  const char* in(size_t offset = 0) const { return static_cast<const char*>(call_.in) + offset; }
+  char* out(size_t offset = 0) const { return static_cast<char*>(call_.out) + offset; }
+
+  Port& AddPort(int place, const void* memory, size_t bytes);
+  void Register();
+  uint64_t Slot(int phase) const;
+  void Receive(Port& port, int phase, size_t offset, size_t bytes);
+  void Send(Port& port, int phase, size_t offset, size_t bytes);
+  void WaitReceive(Port& port);
+  void WaitSends(Port& port);
+  void Check();
+  void Drain(Port& port, const std::string& reason);
+  [[noreturn]] void Lost(int rank, const std::string& reason);
+
+  void Exchange(bool rows_differ, const void* own_out);  // all-gather and all-to-all
+  void Sum(bool gather);                                 // all-reduce and reduce-scatter
+  void SumSmall();
+  void AddInOrder(size_t own, const std::vector<char*>& received, size_t bytes, char* result);
+  void Broadcast();
+  void Message();
+  void Barrier();
+
+  Mesh& mesh_;
+  Call& call_;
+  const std::chrono::steady_clock::time_point began_;
+  std::vector<std::unique_ptr<Port>> ports_;
+  std::vector<std::unique_ptr<char[]>> memory_;
+  bool registered_ = false;
+};
+
+}  // namespace tfpar
+
+#endif  // TFPAR_OPS_TRANSPORT_RUNNING_CALL_H_

@@ -1,0 +1,116 @@
+#include "tfpar_ops/transport/transport.h"
+
+#include <chrono>
+#include <cstdio>
+#include <cstring>
+#include <exception>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "tfpar_ops/transport/registry.h"
+#include "tfpar_ops/transport/running_call.h"
+
+namespace tfpar {
+namespace {
+
+struct Meshes {
+  std::mutex mutex;
+  int64_t last = 0;
+  std::map<int64_t, std::shared_ptr<Mesh>> by_number;
+};
+
+// Never destroyed: threads of TensorFlow may outlive what a process destroys at its end.
+Meshes& All() {
+  static Meshes* meshes = new Meshes;
+  return *meshes;
+}
+
+void Say(const std::exception& error, char* message, size_t size) {
+  std::snprintf(message, size, "%s", WithoutPlace(error.what()).c_str());
+}
+
+}  // namespace
+
+std::shared_ptr<Mesh> FindMesh(int64_t number) {
+  Meshes& all = All();
+  std::lock_guard<std::mutex> lock(all.mutex);
+  const auto found = all.by_number.find(number);
+  return found == all.by_number.end() ? nullptr : found->second;
+}
+
+}  // namespace tfpar
+
+using tfpar::All;
+using tfpar::FindMesh;
+using tfpar::Mesh;
+
+extern "C" {
+
+int32_t tfpar_transport_abi_version(void) { return TFPAR_TRANSPORT_ABI_VERSION; }
+
+int64_t tfpar_transport_listen(int32_t rank, int32_t size, const char* const* names, const char* host, int64_t timeout_ms,
+                               char* message, size_t message_size) {
+  try {
+    auto mesh = std::make_shared<Mesh>(rank, std::vector<std::string>(names, names + size), host,
+                                       std::chrono::milliseconds(timeout_ms));
+    auto& all = All();
+    std::lock_guard<std::mutex> lock(all.mutex);
+    all.by_number[++all.last] = std::move(mesh);
+    return all.last;
+  } catch (const std::exception& error) {
+    tfpar::Say(error, message, message_size);
+    return 0;
+  }
+}
+
+int64_t tfpar_transport_addresses(int64_t number, char* buffer, int64_t size) {
+  const std::shared_ptr<Mesh> mesh = FindMesh(number);
+  if (!mesh) return 0;
+  const std::string addresses = mesh->addresses();
+  const int64_t length = static_cast<int64_t>(addresses.size());
+  if (length <= size) std::memcpy(buffer, addresses.data(), addresses.size());
+  return length;
+}
+
+int tfpar_transport_connect(int64_t number, const char* const* addresses, const int64_t* lengths, const char* token,
+                            int64_t token_bytes, char* message, size_t message_size) {
+  try {
+    const std::shared_ptr<Mesh> mesh = FindMesh(number);
+    if (!mesh) throw std::runtime_error("the transport is closed");
+    std::vector<std::string> all;
+    for (int rank = 0; rank < mesh->size(); ++rank) all.emplace_back(addresses[rank], lengths[rank]);
+    mesh->Connect(all, std::string(token, token_bytes));
+    return 0;
+  } catch (const std::exception& error) {
+    tfpar::Say(error, message, message_size);
+    return 1;
+  }
+}
+
+int64_t tfpar_transport_waiting_ms(int64_t number) {
+  const std::shared_ptr<Mesh> mesh = FindMesh(number);
+  return mesh ? mesh->WaitingMs() : 0;
+}
+
+void tfpar_transport_abort(int64_t number, const char* reason) {
+  const std::shared_ptr<Mesh> mesh = FindMesh(number);
+  if (mesh) mesh->Abort(tfpar::Outcome::kLost, reason);
+}
+
+void tfpar_transport_close(int64_t number) {
+  std::shared_ptr<Mesh> mesh;
+  auto& all = All();
+  {
+    std::lock_guard<std::mutex> lock(all.mutex);
+    const auto found = all.by_number.find(number);
+    if (found == all.by_number.end()) return;
+    mesh = std::move(found->second);
+    all.by_number.erase(found);
+  }
+}
+
+}  // extern "C"

@@ -1,0 +1,55 @@
+// The transport behind a C ABI: what Python calls to bring a mesh of workers up and down. Calls through it are operations.
+#ifndef TFPAR_OPS_TRANSPORT_TRANSPORT_H_
+#define TFPAR_OPS_TRANSPORT_TRANSPORT_H_
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#if defined(__GNUC__)
+#pragma GCC visibility push(default)
+#endif
+
+// What this library and its callers must agree on: to be raised with every change of these functions or of the operations.
+// tfpar_ops/transport_library.py has the same number, and loads no library that has another one.
+#define TFPAR_TRANSPORT_ABI_VERSION 1
+int32_t tfpar_transport_abi_version(void);
+
+// Makes the place of worker `rank` in a mesh of `size` workers, and listens on a port for each of the others.
+//   names: of all workers, for error messages.
+//   host: name or address of this machine, of which the ports are.
+//   timeout_ms: of the connection.
+// Returns its number, from 1; or 0, and a message.
+int64_t tfpar_transport_listen(int32_t rank, int32_t size, const char* const* names, const char* host, int64_t timeout_ms,
+                               char* message, size_t message_size);
+
+// Copies the addresses that the other workers must know into `buffer` if they fit, and returns their length in bytes.
+int64_t tfpar_transport_addresses(int64_t mesh, char* buffer, int64_t size);
+
+// Connects to all workers, each of which must know the same token of up to 64 bytes. Blocks.
+//   addresses: of the workers, by rank, each of `lengths[rank]` bytes; one's own may be empty.
+// Returns 0; or 1, and a message.
+int tfpar_transport_connect(int64_t mesh, const char* const* addresses, const int64_t* lengths, const char* token,
+                            int64_t token_bytes, char* message, size_t message_size);
+
+// Milliseconds that the oldest call has been under way; 0 where none is.
+int64_t tfpar_transport_waiting_ms(int64_t mesh);
+
+// Ends all calls, those of later included, with an UnavailableError. The first reason stays.
+void tfpar_transport_abort(int64_t mesh, const char* reason);
+
+// Ends all calls and all threads, and closes the connections. Blocks until then.
+void tfpar_transport_close(int64_t mesh);
+
+#if defined(__GNUC__)
+#pragma GCC visibility pop
+#endif
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif  // TFPAR_OPS_TRANSPORT_TRANSPORT_H_

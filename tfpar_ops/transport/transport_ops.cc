@@ -1,0 +1,279 @@
+// The calls of a mesh as operations. They take no thread of TensorFlow while they wait.
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "tensorflow/core/framework/cancellation.h"
+#include "tensorflow/core/framework/common_shape_fns.h"
+#include "tensorflow/core/framework/op.h"
+#include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/framework/shape_inference.h"
+#include "tensorflow/core/framework/tensor.h"
+#include "tfpar_ops/transport/registry.h"
+
+namespace tfpar {
+namespace {
+
+using ::tensorflow::AsyncOpKernel;
+using ::tensorflow::DataType;
+using ::tensorflow::OpKernelConstruction;
+using ::tensorflow::OpKernelContext;
+using ::tensorflow::Tensor;
+using ::tensorflow::TensorShape;
+using ::tensorflow::shape_inference::DimensionHandle;
+using ::tensorflow::shape_inference::InferenceContext;
+using ::tensorflow::shape_inference::ShapeHandle;
+
+#define TFPAR_NUMBERS "{half, bfloat16, float, double, int32, int64}"
+// Which mesh, which group, and who is who in it. `instance` and `group` tell the messages of a call from those of others.
+#define TFPAR_GROUP_ATTRS Attr("mesh: int").Attr("group: int").Attr("members: list(int) >= 1").Attr("place: int >= 0")
+
+absl::Status Unchanged(InferenceContext* c) {
+  c->set_output(0, c->input(0));
+  return absl::OkStatus();
+}
+
+absl::Status Members(InferenceContext* c, int64_t* size) {
+  std::vector<int64_t> members;
+  TF_RETURN_IF_ERROR(c->GetAttr("members", &members));
+  *size = static_cast<int64_t>(members.size());
+  return absl::OkStatus();
+}
+
+// [from, ...] to [to, ...], where 0 stands for the number of members.
+absl::Status Rows(InferenceContext* c, int64_t from, int64_t to) {
+  int64_t size;
+  TF_RETURN_IF_ERROR(Members(c, &size));
+  ShapeHandle rows;
+  TF_RETURN_IF_ERROR(c->WithRankAtLeast(c->input(0), 1, &rows));
+  DimensionHandle dim;
+  TF_RETURN_IF_ERROR(c->WithValue(c->Dim(rows, 0), from ? from : size, &dim));
+  ShapeHandle output;
+  TF_RETURN_IF_ERROR(c->ReplaceDim(rows, 0, c->MakeDim(to ? to : size), &output));
+  c->set_output(0, output);
+  return absl::OkStatus();
+}
+
+REGISTER_OP("TfparAllReduce")
+    .Input("value: T")
+    .Input("instance: int32")
+    .Output("sum: T")
+    .Attr("T: " TFPAR_NUMBERS)
+    .TFPAR_GROUP_ATTRS.SetIsStateful()
+    .SetShapeFn(Unchanged)
+    .Doc("The sum over the members, in their order: the same bits on each.");
+
+REGISTER_OP("TfparReduceScatter")
+    .Input("rows: T")
+    .Input("instance: int32")
+    .Output("sum: T")
+    .Attr("T: " TFPAR_NUMBERS)
+    .TFPAR_GROUP_ATTRS.SetIsStateful()
+    .SetShapeFn([](InferenceContext* c) { return Rows(c, 0, 1); })
+    .Doc("[members, ...] to [1, ...]: the sum over the members of the row of this member's place.");
+
+REGISTER_OP("TfparAllToAll")
+    .Input("rows: T")
+    .Input("instance: int32")
+    .Output("received: T")
+    .Attr("T: type")
+    .TFPAR_GROUP_ATTRS.SetIsStateful()
+    .SetShapeFn([](InferenceContext* c) { return Rows(c, 0, 0); })
+    .Doc("Sends row i to member i; row i of the result came from member i.");
+
+REGISTER_OP("TfparAllGather")
+    .Input("row: T")
+    .Input("instance: int32")
+    .Output("rows: T")
+    .Attr("T: type")
+    .TFPAR_GROUP_ATTRS.SetIsStateful()
+    .SetShapeFn([](InferenceContext* c) { return Rows(c, 1, 0); })
+    .Doc("The members' rows in their order: [1, ...] to [members, ...].");
+
+REGISTER_OP("TfparBroadcast")
+    .Input("value: T")
+    .Input("instance: int32")
+    .Output("received: T")
+    .Attr("T: type")
+    .Attr("peer: int >= 0")
+    .TFPAR_GROUP_ATTRS.SetIsStateful()
+    .SetShapeFn(Unchanged)
+    .Doc("The value of member `peer`; all members' have one shape.");
+
+REGISTER_OP("TfparSend")
+    .Input("value: T")
+    .Input("instance: int32")
+    .Output("sent: T")
+    .Attr("T: type")
+    .Attr("peer: int >= 0")
+    .TFPAR_GROUP_ATTRS.SetIsStateful()
+    .SetShapeFn(Unchanged)
+    .Doc("Sends to member `peer`. The result is the value, once it has left.");
+
+REGISTER_OP("TfparReceive")
+    .Input("instance: int32")
+    .Output("received: T")
+    .Attr("T: type")
+    .Attr("shape: shape")
+    .Attr("peer: int >= 0")
+    .TFPAR_GROUP_ATTRS.SetIsStateful()
+    .SetShapeFn(::tensorflow::shape_inference::ExplicitShape)
+    .Doc("What member `peer` sends, of a shape and type that both know.");
+
+REGISTER_OP("TfparBarrier")
+    .Input("instance: int32")
+    .Output("members_there: int32")
+    .TFPAR_GROUP_ATTRS.SetIsStateful()
+    .SetShapeFn(::tensorflow::shape_inference::ScalarShape)
+    .Doc("Waits for all members, and returns their number.");
+
+// Sums of each type round once per addition.
+template <typename T>
+void Add(void* sum, const void* x, size_t n) {
+  T* to = static_cast<T*>(sum);
+  const T* from = static_cast<const T*>(x);
+  for (size_t i = 0; i < n; ++i) to[i] = static_cast<T>(to[i] + from[i]);
+}
+
+AddFunction AddOf(DataType type) {
+  switch (type) {
+    case ::tensorflow::DT_HALF:
+      return Add<Eigen::half>;
+    case ::tensorflow::DT_BFLOAT16:
+      return Add<Eigen::bfloat16>;
+    case ::tensorflow::DT_FLOAT:
+      return Add<float>;
+    case ::tensorflow::DT_DOUBLE:
+      return Add<double>;
+    case ::tensorflow::DT_INT32:
+      return Add<int32_t>;
+    case ::tensorflow::DT_INT64:
+      return Add<int64_t>;
+    default:
+      return nullptr;
+  }
+}
+
+template <Collective kCollective>
+class CollectiveKernel : public AsyncOpKernel {
+ public:
+  explicit CollectiveKernel(OpKernelConstruction* ctx) : AsyncOpKernel(ctx) {
+    int64_t group;
+    std::vector<int64_t> members;
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("mesh", &mesh_));
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("group", &group));
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("members", &members));
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("place", &call_.place));
+    if (ctx->HasAttr("peer")) OP_REQUIRES_OK(ctx, ctx->GetAttr("peer", &call_.peer));
+    const int size = static_cast<int>(members.size());
+    OP_REQUIRES(ctx, call_.place < size && call_.peer < size,
+                absl::InvalidArgumentError("place and peer must be smaller than the number of members"));
+    if (kCollective == Collective::kReceive) OP_REQUIRES_OK(ctx, ctx->GetAttr("shape", &shape_));
+    type_ = ctx->output_type(0);
+    OP_REQUIRES(ctx, ::tensorflow::DataTypeCanUseMemcpy(type_),
+                absl::InvalidArgumentError("T: elements of this type are not plain bytes"));
+    call_.collective = kCollective;
+    call_.members.assign(members.begin(), members.end());
+    call_.key = static_cast<uint64_t>(group) << 32;
+    call_.add = AddOf(type_);
+    call_.element_bytes = ::tensorflow::DataTypeSize(type_);
+  }
+
+  void ComputeAsync(OpKernelContext* ctx, DoneCallback done) override {
+    const std::shared_ptr<Mesh> mesh = FindMesh(mesh_);
+    OP_REQUIRES_ASYNC(ctx, mesh != nullptr, absl::FailedPreconditionError("the transport of this process is closed"), done);
+    for (const int member : call_.members) {
+      OP_REQUIRES_ASYNC(ctx, member >= 0 && member < mesh->size() && (call_.members[call_.place] == mesh->rank()),
+                        absl::InvalidArgumentError("members: not this worker's ranks in the mesh"), done);
+    }
+    Call call = call_;
+    const Tensor& instance = ctx->input(ctx->num_inputs() - 1);
+    OP_REQUIRES_ASYNC(ctx, instance.NumElements() == 1, absl::InvalidArgumentError("instance: not a scalar"), done);
+    call.key |= static_cast<uint32_t>(instance.flat<int32_t>()(0));
+    OP_REQUIRES_OK_ASYNC(ctx, Prepare(ctx, call), done);
+
+    // A call that is cancelled leaves the others in the middle of it: as in TensorFlow's runtime, all later ones fail too.
+    auto* manager = ctx->cancellation_manager();
+    ::tensorflow::CancellationToken token = 0;
+    if (manager != nullptr) {
+      token = manager->get_cancellation_token();
+      const bool registered = manager->RegisterCallback(token, [mesh = std::weak_ptr<Mesh>(mesh)] {
+        const std::shared_ptr<Mesh> known = mesh.lock();
+        if (known) known->Abort(Outcome::kCancelled, "another operation of this worker failed during a collective call");
+      });
+      OP_REQUIRES_ASYNC(ctx, registered, absl::CancelledError("cancelled before it began"), done);
+    }
+    call.done = [ctx, done = std::move(done), manager, token](const Outcome& outcome) {
+      if (manager != nullptr) manager->DeregisterCallback(token);
+      if (outcome.kind == Outcome::kLost) ctx->SetStatus(absl::UnavailableError("Collective call: " + outcome.message));
+      if (outcome.kind == Outcome::kCancelled) ctx->SetStatus(absl::CancelledError("Collective call: " + outcome.message));
+      done();
+    };
+    mesh->Start(std::move(call));
+  }
+
+ private:
+  // Finds input and output of a call. The context keeps both until `done`.
+  absl::Status Prepare(OpKernelContext* ctx, Call& call) {
+    if (kCollective == Collective::kBarrier) {
+      Tensor* output = nullptr;
+      TF_RETURN_IF_ERROR(ctx->allocate_output(0, TensorShape({}), &output));
+      output->scalar<int32_t>()() = static_cast<int32_t>(call.members.size());
+      return absl::OkStatus();
+    }
+    Tensor* output = nullptr;
+    if (kCollective == Collective::kReceive) {
+      TF_RETURN_IF_ERROR(ctx->allocate_output(0, shape_, &output));
+    } else if (kCollective == Collective::kSend) {
+      ctx->set_output(0, ctx->input(0));
+    } else if (kCollective == Collective::kAllReduce || kCollective == Collective::kBroadcast) {
+      TF_RETURN_IF_ERROR(ctx->forward_input_or_allocate_output({0}, 0, ctx->input(0).shape(), &output));
+    } else {
+      TF_RETURN_IF_ERROR(AllocateRows(ctx, static_cast<int64_t>(call.members.size()), &output));
+    }
+    if (kCollective != Collective::kReceive) {
+      call.in = ctx->input(0).data();
+      call.bytes = ctx->input(0).NumElements() * call.element_bytes;
+    } else {
+      call.bytes = output->NumElements() * call.element_bytes;
+    }
+    if (output != nullptr) call.out = output->data();
+    if (kCollective == Collective::kAllToAll || kCollective == Collective::kReduceScatter) {
+      call.bytes /= call.members.size();
+    }
+    return absl::OkStatus();
+  }
+
+  static absl::Status AllocateRows(OpKernelContext* ctx, int64_t members, Tensor** output) {
+    const bool gathers = kCollective == Collective::kAllGather;
+    TensorShape shape = ctx->input(0).shape();
+    if (shape.dims() < 1 || shape.dim_size(0) != (gathers ? 1 : members)) {
+      return absl::InvalidArgumentError("the first dimension of the input, " + shape.DebugString() + ", must be " +
+                                        std::to_string(gathers ? 1 : members));
+    }
+    shape.set_dim(0, kCollective == Collective::kReduceScatter ? 1 : members);
+    return ctx->allocate_output(0, shape, output);
+  }
+
+  int64_t mesh_ = 0;
+  TensorShape shape_;
+  DataType type_;
+  Call call_;
+};
+
+#define TFPAR_REGISTER(name, collective)                                              \
+  REGISTER_KERNEL_BUILDER(Name(name).Device(::tensorflow::DEVICE_CPU),                 \
+                          CollectiveKernel<Collective::collective>)
+TFPAR_REGISTER("TfparAllReduce", kAllReduce);
+TFPAR_REGISTER("TfparReduceScatter", kReduceScatter);
+TFPAR_REGISTER("TfparAllToAll", kAllToAll);
+TFPAR_REGISTER("TfparAllGather", kAllGather);
+TFPAR_REGISTER("TfparBroadcast", kBroadcast);
+TFPAR_REGISTER("TfparSend", kSend);
+TFPAR_REGISTER("TfparReceive", kReceive);
+TFPAR_REGISTER("TfparBarrier", kBarrier);
+
+}  // namespace
+}  // namespace tfpar
