@@ -213,8 +213,8 @@ def test_the_convnet_learns_digits() -> None:
     train, held_out = next(StratifiedKFold(5, shuffle=True, random_state=0).split(x, y))
     model = models.build("convnet", DIGITS)
     epochs, size = 8, 64
-    updates = len(train) // size
-    optimizer = keras.optimizers.Adam(keras.optimizers.schedules.CosineDecay(2e-3, epochs * updates))
+    steps = len(train) // size
+    optimizer = keras.optimizers.Adam(keras.optimizers.schedules.CosineDecay(2e-3, epochs * steps))
     optimizer.build(model.trainable_variables)
 
     @tf.function(jit_compile=True, autograph=False)
@@ -232,7 +232,7 @@ def test_the_convnet_learns_digits() -> None:
     random = np.random.default_rng(0)
     for _ in range(epochs):
         order = random.permutation(train)
-        for index in range(updates):
+        for index in range(steps):
             chosen = order[index * size : (index + 1) * size]
             update(x[chosen], y[chosen])
     predicted = tf.argmax(model(x[held_out]), -1)

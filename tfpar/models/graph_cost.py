@@ -68,15 +68,8 @@ def count(model: keras.Model, batch_size: int) -> GraphCost:
     def step(inputs: list[tf.Tensor], weights: list[tf.Tensor], state: list[tf.Tensor]) -> Any:
         with tf.GradientTape() as tape:
             tape.watch(weights)
-            outputs, _ = model.stateless_call(weights, state, _in_structure(model, inputs), training=True)
-            # Takes the place of the loss: like a cross-entropy, it saves one tensor of the outputs' size.
-            loss = tf.add_n(
-                [
-                    tf.reduce_sum(tf.nn.log_softmax(tf.cast(output, tf.float32)))
-                    for output in tf.nest.flatten(outputs)
-                    if output.dtype.is_floating
-                ]
-            )
+            outputs, _ = model.stateless_call(weights, state, in_structure(model, inputs), training=True)
+            loss = stand_in_loss(outputs)
         forward.extend(tf.compat.v1.get_default_graph().get_operations())
         results.extend(tf.nest.flatten(outputs))
         return [g for g in tape.gradient(loss, weights) if g is not None]
@@ -90,7 +83,18 @@ def count(model: keras.Model, batch_size: int) -> GraphCost:
     return GraphCost(flops.total(), saved, tuple(uncounted), convolutions)
 
 
-def _in_structure(model: keras.Model, inputs: list[tf.Tensor]) -> Any:
+def stand_in_loss(outputs: Any) -> tf.Tensor:
+    """Takes the place of the loss: like a cross-entropy, it saves one tensor of the outputs' size."""
+    return tf.add_n(
+        [
+            tf.reduce_sum(tf.nn.log_softmax(tf.cast(output, tf.float32)))
+            for output in tf.nest.flatten(outputs)
+            if output.dtype.is_floating
+        ]
+    )
+
+
+def in_structure(model: keras.Model, inputs: list[tf.Tensor]) -> Any:
     """The inputs in the structure, such as a dict, that the model was made with."""
     structure = getattr(model, "input", None)
     if isinstance(structure, dict | list | tuple):
@@ -232,32 +236,48 @@ def _saved_bytes(
     sources: Iterable[tf.Tensor],
     uncounted: list[str],
 ) -> int:
-    """Returns the bytes of the distinct forward tensors that depend on `sources` and that backward operations read."""
+    return sum(size for _, size in saved_tensors(forward, backward, sources, uncounted))
+
+
+def saved_tensors(
+    forward: Iterable[tf.Operation],
+    backward: Iterable[tf.Operation],
+    sources: Iterable[tf.Tensor],
+    uncounted: list[str],
+) -> list[tuple[tf.Tensor, int]]:
+    """The distinct forward tensors that depend on `sources` and that backward operations read, with their bytes.
+
+    Args:
+      forward: Operations of the forward pass.
+      backward: Those of the backward pass.
+      sources: Inputs.
+      uncounted: Takes the names of tensors whose shapes are not known.
+    """
     dependent = {tensor.ref() for tensor in sources}
     forward_tensors = set(dependent)
     for operation in forward:
         forward_tensors.update(tensor.ref() for tensor in operation.outputs)
         if operation.type not in _SHAPE_ONLY and any(tensor.ref() in dependent for tensor in operation.inputs):
             dependent.update(tensor.ref() for tensor in operation.outputs)
-    saved: set[Any] = set()
+    saved: dict[Any, None] = {}
     for operation in backward:
         if operation.type not in _SHAPE_ONLY:
             saved.update(
-                _storage(tensor).ref()
+                (_storage(tensor).ref(), None)
                 for tensor in operation.inputs
                 if tensor.ref() in forward_tensors and tensor.ref() in dependent
             )
-    total = 0
+    found = []
     for reference in saved:
         tensor = reference.deref()
         try:
             # Variants (the stacks of a loop) have no size.
             if not tensor.dtype.size or tensor.dtype == tf.variant:
                 raise UnknownShapeError(tensor.name)
-            total += math.prod(_dims(tensor)) * tensor.dtype.size
+            found.append((tensor, math.prod(_dims(tensor)) * tensor.dtype.size))
         except UnknownShapeError:
             uncounted.append(tensor.name)
-    return total
+    return found
 
 
 def _storage(tensor: tf.Tensor) -> tf.Tensor:

@@ -49,6 +49,8 @@ class TransformerBlock(keras.layers.Layer):
     One product computes query, key and value. Dropout acts on the output of each residual branch.
     """
 
+    divides_positions = True  # see `tfpar.parallel.positions`
+
     def __init__(
         self,
         heads: int,
@@ -110,8 +112,9 @@ class TransformerBlock(keras.layers.Layer):
 
     def call(self, inputs: Any, training: bool | None = None) -> Any:
         """Maps [m, T, D] to [m, T, D] in the compute dtype."""
-        positions, width = inputs.shape[1:]
+        width = inputs.shape[-1]
         qkv = self.qkv(self.attention_norm(inputs))
+        positions = qkv.shape[1]  # more than the inputs have where positions are divided over devices
         own = qkv.shape[-1] // 3  # less than `width` where heads are divided over devices
         qkv = ops.reshape(qkv, (-1, positions, 3, own * self.heads // width, width // self.heads))
         x = attention(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], causal=self.causal)
@@ -127,7 +130,12 @@ class TransformerBlock(keras.layers.Layer):
 
     def tensor_layout(self) -> dict[keras.layers.Layer, str]:
         """How tensor parallelism divides its layers, see `tfpar.parallel.tensor_layout`: by heads and hidden units."""
-        return {self.qkv: "column:3", self.attention_out: "row", self.mlp_in: "column", self.mlp_out: "row"}
+        return {
+            self.qkv: f"column:3x{self.heads}",
+            self.attention_out: f"row:1x{self.heads}",
+            self.mlp_in: "column",
+            self.mlp_out: "row",
+        }
 
     def compute_output_shape(self, input_shape: tuple[int | None, ...]) -> tuple[int | None, ...]:
         return input_shape

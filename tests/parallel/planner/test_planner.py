@@ -1,0 +1,356 @@
+"""Plans on paper: by hand where that can be done, and what must hold for all of them. No TensorFlow."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+
+from tfpar.collectives.cost_model import Link
+from tfpar.config import ConfigError
+from tfpar.parallel.mesh import Mesh
+from tfpar.parallel.planner.costs import LayerCost, ModelCosts, Weight
+from tfpar.parallel.planner.machine import Machine, format_size, parse_link, parse_size
+from tfpar.parallel.planner.plan import Plan, StepTime
+from tfpar.parallel.planner.search import Question, check_fits, meshes, predict_plan, search
+from tfpar.parallel.planner.step_time import Exchange
+from tfpar.parallel.planner.table import describe_machine, limits, table
+
+import pytest
+
+FREE = Link(0.0, 1e30)
+MB = 1_000_000
+ROOMY = Machine(flops=1e12, memory_bandwidth=1e30, within=FREE, between=FREE)
+
+
+def stack(blocks: int = 8, *, weight: int = 4 * MB, sizes: tuple[int, ...] = (1, 2, 4)) -> ModelCosts:
+    """Equal blocks, each of 1 GFLOP, 10 MB of activations and 4 MB of weights, of which a model axis divides all."""
+
+    def layers(size: int) -> tuple[LayerCost, ...]:
+        return tuple(
+            LayerCost(
+                name=f"block{number}",
+                flops=1e9 / size,
+                kept=10 * MB / size,
+                kept_recomputed=MB,
+                recomputed=True,
+                sums=(MB, MB) if size > 1 else (),
+                weights=(Weight(index=number, size=weight // size, divided=size > 1),),
+            )
+            for number in range(blocks)
+        )
+
+    crossing = [-1, *[MB] * (blocks - 1)]
+    return ModelCosts(
+        name="stack", layers={size: layers(size) for size in sizes}, cut_costs=[10**9] * blocks, crossing=crossing
+    )
+
+
+def question(machine: Machine = ROOMY, **changes) -> Question:
+    options = {"model": stack(), "batch": 16, "state_per_weight": 8, "recomputes": ("none",), "shards": ("none",)}
+    return Question(**{**options, "machine": machine, **changes})
+
+
+def on(devices: int = 1, workers: int = 1, **changes) -> Machine:
+    return dataclasses.replace(ROOMY, devices=devices, workers=workers, **changes)
+
+
+def plan(data: int = 1, pipeline: int = 1, model: int = 1, micro_batches: int = 1, **options) -> Plan:
+    return Plan(mesh=Mesh(data=data, pipeline=pipeline, model=model), micro_batches=micro_batches, **options)
+
+
+# Time
+
+
+def test_one_device_spends_three_forward_passes():
+    time = predict_plan(question(), plan()).time
+    assert time.compute == pytest.approx(3 * 8e9 * 16 / 1e12)
+    assert time.seconds == pytest.approx(time.compute)
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 1), (2, 8), (4, 8), (8, 16)])
+def test_a_pipeline_of_equal_stages_waits_for_its_bubble(stages, micro_batches):
+    """Narayanan et al. 2021, section 2.2: (S - 1) / M of the time of the passes."""
+    time = predict_plan(question(on(stages)), plan(pipeline=stages, micro_batches=micro_batches)).time
+    assert time.compute == pytest.approx(3 * 8e9 * 16 / 1e12 / stages)
+    assert time.bubble == pytest.approx(time.compute * (stages - 1) / micro_batches)
+
+
+def test_shorter_stages_shorten_the_bubble():
+    both = [
+        predict_plan(question(on(4), stages_per_device=each), plan(pipeline=4, micro_batches=4)).time for each in (1, 2)
+    ]
+    assert both[0].compute == pytest.approx(both[1].compute)
+    assert both[1].bubble == pytest.approx(both[0].bubble / 2)
+
+
+def test_devices_that_share_cores_gain_nothing_and_have_no_bubble():
+    shared = on(4, worker_flops=1e12)
+    alone = predict_plan(question(), plan()).time.seconds
+    for each in (plan(data=4), plan(model=4), plan(pipeline=4, micro_batches=16)):
+        time = predict_plan(question(shared), each).time
+        assert (time.seconds, time.bubble) == (pytest.approx(alone), 0.0), each
+
+
+def test_recomputing_costs_a_forward_pass():
+    plain, again = (predict_plan(question(), plan(recompute=each)).time.seconds for each in ("none", "blocks"))
+    assert again == pytest.approx(4 / 3 * plain)
+
+
+def test_an_exchange_costs_its_bytes_and_latency():
+    """A ring of N sends 2 (N - 1) / N of 32 MB in 2 (N - 1) messages."""
+    machine = on(1, 4, between=Link(1e-3, 1e8))
+    assert predict_plan(question(machine), plan(data=4)).time.exchange == pytest.approx(6e-3 + 1.5 * 32e6 / 1e8)
+
+
+def test_replicas_of_a_worker_exchange_once():
+    machine = on(4, 2, between=Link(0.0, 1e8))
+    assert predict_plan(question(machine), plan(data=8)).time.exchange == pytest.approx(32e6 / 1e8)
+
+
+def test_parts_and_stages_exchange_their_own():
+    """All of a worker's parts are the whole model again; a worker with a stage of two exchanges half."""
+    machine = on(2, 2, between=Link(0.0, 1e8))
+    for each in (plan(data=2, model=2), plan(data=2, pipeline=2)):
+        assert predict_plan(question(machine), each).time.exchange == pytest.approx(32e6 / 1e8), each
+    machine = on(1, 4, between=Link(0.0, 1e8))
+    for each in (plan(data=2, model=2), plan(data=2, pipeline=2)):
+        assert predict_plan(question(machine), each).time.exchange == pytest.approx(16e6 / 1e8), each
+
+
+def test_sums_along_the_model_axis_cost_their_link():
+    """Two calls for each block and micro-batch, of 1 MB an example; and one for the gradients that all have."""
+    for machine in (on(2, within=Link(1e-3, 1e9)), on(1, 2, between=Link(1e-3, 1e9))):
+        time = predict_plan(question(machine), plan(model=2, micro_batches=4)).time
+        assert time.sums == pytest.approx(4 * 16 * (2e-3 + 4e6 / 1e9) + 2e-3)
+
+
+def test_messages_go_there_and_back():
+    machine = on(4, within=Link(1e-3, 1e9))
+    assert predict_plan(question(machine), plan(pipeline=4)).time.messages == pytest.approx(2 * 3 * (1e-3 + 16e6 / 1e9))
+    slow = on(1, 2, between=Link(0.0, 1e6))  # slower than the stages: every micro-batch waits
+    time = predict_plan(question(slow), plan(pipeline=2, micro_batches=16)).time
+    assert time.seconds == pytest.approx(2 * 16, rel=0.01)
+
+
+# Memory
+
+
+def test_memory_on_one_device():
+    memory = predict_plan(question(on(fused=1.0)), plan()).memory
+    assert memory == dataclasses.replace(
+        memory, weights=32 * MB, gradients=32 * MB, state=64 * MB, residuals=0, activations=16 * 80 * MB
+    )
+    assert memory.size == (32 + 32 + 64 + 1280) * MB
+
+
+@pytest.mark.parametrize(
+    ("wanted", "part"),
+    [
+        (plan(micro_batches=4), {"activations": 320, "gradients": 64}),
+        (plan(model=2), {"weights": 16, "gradients": 16, "state": 32, "activations": 640}),
+        (plan(pipeline=2), {"weights": 16, "gradients": 16, "state": 32, "activations": 640}),
+        # 1F1B: the first of two stages works on two micro-batches, of two examples each
+        (plan(pipeline=2, micro_batches=8), {"weights": 16, "gradients": 32, "activations": 2 * 2 * 40}),
+        (plan(data=2, shard="optimizer"), {"weights": 32, "state": 32 + 16, "activations": 640}),
+        (plan(data=2, shard="gradients"), {"gradients": 16, "state": 32 + 16}),
+        (plan(data=2, shard="weights"), {"weights": 16, "gradients": 16, "state": 32}),
+        (plan(recompute="blocks"), {"activations": 16 * (8 * 1 + 10)}),
+    ],
+)
+def test_memory_by_hand(wanted, part):
+    machine = on(wanted.mesh.devices, fused=1.0)
+    memory = dataclasses.asdict(predict_plan(question(machine), wanted).memory)
+    assert {name: memory[name] for name in part} == {name: size * MB for name, size in part.items()}
+
+
+def test_one_block_alone_gains_nothing_from_being_computed_again():
+    both = [
+        predict_plan(question(model=stack(1)), plan(recompute=each)).memory.activations for each in ("none", "blocks")
+    ]
+    assert both[0] == both[1]
+
+
+def test_gpipe_keeps_the_activations_of_all_micro_batches():
+    sizes = [
+        predict_plan(question(on(2, fused=1.0), schedule=each), plan(pipeline=2, micro_batches=8)).memory.activations
+        for each in ("1f1b", "gpipe")
+    ]
+    assert sizes == [2 * 2 * 40 * MB, 8 * 2 * 40 * MB]
+
+
+def test_a_weight_of_two_stages_lies_with_the_first():
+    whole = stack(2, sizes=(1,))
+    tied = Weight(index=7, size=100 * MB)
+    layers = tuple(dataclasses.replace(layer, weights=(*layer.weights, tied)) for layer in whole.whole)
+    model = dataclasses.replace(whole, layers={1: layers})
+    assert predict_plan(question(on(2), model=model), plan(pipeline=2)).memory.weights == 104 * MB
+    assert predict_plan(question(model=model), plan()).memory.weights == 108 * MB
+
+
+def test_a_lossy_exchange_remembers_what_it_left_out():
+    lossy = Exchange("int4", lambda *_: 0.0, remembers=True)
+    asked = question(on(1, 4), exchanges=(lossy,))
+    assert predict_plan(asked, plan(data=4, exchange="int4")).memory.residuals == (32 + 8) * MB
+    within = question(on(4), exchanges=(lossy,))  # nothing is encoded within a worker
+    assert predict_plan(within, plan(data=4, exchange="int4")).memory.residuals == 0
+
+
+def test_less_memory_leaves_fewer_plans():
+    """And never a faster one."""
+    asked = question(on(4), recomputes=("none", "blocks"), shards=("none", "optimizer"))
+    every = search(asked)
+    assert not every.others
+    counts, best = [], []
+    for limit in (2000, 700, 400, 200, 130, 60):
+        answer = search(dataclasses.replace(asked, machine=on(4, memory=limit * MB)))
+        assert all(each.memory.size <= limit * MB for each in answer.fitting)
+        assert len(answer.fitting) + len(answer.others) == len(every.fitting)
+        counts.append(len(answer.fitting))
+        best.append(answer.best.time.seconds)
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] > counts[-1] > 0
+    assert best == sorted(best)
+
+
+# What is listed
+
+
+def test_meshes_are_those_that_the_flag_takes():
+    found = {(each.data, each.pipeline, each.model) for each in meshes(on(4, 2), (1, 2, 8))}
+    assert {(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2), (4, 1, 2)} <= found
+    assert (1, 4, 2) not in found  # a replica on two workers with two axes
+    assert all(data * pipeline * model == 8 for data, pipeline, model in found)
+    assert {each.model for each in meshes(on(4, 2), (1, 2), {"model": 2})} == {2}
+
+
+def test_micro_batches_divide_the_batch():
+    answer = search(question(on(2), batch=12))
+    by_mesh = {each.plan.mesh.data: set() for each in answer.fitting}
+    for each in answer.fitting:
+        by_mesh[each.plan.mesh.data].add(each.plan.micro_batches)
+    assert by_mesh == {1: {1, 2, 4}, 2: {1, 2}}
+    assert {each.plan.micro_batches for each in search(question(micro_batches=3)).fitting} == {3}
+
+
+def test_refused_plans_are_left_out():
+    answer = search(question(on(2), refusal=lambda plan: "no" if plan.mesh.pipeline > 1 else ""))
+    assert {each.plan.mesh.pipeline for each in answer.fitting} == {1}
+
+
+def test_a_faster_link_changes_the_choice():
+    """Without one, a replica for each worker; with one, none needs micro-batches for a pipeline."""
+    heavy = stack(weight=400 * MB)
+    slow, fast = (
+        search(question(on(1, 4, between=Link(1e-3, rate)), model=heavy, batch=64)).best.plan for rate in (1e8, 1e12)
+    )
+    assert slow.mesh.pipeline == 4
+    assert slow.micro_batches > 4
+    assert fast.mesh.data == 4
+
+
+def test_a_thousand_devices_on_paper():
+    """GPT-3's shape on 128 workers of 8: every plan, and the first fits and keeps devices busy."""
+    width, length, blocks = 12288, 2048, 96
+
+    def layers(size: int) -> tuple[LayerCost, ...]:
+        sums = (4.0 * length * width,) * 4 if size > 1 else ()
+        block = {
+            "flops": (24 * length * width**2 + 4 * length**2 * width) / size,
+            "kept": 68 * length * width / size,
+            "kept_recomputed": 4.0 * length * width,
+            "recomputed": True,
+        }
+        weight = 48 * width**2 // size
+        return tuple(
+            LayerCost(name=f"block{n}", **block, sums=sums, weights=(Weight(index=n, size=weight, divided=size > 1),))
+            for n in range(blocks)
+        )
+
+    sizes = (1, 2, 4, 8)
+    model = ModelCosts(
+        name="gpt3",
+        layers={size: layers(size) for size in sizes},
+        cut_costs=[10] * blocks,
+        crossing=[-1, *[4 * length * width] * (blocks - 1)],
+    )
+    machine = Machine(
+        workers=128,
+        devices=8,
+        flops=1.5e14,
+        memory=80 << 30,
+        memory_bandwidth=2e12,
+        within=Link(1e-5, 2e11),
+        between=Link(2e-5, 2.5e10),
+    )
+    answer = search(Question(model=model, machine=machine, batch=1536))
+    assert len(answer.fitting) + len(answer.others) > 100
+    best = answer.best
+    assert best.plan.mesh.devices == 1024
+    assert best.plan.mesh.devices_of_replica >= 32
+    ideal = 4 * model.flops * 1536 / (1024 * machine.flops)
+    assert ideal * 0.7 < best.time.seconds < 5 * ideal
+    assert "limited by" in table(answer)
+
+
+# Words
+
+
+def test_what_would_fit_is_named():
+    asked = question(on(2, memory=565 * MB), recomputes=("none", "blocks"), shards=("none", "optimizer"))
+    with pytest.raises(ConfigError) as caught:
+        check_fits(asked, plan(data=2, exchange="none"))
+    text = str(caught.value)
+    assert "--device_memory=539 MiB: --mesh=data:2 needs" in text
+    ways = text.partition("It fits with ")[2]
+    assert ways.split("; or ")[0] == "--accumulate_steps=2"
+    for way in ("--recompute=blocks", "--shard=optimizer", "--mesh=data:1,"):
+        assert way in ways, way
+    assert check_fits(asked, plan(data=2, micro_batches=4)).fits
+
+
+def test_nothing_fits():
+    with pytest.raises(ConfigError, match=r"does not fit on 1 x 2 devices .* the smallest of \d+ plans .* needs"):
+        _ = search(question(on(2, memory=MB))).best
+
+
+def test_no_plan_says_why():
+    model = dataclasses.replace(stack(sizes=(1,)), crossing=(), uncut="It has a call of its own.")
+    with pytest.raises(ConfigError, match=r"no plan lays 'stack' .* It has a call of its own"):
+        _ = search(question(on(4), model=model, batch=2)).best
+
+
+def test_the_table_says_what_limits():
+    machine = on(1, 4, between=Link(1e-3, 1e7), memory=2000 * MB)
+    answer = search(question(machine))
+    lines = table(answer, 3).splitlines()
+    assert len(lines) == 5
+    assert "plans; the best 3:" in lines[0]
+    assert "4 workers x 1 device of 1e+03 GFLOP/s" in describe_machine(machine)
+    data = predict_plan(question(machine), plan(data=4))
+    assert limits(data, machine).startswith("gradient exchange 9")
+    assert StepTime(compute=1.0, bubble=2.0).limit == "bubble"
+
+
+@pytest.mark.parametrize(("text", "size"), [("16GiB", 16 << 30), ("500M", 500 << 20), ("1.5kb", 1536), ("", 0)])
+def test_sizes(text, size):
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["GiB", "-1G", "0", "4 apples"])
+def test_no_sizes(text):
+    with pytest.raises(ConfigError, match="--device_memory"):
+        parse_size(text)
+
+
+def test_links():
+    assert parse_link("10gbit", "--link", 1e-3) == Link(1e-3, 1.25e9)
+    assert parse_link("100Gbit/s, 20us", "--link", 1e-3) == Link(pytest.approx(2e-5), 1.25e10)
+    with pytest.raises(ConfigError, match="--link=fast is no link"):
+        parse_link("fast", "--link", 0.0)
+    assert format_size(5.1 * 2**30) == "5.1 GiB"
+
+
+def test_the_planner_needs_no_tensorflow():
+    code = "import tfpar.parallel.planner.table, sys; sys.exit('tensorflow' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,62 @@
+"""`--mesh=auto`: a run follows its plan, a resumed run keeps it, and what does not fit is refused with what would."""
+
+from __future__ import annotations
+
+import logging
+
+import tfpar
+from tests.integration.scripts import divided
+from tfpar.config import ConfigError, ExperimentConfig
+from tfpar.training.planning import auto
+
+import keras
+import numpy as np
+import pytest
+
+OPTIONS = {
+    **divided.COMMON,
+    "strategy": "mirrored",
+    "devices": 2,
+    "global_batch_size": 8,
+    "uneven_batches": False,
+    "steps": 2,
+}
+# A replica's weights, gradients and state of AdamW are 16 bytes for each of 12,000 weights.
+TOO_LITTLE_FOR_A_REPLICA = "120KiB"
+
+
+def config(**changes) -> ExperimentConfig:
+    return ExperimentConfig.from_flat_dict({**OPTIONS, **changes})
+
+
+def trained(**changes) -> tfpar.Trainer:
+    keras.utils.clear_session()
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    trainer = tfpar.Trainer(divided.dense, loss=loss, config=config(**changes))
+    x, y = divided.data("dense")
+    trainer.fit(x[:32], y[:32])
+    return trainer
+
+
+def test_a_run_follows_its_plan_and_a_resumed_run_keeps_it(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    planned = trained(mesh="auto", device_memory=TOO_LITTLE_FOR_A_REPLICA, workdir=str(tmp_path), verbose=1)
+    assert planned.topology.mesh.devices_of_replica == 2
+    chosen = {name: planned.config.as_flat_dict()[name] for name in auto._DECIDED}
+    assert f"chosen: --mesh={chosen['mesh']}" in caplog.text
+    given = trained(**chosen)
+    for ours, theirs in zip(divided.weights_of(planned).values(), divided.weights_of(given).values(), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    # There is room for a replica on each device now.
+    again = auto.planned(config(mesh="auto", workdir=str(tmp_path)), auto.Subject(build=divided.dense))
+    assert again == chosen
+
+
+def test_a_mesh_that_does_not_fit_is_refused_with_what_would():
+    with pytest.raises(ConfigError, match=r"--device_memory=120 KiB: --mesh=data:2 needs .* It fits with .*--mesh="):
+        trained(mesh="data:2", device_memory=TOO_LITTLE_FOR_A_REPLICA)
+
+
+def test_a_model_that_is_not_known_is_asked_for():
+    with pytest.raises(ConfigError, match=r"--mesh=auto counts the model before .*initialize\(config, model=build\)"):
+        tfpar.initialize(config(mesh="auto"))

@@ -1,0 +1,130 @@
+"""What is counted of models, against the whole-model count, the devices' own weights and the optimizer's variables."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+from tests.integration.scripts import divided
+from tfpar import models
+from tfpar.config import ConfigError, ExperimentConfig
+from tfpar.optim import keras_calls, keras_internals
+from tfpar.parallel.mesh import parse_mesh
+from tfpar.parallel.planner.costs import distinct
+from tfpar.parallel.planner.machine import Machine
+from tfpar.parallel.planner.plan import Plan
+from tfpar.parallel.planner.search import predict_plan
+from tfpar.training.planning.counting import count_model
+from tfpar.training.planning.facts import Facts
+from tfpar.training.planning.measuring import Measured
+from tfpar.training.planning.question import question_of
+
+import keras
+import pytest
+
+GRAPHS = ("language_model", "resnet", "branches")
+
+
+@pytest.fixture(scope="module")
+def counted():
+    """Each model is counted once."""
+    built = {name: divided.MODELS[name]() for name in GRAPHS}
+    return {name: (model, count_model(model, [2])) for name, model in built.items()}
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_layers_add_up_to_the_model(counted, name):
+    model, costs = counted[name]
+    whole = models.describe(model)
+    assert costs.flops == whole.forward_flops_per_example
+    assert sum(layer.kept for layer in costs.whole) == whole.activation_bytes_per_example
+    assert costs.parameters == sum(4 * variable.value.shape.num_elements() for variable in model.variables)
+    assert len(costs.whole) == len(costs.cut_costs) == len(costs.crossing)
+
+
+def test_the_model_is_as_before(counted):
+    for model, _ in counted.values():
+        for layer in keras_internals.all_layers(model):
+            assert "call" not in vars(layer)
+            if type(layer) is keras.layers.Dense:
+                assert layer.input_spec is not None
+        assert not keras_calls.runs_graph_otherwise(keras_calls.graph_of(model))
+
+
+def test_a_model_axis_halves_what_it_divides(counted):
+    """Blocks are divided, with two sums of activations in each pass; norms and residuals stay whole."""
+    _, costs = counted["language_model"]
+    whole, half = costs.layers[1], costs.layers[2]
+    assert sum(layer.flops for layer in half) == costs.flops / 2
+    for before, after in zip(whole, half, strict=True):
+        if before.name.startswith("block"):
+            assert 0.5 < after.kept / before.kept < 0.8
+            assert after.sums == (4 * 8 * 32,) * 4  # float32 [8, 32], forward and backward, twice
+    assert sum(weight.size for weight in distinct(half)) < 0.6 * costs.parameters
+    assert any(weight.divided for layer in half for weight in layer.weights)
+
+
+def test_recomputed_blocks_keep_their_inputs(counted):
+    _, costs = counted["language_model"]
+    blocks = [layer for layer in costs.whole if layer.recomputed]
+    assert [layer.name for layer in blocks] == ["block0", "block1"]
+    assert all(layer.kept_recomputed == 4 * 8 * 32 for layer in blocks)
+    _, stretches = counted["resnet"]
+    kept, again = (sum(getattr(layer, name) for layer in stretches.whole) for name in ("kept", "kept_recomputed"))
+    assert 0 < again < 0.5 * kept
+
+
+def test_a_model_with_a_call_of_its_own_is_not_cut():
+    class Own(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = keras.layers.Dense(3)
+
+        def call(self, inputs):
+            return self.inner(inputs)
+
+    model = Own()
+    model(keras.Input((4,)))
+    with pytest.raises(ConfigError, match=r"has no symbolic inputs"):
+        count_model(model, [])
+
+
+def test_what_cannot_be_divided_is_named():
+    small = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+    assert "no layer that can be divided over 2 devices" in count_model(small, [2]).undivided[2]
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_facts_travel_between_processes(counted, name):
+    facts = Facts(costs=counted[name][1], state_per_weight=8, elementwise=True, compiled=False)
+    assert Facts.from_json(json.loads(json.dumps(dataclasses.asdict(facts)))) == facts
+    measured = dataclasses.replace(facts, measured=Measured(1e9, 1e-3))
+    assert Facts.from_json(json.loads(json.dumps(dataclasses.asdict(measured)))) == measured
+
+
+@pytest.mark.parametrize(
+    ("mesh", "devices", "options"),
+    [("pipeline:2", 2, {"accumulate_steps": 2}), ("pipeline:2,model:2", 4, {"accumulate_steps": 2})],
+)
+def test_predicted_bytes_are_those_that_devices_hold(counted, mesh, devices, options):
+    """Weights, and the optimizer's state to a few scalars."""
+    options = {"optimizer": "adamw", **options}
+    trainer = divided.here("mirrored", mesh, devices, model="language_model", steps=1, **options)
+    config = ExperimentConfig.from_flat_dict({**divided.COMMON, **options, "mesh": mesh})
+    facts = Facts(costs=counted["language_model"][1], state_per_weight=8, elementwise=True, compiled=False)
+    plan = Plan(
+        mesh=parse_mesh(mesh, workers=1, devices=devices),
+        micro_batches=config.train.accumulate_steps,
+    )
+    memory = predict_plan(question_of(config, facts, Machine(devices=devices)), plan).memory
+    assert _fullest(trainer.model.variables) == memory.weights
+    assert _fullest(trainer.optimizer.variables) == pytest.approx(memory.state, abs=64)
+
+
+def _fullest(variables) -> int:
+    """Bytes of the device that holds most."""
+    held: dict[str, int] = {}
+    for variable in variables:
+        for copy in getattr(variable.value, "values", [variable.value]):
+            held[copy.device] = held.get(copy.device, 0) + copy.shape.num_elements() * copy.dtype.size
+    return max(held.values())

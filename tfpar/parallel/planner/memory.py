@@ -1,0 +1,88 @@
+"""How much memory the fullest device needs under a plan.
+
+A device holds, of the weights that lie on it: the weights; their gradients, and once more where those of micro-batches
+are added up; the optimizer's state, of which owners of shards hold their share and an exact copy of the weights in it
+(Rajbhandari et al. 2020, arXiv:1910.02054); and what a lossy exchange remembers. The backward pass reads activations:
+those of a micro-batch, times the micro-batches that a stage of a pipeline works on at once.
+
+XLA fuses operations and so keeps less than the graph does: `Machine.fused` of it. What runs without XLA keeps all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tfpar.parallel.planner.costs import Weight
+from tfpar.parallel.planner.machine import Machine
+from tfpar.parallel.planner.plan import Memory, Plan
+from tfpar.parallel.planner.stages import Replica
+
+_OWN_STATE = ("optimizer", "gradients", "weights")  # values of --shard by which replicas divide the optimizer's state
+
+
+def memory_of(
+    replica: Replica,
+    plan: Plan,
+    machine: Machine,
+    examples: int,
+    state_per_weight: int,
+    *,
+    remembers: bool = False,
+    schedule: str = "1f1b",
+    compiled: bool = True,
+) -> Memory:
+    """Predicts the memory of the fullest device of a replica.
+
+    Args:
+      replica: Its stages.
+      plan: How they lie.
+      machine: Devices.
+      examples: Of a micro-batch on a replica.
+      state_per_weight: Bytes of the optimizer's state for each float32 weight.
+      remembers: Whether the exchange has residuals.
+      schedule: Of a pipeline, `1f1b` or `gpipe`.
+      compiled: Whether XLA compiles passes.
+    """
+    workers = plan.mesh.data // max(1, machine.devices // plan.mesh.devices_of_replica)
+    found = []
+    for device in range(replica.devices):
+        lasting = _of_weights(replica.weights[device], plan, state_per_weight, workers if remembers else 1)
+        kept = _activations(replica, device, plan, examples, schedule)
+        fused = machine.fused if compiled and plan.mesh.model == 1 else 1.0
+        found.append(Memory(**lasting, activations=int(kept * fused)))
+    return max(found, key=lambda memory: memory.size)
+
+
+def _of_weights(weights: Sequence[Weight], plan: Plan, state_per_weight: int, workers: int) -> dict[str, int]:
+    """Bytes that follow from the weights of a device."""
+    replicas = plan.mesh.data
+    size = sum(weight.size for weight in weights)
+    trained = sum(weight.size for weight in weights if weight.trainable)
+    state = trained * state_per_weight // 4
+    if plan.shard in _OWN_STATE:
+        state = (state + (trained if plan.shard != "weights" else 0)) // replicas
+    if plan.shard == "weights":
+        size -= trained - trained // replicas
+    gradients = trained // replicas if plan.shard in ("gradients", "weights") else trained
+    if plan.micro_batches > 1:
+        gradients *= 2
+    return {
+        "weights": size,
+        "gradients": gradients,
+        "state": state,
+        "residuals": trained + trained // workers if workers > 1 else 0,
+    }
+
+
+def _activations(replica: Replica, device: int, plan: Plan, examples: int, schedule: str) -> float:
+    """Bytes that a device keeps for backward passes, before XLA fuses."""
+    kept = whole = largest = 0.0
+    for number, stage in enumerate(replica.stages):
+        if number % replica.devices != device:
+            continue
+        of_stage = stage.kept_recomputed if plan.recompute != "none" else stage.kept
+        flights = replica.in_flight(number, plan.micro_batches, schedule)
+        kept += of_stage * examples * flights
+        whole += stage.kept * examples * flights
+        largest = max(largest, stage.largest if plan.recompute != "none" else 0.0)
+    return min(kept + largest * examples, whole)

@@ -1,0 +1,132 @@
+"""A way to lay a run out over devices, and what is predicted of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from tfpar.parallel.mesh import Mesh
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A way to lay a run out.
+
+    Attributes:
+      mesh: Devices by axis.
+      micro_batches: Micro-batches of a step on each replica.
+      recompute: `none` or `blocks`.
+      shard: What replicas divide among themselves, as `--shard` says.
+      exchange: How gradients travel, as `--exchange` says.
+    """
+
+    mesh: Mesh
+    micro_batches: int = 1
+    recompute: str = "none"
+    shard: str = "none"
+    exchange: str = "none"
+
+    @property
+    def mesh_text(self) -> str:
+        """The mesh as `--mesh` takes it."""
+        sizes = dataclasses.asdict(self.mesh).items()
+        return ",".join(f"{axis}:{size}" for axis, size in sizes if size > 1 or axis == "data")
+
+    def options(self) -> dict[str, Any]:
+        """The options that make a run follow the plan, by flag name."""
+        return {
+            "mesh": self.mesh_text,
+            "accumulate_steps": self.micro_batches,
+            "recompute": self.recompute,
+            "shard": self.shard,
+            "exchange": self.exchange,
+        }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Seconds of a step, by what a device does in them.
+
+    Attributes:
+      compute: Forward and backward passes, of the busiest device.
+      bubble: Waiting for other stages of the pipeline.
+      sums: Sums and gathers along the model axis.
+      messages: Activations between stages, as far as passes wait for them.
+      exchange: Gradients between replicas.
+      update: The optimizer.
+    """
+
+    compute: float
+    bubble: float = 0.0
+    sums: float = 0.0
+    messages: float = 0.0
+    exchange: float = 0.0
+    update: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """All together."""
+        return sum(dataclasses.astuple(self))
+
+    @property
+    def limit(self) -> str:
+        """What takes longest."""
+        parts = dataclasses.asdict(self)
+        return max(parts, key=parts.__getitem__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes of the fullest device, by what is in them.
+
+    Attributes:
+      weights: All variables of the model.
+      gradients: Gradients, with those of micro-batches that are added up.
+      state: The optimizer's state, and what owners of shards keep besides.
+      residuals: What a lossy exchange remembers.
+      activations: What the backward pass reads.
+    """
+
+    weights: int
+    gradients: int
+    state: int = 0
+    residuals: int = 0
+    activations: int = 0
+
+    @property
+    def lasting(self) -> int:
+        """Bytes of what stays from step to step."""
+        return self.weights + self.state + self.residuals
+
+    @property
+    def size(self) -> int:
+        """The peak: what stays, and what a pass needs at once."""
+        return self.lasting + self.gradients + self.activations
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What is predicted of a plan.
+
+    Attributes:
+      plan: The plan.
+      time: Of a step.
+      memory: Of the fullest device.
+      fits: Whether a device has as much.
+    """
+
+    plan: Plan
+    time: StepTime
+    memory: Memory
+    fits: bool = True
+
+    def as_dict(self) -> dict[str, Any]:
+        """The plan's options, seconds and bytes, by name."""
+        return {
+            **self.plan.options(),
+            "seconds": self.time.seconds,
+            "seconds_by_part": dataclasses.asdict(self.time),
+            "bytes": self.memory.size,
+            "bytes_by_part": dataclasses.asdict(self.memory),
+            "fits": self.fits,
+        }

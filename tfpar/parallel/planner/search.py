@@ -1,0 +1,248 @@
+"""Lists plans, predicts them, and puts the fastest that fit first."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+from tfpar.config import ConfigError
+from tfpar.parallel.mesh import Mesh, parse_mesh
+from tfpar.parallel.planner.costs import ModelCosts
+from tfpar.parallel.planner.machine import Machine, format_size
+from tfpar.parallel.planner.memory import memory_of
+from tfpar.parallel.planner.plan import Plan, Prediction
+from tfpar.parallel.planner.stages import Replica, replica_of
+from tfpar.parallel.planner.step_time import DENSE, Exchange, step_time
+
+# A plan with more micro-batches than that for each stage has next to no bubble left to lose.
+_MOST_TURNS = 16
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Question:
+    """What a plan is sought for.
+
+    Attributes:
+      model: The model.
+      machine: Devices and links.
+      batch: Examples of a step, over all replicas.
+      state_per_weight: Bytes of the optimizer's state for each float32 weight.
+      recomputes: Values of `--recompute` to consider.
+      shards: Values of `--shard` to consider.
+      exchanges: Exchanges to consider.
+      micro_batches: Number of micro-batches; 0: to be chosen.
+      meshes: Sizes of axes that a mesh must have, by axis.
+      schedule: Of a pipeline, `1f1b` or `gpipe`.
+      stages_per_device: Stages that each device of a pipeline has.
+      compiled: Whether XLA compiles passes that it can.
+      refusal: Why a plan cannot be carried out; empty where it can.
+    """
+
+    model: ModelCosts
+    machine: Machine
+    batch: int
+    state_per_weight: int = 8
+    recomputes: Sequence[str] = ("none", "blocks")
+    shards: Sequence[str] = ("none", "optimizer")
+    exchanges: Sequence[Exchange] = (DENSE,)
+    micro_batches: int = 0
+    meshes: dict[str, int] = dataclasses.field(default_factory=dict)
+    schedule: str = "1f1b"
+    stages_per_device: int = 1
+    compiled: bool = True
+    refusal: Callable[[Plan], str] = lambda plan: ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What was found.
+
+    Attributes:
+      question: What was asked.
+      fitting: The plans that fit, the fastest first.
+      others: Those that do not, the smallest first.
+    """
+
+    question: Question
+    fitting: list[Prediction]
+    others: list[Prediction]
+
+    @property
+    def best(self) -> Prediction:
+        """The fastest plan that fits.
+
+        Raises:
+          ConfigError: None does; with what would.
+        """
+        if self.fitting:
+            return self.fitting[0]
+        machine = self.question.machine
+        where = f"{machine.workers} x {machine.devices} devices"
+        if not self.others:
+            raise ConfigError(
+                f"--mesh: no plan lays {self.question.model.name!r} with --global_batch_size={self.question.batch} out "
+                f"on {where}. {self._obstacles()}"
+            )
+        least = self.others[0]
+        raise ConfigError(
+            f"--mesh: {self.question.model.name!r} does not fit on {where} with "
+            f"--device_memory={format_size(machine.memory)}: the smallest of {len(self.others)} plans "
+            f"({describe(least.plan)}) needs {format_size(least.memory.size)} a device, {composition(least)}. Use more "
+            "devices, a smaller --global_batch_size, or an optimizer with less state."
+        )
+
+    def _obstacles(self) -> str:
+        model = self.question.model
+        reasons = [model.uncut, *model.undivided.values()]
+        return " ".join(filter(None, reasons[:2])) or "Use another number of devices, or another batch."
+
+
+def search(question: Question) -> Answer:
+    """Predicts every plan.
+
+    Args:
+      question: What is asked.
+    """
+    laid_out = functools.cache(lambda mesh: replica_of(question.model, mesh, question.stages_per_device))
+    found = [
+        predict(question, plan, exchange, replica)
+        for plan, exchange in _plans(question)
+        if (replica := laid_out(plan.mesh)) is not None and not question.refusal(plan)
+    ]
+    fitting = sorted((each for each in found if each.fits), key=_order)
+    others = sorted((each for each in found if not each.fits), key=lambda each: each.memory.size)
+    return Answer(question, fitting, others)
+
+
+def predict(question: Question, plan: Plan, exchange: Exchange, replica: Replica) -> Prediction:
+    """Predicts one plan.
+
+    Args:
+      question: What is asked.
+      plan: The plan.
+      exchange: That of the plan.
+      replica: The stages of the model on its mesh.
+    """
+    machine, examples = question.machine, -(-question.batch // (plan.mesh.data * plan.micro_batches))
+    time = step_time(replica, plan, machine, examples, question.state_per_weight, exchange)
+    memory = memory_of(
+        *(replica, plan, machine, examples, question.state_per_weight),
+        remembers=exchange.remembers,
+        schedule=question.schedule,
+        compiled=question.compiled,
+    )
+    return Prediction(plan=plan, time=time, memory=memory, fits=not machine.memory or memory.size <= machine.memory)
+
+
+def predict_plan(question: Question, plan: Plan) -> Prediction:
+    """`predict` for a plan with one of the exchanges of a question.
+
+    Raises:
+      ConfigError: The model cannot be laid out so.
+    """
+    exchange = next((each for each in question.exchanges if each.name == plan.exchange), DENSE)
+    replica = replica_of(question.model, plan.mesh, question.stages_per_device)
+    if replica is None:
+        model = question.model
+        reason = model.undivided.get(plan.mesh.model) or model.uncut or "It has too few layers for so many stages."
+        raise ConfigError(f"--mesh={plan.mesh_text}: {model.name!r} cannot be laid out so. {reason}")
+    return predict(question, plan, exchange, replica)
+
+
+def meshes(machine: Machine, sizes: Sequence[int], wanted: dict[str, int] | None = None) -> Iterator[Mesh]:
+    """All meshes of a machine's devices that `--mesh` takes.
+
+    Args:
+      machine: The machine.
+      sizes: Sizes that the model axis may have.
+      wanted: Sizes that a mesh must have, by axis.
+    """
+    total = machine.all_devices
+    for model, pipeline in itertools.product(sizes, range(1, total + 1)):
+        if total % (model * pipeline):
+            continue
+        mesh = Mesh(data=total // (model * pipeline), pipeline=pipeline, model=model)
+        if any(getattr(mesh, axis) != size for axis, size in (wanted or {}).items()):
+            continue
+        try:
+            yield parse_mesh(Plan(mesh=mesh).mesh_text, workers=machine.workers, devices=machine.devices)
+        except ConfigError:  # a replica must have whole workers, or be a part of one
+            continue
+
+
+def _plans(question: Question) -> Iterator[tuple[Plan, Exchange]]:
+    for mesh in meshes(question.machine, sorted(question.model.layers), question.meshes):
+        exchanges = question.exchanges if mesh.data > 1 else question.exchanges[:1]
+        for micro_batches, recompute, shard, exchange in itertools.product(
+            _micro_batches(question, mesh), question.recomputes, question.shards, exchanges
+        ):
+            if shard == "none" or mesh.data > 1:
+                how = Plan(mesh=mesh, micro_batches=micro_batches, recompute=recompute, shard=shard)
+                yield dataclasses.replace(how, exchange=exchange.name), exchange
+
+
+def _micro_batches(question: Question, mesh: Mesh) -> list[int]:
+    """Numbers of micro-batches that divide a replica's share of a batch, up to a power of two."""
+    if question.micro_batches:
+        return [question.micro_batches]
+    share = question.batch // mesh.data
+    if not share or question.batch % mesh.data:
+        return []
+    most = min(share, _MOST_TURNS * mesh.pipeline) if mesh.pipeline > 1 else share
+    return [number for number in (1 << power for power in range(most.bit_length())) if share % number == 0]
+
+
+def _order(prediction: Prediction) -> tuple[float, ...]:
+    """The fastest first; of those within about 2 %, which no prediction can tell apart, the simplest."""
+    plan, seconds = prediction.plan, prediction.time.seconds
+    changes = (plan.recompute != "none") + (plan.shard != "none")
+    return round(math.log(seconds, 1.02)), plan.mesh.devices_of_replica, changes, plan.micro_batches, seconds
+
+
+def check_fits(question: Question, plan: Plan) -> Prediction:
+    """Refuses a plan that needs more than a device has.
+
+    Args:
+      question: What is asked; considers what could be done instead.
+      plan: What was chosen.
+
+    Returns:
+      What is predicted.
+
+    Raises:
+      ConfigError: With what would fit.
+    """
+    found = predict_plan(question, plan)
+    if found.fits:
+        return found
+    given = plan.options()
+    remedies: dict[frozenset[str], str] = {}  # by the options that change: one way for each
+    for other in sorted(search(question).fitting, key=lambda each: len(_changes(given, each.plan))):
+        changes = _changes(given, other.plan)
+        if not any(names <= changes.keys() for names in remedies):
+            remedies[frozenset(changes)] = " ".join(f"--{name}={value}" for name, value in changes.items())
+    ways = "; or ".join([*remedies.values()][:4])
+    raise ConfigError(
+        f"--device_memory={format_size(question.machine.memory)}: {describe(plan)} needs "
+        f"{format_size(found.memory.size)} a device, {composition(found)}. "
+        + (f"It fits with {ways}." if ways else "Nothing that is known would make it fit on these devices.")
+    )
+
+
+def _changes(given: dict[str, object], plan: Plan) -> dict[str, object]:
+    return {name: value for name, value in plan.options().items() if given[name] != value}
+
+
+def composition(prediction: Prediction) -> str:
+    """What a device's memory holds, the largest first."""
+    parts = sorted(dataclasses.asdict(prediction.memory).items(), key=lambda part: -part[1])
+    return ", ".join(f"{format_size(size)} {name}" for name, size in parts if size)
+
+
+def describe(plan: Plan) -> str:
+    """The options of a plan that differ from their defaults."""
+    idle = {"accumulate_steps": 1, "recompute": "none", "shard": "none", "exchange": "none"}
+    return " ".join(f"--{name}={value}" for name, value in plan.options().items() if idle.get(name) != value)

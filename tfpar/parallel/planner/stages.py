@@ -1,0 +1,103 @@
+"""The stages of a model on a mesh: what each device of a replica computes, keeps, sums and sends."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+from tfpar.parallel.mesh import Mesh
+from tfpar.parallel.pipeline_cuts import cut_evenly, micro_batches_in_flight
+from tfpar.parallel.planner.costs import LayerCost, ModelCosts, Weight
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stage:
+    """Consecutive layers, for an example.
+
+    Attributes:
+      flops: Of a forward pass.
+      repeated: Of what `--recompute=blocks` computes again.
+      kept: Bytes of activations.
+      kept_recomputed: The same where they are computed again.
+      largest: Bytes of the activations of the largest layer that is computed again.
+      sums: Bytes of each call along the model axis.
+      received: Bytes that cross the cut in front of it.
+    """
+
+    flops: float
+    repeated: float
+    kept: float
+    kept_recomputed: float
+    largest: float
+    sums: tuple[float, ...]
+    received: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Replica:
+    """The stages of a replica, dealt out to the devices of the pipeline axis in turn.
+
+    Attributes:
+      stages: All of them, in order.
+      devices: Devices of the pipeline axis.
+      weights: For each of these, its variables.
+    """
+
+    stages: Sequence[Stage]
+    devices: int
+    weights: Sequence[Sequence[Weight]]
+
+    def of_device(self, device: int) -> Sequence[Stage]:
+        """The stages of one device."""
+        return self.stages[device :: self.devices]
+
+    def in_flight(self, stage: int, micro_batches: int, schedule: str) -> int:
+        """How many micro-batches a stage keeps activations of at once."""
+        if len(self.stages) == 1:
+            return 1
+        limit = micro_batches_in_flight(stage, len(self.stages), self.devices, schedule)
+        return micro_batches if limit is None else min(limit, micro_batches)
+
+
+def replica_of(model: ModelCosts, mesh: Mesh, stages_per_device: int = 1) -> Replica | None:
+    """The stages of a model on a mesh; None where it cannot be cut or divided so.
+
+    Args:
+      model: The model.
+      mesh: Its model axis must be one of `model.layers`.
+      stages_per_device: Stages that each device of a pipeline has.
+    """
+    layers = model.layers.get(mesh.model)
+    if layers is None:
+        return None
+    number = mesh.pipeline * (stages_per_device if mesh.pipeline > 1 else 1)
+    cuts: list[int] | None = []
+    if number > 1:
+        cuts = cut_evenly(model.cut_costs, model.crossing.__getitem__, number) if model.crossing else None
+    if cuts is None:
+        return None
+    bounds = [0, *cuts, len(layers)]
+    seen: set[int] = set()  # a weight of two stages lies with the first
+    weights: list[list[Weight]] = [[] for _ in range(mesh.pipeline)]
+    stages = []
+    for number, (start, end) in enumerate(itertools.pairwise(bounds)):
+        stages.append(_stage(layers[start:end], model.crossing[start] if start else 0.0))
+        for weight in (weight for layer in layers[start:end] for weight in layer.weights):
+            if weight.index not in seen:
+                seen.add(weight.index)
+                weights[number % mesh.pipeline].append(weight)
+    return Replica(stages=stages, devices=mesh.pipeline, weights=weights)
+
+
+def _stage(layers: Sequence[LayerCost], received: float) -> Stage:
+    again = [layer for layer in layers if layer.recomputed]
+    return Stage(
+        flops=sum(layer.flops for layer in layers),
+        repeated=sum(layer.flops for layer in again),
+        kept=sum(layer.kept for layer in layers),
+        kept_recomputed=sum(layer.kept_recomputed if layer.recomputed else layer.kept for layer in layers),
+        largest=max((layer.kept for layer in again), default=0.0),
+        sums=tuple(size for layer in layers for size in layer.sums),
+        received=received,
+    )

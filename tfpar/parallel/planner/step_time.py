@@ -1,0 +1,149 @@
+"""How long a step takes under a plan.
+
+Passes: a device spends F / rate on F FLOPs, three times those of the forward pass, four times where activations are
+computed again, and a fixed time on each pass. A pipeline of S devices that hold V stages each takes M turns of its
+slowest device, and fills and empties in the time of the other devices' turns, divided by V (Narayanan et al. 2021,
+arXiv:2104.04473, section 2.2: M + (S - 1) / V turns where all are equal). Where the devices of a worker share cores, a
+step takes no less than all their work at the rate of the cores.
+
+Sums along the model axis, of activations and once of the gradients of whole weights, are rings, which nothing overlaps.
+Messages between stages cost their latency and bytes. Gradients are summed over the replicas of a worker, then between
+workers; nothing of that overlaps the passes. The optimizer reads and writes weights, gradients and state once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+
+from tfpar.collectives.cost_model import Link, all_reduce
+from tfpar.parallel.planner.costs import Weight
+from tfpar.parallel.planner.machine import Machine
+from tfpar.parallel.planner.plan import Plan, StepTime
+from tfpar.parallel.planner.stages import Replica, Stage
+
+# The gradients of activations and of weights cost as much as the forward pass each.
+_PASSES = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """A way to exchange gradients between workers.
+
+    Attributes:
+      name: As `--exchange` takes it.
+      seconds: `(elements, workers, link) -> seconds`; None for a ring over float32 gradients.
+      remembers: Whether it has residuals.
+    """
+
+    name: str
+    seconds: Callable[[int, int, Link], float] | None = None
+    remembers: bool = False
+
+
+DENSE = Exchange("none")
+
+
+def step_time(
+    replica: Replica, plan: Plan, machine: Machine, examples: int, state_per_weight: int, exchange: Exchange = DENSE
+) -> StepTime:
+    """Predicts a step.
+
+    Args:
+      replica: Its stages.
+      plan: How they lie.
+      machine: Devices and links.
+      examples: Of a micro-batch on a replica.
+      state_per_weight: Bytes of the optimizer's state for each float32 weight.
+      exchange: That of the plan.
+    """
+    mesh, passes = plan.mesh, plan.micro_batches
+    whole = sum(stage.flops for stage in replica.stages)
+
+    def alone(stage: Stage) -> float:
+        flops = _PASSES * stage.flops + (stage.repeated if plan.recompute != "none" else 0.0)
+        return flops * examples / machine.flops + machine.pass_seconds * stage.flops / max(whole, 1.0)
+
+    spans = mesh.devices_of_replica > machine.devices
+    ring = functools.partial(_ring, link=machine.between if spans else machine.within, machine=machine)
+    devices = range(mesh.pipeline)
+    work = [sum(map(alone, replica.of_device(device))) for device in devices]
+    summing = [
+        sum(ring(size * examples, mesh.model) for stage in replica.of_device(device) for size in stage.sums)
+        for device in devices
+    ]
+    turns = [computed + summed for computed, summed in zip(work, summing, strict=True)]
+    slowest = max(devices, key=turns.__getitem__)
+    per_device = len(replica.stages) / mesh.pipeline
+    schedule = passes * turns[slowest] + (sum(turns) - turns[slowest]) / per_device
+    # What the devices of a worker do in a step, one after the other at the rate of all of them.
+    here = sum(work) * passes * mesh.model * machine.devices / mesh.devices_of_replica
+    crowded = here * machine.crowding / machine.devices
+    # Once a step, the devices of the model axis take one gradient of each whole weight.
+    agreeing = sum(ring(_trainable(each, divided=False), mesh.model) for each in replica.weights)
+    compute = max(passes * work[slowest], crowded)
+    return StepTime(
+        compute=compute,
+        bubble=max(0.0, schedule - compute - passes * summing[slowest]),
+        sums=passes * summing[slowest] + agreeing,
+        messages=_messages(replica, plan, examples, machine, turns[slowest]),
+        exchange=_exchange(replica, plan, machine, exchange),
+        update=_update(replica, plan, machine, state_per_weight),
+    )
+
+
+def _ring(size: float, devices: int, link: Link, machine: Machine) -> float:
+    """Seconds of a sum over devices."""
+    return all_reduce(int(size), devices, link, machine.memory_bandwidth).seconds if devices > 1 else 0.0
+
+
+def _messages(replica: Replica, plan: Plan, examples: int, machine: Machine, turn: float) -> float:
+    """Seconds in which passes wait for activations of other stages and their gradients."""
+    if len(replica.stages) == 1:
+        return 0.0
+    here = max(1, machine.devices // plan.mesh.model)  # devices of the pipeline on a worker
+    taken = []
+    for number, stage in enumerate(replica.stages[1:], start=1):
+        crosses = plan.mesh.pipeline > here and number % here == 0
+        link = machine.between if crosses else machine.within
+        taken.append(link.latency + stage.received * examples / link.bandwidth)
+    # There and back once; then a link may be slower than the stages that it joins.
+    return 2 * sum(taken) + (plan.micro_batches - 1) * max(0.0, 2 * max(taken) - turn)
+
+
+def _exchange(replica: Replica, plan: Plan, machine: Machine, exchange: Exchange) -> float:
+    """Seconds of summing gradients over replicas: of a worker first, then between workers, which share its link."""
+    mesh = plan.mesh
+    if mesh.data == 1:
+        return 0.0
+    of_worker = max(1, machine.devices // mesh.devices_of_replica)  # replicas
+    workers = mesh.data // of_worker
+    fullest = max(_trainable(each) for each in replica.weights)
+    seconds = _ring(fullest, of_worker, machine.within, machine)
+    if workers == 1:
+        return seconds
+    # Parts of a replica on one worker, each once.
+    divided = sum(_trainable(each, divided=True) for each in replica.weights)
+    whole = sum(_trainable(each, divided=False) for each in replica.weights)
+    spread = max(1, mesh.devices_of_replica // machine.devices)  # workers of a replica
+    size = divided * mesh.model / spread + (whole / spread if mesh.pipeline > 1 else whole)
+    if spread > 1 and mesh.pipeline > 1:
+        size = fullest * max(1, machine.devices)
+    if exchange.seconds is None:
+        return seconds + _ring(size, workers, machine.between, machine)
+    return seconds + exchange.seconds(int(size / 4), workers, machine.between)
+
+
+def _update(replica: Replica, plan: Plan, machine: Machine, state_per_weight: int) -> float:
+    """Seconds of reading weights, gradients and state, and of writing weights and state."""
+    size = max(_trainable(each) for each in replica.weights)
+    touched = size * (3 + 2 * state_per_weight / 4)
+    owners = plan.mesh.data if plan.shard != "none" else 1
+    busy = machine.devices if machine.crowding > 1 else 1
+    return touched * busy / owners / machine.memory_bandwidth
+
+
+def _trainable(weights: Sequence[Weight], divided: bool | None = None) -> int:
+    """Bytes of trainable weights, all or those that are divided or not."""
+    return sum(each.size for each in weights if each.trainable and divided in (None, each.divided))

@@ -1,0 +1,196 @@
+"""`--mesh=auto`: a plan for a run, the same on every worker; and whether a mesh that is given fits."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tfpar import cluster, inputs, models
+from tfpar.checkpoint import checkpointer
+from tfpar.checkpoint.model_files import task_spec
+from tfpar.cluster import rendezvous
+from tfpar.config import CUSTOM, ConfigError, ExperimentConfig
+from tfpar.parallel.mesh import AUTO
+from tfpar.parallel.planner.machine import Machine, parse_size
+from tfpar.parallel.planner.plan import Plan
+from tfpar.parallel.planner.search import check_fits, search
+from tfpar.parallel.planner.table import describe_machine, table
+from tfpar.parallel.topology import Topology, choose_topology, without_auto
+from tfpar.process.activity import activity
+from tfpar.process.exit_codes import PeerLostError
+from tfpar.training.optimizer_spec import OptimizerSpec
+from tfpar.training.planning.facts import Build, Facts, find_facts
+from tfpar.training.planning.machines import Given, machine_of, through_grpc
+from tfpar.training.planning.offline import model_axis_sizes
+from tfpar.training.planning.question import question_of
+
+import keras
+
+_log = logging.getLogger(__name__)
+
+_MEASURED_EXAMPLES = 16
+_LONGEST_ERROR = 2000  # what the chief tells the others is one line of at most 4 KiB
+# What a plan decides; --exchange stays as it was given.
+_DECIDED = ("mesh", "accumulate_steps", "recompute", "shard")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What a plan is for.
+
+    Attributes:
+      build: The model, or what builds it; None where it is not known yet.
+      optimizer: By default what the configuration names.
+      layout: How layers are divided, see `find_layout`.
+    """
+
+    build: Build | keras.Model | None
+    optimizer: OptimizerSpec | None = None
+    layout: Mapping[str, Any] | None = None
+
+    @classmethod
+    def named(cls, config: ExperimentConfig, train: inputs.AnySource | None) -> Subject:
+        """The model that a configuration names, for some data."""
+        if train is None or config.model.model == CUSTOM:
+            return cls(build=None)
+        return cls(build=lambda: models.build(config.model.model, task_spec(train), **config.model.arguments()))
+
+
+def is_auto(config: ExperimentConfig) -> bool:
+    """Whether a plan is to be made."""
+    return config.strategy.mesh == AUTO
+
+
+def planned(config: ExperimentConfig, subject: Subject) -> dict[str, Any]:
+    """The options that `--mesh=auto` comes to. All workers call it, before the strategy starts.
+
+    Args:
+      config: The experiment.
+      subject: Its model.
+
+    Returns:
+      By flag name; those of the chief, on every worker.
+
+    Raises:
+      ConfigError: No plan fits, or the model is not known. On every worker.
+      PeerLostError: A worker did not come.
+    """
+    topology = choose_topology(without_auto(config.strategy), cluster.detect())
+    if topology.name in ("tpu", "parameter_server"):
+        raise ConfigError(f"--mesh=auto does not work with --strategy={topology.name}. Leave it out.")
+    if subject.build is None:
+        raise ConfigError(
+            "--mesh=auto counts the model before the strategy starts, and it is not known yet. Give the Trainer a "
+            "function that builds it, without runtime=..., or tfpar.initialize(config, model=build)."
+        )
+    if topology.cluster is None or topology.workers == 1:
+        return _decide(config, subject, topology)
+    decision: dict[str, Any] = {}
+    if topology.is_chief:
+        try:
+            decision = {"options": _decide(config, subject, topology)}
+        except ConfigError as error:
+            decision = {"error": str(error)[:_LONGEST_ERROR]}
+    text = rendezvous.wait_for_all(topology.cluster, topology.start_timeout, json.dumps(decision))
+    if not text:  # its server answered, not the chief itself
+        raise PeerLostError("the chief trains already and makes no plan any more; start all workers again")
+    decision = json.loads(text)
+    if "error" in decision:
+        raise ConfigError(decision["error"])
+    return decision["options"]
+
+
+def _decide(config: ExperimentConfig, subject: Subject, topology: Topology) -> dict[str, Any]:
+    tells = config.monitor.verbose > 0
+    kept = _of_saved_run(config, tells)
+    if kept:
+        return kept
+    assert subject.build is not None
+    with activity("planning --mesh=auto", shown=tells):
+        facts = _facts(config, subject, topology, _MEASURED_EXAMPLES)
+        machine = _machine(config, topology, facts)
+        answer = search(question_of(config, facts, machine, keeps_exchange=True))
+    best = answer.best
+    options = {name: best.plan.options()[name] for name in _DECIDED}
+    if tells:
+        flags = " ".join(f"--{name}={value}" for name, value in options.items())
+        _log.info("mesh auto: %s\n%s\nchosen: %s", describe_machine(machine), table(answer), flags)
+    return options
+
+
+def _of_saved_run(config: ExperimentConfig, tells: bool) -> dict[str, Any]:
+    """The plan of the run that is to be resumed; empty where there is none, or these devices are others."""
+    workdir = config.checkpoint.workdir
+    saved = checkpointer.saved_config(workdir) if workdir else None
+    if saved is None:
+        return {}
+    options = {name: saved[name] for name in _DECIDED if name in saved}
+    try:
+        resumed = ExperimentConfig.from_flat_dict({**config.as_flat_dict(), **options})
+        choose_topology(resumed.strategy, cluster.detect())
+    except ConfigError as error:
+        if tells:
+            _log.info("mesh auto: %s has a run on other devices (%s); its plan is made anew", workdir, error)
+        return {}
+    if tells:
+        _log.info("mesh auto: --mesh=%s and the rest of its plan, as %s was trained", options["mesh"], workdir)
+    return options
+
+
+def check_memory(config: ExperimentConfig, subject: Subject) -> None:
+    """Refuses a mesh that does not fit in `--device_memory`, as far as the model is known.
+
+    Raises:
+      ConfigError: With what would fit.
+    """
+    topology = choose_topology(config.strategy, cluster.detect())
+    if subject.build is None or topology.name in ("tpu", "parameter_server"):
+        return
+    train = config.train
+    with activity("predicting memory", shown=config.monitor.verbose > 0 and topology.is_chief):
+        facts = _facts(config, subject, topology, 0)
+    plan = Plan(
+        mesh=topology.mesh,
+        micro_batches=train.accumulate_steps,
+        recompute=train.recompute,
+        shard=train.shard,
+        exchange=config.exchange.exchange,
+    )
+    anything = dataclasses.replace(
+        config,
+        strategy=dataclasses.replace(config.strategy, mesh=AUTO, stages=""),
+        train=dataclasses.replace(train, accumulate_steps=1, recompute="none", shard="none"),
+    )
+    check_fits(question_of(anything, facts, _machine(config, topology, facts), keeps_exchange=True), plan)
+
+
+def _facts(config: ExperimentConfig, subject: Subject, topology: Topology, most_examples: int) -> Facts:
+    assert subject.build is not None
+    sizes = model_axis_sizes(topology.local_devices, topology.workers)
+    if topology.device_type == "GPU":
+        most_examples = 0
+    return find_facts(
+        *(subject.build, config, sizes),
+        optimizer=subject.optimizer,
+        layout=subject.layout,
+        most_examples=min(most_examples, max(1, config.input.global_batch_size // topology.workers)),
+    )
+
+
+def _machine(config: ExperimentConfig, topology: Topology, facts: Facts) -> Machine:
+    host: Callable[[str], str] = lambda address: address.rpartition(":")[0]  # noqa: E731
+    addresses = topology.cluster.worker_addresses if topology.cluster else ()
+    own = topology.cluster.address if topology.cluster else ""
+    return machine_of(
+        *(topology.workers, topology.local_devices, topology.device_type),
+        precision=config.precision.precision,
+        measured=facts.measured,
+        given=Given(
+            memory=parse_size(config.strategy.device_memory),
+            between=None if topology.device_type == "GPU" else through_grpc(Machine().between),
+        ),
+        workers_here=max(1, sum(host(address) == host(own) for address in addresses)),
+    )

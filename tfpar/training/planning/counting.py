@@ -1,0 +1,292 @@
+"""Counts what the layers of a model cost on every size of the model axis, without running it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from tfpar.config import ConfigError
+from tfpar.models import graph_cost
+from tfpar.optim import keras_calls, keras_compile, keras_internals
+from tfpar.parallel import tensor_layout
+from tfpar.parallel.divided_logits import kept_divided
+from tfpar.parallel.model_axis import Place, at_place
+from tfpar.parallel.planner.costs import LayerCost, ModelCosts, Weight
+from tfpar.parallel.split import Split
+from tfpar.parallel.tensor_calls import divide_calls, heads_of
+from tfpar.parallel.weight_layouts import find_weight_layout, names_weights
+from tfpar.training.model import recompute
+from tfpar.training.pipeline.graph import GraphStep, Values, costs_of, crossing_elements, run_steps, steps_of
+
+import keras
+import tensorflow as tf
+
+
+def count_model(
+    model: keras.Model, sizes: Sequence[int], layout: Mapping[str, Any] | None = None, *, length: int = 64
+) -> ModelCosts:
+    """Counts FLOPs, activations, sums and weights of each layer. The model is as before when this returns.
+
+    Args:
+      model: A built Keras model with symbolic inputs.
+      sizes: Sizes of the model axis to count for, besides 1.
+      layout: How layers are divided, see `find_layout`.
+      length: Of dimensions of inputs that are not known.
+
+    Raises:
+      ConfigError: The model has no symbolic inputs, so that its cost is not known before it runs.
+    """
+    if not getattr(model, "inputs", None):
+        raise ConfigError(
+            f"--mesh=auto: model {model.name!r} has no symbolic inputs, so its cost is not known before it runs. Build "
+            "it with the functional API, or name a mesh, such as --mesh=data:2."
+        )
+    graph = keras_calls.graph_of(model)
+    steps = steps_of(graph) if graph is not None else []
+    counter = _Counter(model, graph, steps, length)
+    try:
+        whole = counter.with_recompute(counter.layers({}, None))
+        divided, undivided = {}, {}
+        for size in sizes:
+            try:
+                with _divided(model, size, layout) as splits:
+                    divided[size] = counter.with_kept_of(counter.layers(splits, _CountedPlace.of(size)), whole)
+            except ConfigError as error:
+                undivided[size] = str(error)
+            except ValueError as error:  # a layer of somebody's own, whose parts do not fit together
+                first = next(iter(str(error).strip().splitlines()), "")
+                undivided[size] = f"--mesh=model:{size}: model {model.name!r} fails where it is divided so ({first})."
+    finally:
+        _restore(model)
+    common: dict[str, Any] = {"name": model.name, "layers": {1: whole, **divided}, "undivided": undivided}
+    if graph is None:
+        uncut = f"Model {model.name!r} has a call of its own, not a graph of layers, so it cannot be cut into stages."
+        return ModelCosts(**common, uncut=uncut)
+    costs = costs_of(model, graph, steps)
+    width = tf.as_dtype(model.compute_dtype).size
+    crossing = [max(elements * width, -1) for elements in crossing_elements(graph, steps, costs)]
+    return ModelCosts(**common, cut_costs=costs.flops, crossing=crossing)
+
+
+def _restore(model: keras.Model) -> None:
+    keras_calls.restore_calls(model, keras_internals.all_layers(model))
+
+
+@contextlib.contextmanager
+def _divided(model: keras.Model, size: int, layout: Mapping[str, Any] | None) -> Iterator[dict[int, Split]]:
+    """In this context calls of layers are divided; the splits of variables, by identity."""
+    find = find_weight_layout if names_weights(layout) else tensor_layout.find_layout
+    layouts = find(model, size, layout or {})
+    specs = [(layer, layer.input_spec) for layer, _ in layouts.values()]
+    try:
+        divide_calls(layouts, heads_of(model))
+        yield {
+            id(getattr(layer, name)): split for layer, found in layouts.values() for name, split in found.splits.items()
+        }
+    finally:
+        for layer, spec in specs:
+            layer.input_spec = spec
+        _restore(model)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _CountedPlace(Place):
+    """A device of a model axis that only notes what it would tell the others.
+
+    Attributes:
+      noted: Bytes of each call.
+      devices: Devices on the axis.
+    """
+
+    devices: int = 1
+    noted: list[float] = dataclasses.field(default_factory=list)
+
+    @classmethod
+    def of(cls, devices: int) -> _CountedPlace:
+        group: Any = None
+        return cls(group, "", itertools.count(), devices=devices)
+
+    @property
+    def rank(self) -> int:
+        return 0
+
+    @property
+    def size(self) -> int:
+        return self.devices
+
+    def sum(self, x: tf.Tensor) -> tf.Tensor:
+        self.noted.append(float(math.prod(x.shape)) * max(x.dtype.size, 4))
+        return tf.identity(x)
+
+    def enter(self, x: tf.Tensor) -> tf.Tensor:
+        return self.sum(x)  # its gradient, which has its shape
+
+    def collect(self, x: tf.Tensor) -> tf.Tensor:
+        self.noted.append(self.devices * float(math.prod(x.shape)) * x.dtype.size / 2)  # half the bytes of a sum
+        return tf.stack([x] * self.devices)
+
+
+class _Counter:
+    """Traces forward and backward passes of a model, and tells what of them belongs to which layer."""
+
+    def __init__(self, model: keras.Model, graph: Any, steps: Sequence[GraphStep], length: int) -> None:
+        self._model, self._graph, self._steps, self._length = model, graph, steps, length
+        self._places = {id(variable): index for index, variable in enumerate(model.variables)}
+
+    def layers(self, splits: Mapping[int, Split], place: _CountedPlace | None) -> tuple[LayerCost, ...]:
+        """The costs of each layer on one device."""
+        shapes = [
+            (each, split.part_shape(each.shape)) for each in self._model.variables if (split := splits.get(id(each)))
+        ]
+        with keras_calls.shapes_of_variables(shapes), at_place(place) if place else contextlib.nullcontext():
+            traced = _Trace(self._model, self._graph, self._steps, self._length, place)
+        names = [step.name for step in self._steps] or [self._model.name]
+        variables = [step.variables for step in self._steps] or [self._model.variables]
+        return tuple(
+            LayerCost(
+                name=name,
+                flops=flops,
+                kept=kept,
+                kept_recomputed=kept,
+                sums=tuple(sums),
+                weights=tuple(self._weights(own, splits)),
+            )
+            for name, own, flops, kept, sums in zip(
+                names, variables, traced.flops, traced.kept, traced.sums, strict=True
+            )
+        )
+
+    def with_recompute(self, layers: Sequence[LayerCost]) -> tuple[LayerCost, ...]:
+        """The layers, with what they keep where blocks are computed again."""
+        try:
+            recompute.recompute_activations(self._model, recompute.BLOCKS)
+        except ConfigError:  # there are no blocks
+            return tuple(layers)
+        if self._graph is not None and keras_calls.runs_graph_otherwise(self._graph):
+            _restore(self._model)
+            return self._in_stretches(layers)
+        again = self.layers({}, None)
+        _restore(self._model)
+        return self.with_kept_of(
+            layers,
+            [
+                dataclasses.replace(
+                    layer, kept_recomputed=min(layer.kept, other.kept), recomputed=other.kept < layer.kept
+                )
+                for layer, other in zip(layers, again, strict=True)
+            ],
+        )
+
+    def with_kept_of(self, layers: Sequence[LayerCost], others: Sequence[LayerCost]) -> tuple[LayerCost, ...]:
+        """The layers, recomputed as others are."""
+        return tuple(
+            dataclasses.replace(
+                layer, kept_recomputed=min(layer.kept, other.kept_recomputed), recomputed=other.recomputed
+            )
+            for layer, other in zip(layers, others, strict=True)
+        )
+
+    def _in_stretches(self, layers: Sequence[LayerCost]) -> tuple[LayerCost, ...]:
+        """About as many stretches as the square root of the layers, of each of which one tensor is kept."""
+        weighted = sum(bool(layer.weights) for layer in layers)
+        stretch = sum(layer.kept for layer in layers) / max(round(math.sqrt(weighted)), 1)
+        found, filled = [], 0.0
+        for layer in layers:
+            begins = filled == 0.0
+            filled = 0.0 if filled + layer.kept >= stretch else filled + layer.kept
+            found.append(dataclasses.replace(layer, kept_recomputed=layer.kept if begins else 0.0, recomputed=True))
+        return tuple(found)
+
+    def _weights(self, variables: Sequence[keras.Variable], splits: Mapping[int, Split]) -> Iterator[Weight]:
+        for variable in variables:
+            split = splits.get(id(variable))
+            width = tf.as_dtype(variable.dtype).size
+            size = width * math.prod(variable.shape)
+            yield Weight(
+                index=self._places[id(variable)],
+                size=size if split is None else width * math.prod(split.part_shape(variable.shape)),
+                trainable=variable.trainable,
+                divided=split is not None,
+            )
+
+
+class _Trace:
+    """One traced forward and backward pass of one example.
+
+    Attributes:
+      flops: Of each layer, in the forward pass.
+      kept: Bytes that each layer keeps for the backward pass.
+      sums: Bytes of each call along the model axis, by layer.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        graph: Any,
+        steps: Sequence[GraphStep],
+        length: int,
+        place: _CountedPlace | None,
+    ) -> None:
+        self._model, self._steps, self._place = model, steps, place
+        count = max(len(steps), 1)
+        self.sums: list[list[float]] = [[] for _ in range(count)]
+        self._ends: list[int] = []
+        self._forward: list[tf.Operation] = []
+        if graph is not None:
+            keras_calls.replace_graph_run(graph, self._run_graph)
+        specs = [
+            tf.TensorSpec([1, *(size or length for size in tensor.shape[1:])], tensor.dtype) for tensor in model.inputs
+        ]
+        weights, state = (
+            [tf.TensorSpec(tuple(each.shape), each.dtype) for each in variables]
+            for variables in (model.trainable_variables, model.non_trainable_variables)
+        )
+        traced = tf.function(self._step, autograph=False).get_concrete_function(specs, weights, state).graph
+        uncounted: list[str] = []
+        operations = traced.get_operations()
+        backward = operations[len(self._forward) :]
+        numbers = {operation: number for number, operation in enumerate(self._forward)}
+        ends = self._ends or [len(self._forward)]
+        starts = [0, *ends[:-1]]
+        self.flops = [
+            float(graph_cost.flops_of(self._forward[start:end], uncounted))
+            for start, end in zip(starts, ends, strict=True)
+        ]
+        self.kept = [0.0] * count
+        saved = graph_cost.saved_tensors(self._forward, backward, traced.inputs[: len(specs)], uncounted)
+        for tensor, size in saved:
+            number = numbers.get(tensor.op, 0)
+            owner = next((layer for layer, end in enumerate(ends) if number < end), count - 1)
+            self.kept[owner] += size
+
+    def _step(self, inputs: Any, weights: Any, state: Any) -> Any:
+        with tf.GradientTape() as tape, kept_divided():
+            tape.watch(weights)
+            outputs, _ = self._model.stateless_call(
+                weights, state, graph_cost.in_structure(self._model, inputs), training=True
+            )
+            loss = graph_cost.stand_in_loss(outputs)
+        self._forward.extend(tf.compat.v1.get_default_graph().get_operations())
+        if not self._steps and self._place:
+            self.sums[0] += self._place.noted
+        return [each for each in tape.gradient(loss, weights) if each is not None]
+
+    def _run_graph(self, graph: Any, plain: Any, /, inputs: Any, **options: Any) -> Any:
+        """Takes the place of `keras.Function._run_through_graph`."""
+        operation_fn = options.get("operation_fn")
+        if operation_fn is None or keras_calls.innermost_scope() is None:
+            return plain(inputs, **options)
+        values: Values = dict(zip(map(id, graph.inputs), tf.nest.flatten(inputs), strict=True))
+        operations = tf.compat.v1.get_default_graph().get_operations
+        for number, step in enumerate(self._steps):
+            noted = len(self._place.noted) if self._place else 0
+            run_steps([step], values, operation_fn)
+            self._ends.append(len(operations()))
+            if self._place:
+                self.sums[number] += self._place.noted[noted:]
+        outputs = [values[id(tensor)] for tensor in graph.outputs]
+        return keras.tree.pack_sequence_as(keras_compile.symbolic_outputs(graph), outputs)

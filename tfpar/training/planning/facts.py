@@ -1,0 +1,195 @@
+"""What a plan needs to know of a model, found out in a process of its own.
+
+TensorFlow's devices and collectives can only be set up before its first operation, and building a Keras model runs one.
+So a fork of this process builds the model, counts and measures it, and hands the result back as plain data. Where this
+process has run operations already, it does so itself, and leaves Keras' names and random numbers as they were.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tfpar import models, precision
+from tfpar.config import ConfigError, ExperimentConfig
+from tfpar.optim import keras_calls
+from tfpar.optim.optimizers import ELEMENTWISE
+from tfpar.parallel.planner.costs import LayerCost, ModelCosts, Weight
+from tfpar.training.optimizer_spec import OptimizerSpec
+from tfpar.training.planning.counting import count_model
+from tfpar.training.planning.measuring import Measured, measure_passes
+
+import keras
+import tensorflow as tf
+from tensorflow.python.eager import context
+
+Build = Callable[[], keras.Model]
+_PROBE = (64, 64)  # shape of the weight whose state is counted
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What is known of a model and its optimizer.
+
+    Attributes:
+      costs: Of the model's layers.
+      state_per_weight: Bytes of the optimizer's state for each float32 weight.
+      elementwise: Whether the optimizer updates every element by itself.
+      compiled: Whether XLA compiles passes.
+      measured: What passes took; None where that was not asked.
+    """
+
+    costs: ModelCosts
+    state_per_weight: int
+    elementwise: bool
+    compiled: bool
+    measured: Measured | None = None
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Facts:
+        """What `json` made of `dataclasses.asdict(facts)`."""
+        costs, measured = value["costs"], value["measured"]
+        layers = {int(size): tuple(map(_layer, each)) for size, each in costs["layers"].items()}
+        undivided = {int(size): reason for size, reason in costs["undivided"].items()}
+        return cls(
+            **{
+                **value,
+                "costs": ModelCosts(**{**costs, "layers": layers, "undivided": undivided}),
+                "measured": measured and Measured(**measured),
+            }
+        )
+
+
+def _layer(value: dict[str, Any]) -> LayerCost:
+    weights = tuple(Weight(**each) for each in value["weights"])
+    return LayerCost(**{**value, "sums": tuple(value["sums"]), "weights": weights})
+
+
+def find_facts(
+    build: Build | keras.Model,
+    config: ExperimentConfig,
+    sizes: Sequence[int],
+    *,
+    optimizer: OptimizerSpec | None = None,
+    layout: Mapping[str, str] | None = None,
+    most_examples: int = 0,
+) -> Facts:
+    """Counts a model, and measures it.
+
+    Args:
+      build: Builds the model; or the model.
+      config: The experiment: optimizer, precision, XLA, and the length of sequences.
+      sizes: Sizes of the model axis to count for, besides 1.
+      optimizer: By default what the configuration names.
+      layout: How layers are divided, see `find_layout`.
+      most_examples: Examples of the largest micro-batch that is timed; 0: none is.
+
+    Raises:
+      ConfigError: The model cannot be counted.
+    """
+    spec = optimizer or OptimizerSpec(None, False)
+
+    def find() -> Facts:
+        precision.set_policy(config.precision)
+        return _facts(build, config, sizes, spec, layout, most_examples)
+
+    if context.context()._context_handle is None and hasattr(os, "fork"):
+        return _in_fork(find)
+    policy, state = keras.config.dtype_policy(), keras_calls.thread_state()
+    try:
+        with keras_calls.in_thread_state({name: _copied(value) for name, value in state.items()}), tf.device("CPU:0"):
+            return find()
+    finally:
+        keras.config.set_dtype_policy(policy)
+
+
+def _copied(value: object) -> object:
+    """Of what Keras keeps in a thread, the counts of names are changed in place."""
+    return copy.copy(value) if isinstance(value, dict) else value
+
+
+def _facts(
+    build: Build | keras.Model,
+    config: ExperimentConfig,
+    sizes: Sequence[int],
+    spec: OptimizerSpec,
+    layout: Mapping[str, str] | None,
+    most_examples: int,
+) -> Facts:
+    model = build if isinstance(build, keras.Model) else build()
+    if not isinstance(model, keras.Model) or not model.built:
+        raise ConfigError(f"--mesh=auto: model() returned {model!r}; it must return a built Keras model.")
+    costs = count_model(model, sizes, layout, length=config.input.sequence_length)
+    compiled = _compiles(model, config)
+    measured = measure_passes(model, costs, most_examples, compiled=compiled) if most_examples else None
+    created = spec.create(config)
+    probe = keras.Variable(tf.zeros(_PROBE), name="kernel")
+    created.build([probe])
+    state = sum(4 * probe.value.shape.num_elements() for each in created.variables if tuple(each.shape) == _PROBE)
+    return Facts(
+        costs=costs,
+        state_per_weight=state // (_PROBE[0] * _PROBE[1]),
+        elementwise=type(created) in ELEMENTWISE,
+        compiled=compiled,
+        measured=measured,
+    )
+
+
+def _compiles(model: keras.Model, config: ExperimentConfig) -> bool:
+    """Whether XLA will compile passes, as far as that is known before the strategy starts."""
+    if config.train.jit_compile != "auto":
+        return config.train.jit_compile == "true"
+    return not (models.uses_convolutions(model) and not tf.config.list_physical_devices("GPU"))
+
+
+def _in_fork(find: Callable[[], Facts]) -> Facts:
+    """Calls a function in a fork of this process, which sees no GPU: the CPU counts as well."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    receiving, sending = os.pipe()
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            os.close(receiving)
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_DFL)
+            tf.config.set_visible_devices([], "GPU")
+            with os.fdopen(sending, "w") as stream:
+                json.dump(_attempt(find), stream)
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    os.close(sending)
+    with os.fdopen(receiving) as stream:
+        text = stream.read()
+    _, status = os.waitpid(child, 0)
+    if not text:
+        raise ConfigError(
+            f"--mesh=auto: building and counting the model in a process of its own failed (status {status}), perhaps "
+            "for want of memory; see above. Name a mesh, such as --mesh=data:2."
+        )
+    answer = json.loads(text)
+    if "refused" in answer:
+        raise ConfigError(answer["refused"])
+    if "failed" in answer:
+        raise RuntimeError(answer["failed"])
+    return Facts.from_json(answer["facts"])
+
+
+def _attempt(find: Callable[[], Facts]) -> dict[str, Any]:
+    try:
+        return {"facts": dataclasses.asdict(find())}
+    except ConfigError as error:
+        return {"refused": str(error)}
+    except Exception as error:  # of the function that builds the model
+        return {"failed": "".join(traceback.format_exception(error))}

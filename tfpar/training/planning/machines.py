@@ -1,0 +1,120 @@
+"""What is known of devices and links: measured, asked, or assumed where neither can be."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import subprocess
+from pathlib import Path
+
+from tfpar.collectives.cost_model import Link
+from tfpar.models.peak import cores, peak_flops
+from tfpar.parallel.planner.machine import Machine
+from tfpar.training.planning.measuring import Measured
+
+# Of a GPU's data sheet, what training steps of large models reach.
+_REACHED = 0.4
+_NVLINK, _GPU_MESSAGE_S, _GPU_MEMORY_BANDWIDTH = 100e9, 2e-5, 1e12
+# TensorFlow's collectives through gRPC move no more than this, whatever the link, and take this long without content.
+GRPC_BANDWIDTH, GRPC_LATENCY_S = 4e8, 1e-3
+
+
+def device_memory(device_type: str, devices_here: int) -> int:
+    """Bytes of a device of this machine; 0 where it cannot be asked.
+
+    Args:
+      device_type: `CPU` or `GPU`.
+      devices_here: Devices that share this machine's memory, where they are CPUs.
+    """
+    if device_type == "GPU":
+        return _gpu_memory()
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        with contextlib.suppress(OSError, ValueError):  # "max" where a container has no limit
+            total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+        return total // devices_here
+    return 0
+
+
+def _gpu_memory() -> int:
+    """Bytes of the smallest GPU, from nvidia-smi: TensorFlow 2.21 tells only once a device is in use."""
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
+        text = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
+        return min(int(line) for line in text.split()) << 20
+    return 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Given:
+    """What a user says of a machine; 0 and None: it is to be found out.
+
+    Attributes:
+      flops: FLOPs per second of a device.
+      memory: Bytes of a device.
+      within: What joins the devices of a worker.
+      between: What joins the workers.
+    """
+
+    flops: float = 0.0
+    memory: int = 0
+    within: Link | None = None
+    between: Link | None = None
+
+
+def machine_of(
+    workers: int,
+    devices: int,
+    device_type: str,
+    *,
+    precision: str,
+    measured: Measured | None,
+    given: Given,
+    workers_here: int = 1,
+) -> Machine:
+    """A machine, from what is given and what was measured on a CPU, or the data sheet of a GPU.
+
+    Args:
+      workers: Number of workers.
+      devices: Devices of each.
+      device_type: `CPU` or `GPU`.
+      precision: As `--precision`.
+      measured: On this machine, with all threads of a worker.
+      given: What a user says.
+      workers_here: Workers that share this machine.
+    """
+    gpu = device_type == "GPU"
+    pass_seconds, fused = (measured.pass_seconds, measured.fused) if measured else (0.0, 0.0)
+    shared = 0.0
+    if given.flops:
+        flops, pass_seconds = given.flops, 0.0
+    elif gpu:
+        flops, pass_seconds = _REACHED * peak_flops(precision).flops, 0.0
+    else:
+        flops = measured.flops if measured else peak_flops(precision).flops
+        shared = flops = flops * _share(workers_here)
+    defaults = Machine()
+    return Machine(
+        workers=workers,
+        devices=devices,
+        flops=flops,
+        worker_flops=shared,
+        pass_seconds=pass_seconds,
+        memory=given.memory or device_memory(device_type, devices * workers_here),
+        memory_bandwidth=_GPU_MEMORY_BANDWIDTH if gpu else defaults.memory_bandwidth,
+        within=given.within or (Link(_GPU_MESSAGE_S, _NVLINK) if gpu else defaults.within),
+        between=given.between or defaults.between,
+        fused=fused or defaults.fused,
+    )
+
+
+def through_grpc(link: Link) -> Link:
+    """What TensorFlow's collectives make of a link between CPUs."""
+    return Link(link.latency + GRPC_LATENCY_S, 1 / (1 / link.bandwidth + 1 / GRPC_BANDWIDTH))
+
+
+def _share(workers_here: int) -> float:
+    """Of the rate of one worker, what it reaches while the others of this machine work as well."""
+    threads = int(os.environ.get("TF_NUM_INTRAOP_THREADS") or 0) or cores()
+    return min(1.0, cores() / (threads * workers_here))

@@ -1,0 +1,118 @@
+"""What plans are sought for, from the options of an experiment."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+
+from tfpar.collectives.cost_model import COPYING, Link
+from tfpar.config import ConfigError, ExperimentConfig
+from tfpar.config.sections import TrainConfig
+from tfpar.exchange import spec as specs
+from tfpar.exchange.sharding.check import check_sharding
+from tfpar.parallel.mesh import AUTO, check_beside_mesh, parse_sizes
+from tfpar.parallel.planner.machine import Machine
+from tfpar.parallel.planner.plan import Plan
+from tfpar.parallel.planner.search import Question
+from tfpar.parallel.planner.step_time import Exchange
+from tfpar.parallel.topology import Topology
+from tfpar.training.local_steps.check import check_local_steps
+from tfpar.training.planning.facts import Facts
+
+# What `--exchange=auto` may come to, as far as it is known before it has measured.
+_CODECS = ("none", "bf16", "int8")
+
+
+def question_of(
+    config: ExperimentConfig,
+    facts: Facts,
+    machine: Machine,
+    *,
+    given: Mapping[str, object] | None = None,
+    keeps_exchange: bool = False,
+) -> Question:
+    """What plans are sought for.
+
+    Args:
+      config: The experiment. Of its options those that a plan decides are free where they have their defaults.
+      facts: Of its model.
+      machine: Devices and links.
+      given: Options that must stay as they are, though they have their defaults.
+      keeps_exchange: Whether `--exchange` stays as it is, also `auto`.
+    """
+    train, strategy, given = config.train, config.strategy, given or {}
+    shards = next(each.metadata["choices"] for each in dataclasses.fields(TrainConfig) if each.name == "shard")
+
+    def choices(name: str, value: str, possible: tuple[str, ...]) -> tuple[str, ...]:
+        return (value,) if value != "none" or name in given else possible
+
+    fixed_micro_batches = train.accumulate_steps if train.accumulate_steps > 1 or "accumulate_steps" in given else 0
+    return Question(
+        model=facts.costs,
+        machine=machine,
+        batch=config.input.global_batch_size,
+        state_per_weight=facts.state_per_weight,
+        recomputes=choices("recompute", train.recompute, ("none", "blocks")),
+        shards=choices("shard", train.shard, shards),
+        exchanges=exchanges_of(config),
+        micro_batches=fixed_micro_batches,
+        meshes={} if strategy.mesh == AUTO else parse_sizes(strategy.mesh),
+        schedule=strategy.pipeline_schedule,
+        stages_per_device=strategy.stages_per_device,
+        compiled=facts.compiled,
+        refusal=_refusals(config, facts, machine, keeps_exchange=keeps_exchange),
+    )
+
+
+def exchanges_of(config: ExperimentConfig) -> tuple[Exchange, ...]:
+    """The exchanges to consider: the given one, or for `auto` those that it may come to."""
+    text = config.exchange.exchange
+    names = _CODECS if text.partition(":")[0] == "auto" else (text,)
+    return tuple(map(_exchange, names))
+
+
+def _exchange(text: str) -> Exchange:
+    spec = specs.parse(text)
+    if not spec.compresses:
+        return Exchange(text)
+
+    def seconds(elements: int, workers: int, link: Link) -> float:
+        return spec.cost(elements, workers, link, COPYING).seconds
+
+    return Exchange(text, seconds, remembers=spec.options.error_feedback)
+
+
+def _refusals(
+    config: ExperimentConfig, facts: Facts, machine: Machine, *, keeps_exchange: bool
+) -> Callable[[Plan], str]:
+    """Tells why a run would refuse a plan."""
+
+    @functools.cache
+    def of_layout(plan: Plan) -> str:
+        mesh = plan.mesh
+        spans = max(1, mesh.devices_of_replica // machine.devices)
+        divided = mesh.model > 1 or (mesh.pipeline > 1 and spans > 1)
+        if divided and not facts.elementwise:
+            return "the optimizer looks at whole tensors, which are divided over devices"
+        options = plan.options()
+        if keeps_exchange:
+            options.pop("exchange")
+        planned = ExperimentConfig.from_flat_dict({**config.as_flat_dict(), **options})
+        topology = Topology(
+            name="multi_worker" if machine.workers > 1 else "mirrored",
+            workers=machine.workers,
+            local_replicas=max(1, machine.devices // mesh.devices_of_replica),
+            replica_workers=spans,
+            pipeline_devices=mesh.pipeline,
+            model_devices=mesh.model,
+        )
+        try:
+            check_beside_mesh(planned, mesh, spans_workers=spans > 1)
+            check_sharding(planned, topology)
+            check_local_steps(planned, topology)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    return lambda plan: of_layout(Plan(mesh=plan.mesh, shard=plan.shard, exchange=plan.exchange))
