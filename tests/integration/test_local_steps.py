@@ -1,0 +1,164 @@
+"""Local steps on real workers: data parallelism as the limit, resuming within a round, what hooks and files see."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+from tests.integration.scripts import local_steps
+from tests.integration.test_multi_worker import launch
+from tests.training.layouts import weights_of
+from tfpar.checkpoint import checkpointer
+from tfpar.config import StrategyConfig
+from tfpar.parallel import strategies
+from tfpar.parallel.topology import choose_topology
+
+import numpy as np
+import pytest
+
+WORKERS = 2
+SINGLE = {"outer_optimizer": "sgd", "bn": False}
+INT4 = {"local_steps": 4, "exchange": "int4", "optimizer": "adamw", "optimizer_args": ""}
+
+
+class Case:
+    """One case on all workers.
+
+    Attributes:
+      workers: Arrays of each worker: weights, and what hooks saw.
+      summary: That of worker 0.
+    """
+
+    def __init__(self, folder: pathlib.Path, number: int) -> None:
+        self.workers = [dict(np.load(folder / f"{number}-{worker}.npz")) for worker in range(WORKERS)]
+        self.summary = json.loads((folder / f"{number}-0.json").read_text())
+
+    @property
+    def weights(self) -> dict[str, np.ndarray]:
+        return {name: value for name, value in self.workers[0].items() if name not in ("seen", "losses")}
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory) -> dict[str, Case]:
+    """All cases in one cluster, which takes most of the time to start."""
+    folder = tmp_path_factory.mktemp("local_steps")
+    options: dict[str, dict[str, Any]] = {
+        "single": {**SINGLE, "jit_compile": "true"},
+        "whole": INT4,
+        "stopped": {**INT4, "stop_after": 6, "workdir": str(folder / "run")},
+        "resumed": {**INT4, "workdir": str(folder / "run")},
+        "left": {"local_steps": 4, "outer_optimizer": "sgd", "stop_after": 6, "workdir": str(folder / "left")},
+        "bad": {"local_steps": 4, "bad": 3, "bn": False},
+        "hook": {"local_steps": 4, "stop_at": 6},
+    }
+    result = launch(
+        WORKERS,
+        "-m",
+        "tests.integration.scripts.local_steps",
+        str(folder),
+        json.dumps([*options.values()]),
+        timeout=900.0,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return {name: Case(folder, number) for number, name in enumerate(options)} | {"folder": folder}  # type: ignore
+
+
+def here(strategy: str, devices: int = 0, **options: Any) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Trains in this process."""
+    runtime = strategies.build(choose_topology(StrategyConfig(strategy=strategy, devices=devices)))
+    trainer, seen = local_steps.train({"strategy": strategy, "devices": devices, **options}, runtime)
+    return weights_of(trainer), seen
+
+
+def assert_close(found: dict[str, np.ndarray], expected: dict[str, np.ndarray], atol: float) -> None:
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=0.0, atol=atol, err_msg=name)
+
+
+@pytest.mark.cluster
+def test_rounds_of_one_step_are_data_parallelism(cases):
+    """Inner SGD, outer SGD of rate 1, uneven batches: the weights of one device."""
+    expected, _ = here("one_device", bn=False)
+    assert_close(cases["single"].weights, expected, 1e-6)
+    summary = cases["single"].summary
+    assert summary["rounds"] == summary["steps"] == local_steps.STEPS
+
+
+def test_replicas_of_a_worker_stay_in_step():
+    expected, _ = here("one_device", bn=False)
+    assert_close(here("mirrored", 2, **SINGLE)[0], expected, 1e-6)
+    assert_close(here("mirrored", 2, bn=False, local_steps=5, outer_optimizer="sgd")[0], expected, 1e-6)
+
+
+@pytest.mark.cluster
+def test_a_run_resumed_within_a_round_has_the_same_bits(cases):
+    whole, stopped, resumed = cases["whole"], cases["stopped"], cases["resumed"]
+    assert (stopped.summary["rounds"], stopped.summary["steps"]) == (1, 6)
+    assert resumed.summary["rounds"] == whole.summary["rounds"] == 4  # the last ends with the run
+    assert resumed.summary["params_sha256"] == whole.summary["params_sha256"]
+    assert resumed.summary["eval"] == whole.summary["eval"]
+    for mine, theirs in zip(resumed.workers, whole.workers, strict=True):
+        for name in whole.weights:
+            np.testing.assert_array_equal(mine[name], theirs[name], err_msg=name)
+        np.testing.assert_array_equal(np.concatenate([stopped.workers[0]["seen"], mine["seen"]]), theirs["seen"])
+
+
+@pytest.mark.cluster
+def test_hooks_and_evaluation_see_the_outer_weights(cases):
+    """At steps 2, 4, ... of rounds of four: what they see changes when a round ends, on all workers alike."""
+    first, second = cases["whole"].workers
+    np.testing.assert_array_equal(first["seen"], second["seen"])
+    changed = [bool(np.any(after != before)) for before, after in zip(first["seen"], first["seen"][1:], strict=False)]
+    assert changed == [True, False, True, False, True, True]
+    losses = first["losses"]
+    assert losses[1] == losses[2] != losses[3] == losses[4] != losses[5] != losses[6]
+    # In a ring of two each sends all that is dense: 2,019 weights and the share; and of a round and a step its reports.
+    assert cases["single"].summary["exchange"]["wire_bytes_per_step"] == 4 * (2019 + 1) + 24 + 32
+    exchange = cases["whole"].summary["exchange"]
+    assert exchange["wire_bytes_per_step"] < exchange["dense_wire_bytes_per_step"] / 9  # 4 rounds of int4 in 14 steps
+
+
+@pytest.mark.cluster
+def test_other_workers_end_the_round_with_the_parts_of_all(cases, tmp_path):
+    """One worker goes on from what two had saved within a round: nothing that they had moved is lost."""
+    left = cases["folder"] / "left"
+    checkpoint = checkpointer.find(left)
+    files = [checkpointer.Checkpointer(left, worker=rank).exchange_state(6, rank) for rank in range(WORKERS)]
+    rows = [state["local/round"] for state in files]
+    assert [row[0] for row in rows] == [2.0, 2.0]
+    assert sum(row[1] for row in rows) == 10 + 16  # the last batch of the first epoch, and a whole one
+    names = [name for name in checkpoint.run["variables"] if name.startswith("model/") and "seed" not in name]
+    kernel = next(place for place, name in enumerate(names) if name.endswith("first/kernel"))
+    inner = sum(row[1] * state[f"local/inner/{kernel}"] for row, state in zip(rows, files, strict=True))
+    expected = inner / sum(row[1] for row in rows)
+    assert not np.allclose(files[0][f"local/inner/{kernel}"], files[1][f"local/inner/{kernel}"], atol=1e-5)
+    options = {"local_steps": 4, "outer_optimizer": "sgd", "workdir": str(left), "steps": 7, "learning_rate": 0.05}
+    found, seen = here("one_device", **options)
+    assert seen["summary"]["rounds"] == 3  # one of two workers, the one that they had begun, and the last
+    moved = np.abs(found[next(name for name in found if name.endswith("first/kernel"))] - expected).max()
+    assert 0.0 < moved < 0.02  # by a single step
+
+
+@pytest.mark.cluster
+def test_a_worker_leaves_out_its_own_bad_step_alone(cases):
+    bad, (first, second) = cases["bad"], cases["bad"].workers
+    for name in bad.weights:
+        np.testing.assert_array_equal(first[name], second[name], err_msg=name)
+        assert np.isfinite(first[name]).all(), name
+    epochs = -(-local_steps.STEPS * local_steps.BATCH // local_steps.EXAMPLES)
+    assert 1 <= bad.summary["skipped_steps"] <= epochs
+    assert np.isfinite(bad.summary["train_loss"])
+    assert bad.summary["rounds"] == 4
+
+
+@pytest.mark.cluster
+def test_a_hook_that_stops_within_a_round_ends_it(cases):
+    hook = cases["hook"]
+    assert (hook.summary["rounds"], hook.summary["steps"]) == (2, 6)
+    first, second = hook.workers
+    for name in hook.weights:
+        np.testing.assert_array_equal(first[name], second[name], err_msg=name)
+    flat = np.concatenate([value.ravel() for value in hook.weights.values()])
+    assert np.any(flat != first["seen"][-1])  # the hook saw the weights of before
+    assert hook.summary["eval"]["loss"] != first["losses"][-1]

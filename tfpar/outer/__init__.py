@@ -1,0 +1,4 @@
+"""Fewer rounds: workers, or clients, that train by themselves and exchange what they have moved.
+
+`local` is for the workers of a cluster, below the training loop that runs it.
+"""

@@ -1,0 +1,136 @@
+"""What each worker's file of a checkpoint holds of local steps, and how a run goes on from it.
+
+The checkpoint itself has the outer weights, the outer optimizer, and the inner optimizer of worker 0. A worker's own
+file has what differs between workers: its inner optimizer, its loss scale, and within a round its inner weights and
+state. As many workers go on with the same bits; others end the round under way with the parts of all workers first, and
+begin with the mean of their inner optimizers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from tfpar.config import ConfigError
+from tfpar.outer.local.rounds import Rounds
+from tfpar.precision import LossScale
+
+import numpy as np
+import tensorflow as tf
+
+_PREFIX = "local/"
+
+Arrays = Mapping[str, np.ndarray]
+
+
+def is_local(name: str) -> bool:
+    """Whether an array of a worker's file belongs to its local steps."""
+    return name.startswith(_PREFIX)
+
+
+def export(rounds: Rounds, loss_scale: LossScale | None) -> dict[str, np.ndarray]:
+    """What this worker alone has, for its file of a checkpoint.
+
+    Args:
+      rounds: At a stop between steps.
+      loss_scale: This worker's, or None.
+    """
+    arrays = {"round": np.array([rounds.pending, rounds.weight, rounds.done], np.float64)}
+    if loss_scale is not None:
+        arrays["loss_scale"] = np.array([loss_scale.scale.numpy(), loss_scale.good_steps.numpy()], np.float64)
+    groups = {"kept": [variable.numpy() for variable in rounds.kept]}
+    if rounds.worker:  # the checkpoint has that of worker 0
+        groups["optimizer"] = [variable.numpy() for variable in rounds.inner.variables]
+    if rounds.under_way:
+        groups["inner"] = rounds.inner_values()
+    for group, values in groups.items():
+        arrays |= {f"{group}/{number}": np.array(value, order="C") for number, value in enumerate(values)}
+    return {_PREFIX + name: array for name, array in arrays.items()}
+
+
+def restore(rounds: Rounds, saved_workers: int, read: Callable[[int], Arrays]) -> tuple[LossScale | None, str]:
+    """Goes on where the workers of a saved run stopped. All variables of the checkpoint have been restored.
+
+    Args:
+      rounds: Of this run.
+      saved_workers: Number of workers of the saved run.
+      read: Returns the file of the worker with a rank.
+
+    Returns:
+      This worker's loss scale, None for that of the checkpoint; and a line for the user, or nothing.
+
+    Raises:
+      ConfigError: A worker's file does not fit this model and optimizer.
+    """
+    rounds.start()
+    if saved_workers == rounds.workers:
+        own = _checked(rounds, read(rounds.worker), rounds.worker)
+        pending, weight, done = own["round"].tolist()
+        rounds.done = round(done)
+        for variable, value in zip(rounds.kept, _group(own, "kept"), strict=True):
+            rounds.assign_here(variable, value)
+        if rounds.worker:
+            for variable, value in zip(rounds.inner.variables, _group(own, "optimizer"), strict=True):
+                rounds.assign_here(variable, value)
+        if pending:
+            rounds.resume_inner(_group(own, "inner"), round(pending), weight)
+        scale = own.get("loss_scale")
+        if scale is None:
+            return None, ""
+        return LossScale(tf.constant(scale[0], tf.float32), tf.constant(int(scale[1]), tf.int32)), ""
+    return None, _end_for_all(rounds, saved_workers, read)
+
+
+def _end_for_all(rounds: Rounds, saved_workers: int, read: Callable[[int], Arrays]) -> str:
+    """Ends the round under way with what all saved workers had moved, and averages their inner optimizers."""
+    count = len(rounds.model_variables)
+    outer = [np.asarray(variable.numpy(), np.float64) for variable in rounds.model_variables]
+    slots = [np.asarray(variable.numpy()) for variable in rounds.inner.variables]
+    moved, total, pending = [np.zeros_like(value) for value in outer], 0.0, 0.0
+    sums = [np.zeros(value.shape, np.float64) for value in slots]
+    for worker in range(saved_workers):
+        arrays = _checked(rounds, read(worker), worker)
+        pending, weight, done = arrays["round"].tolist()
+        rounds.done = round(done)
+        if pending and weight:
+            total += weight
+            for place, (old, new) in enumerate(zip(outer, _group(arrays, "inner"), strict=True)):
+                moved[place] += weight * (old - new)
+        for place, value in enumerate(_group(arrays, "optimizer") if worker else slots):
+            sums[place] += value
+    for variable, value, summed in zip(rounds.inner.variables, slots, sums, strict=True):
+        if tf.as_dtype(variable.dtype).is_floating:  # not the count of steps, which is the same for all
+            rounds.assign_here(variable, (summed / saved_workers).astype(value.dtype))
+    if not total:
+        return ""
+    weights = count - rounds.state_count
+    mean = [(part / total).astype(np.float32) for part in moved]
+    state = [(old - part).astype(np.float32) for old, part in zip(outer[weights:], mean[weights:], strict=True)]
+    rounds.apply(mean[:weights], state)
+    return f"ended the round of {saved_workers} workers, {round(pending)} steps long, where it was saved"
+
+
+def _group(arrays: Arrays, name: str) -> list[np.ndarray]:
+    numbers = sorted(int(key.removeprefix(f"{name}/")) for key in arrays if key.startswith(f"{name}/"))
+    return [arrays[f"{name}/{number}"] for number in numbers]
+
+
+def _checked(rounds: Rounds, saved: Arrays, worker: int) -> dict[str, np.ndarray]:
+    """A worker's arrays by their names without the prefix, if they fit."""
+    arrays = {name.removeprefix(_PREFIX): array for name, array in saved.items() if is_local(name)}
+    row = arrays.get("round")
+    fits = row is not None and row.shape == (3,) and bool(np.isfinite(row).all())
+    if fits and row is not None:
+        expected = {"kept": rounds.kept}
+        expected |= {"optimizer": rounds.inner.variables} if worker else {}
+        expected |= {"inner": rounds.model_variables} if row[0] else {}
+        fits = all(_shapes(_group(arrays, name)) == _shapes(values) for name, values in expected.items())
+    if not fits:
+        raise ConfigError(
+            f"the checkpoint does not fit these local steps: the file of worker {worker} is of another model or "
+            "--optimizer. Resume with the previous ones, or start in another workdir with --warm_start."
+        )
+    return arrays
+
+
+def _shapes(values: Sequence[np.ndarray]) -> list[tuple[int, ...]]:
+    return [tuple(value.shape) for value in values]

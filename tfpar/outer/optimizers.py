@@ -1,0 +1,35 @@
+"""Outer optimizers: what makes new weights of the mean movement of workers that have trained by themselves.
+
+The mean of `old - new` over the workers takes the place of a gradient (Reddi et al. 2021, algorithm 2: a
+pseudo-gradient), so that any Keras optimizer serves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tfpar.config import OuterConfig
+
+import keras
+
+# Reddi et al. 2021, table 1: tau, which bounds how much a small movement is enlarged.
+_ADAPTIVITY = 1e-3
+
+
+def build(options: OuterConfig, variables: Sequence[keras.Variable]) -> keras.optimizers.Optimizer:
+    """The outer optimizer of a configuration, built for these variables, in the current strategy's scope.
+
+    Args:
+      options: Its name, learning rate and momentum.
+      variables: The trainable weights.
+    """
+    rate, momentum = options.learning_rate, options.momentum
+    optimizer: keras.optimizers.Optimizer
+    if options.optimizer == "adam":
+        optimizer = keras.optimizers.Adam(rate, beta_1=momentum, beta_2=0.99, epsilon=_ADAPTIVITY, name="outer_adam")
+    else:
+        nesterov = options.optimizer == "nesterov" and momentum > 0.0
+        optimizer = keras.optimizers.SGD(rate, momentum=momentum, nesterov=nesterov, name="outer_sgd")
+    with keras.name_scope("outer", deduplicate=False):
+        optimizer.build(list(variables))
+    return optimizer

@@ -1,0 +1,1 @@
+"""Local steps of workers in the training loop, between the rounds of `tfpar.outer.local`."""

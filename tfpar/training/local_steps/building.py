@@ -1,0 +1,84 @@
+"""The rounds of a program."""
+
+from __future__ import annotations
+
+from tfpar import models
+from tfpar.config import ConfigError, ExperimentConfig
+from tfpar.exchange import Exchange
+from tfpar.optim.keras_internals import is_seed_state
+from tfpar.outer.local import Rounds
+from tfpar.parallel.topology import Topology
+from tfpar.training.core import Core
+from tfpar.training.sidecar import Sidecar, frozen_weights
+
+import keras
+import tensorflow as tf
+
+
+def build_rounds(
+    config: ExperimentConfig,
+    topology: Topology,
+    strategy: tf.distribute.Strategy,
+    core: Core,
+    optimizer: keras.optimizers.Optimizer,
+    exchange: Exchange,
+) -> Rounds | None:
+    """The rounds that `--local_steps` asks for; None where gradients are exchanged in every step.
+
+    All workers call it at the same point, because it creates variables under the strategy.
+
+    Args:
+      config: The experiment.
+      topology: How its replicas lie on workers and devices.
+      strategy: The running strategy.
+      core: The model and its objective.
+      optimizer: That of the local steps, built.
+      exchange: For the rounds, built.
+
+    Raises:
+      ConfigError: A model or an optimizer that cannot have local steps.
+    """
+    if not config.outer.uses_rounds:
+        return None
+    _check_built(f"--local_steps={config.outer.local_steps}", topology, core, optimizer)
+    model = core.model
+    frozen, others = frozen_weights(model), model.non_trainable_variables
+    averaged = Sidecar.of(others, [], 2, frozen).averaged  # as between two replicas, also where there is one
+    constant = {id(weight) for weight in frozen}
+    state, kept = [], []
+    for variable, is_averaged in zip(others, averaged, strict=True):
+        if is_averaged:
+            state.append(variable)
+        elif not is_seed_state(variable) and id(variable) not in constant:
+            kept.append(variable)
+    return Rounds(
+        config.outer,
+        model.trainable_variables,
+        state,
+        kept,
+        inner=optimizer,
+        exchange=exchange,
+        strategy=strategy,
+        worker=max(topology.worker, 0),
+        workers=topology.workers,
+    )
+
+
+def _check_built(flag: str, topology: Topology, core: Core, optimizer: keras.optimizers.Optimizer) -> None:
+    """Refuses what is known once model and optimizer are built."""
+    if optimizer.use_ema:
+        raise ConfigError(
+            f"use_ema=True of the optimizer does not work with {flag}: its averages would be of weights that this "
+            "worker alone has. Leave one of them out."
+        )
+    if topology.workers > 1 and models.uses_synchronized_statistics(core.model):
+        raise ConfigError(
+            f"{flag}: the model synchronises batch statistics between the replicas of all workers in every step. Use "
+            "--model_args=normalization=batch (tfpar.models.BatchNormalization(synchronized=False)), whose statistics "
+            "are averaged at the end of a round."
+        )
+    if core.overwritten:
+        raise ConfigError(
+            f"{flag} does not work with layers that overwrite weights with their gradient, as those of float8 do. Use "
+            "--precision=mixed_bfloat16, or --local_steps=1."
+        )

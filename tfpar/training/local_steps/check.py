@@ -1,0 +1,89 @@
+"""What cannot have local steps, refused before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tfpar import models
+from tfpar.config import ConfigError, ExperimentConfig, OuterConfig
+from tfpar.exchange import spec as specs
+from tfpar.parallel.topology import Topology
+
+
+def check_local_steps(config: ExperimentConfig, topology: Topology) -> None:
+    """Refuses options that do not go with local steps; before anything starts.
+
+    Raises:
+      ConfigError: The first of them, with what to use instead.
+    """
+    outer = config.outer
+    if not outer.uses_rounds:
+        _check_unused(outer)
+        return
+    flag = f"--local_steps={outer.local_steps}"
+    flag += f" --outer_optimizer={outer.outer_optimizer}" if outer.local_steps == 1 else ""
+    if topology.name in ("parameter_server", "tpu"):
+        why = (
+            "has no rounds: its workers push when they are ready"
+            if topology.name == "parameter_server"
+            else ("moves all replicas in one program")
+        )
+        raise ConfigError(f"{flag} does not work with --strategy={topology.name}, which {why}. Use multi_worker.")
+    if topology.mesh.model > 1 or topology.mesh.pipeline > 1 or topology.replica_workers > 1:
+        raise ConfigError(
+            f"{flag} does not work with --mesh={config.strategy.mesh}: a worker trains by itself with whole replicas. "
+            "Leave one of them out."
+        )
+    if config.train.shard != "none":
+        raise ConfigError(
+            f"{flag} does not work with --shard={config.train.shard}: workers that train by themselves need all of the "
+            "optimizer's state. Leave one of them out."
+        )
+    if config.optimizer.ema:
+        raise ConfigError(
+            f"{flag} does not work with --ema={config.optimizer.ema}: the averages would be of weights that one worker "
+            "alone has. Leave one of them out; the outer weights are an average themselves."
+        )
+    spec = specs.parse(config.exchange.exchange)
+    if not spec.options.sends_only_gradient:
+        raise ConfigError(
+            f"{flag} does not work with momentum or a ramp in --exchange={config.exchange.exchange}, which are for "
+            "gradients of single steps. Use topk:SHARE alone; --outer_momentum gives rounds momentum."
+        )
+    options = models.options(config.model.model) if config.model.model in models.names() else {}
+    if topology.workers > 1 and (options | config.model.arguments()).get("normalization") == "sync_batch":
+        raise ConfigError(
+            f"{flag} does not work with --model_args=normalization=sync_batch, which needs all workers in every step. "
+            "Use normalization=batch: its statistics are averaged at the end of a round."
+        )
+
+
+def _check_unused(outer: OuterConfig) -> None:
+    given = {"outer_learning_rate": outer.outer_learning_rate > 0.0, "outer_momentum": outer.outer_momentum >= 0.0}
+    for name in (name for name in given if given[name]):
+        raise ConfigError(
+            f"--{name}={getattr(outer, name)} has no effect: without local steps there is no outer optimizer. Add "
+            "--local_steps=50, or leave it out."
+        )
+
+
+def check_resumed_rounds(saved: Mapping[str, Any], config: ExperimentConfig) -> None:
+    """Refuses to go on with rounds where a run had none, or without where it had some.
+
+    Args:
+      saved: The saved options by name; of an older version, without these.
+      config: The experiment.
+
+    Raises:
+      ConfigError: With the saved options.
+    """
+    steps, optimizer = saved.get("local_steps", 1), saved.get("outer_optimizer", "auto")
+    had = steps != 1 or optimizer != "auto"
+    if had != config.outer.uses_rounds:
+        raise ConfigError(
+            f"--local_steps={config.outer.local_steps}: the run in {config.checkpoint.workdir} has "
+            f"--local_steps={steps} --outer_optimizer={optimizer}, and what its exchange has not delivered yet are "
+            f"{'movements of weights' if had else 'gradients'}. Resume it with these, or start in another --workdir "
+            f"with --warm_start={config.checkpoint.workdir}."
+        )
