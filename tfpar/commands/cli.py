@@ -37,10 +37,13 @@ COMMANDS: Mapping[str, Command] = {
         members={
             "image": Command("an image classifier", "tfpar.commands.train_image"),
             "language": Command("a byte-level language model", "tfpar.commands.train_language"),
+            "reinforcement": Command("a policy that acts in an environment", "tfpar.commands.train_reinforcement"),
         },
     ),
+    "plan": Command("predict how a model could be laid out over devices, without training", "tfpar.commands.plan"),
     "launch": Command("start a program on several processes of this machine, as a cluster", "tfpar.launch.cli"),
     "evaluate": Command("evaluate a trained model on a data set", "tfpar.commands.evaluate"),
+    "play": Command("play a trained policy in Gymnasium", "tfpar.commands.play"),
     "export": Command("export a trained model as SavedModel or ONNX", "tfpar.commands.export"),
     "doctor": Command("find out whether this machine, and this cluster, is fit to train", "tfpar.doctor.cli"),
 }

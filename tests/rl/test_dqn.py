@@ -1,0 +1,155 @@
+"""DQN: what is remembered, which targets are made of it, and what is minimised."""
+
+from __future__ import annotations
+
+from tests.rl.test_trainer import SMALL, trained, values
+from tfpar import rl
+from tfpar.config import ConfigError, ReinforcementConfig
+from tfpar.rl import environments
+from tfpar.rl.dqn import DQN
+from tfpar.rl.policy import build_q_network
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+OPTIONS = ReinforcementConfig(
+    algorithm="dqn",
+    environments=4,
+    rollout_steps=8,
+    minibatches=1,
+    rollout_epochs=2,
+    replay_size=96,
+    replay_batch=40,
+    n_step=3,
+    discount=0.9,
+    target_every=4,
+    explore_end=0.5,
+    explore_share=0.5,
+    reward_scale=2.0,
+)
+
+
+@pytest.fixture(scope="module")
+def gathered():
+    """An algorithm, and what it remembers after three and four gatherings of a replay of three."""
+    keras.utils.set_random_seed(1)
+    algorithm = DQN(
+        build_q_network((10, 5, 1), environments.Discrete(3), hidden=(6,)), environments.find("Catch"), OPTIONS, 3, 40
+    )
+    params = [tf.convert_to_tensor(variable) for variable in algorithm.model.trainable_variables]
+    memory, remembered = algorithm.initial_memory(0), []
+    for step in (0, 2, 4, 6):
+        _, memory = algorithm.gather([param + step for param in params], [], memory, tf.constant(step, tf.int64), 0)
+        remembered.append(memory)
+    return algorithm, params, remembered
+
+
+def test_the_replay_keeps_the_newest_and_the_target_network_follows(gathered):
+    _, params, (first, _, third, fourth) = gathered
+    assert [int(memory.written) for memory in (first, third, fourth)] == [8, 24, 32]
+    assert np.all(third.replay.observation[8:24] == fourth.replay.observation[8:24])
+    assert np.any(third.replay.observation[:8] != fourth.replay.observation[:8])
+    for memory, change in ((first, 0), (third, 4), (fourth, 4)):  # every 4 steps
+        np.testing.assert_array_equal(memory.target[0], params[0] + change)
+    assert float(third.episodes[0]) == np.sum(third.replay.ended[16:24])
+    assert np.max(np.abs(third.replay.reward)) == 2.0
+
+
+def test_targets_are_those_of_the_definition(gathered):
+    """Sums of three rewards, less where an episode ends, in plain Python over everything that is remembered."""
+    algorithm, _, (*_, memory) = gathered
+    replay = [np.asarray(part) for part in memory.replay]
+    observation, action, reward, following, terminated, ended = replay
+    expected = {}
+    for env in range(4):
+        for time in range(8, 32 - 2):  # the newest 24 steps, of which the last two have too few after them
+            total, discount = 0.0, 1.0
+            for later in range(3):
+                slot = (time + later) % 24
+                total += discount * reward[slot, env]
+                discount *= 0.9 * (1.0 - terminated[slot, env])
+                if ended[slot, env]:
+                    break
+            start = time % 24
+            key = (observation[start, env].tobytes(), int(action[start, env]), following[slot, env].tobytes())
+            expected.setdefault(key, set()).add((round(float(total), 4), round(float(discount), 4)))
+    x, targets, weight = algorithm.batch(memory, tf.constant(6, tf.int64), 0)
+    assert x.shape == (1, 40, 10, 5, 1)
+    assert float(tf.reduce_sum(weight)) == 40.0
+    seen = set()
+    for place in range(40):
+        key = (
+            x[0, place].numpy().tobytes(),
+            int(targets.action[0, place]),
+            targets.following[0, place].numpy().tobytes(),
+        )
+        found = round(float(targets.reward[0, place]), 4), round(float(targets.discount[0, place]), 4)
+        assert found in expected[key]
+        seen.add(found)
+    assert len(seen) > 2
+    assert float(tf.reduce_sum(targets.episodes[0, :, 0])) == pytest.approx(float(memory.episodes[0]))
+    again = algorithm.batch(memory, tf.constant(7, tf.int64), 0)
+    assert np.any(again[0] != x)
+    assert not np.any(again[1].episodes)  # reported once
+
+
+def test_the_current_network_chooses_and_the_target_network_values(gathered):
+    algorithm, params, (*_, memory) = gathered
+    x, targets, weight = tf.nest.map_structure(
+        lambda part: part[0], algorithm.batch(memory, tf.constant(6, tf.int64), 0)
+    )
+    shifted = [param + tf.random.stateless_normal(param.shape, [4, place]) for place, param in enumerate(params)]
+    sums = algorithm.objective(shifted, [], (x, targets, weight), training=True)
+
+    def network(weights, observations):
+        kernel, bias, last, offset = (np.asarray(part) for part in weights)
+        return np.maximum(np.reshape(observations, [40, 50]) @ kernel + bias, 0.0) @ last + offset
+
+    ahead = network(shifted, targets.following)
+    valued = network(memory.target, targets.following)[np.arange(40), np.argmax(ahead, axis=1)]
+    assert np.any(np.argmax(ahead, axis=1) != np.argmax(network(memory.target, targets.following), axis=1))
+    error = network(shifted, x)[np.arange(40), targets.action] - (targets.reward + targets.discount * valued)
+    huber = np.where(np.abs(error) < 1.0, 0.5 * error**2, np.abs(error) - 0.5)
+    assert float(sums.loss) == pytest.approx(np.sum(huber), rel=1e-4)
+    assert algorithm.objective.totals.results(sums.metrics)["error"] == pytest.approx(np.mean(np.abs(error)), rel=1e-4)
+
+
+def test_two_replicas_learn_what_one_does(tmp_path):
+    options = {
+        "algorithm": "dqn",
+        "minibatches": 1,
+        "replay_size": 512,
+        "replay_batch": 16,
+        "steps": 8,
+        "workdir": str(tmp_path),
+    }
+    one, summary = trained(**options)
+    assert summary["eval"]["return"] >= 8.0
+    assert "return" in summary.history
+    two, _ = trained(**options | {"strategy": "mirrored", "devices": 2, "workdir": ""})
+    for first, second in zip(values(one), values(two), strict=True):
+        np.testing.assert_allclose(first, second, atol=1e-4)
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    assert loaded(np.zeros([3, 4], np.float32)).shape == (3, 2)
+
+
+def test_a2c_learns_from_a_rollout_once():
+    _, summary = trained(algorithm="a2c", minibatches=1, rollout_epochs=1, steps=4)
+    assert summary["steps"] == 4
+    assert summary.history["kl"][-1] < 0.1
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"algorithm": "a2c"}, r"--algorithm=a2c learns from each transition once.*Give 1 for both"),
+        ({"algorithm": "dqn", "replay_batch": 12}, r"--replay_batch=12 is not divisible by --environments=8"),
+        ({"algorithm": "dqn", "n_step": 9}, r"--n_step=9: a rollout must be as long"),
+        ({"algorithm": "dqn", "env": "Pendulum-v1"}, r"--algorithm=dqn values actions one by one, and Pendulum-v1"),
+    ],
+)
+def test_what_cannot_work_is_refused(options, said):
+    with pytest.raises(ConfigError, match=said):
+        rl.ReinforcementTrainer(**(SMALL | {"steps": 20} | options))

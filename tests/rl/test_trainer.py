@@ -1,0 +1,180 @@
+"""Learning by acting through the same step, loops and files as all training."""
+
+from __future__ import annotations
+
+import json
+
+from tfpar import rl
+from tfpar.config import ConfigError, ExperimentConfig
+from tfpar.rl import play
+
+import gymnasium
+import keras
+import numpy as np
+import pytest
+
+# Small: two rounds of four steps are two epochs of two minibatches each.
+SMALL = {
+    "env": "CartPole-v1",
+    "environments": 8,
+    "rollout_steps": 8,
+    "minibatches": 2,
+    "rollout_epochs": 2,
+    "hidden": "8",
+    "eval_episodes": 4,
+    "eval_every": 1000,
+    "optimizer": "adam",
+    "learning_rate": 0.01,
+    "seed": 3,
+    "verbose": 0,
+    "steps_per_loop": 4,
+    "stop_at_goal": False,
+}
+
+
+def trained(**options):
+    keras.utils.clear_session()
+    trainer = rl.ReinforcementTrainer(**(SMALL | {"jit_compile": False, "steps": 20} | options))
+    return trainer, trainer.fit()
+
+
+def values(trainer):
+    return [np.asarray(variable) for variable in [*trainer.model.weights, *trainer.program.optimizer.variables]]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """A run of 20 steps on one device, and its directory."""
+    workdir = tmp_path_factory.mktemp("plain")
+    trainer, summary = trained(workdir=str(workdir))
+    return trainer, summary, workdir
+
+
+def test_what_a_run_leaves_behind(plain):
+    trainer, summary, workdir = plain
+    assert summary == json.loads((workdir / "summary.json").read_text())
+    assert summary["steps"] == 20
+    assert summary["eval"].keys() == {"return", "length"}
+    assert 8.0 < summary["eval"]["return"] <= 500.0
+    assert summary["eval"]["return"] == summary["eval"]["length"]
+    assert set(summary.history) >= {"loss", "return", "length", "kl", "entropy", "clipped", "explained_variance"}
+    assert "metrics/return" in (workdir / "metrics.csv").read_text()
+    # Raw observations in, logits first, then the value; statistics of 5 rounds but the last are in it.
+    model = keras.saving.load_model(workdir / "model.keras")
+    logits, value = model.predict_on_batch(np.zeros([3, 4], np.float32))
+    assert (logits.shape, value.shape) == ((3, 2), (3, 1))
+    assert float(model.get_layer("observation_normalization").observations) == 4 * 64
+    assert trainer.evaluate() == summary["eval"]
+
+
+def test_the_saved_policy_does_in_gymnasium_what_the_evaluation_says(plain):
+    """The same episodes: the starts of the evaluation, set as Gymnasium's states."""
+    from tfpar.rl import environments, evaluation, vector
+
+    import tensorflow as tf
+
+    _, summary, workdir = plain
+    model = keras.saving.load_model(workdir / "model.keras")
+    env = gymnasium.make("CartPole-v1")
+    start = vector.reset(environments.find("CartPole-v1"), tf.constant(evaluation._SEED), tf.range(4)).state
+    returns = []
+    for episode in range(4):
+        env.reset()
+        env.unwrapped.state = np.array([part[episode] for part in start], np.float64)
+        observation, total, over = np.array(env.unwrapped.state, np.float32), 0.0, False
+        while not over:
+            logits = model(observation[np.newaxis])[0]
+            observation, reward, terminated, truncated, _ = env.step(int(np.argmax(logits)))
+            total, over = total + reward, terminated or truncated
+        returns.append(total)
+    assert np.mean(returns) == pytest.approx(summary["eval"]["return"], abs=0.5)
+
+
+def test_a_saved_policy_plays_in_gymnasium(plain):
+    _, _, workdir = plain
+    model = keras.saving.load_model(workdir / "model.keras")
+    played = play.play(model, "CartPole-v1", episodes=3, seed=5)
+    again = play.play(model, "CartPole-v1", episodes=1, seed=6)
+    assert played.returns[1] == again.returns[0] == again.lengths[0] > 7
+    assert play.Played(np.array([1.0, 3.0]), np.array([4, 6])).summary("Some-v0") == {
+        "env": "Some-v0",
+        "episodes": 2,
+        "return": 2.0,
+        "return_std": 1.0,
+        "return_min": 1.0,
+        "return_max": 3.0,
+        "length": 5.0,
+    }
+    with pytest.raises(ConfigError, match=r"observations have shape \(2,\), and the model takes \(4,\)"):
+        play.play(model, "MountainCar-v0")
+    with pytest.raises(ConfigError, match=r"--env=Nothing-v0: Gymnasium cannot make it"):
+        play.play(model, "Nothing-v0")
+
+
+def test_two_replicas_learn_what_one_does_with_all_environments(plain):
+    """20 steps, to 1e-4: environments, minibatches, advantages and statistics are those of one replica."""
+    trainer, summary, _ = plain
+    other, result = trained(strategy="mirrored", devices=2)
+    for one, two in zip(values(trainer), values(other), strict=True):
+        np.testing.assert_allclose(two, one, atol=1e-4)
+    np.testing.assert_allclose(result.history["return"], summary.history["return"], atol=1e-3)
+    assert result["replicas"] == 2
+
+
+@pytest.mark.parametrize("stop", [8, 10])  # between two rounds, and in the middle of one
+def test_a_resumed_run_goes_on_bit_by_bit(plain, tmp_path, stop):
+    trainer, summary, _ = plain
+    first, _ = trained(workdir=str(tmp_path), stop_after=stop)
+    assert any((one != two).any() for one, two in zip(values(trainer), values(first), strict=True))
+    second, result = trained(workdir=str(tmp_path))
+    for one, two in zip(values(trainer), values(second), strict=True):
+        np.testing.assert_array_equal(one, two)
+    assert result["params_sha256"] == summary["params_sha256"]
+    for name, array in trainer.memory.export().items():
+        np.testing.assert_array_equal(array, second.memory.export()[name])
+
+
+def test_a_run_resumed_on_other_replicas_begins_new_episodes_in_the_middle_of_a_round(tmp_path, messages):
+    trained(workdir=str(tmp_path), stop_after=6)
+    _, result = trained(workdir=str(tmp_path), strategy="mirrored", devices=2, verbose=1)
+    assert any("new episodes begin" in line for line in messages)
+    assert result["steps"] == 20
+    assert np.isfinite(result["train_loss"])
+
+
+def test_continuous_actions_micro_batches_and_xla(tmp_path):
+    _, result = trained(env="Pendulum-v1", accumulate_steps=2, jit_compile=True, workdir=str(tmp_path), steps=8)
+    assert result["jit_compile"]
+    assert result["eval"]["length"] == 200.0
+    assert -2000.0 < result["eval"]["return"] < -200.0
+    means, _, deviations = keras.saving.load_model(tmp_path / "model.keras")(np.zeros([2, 3], np.float32))
+    assert means.shape == deviations.shape == (2, 1)
+    assert np.any(np.asarray(deviations) != 0.0)  # it is learned
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"env": "CartPole-v2"}, r"--env='CartPole-v2'.*Did you mean 'CartPole-v1'"),
+        ({"minibatches": 3}, r"--rollout_steps=8 is not divisible by --minibatches=3"),
+        ({"steps": 0}, r"how long is the run\? Give --env_steps"),
+        ({"steps": 0, "epochs": 2}, r"--epochs: there are no epochs"),
+        ({"env_steps": 640}, r"--env_steps=640 and --steps=20 both"),
+        ({"environments": 7, "strategy": "mirrored", "devices": 2}, r"--environments=7 is not divisible by the 2"),
+        ({"accumulate_steps": 5}, r"--accumulate_steps=5 does not divide the 32 transitions"),
+        ({"shard": "optimizer"}, r"--shard=optimizer does not go with"),
+        ({"local_steps": 5}, r"--local_steps=5 does not go with"),
+        ({"hidden": "64;64"}, r"--hidden='64;64' is no list of positive numbers"),
+    ],
+)
+def test_what_cannot_work_is_refused(options, said):
+    with pytest.raises(ConfigError, match=said):
+        rl.ReinforcementTrainer(**(SMALL | {"steps": 20} | options))
+
+
+def test_options_of_a_program_are_no_options_of_others():
+    assert "env" not in ExperimentConfig().as_flat_dict()
+    config = rl.complete(ExperimentConfig.from_flat_dict({"env": "Catch", "env_steps": 5000}))
+    assert config.train.steps == 3 * 16  # rollouts of 64 x 32 transitions
+    assert config.input.global_batch_size == 512
+    assert ExperimentConfig.from_flat_dict(config.as_flat_dict()) == config

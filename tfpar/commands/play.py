@@ -1,0 +1,56 @@
+"""Plays a trained policy in Gymnasium itself, and prints what it earns.
+
+The environment is that of the run in whose workdir the model lies, unless given. Needs `pip install 'tfpar[rl]'`.
+
+  tfpar play --model_file=runs/cartpole/model.keras
+  tfpar play --model_file=runs/cartpole/model.keras --episodes=1000 --seed=7
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pathlib
+import sys
+from collections.abc import Sequence
+
+import tfpar
+from tfpar.config import ConfigError, flags
+
+from absl import flags as absl_flags
+
+
+def run(argv: Sequence[str] | None = None, program: str = "") -> None:
+    """Defines the flags, reads them, plays, and ends the process.
+
+    Args:
+      argv: The command line; `sys.argv` by default.
+      program: How a user calls it; see `flags.run`.
+    """
+    flags.define(sections=["monitor"])
+    absl_flags.DEFINE_string("model_file", "", "The .keras file of the policy.")
+    absl_flags.DEFINE_string("env", "", "Name of the environment in Gymnasium; empty: that of the run.")
+    absl_flags.DEFINE_integer("episodes", 100, "Episodes to play.", lower_bound=1)
+    absl_flags.DEFINE_integer("seed", 0, "Seed of the first episode; the others follow.", lower_bound=0)
+    flags.run(main, argv, program=program)
+
+
+def main(_: list[str]) -> None:
+    given = absl_flags.FLAGS
+    if not given.model_file:
+        raise ConfigError("--model_file is missing: name a .keras file, e.g. --model_file=runs/cartpole/model.keras.")
+    tfpar.check_model_file(given.model_file)
+    from tfpar.checkpoint import checkpointer  # here, so that --help and a wrong flag need not wait for TensorFlow
+
+    saved = checkpointer.saved_config(pathlib.Path(given.model_file).parent) or {}
+    env = given.env or saved.get("env", "")
+    if not env:
+        raise ConfigError(
+            f"--env is missing, and {given.model_file} lies beside no checkpoint that says what the policy was trained "
+            "in. Name the environment, e.g. --env=CartPole-v1."
+        )
+    from tfpar.rl import play
+
+    with contextlib.redirect_stdout(sys.stderr):  # so that standard output is the result alone
+        played = play.play(tfpar.load_model(given.model_file), env, episodes=given.episodes, seed=given.seed)
+    print(json.dumps(played.summary(env), indent=2))

@@ -1,0 +1,56 @@
+"""What options of reinforcement learning are where nothing else is said, by environment.
+
+They were found by trying: docs/reinforcement.md has what each of them reaches. This module imports neither TensorFlow
+nor Keras.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_COMMON: Mapping[str, Any] = {
+    "optimizer": "adam",
+    "optimizer_args": "epsilon=1e-5",
+    "learning_rate": 1e-3,
+    "clip_norm": 0.5,
+    "schedule": "cosine",
+    "env_steps": 500_000,
+}
+_BY_ENVIRONMENT: Mapping[str, Mapping[str, Any]] = {
+    "CartPole-v1": {"learning_rate": 2e-3, "env_steps": 300_000},
+    "Acrobot-v1": {"learning_rate": 2e-3, "env_steps": 500_000, "entropy_coef": 0.01},
+    "MountainCar-v0": {"learning_rate": 2e-3, "env_steps": 2_000_000, "entropy_coef": 0.02, "discount": 0.995},
+    "Pendulum-v1": {
+        "discount": 0.95,
+        "env_steps": 1_000_000,
+        "learning_rate": 2e-3,
+        "reward_scale": 0.1,
+        "rollout_epochs": 8,
+    },
+    "Catch": {"env_steps": 300_000, "entropy_coef": 0.01, "learning_rate": 2e-3},
+}
+
+
+_BY_ALGORITHM: Mapping[str, Mapping[str, Any]] = {
+    "a2c": {"rollout_epochs": 1, "minibatches": 1, "rollout_steps": 8, "learning_rate": 3e-3},
+    "dqn": {
+        "rollout_epochs": 4,
+        "minibatches": 1,
+        "rollout_steps": 4,
+        "learning_rate": 1e-3,
+        "schedule": "constant",
+        "clip_norm": 10.0,
+        "hidden": "128,128",
+    },
+}
+
+
+def preset(env: str, algorithm: str = "ppo") -> dict[str, Any]:
+    """Options by flag name; those of an environment that has none of its own are the common ones.
+
+    Args:
+      env: The environment's name.
+      algorithm: That of `--algorithm`.
+    """
+    return {**_COMMON, **_BY_ENVIRONMENT.get(env, {}), **_BY_ALGORITHM.get(algorithm, {})}

@@ -1,0 +1,62 @@
+"""What an algorithm is: how a replica gathers experience, and which batches are made of it.
+
+The training step asks an algorithm for its batches and is otherwise that of supervised learning; what is minimised is
+the algorithm's `Objective`. Everything here is a pure function of tensors, so that XLA compiles it with the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from tfpar.config import ReinforcementConfig
+from tfpar.training.objective import Batch, Objective, Tensors
+
+import keras
+import tensorflow as tf
+
+
+class Algorithm(Protocol):
+    """How experience becomes batches."""
+
+    @property
+    def model(self) -> keras.Model:
+        """The policy."""
+
+    @property
+    def options(self) -> ReinforcementConfig:
+        """How it learns: how much is gathered at a time, and in how many steps it is learned from."""
+
+    @property
+    def own_state(self) -> Sequence[int]:
+        """Places of those of the model's non-trainable variables that gathering changes, alike on every replica."""
+
+    @property
+    def objective(self) -> Objective:
+        """What is minimised."""
+
+    def initial_memory(self, replica: int) -> Any:
+        """What a replica remembers before the first step: a structure of tensors of static shapes.
+
+        Args:
+          replica: Its number among all.
+        """
+
+    def gather(
+        self, params: Tensors, state: Tensors, memory: Any, step: tf.Tensor, replica: tf.Tensor
+    ) -> tuple[Tensors, Any]:
+        """Acts in the environments of a replica.
+
+        Args:
+          params: Values of the model's trainable variables.
+          state: Values of its non-trainable variables.
+          memory: What the replica remembers, in the structure of `initial_memory`.
+          step: Int64 scalar: the number of the training step that is about to begin.
+          replica: Int32 scalar: the number of the replica.
+
+        Returns:
+          The new state and the new memory.
+        """
+
+    def batch(self, memory: Any, step: tf.Tensor, replica: tf.Tensor) -> Batch:
+        """The batch of a step on a replica: `(x, y, weight)` with a leading micro-batch axis; arguments as above."""

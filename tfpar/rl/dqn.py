@@ -1,0 +1,262 @@
+"""Deep Q-learning (Mnih et al. 2015) with double Q-learning (van Hasselt et al. 2016) and n-step targets (as in Hessel
+et al. 2018, Rainbow). The replay lies on the device, in the variables of the replica that gathered it.
+
+A step has as many remembered transitions of each environment, so it is the same however environments are split.
+
+Shapes: L slots of the replay in time, T steps of a gathering, n environments of a replica, k transitions of each in a
+step, A micro-batches, m transitions of a micro-batch on a replica.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from tfpar.config import ReinforcementConfig
+from tfpar.rl import noise, vector
+from tfpar.rl.environments import Environment
+from tfpar.rl.rollout import Choice, act_for
+from tfpar.rl.sums import NamedSums, totals_of
+from tfpar.rl.vector import Vector
+from tfpar.training.model.call import call_model
+from tfpar.training.objective import Batch, ObjectiveSums, Tensors
+from tfpar.training.seeds import run_seed
+
+import keras
+import tensorflow as tf
+
+
+class Replay(NamedTuple):
+    """Transitions `[L, n]`; time step t lies in slot t % L.
+
+    Attributes:
+      observation: Float32 `[L, n, ...]`.
+      action: Int32.
+      reward: Float32, scaled.
+      following: Float32 `[L, n, ...]`: what the action led to, before any new episode.
+      terminated: Float32: 1 where nothing comes after it.
+      ended: Float32: 1 where the episode ended or was cut off.
+    """
+
+    observation: tf.Tensor
+    action: tf.Tensor
+    reward: tf.Tensor
+    following: tf.Tensor
+    terminated: tf.Tensor
+    ended: tf.Tensor
+
+
+class Memory(NamedTuple):
+    """What a replica remembers.
+
+    Attributes:
+      vector: Where its environments stand.
+      replay: What they went through.
+      written: Int32 scalar: time steps gathered so far.
+      target: Weights of the target network.
+      episodes: Float32 `[3]`: number, returns and lengths of the episodes that ended in the last gathering, summed.
+    """
+
+    vector: Vector
+    replay: Replay
+    written: tf.Tensor
+    target: Tensors
+    episodes: tf.Tensor
+
+
+class Targets(NamedTuple):
+    """What is learned from a micro-batch `[m]`.
+
+    Attributes:
+      action: Int32: the actions.
+      reward: Float32: the discounted rewards of n steps, or of those until the episode ended.
+      following: Float32 `[m, ...]`: what they led to.
+      discount: Float32: of the value of that; 0 where nothing comes after it.
+      values: Float32 `[m, a]`: what the target network says of it.
+      episodes: Float32 `[m, 3]`: a share of `Memory.episodes` in the first step after a gathering, else 0.
+    """
+
+    action: tf.Tensor
+    reward: tf.Tensor
+    following: tf.Tensor
+    discount: tf.Tensor
+    values: tf.Tensor
+    episodes: tf.Tensor
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DQN:
+    """The algorithm, see `Algorithm`.
+
+    Attributes:
+      model: Values of all actions, `[m, a]`.
+      environment: What is acted in; its actions are discrete.
+      options: How it learns.
+      seed: That of the run.
+      total_steps: Steps of the whole run, over which exploration falls.
+      replicas: Replicas of all workers.
+      accumulate_steps: Micro-batches of a step, A.
+    """
+
+    model: keras.Model
+    environment: Environment
+    options: ReinforcementConfig
+    seed: int
+    total_steps: int
+    replicas: int = 1
+    accumulate_steps: int = 1
+
+    @property
+    def own_state(self) -> Sequence[int]:
+        """None: acting changes nothing of the model."""
+        return ()
+
+    @functools.cached_property
+    def objective(self) -> DQNObjective:
+        """What is minimised."""
+        return DQNObjective(self.model)
+
+    @property
+    def _own(self) -> int:
+        return self.options.environments // self.replicas
+
+    @property
+    def _slots(self) -> int:
+        """L: whole gatherings, so that one never wraps around."""
+        steps = self.options.rollout_steps
+        return self.options.replay_size // (self.options.environments * steps) * steps
+
+    def _index(self, replica: Any) -> tf.Tensor:
+        return replica * self._own + tf.range(self._own)
+
+    def initial_memory(self, replica: int) -> Memory:
+        """Environments at the start of their first episodes, an empty replay, and a target network of zeros."""
+        shape, observation = [self._slots, self._own], self.environment.observation_shape
+        replay = Replay(
+            observation=tf.zeros([*shape, *observation]),
+            action=tf.zeros(shape, tf.int32),
+            reward=tf.zeros(shape),
+            following=tf.zeros([*shape, *observation]),
+            terminated=tf.zeros(shape),
+            ended=tf.zeros(shape),
+        )
+        start = vector.reset(self.environment, run_seed(self.seed), self._index(replica))
+        target = [tf.zeros(variable.shape) for variable in self.model.trainable_variables]
+        return Memory(start, replay, tf.constant(0), target, tf.zeros([3]))
+
+    def gather(
+        self, params: Tensors, state: Tensors, memory: Memory, step: tf.Tensor, replica: tf.Tensor
+    ) -> tuple[Tensors, Memory]:
+        """Some steps in every environment, with a share of random actions that falls over the run."""
+        options, seed, index = self.options, run_seed(self.seed), self._index(replica)
+        steps = options.rollout_steps
+        progress = tf.cast(step, tf.float32) / max(self.total_steps * options.explore_share, 1.0)
+        explore = 1.0 + tf.minimum(progress, 1.0) * (options.explore_end - 1.0)
+
+        def choose(observation: tf.Tensor, number: tf.Tensor) -> Choice:
+            values = call_model(self.model, params, state, observation, training=False).outputs
+            drawn = noise.uniforms(2, seed=seed, stream=noise.ACTION, index=index, time=number)
+            at_random = tf.cast(drawn[1] * float(values.shape[-1]), tf.int32)
+            action = tf.where(drawn[0] < explore, at_random, tf.argmax(values, axis=-1, output_type=tf.int32))
+            return Choice(action, tf.zeros([self._own]), tf.zeros([self._own]))
+
+        # By what is remembered, not by the number of the step: a run may go on elsewhere, with nothing remembered.
+        end, taken = act_for(
+            self.environment,
+            choose,
+            memory.vector,
+            steps=steps,
+            seed=seed,
+            index=index,
+            time=memory.written,
+            reward_scale=options.reward_scale,
+        )
+        slots = (memory.written + tf.range(steps)) % self._slots
+        new = Replay(taken.observation, taken.action, taken.reward, taken.following, taken.terminated, taken.ended)
+        replay = tf.nest.map_structure(
+            lambda kept, part: tf.tensor_scatter_nd_update(kept, slots[:, tf.newaxis], part), memory.replay, new
+        )
+        due = tf.equal(memory.written, 0) | (step % options.target_every < self.options.steps_per_rollout)
+        target = [tf.where(due, param, old) for param, old in zip(params, memory.target, strict=True)]
+        episodes = [tf.reduce_sum(part) for part in (taken.ended, taken.episode_return, taken.episode_length)]
+        return state, Memory(end, replay, memory.written + steps, target, tf.stack(episodes))
+
+    def batch(self, memory: Memory, step: tf.Tensor, replica: tf.Tensor) -> Batch:
+        """As many remembered transitions of each environment, drawn anew for every step."""
+        options, index, slots = self.options, self._index(replica), self._slots
+        each = options.replay_batch // options.environments
+        known = tf.minimum(memory.written, slots)
+        begins = tf.cast(known - options.n_step + 1, tf.float32)
+        drawn = noise.uniforms(
+            each, seed=run_seed(self.seed), stream=noise.REPLAY, index=index, time=tf.cast(step, tf.int32)
+        )
+        first = memory.written - known + tf.cast(tf.stack(drawn) * begins, tf.int32)  # [k, n]
+        column = tf.broadcast_to(tf.range(self._own), first.shape)
+
+        def of(kept: tf.Tensor, later: int) -> tf.Tensor:
+            flat = tf.reshape(kept, [slots * self._own, *kept.shape[2:]])
+            return tf.gather(flat, tf.reshape((first + later) % slots * self._own + column, [-1]))
+
+        size = each * self._own
+        reward, alive, discount = tf.zeros([size]), tf.ones([size]), tf.ones([size])
+        following = of(memory.replay.following, 0)
+        for later in range(options.n_step):
+            lives = tf.reshape(alive, [-1, *[1] * (following.shape.rank - 1)]) > 0.0
+            reward += alive * discount * of(memory.replay.reward, later)
+            following = tf.where(lives, of(memory.replay.following, later), following)
+            goes_on = options.discount * (1.0 - of(memory.replay.terminated, later))
+            discount = tf.where(alive > 0.0, discount * goes_on, discount)
+            alive *= 1.0 - of(memory.replay.ended, later)
+        state = [tf.convert_to_tensor(variable) for variable in self.model.non_trainable_variables]
+        values = call_model(self.model, memory.target, state, following, training=False).outputs
+        is_first = tf.cast(tf.equal(step % self.options.steps_per_rollout, 0), tf.float32)
+        episodes = tf.broadcast_to(is_first * memory.episodes / float(size), [size, 3])
+        parts = Targets(of(memory.replay.action, 0), reward, following, discount, values, episodes)
+        rows = [self.accumulate_steps, size // self.accumulate_steps]
+        x, y = tf.nest.map_structure(
+            lambda part: tf.reshape(part, [*rows, *part.shape[1:]]), (of(memory.replay.observation, 0), parts)
+        )
+        return x, y, tf.ones(rows)
+
+
+class DQNObjective:
+    """Huber's loss of the difference between values and targets; the current network chooses the action whose value the
+    target network gives (van Hasselt et al. 2016, equation 4).
+
+    Args:
+      model: Values of all actions.
+    """
+
+    def __init__(self, model: keras.Model) -> None:
+        self._model = model
+        self.totals = totals_of(_SUMS, _results)
+
+    def __call__(
+        self, params: Tensors, state: Tensors, batch: Batch, *, training: bool, scales: tf.Tensor | None = None
+    ) -> ObjectiveSums:
+        """See `Objective`."""
+        del scales
+        x, targets, weight = batch
+        values, new_state, _ = call_model(self._model, params, state, x, training=training)
+        ahead = call_model(self._model, params, state, targets.following, training=False).outputs
+        chosen = tf.one_hot(tf.argmax(ahead, axis=-1), values.shape[-1])
+        target = targets.reward + targets.discount * tf.reduce_sum(chosen * targets.values, axis=-1)
+        value = tf.reduce_sum(tf.one_hot(targets.action, values.shape[-1]) * values, axis=-1)
+        error = tf.abs(value - tf.stop_gradient(target))
+        loss = tf.where(error < 1.0, 0.5 * error * error, error - 0.5)
+        episodes = [weight * part for part in tf.unstack(targets.episodes, axis=-1)]
+        named = {"value": weight * value, "error": weight * error, "count": weight}
+        sums = NamedSums(named | dict(zip(("episodes", "return", "length"), episodes, strict=True)))
+        return ObjectiveSums(tf.reduce_sum(weight * loss), tf.reduce_sum(weight), list(new_state), sums.in_order(_SUMS))
+
+
+_SUMS = ("value", "error", "count", "episodes", "return", "length")
+
+
+def _results(sums: Mapping[str, float]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    if sums["episodes"] > 0.5:
+        found = {name: sums[name] / sums["episodes"] for name in ("return", "length")}
+    return found | {name: sums[name] / max(sums["count"], 1.0) for name in ("value", "error")}

@@ -1,0 +1,52 @@
+"""Environments that run on the device, by name."""
+
+from __future__ import annotations
+
+from tfpar.config import ConfigError, unknown_name
+from tfpar.rl.environments.acrobot import ACROBOT
+from tfpar.rl.environments.cartpole import CARTPOLE
+from tfpar.rl.environments.catch import CATCH
+from tfpar.rl.environments.mountain_car import MOUNTAIN_CAR
+from tfpar.rl.environments.pendulum import PENDULUM
+from tfpar.rl.environments.protocol import Actions, Continuous, Discrete, Environment, State, Transition
+
+__all__ = [
+    "Actions",
+    "Continuous",
+    "Discrete",
+    "Environment",
+    "State",
+    "Transition",
+    "find",
+    "names",
+    "register",
+]
+
+_ENVIRONMENTS = {each.name: each for each in (ACROBOT, CARTPOLE, CATCH, MOUNTAIN_CAR, PENDULUM)}
+
+
+def names() -> list[str]:
+    """The names that `find` knows."""
+    return sorted(_ENVIRONMENTS)
+
+
+def find(name: str) -> Environment:
+    """The environment of a name.
+
+    Raises:
+      ConfigError: There is none, with the nearest names.
+    """
+    if name not in _ENVIRONMENTS:
+        raise unknown_name("--env", name, names())
+    return _ENVIRONMENTS[name]
+
+
+def register(environment: Environment) -> None:
+    """Adds an environment under its name.
+
+    Raises:
+      ConfigError: The name is taken.
+    """
+    if environment.name in _ENVIRONMENTS:
+        raise ConfigError(f"environment {environment.name!r} exists already. Give yours another name.")
+    _ENVIRONMENTS[environment.name] = environment

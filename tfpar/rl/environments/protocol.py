@@ -1,0 +1,126 @@
+"""What an environment on the device is: pure functions of the state of many environments at once.
+
+Shapes: n environments. A state is a structure of tensors `[n, ...]`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+State = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Discrete:
+    """One of several actions, an int32 from 0.
+
+    Attributes:
+      count: Number of actions.
+    """
+
+    count: int
+
+    @property
+    def spec(self) -> tf.TensorSpec:
+        """Shape and type of one action."""
+        return tf.TensorSpec([], tf.int32)
+
+    @property
+    def outputs(self) -> int:
+        """Numbers that a policy says about it: a logit for each."""
+        return self.count
+
+    @property
+    def text(self) -> str:
+        """For reports."""
+        return f"one of {self.count} actions"
+
+
+@dataclasses.dataclass(frozen=True)
+class Continuous:
+    """A vector of numbers, float32; an environment clips them to these bounds.
+
+    Attributes:
+      low: Lower bound of each number.
+      high: Upper bound of each.
+    """
+
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+
+    @property
+    def spec(self) -> tf.TensorSpec:
+        """Shape and type of one action."""
+        return tf.TensorSpec([len(self.low)], tf.float32)
+
+    @property
+    def outputs(self) -> int:
+        """Numbers that a policy says about it: a mean for each of its numbers."""
+        return len(self.low)
+
+    @property
+    def text(self) -> str:
+        """For reports."""
+        return f"actions of {len(self.low)} numbers"
+
+
+Actions = Discrete | Continuous
+
+
+class Transition(NamedTuple):
+    """What one step of n environments gives.
+
+    Attributes:
+      state: The states after it.
+      reward: Float `[n]`.
+      terminated: Bool `[n]`: the episode has reached an end of its own. (Time limits are the business of `vector.py`.)
+    """
+
+    state: State
+    reward: tf.Tensor
+    terminated: tf.Tensor
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Environment:
+    """An environment whose dynamics are pure functions, so that thousands run in one XLA program.
+
+    The functions compute in the floating-point type of the state that they are given; that of `reset` is the type of
+    its random numbers.
+
+    Attributes:
+      name: Its name for `--env`; that of Gymnasium where it is the same environment.
+      observation_shape: Shape of one observation, float32.
+      actions: What an action is.
+      max_steps: Steps after which an episode is cut off.
+      reset_numbers: Random numbers that `reset` takes.
+      reset: `(numbers) -> state`: `reset_numbers` uniform numbers in [0, 1), each `[n]`.
+      step: `(state, action, numbers) -> Transition`; action int32 `[n]` or float32 `[n, size]`; `step_numbers` uniform
+        numbers.
+      observe: `(state) -> float32 [n, *observation_shape]`.
+      step_numbers: Random numbers that `step` takes.
+      render: `(observation) -> uint8 [height, width, 3]` of one observation, or None.
+      goal: Mean return of an evaluation at which a run may end, see `--stop_at_goal`; None for none.
+    """
+
+    name: str
+    observation_shape: tuple[int, ...]
+    actions: Actions
+    max_steps: int
+    reset_numbers: int
+    reset: Callable[[Sequence[tf.Tensor]], State]
+    step: Callable[[State, tf.Tensor, Sequence[tf.Tensor]], Transition]
+    observe: Callable[[State], tf.Tensor]
+    step_numbers: int = 0
+    render: Callable[[np.ndarray], np.ndarray] | None = None
+    goal: float | None = None
+
+
+def stacked(*parts: tf.Tensor) -> tf.Tensor:
+    """Numbers of a state `[n]` as observations, float32 `[n, len(parts)]`."""
+    return tf.stack([tf.cast(part, tf.float32) for part in parts], axis=-1)

@@ -1,0 +1,63 @@
+"""Layers of policies. Importing this module registers them with Keras, and needs nothing else of tfpar.
+
+Shapes: m observations, d the shape of one; a numbers of an action.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+_EPSILON = 1e-8
+_LIMIT = 10.0  # standard deviations
+
+
+@keras.saving.register_keras_serializable(package="tfpar")
+class ObservationNormalization(keras.layers.Layer):
+    """Subtracts the running mean, divides by the running deviation, and clips at 10 deviations.
+
+    Until the first observations are taken over, they pass through unchanged.
+    """
+
+    def build(self, input_shape: Any) -> None:
+        """Creates the statistics, and what is to be added to them."""
+        shape = tuple(input_shape[1:])
+        zeros = {"trainable": False, "dtype": "float32", "initializer": "zeros"}
+        self.mean = self.add_weight(shape=shape, name="mean", **zeros)
+        self.variance = self.add_weight(shape=shape, name="variance", **{**zeros, "initializer": "ones"})
+        self.observations = self.add_weight(shape=(), name="observations", **zeros)
+        # Of the transitions that are being learned from: their share of the rollout, and means of x - mean and of its
+        # square. They are sums over minibatches of equal size, so replicas may average them.
+        self.new_share = self.add_weight(shape=(), name="new_share", **zeros)
+        self.new_offset = self.add_weight(shape=shape, name="new_offset", **zeros)
+        self.new_square = self.add_weight(shape=shape, name="new_square", **zeros)
+
+    def call(self, inputs: tf.Tensor) -> tf.Tensor:
+        """Scaled observations `[m, *d]`."""
+        mean, variance = keras.ops.convert_to_tensor(self.mean), keras.ops.convert_to_tensor(self.variance)
+        scaled = (keras.ops.cast(inputs, "float32") - mean) * keras.ops.rsqrt(variance + _EPSILON)
+        return keras.ops.cast(keras.ops.clip(scaled, -_LIMIT, _LIMIT), self.compute_dtype)
+
+    def compute_output_shape(self, input_shape: Any) -> Any:
+        """That of the inputs."""
+        return input_shape
+
+
+@keras.saving.register_keras_serializable(package="tfpar")
+class LogDeviation(keras.layers.Layer):
+    """The logarithm of an action's standard deviation: learned, and the same for every observation."""
+
+    def build(self, input_shape: Any) -> None:
+        """Creates it; exp(0) = 1 to begin with."""
+        self.value = self.add_weight(shape=tuple(input_shape[1:]), name="value", initializer="zeros", dtype="float32")
+
+    def call(self, inputs: tf.Tensor) -> tf.Tensor:
+        """`[m, a]` for means `[m, a]`."""
+        value = keras.ops.convert_to_tensor(self.value)
+        return keras.ops.zeros_like(inputs) + keras.ops.cast(value, self.compute_dtype)
+
+    def compute_output_shape(self, input_shape: Any) -> Any:
+        """That of the means."""
+        return input_shape

@@ -1,0 +1,78 @@
+"""The running statistics that scale observations: collected, agreed on, and taken over as pure functions.
+
+The layer itself is in `layers.py`: it is part of the policy, so that `model.keras` takes raw observations.
+
+The statistics that scale stay the same from one rollout to the next, so that actions are judged under the policy that
+chose them. What a rollout adds to them is collected beside them while it is learned from, agreed on by the replicas as
+batch statistics are, and taken over before the next rollout.
+
+Shapes: d is the shape of an observation.
+"""
+
+from __future__ import annotations
+
+from tfpar.rl.layers import ObservationNormalization
+from tfpar.training.objective import Tensors
+
+import keras
+import tensorflow as tf
+
+
+class Statistics:
+    """The statistics of a model's normalization layer as pure functions; of a model without one, they do nothing.
+
+    Args:
+      model: A built Keras model.
+    """
+
+    def __init__(self, model: keras.Model) -> None:
+        layers = [layer for layer in model.layers if isinstance(layer, ObservationNormalization)]
+        places = {id(variable): place for place, variable in enumerate(model.non_trainable_variables)}
+        self._places = [places[id(variable)] for layer in layers[:1] for variable in layer.weights]
+
+    @property
+    def variables(self) -> list[int]:
+        """Places of the statistics among the model's non-trainable variables."""
+        return self._places
+
+    def collected(self, state: Tensors, x: tf.Tensor, share: tf.Tensor) -> Tensors:
+        """The model's state after it has noted observations.
+
+        Args:
+          state: Values of the model's non-trainable variables.
+          x: Observations `[m, *d]`.
+          share: Float32 `[m]`: what each is of all observations of a rollout on this replica; 0 leaves it out.
+        """
+        if not self._places:
+            return state
+        mean, variance, count, total, offset, square = (state[place] for place in self._places)
+        weight = tf.reshape(share, [-1, *[1] * (x.shape.rank - 1)])
+        away = tf.cast(x, tf.float32) - mean
+        offset += tf.reduce_sum(weight * away, axis=0)
+        square += tf.reduce_sum(weight * away * away, axis=0)
+        return self._replaced(state, [mean, variance, count, total + tf.reduce_sum(share), offset, square])
+
+    def taken_over(self, state: Tensors, observations: int) -> Tensors:
+        """The model's state with what was noted as part of the statistics (Chan, Golub and LeVeque 1979).
+
+        Args:
+          state: Values of the model's non-trainable variables.
+          observations: Observations of a rollout, over all replicas.
+        """
+        if not self._places:
+            return state
+        mean, variance, count, share, offset, square = (state[place] for place in self._places)
+        added = share * observations
+        total = count + added
+        part = tf.math.divide_no_nan(added, total)
+        spread = tf.maximum(square - offset * offset, 0.0)
+        mixed = variance * (1.0 - part) + spread * part + offset * offset * part * (1.0 - part)
+        variance = tf.where(added > 0.0, mixed, variance)
+        zeros = [tf.zeros_like(each) for each in (share, offset, square)]
+        return self._replaced(state, [mean + offset * part, variance, total, *zeros])
+
+    def _replaced(self, state: Tensors, values: Tensors) -> Tensors:
+        result = list(state)
+        for place, value in zip(self._places, values, strict=True):
+            result[place] = value
+        return result

@@ -1,0 +1,154 @@
+"""Policies: the model of a policy and its value, and what its outputs say about actions.
+
+Shapes: m observations; a numbers of an action, or actions to choose from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from tfpar.rl import noise
+from tfpar.rl.environments import Actions, Discrete
+from tfpar.rl.layers import LogDeviation, ObservationNormalization
+
+import keras
+import tensorflow as tf
+
+_PIXEL_DIMS = 3
+
+
+def build_policy(
+    observation_shape: Sequence[int], actions: Actions, *, hidden: Sequence[int] = (64, 64), normalize: bool = True
+) -> keras.Model:
+    """A policy and a value network without weights in common.
+
+    Hidden layers are tanh, and weights orthogonal: gain √2, 0.01 before the actions, so that the first policy is nearly
+    uniform, and 1 before the value (Andrychowicz et al. 2021, What Matters for On-Policy Deep Actor-Critic Methods).
+    Pictures are flattened.
+
+    Args:
+      observation_shape: Shape of one observation.
+      actions: What an action is.
+      hidden: Units of the hidden layers.
+      normalize: Whether observations are scaled by their running mean and variance; pictures are not.
+
+    Returns:
+      A model `observations [m, ...] -> (logits or means [m, a], value [m, 1])`, and for continuous actions, third, the
+      logarithm of their standard deviation `[m, a]`.
+    """
+    observation = keras.Input(tuple(observation_shape), name="observation")
+    x = observation
+    if normalize and len(observation_shape) < _PIXEL_DIMS:
+        x = ObservationNormalization(name="observation_normalization")(x)
+    if len(observation_shape) > 1:
+        x = keras.layers.Flatten(name="flatten")(x)
+    name = "logits" if isinstance(actions, Discrete) else "means"
+    # Logits and values are sums of many numbers: they stay float32 under mixed precision.
+    outputs = [
+        keras.layers.Dense(actions.outputs, kernel_initializer=_orthogonal(0.01), dtype="float32", name=name)(
+            _hidden(x, hidden, "policy")
+        ),
+        keras.layers.Dense(1, kernel_initializer=_orthogonal(1.0), dtype="float32", name="value")(
+            _hidden(x, hidden, "critic")
+        ),
+    ]
+    if not isinstance(actions, Discrete):
+        outputs.append(LogDeviation(dtype="float32", name="log_deviation")(outputs[0]))
+    return keras.Model(observation, outputs, name="policy")
+
+
+def _hidden(x: Any, units: Sequence[int], name: str) -> Any:
+    for place, count in enumerate(units):
+        dense = keras.layers.Dense(
+            count, "tanh", kernel_initializer=_orthogonal(math.sqrt(2.0)), name=f"{name}_hidden_{place}"
+        )
+        x = dense(x)
+    return x
+
+
+def _orthogonal(gain: float) -> keras.initializers.Initializer:
+    return keras.initializers.Orthogonal(gain)
+
+
+def build_q_network(
+    observation_shape: Sequence[int], actions: Discrete, *, hidden: Sequence[int] = (128, 128)
+) -> keras.Model:
+    """A network that values every action (Mnih et al. 2015), with hidden layers of ReLU. Pictures are flattened.
+
+    Args:
+      observation_shape: Shape of one observation.
+      actions: The actions.
+      hidden: Units of the hidden layers.
+
+    Returns:
+      A model `observations [m, ...] -> values [m, a]`.
+    """
+    x = observation = keras.Input(tuple(observation_shape), name="observation")
+    if len(observation_shape) > 1:
+        x = keras.layers.Flatten(name="flatten")(x)
+    for place, count in enumerate(hidden):
+        x = keras.layers.Dense(count, "relu", kernel_initializer="he_normal", name=f"hidden_{place}")(x)
+    values = keras.layers.Dense(actions.outputs, dtype="float32", name="action_values")(x)
+    return keras.Model(observation, values, name="q_network")
+
+
+class Distribution(NamedTuple):
+    """What outputs of a policy say about actions.
+
+    Attributes:
+      parameters: Logits `[m, a]`; or means and log deviations, both `[m, a]`.
+    """
+
+    parameters: tuple[tf.Tensor, ...]
+
+    @classmethod
+    def of(cls, outputs: Sequence[tf.Tensor]) -> Distribution:
+        """That of a policy's outputs: logits and value, or means, value and log deviations; of values of actions alone,
+        whose greatest is the most likely."""
+        outputs = [outputs] if tf.is_tensor(outputs) else outputs
+        return cls(tuple(tf.cast(outputs[place], tf.float32) for place in (0, 2) if place < len(outputs)))
+
+    @property
+    def discrete(self) -> bool:
+        """Whether an action is one of several."""
+        return len(self.parameters) == 1
+
+    def sample(self, seed: tf.Tensor, index: tf.Tensor, time: tf.Tensor) -> tf.Tensor:
+        """Actions drawn: int32 `[m]`, or float32 `[m, a]`; arguments as for `noise.uniforms`."""
+        drawn = {"seed": seed, "stream": noise.ACTION, "index": index, "time": time}
+        if self.discrete:
+            # The action in whose part of [0, 1) a uniform number lies.
+            ends = tf.cumsum(tf.nn.softmax(self.parameters[0]), axis=-1)
+            place = noise.uniforms(1, **drawn)[0][:, tf.newaxis]
+            return tf.reduce_sum(tf.cast(place >= ends[:, :-1], tf.int32), axis=-1)
+        means, logs = self.parameters
+        return means + tf.exp(logs) * tf.stack(noise.normals(means.shape[-1], **drawn), axis=-1)
+
+    def mode(self) -> tf.Tensor:
+        """The most likely actions."""
+        first = self.parameters[0]
+        return tf.argmax(first, axis=-1, output_type=tf.int32) if self.discrete else first
+
+    def log_prob(self, action: tf.Tensor) -> tf.Tensor:
+        """Logarithm of the probability, or density, of actions: float32 `[m]`."""
+        if self.discrete:
+            logits = self.parameters[0]
+            chosen = tf.one_hot(action, logits.shape[-1])
+            return tf.reduce_sum(tf.nn.log_softmax(logits) * chosen, axis=-1)
+        means, logs = self.parameters
+        away = (action - means) * tf.exp(-logs)
+        return tf.reduce_sum(-0.5 * away * away - logs - 0.5 * math.log(2.0 * math.pi), axis=-1)
+
+    def entropy(self) -> tf.Tensor:
+        """Entropy in nats, float32 `[m]`."""
+        if self.discrete:
+            logs = tf.nn.log_softmax(self.parameters[0])
+            return -tf.reduce_sum(tf.exp(logs) * logs, axis=-1)
+        return tf.reduce_sum(self.parameters[1] + 0.5 * math.log(2.0 * math.pi * math.e), axis=-1)
+
+
+def value_of(outputs: Sequence[tf.Tensor]) -> tf.Tensor:
+    """The value that a policy's outputs give each observation, float32 `[m]`."""
+    return tf.cast(outputs[1], tf.float32)[:, 0]

@@ -1,0 +1,266 @@
+"""Proximal policy optimisation (Schulman et al. 2017), with the details that matter (Andrychowicz et al. 2021).
+
+A rollout of T steps in n environments of a replica is learned from in several epochs. An epoch is a permutation of the
+time steps, rotated by a random amount for each environment, and cut into minibatches. So each minibatch has the same
+number of transitions of every environment, however the environments are split over replicas.
+
+Shapes: A micro-batches, m transitions of a micro-batch on a replica.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from tfpar.config import ReinforcementConfig
+from tfpar.rl import noise, vector
+from tfpar.rl.environments import Environment
+from tfpar.rl.normalization import Statistics
+from tfpar.rl.policy import Distribution, value_of
+from tfpar.rl.rollout import Experience, roll_out
+from tfpar.rl.sums import MOMENTS, Moments, NamedSums, PolicyTotals
+from tfpar.rl.vector import Vector
+from tfpar.training.model.call import call_model
+from tfpar.training.objective import Batch, ObjectiveSums, Tensors
+from tfpar.training.seeds import run_seed
+
+import keras
+import tensorflow as tf
+
+
+class Memory(NamedTuple):
+    """What a replica remembers.
+
+    Attributes:
+      vector: Where its environments stand.
+      experience: The last rollout.
+    """
+
+    vector: Vector
+    experience: Experience
+
+
+class Targets(NamedTuple):
+    """What is learned from a micro-batch `[m]`.
+
+    Attributes:
+      experience: The transitions, without their observations.
+      share: Float32: what each is of all transitions of the rollout on this replica, the first time that it is learned
+        from; else 0.
+    """
+
+    experience: Experience
+    share: tf.Tensor
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PPO:
+    """The algorithm, see `Algorithm`.
+
+    Attributes:
+      model: The policy.
+      environment: What it acts in.
+      options: How it learns.
+      seed: That of the run.
+      replicas: Replicas of all workers.
+      accumulate_steps: Micro-batches of a step, A.
+    """
+
+    model: keras.Model
+    environment: Environment
+    options: ReinforcementConfig
+    seed: int
+    replicas: int = 1
+    accumulate_steps: int = 1
+
+    @functools.cached_property
+    def statistics(self) -> Statistics:
+        """The running statistics of the observations."""
+        return Statistics(self.model)
+
+    @property
+    def own_state(self) -> Sequence[int]:
+        """Places of these statistics."""
+        return self.statistics.variables
+
+    @functools.cached_property
+    def objective(self) -> PPOObjective:
+        """What is minimised."""
+        return PPOObjective(self.model, self.options, self.statistics)
+
+    @property
+    def _own(self) -> int:
+        """Environments of a replica, n."""
+        return self.options.environments // self.replicas
+
+    def _index(self, replica: Any) -> tf.Tensor:
+        return replica * self._own + tf.range(self._own)
+
+    def initial_memory(self, replica: int) -> Memory:
+        """Environments at the start of their first episodes, and nothing experienced."""
+        action, shape = self.environment.actions.spec, [self.options.rollout_steps, self._own]
+        others = {name: tf.zeros(shape) for name in Experience._fields if name not in ("observation", "action")}
+        experience = Experience(
+            observation=tf.zeros([*shape, *self.environment.observation_shape]),
+            action=tf.zeros([*shape, *action.shape], action.dtype),
+            **others,
+        )
+        return Memory(vector.reset(self.environment, run_seed(self.seed), self._index(replica)), experience)
+
+    def gather(
+        self, params: Tensors, state: Tensors, memory: Memory, step: tf.Tensor, replica: tf.Tensor
+    ) -> tuple[Tensors, Memory]:
+        """A rollout, under the statistics of all observations of earlier ones."""
+        options = self.options
+        state = self.statistics.taken_over(state, self.options.transitions_per_rollout)
+
+        def apply(observations: tf.Tensor) -> Sequence[tf.Tensor]:
+            return call_model(self.model, params, state, observations, training=False).outputs
+
+        end, experience = roll_out(
+            self.environment,
+            apply,
+            memory.vector,
+            steps=options.rollout_steps,
+            seed=run_seed(self.seed),
+            index=self._index(replica),
+            time=self._round(step) * options.rollout_steps,
+            discount=options.discount,
+            gae_lambda=options.gae_lambda,
+            reward_scale=options.reward_scale,
+        )
+        return state, Memory(end, experience)
+
+    def _round(self, step: tf.Tensor) -> tf.Tensor:
+        """The number of the rollout that a step learns from, int32 scalar."""
+        return tf.cast(step // self.options.steps_per_rollout, tf.int32)
+
+    def batch(self, memory: Memory, step: tf.Tensor, replica: tf.Tensor) -> Batch:
+        """A minibatch."""
+        options, seed = self.options, run_seed(self.seed)
+        place = tf.cast(step % self.options.steps_per_rollout, tf.int32)
+        epoch, part = place // options.minibatches, place % options.minibatches
+        drawn = {"seed": seed, "time": self._round(step) * options.rollout_epochs + epoch}
+        steps, size = options.rollout_steps, options.rollout_steps // options.minibatches
+        times = tf.range(steps)
+        order = tf.argsort(noise.uniforms(1, stream=noise.ORDER, index=times, **drawn)[0])
+        order = tf.gather(order, part * size + tf.range(size))
+        rotation = noise.uniforms(1, stream=noise.ROTATION, index=self._index(replica), **drawn)[0]
+        rotation = tf.cast(rotation * float(steps), tf.int32)
+        chosen = (order[:, tf.newaxis] + rotation) % steps * self._own + tf.range(self._own)
+        rows = [self.accumulate_steps, size * self._own // self.accumulate_steps]
+
+        def gathered(values: tf.Tensor) -> tf.Tensor:
+            flat = tf.reshape(values, [steps * self._own, *values.shape[2:]])
+            return tf.reshape(tf.gather(flat, tf.reshape(chosen, [-1])), [*rows, *values.shape[2:]])
+
+        experience = tf.nest.map_structure(gathered, memory.experience)
+        share = tf.fill(rows, tf.where(epoch > 0, 0.0, 1.0 / (steps * self._own)))
+        targets = Targets(experience._replace(observation=tf.zeros(rows)), share)
+        return experience.observation, targets, tf.ones(rows)
+
+
+def clipped_surrogate(options: ReinforcementConfig, change: tf.Tensor, advantage: tf.Tensor) -> tf.Tensor:
+    """What PPO maximises `[m]`: no gain for a probability ratio beyond the clipping (Schulman et al. 2017, equation 7).
+
+    Args:
+      options: `clip_ratio` counts.
+      change: `[m]`: of the actions' log-probabilities since they were chosen.
+      advantage: `[m]`.
+    """
+    ratio = tf.exp(change)
+    within = tf.clip_by_value(ratio, 1.0 - options.clip_ratio, 1.0 + options.clip_ratio)
+    return tf.minimum(ratio * advantage, within * advantage)
+
+
+def policy_gradient(_: ReinforcementConfig, change: tf.Tensor, advantage: tf.Tensor) -> tf.Tensor:
+    """What A2C maximises `[m]`: log-probability times advantage (Mnih et al. 2016, Asynchronous Methods for Deep
+    Reinforcement Learning, whose synchronous form it is). Arguments as for `clipped_surrogate`."""
+    return change * advantage
+
+
+SURROGATES = {"ppo": clipped_surrogate, "a2c": policy_gradient}
+
+
+class PPOObjective:
+    """The surrogate, the value loss and the entropy bonus (Schulman et al. 2017, equation 9).
+
+    Advantages are normalised over the minibatch of all replicas: their sums are added up before the gradient is taken.
+
+    Args:
+      model: The policy.
+      options: The coefficients.
+      statistics: Of the model's observations.
+    """
+
+    def __init__(self, model: keras.Model, options: ReinforcementConfig, statistics: Statistics) -> None:
+        self._model, self._options, self._statistics = model, options, statistics
+        self.totals = PolicyTotals.of(_SUMS, _results)
+
+    def __call__(
+        self, params: Tensors, state: Tensors, batch: Batch, *, training: bool, scales: tf.Tensor | None = None
+    ) -> ObjectiveSums:
+        """See `Objective`."""
+        x, targets, weight = batch
+        options, past = self._options, targets.experience
+        moments = Moments.of(past.advantage, weight)
+        outputs, new_state, _ = call_model(self._model, params, state, x, training=training)
+        policy = Distribution.of(outputs)
+        advantage = moments.normalised(past.advantage, scales)
+        change = policy.log_prob(past.action) - past.log_prob
+        ratio, entropy = tf.exp(change), policy.entropy()
+        surrogate = SURROGATES[options.algorithm](options, change, advantage)
+        error = value_of(outputs) - past.target
+        loss = options.value_coef * 0.5 * error * error - surrogate - options.entropy_coef * entropy
+        new_state = self._statistics.collected(list(new_state), x, targets.share)
+        once = tf.cast(targets.share > 0.0, tf.float32) * weight
+        missed = past.target - past.value
+        sums = NamedSums(
+            {
+                "kl": weight * (ratio - 1.0 - change),  # Schulman 2020, Approximating KL Divergence: k3
+                "entropy": weight * entropy,
+                "clipped": weight * tf.cast(tf.abs(ratio - 1.0) > options.clip_ratio, tf.float32),
+                "policy_loss": -weight * surrogate,
+                "value_loss": weight * 0.5 * error * error,
+                "count": weight,
+                "once": once,
+                "target": once * past.target,
+                "target_square": once * past.target * past.target,
+                "missed": once * missed,
+                "missed_square": once * missed * missed,
+                "episodes": once * past.ended,
+                "return": once * past.episode_return,
+                "length": once * past.episode_length,
+            }
+        )
+        return ObjectiveSums(
+            tf.reduce_sum(weight * loss), tf.reduce_sum(weight), new_state, [*moments.terms(), *sums.in_order(_SUMS)]
+        )
+
+
+_MEANS = ("kl", "entropy", "clipped", "policy_loss", "value_loss")
+_SUMS = (
+    *_MEANS,
+    *("count", "once", "target", "target_square", "missed", "missed_square", "episodes", "return", "length"),
+)
+assert MOMENTS == 2
+
+
+def _results(sums: Mapping[str, float]) -> dict[str, float]:
+    """What is reported, from sums over steps: returns and lengths where episodes have ended in them."""
+    found: dict[str, float] = {}
+    if sums["episodes"]:
+        found = {name: sums[name] / sums["episodes"] for name in ("return", "length")}
+    found |= {name: sums[name] / max(sums["count"], 1.0) for name in _MEANS}
+    if sums["once"]:
+        spread = _variance(sums, "target")
+        if spread > 0.0:
+            found["explained_variance"] = 1.0 - _variance(sums, "missed") / spread
+    return found
+
+
+def _variance(sums: Mapping[str, float], name: str) -> float:
+    mean = sums[name] / sums["once"]
+    return sums[f"{name}_square"] / sums["once"] - mean * mean

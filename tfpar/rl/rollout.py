@@ -1,0 +1,223 @@
+"""Rollouts: what a policy experiences in some steps of many environments, and how good it was.
+
+Shapes: T steps of a rollout, n environments of this replica, N of all replicas, a numbers of an action.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from tfpar.rl import vector
+from tfpar.rl.environments import Environment
+from tfpar.rl.policy import Distribution, value_of
+from tfpar.rl.vector import Vector
+
+import tensorflow as tf
+
+# `(observations [m, ...]) -> outputs` of the policy, see `policy.build_policy`.
+Apply = Callable[[tf.Tensor], Sequence[tf.Tensor]]
+
+
+class Experience(NamedTuple):
+    """Transitions `[T, n]`, in the order of time.
+
+    Attributes:
+      observation: Float32 `[T, n, ...]`: before the action.
+      action: Int32 `[T, n]` or float32 `[T, n, a]`.
+      log_prob: Its log-probability when it was chosen.
+      value: The value that the observation was given then.
+      advantage: How much better than that the action was.
+      target: What the value should have been.
+      ended: Float32: 1 where an episode ended.
+      episode_return: Its return there, else 0.
+      episode_length: Its length there, else 0.
+    """
+
+    observation: tf.Tensor
+    action: tf.Tensor
+    log_prob: tf.Tensor
+    value: tf.Tensor
+    advantage: tf.Tensor
+    target: tf.Tensor
+    ended: tf.Tensor
+    episode_return: tf.Tensor
+    episode_length: tf.Tensor
+
+
+class Choice(NamedTuple):
+    """What was chosen.
+
+    Attributes:
+      action: Int32 `[n]` or float32 `[n, a]`.
+      log_prob: Its log-probability, float32 `[n]`; 0 where nobody asks.
+      value: The value of the observation, float32 `[n]`; 0 where nobody asks.
+    """
+
+    action: tf.Tensor
+    log_prob: tf.Tensor
+    value: tf.Tensor
+
+
+class Step(NamedTuple):
+    """What one step of the environments leaves behind: as in `Experience`, and what is needed to judge it.
+
+    `following` is what the action led to, before any new episode; `terminated` is 1 where nothing comes after it.
+    """
+
+    observation: tf.Tensor
+    action: tf.Tensor
+    log_prob: tf.Tensor
+    value: tf.Tensor
+    reward: tf.Tensor
+    terminated: tf.Tensor
+    ended: tf.Tensor
+    following: tf.Tensor
+    episode_return: tf.Tensor
+    episode_length: tf.Tensor
+
+
+def roll_out(
+    environment: Environment,
+    apply: Apply,
+    start: Vector,
+    *,
+    steps: int,
+    seed: tf.Tensor,
+    index: tf.Tensor,
+    time: tf.Tensor,
+    discount: float,
+    gae_lambda: float,
+    reward_scale: float = 1.0,
+) -> tuple[Vector, Experience]:
+    """Acts for some steps in every environment and judges the actions.
+
+    Advantages are those of generalised advantage estimation (Schulman et al. 2016, equation 16). The value of what
+    follows a step counts unless the episode has reached an end of its own; a time limit is no such end (Pardo et al.
+    2018, Time Limits in Reinforcement Learning).
+
+    Args:
+      environment: What the environments are.
+      apply: The policy; nothing is differentiated.
+      start: Where they stand.
+      steps: T.
+      seed: Int32 `[2]`, that of the run.
+      index: Int32 `[n]`: numbers of the environments among all.
+      time: Int32 scalar: the number of the first step.
+      discount: Of a reward one step later.
+      gae_lambda: Decay of the estimation.
+      reward_scale: Factor on rewards.
+
+    Returns:
+      Where the environments stand then, and what was experienced.
+    """
+
+    def choose(observation: tf.Tensor, number: tf.Tensor) -> Choice:
+        outputs = apply(observation)
+        policy = Distribution.of(outputs)
+        action = policy.sample(seed, index, number)
+        return Choice(action, policy.log_prob(action), value_of(outputs))
+
+    end, record = act_for(
+        environment, choose, start, steps=steps, seed=seed, index=index, time=time, reward_scale=reward_scale
+    )
+    return end, _judged(environment, apply, record, discount, gae_lambda)
+
+
+def _judged(environment: Environment, apply: Apply, record: Step, discount: float, gae_lambda: float) -> Experience:
+    """The transitions with their advantages; arguments as for `roll_out`."""
+    following = tf.reshape(record.following, [-1, *environment.observation_shape])
+    after = tf.reshape(value_of(apply(following)), tf.shape(record.value))
+    delta = record.reward + discount * after * (1.0 - record.terminated) - record.value
+    decay = discount * gae_lambda * (1.0 - record.ended)
+    advantage = tf.scan(
+        lambda later, now: now[0] + now[1] * later, (delta, decay), tf.zeros_like(delta[0]), reverse=True
+    )
+    return Experience(
+        record.observation,
+        record.action,
+        record.log_prob,
+        record.value,
+        advantage,
+        advantage + record.value,
+        record.ended,
+        record.episode_return,
+        record.episode_length,
+    )
+
+
+def act_for(
+    environment: Environment,
+    choose: Callable[[tf.Tensor, tf.Tensor], Choice],
+    start: Vector,
+    *,
+    steps: int,
+    seed: tf.Tensor,
+    index: tf.Tensor,
+    time: tf.Tensor,
+    reward_scale: float,
+) -> tuple[Vector, Step]:
+    """Acts for some steps in every environment.
+
+    Args:
+      environment: What the environments are.
+      choose: `(observations [n, ...], number of the step) -> Choice`.
+      start: As for `roll_out`, like all others.
+      steps: As there.
+      seed: As there.
+      index: As there.
+      time: As there.
+      reward_scale: As there.
+
+    Returns:
+      Where the environments stand then, and what each step left, stacked along a new first axis.
+    """
+
+    def act(current: Vector, number: tf.Tensor) -> tuple[Vector, Step]:
+        observation = environment.observe(current.state)
+        choice = choose(observation, number)
+        outcome = vector.step(environment, current, choice.action, seed, index, number)
+        return outcome.vector, Step(
+            observation,
+            *choice,
+            reward_scale * outcome.reward,
+            tf.cast(outcome.terminated, tf.float32),
+            tf.cast(outcome.terminated | outcome.truncated, tf.float32),
+            outcome.observation,
+            outcome.episode_return,
+            outcome.episode_length,
+        )
+
+    return _repeated(environment, act, start, steps, time)
+
+
+def _repeated(
+    environment: Environment,
+    act: Callable[[Vector, tf.Tensor], tuple[Vector, Step]],
+    start: Vector,
+    steps: int,
+    time: tf.Tensor,
+) -> tuple[Vector, Step]:
+    """The environments after some steps, and what each step left, stacked along a new first axis."""
+    shape = start.steps.shape
+
+    def array(*dims: int, dtype: tf.DType = tf.float32) -> tf.TensorArray:
+        return tf.TensorArray(dtype, size=steps, element_shape=[*shape, *dims])
+
+    observations = {name: array(*environment.observation_shape) for name in ("observation", "following")}
+    spec = environment.actions.spec
+    action = array(*spec.shape, dtype=spec.dtype)
+    others = {name: array() for name in Step._fields if name not in (*observations, "action")}
+
+    def body(place: tf.Tensor, current: Vector, arrays: Step) -> tuple[tf.Tensor, Vector, Step]:
+        current, step = act(current, time + place)
+        return place + 1, current, Step(*(to.write(place, part) for to, part in zip(arrays, step, strict=True)))
+
+    _, end, arrays = tf.while_loop(
+        lambda place, *_: place < steps,
+        body,
+        (tf.constant(0), start, Step(action=action, **observations, **others)),
+        parallel_iterations=1,
+        maximum_iterations=steps,
+    )
+    return end, Step(*(each.stack() for each in arrays))

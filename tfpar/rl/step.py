@@ -1,0 +1,169 @@
+"""The training step that makes its own batches: it acts where it is time to, then it is the step of all training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from tfpar.collectives.tensorflow import PER_WORKER
+from tfpar.parallel import replica
+from tfpar.precision import LossScale
+from tfpar.rl.algorithm import Algorithm
+from tfpar.training.objective import Batch, Tensors
+from tfpar.training.step import TrainStep, compiled
+from tfpar.training.step_loop import StepReport
+
+import numpy as np
+import tensorflow as tf
+
+MEMORY = "input/memory"  # prefix of its arrays in a checkpoint
+
+
+class _Held(NamedTuple):
+    """A variable that `tfpar.parallel.replica` can find this replica's copy of."""
+
+    value: tf.Variable
+
+
+class AgentMemory:
+    """What the replicas of this process remember: a variable for each tensor, with a copy on every replica.
+
+    Args:
+      algorithm: Says what is remembered.
+      strategy: The running strategy.
+      first: Number of this process's first replica among those of all workers.
+
+    Attributes:
+      structure: What the first of them remembers before the first step.
+    """
+
+    def __init__(self, algorithm: Algorithm, strategy: tf.distribute.Strategy, *, first: int) -> None:
+        self._strategy = strategy
+        self.structure = algorithm.initial_memory(first)
+        self._first, self._algorithm = first, algorithm
+        self._types = [part.dtype for part in tf.nest.flatten(self.structure)]
+        with strategy.scope():
+            self._ready = self._made(tf.zeros([], tf.int64))
+            self._held = [self._made(_storable(part)) for part in tf.nest.flatten(self.structure)]
+        self.forget()
+
+    def _made(self, value: tf.Tensor) -> _Held:
+        return _Held(tf.Variable(tf.zeros_like(value), trainable=False, **PER_WORKER))
+
+    def forget(self) -> None:
+        """Begins anew, as before the first step."""
+        for place, copies in enumerate(zip(*map(self._copies, [self._ready, *self._held]), strict=True)):
+            fresh = tf.nest.flatten(self._algorithm.initial_memory(self._first + place))
+            for copy, value in zip(copies, [tf.zeros([], tf.int64), *map(_storable, fresh)], strict=True):
+                copy.assign(value)
+
+    def _copies(self, held: _Held) -> tuple[Any, ...]:
+        return self._strategy.experimental_local_results(held.value)
+
+    def replace(self, memories: Sequence[Any]) -> None:
+        """Gives each replica of this process another memory, in the structure of `structure`."""
+        for place, memory in enumerate(memories):
+            values = [tf.ones([], tf.int64), *map(_storable, tf.nest.flatten(memory))]
+            for held, value in zip([self._ready, *self._held], values, strict=True):
+                self._copies(held)[place].assign(value)
+
+    # In a replica context.
+
+    def ready(self) -> tf.Tensor:
+        """Whether anything has been gathered yet, bool scalar."""
+        return tf.not_equal(replica.read([self._ready])[0], 0)
+
+    def read(self) -> Any:
+        """What this replica remembers, in the structure of `Algorithm.initial_memory`."""
+        values = zip(replica.read(self._held), self._types, strict=True)
+        return tf.nest.pack_sequence_as(self.structure, [tf.cast(value, dtype) for value, dtype in values])
+
+    def assign(self, memory: Any) -> list[tf.Operation]:
+        """Replaces it; returns the operations that do."""
+        values = [tf.ones([], tf.int64), *map(_storable, tf.nest.flatten(memory))]
+        return replica.assign(replica.own([self._ready, *self._held]), values)
+
+    # In a checkpoint.
+
+    def export(self) -> dict[str, np.ndarray]:
+        """What this process remembers: arrays with a row for each of its replicas."""
+        held = [self._ready, *self._held]
+        return {
+            f"{MEMORY}/{place}": np.stack([copy.numpy() for copy in self._copies(one)])
+            for place, one in enumerate(held)
+        }
+
+    def restore(self, saved: Mapping[str, np.ndarray]) -> bool:
+        """Takes up what `export` gave; returns False, and changes nothing, if it has another form."""
+        held = [self._ready, *self._held]
+        rows = [saved.get(f"{MEMORY}/{place}") for place in range(len(held))]
+        copies = [self._copies(one) for one in held]
+        if any(
+            array is None or array.shape != (len(own), *own[0].shape) for array, own in zip(rows, copies, strict=True)
+        ):
+            return False
+        for array, own in zip(rows, copies, strict=True):
+            for copy, value in zip(own, array, strict=True):  # type: ignore[arg-type]
+                copy.assign(value)
+        return True
+
+
+def _storable(value: tf.Tensor) -> tf.Tensor:
+    """In a type whose variables lie on a GPU: int32 ones lie on the host (TensorFlow 2.21)."""
+    return tf.cast(value, tf.int64) if value.dtype == tf.int32 else value
+
+
+class ActingStep(TrainStep):
+    """`TrainStep` whose batches come from an algorithm's memory.
+
+    Args:
+      algorithm: What is remembered, and which batches are made of it.
+      memory: Of the replicas of this process.
+      *arguments: As for `TrainStep`.
+      **options: As for `TrainStep`.
+    """
+
+    def __init__(self, algorithm: Algorithm, memory: AgentMemory, *arguments: Any, **options: Any) -> None:
+        self._algorithm, self._memory = algorithm, memory
+        super().__init__(*arguments, **options)
+
+    def _make_programs(self) -> None:
+        super()._make_programs()
+        self._gather = compiled(self._algorithm.gather, self.plan.compiles_gradients)
+        self._batch = compiled(self._algorithm.batch, self.plan.compiles_gradients)
+
+    def next_batch(self, iterator: Iterator[Any]) -> Any:
+        """Nothing: a replica makes its batch itself."""
+        del iterator
+        return ()
+
+    def _replica_step(
+        self, batch: Any, step: tf.Tensor, lr_multiplier: tf.Tensor, loss_scale: LossScale, is_last: tf.Tensor | None
+    ) -> StepReport:
+        """Acts where that is due, and trains on the batch of this step."""
+        del batch
+        made, gathered = self._made_batch(step)
+        with tf.control_dependencies([gathered]):
+            return super()._replica_step(made, step, lr_multiplier, loss_scale, is_last)
+
+    def _made_batch(self, step: tf.Tensor) -> tuple[Batch, tf.Tensor]:
+        """The batch of a step on this replica; and a tensor that exists once nothing is gathered any more."""
+        number = self._replica_number(tf.distribute.get_replica_context())
+        model, memory = self.core.model, self._memory
+        due = tf.equal(step % self._algorithm.options.steps_per_rollout, 0) | ~memory.ready()
+
+        def gather() -> tf.Tensor:
+            params, state = replica.read(model.trainable_variables), replica.read(model.non_trainable_variables)
+            new_state, remembered = self._gather(params, state, memory.read(), step, number)
+            stored = [*memory.assign(remembered), *self._assign_state(new_state)]
+            with tf.control_dependencies(stored):
+                return tf.identity(step)
+
+        gathered = tf.cond(due, gather, lambda: tf.identity(step))
+        with tf.control_dependencies([gathered]):
+            return self._batch(memory.read(), step, number), gathered
+
+    def _assign_state(self, values: Tensors) -> list[tf.Operation]:
+        places = self._algorithm.own_state
+        variables = [self.core.model.non_trainable_variables[place] for place in places]
+        return replica.assign(replica.own(variables), [values[place] for place in places])

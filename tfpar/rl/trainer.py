@@ -1,0 +1,314 @@
+"""`ReinforcementTrainer`: learns a policy by acting, on any synchronous strategy."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tfpar import cluster, inputs
+from tfpar.checkpoint import workdir_lock
+from tfpar.cluster import failure
+from tfpar.config import CUSTOM, ConfigError, ExperimentConfig, ReinforcementConfig
+from tfpar.parallel import strategies
+from tfpar.parallel.topology import Topology, choose_topology
+from tfpar.process.exit_codes import install_exit_code_hook
+from tfpar.rl import environments
+from tfpar.rl.algorithm import Algorithm
+from tfpar.rl.dqn import DQN
+from tfpar.rl.environments import Discrete, Environment
+from tfpar.rl.evaluation import PolicyEvaluator
+from tfpar.rl.policy import build_policy, build_q_network
+from tfpar.rl.ppo import PPO
+from tfpar.rl.step import ActingStep, AgentMemory
+from tfpar.training.loops import start_run
+from tfpar.training.loops.history import FitResult
+from tfpar.training.loops.hooks import Hook, check_hooks
+from tfpar.training.loops.state import LoopState
+from tfpar.training.model.averages import AveragesBetweenRuns
+from tfpar.training.objective import OwnGoal
+from tfpar.training.optimizer_spec import OptimizerSpec
+from tfpar.training.program import Program
+from tfpar.training.start import initialize
+
+import keras
+import tensorflow as tf
+
+_EPOCHS = 50  # of a run: stretches that losses are averaged over
+_EVALUATIONS = 10  # of a run, where --eval_every does not say
+
+
+class ReinforcementTrainer:
+    """Learns a policy by acting in an environment on the device.
+
+    ```python
+    trainer = tfpar.rl.ReinforcementTrainer("CartPole-v1", env_steps=500_000, workdir="runs/cartpole")
+    summary = trainer.fit()
+    ```
+
+    Args:
+      env: Name of an environment, or an `Environment`; by default what the configuration says.
+      model: A function that builds a policy for an environment, see `policy.build_policy`; by default that one.
+      config: The whole configuration; `options` override single fields of it.
+      runtime: From `tfpar.initialize`; by default the trainer starts one.
+      **options: Any option of `tfpar.config` by its flag name, those of `reinforcement` included.
+
+    Attributes:
+      environment: What the policy acts in.
+      program: What training loops run.
+      algorithm: How it learns.
+      memory: What the replicas of this process remember.
+
+    Raises:
+      ConfigError: Options that cannot work, and what to do instead.
+    """
+
+    def __init__(
+        self,
+        env: str | Environment | None = None,
+        model: Callable[[Environment], keras.Model] | None = None,
+        *,
+        config: ExperimentConfig | None = None,
+        runtime: strategies.Runtime | None = None,
+        **options: Any,
+    ) -> None:
+        install_exit_code_hook()
+        if env is not None:
+            options["env"] = env if isinstance(env, str) else env.name
+        config = complete(with_options(config, options))
+        options_of = reinforcement_of(config)
+        self.environment = env if isinstance(env, Environment) else environments.find(options_of.env)
+        check_actions(options_of, self.environment)
+        check(config, runtime.topology if runtime else choose_topology(config.strategy, cluster.detect()))
+        runtime = runtime or initialize(config, complete=True)
+        build = model or functools.partial(default_policy, options=options_of)
+        self.algorithm: Algorithm | None = None
+        program = Program.build(
+            config,
+            runtime,
+            model=functools.partial(build, self.environment),
+            optimizer=OptimizerSpec.of(None, {}),
+            goal=OwnGoal(lambda built: self._algorithm_for(built, config, runtime).objective),
+        )
+        assert self.algorithm is not None
+        algorithm, topology = self.algorithm, runtime.topology
+        first = topology.data_worker * topology.local_replicas
+        self.memory: AgentMemory = AgentMemory(algorithm, runtime.strategy, first=first)
+        self.program: Program = dataclasses.replace(
+            program, own_step=functools.partial(ActingStep, algorithm, self.memory), _steps=[]
+        )
+        self._evaluator: PolicyEvaluator = PolicyEvaluator(
+            self.program, self.environment, episodes=options_of.eval_episodes
+        )
+        self._between_runs: AveragesBetweenRuns = AveragesBetweenRuns()
+
+    def _algorithm_for(self, model: keras.Model, config: ExperimentConfig, runtime: strategies.Runtime) -> Algorithm:
+        self.algorithm = algorithm_for(model, self.environment, config, runtime.topology.replicas)
+        return self.algorithm
+
+    @property
+    def config(self) -> ExperimentConfig:
+        """The whole configuration."""
+        return self.program.config
+
+    @property
+    def model(self) -> keras.Model:
+        """The policy, under the strategy."""
+        return self.program.model
+
+    @property
+    def topology(self) -> Topology:
+        """How the replicas lie on workers and devices."""
+        return self.program.topology
+
+    def fit(self, *, hooks: Sequence[Hook] = ()) -> FitResult:
+        """Learns, evaluates, checkpoints and writes the results; resumes where the workdir holds a checkpoint.
+
+        Args:
+          hooks: Functions to run between steps, see `tfpar.Hook`; `state.since.results()` has returns and lengths.
+
+        Returns:
+          The contents of `summary.json`; its attribute `history` has loss and metrics over the run.
+
+        Raises:
+          ConfigError: A checkpoint of another run, a workdir that another job writes, a hook that cannot work.
+          Preempted: SIGTERM came to a worker; all have saved a checkpoint if they could.
+        """
+        check_hooks(hooks)
+        source = self._source()
+        workdir = self.config.checkpoint.workdir if self.topology.is_chief else ""
+        with (
+            workdir_lock.lock_workdir(workdir),
+            contextlib.ExitStack() as closing,
+            failure.peer_errors_named(self.topology.cluster),
+            self.program.left_to_user(self._between_runs),
+        ):
+            steps, own = self.config.train.steps, [*hooks, *self._goal_hooks()]
+            return start_run(self.program, self._evaluator, source, source, steps, None, own, (), closing).run()
+
+    def _goal_hooks(self) -> list[Hook]:
+        """Ends the run at an evaluation that reaches the goal, if it is to."""
+        goal = self.environment.goal
+        if goal is None or not reinforcement_of(self.config).stop_at_goal:
+            return []
+
+        def stop_at_goal(state: LoopState) -> LoopState | None:
+            reached = state.results.get("return", goal - 1.0)
+            if state.evaluated_at != state.step or reached < goal:
+                return None
+            return state.replace(stop=True, stopped_by=f"--stop_at_goal (return {reached:g}, goal {goal:g})")
+
+        return [Hook(self.config.train.eval_every, stop_at_goal)]
+
+    def evaluate(self) -> dict[str, float]:
+        """Plays `eval_episodes` episodes with the most likely actions; `return` and `length`, their means."""
+        return self._evaluator(self._source())
+
+    def _source(self) -> inputs.MadeSource:
+        """What the step makes, as the loops know data."""
+        options, environment = reinforcement_of(self.config), self.environment
+        per_round = options.steps_per_rollout * options.batch_size
+        rounds = self.config.train.steps // options.steps_per_rollout
+        actions = environment.actions
+        per_epoch = options.steps_per_rollout * max(1, rounds // _EPOCHS)
+        info = inputs.SourceInfo(
+            name=environment.name,
+            task="reinforcement",
+            split="train",
+            num_examples=per_epoch * options.batch_size,
+            input_spec=tf.TensorSpec(environment.observation_shape, tf.float32),
+            label_spec=actions.spec,
+            num_classes=actions.count if isinstance(actions, Discrete) else 0,
+            storage="generated",
+            digest=environment.name,
+        )
+        replicas = self.topology.replicas
+        return inputs.MadeSource(
+            info=info,
+            text=f"{environment.name}: observations {list(environment.observation_shape)}, {actions.text}\n"
+            f"{options.environments} environments, {options.environments // replicas} on each of {replicas} replicas; "
+            f"{options.transitions_per_rollout} transitions a rollout, learned from in {options.steps_per_rollout} "
+            f"steps of {options.batch_size}",
+            steps_per_epoch=per_epoch,
+            line=(("return", "length"), "env steps/s", options.transitions_per_rollout / per_round),
+            export=self.memory.export,
+            restore=self.memory.restore,
+        )
+
+
+def algorithm_for(model: keras.Model, environment: Environment, config: ExperimentConfig, replicas: int) -> Algorithm:
+    """The algorithm that the configuration names."""
+    options, train = reinforcement_of(config), config.train
+    split = {"replicas": replicas, "accumulate_steps": train.accumulate_steps}
+    if options.algorithm == "dqn":
+        return DQN(model, environment, options, train.seed, train.steps, **split)
+    return PPO(model, environment, options, train.seed, **split)
+
+
+def check_actions(options: ReinforcementConfig, environment: Environment) -> None:
+    """Refuses an algorithm that cannot choose such actions.
+
+    Raises:
+      ConfigError: With what to do.
+    """
+    if options.algorithm == "dqn" and not isinstance(environment.actions, Discrete):
+        raise ConfigError(
+            f"--algorithm=dqn values actions one by one, and {environment.name} has {environment.actions.text}. Use "
+            "--algorithm=ppo."
+        )
+
+
+def default_policy(environment: Environment, options: ReinforcementConfig) -> keras.Model:
+    """The policy that the options describe."""
+    if options.algorithm == "dqn" and isinstance(environment.actions, Discrete):
+        return build_q_network(environment.observation_shape, environment.actions, hidden=options.hidden_units())
+    return build_policy(
+        environment.observation_shape,
+        environment.actions,
+        hidden=options.hidden_units(),
+        normalize=options.normalize_observations,
+    )
+
+
+def with_options(config: ExperimentConfig | None, options: dict[str, Any]) -> ExperimentConfig:
+    """A configuration of reinforcement learning, with single options replaced."""
+    flat = (config or ExperimentConfig()).as_flat_dict()
+    if isinstance(options.get("jit_compile"), bool):
+        options = options | {"jit_compile": str(options["jit_compile"]).lower()}
+    made = ExperimentConfig.from_flat_dict(flat | options)
+    return made if made.reinforcement else dataclasses.replace(made, reinforcement=ReinforcementConfig())
+
+
+def reinforcement_of(config: ExperimentConfig) -> ReinforcementConfig:
+    """The options of reinforcement learning, which this configuration has."""
+    assert config.reinforcement is not None
+    return config.reinforcement
+
+
+def complete(config: ExperimentConfig) -> ExperimentConfig:
+    """The configuration with what follows from its options: steps, batch, and what they are of.
+
+    Raises:
+      ConfigError: No length of the run.
+    """
+    options, train = reinforcement_of(config), config.train
+    if train.epochs:
+        raise ConfigError("--epochs: there are no epochs of an environment. Give --env_steps, or --steps.")
+    steps = train.steps
+    if options.env_steps:
+        if steps and steps != _steps_of(options):
+            raise ConfigError(
+                f"--env_steps={options.env_steps} and --steps={steps} both say how long the run is. Give one of them."
+            )
+        steps = _steps_of(options)
+    if not steps:
+        raise ConfigError("how long is the run? Give --env_steps, steps of all environments together, or --steps.")
+    every = train.eval_every or options.steps_per_rollout * max(1, steps // options.steps_per_rollout // _EVALUATIONS)
+    return dataclasses.replace(
+        config,
+        train=dataclasses.replace(train, steps=steps, eval_every=every),
+        input=dataclasses.replace(config.input, dataset=CUSTOM, global_batch_size=options.batch_size),
+        model=dataclasses.replace(config.model, model=CUSTOM, model_args=""),
+    )
+
+
+def _steps_of(options: ReinforcementConfig) -> int:
+    """Training steps in a run of `env_steps`, rounded up to whole rollouts."""
+    rollouts = -(-options.env_steps // options.transitions_per_rollout)
+    return rollouts * options.steps_per_rollout
+
+
+def check(config: ExperimentConfig, topology: Topology) -> None:
+    """Refuses options that do not go with acting.
+
+    Raises:
+      ConfigError: With what to do.
+    """
+    options = reinforcement_of(config)
+    if not topology.synchronous:
+        raise ConfigError(
+            "--strategy=parameter_server: its workers take steps in no order, and rollouts need one. Use "
+            "--strategy=one_device, mirrored or multi_worker."
+        )
+    if topology.mesh.devices_of_replica > 1:
+        raise ConfigError("--mesh: a policy lies on one device. Leave --mesh out; --devices=N splits the environments.")
+    if config.train.shard != "none":
+        raise ConfigError(f"--shard={config.train.shard} does not go with reinforcement learning. Use --shard=none.")
+    if config.outer.uses_rounds:
+        raise ConfigError(
+            f"--local_steps={config.outer.local_steps} does not go with reinforcement learning, whose workers exchange "
+            "in every step. Leave it, and --outer_optimizer, out."
+        )
+    if options.environments % topology.replicas:
+        raise ConfigError(
+            f"--environments={options.environments} is not divisible by the {topology.replicas} replicas, which have "
+            "equal shares. Choose a multiple."
+        )
+    own = options.batch_size // topology.replicas
+    if own % config.train.accumulate_steps:
+        raise ConfigError(
+            f"--accumulate_steps={config.train.accumulate_steps} does not divide the {own} transitions of a step on a "
+            "replica. Choose a divisor, or 1."
+        )
