@@ -13,8 +13,10 @@ from tests.integration.scripts import sharded
 from tests.integration.test_multi_worker import launch
 from tfpar.config import StrategyConfig
 from tfpar.parallel import strategies
+from tfpar.parallel.split import split_of, whole
 from tfpar.parallel.topology import choose_topology
 
+import keras
 import numpy as np
 import pytest
 
@@ -41,19 +43,27 @@ def here(strategy: str, devices: int = 0, **options: Any) -> tfpar.Trainer:
 
 
 def weights_of(trainer: tfpar.Trainer) -> dict[str, np.ndarray]:
-    return {variable.path: variable.numpy() for variable in trainer.model.variables}
+    return {variable.path: whole(variable) for variable in trainer.model.variables}
 
 
 def assert_close(found: dict[str, np.ndarray], expected: dict[str, np.ndarray], rtol: float = 1e-4) -> None:
     for name, value in expected.items():
-        if name != "slots":
+        if name not in ("slots", "wire"):
             np.testing.assert_allclose(found[name], value, rtol=rtol, atol=1e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
-def test_devices_that_divide_the_state_equal_one(optimizer, tmp_path):
+def distance(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> float:
+    return norm({name: found[name] - value for name, value in expected.items()})
+
+
+def norm(values: dict[str, np.ndarray]) -> float:
+    return math.sqrt(sum(float(np.sum(value**2)) for value in values.values()))
+
+
+@pytest.mark.parametrize(("optimizer", "shard"), [("adamw", "optimizer"), ("lamb", "gradients")])
+def test_devices_that_divide_the_state_equal_one(optimizer, shard, tmp_path):
     """What one layout of devices saved, another resumes."""
-    options = {"optimizer": optimizer, "shard": "optimizer", "workdir": str(tmp_path / "run"), "steps": 9}
+    options = {"optimizer": optimizer, "shard": shard, "workdir": str(tmp_path / "run"), "steps": 9}
     shares = here("mirrored", 2, stop_after=3, **options).program.share.replicas
     if optimizer == "adamw":
         devices = [variable.value.device[-5:] for share in shares for variable in share.variables[:1]]
@@ -72,32 +82,81 @@ def test_weights_that_are_assigned_before_fit_count():
     assert_close(train("mirrored", 2), train("one_device"))
 
 
+def test_scattered_gradients_of_micro_batches_equal_one_device():
+    """With an example that has no gradient, whose step is left out on all replicas; and with a loss scale."""
+    options: dict[str, Any] = {"optimizer": "adamw", "accumulate_steps": 2, "steps": 12}
+    spoiled = {**options, "spoiled": 40}
+    trainer = here("mirrored", 3, shard="gradients", **spoiled)
+    expected = on_one_device(**spoiled)
+    assert all(np.isfinite(value).all() for value in expected.values())
+    assert_close(weights_of(trainer), expected)
+    assert "--shard=gradients" in trainer.program.xla_disabled_reason
+    half = {**options, "precision": "mixed_float16"}
+    try:
+        expected = on_one_device(**half)
+        assert distance(weights_of(here("mirrored", 2, shard="gradients", **half)), expected) < 1e-3 * norm(expected)
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
+def test_gathered_weights_equal_one_device(tmp_path):
+    """With micro-batches, an example that has no gradient, and what one layout of devices saved read by others."""
+    options: dict[str, Any] = {"optimizer": "adamw", "accumulate_steps": 2, "spoiled": 40, "steps": 12}
+    folder = {"workdir": str(tmp_path / "run")}
+    trainer = here("mirrored", 3, shard="weights", stop_after=4, **folder, **options)
+    large = [each for each in trainer.model.trainable_variables if split_of(each)]
+    assert [tuple(each.shape) for each in large] == [(72 * 97 // 3,)]
+    slots = [each for each in trainer.optimizer.variables if split_of(each)]
+    assert [tuple(each.shape) for each in slots] == 2 * [(72 * 97 // 3,)]
+    here("mirrored", 2, shard="optimizer", stop_after=8, **folder, **options)
+    found = here("mirrored", 2, shard="weights", **folder, **options)
+    alone = here("one_device", **options)
+    assert_close(weights_of(found), weights_of(alone))
+    x, y = sharded.data()
+    np.testing.assert_allclose(found.evaluate(x, y)["loss"], alone.evaluate(x, y)["loss"], rtol=1e-4)
+    np.testing.assert_allclose(found.predict(x), alone.predict(x), rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.cluster
 def test_three_workers_equal_one_device(tmp_path):
     """With clipping, weight decay of some weights, uneven batches and micro-batches."""
     shard = {"shard": "optimizer", "accumulate_steps": 2}
-    even, muon, int8 = on_workers(
+    int8 = {**shard, "optimizer": "adamw", "exchange": "int8:min_elements=64"}
+    even, muon, int8, scattered, spoiled, gathered = on_workers(
         3,
         tmp_path / "out",
         {**shard, "optimizer": "adamw"},
         {**shard, "optimizer": "muon"},
-        {**shard, "optimizer": "adamw", "exchange": "int8:min_elements=64"},
+        int8,
+        {**shard, "optimizer": "adamw", "shard": "gradients"},
+        {**int8, "shard": "gradients", "spoiled": 40},
+        {**shard, "optimizer": "adamw", "shard": "weights"},
     )
-    for workers in (even, muon, int8):
+    for workers in (even, muon, int8, scattered, spoiled, gathered):
         for other in workers[1:]:
             for name, value in workers[0].items():
-                assert name == "slots" or np.array_equal(other[name], value), name
+                assert name in ("slots", "wire") or np.array_equal(other[name], value), name
     expected = on_one_device(optimizer="adamw", accumulate_steps=2)
     assert_close(even[0], expected)
+    assert_close(scattered[0], expected)
+    assert_close(gathered[0], expected)
     assert_close(muon[0], on_one_device(optimizer="muon", accumulate_steps=2))
-    distance = math.sqrt(sum(float(np.sum((int8[0][name] - value) ** 2)) for name, value in expected.items()))
-    assert 0.0 < distance < 0.02 * math.sqrt(sum(float(np.sum(value**2)) for value in expected.values()))
+    without = on_one_device(optimizer="adamw", accumulate_steps=2, spoiled=40)
+    for found, dense in ((int8[0], expected), (spoiled[0], without)):
+        assert 0.0 < distance(found, dense) < 0.02 * norm(dense)
     # Two moments: of a third of the one large matrix, and of all that is small, with learning rate and step.
     sizes = {name: value.size for name, value in expected.items()}
     large = [size for size in sizes.values() if size >= 1024]
     assert large == [72 * 97]
+    shard_bytes = 4 * math.ceil(large[0] / 3)
+    assert (
+        int(scattered[0]["wire"]) - int(even[0]["wire"]) == 2 * shard_bytes
+    )  # of the second micro-batch, to each peer
     share = 8 * math.ceil(large[0] / 3) + 8 * (sum(sizes.values()) - large[0])
-    assert all(share - 8 <= int(worker["slots"]) - 12 <= share for worker in even)
+    assert all(share - 8 <= int(worker["slots"]) - 12 <= share for worker in [*even, *gathered])
+    # Weights to every peer in both passes, and gradients back, of both micro-batches; and small tensors.
+    small = 2 * 4 * (sum(sizes.values()) - large[0])
+    assert int(gathered[0]["wire"]) == 3 * 2 * 2 * shard_bytes + 2 * small // 3
 
 
 @pytest.mark.cluster
@@ -105,24 +164,34 @@ def test_resumed_by_any_workers(tmp_path):
     """Where a codec is in use to the same bits by as many workers; else to the weights of one device."""
     int4 = {"shard": "optimizer", "exchange": "int4", "steps": 12}
     dense = {"shard": "optimizer", "steps": 24, "stop_after": 6, "workdir": str(tmp_path / "dense")}
-    whole, _, resumed, _ = on_workers(
+    weights = {"shard": "weights", "steps": 12}
+    once, _, resumed, _, weights_once, _, weights_resumed = on_workers(
         2,
         tmp_path / "two",
         int4,
         {**int4, "stop_after": 5, "workdir": str(tmp_path / "int4")},
         {**int4, "workdir": str(tmp_path / "int4")},
         dense,
+        weights,
+        {**weights, "stop_after": 5, "workdir": str(tmp_path / "weights")},
+        {**weights, "workdir": str(tmp_path / "weights")},
     )
-    for name, value in whole[0].items():
-        np.testing.assert_array_equal(resumed[0][name], value, err_msg=name)
+    for whole_run, second_half in ((once, resumed), (weights_once, weights_resumed)):
+        for name, value in whole_run[0].items():
+            np.testing.assert_array_equal(second_half[0][name], value, err_msg=name)
+    exported = keras.saving.load_model(tmp_path / "weights" / "model.keras", compile=False)
+    trained = {name.removeprefix("sequential/"): value for name, value in weights_once[0].items()}
+    assert_close(trained, {variable.path: variable.numpy() for variable in exported.variables}, rtol=0.0)
     # Whole state out of shares: what has not been sent yet takes effect, also where shards have no codec.
     shutil.copytree(tmp_path / "int4", tmp_path / "devices")
     alone = on_one_device(exchange="int4", steps=13, workdir=str(tmp_path / "int4"))
     options = {"shard": "optimizer", "steps": 13, "workdir": str(tmp_path / "devices")}
     assert_close(weights_of(here("mirrored", 2, **options)), alone)
-    differences = [np.abs(alone[name] - value).max() for name, value in whole[0].items() if name != "slots"]
+    differences = [
+        np.abs(alone[name] - value).max() for name, value in once[0].items() if name not in ("slots", "wire")
+    ]
     assert 0.0 < max(differences) < 0.05
-    on_workers(3, tmp_path / "three", dense)
+    on_workers(3, tmp_path / "three", {**dense, "shard": "weights"})
     on_one_device(steps=24, stop_after=6, workdir=str(tmp_path / "dense"))
-    [[last, _]] = on_workers(2, tmp_path / "again", {**dense, "devices": 2, "stop_after": 0})
+    [[last, _]] = on_workers(2, tmp_path / "again", {**dense, "devices": 2, "stop_after": 0, "shard": "weights"})
     assert_close(last, on_one_device(steps=24))

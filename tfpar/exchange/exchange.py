@@ -17,6 +17,7 @@ from tfpar.exchange.compressed import CompressedReducer
 from tfpar.exchange.gradients import Gradient, as_float32, as_slices
 from tfpar.exchange.per_device import DevicesOfReplica, PerDeviceReducer, check_saved_devices, per_device_reducer
 from tfpar.exchange.reducer import (
+    GatheredWeights,
     LocalReducer,
     Reducer,
     ShouldApply,
@@ -24,7 +25,7 @@ from tfpar.exchange.reducer import (
     local_replicas,
     replica_context,
 )
-from tfpar.exchange.sharding.reducer import ShardedReducer
+from tfpar.exchange.sharding.reducer import Scattered, ShardedReducer
 from tfpar.exchange.sharding.shards import ShardedVector
 
 import numpy as np
@@ -63,6 +64,9 @@ class Exchange:
     Args:
       spec: Algorithm and options, see `tfpar.exchange.spec.parse`. `none` is the dense float32 all-reduce.
 
+    Attributes:
+      gathered: What replicas gather within a step beside what is exchanged; `traffic` counts it.
+
     Raises:
       ConfigError: An unknown spec, with the nearest known ones.
     """
@@ -72,7 +76,7 @@ class Exchange:
         self.spec = spec
         self._shapes: list[tf.TensorShape] = []
         self._group: Group = world_group()
-        self._group_given = False
+        self._group_given, self.gathered = False, GatheredWeights()
         self._reducer: Reducer = LocalReducer([])
         self._pending_reducer: Callable[[], Reducer] = lambda: self._reducer
 
@@ -88,29 +92,29 @@ class Exchange:
         sparse: Sequence[int] = (),
         overlap: bool = False,
         shards: Sequence[ShardedVector] | None = None,
+        micro_batches: int = 0,
         per_device: DevicesOfReplica | None = None,
     ) -> None:
         """Plans buckets for gradients shaped like `variables`, and creates the residuals.
 
         Args:
-          variables: The trainable variables, in the order in which gradients will come. Keras variables,
-            `tf.Variable`s, or anything else with a static `shape`.
+          variables: The trainable variables, in the order of the gradients; anything with a static `shape`.
           strategy: The strategy that `reduce` will run under; by default the current one.
-          workers: Number of worker processes; by default that of the strategy's cluster.
+          workers: Number of workers; by default that of the strategy's cluster.
           worker: Rank of this worker.
-          group: The workers that exchange, in place of `workers` and `worker`; also some of the strategy's only. All
-            sums between them are then collective calls of this group, never the strategy's, which fail inside a
-            `tf.cond` (TensorFlow 2.21).
+          group: The workers that exchange, in place of `workers` and `worker`; maybe not all. All sums are then
+            collective calls of this group, never the strategy's, which fail inside a `tf.cond` (TensorFlow 2.21).
           seed: Seed of stochastic rounding.
           sparse: Indices of those variables, embeddings, whose gradients will come as `tf.IndexedSlices`. Between
             workers, the rows of such a gradient travel, summed by row, as float32 (with `bf16`, as bfloat16), in the
             steps in which that is less than the dense tensor; see `sparse_rows`. Gradients of other variables, and all
             where workers talk through NCCL, travel as the dense tensors they stand for.
           overlap: Whether gradients come one after the other, as from a backward pass that is not one XLA program.
-            Buckets then leave as soon as their tensors are complete, before it is known that all are finite: the
-            results are the same to the last bit, for one more copy of the residuals. Not with a single bucket,
-            `warmup_steps`, momentum or a ramp, nor beside embeddings of which rows travel. The same on all workers.
+            Buckets then leave once their tensors are complete, before it is known that all are finite: the results
+            are the same, bit for bit, for one more copy of the residuals. Not with one bucket, `warmup_steps`,
+            momentum or a ramp, nor beside embeddings of which rows travel. The same on all workers.
           shards: Which worker updates which weights; call `update_shards` then. By default each updates all.
+          micro_batches: How many of a step go to the owners of `shards` by `scatter_shards`; 0: whole steps do.
           per_device: How devices divide the weights of a replica; the variables then have the shapes of parts.
 
         Raises:
@@ -130,7 +134,7 @@ class Exchange:
             self._reducer = per_device_reducer(self._spec, shapes, group, strategy, seed, per_device)
             return
         if shards is not None:
-            self._reducer = ShardedReducer(self._spec, shapes, shards, group, device, seed)
+            self._reducer = ShardedReducer(self._spec, shapes, shards, group, device, seed, micro_batches)
             return
         self._reducer = dense_or_compressed(
             self._spec, shapes, group, device, seed, sparse, strategy, overlap=overlap, own_collectives=own_collectives
@@ -236,7 +240,7 @@ class Exchange:
           replicas: Number of replicas N.
           sidecar_length: Scalars in the sidecar.
         """
-        return self._reducer.bytes_per_step(replicas, sidecar_length)
+        return self.gathered.added(self._reducer.bytes_per_step(replicas, sidecar_length), replicas)
 
     def reduce(self, gradients: Sequence[tf.Tensor | tf.IndexedSlices]) -> list[tf.Tensor | tf.IndexedSlices]:
         """The mean of the gradients over all replicas.
@@ -307,9 +311,24 @@ class Exchange:
             raise RuntimeError("sum_vector needs an exchange that was built with per_device=True")
         return self._reducer.sum_vector(vector)
 
+    def scatter_shards(
+        self, gradients: Sequence[tf.Tensor | tf.IndexedSlices], before: Scattered | None, number: int
+    ) -> Scattered:
+        """Sends the gradients of one micro-batch to the owners of shards; see `ShardedReducer.scatter`.
+
+        Args:
+          gradients: As for `reduce_sums`.
+          before: What the call for the micro-batch before returned; None for the first.
+          number: Of the micro-batch, from 0.
+
+        Raises:
+          RuntimeError: `build` was not given `shards`.
+        """
+        return self._sharded().scatter(self._as_float32(gradients), before, number)
+
     def update_shards(
         self,
-        gradients: Sequence[tf.Tensor | tf.IndexedSlices],
+        gradients: Sequence[tf.Tensor | tf.IndexedSlices] | Scattered,
         sidecar: tf.Tensor,
         weights: Sequence[tf.Tensor],
         **how: Any,
@@ -317,7 +336,7 @@ class Exchange:
         """Sums gradients at the owners of shards, and gathers the weights that they make of them.
 
         Args:
-          gradients: As for `reduce_sums`.
+          gradients: As for `reduce_sums`; or what `scatter_shards` returned for the last micro-batch.
           sidecar: As for `reduce_sums`.
           weights: The weights, the same on every replica.
           **how: See `ShardedReducer.update_shards`, also for what is returned.
@@ -325,9 +344,13 @@ class Exchange:
         Raises:
           RuntimeError: `build` was not given `shards`.
         """
+        given = gradients if isinstance(gradients, Scattered) else self._as_float32(gradients)
+        return self._sharded().update_shards(given, sidecar, weights, **how)
+
+    def _sharded(self) -> ShardedReducer:
         if not isinstance(self._reducer, ShardedReducer):
-            raise RuntimeError("update_shards needs an exchange that was built with shards")
-        return self._reducer.update_shards(self._as_float32(gradients), sidecar, weights, **how)
+            raise RuntimeError("update_shards and scatter_shards need an exchange that was built with shards")
+        return self._reducer
 
     def _replicas(self) -> int:
         """Number of replicas that exchange.

@@ -28,6 +28,7 @@ class Traffic:
       wire_bytes: Bytes each replica sends, by the formula of the pattern: `2 (N-1)/N x payload` for a ring. With a
         codec, bytes that each worker sends.
       dense_bytes: What `wire_bytes` would be with `none`.
+      model_axis_bytes: Bytes that a device sends to the others of its replica, within layers that are divided.
     """
 
     codec: str
@@ -35,6 +36,34 @@ class Traffic:
     payload_bytes: int
     wire_bytes: int
     dense_bytes: int
+    model_axis_bytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class GatheredWeights:
+    """Weights that replicas have in parts and gather within a step, beside what is exchanged (`--shard=weights`).
+
+    Attributes:
+      elements: Of all weights, float32, padding included.
+      micro_batches: Of a step. In each they are gathered twice, and gradients are scattered once.
+    """
+
+    elements: int = 0
+    micro_batches: int = 1
+
+    def added(self, traffic: Traffic, replicas: int) -> Traffic:
+        """The bytes of one exchange, with these."""
+        if not self.elements:
+            return traffic
+        whole = 4 * self.elements
+        payload = 3 * self.micro_batches * whole
+        return Traffic(
+            traffic.codec,
+            "gathered weights",
+            traffic.payload_bytes + payload,
+            traffic.wire_bytes + (replicas - 1) * payload // replicas,
+            traffic.dense_bytes + 2 * (replicas - 1) * whole // replicas,
+        )
 
 
 class Reducer(Protocol):
@@ -111,10 +140,12 @@ class LocalReducer(Reducer):
 
     Args:
       shapes: Static shapes of the gradients.
+      alone: Whether the replica has no peers to exchange with, whatever replicas the strategy has.
     """
 
-    def __init__(self, shapes: Sequence[tf.TensorShape]) -> None:
+    def __init__(self, shapes: Sequence[tf.TensorShape], *, alone: bool = False) -> None:
         self._elements = sum(shape.num_elements() for shape in shapes)
+        self._alone = alone
 
     def reduce(
         self, gradients: Sequence[Gradient], sidecar: tf.Tensor, should_apply: ShouldApply
@@ -125,7 +156,7 @@ class LocalReducer(Reducer):
           RuntimeError: There are several replicas.
         """
         del should_apply
-        replicas = replica_context().num_replicas_in_sync
+        replicas = 1 if self._alone else replica_context().num_replicas_in_sync
         if replicas > 1:
             raise RuntimeError(
                 f"the exchange was built for one replica and runs on {replicas}: give build() its strategy"

@@ -14,6 +14,7 @@ import sys
 from typing import Any
 
 import tfpar
+from tfpar.parallel.split import whole
 
 import keras
 import numpy as np
@@ -32,6 +33,20 @@ COMMON = {
 }
 
 
+class Spoiled(keras.layers.Layer):
+    """Returns its first input; its gradient is NaN, while the loss is finite, for examples with a huge second input."""
+
+    def call(self, inputs: list[Any]) -> Any:
+        outputs, x = inputs
+        huge = keras.ops.any(keras.ops.abs(x) > 1e6, axis=-1, keepdims=True)
+        return outputs + keras.ops.sqrt(keras.ops.where(huge, 0.0 * outputs, 1.0)) - keras.ops.where(huge, 0.0, 1.0)
+
+
+def build_spoiled() -> keras.Model:
+    inputs = keras.Input((12,))
+    return keras.Model(inputs, Spoiled(dtype="float32")([build()(inputs), inputs]))
+
+
 def build() -> keras.Model:
     return keras.Sequential(
         [
@@ -44,26 +59,31 @@ def build() -> keras.Model:
     )
 
 
-def data() -> tuple[np.ndarray, np.ndarray]:
+def data(spoiled: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Examples and labels; `spoiled` is the number of an example of which `Spoiled` has no gradient."""
     x = np.random.default_rng(0).normal(size=(EXAMPLES, 12)).astype(np.float32)
-    return x, (x[:, :3].argmax(axis=1)).astype(np.int32)
+    y = x[:, :3].argmax(axis=1).astype(np.int32)
+    if spoiled is not None:
+        x[spoiled] = 1e7
+    return x, y
 
 
 def train(options: dict[str, Any], runtime: tfpar.Runtime | None = None) -> tfpar.Trainer:
     """Trains the model on the same examples from the same seed; `stop_after` and `workdir` are among the options."""
-    steps = options.pop("steps", STEPS)
+    steps, spoiled = options.pop("steps", STEPS), options.pop("spoiled", None)
     config = tfpar.ExperimentConfig.from_flat_dict({**COMMON, **options})
     if runtime is None:
         runtime = tfpar.initialize(config)
     keras.utils.clear_session()
+    keras.config.set_dtype_policy(config.precision.precision)
     keras.utils.set_random_seed(1)
     trainer = tfpar.Trainer(
-        build,
+        build if spoiled is None else build_spoiled,
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         config=config,
         runtime=runtime,
     )
-    trainer.fit(*data(), steps=steps)
+    trainer.fit(*data(spoiled), steps=steps)
     return trainer
 
 
@@ -73,9 +93,10 @@ def main(output: str, cases: str) -> None:
     for number, options in enumerate(json.loads(cases)):
         trainer = train(options, runtime)
         runtime = trainer.runtime
-        arrays = {variable.path: variable.numpy() for variable in trainer.model.variables}
+        arrays = {variable.path: whole(variable) for variable in trainer.model.variables}
         slots = sum(variable.numpy().nbytes for variable in trainer.optimizer.variables)  # of the first replica
-        np.savez(os.path.join(output, f"{number}-{worker}.npz"), slots=slots, **arrays)
+        wire = trainer.program.exchange.traffic(runtime.topology.replicas, 0).wire_bytes
+        np.savez(os.path.join(output, f"{number}-{worker}.npz"), slots=slots, wire=wire, **arrays)
 
 
 if __name__ == "__main__":

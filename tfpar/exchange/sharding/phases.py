@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tfpar_ops
@@ -78,28 +78,63 @@ class ShardPhases:
             variable.assign(residual)
 
     def scatter(self, gradients: Sequence[tf.Tensor], step: tf.Tensor) -> tf.Tensor:
-        """The sum of this worker's shards over the workers, a vector."""
-        vector, first = self.vector, self._instances[0]
-        parts = [tf.zeros([size]) if index < 0 else gradients[index] for index, size in vector.segments]
+        """The sum of this worker's shards over the workers, a vector. Changes the residual."""
+        if self._codec is None or not self.state:
+            total, residual = self.scatter_aside(gradients, self.residual(), step)
+            with tf.control_dependencies([total]):
+                self.store(residual)
+            return total
+        [variable] = self.state.values()
+        encoded = tfpar_ops.encode_into(variable, self._parts(gradients), self._codec, **self._encoding(step))
+        return self._decoded_sum(encoded.payload)
+
+    def scatter_aside(
+        self, gradients: Sequence[tf.Tensor] | Mapping[int, tf.Tensor], residual: list[tf.Tensor], step: tf.Tensor
+    ) -> tuple[tf.Tensor, list[tf.Tensor]]:
+        """`scatter` that leaves the residual as it is, where it is not yet known whether there will be a step.
+
+        Args:
+          gradients: By index.
+          residual: From `residual`, or what an earlier call returned.
+          step: Int64 scalar, different for every call.
+
+        Returns:
+          The sum; the new residual, for `store`.
+        """
+        parts = self._parts(gradients)
         if self._codec is None:
-            flat = buckets.concatenated(parts)
-            for variable in self.state.values():
-                flat = flat + variable.read_value()
-                with tf.control_dependencies([flat]):
-                    variable.assign(tf.zeros_like(flat), read_value=False)
-            rows = tf.reshape(flat, [vector.workers, self._elements])
-            received = self._group.all_to_all(rows, first)
-            return tf.add_n(tf.unstack(received)) if vector.workers > 1 else received[0]
-        arguments: dict[str, Any] = {
-            "shards": vector.workers,
+            flat = tf.add_n([buckets.concatenated(parts), *residual])
+            rows = tf.reshape(flat, [self.vector.workers, self._elements])
+            received = self._group.all_to_all(rows, self._instances[0])
+            total = tf.add_n(tf.unstack(received)) if self.vector.workers > 1 else received[0]
+            return total, [tf.zeros_like(each) for each in residual]
+        given = residual[0] if residual else None
+        encoded = tfpar_ops.encode(parts, given, self._codec, **self._encoding(step))
+        return self._decoded_sum(encoded.payload), [encoded.residual] if residual else []
+
+    def residual(self) -> list[tf.Tensor]:
+        """The value of the residual, if there is one."""
+        return [variable.read_value() for variable in self.state.values()]
+
+    def store(self, residual: Sequence[tf.Tensor]) -> None:
+        """Takes up the residual that `scatter_aside` returned."""
+        for variable, value in zip(self.state.values(), residual, strict=True):
+            variable.assign(value, read_value=False)
+
+    def _parts(self, gradients: Sequence[tf.Tensor] | Mapping[int, tf.Tensor]) -> list[tf.Tensor]:
+        return [tf.zeros([size]) if index < 0 else gradients[index] for index, size in self.vector.segments]
+
+    def _encoding(self, step: tf.Tensor) -> dict[str, Any]:
+        """Arguments of the first encoding."""
+        return {
+            "shards": self.vector.workers,
             "shard_elements": self._elements,
             "seed_step": self._rounding_seed(step, phase=0),
         }
-        if self.state:
-            encoded = tfpar_ops.encode_into(self.state[buckets.RESIDUALS[0]], parts, self._codec, **arguments)
-        else:
-            encoded = tfpar_ops.encode(parts, None, self._codec, **arguments)
-        received = self._group.all_to_all(encoded.payload, first)
+
+    def _decoded_sum(self, payload: tf.Tensor) -> tf.Tensor:
+        assert self._codec is not None
+        received = self._group.all_to_all(payload, self._instances[0])
         return tfpar_ops.decode_sum(received, self._codec, self._elements)
 
     def cut(self, shards: tf.Tensor) -> list[tf.Tensor]:

@@ -6,13 +6,17 @@ these weights, through the same codec, instead of the sum encoded once more. The
 payload leaves out of the change is in the next one (error feedback). Without a codec, the exact new weights travel.
 
 A worker sends as many bytes as without shards.
+
+Gradients that are not kept until the whole step is known (`--shard=gradients`) go to their owners as they are computed,
+those of every micro-batch by themselves (`scatter`). The first phase then costs its bytes once per micro-batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import tfpar_ops
 from tfpar.collectives.group import Group, allocate_instance_keys
 from tfpar.collectives.tensorflow import PER_WORKER, local_copy
 from tfpar.config import ConfigError
@@ -32,6 +36,25 @@ import tensorflow as tf
 # New values of the pieces of each vector, and of the tensors that nobody owns, from the sums of their gradients.
 Update = Callable[..., tuple[list[list[tf.Tensor]], dict[int, tf.Tensor]]]
 Norm = Callable[[Sequence[tf.Tensor]], tf.Tensor]
+# The sums of this worker's shards, for each vector, in a step of this number.
+Scatter = Callable[[tf.Tensor], list[tf.Tensor]]
+
+
+class Scattered(NamedTuple):
+    """What a replica knows of gradients whose owners have them already: of one micro-batch, or added up.
+
+    Attributes:
+      shards: For each vector the sum of this worker's shards over the workers.
+      whole: This replica's gradients of the tensors that nobody owns, in the order of their indices.
+      residuals: For each vector its residual, after this and all earlier micro-batches of the step.
+      finite: Bool scalar: whether all gradients of this replica were finite, in these micro-batches.
+    """
+
+    shards: list[tf.Tensor]
+    whole: list[tf.Tensor]
+    residuals: list[list[tf.Tensor]]
+    finite: tf.Tensor
+
 
 _PATTERNS = ("two_phase", "hierarchical")
 # Blocks of a format with a mean scale may not cross tensors, as they do here; one that keeps some elements is untried.
@@ -50,11 +73,30 @@ def sharded_codec(spec: Spec) -> Codec | None:
     codec = options.codec
     if codec is None or options.pattern_name not in _PATTERNS or options.warmup_steps or codec.kind not in _FORMATS:
         raise ConfigError(
-            f"--exchange={spec.text} does not work with --shard=optimizer, which needs one owner of each gradient's "
+            f"--exchange={spec.text} does not work with --shard, which needs one owner of each gradient's "
             f"sum, and sends weights back through the codec. Use none, {', '.join(_FORMATS)}, with pattern=two_phase "
             "and without warmup_steps."
         )
     return codec
+
+
+def check_exchange(spec: Spec, shard: str) -> None:
+    """Refuses an exchange between workers that what is sharded does not go with.
+
+    Args:
+      spec: The exchange.
+      shard: The value of `--shard`, not `none`.
+
+    Raises:
+      ConfigError: See `sharded_codec`; or weights are sharded, and the exchange encodes.
+    """
+    if shard != "weights":
+        sharded_codec(spec)
+    elif spec.compresses:
+        raise ConfigError(
+            f"--exchange={spec.text} does not work with --shard=weights: every replica would keep a whole residual of "
+            "what a codec leaves out, and weights are gathered as they are. Use --exchange=none, or --shard=gradients."
+        )
 
 
 class ShardedReducer(Reducer):
@@ -67,6 +109,7 @@ class ShardedReducer(Reducer):
       group: All workers.
       device: Where the exchange runs.
       seed: Seed of stochastic rounding.
+      micro_batches: How many there are in a step, each of which is scattered; 0: whole steps are.
 
     Raises:
       ConfigError: See `sharded_codec`.
@@ -80,7 +123,9 @@ class ShardedReducer(Reducer):
         group: Group,
         device: str,
         seed: int,
+        micro_batches: int = 0,
     ) -> None:
+        self._micro_batches = micro_batches
         spec.check_group(group)
         self._codec = sharded_codec(spec) if group.size > 1 else None
         self._spec = spec
@@ -122,9 +167,40 @@ class ShardedReducer(Reducer):
         """Not what this reducer is for: no worker has all sums."""
         raise NotImplementedError("with sharded optimizer state, call update_shards")
 
+    def scatter(self, gradients: Sequence[tf.Tensor], before: Scattered | None, number: int) -> Scattered:
+        """Sends the gradients of one micro-batch to their owners. Called in a replica context.
+
+        No variable changes: what is returned goes to the next call, and after the last one to `update_shards`. Buckets
+        leave one by one, as soon as their tensors are there.
+
+        Args:
+          gradients: This replica's gradients, float32.
+          before: What the call for the micro-batch before returned; None for the first.
+          number: Of the micro-batch, from 0.
+        """
+        finite = [tfpar_ops.norm_squared([gradients[index] for index in one.vector.indices])[1] for one in self._shards]
+        whole = [gradients[index] for index in self._whole]
+
+        def merged(strategy: tf.distribute.Strategy, gradients: Any, residuals: Any) -> Any:
+            with tf.device(self._device):
+                counter = local_copy(self._step).read_value()
+                step = counter * self._micro_batches + number
+                found = []
+                # The last layers first, as the backward pass finishes them: on GPUs calls start in this order.
+                for place, one in reversed(list(enumerate(self._shards))):
+                    summed = {index: sum_local(strategy, gradients[index]) for index in one.vector.indices}
+                    known = [_first(strategy, each) for each in residuals[place]] if residuals else one.residual()
+                    found.append(one.scatter_aside(summed, known, step))
+                return [*zip(*reversed(found), strict=True)] or [[], []]
+
+        residuals = before.residuals if before else []
+        shards, residuals = replica_context().merge_call(merged, args=(list(gradients), residuals))
+        finite = tf.reduce_all([before.finite if before else True, *finite])
+        return Scattered(list(shards), whole, list(residuals), finite)
+
     def update_shards(
         self,
-        gradients: Sequence[tf.Tensor],
+        gradients: Sequence[tf.Tensor] | Scattered,
         sidecar: tf.Tensor,
         weights: Sequence[tf.Tensor],
         should_apply: ShouldApply,
@@ -136,7 +212,7 @@ class ShardedReducer(Reducer):
         """Sums gradients, updates, gathers weights. Called in a replica context.
 
         Args:
-          gradients: This replica's gradients, float32.
+          gradients: This replica's gradients, float32; or what `scatter` returned for the last micro-batch.
           sidecar: Float32 vector, summed exactly.
           weights: The weights, the same on every replica.
           should_apply: Tells from the summed sidecar whether to update.
@@ -155,26 +231,41 @@ class ShardedReducer(Reducer):
             strategy: tf.distribute.Strategy, gradients: Any, sidecar: Any, weights: Any, wanted: Any, arguments: Any
         ) -> Any:
             with tf.device(self._device):
-                summed = [sum_local(strategy, gradient) for gradient in gradients]
+                scatter, whole = self._of_worker(strategy, gradients)
                 own = [_first(strategy, value) for value in weights]
-                vector, small = self._reduce_whole(summed, sum_local(strategy, sidecar))
+                vector, small = self._reduce_whole(whole, sum_local(strategy, sidecar))
 
                 def apply() -> Any:
                     given = [_first(strategy, value) for value in arguments]
                     with_arguments: Update = lambda *sums: update(*sums, *given)  # noqa: E731
-                    return self._apply(summed, small, vector, own, with_arguments, norm, _first(strategy, wanted))
+                    return self._apply(scatter, small, vector, own, with_arguments, norm, _first(strategy, wanted))
 
                 new, size = tf.cond(should_apply(vector), apply, lambda: (own, tf.zeros([])))
                 return new, vector, size
 
         wanted = tf.constant(True) if wants_norm is None else wants_norm
-        return replica_context().merge_call(
-            merged, args=(list(gradients), sidecar, list(weights), wanted, list(arguments))
-        )
+        given = gradients if isinstance(gradients, Scattered) else list(gradients)
+        return replica_context().merge_call(merged, args=(given, sidecar, list(weights), wanted, list(arguments)))
+
+    def _of_worker(self, strategy: tf.distribute.Strategy, gradients: Any) -> tuple[Scatter, list[tf.Tensor]]:
+        """What gives the sums of this worker's shards, once there is a step; its sums of the other tensors."""
+        if isinstance(gradients, Scattered):
+            shards = [_first(strategy, shard) for shard in gradients.shards]
+            residuals = [[_first(strategy, each) for each in residual] for residual in gradients.residuals]
+
+            def known(step: tf.Tensor) -> list[tf.Tensor]:
+                del step
+                for one, residual in zip(self._shards, residuals, strict=True):
+                    one.store(residual)
+                return shards
+
+            return known, [sum_local(strategy, gradient) for gradient in gradients.whole]
+        summed = [sum_local(strategy, gradient) for gradient in gradients]
+        return lambda step: [one.scatter(summed, step) for one in self._shards], [summed[each] for each in self._whole]
 
     def _apply(
         self,
-        gradients: Sequence[tf.Tensor],
+        scatter: Scatter,
         small: dict[int, tf.Tensor],
         sidecar: tf.Tensor,
         weights: Sequence[tf.Tensor],
@@ -184,7 +275,7 @@ class ShardedReducer(Reducer):
     ) -> tuple[list[tf.Tensor], tf.Tensor]:
         counter = local_copy(self._step)
         step = counter.read_value()
-        shards = [one.scatter(gradients, step) for one in self._shards]
+        shards = scatter(step)
 
         def of_all() -> tf.Tensor:
             own = tf.reshape(norm(shards), [1]) if shards else tf.zeros([1])
@@ -207,7 +298,7 @@ class ShardedReducer(Reducer):
         self, gradients: Sequence[tf.Tensor], sidecar: tf.Tensor
     ) -> tuple[tf.Tensor, dict[int, tf.Tensor]]:
         """Sums of sidecar and tensors that nobody owns, dense, and first: they tell whether there is a step."""
-        parts = [tf.reshape(gradients[index], [-1]) for index in self._whole]
+        parts = [tf.reshape(gradient, [-1]) for gradient in gradients]
         reduced = self._group.all_reduce(tf.concat([sidecar, *parts], axis=0), self._small_instance)
         sizes = [self._sizes[index] for index in self._whole]
         vector, *parts = tf.split(reduced, [reduced.shape[0] - sum(sizes), *sizes])
@@ -221,13 +312,14 @@ class ShardedReducer(Reducer):
         if workers == 1:
             return dense_traffic(sum(self._sizes), replicas, sidecar_length)
         small = 4 * (sidecar_length + sum(self._sizes[index] for index in self._whole))
-        payloads = [one.payload_bytes for one in self._shards]
+        payload = sum(one.payload_bytes for one in self._shards)
+        scattered = max(self._micro_batches, 1) * payload
         dense = dense_traffic(sum(self._sizes), workers, sidecar_length)
         return Traffic(
             codec=self._spec.name,
             pattern="sharded" if replicas == workers else "hierarchical, sharded",
-            payload_bytes=small + sum(payloads),
-            wire_bytes=2 * (workers - 1) * (small + sum(payloads)) // workers,
+            payload_bytes=small + scattered,
+            wire_bytes=(workers - 1) * (2 * small + scattered + payload) // workers,
             dense_bytes=dense.wire_bytes,
         )
 

@@ -1,6 +1,6 @@
-"""Sharded optimizer state: every worker keeps and updates its own share (`--shard=optimizer`)."""
+"""Sharded state: every worker keeps and updates its own share (`--shard`)."""
 
 from tfpar.training.sharding.optimizer import OwnShare, is_share, take_exact_weights, whole_arrays
-from tfpar.training.sharding.step import ShardedStep
+from tfpar.training.sharding.step import sharded_step
 
-__all__ = ["OwnShare", "ShardedStep", "is_share", "take_exact_weights", "whole_arrays"]
+__all__ = ["OwnShare", "is_share", "sharded_step", "take_exact_weights", "whole_arrays"]

@@ -15,6 +15,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.exchange import buckets
@@ -103,6 +104,7 @@ class OwnShare:
       vectors: The tensors in shards.
       replicas: What each replica of this worker owns.
       whole: Indices of the variables that every worker updates, on its first replica.
+      scatters: Whether gradients go to their owners as they are computed.
 
     Raises:
       ConfigError: An optimizer or model that cannot be sharded.
@@ -125,6 +127,7 @@ class OwnShare:
                 "(as SpectralNormalization does), so that no single worker can own it. Use --shard=none."
             )
         self.variables = list(variables)
+        self.scatters, self._micro_batches = config.train.shard == "gradients", config.train.accumulate_steps
         exchange = specs.parse(config.exchange.exchange if topology.workers > 1 else "none")
         codec = sharded_codec(exchange)
         self._keeps_exact = codec is not None
@@ -161,8 +164,8 @@ class OwnShare:
         strategy: tf.distribute.Strategy,
     ) -> OwnShare | None:
         """The share that `--shard` asks for, None where there is a single replica, which has all."""
-        if config.train.shard == "none":
-            return None
+        if config.train.shard == "none" or (config.train.shard == "weights" and topology.replicas > 1):
+            return None  # of sharded weights the model itself has parts
         told = topology.is_chief and config.monitor.verbose > 0
         if topology.replicas == 1:
             if told:
@@ -185,10 +188,22 @@ class OwnShare:
         owned = sum(piece.size for piece in first.owned)
         state = sum(math.prod(variable.shape) * 4 for variable in first.optimizer.variables)
         how = "cut anywhere" if self._elementwise else "as whole tensors, which this optimizer looks at"
+        what = "gradients and optimizer" if self.scatters else "optimizer"
         return (
-            f"sharded optimizer: this replica updates {owned:,} of {elements:,} weights ({how}) and keeps "
+            f"sharded {what}: this replica updates {owned:,} of {elements:,} weights ({how}) and keeps "
             f"{state / 2**20:.1f} MiB of optimizer state"
         )
+
+    def exchanged(self) -> dict[str, Any]:
+        """Arguments of `Exchange.build`."""
+        return {"shards": self.vectors, "micro_batches": self._micro_batches if self.scatters else 0}
+
+    @property
+    def xla_obstacle(self) -> str:
+        """Why XLA cannot compile the step; empty where it can."""
+        if not self.scatters:
+            return ""
+        return "--shard=gradients sends gradients as they are computed, and an XLA program gives all of them at once"
 
     def shared_variables(self) -> list[keras.Variable]:
         """Variables of the optimizer that are the same on every worker."""
@@ -312,10 +327,10 @@ def _check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
         if getattr(optimizer, name, None):
             raise ConfigError(
                 f"{name}={getattr(optimizer, name)} of the optimizer would look at this worker's share alone. Leave it "
-                "out with --shard=optimizer; --clip_norm clips by the norm of all gradients."
+                "out with --shard; --clip_norm clips by the norm of all gradients."
             )
     if optimizer.use_ema:
-        raise ConfigError("use_ema=True of the optimizer does not work with --shard=optimizer. Leave one of them out.")
+        raise ConfigError("use_ema=True of the optimizer does not work with --shard. Leave one of them out.")
 
 
 def _key(name: str, piece: Piece) -> str:

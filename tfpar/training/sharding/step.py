@@ -1,15 +1,18 @@
-"""The training step with sharded optimizer state: moves 3 to 5 of `TrainStep` in one exchange."""
+"""The training step with sharded state: moves 3 to 5 of `TrainStep` in one exchange."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
+from tfpar.exchange.sharding.reducer import Scattered
 from tfpar.optim.pure_update import pure_apply
 from tfpar.parallel import replica
-from tfpar.training.objective import Tensors
+from tfpar.parallel.compilation import compiled
+from tfpar.training.objective import LocalSums, Tensors
 from tfpar.training.sharding.optimizer import OwnShare, ReplicaShare
-from tfpar.training.step import Reduced, TrainStep, compiled, should_apply
+from tfpar.training.step import Reduced, TrainStep, should_apply
 
 import keras
 import tensorflow as tf
@@ -130,3 +133,36 @@ class ShardedStep(TrainStep):
         copies = [*replica.own(model.trainable_variables), *replica.own(self._state)]
         with tf.control_dependencies(replica.assign(copies, [*weights, *self._without_seeds(state)])):
             return tf.ones([])
+
+
+class ScatteringStep(ShardedStep):
+    """A sharded step whose gradients go to their owners as the backward pass computes them (`--shard=gradients`).
+
+    A replica holds gradients of those buckets that are not complete or not yet sent, and sums micro-batches of its own
+    worker's shards alone.
+    """
+
+    def _accumulated(
+        self, params: Tensors, state: Tensors, batch: Any, seed: tf.Tensor, scale: tf.Tensor, scales: tf.Tensor | None
+    ) -> tuple[LocalSums, Scattered]:
+        sent: Scattered | None = None
+
+        def reduce(number: int, gradients: Tensors) -> Tensors:
+            nonlocal sent
+            sent = self.exchange.scatter_shards(self._unscaled(gradients, scale), sent, number)
+            return [*sent.shards, *sent.whole]
+
+        loss_scale = scale if self._scale_loss else None
+        sums = self.core.accumulate(params, state, batch, seed, loss_scale, scales, reduce=reduce)
+        assert sent is not None
+        count = len(sent.shards)
+        return sums, sent._replace(shards=sums.gradients[:count], whole=sums.gradients[count:])
+
+    def _own_norm(self, gradients: Scattered) -> tf.Tensor:
+        norm = self._norm([*gradients.shards, *gradients.whole])
+        return tf.where(gradients.finite, norm, float("nan"))  # a codec may have made numbers of it
+
+
+def sharded_step(share: OwnShare) -> Callable[..., ShardedStep]:
+    """What takes the arguments of `TrainStep`, for what this share divides."""
+    return functools.partial(ScatteringStep if share.scatters else ShardedStep, share)

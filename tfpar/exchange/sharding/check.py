@@ -1,0 +1,32 @@
+"""What sharded state does not go with, found before anything starts."""
+
+from __future__ import annotations
+
+from tfpar.config import ConfigError, ExperimentConfig
+from tfpar.exchange import spec as specs
+from tfpar.exchange.sharding.reducer import check_exchange
+from tfpar.parallel.topology import Topology
+
+
+def check_sharding(config: ExperimentConfig, topology: Topology) -> None:
+    """Refuses `--shard` beside options that it does not go with.
+
+    Args:
+      config: The experiment.
+      topology: The devices.
+
+    Raises:
+      ConfigError: With what to leave out.
+    """
+    flag = f"--shard={config.train.shard}"
+    if config.train.shard == "none":
+        return
+    if topology.name in ("parameter_server", "tpu"):
+        raise ConfigError(f"{flag} does not work with --strategy={topology.name}. Use --shard=none.")
+    if config.optimizer.ema and topology.replicas > 1:
+        raise ConfigError(
+            f"--ema={config.optimizer.ema} does not work with {flag}: evaluation would need averages that other "
+            "replicas hold. Leave one of them out."
+        )
+    if topology.workers > 1:
+        check_exchange(specs.parse(config.exchange.exchange), config.train.shard)

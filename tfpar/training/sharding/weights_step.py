@@ -1,0 +1,98 @@
+"""The training step of replicas that keep parts of the weights (`--shard=weights`).
+
+A gradient of a part is already the sum over the replicas when the backward pass is over, at the one that updates it.
+What is left for the exchange is the sidecar and the small weights that every replica has whole.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tfpar.exchange import Exchange
+from tfpar.exchange.reducer import ShouldApply
+from tfpar.parallel.model_axis import ModelAxis
+from tfpar.parallel.split import FlatSplit, split_of
+from tfpar.training.norms import squared_norm
+from tfpar.training.objective import LocalSums, Tensors
+from tfpar.training.step import TrainStep
+
+import keras
+import tensorflow as tf
+
+
+def whole_places(variables: list[keras.Variable]) -> list[int]:
+    """Indices of the variables that every replica has whole."""
+    return [place for place, variable in enumerate(variables) if split_of(variable) is None]
+
+
+class GatheringStep(TrainStep):
+    """A step whose forward and backward pass gather the weights of each block.
+
+    Args:
+      axis: All replicas.
+      *args: See `TrainStep`.
+      **kwargs: See `TrainStep`.
+    """
+
+    def __init__(self, axis: ModelAxis, *args: Any, **kwargs: Any) -> None:
+        self._axis = axis
+        super().__init__(*args, **kwargs)
+        self._whole = whole_places(self.core.model.trainable_variables)
+        self.exchange: Any = _ExchangeOfWhole(self.exchange, self._whole)
+
+    def weights_vector(self) -> tf.Tensor:
+        """A copy of what this worker counts in the norm of all trainable weights, as one float32 vector."""
+        values: Tensors = []
+        for program in range(self._axis.programs):
+            with self._axis.on(program) as place:
+                for variable in self.core.model.trainable_variables:
+                    split, value = split_of(variable), self._local(variable.value)[program].read_value()
+                    if isinstance(split, FlatSplit):
+                        values.append(value[: split.own_elements(place.rank)])
+                    elif place.rank == 0:
+                        values.append(tf.cast(tf.reshape(value, [-1]), tf.float32))
+        return tf.concat(values, axis=0)
+
+    def norm_of_weights(self, vector: tf.Tensor) -> tf.Tensor:
+        """See `TrainStep`."""
+        total = self._axis.sum_of_worker(tf.square(tf.norm(tf.cast(vector, tf.float64))))
+        return tf.cast(tf.sqrt(total), tf.float32)
+
+    def _accumulated(
+        self, params: Tensors, state: Tensors, batch: Any, seed: tf.Tensor, scale: tf.Tensor, scales: tf.Tensor | None
+    ) -> tuple[LocalSums, Tensors]:
+        loss_scale = scale if self._scale_loss else None
+        with self._axis.on_own_device():
+            # One micro-batch after the other, each of which waits for the gradients of the one before.
+            sums = self.core.accumulate(params, state, batch, seed, loss_scale, scales, reduce=lambda _, each: each)
+        return sums, self._unscaled(sums.gradients, scale)
+
+    def _total_denominators(self, params: Tensors, state: Tensors, batch: Any) -> tf.Tensor:
+        with self._axis.on_own_device() as place:
+            return place.sum(self._denominators(params, state, batch))
+
+    def _norm_if_needed(self, gradients: Tensors, is_last: tf.Tensor | None) -> tf.Tensor:
+        del is_last  # a branch would cost more than the sum of a scalar
+        whole = [gradients[index] for index in self._whole]
+        parts = [gradient for index, gradient in enumerate(gradients) if index not in set(self._whole)]
+        with self._axis.on_own_device() as place:
+            squares = place.sum(squared_norm(parts))
+        return tf.cast(tf.sqrt(squares + squared_norm(whole) if whole else squares), tf.float32)
+
+
+class _ExchangeOfWhole:
+    """An exchange of those gradients that replicas have whole, called with all."""
+
+    def __init__(self, exchange: Exchange, whole: list[int]) -> None:
+        self._exchange, self._whole = exchange, whole
+        self.state, self.first_ready_indices = exchange.state, list[int]()
+
+    def reduce_sums(
+        self, gradients: Tensors, sidecar: tf.Tensor, should_apply: ShouldApply
+    ) -> tuple[Tensors, tf.Tensor]:
+        """See `Exchange.reduce_sums`; gradients of parts are sums already."""
+        sums = list(gradients)
+        found, sidecar = self._exchange.reduce_sums([gradients[each] for each in self._whole], sidecar, should_apply)
+        for place, value in zip(self._whole, found, strict=True):
+            sums[place] = value
+        return sums, sidecar
