@@ -7,12 +7,11 @@ from tests.integration.scripts import divided
 from tests.training.test_tensor_parallel import alone, assert_as_alone, assert_saved_whole
 from tfpar.config import ConfigError
 from tfpar.optim import keras_calls
+from tfpar.parallel.pipeline_cuts import cut_at, cut_evenly, micro_batches_in_flight
 from tfpar.parallel.pipeline_devices import place_of
 from tfpar.parallel.split import whole_elements
-from tfpar.training.pipeline.cutting import cut_at, cut_evenly
 from tfpar.training.pipeline.graph import steps_of
 from tfpar.training.pipeline.stage_program import stages_of
-from tfpar.training.pipeline.stages import micro_batches_in_flight
 
 import keras
 import numpy as np
@@ -22,7 +21,7 @@ import pytest
 @pytest.mark.parametrize(
     ("model", "devices", "options"),
     [
-        ("dense", 2, {}),
+        ("dense", 2, {"accumulate_steps": 4, "ema": 0.9}),
         ("dense", 3, {"accumulate_steps": 2, "stages_per_device": 2}),
         ("language_model", 4, {"accumulate_steps": 2}),
         ("vit", 2, {"accumulate_steps": 4, "ema": 0.9}),

@@ -7,8 +7,12 @@ import pathlib
 
 import tfpar
 from tests.integration.scripts import divided
+from tfpar import models
 from tfpar.checkpoint.run_state import params_sha256
 from tfpar.config import ConfigError
+from tfpar.models import TaskSpec
+from tfpar.optim import keras_calls
+from tfpar.parallel.positions import divide_positions, has_gradient_in_parts
 from tfpar.parallel.split import shape_of, split_of
 from tfpar.parallel.tensor_layout import OWN_NUMBERS, find_layout
 
@@ -70,6 +74,89 @@ def test_thirty_steps_equal_one_device(model, devices, least):
             assert split or np.array_equal(copy.numpy(), copies[0].numpy()), variable.path
 
 
+def bytes_of_language_model(trainer: tfpar.Trainer, metrics: int, gathers: int = 0) -> float:
+    """The formula of docs/tensor_parallelism.md, for one micro-batch of float32.
+
+    Args:
+      trainer: Of a model of this width and depth.
+      metrics: Metrics of logits.
+      gathers: Of activations beside logits.
+    """
+    devices, depth, width = trainer.topology.mesh.model, 2, 32
+    positions = divided.COMMON["global_batch_size"] // trainer.topology.replicas * divided.POSITIONS
+    weights = [each for each in trainer.model.trainable_variables if not split_of(each)]
+    whole = sum(int(np.prod(each.shape)) for each in weights)
+    sidecar = 1 + 1 + len(trainer.program.core.metric_variables)  # count and loss, beside the gradients
+    sums = (4 * depth + 2 + gathers / 2) * positions * width + whole + sidecar
+    of_logits = (1 + metrics) * 2 * positions
+    return 2 * (devices - 1) / devices * (4 * sums + 2 * 8) + (devices - 1) * 4 * of_logits
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    ["model:4", *(pytest.param(mesh, marks=pytest.mark.proof) for mesh in ("model:2", "data:2,model:2"))],
+)
+def test_logits_of_a_vocabulary_are_not_gathered(mesh):
+    """Where its loss and metrics need no more: the numbers of one device, with a table that is padded and positions
+    that do not count, and not one byte more than the formula."""
+    model, devices = "uneven_vocabulary", int(mesh[-1])
+    trainer = divided.here("mirrored", mesh, 4 if "data" in mesh else devices, model=model)
+    assert_as_alone(trainer, model)
+    table = trainer.model.get_layer("token_embedding").embeddings
+    assert tuple(table.shape) == (-(-35 // devices), 32)
+    sent = trainer.results["exchange"]["model_axis_bytes_per_step"]
+    assert sent == pytest.approx(bytes_of_language_model(trainer, metrics=2), abs=1)
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    ["model:2", *(pytest.param(mesh, marks=pytest.mark.proof) for mesh in ("model:4", "data:2,model:2"))],
+)
+def test_sequence_parallelism(mesh):
+    """The numbers of one device, by norms that see a part of the positions, for two gathers more: from the last block,
+    and of the gradient of the first."""
+    model, devices, seen = "language_model", int(mesh[-1]), []
+    trainer = divided.here("mirrored", mesh, 4 if "data" in mesh else devices, model=model, sequence_parallel=True)
+    sent = trainer.results["exchange"]["model_axis_bytes_per_step"]
+    assert sent == pytest.approx(bytes_of_language_model(trainer, metrics=1, gathers=2), abs=1)
+    norm = trainer.model.get_layer("block0").mlp_norm
+    keras_calls.replace_call(norm, lambda layer, plain, x: (seen.append(x.shape[1:]), plain(x))[1])
+    assert_as_alone(trainer, model)
+    assert {*map(tuple, seen)} == {(divided.POSITIONS // devices, 32)}
+
+
+def test_dropout_of_positions_draws_for_each_device():
+    spec = TaskSpec("language_model", (8,), "int32", 32)
+    model = models.build("transformer_lm_tiny", spec, width=32, depth=2, heads=4, dropout=0.1)
+    layouts = find_layout(model, 2)
+    assert divide_positions(model, layouts, 2) == 2
+    blocks = [model.get_layer(f"block{number}") for number in range(2)]
+    assert [layouts[id(block)][1].edges for block in blocks] == [(True, False), (False, True)]
+    for block in blocks:
+        assert layouts[id(block.attention_dropout)][1].way == layouts[id(block.mlp_dropout)][1].way == OWN_NUMBERS
+        assert all(has_gradient_in_parts(each) for each in (block.mlp_norm.gamma, block.mlp_out.bias))
+        assert not any(has_gradient_in_parts(each) for each in (block.qkv.bias, block.mlp_out.kernel))
+
+
+@pytest.mark.parametrize(
+    ("model", "message"), [("gpt2", "has no divided block that allows it"), ("vit", "5 positions")]
+)
+def test_positions_that_cannot_be_divided_are_refused(model, message):
+    built = divided.MODELS[model]()
+    with pytest.raises(ConfigError, match=message):
+        divide_positions(built, find_layout(built, 2), 2)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("mesh", ["model:2", "model:4", "data:2,model:2"])
+@pytest.mark.parametrize("model", ["gpt2", "grouped_query"])
+def test_thirty_steps_of_keras_hub(model, mesh):
+    """With an uneven vocabulary, and with the layout of the backbone."""
+    trainer = divided.here("mirrored", mesh, 4 if "data" in mesh else int(mesh[-1]), model=model)
+    assert_as_alone(trainer, model)
+    assert split_of(trainer.model.get_layer("token_embedding").embeddings)
+
+
 def test_convolutions_are_divided_by_channels():
     """The large ones by themselves, others where a rule says so."""
     options = {"model": "resnet", "learning_rate": 0.03, "steps": 10}
@@ -80,6 +167,16 @@ def test_convolutions_are_divided_by_channels():
     asked = find_layout(divided.resnet(), 2, {"(stem|shortcut)_conv": "gather"})
     ways = {layer.name: layout.way for layer, layout in asked.values()}
     assert ways["stem_conv"] == ways["stage1_block0_shortcut_conv"] == "gather"
+
+
+def test_heads_are_not_cut():
+    """A block whose heads the axis does not divide has its outputs gathered instead."""
+    trainer = divided.here("mirrored", "model:2", model="three_heads", steps=4)
+    assert_as_alone(trainer, model="three_heads", steps=4)
+    ways = {layer.name: layout.way for layer, layout in find_layout(divided.three_heads(), 2).values()}
+    assert ways["qkv"] == "gather"
+    with pytest.raises(ConfigError, match="has no divided block that allows it"):
+        divide_positions(model := divided.three_heads(), find_layout(model, 2), 2)
 
 
 @pytest.mark.parametrize("mesh", ["model:2", "data:2,model:2"])
@@ -136,6 +233,7 @@ def test_dropout_of_what_is_divided_draws_for_each_device():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"sequence_parallel": True}, "--sequence_parallel: model .* has no divided block that allows it"),
         ({"optimizer": "lamb"}, "--mesh: Lamb looks at whole tensors"),
         ({"jit_compile": "true"}, "--jit_compile=true: the devices of a replica talk within its layers"),
         ({"layout": {"first": "diagonal"}}, r"layout\['first'\]='diagonal' is not one of column, row"),

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,3 +60,8 @@ def compilation_plan(
         updates_in_place=two_programs and single_device,
         prefetches_in_loop=prefetches,
     )
+
+
+def compiled(function: Callable[..., Any], compiles: bool) -> Callable[..., Any]:
+    """The function as an XLA program, or as it is."""
+    return tf.function(function, jit_compile=True, autograph=False) if compiles else function

@@ -14,6 +14,7 @@ from tfpar.config import ConfigError, ExperimentConfig
 
 AXES = ("data", "pipeline", "model")
 _PLANNED = ("sequence", "expert")
+AUTO = "auto"  # the mesh that the planner chooses
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,6 +109,12 @@ def check_beside_mesh(config: ExperimentConfig, mesh: Mesh, *, spans_workers: bo
                 f"--{name}={value} does not work yet with --mesh={strategy.mesh}, where replicas have "
                 "several devices. Leave one of them out."
             )
+    if strategy.sequence_parallel and (mesh.model == 1 or mesh.pipeline > 1):
+        wrong = "has a pipeline" if mesh.pipeline > 1 else "has no model axis"
+        raise ConfigError(
+            f"--sequence_parallel divides positions over the model axis of a mesh, and --mesh={strategy.mesh} {wrong}. "
+            "Use --mesh=model:2, or leave it out."
+        )
     if spans_workers and strategy.stages_per_device > 1:
         raise ConfigError(
             f"--stages_per_device={strategy.stages_per_device} does not work yet with --mesh={strategy.mesh}, where a "

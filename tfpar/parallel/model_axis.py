@@ -34,10 +34,11 @@ class ModelAxis:
     Attributes:
       size: The same.
       stages: Devices of a program.
+      bytes_of_step: Bytes that a device sends to the others in a training step; 0 until that is traced.
     """
 
     def __init__(self, devices: Sequence[Sequence[str]], worker: int, size: int) -> None:
-        self.size = size
+        self.size, self.bytes_of_step = size, 0
         self.stages = stages = len(devices[0])
         self._places = [
             [
@@ -57,8 +58,7 @@ class ModelAxis:
         """Whether a replica has programs on other workers, too."""
         return self.programs < self.size
 
-    @contextlib.contextmanager
-    def on(self, program: int, stage: int = 0) -> Iterator[Place]:
+    def on(self, program: int, stage: int = 0) -> contextlib.AbstractContextManager[Place]:
         """What is traced in this context, in this thread, is the program of one device.
 
         All devices must trace the same programs in the same order: the n-th collective of each is the same call.
@@ -67,11 +67,15 @@ class ModelAxis:
           program: Of which program it is, among those of this worker.
           stage: On which of its devices.
         """
-        before, _current.place = _current.place, self._places[program][stage]
-        try:
-            yield self._places[program][stage]
-        finally:
-            _current.place = before
+        return at_place(self._places[program][stage])
+
+    def sum_of_worker(self, value: tf.Tensor) -> tf.Tensor:
+        """The sum over all workers of the axis of a value that each has once. Not in a replica context. No gradient."""
+        sums = []
+        for program in range(self.programs):
+            with self.on(program) as place, tf.device(place.device):
+                sums.append(place.sum(value if program == 0 else tf.zeros_like(value)))
+        return sums[0]
 
     def on_own_device(self, stage: int = 0) -> contextlib.AbstractContextManager[Place]:
         """`on` for the replica context that is open."""
@@ -85,11 +89,15 @@ class Place:
     Attributes:
       group: The devices of the axis, seen from this one.
       device: Its name.
+      sent: Bytes that the device sends in each call of its programs, in the order in which they were traced. They are
+        those of the smallest traffic: `2 (t - 1) / t` of a tensor that t devices sum, half of that where each gets a
+        part of the sum, and t - 1 times one that all get.
     """
 
     group: TensorFlowGroup
     device: str
     _instance_keys: Iterator[int]
+    sent: list[int] = dataclasses.field(default_factory=list, repr=False)
 
     @property
     def rank(self) -> int:
@@ -103,15 +111,32 @@ class Place:
 
     def sum(self, x: tf.Tensor) -> tf.Tensor:
         """The sum of the devices' tensors, the same bits on each; in float32 for narrower types. No gradient."""
-        narrow = x.dtype in (tf.bfloat16, tf.float16)
-        total = self.group.all_reduce(tf.cast(x, tf.float32) if narrow else x, next(self._instance_keys))
-        return tf.cast(total, x.dtype)
+        summand = tf.cast(x, tf.float32) if x.dtype in (tf.bfloat16, tf.float16) else x
+        self._count(summand, 2 * (self.size - 1) / self.size)
+        return tf.cast(self.group.all_reduce(summand, next(self._instance_keys)), x.dtype)
+
+    def collect(self, x: tf.Tensor) -> tf.Tensor:
+        """The devices' tensors `[...]` in their order: `[size, ...]`. No gradient."""
+        bits = x if x.dtype in self.group.capabilities.dtypes else tf.bitcast(x, tf.float16)  # bfloat16
+        self._count(x, self.size - 1)
+        rows = self.group.all_gather(bits[tf.newaxis], next(self._instance_keys))
+        return rows if rows.dtype == x.dtype else tf.bitcast(rows, x.dtype)
 
     def concatenate(self, x: tf.Tensor) -> tf.Tensor:
         """The devices' tensors `[..., n]` side by side: `[..., size * n]`. No gradient."""
-        bits = x if x.dtype in self.group.capabilities.dtypes else tf.bitcast(x, tf.float16)  # bfloat16
-        rows = self.group.all_gather(bits[tf.newaxis], next(self._instance_keys))
-        return tf.concat([tf.bitcast(row, x.dtype) for row in tf.unstack(rows)], axis=-1)
+        return tf.concat(tf.unstack(self.collect(x)), axis=-1)
+
+    def _count(self, x: tf.Tensor, times: float) -> None:
+        elements = x.shape.num_elements()
+        self.sent.append(0 if elements is None else round(times * elements * x.dtype.size))
+
+    def all_gather(self, row: tf.Tensor) -> tf.Tensor:
+        """The devices' tensors `[n]`, one above the other: `[size, n]`. No gradient."""
+        return self.group.all_gather(row[tf.newaxis], next(self._instance_keys))
+
+    def all_to_all(self, rows: tf.Tensor) -> tf.Tensor:
+        """Row i `[size, n]` goes to device i; row i of the result came from there. No gradient."""
+        return self.group.all_to_all(rows, next(self._instance_keys))
 
     def enter(self, x: tf.Tensor) -> tf.Tensor:
         """In front of a layer whose outputs are divided: the tensor; its gradient is summed."""
@@ -131,16 +156,94 @@ class Place:
 
         return operator(x)
 
-    def gather(self, x: tf.Tensor) -> tf.Tensor:
-        """Behind a layer whose outputs `[..., n]` are divided: all of them; a device takes its part of the gradient."""
+    def gather(self, x: tf.Tensor, padding: int = 0) -> tf.Tensor:
+        """Behind a layer whose outputs `[..., n]` are divided: all of them; a device takes its part of the gradient.
+
+        Args:
+          x: The outputs.
+          padding: How many of the last outputs of all devices are none, and are left out.
+        """
         width = x.shape[-1]
 
         @tf.custom_gradient
         def operator(x: tf.Tensor) -> tuple[tf.Tensor, object]:
             start = self.rank * width
-            return self.concatenate(x), lambda upstream: upstream[..., start : start + width]
+            outputs = self.concatenate(x)
+
+            def backward(upstream: tf.Tensor) -> tf.Tensor:
+                if padding:
+                    upstream = tf.pad(upstream, [*[[0, 0]] * (upstream.shape.rank - 1), [0, padding]])
+                return upstream[..., start : start + width]
+
+            return outputs[..., : outputs.shape[-1] - padding] if padding else outputs, backward
 
         return operator(x)
+
+    def enter_positions(self, x: tf.Tensor) -> tf.Tensor:
+        """`enter` where a device has some positions `[m, T / size, ...]`: all; of the summed gradient, its part."""
+
+        @tf.custom_gradient
+        def operator(x: tf.Tensor) -> tuple[tf.Tensor, object]:
+            return self._all_positions(x), self._sum_of_own_positions
+
+        return operator(x)
+
+    def leave_positions(self, x: tf.Tensor) -> tf.Tensor:
+        """`leave` where a device is to have the sum of some positions of `[m, T, ...]`; their gradient is gathered."""
+
+        @tf.custom_gradient
+        def operator(x: tf.Tensor) -> tuple[tf.Tensor, object]:
+            return self._sum_of_own_positions(x), self._all_positions
+
+        return operator(x)
+
+    def part_positions(self, x: tf.Tensor) -> tf.Tensor:
+        """Of `[m, T, ...]`, which all devices have, the positions of this one; their gradient is gathered."""
+
+        @tf.custom_gradient
+        def operator(x: tf.Tensor) -> tuple[tf.Tensor, object]:
+            return self._own_positions(x), self._all_positions
+
+        return operator(x)
+
+    def gather_positions(self, x: tf.Tensor) -> tf.Tensor:
+        """All positions, where a device has some; it takes its part of the gradient, which all devices have."""
+
+        @tf.custom_gradient
+        def operator(x: tf.Tensor) -> tuple[tf.Tensor, object]:
+            return self._all_positions(x), self._own_positions
+
+        return operator(x)
+
+    def _all_positions(self, x: tf.Tensor) -> tf.Tensor:
+        return tf.concat(tf.unstack(self.collect(x)), axis=1)
+
+    def _own_positions(self, x: tf.Tensor) -> tf.Tensor:
+        length = x.shape[1] // self.size
+        return x[:, self.rank * length : (self.rank + 1) * length]
+
+    def _sum_of_own_positions(self, x: tf.Tensor) -> tf.Tensor:
+        """The sum of the devices' tensors, of which each gets its positions; in float32 for narrower types.
+
+        TensorFlow 2.21 has no reduce-scatter on CPUs (`CollectiveReduceScatterV2`).
+        """
+        self._count(x, (self.size - 1) / self.size)
+        bits = x if x.dtype in self.group.capabilities.dtypes else tf.bitcast(x, tf.float16)  # bfloat16
+        rows = self.group.all_to_all(tf.stack(tf.split(bits, self.size, axis=1)), next(self._instance_keys))
+        rows = tf.ensure_shape(rows, [self.size, x.shape[0], x.shape[1] // self.size, *x.shape[2:]])
+        received = rows if rows.dtype == x.dtype else tf.bitcast(rows, x.dtype)
+        narrow = x.dtype in (tf.bfloat16, tf.float16)
+        return tf.cast(tf.reduce_sum(tf.cast(received, tf.float32) if narrow else received, axis=0), x.dtype)
+
+
+@contextlib.contextmanager
+def at_place(place: Place) -> Iterator[Place]:
+    """What is traced in this context, in this thread, is the program of a device."""
+    before, _current.place = _current.place, place
+    try:
+        yield place
+    finally:
+        _current.place = before
 
 
 def _place(group: TensorFlowGroup, device: str) -> Place:

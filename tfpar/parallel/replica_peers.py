@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tfpar.collectives.agreement import WorkerAgreement
-from tfpar.collectives.tensorflow import new_group
+from tfpar.collectives.tensorflow import new_group, world_group
 from tfpar.parallel.topology import Topology
 
 import numpy as np
@@ -50,11 +50,18 @@ class ReplicaPeers:
         return [part for parts in self.agreement.gather_arrays(np.stack(parts)) for part in parts]
 
 
-def exchanging_workers(topology: Topology) -> dict[str, Any]:
+def exchanging_workers(topology: Topology, device: str = "") -> dict[str, Any]:
     """The workers that exchange gradients with this one, as arguments of `Exchange.build`.
 
     They are all workers; where workers have parts of a replica, those with the same part.
+
+    Args:
+      topology: How replicas lie on workers.
+      device: Where this worker's part of an exchange runs that is not for gradients of every step, and makes its own
+        collective calls; empty for gradients.
     """
+    if device:
+        return {"group": world_group(topology.workers, max(topology.worker, 0), device)}
     if topology.replica_workers > 1:
         return {"group": new_group(topology.workers_alike, topology.worker)}
     return {"workers": topology.workers if topology.synchronous else 1, "worker": max(topology.worker, 0)}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tfpar.optim import keras_internals
@@ -30,34 +30,112 @@ class Split:
       size: Number of parts.
       groups: The dimension holds this many stretches of equal length, each of which is divided by itself: three, where
         one kernel makes query, key and value.
+      padding: Elements at the end of the dimension that parts of equal length have beyond the whole. One group only.
+      fill: Value of these elements when a whole is divided.
     """
 
     axis: int
     size: int
     groups: int = 1
+    padding: int = 0
+    fill: float = 0.0
+
+    @classmethod
+    def padded(cls, axis: int, size: int, length: int) -> Split:
+        """Divides a dimension of any length."""
+        return cls(axis, size, padding=-length % size)
 
     def divides(self, shape: Sequence[int]) -> bool:
         """Whether a shape has equal parts."""
-        return shape[self.axis] % (self.groups * self.size) == 0
+        return (shape[self.axis] + self.padding) % (self.groups * self.size) == 0
 
     def part(self, array: np.ndarray, rank: int) -> np.ndarray:
         """The part of device `rank`."""
+        array = self.with_padding(array, array.shape[self.axis] + self.padding)
         stretches = np.split(array, self.groups, axis=self.axis)
         return np.concatenate([np.split(each, self.size, axis=self.axis)[rank] for each in stretches], axis=self.axis)
 
     def joined(self, parts: Sequence[np.ndarray]) -> np.ndarray:
         """The whole of the parts of all devices, in order."""
         stretches = [np.split(part, self.groups, axis=self.axis) for part in parts]
-        return np.concatenate([part[group] for group in range(self.groups) for part in stretches], axis=self.axis)
+        whole = np.concatenate([part[group] for group in range(self.groups) for part in stretches], axis=self.axis)
+        return whole[self._without_padding(whole.shape)] if self.padding else whole
 
     def joined_tensor(self, parts: Sequence[tf.Tensor]) -> tf.Tensor:
         """`joined` for tensors."""
         stretches = [tf.split(part, self.groups, axis=self.axis) for part in parts]
-        return tf.concat([part[group] for group in range(self.groups) for part in stretches], axis=self.axis)
+        whole = tf.concat([part[group] for group in range(self.groups) for part in stretches], axis=self.axis)
+        return whole[self._without_padding(whole.shape)] if self.padding else whole
+
+    def stretches(self, length: int, rank: int) -> list[tuple[int, int]]:
+        """Start and length of each stretch of the divided dimension that makes the part of device `rank`, in order.
+
+        Args:
+          length: Of that dimension, in the whole.
+          rank: Of the device.
+        """
+        group, share = length // self.groups, (length + self.padding) // self.groups // self.size
+        starts = [number * group + rank * share for number in range(self.groups)]
+        return [(start, min(share, length - start)) for start in starts]
+
+    def with_padding(self, part: np.ndarray, length: int) -> np.ndarray:
+        """A part that was saved without padding, with as much as makes the divided dimension so long."""
+        missing = length - part.shape[self.axis]
+        widths = [(0, missing if axis == self.axis else 0) for axis in range(part.ndim)]
+        return np.pad(part, widths, constant_values=self.fill) if missing else part
 
     def whole_shape(self, part: Sequence[int]) -> tuple[int, ...]:
         """The shape of the whole, from that of a part."""
-        return (*part[: self.axis], part[self.axis] * self.size, *part[self.axis + 1 :])
+        return (*part[: self.axis], part[self.axis] * self.size - self.padding, *part[self.axis + 1 :])
+
+    def part_shape(self, whole: Sequence[int]) -> tuple[int, ...]:
+        """The shape of a part, from that of the whole."""
+        return (*whole[: self.axis], (whole[self.axis] + self.padding) // self.size, *whole[self.axis + 1 :])
+
+    def _without_padding(self, padded: Sequence[int]) -> tuple[slice, ...]:
+        return (*(slice(None) for _ in range(self.axis)), slice(padded[self.axis] - self.padding))
+
+
+@dataclasses.dataclass(frozen=True)
+class FlatSplit:
+    """How a variable is divided, seen as a vector, into parts of equal length; the last ones repeat its last element.
+
+    It has the methods of `Split`.
+
+    Attributes:
+      shape: Of the whole.
+      size: Number of parts.
+    """
+
+    shape: tuple[int, ...]
+    size: int
+
+    @property
+    def elements(self) -> int:
+        """Elements of a part."""
+        return -(-math.prod(self.shape) // self.size)
+
+    def own_elements(self, rank: int) -> int:
+        """Elements of the part of device `rank` that are no repetition."""
+        return min(max(math.prod(self.shape) - rank * self.elements, 0), self.elements)
+
+    def part(self, array: np.ndarray, rank: int) -> np.ndarray:
+        """See `Split.part`."""
+        flat = np.asarray(array).reshape(-1)
+        return np.pad(flat, [0, self.size * self.elements - flat.size], mode="edge").reshape(self.size, -1)[rank]
+
+    def joined(self, parts: Sequence[np.ndarray]) -> np.ndarray:
+        """See `Split.joined`."""
+        return np.concatenate(parts)[: math.prod(self.shape)].reshape(self.shape)
+
+    def joined_tensor(self, parts: Sequence[tf.Tensor]) -> tf.Tensor:
+        """See `Split.joined_tensor`."""
+        return tf.reshape(tf.concat(parts, axis=0)[: math.prod(self.shape)], self.shape)
+
+    def whole_shape(self, part: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the whole."""
+        del part
+        return self.shape
 
 
 _ATTRIBUTE, _PEERS, _HELD = "tfpar_split", "tfpar_peers", "tfpar_held"
@@ -117,7 +195,7 @@ def hold(variable: keras.Variable, held: Held, place: int) -> None:
     vars(variable)[_HELD] = held
 
 
-def split_of(variable: keras.Variable) -> Split | None:
+def split_of(variable: keras.Variable) -> Split | FlatSplit | None:
     """How a variable is divided; None where every device has all of it."""
     return vars(variable).get(_ATTRIBUTE)
 
@@ -127,7 +205,7 @@ def peers_of(variable: keras.Variable) -> ReplicaPeers | None:
     return vars(variable).get(_PEERS)
 
 
-def mark(variable: keras.Variable, split: Split, peers: ReplicaPeers | None = None) -> None:
+def mark(variable: keras.Variable, split: Split | FlatSplit, peers: ReplicaPeers | None = None) -> None:
     """Notes that the copies of a mirrored variable, here or on several workers, are the parts of a whole."""
     vars(variable)[_ATTRIBUTE] = split
     vars(variable)[_PEERS] = peers
@@ -153,11 +231,35 @@ def whole(variable: keras.Variable, replica: int = 0) -> np.ndarray:
     """
     split, held = split_of(variable), held_by(variable)
     if split is None:
-        value = np.array(variable.numpy(), copy=True, order="C")
+        value = copy_here(variable)
         return held.fetch(value) if held else value
     parts = [part.numpy() for part in _parts(variable, replica)]
     peers = peers_of(variable)
     return split.joined(peers.gather(parts) if peers else parts)
+
+
+def ranks_here(variable: keras.Variable) -> range:
+    """Of a divided variable, the ranks of the devices whose parts this worker has, for its first replica."""
+    split, peers = split_of(variable), peers_of(variable)
+    assert split is not None
+    parts = len(variable.value.values)
+    return range(peers.rank * parts, (peers.rank + 1) * parts) if peers else range(split.size)
+
+
+def parts_here(variable: keras.Variable) -> list[np.ndarray]:
+    """Copies of the parts of the devices `ranks_here`, without padding."""
+    split, length = split_of(variable), shape_of(variable)
+    assert isinstance(split, Split)
+    copies = []
+    for rank, part in zip(ranks_here(variable), _parts(variable), strict=True):
+        own = sum(taken for _, taken in split.stretches(length[split.axis], rank))
+        copies.append(part.numpy()[(*[slice(None)] * split.axis, slice(own))])
+    return copies
+
+
+def copy_here(variable: keras.Variable) -> np.ndarray:
+    """A copy of what this worker has of a variable that is not divided. No data travels."""
+    return np.array(variable.numpy(), copy=True, order="C")
 
 
 def whole_tensor(variable: keras.Variable, first: Any) -> tf.Tensor:
@@ -177,19 +279,36 @@ def whole_tensor(variable: keras.Variable, first: Any) -> tf.Tensor:
 
 def assign_whole(variable: keras.Variable, value: Any) -> None:
     """Assigns to a variable; to a divided one, each device its part of a whole value."""
+    split = split_of(variable)
+    if split is None:
+        assign_parts(variable, lambda _: value)
+    else:
+        array = np.asarray(value)
+        assign_parts(variable, lambda rank: split.part(array, rank or 0))
+
+
+def assign_parts(variable: keras.Variable, value_of: Callable[[int | None], Any]) -> None:
+    """Assigns to a variable; to a divided one, each device its part.
+
+    Args:
+      variable: The variable.
+      value_of: The value for a device of some rank; for None, the whole. Not called for what this worker does not have.
+    """
     split, held = split_of(variable), held_by(variable)
     if split is None:
         if held is None or held.here:
-            variable.assign(value)
+            variable.assign(value_of(None))
         return
-    array, peers = np.asarray(value), peers_of(variable)
-    for place, part in enumerate(variable.value.values, start=peers.rank * len(variable.value.values) if peers else 0):
-        part.assign(tf.cast(split.part(array, place % split.size), part.dtype))
+    peers = peers_of(variable)
+    values = variable.value.values
+    first = peers.rank * len(values) if peers else 0
+    for place, part in enumerate(values, start=first):
+        part.assign(tf.cast(value_of(place % split.size), part.dtype))
 
 
 def move_to_devices(
     variable: keras.Variable,
-    split: Split | None = None,
+    split: Split | FlatSplit | None = None,
     place: int | None = None,
     peers: ReplicaPeers | None = None,
 ) -> None:
@@ -221,7 +340,7 @@ def keeps_slots_beside(optimizer: keras.optimizers.Optimizer) -> None:
         with at(place):
             slot = make(reference_variable, *args, **kwargs)
         if split := split_of(reference_variable):
-            mark(slot, split, peers_of(reference_variable))
+            mark(slot, _filled(split, slot), peers_of(reference_variable))
         if place is not None:
             mark_place(slot, place)
         if held := held_by(reference_variable):
@@ -229,6 +348,14 @@ def keeps_slots_beside(optimizer: keras.optimizers.Optimizer) -> None:
         return slot
 
     keras_internals.set_untracked(optimizer, add_variable_from_reference=make_marked)
+
+
+def _filled(split: Split | FlatSplit, slot: keras.Variable) -> Split | FlatSplit:
+    """The split of a new slot, whose padding keeps its first value for good: its gradient is zero. A zero in place of
+    that would be divided by (Ftrl)."""
+    if not isinstance(split, Split) or not split.padding:
+        return split
+    return dataclasses.replace(split, fill=float(np.ravel(slot.value.values[0].numpy())[0]))
 
 
 def scope_of_values(variables: Sequence[keras.Variable], values: Sequence[Any]) -> keras.StatelessScope:

@@ -10,10 +10,11 @@ import logging
 import re
 import socket
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tfpar.cluster import failure, port_filter
+from tfpar.collectives import gloo_mesh
 from tfpar.config import ConfigError
 from tfpar.parallel.topology import Topology
 from tfpar.process import exit_codes
@@ -38,10 +39,12 @@ class Runtime:
     Attributes:
       topology: How work is laid out. Of a TPU, its `hosts` and `local_replicas` are known here.
       strategy: The running strategy.
+      options: What `--mesh=auto` has come to, by flag name; empty where it was not given.
     """
 
     topology: Topology
     strategy: tf.distribute.Strategy
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def plan(self) -> Topology:
@@ -191,8 +194,23 @@ def _build_multi_worker(topology: Topology) -> tf.distribute.Strategy:
         implementation = tf.distribute.experimental.CommunicationImplementation.NCCL if gpus else None
         options = tf.distribute.experimental.CommunicationOptions(implementation=implementation) if gpus else None
         if topology.pipeline_devices > 1 or (not gpus and topology.local_devices > 1):
-            return _MultiWorkerOnDevices(resolver, devices, options)
-        return tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=resolver, communication_options=options)
+            strategy = _MultiWorkerOnDevices(resolver, devices, options)
+        else:
+            strategy = tf.distribute.MultiWorkerMirroredStrategy(
+                cluster_resolver=resolver, communication_options=options
+            )
+    _start_transport(topology)
+    return strategy
+
+
+def _start_transport(topology: Topology) -> None:
+    """Brings up what carries data between the workers, beside the collectives of the strategy."""
+    if topology.workers == 1 or topology.cluster is None:
+        return
+    if topology.transport == "gloo":
+        gloo_mesh.connect(topology.cluster, peer_timeout=topology.peer_timeout, start_timeout=topology.start_timeout)
+    else:
+        gloo_mesh.announce(topology.cluster, topology.transport)
 
 
 def _resolver(topology: Topology) -> tf.distribute.cluster_resolver.SimpleClusterResolver:

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from tfpar.optim import keras_calls, keras_internals
+from tfpar.parallel.divided_logits import DividedLogits, returned
 from tfpar.parallel.model_axis import Place, current_place
-from tfpar.parallel.tensor_layout import COLUMN, GATHER, HEADS, OWN_NUMBERS, ROW, VOCABULARY, Layouts
+from tfpar.parallel.split import Split, split_of
+from tfpar.parallel.tensor_layout import COLUMN, GATHER, HEADS, OWN_NUMBERS, POSITIONS, ROW, VOCABULARY, Layouts
 
 import keras
 import tensorflow as tf
 from keras import ops
 
+# Makes of a device's part of outputs what the layer returns.
+Finish = Callable[[DividedLogits], Any]
 _ATTENDED = ("query", "value", "key", "hidden_states")
 _SHIFT = 0x9E3779B1  # an odd number far from small ones
 
 
-def divide_calls(layouts: Layouts) -> None:
-    """Makes layers compute with their parts wherever the program of one device is traced, see `ModelAxis.on`."""
+def divide_calls(layouts: Layouts, heads: Collection[int] = ()) -> None:
+    """Makes layers compute with their parts wherever the program of one device is traced, see `ModelAxis.on`.
+
+    Args:
+      layouts: From `find_layout`.
+      heads: Identities of layers whose outputs may stay divided, see `heads_of`.
+    """
     inside_attention = {
         id(child)
         for layer, layout in layouts.values()
@@ -28,11 +38,55 @@ def divide_calls(layouts: Layouts) -> None:
     }
     for layer, layout in layouts.values():
         call = _CALLS[layout.way]
+        if layout.divides_positions:
+            call = _CALLS_OF_POSITIONS[layout.way]
+        elif layout.way == POSITIONS:
+            call = functools.partial(_positions, layout.edges)
+        elif layout.way in (GATHER, VOCABULARY):
+            call = functools.partial(call, returned if id(layer) in heads else DividedLogits.gathered)
         if layout.way == COLUMN and id(layer) in inside_attention:
             continue  # its inputs have entered with those of the attention layer: one sum in place of three
         if layout.way == ROW:
             layer.input_spec = None  # Dense wants the width of the whole
         keras_calls.replace_call(layer, _where_divided(call))
+
+
+def heads_of(model: keras.Model) -> set[int]:
+    """Identities of the layers whose outputs are outputs of a model, and nothing else.
+
+    There are none where the model has a call of its own, or recomputes activations at its end.
+    """
+    graph = keras_calls.graph_of(model)
+    if graph is None or keras_calls.runs_graph_otherwise(graph):
+        return set()
+    nodes = keras_calls.graph_nodes(graph)
+    read = {id(tensor) for node in nodes for tensor in node.input_tensors}
+    heads = set()
+    for tensor in graph.outputs:
+        made = [node for node in nodes if any(output is tensor for output in node.outputs)]
+        if len(made) != 1 or id(tensor) in read or sum(output is tensor for output in graph.outputs) > 1:
+            continue
+        layer = made[0].operation
+        # A table is called with tokens, too.
+        uses = [node for node in nodes if node.operation is layer and (not _has_table(layer) or _reverses(node))]
+        if len(uses) == 1 and not keras_calls.is_called_otherwise(layer):
+            heads |= heads_of(layer) if isinstance(layer, keras.Model) else {id(layer)} if _is_linear(layer) else set()
+    return heads
+
+
+def _is_linear(layer: keras.layers.Layer) -> bool:
+    """Whether nothing looks at all outputs in the layer: no activation, such as softmax, and no regulariser of it."""
+    activation = getattr(layer, "activation", None)
+    return activation in (None, keras.activations.linear) and layer.activity_regularizer is None
+
+
+def _has_table(layer: keras.layers.Layer) -> bool:
+    return hasattr(layer, "embeddings")
+
+
+def _reverses(node: Any) -> bool:
+    arguments = node.arguments
+    return bool(arguments.kwargs.get("reverse") or arguments.args[1:2] == (True,))
 
 
 def _where_divided(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,9 +107,46 @@ def _row(place: Place, layer: Any, plain: Callable[..., Any], inputs: Any, *_: A
     return _activated(layer, _biased(layer, place.leave(_product(layer, inputs))))
 
 
-def _gathered(place: Place, layer: Any, plain: Callable[..., Any], inputs: Any, *_: Any, **__: Any) -> Any:
+def _gathered(
+    finish: Finish, place: Place, layer: Any, plain: Callable[..., Any], inputs: Any, *_: Any, **__: Any
+) -> Any:
     del plain
-    return _activated(layer, place.gather(_biased(layer, _product(layer, place.enter(inputs)))))
+    outputs = _biased(layer, _product(layer, place.enter(inputs)))
+    return _activated(layer, finish(_divided(place, outputs, layer.kernel)))
+
+
+def _divided(place: Place, outputs: Any, variable: keras.Variable) -> DividedLogits:
+    split = split_of(variable)
+    padding = split.padding if isinstance(split, Split) else 0
+    return DividedLogits(place, outputs, place.size * outputs.shape[-1] - padding)
+
+
+def _column_of_positions(
+    place: Place, layer: Any, plain: Callable[..., Any], inputs: Any, *args: Any, **kwargs: Any
+) -> Any:
+    del layer
+    return plain(place.enter_positions(inputs), *args, **kwargs)
+
+
+def _row_of_positions(place: Place, layer: Any, plain: Callable[..., Any], inputs: Any, *_: Any, **__: Any) -> Any:
+    del plain
+    return _activated(layer, _biased(layer, place.leave_positions(_product(layer, inputs))))
+
+
+def _positions(
+    edges: tuple[bool, bool],
+    place: Place,
+    layer: Any,
+    plain: Callable[..., Any],
+    inputs: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """A block that has some positions, between layers that have all."""
+    gets_all, returns_all = edges
+    del layer
+    outputs = plain(place.part_positions(inputs) if gets_all else inputs, *args, **kwargs)
+    return place.gather_positions(outputs) if returns_all else outputs
 
 
 def _heads(place: Place, layer: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -72,9 +163,11 @@ def _heads(place: Place, layer: Any, plain: Callable[..., Any], *args: Any, **kw
     return plain(*bound.args, **bound.kwargs)
 
 
-def _vocabulary(place: Place, layer: Any, plain: Callable[..., Any], inputs: Any, *args: Any, **kwargs: Any) -> Any:
+def _vocabulary(
+    finish: Finish, place: Place, layer: Any, plain: Callable[..., Any], inputs: Any, *args: Any, **kwargs: Any
+) -> Any:
     if kwargs.get("reverse") or (args and args[0] is True):  # logits of a tied head
-        return place.gather(plain(place.enter(inputs), *args, **kwargs))
+        return finish(_divided(place, plain(place.enter(inputs), *args, **kwargs), layer.embeddings))
     rows = layer.embeddings.shape[0]
     tokens = tf.cast(inputs, tf.int32) - place.rank * rows
     own = (tokens >= 0) & (tokens < rows)
@@ -95,14 +188,16 @@ def _own_numbers(place: Place, layer: Any, plain: Callable[..., Any], *args: Any
     return outputs
 
 
-_CALLS: dict[str, Callable[..., Any]] = {
+_CALLS: dict[str, Callable[..., Any]] = {  # those of GATHER and VOCABULARY take `Finish` first
     COLUMN: _column,
     ROW: _row,
     GATHER: _gathered,
     HEADS: _heads,
     VOCABULARY: _vocabulary,
     OWN_NUMBERS: _own_numbers,
+    POSITIONS: _positions,  # takes its edges first
 }
+_CALLS_OF_POSITIONS: dict[str, Callable[..., Any]] = {COLUMN: _column_of_positions, ROW: _row_of_positions}
 
 
 # The three steps of Keras 3.15's Dense, EinsumDense and convolutions with the channels last.

@@ -31,6 +31,7 @@ import keras
 
 COLUMN, ROW, GATHER, HEADS, VOCABULARY, WHOLE = WAYS = ("column", "row", "gather", "heads", "vocabulary", "whole")
 OWN_NUMBERS = "own_numbers"  # dropout of what is divided: devices must not draw the same mask for different units
+POSITIONS = "positions"  # a block, see `positions.py`
 
 # Below this many elements, gathering costs more than it saves.
 _LARGE = 1 << 12
@@ -55,10 +56,14 @@ class LayerLayout:
     Attributes:
       way: One of `WAYS`.
       splits: How its own variables are divided, by name; those not listed are whole.
+      divides_positions: Whether what a column layer reads, or what a row layer returns, has divided positions.
+      edges: Of a block with divided positions, whether it gets all of them, and whether it is to return all.
     """
 
     way: str
     splits: Mapping[str, Split] = dataclasses.field(default_factory=dict)
+    divides_positions: bool = False
+    edges: tuple[bool, bool] = (True, True)
 
 
 Layouts = dict[int, tuple[keras.layers.Layer, LayerLayout]]
@@ -77,28 +82,40 @@ def find_layout(model: keras.Model, size: int, rules: Mapping[str, str] | None =
       ConfigError: A rule that is no regular expression, names no way, matches no layer, or divides what has no equal
         parts; or there is nothing to divide.
     """
-    finder = _Finder(model, size)
+    finder = Finder(model, size)
     finder.take_rules(rules or {})
-    for layer in finder.layers:
-        finder.look_at(layer)
-    for chain in _dense_chains(model):
-        finder.pair_up(chain)
-    finder.take_large()
-    if not finder.found:
+    finder.look(model)
+    return some(finder.found, model, size)
+
+
+def some(layouts: Layouts, model: keras.Model, size: int) -> Layouts:
+    """The layouts, unless there are none.
+
+    Raises:
+      ConfigError: There are none.
+    """
+    if not layouts:
         raise ConfigError(
             f"--mesh: model {model.name!r} has no layer that can be divided over {size} devices: attention whose heads "
             "they divide, Dense, EinsumDense or Embedding layers. Use --mesh=data:... alone, or divide layers of your "
             "own by layout={'REGEX': 'gather'}."
         )
-    return finder.found
+    return layouts
 
 
-class _Finder:
-    """Layouts that have been found so far."""
+class Finder:
+    """Layouts that have been found so far.
+
+    Attributes:
+      layers: All layers of the model.
+      found: The layouts.
+      groups: The layers, by identity, that have been divided together and would not be one by one.
+    """
 
     def __init__(self, model: keras.Model, size: int) -> None:
         self.layers = keras_internals.all_layers(model)
         self.found: Layouts = {}
+        self.groups: list[list[int]] = []
         self._size = size
         self._asked: set[int] = set()
 
@@ -126,6 +143,14 @@ class _Finder:
             )
             shown = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
             raise ConfigError(f"layout: {unused[0]!r} matches no layer with weights. The model has: {shown}.")
+
+    def look(self, model: keras.Model) -> None:
+        """Finds what is known to be divided well, beside what was asked for."""
+        for layer in self.layers:
+            self.look_at(layer)
+        for chain in _dense_chains(model):
+            self.pair_up(chain)
+        self.take_large()
 
     def look_at(self, layer: keras.layers.Layer) -> None:
         """Divides what this layer is known to have."""
@@ -173,17 +198,18 @@ class _Finder:
 
     def _take_all(self, ways: Mapping[keras.layers.Layer, str]) -> None:
         """Divides all of these layers or, where one of them cannot be, none."""
-        layouts = {id(layer): (layer, _layout(layer, way, self._size)) for layer, way in ways.items()}
+        layouts = {id(layer): (layer, layout_of(layer, way, self._size)) for layer, way in ways.items()}
         if self._asked & layouts.keys() or any(layout is None for _, layout in layouts.values()):
             return
         self.found |= {key: (layer, layout) for key, (layer, layout) in layouts.items() if layout}
+        self.groups.append([*layouts])
 
     def _take_unasked(self, layer: keras.layers.Layer, way: str) -> None:
         if id(layer) not in self._asked and id(layer) not in self.found:
             self._take(layer, way)
 
     def _take(self, layer: keras.layers.Layer, way: str) -> bool:
-        layout = _layout(layer, way, self._size)
+        layout = layout_of(layer, way, self._size)
         if layout is not None:
             self.found[id(layer)] = layer, layout
         return layout is not None
@@ -196,18 +222,27 @@ class _Finder:
         )
 
 
-def _layout(layer: keras.layers.Layer, way: str, size: int) -> LayerLayout | None:
-    """The layout of a layer, None where it cannot be divided this way into equal parts."""
+def layout_of(layer: keras.layers.Layer, way: str, size: int) -> LayerLayout | None:
+    """The layout of a layer, None where it cannot be divided this way into equal parts.
+
+    Args:
+      layer: A built layer.
+      way: `column:3` divides each of three stretches; `column:3x4` does if each has four heads, which stay whole.
+      size: Devices on the model axis.
+    """
     way, _, groups = way.partition(":")
+    groups, _, heads = groups.partition("x")
+    if heads and int(heads) % size:
+        return None
     if way in (HEADS, OWN_NUMBERS):
         return LayerLayout(way)
     if way == VOCABULARY:
-        table, split = getattr(layer, "embeddings", None), Split(0, size)
-        if table is None or not split.divides(table.shape) or _is_special(layer):
+        table = getattr(layer, "embeddings", None)
+        if table is None or not _can_pad(table.shape[0], size) or _is_special(layer):
             return None
-        tables = {"embeddings": split}
+        tables = {"embeddings": Split.padded(0, size, table.shape[0])}
         if getattr(layer, "reverse_embeddings", None) is not None:  # a head with a table of its own
-            tables["reverse_embeddings"] = Split(1, size)
+            tables["reverse_embeddings"] = Split.padded(1, size, table.shape[0])
         return LayerLayout(way, tables)
     makers = {COLUMN: _column_splits, GATHER: _gather_splits, ROW: _row_splits}
     splits = makers[way](layer, size, int(groups or 1)) if way in makers else None
@@ -222,7 +257,16 @@ def _column_splits(layer: keras.layers.Layer, size: int, groups: int = 1) -> dic
 
 def _gather_splits(layer: keras.layers.Layer, size: int, groups: int = 1) -> dict[str, Split] | None:
     del groups  # what is gathered has to lie in order
-    return _output_splits(layer, size, 1) if _can_gather(layer) else None
+    if not _can_gather(layer) or not _can_pad(layer.kernel.shape[-1], size):
+        return None
+    kernel, outputs = layer.kernel.shape, layer.kernel.shape[-1]
+    splits = {"kernel": Split.padded(len(kernel) - 1, size, outputs)}
+    return splits if layer.bias is None else {**splits, "bias": Split.padded(0, size, outputs)}
+
+
+def _can_pad(length: int, size: int) -> bool:
+    """Whether parts of so many tokens or outputs are equal when the last is padded, and no part is padding alone."""
+    return -length % size < -(-length // size)
 
 
 def _can_gather(layer: keras.layers.Layer) -> bool:

@@ -10,8 +10,9 @@ import dataclasses
 from typing import Any
 
 from tfpar.cluster.info import ClusterInfo
+from tfpar.collectives.gloo_mesh import check_usable
 from tfpar.config import ConfigError, StrategyConfig
-from tfpar.parallel.mesh import Mesh, devices_of_replica, devices_of_worker, parse_mesh
+from tfpar.parallel.mesh import AUTO, Mesh, devices_of_replica, devices_of_worker, parse_mesh
 
 import tensorflow as tf
 
@@ -28,6 +29,7 @@ class Topology:
       pipeline_devices: Devices, or groups of them, that hold the stages of each replica: the pipeline axis of the mesh.
       model_devices: Devices among which layers are divided: the model axis of the mesh.
       replica_workers: Workers that hold a replica between them; 1 where every worker has whole replicas.
+      shards_weights: Whether replicas have parts of the weights between them.
       device_type: `CPU`, `GPU` or `TPU`.
       reason: Why this strategy was chosen, for the log.
       cluster: The cluster this process belongs to, if any.
@@ -36,6 +38,7 @@ class Topology:
         0 for other strategies.
       peer_timeout: Seconds after which a worker that does not answer counts as lost.
       start_timeout: Seconds that workers wait for each other at the start.
+      transport: What carries data between the CPUs of synchronous workers: `tensorflow` or `gloo`.
     """
 
     name: str
@@ -45,6 +48,7 @@ class Topology:
     pipeline_devices: int = 1
     model_devices: int = 1
     replica_workers: int = 1
+    shards_weights: bool = False
     device_type: str = "CPU"
     reason: str = ""
     cluster: ClusterInfo | None = None
@@ -52,11 +56,17 @@ class Topology:
     hosts: int = 0
     peer_timeout: float = 30.0
     start_timeout: float = 600.0
+    transport: str = "tensorflow"
 
     @property
     def replicas(self) -> int:
         """Number of replicas, over all workers."""
         return self.data_workers * self.local_replicas
+
+    @property
+    def parts_on_workers(self) -> bool:
+        """Whether no worker has all weights: what reads them whole is a call of several."""
+        return self.replica_workers > 1 or (self.shards_weights and self.workers > 1)
 
     @property
     def data_workers(self) -> int:
@@ -114,7 +124,8 @@ class Topology:
         devices = self.mesh.devices_of_replica
         each = f" of {devices} devices" if devices > 1 else ""
         replicas = f"{self.replicas} replica{'s' * (self.replicas != 1)}{each}"
-        return f"strategy {self.name}: {shape} = {replicas} ({self.reason})"
+        transport = f", transport {self.transport}" if self.transport != "tensorflow" else ""
+        return f"strategy {self.name}: {shape} = {replicas}{transport} ({self.reason})"
 
 
 def choose_topology(config: StrategyConfig, cluster: ClusterInfo | None = None) -> Topology:
@@ -134,8 +145,11 @@ def choose_topology(config: StrategyConfig, cluster: ClusterInfo | None = None) 
     name, reason = config.strategy, f"--strategy={config.strategy}"
     if name == "auto":
         name, reason = _choose(config, cluster)
-    if config.mesh and name in ("tpu", "parameter_server"):
-        raise ConfigError(f"--mesh={config.mesh} does not work with --strategy={name}. Leave it out.")
+    if name in ("tpu", "parameter_server"):
+        if config.mesh:
+            raise ConfigError(f"--mesh={config.mesh} does not work with --strategy={name}. Leave it out.")
+        if config.transport == "gloo":
+            raise ConfigError(f"--transport=gloo does not work with --strategy={name}. Leave it out.")
     if name == "tpu":
         return _tpu_topology(config, reason, cluster)
     gpus = len(tf.config.list_physical_devices("GPU"))
@@ -159,6 +173,11 @@ def choose_topology(config: StrategyConfig, cluster: ClusterInfo | None = None) 
     if name == "mirrored":
         return Topology(**_per_worker(config, 1, devices), **common)
     return _cluster_topology(config, cluster, devices, common)
+
+
+def without_auto(config: StrategyConfig) -> StrategyConfig:
+    """The options for workers and devices on which it is not decided yet what lies."""
+    return dataclasses.replace(config, mesh="") if config.mesh == AUTO else config
 
 
 def _per_worker(config: StrategyConfig, workers: int, devices: int) -> dict[str, Any]:
@@ -210,8 +229,22 @@ def _cluster_topology(
                 f"--strategy=multi_worker: the cluster has {cluster.num_ps} parameter server(s), which would be idle. "
                 "Use --strategy=parameter_server, or take 'ps' out of TF_CONFIG."
             )
+        common["transport"] = _transport(config, cluster.num_workers, common["device_type"])
         return Topology(**_per_worker(config, cluster.num_workers, devices), **common)
     return _parameter_server_topology(cluster, devices, common)
+
+
+def _transport(config: StrategyConfig, workers: int, device_type: str) -> str:
+    """The transport between the workers of `multi_worker`; `auto` is TensorFlow's."""
+    if config.transport != "gloo" or workers == 1:
+        return "tensorflow"
+    if device_type == "GPU":
+        raise ConfigError(
+            "--transport=gloo carries data between CPUs, and this machine's GPUs talk through NCCL. Leave it out, or "
+            "hide the GPUs with CUDA_VISIBLE_DEVICES=-1."
+        )
+    check_usable("--transport=gloo")
+    return "gloo"
 
 
 def _tpu_topology(config: StrategyConfig, reason: str, cluster: ClusterInfo | None) -> Topology:

@@ -171,6 +171,18 @@ def _costs_with(model: keras.Model, graph: Any, steps: Sequence[GraphStep], leng
     return StepCosts(flops, elements)
 
 
+def crossing_elements(graph: Any, steps: Sequence[GraphStep], costs: StepCosts) -> list[int]:
+    """Elements that cross a cut in front of each step, for one example; -1 where none may be."""
+    inputs, outputs = [*map(id, graph.inputs)], [*map(id, graph.outputs)]
+
+    def elements(place: int) -> int:
+        if not place or steps[place].operation is None:  # a change of names, which is not worth a stage
+            return -1
+        return sum(costs.elements.get(each, 0) for each in crossing(steps, place, outputs, inputs))
+
+    return [elements(place) for place in range(len(steps))]
+
+
 def _elements(operation: tf.Operation) -> int:
     return sum(map(_size, operation.outputs))
 

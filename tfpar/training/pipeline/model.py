@@ -11,13 +11,13 @@ from tfpar.config import ConfigError, ExperimentConfig, StrategyConfig
 from tfpar.optim import keras_calls
 from tfpar.optim.keras_internals import is_seed_state
 from tfpar.parallel.model_axis import ModelAxis
+from tfpar.parallel.pipeline_cuts import cut_at, cut_evenly
 from tfpar.parallel.pipeline_devices import PipelineDevices
 from tfpar.parallel.split import Held, hold, move_to_devices, whole_elements
 from tfpar.training.core import Core
 from tfpar.training.model import recompute
 from tfpar.training.pipeline.between_workers import PipelineWorker
-from tfpar.training.pipeline.cutting import cut_at, cut_evenly
-from tfpar.training.pipeline.graph import GraphStep, StepCosts, costs_of, crossing, steps_of
+from tfpar.training.pipeline.graph import GraphStep, StepCosts, costs_of, crossing_elements, steps_of
 from tfpar.training.pipeline.stage_program import Stage, stages_of
 from tfpar.training.pipeline.stages import Pipeline
 from tfpar.training.tensor_parallel.model import divide_layers
@@ -34,7 +34,7 @@ def make_pipeline(
     experiment: ExperimentConfig,
     *,
     axis: ModelAxis | None = None,
-    rules: Mapping[str, str] | None = None,
+    rules: Mapping[str, Any] | None = None,
     worker: PipelineWorker | None = None,
     announced: bool,
 ) -> Pipeline:
@@ -121,15 +121,7 @@ def _cuts(
 ) -> list[int]:
     if config.stages:
         return cut_at(config.stages, [step.name for step in steps], number)
-    inputs, outputs = [*map(id, graph.inputs)], [*map(id, graph.outputs)]
-
-    def elements(place: int) -> int:
-        if steps[place].operation is None:  # a change of names, which is not worth a stage
-            return -1
-        return sum(costs.elements.get(each, 0) for each in crossing(steps, place, outputs, inputs))
-
-    sizes = [elements(place) if place else -1 for place in range(len(steps))]
-    cuts = cut_evenly(costs.flops, sizes.__getitem__, number)
+    cuts = cut_evenly(costs.flops, crossing_elements(graph, steps, costs).__getitem__, number)
     if cuts is None:
         names = dict.fromkeys(step.name for step in steps if step.operation is not None)
         raise ConfigError(

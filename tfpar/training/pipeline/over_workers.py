@@ -6,7 +6,7 @@ has the model's outputs, and with them the loss.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tfpar.collectives.group import allocate_instance_keys
@@ -51,10 +51,12 @@ class OverWorkersCore(PipelineCore):
         seed: tf.Tensor,
         loss_scale: tf.Tensor | None,
         scales: tf.Tensor | None = None,
+        reduce: Callable[[int, Tensors], Tensors] | None = None,
     ) -> LocalSums:
         """See `Core`. Passes are traced in the order of the schedule, which differs between workers."""
         trace = current_trace()
         assert trace is not None
+        assert reduce is None  # gradients of a pipeline are of whole steps
         messages, worker = trace.messages_of_worker(), trace.messages_of_worker().worker
         trace.differentiates = True
         waiting: dict[int, Forward] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from tfpar import models
 from tfpar.config import ExperimentConfig
@@ -39,7 +40,7 @@ class PipelinePlacing(Placing):
     several = True
     core_class = PipelineCore
 
-    def __init__(self, runtime: strategies.Runtime, layout: Mapping[str, str] | None) -> None:
+    def __init__(self, runtime: strategies.Runtime, layout: Mapping[str, Any] | None) -> None:
         self.topology = topology = runtime.topology
         mesh = topology.mesh
         self._devices = PipelineDevices(runtime.strategy.extended.worker_devices, topology.local_places, mesh.model)

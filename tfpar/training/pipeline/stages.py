@@ -11,38 +11,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tfpar.optim import keras_calls, keras_compile
 from tfpar.parallel.model_axis import ModelAxis
+from tfpar.parallel.pipeline_cuts import micro_batches_in_flight
 from tfpar.parallel.pipeline_devices import PipelineDevices
-from tfpar.training.pipeline.between_workers import GPIPE, Messages, PipelineWorker, crossings_of, specs_of
+from tfpar.training.pipeline.between_workers import Messages, PipelineWorker, crossings_of, specs_of
 from tfpar.training.pipeline.graph import Values
 from tfpar.training.pipeline.stage_program import Stage, StageProgram
 
 import keras
 import tensorflow as tf
-
-
-def micro_batches_in_flight(stage: int, stages: int, places: int, schedule: str) -> int | None:
-    """How many micro-batches a stage works on before the backward pass of the first must be done; None for no limit.
-
-    With 1F1B (Narayanan et al. 2021, arXiv:2104.04473, section 2.2) that is as many as keep it busy: a micro-batch
-    comes back to a stage after it has been through those behind it, twice.
-
-    Args:
-      stage: Its number, from 0.
-      stages: Number of stages.
-      places: Number of devices they are dealt out to in turn.
-      schedule: `1f1b` or `gpipe`.
-    """
-    if schedule == GPIPE:
-        return None
-    per_device = stages // places
-    return math.ceil((stages - stage) / per_device) + (per_device > 1)
 
 
 @dataclasses.dataclass(eq=False)

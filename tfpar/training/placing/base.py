@@ -11,6 +11,7 @@ from tfpar.collectives.agreement import WorkerAgreement
 from tfpar.collectives.tensorflow import world_group
 from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.exchange import DevicesOfReplica
+from tfpar.exchange.reducer import GatheredWeights
 from tfpar.parallel.topology import Topology
 from tfpar.training.core import Core
 from tfpar.training.model.building import Original, build_model, scope_of
@@ -24,7 +25,7 @@ class Placing:
     """A replica on one device. Subclasses are for replicas of several.
 
     Attributes:
-      several: Whether a replica has several devices.
+      several: Whether devices talk within a replica's programs, so that each has its own.
       topology: How they lie; None where each has one.
       has_outputs: Whether this worker has the model's outputs; of several that have the same, whether its count.
       adds_sums: Whether this worker's sums of an evaluation count.
@@ -91,9 +92,23 @@ class Placing:
         del model
         return None
 
+    def exchange_arguments(self, model: keras.Model) -> dict[str, Any]:
+        """Arguments of `Exchange.build`: what is exchanged, and how."""
+        return {"variables": model.trainable_variables, "per_device": self.exchanged(model)}
+
+    def gathered(self, model: keras.Model, config: ExperimentConfig) -> GatheredWeights:
+        """What replicas gather within a step beside what is exchanged."""
+        del model, config
+        return GatheredWeights()
+
     def use_xla(self, compiles: bool) -> None:
         """Whether XLA is to compile what each of several devices runs by itself."""
         del compiles
+
+    @property
+    def model_axis_bytes(self) -> int:
+        """Bytes that a device sends to the others of its replica in a training step, once that is traced."""
+        return 0
 
     @property
     def xla_obstacle(self) -> str:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from tfpar.config import ConfigError
 from tfpar.parallel import strategies
 from tfpar.training.pipeline import PipelinePlacing
 from tfpar.training.placing.base import Placing
+from tfpar.training.sharding.weights import GatheringPlacing
 from tfpar.training.tensor_parallel import DividedPlacing
 
 
-def placing_of(runtime: strategies.Runtime, layout: Mapping[str, str] | None = None) -> Placing:
+def placing_of(runtime: strategies.Runtime, layout: Mapping[str, Any] | None = None, shard: str = "none") -> Placing:
     """Where the parts of replicas lie.
 
     Args:
       runtime: The running strategy.
+      shard: What replicas divide among themselves, see `--shard`.
       layout: How layers are divided over a model axis, see `find_layout`.
 
     Raises:
@@ -28,4 +31,4 @@ def placing_of(runtime: strategies.Runtime, layout: Mapping[str, str] | None = N
         return DividedPlacing(runtime, layout)
     if layout:
         raise ConfigError("layout says how layers are divided, and no mesh divides them. Add mesh='model:2'.")
-    return Placing()
+    return GatheringPlacing(runtime) if shard == "weights" and runtime.topology.replicas > 1 else Placing()

@@ -5,14 +5,17 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from tfpar import models
 from tfpar.config import ConfigError
 from tfpar.optim.optimizers import ELEMENTWISE
 from tfpar.parallel import tensor_layout
 from tfpar.parallel.model_axis import ModelAxis
+from tfpar.parallel.positions import divide_positions
 from tfpar.parallel.split import Split, whole_elements
-from tfpar.parallel.tensor_calls import divide_calls
+from tfpar.parallel.tensor_calls import divide_calls, heads_of
+from tfpar.parallel.weight_layouts import find_weight_layout, names_weights
 from tfpar.training.core import Core
 
 import keras
@@ -23,14 +26,20 @@ COLLECTIVES_WITHIN = "the devices of a replica talk within its layers, for which
 
 
 def divide_layers(
-    model: keras.Model, axis: ModelAxis, rules: Mapping[str, str] | None = None, *, announced: bool = False
+    model: keras.Model,
+    axis: ModelAxis,
+    rules: Mapping[str, Any] | None = None,
+    *,
+    sequence_parallel: bool = False,
+    announced: bool = False,
 ) -> dict[int, Split]:
     """Makes the layers of a model compute with parts of their weights, wherever the program of a device is traced.
 
     Args:
       model: Calls of its layers are replaced by divided ones. Its variables stay as they are.
       axis: The devices.
-      rules: See `tensor_layout.find_layout`.
+      rules: See `tensor_layout.find_layout`, or `weight_layouts.find_weight_layout`.
+      sequence_parallel: Whether blocks divide positions, see `positions.divide_positions`.
       announced: Whether to log what is divided.
 
     Returns:
@@ -44,13 +53,16 @@ def divide_layers(
             f"--mesh: model {model.name!r} synchronises batch statistics between replicas, which divided models cannot "
             "do yet. Use another normalization, or --mesh=data:... alone."
         )
-    layouts = tensor_layout.find_layout(model, axis.size, rules)
+    find = find_weight_layout if names_weights(rules) else tensor_layout.find_layout
+    layouts = find(model, axis.size, rules or {})
     splits = {
         id(getattr(layer, name)): split for layer, layout in layouts.values() for name, split in layout.splits.items()
     }
-    divide_calls(layouts)
+    blocks = divide_positions(model, layouts, axis.size) if sequence_parallel else 0
+    divide_calls(layouts, heads_of(model))
     if announced:
-        _log.info("%s", _describe(model, axis, layouts, splits))
+        positions = f"; positions divided in {blocks} blocks" if blocks else ""
+        _log.info("%s%s", _describe(model, axis, layouts, splits), positions)
     return splits
 
 
@@ -85,7 +97,8 @@ def check_divided(optimizer: keras.optimizers.Optimizer, core: Core) -> None:
 def _describe(model: keras.Model, axis: ModelAxis, layouts: tensor_layout.Layouts, splits: Mapping[int, Split]) -> str:
     weights = model.trainable_variables
     whole = whole_elements(weights)
-    own = whole - sum(math.prod(each.shape) * (axis.size - 1) // axis.size for each in weights if id(each) in splits)
+    parts = [(math.prod(each.shape), splits[id(each)].part_shape(each.shape)) for each in weights if id(each) in splits]
+    own = whole - sum(elements - math.prod(part) for elements, part in parts)
     ways = [layout.way for _, layout in layouts.values()]
     counts = ", ".join(f"{ways.count(way)} {way}" for way in tensor_layout.WAYS if way in ways)
     return (

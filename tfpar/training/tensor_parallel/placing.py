@@ -33,7 +33,7 @@ class DividedPlacing(Placing):
 
     several = True
 
-    def __init__(self, runtime: strategies.Runtime, layout: Mapping[str, str] | None) -> None:
+    def __init__(self, runtime: strategies.Runtime, layout: Mapping[str, Any] | None) -> None:
         self.topology = topology = runtime.topology
         devices = runtime.strategy.extended.worker_devices
         self._axis = ModelAxis([[device] for device in devices], max(topology.worker, 0), topology.model_devices)
@@ -42,9 +42,11 @@ class DividedPlacing(Placing):
 
     def place(self, model: keras.Model, config: ExperimentConfig, *, announced: bool) -> models.ModelSummary | None:
         """See `Placing`."""
-        del config
         summary = known_summary(model)
-        splits = divide_layers(model, self._axis, self._layout, announced=announced)
+        sequence_parallel = config.strategy.sequence_parallel
+        splits = divide_layers(
+            model, self._axis, self._layout, sequence_parallel=sequence_parallel, announced=announced
+        )
         for variable in model.variables:
             move_to_devices(variable, splits.get(id(variable)), peers=self._peers)
         return summary
@@ -70,6 +72,11 @@ class DividedPlacing(Placing):
             parts = self._axis.size // self._axis.programs
             return places_of_part(divided, len(variables), self._axis.programs, parts, self._peers.rank)
         return places_that_divide(divided, len(variables), self._axis.size)
+
+    @property
+    def model_axis_bytes(self) -> int:
+        """See `Placing`."""
+        return self._axis.bytes_of_step
 
     @property
     def xla_obstacle(self) -> str:

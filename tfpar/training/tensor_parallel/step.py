@@ -15,10 +15,12 @@ from tfpar.config import ConfigError
 from tfpar.parallel import replica
 from tfpar.parallel.model_axis import ModelAxis, Place
 from tfpar.parallel.pipeline_devices import place_of
+from tfpar.parallel.positions import has_gradient_in_parts
 from tfpar.parallel.split import split_of
 from tfpar.training.norms import squared_norm
 from tfpar.training.objective import Tensors
 from tfpar.training.step import TrainStep
+from tfpar.training.step_loop import StepReport
 
 import tensorflow as tf
 
@@ -39,6 +41,17 @@ class DividedStep(TrainStep):
         self._by_stage: list[tuple[list[int], list[int]]] = [([], []) for _ in range(axis.stages)]
         for index, variable in enumerate(self.core.model.trainable_variables):
             self._by_stage[place_of(variable) or 0][split_of(variable) is None].append(index)
+        weights = enumerate(self.core.model.trainable_variables)
+        self._summed = {index for index, variable in weights if has_gradient_in_parts(variable)}
+
+    def _replica_step(self, *args: Any) -> StepReport:
+        """See `TrainStep`; counts what the device sends to the others."""
+        with self._axis.on_own_device() as place:
+            before = len(place.sent)
+            report = super()._replica_step(*args)
+            if self._axis.stages == 1:  # else what is traced once is called for every micro-batch
+                self._axis.bytes_of_step = sum(place.sent[before:])
+        return report
 
     def next_batch(self, iterator: Iterator[Any]) -> Any:
         """The next batch: all devices of a replica get the same."""
@@ -60,12 +73,8 @@ class DividedStep(TrainStep):
         """See `TrainStep`."""
         if not self._axis.spans_workers:
             return super().norm_of_weights(vector)
-        sums = []
-        for program in range(self._axis.programs):
-            with self._axis.on(program) as place, tf.device(place.device):
-                square = tf.square(tf.norm(tf.cast(vector, tf.float64)))
-                sums.append(place.sum(square if program == 0 else tf.zeros_like(square)))
-        return tf.cast(tf.sqrt(sums[0]), tf.float32)
+        total = self._axis.sum_of_worker(tf.square(tf.norm(tf.cast(vector, tf.float64))))
+        return tf.cast(tf.sqrt(total), tf.float32)
 
     def _make_programs(self) -> None:
         super()._make_programs()
@@ -99,12 +108,13 @@ class DividedStep(TrainStep):
             return gradients, packed, state, assigned
 
     def _agreed(self, place: Place, gradients: Tensors, packed: tf.Tensor) -> tuple[Tensors, tf.Tensor]:
-        """Gradients and sidecar, those of whole weights the same bits on every device: the mean of all; in one call for
-        each stage, the first of which has the sidecar."""
+        """Gradients and sidecar, those of whole weights the same bits on every device: the mean of all, or the sum
+        where each has a part; in one call for each stage, the first of which has the sidecar."""
         agreed = packed if place.rank == 0 else tf.zeros_like(packed)
         for stage, (_, whole) in enumerate(self._by_stage):
             with self._axis.on_own_device(stage) as there, tf.device(there.device):
-                parts = [tf.reshape(gradients[index], [-1]) / there.size for index in whole]
+                copies = [1 if index in self._summed else there.size for index in whole]
+                parts = [tf.reshape(gradients[index], [-1]) / count for index, count in zip(whole, copies, strict=True)]
                 sizes = [math.prod(part.shape) for part in parts]
                 if stage == 0:
                     agreed, *means = tf.split(there.sum(tf.concat([agreed, *parts], axis=0)), [packed.shape[0], *sizes])

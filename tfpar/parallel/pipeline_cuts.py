@@ -1,4 +1,4 @@
-"""Where the graph of a model is cut into the stages of a pipeline."""
+"""Where the graph of a model is cut into the stages of a pipeline, and how many micro-batches a stage works on."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from tfpar.config import ConfigError
 
 # A stage may cost this much more than the largest of the best cut has to, where fewer elements cross then.
 _SLACK = 1.1
+
+GPIPE = "gpipe"
 
 
 def cut_evenly(costs: Sequence[int], crossing: Callable[[int], int], stages: int) -> list[int] | None:
@@ -105,3 +107,21 @@ def cut_at(patterns: str, names: Sequence[str], stages: int) -> list[int]:
             )
         cuts.append(place)
     return cuts
+
+
+def micro_batches_in_flight(stage: int, stages: int, places: int, schedule: str) -> int | None:
+    """How many micro-batches a stage works on before the backward pass of the first must be done; None for no limit.
+
+    With 1F1B (Narayanan et al. 2021, arXiv:2104.04473, section 2.2) that is as many as keep it busy: a micro-batch
+    comes back to a stage after it has been through those behind it, twice.
+
+    Args:
+      stage: Its number, from 0.
+      stages: Number of stages.
+      places: Number of devices they are dealt out to in turn.
+      schedule: `1f1b` or `gpipe`.
+    """
+    if schedule == GPIPE:
+        return None
+    per_device = stages // places
+    return math.ceil((stages - stage) / per_device) + (per_device > 1)

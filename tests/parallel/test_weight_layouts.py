@@ -1,0 +1,90 @@
+"""Layouts of weights, Keras' and keras-hub's, in terms of the ways layers are divided."""
+
+from __future__ import annotations
+
+from tests.integration.scripts import divided
+from tests.training.model.test_keras_hub import gpt2, llama
+from tfpar.config import ConfigError
+from tfpar.parallel.tensor_layout import find_layout
+from tfpar.parallel.weight_layouts import find_weight_layout, names_weights
+
+import keras
+import pytest
+
+
+def mesh(model: int = 2, names: tuple[str, str] = ("batch", "model")) -> keras.distribution.DeviceMesh:
+    return keras.distribution.DeviceMesh((1, model), names, devices=[f"cpu:{index}" for index in range(model)])
+
+
+def ways(layouts) -> dict[str, str]:
+    return {layer.path or layer.name: layout.way for layer, layout in layouts.values()}
+
+
+def splits(layouts) -> dict[str, int]:
+    return {
+        getattr(layer, name).path: split.axis
+        for layer, layout in layouts.values()
+        for name, split in layout.splits.items()
+    }
+
+
+def test_the_map_of_a_grouped_query_model_divides_it():
+    """It asks for queries along the width, and gets heads: the same weights are divided, in the same memory. The second
+    table of the head follows the first."""
+    model = llama()[0]
+    layout = type(model.backbone).get_layout_map(mesh())
+    assert names_weights(layout)
+    found = find_weight_layout(model, 2, layout)
+    assert ways(found) == ways(find_layout(model, 2))
+    assert splits(found)["transformer_layer_0/self_attention/query/kernel"] == 1
+    for variable in model.trainable_variables:
+        asked = layout[variable.path]
+        assert not asked or ("model" in asked.axes) == (variable.path in splits(found))
+
+
+def test_axes_and_dims_of_weights():
+    """What is not named is whole; biases follow their kernels; a layer whose partner is not named is gathered."""
+    model = gpt2()[0]
+    feed_forward = {"feedforward_intermediate.*kernel": (None, "model"), "feedforward_output.*kernel": 0}
+    found = find_weight_layout(model, 2, {**feed_forward, "_embedding": None})
+    assert splits(found) == {
+        "transformer_layer_0/feedforward_intermediate_dense/kernel": 1,
+        "transformer_layer_0/feedforward_intermediate_dense/bias": 0,
+        "transformer_layer_0/feedforward_output_dense/kernel": 0,
+    }
+    layout = keras.distribution.LayoutMap(None)
+    layout[".*(first|second)/kernel"] = (None, "model")
+    layout[".*third/kernel"] = ("batch", "model")
+    found = find_weight_layout(divided.dense(), 2, layout)
+    assert ways(found)["sequential/third"] == "gather"
+    assert ways(found)["sequential/first"] == "column"
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ({"first/kernel": 0}, "first/kernel can be divided together with sequential/second/kernel only"),
+        ({"norm/gamma": ("model",)}, "norm/gamma cannot be divided over 2 devices along dim 0: LayerNormalization"),
+        ({"last/kernel": 0}, "last/kernel cannot be divided over 2 devices along dim 0: Dense"),
+        ({"first/kernel": 2}, r"first/kernel \(12, 64\) has no dim 2"),
+        ({"first/kernel": ("model",)}, "has 2 dims, not 1"),
+        ({"first/kernel": (None, "expert")}, "'expert' is no axis that layers can be divided over"),
+        ({"frist": 1}, "'frist' matches no weight. The model has: sequential/first/kernel"),
+        ({"first/kernel": 1, "last": "gather"}, "Use one kind for all of them"),
+        ({"first/bias": None}, "has no layer that can be divided"),
+    ],
+)
+def test_what_cannot_be_carried_out_is_refused(rules, message):
+    def find() -> None:
+        assert names_weights(rules)
+        find_weight_layout(divided.dense(), 2, rules)
+
+    with pytest.raises(ConfigError, match=message):
+        find()
+
+
+def test_a_map_for_another_mesh_is_refused():
+    layout = keras.distribution.LayoutMap(mesh(4))
+    layout["sequential/first/kernel"] = (None, "model")
+    with pytest.raises(ConfigError, match="DeviceMesh has 4 devices on the axis 'model', and --mesh has 2"):
+        find_weight_layout(divided.dense(), 2, layout)

@@ -1,0 +1,246 @@
+"""Layouts that say of weights along which dimension they lie on which axis, as `keras.distribution.LayoutMap` does.
+
+XLA can divide a product along any of its dimensions and sees to what has to travel. Here layers are divided in the ways
+of `tensor_layout`, so what is asked for of weights has to be put in these terms: attention and feed-forward layers are
+divided together, or not at all; and a weight that is asked for along another dimension than its layer is divided by is
+divided by the layer's, which takes the same memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tfpar.config import ConfigError
+from tfpar.optim import keras_internals
+from tfpar.parallel.tensor_layout import COLUMN, GATHER, ROW, VOCABULARY, WAYS, Finder, Layouts, layout_of, some
+
+import keras
+
+_log = logging.getLogger(__name__)
+
+MODEL, _DATA = "model", ("data", "batch")
+Rules = Mapping[str, Any]
+
+
+def names_weights(rules: Rules | None) -> bool:
+    """Whether a layout is of weights: a `LayoutMap`, or a dict of axes by dimension, or of dimensions.
+
+    Raises:
+      ConfigError: Some of its values are of weights, and some of layers.
+    """
+    if not rules:
+        return False
+    if isinstance(rules, keras.distribution.LayoutMap):
+        return True
+    of_layers = [key for key, value in rules.items() if isinstance(value, str)]
+    if of_layers and len(of_layers) < len(rules):
+        other = next(key for key in rules if key not in of_layers)
+        raise ConfigError(
+            f"layout[{of_layers[0]!r}]={rules[of_layers[0]]!r} names a way for layers ({', '.join(WAYS)}), and "
+            f"layout[{other!r}]={rules[other]!r} axes for weights. Use one kind for all of them."
+        )
+    return not of_layers
+
+
+def find_weight_layout(model: keras.Model, size: int, rules: Rules) -> Layouts:
+    """The layout of a model, from what is asked for of its weights; what is not named is whole.
+
+    Args:
+      model: A built Keras model.
+      size: Devices on the model axis.
+      rules: A `LayoutMap`, whose keys are exact paths or expressions that match whole ones; or by expressions that are
+        searched in paths, the first of which holds: an axis for each dimension, `(None, "model")`, or the number of
+        the dimension that lies on the model axis, or None.
+
+    Raises:
+      ConfigError: What is asked for cannot be carried out; with the weight and the reason.
+    """
+    wanted = _wanted(model, size, rules)
+    finder = Finder(model, size)
+    finder.look(model)
+    found: Layouts = {}
+    for group in _groups(finder):
+        found |= _group(finder.found, group, wanted)
+    for layer in finder.layers:
+        if id(layer) not in found:
+            found |= _by_itself(layer, size, wanted)
+    elsewhere = [
+        f"{request.path} along dim {split.axis}, not {request.dim}"
+        for layer, layout in found.values()
+        for name, split in layout.splits.items()
+        if (request := wanted.get(id(getattr(layer, name)))) and request.dim not in (None, split.axis)
+    ]
+    if elsewhere:
+        more = f" and {len(elsewhere) - 3} more" if len(elsewhere) > 3 else ""
+        _log.info("layout: divided otherwise, with the same memory: %s%s", "; ".join(elsewhere[:3]), more)
+    return some(found, model, size)
+
+
+def _groups(finder: Finder) -> list[list[int]]:
+    """Layers that are divided together: as they were found, or because they belong to one layer."""
+    groups = [[key for key in group if key in finder.found] for group in finder.groups]
+    by_parent: dict[Any, list[int]] = {}
+    for key, (layer, layout) in finder.found.items():
+        if not any(key in group for group in groups):
+            parent = layer.path.rpartition("/")[0] if layout.way in (COLUMN, ROW) else key
+            by_parent.setdefault(parent, []).append(key)
+    return [*groups, *by_parent.values()]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Request:
+    """What is asked for of a weight.
+
+    Attributes:
+      path: Of the weight.
+      dim: The dimension that lies on the model axis, None for a whole one.
+      rule: The key in the layout, with its value.
+    """
+
+    path: str
+    dim: int | None
+    rule: str
+
+
+def _wanted(model: keras.Model, size: int, rules: Rules) -> dict[int, _Request]:
+    """What is asked for, by the identity of the weight; without those that no rule names."""
+    look_up = _of_map(rules, size) if isinstance(rules, keras.distribution.LayoutMap) else _of_expressions(rules)
+    wanted: dict[int, _Request] = {}
+    used = set()
+    for variable in model.trainable_variables:
+        if (entry := look_up(variable.path)) is not None:
+            key, value = entry
+            used.add(key)
+            rule = f"layout[{key!r}]={value!r}"
+            wanted[id(variable)] = _Request(variable.path, _dim(variable, value, rule), rule)
+    unused = [key for key in rules if key not in used]
+    if unused and not isinstance(rules, keras.distribution.LayoutMap):  # a map may be made for models of several kinds
+        paths = [variable.path for variable in model.trainable_variables]
+        shown = ", ".join(paths[:12]) + (", ..." if len(paths) > 12 else "")
+        raise ConfigError(f"layout: {unused[0]!r} matches no weight. The model has: {shown}.")
+    return wanted
+
+
+Lookup = Callable[[str], tuple[str, Any] | None]
+
+
+def _of_map(rules: Any, size: int) -> Lookup:
+    mesh = rules.device_mesh
+    if mesh is not None and MODEL in mesh.axis_names:
+        found = mesh.shape[list(mesh.axis_names).index(MODEL)]
+        if found != size:
+            raise ConfigError(
+                f"layout: its DeviceMesh has {found} devices on the axis {MODEL!r}, and --mesh has {size}. Use "
+                f"--mesh=model:{found}, or make it for {size}."
+            )
+
+    def look_up(path: str) -> tuple[str, Any] | None:
+        try:
+            layout = rules[path]
+        except ValueError as error:
+            raise ConfigError(f"layout: {error}") from None
+        if layout is None:
+            return None
+        return next(key for key in rules if rules[key] is layout), tuple(layout.axes)
+
+    return look_up
+
+
+def _of_expressions(rules: Rules) -> Lookup:
+    expressions = []
+    for pattern, value in rules.items():
+        try:
+            expressions.append((re.compile(pattern), pattern, value))
+        except re.error as error:
+            raise ConfigError(f"layout: {pattern!r} is no regular expression: {error}.") from None
+
+    def look_up(path: str) -> tuple[str, Any] | None:
+        return next(((pattern, value) for regex, pattern, value in expressions if regex.search(path)), None)
+
+    return look_up
+
+
+def _dim(variable: keras.Variable, value: Any, rule: str) -> int | None:
+    """The dimension that lies on the model axis."""
+    rank = len(variable.shape)
+    if value is None or (isinstance(value, int) and not isinstance(value, bool)):
+        axes: Sequence[Any] = [MODEL if dim == value else None for dim in range(rank)]
+        if value is not None and MODEL not in axes:
+            raise ConfigError(f"{rule}: {variable.path} {tuple(variable.shape)} has no dim {value}.")
+    elif isinstance(value, (tuple, list)):
+        axes = value
+    else:
+        raise ConfigError(f"{rule}: expected an axis for each dim, such as (None, 'model'), a dim, or None.")
+    if len(axes) != rank:
+        raise ConfigError(f"{rule}: {variable.path} {tuple(variable.shape)} has {rank} dims, not {len(axes)}.")
+    unknown = [axis for axis in axes if axis not in (None, MODEL, *_DATA)]
+    if unknown:
+        raise ConfigError(
+            f"{rule}: {unknown[0]!r} is no axis that layers can be divided over. That is {MODEL!r}; along "
+            f"{' or '.join(map(repr, _DATA))} weights are whole."
+        )
+    if list(axes).count(MODEL) > 1:
+        raise ConfigError(f"{rule}: {variable.path} cannot lie on {MODEL!r} with two dims.")
+    return list(axes).index(MODEL) if MODEL in axes else None
+
+
+def _group(layouts: Layouts, group: Sequence[int], wanted: Mapping[int, _Request]) -> Layouts:
+    """Layers that are divided together: all of them, if all of their kernels and tables are asked for; biases, and the
+    second table of a head, follow."""
+    kernels = {
+        id(variable): variable
+        for key in group
+        for name in layouts[key][1].splits
+        if name in ("kernel", "embeddings") and (variable := getattr(layouts[key][0], name)) is not None
+    }
+    asked = [key for key in kernels if key in wanted and wanted[key].dim is not None]
+    if kernels and len(asked) == len(kernels):
+        return {key: layouts[key] for key in group}
+    if asked and not all(_can_gather(layouts[key][0], wanted) for key in group if _asks(layouts[key][0], wanted)):
+        request = wanted[asked[0]]
+        others = ", ".join(variable.path for key, variable in kernels.items() if key not in asked)
+        raise ConfigError(
+            f"{request.rule}: {request.path} can be divided together with {others} only: what one makes in parts, the "
+            "other takes in parts. Ask for all of them, or for none."
+        )
+    return {}
+
+
+def _by_itself(layer: keras.layers.Layer, size: int, wanted: Mapping[int, _Request]) -> Layouts:
+    """A layer that is not divided together with others."""
+    request = _asks(layer, wanted)
+    if request is None:
+        return {}
+    layout = None
+    if _can_gather(layer, wanted):
+        layout = layout_of(layer, GATHER, size)
+    elif request.dim == 0 and hasattr(layer, "embeddings"):
+        layout = layout_of(layer, VOCABULARY, size)
+    if layout is None:
+        shapes = ", ".join(f"{each.name} {tuple(each.shape)}" for each in keras_internals.weights_made_to_learn(layer))
+        raise ConfigError(
+            f"{request.rule}: {request.path} cannot be divided over {size} devices along dim {request.dim}: "
+            f"{type(layer).__name__} ({shapes}) is computed with the whole of it, or heads or units do not divide. Set "
+            "it to None, or use another --mesh."
+        )
+    return {id(layer): (layer, layout)}
+
+
+def _asks(layer: keras.layers.Layer, wanted: Mapping[int, _Request]) -> _Request | None:
+    """What is asked for of a weight of the layer itself that is to be divided: of its largest."""
+    weights = sorted(keras_internals.weights_made_to_learn(layer), key=lambda each: -len(each.shape))
+    requests = [wanted[id(each)] for each in weights if id(each) in wanted and wanted[id(each)].dim is not None]
+    return requests[0] if requests else None
+
+
+def _can_gather(layer: keras.layers.Layer, wanted: Mapping[int, _Request]) -> bool:
+    """Whether what is asked for are the last dims of a layer whose outputs can be gathered."""
+    request = _asks(layer, wanted)
+    kernel = getattr(layer, "kernel", None)
+    if request is None or kernel is None or layout_of(layer, GATHER, 1) is None:
+        return False
+    return request.dim == len(kernel.shape) - 1
