@@ -20,7 +20,7 @@ EVEN = {"uneven_batches": False, "strategy": "mirrored", "learning_rate": 0.01, 
 
 
 def test_on_three_replicas_after_four(tmp_path, capsys):
-    """8 examples do not divide by 3. The updates are those of an undisturbed run, but for the order of the sums."""
+    """8 examples do not divide by 3. The steps are those of an undisturbed run, but for the order of the sums."""
 
     def run(name, replicas, **options):
         # Statistics of batches and random numbers are a replica's own, and would hide what is looked at here.

@@ -316,7 +316,7 @@ def test_an_incomplete_run_state_is_refused():
                     run_state.checked(run, synchronous=True)
 
 
-def test_updates_of_one_worker_and_of_all_are_not_mixed():
+def test_steps_of_one_worker_and_of_all_are_not_mixed():
     with pytest.raises(ConfigError, match=r"--strategy: the checkpoint is of an asynchronous run.*--warm_start"):
         run_state.checked(ASYNCHRONOUS, synchronous=True)
     with pytest.raises(ConfigError, match=r"--strategy: the checkpoint is of a synchronous run.*--warm_start"):

@@ -241,4 +241,5 @@ def test_everything_reaches_the_disk_before_the_name_does(tmp_path, monkeypatch)
     with contextlib.closing(Checkpointer(tmp_path)) as writer:
         writer.save(checkpoint(1))
     partial = "checkpoints/.step-000000001.partial"
-    assert events == [f"{partial}/state.safetensors", f"{partial}/manifest.json", partial, "rename", "checkpoints", "."]
+    files = [f"{partial}/state.safetensors.new", f"{partial}/manifest.json"]
+    assert events == [*files, partial, "rename", "checkpoints", "."]

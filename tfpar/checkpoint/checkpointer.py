@@ -20,11 +20,12 @@ import logging
 import os
 import pathlib
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from tfpar.checkpoint import format as files
-from tfpar.checkpoint import staging as staging
+from tfpar.checkpoint import staging
+from tfpar.checkpoint.arrays import SavedArrays
 from tfpar.checkpoint.format import FORMAT, Checkpoint, read
 from tfpar.checkpoint.staging import reason
 from tfpar.config.errors import TrainingError
@@ -53,10 +54,11 @@ class Checkpointer:
     Args:
       workdir: Directory of the run. Worker 0 removes from it what interrupted writes left behind.
       keep: Newest checkpoints that stay; the best one stays besides.
-      worker: Rank of this worker. Worker 0 writes the variables, which are equal everywhere; every worker writes its
-        exchange state.
+      worker: Rank of this worker. Worker 0 writes the variables, which are equal everywhere, unless several workers
+        have parts of them (`Checkpoint.state_files`); every worker writes its exchange state.
       workers: Number of workers; all see the same `workdir`.
       on_error: `warn`, or `fail`: then the call after a failed write raises `CheckpointError`.
+      needed: See `format.read`.
 
     Attributes:
       failures: What could not be written, and why, one line each.
@@ -71,6 +73,7 @@ class Checkpointer:
         worker: int = 0,
         workers: int = 1,
         on_error: str = "warn",
+        needed: Callable[[SavedArrays], Collection[str]] | None = None,
     ) -> None:
         self.directory = pathlib.Path(workdir) / "checkpoints"
         self.worker = worker
@@ -79,6 +82,7 @@ class Checkpointer:
         self._keep = keep
         self._workers = workers
         self._on_error = on_error
+        self._needed = needed
         self._candidate: int | None = None
         self._pending: concurrent.futures.Future[None] | None = None
         self._executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -143,7 +147,8 @@ class Checkpointer:
 
     def read(self, step: int) -> Checkpoint:
         """The checkpoint of a step, with this worker's exchange state; raises as `format.read` does."""
-        return read(self.directory / files.directory_name(step), worker=self.worker, workers=self._workers)
+        directory = self.directory / files.directory_name(step)
+        return read(directory, worker=self.worker, workers=self._workers, needed=self._needed)
 
     def latest(self, *, below: int | None = None) -> Checkpoint | None:
         """The newest checkpoint that passes its checksums, or None.

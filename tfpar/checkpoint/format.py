@@ -8,9 +8,18 @@ step-000000600/
   exchange-0.safetensors exchange state (residuals) of worker 0; only where the exchange has any
 ```
 
-safetensors files hold a JSON header and raw bytes: nothing in a checkpoint is executed when it is read. Nor is a
-manifest trusted: names of files in it cannot lead out of the directory, and what has another type than it should is
-damage like any other.
+Where several workers hold a replica between them, each writes its own part of the variables:
+
+```
+  state-00001-of-00002.safetensors  what worker 0 holds: whole variables, and parts of divided ones
+  state-00002-of-00002.safetensors  what worker 1 holds
+```
+
+The manifest then has an index that says where the parts of each variable are, in terms of the whole variable, so that
+any other mesh can read it, each worker only what it needs.
+
+Nothing in a checkpoint is executed when it is read. Nor is a manifest trusted: names of files in it cannot lead out of
+the directory, and what has another type than it should is damage like any other.
 """
 
 from __future__ import annotations
@@ -22,18 +31,28 @@ import os
 import pathlib
 import re
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-import safetensors
-import safetensors.numpy
+from tfpar.checkpoint.arrays import (
+    Index,
+    Part,
+    SavedArrays,
+    index_as_json,
+    index_from_json,
+    index_of,
+    read_arrays,
+)
 
-FORMAT = 2
+import numpy as np
+
+FORMAT = 3
+_READABLE = (2, FORMAT)  # 2 has no index
 STATE = "state.safetensors"
 MANIFEST = "manifest.json"
 _PREFIX = "step-"
-_FILE = re.compile(r"state\.safetensors|exchange-(0|[1-9][0-9]{0,5})\.safetensors")
+_STATE_FILE = re.compile(r"state(-[0-9]{5}-of-[0-9]{5})?\.safetensors")
+_FILE = re.compile(rf"{_STATE_FILE.pattern}|exchange-(0|[1-9][0-9]{{0,5}})\.safetensors")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _LARGEST_MANIFEST = 1 << 26  # bytes; one of a model with 100,000 variables has a tenth of it
 _LARGEST_NUMBER = 1 << 62
@@ -46,11 +65,14 @@ class Checkpoint:
     """A checkpoint in memory.
 
     Attributes:
-      step: Updates done.
-      arrays: `model/PATH` and `optimizer/PATH` -> value.
+      step: Steps done.
+      arrays: `model/PATH` and `optimizer/PATH` -> value: what the writing worker holds, or, once read, all
+        (`SavedArrays`).
       exchange: Exchange state of the reading worker, by name.
       run: Everything else that defines the run, JSON-able: seeds, input position, loss scale, plateau, best value.
       config: The configuration, by flag name.
+      parts: Which arrays of the writing worker are parts, of what.
+      state_files: Number of workers, from worker 0 on, that write arrays.
     """
 
     step: int
@@ -58,11 +80,18 @@ class Checkpoint:
     exchange: Mapping[str, np.ndarray]
     run: Mapping[str, Any]
     config: Mapping[str, Any]
+    parts: Mapping[str, Part] = dataclasses.field(default_factory=dict)
+    state_files: int = 1
 
 
 def directory_name(step: int) -> str:
     """The name of the directory of a checkpoint."""
     return f"{_PREFIX}{step:09d}"
+
+
+def state_name(worker: int, state_files: int) -> str:
+    """The name of the file with the variables that a worker holds, of those that `state_files` workers hold."""
+    return STATE if state_files == 1 else f"state-{worker + 1:05d}-of-{state_files:05d}.safetensors"
 
 
 def exchange_name(worker: int) -> str:
@@ -83,8 +112,9 @@ def steps_in(directory: pathlib.Path) -> list[int]:
 # Writing.
 
 
-def write_manifest(path: pathlib.Path, checkpoint: Checkpoint, workers: int, files: Iterable[str]) -> None:
+def write_manifest(path: pathlib.Path, checkpoint: Checkpoint, workers: int, files: Sequence[str]) -> None:
     """Writes the manifest of a checkpoint whose other files are complete, and flushes the directory to the disk."""
+    states = [path / name for name in files if _STATE_FILE.fullmatch(name)]
     manifest = {
         "format": FORMAT,
         "step": checkpoint.step,
@@ -92,23 +122,10 @@ def write_manifest(path: pathlib.Path, checkpoint: Checkpoint, workers: int, fil
         "run": dict(checkpoint.run),
         "config": dict(checkpoint.config),
         "files": {name: _fingerprint(path / name) for name in files},
+        **({"index": index_as_json(index_of(states))} if len(states) > 1 else {}),
     }
     write_file(path / MANIFEST, seal(manifest))
     sync_directory(path)
-
-
-def write_arrays(path: pathlib.Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes a safetensors file and flushes it to the disk.
-
-    Raises:
-      OSError: The file could not be written.
-    """
-    try:
-        safetensors.numpy.save_file(dict(arrays), path)  # straight to the file: no second copy in memory
-    except safetensors.SafetensorError as error:  # how the library reports a full disk
-        raise OSError(str(error)) from error
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
 
 
 def write_file(path: pathlib.Path, content: bytes) -> None:
@@ -161,15 +178,18 @@ def unseal(path: pathlib.Path) -> dict[str, Any]:
 
 
 def read_manifest(path: pathlib.Path) -> dict[str, Any]:
-    """The manifest of the checkpoint in a directory: `step`, `workers`, `run`, `config`, `files`.
+    """The manifest of the checkpoint in a directory: `step`, `workers`, `run`, `config`, `files`, and maybe `index`.
 
     Raises:
       OSError: There is none, or it cannot be read.
       ValueError: It is damaged, or of another version.
     """
     manifest = unseal(path / MANIFEST)
-    if manifest.get("format") != FORMAT:
-        raise ValueError(f"{path} has checkpoint format {manifest.get('format')!r}; this version reads {FORMAT}")
+    if manifest.get("format") not in _READABLE:
+        raise ValueError(
+            f"{path} has checkpoint format {manifest.get('format')!r}; this version reads "
+            f"{' and '.join(map(str, _READABLE))}"
+        )
     _check_number(manifest, "step", 0)
     _check_number(manifest, "workers", 1)
     if path.name.startswith(_PREFIX) and path.name != directory_name(manifest["step"]):
@@ -177,8 +197,11 @@ def read_manifest(path: pathlib.Path) -> dict[str, Any]:
     for key in ("run", "config", "files"):
         if not isinstance(manifest.get(key), dict):
             raise ValueError(f"{MANIFEST} has no {key!r}, or one that is not an object")
-    if STATE not in manifest["files"] or len(manifest["files"]) not in (1, 1 + manifest["workers"]):
+    states = len(_state_files(manifest))
+    if states == 0 or states > manifest["workers"] or len(manifest["files"]) - states not in (0, manifest["workers"]):
         raise ValueError(f"{MANIFEST} names {len(manifest['files'])} files, of {manifest['workers']} workers")
+    if states > 1 and not isinstance(manifest.get("index"), dict):
+        raise ValueError(f"{MANIFEST} has no index of its {states} files")
     for name, expected in manifest["files"].items():
         if not _FILE.fullmatch(name):  # nothing outside the directory, and nothing that is not ours
             raise ValueError(f"{MANIFEST} names {name!r}, which is no file of a checkpoint")
@@ -194,7 +217,13 @@ def _check_number(values: Mapping[str, Any], key: str, least: int) -> None:
         raise ValueError(f"{MANIFEST} has {key}={str(value)[:40]!r}")
 
 
-def read(path: str | os.PathLike[str], *, worker: int | None = None, workers: int | None = None) -> Checkpoint:
+def read(
+    path: str | os.PathLike[str],
+    *,
+    worker: int | None = None,
+    workers: int | None = None,
+    needed: Callable[[SavedArrays], Collection[str]] | None = None,
+) -> Checkpoint:
     """Reads one checkpoint directory and verifies its checksums.
 
     Args:
@@ -202,6 +231,11 @@ def read(path: str | os.PathLike[str], *, worker: int | None = None, workers: in
       worker: Whose exchange state to read; None reads, and verifies, nobody's.
       workers: Number of workers that read it. Where that is another than wrote it, the exchange files of all are
         verified: what they had kept back is then shared out anew.
+      needed: Which files of arrays the caller will read, by their names. They are verified now, others before they are
+        first read. By default all.
+
+    Returns:
+      The checkpoint. Its arrays are read from the disk when they are asked for.
 
     Raises:
       OSError: A file that is missing or cannot be read.
@@ -211,19 +245,34 @@ def read(path: str | os.PathLike[str], *, worker: int | None = None, workers: in
     manifest = read_manifest(path)
     own = "" if worker is None else exchange_name(worker)
     verifies_all = worker is not None and workers is not None and workers != manifest["workers"]
-    contents = {}
+    exchange: Mapping[str, np.ndarray] = {}
     for name, expected in manifest["files"].items():
-        if verifies_all or name in (STATE, own):
+        if _STATE_FILE.fullmatch(name):
+            continue
+        if verifies_all or name == own:
             _verify(path / name, expected)
-        if name in (STATE, own):
-            contents[name] = _read_arrays(path / name)
+        if name == own:
+            exchange = read_arrays(path / name)
+    arrays = _saved_arrays(path, manifest)
+    arrays.open(_state_files(manifest) if needed is None else needed(arrays))
     return Checkpoint(
-        step=manifest["step"],
-        arrays=contents[STATE],
-        exchange=contents.get(own, {}),
-        run=manifest["run"],
-        config=manifest["config"],
+        step=manifest["step"], arrays=arrays, exchange=exchange, run=manifest["run"], config=manifest["config"]
     )
+
+
+def _saved_arrays(path: pathlib.Path, manifest: Mapping[str, Any]) -> SavedArrays:
+    states = _state_files(manifest)
+    index: Index | None = None
+    if len(states) > 1:
+        try:
+            index = index_from_json(manifest["index"], states)
+        except ValueError as error:
+            raise ValueError(f"{MANIFEST}: {error}") from error
+    return SavedArrays(path, states, lambda file: _verify(file, manifest["files"][file.name]), index)
+
+
+def _state_files(manifest: Mapping[str, Any]) -> list[str]:
+    return [name for name in manifest["files"] if _STATE_FILE.fullmatch(name)]
 
 
 def read_exchange(path: pathlib.Path, worker: int) -> Mapping[str, np.ndarray]:
@@ -233,16 +282,7 @@ def read_exchange(path: pathlib.Path, worker: int) -> Mapping[str, np.ndarray]:
     if expected is None:
         return {}
     _verify(path / name, expected)
-    return _read_arrays(path / name)
-
-
-def _read_arrays(path: pathlib.Path) -> dict[str, np.ndarray]:
-    try:
-        return safetensors.numpy.load_file(path)
-    except safetensors.SafetensorError as error:
-        raise ValueError(f"{path.name} cannot be read: {error}") from error
-    except (KeyError, TypeError) as error:  # a number type that NumPy lacks
-        raise ValueError(f"{path.name} holds a type that cannot be read: {error}") from error
+    return read_arrays(path / name)
 
 
 def _verify(path: pathlib.Path, expected: Mapping[str, Any]) -> None:

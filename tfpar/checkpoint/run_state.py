@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import pathlib
@@ -11,10 +12,23 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tfpar.checkpoint import checkpointer
+from tfpar.checkpoint.arrays import Part, SavedArrays
 from tfpar.checkpoint.keras_file import check_model_file
 from tfpar.checkpoint.model_files import load_model
 from tfpar.config import ConfigError, ExperimentConfig
-from tfpar.parallel.split import assign_whole, shape_of, whole
+from tfpar.parallel.split import (
+    Split,
+    assign_parts,
+    assign_whole,
+    copy_here,
+    held_by,
+    parts_here,
+    peers_of,
+    ranks_here,
+    shape_of,
+    split_of,
+    whole,
+)
 
 import keras
 import numpy as np
@@ -29,15 +43,51 @@ def named(variables: Sequence[keras.Variable], prefix: str) -> dict[str, keras.V
     return result
 
 
-def snapshot(variables: Mapping[str, keras.Variable]) -> dict[str, np.ndarray]:
-    """Copies of the variables' values; later steps do not touch them."""
-    return {name: whole(variable) for name, variable in variables.items()}
+def snapshot(variables: Mapping[str, keras.Variable], *, kept: bool = True) -> dict[str, np.ndarray]:
+    """Copies of the variables' values; later steps do not touch them.
+
+    Args:
+      variables: By name.
+      kept: Whether to keep them, or only to take part in reading those of which several workers have parts.
+    """
+    found = {}
+    for name, variable in variables.items():
+        value = whole(variable)
+        if kept:
+            found[name] = value
+    return found
+
+
+def snapshot_here(
+    variables: Mapping[str, keras.Variable], *, first: bool
+) -> tuple[dict[str, np.ndarray], dict[str, Part]]:
+    """Copies of what this worker has, of variables that several workers hold between them. No data travels.
+
+    Args:
+      variables: By name.
+      first: Whether this is the first of the workers, which saves what all of them have.
+
+    Returns:
+      Values by name, and which of them are parts of a variable.
+    """
+    arrays: dict[str, np.ndarray] = {}
+    parts: dict[str, Part] = {}
+    for name, variable in variables.items():
+        split, held = split_of(variable), held_by(variable)
+        if isinstance(split, Split) and peers_of(variable):
+            pieces = [_part(variable, split, rank) for rank in ranks_here(variable)]
+            arrays[name] = np.concatenate(parts_here(variable), axis=split.axis)
+            stretches = tuple(stretch for piece in pieces for stretch in piece.stretches)
+            parts[name] = dataclasses.replace(pieces[0], stretches=stretches)
+        elif held.counts_here if held else first:
+            arrays[name] = copy_here(variable)
+    return arrays, parts
 
 
 def restore(
     variables: Mapping[str, keras.Variable], arrays: Mapping[str, np.ndarray], order: Sequence[str] = ()
 ) -> None:
-    """Assigns saved values, all or none.
+    """Assigns saved values, all or none. Of `SavedArrays`, only what this worker has is read.
 
     Args:
       variables: By name, in order.
@@ -48,14 +98,13 @@ def restore(
     Raises:
       ConfigError: Names or shapes that do not match, listing them.
     """
-    if set(variables) != set(arrays) and [*map(_uncounted, variables)] == [*map(_uncounted, order)]:
-        arrays = {name: arrays[saved] for name, saved in zip(variables, order, strict=True)}
-    problems = [f"missing {name}" for name in variables if name not in arrays]
-    problems += [f"unexpected {name}" for name in arrays if name not in variables]
+    names = _saved_names(variables, arrays, order)
+    problems = [f"missing {name}" for name in variables if name not in names]
+    problems += [f"unexpected {name}" for name in set(arrays) - set(names.values())]
     problems += [
-        f"{name}: saved {arrays[name].shape}, model has {shape_of(variable)}"
+        f"{name}: saved {saved_shape}, model has {shape_of(variable)}"
         for name, variable in variables.items()
-        if name in arrays and arrays[name].shape != shape_of(variable)
+        if name in names and (saved_shape := _shape_in(arrays, names[name])) != shape_of(variable)
     ]
     if problems:
         shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
@@ -66,7 +115,59 @@ def restore(
         )
         raise ConfigError(f"the checkpoint does not fit this model and optimizer: {shown}.{remedy if frozen else ''}")
     for name, variable in variables.items():
+        _restore(variable, arrays, names[name])
+
+
+def files_to_read(variables: Mapping[str, keras.Variable], arrays: SavedArrays) -> set[str]:
+    """The files that `restore` reads on this worker, but for variables that have other names now.
+
+    Args:
+      variables: By name.
+      arrays: What was saved.
+    """
+    names = _saved_names(variables, arrays, ())
+    files: set[str] = set()
+    for name, variable in variables.items():
+        held = held_by(variable)
+        if name in names and (held is None or held.here):
+            split = split_of(variable)
+            wanted = (
+                [_part(variable, split, rank) for rank in ranks_here(variable)] if isinstance(split, Split) else [None]
+            )
+            files.update(file for part in wanted for file in arrays.files_of(names[name], part))
+    return files
+
+
+def _saved_names(
+    variables: Mapping[str, keras.Variable], arrays: Mapping[str, np.ndarray], order: Sequence[str]
+) -> dict[str, str]:
+    """The names under which variables were saved, of those that were."""
+    if set(variables) != set(arrays) and [*map(_uncounted, variables)] == [*map(_uncounted, order)]:
+        return dict(zip(variables, order, strict=True))
+    return {name: name for name in variables if name in arrays}
+
+
+def _shape_in(arrays: Mapping[str, np.ndarray], name: str) -> tuple[int, ...]:
+    return arrays.shape(name) if isinstance(arrays, SavedArrays) else arrays[name].shape
+
+
+def _restore(variable: keras.Variable, arrays: Mapping[str, np.ndarray], name: str) -> None:
+    """Assigns a saved value, or the parts of it that this worker has."""
+    split = split_of(variable)
+    if isinstance(split, Split) and isinstance(arrays, SavedArrays):
+        length = variable.shape[split.axis]
+        assign_parts(
+            variable,
+            lambda rank: split.with_padding(arrays.read(name, _part(variable, split, rank or 0)), length),
+        )
+    elif (held := held_by(variable)) is None or held.here:
         assign_whole(variable, arrays[name])
+
+
+def _part(variable: keras.Variable, split: Split, rank: int) -> Part:
+    """The part of a divided variable that the device of some rank has."""
+    shape = shape_of(variable)
+    return Part(shape, split.axis, tuple(split.stretches(shape[split.axis], rank)))
 
 
 def _uncounted(name: str) -> str:

@@ -21,9 +21,10 @@ import pathlib
 import shutil
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tfpar.checkpoint import format as files
+from tfpar.checkpoint.arrays import write_arrays
 from tfpar.checkpoint.format import Checkpoint
 
 _PARTIAL, _REPLACED, _REMOVED, _FAILED = ".partial", ".replaced", ".removed", ".failed"
@@ -38,7 +39,8 @@ def write(
 
     Args:
       directory: Of the checkpoints; made where it does not exist.
-      checkpoint: What to write. Where it has exchange state, that of every worker has.
+      checkpoint: What to write. Where it has exchange state, that of every worker has; arrays are written by worker 0
+        and as many after it as `state_files` says.
       worker: Rank of this worker. Worker 0 waits for its peers' files, and puts the whole in place.
       workers: Number of workers.
       abandoned: Once set, peers are not waited for any longer.
@@ -50,25 +52,31 @@ def write(
     partial = _hidden(target, _PARTIAL)
     if worker == 0:
         _remove_stale(directory, partial)
+    own = files_of(checkpoint, worker)
     try:
         partial.mkdir(parents=True, exist_ok=True)
         _check_space(directory, checkpoint, worker)
-        if checkpoint.exchange:
-            name = files.exchange_name(worker)
-            files.write_arrays(partial / f"{name}.new", checkpoint.exchange)
+        for name in own:
+            arrays, parts = (checkpoint.exchange, {}) if _is_exchange(name) else (checkpoint.arrays, checkpoint.parts)
+            write_arrays(partial / f"{name}.new", arrays, parts)
             os.replace(partial / f"{name}.new", partial / name)
         if worker == 0:
-            peers = [files.exchange_name(peer) for peer in range(workers)] if checkpoint.exchange else []
-            files.write_arrays(partial / files.STATE, checkpoint.arrays)
-            _wait_for(partial, peers, abandoned)
-            files.write_manifest(partial, checkpoint, workers, [files.STATE, *peers])
+            writers = {name: peer for peer in range(workers) for name in files_of(checkpoint, peer)}
+            _wait_for(partial, writers, abandoned)
+            files.write_manifest(partial, checkpoint, workers, sorted(writers, key=_is_exchange))
             _put_in_place(partial, target)
     except BaseException as error:
         if worker == 0:
             shutil.rmtree(partial, ignore_errors=True)  # it may be what fills the disk
         else:
-            _tell_worker_0(partial, files.exchange_name(worker), error)
+            _tell_worker_0(partial, own, error)
         raise
+
+
+def files_of(checkpoint: Checkpoint, worker: int) -> list[str]:
+    """Names of the files that a worker writes."""
+    state = [files.state_name(worker, checkpoint.state_files)] if worker < checkpoint.state_files else []
+    return [*state, *([files.exchange_name(worker)] if checkpoint.exchange else [])]
 
 
 def tidy(directory: pathlib.Path) -> None:
@@ -115,7 +123,8 @@ def _remove_stale(directory: pathlib.Path, partial: pathlib.Path) -> None:
 
 def _check_space(directory: pathlib.Path, checkpoint: Checkpoint, worker: int) -> None:
     """Fails before the disk is completely full, which would harm other programs too."""
-    arrays = [*checkpoint.exchange.values(), *(checkpoint.arrays.values() if worker == 0 else ())]
+    writes_state = worker < checkpoint.state_files
+    arrays = [*checkpoint.exchange.values(), *(checkpoint.arrays.values() if writes_state else ())]
     needed = sum(array.nbytes for array in arrays) + _SLACK_BYTES
     disk = shutil.disk_usage(directory)
     if disk.total and disk.free < needed:  # file systems that know no sizes report 0
@@ -143,19 +152,29 @@ def _put_in_place(partial: pathlib.Path, target: pathlib.Path) -> None:
         remove(replaced)
 
 
-def _tell_worker_0(partial: pathlib.Path, name: str, error: BaseException) -> None:
-    """Marks that a file will not appear. An empty marker often fits where nothing else does."""
-    with contextlib.suppress(OSError):
-        (partial / f"{name}.new").unlink(missing_ok=True)
-    with contextlib.suppress(OSError):
-        partial.mkdir(parents=True, exist_ok=True)
-        marker = partial / f"{name}{_FAILED}"
-        marker.touch()
-        marker.write_text(reason(error))
+def _is_exchange(name: str) -> bool:
+    return name.startswith("exchange-")
 
 
-def _wait_for(partial: pathlib.Path, names: Sequence[str], abandoned: threading.Event) -> None:
-    """Waits for the files of the workers.
+def _tell_worker_0(partial: pathlib.Path, names: Sequence[str], error: BaseException) -> None:
+    """Marks that files will not appear. An empty marker often fits where nothing else does."""
+    for name in names:
+        with contextlib.suppress(OSError):
+            (partial / f"{name}.new").unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.mkdir(parents=True, exist_ok=True)
+            marker = partial / f"{name}{_FAILED}"
+            marker.touch()
+            marker.write_text(reason(error))
+
+
+def _wait_for(partial: pathlib.Path, names: Mapping[str, int], abandoned: threading.Event) -> None:
+    """Waits for files of other workers.
+
+    Args:
+      partial: Where they will appear.
+      names: The files, with the workers that write them.
+      abandoned: Once set, nobody is waited for any longer.
 
     Raises:
       OSError: One of them could not be written, did not come in time, or is not to be waited for.
@@ -165,9 +184,9 @@ def _wait_for(partial: pathlib.Path, names: Sequence[str], abandoned: threading.
         for name in missing:
             failed = partial / f"{name}{_FAILED}"
             if failed.exists():
-                worker = name.removeprefix("exchange-").partition(".")[0]
                 why = failed.read_text().strip() or "no room to write down why"
-                raise OSError(f"worker {worker} could not write its exchange state: {why}")
+                what = "exchange state" if _is_exchange(name) else "part of the weights"
+                raise OSError(f"worker {names[name]} could not write its {what}: {why}")
         if abandoned.wait(0.05):
             raise OSError(f"the run ended before {', '.join(missing)} appeared")
         if time.monotonic() > deadline:

@@ -1,0 +1,302 @@
+"""Arrays in safetensors files: whole ones, and parts of arrays that several files hold between them.
+
+A file has a JSON header and raw bytes: nothing in it is executed when it is read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+_LARGEST_LENGTH = 1 << 48
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Which part of an array another one is: stretches of one dimension, side by side.
+
+    Attributes:
+      shape: Shape of the whole.
+      axis: The dimension that is divided.
+      stretches: Start and length of each stretch in the whole, in the order in which they lie in the part.
+    """
+
+    shape: tuple[int, ...]
+    axis: int
+    stretches: tuple[tuple[int, int], ...]
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        """Shape of the part."""
+        length = sum(length for _, length in self.stretches)
+        return (*self.shape[: self.axis], length, *self.shape[self.axis + 1 :])
+
+    def as_json(self) -> dict[str, Any]:
+        """The part as JSON holds it."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Any) -> Part:
+        """What `as_json` gave.
+
+        Raises:
+          ValueError: Something else, such as a stretch outside the whole.
+        """
+        try:
+            part = cls(
+                tuple(_length(size) for size in value["shape"]),
+                _length(value["axis"]),
+                tuple((_length(start), _length(length)) for start, length in value["stretches"]),
+            )
+            if all(start + length <= part.shape[part.axis] for start, length in part.stretches):
+                return part
+        except (KeyError, TypeError, IndexError, ValueError):
+            pass
+        raise ValueError(f"{str(value)[:80]} is no part of an array")
+
+
+# For every array, the files that hold it, each with the part that it has; None for all of it.
+Index = Mapping[str, Sequence[tuple[str, Part | None]]]
+
+
+def write_arrays(path: pathlib.Path, arrays: Mapping[str, np.ndarray], parts: Mapping[str, Part] | None = None) -> None:
+    """Writes a safetensors file and flushes it to the disk.
+
+    Args:
+      path: The file.
+      arrays: What to write, by name.
+      parts: Which of them are parts, of what: noted in the file's header.
+
+    Raises:
+      OSError: The file could not be written.
+    """
+    notes = {name: json.dumps(part.as_json()) for name, part in (parts or {}).items()}
+    try:
+        safetensors.numpy.save_file(dict(arrays), path, metadata=notes or None)  # no second copy in memory
+    except safetensors.SafetensorError as error:  # how the library reports a full disk
+        raise OSError(str(error)) from error
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def index_of(paths: Sequence[pathlib.Path]) -> dict[str, list[tuple[str, Part | None]]]:
+    """What files written by `write_arrays` hold between them. Only their headers are read.
+
+    Raises:
+      ValueError: A file that cannot be read.
+    """
+    index: dict[str, list[tuple[str, Part | None]]] = {}
+    for path in paths:
+        file = _opened(path)
+        notes = file.metadata() or {}
+        for name in file.keys():  # noqa: SIM118
+            part = Part.from_json(json.loads(notes[name])) if name in notes else None
+            index.setdefault(name, []).append((path.name, part))
+    return index
+
+
+def index_as_json(index: Index) -> dict[str, Any]:
+    """An index as JSON holds it."""
+    return {
+        name: [{"file": file, **({"part": part.as_json()} if part else {})} for file, part in places]
+        for name, places in index.items()
+    }
+
+
+def index_from_json(value: Any, files: Collection[str]) -> dict[str, list[tuple[str, Part | None]]]:
+    """What `index_as_json` gave.
+
+    Args:
+      value: The JSON.
+      files: Names of the files that there are.
+
+    Raises:
+      ValueError: It is something else, or the parts of an array do not make a whole.
+    """
+    if not isinstance(value, dict):
+        raise ValueError("the index is not an object")
+    index = {}
+    for name, places in value.items():
+        if not isinstance(places, list) or not all(
+            isinstance(place, dict) and isinstance(place.get("file"), str) and place["file"] in files
+            for place in places
+        ):
+            raise ValueError(f"the index names no files of {name[:80]!r}")
+        index[name] = [(place["file"], Part.from_json(place["part"]) if "part" in place else None) for place in places]
+        _check_complete(name, [part for _, part in index[name]])
+    return index
+
+
+class SavedArrays(Mapping[str, np.ndarray]):
+    """Arrays in files, by name. They are read from the disk when asked for, wholly or in part.
+
+    Args:
+      directory: Where the files are.
+      files: Their names.
+      verify: Called with the path of a file before it is first read; raises where it is damaged.
+      index: What the files hold; None for one file of whole arrays.
+
+    Raises:
+      OSError, ValueError: A file that is missing, damaged or no safetensors file, from every method.
+    """
+
+    def __init__(
+        self,
+        directory: pathlib.Path,
+        files: Sequence[str],
+        verify: Callable[[pathlib.Path], None],
+        index: Index | None = None,
+    ) -> None:
+        self._directory, self._verify = directory, verify
+        self._files: dict[str, Any] = {}
+        if index is None:
+            index = {name: [(file, None)] for file in files for name in self._file(file).keys()}  # noqa: SIM118
+        self._index = index
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        """The whole array, a copy."""
+        return self.read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._index)
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def files_of(self, name: str, wanted: Part | None = None) -> list[str]:
+        """Names of the files that `read` opens."""
+        return [file for file, part in self._index[name] if wanted is None or _overlap(part, wanted)]
+
+    def open(self, files: Collection[str]) -> None:
+        """Verifies files and opens them."""
+        for file in files:
+            self._file(file)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of the whole array."""
+        file, part = self._index[name][0]
+        return part.shape if part else tuple(self._tensor(file, name).get_shape())
+
+    def read(self, name: str, wanted: Part | None = None) -> np.ndarray:
+        """An array, or a part of it, a copy.
+
+        Args:
+          name: Its name.
+          wanted: The part; all of it if None.
+        """
+        places = self._index[name]
+        if len(places) == 1 and places[0][1] is None and wanted is None:
+            return self._file(places[0][0]).get_tensor(name)
+        if wanted is None:
+            shape = self.shape(name)
+            axis = places[0][1].axis if places[0][1] else 0
+            wanted = Part(shape, axis, ((0, shape[axis]),))
+        elif any(part is not None and part.axis != wanted.axis for _, part in places):
+            whole = self.read(name)  # saved along another dimension
+            return np.concatenate([_along(whole, wanted.axis, *each) for each in wanted.stretches], axis=wanted.axis)
+        pieces = [piece for start, length in wanted.stretches for piece in self._pieces(name, wanted, start, length)]
+        return np.concatenate(pieces, axis=wanted.axis)
+
+    def _pieces(self, name: str, wanted: Part, start: int, length: int) -> Iterator[np.ndarray]:
+        """What makes a stretch of a divided array, in order."""
+        while length > 0:
+            file, offset, there = next(
+                (file, at + start - first, first + size - start)
+                for file, part in self._index[name]
+                for first, size, at in _placed(part, wanted)
+                if first <= start < first + size
+            )
+            taken = min(length, there)
+            yield _along(self._tensor(file, name), wanted.axis, offset, taken)
+            start, length = start + taken, length - taken
+
+    def _tensor(self, file: str, name: str) -> Any:
+        return self._file(file).get_slice(name)
+
+    def _file(self, name: str) -> Any:
+        if name not in self._files:
+            path = self._directory / name
+            self._verify(path)
+            self._files[name] = _opened(path)
+        return self._files[name]
+
+
+def read_arrays(path: pathlib.Path) -> dict[str, np.ndarray]:
+    """All arrays of a file.
+
+    Raises:
+      ValueError: It is no safetensors file, or holds what NumPy cannot.
+    """
+    file = _opened(path)
+    return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+# The types of numbers that NumPy has, as the header of a file names them.
+_TYPES = frozenset({"F64", "F32", "F16", "I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL"})
+
+
+def _opened(path: pathlib.Path) -> Any:
+    """A file whose header has been read."""
+    try:
+        file = safetensors.safe_open(path, framework="numpy")
+        types = {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{path.name} cannot be read: {error}") from error
+    if unknown := types - _TYPES:
+        raise ValueError(f"{path.name} holds a type that cannot be read: {', '.join(sorted(unknown))}")
+    return file
+
+
+def _length(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < _LARGEST_LENGTH:
+        raise ValueError(f"{str(value)[:40]} is no length")
+    return value
+
+
+def _check_complete(name: str, parts: Sequence[Part | None]) -> None:
+    """Raises ValueError unless an array is whole in one file, or its parts cover it."""
+    if len(parts) == 1 and parts[0] is None:
+        return
+    first = parts[0] if parts else None
+    if first is not None and all(part and (part.shape, part.axis) == (first.shape, first.axis) for part in parts):
+        end = 0
+        for start, length in sorted(stretch for part in parts if part for stretch in part.stretches):
+            end = max(end, start + length) if start <= end else -1
+            if end < 0:
+                break
+        if end == first.shape[first.axis]:
+            return
+    raise ValueError(f"the parts of {name[:80]!r} do not make a whole")
+
+
+def _placed(part: Part | None, wanted: Part) -> Iterator[tuple[int, int, int]]:
+    """Start and length of each stretch of a part in the whole, and where it lies in the part."""
+    if part is None:
+        yield 0, wanted.shape[wanted.axis], 0
+        return
+    at = 0
+    for start, length in part.stretches:
+        yield start, length, at
+        at += length
+
+
+def _overlap(part: Part | None, wanted: Part) -> bool:
+    if part is None or part.axis != wanted.axis:
+        return True
+    return any(
+        first < start + length and start < first + size
+        for first, size in part.stretches
+        for start, length in wanted.stretches
+    )
+
+
+def _along(tensor: Any, axis: int, start: int, length: int) -> np.ndarray:
+    return tensor[(*[slice(None)] * axis, slice(start, start + length))]
