@@ -40,7 +40,6 @@ def main(_: list[str]) -> None:
     train, validation = tfpar.inputs.build_splits(config.input, config.train.seed)
     # What a preset takes is known once it is built.
     data = (None, None) if PRESET.value else (train, validation)
-    runtime = tfpar.initialize(config, *data, complete=True)
 
     def build() -> keras.Model:
         spec = tfpar.task_spec(train)
@@ -48,6 +47,7 @@ def main(_: list[str]) -> None:
         choose_trainable(model, TRAINABLE.value)
         return model
 
+    runtime = tfpar.initialize(config, *data, complete=True, model=build)
     trainer = tfpar.Trainer(
         build,
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),

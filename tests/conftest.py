@@ -24,6 +24,9 @@ ALL_TESTS = 5000  # fewer are a selection
 
 
 def pytest_configure() -> None:
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        # As in what a shell starts in the background; every process of the tests would inherit it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     gc.freeze()  # the 300,000 objects of TensorFlow and Keras, which every collection would go through
     gc.set_threshold(20_000, 20, 50)  # tracing makes millions of objects, few of them garbage
     cpu = tf.config.list_physical_devices("CPU")[0]

@@ -154,7 +154,12 @@ def test_no_folder_holds_two_rooms():
 
 
 def test_the_root_of_the_package_holds_what_its_name_says():
-    assert {path.name for path in (ROOT / "tfpar").glob("*.py")} == {"__init__.py", "__main__.py", "precision.py"}
+    assert {path.name for path in (ROOT / "tfpar").glob("*.py")} == {
+        "__init__.py",
+        "__main__.py",
+        "plan.py",
+        "precision.py",
+    }
 
 
 @pytest.mark.parametrize(

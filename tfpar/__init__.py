@@ -16,7 +16,7 @@ from tfpar.process.after_import import after_import, is_importing
 from tfpar.process.startup import quiet_startup
 
 if TYPE_CHECKING:
-    from tfpar import inputs, models
+    from tfpar import inputs, models, rl
     from tfpar.checkpoint.keras_file import check_model_file
     from tfpar.checkpoint.model_files import examples_of_run, load_model, task_spec
     from tfpar.config import ConfigError, ExperimentConfig
@@ -68,7 +68,12 @@ _HOMES = {
     "validate": "tfpar.training.start",
 }
 
-_MODULES = {"inputs": "tfpar.inputs", "loggers": "tfpar.training.loops.loggers", "models": "tfpar.models"}
+_MODULES = {
+    "inputs": "tfpar.inputs",
+    "loggers": "tfpar.training.loops.loggers",
+    "models": "tfpar.models",
+    "rl": "tfpar.rl",
+}
 
 __all__ = [
     "AverageMetrics",
@@ -91,6 +96,7 @@ __all__ = [
     "loggers",
     "models",
     "rank",
+    "rl",
     "shard",
     "size",
     "task_spec",
@@ -108,7 +114,7 @@ _DEPRECATED = {
 
 
 # Modules with classes that a `.keras` file may name.
-_SERIALIZED = ("tfpar.models", "tfpar.optim.lars", "tfpar.optim.schedules", "tfpar.inputs.augment")
+_SERIALIZED = ("tfpar.models", "tfpar.optim.lars", "tfpar.optim.schedules", "tfpar.inputs.augment", "tfpar.rl.layers")
 
 
 def _register_with_keras() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from tfpar import inputs, models
 from tfpar.checkpoint.model_files import task_spec
@@ -61,6 +61,14 @@ class _Batches(keras.utils.PyDataset):
         return self._x[rows], self._y[rows]
 
 
+class _Loader:
+    """The same batches in order, one by one, as a data loader of another library gives them."""
+
+    def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        batches = _Batches(*_digits())
+        return (batches[number] for number in range(len(batches)))
+
+
 def workloads() -> list[Workload]:
     """Returns a workload for each way in."""
     digits: dict[str, Callable[[pathlib.Path], inputs.AnySource]] = {
@@ -71,6 +79,7 @@ def workloads() -> list[Workload]:
             tf.data.Dataset.from_tensor_slices(_digits()).shuffle(1437).batch(DIGITS_BATCH)
         ),
         "PyDataset": lambda folder: inputs.from_random_access(_Batches(*_digits())),
+        "a data loader": lambda folder: inputs.from_iterable(_Loader()),
         "ArrayRecord": _array_record,
         "TFRecord, not cached": _tfrecord,
         "CSV": functools.partial(_table, "csv"),

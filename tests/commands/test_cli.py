@@ -56,6 +56,8 @@ def test_help_names_every_command_and_its_flags():
     flags = {
         "evaluate": "--model_file",
         "export": "--tolerance",
+        "play": "--episodes",
+        "train reinforcement": "--env_steps",
         "train image": "--augment",
         "launch": "--max_restarts",
     }
@@ -66,11 +68,11 @@ def test_help_names_every_command_and_its_flags():
 @pytest.mark.parametrize(
     ("command", "error"),
     [
-        ("", "tfpar: name a command. Commands: train, launch, evaluate, export, doctor. See tfpar --help."),
+        ("", "tfpar: name a command. Commands: train, plan, launch, evaluate, play, export, doctor. See tfpar --help."),
         ("trian image", "tfpar has no command 'trian'. Did you mean `tfpar train`? Commands: train, "),
         ("image", "tfpar has no command 'image'. Did you mean `tfpar train image`? "),
         ("zzz", "tfpar has no command 'zzz'. Commands: train, "),
-        ("train", "tfpar train: name a command. Commands: image, language. See tfpar train --help."),
+        ("train", "tfpar train: name a command. Commands: image, language, reinforcement. See tfpar train --help."),
         ("train imag --steps=1", "tfpar train has no command 'imag'. Did you mean `tfpar train image`? "),
         ("--steps=1 train", "tfpar --steps=1: the command comes first. Commands: "),
         ("train image --stpes=1", "unknown flag --stpes. Did you mean --steps or --stages? --help lists the flags."),
@@ -110,10 +112,13 @@ def test_a_command_and_its_script_are_one_program():
         "train_language": "language_model",
         "evaluate": "evaluate",
         "export": "export",
+        "play": "play",
+        "train_reinforcement": "reinforcement",
     }
-    assert sorted(f"tfpar.commands.{name}" for name in scripts) == sorted(
+    assert sorted(f"tfpar.commands.{name}" for name in (*scripts, "plan")) == sorted(
         module for module in programs().values() if module.startswith("tfpar.commands.")
     )
+    assert "plan.run()" in (ROOT / "tfpar/plan.py").read_text()
     for module, script in scripts.items():
         assert f"{module}.run()" in (ROOT / f"experiments/{script}.py").read_text()
 

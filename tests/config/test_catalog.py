@@ -40,7 +40,7 @@ def test_nothing_comes_with_tfpar_that_the_catalog_does_not_have():
         "names = [BUILT_IN[option][1] for option in ('model', 'optimizer', 'schedule', 'exchange', 'dataset')]\n"
         "assert [sorted(each) for each in found] == [sorted(each) for each in names], found"
     )
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=300)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_a_wrong_name_is_refused_without_tensorflow(command, message):
         "from tfpar.commands import cli\n"
         f"sys.exit(cli.main({command.split()!r}))"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2, done.stderr
     assert message in done.stderr
 

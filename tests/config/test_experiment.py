@@ -19,7 +19,7 @@ from tfpar.config import (
     parse_arguments,
     unknown_name,
 )
-from tfpar.config.experiment import PER_HOST_OPTIONS, RESUME_MAY_CHANGE, SECTIONS, option_fields
+from tfpar.config.experiment import PER_HOST_OPTIONS, RESUME_MAY_CHANGE, SECTIONS, every_field
 from tfpar.config.fields import ConfigBase, option
 
 import numpy as np
@@ -267,13 +267,24 @@ def test_a_custom_section_with_optional_and_other_types():
 
 def test_the_options_that_a_resumed_run_may_change():
     assert sorted(RESUME_MAY_CHANGE) == [
-        *("accumulate_steps", "cache", "checkpoint_every", "data_dir", "data_service", "deterministic", "devices"),
-        *("epochs", "eval_batch_size", "eval_every", "eval_steps", "exchange", "exchange_retune_every"),
-        *("histogram_every", "input_threads", "jit_compile", "keep_checkpoints", "log_every", "max_bad_steps", "mesh"),
-        *("on_bad_record", "on_checkpoint_error", "peer_timeout", "pipeline_schedule", "prefetch", "profile_steps"),
+        *("accumulate_steps", "cache", "checkpoint_every", "data_dir", "data_service", "deterministic"),
+        *("device_memory", "devices"),
+        *(
+            "epochs",
+            "eval_batch_size",
+            "eval_episodes",
+            "eval_every",
+            "eval_steps",
+            "exchange",
+            "exchange_retune_every",
+        ),
+        *("histogram_every", "input_threads", "jit_compile", "keep_checkpoints", "local_steps", "log_every"),
+        *("max_bad_steps", "mesh", "on_bad_record", "on_checkpoint_error", "outer_learning_rate", "outer_momentum"),
+        *("peer_timeout", "pipeline_schedule", "prefetch", "profile_steps"),
         *(
             "profile_workers",
             "recompute",
+            "sequence_parallel",
             "shard",
             "stages",
             "stages_per_device",
@@ -282,10 +293,11 @@ def test_the_options_that_a_resumed_run_may_change():
             "steps",
             "steps_per_loop",
             "stop_after",
+            "stop_at_goal",
             "strategy",
             "tensorflow_log",
         ),
-        *("tf32", "tpu", "uneven_batches", "verbose", "warm_start", "workdir"),
+        *("tf32", "tpu", "transport", "uneven_batches", "verbose", "warm_start", "workdir"),
     ]
 
 
@@ -299,7 +311,7 @@ def test_the_options_that_workers_may_be_given_differently():
 
 def test_both_sets_are_derived_from_the_options():
     for names, key in ((RESUME_MAY_CHANGE, "may_change_on_resume"), (PER_HOST_OPTIONS, "per_host")):
-        assert names == {field.name for field in option_fields() if field.metadata[key]}
+        assert names == {field.name for field in every_field() if field.metadata[key]}
     assert not option(0, "Width.").metadata["may_change_on_resume"]  # refused unless the option says otherwise
     assert not option(0, "Width.").metadata["per_host"]
 

@@ -22,7 +22,7 @@ from tfpar.config import (
     flags_page,
     trainer_options_file,
 )
-from tfpar.config.experiment import SECTIONS, option_fields
+from tfpar.config.experiment import PROGRAM_SECTIONS, SECTIONS, every_field, option_fields
 from tfpar.exchange import Exchange
 from tfpar.training.trainer import Trainer
 
@@ -36,9 +36,10 @@ FLAG_NAMES = {
     "model": "model model_args",
     "input": "dataset data_dir global_batch_size shard_by remainder uneven_batches shuffle sequence_length "
     "validation_fraction image_size resize crop augment cache on_bad_record prefetch input_threads data_service",
-    "strategy": "strategy devices mesh stages stages_per_device pipeline_schedule tpu peer_timeout start_timeout "
-    "stall_timeout",
+    "strategy": "strategy devices mesh sequence_parallel device_memory stages stages_per_device pipeline_schedule "
+    "tpu transport peer_timeout start_timeout stall_timeout",
     "exchange": "exchange exchange_retune_every",
+    "outer": "local_steps outer_optimizer outer_learning_rate outer_momentum",
     "precision": "precision tf32 initial_loss_scale loss_scale_growth_steps",
     "optimizer": "optimizer optimizer_args learning_rate base_batch_size weight_decay weight_decay_exclude clip_norm "
     "ema",
@@ -355,14 +356,14 @@ def test_the_flags_page_has_a_row_for_every_option(tmp_path: Path) -> None:
     flags_page.main([str(tmp_path / "docs" / "flags.md")])
     text = (tmp_path / "docs" / "flags.md").read_text()
     rows = [line for line in text.splitlines() if line.startswith("| `--")]
-    assert len(rows) == len(option_fields())
-    for field, row in zip(option_fields(), rows, strict=True):
+    assert len(rows) == len(every_field())
+    for field, row in zip(every_field(), rows, strict=True):
         assert re.match(rf"\| `--(\[no\])?{field.name}` \| ", row)
         assert field.metadata["help"].replace("|", r"\|") in row
         assert len(re.findall(r"(?<!\\)\|", row)) == 5  # four cells: every other bar is escaped
     assert "| `--validation_fraction` | `0.1` | number, at least 0 and at most 0.9 |" in text
     assert "| `--[no]shuffle` | `true` | `true`, `false` |" in text
-    for heading in SECTIONS:
+    for heading in SECTIONS | PROGRAM_SECTIONS:
         assert f"\n## {heading}\n" in text
 
 

@@ -13,6 +13,7 @@ from tests.docs.markdown import ROOT, Block
 from tfpar.commands import cli
 from tfpar.config import ExperimentConfig
 from tfpar.config import flagfiles as flagfiles_of_tfpar
+from tfpar.config.experiment import PROGRAM_SECTIONS
 
 _PYTHON = re.compile(r"(.*/)?python3?$")
 _ABSL = {"flagfile", "help", "helpfull", "verbosity"}
@@ -98,6 +99,12 @@ def experiment_flags() -> frozenset[str]:
     return frozenset({*ExperimentConfig().as_flat_dict(), *_ABSL})
 
 
+def section_flags(program: str) -> frozenset[str]:
+    """The flags of the section that one program has beside these."""
+    section = PROGRAM_SECTIONS.get(pathlib.PurePosixPath(program).stem.removeprefix("train_"))
+    return frozenset(field.name for field in dataclasses.fields(section)) if section else frozenset()
+
+
 @functools.cache
 def defined_flags(path: str) -> frozenset[str]:
     """The flags that a file defines itself, with absl or argparse."""
@@ -128,7 +135,7 @@ def flags_of(program: str) -> frozenset[str]:
         shared = sorted((ROOT / folder).glob("*.py"))
         return own.union(*(defined_flags(str(path.relative_to(ROOT))) for path in shared))
     if str(folder) in ("experiments", "tfpar/commands"):
-        return own | experiment_flags() | own_flags_of_command(program)
+        return own | experiment_flags() | section_flags(program) | own_flags_of_command(program)
     return own | experiment_flags() if program == "tfpar/inputs/write.py" else own
 
 
@@ -136,7 +143,8 @@ def flags_of(program: str) -> frozenset[str]:
 def all_flags() -> frozenset[str]:
     """The flags of all programs of the repository."""
     files = [path for name in ("experiments", "tfpar") for path in sorted((ROOT / name).rglob("*.py"))]
-    return experiment_flags().union(_ABSL, *(defined_flags(str(path.relative_to(ROOT))) for path in files))
+    sections = map(section_flags, PROGRAM_SECTIONS)
+    return experiment_flags().union(_ABSL, *sections, *(defined_flags(str(path.relative_to(ROOT))) for path in files))
 
 
 @functools.cache

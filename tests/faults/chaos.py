@@ -1,9 +1,9 @@
-"""Kills, stops and preempts random workers of a real cluster at random updates, and checks that nothing was lost.
+"""Kills, stops and preempts random workers of a real cluster at random steps, and checks that nothing was lost.
 
     python -m tests.faults.chaos --runs=4 --faults=5 --workers=4
 
 Each run trains the same model as an undisturbed one under `tfpar.launch --max_restarts`, and meets its faults one after
-the other: SIGKILL, SIGSTOP and SIGTERM in turn, the worker (chief included) and the update drawn from --seed. A run
+the other: SIGKILL, SIGSTOP and SIGTERM in turn, the worker (chief included) and the step drawn from --seed. A run
 passes if it recovers from all of them, ends with the `params_sha256` of the undisturbed run, and every survivor of a
 SIGKILL or SIGSTOP has named the victim within the bound.
 """
@@ -39,7 +39,7 @@ class Fault:
     Attributes:
       number: The signal.
       victim: Rank of the worker that gets it.
-      step: Update after which it comes.
+      step: Step after which it comes.
       named: Seconds after which each survivor named the victim, by rank; empty for SIGTERM, which all obey together.
     """
 
@@ -50,7 +50,7 @@ class Fault:
 
     def __str__(self) -> str:
         named = ", ".join(f"{seconds:.1f} s" for _, seconds in sorted(self.named.items()))
-        return f"{self.number.name} to worker {self.victim} after update {self.step}" + (
+        return f"{self.number.name} to worker {self.victim} after step {self.step}" + (
             f": named by its peers after {named}" if named else ""
         )
 
@@ -66,6 +66,7 @@ class Cluster:
         restarts: int,
         exchange: str,
         start: type[subprocess.Popen],
+        local_steps: int = 1,
     ) -> None:
         self.workdir = workdir
         self.lines: list[tuple[float, str]] = []
@@ -75,6 +76,7 @@ class Cluster:
             *("--restart_delay=0", "--", "experiments/image_classification.py", "--dataset=digits", "--model=mlp"),
             *(f"--steps={steps}", "--global_batch_size=48", "--checkpoint_every=20", f"--eval_every={steps}"),
             *(f"--exchange={exchange}", f"--peer_timeout={PEER_TIMEOUT:g}", "--deterministic", "--uneven_batches"),
+            f"--local_steps={local_steps}",
             "--jit_compile=false",  # the same faults in less time
             f"--workdir={workdir}",
         ]
@@ -155,7 +157,7 @@ class Cluster:
 
 
 def disturb(cluster: Cluster, fault: Fault, workers: int, limit: float, slack: float) -> None:
-    """Waits for the update, sends the signal, and waits until training goes on.
+    """Waits for the step, sends the signal, and waits until training goes on.
 
     Raises:
       AssertionError: The run ended, or did not go on within `limit` seconds, or a survivor did not name the victim
@@ -188,7 +190,7 @@ def _until(cluster: Cluster, reached, limit: float) -> None:
 
 
 def draw(generator: random.Random, faults: int, workers: int, steps: int) -> list[Fault]:
-    """Faults in the order of their updates; signals in turn, workers and updates at random."""
+    """Faults in the order of their steps; signals in turn, workers and steps at random."""
     at = sorted(generator.randrange(steps // 20, steps - steps // 10) for _ in range(faults))
     return [Fault(SIGNALS[n % len(SIGNALS)], generator.randrange(workers), step) for n, step in enumerate(at)]
 
@@ -200,12 +202,13 @@ def run(
     steps: int,
     exchange: str,
     *,
+    local_steps: int = 1,
     limit: float,
     slack: float = 0.0,
     start: type[subprocess.Popen] = subprocess.Popen,
 ) -> dict:
     """One run with these faults; returns its `summary.json`."""
-    cluster = Cluster(folder, workers, steps, len(faults) + 1, exchange, start)
+    cluster = Cluster(folder, workers, steps, len(faults) + 1, exchange, start, local_steps)
     try:
         for fault in faults:
             disturb(cluster, fault, workers, limit, slack)
@@ -222,8 +225,9 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=4, help="disturbed runs")
     parser.add_argument("--faults", type=int, default=5, help="faults in each")
     parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=1500, help="updates in each run")
+    parser.add_argument("--steps", type=int, default=1500, help="steps in each run")
     parser.add_argument("--exchange", default="int8")
+    parser.add_argument("--local_steps", type=int, default=1, help="steps of a round; checkpoints come every 20")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=float, default=180.0, help="seconds in which each recovery must have happened")
     parser.add_argument(
@@ -235,7 +239,7 @@ def main() -> None:
     options = parser.parse_args()
     generator = random.Random(options.seed)
     shape = (options.workers, options.steps, options.exchange)
-    patience = {"limit": options.limit, "slack": options.slack}
+    patience = {"limit": options.limit, "slack": options.slack, "local_steps": options.local_steps}
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         expected = run(folder / "undisturbed", [], *shape, **patience)["params_sha256"]
@@ -252,7 +256,7 @@ def main() -> None:
             )
             assert (same, summary["restarts"]) == (True, len(faults)), summary
     print(
-        f"{options.runs * options.faults} faults, as many recoveries; {redone:.0f} updates done again; "
+        f"{options.runs * options.faults} faults, as many recoveries; {redone:.0f} steps done again; "
         f"slowest naming {slowest:.1f} s"
     )
 

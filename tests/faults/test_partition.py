@@ -12,6 +12,7 @@ import time
 
 from experiments.benchmarks import netns
 from tfpar.process.exit_codes import PEER_LOST
+from tfpar_ops.transport_library import why_unusable
 
 import pytest
 
@@ -48,8 +49,21 @@ def running(hosts, folder, *flags):
 
 
 @pytest.mark.timeout(900)
-def test_a_partition_is_noticed_and_named_on_both_sides(tmp_path):
-    flags = ["--steps=1000000", "--checkpoint_every=50", "--exchange=int4"]
+@pytest.mark.parametrize(
+    "transport",
+    [
+        "tensorflow",
+        pytest.param(
+            "gloo",
+            marks=[
+                pytest.mark.proof,
+                pytest.mark.skipif(bool(why_unusable()), reason="the transport over Gloo is not built here"),
+            ],
+        ),
+    ],
+)
+def test_a_partition_is_noticed_and_named_on_both_sides(tmp_path, transport):
+    flags = ["--steps=1000000", "--checkpoint_every=50", "--exchange=int4", f"--transport={transport}"]
     with netns.network(HOSTS) as hosts, running(hosts, tmp_path, *flags) as workers:
         deadline = time.monotonic() + 600  # not about how long a start takes on a busy machine
         while not list((tmp_path / "run" / "checkpoints").glob("step-*")):
@@ -72,7 +86,7 @@ def test_a_partition_is_noticed_and_named_on_both_sides(tmp_path):
 def test_heartbeats_do_not_wait_behind_gradients(tmp_path):
     flags = ["--model_args=widths=[1500,1500]", "--steps=2", "--exchange=none"]
     with netns.network(2) as hosts:
-        # Eight seconds for the gradients of an update, where an unanswered heartbeat may be two seconds old.
+        # Eight seconds for the gradients of a step, where an unanswered heartbeat may be two seconds old.
         hosts.shape("10mbit")
         with running(hosts, tmp_path, *flags) as workers:
             codes = [worker.wait(timeout=200) for worker in workers]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 from tests.inputs.test_bad_records import flip
 from tests.training.test_trainer import BATCH, trainer_of
@@ -19,13 +20,19 @@ import pytest
 import tensorflow as tf
 
 
-@pytest.fixture
-def shards(tmp_path):
-    """40 training examples and 4 for validation in 2 shards each; two training examples and one other are damaged."""
-    write.write(InputConfig(dataset="synthetic:6:3:40"), str(tmp_path / "set"), shards=2, seed=3)
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("written") / "set"
+    write.write(InputConfig(dataset="synthetic:6:3:40"), str(folder), shards=2, seed=3)
     for name, number in (("train-00000", 5), ("train-00001", 7), ("validation-00001", 0)):
-        flip(tmp_path / "set" / f"{name}-of-00002.tfrecord", number)
-    return tmp_path / "set"
+        flip(folder / f"{name}-of-00002.tfrecord", number)
+    return folder
+
+
+@pytest.fixture
+def shards(written, tmp_path):
+    """40 training examples and 4 for validation in 2 shards each; two training examples and one other are damaged."""
+    return shutil.copytree(written, tmp_path / "set")
 
 
 def load(shards, split: str, **options) -> inputs.Source:
@@ -103,7 +110,7 @@ def test_a_failing_run_can_go_on_skipping(shards, tmp_path):
     assert resumed.fit(load(shards, "train"), epochs=2)["steps"] == 10  # the trainer's option is enough
 
 
-def test_updates_without_any_example_change_nothing_and_are_bad_steps(shards):
+def test_steps_without_any_example_change_nothing_and_are_bad(shards):
     for path in sorted(shards.glob("train-*")):
         first, already = (BATCH, 5) if "train-00000" in path.name else (0, 7)
         for number in range(first, 20):

@@ -19,7 +19,7 @@ import pytest
 import tensorflow as tf
 
 IN_ORDER = InputConfig(global_batch_size=BATCH, shuffle=False)
-FIRST_BAD = 2 * BATCH  # examples from here on are NaN: updates 3 to 5 of each epoch, counted from 1
+FIRST_BAD = 2 * BATCH  # examples from here on are NaN: steps 3 to 5 of each epoch, counted from 1
 
 
 def generated(first_bad: int, count: int = 5 * BATCH) -> inputs.Source:
@@ -59,11 +59,11 @@ def test_nan_in_the_data_ends_the_run_with_the_last_good_checkpoint_in_place(tmp
         "bad_steps.json. Earlier checkpoints are kept."
     )
     listed = json.loads((tmp_path / "bad_steps.json").read_text())
-    assert [entry["update"] for entry in listed["updates"]] == [3, 4, 5]
-    assert [entry["examples"] for entry in listed["updates"]] == [
+    assert [entry["step"] for entry in listed["steps"]] == [3, 4, 5]
+    assert [entry["examples"] for entry in listed["steps"]] == [
         list(range(start, start + BATCH)) for start in range(FIRST_BAD, 5 * BATCH, BATCH)
     ]
-    assert all("loss" in entry for entry in listed["updates"])
+    assert all("loss" in entry for entry in listed["steps"])
     assert [bad["example"] for bad in listed["unusable"]] == [16, 17, 18, 19, 20]
     kept = checkpointer.Checkpointer(tmp_path)
     assert kept.steps() == [2]
@@ -80,7 +80,7 @@ def test_a_run_that_diverges_on_good_data_is_told_likely_causes(tmp_path):
         trainer_of(**options, workdir=str(tmp_path)).fit(generated(10**6), steps=30)
     first = int(re.search(r"steps (\d+) to", str(caught.value))[1])
     listed = json.loads((tmp_path / "bad_steps.json").read_text())
-    assert [entry["update"] for entry in listed["updates"]] == list(range(first, first + 4))
+    assert [entry["step"] for entry in listed["steps"]] == list(range(first, first + 4))
     assert listed["unusable"] == []
 
 
@@ -97,7 +97,7 @@ def test_the_overflows_with_which_mixed_float16_begins_do_not_count_as_too_many(
 
 
 class TestStreaks:
-    def test_are_counted_across_calls_and_end_with_an_update_that_is_applied(self):
+    def test_are_counted_across_calls_and_end_with_a_step_that_is_applied(self):
         pipeline = inputs.Pipeline(generated(FIRST_BAD), IN_ORDER)
         settled = []
         steps = NonFiniteStreak(pipeline, limit=4, before_raise=lambda: settled.append(True))
@@ -108,7 +108,7 @@ class TestStreaks:
         assert not steps.suspends_checkpoints
         steps.note(np.arange(5, 7), np.array([False, False]), np.ones(2))
         with pytest.raises(BadStepsError, match=r"steps 6 to 9, 4 in a row"):
-            # That the last one is well again changes nothing: how many updates a call has depends on the pace.
+            # That the last one is well again changes nothing: how many steps a call has depends on the pace.
             steps.note(np.arange(7, 10), np.array([False, False, True]), np.ones(3))
         assert settled == [True]
 

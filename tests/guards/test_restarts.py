@@ -1,4 +1,4 @@
-"""The counts of starts and of updates done again."""
+"""The counts of starts and of steps done again."""
 
 from __future__ import annotations
 

@@ -18,13 +18,13 @@ from tfpar.guards.watchdog import Watchdog
 def waits_for_ever():
     threading.Event().wait()
 
-with Watchdog(1.0, "worker 3") as watchdog:
-    time.sleep(2)  # the first update may take five times as long
-    watchdog.progress("update 7")
-    watchdog.progress("evaluation after update 7", patient=True)
-    time.sleep(2)
-    for _ in range(4):
-        watchdog.progress("update 8")
+with Watchdog(2.0, "worker 3") as watchdog:
+    time.sleep(3)  # the first step may take five times as long
+    watchdog.progress("step 7")
+    watchdog.progress("evaluation after step 7", patient=True)
+    time.sleep(3)
+    for _ in range(6):  # a second and a half late would not matter
+        watchdog.progress("step 8")
         time.sleep(0.5)
     print("so far", flush=True)
     waits_for_ever()
@@ -42,7 +42,7 @@ def test_a_hang_ends_the_process_with_its_stacks():
     assert done.stdout == "so far\n"
     assert done.returncode == PEER_LOST
     assert "waits_for_ever" in done.stderr
-    assert "error: worker 3 made no progress for 1 s (--stall_timeout), in update 8." in done.stderr
+    assert "error: worker 3 made no progress for 2 s (--stall_timeout), in step 8." in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_a_hang_ends_the_process_with_its_stacks():
 )
 def test_a_hang_where_nothing_shows_progress_has_a_bound_too(after, what):
     program = (
-        HANGS[: HANGS.index("    time.sleep(2)  #")].replace("1.0", "0.2") + f"    {after}\n    waits_for_ever()\n"
+        HANGS[: HANGS.index("    time.sleep(3)  #")].replace("2.0", "0.2") + f"    {after}\n    waits_for_ever()\n"
     )
     done = run(program)
     assert done.returncode == PEER_LOST
@@ -64,7 +64,7 @@ def test_a_hang_where_nothing_shows_progress_has_a_bound_too(after, what):
 
 def test_a_call_that_hangs_with_pythons_lock_held_ends_too():
     program = (
-        HANGS[: HANGS.index("    time.sleep(2)  #")].replace("1.0", "0.4")
+        HANGS[: HANGS.index("    time.sleep(3)  #")].replace("2.0", "0.4")
         + "    import ctypes\n    time.sleep(0.3)\n    ctypes.PyDLL(None).sleep(100)\n"
     )
     done = run(program)
@@ -117,7 +117,7 @@ trainer.fit(train, validation=validation)
     ("where", "timeout", "what"),
     [
         ("first", 0.5, "what comes before the end of the first step"),
-        ("evaluation", 2, "evaluation or checkpoint after step 2"),  # within five times that the updates are done
+        ("evaluation", 5, "evaluation or checkpoint after step 2"),  # within five times that the steps are done
     ],
 )
 def test_a_source_that_hangs_is_noticed(where, timeout, what):
@@ -129,5 +129,5 @@ def test_a_source_that_hangs_is_noticed(where, timeout, what):
 
 
 def test_switched_off_it_does_nothing():
-    done = run(HANGS.replace("Watchdog(1.0,", "Watchdog(0.0,").replace("    waits_for_ever()\n", "    time.sleep(2)\n"))
+    done = run(HANGS.replace("Watchdog(2.0,", "Watchdog(0.0,").replace("    waits_for_ever()\n", "    time.sleep(2)\n"))
     assert (done.returncode, done.stdout) == (0, "so far\n"), done.stderr

@@ -23,7 +23,7 @@ def config(batch: int, **options) -> InputConfig:
 
 def epoch_indices(pipeline: Pipeline, epoch: int = 0) -> list[np.ndarray]:
     first = epoch * pipeline.steps_per_epoch
-    return [pipeline.batch_indices(first + update) for update in range(pipeline.steps_per_epoch)]
+    return [pipeline.batch_indices(first + step) for step in range(pipeline.steps_per_epoch)]
 
 
 def real(batches) -> list[int]:
@@ -32,10 +32,10 @@ def real(batches) -> list[int]:
 
 
 def expected_positions(
-    examples: int, batch: int, micro_batches: int, replicas: int, update: int
+    examples: int, batch: int, micro_batches: int, replicas: int, step: int
 ) -> list[list[list[int]]]:
     """Positions per micro-batch and replica, by the definition, without arrays."""
-    first = update * batch
+    first = step * batch
     count = min(batch, examples - first)
     result = []
     for a in range(micro_batches):
@@ -74,9 +74,9 @@ def test_each_example_occurs_once_per_epoch_in_its_place(layout):
     seen = real(batches)
     assert len(seen) == len(set(seen)) == pipeline.examples_per_epoch
     assert set(seen) <= set(range(examples))
-    for update, got in enumerate(batches):
+    for step, got in enumerate(batches):
         assert got.shape == (micro_batches, replicas, pipeline.micro_batch)
-        for a, shares in enumerate(expected_positions(examples, batch, micro_batches, replicas, update)):
+        for a, shares in enumerate(expected_positions(examples, batch, micro_batches, replicas, step)):
             for r, share in enumerate(shares):
                 row = got[a, r]
                 assert (row >= 0).tolist() == [slot < len(share) for slot in range(len(row))]
@@ -102,14 +102,14 @@ def test_the_graph_and_eager_code_compute_the_same_order(
         seed=11,
     )
     local = replicas // workers
-    updates = 2 * pipeline.steps_per_epoch + 1
+    steps = 2 * pipeline.steps_per_epoch + 1
     for worker in range(workers):
         dataset = pipeline.dataset(worker, local)
         assert dataset.element_spec == pipeline.element_spec
         assert dataset.cardinality() == tf.data.INFINITE_CARDINALITY
-        elements = dataset.take(updates * local).as_numpy_iterator()
-        for update in range(updates):
-            on_host = pipeline.batch_indices(update)
+        elements = dataset.take(steps * local).as_numpy_iterator()
+        for step in range(steps):
+            on_host = pipeline.batch_indices(step)
             for r in range(worker * local, (worker + 1) * local):
                 x, y, weight = next(elements)
                 wanted = on_host[:, r]
@@ -224,10 +224,10 @@ class TestFileShards:
         assert real(first) != real(second)
         for worker in range(2):
             elements = pipeline.dataset(worker, 2).take(2 * len(first)).as_numpy_iterator()
-            for update, batch in enumerate(first):
+            for step, batch in enumerate(first):
                 for r in (2 * worker, 2 * worker + 1):
                     x, _, weight = next(elements)
-                    assert x[..., 0][weight > 0].astype(int).tolist() == real([batch[:, r]]), update
+                    assert x[..., 0][weight > 0].astype(int).tolist() == real([batch[:, r]]), step
 
     def test_shards_are_balanced_and_uneven_workers_take_the_same_steps(self):
         shards = epoch_order.shards_by_file(self.RECORDS, 6, 3)
@@ -348,7 +348,7 @@ def test_each_replica_of_a_strategy_gets_its_own_elements():
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
     pipeline = Pipeline(index_source(30), config(6), replicas=2, seed=4)
     distributed = iter(strategy.distribute_datasets_from_function(lambda context: pipeline.dataset(0, 2)))
-    for update in range(7):
+    for step in range(7):
         per_replica = strategy.experimental_local_results(next(distributed))
         got = [x[..., 0].numpy().astype(int).tolist() for x, _, _ in per_replica]
-        assert got == pipeline.batch_indices(update).transpose(1, 0, 2).tolist()
+        assert got == pipeline.batch_indices(step).transpose(1, 0, 2).tolist()

@@ -88,7 +88,7 @@ def test_a_run_that_diverges_ends_alike_everywhere(tmp_path):
     assert "6 in a row (--max_bad_steps=6), changed nothing" in said
     assert "Traceback" not in said
     listed = json.loads((tmp_path / "bad_steps.json").read_text())
-    assert len(listed["updates"]) == 6
-    assert all(len(update["examples"]) in (16, 120 % 16) for update in listed["updates"])
+    assert len(listed["steps"]) == 6
+    assert all(len(step["examples"]) in (16, 120 % 16) for step in listed["steps"])
     last = max(int(path.name.removeprefix("step-")) for path in (tmp_path / "checkpoints").glob("step-*"))
-    assert last == listed["updates"][0]["update"] - 1
+    assert last == listed["steps"][0]["step"] - 1

@@ -62,6 +62,8 @@ def test_two_workers_hold_a_pipeline_between_them(tmp_path):
     assert_close(masked, alone(**recurrent)[0])
     for name in weights:
         np.testing.assert_array_equal(resumed[name], dense[name], err_msg=name)
+    saved_files = {path.name for path in (tmp_path / "run").glob("checkpoints/*/state-*")}
+    assert saved_files == {f"state-0000{part}-of-00002.safetensors" for part in (1, 2)}
     loaded = keras.saving.load_model(tmp_path / "run" / "model.keras")
     assert params_sha256(loaded.trainable_variables) == str(resumed["params_sha256"])
     further = divided.here("one_device", workdir=str(tmp_path / "run"), steps=divided.STEPS + 1, accumulate_steps=2)

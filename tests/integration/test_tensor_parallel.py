@@ -82,7 +82,7 @@ def test_two_workers_hold_a_replica_between_them(tmp_path):
         2,
         tmp_path / "out",
         {**mesh, "accumulate_steps": 2, "predicts": True},
-        {**mesh, "model": "language_model", "steps": 6},
+        {**mesh, "model": "language_model", "steps": 6, "sequence_parallel": True},
         {**saved, "stop_after": 11},
         saved,
     )

@@ -85,7 +85,7 @@ class Actors:
 
     def wait_for(self, count: int) -> dict[str, int]:
         """Task name to process number, once that many have started."""
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         while len(found := self.pids()) < count:
             assert time.monotonic() < deadline, f"{count} processes wanted, {found} started"
             time.sleep(0.02)
@@ -93,7 +93,7 @@ class Actors:
 
     def wait_for_files(self, *names: str) -> None:
         """Returns once the actors have touched all of these."""
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         while not all((self.folder / name).exists() for name in names):
             assert time.monotonic() < deadline, f"{names} wanted, {os.listdir(self.folder)} found"
             time.sleep(0.02)
@@ -150,7 +150,11 @@ def test_lines_are_whole_prefixed_and_in_order(actors: Actors) -> None:
 
 def test_every_process_knows_its_place(actors: Actors) -> None:
     result = actors.run(
-        "--workers=2 --ps=1", "all=describe", "ps=touch:shown,sleep:60", "chief=wait_for:shown", "worker=wait_for:shown"
+        "--workers=2 --ps=1",
+        "all=describe",
+        "ps=touch:shown,sleep:900",
+        "chief=wait_for:shown",
+        "worker=wait_for:shown",
     )
     assert result.returncode == 0, result.stdout
     members = "1 chief, 2 worker, 1 ps (TF_CONFIG)"
@@ -176,7 +180,7 @@ def test_cores_are_shared_out_unless_the_user_says_otherwise(actors: Actors) -> 
 
 def test_gpus_are_shared_out(actors: Actors) -> None:
     actors.environ["CUDA_VISIBLE_DEVICES"] = "4,5,6,7,8"
-    result = actors.run("--workers=2 --ps=1", "all=describe", "ps=touch:shown,sleep:60", "chief=wait_for:shown")
+    result = actors.run("--workers=2 --ps=1", "all=describe", "ps=touch:shown,sleep:900", "chief=wait_for:shown")
     seen = {label: lines_of(result.stdout, label)[-1] for label in ("chief 0", "worker 0", "worker 1", "ps 0")}
     assert [value.partition("=")[2] for value in seen.values()] == ["-1", "4,5", "6,7", "-1"]
     actors.environ["CUDA_VISIBLE_DEVICES"] = "0"
@@ -294,22 +298,21 @@ def test_cutting_into_lines(pieces: list[bytes], expected: list[str] | None) -> 
 
 
 def test_one_failure_ends_all_and_gives_its_code(actors: Actors) -> None:
-    started = time.monotonic()
+    # Whoever waited for the others would run into the time limit of a test.
     result = actors.run(
         "--workers=3",
-        "worker0=spawn:60,touch:up,sleep:60",
+        "worker0=spawn:900,touch:up,sleep:900",
         "worker1=wait_for:up,wait_for:up2,exit:3",
-        "worker2=touch:up2,sleep:60",
+        "worker2=touch:up2,sleep:900",
     )
     assert result.returncode == 3
-    assert time.monotonic() - started < 50  # not the 60 s that the others sleep
     assert result.stdout.splitlines()[-1] == "[launch] worker 1 failed with exit code 3"
     assert actors.pids().keys() == {"worker0", "worker0-child", "worker1", "worker2"}
     assert actors.alive() == []
 
 
 def test_an_exception_is_named_in_the_last_line(actors: Actors) -> None:
-    result = actors.run("--workers=2", "worker1=fail_until:9", "worker0=sleep:60")
+    result = actors.run("--workers=2", "worker1=fail_until:9", "worker0=sleep:900")
     assert result.returncode == 1
     assert result.stdout.splitlines()[-1] == (
         "[launch] worker 1 failed with exit code 1 (ValueError: failing in start 0)"
@@ -317,13 +320,13 @@ def test_an_exception_is_named_in_the_last_line(actors: Actors) -> None:
 
 
 def test_killed_by_a_signal(actors: Actors) -> None:
-    result = actors.run("--workers=2", "worker0=sleep:60", "worker1=kill:SIGSEGV")
+    result = actors.run("--workers=2", "worker0=sleep:900", "worker1=kill:SIGSEGV")
     assert result.returncode == 128 + signal.SIGSEGV
     assert result.stdout.splitlines()[-1] == "[launch] worker 1 was killed by SIGSEGV (exit code 139)"
 
 
 def test_killing_one_from_outside_ends_all(actors: Actors) -> None:
-    launcher = actors.start("--workers=2", "all=sleep:60")
+    launcher = actors.start("--workers=2", "all=sleep:900")
     os.kill(actors.wait_for(2)["worker1"], signal.SIGKILL)
     output, _ = launcher.communicate(timeout=300)
     assert launcher.returncode == 137
@@ -334,16 +337,16 @@ def test_killing_one_from_outside_ends_all(actors: Actors) -> None:
 def test_a_process_that_does_not_listen_is_killed_after_the_grace_period(actors: Actors) -> None:
     started = time.monotonic()
     result = actors.run(
-        "--workers=2 --grace_period=0.5", "worker0=ignore:SIGTERM,touch:up,sleep:60", "worker1=wait_for:up,exit:4"
+        "--workers=2 --grace_period=0.5", "worker0=ignore:SIGTERM,touch:up,sleep:900", "worker1=wait_for:up,exit:4"
     )
     assert result.returncode == 4
-    assert 0.5 < time.monotonic() - started < 50
+    assert time.monotonic() - started > 0.5
     assert actors.alive() == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_are_passed_on(actors: Actors, number: signal.Signals) -> None:
-    launcher = actors.start("--workers=2", f"all=catch:{number.name},spawn:60,sleep:60")
+    launcher = actors.start("--workers=2", f"all=catch:{number.name},spawn:900,sleep:900")
     actors.wait_for(4)
     launcher.send_signal(number)
     output, _ = launcher.communicate(timeout=300)
@@ -354,7 +357,7 @@ def test_signals_are_passed_on(actors: Actors, number: signal.Signals) -> None:
 
 
 def test_a_second_interrupt_kills_at_once(actors: Actors) -> None:
-    launcher = actors.start("--workers=2 --grace_period=60", "all=ignore:SIGINT,say:up,spawn:60,sleep:60")
+    launcher = actors.start("--workers=2 --grace_period=60", "all=ignore:SIGINT,say:up,spawn:900,sleep:900")
     actors.wait_for(4)
     launcher.send_signal(signal.SIGINT)
     time.sleep(0.5)
@@ -366,7 +369,7 @@ def test_a_second_interrupt_kills_at_once(actors: Actors) -> None:
 
 
 def test_nothing_survives_a_killed_launcher(actors: Actors) -> None:
-    launcher = actors.start("--workers=2", "all=ignore:SIGTERM,spawn:60,sleep:60")
+    launcher = actors.start("--workers=2", "all=ignore:SIGTERM,spawn:900,sleep:900")
     actors.wait_for(4)
     launcher.kill()
     assert actors.alive() == []
@@ -374,7 +377,7 @@ def test_nothing_survives_a_killed_launcher(actors: Actors) -> None:
 
 
 def test_nothing_survives_when_the_reader_goes_away(actors: Actors) -> None:
-    launcher = actors.start("--workers=2", "worker0=say:first,wait_for:gone,say:second,sleep:60", "worker1=sleep:60")
+    launcher = actors.start("--workers=2", "worker0=say:first,wait_for:gone,say:second,sleep:900", "worker1=sleep:900")
     assert launcher.stdout is not None
     assert launcher.stdout.readline() == "[worker 0] first\n"
     launcher.stdout.close()
@@ -385,7 +388,7 @@ def test_nothing_survives_when_the_reader_goes_away(actors: Actors) -> None:
 
 def test_the_end_of_the_chief_ends_servers(actors: Actors) -> None:
     """Workers and parameter servers of TensorFlow never end by themselves."""
-    result = actors.run("--workers=2 --ps=1", "chief=say:trained,exit:0", "ps=sleep:60", "worker=sleep:60")
+    result = actors.run("--workers=2 --ps=1", "chief=say:trained,exit:0", "ps=sleep:900", "worker=sleep:900")
     assert result.returncode == 0
     assert lines_of(result.stdout, "chief 0") == ["trained"]
     assert result.stdout.splitlines()[-1].startswith("[launch] 1 chief, 2 workers, 1 ps: done")
@@ -393,12 +396,12 @@ def test_the_end_of_the_chief_ends_servers(actors: Actors) -> None:
 
 
 def test_workers_may_finish_after_the_chief(actors: Actors) -> None:
-    result = actors.run("--workers=1 --ps=1", "chief=exit:0", "ps=sleep:60", "worker=sleep:0.5,say:saved,exit:0")
+    result = actors.run("--workers=1 --ps=1", "chief=exit:0", "ps=sleep:900", "worker=sleep:0.5,say:saved,exit:0")
     assert (result.returncode, lines_of(result.stdout, "worker 0")) == (0, ["saved"])
 
 
 def test_a_failing_parameter_server_is_a_failure(actors: Actors) -> None:
-    result = actors.run("--workers=1 --ps=1", "chief=sleep:60", "worker=sleep:60", "ps=exit:5")
+    result = actors.run("--workers=1 --ps=1", "chief=sleep:900", "worker=sleep:900", "ps=exit:5")
     assert result.returncode == 5
     assert result.stdout.splitlines()[-1] == "[launch] ps 0 failed with exit code 5"
 
@@ -441,7 +444,7 @@ def test_the_final_code_decides_whoever_ends_first(actors: Actors) -> None:
 
 
 def test_peer_loss_is_not_blamed(actors: Actors) -> None:
-    result = actors.run("--workers=3", "worker0=exit:75", "worker2=sleep:0.5,exit:9", "worker1=sleep:60")
+    result = actors.run("--workers=3", "worker0=exit:75", "worker2=sleep:0.5,exit:9", "worker1=sleep:900")
     assert result.returncode == 9
     assert lines_of(result.stdout, "launch") == ["worker 2 failed with exit code 9"]
 
@@ -468,7 +471,7 @@ def test_preemption_is_said_as_such(actors: Actors) -> None:
 
 def test_sigterm_to_a_launcher_whose_workers_save(actors: Actors) -> None:
     launcher = actors.start(
-        "--workers=2", "worker0=exit_when_told:85,touch:up0,sleep:60", "worker1=exit_when_told:85,touch:up1,sleep:60"
+        "--workers=2", "worker0=exit_when_told:85,touch:up0,sleep:900", "worker1=exit_when_told:85,touch:up1,sleep:900"
     )
     actors.wait_for_files("up0", "up1")
     launcher.terminate()
@@ -484,8 +487,8 @@ def test_sigterm_where_one_ends_in_another_way(actors: Actors, handles: str, cod
     """It noticed that a peer had gone, or could not handle the signal yet; anything else is no preemption."""
     launcher = actors.start(
         "--workers=2",
-        "worker0=exit_when_told:85,touch:up0,sleep:60",
-        f"worker1={handles},touch:up1,sleep:60",
+        "worker0=exit_when_told:85,touch:up0,sleep:900",
+        f"worker1={handles},touch:up1,sleep:900",
     )
     actors.wait_for_files("up0", "up1")
     launcher.terminate()
@@ -526,7 +529,7 @@ def test_the_processes_know_that_one_is_left_out(actors: Actors) -> None:
 def test_what_happens_to_several_is_no_workers_fault(actors: Actors) -> None:
     result = actors.run(
         "--workers=3 --min_workers=1 --max_restarts=3 --restart_delay=0",
-        "worker0=sleep:60",
+        "worker0=sleep:900",
         "worker1=exit:4",  # always the first
         "worker2=sleep:0.3,exit:4",
     )

@@ -45,7 +45,7 @@ def _monitor(workdir, *, is_chief=True, total_steps=100, stream=None, config=Non
 
 
 def _durations(count, total=0.1):
-    """Every update: 10% input wait, 50% compute, 20% exchange, 20% update."""
+    """Every step: 10% input wait, 50% compute, 20% exchange, 20% update."""
     return np.outer(np.full(count, total), [0.1, 0.5, 0.2, 0.2, 1.0, 0.0])
 
 
@@ -75,7 +75,7 @@ def test_points_are_means_over_log_every_steps(tmp_path):
     config = _config(log_every=10, precision="mixed_float16")
     monitor = _monitor(tmp_path, flops_per_example=2e6, peak_flops=1e9, replicas=2, config=config)
     losses = np.arange(60, dtype=np.float64)
-    losses[13] = np.nan  # a skipped update: no part of the mean
+    losses[13] = np.nan  # a skipped step: no part of the mean
     scalars = {"learning_rate": 0.5, "gradient_norm": 2.0, "parameter_norm": 3.0, "update_norm": 4.0, "loss_scale": 8.0}
     with monitor.session():
         for begin, end in ((0, 25), (25, 50), (50, 60)):
@@ -534,7 +534,7 @@ def test_live_line_on_a_real_terminal(monkeypatch):
         "the end",
         "",
     ]
-    assert written.count("step  ") < 60  # every other update is within 0.1 s of the one before
+    assert written.count("step  ") < 60  # every other step is within 0.1 s of the one before
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def squared_error(y, outputs):
 class Steps:
     """A model, an optimizer and a training step on some replicas.
 
-    Each update is a list with one entry per replica: (x [m, f], y [m, 1], weight [m]), NumPy, or with
+    Each step is a list with one entry per replica: (x [m, f], y [m, 1], weight [m]), NumPy, or with
     a leading micro-batch axis if `micro_batches`.
     """
 
@@ -79,9 +79,9 @@ class Steps:
         self.loss_scale = LossScale(tf.constant(1.0), tf.constant(0))
         self.done = 0
 
-    def run(self, updates, *, micro_batches=False):
-        """Runs the updates in one call; returns what they report."""
-        elements = [element for update in updates for element in update]
+    def run(self, steps, *, micro_batches=False):
+        """Runs the steps in one call; returns what they report."""
+        elements = [element for step in steps for element in step]
         columns = [np.stack(column).astype(np.float32) for column in zip(*elements, strict=True)]
         if not micro_batches:
             columns = [column[:, None] for column in columns]
@@ -98,11 +98,11 @@ class Steps:
         result = self.step.run(
             iterator,
             tf.constant(self.done, tf.int64),
-            tf.constant(len(updates)),
+            tf.constant(len(steps)),
             self.loss_scale,
             tf.constant(1.0),
         )
-        self.done += len(updates)
+        self.done += len(steps)
         self.loss_scale = result.loss_scale
         return result
 

@@ -123,7 +123,7 @@ STEPS = 6
 
 @pytest.fixture(scope="module", params=[1, 3])
 def averaged(request, tmp_path_factory):
-    """A run with moving averages that kept a checkpoint of every update."""
+    """A run with moving averages that kept a checkpoint of every step."""
     workdir = tmp_path_factory.mktemp("averaged")
     keras.utils.set_random_seed(1)
     trainer = trainer_on(
@@ -144,7 +144,7 @@ def own_weights(workdir, step: int) -> dict[str, np.ndarray]:
 
 
 def moving_averages(workdir, names: list[str]) -> dict[str, np.ndarray]:
-    """By the definition, from the weights after each update: the first one starts the average."""
+    """By the definition, from the weights after each step: the first one starts the average."""
     average = own_weights(workdir, 1)
     for step in range(2, STEPS + 1):
         now = own_weights(workdir, step)
@@ -178,13 +178,13 @@ def test_moving_averages_are_what_is_evaluated(averaged):
     assert abs(own["loss"] - expected["loss"]) > 1e-3
 
 
-def test_before_the_first_update_there_is_no_average_and_the_weights_themselves_count():
+def test_before_the_first_step_there_is_no_average_and_the_weights_themselves_count():
     trainer = trainer_on(1, ema=MOMENTUM)
     expected = keras_evaluate(trainer.model.get_weights(), *data())
     assert trainer.evaluate(source())["loss"] == pytest.approx(expected["loss"], abs=1e-5)
     trainer.fit(source(), steps=3)
     after = keras_evaluate(trainer.model.get_weights(), *data())
-    # From the first update on it is the average, also in a program that has evaluated before.
+    # From the first step on it is the average, also in a program that has evaluated before.
     assert abs(trainer.evaluate(source())["loss"] - after["loss"]) > 1e-3
 
 

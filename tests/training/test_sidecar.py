@@ -147,7 +147,7 @@ def test_metrics_of_a_step_that_was_left_out_do_not_count():
         np.testing.assert_array_equal(found, 2 * once)
 
 
-def test_an_update_without_examples_gives_finite_state():
+def test_a_step_without_examples_gives_finite_state():
     layout = Sidecar.of(variables(), metric_variables(), 2)
     parts = [contribution(0.0, 0.0, 1), contribution(0.0, 0.0, 2)]
     state = layout.state(tf.add_n([vector_of(layout, part) for part in parts]), layout.base(BEFORE, parts[0].state))

@@ -1,4 +1,4 @@
-"""The step on hand-made batches: several updates a call, norms, statistics, EMA, precision."""
+"""The step on hand-made batches: several steps a call, norms, statistics, EMA, precision."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 import tensorflow as tf
 
 
-def random_updates(count, replicas=1, size=4, features=2, seed=0):
+def random_steps(count, replicas=1, size=4, features=2, seed=0):
     generator = np.random.default_rng(seed)
     return [
         [
@@ -28,33 +28,33 @@ def random_updates(count, replicas=1, size=4, features=2, seed=0):
 
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("jit", [False, True])
-def test_several_updates_a_call_equal_single_ones(replicas, jit):
-    updates = random_updates(6, replicas)
+def test_several_steps_a_call_equal_single_ones(replicas, jit):
+    batches = random_steps(6, replicas)
     together = Steps(replicas, optimizer=lambda: keras.optimizers.Adam(0.1), jit_compile=jit)
-    losses = together.run(updates).loss.numpy()
+    losses = together.run(batches).loss.numpy()
     one_by_one = Steps(replicas, optimizer=lambda: keras.optimizers.Adam(0.1), jit_compile=jit)
-    single = [one_by_one.run([update]).loss.numpy()[0] for update in updates]
+    single = [one_by_one.run([batch]).loss.numpy()[0] for batch in batches]
     np.testing.assert_array_equal(losses, single)
     np.testing.assert_array_equal(together.weights()[0][0], one_by_one.weights()[0][0])
     assert together.optimizer.iterations.numpy() == 6
 
     in_turn = Steps(replicas, optimizer=lambda: keras.optimizers.Adam(0.1), jit_compile=jit)
     in_turn.step.plan = dataclasses.replace(in_turn.step.plan, prefetches_in_loop=False)  # as with several GPUs
-    np.testing.assert_array_equal(in_turn.run(updates).loss.numpy(), losses)
+    np.testing.assert_array_equal(in_turn.run(batches).loss.numpy(), losses)
     np.testing.assert_array_equal(in_turn.weights()[0][0], together.weights()[0][0])
 
 
-def test_the_number_of_updates_a_call_does_not_retrace():
+def test_the_number_of_steps_a_call_does_not_retrace():
     steps = Steps(1)
     for count in (1, 3, 2, 5):
-        steps.run(random_updates(count))
+        steps.run(random_steps(count))
     assert steps.step.run.experimental_get_tracing_count() <= 2  # reduce_retracing may relax once
 
 
 def test_norms_are_those_of_the_update():
     steps = Steps(1, optimizer=lambda: keras.optimizers.SGD(0.5))
     before = steps.weights()[0][0].copy()
-    result = steps.run(random_updates(1))
+    result = steps.run(random_steps(1))
     after = steps.weights()[0][0]
     assert result.norms.parameter.numpy() == pytest.approx(np.linalg.norm(after), rel=1e-5)
     assert result.norms.update.numpy() == pytest.approx(np.linalg.norm(after - before), rel=1e-4)
@@ -62,7 +62,7 @@ def test_norms_are_those_of_the_update():
 
 
 def test_durations_add_up():
-    result = Steps(2).run(random_updates(5, 2))
+    result = Steps(2).run(random_steps(5, 2))
     durations = result.durations.numpy()
     assert durations.shape == (5, 6)
     assert (durations >= 0).all()
@@ -113,11 +113,11 @@ def test_mixed_float16_trains_with_a_loss_scale():
     keras.config.set_dtype_policy("mixed_float16")
     steps = Steps(2, scale_loss=True, growth_steps=1000)
     steps.loss_scale = LossScale(tf.constant(2.0**15), tf.constant(0))
-    result = steps.run(random_updates(1, 2) * 20)
+    result = steps.run(random_steps(1, 2) * 20)
     finite = result.finite.numpy()
     keras.config.set_dtype_policy("float32")
-    expected = Steps(2).run(random_updates(1, 2) * int(finite.sum())).loss.numpy()
-    # The first scale overflows float16 on this data: those updates are left out, and the rest is the float32 run.
+    expected = Steps(2).run(random_steps(1, 2) * int(finite.sum())).loss.numpy()
+    # The first scale overflows float16 on this data: those steps are left out, and the rest is the float32 run.
     assert 0 < (~finite).sum() < 5
     assert steps.loss_scale.scale.numpy() == 2.0 ** (15 - (~finite).sum())
     np.testing.assert_allclose(result.loss.numpy()[finite], expected, rtol=0.01)
@@ -127,13 +127,13 @@ def test_a_lone_replica_does_its_step_as_one_xla_program():
     """Reads, both halves of the step and assignments compiled together, as on a TPU; here for the CPU."""
     options = {"metrics": ["mean_squared_error"], "optimizer": lambda: keras.optimizers.AdamW(0.01), "clip_norm": 1.0}
     compiled, plain = Steps(1, **options), Steps(1, jit_compile=False, **options)
-    updates = random_updates(5)
-    actual, expected = compiled.run(updates), plain.run(updates)
+    batches = random_steps(5)
+    actual, expected = compiled.run(batches), plain.run(batches)
     np.testing.assert_allclose(actual.loss, expected.loss, rtol=1e-5)
     np.testing.assert_allclose(actual.norms.gradient, expected.norms.gradient, rtol=1e-5)
     np.testing.assert_allclose(compiled.weights()[0][0], plain.weights()[0][0], rtol=1e-5)
     assert compiled.optimizer.iterations.numpy() == 5
-    batch = [tf.constant(part[None], tf.float32) for part in updates[0][0]]
+    batch = [tf.constant(part[None], tf.float32) for part in batches[0][0]]
     arguments = (batch, tf.constant(0, tf.int64), tf.constant(0.01), compiled.loss_scale)
     hlo = compiled.step._whole_step.experimental_get_compiler_ir(*arguments)(stage="hlo")
     assert "ENTRY" in hlo

@@ -68,6 +68,23 @@ def test_trains_and_evaluates_as_arrays_and_as_keras_do(replicas):
     assert trainer.evaluate(dataset(4))["examples"] == EXAMPLES
 
 
+class Loader:
+    """Batches of another library, which can be iterated again and again."""
+
+    def __iter__(self):
+        x, y = arrays()
+        return iter([[x[at : at + 7], y[at : at + 7]] for at in range(0, EXAMPLES, 7)])
+
+
+def test_a_loader_trains_as_arrays_do():
+    trainer, other = trainer_on(), trainer_on()
+    result = trainer.fit(Loader(), epochs=2, validation=Loader())
+    expected = other.fit(*arrays(), epochs=2, validation=arrays())
+    assert result["params_sha256"] == expected["params_sha256"]
+    assert result.history["val_loss"] == pytest.approx(expected.history["val_loss"], rel=1e-6)
+    np.testing.assert_array_equal(trainer.predict(Loader()), other.predict(arrays()[0]))
+
+
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_run_resumes_where_it_stopped_in_the_stream(tmp_path, replicas, caplog):
     def shuffled() -> tf.data.Dataset:

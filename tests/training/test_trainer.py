@@ -59,7 +59,7 @@ def another_trainer(builder=model, optimizer=None, loss=SPARSE, **options) -> tf
             "strategy": "one_device",
             "global_batch_size": BATCH,
             "uneven_batches": True,
-            "jit_compile": False,  # these models train for a few updates; XLA is what other tests are about
+            "jit_compile": False,  # these models train for a few steps; XLA is what other tests are about
             **options,
         },
     )
@@ -311,7 +311,7 @@ def test_a_model_of_another_precision_is_refused(precision, found):
         ({}, {}),
         ({}, {"steps": 0}),
         ({}, {"epochs": 0.0}),
-        ({}, {"epochs": 0.01}),  # less than one update
+        ({}, {"epochs": 0.01}),  # less than one step
     ],
 )
 def test_steps_or_epochs_one_of_them(options, arguments):
@@ -383,7 +383,7 @@ class Resumed:
 
     Attributes:
       options: What it trains with.
-      stops: Updates after which each start but the last one stops; 5 updates are an epoch.
+      stops: Steps after which each start but the last one stops; 5 steps are an epoch.
       moved: Whether the state that must survive the stop is no longer the initial one at the end; else the comparison
         would compare constants.
     """
@@ -571,9 +571,9 @@ def test_two_trainers_do_not_share_anything():
     assert math.isfinite(first.evaluate(source())["loss"])
 
 
-def test_the_training_loss_does_not_depend_on_the_updates_per_call():
+def test_the_training_loss_does_not_depend_on_the_steps_per_call():
     """Calls from Python are as long as the machine is fast; the results must not be."""
-    losses = [trainer_of(steps_per_loop=updates).fit(source(), epochs=1)["train_loss"] for updates in (1, 2, 5)]
+    losses = [trainer_of(steps_per_loop=steps).fit(source(), epochs=1)["train_loss"] for steps in (1, 2, 5)]
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
 
 
@@ -663,7 +663,7 @@ def test_a_run_goes_on_with_the_optimizer_it_had(tmp_path):
 
 
 def test_the_progress_line_shows_metrics_over_its_interval(capsys, monkeypatch):
-    """With a single line at the end, the accuracy of an epoch does not depend on the updates per call."""
+    """With a single line at the end, the accuracy of an epoch does not depend on the steps per call."""
     monkeypatch.setattr("tfpar.monitor.progress.Progress.due", lambda self: False)
     shown = []
     for steps_per_loop in (1, EXAMPLES // BATCH):

@@ -9,6 +9,8 @@ from tfpar.config.errors import ConfigError, TrainingError, unknown_name
 from tfpar.config.experiment import PER_HOST_OPTIONS, RESUME_MAY_CHANGE, SECTIONS, ExperimentConfig
 from tfpar.config.fields import parse_arguments
 from tfpar.config.input_section import InputConfig
+from tfpar.config.outer_section import OuterConfig
+from tfpar.config.reinforcement_section import ReinforcementConfig
 from tfpar.config.sections import (
     CUSTOM,
     PRECISIONS,
@@ -39,7 +41,9 @@ __all__ = [
     "ModelConfig",
     "MonitorConfig",
     "OptimizerConfig",
+    "OuterConfig",
     "PrecisionConfig",
+    "ReinforcementConfig",
     "ScheduleConfig",
     "StrategyConfig",
     "TrainConfig",

@@ -12,6 +12,8 @@ from typing import Any
 from tfpar.config.errors import unknown_name
 from tfpar.config.fields import ConfigBase
 from tfpar.config.input_section import InputConfig
+from tfpar.config.outer_section import OuterConfig
+from tfpar.config.reinforcement_section import ReinforcementConfig
 from tfpar.config.sections import (
     CheckpointConfig,
     ExchangeConfig,
@@ -24,11 +26,12 @@ from tfpar.config.sections import (
 )
 from tfpar.config.strategy_section import StrategyConfig
 
-SECTIONS: Mapping[str, type[ConfigBase]] = {
+SECTIONS: dict[str, type[ConfigBase]] = {
     "model": ModelConfig,
     "input": InputConfig,
     "strategy": StrategyConfig,
     "exchange": ExchangeConfig,
+    "outer": OuterConfig,
     "precision": PrecisionConfig,
     "optimizer": OptimizerConfig,
     "schedule": ScheduleConfig,
@@ -36,40 +39,57 @@ SECTIONS: Mapping[str, type[ConfigBase]] = {
     "checkpoint": CheckpointConfig,
     "monitor": MonitorConfig,
 }
+# Sections that one program has beside these.
+PROGRAM_SECTIONS: dict[str, type[ConfigBase]] = {"reinforcement": ReinforcementConfig}
 
 
 def option_fields() -> list[dataclasses.Field[Any]]:
     """The field of every option, section by section, in the order of `--help`."""
-    return [field for section in SECTIONS.values() for field in dataclasses.fields(section)]
+    return _fields_of(SECTIONS)
+
+
+def every_field() -> list[dataclasses.Field[Any]]:
+    """`option_fields`, and the fields of options that one program has."""
+    return _fields_of(SECTIONS | PROGRAM_SECTIONS)
+
+
+def _fields_of(sections: Mapping[str, type[ConfigBase]]) -> list[dataclasses.Field[Any]]:
+    return [field for section in sections.values() for field in dataclasses.fields(section)]
 
 
 # A resumed run may have other values of these: they change where, how fast, how visibly or how long it runs, but not
 # what is being trained.
-RESUME_MAY_CHANGE = frozenset(field.name for field in option_fields() if field.metadata["may_change_on_resume"])
+RESUME_MAY_CHANGE = frozenset(field.name for field in every_field() if field.metadata["may_change_on_resume"])
 # Workers of one run may have different values of these, which belong to a machine or to the chief alone.
-PER_HOST_OPTIONS = frozenset(field.name for field in option_fields() if field.metadata["per_host"])
+PER_HOST_OPTIONS = frozenset(field.name for field in every_field() if field.metadata["per_host"])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExperimentConfig:
-    """One experiment: a configuration for every section."""
+    """One experiment: a configuration for every section.
+
+    Those of `PROGRAM_SECTIONS` are None in other programs, and are then no options of the experiment.
+    """
 
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     input: InputConfig = dataclasses.field(default_factory=InputConfig)
     strategy: StrategyConfig = dataclasses.field(default_factory=StrategyConfig)
     exchange: ExchangeConfig = dataclasses.field(default_factory=ExchangeConfig)
+    outer: OuterConfig = dataclasses.field(default_factory=OuterConfig)
     precision: PrecisionConfig = dataclasses.field(default_factory=PrecisionConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     monitor: MonitorConfig = dataclasses.field(default_factory=MonitorConfig)
+    reinforcement: ReinforcementConfig | None = None
 
     def as_flat_dict(self) -> dict[str, Any]:
         """Every option by its flag name, for summaries, hparams and comparison with a checkpoint."""
         flat: dict[str, Any] = {}
-        for section in SECTIONS:
-            flat.update(dataclasses.asdict(getattr(self, section)))
+        for section in SECTIONS | PROGRAM_SECTIONS:
+            if (options := getattr(self, section)) is not None:
+                flat.update(dataclasses.asdict(options))
         return flat
 
     @property
@@ -90,9 +110,11 @@ class ExperimentConfig:
         """
         remaining = dict(options)
         sections: dict[str, Any] = {}
-        for section, kind in SECTIONS.items():
+        for section, kind in (SECTIONS | PROGRAM_SECTIONS).items():
             names = [field.name for field in dataclasses.fields(kind)]
-            sections[section] = kind(**{name: remaining.pop(name) for name in names if name in remaining})
+            given = {name: remaining.pop(name) for name in names if name in remaining}
+            if given or section in SECTIONS:
+                sections[section] = kind(**given)
         if remaining:
             raise unknown_name("option", next(iter(remaining)), (field.name for field in option_fields()))
         return cls(**sections)

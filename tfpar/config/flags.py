@@ -33,7 +33,7 @@ from typing import Any
 
 from tfpar.config import flagfiles
 from tfpar.config.errors import ConfigError, TrainingError, unknown_name
-from tfpar.config.experiment import SECTIONS, ExperimentConfig, option_fields
+from tfpar.config.experiment import PROGRAM_SECTIONS, SECTIONS, ExperimentConfig, every_field
 from tfpar.config.fields import range_text
 from tfpar.process import logs
 from tfpar.process.exit_codes import USAGE_ERROR, PeerLostError, exit_peer_lost
@@ -54,7 +54,7 @@ def define(
     """Defines a flag for every option of these sections.
 
     Args:
-      sections: Names from `tfpar.config.SECTIONS`; by default all of them.
+      sections: Names from `tfpar.config.SECTIONS`, by default all of them; or of `PROGRAM_SECTIONS`.
       defaults: Maps option names to this experiment's defaults, where they differ from those of the dataclasses.
       flag_values: Where to define the flags; by default among absl's global flags.
       rooms: Deprecated name of `sections`.
@@ -67,33 +67,44 @@ def define(
         sections = rooms
     remaining = dict(defaults or {})
     chosen = list(SECTIONS if sections is None else sections)
+    known = SECTIONS | PROGRAM_SECTIONS
     for section in chosen:
-        if section not in SECTIONS:
-            raise unknown_name("section", section, SECTIONS)
-        fields = dataclasses.fields(SECTIONS[section])
+        if section not in known:
+            raise unknown_name("section", section, known)
+        fields = dataclasses.fields(known[section])
         overrides = {field.name: remaining.pop(field.name) for field in fields if field.name in remaining}
-        values = SECTIONS[section](**overrides)  # validates the defaults
-        types = typing.get_type_hints(SECTIONS[section])
+        values = known[section](**overrides)  # validates the defaults
+        types = typing.get_type_hints(known[section])
         for field in fields:
             flag = _flag(field, types[field.name], getattr(values, field.name))
             flags.DEFINE_flag(flag, flag_values, module_name=_MODULE + section)
     if remaining:
-        known = (field.name for section in chosen for field in dataclasses.fields(SECTIONS[section]))
-        raise unknown_name("default", next(iter(remaining)), known)
+        options = (field.name for section in chosen for field in dataclasses.fields(known[section]))
+        raise unknown_name("default", next(iter(remaining)), options)
 
 
-def experiment_config(flag_values: flags.FlagValues = flags.FLAGS) -> ExperimentConfig:
+def experiment_config(
+    flag_values: flags.FlagValues = flags.FLAGS,
+    *,
+    preset: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
+) -> ExperimentConfig:
     """The configuration that the parsed flags describe. Sections without flags keep their defaults.
+
+    Args:
+      flag_values: The parsed flags.
+      preset: From the values of all options, better ones for those that were not given.
 
     Raises:
       ConfigError: A value out of range, or values that contradict each other.
     """
-    names = (field.name for field in option_fields())
+    names = (field.name for field in every_field())
     options = {name: flag_values[name].value for name in names if name in flag_values}
     for name, other in (("steps", "epochs"), ("epochs", "steps")):
         # The one on the command line replaces the other that is merely this experiment's default.
         if _is_set(name, flag_values) and not _is_set(other, flag_values):
             options.pop(other, None)
+    if preset is not None:
+        options |= {name: value for name, value in preset(options).items() if not is_given(name, flag_values)}
     return ExperimentConfig.from_flat_dict(options)
 
 
@@ -304,7 +315,7 @@ def help_text(values: flags.FlagValues, module: str = "__main__", program: str =
     own_flags = [flag for flag in own if flag.name != "help"]
     if own_flags:
         parts.append(_section("this command" if program else "this script", "", own_flags, width))
-    for section, kind in SECTIONS.items():
+    for section, kind in (PROGRAM_SECTIONS | SECTIONS).items():
         if _MODULE + section in modules:
             parts.append(_section(section, (kind.__doc__ or "").strip(), modules[_MODULE + section], width))
     parts.append(

@@ -16,7 +16,7 @@ import sys
 import typing
 from typing import Any
 
-from tfpar.config.experiment import PER_HOST_OPTIONS, RESUME_MAY_CHANGE, SECTIONS, option_fields
+from tfpar.config.experiment import PER_HOST_OPTIONS, PROGRAM_SECTIONS, RESUME_MAY_CHANGE, SECTIONS, every_field
 from tfpar.config.fields import range_text
 
 PAGE = "docs/flags.md"
@@ -35,11 +35,13 @@ script before anything starts, with one line on standard error and exit code 2.
 def page() -> str:
     """The whole page, as Markdown: a table per section, then which options may differ between starts and workers."""
     parts = [_HEAD]
-    for name, section in SECTIONS.items():
+    for name, section in (SECTIONS | PROGRAM_SECTIONS).items():
         types = typing.get_type_hints(section)
         rows = [_row(field, types[field.name]) for field in dataclasses.fields(section)]
         header = "| flag | default | allowed values | meaning |\n|---|---|---|---|"
-        parts.append("\n".join([f"## {name}\n", f"{(section.__doc__ or '').strip()}\n", header, *rows, ""]))
+        only = f" Options of `tfpar train {name}` alone." if name in PROGRAM_SECTIONS else ""
+        about = f"{(section.__doc__ or '').strip()}{only}\n"
+        parts.append("\n".join([f"## {name}\n", about, header, *rows, ""]))
     parts.append(
         "## Resuming a run\n\nA run can be resumed with other values of these options; any other difference is "
         f"refused.\n\n{_listed(RESUME_MAY_CHANGE)}\n"
@@ -68,7 +70,7 @@ def _allowed(field: dataclasses.Field[Any], kind: type) -> str:
 
 
 def _listed(names: frozenset[str]) -> str:
-    return ", ".join(f"`--{field.name}`" for field in option_fields() if field.name in names) + "."
+    return ", ".join(f"`--{field.name}`" for field in every_field() if field.name in names) + "."
 
 
 def main(arguments: list[str]) -> None:

@@ -172,10 +172,13 @@ class TrainConfig(ConfigBase):
     )
     shard: str = option(
         "none",
-        "What replicas divide among themselves instead of each having all: none; or optimizer, the optimizer's state. "
-        "A replica then updates its share of the weights and gets the others' new weights, for the same bytes on the "
-        "network; with a codec, changes of weights travel encoded in place of the sums of gradients.",
-        choices=("none", "optimizer"),
+        "What replicas divide among themselves instead of each having all: none; optimizer, the optimizer's state; "
+        "gradients, which are that and the sums of gradients; or weights, which are all three. With optimizer and "
+        "gradients a replica updates its share of the weights and gets the others' new weights, for the same bytes on "
+        "the network; with a codec, changes of weights travel encoded in place of the sums of gradients. With "
+        "gradients and weights, each micro-batch of --accumulate_steps travels by itself. With weights, both passes "
+        "gather the weights of each block, which the backward pass computes again as with --recompute=blocks.",
+        choices=("none", "optimizer", "gradients", "weights"),
         may_change_on_resume=True,
     )
     steps_per_loop: int = option(

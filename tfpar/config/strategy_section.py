@@ -7,6 +7,7 @@ import dataclasses
 from tfpar.config.fields import ConfigBase, option
 
 STRATEGIES = ("auto", "one_device", "mirrored", "multi_worker", "parameter_server", "tpu")
+TRANSPORTS = ("auto", "tensorflow", "gloo")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,21 @@ class StrategyConfig(ConfigBase):
         "How devices are laid out, as in data:2,pipeline:2 or data:2,model:4. The data axis has replicas. The devices "
         "of a replica belong to one worker: the pipeline axis has stages, which hold consecutive layers and work on "
         "one micro-batch after the other (--accumulate_steps); on the model axis, the weights of layers are divided "
-        "(tensor parallelism). Empty: each device is a replica.",
+        "(tensor parallelism). auto: what fits and is predicted to be fastest, with micro-batches, recompute and "
+        "shards; `python -m tfpar.plan` lists plans. Empty: each device is a replica.",
+        may_change_on_resume=True,
+    )
+    sequence_parallel: bool = option(
+        False,
+        "With a model axis: between the divided layers of transformer blocks, each of its devices has some positions "
+        "of every example, so that activations there take as much less memory. For models of tfpar's TransformerBlock, "
+        "with a number of positions that the axis divides.",
+        may_change_on_resume=True,
+    )
+    device_memory: str = option(
+        "",
+        "Memory of a device, such as 16GiB: plans that are predicted to need more are left out with --mesh=auto, and "
+        "refused with another mesh. Empty: asked for --mesh=auto, else not checked.",
         may_change_on_resume=True,
     )
     stages: str = option(
@@ -63,6 +78,13 @@ class StrategyConfig(ConfigBase):
         "Name or address of the TPU. Empty: taken from the environment; 'local' on a TPU VM.",
         may_change_on_resume=True,
         per_host=True,
+    )
+    transport: str = option(
+        "auto",
+        "What carries data between the CPUs of workers: TensorFlow's collectives over gRPC (tensorflow), or the native "
+        "transport over Gloo (gloo), which is faster and must be built in. 'auto' is tensorflow. GPUs always use NCCL.",
+        choices=TRANSPORTS,
+        may_change_on_resume=True,
     )
     peer_timeout: float = option(
         30.0,

@@ -85,7 +85,17 @@ class TrainerOptions(TypedDict, total=False):
     """How devices are laid out, as in data:2,pipeline:2 or data:2,model:4. The data axis has replicas. The devices of a
     replica belong to one worker: the pipeline axis has stages, which hold consecutive layers and work on one
     micro-batch after the other (--accumulate_steps); on the model axis, the weights of layers are divided (tensor
-    parallelism). Empty: each device is a replica."""
+    parallelism). auto: what fits and is predicted to be fastest, with micro-batches, recompute and shards; `python -m
+    tfpar.plan` lists plans. Empty: each device is a replica."""
+
+    sequence_parallel: bool
+    """With a model axis: between the divided layers of transformer blocks, each of its devices has some positions of
+    every example, so that activations there take as much less memory. For models of tfpar's TransformerBlock, with a
+    number of positions that the axis divides."""
+
+    device_memory: str
+    """Memory of a device, such as 16GiB: plans that are predicted to need more are left out with --mesh=auto, and
+    refused with another mesh. Empty: asked for --mesh=auto, else not checked."""
 
     stages: str
     """Where the stages of a pipeline begin, from the second on: regular expressions, searched in the paths of layers in
@@ -101,6 +111,10 @@ class TrainerOptions(TypedDict, total=False):
 
     tpu: str
     """Name or address of the TPU. Empty: taken from the environment; 'local' on a TPU VM."""
+
+    transport: Literal["auto", "tensorflow", "gloo"]
+    """What carries data between the CPUs of workers: TensorFlow's collectives over gRPC (tensorflow), or the native
+    transport over Gloo (gloo), which is faster and must be built in. 'auto' is tensorflow. GPUs always use NCCL."""
 
     peer_timeout: float
     """Seconds after which a worker or parameter server that does not answer counts as lost; all other workers (with
@@ -122,6 +136,22 @@ class TrainerOptions(TypedDict, total=False):
 
     exchange_retune_every: int
     """With --exchange=auto: steps after which links and codecs are measured again. 0: never."""
+
+    local_steps: int
+    """Steps that each worker trains by itself before what the workers have moved is exchanged, through --exchange, and
+    an outer optimizer applies its mean (DiLoCo). Replicas of one worker stay in step. 1: gradients are exchanged in
+    every step."""
+
+    outer_optimizer: Literal["auto", "nesterov", "sgd", "adam"]
+    """What applies the mean of the workers' movements at the end of a round of local steps: nesterov, sgd (with rate 1
+    the mean of the workers' weights) or adam. auto: nesterov with --local_steps, and none without. Naming one makes
+    rounds of single steps, too."""
+
+    outer_learning_rate: float
+    """Learning rate of --outer_optimizer. 0: 0.7 for nesterov, 1 for sgd, 0.01 for adam."""
+
+    outer_momentum: float
+    """Momentum of --outer_optimizer, beta_1 of adam. -1: 0.9 for nesterov and adam, 0 for sgd."""
 
     precision: Literal["float32", "mixed_bfloat16", "mixed_float16"]
     """Keras dtype policy of the model."""
@@ -191,10 +221,13 @@ class TrainerOptions(TypedDict, total=False):
     none; blocks, the layers made of layers, as in a transformer, or stretches of the model's graph; or a regular
     expression, searched in the paths of layers. A step takes up to a third longer."""
 
-    shard: Literal["none", "optimizer"]
-    """What replicas divide among themselves instead of each having all: none; or optimizer, the optimizer's state. A
-    replica then updates its share of the weights and gets the others' new weights, for the same bytes on the network;
-    with a codec, changes of weights travel encoded in place of the sums of gradients."""
+    shard: Literal["none", "optimizer", "gradients", "weights"]
+    """What replicas divide among themselves instead of each having all: none; optimizer, the optimizer's state;
+    gradients, which are that and the sums of gradients; or weights, which are all three. With optimizer and gradients a
+    replica updates its share of the weights and gets the others' new weights, for the same bytes on the network; with a
+    codec, changes of weights travel encoded in place of the sums of gradients. With gradients and weights, each
+    micro-batch of --accumulate_steps travels by itself. With weights, both passes gather the weights of each block,
+    which the backward pass computes again as with --recompute=blocks."""
 
     steps_per_loop: int
     """Steps per call from Python. 0: enough to make the overhead of the call negligible."""

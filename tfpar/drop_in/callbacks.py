@@ -180,7 +180,7 @@ class AverageMetrics(_InStep):
         super().on_epoch_end(epoch, logs)
         if self._workers is None or logs is None:
             return
-        values = {name: float(value) for name, value in logs.items() if np.ndim(value) == 0}
+        values = {name: np.asarray(value, np.float64).tolist() for name, value in logs.items()}
         gathered = self._workers.gather(
             f"average the metrics of epoch {epoch + 1}",
             {
@@ -200,7 +200,9 @@ class AverageMetrics(_InStep):
         for name in values:
             split = "validation" if name.startswith("val_") else "train"
             weights = [worker[split]["examples"] for worker in gathered]
-            mean = weighted_mean([worker["values"][name] for worker in gathered], weights)
+            parts = np.asarray([worker["values"][name] for worker in gathered])
+            means = [weighted_mean(column.tolist(), weights) for column in parts.reshape(len(parts), -1).T]
+            mean = np.reshape(means, parts.shape[1:]) if parts.ndim > 1 else means[0]
             logs[name] = exact.get(name, mean)
 
     def _snapshot(self) -> dict[str, Any]:
@@ -212,7 +214,7 @@ class AverageMetrics(_InStep):
         ]
         return {"examples": self._examples(), "state": state}
 
-    def _results(self, states: list[list[Any]]) -> dict[str, float]:
+    def _results(self, states: list[list[Any]]) -> dict[str, Any]:
         """Values by name from the sums of the workers' states; the model's metrics are the same afterwards."""
         variables = [variable for metric in self._compiled_metrics(additive=True) for variable in metric.variables]
         if not variables or any(len(state) != len(variables) for state in states):
@@ -228,9 +230,9 @@ class AverageMetrics(_InStep):
         # The same names on every worker, also where a value happens not to change.
         others = [metric.name for metric in self._compiled_metrics(additive=False)]
         return {
-            name: float(value)
+            name: np.asarray(value) if np.ndim(value) else float(value)
             for name, value in results.items()
-            if np.ndim(value) == 0 and not any(other in name for other in others)
+            if not any(other in name for other in others)
         }
 
     def _compiled_metrics(self, *, additive: bool) -> list[keras.metrics.Metric]:

@@ -71,7 +71,7 @@ def DistributedOptimizer(  # noqa: N802  the name that scripts know from elsewhe
     if inner is not None and inner.gradient_accumulation_steps:
         raise ConfigError(
             "tfpar.DistributedOptimizer: LossScaleOptimizer with gradient_accumulation_steps would exchange at every "
-            "step, not once per accumulated update. Use one of the two, or tfpar.Trainer, which does both."
+            "step, not once per accumulated step. Use one of the two, or tfpar.Trainer, which does both."
         )
     connected = workers.current()
     if connected is None:

@@ -18,7 +18,7 @@ import tensorflow as tf
 _workers: Workers | None = None
 
 
-def init_cluster() -> None:
+def init_cluster(*, transport: str = "auto") -> None:
     """Connects this process to the other workers of the cluster that the environment describes (`tfpar.cluster`).
 
     Call it first thing in a script: devices and collectives can only be set up before TensorFlow runs its first op, and
@@ -26,9 +26,13 @@ def init_cluster() -> None:
     one process per GPU. Returns once all workers are there. Without a cluster, or with a single worker, and when called
     again, it does nothing.
 
+    Args:
+      transport: What carries data between the CPUs of workers: `auto`, `tensorflow` or `gloo`, see `--transport`.
+
     Raises:
-      ConfigError: TensorFlow was initialised before; a cluster with parameter servers; a process that is no worker; a
-        tf.distribute strategy around the call; a cluster description that cannot work.
+      ConfigError: An unknown or unusable transport; TensorFlow was initialised before; a cluster with parameter
+        servers; a process that is no worker; a tf.distribute strategy around the call; a cluster description that
+        cannot work.
     """
     global _workers
     info = cluster.current()
@@ -41,8 +45,9 @@ def init_cluster() -> None:
         raise under_strategy("tfpar.init_cluster()")
     if info.num_workers == 1 or _workers is not None:
         return
+    topology = choose_topology(StrategyConfig(strategy="multi_worker", devices=1, transport=transport), info)
     try:
-        runtime = strategies.build(choose_topology(StrategyConfig(strategy="multi_worker", devices=1), info))
+        runtime = strategies.build(topology)
     except ConfigError as error:
         raise ConfigError(
             "tfpar.init_cluster() must come before TensorFlow runs its first op, and one has run: call it right after "

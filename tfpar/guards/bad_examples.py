@@ -45,6 +45,8 @@ def named(source: inputs.AnySource, indices: Callable[[], Sequence[int] | np.nda
             if "Iterator::" in str(error):
                 raise inputs.stream_error(source, error) from error
             raise
+        if isinstance(source, inputs.MadeSource):
+            raise
         candidates = np.asarray(indices()).reshape(-1)
         found = inputs.locate_bad_example(source, candidates[candidates >= 0], seconds=_SECONDS_TO_LOOK)
         if found:
@@ -94,7 +96,7 @@ class SkippedExampleLog:
     def name(self, indices: np.ndarray) -> None:
         """Looks through examples for ones that cannot be used, and names those that are new."""
         source = self._batches.source
-        if isinstance(source, inputs.StreamSource):
+        if not isinstance(source, inputs.Source):
             return
         unknown = [index for index in indices.reshape(-1).tolist() if index >= 0 and index not in self._known]
         for bad in inputs.locate_bad_example(source, unknown, limit=self._to_name, seconds=_SECONDS_TO_NAME):

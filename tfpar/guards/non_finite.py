@@ -1,4 +1,4 @@
-"""Updates that changed nothing: counted in a row, explained, and too many of them end the run.
+"""Steps that changed nothing: counted in a row, explained, and too many of them end the run.
 
 A step is left out, on all replicas alike, when loss or gradients are not finite on any of them, or when none of its
 examples can be used. Weights, optimizer and residuals stay what they were, so a checkpoint of before such steps is
@@ -157,8 +157,8 @@ def write_list(
     content: dict[str, Any] = {
         "dataset": info.name,
         "split": info.split,
-        "updates": [
-            {"update": step + 1, "loss": _number(losses.get(step)), "examples": examples.tolist()}
+        "steps": [
+            {"step": step + 1, "loss": _number(losses.get(step)), "examples": examples.tolist()}
             for step, examples in batches.items()
         ],
         "unusable": [{"example": bad.index, "file": bad.file, "reason": bad.reason} for bad in found],

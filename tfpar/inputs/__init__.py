@@ -29,6 +29,7 @@ from tfpar.inputs.bad_records import (
     transient_read_error,
 )
 from tfpar.inputs.checks import check_divides
+from tfpar.inputs.made import MadePipeline, MadeSource
 from tfpar.inputs.pipeline import Pipeline
 from tfpar.inputs.registry import build_source, build_splits, check_kind, kinds, load, register
 from tfpar.inputs.service import check_reachable as check_service
@@ -39,20 +40,32 @@ from tfpar.inputs.sources.class_weights import with_class_weight
 from tfpar.inputs.sources.random_access import from_random_access
 from tfpar.inputs.sources.tables import from_table
 from tfpar.inputs.sources.tokens import from_text
-from tfpar.inputs.streams import ENDLESS, StreamPipeline, StreamSource, from_dataset, stream_ended, stream_error
+from tfpar.inputs.streams import (
+    ENDLESS,
+    StreamPipeline,
+    StreamSource,
+    from_dataset,
+    from_iterable,
+    stream_ended,
+    stream_error,
+)
 from tfpar.inputs.streams import POSITION as STREAM_POSITION
 
 __all__ = [
     "CLASSIFICATION",
     "ENDLESS",
     "LANGUAGE_MODEL",
+    "POSITION_PREFIX",
     "READ_ERRORS",
     "STREAM_POSITION",
     "AnyPipeline",
     "AnySource",
     "BadExample",
     "BadRecordError",
+    "MadePipeline",
+    "MadeSource",
     "Pipeline",
+    "ReadSource",
     "Source",
     "SourceInfo",
     "StreamPipeline",
@@ -71,6 +84,7 @@ __all__ = [
     "fetch_with_mask",
     "from_arrays",
     "from_dataset",
+    "from_iterable",
     "from_random_access",
     "from_table",
     "from_text",
@@ -84,8 +98,12 @@ __all__ = [
     "with_class_weight",
 ]
 
-AnySource = Source | StreamSource
-AnyPipeline = Pipeline | StreamPipeline
+# Of the names under which a checkpoint holds where the input of a worker stands.
+POSITION_PREFIX = "input/"
+
+ReadSource = Source | StreamSource
+AnySource = ReadSource | MadeSource
+AnyPipeline = Pipeline | StreamPipeline | MadePipeline
 
 
 def build_pipeline(
@@ -98,7 +116,9 @@ def build_pipeline(
     seed: int = 0,
     training: bool = True,
 ) -> AnyPipeline:
-    """Returns the pipeline of a source: a `Pipeline`, or a `StreamPipeline` for a stream; arguments as there."""
+    """Returns the pipeline of a source: a `Pipeline`, or that of a stream or of what is made; arguments as there."""
+    if isinstance(source, MadeSource):
+        return MadePipeline(source, config.global_batch_size, accumulate_steps=accumulate_steps, replicas=replicas)
     layout: dict[str, Any] = {
         "accumulate_steps": accumulate_steps,
         "replicas": replicas,

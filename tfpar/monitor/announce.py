@@ -28,6 +28,7 @@ def build_monitor(info: RunInfo) -> Monitor:
         worker=max(info.topology.worker, 0),
         workers=info.topology.workers,
         metric_results=info.metric_results,
+        line=info.line,
     )
 
 
@@ -53,7 +54,7 @@ def announce(info: RunInfo, monitor: Monitor, traffic: Traffic) -> None:
     """
     if not info.topology.is_chief:
         return
-    exchange_text = f"exchange {info.exchange.describe()}: "
+    exchange_text = f"{_rounds_text(info)}exchange {info.exchange.describe()}: "
     exchange_text += _bytes_text(traffic) if info.topology.replicas > 1 else "one replica, nothing travels"
     step_text = f"step: {info.config.precision.precision}, XLA {'on' if info.jit_compile else 'off'}"
     if info.xla_disabled_reason:
@@ -63,6 +64,14 @@ def announce(info: RunInfo, monitor: Monitor, traffic: Traffic) -> None:
         if text:
             monitor.message(text)
     warn_of_counted_padding(info, monitor)
+
+
+def _rounds_text(info: RunInfo) -> str:
+    outer = info.config.outer
+    if not outer.uses_rounds:
+        return ""
+    steps = "1 local step" if outer.local_steps == 1 else f"{outer.local_steps} local steps"
+    return f"rounds of {steps}, {outer.optimizer} ({outer.learning_rate:g}, momentum {outer.momentum:g}); "
 
 
 def warn_of_counted_padding(info: RunInfo, monitor: Monitor) -> None:

@@ -12,6 +12,7 @@ from tfpar.config import ExperimentConfig
 from tfpar.monitor import options_record, tags
 from tfpar.monitor.epoch_lines import EpochLines
 from tfpar.monitor.histograms import WeightHistograms, Weights
+from tfpar.monitor.live_line import LiveLine
 from tfpar.monitor.metrics_table import MetricsTable
 from tfpar.monitor.profiling import ProfileWindow, needs_viewer
 from tfpar.monitor.progress import Progress
@@ -44,6 +45,7 @@ class Monitor:
       worker: This worker's rank.
       workers: Workers in the whole run.
       metric_results: Gives metrics by name from the sums that `on_steps` takes.
+      line: What the line of progress says; by default loss, first metric, pace and waiting for input.
       progress: The terminal; by default a `Progress` on standard output.
     """
 
@@ -59,7 +61,8 @@ class Monitor:
         replicas: int = 1,
         worker: int = 0,
         workers: int = 1,
-        metric_results: Callable[[Sequence[np.ndarray]], Mapping[str, float]] = lambda sums: {},
+        metric_results: Callable[[Sequence[np.ndarray]], Mapping[str, Any]] = lambda sums: {},
+        line: LiveLine | None = None,
         progress: Progress | None = None,
     ) -> None:
         self._total_steps = total_steps
@@ -79,7 +82,7 @@ class Monitor:
         self._is_chief, self._workdir = is_chief, workdir
         self._progress = (progress or Progress(total_steps)) if verbose == 1 else None
         self._epochs = EpochLines(total_steps, self.message) if verbose == 2 else None
-        self._recent = RecentSteps()
+        self._recent, self._live_line = RecentSteps(), line or LiveLine()
         self._point = Window()
         self._metric_results = metric_results
         self._point_sums = MetricSums()
@@ -224,7 +227,7 @@ class Monitor:
             self._point.add_workers(worker_seconds, len(losses))
             self._write_points(last_step, losses, durations, counts, scalars)
 
-    def on_epoch(self, number: int, last_step: int, values: Mapping[str, float]) -> None:
+    def on_epoch(self, number: int, last_step: int, values: Mapping[str, Any]) -> None:
         """Prints a line about an epoch, under `--verbose=2`.
 
         Args:
@@ -233,16 +236,16 @@ class Monitor:
           values: Loss and metrics by name.
         """
         if self._epochs:
-            self._epochs.on_epoch(number, last_step, values)
+            self._epochs.on_epoch(number, last_step, tags.by_element(values))
 
-    def on_evaluation(self, step: int, results: Mapping[str, float]) -> None:
+    def on_evaluation(self, step: int, results: Mapping[str, Any]) -> None:
         """Records an evaluation.
 
         Args:
           step: Finished steps.
           results: `loss`, metrics by name, and `examples`, their number.
         """
-        shown = {name: value for name, value in results.items() if name != "examples"}
+        shown = tags.by_element({name: value for name, value in results.items() if name != "examples"})
         if self._events and shown:
             self._scalars(
                 "eval", step, {name if name == "loss" else f"metrics/{name}": value for name, value in shown.items()}
@@ -320,14 +323,8 @@ class Monitor:
 
     def _line(self, scalars: Mapping[str, float]) -> dict[str, str]:
         shown, sums = self._recent.window()
-        scalars = {**scalars, **self._metric_results(sums)}
-        metrics = [name for name in scalars if name not in tags.TAGS and name != "loss"]
-        return {
-            "loss": f"{shown.loss:.4f} ({shown.span})",
-            **{name: f"{scalars[name]:.4f}" for name in metrics[:1]},
-            "examples/s": f"{shown.examples_per_second:.0f}",
-            "input wait": f"{100 * shown.input_wait_fraction:.1f}%",
-        }
+        scalars = {**scalars, **tags.by_element(self._metric_results(sums))}
+        return self._live_line.values(shown, scalars)
 
     def _write_points(
         self,
@@ -341,7 +338,7 @@ class Monitor:
         first = last_step - len(losses)
         ends = [end - first for end in self._point_steps(first, last_step)]
         if ends:
-            scalars = {**scalars, **self._metric_results(self._point_sums.take())}
+            scalars = {**scalars, **tags.by_element(self._metric_results(self._point_sums.take()))}
         at_last = self._tagged(scalars)
         begin = 0
         for end in ends:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from tfpar.config.experiment import option_fields
+from tfpar.config.experiment import every_field
 
 FILE = "config.yaml"
 _TRIAL = "# trial: "
@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 def changed(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options that differ from their defaults."""
-    defaults = {field.name: field.default for field in option_fields()}
+    defaults = {field.name: field.default for field in every_field()}
     return {name: value for name, value in options.items() if value != defaults.get(name)}
 
 

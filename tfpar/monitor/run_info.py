@@ -9,6 +9,7 @@ from typing import Any
 from tfpar import inputs, models
 from tfpar.config import ExperimentConfig
 from tfpar.exchange import Exchange, Traffic
+from tfpar.monitor.live_line import LiveLine
 from tfpar.parallel.topology import Topology
 
 import keras
@@ -32,6 +33,7 @@ class RunInfo:
       total: Steps of the whole run.
       length: The option that says how long the run is: `epochs` or `steps`.
       metric_results: Metrics by name from their summed states.
+      line: What the line of progress says.
       counting_padding: Names of layers that take padding for examples: those that add losses, and those of Keras'
         batch statistics.
     """
@@ -48,7 +50,8 @@ class RunInfo:
     validation: inputs.AnySource | None
     total: int
     length: str
-    metric_results: Callable[[Sequence[Any]], Mapping[str, float]]
+    metric_results: Callable[[Sequence[Any]], Mapping[str, Any]]
+    line: LiveLine = dataclasses.field(default_factory=LiveLine)
     counting_padding: tuple[Sequence[str], Sequence[str]] = ((), ())
 
 
@@ -67,15 +70,17 @@ class RunOutcome:
       restarts: Starts after one that failed or was preempted.
       steps_redone: Steps done again because they came after the newest checkpoint.
       failed_checkpoints: Checkpoints that could not be written, one line each.
+      rounds: Rounds of local steps done, over all starts; None where gradients are exchanged in every step.
     """
 
     steps: int
     train_loss: float | None
     stopped_by: str
-    results: Mapping[str, float]
+    results: Mapping[str, Any]
     traffic: Traffic
     skipped_steps: int
     skipped_examples: int
     restarts: int
     steps_redone: int
     failed_checkpoints: Sequence[str]
+    rounds: int | None = None

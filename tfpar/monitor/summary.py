@@ -19,6 +19,7 @@ from tfpar.checkpoint import format as checkpoint_format
 from tfpar.checkpoint import run_state
 from tfpar.checkpoint.checkpointer import CheckpointError
 from tfpar.checkpoint.model_files import unloadable_parts
+from tfpar.monitor import tags
 from tfpar.monitor.monitor import Monitor
 from tfpar.monitor.run_info import RunInfo, RunOutcome
 from tfpar.parallel.split import held_by, scope_of_values, split_of, whole, whole_elements
@@ -70,10 +71,11 @@ def summary(info: RunInfo, outcome: RunOutcome, monitor: Monitor, params_sha256:
         "steps": outcome.steps,
         "train_loss": outcome.train_loss,
         "stopped_by": outcome.stopped_by or None,
-        "eval": {name: value for name, value in outcome.results.items() if name != "examples"},
+        "eval": {name: _plain(value) for name, value in outcome.results.items() if name != "examples"},
         **monitor.statistics(),
         "strategy": topology.name,
         "workers": topology.workers,
+        "transport": topology.transport if topology.workers > 1 and topology.synchronous else None,
         "replicas": topology.replicas,
         "precision": info.config.precision.precision,
         "jit_compile": info.jit_compile,
@@ -83,7 +85,9 @@ def summary(info: RunInfo, outcome: RunOutcome, monitor: Monitor, params_sha256:
             "payload_bytes_per_step": traffic.payload_bytes,
             "wire_bytes_per_step": traffic.wire_bytes,
             "dense_wire_bytes_per_step": traffic.dense_bytes,
+            "model_axis_bytes_per_step": traffic.model_axis_bytes,
         },
+        "rounds": outcome.rounds,
         "params_sha256": params_sha256,
         "restarts": outcome.restarts,
         "steps_redone": outcome.steps_redone,
@@ -94,6 +98,11 @@ def summary(info: RunInfo, outcome: RunOutcome, monitor: Monitor, params_sha256:
         "failed_writes": [*monitor.failures],
         "parameters": whole_elements(info.model.weights),
     }
+
+
+def _plain(value: Any) -> Any:
+    """A metric's value as JSON has it: an array as lists."""
+    return value.tolist() if isinstance(value, np.ndarray) else value
 
 
 def _skipped_validation_examples(info: RunInfo, outcome: RunOutcome) -> int:
@@ -121,7 +130,7 @@ def write(
     """
     options = info.config.checkpoint
     # Workers that hold a replica between them have its weights together.
-    gathers = options.workdir and (info.topology.is_chief or info.topology.replica_workers > 1)
+    gathers = options.workdir and (info.topology.is_chief or info.topology.parts_on_workers)
     values = exported_values(info.model, eval_weights()) if gathers else []
     if not info.topology.is_chief:
         return
@@ -182,6 +191,8 @@ def _finite(value: Any) -> Any:
     """JSON has no NaN and no infinity: they become null."""
     if isinstance(value, dict):
         return {key: _finite(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_finite(part) for part in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -268,7 +279,7 @@ def report_already_finished(
     with contextlib.suppress(KeyError, TypeError):  # a version that wrote less
         monitor.message(closing_table(content, workdir))
     path = pathlib.Path(workdir) / "model.keras"
-    alone = info.topology.is_chief and info.topology.replica_workers == 1
+    alone = info.topology.is_chief and not info.topology.parts_on_workers
     if alone and not path.exists():
         values = exported_values(info.model, eval_weights())
         for problem in _try_write("model.keras", lambda: save_model(info.model, values, path)):
@@ -278,7 +289,7 @@ def report_already_finished(
 def closing_table(content: dict[str, Any], workdir: str) -> str:
     """A short table of the results and where to look next."""
     rows = [("steps", f"{content['steps']}"), ("train loss", _number(content["train_loss"]))]
-    rows += [(f"eval {name}", f"{value:.4f}") for name, value in content["eval"].items()]
+    rows += [(f"eval {name}", f"{value:.4f}") for name, value in tags.by_element(content["eval"]).items()]
     if content["examples_per_second"] is not None:  # a run of a few steps has no time without compilation
         rows += [
             ("examples/s", f"{content['examples_per_second']:.0f}"),
@@ -290,6 +301,10 @@ def closing_table(content: dict[str, Any], workdir: str) -> str:
     if content["replicas"] > 1:  # else nothing travels
         sent = f"{exchange['wire_bytes_per_step'] / 1e6:.3f} MB sent per step and sender"
         rows.append(("exchange", f"{exchange['codec']}, {sent}"))
+    if within := exchange["model_axis_bytes_per_step"]:
+        rows.append(("model axis", f"{within / 1e6:.3f} MB sent per step and device"))
+    if content.get("rounds") is not None:
+        rows.append(("rounds", f"{content['rounds']} of local steps"))
     saved = exchange["dense_wire_bytes_per_step"] - exchange["wire_bytes_per_step"]
     if saved > 0:
         share = saved / exchange["dense_wire_bytes_per_step"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from tensorboard.compat.proto.summary_pb2 import Summary
@@ -26,6 +27,10 @@ TAGS = {
     "skipped_examples": "training/skipped_examples",
     "residual_over_gradient": "worker_exchange/residual_over_gradient",
     "cosine": "worker_exchange/cosine_to_dense",
+    "worker_drift": "rounds/worker_drift",
+    "outer_movement": "rounds/movement_norm",
+    "outer_update": "rounds/update_norm",
+    "round_bytes": "rounds/wire_bytes",
 }
 # Counts, which are of interest once there is something to count.
 COUNTS = ("skipped_steps", "skipped_examples")
@@ -64,6 +69,11 @@ _DESCRIPTIONS = {
     "worker_exchange/residual_over_gradient": "Norm of what the codec has left out so far and error feedback will "
     "add, relative to the norm of the gradient.",
     "worker_exchange/cosine_to_dense": "Cosine between the exchanged gradient and the exact mean: 1 is no error.",
+    "rounds/worker_drift": "Root mean square of the workers' distances from their mean, L2, at the end of the last "
+    "round of local steps.",
+    "rounds/movement_norm": "L2 norm of the mean of what the workers have moved in the last round.",
+    "rounds/update_norm": "L2 norm of the change that the outer optimizer made of it.",
+    "rounds/wire_bytes": "Bytes that each worker has sent in the exchange of the last round.",
     "validation/predictions": "The first validation examples with label and prediction; wrong predictions are red.",
     "validation/confusion_matrix": "Validation examples by class (rows) and prediction (columns), in percent of the "
     "row.",
@@ -94,6 +104,17 @@ def table() -> str:
     return "\n".join(
         ["| chart | shows |", "|---|---|", *(f"| {tag} | {text} |" for tag, text in _DESCRIPTIONS.items())]
     )
+
+
+def by_element(values: Mapping[str, Any]) -> dict[str, float]:
+    """Values as numbers, for charts and tables: an array `name` is `name/0`, `name/1` and so on, in row-major order."""
+    numbers: dict[str, float] = {}
+    for name, value in values.items():
+        if np.ndim(value):
+            numbers |= {f"{name}/{place}": float(number) for place, number in enumerate(np.ravel(value))}
+        else:
+            numbers[name] = value
+    return numbers
 
 
 def time_values(milliseconds: Mapping[str, float]) -> dict[str, float]:

@@ -87,6 +87,11 @@ def replace_call(layer: keras.layers.Layer, call: Callable[..., Any]) -> None:
     _replace(layer, "call", call)
 
 
+def is_called_otherwise(layer: keras.layers.Layer) -> bool:
+    """Whether `replace_call` is in force."""
+    return "call" in vars(layer).get(_REPLACED, ())
+
+
 def replace_graph_run(graph: Any, run: Callable[..., Any]) -> None:
     """Makes a functional model run its graph by `run(graph, plain, inputs, operation_fn=, call_fn=)`."""
     _replace(graph, "_run_through_graph", run)

@@ -44,7 +44,7 @@ def build(config: ScheduleConfig, peak: float, total_steps: int) -> Schedule:
     Args:
       config: Name, arguments and warm-up.
       peak: The highest learning rate.
-      total_steps: Updates in the whole run.
+      total_steps: Steps in the whole run.
 
     Returns:
       A callable: finished steps (Python number, or int or float tensor []) -> learning rate, float32 [].
@@ -116,7 +116,7 @@ class WarmUp(Schedule):
 
     Args:
       schedule: What follows; it starts from its own step 0 when the warm-up is over.
-      warmup_steps: Updates `w` of warm-up. Update `t < w` runs at `(t + 1) / (w + 1)` of `schedule(0)`.
+      warmup_steps: Steps `w` of warm-up. Step `t < w` runs at `(t + 1) / (w + 1)` of `schedule(0)`.
     """
 
     def __init__(self, schedule: Schedule, warmup_steps: int) -> None:
@@ -148,8 +148,8 @@ class OneCycle(Schedule):
 
     Args:
       peak: The highest learning rate, reached after `rise_steps`.
-      total_steps: Updates after which the fall is over.
-      rise_steps: Updates of the rise.
+      total_steps: Steps after which the fall is over.
+      rise_steps: Steps of the rise.
       start: Share of the peak to start from.
       final: Share of the peak to end with.
     """
@@ -188,7 +188,7 @@ class Cyclic(Schedule):
     Args:
       peak: The highest learning rate.
       minimum: The lowest one.
-      cycle_steps: Updates from one minimum to the next (twice the paper's `stepsize`).
+      cycle_steps: Steps from one minimum to the next (twice the paper's `stepsize`).
       mode: `triangular`; `triangular2` halves the height from cycle to cycle; `exp_range` multiplies it by
         `gamma` with every step.
       gamma: See `mode`.

@@ -137,6 +137,7 @@ class Core:
         seed: tf.Tensor,
         loss_scale: tf.Tensor | None,
         scales: tf.Tensor | None = None,
+        reduce: Callable[[int, Tensors], Tensors] | None = None,
     ) -> LocalSums:
         """`loss_and_grads` summed over the micro-batches of a step, in float32.
 
@@ -147,20 +148,24 @@ class Core:
           seed: Int32 `[2]`; micro-batch `a` uses `seed` folded with `a`.
           loss_scale: As for `loss_and_grads`.
           scales: As for `loss_and_grads`; the same for all micro-batches of the step.
+          reduce: `(number, gradients)` of a micro-batch to the tensors that are summed in place of its gradients. The
+            next micro-batch waits for them.
         """
         accumulate_steps = batch[2].shape[0]
 
         def one(index: Any, current: Tensors, assigned: Mapping[int, tf.Tensor]) -> LocalSums:
             micro_batch = tf.nest.map_structure(lambda part: part[index], batch)
             weights = [assigned.get(place, param) for place, param in enumerate(params)]
-            return self.loss_and_grads(weights, current, micro_batch, fold_in(seed, index), loss_scale, scales)
+            sums = self.loss_and_grads(weights, current, micro_batch, fold_in(seed, index), loss_scale, scales)
+            return sums._replace(gradients=reduce(index, sums.gradients)) if reduce else sums
 
-        if accumulate_steps == 1 or self.unrolls or uses_synchronized_statistics(self.model):
+        if accumulate_steps == 1 or self.unrolls or reduce or uses_synchronized_statistics(self.model):
             # A reduction between replicas inside the forward pass cannot run in a while loop (TensorFlow 2.21,
             # MirroredStrategy's merge_call), so there the micro-batches are laid out one after the other.
             total = one(0, state, {})
             for index in range(1, accumulate_steps):
-                total = self.added(total, one(index, total.state, total.assigned))
+                with tf.control_dependencies(total.gradients if reduce else []):
+                    total = self.added(total, one(index, total.state, total.assigned))
             return total
 
         assigned: dict[int, tf.Tensor] = {}
@@ -316,28 +321,35 @@ class Core:
         """The state of all metrics, in the order of `LocalSums.metrics`."""
         return [*self.objective.totals.variables, *additive_metrics.variables(self.model_metrics)]
 
-    def metric_results(self, sums: Sequence[Any]) -> dict[str, float]:
+    def metric_results(self, sums: Sequence[Any]) -> dict[str, Any]:
         """Metric values by name from summed metric state of training, arrays in the order of `metric_variables`."""
         size = len(self.objective.totals.variables)
         return self.objective.totals.results(sums[:size]) | self._model_metric_results(sums[size:])
 
-    def evaluation_results(self, loss: Any, count: Any, sums: Sequence[Any]) -> dict[str, float]:
+    def evaluation_results(
+        self, loss: Any, count: Any, sums: Sequence[Any], without: Sequence[str] = ()
+    ) -> dict[str, Any]:
         """`loss`, `examples` and metrics by name from the sums of an evaluation.
 
         Args:
           loss: Sum of `LocalSums.loss`.
           count: Sum of `LocalSums.count`. Without any example, where all were skipped, there is no loss: it is NaN.
           sums: Sums of `LocalSums.metrics`.
+          without: Names of metrics that the model updates itself, to leave out.
         """
         totals = self.objective.totals
         own, of_model = sums[: len(totals.variables)], sums[len(totals.variables) :]
         results = totals.evaluation(loss, count, own) if count else {"loss": math.nan} | totals.results(own)
-        return {"loss": results["loss"], "examples": float(count)} | results | self._model_metric_results(of_model)
+        return (
+            {"loss": results["loss"], "examples": float(count)}
+            | results
+            | self._model_metric_results(of_model, without)
+        )
 
-    def _model_metric_results(self, sums: Sequence[Any]) -> dict[str, float]:
+    def _model_metric_results(self, sums: Sequence[Any], without: Sequence[str] = ()) -> dict[str, Any]:
         """Values of the model's own metrics; one that the model did not update in these calls has none."""
         metrics, state = _updated(self.model_metrics, sums)
-        return additive_metrics.results({metric.name: metric for metric in metrics}, state)
+        return additive_metrics.results({metric.name: metric for metric in metrics}, state, without)
 
 
 class _NewlyAssignedError(Exception):

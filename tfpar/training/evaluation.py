@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 from tfpar import inputs
 from tfpar.cluster import failure
@@ -15,6 +16,7 @@ from tfpar.collectives.agreement import WorkerAgreement
 from tfpar.collectives.tensorflow import world_group
 from tfpar.guards.bad_examples import SkippedExampleLog, named
 from tfpar.parallel import replica
+from tfpar.parallel.divided_logits import gathered
 from tfpar.process.activity import activity
 from tfpar.training import confusion
 from tfpar.training.core import Core
@@ -25,6 +27,34 @@ import numpy as np
 import tensorflow as tf
 
 _log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchCalls:
+    """What looks on at each batch of an evaluation or a prediction, on every worker alike.
+
+    Attributes:
+      begin: Takes the number of the batch, from 0.
+      end: Takes the number of the batch, and its logs as Keras names them.
+      stop: Whether no batch is to follow; one worker's True is enough.
+    """
+
+    begin: Callable[[int], None]
+    end: Callable[[int, Mapping[str, Any]], None]
+    stop: Callable[[], bool]
+
+
+class AnyEvaluator(Protocol):
+    """What a loop evaluates with.
+
+    Attributes:
+      confusion: Examples of the last evaluation by class and prediction, or None; see `Evaluator`.
+    """
+
+    confusion: np.ndarray | None
+
+    def __call__(self, source: inputs.AnySource, *, steps: int = 0, calls: BatchCalls | None = None) -> dict[str, Any]:
+        """Values by name, the same on every worker; all call it together. Arguments as for `Evaluator`."""
 
 
 class Evaluator:
@@ -46,12 +76,13 @@ class Evaluator:
         self._named_skipped: set[str] = set()  # fingerprints of sources whose skipped examples have been named
         self._named_distorted: set[str] = set()  # and of sources whose padding has been named
 
-    def __call__(self, source: inputs.AnySource, *, steps: int = 0) -> dict[str, float]:
+    def __call__(self, source: inputs.AnySource, *, steps: int = 0, calls: BatchCalls | None = None) -> dict[str, Any]:
         """Loss and metrics over the examples of a source, each counted once; all workers call it together.
 
         Args:
           source: Examples; no shuffling, no augmentation.
           steps: Batches to use, from the beginning; 0: all.
+          calls: Called around each batch, with the results so far; they are summed over the workers for each, then.
 
         Returns:
           `loss`, `examples`, and one entry per metric.
@@ -63,23 +94,24 @@ class Evaluator:
         read = functools.partial(pipeline.indices, 0, batches, topology.data_worker)
         evaluation = self._current(program.eval_weights(), confusion.classes_of(source.info))
         examples_done = functools.partial(evaluation.examples_done, program.config.eval_batch_size)
+        names = program.batch_readers.distorted_metrics(pipeline)
         with (
             failure.peer_errors_named(topology.cluster),
             named(source, read),
             activity(f"evaluating {source.info.name}", count=examples_done, total=total, shown=program.reports),
         ):
-            results = evaluation.run(iter(elements), batches)
+            results = evaluation.run(iter(elements), batches, without=names, calls=calls)
         self.confusion = evaluation.confusion if np.any(evaluation.confusion) else None
-        if names := program.batch_readers.distorted_metrics(pipeline):
-            results = {name: value for name, value in results.items() if name.partition("/")[0] not in names}
-            if source.info.fingerprint not in self._named_distorted:
-                self._named_distorted.add(source.info.fingerprint)
-                _log.warning(
-                    "evaluation on %s leaves out %s, which the model updates itself and padding would distort; a "
-                    "--global_batch_size that divides its %s examples needs no padding",
-                    *(source.info.name, ", ".join(names), source.info.num_examples),
-                )
+        if names and source.info.fingerprint not in self._named_distorted:
+            self._named_distorted.add(source.info.fingerprint)
+            _log.warning(
+                "evaluation on %s leaves out %s, which the model updates itself and padding would distort; a "
+                "--global_batch_size that divides its %s examples needs no padding",
+                *(source.info.name, ", ".join(names), source.info.num_examples),
+            )
         already_named = source.info.fingerprint in self._named_skipped
+        if evaluation.stopped:
+            return results
         if results["examples"] < total and topology.is_chief and not already_named:
             self._named_skipped.add(source.info.fingerprint)
             SkippedExampleLog(pipeline, is_chief=True).name(np.arange(total))
@@ -130,6 +162,7 @@ class Evaluation:
       weights: The same as a list.
       classes: The same.
       confusion: Float64 `[classes, classes]`: the counts of the last run.
+      stopped: Whether `calls` ended the last run before its last batch.
     """
 
     def __init__(
@@ -152,6 +185,8 @@ class Evaluation:
         self.weights = list(weights)
         self.classes = classes
         self.confusion = np.zeros([classes, classes])
+        self.stopped = False
+        self._first = 0  # of the batches of the present call of `_run`
         on_tpu = isinstance(strategy, tf.distribute.TPUStrategy)
         compile_here = jit_compile and not on_tpu
         self._sums = (
@@ -164,21 +199,39 @@ class Evaluation:
 
     def examples_done(self, batch_size: int) -> int:
         """How far `run` has come, in another thread; padding in the last batch counts."""
-        return int(self._batches_done.numpy()) * batch_size
+        return (self._first + int(self._batches_done.numpy())) * batch_size
 
-    def run(self, iterator: Iterator[Any], batches: int) -> dict[str, float]:
+    def run(
+        self, iterator: Iterator[Any], batches: int, *, without: Sequence[str] = (), calls: BatchCalls | None = None
+    ) -> dict[str, Any]:
         """Evaluates.
 
         Args:
           iterator: Distributed iterator over elements `(x, y, weight)` with a leading axis of 1.
           batches: How many elements each replica takes; the same on every worker.
+          without: Names of metrics that the model updates itself, to leave out.
+          calls: Called around each batch.
 
         Returns:
           `loss` (mean over examples, or positions), `examples`, and one entry per metric.
         """
-        sums = self._run(iterator, tf.constant(batches)).numpy() * float(self._counts)
-        loss, count, *metrics, self.confusion = self._split(self._agreement.sum_arrays(sums))
-        return self._core.evaluation_results(loss, count, metrics)
+        self._first, self.stopped = 0, False
+        if calls is None:
+            return self._results(self._run(iterator, tf.constant(batches)).numpy(), without)
+        sums, results = np.float64(0.0), {}
+        for self._first in range(batches):
+            calls.begin(self._first)
+            sums = sums + self._run(iterator, tf.constant(1)).numpy()
+            results = self._results(sums, without)
+            calls.end(self._first, {name: value for name, value in results.items() if name != "examples"})
+            if self._agreement.sums([float(calls.stop())])[0]:
+                self.stopped = self._first < batches - 1
+                break
+        return results
+
+    def _results(self, sums: np.ndarray, without: Sequence[str]) -> dict[str, Any]:
+        loss, count, *metrics, self.confusion = self._split(self._agreement.sum_arrays(sums * float(self._counts)))
+        return self._core.evaluation_results(loss, count, metrics, without)
 
     def _loop(self, iterator: Iterator[Any], batches: tf.Tensor) -> tf.Tensor:
         length = sum(int(np.prod(shape)) for shape in self._shapes())
@@ -208,7 +261,7 @@ class Evaluation:
     def _confusion_of(self, batch: Any, outputs: Any) -> tf.Tensor:
         if outputs is None:  # another worker has them
             return tf.zeros([self.classes, self.classes])
-        return confusion.counts(batch, outputs, self.classes)
+        return confusion.counts(batch, keras.tree.map_structure(gathered, outputs), self.classes)
 
     def _split(self, vector: np.ndarray) -> list[np.ndarray]:
         shapes = self._shapes()

@@ -14,6 +14,7 @@ from tfpar.collectives.tensorflow import world_group
 from tfpar.guards.bad_examples import named
 from tfpar.parallel import replica
 from tfpar.process.activity import activity
+from tfpar.training.evaluation import BatchCalls
 from tfpar.training.program import Program
 
 import keras
@@ -33,11 +34,12 @@ class Predictor:
         self._weights: list[keras.Variable] = []
         self._forward: Any = None
 
-    def __call__(self, source: inputs.AnySource) -> Any:
+    def __call__(self, source: inputs.AnySource, *, calls: BatchCalls | None = None) -> Any:
         """The model's outputs for all examples of a source; all workers call it together.
 
         Args:
           source: Examples; no shuffling, no augmentation. Labels are not read.
+          calls: Called around each batch, with `outputs`: those of this worker's examples.
 
         Returns:
           Arrays `[n, ...]` in the structure of the model's outputs, in the order of the examples, the same on every
@@ -55,8 +57,11 @@ class Predictor:
         shown = activity(
             f"predicting {source.info.name}, batch", count=lambda: len(rows), total=batches, shown=program.reports
         )
+        agreement = WorkerAgreement(world_group(topology.workers, topology.worker))
         with failure.peer_errors_named(topology.cluster), shown:
             for step in range(batches):
+                if calls:
+                    calls.begin(step)
                 with named(source, functools.partial(pipeline.indices, step, 1, worker)):
                     structure, real = forward(iterator)
                 places = pipeline.indices(step, 1, worker).reshape(-1)
@@ -68,7 +73,10 @@ class Predictor:
                         for part in tf.nest.flatten(structure)
                     ]
                 )
-            agreement = WorkerAgreement(world_group(topology.workers, topology.worker))
+                if calls:
+                    calls.end(step, {"outputs": tf.nest.pack_sequence_as(structure, rows[-1])})
+                    if agreement.sums([float(calls.stop())])[0]:
+                        break
             # Workers that hold a replica between them have the same outputs: the first one's count.
             columns = [np.concatenate(parts)[: None if counts else 0] for parts in zip(*rows, strict=True)]
             numbers = numbers if counts else [part[:0] for part in numbers]

@@ -15,32 +15,34 @@ from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.exchange import Exchange
 from tfpar.monitor.samples import TextSampler
 from tfpar.optim import keras_internals, optimizers, schedules
+from tfpar.outer.local import Rounds
 from tfpar.parallel import strategies
 from tfpar.parallel.replica_peers import exchanging_workers
 from tfpar.parallel.split import whole_tensor
 from tfpar.parallel.topology import Topology
 from tfpar.process.activity import activity
 from tfpar.training.core import Core
+from tfpar.training.local_steps.building import build_rounds
+from tfpar.training.local_steps.step import LocalStep
 from tfpar.training.model.averages import AveragesBetweenRuns
 from tfpar.training.model.building import Original, build_model
-from tfpar.training.model.own_loss import OwnLossObjective, compile_for_own_loss, computes_own_loss
+from tfpar.training.model.convolutions import is_convolutional
+from tfpar.training.model.own_loss import OwnLossObjective, objective_of
 from tfpar.training.model.recompute import recompute_activations
 from tfpar.training.model.support import check_model, check_precision, own_metrics
 from tfpar.training.model.whole_batches import BatchReaders
-from tfpar.training.objective import Goal, SupervisedObjective
+from tfpar.training.objective import Goal, OwnGoal, SupervisedObjective
 from tfpar.training.objective.losses import uses_integer_labels
 from tfpar.training.optimizer_spec import OptimizerSpec
 from tfpar.training.placing.base import Placing, known_summary
 from tfpar.training.placing.choose import placing_of
-from tfpar.training.sharding import OwnShare, ShardedStep
+from tfpar.training.sharding import OwnShare, sharded_step
 from tfpar.training.step import TrainStep
 from tfpar.training.uneven_batches import eval_input, train_input
 from tfpar.training.validate import SYNCHRONISED
 
 import keras
 import tensorflow as tf
-
-_CONVOLUTIONAL_SHARE = 0.1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -60,6 +62,7 @@ class Program:
       original: The user's model, where a copy of it is trained; else None.
       share: This worker's share of the weights and their optimizer, where that is sharded; else None.
       placing: Where the parts of a replica lie.
+      own_step: What takes the arguments of `TrainStep` in its place, or None.
     """
 
     config: ExperimentConfig
@@ -74,6 +77,7 @@ class Program:
     original: Original | None = None
     share: OwnShare | None = None
     placing: Placing = dataclasses.field(default_factory=Placing)
+    own_step: Callable[..., TrainStep] | None = None
     # The compiled step, with what its schedule was: at most one.
     _steps: list[tuple[Any, TrainStep]] = dataclasses.field(default_factory=list, repr=False)
 
@@ -85,9 +89,9 @@ class Program:
         *,
         model: keras.Model | Callable[[], keras.Model],
         optimizer: OptimizerSpec,
-        goal: Goal,
+        goal: Goal | OwnGoal,
         augmentation: keras.layers.Layer | None = None,
-        layout: Mapping[str, str] | None = None,
+        layout: Mapping[str, Any] | None = None,
     ) -> Program:
         """Creates model, optimizer and metrics under the strategy, and connects the exchange.
 
@@ -96,7 +100,7 @@ class Program:
           runtime: The running strategy.
           model: A Keras model, copied where the strategy needs variables of its own; or a function that builds one.
           optimizer: By name, or an object.
-          goal: Losses and metrics. They are assigned to the model's outputs by `bind`.
+          goal: Losses and metrics, assigned to the model's outputs by `bind`; or an objective of the user's own.
           augmentation: Applied to inputs in training; by default what `--augment` names.
           layout: How layers are divided over a model axis, see `find_layout`.
 
@@ -106,7 +110,7 @@ class Program:
         strategy = runtime.strategy
         recorded_options = optimizer.recorded_options()  # before the learning rate is changed
         reports = runtime.topology.is_chief and config.monitor.verbose > 0
-        placing = placing_of(runtime, layout)
+        placing = placing_of(runtime, layout, config.train.shard)
         goal.check_names()
         made = placing.build_first(model, strategy, announced=reports)
         with placing.scope(model, strategy), activity("building the model", shown=reports):
@@ -117,10 +121,10 @@ class Program:
             if augmentation is None:
                 augmentation = inputs.build_augmentation(config.input.augment, config.train.seed)
             metrics, replicas = own_metrics(built, goal.metric_names()), strategy.num_replicas_in_sync
-            parts = built, _objective(built, goal), augmentation, metrics, replicas
+            parts = built, objective_of(built, goal), augmentation, metrics, replicas
             core = placing.core_class(*parts, unrolls=placing.several)
         check_precision(built, config.precision.precision)
-        weights, topology = built.trainable_variables, runtime.topology
+        weights, topology = built.trainable_variables, placing.topology or runtime.topology
         share = OwnShare.of(config, topology, weights, optimizer, core.overwritten, strategy)
         with placing.scope(model, strategy):
             keras_optimizer = share.optimizer if share else optimizer.build(config, weights)
@@ -179,7 +183,7 @@ class Program:
         if obstacle := self._xla_obstacle():
             return obstacle
         # 3 to 6 times as slow for the convnet, 1.2 times for ResNet-18 (README.md).
-        if self.topology.device_type == "CPU" and self._is_convolutional():
+        if self.topology.device_type == "CPU" and is_convolutional(self.model, lambda: self.model_summary):
             return "XLA is slower than TensorFlow's own kernels in convolutions on CPUs; --jit_compile=true turns it on"
         return ""
 
@@ -288,7 +292,14 @@ class Program:
         return self._steps[0][1]
 
     def _step_class(self) -> Callable[..., TrainStep]:
-        return functools.partial(ShardedStep, self.share) if self.share else self.placing.step_class(self.model)
+        if own := LocalStep if self.rounds else self.own_step:
+            return own
+        return sharded_step(self.share) if self.share else self.placing.step_class(self.model)
+
+    @functools.cached_property
+    def rounds(self) -> Rounds | None:
+        """The rounds of local steps, where workers have such; None where gradients are exchanged in every step."""
+        return build_rounds(self.config, self.topology, self.strategy, self.core, self.optimizer, self.exchange)
 
     def refreshed(self) -> Program:
         """The program for the weights that are trainable now: this one, unless layers were frozen or unfrozen since.
@@ -305,10 +316,10 @@ class Program:
         known = self.share.variables if self.share else keras_internals.trainable_variables(self.optimizer)
         if [*map(id, weights)] == [*map(id, known)]:
             return self
-        if self.share is not None:
+        if self.share is not None or self.topology.shards_weights:
             raise ConfigError(
-                "--shard=optimizer: layers were frozen or unfrozen since the last fit, so that other weights are to be "
-                "divided. Make a new Trainer, or use --shard=none."
+                f"--shard={self.config.train.shard}: layers were frozen or unfrozen since the last fit, so that other "
+                "weights are to be divided. Make a new Trainer, or use --shard=none."
             )
         check_model(self.model, synchronous=self.topology.synchronous)
         with self.placing.scope(self.model, self.strategy):
@@ -341,7 +352,9 @@ class Program:
     def checkpoint_variables(self) -> dict[str, keras.Variable]:
         """Every variable that defines a run and is the same on every worker, by the name it has in a checkpoint."""
         optimizer = self.share.shared_variables() if self.share else self.optimizer.variables
-        return {**run_state.named(self.model.variables, "model"), **run_state.named(optimizer, "optimizer")}
+        outer = self.rounds.optimizer.variables if self.rounds else []
+        groups = {"model": self.model.variables, "optimizer": optimizer, "outer": outer}
+        return {name: each for group in groups for name, each in run_state.named(groups[group], group).items()}
 
     def first_copies(self, variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
         """The values of variables on the first replica of this process; no other replica is touched."""
@@ -352,14 +365,15 @@ class Program:
         waiting = activity(f"preparing --exchange={self.config.exchange.exchange} with all workers", shown=self.reports)
         with failure.peer_errors_named(self.topology.cluster), waiting:
             self.exchange.build(
-                self.model.trainable_variables,
                 strategy=self.strategy,
-                **exchanging_workers(self.topology),
+                **exchanging_workers(self.topology, self._device_of_rounds),
                 seed=self.config.train.seed,
                 overlap=self._can_overlap_exchange(),
-                shards=self.share.vectors if self.share else None,
-                per_device=self.placing.exchanged(self.model),
+                **self.placing.exchange_arguments(self.model),
+                **(self.share.exchanged() if self.share else {}),
             )
+            self.exchange.gathered = self.placing.gathered(self.model, self.config)
+            self.rounds  # noqa: B018 - all workers make its variables here
 
     def _can_overlap_exchange(self) -> bool:
         """Whether some gradients are complete before others, so that they can leave early.
@@ -368,33 +382,19 @@ class Program:
         synchronised batch statistics, must not mix.
         """
         mixes = self.topology.device_type == "GPU" and models.uses_synchronized_statistics(self.model)
-        return not self.jit_compile and self.config.train.accumulate_steps == 1 and not mixes
+        return not (self.jit_compile or mixes or self._device_of_rounds) and self.config.train.accumulate_steps == 1
 
-    def _is_convolutional(self) -> bool:
-        """Whether convolutions take a good part of the model's FLOPs, or cannot be told from the rest before it runs.
-
-        Less than that is the patch embedding of a transformer, which gains more than it loses.
-        """
-        has_some = models.uses_convolutions(self.model)
-        if not has_some and models.is_of_known_layers(self.model):  # before it is traced
-            return False
-        summary = self.model_summary
-        return has_some if summary is None else summary.convolution_share > _CONVOLUTIONAL_SHARE
+    @property
+    def _device_of_rounds(self) -> str:
+        """Where this worker's part of the exchange of a round runs; empty where there are no rounds."""
+        return self.strategy.extended.worker_devices[0] if self.config.outer.uses_rounds else ""
 
     def _xla_obstacle(self) -> str:
         """Why XLA cannot compile this model in this topology; empty where it can."""
-        if obstacle := self.placing.xla_obstacle:
+        if obstacle := self.placing.xla_obstacle or (self.share.xla_obstacle if self.share else ""):
             return obstacle
         if self.topology.replicas > 1 and models.uses_synchronized_statistics(self.model):
             return SYNCHRONISED
         if self.config.train.deterministic and models.uses_max_pooling(self.model):
             return "the gradient of the model's max pooling has no deterministic XLA kernel in TensorFlow"
         return ""
-
-
-def _objective(model: keras.Model, goal: Goal) -> SupervisedObjective | OwnLossObjective:
-    """What the model is trained for: its own `compute_loss`, where it overrides that, or a loss of its outputs."""
-    if computes_own_loss(model):
-        compile_for_own_loss(model, goal.loss)
-        return OwnLossObjective(model, goal)
-    return SupervisedObjective(model, goal)

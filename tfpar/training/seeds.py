@@ -23,10 +23,15 @@ def step_seed(seed: int, step: tf.Tensor, replica: tf.Tensor) -> tf.Tensor:
     Returns:
       Int32 `[2]`, for TensorFlow's stateless random ops.
     """
-    folded = tf.constant([seed & 0x7FFFFFFF, seed >> 31], tf.int32)
+    folded = run_seed(seed)
     for part in (step, replica):
         folded = tf.random.fold_in(folded, tf.cast(part, tf.int32), alg="philox")
     return folded
+
+
+def run_seed(seed: int) -> tf.Tensor:
+    """`--seed` as int32 `[2]`."""
+    return tf.constant([seed & 0x7FFFFFFF, seed >> 31], tf.int32)
 
 
 def with_seed_states(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import random
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from tfpar import inputs, precision
 from tfpar.config import ExperimentConfig
@@ -11,6 +14,8 @@ from tfpar.parallel import strategies
 from tfpar.parallel.topology import Topology
 from tfpar.process.exit_codes import install_exit_code_hook, install_sigterm_handler
 from tfpar.process.startup import quiet_startup
+from tfpar.training.optimizer_spec import OptimizerSpec
+from tfpar.training.planning import auto
 from tfpar.training.uneven_batches import uneven_notice
 from tfpar.training.validate import validate_config, validate_data, validate_model, validate_workdir
 
@@ -50,6 +55,9 @@ def initialize(
     validation: inputs.AnySource | None = None,
     *,
     complete: bool | None = None,
+    model: keras.Model | Callable[[], keras.Model] | None = None,
+    optimizer: OptimizerSpec | None = None,
+    layout: Mapping[str, Any] | None = None,
 ) -> strategies.Runtime:
     """Validates an experiment, seeds all random generators, and starts the strategy.
 
@@ -63,6 +71,10 @@ def initialize(
       complete: Whether `config` holds everything that the run will have, so that a run saved in its workdir can be
         compared with it already. By default it does if data are given; otherwise `Trainer` compares, which may be given
         other options, or objects in place of names.
+      model: What builds the model, for `--mesh=auto` and `--device_memory`; by default, given data, what the
+        configuration names.
+      optimizer: The optimizer; by default what the configuration names.
+      layout: How layers are divided over a model axis, see `Trainer`.
 
     Returns:
       The topology and the running strategy. A worker or parameter server of `parameter_server` never returns: it serves
@@ -74,7 +86,17 @@ def initialize(
     """
     quiet_startup(config.monitor.tensorflow_log)
     install_exit_code_hook()
+    subject = auto.Subject.named(config, train)
+    if model is not None:
+        subject = auto.Subject(build=model, optimizer=optimizer, layout=layout)
+    options: dict[str, Any] = {}
+    if auto.is_auto(config):
+        validate_config(config)
+        options = auto.planned(config, subject)
+        config = with_plan(config, options)
     topology = _validate(config, train, validation, complete=train is not None if complete is None else complete)
+    if config.strategy.device_memory and not options:
+        auto.check_memory(config, subject)
     if config.train.deterministic:
         tf.config.experimental.enable_op_determinism()
     seed_everything(config.train.seed)
@@ -84,7 +106,19 @@ def initialize(
         _log.info(runtime.topology.describe())
         if notice := uneven_notice(config, runtime.topology.replicas):
             _log.info(notice)
-    return runtime
+    return dataclasses.replace(runtime, options=options)
+
+
+def with_plan(config: ExperimentConfig, options: Mapping[str, Any]) -> ExperimentConfig:
+    """The configuration with what `--mesh=auto` has come to, if that is what it says.
+
+    Args:
+      config: The experiment.
+      options: `Runtime.options`.
+    """
+    if not options or not auto.is_auto(config):
+        return config
+    return ExperimentConfig.from_flat_dict({**config.as_flat_dict(), **options})
 
 
 def _validate(

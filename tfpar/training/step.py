@@ -23,13 +23,13 @@ from tfpar.exchange import Exchange
 from tfpar.optim.keras_internals import is_seed_state
 from tfpar.optim.pure_update import pure_apply
 from tfpar.parallel import replica
-from tfpar.parallel.compilation import compilation_plan
+from tfpar.parallel.compilation import compilation_plan, compiled
 from tfpar.parallel.split import whole_tensor
 from tfpar.precision import LossScale
 from tfpar.precision import update as update_loss_scale
 from tfpar.training import norms, sidecar
 from tfpar.training.core import Core
-from tfpar.training.objective import Tensors
+from tfpar.training.objective import LocalSums, Tensors
 from tfpar.training.seeds import step_seed
 from tfpar.training.sidecar import Sidecar
 from tfpar.training.step_loop import StepReport, StepsResult, run_steps
@@ -54,7 +54,7 @@ class TrainStep:
         scales = self._loss_scales(params, state, batch)
         contribution = self._contribute(params, state, batch, seed_path, loss_scale.scale, scales)
         gradients, packed, state, assigned = contribution
-        norm, replicas = self._norm(gradients), context.num_replicas_in_sync
+        norm, replicas = self._own_norm(gradients), self.replicas
         vector = Sidecar.flag(packed, norm * float(replicas) if replicas > 1 else norm)
         early = [gradients[index] for index in self.exchange.first_ready_indices]
         computed = self._replica_clock([vector])
@@ -92,7 +92,7 @@ class TrainStep:
         exchanged = self._replica_clock([vector, gradients[-1]])
 
         # 4: the reduced gradient's mean, clipped: one factor.
-        if tf.distribute.get_replica_context().num_replicas_in_sync > 1 or self.exchange.state:
+        if self.replicas > 1 or self.exchange.state:
             norm = self._norm_if_needed(gradients, is_last)  # else it is this replica's own
         factor, norm = self._factor_and_norm(vector, norm)
 
@@ -116,7 +116,7 @@ class TrainStep:
         growth_steps: int = 2000,
         timed: bool = True,
     ) -> None:
-        """Plans the step; it is traced at the first call of `run`.
+        """Plans the step, which the first call of `run` traces.
 
         Args:
           core: The model and its objective.
@@ -136,17 +136,15 @@ class TrainStep:
         self.optimizer = optimizer
         self.exchange = exchange
         self.strategy = strategy
-        self.sidecar = Sidecar.of_core(core, strategy.num_replicas_in_sync)
+        self.sidecar = Sidecar.of_core(core, self.replicas)
         self.plan = compilation_plan(
-            replicas=strategy.num_replicas_in_sync,
+            replicas=self.replicas,
             local_devices=strategy.extended.worker_devices,
             on_tpu=isinstance(strategy, tf.distribute.TPUStrategy),
             jit_compile=jit_compile,
         )
         self._schedule = schedule
-        self._seed = seed
-        self._clip_norm = clip_norm
-        self._scale_loss = scale_loss
+        self._seed, self._clip_norm, self._scale_loss = seed, clip_norm, scale_loss
         self._growth_steps, self._timed = growth_steps, timed
         # Seed states are never stored: every step derives its own.
         self._state = [variable for variable in core.model.non_trainable_variables if not is_seed_state(variable)]
@@ -201,9 +199,10 @@ class TrainStep:
         report: StepReport = tf.nest.pack_sequence_as(results, [part[0] for part in local])
         if self.plan.single_xla_program:  # an XLA program has no clock: its whole time counts as computing
             return report._replace(times=(self.clock([part[0] for part in local]),) * 4)
-        done = local[-1]
-        last = tf.reduce_max(tf.stack(done)) if len(done) > 1 else done[0]
+        last = tf.reduce_max(tf.stack(local[-1])) if len(local[-1]) > 1 else local[-1][0]
         return report._replace(times=(*report.times[:-1], last))
+
+    replicas = property(lambda self: self.strategy.num_replicas_in_sync, doc="Replicas that move together.")
 
     def next_batch(self, iterator: Iterator[Any]) -> Any:
         """The next batch for the replicas of this process."""
@@ -278,23 +277,34 @@ class TrainStep:
         scale: tf.Tensor,
         scales: tf.Tensor | None,
     ) -> tuple[Tensors, tf.Tensor, Tensors, dict[int, tf.Tensor]]:
-        """This replica's gradient sums, its part of the sidecar, what the model's new state builds on, and the weights
-        that the forward pass assigned."""
+        """This replica's gradient sums, its part of the sidecar, what new state builds on, and assigned weights."""
         seed = step_seed(self._seed, *seed_path)
-        sums = self.core.accumulate(params, state, batch, seed, scale if self._scale_loss else None, scales)
-        gradients = sums.gradients
-        if self._scale_loss:  # residuals of the exchange are kept from step to step, and the scale changes
-            gradients = self.core.each(gradients, lambda gradient: gradient / scale)
+        sums, gradients = self._accumulated(params, state, batch, seed, scale, scales)
         before = [*state, *(params[place] for place in self.core.overwritten)]
         sums = sums._replace(state=[*sums.state, *sums.overwritten])
         return gradients, self.sidecar.pack(sums, before), self.sidecar.base(before, sums.state), sums.assigned
+
+    def _accumulated(
+        self, params: Tensors, state: Tensors, batch: Any, seed: tf.Tensor, scale: tf.Tensor, scales: tf.Tensor | None
+    ) -> tuple[LocalSums, Any]:
+        """The sums over the micro-batches, and their gradients without the loss scale."""
+        sums = self.core.accumulate(params, state, batch, seed, scale if self._scale_loss else None, scales)
+        return sums, self._unscaled(sums.gradients, scale)
+
+    def _unscaled(self, gradients: Tensors, scale: tf.Tensor) -> Tensors:
+        # Residuals of the exchange are kept from step to step, and the loss scale changes.
+        return self.core.each(gradients, lambda gradient: gradient / scale) if self._scale_loss else gradients
+
+    def _own_norm(self, gradients: Any) -> tf.Tensor:
+        """Norm of what this replica contributes; not finite where some of it is not."""
+        return self._norm(gradients)
 
     def _reported(self, vector: tf.Tensor) -> tf.Tensor:
         """The summed sidecar, with what other devices of the replica report."""
         return vector
 
     def _factor_and_norm(self, vector: tf.Tensor, norm: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """What makes gradient sums the gradient to apply, their mean, clipped; and the norm of the mean before that.
+        """What makes gradient sums the gradient to apply, their mean, clipped; and the norm of the mean before.
 
         Args:
           vector: The summed sidecar.
@@ -388,8 +398,3 @@ class _ReducedGradients(NamedTuple):
 def should_apply(vector: tf.Tensor) -> tf.Tensor:
     """Whether the summed sidecar calls for an update: all replicas are finite, and there are examples."""
     return tf.equal(vector[sidecar.NON_FINITE], 0.0) & (vector[sidecar.COUNT] > 0.0)
-
-
-def compiled(function: Callable[..., Any], compiles: bool) -> Callable[..., Any]:
-    """The function as an XLA program, or as it is."""
-    return tf.function(function, jit_compile=True, autograph=False) if compiles else function

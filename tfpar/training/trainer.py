@@ -20,17 +20,17 @@ from tfpar.process.exit_codes import install_exit_code_hook
 from tfpar.training.core import Core
 from tfpar.training.duration import in_epochs
 from tfpar.training.evaluation import Evaluator
-from tfpar.training.loops import start_run
+from tfpar.training.loops import keras_callbacks, start_run
 from tfpar.training.loops.history import FitResult
 from tfpar.training.loops.hooks import Hook, check_hooks
 from tfpar.training.loops.keras_callbacks import check_callbacks
 from tfpar.training.model import keras_arguments
 from tfpar.training.model.averages import AveragesBetweenRuns
-from tfpar.training.objective import Goal
+from tfpar.training.objective import Goal, Objective, OwnGoal
 from tfpar.training.optimizer_spec import OptimizerSpec, peak_rate
 from tfpar.training.prediction import Predictor
 from tfpar.training.program import Program
-from tfpar.training.start import initialize
+from tfpar.training.start import initialize, with_plan
 from tfpar.training.validate import validate_data, validate_model, validate_saved_run
 
 import keras
@@ -75,7 +75,11 @@ class Trainer:
       augmentation: Keras layer applied to the inputs on the device, inside the step, in training only; by default what
         the option `augment` names.
       layout: With a model axis (`mesh="model:2"`), how layers are divided over it, by regular expressions on their
-        paths: `{"logits": "gather"}`; see `tfpar.parallel.tensor_layout`. What it does not name is found.
+        paths: `{"logits": "gather"}`, see `tfpar.parallel.tensor_layout`; what it does not name is found. Or how
+        weights are: a `keras.distribution.LayoutMap`, or `{"mlp.*kernel": (None, "model")}`, see
+        `tfpar.parallel.weight_layouts`; what it does not name is whole.
+      objective: In place of loss and metrics: a function of the built model that returns what is minimised, as sums
+        over the examples of a batch; see `tfpar.training.objective.Objective`.
       **options: Any option of `tfpar.config` by its flag name: `strategy="mirrored", devices=2, exchange="none",
         precision="mixed_bfloat16", jit_compile=..., accumulate_steps=4, clip_norm=1.0, workdir="runs/a"`.
 
@@ -99,7 +103,8 @@ class Trainer:
         config: ExperimentConfig | None = None,
         runtime: strategies.Runtime | None = None,
         augmentation: keras.layers.Layer | None = None,
-        layout: Mapping[str, str] | strategies.Runtime | None = None,
+        layout: Mapping[str, Any] | strategies.Runtime | None = None,
+        objective: Callable[[keras.Model], Objective] | None = None,
         **options: Unpack[TrainerOptions],
     ) -> None:
         install_exit_code_hook()
@@ -111,13 +116,16 @@ class Trainer:
         config = _with_options(config, given, optimizer)
         spec = OptimizerSpec.of(optimizer, given)
         goal = dataclasses.replace(goal, loss_weighting=config.train.loss_weighting)
+        aim = goal if objective is None else OwnGoal.instead_of(goal, objective)
         if runtime is not None:
+            config = with_plan(config, runtime.options)
             validate_saved_run(config)
         policy = keras.config.dtype_policy()
         try:
-            self.runtime = runtime or initialize(config, complete=True)
+            self.runtime = runtime or initialize(config, complete=True, model=model, optimizer=spec, layout=layout)
+            config = with_plan(config, self.runtime.options)
             self.program = Program.build(
-                config, self.runtime, model=model, optimizer=spec, goal=goal, augmentation=augmentation, layout=layout
+                config, self.runtime, model=model, optimizer=spec, goal=aim, augmentation=augmentation, layout=layout
             )
         except BaseException:
             keras.config.set_dtype_policy(policy)  # the next model must not have the precision of a refused trainer
@@ -194,7 +202,15 @@ class Trainer:
             inputs.check_augmentation(self.config.input.augment, train.info.input_spec)
             augmentation.build((None, *train.info.input_spec.shape))
 
-    def evaluate(self, source: Any, y: Any = None, *, sample_weight: Any = None, **others: Any) -> dict[str, Any]:
+    def evaluate(
+        self,
+        source: Any,
+        y: Any = None,
+        *,
+        sample_weight: Any = None,
+        callbacks: Sequence[keras.callbacks.Callback] = (),
+        **others: Any,
+    ) -> dict[str, Any]:
         """Loss and metrics over all examples of a source, each counted once; all workers call it together.
 
         Args:
@@ -202,6 +218,7 @@ class Trainer:
             sets or tuples `(x, y)`.
           y: Labels, if `source` is arrays.
           sample_weight: Sample weights, if `source` is arrays.
+          callbacks: Keras callbacks: their methods of tests.
           **others: None, as for `fit`.
 
         Returns:
@@ -213,22 +230,30 @@ class Trainer:
         keras_arguments.refuse("evaluate", others)
         self._check_synchronous("evaluates while it trains: give fit(validation=...). To evaluate")
         if y is None and isinstance(source, Mapping) and all(isinstance(each, _SOURCES) for each in source.values()):
-            return {name: self._evaluate(f"evaluate({name})", each) for name, each in source.items()}
-        return self._evaluate("evaluate(source=...)", source, y, sample_weight)
+            return {name: self._evaluate(f"evaluate({name})", callbacks, each) for name, each in source.items()}
+        return self._evaluate("evaluate(source=...)", callbacks, source, y, sample_weight)
 
-    def _evaluate(self, argument: str, *data: Any) -> dict[str, float]:
-        source = _as_full_source(argument, *data, told=self._tells, ignore_class=self._ignore_class)
+    def _evaluate(self, argument: str, callbacks: Sequence[keras.callbacks.Callback], *data: Any) -> dict[str, Any]:
+        check_callbacks(callbacks, self.topology)
+        source = keras_arguments.as_full_source(argument, *data, told=self._tells, ignore_class=self._ignore_class)
         self._refresh()
         self.program.bind(source)
-        return self._evaluator(source)
+        if not callbacks:
+            return self._evaluator(source)
+        with keras_callbacks.testing(callbacks, self.program) as (calls, tell):
+            results = self._evaluator(source, calls=calls)
+            tell(results)
+        return results
 
-    def predict(self, source: Any, **others: Any) -> Any:
+    def predict(self, source: Any, *, callbacks: Sequence[keras.callbacks.Callback] = (), **others: Any) -> Any:
         """The model's outputs for all examples of a source, computed on all devices; all workers call it together.
 
         The weights are those that `evaluate` uses: their moving averages where `--ema` keeps them.
 
         Args:
           source: Examples, as for `fit`; no shuffling, no augmentation. Labels, if there are any, are not read.
+          callbacks: Keras callbacks: their methods of predictions. `on_predict_batch_end` gets the outputs of this
+            worker's examples of the batch.
           **others: None, as for `fit`.
 
         Returns:
@@ -241,7 +266,12 @@ class Trainer:
         keras_arguments.refuse("predict", others)
         self._check_synchronous("does not predict. To predict")
         self._refresh()
-        return self._predictor(_as_full_source("predict(source=...)", source, told=self._tells))
+        check_callbacks(callbacks, self.topology)
+        source = keras_arguments.as_full_source("predict(source=...)", source, told=self._tells)
+        if not callbacks:
+            return self._predictor(source)
+        with keras_callbacks.predicting(callbacks, self.program) as calls:
+            return self._predictor(source, calls=calls)
 
     def _check_synchronous(self, what: str) -> None:
         if not self.topology.synchronous:
@@ -309,56 +339,17 @@ class Trainer:
     ) -> tuple[Any, Any]:
         """The sources of what `fit` was given, checked."""
         common: dict[str, Any] = {"told": self._tells, "ignore_class": self._ignore_class}
-        source = _as_source("fit(train=...)", *train, counts=counts, split="train", **common)
+        source = keras_arguments.as_source("fit(train=...)", *train, counts=counts, split="train", **common)
         if class_weight is not None:
             source = inputs.with_class_weight(source, class_weight)
         if validation is not None:
-            validation = _as_source("fit(validation=...)", validation, **common)
+            validation = keras_arguments.as_source("fit(validation=...)", validation, **common)
         validate_data(self.config, self.topology, source, validation)
         built = {"model": self.model, "integer_labels": self.program.integer_labels}
         validate_model(self.config, self.topology, source, validation, **built)
         for each in filter(None, (source, validation)):
             self.program.bind(each)
         return source, validation
-
-
-def _as_full_source(argument: str, *data: Any, **options: Any) -> inputs.AnySource:
-    """`_as_source`, of at least one example."""
-    source = _as_source(argument, *data, **options)
-    if not source.info.num_examples:
-        raise ConfigError(f"{argument}: {source.info.name} is empty. Give it at least one example.")
-    return source
-
-
-def _as_source(
-    argument: str,
-    data: Any,
-    y: Any = None,
-    sample_weight: Any = None,
-    *,
-    counts: bool = True,
-    split: str = "validation",
-    told: bool = True,
-    ignore_class: int | None = None,
-) -> inputs.AnySource:
-    """The source of what a method was given.
-
-    Args:
-      argument: How an error names it.
-      data: A source, or anything that `tfpar.inputs.as_source` takes.
-      y: Labels, if the data are arrays.
-      sample_weight: Sample weights, if the data are arrays.
-      counts: Whether the number of examples must be known.
-      split: `"train"` or `"validation"`, for reports.
-      told: Whether to log that they are counted.
-      ignore_class: A label that the loss ignores.
-    """
-    ignored = {} if ignore_class is None or isinstance(data, tf.data.Dataset) else {"ignore_class": ignore_class}
-    try:
-        source = inputs.as_source(data, y, sample_weight, split=split, **ignored)
-    except ConfigError as error:
-        raise ConfigError(f"{argument}: {error}") from error
-    return source.counted(told=told) if counts and isinstance(source, inputs.StreamSource) else source
 
 
 def _with_compiled(model: Any, optimizer: Any, goal: Goal) -> tuple[Any, Goal]:

@@ -25,21 +25,14 @@ from tfpar import cluster, inputs, models, precision
 from tfpar.checkpoint import checkpointer, run_state, workdir_lock
 from tfpar.checkpoint.model_files import task_spec
 from tfpar.collectives.agreement import WorkerAgreement
-from tfpar.config import (
-    CUSTOM,
-    PER_HOST_OPTIONS,
-    RESUME_MAY_CHANGE,
-    ConfigError,
-    ExperimentConfig,
-    unknown_name,
-)
+from tfpar.config import CUSTOM, PER_HOST_OPTIONS, RESUME_MAY_CHANGE, ConfigError, ExperimentConfig, unknown_name
 from tfpar.exchange import Exchange
-from tfpar.exchange import spec as specs
-from tfpar.exchange.sharding.reducer import sharded_codec
+from tfpar.exchange.sharding.check import check_sharding
 from tfpar.optim import optimizers, schedules
-from tfpar.parallel.mesh import check_beside_mesh
-from tfpar.parallel.topology import Topology, choose_topology
+from tfpar.parallel.mesh import AUTO, check_beside_mesh
+from tfpar.parallel.topology import Topology, choose_topology, without_auto
 from tfpar.training.duration import check_profile, total_steps
+from tfpar.training.local_steps.check import check_local_steps, check_resumed_rounds
 from tfpar.training.uneven_batches import train_input
 
 import keras
@@ -65,19 +58,22 @@ def validate_config(config: ExperimentConfig) -> Topology:
     Raises:
       ConfigError: The first thing that cannot work.
     """
-    topology = choose_topology(config.strategy, cluster.detect())
+    automatic = config.strategy.mesh == AUTO  # workers and devices are known, what lies on them is not
+    topology = choose_topology(without_auto(config.strategy), cluster.detect())
     if config.model.model not in (*models.names(), CUSTOM):
         raise unknown_name("--model", config.model.model, models.names())
     if config.optimizer.optimizer != CUSTOM:
         optimizers.check_arguments(config.optimizer)
     schedules.check_schedule(config.schedule)
     Exchange(config.exchange.exchange).check_supported(topology.name)
-    check_beside_mesh(config, topology.mesh, spans_workers=topology.replica_workers > 1)
-    _check_sharding(config, topology)
+    if not automatic:
+        check_beside_mesh(config, topology.mesh, spans_workers=topology.replica_workers > 1)
+        check_sharding(config, topology)
+        check_local_steps(config, topology)
     if config.input.dataset != CUSTOM:
         inputs.check_kind(config.input)
     inputs.check_augmentation(config.input.augment)
-    if topology.name != "tpu":  # the number of a TPU's replicas is known once it is initialised
+    if topology.name != "tpu" and not automatic:  # the number of a TPU's replicas is known once it is initialised
         inputs.check_divides(train_input(config), topology.replicas, config.train.accumulate_steps)
     if config.input.data_service:
         inputs.check_service(config.input.data_service)
@@ -214,6 +210,7 @@ def validate_saved_run(config: ExperimentConfig) -> None:
     workdir = config.checkpoint.workdir
     saved = checkpointer.saved_config(workdir) if workdir else None
     if saved is not None:
+        check_resumed_rounds(saved, config)
         _check_same_run(saved, json.loads(json.dumps(config.as_flat_dict())), workdir)
 
 
@@ -301,7 +298,7 @@ def _check_same_shapes(train: inputs.AnySource, validation: inputs.AnySource) ->
 
 def _check_parameter_server(config: ExperimentConfig, train: inputs.AnySource) -> None:
     """Refuses what asynchronous training does not support: see the messages."""
-    if isinstance(train, inputs.StreamSource):
+    if not isinstance(train, inputs.Source):
         raise ConfigError(
             f"--strategy=parameter_server: its workers read examples by number, and {train.name} is a tf.data.Dataset, "
             "which has none. Use tfpar.inputs.from_arrays or from_random_access, or a synchronous strategy."
@@ -350,22 +347,6 @@ def _check_labels_within_outputs(
                 f"class numbers, which must be {allowed}. Correct the labels, or use a loss for targets, such as "
                 "keras.losses.MeanSquaredError; labels that the loss ignores are named by from_arrays(ignore_class=)."
             )
-
-
-def _check_sharding(config: ExperimentConfig, topology: Topology) -> None:
-    """Refuses `--shard` beside options that it does not go with."""
-    flag = f"--shard={config.train.shard}"
-    if config.train.shard == "none":
-        return
-    if topology.name in ("parameter_server", "tpu"):
-        raise ConfigError(f"{flag} does not work with --strategy={topology.name}. Use --shard=none.")
-    if config.optimizer.ema and topology.replicas > 1:
-        raise ConfigError(
-            f"--ema={config.optimizer.ema} does not work with {flag}: evaluation would need averages that other "
-            "replicas hold. Leave one of them out."
-        )
-    if topology.workers > 1:
-        sharded_codec(specs.parse(config.exchange.exchange))
 
 
 def _check_compiles(config: ExperimentConfig, topology: Topology) -> None:

@@ -277,13 +277,13 @@ def test_batch_returns_the_element_of_the_dataset(examples, batch, micro_batches
     )
     by_number = tf.function(pipeline.batch, autograph=False)
     local = replicas // workers
-    updates = 2 * pipeline.steps_per_epoch + 1
+    steps = 2 * pipeline.steps_per_epoch + 1
     for worker in range(workers):
-        elements = pipeline.dataset(worker).take(updates * local).as_numpy_iterator()
-        for update in range(updates):
+        elements = pipeline.dataset(worker).take(steps * local).as_numpy_iterator()
+        for step in range(steps):
             for replica in range(worker * local, (worker + 1) * local):
                 expected = next(elements)
-                element = by_number(tf.constant(update, tf.int64), tf.constant(replica, tf.int64))
+                element = by_number(tf.constant(step, tf.int64), tf.constant(replica, tf.int64))
                 for one, other in zip(element, expected, strict=True):
                     assert one.dtype == other.dtype
                     assert one.shape == other.shape

@@ -97,7 +97,7 @@ def test_the_command_line_writes_shards(tmp_path):
     command = [sys.executable, "-m", "tfpar.inputs.write", f"--dataset=text:{tmp_path}/book.txt", f"--output={output}"]
     environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
     done = nursery.run(
-        [*command, "--shards=2", "--sequence_length=20"], capture_output=True, text=True, env=environment, timeout=120
+        [*command, "--shards=2", "--sequence_length=20"], capture_output=True, text=True, env=environment, timeout=300
     )
     assert done.returncode == 0, done.stderr
     assert "train: 108 of 108 examples" in done.stdout

@@ -78,9 +78,61 @@ def language_model() -> keras.Model:
     return models.build("transformer_lm_tiny", spec, width=32, depth=2, heads=4, dropout=0.0)
 
 
+def uneven_vocabulary() -> keras.Model:
+    """A table whose tokens no axis divides."""
+    spec = TaskSpec("language_model", (POSITIONS,), "int32", VOCABULARY + 3)
+    return models.build("transformer_lm_tiny", spec, width=32, depth=2, heads=4, dropout=0.0)
+
+
+def three_heads() -> keras.Model:
+    """Attention whose heads no axis of two divides, though it divides their width."""
+    spec = TaskSpec("language_model", (POSITIONS,), "int32", VOCABULARY)
+    return models.build("transformer_lm_tiny", spec, width=48, depth=1, heads=3, dropout=0.0)
+
+
 def vit() -> keras.Model:
     spec = TaskSpec("classification", (8, 8, 1), "float32", 3)
     return models.build("vit", spec, patch_size=4, width=32, depth=2, heads=4, dropout=0.0)
+
+
+def gpt2() -> keras.Model:
+    import keras_hub
+
+    backbone = keras_hub.models.GPT2Backbone(
+        vocabulary_size=VOCABULARY + 3,
+        num_layers=2,
+        num_heads=4,
+        hidden_dim=16,
+        intermediate_dim=32,
+        max_sequence_length=POSITIONS,
+        dropout=0.0,
+    )
+    return keras_hub.models.GPT2CausalLM(backbone)
+
+
+def grouped_query() -> keras.Model:
+    """Fewer heads of keys and values than of queries, and a head with a table of its own."""
+    import keras_hub
+
+    backbone = keras_hub.models.LlamaBackbone(
+        vocabulary_size=VOCABULARY,
+        num_layers=2,
+        num_query_heads=8,
+        num_key_value_heads=4,
+        hidden_dim=16,
+        intermediate_dim=32,
+        dropout=0.0,
+    )
+    return keras_hub.models.LlamaCausalLM(backbone)
+
+
+def map_of_backbone(mesh: str) -> keras.distribution.LayoutMap:
+    """What the backbone of `grouped_query` says of a mesh."""
+    import keras_hub
+
+    size = int(mesh.rpartition(":")[2])
+    devices = keras.distribution.DeviceMesh((1, size), ("batch", "model"), [f"cpu:{index}" for index in range(size)])
+    return keras_hub.models.LlamaBackbone.get_layout_map(devices)
 
 
 def recurrent() -> keras.Model:
@@ -115,6 +167,10 @@ MODELS = {
     "batch_statistics": batch_statistics,
     "attention": attention,
     "language_model": language_model,
+    "uneven_vocabulary": uneven_vocabulary,
+    "three_heads": three_heads,
+    "gpt2": gpt2,
+    "grouped_query": grouped_query,
     "vit": vit,
     "recurrent": recurrent,
     "resnet": resnet,
@@ -125,9 +181,12 @@ IMAGES = ("vit", "resnet")
 
 def data(model: str) -> tuple[Any, Any]:
     generator = np.random.default_rng(0)
-    if model in ("attention", "language_model"):
+    if model in ("attention", "language_model", "uneven_vocabulary", "three_heads"):
         tokens = generator.integers(0, VOCABULARY, (EXAMPLES, POSITIONS + 1)).astype(np.int32)
         return tokens[:, :-1], tokens[:, 1:]
+    if model in ("gpt2", "grouped_query"):
+        tokens = generator.integers(0, VOCABULARY, (EXAMPLES, POSITIONS + 1)).astype(np.int32)
+        return {"token_ids": tokens[:, :-1], "padding_mask": np.ones_like(tokens[:, 1:])}, tokens[:, 1:]
     if model == "recurrent":
         tokens = generator.integers(0, 4, (EXAMPLES, POSITIONS)).astype(np.int32)
         return tokens, tokens[:, 0] % 3
@@ -166,9 +225,14 @@ def train(options: dict[str, Any], runtime: tfpar.Runtime | None = None) -> tfpa
     keras.utils.set_random_seed(1)
     loss: Any = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     metrics: Any = ["accuracy"]
+    if model == "uneven_vocabulary":  # and some positions do not count
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=3)
+        metrics = ["accuracy", keras.metrics.SparseCategoricalCrossentropy("nats", from_logits=True)]
     if model == "branches":
         loss, metrics = {"kind": loss, "size": "mse"}, {"kind": "accuracy"}
-    trainer = tfpar.Trainer(MODELS[model], loss=loss, metrics=metrics, config=config, runtime=runtime)
+    mesh = config.strategy.mesh
+    layout = map_of_backbone(mesh) if model == "grouped_query" and "model" in mesh else None
+    trainer = tfpar.Trainer(MODELS[model], loss=loss, metrics=metrics, config=config, runtime=runtime, layout=layout)
     x, y = data(model)
     trainer.results = trainer.fit(x, y, steps=steps, validation=(first_of(x, 50), first_of(y, 50)))
     return trainer

@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import functools
 
+import tfpar
 from tests.training.test_trainer import BATCH, CLASSES, EXAMPLES, SPARSE, source, trainer_of
 from tfpar.config import ConfigError
 from tfpar.parallel.topology import Topology
@@ -44,11 +45,53 @@ class Recorder(keras.callbacks.Callback):
 
 
 class BatchRecorder(Recorder):
+    """Batches too, and evaluations and predictions."""
+
     def on_train_batch_begin(self, batch, logs=None):
         self.calls.append(("batch begin", batch))
 
     def on_train_batch_end(self, batch, logs=None):
         self.calls.append(("batch end", batch, dict(logs)))
+
+    def on_test_begin(self, logs=None):
+        self.calls.append(("test begin",))
+
+    def on_test_batch_begin(self, batch, logs=None):
+        self.calls.append(("test batch begin", batch))
+
+    def on_test_batch_end(self, batch, logs=None):
+        self.calls.append(("test batch end", batch, dict(logs)))
+
+    def on_test_end(self, logs=None):
+        self.calls.append(("test end", 0, dict(logs)))
+
+    def on_predict_begin(self, logs=None):
+        self.calls.append(("predict begin",))
+
+    def on_predict_batch_begin(self, batch, logs=None):
+        self.calls.append(("predict batch begin", batch))
+
+    def on_predict_batch_end(self, batch, logs=None):
+        self.calls.append(("predict batch end", batch, {"outputs": np.asarray(logs["outputs"])}))
+
+    def on_predict_end(self, logs=None):
+        self.calls.append(("predict end",))
+
+
+class StoppingRecorder(BatchRecorder):
+    """Stops training, and each evaluation and prediction of its own, within an epoch."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        super().on_train_batch_end(batch, logs)
+        self.model.stop_training = self.calls.count(("batch begin", 1)) == 2 and batch == 1
+
+    def on_test_batch_end(self, batch, logs=None):
+        super().on_test_batch_end(batch, logs)
+        self.model.stop_evaluating = True
+
+    def on_predict_batch_end(self, batch, logs=None):
+        super().on_predict_batch_end(batch, logs)
+        self.model.stop_predicting = True
 
 
 def plain() -> keras.Model:
@@ -61,10 +104,10 @@ def layout(replicas: int) -> dict:
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize("kind", [Recorder, BatchRecorder])
+@pytest.mark.parametrize("kind", [Recorder, BatchRecorder, StoppingRecorder])
 def test_calls_and_logs_are_those_of_keras(kind, replicas):
     """Without shuffling, and by plain gradient descent, the two train alike."""
-    trainer = trainer_of(plain, keras.optimizers.SGD(0.05), **layout(replicas))
+    trainer = trainer_of(plain, keras.optimizers.SGD(0.05), eval_batch_size=BATCH, **layout(replicas))
     theirs = keras.models.clone_model(trainer.model)
     theirs.set_weights(trainer.model.get_weights())
     ours, expected = kind(), kind()
@@ -77,6 +120,11 @@ def test_calls_and_logs_are_those_of_keras(kind, replicas):
     history = theirs.fit(
         x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0, validation_data=arrays(11, 9), callbacks=[expected]
     )
+    trainer.evaluate(held_out, callbacks=[ours])
+    theirs.evaluate(*arrays(11, 9), batch_size=BATCH, verbose=0, callbacks=[expected])
+    predicted = trainer.predict(held_out, callbacks=[ours])
+    again = theirs.predict(arrays(11, 9)[0], batch_size=BATCH, verbose=0, callbacks=[expected])
+    np.testing.assert_allclose(predicted, again, rtol=1e-4, atol=1e-6)
 
     assert result.epoch == history.epoch
     assert result.history.keys() == history.history.keys()
@@ -86,7 +134,9 @@ def test_calls_and_logs_are_those_of_keras(kind, replicas):
     for one, other in zip(ours.calls, expected.calls, strict=True):
         assert (len(one) > 2) == (len(other) > 2)
         if len(one) > 2:
-            assert one[2] == pytest.approx(other[2], rel=1e-4, abs=1e-6)
+            assert one[2].keys() == other[2].keys()
+            for name, value in other[2].items():
+                np.testing.assert_allclose(one[2][name], value, rtol=1e-4, atol=1e-6)
     for one, other in zip(ours.epoch_ends(), expected.epoch_ends(), strict=True):
         for mine, keras_own in zip(one[3], other[3], strict=True):
             np.testing.assert_allclose(mine, keras_own, rtol=1e-4, atol=1e-6)
@@ -118,7 +168,8 @@ def test_only_methods_of_batches_make_the_loop_stop_at_each(build, every):
         current_rate=None,
         metric_results=lambda sums: {},
     )
-    assert bridge.hook.every == every
+    assert [hook.every for hook in bridge.ends_of_epochs] == [every]
+    assert len(bridge.ends_of_batches) == (every == 1)
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -241,27 +292,21 @@ def test_the_history_of_a_resumed_run_has_the_epochs_of_this_start(tmp_path):
     assert (again.epoch, again.history, again["steps"]) == ([], {}, 3 * EPOCH + 1)
 
 
-class TestRecorder(Recorder):
-    """Evaluations too."""
-
-    __test__ = False  # not for pytest
-
-    def on_test_begin(self, logs=None):
-        self.calls.append(("test begin",))
-
-    def on_test_end(self, logs=None):
-        self.calls.append(("test end", dict(logs)))
-
-
-def test_evaluations_are_shown_to_callbacks():
-    recorder = TestRecorder()
-    trainer_of(plain).fit(source(), epochs=2, validation=source(11, 9), callbacks=[recorder])
-    events = [call[0] for call in recorder.calls]
-    epoch = ["epoch begin", "test begin", "test end", "epoch end"]
-    assert events == ["train begin", *epoch, *epoch, "train end"]
-    ends = [call for call in recorder.calls if call[0] in ("test end", "epoch end")]
-    assert {f"val_{name}": value for name, value in ends[0][1].items()}.items() <= ends[1][2].items()
-    assert set(ends[0][1]) == {"loss", "accuracy"}
+@pytest.mark.parametrize("stops_by", ["hook", "stop_after"])
+def test_a_stop_within_an_epoch_ends_the_epoch_if_it_ends_the_run(stops_by, tmp_path):
+    """A hook's does, as `stop_training` in a batch; an epoch that a resumed run will continue goes on there."""
+    recorder, last = Recorder(), []
+    stop = [tfpar.Hook(EPOCH + 2, lambda state: state.replace(stop=True))] if stops_by == "hook" else []
+    last_stop = tfpar.Hook(100, lambda state: last.append(state.step), also=lambda state: state.ending)
+    options = {"stop_after": EPOCH + 2} if stops_by == "stop_after" else {}
+    trainer = trainer_of(plain, workdir=str(tmp_path), **options)
+    result = trainer.fit(source(), epochs=3, validation=source(11, 9), hooks=[last_stop, *stop], callbacks=[recorder])
+    assert last == [EPOCH + 2]
+    assert result.epoch == [0, 1]
+    ends = recorder.epoch_ends()
+    assert [call[1] for call in ends] == ([0, 1] if stops_by == "hook" else [0])
+    if stops_by == "hook":
+        assert result["eval"]["loss"] == result.history["val_loss"][1] == ends[1][2]["val_loss"]
 
 
 def test_the_summary_names_the_callback_that_stopped_the_run():

@@ -28,12 +28,12 @@ def test_the_first_call_compiles_the_second_measures_the_third_is_about_half_a_s
     assert pace.next(256, FAR) == 125
 
 
-@pytest.mark.parametrize(("seconds_per_update", "updates"), [(10.0, 1), (0.6, 1), (0.25, 2), (1e-6, 2000), (0.0, 2000)])
-def test_slow_updates_go_one_by_one_and_fast_ones_are_bounded(seconds_per_update, updates):
+@pytest.mark.parametrize(("seconds_per_step", "steps"), [(10.0, 1), (0.6, 1), (0.25, 2), (1e-6, 2000), (0.0, 2000)])
+def test_slow_steps_go_one_by_one_and_fast_ones_are_bounded(seconds_per_step, steps):
     pace = StepsPerCall()
     pace.measured(1, 1.0)
-    pace.measured(5, 5 * seconds_per_update)
-    assert pace.next(6, FAR) == updates
+    pace.measured(5, 5 * seconds_per_step)
+    assert pace.next(6, FAR) == steps
 
 
 def test_a_fixed_pace_does_not_adapt():
@@ -53,10 +53,10 @@ def test_a_fixed_pace_does_not_adapt():
 def test_calls_meet_every_boundary_exactly(fixed, every, total, seconds):
     pace, step, visited = StepsPerCall(fixed), 0, []
     while step < total:
-        updates = pace.next(step, [total, next_multiple(step, every)])
-        assert updates >= 1
-        step += updates
-        pace.measured(updates, seconds[len(visited) % len(seconds)])
+        steps = pace.next(step, [total, next_multiple(step, every)])
+        assert steps >= 1
+        step += steps
+        pace.measured(steps, seconds[len(visited) % len(seconds)])
         visited.append(step)
     assert visited[-1] == total
     assert set(range(every, total + 1, every)) <= set(visited)

@@ -22,7 +22,7 @@ def data(features: int = 6):
     return x, x[:, :1] * 2 - x[:, 1:2]
 
 
-def updates(x, y, replicas: int, micro_batches: int):
+def steps(x, y, replicas: int, micro_batches: int):
     """The batches of the steps, cut for replicas and micro-batches; every example has weight 1."""
     shape = (STEPS, replicas, micro_batches, -1)
     x, y = (part.reshape(*shape, *part.shape[1:]) for part in (x, y))
@@ -61,14 +61,15 @@ def test_weights_that_the_forward_pass_assigns_are_those_of_keras(replicas, micr
     x, y = data()
     reference = spectral()
     start = reference.get_weights()
-    steps = [
+    batches_of_steps = [
         [
             (x[first : first + BATCH // micro_batches], y[first : first + BATCH // micro_batches])
             for first in range(step * BATCH, (step + 1) * BATCH, BATCH // micro_batches)
         ]
         for step in range(STEPS)
     ]
-    expected = keras_steps.accumulate(reference, keras.optimizers.SGD(0.1), keras.losses.MeanSquaredError(), steps)
+    optimizer, loss = keras.optimizers.SGD(0.1), keras.losses.MeanSquaredError()
+    expected = keras_steps.accumulate(reference, optimizer, loss, batches_of_steps)
 
     def same() -> keras.Model:
         model = spectral()
@@ -76,7 +77,7 @@ def test_weights_that_the_forward_pass_assigns_are_those_of_keras(replicas, micr
         return model
 
     run = Steps(replicas, same, jit_compile=jit_compile)
-    batches = updates(x, y, 1, micro_batches)
+    batches = steps(x, y, 1, micro_batches)
     if replicas > 1:  # a micro-batch of every replica is the share of one of Keras' micro-batches
         batches = [
             [tuple(np.stack(np.split(part, replicas, axis=1))[replica] for part in batch[0]) for replica in (0, 1)]
@@ -105,7 +106,7 @@ def test_fit_itself_gives_these_numbers():
         return model
 
     run = Steps(1, same)
-    np.testing.assert_allclose(run.run(updates(x, y, 1, 1), micro_batches=True).loss, expected, rtol=2e-5)
+    np.testing.assert_allclose(run.run(steps(x, y, 1, 1), micro_batches=True).loss, expected, rtol=2e-5)
     for ours, theirs in zip(run.model.get_weights(), reference.get_weights(), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
 
@@ -125,7 +126,7 @@ class Standardised(layers.Layer):
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_replicas_that_would_assign_other_weights_are_refused(micro_batches):
     x, y = data()
-    batches = updates(x, y, 2, micro_batches)
+    batches = steps(x, y, 2, micro_batches)
     with pytest.raises(ConfigError, match=r"standardised/scale' a value that depends on the examples.*one_device"):
         Steps(2, lambda: keras.Sequential([keras.Input((6,)), Standardised(), layers.Dense(1)])).run(
             batches, micro_batches=True
@@ -145,7 +146,7 @@ def test_one_replica_may_assign_what_depends_on_the_batch():
         return model
 
     run = Steps(1, same)
-    np.testing.assert_allclose(run.run(updates(x, y, 1, 1), micro_batches=True).loss, expected, rtol=1e-4)
+    np.testing.assert_allclose(run.run(steps(x, y, 1, 1), micro_batches=True).loss, expected, rtol=1e-4)
 
 
 def test_a_variable_assigned_inside_a_branch_is_refused_by_name():
@@ -180,7 +181,7 @@ def test_a_model_whose_call_has_no_training_is_called_as_fit_calls_it():
     model(np.zeros((1, 6), np.float32))
     x, y = data()
     run = Steps(1, lambda: model, jit_compile=False)
-    loss = run.run(updates(x, y, 1, 1)[:1], micro_batches=True).loss[0]
+    loss = run.run(steps(x, y, 1, 1)[:1], micro_batches=True).loss[0]
     np.testing.assert_allclose(loss, np.mean((x[:BATCH].sum(1, keepdims=True) - y[:BATCH]) ** 2), rtol=1e-5)
 
 
@@ -267,7 +268,7 @@ def test_a_loss_object_in_the_forward_pass_counts_once_on_any_number_of_replicas
 
     expected = keras_steps.fit(build(), keras.optimizers.SGD(0.01), "mse", x, y, BATCH)
     run = Steps(replicas, build, lambda: keras.optimizers.SGD(0.01), jit_compile=False)
-    np.testing.assert_allclose(run.run(updates(x, y, replicas, 1), micro_batches=True).loss, expected, rtol=1e-4)
+    np.testing.assert_allclose(run.run(steps(x, y, replicas, 1), micro_batches=True).loss, expected, rtol=1e-4)
 
 
 class Last(layers.Layer):

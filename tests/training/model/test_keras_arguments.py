@@ -20,7 +20,7 @@ import pytest
         ("fit", {"validations": 1}, r"takes no validations=: did you mean validation=\?"),
         ("fit", {"zzz": 1}, r"takes no zzz=: besides the examples it takes y, sample_weight, class_weight, steps"),
         ("evaluate", {"verbose": 0}, r"Trainer\.evaluate takes no verbose=: Trainer\(verbose=\.\.\.\)\."),
-        ("predict", {"zzz": 1}, r"Trainer\.predict takes no zzz=: it takes the examples alone\."),
+        ("predict", {"zzz": 1}, r"Trainer\.predict takes no zzz=: besides the examples it takes callbacks\."),
     ],
 )
 def test_they_are_refused_with_what_to_write_instead(method, arguments, message):

@@ -33,7 +33,7 @@ def model(**options) -> keras.Model:
     )
 
 
-def updates(replicas: int, micro_batches: int = 1):
+def steps(replicas: int, micro_batches: int = 1):
     shape = (STEPS, replicas, micro_batches, -1)
     x, y = (part.reshape(*shape, *part.shape[1:]) for part in arrays())
     return [[(x[i, j], y[i, j], np.ones(x.shape[2:4], np.float32)) for j in range(replicas)] for i in range(STEPS)]
@@ -72,7 +72,7 @@ def test_mixed_float16_trains_with_every_optimizer(name):
     optimizer = OPTIMIZERS[name] if name in OPTIMIZERS else type(keras.optimizers.get(name))
     run = Steps(1, model, lambda: optimizer(0.01), scale_loss=True)
     before = [value.copy() for value in run.model.get_weights()]
-    result = run.run(updates(1), micro_batches=True)
+    result = run.run(steps(1), micro_batches=True)
     assert result.finite.numpy().all()
     assert np.isfinite(result.loss).all()
     assert any(not np.array_equal(one, other) for one, other in zip(before, run.model.get_weights(), strict=True))
@@ -96,7 +96,7 @@ def test_float8_layers_train_as_in_keras(replicas, jit_compile):
     reference = quantised(start)
     expected = keras_steps.fit(reference, keras.optimizers.Adam(0.05), "mse", x, y, BATCH)
     run = Steps(replicas, lambda: quantised(start), lambda: keras.optimizers.Adam(0.05), jit_compile=jit_compile)
-    result = run.run(updates(replicas), micro_batches=True)
+    result = run.run(steps(replicas), micro_batches=True)
     # Noise: values have 3 bits of mantissa, and replicas scale by the maxima of their own examples.
     np.testing.assert_allclose(result.loss, expected, rtol=0.01 if replicas == 1 else 0.1)
     for variable, theirs in zip(run.model.trainable_variables, reference.trainable_variables, strict=True):

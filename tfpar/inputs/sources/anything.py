@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 from tfpar.config import ConfigError
 from tfpar.inputs.source import Source
 from tfpar.inputs.sources.arrays import from_arrays
 from tfpar.inputs.sources.random_access import from_random_access
+from tfpar.inputs.streams.iterables import from_iterable
 from tfpar.inputs.streams.source import StreamSource, from_dataset
 from tfpar.inputs.structures import Structure
 
@@ -20,7 +21,8 @@ _SCALARS = (int, float, str, bytes, np.generic)
 _ACCEPTED = (
     "Accepted are: a tfpar.inputs.Source; a tf.data.Dataset; arrays, tensors and data frames, or dicts and lists of "
     "them for several inputs, with labels in y; (x, y) and (x, y, sample_weight) tuples of arrays; a "
-    "keras.utils.PyDataset; a list of (x, y) tuples or of dicts, and any other object with __len__ and __getitem__"
+    "keras.utils.PyDataset; a list of (x, y) tuples or of dicts, and any other object with __len__ and __getitem__; a "
+    "data loader, and any other object that can be iterated again and again"
 )
 
 
@@ -37,6 +39,7 @@ def as_source(
     | a tuple `(x,)`, `(x, y)` or `(x, y, sample_weight)` of arrays, without `y` | `from_arrays(*data)` |
     | a `keras.utils.PyDataset`, a list of tuples or dicts, another object with `__len__` and `__getitem__` |
       `from_random_access(data)` |
+    | a data loader of PyTorch or Grain, another object that can be iterated again and again | `from_iterable(data)` |
 
     Args:
       data: The examples.
@@ -60,22 +63,41 @@ def as_source(
         data, y, sample_weight = (*data, None, None)[:3]
     if not (alone and _is_list_of_items(data)) and _are_arrays(data):
         return from_arrays(data, y, sample_weight=sample_weight, **options)
-    by_index = isinstance(data, keras.utils.PyDataset) or hasattr(data, "__getitem__")
-    if not isinstance(data, Source) and (not by_index or isinstance(data, (str, bytes, tuple, Mapping))):
-        hint = f" For a data set by name, give tfpar.inputs.load({data!r})." if isinstance(data, str) else ""
-        if callable(data) or hasattr(data, "__next__"):
-            hint = (
-                " A function of a tf.distribute.InputContext goes into tfpar.inputs.from_dataset(function); a "
-                "generator into tf.data.Dataset.from_generator."
-            )
-        raise ConfigError(f"{type(data).__name__} is no source of examples.{hint} {_ACCEPTED}.")
+    by_index, again = _can_be_read(data)
+    if not (by_index or again):
+        raise _no_source(data)
     if not alone:
         what = "y" if y is not None else "sample_weight"
         raise ConfigError(
             f"{type(data).__name__} with {what}=: such data hold their labels and weights themselves. Leave out "
             f"{what}; let the items be (x, y) or (x, y, sample_weight)."
         )
-    return data if isinstance(data, Source) else from_random_access(data, **options)
+    if isinstance(data, Source):
+        return data
+    if by_index:
+        return from_random_access(data, **options)
+    options.pop("ignore_class", None)  # labels of a stream are not checked
+    return from_iterable(data, **options)
+
+
+def _can_be_read(data: Any) -> tuple[bool, bool]:
+    """Whether data can be read by index, and whether they can be iterated again and again."""
+    if isinstance(data, (str, bytes, tuple, Mapping, Set)):
+        return False, False
+    again = hasattr(data, "__iter__") and not hasattr(data, "__next__")
+    # PyTorch's IterableDataset inherits a __getitem__ that does nothing, and has no length.
+    by_index = hasattr(data, "__getitem__") and (hasattr(data, "__len__") or not again)
+    return by_index or isinstance(data, (Source, keras.utils.PyDataset)), again
+
+
+def _no_source(data: Any) -> ConfigError:
+    hint = f" For a data set by name, give tfpar.inputs.load({data!r})." if isinstance(data, str) else ""
+    if callable(data) or hasattr(data, "__next__"):
+        hint = (
+            " A function of a tf.distribute.InputContext goes into tfpar.inputs.from_dataset(function). A generator "
+            "can be read only once: give an object whose __iter__ begins anew, or tf.data.Dataset.from_generator."
+        )
+    return ConfigError(f"{type(data).__name__} is no source of examples.{hint} {_ACCEPTED}.")
 
 
 def _is_list_of_items(data: Any) -> bool:

@@ -36,6 +36,7 @@ class StreamSource:
       name: For reports and errors.
       split: `"train"` or `"validation"`, for reports.
       retarget: Makes other targets of those of a batch; None leaves them.
+      first: Gives a digest of the first element, where that can be read without a trace, or None.
     """
 
     make: Callable[[tf.distribute.InputContext], tf.data.Dataset]
@@ -45,6 +46,7 @@ class StreamSource:
     name: str = "dataset"
     split: str = "train"
     retarget: Callable[[Structure], Structure] | None = None
+    first: Callable[[], str] | None = None
 
     @functools.cached_property
     def info(self) -> SourceInfo:
@@ -96,7 +98,10 @@ class StreamSource:
                 "known. Give from_dataset(..., examples=N) for epochs, or --steps."
             )
         if told:
-            _log.info("counting the examples of %s, in one pass (from_dataset(..., examples=N) saves that)", self.name)
+            _log.info(
+                "counting the examples of %s, in one pass (examples=N of tfpar.inputs.from_dataset saves that)",
+                self.name,
+            )
 
         def add(total: tf.Tensor, *batch: Structure) -> tf.Tensor:
             return total + tf.shape(structures.first_leaf(batch), tf.int64)[0]
@@ -122,7 +127,7 @@ class StreamSource:
         if not isinstance(dataset, tf.data.Dataset):
             raise ConfigError(f"{self.name}: expected a tf.data.Dataset, got {type(dataset).__name__}.")
         _check_tensors(self.name, dataset.element_spec)
-        batched = _is_batched(dataset.element_spec) if self.batched is None else self.batched
+        batched = is_batched(dataset.element_spec) if self.batched is None else self.batched
         if not batched:
             dataset = dataset.batch(_READ_AT_ONCE)
         _check_shapes(self.name, dataset.element_spec)
@@ -147,7 +152,7 @@ class StreamSource:
     def own_batch(self) -> int | None:
         """Examples in the dataset's own batches, as far as that can be seen; None where it has none."""
         dataset = self.make(tf.distribute.InputContext())
-        if self.batched is False or not _is_batched(dataset.element_spec):
+        if self.batched is False or not is_batched(dataset.element_spec):
             return None
         size = tf.nest.flatten(dataset.element_spec)[0].shape[0]
         while size is None and dataset is not None:
@@ -167,6 +172,7 @@ def from_dataset(
     examples: int | None = None,
     split: str = "train",
     name: str = "dataset",
+    first: Callable[[], str] | None = None,
 ) -> StreamSource:
     """Returns a source over a `tf.data.Dataset`, as `Trainer.fit` makes one of a dataset that it is given.
 
@@ -187,6 +193,7 @@ def from_dataset(
         where epochs or an evaluation need their number.
       split: `"train"` or `"validation"`, for reports.
       name: For reports and errors.
+      first: Gives a digest of the first element, by which workers see whether they read the same.
 
     Raises:
       ConfigError: Something else than a dataset or a function, or an unknown sharding.
@@ -206,7 +213,15 @@ def from_dataset(
         raise unknown_name("sharding", sharding, SHARDINGS)
     if examples is not None and examples < 1:
         raise ConfigError(f"from_dataset(examples={examples}): give the number of examples in one pass, at least 1.")
-    return StreamSource(make=make, sharding=sharding, batched=batched, examples=examples, split=split, name=name)
+    return StreamSource(
+        make=make,
+        sharding=sharding,
+        batched=batched,
+        examples=examples,
+        split=split,
+        name=name,
+        first=first,
+    )
 
 
 def _unpack(name: str, element: tuple[Structure, ...]) -> tuple[Structure, Structure, Structure | None]:
@@ -248,7 +263,7 @@ def _check_shapes(name: str, specs: Structure) -> None:
             )
 
 
-def _is_batched(specs: Structure) -> bool:
+def is_batched(specs: Structure) -> bool:
     """Whether elements are batches: every tensor has a first dim, the same for all where it is known."""
     shapes = [spec.shape for spec in tf.nest.flatten(specs)]
     return all(shape.rank > 0 for shape in shapes) and len({shape[0] for shape in shapes} - {None}) <= 1

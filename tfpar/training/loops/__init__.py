@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Sequence
 
 from tfpar import inputs
-from tfpar.training.evaluation import Evaluator
+from tfpar.training.evaluation import AnyEvaluator
 from tfpar.training.loops.context import RunContext, prepare
 from tfpar.training.loops.hooks import Hook
 from tfpar.training.loops.keras_callbacks import KerasCallbacks
@@ -22,7 +22,7 @@ import tensorflow as tf
 
 def start_run(
     program: Program,
-    evaluator: Evaluator,
+    evaluator: AnyEvaluator,
     train: inputs.AnySource,
     validation: inputs.AnySource | None,
     steps: int | None,

@@ -14,6 +14,7 @@ from tfpar.guards.non_finite import NonFiniteStreak
 from tfpar.guards.preemption import PreemptionFlag
 from tfpar.guards.watchdog import Watchdog
 from tfpar.monitor import announce
+from tfpar.monitor.live_line import LiveLine
 from tfpar.monitor.monitor import Monitor
 from tfpar.monitor.run_info import RunInfo
 from tfpar.optim import schedules
@@ -165,5 +166,6 @@ def _info(
         total=total,
         length="epochs" if in_epochs(program.config.train, steps, epochs) else "steps",
         metric_results=program.core.metric_results,
+        line=LiveLine(*pipeline.source.line) if isinstance(pipeline, inputs.MadePipeline) else LiveLine(),
         counting_padding=program.batch_readers.counting_padding(pipeline),
     )

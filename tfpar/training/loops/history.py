@@ -18,7 +18,7 @@ class FitResult(dict[str, Any]):
         evaluation made at the end of the epoch. NaN where an epoch has no such value.
     """
 
-    def __init__(self, summary: Mapping[str, Any], epoch: list[int], history: dict[str, list[float]]) -> None:
+    def __init__(self, summary: Mapping[str, Any], epoch: list[int], history: dict[str, list[Any]]) -> None:
         super().__init__(summary)
         self.epoch = epoch
         self.history = history
@@ -35,10 +35,10 @@ class EpochHistory:
       hook: The row that records.
     """
 
-    def __init__(self, steps_per_epoch: int, tell: Callable[[int, int, Mapping[str, float]], None]) -> None:
+    def __init__(self, steps_per_epoch: int, tell: Callable[[int, int, Mapping[str, Any]], None]) -> None:
         self._steps_per_epoch, self._tell = steps_per_epoch, tell
         self._epoch: list[int] = []
-        self._logs: list[dict[str, float]] = []
+        self._logs: list[dict[str, Any]] = []
         self.hook = Hook(steps_per_epoch, self._record, also=lambda state: state.ending)
 
     def result(self, summary: Mapping[str, Any]) -> FitResult:
@@ -55,7 +55,7 @@ class EpochHistory:
         self._tell(self._epoch[-1], state.step, self._logs[-1])
 
 
-def evaluation_logs(state: LoopState) -> dict[str, float]:
+def evaluation_logs(state: LoopState) -> dict[str, Any]:
     """The evaluation made at this step, named as Keras names it; empty if there was none."""
     if state.evaluated_at != state.step:
         return {}

@@ -79,14 +79,28 @@ def boundaries(step: int, hooks: Sequence[Hook]) -> list[int]:
     return [next_multiple(step, hook.every) for hook in hooks]
 
 
+@dataclasses.dataclass(eq=False)
+class _Row:
+    """A hook, the steps since it ran last, and whether it has run at this stop."""
+
+    hook: Hook
+    since: list[Interval] = dataclasses.field(default_factory=list)
+    has_run: bool = False
+
+
 class HookRows:
     """The rows of one run, in the order in which they run.
 
+    Those of the user may end the run. Where one does so before the run's last step, what is due at a last stop only
+    (evaluation, hooks with `also=lambda state: state.ending`) runs too, before the watching rows.
+
     Args:
       before: Built-in rows that run first: evaluation.
-      user: The user's rows.
+      user: The user's hooks.
       after: Built-in rows that run last: saving, retuning.
-      watching: Built-in rows that run before the user's, with the steps since their last run, and change nothing.
+      ends_of_batches: The user's callbacks at the end of a step, before everything else.
+      watching: Built-in rows that run after the user's hooks, with the steps since their last run, and change nothing.
+      ends_of_epochs: The user's callbacks at the end of an epoch, after all but `after`.
       metric_results: Metrics by name from their summed states.
       any_worker: Whether any worker's value is true. All workers call it together, and only where there are user rows.
     """
@@ -97,49 +111,69 @@ class HookRows:
         user: Sequence[Hook],
         after: Sequence[Hook],
         *,
+        ends_of_batches: Sequence[Hook] = (),
         watching: Sequence[Hook] = (),
+        ends_of_epochs: Sequence[Hook] = (),
         metric_results: MetricResults,
         any_worker: Callable[[bool], bool],
     ) -> None:
-        self._before, self._watching, self._user, self._after = before, watching, user, after
+        groups = (ends_of_batches, before, user, watching, ends_of_epochs, after)
+        self._groups = [[_Row(hook) for hook in group] for group in groups]
         self._metric_results = metric_results
         self._any_worker = any_worker
-        self._since: list[list[Interval]] = [[] for _ in [*watching, *user]]
+
+    @property
+    def _rows(self) -> list[_Row]:
+        return [row for group in self._groups for row in group]
 
     def boundaries(self, step: int) -> list[int]:
         """Where the loop must stop next for each row."""
-        return boundaries(step, [*self._before, *self._watching, *self._user, *self._after])
+        return boundaries(step, [row.hook for row in self._rows])
 
     def record(self, steps: Interval) -> None:
         """Keeps what steps reported for the watching and the user's rows."""
-        for since in self._since:
-            since.append(steps)
+        ends_of_batches, _, user, watching, ends_of_epochs, _ = self._groups
+        for row in (*ends_of_batches, *user, *watching, *ends_of_epochs):
+            row.since.append(steps)
 
     def run(self, state: LoopState) -> LoopState:
         """Runs the rows that are due at this stop."""
-        state = _run_due(self._before, state)
-        for hook, since in zip(self._watching, self._since, strict=False):
-            self._run_with(hook, since, state)
-        if self._user:
-            state = self._run_user_rows(state)
-        return _run_due(self._after, state)
+        ends_of_batches, before, user, watching, ends_of_epochs, after = self._groups
+        for row in self._rows:
+            row.has_run = False
+        state = self._run_user_rows(ends_of_batches, state)
+        ending = state.ending
+        state = self._run_user_rows(user, self._run_rows(before, state))
+        if state.ending and not ending:
+            state = self._run_user_rows(user, self._run_rows(before, state))
+        for row in watching:
+            self._run_row(row, state)
+        return self._run_rows(after, self._run_user_rows(ends_of_epochs, state))
 
-    def _run_with(self, hook: Hook, since: list[Interval], state: LoopState) -> LoopState | None:
-        """Runs a row if it is due, with the steps since its last run."""
-        if not hook.is_due(state):
+    def _run_row(self, row: _Row, state: LoopState) -> LoopState | None:
+        """Runs a row if it is due and has not run yet, with the steps since its last run."""
+        if row.has_run or not row.hook.is_due(state):
             return None
-        joined = Interval.join(since, self._metric_results)
-        since.clear()
-        return hook.run(state.replace(since=joined))
+        row.has_run = True
+        joined = Interval.join(row.since, self._metric_results)
+        row.since.clear()
+        return row.hook.run(state.replace(since=joined))
 
-    def _run_user_rows(self, state: LoopState) -> LoopState:
-        for hook, since in zip(self._user, self._since[len(self._watching) :], strict=True):
-            result = self._run_with(hook, since, state)
+    def _run_rows(self, rows: Sequence[_Row], state: LoopState) -> LoopState:
+        for row in rows:
+            state = self._run_row(row, state) or state
+        return state
+
+    def _run_user_rows(self, rows: Sequence[_Row], state: LoopState) -> LoopState:
+        if not rows:
+            return state
+        for row in rows:
+            result = self._run_row(row, state)
             if result is None:
                 continue
             if not isinstance(result, LoopState):
-                raise TypeError(f"the hook {hook.run!r} returned {result!r}; expected a tfpar.LoopState or None")
-            by = result.stopped_by or f"the hook {_name(hook)}" if result.stop else ""
+                raise TypeError(f"the hook {row.hook.run!r} returned {result!r}; expected a tfpar.LoopState or None")
+            by = result.stopped_by or f"the hook {_name(row.hook)}" if result.stop else ""
             state = state.replace(stop=result.stop, stopped_by=by, lr_multiplier=float(result.lr_multiplier))
         stop = self._any_worker(state.stop)
         by = "a hook or callback of another worker" if stop and not state.stop else state.stopped_by
@@ -148,10 +182,3 @@ class HookRows:
 
 def _name(hook: Hook) -> str:
     return str(getattr(hook.run, "__name__", type(hook.run).__name__))
-
-
-def _run_due(hooks: Sequence[Hook], state: LoopState) -> LoopState:
-    for hook in hooks:
-        if hook.is_due(state):
-            state = hook.run(state) or state
-    return state

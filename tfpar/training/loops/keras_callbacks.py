@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tfpar.config import ConfigError
 from tfpar.optim import keras_internals
 from tfpar.parallel.topology import Topology
+from tfpar.training.evaluation import BatchCalls
 from tfpar.training.loops.history import evaluation_logs
 from tfpar.training.loops.hooks import Hook
 from tfpar.training.loops.state import Interval, LoopState, MetricResults
@@ -17,7 +19,9 @@ from tfpar.training.program import Program
 import keras
 import numpy as np
 
-_PER_BATCH = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
+_TRAIN_BATCH = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
+_TEST_BATCH = ("on_test_batch_begin", "on_test_batch_end")
+_PREDICT_BATCH = ("on_predict_batch_begin", "on_predict_batch_end")
 # What they write is one file for the whole run.
 _CHIEF_ONLY = (
     keras.callbacks.CSVLogger,
@@ -32,18 +36,20 @@ _INSTEAD = {
 
 
 class KerasCallbacks:
-    """Runs Keras callbacks at the ends of epochs, and of batches where one of them asks for that.
+    """Runs Keras callbacks at the ends of epochs, and of batches where one of them asks for that, as `fit` does.
 
     An epoch is a pass over the training examples; the end of the run ends the last one, complete or not. Its logs are
     `loss` and metrics over its examples, and those of the validation, prefixed `val_`, if an evaluation was made at
     that step. In an epoch that this start has resumed in, `loss` and metrics are those of its own steps.
 
     - Batch methods are called for every batch, which costs a call from Python for each: only a callback that overrides
-      one has them called, with the logs of the epoch so far, as Keras gives them.
-    - `model.stop_training = True` on any worker ends the run on all of them.
+      one has them called, with the logs of the epoch so far, as Keras gives them. Those of an evaluation also sum its
+      results over the workers for each batch.
+    - `model.stop_training = True` on any worker ends the run on all of them. Within an epoch, an evaluation and
+      `on_epoch_end` follow.
     - `model.optimizer.learning_rate` shows the current rate. Where a schedule of tfpar drives it, a callback that sets
       it scales the schedule from then on.
-    - `on_test_begin` and `on_test_end` are called around each evaluation, `on_test_batch_...` are not.
+    - Methods of tests are called around each evaluation.
     - Callbacks run on every worker, and print (`verbose=1`) on the chief only; `CSVLogger`, `ModelCheckpoint`,
       `RemoteMonitor` and `TensorBoard` run on the chief.
     - Under `parameter_server` training waits for each evaluation, and batch methods are refused.
@@ -60,7 +66,8 @@ class KerasCallbacks:
       ConfigError: Something that is no callback, or one that cannot work here.
 
     Attributes:
-      hook: The row that runs them.
+      ends_of_batches: The row for the end of a step, before an evaluation; none without methods for training batches.
+      ends_of_epochs: The row for the end of an epoch, after everything else at a step, and for what begins then.
     """
 
     def __init__(
@@ -82,31 +89,23 @@ class KerasCallbacks:
         self._compiled_with = vars(program.model).get("optimizer")
         self._shown = np.float32(0.0)
         self._active = False
-        self._silenced: list[tuple[Any, Any]] = []
+        self._until_end = contextlib.ExitStack()
         self._directed: list[Any] = []
-        chosen = [one for one in callbacks if program.topology.is_chief or not isinstance(one, _CHIEF_ONLY)]
-        self._per_batch = any(_wants_batches(one) for one in callbacks)  # on every worker alike
-        self._callbacks = keras.callbacks.CallbackList(
-            chosen,
-            add_history=False,
-            add_progbar=False,
-            model=program.model,
-            verbose=0,
-            epochs=math.ceil(total / steps_per_epoch),
-            steps=steps_per_epoch,
+        self._callbacks = _callback_list(
+            callbacks, program, epochs=math.ceil(total / steps_per_epoch), steps=steps_per_epoch
         )
+        self._test_batches = _test_batches(callbacks, self._callbacks, program)
+        self._per_batch = any(_wants(one, _TRAIN_BATCH) for one in callbacks)  # on every worker alike
+        self.ends_of_batches = [Hook(1, self._end_batch)] if self._per_batch else []
         every = 1 if self._per_batch else steps_per_epoch
-        self.hook = Hook(every, self._run, also=lambda state: state.ending)
+        self.ends_of_epochs = [Hook(every, self._end_epoch, also=lambda state: state.ending)]
 
     def begin(self, state: LoopState) -> LoopState:
         """Starts training: `on_train_begin`, and the epoch that this start begins in."""
         model = self._program.model
         model.stop_training = False
         self._active = True
-        if not self._program.topology.is_chief:
-            self._silenced += [(one, one.verbose) for one in self._callbacks.callbacks if getattr(one, "verbose", 0)]
-            for callback, _ in self._silenced:
-                callback.verbose = 0
+        self._until_end.enter_context(_quiet_but_on_chief(self._callbacks.callbacks, self._program.topology))
         self._choose_directions()
         # As `compile` does, for callbacks to find; past Keras' tracking, so that it can be taken away again.
         vars(model)["optimizer"] = self._program.optimizer
@@ -120,22 +119,19 @@ class KerasCallbacks:
         self._callbacks.on_train_end(self._epoch_logs(state))
         self.release()
 
-    def begin_evaluation(self) -> None:
-        """Calls `on_test_begin`."""
-        if self._active:
-            self._callbacks.on_test_begin()
-
-    def end_evaluation(self, results: Mapping[str, float]) -> None:
-        """Calls `on_test_end`."""
-        if self._active:
-            self._callbacks.on_test_end({name: value for name, value in results.items() if name != "examples"})
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[tuple[BatchCalls | None, Callable[[Mapping[str, Any]], None]]]:
+        """An evaluation of the run: what is called around each batch, and what takes its results."""
+        if not self._active:  # after `on_train_end`, for weights that a callback has restored
+            yield None, lambda results: None
+            return
+        self._callbacks.on_test_begin()
+        yield self._test_batches, lambda results: self._callbacks.on_test_end(_logs(results))
 
     def release(self) -> None:
         """Takes back from the model what only callbacks need; also where training fails."""
         self._active = False
-        for callback, verbose in self._silenced:
-            callback.verbose = verbose
-        self._silenced.clear()
+        self._until_end.close()
         for callback in self._directed:
             callback.mode = "auto"
         self._directed.clear()
@@ -156,22 +152,29 @@ class KerasCallbacks:
                     callback.mode = direction
                     self._directed.append(callback)
 
-    def _run(self, state: LoopState) -> LoopState:
+    def _end_batch(self, state: LoopState) -> LoopState:
         self._epoch.append(state.since)
         self._show_rate(state)
-        if self._per_batch and len(state.since.losses):
-            batch = (state.step - 1) % self._steps_per_epoch
-            self._callbacks.on_train_batch_end(batch, self._train_logs())
-        ended = state.step % self._steps_per_epoch == 0
-        if ended or state.step == state.total:
-            self._callbacks.on_epoch_end((state.step - 1) // self._steps_per_epoch, self._epoch_logs(state))
-        stop = bool(self._program.model.stop_training)
-        if not (state.ending or stop):
-            if ended:
-                self._begin_epoch(state)
-            elif self._per_batch:
-                self._callbacks.on_train_batch_begin(state.step % self._steps_per_epoch)
+        batch = (state.step - 1) % self._steps_per_epoch
+        self._callbacks.on_train_batch_end(batch, self._train_logs())
         return self._stopped(self._with_rate(state), state.stop)
+
+    def _end_epoch(self, state: LoopState) -> LoopState:
+        if not self._per_batch:
+            self._epoch.append(state.since)
+        self._show_rate(state)
+        ended = state.step % self._steps_per_epoch == 0
+        if ended or state.finished:
+            self._callbacks.on_epoch_end((state.step - 1) // self._steps_per_epoch, self._epoch_logs(state))
+        state = self._stopped(self._with_rate(state), state.stop)
+        if state.ending or state.stop:
+            return state
+        if ended:
+            self._begin_epoch(state)
+        elif self._per_batch:
+            self._callbacks.on_train_batch_begin(state.step % self._steps_per_epoch)
+        # As in Keras, a stop that is set before a batch holds after it, where the end of each batch is looked at.
+        return self._with_rate(state if self._per_batch else self._stopped(state, state.stop))
 
     def _stopped(self, state: LoopState, stop: bool) -> LoopState:
         """The state, with `stop` where a callback has set `stop_training`."""
@@ -188,10 +191,10 @@ class KerasCallbacks:
         if self._per_batch:
             self._callbacks.on_train_batch_begin(state.step % self._steps_per_epoch)
 
-    def _train_logs(self) -> dict[str, float]:
+    def _train_logs(self) -> dict[str, Any]:
         return Interval.join(self._epoch, self._metric_results).results()
 
-    def _epoch_logs(self, state: LoopState) -> dict[str, float]:
+    def _epoch_logs(self, state: LoopState) -> dict[str, Any]:
         return self._train_logs() | evaluation_logs(state)
 
     def _show_rate(self, state: LoopState) -> None:
@@ -207,7 +210,8 @@ class KerasCallbacks:
         rate = np.float32(self._program.optimizer.learning_rate.numpy())
         if rate == self._shown or not self._shown:
             return state
-        return state.replace(lr_multiplier=state.lr_multiplier * float(rate / self._shown))
+        factor, self._shown = float(rate / self._shown), rate
+        return state.replace(lr_multiplier=state.lr_multiplier * factor)
 
 
 def check_callbacks(callbacks: Sequence[Any], topology: Topology) -> None:
@@ -223,25 +227,95 @@ def check_callbacks(callbacks: Sequence[Any], topology: Topology) -> None:
     for one in callbacks:
         name = type(one).__name__
         if not isinstance(one, keras.callbacks.Callback):
-            raise ConfigError(f"fit(callbacks=...): expected Keras callbacks, got {one!r}. For a function use hooks=.")
+            raise ConfigError(f"callbacks=...: expected Keras callbacks, got {one!r}. For a function use hooks=.")
         for kind, instead in _INSTEAD.items():
             if isinstance(one, kind):
-                raise ConfigError(f"fit(callbacks=...): {name} is not supported; {instead}.")
+                raise ConfigError(f"callbacks=...: {name} is not supported; {instead}.")
         if topology.mesh.devices_of_replica > 1 and isinstance(one, keras.callbacks.ModelCheckpoint):
             raise ConfigError(
-                f"fit(callbacks=...): {name} would save parts of the weights, which --mesh divides. --workdir keeps "
+                f"callbacks=...: {name} would save parts of the weights, which --mesh divides. --workdir keeps "
                 "checkpoints, and model.keras, of the whole model."
             )
-        if not topology.synchronous and _wants_batches(one):
+        if not topology.synchronous and _wants(one, (*_TRAIN_BATCH, *_TEST_BATCH)):
             raise ConfigError(
-                f"fit(callbacks=...): {name} has a method for every batch, which --strategy=parameter_server cannot "
+                f"callbacks=...: {name} has a method for every batch, which --strategy=parameter_server cannot "
                 "call: its workers train without waiting for each other. Use methods of epochs, or another strategy."
             )
 
 
-def _wants_batches(callback: keras.callbacks.Callback) -> bool:
-    """Whether a callback does something at a batch."""
+@contextlib.contextmanager
+def testing(
+    callbacks: Sequence[keras.callbacks.Callback], program: Program
+) -> Iterator[tuple[BatchCalls | None, Callable[[Mapping[str, Any]], None]]]:
+    """An evaluation of its own, as `Trainer.evaluate` makes one; see `KerasCallbacks.evaluating`."""
+    listed = _callback_list(callbacks, program)
+    with _quiet_but_on_chief(listed.callbacks, program.topology):
+        listed.on_test_begin()
+        yield _test_batches(callbacks, listed, program), lambda results: listed.on_test_end(_logs(results))
+
+
+@contextlib.contextmanager
+def predicting(callbacks: Sequence[keras.callbacks.Callback], program: Program) -> Iterator[BatchCalls | None]:
+    """A prediction: what is called around each batch."""
+    listed, model = _callback_list(callbacks, program), program.model
+    wanted = any(_wants(one, _PREDICT_BATCH) for one in callbacks)
+    model.stop_predicting = False
+    calls = BatchCalls(
+        listed.on_predict_batch_begin, listed.on_predict_batch_end, stop=lambda: bool(model.stop_predicting)
+    )
+    with _quiet_but_on_chief(listed.callbacks, program.topology):
+        listed.on_predict_begin()
+        yield calls if wanted else None
+        listed.on_predict_end()
+
+
+def _test_batches(
+    callbacks: Sequence[keras.callbacks.Callback], listed: keras.callbacks.CallbackList, program: Program
+) -> BatchCalls | None:
+    """What is called around each batch of an evaluation, if any callback has a method for it, on every worker alike."""
+    if not any(_wants(one, _TEST_BATCH) for one in callbacks):
+        return None
+    model = program.model
+
+    def begin(batch: int) -> None:
+        if batch == 0:
+            model.stop_evaluating = False
+        listed.on_test_batch_begin(batch)
+
+    return BatchCalls(begin, listed.on_test_batch_end, stop=lambda: bool(model.stop_evaluating))
+
+
+def _callback_list(
+    callbacks: Sequence[keras.callbacks.Callback], program: Program, **params: int
+) -> keras.callbacks.CallbackList:
+    """The callbacks that run in this process."""
+    chosen = [one for one in callbacks if program.topology.is_chief or not isinstance(one, _CHIEF_ONLY)]
+    return keras.callbacks.CallbackList(
+        chosen, add_history=False, add_progbar=False, model=program.model, verbose=0, **params
+    )
+
+
+@contextlib.contextmanager
+def _quiet_but_on_chief(callbacks: Sequence[keras.callbacks.Callback], topology: Topology) -> Iterator[None]:
+    """Keeps callbacks from printing on other workers than the chief."""
+    silenced = [] if topology.is_chief else [(one, one.verbose) for one in callbacks if getattr(one, "verbose", 0)]
+    for callback, _ in silenced:
+        callback.verbose = 0
+    try:
+        yield
+    finally:
+        for callback, verbose in silenced:
+            callback.verbose = verbose
+
+
+def _logs(results: Mapping[str, Any]) -> dict[str, Any]:
+    """The results of an evaluation, as Keras has them in logs."""
+    return {name: value for name, value in results.items() if name != "examples"}
+
+
+def _wants(callback: keras.callbacks.Callback, methods: Sequence[str]) -> bool:
+    """Whether a callback does something in one of these methods of batches."""
     if isinstance(callback, keras.callbacks.ModelCheckpoint) and callback.save_freq == "epoch":
         return False  # it overrides the method, and does nothing in it
     base = keras.callbacks.Callback
-    return any(getattr(getattr(callback, name), "__func__", None) is not getattr(base, name) for name in _PER_BATCH)
+    return any(getattr(getattr(callback, name), "__func__", None) is not getattr(base, name) for name in methods)

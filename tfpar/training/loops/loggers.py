@@ -25,6 +25,7 @@ from typing import Any, Protocol
 
 from tfpar.cluster import info as cluster_info
 from tfpar.config import ConfigError
+from tfpar.monitor import tags
 from tfpar.monitor.metrics_table import MetricsTable
 from tfpar.training.loops.hooks import Hook
 from tfpar.training.loops.state import LoopState
@@ -115,7 +116,7 @@ class _Logger:
         if state.evaluated_at > self._evaluated_at:
             self._evaluated_at = state.evaluated_at
             values |= {f"val_{name}": value for name, value in state.results.items() if name != "examples"}
-        values = {name: float(value) for name, value in values.items() if math.isfinite(value)}
+        values = {name: float(value) for name, value in tags.by_element(values).items() if math.isfinite(value)}
         if values:
             self._log.write(state.step, values)
         if state.ending:

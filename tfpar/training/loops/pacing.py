@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 # Long enough that the call's own cost (some 200 us) vanishes, short enough that progress lines feel live.
-_TARGET_SECONDS = 0.5
+TARGET_SECONDS = 0.5
 _MAXIMUM = 2000
 
 
@@ -12,10 +12,12 @@ class StepsPerCall:
 
     Args:
       fixed: Steps per call; 0 adapts.
+      target_seconds: How long a call is to take then.
     """
 
-    def __init__(self, fixed: int = 0) -> None:
+    def __init__(self, fixed: int = 0, target_seconds: float = TARGET_SECONDS) -> None:
         self._fixed = fixed
+        self._target_seconds = target_seconds
         self._step_seconds: float | None = None
 
     def next(self, step: int, boundaries: list[int]) -> int:
@@ -25,13 +27,13 @@ class StepsPerCall:
         elif self._step_seconds is None:
             wanted = 1  # the first call compiles and tells nothing about the pace
         else:
-            wanted = max(1, min(_MAXIMUM, int(_TARGET_SECONDS / self._step_seconds)))
+            wanted = max(1, min(_MAXIMUM, int(self._target_seconds / self._step_seconds)))
         return min([wanted, *[boundary - step for boundary in boundaries]])
 
     def measured(self, steps: int, seconds: float) -> None:
         """Takes note of a finished call; the first one, which compiles, only ends the waiting."""
         if self._step_seconds is None:
-            self._step_seconds = _TARGET_SECONDS / 5  # five steps next, to measure without compilation
+            self._step_seconds = self._target_seconds / 5  # five steps next, to measure without compilation
         else:
             self._step_seconds = max(seconds / steps, 1e-6)
 

@@ -9,6 +9,7 @@ price, and why runs are not reproducible. The loss of any task ends the run, whi
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import time
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from tfpar.monitor import samples
 from tfpar.optim.server_update import apply_on_servers
 from tfpar.process.activity import activity
 from tfpar.training import norms
+from tfpar.training.evaluation import BatchCalls
 from tfpar.training.loops.context import RunContext
 from tfpar.training.loops.hooks import Hook, HookRows
 from tfpar.training.loops.snapshot_evaluation import SnapshotEvaluation
@@ -185,9 +187,10 @@ class ParameterServerLoop:
             self._rows.record(done)
         return state
 
-    def evaluate(self, state: LoopState) -> LoopState:
+    def evaluate(self, state: LoopState, calls: BatchCalls | None) -> LoopState:
         """Starts to evaluate a snapshot of the weights on the chief; waits for it at the end, or for callbacks."""
         assert self._evaluation is not None
+        assert calls is None  # `check_callbacks` refuses methods of batches
         state = self._collect(state, wait=True)
         self._evaluation.start(state.step)
         state = state.replace(evaluating=state.step)
@@ -219,6 +222,14 @@ class ParameterServerLoop:
     def params_sha256(self) -> str:
         """The digest of the trainable weights."""
         return run_state.params_sha256(self._program.model.trainable_variables)
+
+    def at_stop(self) -> contextlib.AbstractContextManager[None]:
+        """Nothing: the servers have the weights that count."""
+        return contextlib.nullcontext()
+
+    def conclude(self, state: LoopState) -> LoopState:
+        """Nothing: no step is under way."""
+        return state
 
     def close(self) -> None:
         """Ends the thread that evaluates."""

@@ -13,6 +13,7 @@ from tfpar.monitor import summary as results
 from tfpar.monitor.run_info import RunOutcome
 from tfpar.process.activity import activity
 from tfpar.process.exit_codes import Preempted
+from tfpar.training.evaluation import BatchCalls
 from tfpar.training.loops.context import RunContext
 from tfpar.training.loops.history import EpochHistory, FitResult
 from tfpar.training.loops.hooks import Hook, HookRows
@@ -40,14 +41,21 @@ class Loop(Protocol):
     def advance(self, state: LoopState, stops: Sequence[int]) -> LoopState:
         """Runs some steps, not past the nearest of `stops`; sets `preempted` if a worker was asked to end."""
 
-    def evaluate(self, state: LoopState) -> LoopState | None:
-        """Evaluates, or starts to."""
+    def evaluate(self, state: LoopState, calls: BatchCalls | None) -> LoopState | None:
+        """Evaluates, or starts to; `calls` are called around each batch."""
 
     def rows_before(self) -> Sequence[Hook]:
         """Rows of this loop alone that run after evaluation."""
 
     def rows_after(self) -> Sequence[Hook]:
         """Rows of this loop alone that run after saving."""
+
+    def at_stop(self) -> contextlib.AbstractContextManager[None]:
+        """While it is open, between steps, the model has the weights that are evaluated and saved."""
+
+    def conclude(self, state: LoopState) -> LoopState:
+        """Finishes, after the last stop of this start, what is under way between workers; another state if the weights
+        have changed by it."""
 
     def params_sha256(self) -> str:
         """The digest of the trainable weights; raises RuntimeError where replicas differ."""
@@ -72,13 +80,15 @@ class Run:
         self._context, self._loop, self._callbacks = context, loop, callbacks
         self._history = EpochHistory(context.steps_per_epoch, context.monitor.on_epoch)
         config, total = context.info.config, context.info.total
-        evaluation = Hook(context.evaluate_every, self._evaluate, also=lambda state: state.step == total)
+        evaluation = Hook(context.evaluate_every, self._evaluate, also=lambda state: state.step == total or state.stop)
         saving = Hook(config.checkpoint.checkpoint_every or context.evaluate_every, self._save, also=self._must_save)
         self._rows = HookRows(
             [evaluation, *loop.rows_before()],
-            [*hooks, *([callbacks.hook] if callbacks else [])],
+            hooks,
             [saving, *loop.rows_after()],
+            ends_of_batches=callbacks.ends_of_batches if callbacks else (),
             watching=[self._history.hook],
+            ends_of_epochs=callbacks.ends_of_epochs if callbacks else (),
             metric_results=context.info.metric_results,
             any_worker=lambda value: context.agreement.sums([float(value)])[0] > 0,
         )
@@ -143,9 +153,13 @@ class Run:
             with activity(compiling, shown=self._loop.compiles_next and context.program.reports):
                 state = self._loop.advance(state, [last, *self._rows.boundaries(state.step)])
             watchdog.progress(f"evaluation or checkpoint after step {state.step}", patient=True)
-            state = self._rows.run(state.replace(ending=state.step >= last or state.preempted))
+            with self._loop.at_stop():
+                state = self._rows.run(state.replace(ending=state.step >= last or state.preempted))
             watchdog.progress(f"the steps after {state.step}", patient=self._loop.compiles_next)
-        return self._end_callbacks(self._callbacks, state) if self._callbacks else state
+        concluded = self._loop.conclude(state)
+        if concluded is not state:
+            self._context.files.save(concluded)
+        return self._end_callbacks(self._callbacks, concluded) if self._callbacks else concluded
 
     def _end_callbacks(self, callbacks: KerasCallbacks, state: LoopState) -> LoopState:
         """Ends the callbacks; weights that one of them has restored are evaluated and saved in place of the last."""
@@ -160,11 +174,11 @@ class Run:
     def _evaluate(self, state: LoopState) -> LoopState | None:
         if self._context.info.validation is None:
             return None
-        if self._callbacks:
-            self._callbacks.begin_evaluation()
-        evaluated = self._loop.evaluate(state)
-        if self._callbacks:
-            self._callbacks.end_evaluation((evaluated or state).results)
+        if self._callbacks is None:
+            return self._loop.evaluate(state, None)
+        with self._callbacks.evaluating() as (calls, tell):
+            evaluated = self._loop.evaluate(state, calls)
+            tell((evaluated or state).results)
         return evaluated
 
     def _must_save(self, state: LoopState) -> bool:
@@ -198,6 +212,7 @@ class Run:
             restarts=restarts.restarts,
             steps_redone=restarts.steps_redone,
             failed_checkpoints=context.files.failures,
+            rounds=context.program.rounds.done if context.program.rounds else None,
         )
         summary = results.summary(info, outcome, context.monitor, digest)
         announce.warn_of_skipped(outcome, context.monitor)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from tfpar import inputs, precision
 from tfpar.checkpoint import checkpointer as checkpoints
 from tfpar.checkpoint import resume, run_state
+from tfpar.checkpoint.arrays import Part, SavedArrays
 from tfpar.collectives.agreement import WorkerAgreement
 from tfpar.guards.bad_examples import SkippedExampleLog
 from tfpar.guards.restarts import RestartLog
 from tfpar.optim.plateau import PlateauController
+from tfpar.outer.local import saved as local
+from tfpar.parallel.split import shape_of
 from tfpar.precision import LossScale
 from tfpar.training import sharding
 from tfpar.training.loops.state import LoopState
@@ -54,10 +58,11 @@ class RunFiles:
         self._message = message
         config, topology = program.config, program.topology
         self._workdir = config.checkpoint.workdir
-        keeps_position = isinstance(pipeline, inputs.StreamPipeline)
-        # Workers that hold a replica between them have its weights together.
-        self._reads_weights = topology.is_chief or (topology.replica_workers > 1 and topology.data_worker == 0)
-        self._writes = topology.is_chief or (topology.synchronous and (bool(program.exchange.state) or keeps_position))
+        keeps_position = isinstance(pipeline, inputs.StreamPipeline | inputs.MadePipeline)
+        # Of workers that hold a replica between them, those of the first replica write the weights.
+        self._writes_weights = topology.is_chief or (topology.replica_workers > 1 and topology.data_worker == 0)
+        keeps_more = topology.synchronous and (bool(program.exchange.state) or keeps_position)
+        self._writes = self._writes_weights or keeps_more or program.rounds is not None
         self.restarts = RestartLog(self._workdir, writes=topology.is_chief)
         self._checkpointer: checkpoints.Checkpointer | None = None
         if self._workdir:
@@ -67,6 +72,7 @@ class RunFiles:
                 worker=topology.worker if topology.synchronous else 0,
                 workers=topology.workers if topology.synchronous else 1,
                 on_error=config.checkpoint.on_checkpoint_error,
+                needed=self._needed_files if topology.replica_workers > 1 else None,
             )
 
     @property
@@ -83,16 +89,19 @@ class RunFiles:
         if self._checkpointer is None:
             return
         program = self._program
-        arrays = run_state.snapshot(program.checkpoint_variables()) if self._reads_weights else {}
+        arrays, parts = self._weights()  # by calls of all workers, where weights are sharded
         if not self._writes:
             return
         checkpoint = checkpoints.Checkpoint(
             step=state.step,
-            arrays=arrays if program.topology.is_chief else {},
+            arrays=arrays,
+            parts=parts,
+            state_files=program.topology.replica_workers,
             exchange={
                 **program.exchange.export(),
                 **self._pipeline.export(),
                 **(program.share.export() if program.share else {}),
+                **(local.export(program.rounds, state.loss_scale) if program.rounds else {}),
             },
             run=self._run_state(state),
             config=program.config.as_flat_dict(),
@@ -134,6 +143,8 @@ class RunFiles:
                 run_state.warm_start(program.model, program.config.checkpoint.warm_start, self._message)
             if program.share is not None:
                 program.share.load_weights()  # somebody may have changed them since the share was made
+            if program.rounds is not None:
+                program.rounds.start()
             return LoopState(0, total, loss_scale=scale)
         assert self._checkpointer is not None
         run = run_state.checked(checkpoint.run, synchronous=program.topology.synchronous)
@@ -141,18 +152,10 @@ class RunFiles:
         run_state.check_optimizer(run, program.optimizer_options, self._workdir)
         self._restore_variables(checkpoint, run)
         if program.topology.synchronous:
-            # Of workers that held a replica between them, those with the part that this one has.
-            apart = run.get("replica_workers", 1)
-            part = program.topology.replica_part if apart == program.topology.replica_workers else 0
-
-            def read(worker: int) -> dict[str, np.ndarray]:
-                return self._exchange_state(checkpoint.step, worker * apart + part)
-
-            program.exchange.restore(run["workers"] // apart, read)
-            if program.exchange.state and not program.exchange.compresses:
-                self._message("applying the previous exchange's residual in the next step")
+            self._restore_exchange(checkpoint, run)
             values = run["loss_scale"]
             scale = LossScale(tf.constant(values["scale"], tf.float32), tf.constant(values["good_steps"], tf.int32))
+            scale = self._restore_rounds(checkpoint, run) or scale
         self._skipped_examples.count = run.get("skipped_examples", 0)
         if self._plateau and run["plateau"]:
             self._plateau.restore(run["plateau"])
@@ -175,11 +178,56 @@ class RunFiles:
             stopped_by=run.get("stopped_by", "a hook or callback") if run.get("stopped_of", 0) >= total else "",
         )
 
+    def _weights(self) -> tuple[dict[str, np.ndarray], dict[str, Part]]:
+        """Copies of what this worker writes of the variables, and which of them are parts."""
+        variables, topology = self._program.checkpoint_variables(), self._program.topology
+        if topology.shards_weights:
+            return run_state.snapshot(variables, kept=topology.is_chief), {}
+        if not self._writes_weights:
+            return {}, {}
+        if topology.replica_workers == 1:
+            return run_state.snapshot(variables), {}
+        return run_state.snapshot_here(variables, first=topology.is_chief)
+
+    def _needed_files(self, arrays: SavedArrays) -> set[str]:
+        """The files of a checkpoint that hold what this worker has."""
+        return run_state.files_to_read(self._program.checkpoint_variables(), arrays)
+
+    def _restore_exchange(self, checkpoint: checkpoints.Checkpoint, run: Mapping[str, Any]) -> None:
+        """Takes up what the exchange had not delivered."""
+        exchange, topology = self._program.exchange, self._program.topology
+        # Of workers that held a replica between them, those with the part that this one has.
+        apart = run.get("replica_workers", 1)
+        part = topology.replica_part if apart == topology.replica_workers else 0
+
+        def read(worker: int) -> dict[str, np.ndarray]:
+            return self._exchange_state(checkpoint.step, worker * apart + part)
+
+        exchange.restore(run["workers"] // apart, read)
+        if exchange.state and not exchange.compresses:
+            self._message("applying the previous exchange's residual in the next step")
+
+    def _restore_rounds(self, checkpoint: checkpoints.Checkpoint, run: Mapping[str, Any]) -> LossScale | None:
+        """Goes on with local steps, where there are such; returns this worker's loss scale, if it has its own."""
+        assert self._checkpointer is not None
+        rounds = self._program.rounds
+        if rounds is None:
+            return None
+        read = functools.partial(self._checkpointer.exchange_state, checkpoint.step)
+        scale, message = local.restore(rounds, run["workers"], read)
+        if message:
+            self._message(message)
+        return scale
+
     def _restore_variables(self, checkpoint: checkpoints.Checkpoint, run: Mapping[str, Any]) -> None:
         """Restores what all workers have alike, and this worker's share, whoever had what in the saved run."""
         assert self._checkpointer is not None
-        program, arrays, own = self._program, dict(checkpoint.arrays), checkpoint.exchange
+        program, own = self._program, checkpoint.exchange
         share, variables = program.share, program.checkpoint_variables()
+        if share is None and run.get("shard", "none") == "none":
+            run_state.restore(variables, checkpoint.arrays, run["variables"])
+            return
+        arrays = dict(checkpoint.arrays)
         weights = program.model.trainable_variables
         if share is not None and run["workers"] == program.topology.workers and share.fits(own):
             run_state.restore(variables, arrays, run["variables"])
@@ -187,7 +235,7 @@ class RunFiles:
             return
         if run.get("shard", "none") != "none":
             saved = [self._checkpointer.exchange_state(checkpoint.step, rank) for rank in range(run["workers"])]
-            arrays |= sharding.whole_arrays(saved, [tuple(weight.shape) for weight in weights])
+            arrays |= sharding.whole_arrays(saved, [shape_of(weight) for weight in weights])
         exact = sharding.take_exact_weights(arrays)
         # What owners had not sent yet takes effect: now, or where somebody owns these weights with the next step.
         names = {id(variable): name for name, variable in variables.items()}
@@ -207,7 +255,7 @@ class RunFiles:
         return {
             name: value
             for name, value in saved.items()
-            if name not in inputs.STREAM_POSITION and not sharding.is_share(name)
+            if not (name.startswith(inputs.POSITION_PREFIX) or sharding.is_share(name) or local.is_local(name))
         }
 
     def _run_state(self, state: LoopState) -> dict[str, Any]:
@@ -218,8 +266,8 @@ class RunFiles:
             "variables": list(program.checkpoint_variables()),
             "optimizer_options": program.optimizer_options,
             "input": {
-                "update": state.step,
-                "updates_per_epoch": self._pipeline.steps_per_epoch,
+                "step": state.step,
+                "steps_per_epoch": self._pipeline.steps_per_epoch,
                 "global_batch_size": program.config.input.global_batch_size,
                 "fingerprint": self._pipeline.source.info.fingerprint,
             },

@@ -5,7 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tfpar import inputs
 from tfpar.monitor import samples
@@ -28,7 +28,7 @@ class SnapshotResults(NamedTuple):
     """
 
     step: int
-    results: Mapping[str, float]
+    results: Mapping[str, Any]
     text: samples.Continuation | None
 
 

@@ -11,10 +11,10 @@ from tfpar.precision import LossScale
 
 import numpy as np
 
-MetricResults = Callable[[Sequence[np.ndarray]], Mapping[str, float]]
+MetricResults = Callable[[Sequence[np.ndarray]], Mapping[str, Any]]
 
 
-def _no_metrics(_: Sequence[np.ndarray]) -> Mapping[str, float]:
+def _no_metrics(_: Sequence[np.ndarray]) -> Mapping[str, Any]:
     return {}
 
 
@@ -49,7 +49,7 @@ class Interval:
             metric_results,
         )
 
-    def results(self) -> dict[str, float]:
+    def results(self) -> dict[str, Any]:
         """`loss`, the mean over all examples of the applied steps (NaN if there are none), and metrics by name."""
         counts = self.counts[self.applied]
         if not counts.sum():
@@ -89,7 +89,7 @@ class LoopState:
 
     step: int
     total: int
-    results: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    results: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     evaluated_at: int = -1
     best: float | None = None
     best_step: int = -1
@@ -142,7 +142,7 @@ class LoopState:
             loss_count=(0 if starts_again else self.loss_count) + round(float(counts.sum())),
         )
 
-    def evaluated(self, step: int, results: Mapping[str, float]) -> LoopState:
+    def evaluated(self, step: int, results: Mapping[str, Any]) -> LoopState:
         """The state with the results of an evaluation of step `step`, the best one so far or not."""
         loss = results.get("loss", math.nan)
         state = self.replace(results=results, evaluated_at=step, evaluating=-1)

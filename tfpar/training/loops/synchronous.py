@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -14,10 +16,11 @@ from tfpar.monitor import summary as results
 from tfpar.parallel import replica
 from tfpar.parallel.split import shape_of
 from tfpar.process.activity import activity
-from tfpar.training.evaluation import Evaluator
+from tfpar.training.evaluation import AnyEvaluator, BatchCalls
 from tfpar.training.loops.context import RunContext
 from tfpar.training.loops.hooks import Hook, HookRows
-from tfpar.training.loops.pacing import StepsPerCall
+from tfpar.training.loops.pacing import TARGET_SECONDS, StepsPerCall
+from tfpar.training.loops.rounds import CALL_SECONDS, LoopRounds
 from tfpar.training.loops.state import Interval, LoopState
 from tfpar.training.step_loop import StepsResult
 from tfpar.training.validate import validate_workers_agree
@@ -37,11 +40,15 @@ class SynchronousLoop:
       compiles_next: Whether the next steps are compiled first.
     """
 
-    def __init__(self, context: RunContext, evaluator: Evaluator) -> None:
+    def __init__(self, context: RunContext, evaluator: AnyEvaluator) -> None:
         self._context = context
         self._evaluator = evaluator
         self._step = context.program.step(context.schedule)
-        self._steps_per_call = StepsPerCall(context.program.config.train.steps_per_loop)
+        rounds = context.program.rounds
+        self._rounds = LoopRounds(context, rounds) if rounds else None
+        per_call = context.program.config.train.steps_per_loop
+        seconds = CALL_SECONDS if rounds and rounds.workers > 1 else TARGET_SECONDS
+        self._steps_per_call = StepsPerCall(per_call, seconds)
         self._iterator: Any = None
         self._rows: HookRows | None = None
         self.compiles_next = True
@@ -50,7 +57,10 @@ class SynchronousLoop:
     def traffic(self) -> Traffic:
         """What one step costs on the wire."""
         program = self._context.program
-        return program.exchange.traffic(program.topology.replicas, self._step.sidecar.length)
+        if self._rounds:
+            return self._rounds.traffic
+        between = program.exchange.traffic(program.topology.replicas, self._step.sidecar.length)
+        return dataclasses.replace(between, model_axis_bytes=program.placing.model_axis_bytes)
 
     def check(self) -> None:
         """Refuses workers that were not given the same run; they would wait for each other for ever."""
@@ -61,11 +71,15 @@ class SynchronousLoop:
             "steps in all": info.total,
             "shapes of the weights": [shape_of(weight) for weight in info.model.weights],
         }
+        shared = [source for source in (info.train, info.validation) if isinstance(source, inputs.StreamSource)]
+        first = "first example of each stream"
+        facts[first] = [source.first() for source in shared if source.first and source.sharding == "example"]
         shown = {
             name: f"{source.info.name}, {source.info.num_examples} examples, fingerprint {source.info.fingerprint}"
             for name, source in sources.items()
             if source
         }
+        shown[first] = f"{facts[first]}; an iterable that shuffles needs the same seed on every worker"
         validate_workers_agree(context.agreement, info.config, facts, shown)
 
     def begin(self, rows: HookRows, state: LoopState) -> None:
@@ -78,6 +92,8 @@ class SynchronousLoop:
         """Runs some steps in one call, not past the nearest of `stops`; all workers run the same number."""
         context = self._context
         self.compiles_next = False
+        if self._rounds:
+            stops = [*stops, self._rounds.begin(state.step)]
         steps = self._steps_per_call.next(state.step, [*stops, context.monitor.next_boundary(state.step)])
         return self._run_steps(state, steps)
 
@@ -110,15 +126,21 @@ class SynchronousLoop:
             [part.numpy() for part in result.metrics],
         )
         first = state.step
-        context.skipped_examples.note(first, done.counts)
         # All workers must make calls of the same length: TensorFlow 2.21 tells collectives inside a loop apart
         # by the iteration, and a worker in another iteration would wait for ever.
         report = np.array([time.perf_counter() - began, float(context.preemption.received), own_seconds])
-        seconds, asked, worker_seconds = np.stack(context.agreement.gather_arrays(report), axis=1)
+        if self._rounds:
+            done, reports = self._rounds.join(done, result.divisors.numpy(), report)
+        else:
+            reports = np.stack(context.agreement.gather_arrays(report))
+        seconds, asked, worker_seconds = reports.T
+        context.skipped_examples.note(first, done.counts)
         self._steps_per_call.measured(steps, float(seconds.mean()))
         state = state.advanced(
             done, skipped=int(np.sum(~done.applied)), steps_per_epoch=context.steps_per_epoch
         ).replace(loss_scale=result.loss_scale, preempted=bool(asked.any()))
+        if self._rounds:
+            self._rounds.end_if_due(state, durations)
         monitor.on_steps(
             state.step,
             done.losses,
@@ -138,7 +160,7 @@ class SynchronousLoop:
     def _weights(self) -> dict[str, np.ndarray]:
         """The trainable weights by path, from this worker's first replica."""
         program, variables = self._context.program, self._context.program.model.trainable_variables
-        if program.topology.replica_workers > 1:  # the others do not take part
+        if program.topology.parts_on_workers:  # the others do not take part
             return {variable.path: replica.first(variable).numpy() for variable in variables}
         values = program.first_copies(variables)
         return {variable.path: value.numpy() for variable, value in zip(variables, values, strict=True)}
@@ -154,17 +176,20 @@ class SynchronousLoop:
             "skipped_steps": float(state.skipped),
             "skipped_examples": float(self._context.skipped_examples.count),
         }
+        if self._rounds:
+            scalars |= self._rounds.scalars()
         if self.traffic.wire_bytes:
             scalars |= self._context.program.exchange.observed()
         return scalars
 
-    def evaluate(self, state: LoopState) -> LoopState:
+    def evaluate(self, state: LoopState, calls: BatchCalls | None) -> LoopState:
         """Evaluates now, on all workers, and feeds the plateau schedule."""
         context, program, validation = self._context, self._context.program, self._context.info.validation
         assert validation is not None
-        state = state.evaluated(state.step, self._evaluator(validation, steps=program.config.train.eval_steps))
+        found = self._evaluator(validation, steps=program.config.train.eval_steps, calls=calls)
+        state = state.evaluated(state.step, found)
         context.monitor.on_evaluation(state.step, state.results)
-        alone = program.topology.is_chief and program.topology.replica_workers == 1  # has all weights by itself
+        alone = program.topology.is_chief and not program.topology.parts_on_workers  # has all weights by itself
         if alone and context.monitor.records:
             self._show_predictions(validation, state.step)
         if alone and samples.continues_text(validation):
@@ -204,7 +229,10 @@ class SynchronousLoop:
         program = self._context.program
         if not state.ending and program.exchange.retune():
             self._context.monitor.message(program.exchange.plan_table)
-            self._step = program.step(self._context.schedule, rebuild=True)
+            if program.rounds:
+                program.rounds.retrace()
+            else:
+                self._step = program.step(self._context.schedule, rebuild=True)
             announce.record_exchange(self._context.info, self._context.monitor, self.traffic, state.step)
             self.compiles_next = True
 
@@ -219,6 +247,15 @@ class SynchronousLoop:
         if len(set(digests)) > 1 or not self._context.agreement.all_equal([int(digests[0], 16)]):
             raise RuntimeError("the replicas' weights differ; this is a defect of tfpar or of the hardware")
         return digests[0]
+
+    def at_stop(self) -> contextlib.AbstractContextManager[None]:
+        """While it is open the model has the weights that count, also within a round of local steps."""
+        rounds = self._context.program.rounds
+        return rounds.showing_outer() if rounds else contextlib.nullcontext()
+
+    def conclude(self, state: LoopState) -> LoopState:
+        """Ends a round that is under way."""
+        return self._rounds.conclude(state) if self._rounds else state
 
     def close(self) -> None:
         """Frees the input."""

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from tfpar.config import ConfigError
 from tfpar.optim import keras_internals
+from tfpar.parallel import weight_shards
 from tfpar.parallel.split import held_by, split_of
 
 import keras
@@ -154,7 +155,11 @@ def call_and_then(
         *((variable, value) for variable, value in zip(others, state, strict=True) if not _in_part(variable)),
         *zip(sums, record.metric_sums or [variable.value for variable in sums], strict=True),
     ]
-    with _CallScope(mapping, trainable, record) as scope, keras_internals.unscaled_losses():
+    with (
+        _CallScope(mapping, trainable, record) as scope,
+        keras_internals.unscaled_losses(),
+        weight_shards.shown_whole(trainable),
+    ):
         # A part, or all of it where the model is called as a whole: Keras would compare shapes.
         every = [*given, *zip(others, state, strict=True)]
         scope.state_mapping.update({id(variable): value for variable, value in every if _in_part(variable)})
@@ -236,6 +241,10 @@ class _CallScope(keras.StatelessScope):
         super().__init__(state_mapping=mapping, collect_losses=True)
         self._index = {id(variable): index for index, variable in enumerate(trainable)}
         self._record = record
+        self._wholes = weight_shards.Wholes()
+
+    def get_current_value(self, variable: keras.Variable) -> tf.Tensor | None:
+        return self._wholes.of(variable, super().get_current_value(variable))
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
         variable, value = update

@@ -1,4 +1,4 @@
-"""Arguments that Keras' methods take and those of `Trainer` do not: what to write instead."""
+"""Arguments of `Trainer`'s methods: examples in any form, and those of Keras' methods that it takes no part of."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
+from tfpar import inputs
 from tfpar.config import ConfigError
+
+import tensorflow as tf
 
 _INSTEAD = {
     "batch_size": "the batch is Trainer(global_batch_size=...), over all replicas, or Trainer(eval_batch_size=...)",
@@ -30,8 +33,8 @@ _INSTEAD = {
 
 _KNOWN = {
     "fit": ("y", "sample_weight", "class_weight", "steps", "epochs", "validation", "hooks", "callbacks"),
-    "evaluate": ("y", "sample_weight"),
-    "predict": (),
+    "evaluate": ("y", "sample_weight", "callbacks"),
+    "predict": ("callbacks",),
 }
 
 
@@ -48,6 +51,45 @@ def refuse(method: str, given: Mapping[str, Any]) -> None:
     known = _KNOWN[method]
     for name in given:
         near = difflib.get_close_matches(name, known, n=1)
-        others = f"besides the examples it takes {', '.join(known)}." if known else "it takes the examples alone."
+        others = f"besides the examples it takes {', '.join(known)}."
         instead = f"{_INSTEAD[name]}." if name in _INSTEAD else f"did you mean {near[0]}=?" if near else others
         raise ConfigError(f"Trainer.{method} takes no {name}=: {instead}")
+
+
+def as_full_source(argument: str, *data: Any, **options: Any) -> inputs.ReadSource:
+    """`as_source`, of at least one example."""
+    source = as_source(argument, *data, **options)
+    if not source.info.num_examples:
+        raise ConfigError(f"{argument}: {source.info.name} is empty. Give it at least one example.")
+    return source
+
+
+def as_source(
+    argument: str,
+    data: Any,
+    y: Any = None,
+    sample_weight: Any = None,
+    *,
+    counts: bool = True,
+    split: str = "validation",
+    told: bool = True,
+    ignore_class: int | None = None,
+) -> inputs.ReadSource:
+    """The source of what a method was given.
+
+    Args:
+      argument: How an error names it.
+      data: A source, or anything that `tfpar.inputs.as_source` takes.
+      y: Labels, if the data are arrays.
+      sample_weight: Sample weights, if the data are arrays.
+      counts: Whether the number of examples must be known.
+      split: `"train"` or `"validation"`, for reports.
+      told: Whether to log that they are counted.
+      ignore_class: A label that the loss ignores.
+    """
+    ignored = {} if ignore_class is None or isinstance(data, tf.data.Dataset) else {"ignore_class": ignore_class}
+    try:
+        source = inputs.as_source(data, y, sample_weight, split=split, **ignored)
+    except ConfigError as error:
+        raise ConfigError(f"{argument}: {error}") from error
+    return source.counted(told=told) if counts and isinstance(source, inputs.StreamSource) else source

@@ -11,7 +11,7 @@ from tfpar import inputs
 from tfpar.config import ConfigError
 from tfpar.training.model.call import Tensors, call_and_then
 from tfpar.training.model.support import overriding_class
-from tfpar.training.objective import Batch, Goal, ObjectiveSums, Totals
+from tfpar.training.objective import Batch, Goal, Objective, ObjectiveSums, OwnGoal, SupervisedObjective, Totals
 from tfpar.training.objective import metrics as additive_metrics
 from tfpar.training.objective.metrics import MetricTerm, build_metrics
 from tfpar.training.objective.outputs import outputs_of, with_examples
@@ -65,10 +65,10 @@ class OwnLossObjective:
             )
         by_name = {term.name: term.metric for term in metrics}
 
-        def results(state: Sequence[Any]) -> dict[str, float]:
+        def results(state: Sequence[Any]) -> dict[str, Any]:
             return additive_metrics.results(by_name, state)
 
-        def evaluation(loss: Any, count: Any, state: Sequence[Any]) -> dict[str, float]:
+        def evaluation(loss: Any, count: Any, state: Sequence[Any]) -> dict[str, Any]:
             return {"loss": float(loss / count), **results(state)}
 
         variables = additive_metrics.variables([*by_name.values()])
@@ -124,3 +124,18 @@ def compile_for_own_loss(model: keras.Model, loss: Any) -> None:
     """
     if loss is not None and not model.compiled:
         model.compile(optimizer=None, loss=loss)
+
+
+def objective_of(model: keras.Model, goal: Goal | OwnGoal) -> Objective:
+    """What a model is trained for: the user's objective, its own `compute_loss`, or a loss of its outputs.
+
+    Args:
+      model: A built Keras model.
+      goal: What the user asks for.
+    """
+    if isinstance(goal, OwnGoal):
+        return goal.objective(model)
+    if computes_own_loss(model):
+        compile_for_own_loss(model, goal.loss)
+        return OwnLossObjective(model, goal)
+    return SupervisedObjective(model, goal)

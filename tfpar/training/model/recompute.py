@@ -23,6 +23,7 @@ from typing import Any
 from tfpar.config import ConfigError
 from tfpar.models.normalization import current_example_weights, example_weights, uses_synchronized_statistics
 from tfpar.optim import keras_calls, keras_compile, keras_internals
+from tfpar.parallel import weight_shards
 
 import keras
 import tensorflow as tf
@@ -67,6 +68,15 @@ def recompute_activations(model: keras.Model, where: str, *, announced: bool = F
     if announced:
         _log.info("recompute: the backward pass calls %d blocks again: %s", len(names), _shortened(names))
     return names
+
+
+def recompute_layers(model: keras.Model, layers: Sequence[keras.layers.Layer]) -> None:
+    """Makes layers blocks as well, beside those of `recompute_activations`, unless they are in one of these."""
+    blocks = [layer for layer in keras_internals.all_layers(model) if keras_calls.is_called_otherwise(layer)]
+    inside = {id(inner) for block in blocks for inner in keras_internals.all_layers(block)}
+    for layer in layers:
+        if id(layer) not in inside:
+            keras_calls.replace_call(layer, functools.partial(_recomputing_call, model))
 
 
 def _shortened(names: Sequence[str], most: int = 6) -> str:
@@ -245,7 +255,7 @@ class _BlockScope(keras.StatelessScope):
         self.state_mapping = values
         self.updates: dict[int, tuple[keras.Variable, tf.Tensor]] = {}
         self.others: dict[int, keras.Variable] = {}
-        self._learning = learning
+        self._learning, self._wholes = learning, weight_shards.Wholes()
 
     def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
         super().add_update(update)
@@ -254,7 +264,7 @@ class _BlockScope(keras.StatelessScope):
     def get_current_value(self, variable: keras.Variable) -> tf.Tensor | None:
         if id(variable) in self._learning:
             self.others[id(variable)] = variable
-        return super().get_current_value(variable)
+        return self._wholes.of(variable, super().get_current_value(variable))
 
 
 def _recomputed(
@@ -293,7 +303,8 @@ def _recomputed(
         if id(variable) in learning:
             raise ConfigError(
                 f"--recompute: block {name!r} assigns its trainable weight {variable.path!r} in the forward pass, "
-                "which the backward pass must not repeat. Name other layers with --recompute=REGEX."
+                "which the backward pass must not repeat. Name other layers with --recompute=REGEX; --shard=weights "
+                "has blocks of its own, so leave it out."
             )
         outer.add_update((variable, value))
     count = len(results) - block.losses
@@ -314,7 +325,7 @@ class _Block:
         given: Any,
     ) -> None:
         self._values = values
-        self._weights = list(weights)
+        self._weights = weights
         self._elsewhere = learning - weights.keys()
         self._function = function
         self._given = given
@@ -343,8 +354,11 @@ class _Block:
         for place, tensor in zip(self._places, tensors[: len(self._places)], strict=True):
             parts[place] = keras_internals.set_mask(tensor, self._masks_given[place])
         args, kwargs = tf.nest.pack_sequence_as(self._given, parts)
-        values = self._values | dict(zip(self._weights, tensors[len(self._places) :], strict=True))
+        given, weights = tensors[len(self._places) :], list(self._weights.values())
+        inputs = [part for part in parts if isinstance(part, tf.Tensor)]
+        values = weight_shards.with_wholes(self._values, weights, given, inputs)
         with contextlib.ExitStack() as stack:
+            stack.enter_context(weight_shards.shown_whole(weights))
             stack.enter_context(keras_calls.in_thread_state(self._state))
             if self._example_weights is not None:
                 stack.enter_context(example_weights(self._example_weights))

@@ -79,6 +79,7 @@ class BatchReaders:
             and topology.synchronous
             and topology.device_type != "TPU"
             and topology.model_devices * topology.replica_workers == 1
+            and not topology.shards_weights
         )
 
     def shorten(self, pipeline: inputs.AnyPipeline, dataset: tf.data.Dataset, *, padded: bool) -> tf.data.Dataset:

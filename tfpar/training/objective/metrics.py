@@ -13,6 +13,8 @@ from typing import Any
 
 from tfpar.config import ConfigError
 from tfpar.optim import keras_compile, keras_internals
+from tfpar.parallel.divided_logits import gathered
+from tfpar.training.objective.divided import divided_metric
 from tfpar.training.objective.outputs import examples_of
 from tfpar.training.objective.weighting import expanded
 
@@ -53,6 +55,10 @@ class MetricTerm:
           weight: Float32 `[m]`, 0 for padding.
         """
         weight = self._weights(y, outputs, sample_weight if self.weighted else None, weight)
+        state = divided_metric(self.metric, y, outputs, weight)
+        if state is not None:
+            return state
+        outputs = gathered(outputs)
         zeros = [tf.zeros(variable.shape, variable.dtype) for variable in self.metric.variables]
         return self.metric.stateless_update_state(zeros, y, outputs, sample_weight=weight)
 
@@ -231,27 +237,32 @@ def variables(metrics: Sequence[keras.metrics.Metric]) -> list[keras.Variable]:
     return [variable for metric in metrics for variable in metric.variables]
 
 
-def results(metrics: Mapping[str, keras.metrics.Metric], state: Sequence[Any]) -> dict[str, float]:
+def results(
+    metrics: Mapping[str, keras.metrics.Metric], state: Sequence[Any], without: Sequence[str] = ()
+) -> dict[str, Any]:
     """Metric values from summed metric state.
 
     Args:
       metrics: By the name to report.
       state: Arrays in the order of `variables`.
+      without: Names of metrics to leave out.
 
     Returns:
-      Value by metric name. A metric with several values gives one entry `name/key` each, a vector `name/0` and so on.
+      What Keras' `fit` logs: a number, or an array where the metric has one, by metric name. A metric whose result is
+      a dict gives an entry per key, named by the key alone unless that name is taken: then `name/key`.
     """
-    found: dict[str, float] = {}
+    found: dict[str, Any] = {}
     position = 0
     for metric_name, metric in metrics.items():
         own = state[position : position + len(metric.variables)]
         position += len(metric.variables)
+        if metric_name in without:
+            continue
         values = [tf.cast(value, variable.dtype) for variable, value in zip(metric.variables, own, strict=True)]
         value = _result(metric, values)
-        for key, part in (value if isinstance(value, dict) else {"": value}).items():
-            name, flat = f"{metric_name}/{key}" if key else metric_name, np.ravel(part)
-            if np.ndim(part) == 0:
-                found[name] = float(flat[0])
-            else:
-                found |= {f"{name}/{place}": float(number) for place, number in enumerate(flat)}
+        named = value if isinstance(value, dict) else {metric_name: value}
+        taken = {"loss", "examples"} | found.keys() | (metrics.keys() - {metric_name})
+        for key, part in named.items():
+            array = np.asarray(part)
+            found[f"{metric_name}/{key}" if key in taken else key] = array if array.ndim else float(array)
     return found

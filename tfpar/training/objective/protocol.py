@@ -17,11 +17,11 @@ Tensors = list[tf.Tensor]
 Batch = tuple[Any, Any, tf.Tensor]
 
 
-def _no_results(_: Sequence[Any]) -> dict[str, float]:
+def _no_results(_: Sequence[Any]) -> dict[str, Any]:
     return {}
 
 
-def _mean_loss(loss: Any, count: Any, _: Sequence[Any]) -> dict[str, float]:
+def _mean_loss(loss: Any, count: Any, _: Sequence[Any]) -> dict[str, Any]:
     return {"loss": float(loss / count)}
 
 
@@ -61,8 +61,8 @@ class Totals:
 
     variables: Sequence[keras.Variable] = ()
     terms: int = 0
-    results: Callable[[Sequence[Any]], dict[str, float]] = _no_results
-    evaluation: Callable[[Any, Any, Sequence[Any]], dict[str, float]] = _mean_loss
+    results: Callable[[Sequence[Any]], dict[str, Any]] = _no_results
+    evaluation: Callable[[Any, Any, Sequence[Any]], dict[str, Any]] = _mean_loss
     own_denominator: bool = False
     needs_scales: bool = False
     takes_count: tuple[bool, ...] = ()

@@ -8,6 +8,7 @@ from typing import Any
 
 from tfpar.config import ConfigError
 from tfpar.inputs import Weighted
+from tfpar.parallel.divided_logits import check_returned, kept_divided
 from tfpar.training.model.call import call_model
 from tfpar.training.objective import losses as loss_terms
 from tfpar.training.objective import metrics as additive_metrics
@@ -130,8 +131,10 @@ class SupervisedObjective:
         """
         x, y, weight = batch
         y, sample_weight = y if isinstance(y, Weighted) else (y, None)
-        outputs, new_state, extra = call_model(self.model, params, state, x, training=training)
+        with kept_divided() as kept:
+            outputs, new_state, extra = call_model(self.model, params, state, x, training=training)
         labels, flat = keras.tree.flatten(y), keras.tree.flatten(outputs)
+        check_returned(kept, flat)
         weights = weight_of_each(sample_weight, len(labels))
         bound = self._bound[0]
         count = tf.reduce_sum(weight)
@@ -178,14 +181,14 @@ def _totals(losses: Losses, metrics: Sequence[MetricTerm], *, adds_losses: bool)
     means = [keras.metrics.Mean(name=f"{term.name}_loss") for term in losses.terms[:terms]]
     by_name = {term.name: term.metric for term in metrics}
 
-    def named(values: Sequence[float], state: Sequence[Any]) -> dict[str, float]:
+    def named(values: Sequence[float], state: Sequence[Any]) -> dict[str, Any]:
         by_term = {mean.name: value for mean, value in zip(means, values, strict=True)} if several else {}
         return by_term | additive_metrics.results(by_name, state[2 * terms :])
 
-    def results(state: Sequence[Any]) -> dict[str, float]:
+    def results(state: Sequence[Any]) -> dict[str, Any]:
         return named([_quotient(*state[2 * index : 2 * index + 2]) for index in range(terms)], state)
 
-    def evaluation(loss: Any, count: Any, state: Sequence[Any]) -> dict[str, float]:
+    def evaluation(loss: Any, count: Any, state: Sequence[Any]) -> dict[str, Any]:
         pairs = zip(state[0 : 2 * terms : 2], state[1 : 2 * terms : 2], is_sum, strict=False)
         values = [_quotient(total, 1.0 if undivided else divisor) for total, divisor, undivided in pairs]
         total = float(loss / count)

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 from tfpar.config import ConfigError
 from tfpar.optim import keras_internals
+from tfpar.parallel.divided_logits import gathered
+from tfpar.training.objective.divided import divided_loss
 
 import keras
 import tensorflow as tf
@@ -52,8 +54,7 @@ def term_sums(
     Raises:
       ConfigError: The loss does not keep one value per example, or weights or masks do not fit its values.
     """
-    dtype = loss.dtype
-    found = loss.call(_as(y, dtype), _as(outputs, dtype))
+    found, outputs = _values(loss, y, outputs)
     masks = [mask for mask in map(keras_internals.mask_of, (outputs, found)) if mask is not None]
     values = _per_example(found, weight)
     if not masks and sample_weight is None:
@@ -73,6 +74,15 @@ def term_sums(
     else:
         denominator = tf.ones_like(weight)
     return TermSums(tf.reduce_sum(numerator * weight), tf.reduce_sum(denominator * weight), bool(masks))
+
+
+def _values(loss: keras.losses.Loss, y: Any, outputs: Any) -> tuple[Any, Any]:
+    """What a loss returns, and the outputs as it has seen them: divided, where it needs no more, or whole."""
+    found = divided_loss(loss, y, outputs)
+    if found is not None:
+        return found, outputs
+    outputs = keras.tree.map_structure(gathered, outputs)
+    return loss.call(_as(y, loss.dtype), _as(outputs, loss.dtype)), outputs
 
 
 def _as(structure: Any, dtype: str) -> Any:

@@ -1,0 +1,64 @@
+"""An objective of the user's own in place of losses and metrics."""
+
+from __future__ import annotations
+
+import tfpar
+from tfpar.config import ConfigError
+from tfpar.training.objective import ObjectiveSums, Totals
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+
+class SquaredError:
+    """The mean squared error, written down by hand, and the mean output as a metric."""
+
+    def __init__(self, model):
+        self.model = model
+        self.totals = Totals(
+            variables=[tf.TensorSpec([]), tf.TensorSpec([])],
+            results=lambda sums: {"mean_output": float(sums[0]) / max(float(sums[1]), 1.0)},
+        )
+
+    def __call__(self, params, state, batch, *, training, scales=None):
+        x, y, weight = batch
+        outputs, state = self.model.stateless_call(params, state, x, training=training)
+        error = tf.reduce_mean(tf.square(outputs - y), axis=-1)
+        sums = [tf.reduce_sum(weight * outputs[:, 0]), tf.reduce_sum(weight)]
+        return ObjectiveSums(tf.reduce_sum(weight * error), tf.reduce_sum(weight), state, sums)
+
+
+def model():
+    keras.utils.set_random_seed(1)
+    return keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+
+
+def fitted(**goal):
+    random = np.random.default_rng(0)
+    x = random.normal(size=[22, 3]).astype(np.float32)
+    trainer = tfpar.Trainer(model, "sgd", learning_rate=0.05, global_batch_size=8, verbose=0, seed=2, **goal)
+    return trainer, trainer.fit(x, x[:, :1] * 2.0, steps=9)
+
+
+def test_it_trains_as_the_loss_that_it_writes_down():
+    by_name, expected = fitted(loss="mse")
+    by_hand, result = fitted(objective=SquaredError)
+    for one, other in zip(by_name.model.get_weights(), by_hand.model.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
+    assert result["train_loss"] == pytest.approx(expected["train_loss"], rel=1e-5)
+    assert np.isfinite(result.history["mean_output"]).all()
+
+
+@pytest.mark.parametrize(
+    ("goal", "said"),
+    [
+        ({"objective": SquaredError, "loss": "mse"}, r"objective=... says what is minimised.*leave loss out"),
+        ({"objective": "mse"}, r"objective='mse': give a function of the built model"),
+        ({"objective": lambda built: 3}, r"objective=... made 3, which is no .*Objective"),
+    ],
+)
+def test_what_is_no_objective_is_refused(goal, said):
+    with pytest.raises(ConfigError, match=said):
+        tfpar.Trainer(model, "sgd", **goal)

@@ -1,0 +1,109 @@
+"""Streams of Python objects that can be iterated again and again: data loaders, `IterDataset`s, your own classes."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from tfpar.config import ConfigError
+from tfpar.inputs import structures
+from tfpar.inputs.streams.source import StreamSource, from_dataset, is_batched
+from tfpar.inputs.structures import Structure
+
+import numpy as np
+import tensorflow as tf
+
+
+def from_iterable(
+    data: Iterable[Any],
+    *,
+    sharding: str = "example",
+    batched: bool | None = None,
+    examples: int | None = None,
+    split: str = "train",
+    name: str = "",
+) -> StreamSource:
+    """Returns a source over an iterable: a `DataLoader` of PyTorch or Grain, an `IterDataset`, an object of one's own.
+
+    Each pass is one `iter(data)`, read in a thread of its own, and batched again to `global_batch_size`. A run that
+    resumes starts the stream again, because the position of a Python iterator cannot be saved: what can be read by
+    index is better given to `from_random_access`.
+
+    Args:
+      data: Its elements are `x`, `(x, y)` or `(x, y, sample_weight)`, as tuples or lists, each an array, a tensor or a
+        structure of these. All have the shapes and kinds of the first one.
+      sharding: As for `from_dataset`: with `"example"` the iterable must be the same on every worker (one that shuffles
+        needs the same seed); with `"worker"` it is this worker's own share.
+      batched: Whether elements are batches, of any size. By default they are if all their arrays have a first dim of
+        the same length.
+      examples: Examples in one pass, of all workers; otherwise one pass counts them where their number is needed.
+      split: `"train"` or `"validation"`, for reports.
+      name: For reports and errors; by default the type of the object.
+
+    Raises:
+      ConfigError: Something that can be iterated only once, or an element that is not made of numbers and text (when
+        the source is used).
+    """
+    name = name or type(data).__name__
+    if not hasattr(data, "__iter__") or hasattr(data, "__next__"):
+        raise ConfigError(
+            f"{name}: every epoch and every evaluation iterates over the data from the beginning, and a "
+            f"{type(data).__name__} can be read only once. Give an object whose __iter__ begins anew, such as a data "
+            "loader, or tf.data.Dataset.from_generator(function, ...)."
+        )
+    first = functools.cache(lambda: _first(name, data))
+
+    def make(context: tf.distribute.InputContext) -> tf.data.Dataset:
+        del context
+        whole = is_batched(first()[1]) if batched is None else batched
+        signature = tf.nest.map_structure(
+            lambda spec: tf.TensorSpec([None, *spec.shape[1:]], spec.dtype) if whole else spec, first()[1]
+        )
+        return tf.data.Dataset.from_generator(lambda: _elements(data), output_signature=signature)
+
+    return from_dataset(
+        make,
+        sharding=sharding,
+        batched=batched,
+        examples=examples,
+        split=split,
+        name=name,
+        first=lambda: first()[0],
+    )
+
+
+def _first(name: str, data: Iterable[Any]) -> tuple[str, Structure]:
+    """A digest of the first element, and its specs."""
+    element = next(_elements(data), None)
+    if element is None:
+        raise ConfigError(f"{name}: the iterable has no elements. Give it at least one example.")
+    for path, leaf in structures.named_leaves(element):
+        if leaf.dtype.hasobject:
+            raise ConfigError(
+                f"{name}: the element's part {path or 'x'} is no array of numbers or text. Convert it in the iterable."
+            )
+    leaves = tf.nest.flatten(element)
+    parts = [str((leaf.shape, leaf.dtype)).encode() + leaf.tobytes() for leaf in leaves]
+    return hashlib.sha256(b"".join(parts)).hexdigest()[:16], tf.nest.map_structure(_spec, element)
+
+
+def _elements(data: Iterable[Any]) -> Iterator[tuple[Structure, ...]]:
+    """The elements of one pass, as tuples of structures of arrays."""
+    for element in data:
+        parts = tuple(element) if isinstance(element, (tuple, list)) else (element,)
+        yield tuple(_arrays(part) for part in parts)
+
+
+def _arrays(part: Any) -> Structure:
+    """A structure of arrays; a list is one, as a loader collates the fields of an item into a list."""
+    if isinstance(part, Mapping):
+        return {name: _arrays(value) for name, value in part.items()}
+    if isinstance(part, (tuple, list)):
+        return tuple(_arrays(value) for value in part)
+    return np.asarray(part)
+
+
+def _spec(array: np.ndarray) -> tf.TensorSpec:
+    return tf.TensorSpec(array.shape, tf.string if array.dtype.kind in "US" else array.dtype)

@@ -1,0 +1,40 @@
+"""What the line of progress says beside the step and the loss."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from tfpar.monitor import tags
+from tfpar.monitor.timings import Window
+
+
+@dataclasses.dataclass(frozen=True)
+class LiveLine:
+    """Which values it has.
+
+    Attributes:
+      metrics: Names of the metrics to show; empty for the first that there is.
+      rate: Name of the pace.
+      per_example: What it counts for each example of a step.
+    """
+
+    metrics: tuple[str, ...] = ()
+    rate: str = "examples/s"
+    per_example: float = 1.0
+
+    def values(self, shown: Window, scalars: Mapping[str, float]) -> dict[str, str]:
+        """The values by name, in order of importance.
+
+        Args:
+          shown: The last steps.
+          scalars: Values at the last step and metrics over the last steps.
+        """
+        found = [name for name in scalars if name not in tags.TAGS and name != "loss"]
+        chosen = [name for name in self.metrics if name in scalars] or found[:1]
+        loss = {"loss": f"{shown.loss:.4f} ({shown.span})"}
+        metrics = {name: f"{scalars[name]:.4f}" for name in chosen}
+        pace = {self.rate: f"{self.per_example * shown.examples_per_second:.0f}"}
+        if self.metrics:  # what they were chosen for
+            return metrics | loss | pace
+        return loss | metrics | pace | {"input wait": f"{100 * shown.input_wait_fraction:.1f}%"}

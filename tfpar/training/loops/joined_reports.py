@@ -1,0 +1,40 @@
+"""What workers that train by themselves report of the same steps, put together."""
+
+from __future__ import annotations
+
+from tfpar.collectives.agreement import WorkerAgreement
+from tfpar.training.loops.state import Interval
+
+import numpy as np
+
+
+def joined_reports(
+    own: Interval, divisors: np.ndarray, row: np.ndarray, agreement: WorkerAgreement
+) -> tuple[Interval, np.ndarray]:
+    """The steps of all workers as one interval, the same on each; one gather of some numbers a step.
+
+    A step counts as applied if every worker that had examples in it has applied its part. Its loss is the mean over the
+    workers that have.
+
+    Args:
+      own: What this worker reports of n steps.
+      divisors: Float32 `[n]`: what each loss is divided by.
+      row: Float64 `[k]`: other numbers of this worker.
+      agreement: Between the workers.
+
+    Returns:
+      The interval, and the rows of all workers, `[workers, k]`.
+    """
+    steps, sizes = len(own.losses), [part.size for part in own.metric_sums]
+    parts = [row, own.losses, own.counts, divisors, own.applied, *(part.ravel() for part in own.metric_sums)]
+    table = np.stack(agreement.gather_arrays(np.concatenate([np.asarray(part, np.float64) for part in parts])))
+    ends = np.cumsum([len(row), steps, steps, steps, steps, *sizes])[:-1]
+    rows, losses, counts, weights, applied, *metrics = np.split(table, ends, axis=1)
+    weights = np.where(applied > 0.0, weights, 0.0)
+    total = weights.sum(axis=0)
+    summed = np.where(weights > 0.0, weights * losses, 0.0).sum(axis=0)
+    any_applied = (applied > 0.0).any(axis=0)
+    loss = np.divide(summed, total, out=np.where(any_applied, 0.0, np.nan), where=total > 0.0)
+    all_applied = any_applied & ((applied > 0.0) | (counts == 0.0)).all(axis=0)
+    sums = [part.sum(axis=0).reshape(one.shape) for part, one in zip(metrics, own.metric_sums, strict=True)]
+    return Interval(loss, counts.sum(axis=0), all_applied, sums), rows
