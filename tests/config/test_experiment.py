@@ -267,8 +267,8 @@ def test_a_custom_section_with_optional_and_other_types():
 
 def test_the_options_that_a_resumed_run_may_change():
     assert sorted(RESUME_MAY_CHANGE) == [
-        *("accumulate_steps", "cache", "checkpoint_every", "data_dir", "data_service", "deterministic"),
-        *("device_memory", "devices"),
+        *("accumulate_steps", "actors", "cache", "checkpoint_every", "data_dir", "data_service", "deterministic"),
+        *("device_memory", "devices", "env_processes"),
         *(
             "epochs",
             "eval_batch_size",

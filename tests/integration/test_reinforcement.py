@@ -47,7 +47,10 @@ def test_two_workers_learn_what_one_does_with_twice_the_environments(tmp_path):
 
 
 def test_gradients_travel_compressed(tmp_path):
-    """The run itself compares the weights of the workers."""
-    summary, _ = run(2, tmp_path, "--exchange=int8:min_elements=1", "--hidden=64", "--steps=8")
+    """The run itself compares the weights of the workers. They act in Gymnasium and evaluate there together."""
+    options = ("--env=gym:CartPole-v1", "--exchange=int8:min_elements=1", "--hidden=64", "--steps=8")
+    summary, output = run(2, tmp_path, *options)
+    assert "gym:CartPole-v1: observations [4], one of 2 actions" in output
+    assert summary["eval"]["return"] > 7.0
     assert summary["exchange"]["codec"].startswith("int8")
     assert summary["exchange"]["wire_bytes_per_step"] < summary["exchange"]["dense_wire_bytes_per_step"]

@@ -17,10 +17,25 @@ ALGORITHMS = ("ppo", "a2c", "dqn")
 class ReinforcementConfig(ConfigBase):
     """What is learned by acting, and how."""
 
-    env: str = option("CartPole-v1", "Environment to act in: Acrobot-v1, CartPole-v1, Catch, MountainCar-v0, ...")
+    env: str = option(
+        "CartPole-v1",
+        "Environment to act in. Acrobot-v1, CartPole-v1, Catch, MountainCar-v0 and Pendulum-v1 run on the device; "
+        "gym:NAME is any environment of Gymnasium.",
+    )
     algorithm: str = option("ppo", "How the policy is learned.", choices=ALGORITHMS)
     environments: int = option(
         64, "Environments that run side by side, over all replicas, which must divide them.", minimum=1
+    )
+    actors: int = option(
+        1,
+        "gym:NAME: threads of each replica that act while it learns; they must divide its environments.",
+        minimum=1,
+        may_change_on_resume=True,
+    )
+    env_processes: bool = option(
+        False,
+        "gym:NAME: every environment runs in a process of its own, for those that take long for a step.",
+        may_change_on_resume=True,
     )
     rollout_steps: int = option(
         32, "Steps of every environment between two rounds of learning; --minibatches must divide them.", minimum=1

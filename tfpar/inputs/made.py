@@ -28,6 +28,8 @@ class MadeSource:
       line: What progress shows: metrics, the name of the pace, and what it counts for each example of a step.
       export: What a checkpoint must hold of this process to go on.
       restore: Takes that up; returns whether it could.
+      goes_on: What to tell the user then.
+      show: Pictures of what it does, uint8 `[n, height, width, 3]`, with their captions; None where there are none.
     """
 
     info: SourceInfo
@@ -36,6 +38,8 @@ class MadeSource:
     line: tuple[tuple[str, ...], str, float]
     export: Callable[[], dict[str, np.ndarray]]
     restore: Callable[[Mapping[str, np.ndarray]], bool]
+    goes_on: str
+    show: Callable[[], tuple[np.ndarray, list[str]] | None]
 
     @property
     def name(self) -> str:
@@ -107,5 +111,5 @@ class MadePipeline:
     def restore(self, saved: Mapping[str, np.ndarray], *, same_workers: bool) -> str:
         """Resumes from what this process exported; returns what to tell the user."""
         if same_workers and self.source.restore(saved):
-            return f"{self.source.name}: the episodes go on where they stopped"
+            return f"{self.source.name}: {self.source.goes_on}"
         return f"{self.source.name}: new episodes begin, as the saved run had other workers or replicas"

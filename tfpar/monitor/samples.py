@@ -78,6 +78,19 @@ def write_predictions(
     monitor.images("validation/predictions", picture, step=step, run="eval")
 
 
+def write_made(monitor: Monitor, source: inputs.MadeSource, step: int) -> None:
+    """Shows what a step made, such as an episode.
+
+    Args:
+      monitor: Of the run.
+      source: What is made.
+      step: Finished steps.
+    """
+    shown = source.show()
+    if shown is not None:
+        monitor.images("validation/episode", figures.sheet(*shown), step=step, run="eval")
+
+
 def write_confusion(monitor: Monitor, source: inputs.AnySource, counts: np.ndarray, step: int) -> None:
     """Shows which classes a classifier takes for which.
 

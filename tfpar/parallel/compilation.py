@@ -32,7 +32,7 @@ class CompilationPlan:
 
 
 def compilation_plan(
-    *, replicas: int, local_devices: Sequence[str], on_tpu: bool, jit_compile: bool
+    *, replicas: int, local_devices: Sequence[str], on_tpu: bool, jit_compile: bool, waits_for_host: bool = False
 ) -> CompilationPlan:
     """The plan for a strategy.
 
@@ -41,8 +41,9 @@ def compilation_plan(
       local_devices: Names of the devices that this process runs replicas on, one for each.
       on_tpu: Whether the strategy is a TPUStrategy.
       jit_compile: Whether forward, backward and update are to be compiled with XLA.
+      waits_for_host: Whether a step waits for something that the host makes, which no XLA program can.
     """
-    single_program = on_tpu or (jit_compile and replicas == 1)
+    single_program = on_tpu or (jit_compile and replicas == 1 and not waits_for_host)
     # Where something is exchanged, which XLA cannot hold, a step is two programs around the exchange. They take
     # tensors, so that all replicas of a process share one compilation; where a process has one replica, the second
     # program changes the variables itself.

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from tfpar.config import ReinforcementConfig
+from tfpar.rl.rollout import Choice, Step
 from tfpar.training.objective import Batch, Objective, Tensors
 
 import keras
@@ -57,6 +58,35 @@ class Algorithm(Protocol):
         Returns:
           The new state and the new memory.
         """
+
+    # The same in three parts, for environments that run on the host.
+
+    def prepare(self, state: Tensors) -> Tensors:
+        """The values of the non-trainable variables under which a rollout is learned from."""
+
+    def choose(
+        self,
+        params: Tensors,
+        state: Tensors,
+        observation: tf.Tensor,
+        *,
+        index: tf.Tensor,
+        time: tf.Tensor,
+        step: tf.Tensor,
+    ) -> Choice:
+        """The actions in some environments.
+
+        Args:
+          params: Values of the model's trainable variables.
+          state: Values of its non-trainable variables, from `prepare`.
+          observation: Float32 `[n, ...]`.
+          index: Int32 `[n]`: numbers of the environments among all.
+          time: Int32 scalar: the number of the step of these environments.
+          step: Int64 scalar: the number of the training step that will learn from it first.
+        """
+
+    def remember(self, params: Tensors, state: Tensors, memory: Any, taken: Step, step: tf.Tensor) -> Any:
+        """The memory with what `rollout_steps` steps of all environments of a replica left."""
 
     def batch(self, memory: Any, step: tf.Tensor, replica: tf.Tensor) -> Batch:
         """The batch of a step on a replica: `(x, y, weight)` with a leading micro-batch axis; arguments as above."""

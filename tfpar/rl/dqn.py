@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tfpar.config import ReinforcementConfig
 from tfpar.rl import noise, vector
-from tfpar.rl.environments import Environment
-from tfpar.rl.rollout import Choice, act_for
+from tfpar.rl.environments import AnyEnvironment, Environment
+from tfpar.rl.rollout import Choice, Step, act_for
 from tfpar.rl.sums import NamedSums, totals_of
 from tfpar.rl.vector import Vector
 from tfpar.training.model.call import call_model
@@ -52,14 +52,14 @@ class Memory(NamedTuple):
     """What a replica remembers.
 
     Attributes:
-      vector: Where its environments stand.
+      vector: Where its environments stand; `()` where they run on the host.
       replay: What they went through.
       written: Int32 scalar: time steps gathered so far.
       target: Weights of the target network.
       episodes: Float32 `[3]`: number, returns and lengths of the episodes that ended in the last gathering, summed.
     """
 
-    vector: Vector
+    vector: Vector | tuple[()]
     replay: Replay
     written: tf.Tensor
     target: Tensors
@@ -98,15 +98,17 @@ class DQN:
       total_steps: Steps of the whole run, over which exploration falls.
       replicas: Replicas of all workers.
       accumulate_steps: Micro-batches of a step, A.
+      also_reported: Figures that are reported beside its own.
     """
 
     model: keras.Model
-    environment: Environment
+    environment: AnyEnvironment
     options: ReinforcementConfig
     seed: int
     total_steps: int
     replicas: int = 1
     accumulate_steps: int = 1
+    also_reported: Callable[[], Mapping[str, float]] = dict
 
     @property
     def own_state(self) -> Sequence[int]:
@@ -116,7 +118,7 @@ class DQN:
     @functools.cached_property
     def objective(self) -> DQNObjective:
         """What is minimised."""
-        return DQNObjective(self.model)
+        return DQNObjective(self.model, self.also_reported)
 
     @property
     def _own(self) -> int:
@@ -142,46 +144,64 @@ class DQN:
             terminated=tf.zeros(shape),
             ended=tf.zeros(shape),
         )
-        start = vector.reset(self.environment, run_seed(self.seed), self._index(replica))
+        start = vector.first(self.environment, run_seed(self.seed), self._index(replica))
         target = [tf.zeros(variable.shape) for variable in self.model.trainable_variables]
         return Memory(start, replay, tf.constant(0), target, tf.zeros([3]))
 
     def gather(
         self, params: Tensors, state: Tensors, memory: Memory, step: tf.Tensor, replica: tf.Tensor
     ) -> tuple[Tensors, Memory]:
-        """Some steps in every environment, with a share of random actions that falls over the run."""
-        options, seed, index = self.options, run_seed(self.seed), self._index(replica)
-        steps = options.rollout_steps
-        progress = tf.cast(step, tf.float32) / max(self.total_steps * options.explore_share, 1.0)
-        explore = 1.0 + tf.minimum(progress, 1.0) * (options.explore_end - 1.0)
+        """Some steps in every environment."""
+        index = self._index(replica)
 
         def choose(observation: tf.Tensor, number: tf.Tensor) -> Choice:
-            values = call_model(self.model, params, state, observation, training=False).outputs
-            drawn = noise.uniforms(2, seed=seed, stream=noise.ACTION, index=index, time=number)
-            at_random = tf.cast(drawn[1] * float(values.shape[-1]), tf.int32)
-            action = tf.where(drawn[0] < explore, at_random, tf.argmax(values, axis=-1, output_type=tf.int32))
-            return Choice(action, tf.zeros([self._own]), tf.zeros([self._own]))
+            return self.choose(params, state, observation, index=index, time=number, step=step)
 
+        assert isinstance(self.environment, Environment)
+        assert isinstance(memory.vector, Vector)
         # By what is remembered, not by the number of the step: a run may go on elsewhere, with nothing remembered.
         end, taken = act_for(
             self.environment,
             choose,
             memory.vector,
-            steps=steps,
-            seed=seed,
+            steps=self.options.rollout_steps,
+            seed=run_seed(self.seed),
             index=index,
             time=memory.written,
-            reward_scale=options.reward_scale,
+            reward_scale=self.options.reward_scale,
         )
+        return state, self.remember(params, state, memory._replace(vector=end), taken, step)
+
+    def prepare(self, state: Tensors) -> Tensors:
+        """The same: gathering changes nothing of the model."""
+        return state
+
+    def choose(
+        self, params: Tensors, state: Tensors, observation: tf.Tensor, *, index: tf.Tensor, time: tf.Tensor, step: Any
+    ) -> Choice:
+        """The actions of the greatest values, and a share of random ones that falls over the run."""
+        options = self.options
+        progress = tf.cast(step, tf.float32) / max(self.total_steps * options.explore_share, 1.0)
+        explore = 1.0 + tf.minimum(progress, 1.0) * (options.explore_end - 1.0)
+        values = call_model(self.model, params, state, observation, training=False).outputs
+        drawn = noise.uniforms(2, seed=run_seed(self.seed), stream=noise.ACTION, index=index, time=time)
+        at_random = tf.cast(drawn[1] * float(values.shape[-1]), tf.int32)
+        action = tf.where(drawn[0] < explore, at_random, tf.argmax(values, axis=-1, output_type=tf.int32))
+        return Choice(action, tf.zeros_like(drawn[0]), tf.zeros_like(drawn[0]))
+
+    def remember(self, params: Tensors, state: Tensors, memory: Memory, taken: Step, step: tf.Tensor) -> Memory:
+        """Puts transitions in the place of the oldest; lets the target network follow where that is due."""
+        del state
+        options, steps = self.options, self.options.rollout_steps
         slots = (memory.written + tf.range(steps)) % self._slots
         new = Replay(taken.observation, taken.action, taken.reward, taken.following, taken.terminated, taken.ended)
         replay = tf.nest.map_structure(
             lambda kept, part: tf.tensor_scatter_nd_update(kept, slots[:, tf.newaxis], part), memory.replay, new
         )
-        due = tf.equal(memory.written, 0) | (step % options.target_every < self.options.steps_per_rollout)
+        due = tf.equal(memory.written, 0) | (step % options.target_every < options.steps_per_rollout)
         target = [tf.where(due, param, old) for param, old in zip(params, memory.target, strict=True)]
         episodes = [tf.reduce_sum(part) for part in (taken.ended, taken.episode_return, taken.episode_length)]
-        return state, Memory(end, replay, memory.written + steps, target, tf.stack(episodes))
+        return Memory(memory.vector, replay, memory.written + steps, target, tf.stack(episodes))
 
     def batch(self, memory: Memory, step: tf.Tensor, replica: tf.Tensor) -> Batch:
         """As many remembered transitions of each environment, drawn anew for every step."""
@@ -227,11 +247,12 @@ class DQNObjective:
 
     Args:
       model: Values of all actions.
+      also_reported: Figures that are reported beside its own.
     """
 
-    def __init__(self, model: keras.Model) -> None:
+    def __init__(self, model: keras.Model, also_reported: Callable[[], Mapping[str, float]] = dict) -> None:
         self._model = model
-        self.totals = totals_of(_SUMS, _results)
+        self.totals = totals_of(_SUMS, lambda sums: {**_results(sums), **also_reported()})
 
     def __call__(
         self, params: Tensors, state: Tensors, batch: Batch, *, training: bool, scales: tf.Tensor | None = None

@@ -1,13 +1,16 @@
-"""Playing episodes on the device with the most likely actions."""
+"""Playing episodes with the most likely actions: on the device, or in Gymnasium where the environment runs there."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from tfpar import inputs
+from tfpar.collectives.agreement import WorkerAgreement
+from tfpar.collectives.tensorflow import world_group
 from tfpar.process.activity import activity
 from tfpar.rl import vector
-from tfpar.rl.environments import Environment
+from tfpar.rl.environments import Environment, HostEnvironment
+from tfpar.rl.play import play_outputs
 from tfpar.rl.policy import Distribution
 from tfpar.training.evaluation import BatchCalls
 from tfpar.training.model.call import call_model
@@ -64,6 +67,46 @@ class PolicyEvaluator:
     def _played(self, params: Tensors, state: Tensors) -> tuple[tf.Tensor, tf.Tensor]:
         """Return and length of every episode, float32 `[episodes]`."""
         return play(self._environment, self._program.model, params, state, self._episodes)
+
+
+class HostEvaluator:
+    """Plays a number of episodes in Gymnasium, each worker its share of them; else as `PolicyEvaluator`.
+
+    Args:
+      program: The policy under the strategy.
+      environment: What it acts in.
+      episodes: How many are played.
+
+    Attributes:
+      confusion: None.
+    """
+
+    confusion: np.ndarray | None = None
+
+    def __init__(self, program: Program, environment: HostEnvironment, *, episodes: int) -> None:
+        self._program, self._environment, self._episodes = program, environment, episodes
+        self._outputs = tf.function(self._called, autograph=False, jit_compile=program.compiles_whole or None)
+
+    def __call__(self, source: inputs.AnySource, *, steps: int = 0, calls: BatchCalls | None = None) -> dict[str, Any]:
+        """Means over the episodes, the same on every worker; arguments and result as for `PolicyEvaluator`."""
+        del source, steps, calls
+        program, topology = self._program, self._program.topology
+        params = program.first_copies(program.eval_weights())
+        state = program.first_copies(program.model.non_trainable_variables)
+        seeds = range(_SEED[0] + topology.worker, _SEED[0] + self._episodes, topology.workers)
+        with activity(f"playing {self._episodes} episodes", shown=program.reports):
+            played = play_outputs(
+                lambda x: self._outputs(params, state, x),
+                self._environment.observation_shape,
+                self._environment.name,
+                seeds,
+            )
+        agreement = WorkerAgreement(world_group(topology.workers, topology.worker))
+        totals = agreement.sums([played.returns.sum(), played.lengths.sum(), float(len(played.returns))])
+        return {"return": totals[0] / totals[2], "length": totals[1] / totals[2]}
+
+    def _called(self, params: Tensors, state: Tensors, observation: tf.Tensor) -> Any:
+        return call_model(self._program.model, params, state, observation, training=False).outputs
 
 
 def play(

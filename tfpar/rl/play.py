@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from tfpar.config import ConfigError
+from tfpar.rl.environments.host import PREFIX, make_environments, to_host
 
 import keras
 import numpy as np
@@ -37,55 +39,44 @@ class Played(NamedTuple):
         }
 
 
-def require_gymnasium() -> Any:
-    """The module `gymnasium`.
-
-    Raises:
-      ConfigError: It is not installed.
-    """
-    try:
-        import gymnasium
-    except ImportError as error:
-        raise ConfigError("playing in Gymnasium needs its package: pip install 'tfpar[rl]'.") from error
-    return gymnasium
-
-
-def make_environments(name: str, count: int) -> Any:
-    """Some environments of Gymnasium side by side, in this process.
-
-    Args:
-      name: As Gymnasium has it registered, e.g. `"CartPole-v1"`.
-      count: How many.
-
-    Raises:
-      ConfigError: There is none of this name, or its package is missing.
-    """
-    gymnasium = require_gymnasium()
-    try:
-        return gymnasium.make_vec(name, num_envs=count, vectorization_mode="sync")
-    except (gymnasium.error.Error, ImportError) as error:
-        raise ConfigError(f"--env={name}: Gymnasium cannot make it: {error}") from error
-
-
 def play(model: keras.Model, name: str, *, episodes: int = 100, seed: int = 0) -> Played:
     """Plays episodes to their end with the most likely actions.
 
     Args:
       model: A policy: observations to logits or means, its first output, as in `model.keras`.
-      name: The environment's name in Gymnasium.
+      name: The environment's name in Gymnasium, with or without `gym:` in front.
       episodes: How many.
       seed: The episodes begin where Gymnasium's seeds `seed`, `seed + 1`, ... begin.
 
     Raises:
       ConfigError: Gymnasium is missing, or has no such environment; or the model does not fit it.
     """
+    call = tf.function(lambda x: model(x, training=False), autograph=False, reduce_retracing=True)
+    return play_outputs(call, tuple(model.inputs[0].shape[1:]), name, range(seed, seed + episodes))
+
+
+def play_outputs(
+    outputs: Callable[[tf.Tensor], Any], observation_shape: tuple[int, ...], name: str, seeds: Sequence[int]
+) -> Played:
+    """Plays episodes to their end with the most likely actions.
+
+    Args:
+      outputs: A policy: `observations [n, ...] -> outputs`, of which the first are logits or means.
+      observation_shape: What it takes.
+      name: As for `play`.
+      seeds: Of the episodes.
+
+    Raises:
+      ConfigError: As `play`.
+    """
+    name = name.removeprefix(PREFIX)
     returns: list[float] = []
     lengths: list[int] = []
-    while len(returns) < episodes:
-        count = min(_SIDE_BY_SIDE, episodes - len(returns))
-        envs = make_environments(name, count)
+    while len(returns) < len(seeds):
+        several = [*seeds][len(returns) : len(returns) + _SIDE_BY_SIDE]
+        envs = make_environments(name, len(several))
         try:
-            played = _play_at_once(_policy(model, envs), envs, count, seed + len(returns))
+            played = _play_at_once(_policy(outputs, observation_shape, envs), envs, several)
         finally:
             envs.close()
         returns.extend(played.returns)
@@ -93,32 +84,29 @@ def play(model: keras.Model, name: str, *, episodes: int = 100, seed: int = 0) -
     return Played(np.asarray(returns), np.asarray(lengths))
 
 
-def _policy(model: keras.Model, envs: Any) -> Any:
+def _policy(call: Callable[[tf.Tensor], Any], expected: tuple[int, ...], envs: Any) -> Any:
     """`observations [n, ...] -> actions` of the most likely actions."""
     observed, actions = envs.single_observation_space, envs.single_action_space
-    expected = tuple(model.inputs[0].shape[1:])
     if tuple(observed.shape or ()) != expected:
         raise ConfigError(
             f"--env={envs.spec.id}: its observations have shape {tuple(observed.shape or ())}, and the model takes "
             f"{expected}. Name the environment that it was trained in."
         )
-    call = tf.function(lambda x: model(x, training=False), autograph=False, reduce_retracing=True)
 
     def act(observations: np.ndarray) -> np.ndarray:
         outputs = call(tf.constant(observations, tf.float32))
         first = np.asarray(outputs[0] if isinstance(outputs, list | tuple) else outputs)
-        if actions.shape == ():
-            return np.argmax(first, axis=-1) + getattr(actions, "start", 0)
-        return np.clip(first, actions.low, actions.high).astype(actions.dtype)
+        return to_host(actions, np.argmax(first, axis=-1) if actions.shape == () else first)
 
     return act
 
 
-def _play_at_once(act: Any, envs: Any, count: int, seed: int) -> Played:
+def _play_at_once(act: Any, envs: Any, seeds: list[int]) -> Played:
     """The first episode of each environment."""
+    count = len(seeds)
     returns, lengths = np.zeros(count), np.zeros(count, np.int64)
     playing = np.ones(count, bool)
-    observations, _ = envs.reset(seed=seed)
+    observations, _ = envs.reset(seed=seeds)
     while playing.any():
         observations, rewards, terminated, truncated, _ = envs.step(act(observations))
         returns += rewards * playing

@@ -17,22 +17,31 @@ import keras
 import tensorflow as tf
 
 _PIXEL_DIMS = 3
+# Of pictures: filters, size and stride of each convolution (Mnih et al. 2015), and the smallest side that they fit.
+_CONVOLUTIONS = ((32, 8, 4), (64, 4, 2), (64, 3, 1))
+_SMALLEST_CONVOLVED = 36
 
 
 def build_policy(
-    observation_shape: Sequence[int], actions: Actions, *, hidden: Sequence[int] = (64, 64), normalize: bool = True
+    observation_shape: Sequence[int],
+    actions: Actions,
+    *,
+    hidden: Sequence[int] = (64, 64),
+    normalize: bool = True,
+    scale: float = 1.0,
 ) -> keras.Model:
-    """A policy and a value network without weights in common.
+    """A policy and a value network; they have no weights in common but those that read pictures.
 
     Hidden layers are tanh, and weights orthogonal: gain √2, 0.01 before the actions, so that the first policy is nearly
     uniform, and 1 before the value (Andrychowicz et al. 2021, What Matters for On-Policy Deep Actor-Critic Methods).
-    Pictures are flattened.
+    Pictures of at least 36 x 36 pixels are read by three convolutions (Mnih et al. 2015), smaller ones are flattened.
 
     Args:
       observation_shape: Shape of one observation.
       actions: What an action is.
       hidden: Units of the hidden layers.
       normalize: Whether observations are scaled by their running mean and variance; pictures are not.
+      scale: What observations are multiplied by first.
 
     Returns:
       A model `observations [m, ...] -> (logits or means [m, a], value [m, 1])`, and for continuous actions, third, the
@@ -42,8 +51,7 @@ def build_policy(
     x = observation
     if normalize and len(observation_shape) < _PIXEL_DIMS:
         x = ObservationNormalization(name="observation_normalization")(x)
-    if len(observation_shape) > 1:
-        x = keras.layers.Flatten(name="flatten")(x)
+    x = _flat(x, scale)
     name = "logits" if isinstance(actions, Discrete) else "means"
     # Logits and values are sums of many numbers: they stay float32 under mixed precision.
     outputs = [
@@ -57,6 +65,19 @@ def build_policy(
     if not isinstance(actions, Discrete):
         outputs.append(LogDeviation(dtype="float32", name="log_deviation")(outputs[0]))
     return keras.Model(observation, outputs, name="policy")
+
+
+def _flat(x: Any, scale: float) -> Any:
+    """Observations as vectors `[m, features]`."""
+    shape = x.shape[1:]
+    if scale != 1.0:
+        x = keras.layers.Rescaling(scale, name="rescaling")(x)
+    if len(shape) == _PIXEL_DIMS and min(shape[:2]) >= _SMALLEST_CONVOLVED:
+        for place, (filters, size, stride) in enumerate(_CONVOLUTIONS):
+            x = keras.layers.Conv2D(
+                filters, size, stride, activation="relu", kernel_initializer="he_normal", name=f"convolution_{place}"
+            )(x)
+    return keras.layers.Flatten(name="flatten")(x) if len(shape) > 1 else x
 
 
 def _hidden(x: Any, units: Sequence[int], name: str) -> Any:
@@ -73,21 +94,21 @@ def _orthogonal(gain: float) -> keras.initializers.Initializer:
 
 
 def build_q_network(
-    observation_shape: Sequence[int], actions: Discrete, *, hidden: Sequence[int] = (128, 128)
+    observation_shape: Sequence[int], actions: Discrete, *, hidden: Sequence[int] = (128, 128), scale: float = 1.0
 ) -> keras.Model:
-    """A network that values every action (Mnih et al. 2015), with hidden layers of ReLU. Pictures are flattened.
+    """A network that values every action (Mnih et al. 2015), with hidden layers of ReLU; pictures as `build_policy`.
 
     Args:
       observation_shape: Shape of one observation.
       actions: The actions.
       hidden: Units of the hidden layers.
+      scale: What observations are multiplied by first.
 
     Returns:
       A model `observations [m, ...] -> values [m, a]`.
     """
-    x = observation = keras.Input(tuple(observation_shape), name="observation")
-    if len(observation_shape) > 1:
-        x = keras.layers.Flatten(name="flatten")(x)
+    observation = keras.Input(tuple(observation_shape), name="observation")
+    x = _flat(observation, scale)
     for place, count in enumerate(hidden):
         x = keras.layers.Dense(count, "relu", kernel_initializer="he_normal", name=f"hidden_{place}")(x)
     values = keras.layers.Dense(actions.outputs, dtype="float32", name="action_values")(x)

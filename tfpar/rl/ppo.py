@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tfpar.config import ReinforcementConfig
 from tfpar.rl import noise, vector
-from tfpar.rl.environments import Environment
+from tfpar.rl.environments import AnyEnvironment, Environment
 from tfpar.rl.normalization import Statistics
 from tfpar.rl.policy import Distribution, value_of
-from tfpar.rl.rollout import Experience, roll_out
+from tfpar.rl.rollout import Choice, Experience, Step, draw, judge, roll_out, values_of
 from tfpar.rl.sums import MOMENTS, Moments, NamedSums, PolicyTotals
 from tfpar.rl.vector import Vector
 from tfpar.training.model.call import call_model
@@ -34,11 +34,11 @@ class Memory(NamedTuple):
     """What a replica remembers.
 
     Attributes:
-      vector: Where its environments stand.
+      vector: Where its environments stand; `()` where they run on the host.
       experience: The last rollout.
     """
 
-    vector: Vector
+    vector: Vector | tuple[()]
     experience: Experience
 
 
@@ -66,14 +66,16 @@ class PPO:
       seed: That of the run.
       replicas: Replicas of all workers.
       accumulate_steps: Micro-batches of a step, A.
+      also_reported: Figures that are reported beside its own.
     """
 
     model: keras.Model
-    environment: Environment
+    environment: AnyEnvironment
     options: ReinforcementConfig
     seed: int
     replicas: int = 1
     accumulate_steps: int = 1
+    also_reported: Callable[[], Mapping[str, float]] = dict
 
     @functools.cached_property
     def statistics(self) -> Statistics:
@@ -88,7 +90,7 @@ class PPO:
     @functools.cached_property
     def objective(self) -> PPOObjective:
         """What is minimised."""
-        return PPOObjective(self.model, self.options, self.statistics)
+        return PPOObjective(self.model, self.options, self.statistics, self.also_reported)
 
     @property
     def _own(self) -> int:
@@ -107,21 +109,18 @@ class PPO:
             action=tf.zeros([*shape, *action.shape], action.dtype),
             **others,
         )
-        return Memory(vector.reset(self.environment, run_seed(self.seed), self._index(replica)), experience)
+        return Memory(vector.first(self.environment, run_seed(self.seed), self._index(replica)), experience)
 
     def gather(
         self, params: Tensors, state: Tensors, memory: Memory, step: tf.Tensor, replica: tf.Tensor
     ) -> tuple[Tensors, Memory]:
         """A rollout, under the statistics of all observations of earlier ones."""
-        options = self.options
-        state = self.statistics.taken_over(state, self.options.transitions_per_rollout)
-
-        def apply(observations: tf.Tensor) -> Sequence[tf.Tensor]:
-            return call_model(self.model, params, state, observations, training=False).outputs
-
+        options, state = self.options, self.prepare(state)
+        assert isinstance(self.environment, Environment)
+        assert isinstance(memory.vector, Vector)
         end, experience = roll_out(
             self.environment,
-            apply,
+            self._apply(params, state),
             memory.vector,
             steps=options.rollout_steps,
             seed=run_seed(self.seed),
@@ -132,6 +131,28 @@ class PPO:
             reward_scale=options.reward_scale,
         )
         return state, Memory(end, experience)
+
+    def _apply(self, params: Tensors, state: Tensors) -> Callable[[tf.Tensor], Sequence[tf.Tensor]]:
+        return lambda x: call_model(self.model, params, state, x, training=False).outputs
+
+    def prepare(self, state: Tensors) -> Tensors:
+        """Takes over what the last rollout added to the statistics."""
+        return self.statistics.taken_over(state, self.options.transitions_per_rollout)
+
+    def choose(
+        self, params: Tensors, state: Tensors, observation: tf.Tensor, *, index: tf.Tensor, time: tf.Tensor, step: Any
+    ) -> Choice:
+        """Actions drawn from the policy."""
+        del step
+        return draw(self._apply(params, state)(observation), run_seed(self.seed), index, time)
+
+    def remember(self, params: Tensors, state: Tensors, memory: Memory, taken: Step, step: Any) -> Memory:
+        """The rollout, judged by the values of these weights: those that it was made with are older."""
+        del step
+        apply = self._apply(params, state)
+        taken = taken._replace(value=values_of(apply, taken.observation))
+        judged = judge(apply, taken, discount=self.options.discount, gae_lambda=self.options.gae_lambda)
+        return memory._replace(experience=judged)
 
     def _round(self, step: tf.Tensor) -> tf.Tensor:
         """The number of the rollout that a step learns from, int32 scalar."""
@@ -193,11 +214,18 @@ class PPOObjective:
       model: The policy.
       options: The coefficients.
       statistics: Of the model's observations.
+      also_reported: Figures that are reported beside its own.
     """
 
-    def __init__(self, model: keras.Model, options: ReinforcementConfig, statistics: Statistics) -> None:
+    def __init__(
+        self,
+        model: keras.Model,
+        options: ReinforcementConfig,
+        statistics: Statistics,
+        also_reported: Callable[[], Mapping[str, float]] = dict,
+    ) -> None:
         self._model, self._options, self._statistics = model, options, statistics
-        self.totals = PolicyTotals.of(_SUMS, _results)
+        self.totals = PolicyTotals.of(_SUMS, lambda sums: {**_results(sums), **also_reported()})
 
     def __call__(
         self, params: Tensors, state: Tensors, batch: Batch, *, training: bool, scales: tf.Tensor | None = None

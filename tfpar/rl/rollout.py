@@ -113,21 +113,30 @@ def roll_out(
     """
 
     def choose(observation: tf.Tensor, number: tf.Tensor) -> Choice:
-        outputs = apply(observation)
-        policy = Distribution.of(outputs)
-        action = policy.sample(seed, index, number)
-        return Choice(action, policy.log_prob(action), value_of(outputs))
+        return draw(apply(observation), seed, index, number)
 
     end, record = act_for(
         environment, choose, start, steps=steps, seed=seed, index=index, time=time, reward_scale=reward_scale
     )
-    return end, _judged(environment, apply, record, discount, gae_lambda)
+    return end, judge(apply, record, discount=discount, gae_lambda=gae_lambda)
 
 
-def _judged(environment: Environment, apply: Apply, record: Step, discount: float, gae_lambda: float) -> Experience:
-    """The transitions with their advantages; arguments as for `roll_out`."""
-    following = tf.reshape(record.following, [-1, *environment.observation_shape])
-    after = tf.reshape(value_of(apply(following)), tf.shape(record.value))
+def draw(outputs: Sequence[tf.Tensor], seed: tf.Tensor, index: tf.Tensor, time: tf.Tensor) -> Choice:
+    """Actions drawn from what a policy says of observations `[n, ...]`; arguments as for `roll_out`."""
+    policy = Distribution.of(outputs)
+    action = policy.sample(seed, index, time)
+    return Choice(action, policy.log_prob(action), value_of(outputs))
+
+
+def values_of(apply: Apply, observation: tf.Tensor) -> tf.Tensor:
+    """The values of observations `[T, n, ...]`, float32 `[T, n]`; `apply` as for `roll_out`."""
+    flat = tf.reshape(observation, [-1, *observation.shape[2:]])
+    return tf.reshape(value_of(apply(flat)), tf.shape(observation)[:2])
+
+
+def judge(apply: Apply, record: Step, *, discount: float, gae_lambda: float) -> Experience:
+    """The transitions of a rollout with their advantages; arguments as for `roll_out`."""
+    after = values_of(apply, record.following)
     delta = record.reward + discount * after * (1.0 - record.terminated) - record.value
     decay = discount * gae_lambda * (1.0 - record.ended)
     advantage = tf.scan(

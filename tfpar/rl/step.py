@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from tfpar.collectives.tensorflow import PER_WORKER
 from tfpar.parallel import replica
 from tfpar.precision import LossScale
+from tfpar.rl.actors import Actors
 from tfpar.rl.algorithm import Algorithm
 from tfpar.training.objective import Batch, Tensors
 from tfpar.training.step import TrainStep, compiled
@@ -119,17 +120,22 @@ class ActingStep(TrainStep):
     Args:
       algorithm: What is remembered, and which batches are made of it.
       memory: Of the replicas of this process.
+      actors: Those of an environment that runs on the host; None where the device has it.
       *arguments: As for `TrainStep`.
       **options: As for `TrainStep`.
     """
 
-    def __init__(self, algorithm: Algorithm, memory: AgentMemory, *arguments: Any, **options: Any) -> None:
-        self._algorithm, self._memory = algorithm, memory
+    def __init__(
+        self, algorithm: Algorithm, memory: AgentMemory, actors: Actors | None, *arguments: Any, **options: Any
+    ) -> None:
+        self._algorithm, self._memory, self._actors = algorithm, memory, actors
+        self.waits_for_host = actors is not None
         super().__init__(*arguments, **options)
 
     def _make_programs(self) -> None:
         super()._make_programs()
         self._gather = compiled(self._algorithm.gather, self.plan.compiles_gradients)
+        self._remember = compiled(self._algorithm.remember, self.plan.compiles_gradients)
         self._batch = compiled(self._algorithm.batch, self.plan.compiles_gradients)
 
     def next_batch(self, iterator: Iterator[Any]) -> Any:
@@ -154,7 +160,7 @@ class ActingStep(TrainStep):
 
         def gather() -> tf.Tensor:
             params, state = replica.read(model.trainable_variables), replica.read(model.non_trainable_variables)
-            new_state, remembered = self._gather(params, state, memory.read(), step, number)
+            new_state, remembered = self._gathered(params, state, step, number)
             stored = [*memory.assign(remembered), *self._assign_state(new_state)]
             with tf.control_dependencies(stored):
                 return tf.identity(step)
@@ -162,6 +168,16 @@ class ActingStep(TrainStep):
         gathered = tf.cond(due, gather, lambda: tf.identity(step))
         with tf.control_dependencies([gathered]):
             return self._batch(memory.read(), step, number), gathered
+
+    def _gathered(self, params: Tensors, state: Tensors, step: tf.Tensor, number: tf.Tensor) -> tuple[Tensors, Any]:
+        """The new state and the new memory."""
+        algorithm = self._algorithm
+        if self._actors is None:
+            gathered: tuple[Tensors, Any] = self._gather(params, state, self._memory.read(), step, number)
+            return gathered
+        state = algorithm.prepare(state)
+        taken = self._actors.take(params, state, step // algorithm.options.steps_per_rollout, number)
+        return state, self._remember(params, state, self._memory.read(), taken, step)
 
     def _assign_state(self, values: Tensors) -> list[tf.Operation]:
         places = self._algorithm.own_state

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tfpar import cluster, inputs
@@ -16,10 +16,12 @@ from tfpar.parallel import strategies
 from tfpar.parallel.topology import Topology, choose_topology
 from tfpar.process.exit_codes import install_exit_code_hook
 from tfpar.rl import environments
+from tfpar.rl.actors import Actors
 from tfpar.rl.algorithm import Algorithm
 from tfpar.rl.dqn import DQN
-from tfpar.rl.environments import Discrete, Environment
-from tfpar.rl.evaluation import PolicyEvaluator
+from tfpar.rl.environments import AnyEnvironment, Discrete, Environment, HostEnvironment
+from tfpar.rl.evaluation import HostEvaluator, PolicyEvaluator
+from tfpar.rl.film import Film
 from tfpar.rl.policy import build_policy, build_q_network
 from tfpar.rl.ppo import PPO
 from tfpar.rl.step import ActingStep, AgentMemory
@@ -41,7 +43,7 @@ _EVALUATIONS = 10  # of a run, where --eval_every does not say
 
 
 class ReinforcementTrainer:
-    """Learns a policy by acting in an environment on the device.
+    """Learns a policy by acting in an environment, on the device or in Gymnasium.
 
     ```python
     trainer = tfpar.rl.ReinforcementTrainer("CartPole-v1", env_steps=500_000, workdir="runs/cartpole")
@@ -49,7 +51,8 @@ class ReinforcementTrainer:
     ```
 
     Args:
-      env: Name of an environment, or an `Environment`; by default what the configuration says.
+      env: Name of an environment, `gym:NAME` for one of Gymnasium, or an `Environment`; by default what the
+        configuration says.
       model: A function that builds a policy for an environment, see `policy.build_policy`; by default that one.
       config: The whole configuration; `options` override single fields of it.
       runtime: From `tfpar.initialize`; by default the trainer starts one.
@@ -60,6 +63,7 @@ class ReinforcementTrainer:
       program: What training loops run.
       algorithm: How it learns.
       memory: What the replicas of this process remember.
+      actors: The threads that act in an environment of the host; None where the device has it.
 
     Raises:
       ConfigError: Options that cannot work, and what to do instead.
@@ -68,7 +72,7 @@ class ReinforcementTrainer:
     def __init__(
         self,
         env: str | Environment | None = None,
-        model: Callable[[Environment], keras.Model] | None = None,
+        model: Callable[[AnyEnvironment], keras.Model] | None = None,
         *,
         config: ExperimentConfig | None = None,
         runtime: strategies.Runtime | None = None,
@@ -81,10 +85,13 @@ class ReinforcementTrainer:
         options_of = reinforcement_of(config)
         self.environment = env if isinstance(env, Environment) else environments.find(options_of.env)
         check_actions(options_of, self.environment)
-        check(config, runtime.topology if runtime else choose_topology(config.strategy, cluster.detect()))
+        topology = runtime.topology if runtime else choose_topology(config.strategy, cluster.detect())
+        check(config, topology)
+        check_host(options_of, self.environment, topology)
         runtime = runtime or initialize(config, complete=True)
         build = model or functools.partial(default_policy, options=options_of)
         self.algorithm: Algorithm | None = None
+        self.actors: Actors | None = None
         program = Program.build(
             config,
             runtime,
@@ -96,16 +103,30 @@ class ReinforcementTrainer:
         algorithm, topology = self.algorithm, runtime.topology
         first = topology.data_worker * topology.local_replicas
         self.memory: AgentMemory = AgentMemory(algorithm, runtime.strategy, first=first)
+        if isinstance(self.environment, HostEnvironment):
+            self.actors = Actors(
+                self.environment,
+                algorithm,
+                seed=config.train.seed,
+                first=first,
+                local_replicas=topology.local_replicas,
+                replicas=topology.replicas,
+                jit_compile=program.compiles_whole,
+            )
         self.program: Program = dataclasses.replace(
-            program, own_step=functools.partial(ActingStep, algorithm, self.memory), _steps=[]
+            program, own_step=functools.partial(ActingStep, algorithm, self.memory, self.actors), _steps=[]
         )
-        self._evaluator: PolicyEvaluator = PolicyEvaluator(
-            self.program, self.environment, episodes=options_of.eval_episodes
+        self._evaluator: PolicyEvaluator | HostEvaluator = evaluator_for(
+            self.program, self.environment, options_of.eval_episodes
         )
+        self._film: Film = Film(self.program, self.environment, seed=config.train.seed)
         self._between_runs: AveragesBetweenRuns = AveragesBetweenRuns()
 
     def _algorithm_for(self, model: keras.Model, config: ExperimentConfig, runtime: strategies.Runtime) -> Algorithm:
-        self.algorithm = algorithm_for(model, self.environment, config, runtime.topology.replicas)
+        def waiting() -> dict[str, float]:
+            return self.actors.waiting() if self.actors else {}
+
+        self.algorithm = algorithm_for(model, self.environment, config, runtime.topology.replicas, waiting)
         return self.algorithm
 
     @property
@@ -135,6 +156,7 @@ class ReinforcementTrainer:
         Raises:
           ConfigError: A checkpoint of another run, a workdir that another job writes, a hook that cannot work.
           Preempted: SIGTERM came to a worker; all have saved a checkpoint if they could.
+          TrainingError: An environment of the host failed.
         """
         check_hooks(hooks)
         source = self._source()
@@ -144,9 +166,23 @@ class ReinforcementTrainer:
             contextlib.ExitStack() as closing,
             failure.peer_errors_named(self.topology.cluster),
             self.program.left_to_user(self._between_runs),
+            self._acting(),
         ):
             steps, own = self.config.train.steps, [*hooks, *self._goal_hooks()]
             return start_run(self.program, self._evaluator, source, source, steps, None, own, (), closing).run()
+
+    @contextlib.contextmanager
+    def _acting(self) -> Iterator[None]:
+        """Actors act; what one of them ends with is raised in place of the learner's error."""
+        if self.actors is None:
+            yield
+            return
+        self.actors.start()
+        try:
+            yield
+        except tf.errors.OpError:
+            self.actors.raise_error()
+            raise
 
     def _goal_hooks(self) -> list[Hook]:
         """Ends the run at an evaluation that reaches the goal, if it is to."""
@@ -195,19 +231,40 @@ class ReinforcementTrainer:
             line=(("return", "length"), "env steps/s", options.transitions_per_rollout / per_round),
             export=self.memory.export,
             restore=self.memory.restore,
+            goes_on="learning goes on, and new episodes begin: Gymnasium's environments cannot be saved"
+            if self.actors
+            else "the episodes go on where they stopped",
+            show=self._film,
         )
 
 
-def algorithm_for(model: keras.Model, environment: Environment, config: ExperimentConfig, replicas: int) -> Algorithm:
+def algorithm_for(
+    model: keras.Model,
+    environment: AnyEnvironment,
+    config: ExperimentConfig,
+    replicas: int,
+    also_reported: Callable[[], Mapping[str, float]],
+) -> Algorithm:
     """The algorithm that the configuration names."""
     options, train = reinforcement_of(config), config.train
-    split = {"replicas": replicas, "accumulate_steps": train.accumulate_steps}
+    others: dict[str, Any] = {
+        "replicas": replicas,
+        "accumulate_steps": train.accumulate_steps,
+        "also_reported": also_reported,
+    }
     if options.algorithm == "dqn":
-        return DQN(model, environment, options, train.seed, train.steps, **split)
-    return PPO(model, environment, options, train.seed, **split)
+        return DQN(model, environment, options, train.seed, train.steps, **others)
+    return PPO(model, environment, options, train.seed, **others)
 
 
-def check_actions(options: ReinforcementConfig, environment: Environment) -> None:
+def evaluator_for(program: Program, environment: AnyEnvironment, episodes: int) -> PolicyEvaluator | HostEvaluator:
+    """What plays so many episodes where the environment runs."""
+    if isinstance(environment, HostEnvironment):
+        return HostEvaluator(program, environment, episodes=episodes)
+    return PolicyEvaluator(program, environment, episodes=episodes)
+
+
+def check_actions(options: ReinforcementConfig, environment: AnyEnvironment) -> None:
     """Refuses an algorithm that cannot choose such actions.
 
     Raises:
@@ -220,16 +277,40 @@ def check_actions(options: ReinforcementConfig, environment: Environment) -> Non
         )
 
 
-def default_policy(environment: Environment, options: ReinforcementConfig) -> keras.Model:
+def check_host(options: ReinforcementConfig, environment: AnyEnvironment, topology: Topology) -> None:
+    """Refuses what actors on the host cannot do, and their options where there are none.
+
+    Raises:
+      ConfigError: With what to do.
+    """
+    if not isinstance(environment, HostEnvironment):
+        if options.actors > 1 or options.env_processes:
+            raise ConfigError(
+                f"--actors={options.actors} and --env_processes={options.env_processes} are about environments of "
+                f"Gymnasium, and {environment.name} runs on the device. Leave them out, or give --env=gym:NAME."
+            )
+        return
+    if topology.device_type == "TPU":
+        raise ConfigError(
+            f"--env={environment.name}: a step on a TPU is one program, which cannot wait for environments of the "
+            "host. Use --strategy=one_device, mirrored or multi_worker, or an environment that runs on the device."
+        )
+    own = options.environments // topology.replicas
+    if own % options.actors:
+        raise ConfigError(
+            f"--actors={options.actors} does not divide the {own} environments of a replica "
+            f"(--environments={options.environments}). Choose a divisor."
+        )
+
+
+def default_policy(environment: AnyEnvironment, options: ReinforcementConfig) -> keras.Model:
     """The policy that the options describe."""
+    scale = environment.observation_scale if isinstance(environment, HostEnvironment) else 1.0
+    shape, hidden = environment.observation_shape, options.hidden_units()
     if options.algorithm == "dqn" and isinstance(environment.actions, Discrete):
-        return build_q_network(environment.observation_shape, environment.actions, hidden=options.hidden_units())
-    return build_policy(
-        environment.observation_shape,
-        environment.actions,
-        hidden=options.hidden_units(),
-        normalize=options.normalize_observations,
-    )
+        return build_q_network(shape, environment.actions, hidden=hidden, scale=scale)
+    normalize = options.normalize_observations
+    return build_policy(shape, environment.actions, hidden=hidden, normalize=normalize, scale=scale)
 
 
 def with_options(config: ExperimentConfig | None, options: dict[str, Any]) -> ExperimentConfig:

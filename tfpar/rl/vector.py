@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from tfpar.rl import noise
-from tfpar.rl.environments import Environment, State
+from tfpar.rl.environments import AnyEnvironment, Environment, State
 
 import tensorflow as tf
 
@@ -58,6 +58,11 @@ def reset(environment: Environment, seed: tf.Tensor, index: tf.Tensor) -> Vector
       index: Int32 `[n]`: their numbers among all environments.
     """
     return _fresh(environment, seed, index, tf.constant(-1))
+
+
+def first(environment: AnyEnvironment, seed: tf.Tensor, index: tf.Tensor) -> Vector | tuple[()]:
+    """What `reset` gives; `()` for environments that run on the host, whose states TensorFlow does not have."""
+    return reset(environment, seed, index) if isinstance(environment, Environment) else ()
 
 
 def step(

@@ -41,6 +41,8 @@ import tensorflow as tf
 class TrainStep:
     """Training steps on a synchronous strategy. `_replica_step` is one step; `run` runs any number of them."""
 
+    waits_for_host: bool = False  # whether a step waits for what the host makes, so that it is not one XLA program
+
     def _replica_step(
         self, batch: Any, step: tf.Tensor, lr_multiplier: tf.Tensor, loss_scale: LossScale, is_last: tf.Tensor | None
     ) -> StepReport:
@@ -132,16 +134,14 @@ class TrainStep:
           timed: Take the time of every step. Must be off where op determinism is on: TensorFlow 2.21 then refuses its
             clock (the Timestamp kernel).
         """
-        self.core = core
-        self.optimizer = optimizer
-        self.exchange = exchange
-        self.strategy = strategy
+        self.core, self.optimizer, self.exchange, self.strategy = core, optimizer, exchange, strategy
         self.sidecar = Sidecar.of_core(core, self.replicas)
         self.plan = compilation_plan(
             replicas=self.replicas,
             local_devices=strategy.extended.worker_devices,
             on_tpu=isinstance(strategy, tf.distribute.TPUStrategy),
             jit_compile=jit_compile,
+            waits_for_host=self.waits_for_host,
         )
         self._schedule = schedule
         self._seed, self._clip_norm, self._scale_loss = seed, clip_norm, scale_loss

@@ -1,4 +1,4 @@
-"""Environments that run on the device, by name."""
+"""Environments by name: those that run on the device, and with `gym:` in front all of Gymnasium's."""
 
 from __future__ import annotations
 
@@ -6,15 +6,20 @@ from tfpar.config import ConfigError, unknown_name
 from tfpar.rl.environments.acrobot import ACROBOT
 from tfpar.rl.environments.cartpole import CARTPOLE
 from tfpar.rl.environments.catch import CATCH
+from tfpar.rl.environments.host import PREFIX, HostEnvironment, find_in_gymnasium
 from tfpar.rl.environments.mountain_car import MOUNTAIN_CAR
 from tfpar.rl.environments.pendulum import PENDULUM
 from tfpar.rl.environments.protocol import Actions, Continuous, Discrete, Environment, State, Transition
 
+AnyEnvironment = Environment | HostEnvironment
+
 __all__ = [
     "Actions",
+    "AnyEnvironment",
     "Continuous",
     "Discrete",
     "Environment",
+    "HostEnvironment",
     "State",
     "Transition",
     "find",
@@ -30,14 +35,17 @@ def names() -> list[str]:
     return sorted(_ENVIRONMENTS)
 
 
-def find(name: str) -> Environment:
+def find(name: str) -> AnyEnvironment:
     """The environment of a name.
 
     Raises:
-      ConfigError: There is none, with the nearest names.
+      ConfigError: There is none, with the nearest names; or Gymnasium cannot make it.
     """
+    if name.startswith(PREFIX):
+        return find_in_gymnasium(name.removeprefix(PREFIX))
     if name not in _ENVIRONMENTS:
-        raise unknown_name("--env", name, names())
+        error = unknown_name("--env", name, names())
+        raise ConfigError(f"{error} With --env={PREFIX}NAME, any environment of Gymnasium.")
     return _ENVIRONMENTS[name]
 
 

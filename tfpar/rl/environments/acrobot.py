@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from tfpar.rl.environments import drawing
 from tfpar.rl.environments.protocol import Discrete, Environment, State, Transition, stacked
 
 import tensorflow as tf
@@ -84,5 +85,6 @@ ACROBOT = Environment(
     reset=_reset,
     step=_step,
     observe=_observe,
+    render=drawing.two_rods,
     goal=-80.0,
 )

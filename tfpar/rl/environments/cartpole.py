@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from tfpar.rl.environments import drawing
 from tfpar.rl.environments.protocol import Discrete, Environment, State, Transition, stacked
 
 import tensorflow as tf
@@ -48,5 +49,6 @@ CARTPOLE = Environment(
     reset=_reset,
     step=_step,
     observe=lambda state: stacked(*state),
+    render=drawing.cart_and_pole,
     goal=495.0,
 )

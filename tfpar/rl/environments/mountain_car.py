@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tfpar.rl.environments import drawing
 from tfpar.rl.environments.protocol import Discrete, Environment, State, Transition, stacked
 
 import tensorflow as tf
@@ -38,5 +39,6 @@ MOUNTAIN_CAR = Environment(
     reset=_reset,
     step=_step,
     observe=lambda state: stacked(*state),
+    render=drawing.car_in_valley,
     goal=-105.0,
 )

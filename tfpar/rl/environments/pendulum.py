@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from tfpar.rl.environments import drawing
 from tfpar.rl.environments.protocol import Continuous, Environment, State, Transition, stacked
 
 import tensorflow as tf
@@ -40,5 +41,6 @@ PENDULUM = Environment(
     reset=_reset,
     step=_step,
     observe=lambda state: stacked(tf.cos(state[0]), tf.sin(state[0]), state[1]),
+    render=drawing.pendulum,
     goal=-160.0,
 )

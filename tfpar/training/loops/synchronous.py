@@ -206,6 +206,8 @@ class SynchronousLoop:
     def _show_predictions(self, validation: inputs.AnySource, step: int) -> None:
         """Records the confusion matrix, and images with predictions. Chief only."""
         program, monitor = self._context.program, self._context.monitor
+        if isinstance(validation, inputs.MadeSource):
+            samples.write_made(monitor, validation, step)
         if self._evaluator.confusion is not None:
             samples.write_confusion(monitor, validation, self._evaluator.confusion, step)
         if samples.shows_predictions(validation):

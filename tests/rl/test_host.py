@@ -1,0 +1,169 @@
+"""Acting in Gymnasium: what actors record, that time changes no bit, and what is refused."""
+
+from __future__ import annotations
+
+from tests.rl.test_trainer import SMALL, trained, values
+from tfpar import rl
+from tfpar.config import ConfigError, ReinforcementConfig, TrainingError
+from tfpar.rl import environments
+from tfpar.rl.actors import _Rollout
+
+import gymnasium
+import numpy as np
+import pytest
+
+HOST = {"env": "gym:CartPole-v1"}
+
+
+class Pixels(gymnasium.Env):
+    """Pictures that show the action to take; Discrete actions that do not start at 0."""
+
+    observation_space = gymnasium.spaces.Box(0, 255, (36, 36, 1), np.uint8)
+    action_space = gymnasium.spaces.Discrete(2, start=5)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.place = 0
+        return self._picture(), {}
+
+    def step(self, action):
+        reward = float(action == 5 + self.place % 2)
+        self.place += 1
+        return self._picture(), reward, self.place == 6, False, {}
+
+    def _picture(self):
+        return np.full([36, 36, 1], 255 * (self.place % 2), np.uint8)
+
+
+class Broken(gymnasium.Env):
+    """Fails in its first episode."""
+
+    observation_space = gymnasium.spaces.Dict(
+        {"a": gymnasium.spaces.Discrete(3), "b": gymnasium.spaces.Box(0, 1, (2,))}
+    )
+    action_space = gymnasium.spaces.Box(-1.0, 1.0, (1,))
+
+    def reset(self, *, seed=None, options=None):
+        self.left = 20
+        return {"a": 1, "b": np.zeros(2, np.float32)}, {}
+
+    def step(self, action):
+        self.left -= 1
+        if not self.left:
+            raise ValueError("the motor is on fire")
+        return {"a": 2, "b": np.ones(2, np.float32)}, 0.0, False, False, {}
+
+
+class Many(Broken):
+    action_space = gymnasium.spaces.MultiDiscrete([2, 2])
+
+
+for name, entry in (("Pixels-v0", Pixels), ("Broken-v0", Broken), ("Many-v0", Many)):
+    gymnasium.register(name, entry)
+
+
+def test_a_record_is_what_plain_episodes_give():
+    """The recorded actions, played once more in single environments from the same seeds."""
+    environment, steps = environments.find("gym:CartPole-v1"), 60
+    options = ReinforcementConfig(environments=3, rollout_steps=steps, minibatches=1, reward_scale=2.0)
+    random = np.random.default_rng(0)
+    envs = environment.make(3, False)
+    rollout = _Rollout(environment, envs, [11, 12, 13])
+    records = [
+        rollout.make(options, lambda x, _: (random.integers(0, 2, len(x)), np.full(len(x), -0.5))) for _ in range(2)
+    ]
+    envs.close()
+    record = [np.concatenate(parts) for parts in zip(*(each._asdict().values() for each in records), strict=True)]
+    record = type(records[0])(*record)
+    assert record.ended.sum() > 6
+    for env in range(3):
+        single = gymnasium.make("CartPole-v1")
+        observation, _ = single.reset(seed=11 + env)
+        total, length = 0.0, 0
+        for place in range(2 * steps):
+            np.testing.assert_array_equal(record.observation[place, env], observation)
+            observation, reward, terminated, truncated, _ = single.step(int(record.action[place, env]))
+            total, length = total + reward, length + 1
+            np.testing.assert_array_equal(record.following[place, env], observation)
+            assert record.reward[place, env] == 2.0 * reward
+            assert (record.terminated[place, env], record.ended[place, env]) == (terminated, terminated or truncated)
+            expected = (total, length) if terminated or truncated else (0.0, 0.0)
+            assert (record.episode_return[place, env], record.episode_length[place, env]) == expected
+            if terminated or truncated:
+                observation, _ = single.reset()
+                total, length = 0.0, 0
+    assert np.all(record.log_prob == -0.5)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """20 steps with one actor, and the directory."""
+    workdir = tmp_path_factory.mktemp("host")
+    return *trained(**HOST, workdir=str(workdir)), workdir
+
+
+def test_the_bits_do_not_depend_on_who_is_first(plain):
+    trainer, summary, workdir = plain
+    other, _ = trained(**HOST)
+    for one, two in zip(values(trainer), values(other), strict=True):
+        np.testing.assert_array_equal(one, two)
+    assert summary["eval"]["return"] == summary["eval"]["length"] > 7.0
+    for name in ("learner_waiting", "actor_waiting"):
+        assert 0.0 <= summary.history[name][-1] <= 1.0
+        assert f"metrics/{name}" in (workdir / "metrics.csv").read_text()
+    assert summary.history["learner_waiting"][-1] + summary.history["actor_waiting"][-1] > 0.0
+
+
+def test_two_replicas_of_two_actors_learn_what_one_does_with_all_environments(plain):
+    trainer, summary, _ = plain
+    other, result = trained(**HOST, strategy="mirrored", devices=2, actors=2)
+    for one, two in zip(values(trainer), values(other), strict=True):
+        np.testing.assert_allclose(two, one, atol=1e-4)
+    np.testing.assert_allclose(result.history["return"], summary.history["return"], atol=1e-3)
+
+
+def test_a_resumed_run_goes_on_with_new_episodes(plain, tmp_path, messages):
+    trained(**HOST, workdir=str(tmp_path), stop_after=10)
+    _, result = trained(**HOST, workdir=str(tmp_path), verbose=1)
+    assert any("Gymnasium's environments cannot be saved" in line for line in messages)
+    assert result["steps"] == 20
+    assert result["params_sha256"] != plain[1]["params_sha256"]
+
+
+def test_dqn_learns_from_pictures_in_processes_of_their_own():
+    """Actions that do not start at 0, observations of bytes, one process for each of two environments."""
+    options = {"environments": 2, "rollout_steps": 4, "minibatches": 1, "replay_size": 64, "replay_batch": 4}
+    trainer, summary = trained(
+        env="gym:Pixels-v0", algorithm="dqn", env_processes=True, steps=4, eval_episodes=2, **options
+    )
+    assert [layer.name for layer in trainer.model.layers[1:3]] == ["rescaling", "convolution_0"]
+    assert summary["eval"]["length"] == 6.0
+    memory = trainer.memory.export()
+    assert any(array.max() == 255.0 for array in memory.values())
+
+
+def test_an_environment_that_fails_is_named(tmp_path):
+    with pytest.raises(TrainingError, match=r"--env=gym:Broken-v0: an environment failed: ValueError: the motor is on"):
+        trained(env="gym:Broken-v0", workdir=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"env": "gym:Nothing-v0"}, r"--env=Nothing-v0: Gymnasium cannot make it"),
+        ({"env": "LunarLander-v3"}, r"--env='LunarLander-v3'.*any environment of Gymnasium"),
+        ({"env": "gym:Many-v0"}, r"--env=gym:Many-v0: its actions are MultiDiscrete.*Wrap the environment"),
+        ({"env": "gym:CartPole-v1", "actors": 3}, r"--actors=3 does not divide the 8 environments of a replica"),
+        ({"env": "CartPole-v1", "actors": 2}, r"--actors=2 and --env_processes=False are about environments of Gymnas"),
+    ],
+)
+def test_what_cannot_work_is_refused(options, said):
+    with pytest.raises(ConfigError, match=said):
+        rl.ReinforcementTrainer(**(SMALL | {"steps": 20} | options))
+
+
+def test_observations_of_several_parts_are_flattened():
+    environment = environments.find("gym:Broken-v0")
+    assert environment.observation_shape == (5,)
+    assert environment.actions == environments.Continuous((-1.0,), (1.0,))
+    assert environment.to_host(np.array([[3.0], [-0.5]], np.float32)).tolist() == [[1.0], [-0.5]]

@@ -1,0 +1,130 @@
+"""Environments that run on the host: any of Gymnasium's, as `--env=gym:NAME`.
+
+Threads of this process act in them while the device learns, see `tfpar.rl.actors`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from tfpar.config import ConfigError
+from tfpar.rl.environments.protocol import Actions, Continuous, Discrete
+
+import numpy as np
+
+PREFIX = "gym:"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class HostEnvironment:
+    """An environment of Gymnasium.
+
+    Attributes:
+      name: Its name for `--env`: `gym:` and its name in Gymnasium.
+      observation_shape: Shape of one observation.
+      actions: What an action is.
+      goal: Mean return of an evaluation at which a run may end; None for none.
+      observation_scale: What a policy multiplies observations by: 1/255 for pixels, else 1.
+      make: `(count, processes) -> gymnasium.vector.VectorEnv` of so many, each in a process of its own or all in this
+        one. An episode that ends is followed by a new one in the same step.
+      to_host: Actions as Gymnasium takes them: int32 `[n]`, or float32 `[n, size]`, which are clipped to the bounds.
+    """
+
+    name: str
+    observation_shape: tuple[int, ...]
+    actions: Actions
+    goal: float | None
+    observation_scale: float
+    make: Callable[[int, bool], Any]
+    to_host: Callable[[np.ndarray], np.ndarray]
+
+
+def require_gymnasium() -> Any:
+    """The module `gymnasium`.
+
+    Raises:
+      ConfigError: It is not installed.
+    """
+    try:
+        import gymnasium
+    except ImportError as error:
+        raise ConfigError("Gymnasium's environments need its package: pip install 'tfpar[rl]'.") from error
+    return gymnasium
+
+
+def make_environments(name: str, count: int, processes: bool = False, *, render: bool = False) -> Any:
+    """Some environments of Gymnasium side by side. Observations that are no arrays are flattened to one.
+
+    Args:
+      name: As Gymnasium has it registered, e.g. `"CartPole-v1"`.
+      count: How many.
+      processes: Whether each has a process of its own.
+      render: Whether `render()` gives pictures of them.
+
+    Raises:
+      ConfigError: There is none of this name, or its package is missing.
+    """
+    gymnasium = require_gymnasium()
+    from gymnasium.vector import AutoresetMode
+
+    def flatten(env: Any) -> Any:
+        plain = isinstance(env.observation_space, gymnasium.spaces.Box)
+        return env if plain else gymnasium.wrappers.FlattenObservation(env)
+
+    try:
+        return gymnasium.make_vec(
+            name,
+            num_envs=count,
+            vectorization_mode="async" if processes else "sync",
+            vector_kwargs={"autoreset_mode": AutoresetMode.SAME_STEP},
+            wrappers=[flatten],
+            **({"render_mode": "rgb_array"} if render else {}),
+        )
+    except (gymnasium.error.Error, ImportError, NotImplementedError) as error:
+        raise ConfigError(f"--env={name}: Gymnasium cannot make it: {error}") from error
+
+
+def find_in_gymnasium(name: str) -> HostEnvironment:
+    """The environment that Gymnasium has under a name.
+
+    Raises:
+      ConfigError: There is none; or no policy of tfpar's can choose its actions.
+    """
+    envs = make_environments(name, 1)
+    try:
+        observed, action = envs.single_observation_space, envs.single_action_space
+        goal = envs.spec.reward_threshold if envs.spec else None
+    finally:
+        envs.close()
+    pixels = observed.dtype == np.uint8
+    return HostEnvironment(
+        name=f"{PREFIX}{name}",
+        observation_shape=tuple(observed.shape),
+        actions=_actions(name, action),
+        goal=None if goal is None else float(goal),
+        observation_scale=1.0 / 255.0 if pixels else 1.0,
+        make=functools.partial(make_environments, name),
+        to_host=functools.partial(to_host, action),
+    )
+
+
+def to_host(space: Any, action: np.ndarray) -> np.ndarray:
+    """Actions of a policy as an action space of Gymnasium has them."""
+    if space.shape == ():
+        return np.asarray(action + getattr(space, "start", 0))
+    return np.clip(action.reshape([-1, *space.shape]), space.low, space.high).astype(space.dtype)
+
+
+def _actions(name: str, space: Any) -> Actions:
+    kind = type(space).__name__
+    if kind == "Discrete":
+        return Discrete(int(space.n))
+    if kind == "Box":
+        return Continuous(*(tuple(float(number) for number in part.ravel()) for part in (space.low, space.high)))
+    raise ConfigError(
+        f"--env={PREFIX}{name}: its actions are {space}, and a policy chooses one of several actions (Discrete) or a "
+        "vector of numbers (Box). Wrap the environment, and register the result with Gymnasium."
+    )

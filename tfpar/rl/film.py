@@ -1,0 +1,121 @@
+"""Pictures of an episode, for TensorBoard: what a policy does, seen."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tfpar.config import ConfigError
+from tfpar.rl import vector
+from tfpar.rl.environments import AnyEnvironment, Environment, HostEnvironment
+from tfpar.rl.environments.host import PREFIX, make_environments
+from tfpar.rl.policy import Distribution
+from tfpar.training.model.call import call_model
+from tfpar.training.program import Program
+
+import numpy as np
+import tensorflow as tf
+
+_log = logging.getLogger(__name__)
+
+_PICTURES = 16
+_LONGEST = 2000  # steps of an episode that are played for its pictures
+
+
+class Film:
+    """Takes pictures of an episode that is played with the most likely actions, in this process alone.
+
+    Args:
+      program: The policy under the strategy.
+      environment: What it acts in.
+      seed: Of the episode.
+    """
+
+    def __init__(self, program: Program, environment: AnyEnvironment, *, seed: int = 0) -> None:
+        self._program, self._environment, self._seed = program, environment, seed
+        self._act = tf.function(self._chosen, autograph=False)
+        self._step = tf.function(self._stepped, autograph=False)
+        self._impossible = isinstance(environment, Environment) and environment.render is None
+
+    def __call__(self) -> tuple[np.ndarray, list[str]] | None:
+        """Pictures uint8 `[k, height, width, 3]` at even distances, and their captions; None where there are none."""
+        if self._impossible:
+            return None
+        try:
+            host = isinstance(self._environment, HostEnvironment)
+            frames, rewards = self._in_gymnasium() if host else self._on_device()
+        except ConfigError as error:
+            self._impossible = True
+            _log.warning("TensorBoard shows no episode: %s", error)
+            return None
+        places = sorted(set(np.linspace(0, len(frames) - 1, min(_PICTURES, len(frames))).round().astype(int).tolist()))
+        totals = np.concatenate([[0.0], np.cumsum(rewards)])
+        return np.stack([frames[place]() for place in places]), [f"{place}: {totals[place]:g}" for place in places]
+
+    def _weights(self) -> tuple[Sequence[tf.Tensor], Sequence[tf.Tensor]]:
+        program = self._program
+        return program.first_copies(program.eval_weights()), program.first_copies(program.model.non_trainable_variables)
+
+    def _chosen(self, params: Any, state: Any, observation: tf.Tensor) -> tf.Tensor:
+        return Distribution.of(
+            call_model(self._program.model, params, state, observation, training=False).outputs
+        ).mode()
+
+    def _stepped(self, params: Any, state: Any, current: vector.Vector, time: tf.Tensor) -> vector.Outcome:
+        environment = self._environment
+        assert isinstance(environment, Environment)
+        action = self._chosen(params, state, environment.observe(current.state))
+        return vector.step(environment, current, action, tf.constant([self._seed, 0]), tf.range(1), time)
+
+    def _on_device(self) -> tuple[list[Callable[[], np.ndarray]], list[float]]:
+        """What draws the picture of each step, and the rewards between them."""
+        environment = self._environment
+        assert isinstance(environment, Environment)
+        params, state = self._weights()
+        current = vector.reset(environment, tf.constant([self._seed, 0]), tf.range(1))
+        observed, rewards = [environment.observe(current.state).numpy()[0]], []
+        for time in range(environment.max_steps):
+            outcome = self._step(params, state, current, tf.constant(time))
+            observed.append(outcome.observation.numpy()[0])
+            rewards.append(float(outcome.reward[0]))
+            current = outcome.vector
+            if outcome.terminated[0] or outcome.truncated[0]:
+                break
+        draw = environment.render
+        assert draw is not None
+        return [lambda each=each: draw(each) for each in observed], rewards  # type: ignore[misc]
+
+    def _in_gymnasium(self) -> tuple[list[Callable[[], np.ndarray]], list[float]]:
+        environment = self._environment
+        assert isinstance(environment, HostEnvironment)
+        params, state = self._weights()
+        envs = make_environments(environment.name.removeprefix(PREFIX), 1, render=True)
+        frames, rewards = [], []
+        try:
+            observation, _ = envs.reset(seed=[self._seed])
+            for _ in range(_LONGEST):
+                frames.append(_rendered(envs, environment.name))
+                action = self._act(params, state, tf.constant(observation, tf.float32)).numpy()
+                observation, reward, terminated, truncated, _ = envs.step(environment.to_host(action))
+                rewards.append(float(reward[0]))
+                if terminated[0] or truncated[0]:
+                    break
+        finally:
+            envs.close()
+        return [lambda frame=frame: frame for frame in frames], rewards  # type: ignore[misc]
+
+
+def _rendered(envs: Any, name: str) -> np.ndarray:
+    """A picture of the one environment.
+
+    Raises:
+      ConfigError: It draws none.
+    """
+    try:
+        picture = envs.render()[0]
+    except Exception as error:  # of a package that is missing, or whatever the environment raises
+        raise ConfigError(f"--env={name} draws no pictures: {type(error).__name__}: {error}") from error
+    if not isinstance(picture, np.ndarray) or picture.ndim != 3:
+        raise ConfigError(f"--env={name} draws no pictures: `render` gives {type(picture).__name__}")
+    return picture.astype(np.uint8)
