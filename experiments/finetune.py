@@ -1,5 +1,7 @@
 r"""Fine-tunes a model on another data set: a new head on top of it, and as many of its weights as you say.
 
+--trainable says which weights train, by default the new head alone; --lora=8 trains adapters of rank 8 beside it.
+
 --preset names a keras-hub preset directory (pip install 'tfpar[hub]') or a .keras file; nothing is downloaded. Without
 it, --model starts from random weights.
 
@@ -9,9 +11,7 @@ python experiments/finetune.py --preset=runs/quickstart/model.keras --dataset=di
 
 from __future__ import annotations
 
-import math
 import pathlib
-import re
 from typing import TYPE_CHECKING, Any
 
 import tfpar
@@ -22,11 +22,8 @@ from absl import flags as absl_flags
 if TYPE_CHECKING:
     import keras
 
-flags.define(defaults={"dataset": "digits", "model": "convnet", "epochs": 5.0})
+flags.define(defaults={"dataset": "digits", "model": "convnet", "epochs": 5.0, "trainable": "^head/"})
 PRESET = absl_flags.DEFINE_string("preset", "", "Directory of a keras-hub preset, or a .keras file; empty for --model.")
-TRAINABLE = absl_flags.DEFINE_string(
-    "trainable", "head", "Weights that train: head (the new layer), all, or a regular expression on weight paths."
-)
 
 
 def main(_: list[str]) -> None:
@@ -36,16 +33,14 @@ def main(_: list[str]) -> None:
     if PRESET.value:
         config = tfpar.ExperimentConfig.from_flat_dict({**config.as_flat_dict(), "model": CUSTOM})
     tfpar.validate(config)
-    check(PRESET.value, TRAINABLE.value)
+    check(PRESET.value)
     train, validation = tfpar.inputs.build_splits(config.input, config.train.seed)
     # What a preset takes is known once it is built.
     data = (None, None) if PRESET.value else (train, validation)
 
     def build() -> keras.Model:
         spec = tfpar.task_spec(train)
-        model = with_head(backbone_of(PRESET.value, config, spec), spec)
-        choose_trainable(model, TRAINABLE.value)
-        return model
+        return with_head(backbone_of(PRESET.value, config, spec), spec)
 
     runtime = tfpar.initialize(config, *data, complete=True, model=build)
     trainer = tfpar.Trainer(
@@ -55,16 +50,11 @@ def main(_: list[str]) -> None:
         config=config,
         runtime=runtime,
     )
-    if runtime.topology.is_chief:
-        learning = sum(math.prod(weight.shape) for weight in trainer.model.trainable_variables)
-        print(
-            f"fine-tuning {learning:,} of {trainer.model.count_params():,} parameters (--trainable={TRAINABLE.value})"
-        )
     trainer.fit(train, validation=validation)
 
 
-def check(preset: str, trainable: str) -> None:
-    """Refuses, before anything is read, a preset that is not there and a pattern that is none."""
+def check(preset: str) -> None:
+    """Refuses, before anything is read, a preset that is not there."""
     path = pathlib.Path(preset)
     if preset.endswith(".keras"):
         tfpar.check_model_file(preset)
@@ -73,10 +63,6 @@ def check(preset: str, trainable: str) -> None:
             f"--preset={preset} is neither a .keras file nor a directory with a keras-hub preset (config.json). Save "
             "one with backbone.save_to_preset(directory)."
         )
-    try:
-        re.compile(trainable)
-    except re.error as error:
-        raise ConfigError(f"--trainable={trainable!r} is no regular expression ({error}). Use head, or all.") from error
 
 
 def backbone_of(preset: str, config: tfpar.ExperimentConfig, spec: tfpar.models.TaskSpec) -> keras.Model:
@@ -126,23 +112,6 @@ def backbone_inputs(backbone: keras.Model, inputs: Any, spec: tfpar.models.TaskS
         f"--preset: the model takes inputs of shape {tuple(expected)}, the data have {spec.input_shape}. Give images "
         "of that size with --image_size, or another --preset."
     )
-
-
-def choose_trainable(model: keras.Model, trainable: str) -> None:
-    """Freezes all weights whose path does not match."""
-    from tfpar.optim.keras_internals import all_layers, weights_made_to_learn
-
-    pattern = {"all": "", "head": "^head/"}.get(trainable, trainable)
-    for layer in all_layers(model, include_self=False):
-        own = weights_made_to_learn(layer)
-        matching = [weight for weight in own if re.search(pattern, weight.path)]
-        if len(all_layers(layer)) == 1:  # not one with layers inside, which would freeze with it
-            layer.trainable = bool(matching)
-        for weight in own:
-            weight.trainable = any(weight is one for one in matching)
-    if not model.trainable_variables:
-        paths = ", ".join(weight.path for weight in model.weights[:6])
-        raise ConfigError(f"--trainable={trainable!r} matches no weight. Paths are such as {paths}.")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import json
 import math
 import pathlib
 
+from tests.config.test_flags import TEXTS
 from tfpar.config import (
     ConfigError,
     ExperimentConfig,
@@ -236,7 +237,7 @@ def test_each_option_reaches_its_section_and_survives_json(kind, field):
         bool: lambda: not field.default,
         int: lambda: field.default + 1,
         float: lambda: 0.25 if field.default < 1 else 2 * field.default,
-        str: lambda: {"profile_steps": "2,3", "profile_workers": "0,2", "resize": "4x5"}.get(field.name, "a=1"),
+        str: lambda: TEXTS.get(field.name, "a=1"),
     }[type(field.default)]()
     if choices:
         changed = next(choice for choice in choices if choice != field.default)

@@ -29,6 +29,9 @@ from tfpar.training.trainer import Trainer
 import pytest
 from absl import flags as absl_flags
 
+# Values of options of text that take no `a=1`.
+TEXTS = {"profile_steps": "2,3", "profile_workers": "0,2", "resize": "4x5", "lora": "3"}
+
 ROOT = Path(__file__).resolve().parents[2]
 
 # Scripts and flagfiles of users rely on these. Adding one is fine; renaming or removing one breaks them.
@@ -44,8 +47,8 @@ FLAG_NAMES = {
     "optimizer": "optimizer optimizer_args learning_rate base_batch_size weight_decay weight_decay_exclude clip_norm "
     "ema",
     "schedule": "schedule schedule_args warmup_steps",
-    "train": "steps epochs stop_after accumulate_steps loss_weighting jit_compile recompute shard steps_per_loop "
-    "eval_every eval_batch_size eval_steps seed deterministic max_bad_steps",
+    "train": "steps epochs stop_after accumulate_steps loss_weighting jit_compile trainable lora recompute shard "
+    "steps_per_loop eval_every eval_batch_size eval_steps seed deterministic max_bad_steps",
     "checkpoint": "workdir checkpoint_every keep_checkpoints on_checkpoint_error warm_start",
     "monitor": "log_every histogram_every profile_steps profile_workers verbose tensorflow_log",
 }
@@ -129,7 +132,7 @@ def test_every_flag_reaches_its_field(section: str) -> None:
             bool: lambda d: not d,
             int: lambda d: d + 1,
             float: lambda d: 0.25 if d < 1 else d * 2,
-            str: lambda _: {"profile_steps": "2,3", "profile_workers": "0,2", "resize": "4x5"}.get(field.name, "a=1"),  # noqa: B023
+            str: lambda _: TEXTS.get(field.name, "a=1"),  # noqa: B023
         }[type(default)](default)
         if choices:
             value = next(choice for choice in choices if choice != default)

@@ -98,7 +98,7 @@ def test_an_error_leaves_nothing_behind():
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_a_program_that_is_ended_leaves_nothing_behind(number):
     """Of one that was killed, the next clears up."""
-    # Many short sleeps: a signal that arrives after CPython 3.11 last looked for one, and before the sleep has begun, is
+    # Many short sleeps: a signal that arrives after CPython 3.11 last looked for one, and before a sleep has begun, is
     # handled only when that sleep ends.
     program = (
         "import time\nfrom experiments.benchmarks import netns\n"

@@ -5,6 +5,7 @@ step-000000600/
   manifest.json          format version, step, run state, configuration, size and SHA-256 of every other file,
                          sealed by its own SHA-256
   state.safetensors      variables of model and optimizer, by path
+  state-frozen.safetensors  frozen weights, where there are such: one file under a name in each checkpoint
   exchange-0.safetensors exchange state (residuals) of worker 0; only where the exchange has any
 ```
 
@@ -15,8 +16,8 @@ Where several workers hold a replica between them, each writes its own part of t
   state-00002-of-00002.safetensors  what worker 1 holds
 ```
 
-The manifest then has an index that says where the parts of each variable are, in terms of the whole variable, so that
-any other mesh can read it, each worker only what it needs.
+Where there are several files of variables, the manifest has an index that says where the parts of each variable are, in
+terms of the whole variable, so that any other mesh can read it, each worker only what it needs.
 
 Nothing in a checkpoint is executed when it is read. Nor is a manifest trusted: names of files in it cannot lead out of
 the directory, and what has another type than it should is damage like any other.
@@ -49,9 +50,10 @@ import numpy as np
 FORMAT = 3
 _READABLE = (2, FORMAT)  # 2 has no index
 STATE = "state.safetensors"
+FROZEN = "state-frozen.safetensors"
 MANIFEST = "manifest.json"
 _PREFIX = "step-"
-_STATE_FILE = re.compile(r"state(-[0-9]{5}-of-[0-9]{5})?\.safetensors")
+_STATE_FILE = re.compile(r"state(-[0-9]{5}-of-[0-9]{5}|-frozen)?\.safetensors")
 _FILE = re.compile(rf"{_STATE_FILE.pattern}|exchange-(0|[1-9][0-9]{{0,5}})\.safetensors")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _LARGEST_MANIFEST = 1 << 26  # bytes; one of a model with 100,000 variables has a tenth of it
@@ -73,6 +75,7 @@ class Checkpoint:
       config: The configuration, by flag name.
       parts: Which arrays of the writing worker are parts, of what.
       state_files: Number of workers, from worker 0 on, that write arrays.
+      frozen: Names of arrays that are expected to be the same in the next checkpoint. With a single state file only.
     """
 
     step: int
@@ -82,6 +85,7 @@ class Checkpoint:
     config: Mapping[str, Any]
     parts: Mapping[str, Part] = dataclasses.field(default_factory=dict)
     state_files: int = 1
+    frozen: Collection[str] = ()
 
 
 def directory_name(step: int) -> str:
@@ -112,8 +116,18 @@ def steps_in(directory: pathlib.Path) -> list[int]:
 # Writing.
 
 
-def write_manifest(path: pathlib.Path, checkpoint: Checkpoint, workers: int, files: Sequence[str]) -> None:
-    """Writes the manifest of a checkpoint whose other files are complete, and flushes the directory to the disk."""
+def write_manifest(
+    path: pathlib.Path, checkpoint: Checkpoint, workers: int, files: Sequence[str], frozen: str = ""
+) -> None:
+    """Writes the manifest of a checkpoint whose other files are complete, and flushes the directory to the disk.
+
+    Args:
+      path: The directory.
+      checkpoint: What is in it.
+      workers: How many have written it.
+      files: Names of the other files.
+      frozen: From `digest_of`, of what is in `FROZEN`.
+    """
     states = [path / name for name in files if _STATE_FILE.fullmatch(name)]
     manifest = {
         "format": FORMAT,
@@ -121,11 +135,21 @@ def write_manifest(path: pathlib.Path, checkpoint: Checkpoint, workers: int, fil
         "workers": workers,
         "run": dict(checkpoint.run),
         "config": dict(checkpoint.config),
-        "files": {name: _fingerprint(path / name) for name in files},
+        "files": {name: fingerprint(path / name) for name in files},
+        **({"frozen": frozen} if frozen else {}),
         **({"index": index_as_json(index_of(states))} if len(states) > 1 else {}),
     }
     write_file(path / MANIFEST, seal(manifest))
     sync_directory(path)
+
+
+def digest_of(arrays: Mapping[str, np.ndarray]) -> str:
+    """SHA-256 of arrays with their names, types and shapes."""
+    digest = hashlib.sha256()
+    for name in sorted(arrays):
+        digest.update(f"{name} {arrays[name].dtype.str} {arrays[name].shape}\n".encode())
+        digest.update(np.ascontiguousarray(arrays[name]).view(np.uint8).data)
+    return digest.hexdigest()
 
 
 def write_file(path: pathlib.Path, content: bytes) -> None:
@@ -198,7 +222,8 @@ def read_manifest(path: pathlib.Path) -> dict[str, Any]:
         if not isinstance(manifest.get(key), dict):
             raise ValueError(f"{MANIFEST} has no {key!r}, or one that is not an object")
     states = len(_state_files(manifest))
-    if states == 0 or states > manifest["workers"] or len(manifest["files"]) - states not in (0, manifest["workers"]):
+    writers = states - (FROZEN in manifest["files"])
+    if not 0 < writers <= manifest["workers"] or len(manifest["files"]) - states not in (0, manifest["workers"]):
         raise ValueError(f"{MANIFEST} names {len(manifest['files'])} files, of {manifest['workers']} workers")
     if states > 1 and not isinstance(manifest.get("index"), dict):
         raise ValueError(f"{MANIFEST} has no index of its {states} files")
@@ -291,11 +316,12 @@ def _verify(path: pathlib.Path, expected: Mapping[str, Any]) -> None:
         raise ValueError(f"{path.name} is not a file")
     if status.st_size != expected["bytes"]:
         raise ValueError(f"{path.name} has {status.st_size} bytes instead of {expected['bytes']}")
-    if _fingerprint(path) != expected:
+    if fingerprint(path) != expected:
         raise ValueError(f"{path.name} does not match its checksum")
 
 
-def _fingerprint(path: pathlib.Path) -> dict[str, Any]:
+def fingerprint(path: pathlib.Path) -> dict[str, Any]:
+    """Size and SHA-256 of a file, as a manifest has them."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while chunk := file.read(_CHUNK):

@@ -293,6 +293,13 @@ def warm_start(model: keras.Model, source: str, say: Callable[[str], None]) -> N
     """
     saved = values = _weights_of(source, say)
     own = {variable.path: variable for variable in model.weights}
+    adapters = [path for path in values if "/lora_" in path and path not in own]
+    if adapters:
+        raise ConfigError(
+            f"--warm_start={source} has adapters that this model lacks ({', '.join(adapters[:2])}, ...), and without "
+            "them its weights are not those of the run. Give its model.keras, in which they are merged, or the same "
+            "--lora."
+        )
     if set(values) != set(own) and [*map(_uncounted, values)] == [*map(_uncounted, own)]:
         values = dict(zip(own, values.values(), strict=True))  # Keras counts names over a whole process
     elif not set(values) & set(own):

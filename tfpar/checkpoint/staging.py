@@ -27,6 +27,8 @@ from tfpar.checkpoint import format as files
 from tfpar.checkpoint.arrays import write_arrays
 from tfpar.checkpoint.format import Checkpoint
 
+import numpy as np
+
 _PARTIAL, _REPLACED, _REMOVED, _FAILED = ".partial", ".replaced", ".removed", ".failed"
 _PEER_WAIT_SECONDS = 120.0
 _SLACK_BYTES = 1 << 16  # manifest, directories, and what the file system needs besides
@@ -52,18 +54,23 @@ def write(
     partial = _hidden(target, _PARTIAL)
     if worker == 0:
         _remove_stale(directory, partial)
-    own = files_of(checkpoint, worker)
+    own, frozen = files_of(checkpoint, worker), ""
     try:
         partial.mkdir(parents=True, exist_ok=True)
-        _check_space(directory, checkpoint, worker)
-        for name in own:
-            arrays, parts = (checkpoint.exchange, {}) if _is_exchange(name) else (checkpoint.arrays, checkpoint.parts)
+        contents = _contents(checkpoint, own)
+        if files.FROZEN in contents:
+            frozen = files.digest_of(contents[files.FROZEN])
+            if _link_frozen(directory, partial, frozen):
+                contents.pop(files.FROZEN)
+        _check_space(directory, contents)
+        for name, arrays in contents.items():
+            parts = {} if _is_exchange(name) else checkpoint.parts
             write_arrays(partial / f"{name}.new", arrays, parts)
             os.replace(partial / f"{name}.new", partial / name)
         if worker == 0:
             writers = {name: peer for peer in range(workers) for name in files_of(checkpoint, peer)}
             _wait_for(partial, writers, abandoned)
-            files.write_manifest(partial, checkpoint, workers, sorted(writers, key=_is_exchange))
+            files.write_manifest(partial, checkpoint, workers, sorted(writers, key=_is_exchange), frozen)
             _put_in_place(partial, target)
     except BaseException as error:
         if worker == 0:
@@ -76,7 +83,40 @@ def write(
 def files_of(checkpoint: Checkpoint, worker: int) -> list[str]:
     """Names of the files that a worker writes."""
     state = [files.state_name(worker, checkpoint.state_files)] if worker < checkpoint.state_files else []
-    return [*state, *([files.exchange_name(worker)] if checkpoint.exchange else [])]
+    frozen = [files.FROZEN] if checkpoint.frozen and worker == 0 else []
+    return [*state, *frozen, *([files.exchange_name(worker)] if checkpoint.exchange else [])]
+
+
+def _contents(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, Mapping[str, np.ndarray]]:
+    """The arrays of files that a worker writes, by their names."""
+    frozen = {name: checkpoint.arrays[name] for name in checkpoint.frozen if name in checkpoint.arrays}
+    rest = {name: array for name, array in checkpoint.arrays.items() if name not in frozen}
+    return {
+        name: checkpoint.exchange if _is_exchange(name) else frozen if name == files.FROZEN else rest for name in names
+    }
+
+
+def _link_frozen(directory: pathlib.Path, partial: pathlib.Path, digest: str) -> bool:
+    """Gives the file of frozen weights of the newest checkpoint another name, if it holds the same.
+
+    It then takes no more room, and stays until the last checkpoint with it is removed. Where a file system has no hard
+    links, or the file is not whole, it is written anew.
+
+    Args:
+      directory: Of the checkpoints.
+      partial: Where the checkpoint is written.
+      digest: From `format.digest_of`.
+
+    Returns:
+      Whether the new checkpoint has the file now.
+    """
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        path = directory / files.directory_name(files.steps_in(directory)[-1])
+        manifest, file = files.read_manifest(path), path / files.FROZEN
+        if manifest.get("frozen") == digest and files.fingerprint(file) == manifest["files"].get(files.FROZEN):
+            os.link(file, partial / files.FROZEN)
+            return True
+    return False
 
 
 def tidy(directory: pathlib.Path) -> None:
@@ -121,11 +161,9 @@ def _remove_stale(directory: pathlib.Path, partial: pathlib.Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _check_space(directory: pathlib.Path, checkpoint: Checkpoint, worker: int) -> None:
+def _check_space(directory: pathlib.Path, contents: Mapping[str, Mapping[str, np.ndarray]]) -> None:
     """Fails before the disk is completely full, which would harm other programs too."""
-    writes_state = worker < checkpoint.state_files
-    arrays = [*checkpoint.exchange.values(), *(checkpoint.arrays.values() if writes_state else ())]
-    needed = sum(array.nbytes for array in arrays) + _SLACK_BYTES
+    needed = sum(array.nbytes for arrays in contents.values() for array in arrays.values()) + _SLACK_BYTES
     disk = shutil.disk_usage(directory)
     if disk.total and disk.free < needed:  # file systems that know no sizes report 0
         raise OSError(

@@ -74,7 +74,10 @@ def main(_: list[str]) -> None:
             raise ConfigError(f"--format=onnx needs {error.name}: pip install 'tfpar[onnx]'.") from error
     tfpar.check_model_file(given.model_file)
     catalog.check_built_in(config)
-    import numpy as np  # here, so that --help and a wrong flag need not wait for TensorFlow
+    # Here, so that --help and a wrong flag need not wait for TensorFlow.
+    from tfpar.training.model.adapting import merge_adapters
+
+    import numpy as np
     import tensorflow as tf
 
     source = tfpar.inputs.build_source(config.input, "validation")
@@ -85,6 +88,8 @@ def main(_: list[str]) -> None:
         )
     tfpar.initialize(config)
     model = tfpar.load_model(given.model_file, tfpar.task_spec(source))
+    if merged := merge_adapters(model):
+        print(f"adapters of {merged} layers are merged into their kernels")
     if given.format == "onnx" and any(layer.compute_dtype == "bfloat16" for layer in model.layers):
         raise ConfigError(
             f"--format=onnx: {given.model_file} computes in bfloat16, for which ONNX has no convolutions. Use "

@@ -12,6 +12,7 @@ from tfpar.config.input_section import InputConfig
 from tfpar.config.outer_section import OuterConfig
 from tfpar.config.reinforcement_section import ReinforcementConfig
 from tfpar.config.sections import (
+    ALL_WEIGHTS,
     CUSTOM,
     PRECISIONS,
     CheckpointConfig,
@@ -27,6 +28,7 @@ from tfpar.config.strategy_section import STRATEGIES, StrategyConfig
 from tfpar.config.trainer_options import TrainerOptions
 
 __all__ = [
+    "ALL_WEIGHTS",
     "CUSTOM",
     "PER_HOST_OPTIONS",
     "PRECISIONS",

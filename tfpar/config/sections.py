@@ -11,6 +11,7 @@ This module imports neither TensorFlow nor Keras: reading a configuration costs 
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 from tfpar.config.errors import ConfigError
@@ -19,6 +20,19 @@ from tfpar.config.fields import ConfigBase, option, parse_arguments
 # Stands for a name where a program passed its own model, optimizer or data set.
 CUSTOM = "custom"
 PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16")
+ALL_WEIGHTS = "all"  # of --trainable
+
+
+def check_pattern(flag: str, pattern: str, remedy: str) -> None:
+    """Refuses what is no regular expression.
+
+    Raises:
+      ConfigError: With what is wrong.
+    """
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(f"{flag}={pattern!r} is no regular expression ({error}). {remedy}") from error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -163,6 +177,17 @@ class TrainConfig(ConfigBase):
         choices=("auto", "true", "false"),
         may_change_on_resume=True,
     )
+    trainable: str = option(
+        "",
+        "Weights that are trained: a regular expression, searched in their paths, or all. The others are frozen: they "
+        "do not travel and have no optimizer state. Empty: what the model says; with --lora, adapters alone.",
+    )
+    lora: str = option(
+        "",
+        "Low-rank adapters (Hu et al. 2022) that are trained in place of the kernels beside them: RANK, or RANK:REGEX "
+        "with a regular expression that is searched in the paths of layers, e.g. 8:(query|value)$. RANK alone: queries "
+        "and values of attention; in a model without them, every Dense and EinsumDense layer.",
+    )
     recompute: str = option(
         "none",
         "Activations that the backward pass computes again instead of keeping them, so that a larger batch or model "
@@ -220,6 +245,20 @@ class TrainConfig(ConfigBase):
             raise ConfigError(
                 f"--steps={self.steps} and --epochs={self.epochs} contradict each other: give one of them."
             )
+        check_pattern("--trainable", self.trainable, "Write e.g. --trainable=head, or all.")
+        self.adapters()
+
+    def adapters(self) -> tuple[int, str]:
+        """`lora` as the rank, 0 for no adapters, and the expression; empty where that is left to the model."""
+        rank, _, pattern = self.lora.partition(":")
+        if not self.lora:
+            return 0, ""
+        if not rank.isdecimal() or int(rank) < 1 or self.lora.endswith(":"):
+            raise ConfigError(
+                f"--lora={self.lora!r} is not RANK or RANK:REGEX. Write e.g. --lora=8 or --lora=8:query$."
+            )
+        check_pattern("--lora", pattern, "Write e.g. --lora=8:(query|value)$.")
+        return int(rank), pattern
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -216,6 +216,15 @@ class TrainerOptions(TypedDict, total=False):
     between replicas, and for convolutional models on CPUs, where XLA is slower. Without XLA a compressed exchange
     overlaps the backward pass, which helps on slow links."""
 
+    trainable: str
+    """Weights that are trained: a regular expression, searched in their paths, or all. The others are frozen: they do
+    not travel and have no optimizer state. Empty: what the model says; with --lora, adapters alone."""
+
+    lora: str
+    """Low-rank adapters (Hu et al. 2022) that are trained in place of the kernels beside them: RANK, or RANK:REGEX with
+    a regular expression that is searched in the paths of layers, e.g. 8:(query|value)$. RANK alone: queries and values
+    of attention; in a model without them, every Dense and EinsumDense layer."""
+
     recompute: str
     """Activations that the backward pass computes again instead of keeping them, so that a larger batch or model fits:
     none; blocks, the layers made of layers, as in a transformer, or stretches of the model's graph; or a regular

@@ -102,6 +102,7 @@ def check_beside_mesh(config: ExperimentConfig, mesh: Mesh, *, spans_workers: bo
                 )
     for name, value, idle in (
         ("shard", train.shard, "none"),
+        ("lora", train.lora, ""),
         ("exchange_retune_every", exchange.exchange_retune_every, 0),
     ):
         if value != idle and mesh.devices_of_replica > 1:

@@ -24,6 +24,7 @@ from tfpar.process.activity import activity
 from tfpar.training.core import Core
 from tfpar.training.local_steps.building import build_rounds
 from tfpar.training.local_steps.step import LocalStep
+from tfpar.training.model.adapting import adapt_model
 from tfpar.training.model.averages import AveragesBetweenRuns
 from tfpar.training.model.building import Original, build_model
 from tfpar.training.model.convolutions import is_convolutional
@@ -107,8 +108,7 @@ class Program:
         Raises:
           ConfigError: A model, loss, metric or precision that cannot be used.
         """
-        strategy = runtime.strategy
-        recorded_options = optimizer.recorded_options()  # before the learning rate is changed
+        strategy, recorded_options = runtime.strategy, optimizer.recorded_options()  # before the rate is changed
         reports = runtime.topology.is_chief and config.monitor.verbose > 0
         placing = placing_of(runtime, layout, config.train.shard)
         goal.check_names()
@@ -116,6 +116,7 @@ class Program:
         with placing.scope(model, strategy), activity("building the model", shown=reports):
             built, original = made or build_model(model, strategy, announced=reports)
             check_model(built, synchronous=runtime.topology.synchronous)
+            adapt_model(built, config.train, original, announced=reports)
             recompute_activations(built, config.train.recompute, announced=reports)
             summary = placing.place(built, config, announced=reports)
             if augmentation is None:
@@ -233,7 +234,6 @@ class Program:
         if topology.local_replicas == 1 and (topology.device_type == "CPU" or self.placing.several):
             # Nothing to hand out: a distributed iterator would cost 0.2 ms a step (TensorFlow 2.21, GeneratorDataset).
             return shorten(pipeline.dataset(topology.data_worker, 1, start))
-
         if isinstance(pipeline, inputs.StreamPipeline) and topology.device_type != "TPU":
             # One iterator on the host, whose position tf.data can save: one that prefetches to several devices has none
             # (TensorFlow 2.21, `OwnedMultiDeviceIterator`). `replica.next_batch` hands its rows out.

@@ -28,5 +28,10 @@ def check_sharding(config: ExperimentConfig, topology: Topology) -> None:
             f"--ema={config.optimizer.ema} does not work with {flag}: evaluation would need averages that other "
             "replicas hold. Leave one of them out."
         )
+    if config.train.lora and config.train.shard == "weights":
+        raise ConfigError(
+            f"--lora={config.train.lora} does not work with {flag}, which gathers kernels without their adapters. Use "
+            "--shard=gradients, or --trainable."
+        )
     if topology.workers > 1:
         check_exchange(specs.parse(config.exchange.exchange), config.train.shard)

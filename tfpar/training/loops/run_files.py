@@ -19,6 +19,7 @@ from tfpar.parallel.split import shape_of
 from tfpar.precision import LossScale
 from tfpar.training import sharding
 from tfpar.training.loops.state import LoopState
+from tfpar.training.model.adapting import frozen_weights
 from tfpar.training.program import Program
 
 import numpy as np
@@ -97,6 +98,7 @@ class RunFiles:
             arrays=arrays,
             parts=parts,
             state_files=program.topology.replica_workers,
+            frozen=self._frozen_names(arrays) if program.topology.replica_workers == 1 else (),
             exchange={
                 **program.exchange.export(),
                 **self._pipeline.export(),
@@ -188,6 +190,12 @@ class RunFiles:
         if topology.replica_workers == 1:
             return run_state.snapshot(variables), {}
         return run_state.snapshot_here(variables, first=topology.is_chief)
+
+    def _frozen_names(self, arrays: Mapping[str, np.ndarray]) -> set[str]:
+        """Those of the arrays that training leaves as they are: weights that somebody has frozen."""
+        frozen = {id(weight) for weight in frozen_weights(self._program.model)}
+        variables = self._program.checkpoint_variables()
+        return {name for name in arrays if id(variables[name]) in frozen}
 
     def _needed_files(self, arrays: SavedArrays) -> set[str]:
         """The files of a checkpoint that hold what this worker has."""

@@ -39,6 +39,10 @@ class Original:
     _flags: list[bool] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.note_flags()
+
+    def note_flags(self) -> None:
+        """Takes the layers of both models to be frozen alike, as they are now."""
         self._flags = _trainable_flags(self.model)
 
     def take_over_flags(self) -> None:

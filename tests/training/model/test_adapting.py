@@ -1,0 +1,159 @@
+"""Training part of a model: weights by their paths, and adapters beside frozen kernels."""
+
+from __future__ import annotations
+
+import tfpar
+from tests.training.model.test_building import source
+from tfpar.config import ConfigError
+from tfpar.training.model.adapting import is_adapter, merge_adapters
+
+import keras
+import numpy as np
+import pytest
+
+layers = keras.layers
+
+
+def model() -> keras.Model:
+    keras.utils.set_random_seed(0)
+    block = keras.Sequential(
+        [keras.Input((6,)), layers.Dense(6, name="inner"), layers.BatchNormalization(name="norm")], name="block"
+    )
+    inputs = keras.Input((4,))
+    hidden = block(layers.Dense(6, activation="tanh", name="first")(inputs))
+    return keras.Model(inputs, layers.Dense(1, name="last")(hidden))
+
+
+def attention() -> keras.Model:
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((4,))
+    x = layers.Reshape((2, 2))(inputs)
+    x = layers.MultiHeadAttention(2, 4, name="attention")(x, x)
+    return keras.Model(inputs, layers.Dense(1, name="last")(layers.Flatten()(x)))
+
+
+def trained(given, steps: int = 3, **options) -> tfpar.Trainer:
+    options = {"global_batch_size": 8, "jit_compile": False, "learning_rate": 0.1, "verbose": 0, **options}
+    trainer = tfpar.Trainer(given, "adam", "mse", **({"strategy": "one_device"} | options))
+    trainer.fit(source(), steps=steps)
+    return trainer
+
+
+def changed(trainer: tfpar.Trainer, start: dict[str, np.ndarray]) -> set[str]:
+    """Paths of the weights that differ from those at the start; adapters have no start."""
+    now = {weight.path: np.asarray(weight) for weight in trainer.model.weights}
+    return {path for path, value in now.items() if path not in start or (value != start[path]).any()}
+
+
+def starts(given: keras.Model) -> dict[str, np.ndarray]:
+    return {weight.path: np.asarray(weight) for weight in given.weights}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("last", {"last/kernel", "last/bias"}),
+        ("bias$", {"first/bias", "inner/bias", "last/bias"}),
+        (
+            "all",
+            {
+                *("first/kernel", "first/bias", "inner/kernel", "inner/bias", "last/kernel", "last/bias"),
+                *("norm/gamma", "norm/beta", "norm/moving_mean", "norm/moving_variance"),
+            },
+        ),
+    ],
+)
+def test_weights_that_a_pattern_finds_are_trained(pattern, expected, messages):
+    given = model()
+    start = starts(given)
+    trainer = trained(given, trainable=pattern, verbose=1)
+    assert {"/".join(path.split("/")[-2:]) for path in changed(trainer, start)} == expected
+    trainable = trainer.model.trainable_variables
+    # Adam has two numbers for each, and two of its own.
+    assert len(trainer.program.optimizer.variables) == 2 * len(trainable) + 2
+    count = sum(int(np.prod(weight.shape)) for weight in trainable)
+    assert any(line.startswith(f"training {count:,} of 103 parameters") for line in messages), messages
+
+
+def test_adapters_alone_are_trained_and_begin_as_nothing(messages):
+    given = attention()
+    start = starts(given)
+    x = np.random.default_rng(1).normal(size=[3, 4]).astype(np.float32)
+    before = given.predict(x, verbose=0)
+    trainer = tfpar.Trainer(given, "adam", "mse", lora="2", strategy="one_device", global_batch_size=8, verbose=1)
+    np.testing.assert_array_equal(given.predict(x, verbose=0), before)
+    assert any("adapters of rank 2 in 2 layers (attention/query, attention/value)" in line for line in messages)
+    trainer.fit(source(), steps=3)
+    moved = changed(trainer, start)
+    assert {path.rpartition("/")[2] for path in moved} == {"lora_kernel_a", "lora_kernel_b"}
+    assert len(moved) == 4
+    assert all(is_adapter(weight) for weight in trainer.model.trainable_variables)
+
+
+def test_adapters_on_two_replicas_are_those_on_one_and_come_back():
+    """The given model, of which a copy is trained, has the same adapters afterwards."""
+    one, given = attention(), attention()
+    trained(one, lora="2:(query|last)$", trainable="last/bias")
+    trained(given, lora="2:(query|last)$", trainable="last/bias", strategy="mirrored", devices=2)
+    assert [weight.path.split("/")[-1] for weight in one.weights] == [w.path.split("/")[-1] for w in given.weights]
+    for first, second in zip(one.weights, given.weights, strict=True):
+        np.testing.assert_allclose(first, second, atol=1e-5)
+    assert [w.name for w in given.trainable_variables if not is_adapter(w)] == ["bias"]
+
+
+def test_without_attention_every_dense_layer_has_adapters_and_saving_merges_them(tmp_path):
+    trainer = trained(model(), lora="1", workdir=str(tmp_path))
+    assert sum(map(is_adapter, trainer.model.weights)) == 6
+    x = np.random.default_rng(1).normal(size=[5, 4]).astype(np.float32)
+    expected = trainer.model.predict(x, verbose=0)
+    saved = keras.saving.load_model(tmp_path / "model.keras")
+    np.testing.assert_allclose(saved.predict(x, verbose=0), expected, atol=1e-6)
+    loaded = saved.predict(x, verbose=0)
+    assert merge_adapters(saved) == 3
+    saved.predict_function = None
+    np.testing.assert_array_equal(saved.predict(x, verbose=0), loaded)
+
+
+def test_a_run_with_adapters_resumes_bit_by_bit(tmp_path):
+    whole = trained(attention(), steps=6, lora="2")
+    trained(attention(), steps=6, lora="2", stop_after=3, workdir=str(tmp_path))
+    resumed = trained(attention(), steps=6, lora="2", workdir=str(tmp_path))
+    for one, two in zip(whole.model.weights, resumed.model.weights, strict=True):
+        np.testing.assert_array_equal(one, two)
+    steps = sorted((tmp_path / "checkpoints").glob("step-*"))
+    assert len(steps) > 1
+    assert len({(step / "state-frozen.safetensors").stat().st_ino for step in steps}) == 1
+    with pytest.raises(ConfigError, match=r"warm_start=.* has adapters that this model lacks .*lora_kernel_a"):
+        trained(attention(), warm_start=str(tmp_path))
+    with pytest.raises(ConfigError, match=r"--lora: '2' -> '3'"):
+        trained(attention(), steps=8, lora="3", workdir=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"trainable": "decoder"}, r"--trainable='decoder' matches no weight. Paths are such as first/kernel"),
+        ({"trainable": "("}, r"--trainable='\(' is no regular expression"),
+        ({"lora": "x"}, r"--lora='x' is not RANK or RANK:REGEX"),
+        ({"lora": "0"}, r"--lora='0' is not RANK or RANK:REGEX"),
+        ({"lora": "4:"}, r"--lora='4:' is not RANK or RANK:REGEX"),
+        (
+            {"lora": "4:norm"},
+            r"--lora=4:norm: no layer that can.*Layers that can: block/inner, first, last",
+        ),
+        ({"lora": "4", "strategy": "mirrored", "mesh": "model:2", "devices": 2}, r"--lora=4 does not work yet with"),
+        (
+            {"lora": "4", "strategy": "mirrored", "shard": "weights", "devices": 2},
+            r"--lora=4 does not work with",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused(options, said):
+    with pytest.raises(ConfigError, match=said):
+        tfpar.Trainer(model(), "adam", "mse", **({"strategy": "one_device"} | options))
+
+
+def test_a_layer_with_a_constraint_is_named():
+    given = keras.Sequential([keras.Input((4,)), layers.Dense(1, kernel_constraint="non_neg", name="bound")])
+    with pytest.raises(ConfigError, match=r"--lora=1: \S*bound cannot have adapters: Lora is incompatible"):
+        tfpar.Trainer(given, "adam", "mse", lora="1", strategy="one_device")

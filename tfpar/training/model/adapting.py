@@ -1,0 +1,138 @@
+"""Which part of a model is trained: weights by their paths, and low-rank adapters beside frozen weights.
+
+What is frozen travels in no exchange, has no optimizer state, and is the same file in all checkpoints of a run.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Sequence
+
+from tfpar.config import ALL_WEIGHTS, ConfigError, TrainConfig
+from tfpar.optim.keras_internals import all_layers, weights_made_to_learn
+from tfpar.training.model.building import Original
+
+import keras
+
+_log = logging.getLogger(__name__)
+
+# Where nothing is said, adapters are at queries and values of attention, as in the paper, under the names that Keras,
+# keras-hub and tfpar give them.
+_ATTENTION = r"(^|[/_])(query|value|qkv)(_dense|_proj)?$"
+_SHOWN = 4
+
+
+def adapt_model(
+    model: keras.Model, options: TrainConfig, original: Original | None = None, *, announced: bool = False
+) -> None:
+    """Adds adapters to a model and freezes what is not to be trained, see `--lora` and `--trainable`.
+
+    A layer that has nothing left to train is frozen as a whole, so that batch normalisation uses its statistics and
+    keeps them. Without these options, the model stays as it is.
+
+    Args:
+      model: A built model. Under a strategy, call it in its scope.
+      options: `trainable`, `lora` and `seed` count.
+      original: The user's model, which gets the same, if `model` is a copy of it.
+      announced: Whether to log what is trained.
+
+    Raises:
+      ConfigError: An expression that finds nothing, or a layer that cannot have adapters; names what there is.
+    """
+    trainable = options.trainable
+    if not trainable and not options.lora:
+        return
+    adapted = _add_adapters(model, options) if options.lora else []
+    pattern, found = "" if trainable == ALL_WEIGHTS else trainable, False
+    for layer in all_layers(model, include_self=False):
+        own = weights_made_to_learn(layer)
+        named = [weight for weight in own if trainable and re.search(pattern, weight.path)]
+        found = found or bool(named)
+        trained = {id(weight) for weight in [*named, *filter(is_adapter, own)]}
+        if len(all_layers(layer)) == 1:  # not one with layers inside, which would freeze with it
+            layer.trainable = bool(trained)
+        for weight in own:
+            weight.trainable = id(weight) in trained
+    if trainable and not found:
+        paths = _shown([weight.path for weight in model.weights])
+        raise ConfigError(f"--trainable={trainable!r} matches no weight. Paths are such as {paths}.")
+    if original is not None:
+        adapt_model(original.model, options)
+        original.note_flags()
+    if announced:
+        _log.info("%s", _description(model, options, adapted))
+
+
+def is_adapter(weight: keras.Variable) -> bool:
+    """Whether a weight is one of the two factors that `enable_lora` of Keras adds."""
+    return weight.name.startswith("lora_")
+
+
+def frozen_weights(model: keras.Model) -> list[keras.Variable]:
+    """The weights that would be trained, had nobody frozen them or their layers."""
+    trained = {id(weight) for weight in model.trainable_variables}
+    return [
+        weight for layer in all_layers(model) for weight in weights_made_to_learn(layer) if id(weight) not in trained
+    ]
+
+
+def merge_adapters(model: keras.Model) -> int:
+    """Lets adapted layers of a loaded model work without adapters; returns their number.
+
+    Keras saves the product of the adapters in the kernel, and loads zeros beside it: without them nothing changes.
+    """
+    layers = [layer for layer in all_layers(model) if getattr(layer, "lora_enabled", False)]
+    for layer in layers:
+        layer.lora_enabled = False
+        layer.lora_rank = None
+    return len(layers)
+
+
+def _add_adapters(model: keras.Model, options: TrainConfig) -> list[keras.layers.Layer]:
+    """Enables LoRA (Hu et al. 2022, LoRA: Low-Rank Adaptation of Large Language Models) in layers, and returns them."""
+    rank, pattern = options.adapters()
+    inside = all_layers(model, include_self=False)
+    able = sorted((layer for layer in inside if _can_have_adapters(layer)), key=lambda layer: layer.path)
+    layers = [layer for layer in able if re.search(pattern or _ATTENTION, layer.path)]
+    if not layers and not pattern:
+        layers = [layer for layer in able if isinstance(layer, keras.layers.Dense | keras.layers.EinsumDense)]
+    if not layers:
+        raise ConfigError(
+            f"--lora={options.lora}: no layer that can have adapters has a path in which {pattern or _ATTENTION!r} is "
+            f"found. Layers that can: {_shown([layer.path for layer in able]) or 'none'}."
+        )
+    for place, layer in enumerate(layers):
+        if not layer.lora_enabled:
+            # The other factor is zero, so that the model begins as it was.
+            first = keras.initializers.HeUniform(seed=options.seed + place)
+            try:
+                layer.enable_lora(rank, a_initializer=first)
+            except (ValueError, NotImplementedError) as error:
+                raise ConfigError(f"--lora={options.lora}: {layer.path} cannot have adapters: {error}") from error
+        elif layer.lora_rank != rank:  # a model that was adapted before
+            raise ConfigError(
+                f"--lora={options.lora}: {layer.path} has adapters of rank {layer.lora_rank} already. Give that rank."
+            )
+    return layers
+
+
+def _can_have_adapters(layer: keras.layers.Layer) -> bool:
+    """Whether it is one layer, not made of others, with `enable_lora`."""
+    return callable(getattr(layer, "enable_lora", None)) and layer.built and len(all_layers(layer)) == 1
+
+
+def _description(model: keras.Model, options: TrainConfig, adapted: Sequence[keras.layers.Layer]) -> str:
+    count = sum(math.prod(weight.shape) for weight in model.trainable_variables)
+    total, causes = model.count_params(), []
+    if adapted:
+        where = _shown([layer.path for layer in adapted])
+        causes.append(f"adapters of rank {options.adapters()[0]} in {len(adapted)} layers ({where})")
+    if options.trainable:
+        causes.append(f"--trainable={options.trainable}")
+    return f"training {count:,} of {total:,} parameters ({100.0 * count / total:.2g} %): {' and '.join(causes)}"
+
+
+def _shown(paths: Sequence[str]) -> str:
+    return ", ".join(paths[:_SHOWN]) + (", ..." if len(paths) > _SHOWN else "")
