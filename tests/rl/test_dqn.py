@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from tests.rl.test_trainer import SMALL, trained, values
 from tfpar import rl
 from tfpar.config import ConfigError, ReinforcementConfig
@@ -116,9 +118,49 @@ def test_the_current_network_chooses_and_the_target_network_values(gathered):
     assert algorithm.objective.totals.results(sums.metrics)["error"] == pytest.approx(np.mean(np.abs(error)), rel=1e-4)
 
 
-def test_two_replicas_learn_what_one_does(tmp_path):
+def test_transitions_of_larger_errors_are_drawn_more_often(gathered):
+    """By frequencies and weights of the definition (Schaul et al. 2016, equation 1 and section 3.4)."""
+    algorithm, params, (*_, memory) = gathered
+    options = dataclasses.replace(OPTIONS, replay_priority=0.5, replay_correction=0.4, replay_batch=40)
+    algorithm = dataclasses.replace(algorithm, options=options)
+    powers = np.random.default_rng(0).uniform(0.1, 2.0, [24, 4]).astype(np.float32)
+    memory = memory._replace(priority=tf.constant(powers))
+    times, weights = [], []
+    for step in range(300):
+        first, weight = algorithm._drawn(memory, tf.constant(step, tf.int64), 0)
+        times.append(first.numpy())
+        weights.append(weight.numpy())
+    times, weights = np.concatenate(times), np.concatenate(weights)
+    assert (times.min(), times.max()) == (8, 29)  # of 32 steps the newest 24, less those with too few after them
+    for env in range(4):
+        power = np.array([powers[time % 24, env] for time in range(8, 30)])
+        odds = power / power.sum()
+        np.testing.assert_allclose(np.bincount(times[:, env] - 8, minlength=22) / 3000, odds, atol=0.02)
+        # The exponent rises from 0.4 to 1 over the run's 40 steps.
+        np.testing.assert_allclose(weights[:10, env], (22 * odds[times[:10, env] - 8]) ** -0.4, rtol=1e-3)
+        np.testing.assert_allclose(weights[-10:, env], (22 * odds[times[-10:, env] - 8]) ** -1.0, rtol=1e-3)
+
+    step = tf.constant(6, tf.int64)
+    batch = algorithm.batch(memory, step, 0)
+    noted = algorithm.priorities(params, [], memory, batch, step, 0).numpy()
+    first, weight = algorithm._drawn(memory, step, 0)
+    np.testing.assert_array_equal(batch[2].numpy().ravel(), weight.numpy().ravel())
+    values = algorithm.model(batch[0][0])
+    errors = algorithm.objective.errors(params, [], values, tf.nest.map_structure(lambda part: part[0], batch[1]))
+    drawn = np.zeros([24, 4], bool)
+    for place, (time, error) in enumerate(zip(first.numpy().ravel(), errors.numpy(), strict=True)):
+        drawn[time % 24, place % 4] = True
+        assert noted[time % 24, place % 4] == pytest.approx(np.sqrt(abs(error) + 1e-3), rel=1e-4)
+    np.testing.assert_array_equal(noted[~drawn], powers[~drawn])
+    _, later = algorithm.gather(params, [], memory._replace(priority=tf.constant(noted)), step, 0)
+    np.testing.assert_allclose(later.priority[8:16], np.maximum(noted.max(axis=0), 1.0)[np.newaxis].repeat(8, axis=0))
+
+
+@pytest.mark.parametrize("priority", [0.0, 0.6])
+def test_two_replicas_learn_what_one_does(tmp_path, priority):
     options = {
         "algorithm": "dqn",
+        "replay_priority": priority,
         "minibatches": 1,
         "replay_size": 512,
         "replay_batch": 16,

@@ -65,6 +65,19 @@ class ReinforcementConfig(ConfigBase):
     replay_batch: int = option(
         512, "DQN: transitions of a step, over all replicas; --environments must divide them.", minimum=1
     )
+    replay_priority: float = option(
+        0.0,
+        "DQN: how much more often transitions with larger errors are remembered (alpha of Schaul et al. 2016, who use "
+        "0.6); 0: all alike.",
+        minimum=0.0,
+        maximum=1.0,
+    )
+    replay_correction: float = option(
+        0.4,
+        "DQN: how much of that bias the weights of transitions take back at first (beta); it rises to 1 over the run.",
+        minimum=0.0,
+        maximum=1.0,
+    )
     n_step: int = option(3, "DQN: rewards that a target sums before it trusts a value.", minimum=1)
     target_every: int = option(200, "DQN: steps after which the target network becomes the current one.", minimum=1)
     explore_share: float = option(

@@ -1,5 +1,6 @@
 """Deep Q-learning (Mnih et al. 2015) with double Q-learning (van Hasselt et al. 2016) and n-step targets (as in Hessel
-et al. 2018, Rainbow). The replay lies on the device, in the variables of the replica that gathered it.
+et al. 2018, Rainbow). The replay lies on the device, in the variables of the replica that gathered it; transitions may
+be drawn by their errors (Schaul et al. 2016, Prioritized Experience Replay, its proportional variant).
 
 A step has as many remembered transitions of each environment, so it is the same however environments are split.
 
@@ -26,6 +27,8 @@ from tfpar.training.seeds import run_seed
 
 import keras
 import tensorflow as tf
+
+_LEAST_ERROR = 1e-3  # added to errors, so that no transition is never drawn again
 
 
 class Replay(NamedTuple):
@@ -57,6 +60,7 @@ class Memory(NamedTuple):
       written: Int32 scalar: time steps gathered so far.
       target: Weights of the target network.
       episodes: Float32 `[3]`: number, returns and lengths of the episodes that ended in the last gathering, summed.
+      priority: Float32 `[L, n]`: the power of its error with which a transition is drawn; `()` where all are alike.
     """
 
     vector: Vector | tuple[()]
@@ -64,6 +68,7 @@ class Memory(NamedTuple):
     written: tf.Tensor
     target: Tensors
     episodes: tf.Tensor
+    priority: tf.Tensor | tuple[()] = ()
 
 
 class Targets(NamedTuple):
@@ -146,7 +151,8 @@ class DQN:
         )
         start = vector.first(self.environment, run_seed(self.seed), self._index(replica))
         target = [tf.zeros(variable.shape) for variable in self.model.trainable_variables]
-        return Memory(start, replay, tf.constant(0), target, tf.zeros([3]))
+        priority = tf.zeros(shape) if self.options.replay_priority else ()
+        return Memory(start, replay, tf.constant(0), target, tf.zeros([3]), priority)
 
     def gather(
         self, params: Tensors, state: Tensors, memory: Memory, step: tf.Tensor, replica: tf.Tensor
@@ -201,25 +207,25 @@ class DQN:
         due = tf.equal(memory.written, 0) | (step % options.target_every < options.steps_per_rollout)
         target = [tf.where(due, param, old) for param, old in zip(params, memory.target, strict=True)]
         episodes = [tf.reduce_sum(part) for part in (taken.ended, taken.episode_return, taken.episode_length)]
-        return Memory(memory.vector, replay, memory.written + steps, target, tf.stack(episodes))
+        priority = memory.priority
+        if tf.is_tensor(priority):  # as large as any, so that each is drawn before long
+            # Of each environment by itself, so that it makes no difference how they are split over replicas.
+            largest = tf.maximum(tf.reduce_max(priority, axis=0, keepdims=True), 1.0)
+            new_ones = tf.broadcast_to(largest, [steps, self._own])
+            priority = tf.tensor_scatter_nd_update(priority, slots[:, tf.newaxis], new_ones)
+        return Memory(memory.vector, replay, memory.written + steps, target, tf.stack(episodes), priority)
 
     def batch(self, memory: Memory, step: tf.Tensor, replica: tf.Tensor) -> Batch:
         """As many remembered transitions of each environment, drawn anew for every step."""
-        options, index, slots = self.options, self._index(replica), self._slots
-        each = options.replay_batch // options.environments
-        known = tf.minimum(memory.written, slots)
-        begins = tf.cast(known - options.n_step + 1, tf.float32)
-        drawn = noise.uniforms(
-            each, seed=run_seed(self.seed), stream=noise.REPLAY, index=index, time=tf.cast(step, tf.int32)
-        )
-        first = memory.written - known + tf.cast(tf.stack(drawn) * begins, tf.int32)  # [k, n]
+        options, slots = self.options, self._slots
+        first, weight = self._drawn(memory, step, replica)
         column = tf.broadcast_to(tf.range(self._own), first.shape)
 
         def of(kept: tf.Tensor, later: int) -> tf.Tensor:
             flat = tf.reshape(kept, [slots * self._own, *kept.shape[2:]])
             return tf.gather(flat, tf.reshape((first + later) % slots * self._own + column, [-1]))
 
-        size = each * self._own
+        size = options.replay_batch // options.environments * self._own
         reward, alive, discount = tf.zeros([size]), tf.ones([size]), tf.ones([size])
         following = of(memory.replay.following, 0)
         for later in range(options.n_step):
@@ -235,10 +241,65 @@ class DQN:
         episodes = tf.broadcast_to(is_first * memory.episodes / float(size), [size, 3])
         parts = Targets(of(memory.replay.action, 0), reward, following, discount, values, episodes)
         rows = [self.accumulate_steps, size // self.accumulate_steps]
-        x, y = tf.nest.map_structure(
-            lambda part: tf.reshape(part, [*rows, *part.shape[1:]]), (of(memory.replay.observation, 0), parts)
+        batch: Batch = tf.nest.map_structure(
+            lambda part: tf.reshape(part, [*rows, *part.shape[1:]]),
+            (of(memory.replay.observation, 0), parts, tf.reshape(weight, [-1])),
         )
-        return x, y, tf.ones(rows)
+        return batch
+
+    def _drawn(self, memory: Memory, step: tf.Tensor, replica: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Numbers of the time steps where drawn transitions begin, int32 `[k, n]`, and their weights, float32."""
+        options, slots = self.options, self._slots
+        each = options.replay_batch // options.environments
+        drawn = noise.uniforms(
+            each,
+            seed=run_seed(self.seed),
+            stream=noise.REPLAY,
+            index=self._index(replica),
+            time=tf.cast(step, tf.int32),
+        )
+        known = tf.minimum(memory.written, slots)
+        begins = tf.cast(known - options.n_step + 1, tf.float32)
+        if not tf.is_tensor(memory.priority):
+            first = memory.written - known + tf.cast(tf.stack(drawn) * begins, tf.int32)
+            return first, tf.ones([each, self._own])
+        age = (memory.written - 1 - tf.range(slots)) % slots
+        complete = (age >= options.n_step - 1) & (age < known)  # what n steps sum up lies behind it
+        priority = tf.where(complete[:, tf.newaxis], memory.priority, 0.0)
+        ends = tf.cumsum(priority)  # [L, n]
+        total = ends[-1]
+        # One out of each of k parts of equal priority.
+        places = (tf.stack(drawn) + tf.range(float(each))[:, tf.newaxis]) / float(each) * total
+        slot = tf.reduce_sum(tf.cast(ends <= places[:, tf.newaxis, :], tf.int32), axis=1)  # [k, n]
+        slot = tf.minimum(slot, tf.reduce_max(tf.where(complete, tf.range(slots), 0)))  # where rounding leads past all
+        column = tf.broadcast_to(tf.range(self._own), slot.shape)
+        odds = tf.gather_nd(priority, tf.stack([slot, column], axis=-1)) / total
+        beta = options.replay_correction
+        beta += (1.0 - beta) * tf.minimum(tf.cast(step, tf.float32) / max(self.total_steps, 1), 1.0)
+        return memory.written - 1 - tf.gather(age, slot), tf.pow(tf.maximum(odds * begins, 1e-8), -beta)
+
+    def priorities(
+        self, params: Tensors, state: Tensors, memory: Memory, batch: Batch, step: tf.Tensor, replica: tf.Tensor
+    ) -> tf.Tensor:
+        """`Memory.priority` with the errors that the transitions of a step have under the weights that it begins with.
+
+        Args:
+          params: Values of the model's trainable variables.
+          state: Values of its non-trainable variables.
+          memory: What the batch was made of.
+          batch: That of this step and replica.
+          step: Its number.
+          replica: The number of the replica.
+        """
+        x, targets, _ = tf.nest.map_structure(lambda part: tf.reshape(part, [-1, *part.shape[2:]]), batch)
+        values = call_model(self.model, params, state, x, training=False).outputs
+        error = tf.abs(self.objective.errors(params, state, values, targets))
+        first, _ = self._drawn(memory, step, replica)
+        column = tf.broadcast_to(tf.range(self._own), first.shape)
+        places = tf.reshape(tf.stack([first % self._slots, column], axis=-1), [-1, 2])
+        return tf.tensor_scatter_nd_update(
+            memory.priority, places, tf.pow(error + _LEAST_ERROR, self.options.replay_priority)
+        )
 
 
 class DQNObjective:
@@ -261,16 +322,28 @@ class DQNObjective:
         del scales
         x, targets, weight = batch
         values, new_state, _ = call_model(self._model, params, state, x, training=training)
-        ahead = call_model(self._model, params, state, targets.following, training=False).outputs
-        chosen = tf.one_hot(tf.argmax(ahead, axis=-1), values.shape[-1])
-        target = targets.reward + targets.discount * tf.reduce_sum(chosen * targets.values, axis=-1)
         value = tf.reduce_sum(tf.one_hot(targets.action, values.shape[-1]) * values, axis=-1)
-        error = tf.abs(value - tf.stop_gradient(target))
+        error = tf.abs(self.errors(params, state, values, targets))
         loss = tf.where(error < 1.0, 0.5 * error * error, error - 0.5)
         episodes = [weight * part for part in tf.unstack(targets.episodes, axis=-1)]
         named = {"value": weight * value, "error": weight * error, "count": weight}
         sums = NamedSums(named | dict(zip(("episodes", "return", "length"), episodes, strict=True)))
         return ObjectiveSums(tf.reduce_sum(weight * loss), tf.reduce_sum(weight), list(new_state), sums.in_order(_SUMS))
+
+    def errors(self, params: Tensors, state: Tensors, values: tf.Tensor, targets: Targets) -> tf.Tensor:
+        """What the values of actions are too large by, float32 `[m]`; the targets are not differentiated.
+
+        Args:
+          params: Values of the model's trainable variables.
+          state: Values of its non-trainable variables.
+          values: Values of all actions before the step `[m, a]`.
+          targets: Of the micro-batch.
+        """
+        ahead = call_model(self._model, params, state, targets.following, training=False).outputs
+        chosen = tf.one_hot(tf.argmax(ahead, axis=-1), values.shape[-1])
+        target = targets.reward + targets.discount * tf.reduce_sum(chosen * targets.values, axis=-1)
+        value = tf.reduce_sum(tf.one_hot(targets.action, values.shape[-1]) * values, axis=-1)
+        return value - tf.stop_gradient(target)
 
 
 _SUMS = ("value", "error", "count", "episodes", "return", "length")

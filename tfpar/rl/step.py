@@ -10,6 +10,7 @@ from tfpar.parallel import replica
 from tfpar.precision import LossScale
 from tfpar.rl.actors import Actors
 from tfpar.rl.algorithm import Algorithm
+from tfpar.rl.dqn import DQN
 from tfpar.training.objective import Batch, Tensors
 from tfpar.training.step import TrainStep, compiled
 from tfpar.training.step_loop import StepReport
@@ -84,6 +85,14 @@ class AgentMemory:
         values = [tf.ones([], tf.int64), *map(_storable, tf.nest.flatten(memory))]
         return replica.assign(replica.own([self._ready, *self._held]), values)
 
+    def assign_field(self, name: str, value: tf.Tensor) -> tf.Operation:
+        """Replaces one field, a single tensor, of what this replica remembers; returns the operation that does."""
+        fields = self.structure._fields
+        before = [getattr(self.structure, field) for field in fields[: fields.index(name)]]
+        held = self._held[len(tf.nest.flatten(before))]
+        [assigned] = replica.assign(replica.own([held]), [_storable(value)])
+        return assigned
+
     # In a checkpoint.
 
     def export(self) -> dict[str, np.ndarray]:
@@ -137,6 +146,8 @@ class ActingStep(TrainStep):
         self._gather = compiled(self._algorithm.gather, self.plan.compiles_gradients)
         self._remember = compiled(self._algorithm.remember, self.plan.compiles_gradients)
         self._batch = compiled(self._algorithm.batch, self.plan.compiles_gradients)
+        if isinstance(self._algorithm, DQN):
+            self._priorities = compiled(self._algorithm.priorities, self.plan.compiles_gradients)
 
     def next_batch(self, iterator: Iterator[Any]) -> Any:
         """Nothing: a replica makes its batch itself."""
@@ -167,7 +178,22 @@ class ActingStep(TrainStep):
 
         gathered = tf.cond(due, gather, lambda: tf.identity(step))
         with tf.control_dependencies([gathered]):
-            return self._batch(memory.read(), step, number), gathered
+            remembered = memory.read()
+            batch = self._batch(remembered, step, number)
+            return batch, self._note_errors(remembered, batch, step, number) if self._notes_errors else gathered
+
+    @property
+    def _notes_errors(self) -> bool:
+        return isinstance(self._algorithm, DQN) and self._algorithm.options.replay_priority > 0.0
+
+    def _note_errors(self, memory: Any, batch: Batch, step: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
+        """Lets later steps draw transitions by the errors that they have now; a tensor that exists once they will."""
+        assert isinstance(self._algorithm, DQN)
+        model = self.core.model
+        params, state = replica.read(model.trainable_variables), replica.read(model.non_trainable_variables)
+        priority = self._priorities(params, state, memory, batch, step, number)
+        with tf.control_dependencies([self._memory.assign_field("priority", priority)]):
+            return tf.identity(step)
 
     def _gathered(self, params: Tensors, state: Tensors, step: tf.Tensor, number: tf.Tensor) -> tuple[Tensors, Any]:
         """The new state and the new memory."""
