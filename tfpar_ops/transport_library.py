@@ -24,8 +24,10 @@ OPERATIONS = (
     "TfparSend",
     "TfparReceive",
     "TfparBarrier",
+    "TfparExchange",
+    "TfparExchangeResource",
 )
-ABI_VERSION = 1  # TFPAR_TRANSPORT_ABI_VERSION of transport/transport.h
+ABI_VERSION = 2  # TFPAR_TRANSPORT_ABI_VERSION of transport/transport.h
 _TEXTS = ctypes.POINTER(ctypes.c_char_p)
 _MESSAGE = [ctypes.c_char_p, ctypes.c_size_t]
 _MESSAGE_BYTES = 1024

@@ -7,10 +7,12 @@ One mesh of connections between all workers serves every group; keys tell the ca
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
-from tfpar.collectives.group import Capabilities, group_key, message_key
+from tfpar.collectives.group import Capabilities, Exchanged, group_key, message_key
 from tfpar.collectives.tensorflow import run_unordered
+from tfpar_ops import Codec
 from tfpar_ops.transport_library import transport_library
 
 import tensorflow as tf
@@ -69,6 +71,28 @@ class GlooGroup:
     def reduce_scatter(self, rows: tf.Tensor, instance: int) -> tf.Tensor:
         """The sum over the members of the rows of this member's place: `[size, ...]` to `[1, ...]`."""
         return self._collective("tfpar_reduce_scatter", rows=rows, instance=instance)
+
+    def exchange(
+        self,
+        tensors: Sequence[tf.Tensor],
+        codec: Codec,
+        residuals: Sequence[tf.Tensor] | Sequence[tf.Variable],
+        seed_steps: tf.Tensor,
+        instance: int,
+    ) -> Exchanged:
+        """See `Pipelined.exchange`."""
+        operations = transport_library().operations
+        attributes = {name: getattr(codec, name) for name in ("kind", "block", "keep", "scale", "rounding")}
+        group = {"mesh": self.mesh, "group": self.key, "members": self.workers, "place": self.rank}
+        common = {"seed_steps": seed_steps, "instance": instance, **attributes, **group}
+        with tf.device("/device:CPU:0"):
+            if isinstance(residuals[0], tf.Variable):
+                worker, owner = (residual.handle for residual in residuals)
+                sums, norms = operations.tfpar_exchange_resource(tensors, worker, owner, **common)
+                return Exchanged(sums, None, norms)
+            sums, *changed, norms = operations.tfpar_exchange(tensors, *residuals, **common)
+        run_unordered(norms)
+        return Exchanged(sums, changed, norms)
 
     def broadcast(self, value: tf.Tensor, source: int, instance: int) -> tf.Tensor:
         """The value of the member with the place `source`, which has the same shape on all."""

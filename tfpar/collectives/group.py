@@ -12,7 +12,9 @@ import hashlib
 import itertools
 import threading
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from tfpar_ops import Codec
 
 import tensorflow as tf
 
@@ -116,6 +118,48 @@ class Group(Protocol):
           shape: Its static shape.
           dtype: Its type.
           source: Place of the sender among the members.
+          instance: Instance key.
+        """
+
+
+class Exchanged(NamedTuple):
+    """What an exchange of encoded vectors gives.
+
+    Attributes:
+      sums: The sums, float32, of the shapes of the tensors: the same bits on all members.
+      residuals: The new residuals; None where they are variables, which have them.
+      norms: Squared L2 norms of the tensors and of the worker's new residual, float32 [2].
+    """
+
+    sums: list[tf.Tensor]
+    residuals: list[tf.Tensor] | None
+    norms: tf.Tensor
+
+
+@runtime_checkable
+class Pipelined(Protocol):
+    """What a group has beside `Group` if its transport has an operation for a whole exchange."""
+
+    def exchange(
+        self,
+        tensors: Sequence[tf.Tensor],
+        codec: Codec,
+        residuals: Sequence[tf.Tensor] | Sequence[tf.Variable],
+        seed_steps: tf.Tensor,
+        instance: int,
+    ) -> Exchanged:
+        """Sums tensors over the members, encoded, in one operation that encodes, sends, sums and decodes in chunks.
+
+        L elements in all tensors, S in the shard of a member: the vector is cut as by `tfpar_ops.encode` with `size`
+        shards. The results have the bits of `tfpar_ops.encode`, an all-to-all, `tfpar_ops.recode`, an all-gather and
+        `tfpar_ops.decode`.
+
+        Args:
+          tensors: float32, of any static shapes.
+          codec: One that keeps every element.
+          residuals: The worker's, [L], and that of the owner of this member's shard, of as many elements as exist in
+            it. Variables are changed in place; tensors of no elements stand for none.
+          seed_steps: int64 [2, 2], seed and step of stochastic rounding: of the worker's payloads, and of the sums.
           instance: Instance key.
         """
 

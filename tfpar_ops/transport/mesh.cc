@@ -159,6 +159,10 @@ void Mesh::Start(Call call) {
 
 Outcome Mesh::Execute(Call& call) {
   try {
+    if (call.prepare) {
+      const Outcome prepared = call.prepare();
+      if (prepared.kind != Outcome::kDone) return prepared;
+    }
     RunningCall running(*this, call);
     running.Run();
     return {};

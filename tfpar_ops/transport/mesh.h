@@ -31,9 +31,11 @@ class UnboundBuffer;
 
 namespace tfpar {
 
+struct CodedExchange;
+
 // How a call ended. `message` is empty where it went well.
 struct Outcome {
-  enum Kind { kDone, kLost, kCancelled };
+  enum Kind { kDone, kLost, kCancelled, kRefused };
   Kind kind = kDone;
   std::string message;
 };
@@ -50,6 +52,7 @@ enum class Collective : int32_t {
   kSend = 5,           // in: [bytes]
   kReceive = 6,        // out: [bytes]
   kBarrier = 7,
+  kCodedExchange = 8,  // see CodedExchange; `bytes` and `element_bytes` only have to be the same on all members
 };
 
 struct Call {
@@ -63,6 +66,9 @@ struct Call {
   size_t bytes = 0;
   size_t element_bytes = 1;  // of which sums consist
   AddFunction add = nullptr;
+  std::shared_ptr<CodedExchange> coded;
+  // Called before the call begins, in the thread that calls `done` later; the call ends at once if this says so. Or null.
+  std::function<Outcome()> prepare;
   std::function<void(const Outcome&)> done;  // called once, in another thread
 };
 

@@ -54,6 +54,8 @@ void RunningCall::Run() {
       return Message();
     case Collective::kBarrier:
       return Barrier();
+    case Collective::kCodedExchange:
+      return Coded();
   }
 }
 
@@ -123,18 +125,22 @@ void RunningCall::WaitReceive(Port& port) {
   --port.early;
 }
 
-void RunningCall::WaitSends(Port& port) {
+void RunningCall::WaitSend(Port& port) {
   while (port.sends > 0) {
     try {
       if (port.buffer->waitSend(nullptr, kForever)) {
         --port.sends;
-        continue;
+        return;
       }
     } catch (const gloo::IoException& error) {
       Lost(port.rank, WithoutPlace(error.what()));
     }
     Check();
   }
+}
+
+void RunningCall::WaitSends(Port& port) {
+  while (port.sends > 0) WaitSend(port);
 }
 
 // Ends the call if the mesh has failed, or if it still needs a worker that is lost. The first of several is at fault: the others

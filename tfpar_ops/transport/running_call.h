@@ -52,6 +52,7 @@ class RunningCall {
   void Receive(Port& port, int phase, size_t offset, size_t bytes);
   void Send(Port& port, int phase, size_t offset, size_t bytes);
   void WaitReceive(Port& port);
+  void WaitSend(Port& port);  // one of them, if there is one
   void WaitSends(Port& port);
   void Check();
   void Drain(Port& port, const std::string& reason);
@@ -64,12 +65,14 @@ class RunningCall {
   void Broadcast();
   void Message();
   void Barrier();
+  class Pipeline;
+  void Coded();
 
   Mesh& mesh_;
   Call& call_;
   const std::chrono::steady_clock::time_point began_;
+  std::vector<std::unique_ptr<char[]>> memory_;  // outlives the ports, which receive into it
   std::vector<std::unique_ptr<Port>> ports_;
-  std::vector<std::unique_ptr<char[]>> memory_;
   bool registered_ = false;
 };
 

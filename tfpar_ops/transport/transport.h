@@ -15,7 +15,7 @@ extern "C" {
 
 // What this library and its callers must agree on: to be raised with every change of these functions or of the operations.
 // tfpar_ops/transport_library.py has the same number, and loads no library that has another one.
-#define TFPAR_TRANSPORT_ABI_VERSION 1
+#define TFPAR_TRANSPORT_ABI_VERSION 2
 int32_t tfpar_transport_abi_version(void);
 
 // Makes the place of worker `rank` in a mesh of `size` workers, and listens on a port for each of the others.

@@ -5,13 +5,12 @@
 #include <utility>
 #include <vector>
 
-#include "tensorflow/core/framework/cancellation.h"
 #include "tensorflow/core/framework/common_shape_fns.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/shape_inference.h"
 #include "tensorflow/core/framework/tensor.h"
-#include "tfpar_ops/transport/registry.h"
+#include "tfpar_ops/transport/started_call.h"
 
 namespace tfpar {
 namespace {
@@ -27,9 +26,6 @@ using ::tensorflow::shape_inference::InferenceContext;
 using ::tensorflow::shape_inference::ShapeHandle;
 
 #define TFPAR_NUMBERS "{half, bfloat16, float, double, int32, int64}"
-// Which mesh, which group, and who is who in it. `instance` and `group` tell the messages of a call from those of others.
-#define TFPAR_GROUP_ATTRS Attr("mesh: int").Attr("group: int").Attr("members: list(int) >= 1").Attr("place: int >= 0")
-
 absl::Status Unchanged(InferenceContext* c) {
   c->set_output(0, c->input(0));
   return absl::OkStatus();
@@ -160,58 +156,21 @@ template <Collective kCollective>
 class CollectiveKernel : public AsyncOpKernel {
  public:
   explicit CollectiveKernel(OpKernelConstruction* ctx) : AsyncOpKernel(ctx) {
-    int64_t group;
-    std::vector<int64_t> members;
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("mesh", &mesh_));
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("group", &group));
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("members", &members));
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("place", &call_.place));
-    if (ctx->HasAttr("peer")) OP_REQUIRES_OK(ctx, ctx->GetAttr("peer", &call_.peer));
-    const int size = static_cast<int>(members.size());
-    OP_REQUIRES(ctx, call_.place < size && call_.peer < size,
-                absl::InvalidArgumentError("place and peer must be smaller than the number of members"));
+    OP_REQUIRES_OK(ctx, ReadGroup(ctx, &mesh_, &call_));
     if (kCollective == Collective::kReceive) OP_REQUIRES_OK(ctx, ctx->GetAttr("shape", &shape_));
     type_ = ctx->output_type(0);
     OP_REQUIRES(ctx, ::tensorflow::DataTypeCanUseMemcpy(type_),
                 absl::InvalidArgumentError("T: elements of this type are not plain bytes"));
     call_.collective = kCollective;
-    call_.members.assign(members.begin(), members.end());
-    call_.key = static_cast<uint64_t>(group) << 32;
     call_.add = AddOf(type_);
     call_.element_bytes = ::tensorflow::DataTypeSize(type_);
   }
 
   void ComputeAsync(OpKernelContext* ctx, DoneCallback done) override {
-    const std::shared_ptr<Mesh> mesh = FindMesh(mesh_);
-    OP_REQUIRES_ASYNC(ctx, mesh != nullptr, absl::FailedPreconditionError("the transport of this process is closed"), done);
-    for (const int member : call_.members) {
-      OP_REQUIRES_ASYNC(ctx, member >= 0 && member < mesh->size() && (call_.members[call_.place] == mesh->rank()),
-                        absl::InvalidArgumentError("members: not this worker's ranks in the mesh"), done);
-    }
     Call call = call_;
-    const Tensor& instance = ctx->input(ctx->num_inputs() - 1);
-    OP_REQUIRES_ASYNC(ctx, instance.NumElements() == 1, absl::InvalidArgumentError("instance: not a scalar"), done);
-    call.key |= static_cast<uint32_t>(instance.flat<int32_t>()(0));
+    OP_REQUIRES_OK_ASYNC(ctx, ReadInstance(ctx, &call), done);
     OP_REQUIRES_OK_ASYNC(ctx, Prepare(ctx, call), done);
-
-    // A call that is cancelled leaves the others in the middle of it: as in TensorFlow's runtime, all later ones fail too.
-    auto* manager = ctx->cancellation_manager();
-    ::tensorflow::CancellationToken token = 0;
-    if (manager != nullptr) {
-      token = manager->get_cancellation_token();
-      const bool registered = manager->RegisterCallback(token, [mesh = std::weak_ptr<Mesh>(mesh)] {
-        const std::shared_ptr<Mesh> known = mesh.lock();
-        if (known) known->Abort(Outcome::kCancelled, "another operation of this worker failed during a collective call");
-      });
-      OP_REQUIRES_ASYNC(ctx, registered, absl::CancelledError("cancelled before it began"), done);
-    }
-    call.done = [ctx, done = std::move(done), manager, token](const Outcome& outcome) {
-      if (manager != nullptr) manager->DeregisterCallback(token);
-      if (outcome.kind == Outcome::kLost) ctx->SetStatus(absl::UnavailableError("Collective call: " + outcome.message));
-      if (outcome.kind == Outcome::kCancelled) ctx->SetStatus(absl::CancelledError("Collective call: " + outcome.message));
-      done();
-    };
-    mesh->Start(std::move(call));
+    StartCall(ctx, mesh_, std::move(call), std::move(done));
   }
 
  private:

@@ -169,6 +169,6 @@ register(
     cost=value_codecs.cost,
     summary="the largest elements of each block, with Deep Gradient Compression (Lin et al. 2018)",
     example="momentum=0.9,ramp_steps=1000",
-    # What is kept travels as it is: there is no scale, and nothing to round.
-    fixed={"format": "topk", "scale": codecs.SCALES[0], "rounding": codecs.ROUNDINGS[0]},
+    # What is kept travels as it is: there is no scale, nothing to round, and no pipeline.
+    fixed={"format": "topk", "scale": codecs.SCALES[0], "rounding": codecs.ROUNDINGS[0], "pipeline": False},
 )

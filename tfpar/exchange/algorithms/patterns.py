@@ -24,6 +24,7 @@ class Pattern:
       sums_all_at_once: Whether a worker adds up the payloads of all others in one operation.
       is_candidate: Whether `auto` considers it.
       penalty: What `auto` multiplies the predicted time by.
+      can_pipeline: Whether `build` takes `pipeline`.
     """
 
     build: Callable[..., Bucket]
@@ -31,6 +32,7 @@ class Pattern:
     sums_all_at_once: bool = False
     is_candidate: bool = False
     penalty: float = 1.0
+    can_pipeline: bool = False
 
 
 # Every hop of these waits for the one before, with encoding and decoding between, which the cost model takes for free;
@@ -51,14 +53,14 @@ def _point_to_point(name: str, *, is_candidate: bool) -> Pattern:
 # workers. All of them are hierarchical where a worker has several replicas, whose gradients it adds up first:
 # `hierarchical` is another name of the default.
 PATTERNS = {
-    "two_phase": Pattern(TwoPhase, two_phase.cost, sums_all_at_once=True, is_candidate=True),
+    "two_phase": Pattern(TwoPhase, two_phase.cost, sums_all_at_once=True, is_candidate=True, can_pipeline=True),
     "all_gather": Pattern(
         functools.partial(TwoPhase, all_gather=True),
         functools.partial(two_phase.cost, all_gather=True),
         sums_all_at_once=True,
         is_candidate=True,
     ),
-    "hierarchical": Pattern(TwoPhase, two_phase.cost, sums_all_at_once=True),
+    "hierarchical": Pattern(TwoPhase, two_phase.cost, sums_all_at_once=True, can_pipeline=True),
     # halving_doubling is what binary_blocks is for a power of two.
     **{name: _point_to_point(name, is_candidate=name != "halving_doubling") for name in rounds.PLANS},
 }

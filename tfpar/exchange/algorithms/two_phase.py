@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import tfpar_ops
 from tfpar.collectives import cost_model
 from tfpar.collectives.cost_model import Cost, Link, Speed
-from tfpar.collectives.group import Group, allocate_instance_keys
+from tfpar.collectives.group import Group, Pipelined, allocate_instance_keys
 from tfpar.exchange import buckets
 from tfpar.exchange.buckets import PendingAssigns, WireBytes
 from tfpar_ops import Codec
@@ -40,6 +40,8 @@ class TwoPhase:
       name: Prefix of the residual variables' names.
       error_feedback: Whether there are residuals.
       all_gather: The second pattern instead of the first.
+      pipeline: Whether the first pattern is one operation, which works in chunks, where the group has one. The results
+        have the same bits.
       state: Residuals of another bucket with the same blocks, to share; by default new ones.
     """
 
@@ -55,6 +57,7 @@ class TwoPhase:
         *,
         error_feedback: bool,
         all_gather: bool = False,
+        pipeline: bool = False,
         state: dict[str, tf.Variable] | None = None,
     ) -> None:
         self.codec = codec
@@ -63,6 +66,8 @@ class TwoPhase:
         self._group = group
         self._seed = seed
         self._two_phase = not all_gather
+        usable = pipeline and not all_gather and not codec.format.keeps
+        self._pipelined = group if usable and isinstance(group, Pipelined) else None
         self._instances = allocate_instance_keys(2, group)
         self._shards = group.size if self._two_phase else 1
         blocks = -(-self.codec.blocks(self.elements) // self._shards)
@@ -79,6 +84,8 @@ class TwoPhase:
         self, tensors: Sequence[tf.Tensor], step: tf.Tensor, pending: PendingAssigns | None = None
     ) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Sums tensors over the workers; see `buckets.Bucket`. With `pending`, residuals are copied as they change."""
+        if self._pipelined is not None:
+            return self._reduce_pipelined(self._pipelined, tensors, step, pending)
         encoded = self._encode(tensors, step, pending)
         first, second = self._instances
         if not self._two_phase:
@@ -125,6 +132,21 @@ class TwoPhase:
         if encoded.residual is not None:
             buckets.assign_or_defer(self.state[role], encoded.residual, pending)
         return encoded
+
+    def _reduce_pipelined(
+        self, group: Pipelined, tensors: Sequence[tf.Tensor], step: tf.Tensor, pending: PendingAssigns | None
+    ) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """As `reduce`, in one operation."""
+        seeds = [self._rounding_seed(step, phase=phase) for phase in (0, 1)]
+        seed_steps = tf.zeros([2, 2], tf.int64) if seeds[0] is None else tf.stack(seeds)
+        residuals = [self.state[role] for role in buckets.RESIDUALS if self.state]
+        if not residuals or pending is not None:
+            residuals = [variable.read_value() for variable in residuals] or [tf.zeros([0])] * 2
+        result = group.exchange(tensors, self.codec, residuals, seed_steps, self._instances[0])
+        if result.residuals is not None and self.state:
+            for role, residual in zip(buckets.RESIDUALS, result.residuals, strict=True):
+                buckets.assign_or_defer(self.state[role], residual, pending)
+        return list(result.sums), result.norms
 
     def _rounding_seed(self, step: tf.Tensor, *, phase: int) -> tf.Tensor | None:
         return buckets.rounding_seed(self.codec, self._seed, 2 * self._group.rank + phase, step)

@@ -12,7 +12,7 @@ from tfpar.config import unknown_name
 from tfpar.exchange.algorithms.patterns import PATTERNS
 from tfpar.exchange.algorithms.whole_blocks import WholeBlocks
 from tfpar.exchange.buckets import Bucket
-from tfpar.exchange.options import Options, option
+from tfpar.exchange.options import Options, option, switch
 from tfpar.exchange.registry import register
 from tfpar_ops import Codec, codecs
 from tfpar_ops.formats import FORMATS
@@ -35,6 +35,8 @@ class ValueOptions(Options):
       block: Elements that share a scale; 0 for the default of the codec.
       scale: Dtype of the scales, `bf16` or `float32`.
       rounding: `nearest` or `stochastic`.
+      pipeline: Whether chunks are encoded, sent, summed and decoded in one operation, where transport and pattern
+        allow it.
       codec: The codec with these options.
     """
 
@@ -43,6 +45,7 @@ class ValueOptions(Options):
     block: int = option(0, "Elements that share a scale, a power of two; 0: the codec's default.")
     scale: str = option("bf16", f"Dtype of the scales of {_SCALED}: {', '.join(codecs.SCALES)}.")
     rounding: str = option("nearest", f"How values of {_STOCHASTIC} are rounded: {', '.join(codecs.ROUNDINGS)}.")
+    pipeline: bool = switch(True, "Whether chunks are encoded while others travel: two_phase over --transport=gloo.")
     codec: Codec = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
@@ -104,8 +107,12 @@ def build(
 ) -> Bucket:
     """The bucket, see `registry.register`; `keywords` go to the pattern's."""
 
+    pattern = PATTERNS[options.pattern]
+    if pattern.can_pipeline:
+        keywords["pipeline"] = options.pipeline
+
     def make(padded: Sequence[tf.TensorShape]) -> Bucket:
-        return PATTERNS[options.pattern].build(
+        return pattern.build(
             options.codec, padded, group, seed, name, error_feedback=options.error_feedback, **keywords
         )
 

@@ -1,0 +1,78 @@
+// What the operations of a mesh have in common: their attributes, and how a call is started and ended.
+#ifndef TFPAR_OPS_TRANSPORT_STARTED_CALL_H_
+#define TFPAR_OPS_TRANSPORT_STARTED_CALL_H_
+
+#include <cstdint>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "tensorflow/core/framework/cancellation.h"
+#include "tensorflow/core/framework/op_kernel.h"
+#include "tfpar_ops/transport/registry.h"
+
+// Which mesh, which group, and who is who in it. `instance` and `group` tell the messages of a call from those of others.
+#define TFPAR_GROUP_ATTRS Attr("mesh: int").Attr("group: int").Attr("members: list(int) >= 1").Attr("place: int >= 0")
+
+namespace tfpar {
+
+// Reads these, and `peer` where the operation has it.
+inline absl::Status ReadGroup(::tensorflow::OpKernelConstruction* ctx, int64_t* mesh, Call* call) {
+  int64_t group;
+  std::vector<int64_t> members;
+  TF_RETURN_IF_ERROR(ctx->GetAttr("mesh", mesh));
+  TF_RETURN_IF_ERROR(ctx->GetAttr("group", &group));
+  TF_RETURN_IF_ERROR(ctx->GetAttr("members", &members));
+  TF_RETURN_IF_ERROR(ctx->GetAttr("place", &call->place));
+  if (ctx->HasAttr("peer")) TF_RETURN_IF_ERROR(ctx->GetAttr("peer", &call->peer));
+  const int size = static_cast<int>(members.size());
+  if (call->place >= size || call->peer >= size) {
+    return absl::InvalidArgumentError("place and peer must be smaller than the number of members");
+  }
+  call->members.assign(members.begin(), members.end());
+  call->key = static_cast<uint64_t>(group) << 32;
+  return absl::OkStatus();
+}
+
+// The last input is the instance.
+inline absl::Status ReadInstance(::tensorflow::OpKernelContext* ctx, Call* call) {
+  const ::tensorflow::Tensor& instance = ctx->input(ctx->num_inputs() - 1);
+  if (instance.NumElements() != 1) return absl::InvalidArgumentError("instance: not a scalar");
+  call->key |= static_cast<uint32_t>(instance.flat<int32_t>()(0));
+  return absl::OkStatus();
+}
+
+// Starts a call, after whose own `done`, if it has one, the operation ends.
+inline void StartCall(::tensorflow::OpKernelContext* ctx, int64_t number, Call call,
+                      ::tensorflow::AsyncOpKernel::DoneCallback done) {
+  const std::shared_ptr<Mesh> mesh = FindMesh(number);
+  OP_REQUIRES_ASYNC(ctx, mesh != nullptr, absl::FailedPreconditionError("the transport of this process is closed"), done);
+  for (const int member : call.members) {
+    OP_REQUIRES_ASYNC(ctx, member >= 0 && member < mesh->size() && (call.members[call.place] == mesh->rank()),
+                      absl::InvalidArgumentError("members: not this worker's ranks in the mesh"), done);
+  }
+  // A call that is cancelled leaves the others in the middle of it: as in TensorFlow's runtime, all later ones fail too.
+  auto* manager = ctx->cancellation_manager();
+  ::tensorflow::CancellationToken token = 0;
+  if (manager != nullptr) {
+    token = manager->get_cancellation_token();
+    const bool registered = manager->RegisterCallback(token, [mesh = std::weak_ptr<Mesh>(mesh)] {
+      const std::shared_ptr<Mesh> known = mesh.lock();
+      if (known) known->Abort(Outcome::kCancelled, "another operation of this worker failed during a collective call");
+    });
+    OP_REQUIRES_ASYNC(ctx, registered, absl::CancelledError("cancelled before it began"), done);
+  }
+  call.done = [ctx, own = std::move(call.done), done = std::move(done), manager, token](const Outcome& outcome) {
+    if (manager != nullptr) manager->DeregisterCallback(token);
+    if (own) own(outcome);
+    if (outcome.kind == Outcome::kLost) ctx->SetStatus(absl::UnavailableError("Collective call: " + outcome.message));
+    if (outcome.kind == Outcome::kCancelled) ctx->SetStatus(absl::CancelledError("Collective call: " + outcome.message));
+    if (outcome.kind == Outcome::kRefused) ctx->SetStatus(absl::FailedPreconditionError(outcome.message));
+    done();
+  };
+  mesh->Start(std::move(call));
+}
+
+}  // namespace tfpar
+
+#endif  // TFPAR_OPS_TRANSPORT_STARTED_CALL_H_
