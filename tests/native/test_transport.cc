@@ -327,6 +327,7 @@ void CheckExchange(const Meshes& meshes, const tfpar_codec& codec, size_t total,
     call.place = rank;
     call.key = 77;
     call.coded = std::make_shared<CodedExchange>(members[rank].Exchange(codec, rank, shard, in_place));
+    call.coded->threads = 1 + turn % 2;
     call.bytes = total;
     if (turn % 2 == 0) {
       call.coded->for_each = [](int64_t units, const std::function<void(int64_t)>& work) {

@@ -35,8 +35,9 @@ class RunningCall::Pipeline {
     owner_codec_.seed = exchange_.owner_seed;
     chunk_ = exchange_.chunk;
     if (chunk_ == 0) {
-      const int64_t blocks = kChunkBytes / (CodeBytes(codec_) + ScaleBytes(codec_));
-      chunk_ = std::max<int64_t>(1, blocks * codec_.block / kUnitElements) * kUnitElements;
+      const int64_t bytes = tfpar_payload_bytes(&codec_, exchange_.shard);
+      const int64_t chunks = std::max<int64_t>(1, (bytes + kChunkBytes / 2) / kChunkBytes);  // of about the same size
+      chunk_ = (exchange_.shard / chunks / kUnitElements + 1) * kUnitElements;
     }
     slot_bytes_ = (tfpar_payload_bytes(&codec_, std::min(chunk_, exchange_.shard)) + 63) / 64 * 64;
     slots_ = static_cast<int>(std::min<int64_t>(kWindow, chunks(0)));
@@ -97,11 +98,7 @@ class RunningCall::Pipeline {
     double values[2 * kUnitElements / 64];
   };
 
-  char* Memory() {
-    call_.memory_.push_back(std::unique_ptr<char[]>(new char[slots_ * slot_bytes_ + 64]));
-    char* memory = call_.memory_.back().get();
-    return memory + (64 - reinterpret_cast<uintptr_t>(memory) % 64) % 64;
-  }
+  char* Memory() { return call_.Memory(slots_ * slot_bytes_); }
 
   Ring NewRing(int place, char* memory) { return {memory, &call_.AddPort(place, memory, slots_ * slot_bytes_)}; }
 
@@ -139,6 +136,7 @@ class RunningCall::Pipeline {
 
   void ForEach(int64_t n, const std::function<void(int64_t)>& work) const {
     const int64_t units = (n + kUnitElements - 1) / kUnitElements;
+    const Turns::Turn turn(call_.mesh_.turns_, call_.call_.turn, exchange_.threads);
     if (exchange_.for_each && units > 1) return exchange_.for_each(units, work);
     for (int64_t unit = 0; unit < units; ++unit) work(unit);
   }

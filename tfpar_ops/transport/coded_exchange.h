@@ -38,6 +38,7 @@ struct CodedExchange {
   const float* owner_residual = nullptr;
   float* new_owner_residual = nullptr;
 
+  int threads = 1;       // of this worker's exchanges that may compute at a time
   ForEachUnit for_each;  // null: the thread of the call does them all
 
   // Results: the squared norms of the input and of the worker's new residual.

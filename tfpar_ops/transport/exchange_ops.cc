@@ -145,6 +145,7 @@ class ExchangeKernel : public AsyncOpKernel {
     TF_RETURN_IF_ERROR(MakeShards(codec_, exchange.total, static_cast<int64_t>(call.members.size()), 0, &shards));
     exchange.shard = shards.elements;
     auto* threads = ctx->device()->tensorflow_cpu_worker_threads();
+    exchange.threads = threads->num_threads;
     if (exchange.total > kAlone && threads->num_threads > 1) {
       exchange.for_each = [pool = threads->workers](int64_t units, const std::function<void(int64_t)>& work) {
         pool->ParallelFor(units, kUnitElements, [&work](int64_t first, int64_t last) {

@@ -150,6 +150,7 @@ void Mesh::WakeAll() {
 
 void Mesh::Start(Call call) {
   auto kept = std::make_shared<Call>(std::move(call));
+  if (kept->coded) kept->turn = turns_.NextNumber();
   threads_.Run([this, kept] {
     const Outcome outcome = Execute(*kept);
     const auto done = std::move(kept->done);

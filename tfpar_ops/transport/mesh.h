@@ -19,7 +19,9 @@
 #include <thread>
 #include <vector>
 
+#include "tfpar_ops/transport/spare_memory.h"
 #include "tfpar_ops/transport/threads.h"
+#include "tfpar_ops/transport/turns.h"
 
 namespace gloo {
 namespace transport {
@@ -67,6 +69,7 @@ struct Call {
   size_t element_bytes = 1;  // of which sums consist
   AddFunction add = nullptr;
   std::shared_ptr<CodedExchange> coded;
+  int64_t turn = 0;  // of the mesh: the order in which exchanges were started
   // Called before the call begins, in the thread that calls `done` later; the call ends at once if this says so. Or null.
   std::function<Outcome()> prepare;
   std::function<void(const Outcome&)> done;  // called once, in another thread
@@ -125,6 +128,8 @@ class Mesh {
   bool closing_ = false;
   std::unique_ptr<gloo::transport::UnboundBuffer> watched_;
   std::thread watcher_;
+  SpareMemory memory_;
+  Turns turns_;
   Threads threads_;                          // last: its threads use the others
 };
 

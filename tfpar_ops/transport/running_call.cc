@@ -25,9 +25,17 @@ RunningCall::RunningCall(Mesh& mesh, Call& call)
     : mesh_(mesh), call_(call), began_(std::chrono::steady_clock::now()) {}
 
 RunningCall::~RunningCall() {
-  if (!registered_) return;
-  std::lock_guard<std::mutex> lock(mesh_.mutex_);
-  mesh_.running_.erase(this);
+  if (registered_) {
+    std::lock_guard<std::mutex> lock(mesh_.mutex_);
+    mesh_.running_.erase(this);
+  }
+  ports_.clear();  // waits until nothing more is received into the memory
+  for (SpareMemory::Block& block : memory_) mesh_.memory_.Return(std::move(block));
+}
+
+char* RunningCall::Memory(size_t bytes) {
+  memory_.push_back(mesh_.memory_.Take(bytes));
+  return memory_.back().data.get();
 }
 
 void RunningCall::Wake() {
@@ -219,14 +227,14 @@ void RunningCall::AddInOrder(size_t own, const std::vector<char*>& received, siz
 
 void RunningCall::SumSmall() {
   const size_t bytes = call_.bytes;
-  memory_.push_back(std::unique_ptr<char[]>(new char[bytes * size() + 1]));
+  char* all = Memory(bytes * size());
   // `in` may be the memory of the result, and is sent until the end.
-  char* own = memory_.back().get() + bytes * call_.place;
+  char* own = all + bytes * call_.place;
   std::vector<char*> received(size());
   std::vector<Port*> senders, receivers;
   for (int turn = 1; turn < size(); ++turn) {
     const int place = (call_.place + turn) % size();
-    received[place] = memory_.back().get() + bytes * place;
+    received[place] = all + bytes * place;
     senders.push_back(&AddPort(place, own, bytes));
     receivers.push_back(&AddPort(place, received[place], bytes));
   }
@@ -262,8 +270,7 @@ void RunningCall::Sum(bool gather) {
   for (int turn = 1; turn < members; ++turn) {
     Peer peer{};
     peer.place = (call_.place + turn) % members;
-    memory_.push_back(std::unique_ptr<char[]>(new char[std::min<size_t>(kWindow * chunk, length(call_.place)) + 1]));
-    peer.memory = memory_.back().get();
+    peer.memory = Memory(std::min<size_t>(kWindow * chunk, length(call_.place)));
     peer.parts = &AddPort(peer.place, peer.memory, kWindow * chunk);
     peer.sends = &AddPort(peer.place, in(begin(peer.place)), length(peer.place));
     if (gather) {
@@ -340,10 +347,10 @@ void RunningCall::Message() {
 }
 
 void RunningCall::Barrier() {
-  memory_.push_back(std::unique_ptr<char[]>(new char[size() + 1]));
+  char* bytes = Memory(size() + 1);
   call_.bytes = 1;
-  call_.out = memory_.back().get();
-  call_.in = memory_.back().get() + size();
+  call_.out = bytes;
+  call_.in = bytes + size();
   Exchange(/*rows_differ=*/false, call_.in);
 }
 

@@ -46,6 +46,7 @@ class RunningCall {
   const char* in(size_t offset = 0) const { return static_cast<const char*>(call_.in) + offset; }
   char* out(size_t offset = 0) const { return static_cast<char*>(call_.out) + offset; }
 
+  char* Memory(size_t bytes);  // for what arrives, until the end of the call; begins at a cache line
   Port& AddPort(int place, const void* memory, size_t bytes);
   void Register();
   uint64_t Slot(int phase) const;
@@ -71,7 +72,7 @@ class RunningCall {
   Mesh& mesh_;
   Call& call_;
   const std::chrono::steady_clock::time_point began_;
-  std::vector<std::unique_ptr<char[]>> memory_;  // outlives the ports, which receive into it
+  std::vector<SpareMemory::Block> memory_;
   std::vector<std::unique_ptr<Port>> ports_;
   bool registered_ = false;
 };
