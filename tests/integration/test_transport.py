@@ -24,10 +24,13 @@ SPECS = [
     "fp8",
     "int8:pattern=ring",
     "int2",
+    "int8:error_feedback=false",
+    "int8:pipeline=false",
     "sign:pattern=all_gather",
     "int4:pattern=binary_blocks",
     "powersgd:2",
 ]
+PIPELINED = {"int4:rounding=stochastic", "int4:bucket_bytes=20000", "bf16", "fp8", "int2", "int8:error_feedback=false"}
 LARGE = {index for index, shape in enumerate(SHAPES) if len(shape) > 1 and np.prod(shape) >= 1024}
 
 
@@ -46,6 +49,8 @@ def test_exchanges_have_the_same_bits_as_over_tensorflow(tmp_path, workers, spec
         for worker in range(workers):
             over_gloo = dict(np.load(tmp_path / f"Gloo-{number}-{worker}.npz"))
             over_tensorflow = dict(np.load(tmp_path / f"TensorFlow-{number}-{worker}.npz"))
+            assert bool(over_gloo.pop("pipelined")) == (spec.removeprefix(EARLY) in PIPELINED)
+            assert over_tensorflow.pop("pipelined") == 0
             assert over_gloo.keys() == over_tensorflow.keys()
             for name, value in over_gloo.items():
                 kind, *where = name.split("/")
@@ -63,6 +68,14 @@ def test_exchanges_have_the_same_bits_as_over_tensorflow(tmp_path, workers, spec
                         {"rtol": 1e-3, "atol": 1e-4} if spec.startswith("powersgd") else {"rtol": 1e-5, "atol": 1e-5}
                     )
                     np.testing.assert_allclose(value, over_tensorflow[name], err_msg=f"{spec} {name}", **close)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("workers", [2, 3, 4])
+def test_random_exchanges_in_one_operation_have_the_same_bits(workers):
+    result = launch(workers, "-m", "tests.integration.scripts.random_exchanges", "200")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.count("all the same") == workers, result.stdout + result.stderr
 
 
 def test_training_over_both_transports_gives_the_same_weights(tmp_path):

@@ -2,7 +2,8 @@
 
 python -m tests.integration.scripts.both_transports OUTPUT_DIR SPEC...
 
-Writes what came back to `OUTPUT_DIR/TRANSPORT-NUMBER-WORKER.npz`.
+Writes what came back to `OUTPUT_DIR/TRANSPORT-NUMBER-WORKER.npz`, and how many buckets were exchanged in one
+operation.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 import tfpar
 from tests.integration.scripts.exchange_sums import exchange_all
 from tfpar import ExperimentConfig
+from tfpar.collectives.gloo import GlooGroup
 from tfpar.collectives.tensorflow import use_for_cpus, world_group
 from tfpar.parallel import strategies
 from tfpar.parallel.topology import choose_topology
@@ -25,13 +27,22 @@ def main() -> None:
     config = ExperimentConfig.from_flat_dict({"strategy": "multi_worker", "transport": "gloo"})
     runtime = strategies.build(choose_topology(config.strategy, tfpar.cluster.detect()))
     topology = runtime.topology
+    pipelined: list[object] = []
+    exchange = GlooGroup.exchange
+
+    def counted(*arguments):
+        pipelined.append(arguments)
+        return exchange(*arguments)
+
+    GlooGroup.exchange = counted
     for transport in ("Gloo", "TensorFlow"):
         if transport == "TensorFlow":
             use_for_cpus(None)
         assert type(world_group(topology.workers, topology.worker)).__name__ == f"{transport}Group"
         for number, spec in enumerate(specs):
             path = pathlib.Path(directory) / f"{transport}-{number}-{topology.worker}.npz"
-            np.savez(path, **exchange_all(spec, runtime))
+            pipelined.clear()
+            np.savez(path, **exchange_all(spec, runtime), pipelined=len(pipelined))
 
 
 if __name__ == "__main__":
