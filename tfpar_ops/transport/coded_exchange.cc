@@ -2,8 +2,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstdlib>
-#include <memory>
 #include <vector>
 
 #include "tfpar_ops/core/layout.h"
@@ -12,8 +10,8 @@
 namespace tfpar {
 namespace {
 
-// docs/transport.md has the measurement.
-int64_t kChunkBytes = getenv("TFPAR_CHUNK") ? atol(getenv("TFPAR_CHUNK")) : int64_t{128} << 10;
+// About so long. Every message costs tens of microseconds of processor time: docs/benchmarks/exchange.md has the measurement.
+constexpr int64_t kChunkBytes = int64_t{512} << 10;
 // Chunks of a shard that are in memory, for each member and direction.
 constexpr int kWindow = 4;
 // How many chunks later the sum of a chunk is formed, and how many later that of the others is decoded, than it was encoded:
