@@ -18,8 +18,8 @@ class Turns {
     return next_++;
   }
 
-  // Waits until fewer than `limit` calls compute and no earlier one waits. The turn lasts as long as the result; a call must not
-  // wait for other workers meanwhile.
+  // Waits until fewer than `limit` calls compute and no earlier one waits. The turn lasts as long as this lives; its call must
+  // not wait for other workers meanwhile.
   class Turn {
    public:
     Turn(Turns& turns, int64_t number, int limit) : turns_(turns) {
