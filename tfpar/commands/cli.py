@@ -37,6 +37,9 @@ COMMANDS: Mapping[str, Command] = {
         members={
             "image": Command("an image classifier", "tfpar.commands.train_image"),
             "language": Command("a byte-level language model", "tfpar.commands.train_language"),
+            "incremental": Command(
+                "tasks that come one after the other, without forgetting", "tfpar.commands.train_incremental"
+            ),
             "reinforcement": Command("a policy that acts in an environment", "tfpar.commands.train_reinforcement"),
         },
     ),

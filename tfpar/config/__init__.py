@@ -8,6 +8,7 @@ from __future__ import annotations
 from tfpar.config.errors import ConfigError, TrainingError, unknown_name
 from tfpar.config.experiment import PER_HOST_OPTIONS, RESUME_MAY_CHANGE, SECTIONS, ExperimentConfig
 from tfpar.config.fields import parse_arguments
+from tfpar.config.incremental_section import IncrementalConfig
 from tfpar.config.input_section import InputConfig
 from tfpar.config.outer_section import OuterConfig
 from tfpar.config.reinforcement_section import ReinforcementConfig
@@ -39,6 +40,7 @@ __all__ = [
     "ConfigError",
     "ExchangeConfig",
     "ExperimentConfig",
+    "IncrementalConfig",
     "InputConfig",
     "ModelConfig",
     "MonitorConfig",

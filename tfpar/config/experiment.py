@@ -11,6 +11,7 @@ from typing import Any
 
 from tfpar.config.errors import unknown_name
 from tfpar.config.fields import ConfigBase
+from tfpar.config.incremental_section import IncrementalConfig
 from tfpar.config.input_section import InputConfig
 from tfpar.config.outer_section import OuterConfig
 from tfpar.config.reinforcement_section import ReinforcementConfig
@@ -40,7 +41,10 @@ SECTIONS: dict[str, type[ConfigBase]] = {
     "monitor": MonitorConfig,
 }
 # Sections that one program has beside these.
-PROGRAM_SECTIONS: dict[str, type[ConfigBase]] = {"reinforcement": ReinforcementConfig}
+PROGRAM_SECTIONS: dict[str, type[ConfigBase]] = {
+    "incremental": IncrementalConfig,
+    "reinforcement": ReinforcementConfig,
+}
 
 
 def option_fields() -> list[dataclasses.Field[Any]]:
@@ -82,6 +86,7 @@ class ExperimentConfig:
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     monitor: MonitorConfig = dataclasses.field(default_factory=MonitorConfig)
+    incremental: IncrementalConfig | None = None
     reinforcement: ReinforcementConfig | None = None
 
     def as_flat_dict(self) -> dict[str, Any]:

@@ -1,8 +1,9 @@
-"""Pictures for TensorBoard: images with captions, and a confusion matrix."""
+"""Pictures for TensorBoard: images with captions, and matrices."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
@@ -56,15 +57,63 @@ def confusion_matrix(counts: np.ndarray, names: Sequence[str]) -> np.ndarray:
     Returns:
       Uint8 `[1, height, width, 3]`.
     """
-    classes = len(counts)
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1.0)
-    canvas = Image.new("RGB", (_MARGIN + classes * _CELL + 8, _MARGIN + classes * _CELL + 8), _WHITE)
+
+    def cell(row: int, column: int) -> _Cell:
+        share, is_right = float(shares[row, column]), row == column
+        # Blue for what is right, red for what is not; a rare mistake must still be seen.
+        text = percent_text(share) if counts[row, column] else ""
+        return _Cell(text, share if is_right else share**0.5, _blue if is_right else _red)
+
+    return _grid(names, ("rows: label", "columns:", "prediction", "in percent"), cell)
+
+
+def matrix(values: np.ndarray, names: Sequence[str], heading: Sequence[str]) -> np.ndarray:
+    """Shares in rows and columns of the same names, in percent.
+
+    Args:
+      values: `[C, C]`, from 0 to 1; NaN leaves a cell empty.
+      names: Of rows and columns, C.
+      heading: Up to four short lines.
+
+    Returns:
+      Uint8 `[1, height, width, 3]`.
+    """
+
+    def cell(row: int, column: int) -> _Cell:
+        share = float(values[row, column])
+        return _Cell("", 0.0, _blue) if np.isnan(share) else _Cell(f"{round(100.0 * share)}", share, _blue)
+
+    return _grid(names, heading, cell)
+
+
+class _Cell(NamedTuple):
+    """What a cell shows: a text, and how strong its colour is, from 0 to 1."""
+
+    text: str
+    strength: float
+    color: Callable[[float], tuple[int, int, int]]
+
+
+def _blue(strength: float) -> tuple[int, int, int]:
+    return round(255 * (1.0 - strength)), round(255 - 155 * strength), 255
+
+
+def _red(strength: float) -> tuple[int, int, int]:
+    weak = round(255 * (1.0 - strength))
+    return 255, weak, weak
+
+
+def _grid(names: Sequence[str], heading: Sequence[str], cell: Callable[[int, int], _Cell]) -> np.ndarray:
+    """Cells in rows and columns of the same names, uint8 `[1, height, width, 3]`."""
+    size = _MARGIN + len(names) * _CELL + 8
+    canvas = Image.new("RGB", (size, size), _WHITE)
     draw, font = ImageDraw.Draw(canvas), ImageFont.load_default(_LARGE_TEXT)
-    for line, text in enumerate(("rows: label", "columns:", "prediction", "in percent")):
+    for line, text in enumerate(heading):
         draw.text((4, 2 + line * (_LARGE_TEXT + 2)), text, fill=_BLACK, font=font)
-    for row in range(classes):
+    for row, given in enumerate(names):
         top = _MARGIN + row * _CELL
-        name = _fitting(draw, font, str(names[row]), _MARGIN - 10)
+        name = _fitting(draw, font, str(given), _MARGIN - 10)
         draw.text((_MARGIN - 6, top + _CELL / 2), name, fill=_BLACK, font=font, anchor="rm")
         if draw.textlength(name, font=font) <= _CELL:
             draw.text((top + _CELL / 2, _MARGIN - 6), name, fill=_BLACK, font=font, anchor="mb")
@@ -72,17 +121,13 @@ def confusion_matrix(counts: np.ndarray, names: Sequence[str]) -> np.ndarray:
             upright = Image.new("RGB", (_MARGIN - 10, _CELL), _WHITE)
             ImageDraw.Draw(upright).text((2, _CELL / 2), name, fill=_BLACK, font=font, anchor="lm")
             canvas.paste(upright.rotate(90, expand=True), (top, 4))
-        for column in range(classes):
-            left, share = _MARGIN + column * _CELL, float(shares[row, column])
-            # Blue for what is right, red for what is not; a rare mistake must still be seen.
-            strength = share if row == column else share**0.5
-            weak = round(255 * (1.0 - strength))
-            color = (weak, round(255 - 155 * strength), 255) if row == column else (255, weak, weak)
-            draw.rectangle((left, top, left + _CELL - 1, top + _CELL - 1), fill=color, outline=(220, 220, 220))
-            if counts[row, column]:
-                ink = _WHITE if strength > 0.6 else _BLACK
-                middle = (left + _CELL / 2, top + _CELL / 2)
-                draw.text(middle, percent_text(share), fill=ink, font=font, anchor="mm")
+        for column in range(len(names)):
+            left, shown = _MARGIN + column * _CELL, cell(row, column)
+            fill = shown.color(shown.strength)
+            draw.rectangle((left, top, left + _CELL - 1, top + _CELL - 1), fill=fill, outline=(220, 220, 220))
+            if shown.text:
+                ink, middle = _WHITE if shown.strength > 0.6 else _BLACK, (left + _CELL / 2, top + _CELL / 2)
+                draw.text(middle, shown.text, fill=ink, font=font, anchor="mm")
     return np.asarray(canvas)[np.newaxis]
 
 

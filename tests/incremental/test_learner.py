@@ -1,0 +1,139 @@
+"""Learning tasks one after the other: digits, in the same loop as all training."""
+
+from __future__ import annotations
+
+import json
+
+import tfpar
+from tfpar.config import ConfigError, ExperimentConfig
+from tfpar.incremental import IncrementalLearner, check
+from tfpar.incremental.learner import carry_over
+from tfpar.inputs import from_arrays
+
+import keras
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+OPTIONS = {
+    "strategy": "one_device",
+    "jit_compile": "false",
+    "global_batch_size": 8,
+    "optimizer": "sgd",
+    "learning_rate": 0.5,
+    "epochs": 6.0,
+    "tasks": "by_class:2",
+    "verbose": 0,
+}
+
+
+def blobs(split: str, count: int = 12):
+    """Four classes around the corners of a square."""
+    random = np.random.default_rng(len(split))
+    labels = np.repeat(np.arange(4), count).astype(np.int32)
+    corners = np.array([[1, 1], [-1, -1], [1, -1], [-1, 1]], np.float32)
+    return from_arrays(
+        corners[labels] + 0.2 * random.normal(size=[len(labels), 2]).astype(np.float32), labels, split=split
+    )
+
+
+def build(classes: int) -> keras.Model:
+    keras.utils.set_random_seed(classes)
+    return keras.Sequential([keras.Input((2,)), keras.layers.Dense(8, "relu"), keras.layers.Dense(classes)])
+
+
+def learner(**options) -> IncrementalLearner:
+    keras.utils.clear_session()
+    config = ExperimentConfig.from_flat_dict(
+        {**ExperimentConfig().as_flat_dict(), "dataset": "custom", "model": "custom", **OPTIONS, **options}
+    )
+    check(config)
+    train, validation = blobs("train"), blobs("validation")
+    runtime = tfpar.initialize(config)
+    return IncrementalLearner(build, train, validation, config=config, runtime=runtime)
+
+
+@pytest.fixture(scope="module")
+def forgetful():
+    return learner(method="finetune").learn()
+
+
+def test_tasks_alone_are_forgotten(forgetful):
+    assert forgetful["matrix"][0][0] == 1.0
+    assert forgetful["matrix"][0][1] is None
+    assert forgetful["matrix"][1] == [0.0, 1.0]
+    assert forgetful["forgetting"] == 1.0
+    assert [task["classes"] for task in forgetful["tasks"]] == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"method": "replay", "replay_examples": 8},
+        {"method": "joint"},
+        {"method": "ewc", "ewc_strength": 100.0, "fisher_examples": 24, "learning_rate": 0.1, "epochs": 2.0},
+        {"method": "lwf", "lwf_strength": 3.0},
+    ],
+    ids=lambda options: options["method"],
+)
+def test_methods_keep_more_than_nothing(options):
+    summary = learner(**options).learn()
+    least = {"replay": 0.9, "joint": 0.9, "ewc": 0.9, "lwf": 0.3}[options["method"]]
+    assert summary["matrix"][1][0] >= least, summary["matrix"]
+
+
+def test_learned_tasks_are_skipped_and_the_next_goes_on_bit_by_bit(tmp_path):
+    options = {"method": "ewc", "workdir": str(tmp_path / "whole")}
+    whole = learner(**options).learn()
+    saved = json.loads((tmp_path / "whole" / "summary.json").read_text())
+    assert saved == whole
+    events = EventAccumulator(str(tmp_path / "whole" / "eval"), size_guidance={"tensors": 0}).Reload()
+    tags = {*events.Tags()["tensors"], *events.Tags()["images"], *events.Tags()["scalars"]}
+    assert {"incremental/accuracy_matrix", "incremental/average_accuracy"} <= tags
+    # Stopped in the first task; then as killed after the second, before it was noted as learned.
+    options["workdir"] = str(tmp_path / "cut")
+    assert learner(**options, stop_after=10).learn() == {}
+    assert [path.name for path in (tmp_path / "cut").iterdir()] == ["task-01"]
+    assert learner(**options).learn() == whole
+    (tmp_path / "cut" / "task-02" / "task.json").unlink()
+    assert learner(**options).learn() == whole
+    assert learner(**options).learn() == whole  # nothing is left to learn
+    with pytest.raises(ConfigError, match=r"its tasks were learned with another --method"):
+        learner(**{**options, "method": "lwf"}).learn()
+
+
+def test_a_head_that_grows_keeps_its_outputs():
+    model = learner(method="lwf", lwf_strength=0.1, grow_head=True)
+    assert [model._classes(number) for number in range(2)] == [2, 4]
+    small, large = build(2), build(4)
+    fresh = large.get_weights()
+    carry_over(large, small.get_weights())
+    np.testing.assert_array_equal(large.get_weights()[2][:, :2], small.get_weights()[2])
+    np.testing.assert_array_equal(large.get_weights()[2][:, 2:], fresh[2][:, 2:])
+    with pytest.raises(ConfigError, match=r"Only the last dim of a weight can grow"):
+        carry_over(small, large.get_weights())
+    summary = model.learn()
+    assert summary["matrix"][1][1] > 0.9
+    with pytest.raises(ConfigError, match=r"--grow_head goes with --tasks=by_class:N, not with --tasks=in_order:2"):
+        learner(tasks="in_order:2", grow_head=True)
+
+
+def test_two_replicas_learn_what_one_does():
+    results = [
+        learner(method="replay", replay_examples=8, **options).learn()
+        for options in ({}, {"strategy": "mirrored", "devices": 2})
+    ]
+    assert results[0]["matrix"] == results[1]["matrix"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"shard": "optimizer", "strategy": "mirrored", "devices": 2}, r"--shard=optimizer does not work with incr"),
+        ({"strategy": "mirrored", "devices": 2, "mesh": "model:2"}, r"--mesh=model:2 does not work with incremental"),
+        ({"lora": "4"}, r"--lora=4 does not work with incremental"),
+    ],
+)
+def test_what_cannot_work_is_refused(options, said):
+    with pytest.raises(ConfigError, match=said):
+        learner(**options)

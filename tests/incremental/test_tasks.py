@@ -1,0 +1,173 @@
+"""Tasks out of a source, what is kept of them, and what is held on to."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from tfpar.config import ConfigError, IncrementalConfig
+from tfpar.incremental import consolidation, distillation, replay, results, tasks
+from tfpar.inputs import from_arrays
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+LABELS = np.array([0, 1, 2, 3] * 6, np.int32)
+
+
+def source(count: int = 24, split: str = "train"):
+    x = np.arange(2 * count, dtype=np.float32).reshape([count, 2])
+    return from_arrays(x, LABELS[:count], split=split)
+
+
+def fetched(made, places=None):
+    places = np.arange(made.info.num_examples) if places is None else places
+    x, y = made.fetch(tf.constant(places, tf.int64))
+    return x.numpy()[:, 0] / 2.0, y.numpy()
+
+
+def test_classes_come_two_at_a_time():
+    options = IncrementalConfig(tasks="by_class:2")
+    first, second = tasks.split_tasks(options, source(), source(8))
+    assert (first.classes, second.classes) == ((0, 1), (2, 3))
+    np.testing.assert_array_equal(LABELS[second.indices] // 2, 1)
+    np.testing.assert_array_equal(second.validation, [2, 3, 6, 7])
+    with pytest.raises(ConfigError, match=r"--tasks=by_class:4 makes these tasks of .*classes 0, 1, 2, 3: 24 and 8"):
+        tasks.split_tasks(IncrementalConfig(tasks="by_class:4"), source(), source(8))
+
+
+def test_stretches_and_files():
+    made = tasks.split_tasks(IncrementalConfig(tasks="in_order:5"), source(), source(8))
+    np.testing.assert_array_equal(np.concatenate([task.indices for task in made]), np.arange(24))
+    assert [len(task.indices) for task in made] == [5, 5, 5, 5, 4]
+    assert all(len(task.validation) == 8 for task in made)
+    info = dataclasses.replace(source().info, files=("a", "b", "c"), records_per_file=(4, 12, 8))
+    of_files = dataclasses.replace(source(), info=info)
+    made = tasks.split_tasks(IncrementalConfig(tasks="by_file:2"), of_files, source(8))
+    assert [(task.name, len(task.indices)) for task in made] == [("files 1 to 2", 16), ("files 3 to 3", 8)]
+    with pytest.raises(ConfigError, match=r"has no files. Use by_class:N"):
+        tasks.split_tasks(IncrementalConfig(tasks="by_file:1"), source(), source(8))
+
+
+@pytest.mark.parametrize("wrong", ["by_class", "by_class:0", "by_size:2", "by_file:x"])
+def test_wrong_tasks_are_refused(wrong):
+    with pytest.raises(ConfigError, match=f"--tasks='{wrong}' is not KIND:NUMBER"):
+        IncrementalConfig(tasks=wrong)
+
+
+def test_examples_without_a_class_each_are_refused():
+    with pytest.raises(ConfigError, match="needs examples with one class each"):
+        tasks.labels_of(from_arrays(np.zeros([4, 2], np.float32), np.zeros([4, 2], np.float32)))
+
+
+def test_parts_and_joined_parts_are_sources():
+    part = tasks.chosen(source(), np.array([20, 3, 7]), "some")
+    np.testing.assert_array_equal(fetched(part)[0], [20, 3, 7])
+    both = tasks.joined(part, tasks.chosen(source(), np.array([1, 2]), "others"), 3, "both")
+    assert both.info.num_examples == 9
+    np.testing.assert_array_equal(fetched(both, [8, 0, 3, 4, 2])[0], [2, 20, 1, 2, 7])
+    np.testing.assert_array_equal(fetched(both, [5, 7])[0], [1, 1])  # of one source alone
+    assert len({each.info.fingerprint for each in (source(), part, both)}) == 3
+
+
+@pytest.mark.parametrize("policy", ["balanced", "reservoir"])
+def test_what_is_kept(policy):
+    labels = np.concatenate([np.zeros(300, np.int64), np.ones(100, np.int64), np.full(100, 2)])
+    made = [tasks.Task(str(place), part, part, ()) for place, part in enumerate(np.split(np.arange(500), [300, 400]))]
+    kept = [replay.kept_examples(made[:count], labels, 60, policy=policy, seed=7) for count in (1, 2, 3)]
+    assert [len(each) for each in kept] == [60, 60, 60]
+    counts = np.bincount(labels[kept[2]], minlength=3)
+    if policy == "balanced":
+        np.testing.assert_array_equal(counts, [20, 20, 20])
+    else:
+        assert 25 < counts[0] < 47  # of 36 expected
+    # Nothing comes back that had been let go.
+    old = [set(each[labels[each] == 0]) for each in kept]
+    assert old[2] <= old[1] <= old[0]
+    assert replay.kept_examples(made, labels, 1000, policy=policy, seed=7).tolist() == list(range(500))
+    assert replay.room_for(source(), 200, 120) == 10  # of 12 bytes each
+    mixed = replay.with_replay(source(), tasks.Task("b", np.arange(12, 24), np.arange(2), ()), np.array([1, 5, 6]))
+    np.testing.assert_array_equal(np.bincount((fetched(mixed)[0] < 12).astype(int)), [12, 12])
+
+
+def test_the_fisher_information_is_that_of_logistic_regression():
+    """Of a linear model, in closed form: E[(p - y)² x²] with y drawn from p is p (1 - p) x²."""
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)])
+    data = source()
+    scaled = dataclasses.replace(data, scale=0.01)
+    indices = np.tile(np.arange(24), 100)
+    kernel, bias = consolidation.fisher_information(model, scaled, indices, seed=3)
+    x = scaled.fetch(tf.range(24, dtype=tf.int64))[0].numpy()
+    odds = tf.nn.softmax(model(x)).numpy()
+    variance = odds * (1.0 - odds)
+    np.testing.assert_allclose(bias, variance.mean(axis=0), rtol=0.1)
+    np.testing.assert_allclose(kernel, np.einsum("nc,nf->fc", variance, x**2) / 24, rtol=0.15)
+
+
+def test_one_parabola_stands_for_those_of_all_tasks(tmp_path):
+    """Also where the head has grown between them."""
+    random = np.random.default_rng(0)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3, kernel_regularizer=keras.regularizers.L2(0.5))])
+    informations = [
+        [random.uniform(size=[2, width]).astype(np.float32), np.zeros(width, np.float32)] for width in (2, 3)
+    ]
+    anchors = [[random.normal(size=[2, width]).astype(np.float32), np.ones(width, np.float32)] for width in (2, 3)]
+    held = consolidation.Consolidation([], [])
+    for information, anchor in zip(informations, anchors, strict=True):
+        held = held.with_task(information, anchor)
+    held.save(tmp_path / "held.npz")
+    held = consolidation.Consolidation.load(tmp_path / "held.npz")
+
+    def expected(kernel):
+        parts = [
+            information[0] * (kernel[:, : information[0].shape[1]] - anchor[0]) ** 2
+            for information, anchor in zip(informations, anchors, strict=True)
+        ]
+        return 0.5 * 10.0 * sum(part.sum() for part in parts) + 0.5 * (kernel**2).sum()
+
+    held.hold(model, 10.0)
+    held.hold(model, 10.0)  # twice is once
+    values = []
+    for _ in range(2):
+        kernel = random.normal(size=[2, 3]).astype(np.float32)
+        model.layers[0].kernel.assign(kernel)
+        values.append((float(sum(model.losses)), expected(kernel)))
+    assert values[0][0] - values[1][0] == pytest.approx(values[0][1] - values[1][1], rel=1e-4)  # but for a constant
+
+
+def test_distillation_is_that_of_the_paper():
+    random = np.random.default_rng(0)
+    logits, earlier = random.normal(size=[5, 4]), random.normal(size=[5, 3])
+    made = distillation.with_logits(source(5), earlier)
+    x, y = made.fetch(tf.range(5, dtype=tf.int64))
+    assert made.info.label_spec == tf.TensorSpec([4], tf.float32)
+    np.testing.assert_array_equal(y[:, 0], LABELS[:5])
+    loss = distillation.DistillationLoss(0.7, 2.0)(y, tf.constant(logits, tf.float32))
+
+    def log_softmax(values):
+        return values - np.log(np.exp(values).sum(axis=1, keepdims=True))
+
+    label = -log_softmax(logits)[np.arange(5), LABELS[:5]]
+    kept = -(np.exp(log_softmax(earlier / 2.0)) * log_softmax(logits[:, :3] / 2.0)).sum(axis=1)
+    assert float(loss) == pytest.approx(np.mean(label + 0.7 * 4.0 * kept), rel=1e-5)
+    metric = distillation.accuracy_beside_logits()
+    metric.update_state(y, tf.one_hot([0, 1, 2, 0, 0], 4))
+    assert float(metric.result()) == pytest.approx(4 / 5)
+    assert x.shape == (5, 2)
+
+
+def test_figures_of_a_matrix():
+    matrix = np.array([[1.0, np.nan, np.nan], [0.5, 0.9, np.nan], [0.6, 0.7, 0.8]])
+    assert results.figures_of(matrix) == pytest.approx(
+        {"average_accuracy": 0.7, "forgetting": (0.4 + 0.2) / 2, "backward_transfer": (-0.4 - 0.2) / 2}
+    )
+    assert results.figures_of(matrix[:1, :1]) == {
+        "average_accuracy": 1.0,
+        "forgetting": None,
+        "backward_transfer": None,
+    }
+    assert results.as_rows(matrix)[0] == [1.0, None, None]
+    assert results.picture(matrix, ["one", "two", "three"]).shape == (1, 238, 238, 3)
+    assert "60.0   70.0   80.0" in results.table(matrix, ["one", "two", "three"])

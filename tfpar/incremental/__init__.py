@@ -1,0 +1,29 @@
+"""Incremental learning: tasks that come one after the other, and what keeps a model from forgetting.
+
+The names below bring in TensorFlow when they are used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tfpar.incremental.checks import check
+    from tfpar.incremental.learner import IncrementalLearner
+    from tfpar.incremental.tasks import Task, split_tasks
+
+_HOMES = {
+    "IncrementalLearner": "tfpar.incremental.learner",
+    "check": "tfpar.incremental.checks",
+    "Task": "tfpar.incremental.tasks",
+    "split_tasks": "tfpar.incremental.tasks",
+}
+
+__all__ = ["IncrementalLearner", "Task", "check", "split_tasks"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'tfpar.incremental' has no attribute {name!r}")

@@ -1,0 +1,147 @@
+"""Elastic weight consolidation (Kirkpatrick et al. 2017, Overcoming catastrophic forgetting in neural networks).
+
+After each task, every weight has a diagonal Fisher information F, which says how much the outputs depend on it, and the
+value θ* that it had. Later tasks add λ/2 Σ F (θ - θ*)² to the loss (equation 3), for every earlier task. The sum of
+these parabolas is one parabola, of which two arrays are kept for each weight: Σ F, and Σ F θ*.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from collections.abc import Sequence
+
+from tfpar.inputs.source import Source
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+
+class Consolidation:
+    """The sum of the parabolas of all earlier tasks.
+
+    Args:
+      information: Σ F of each trainable weight, float32.
+      pulls: Σ F θ* of each.
+    """
+
+    def __init__(self, information: Sequence[np.ndarray], pulls: Sequence[np.ndarray]) -> None:
+        self.information, self.pulls = list(information), list(pulls)
+
+    def with_task(self, information: Sequence[np.ndarray], weights: Sequence[np.ndarray]) -> Consolidation:
+        """With another task.
+
+        Args:
+          information: Its F.
+          weights: The weights after it, θ*. Where a head has grown, what was kept has a zero for each new weight.
+        """
+        pulls = [each * weight for each, weight in zip(information, weights, strict=True)]
+        if not self.information:
+            return Consolidation(information, pulls)
+        return Consolidation(
+            [padded(old, new.shape) + new for old, new in zip(self.information, information, strict=True)],
+            [padded(old, new.shape) + new for old, new in zip(self.pulls, pulls, strict=True)],
+        )
+
+    def hold(self, model: keras.Model, strength: float) -> None:
+        """Makes a penalty for leaving the earlier tasks part of a model's losses, as weight regularizers are.
+
+        Args:
+          model: With the weights in the same order; where its head has grown, new weights are free.
+          strength: λ.
+        """
+        for place, weight in enumerate(model.trainable_variables if self.information else ()):
+            information = padded(self.information[place], tuple(weight.shape))
+            pull = padded(self.pulls[place], tuple(weight.shape))
+            anchor = np.divide(pull, information, out=np.zeros_like(pull), where=information > 0.0)
+            weight.regularizer = Penalty(information, anchor, strength, weight.regularizer)
+
+    def save(self, path: pathlib.Path) -> None:
+        """Writes it to a file, whole or not at all."""
+        temporary = path.with_name(f".{path.name}")
+        with open(temporary, "wb") as file:
+            np.savez(file, *self.information, *self.pulls)
+        os.replace(temporary, path)
+
+    @classmethod
+    def load(cls, path: pathlib.Path) -> Consolidation:
+        """What `save` has written; nothing in it is executed."""
+        with np.load(path, allow_pickle=False) as file:
+            arrays = [file[f"arr_{place}"] for place in range(len(file.files))]
+        return cls(arrays[: len(arrays) // 2], arrays[len(arrays) // 2 :])
+
+
+class Penalty:
+    """λ/2 Σ F (θ - θ*)², and the regularizer that the weight has besides.
+
+    Args:
+      information: F.
+      anchor: θ*.
+      strength: λ.
+      other: The layer's own regularizer, or None.
+    """
+
+    def __init__(
+        self, information: np.ndarray, anchor: np.ndarray, strength: float, other: keras.Regularizer | None
+    ) -> None:
+        self._information, self._anchor, self._strength = information, anchor, strength
+        self._other = other.other if isinstance(other, Penalty) else other
+
+    @property
+    def other(self) -> keras.Regularizer | None:
+        """The layer's own regularizer."""
+        return self._other
+
+    def __call__(self, weight: tf.Tensor) -> tf.Tensor:
+        away = tf.cast(weight, tf.float32) - self._anchor
+        penalty = 0.5 * self._strength * tf.reduce_sum(self._information * away * away)
+        return penalty if self._other is None else penalty + tf.cast(self._other(weight), tf.float32)
+
+
+def fisher_information(model: keras.Model, source: Source, indices: np.ndarray, *, seed: int) -> list[np.ndarray]:
+    """The diagonal Fisher information of the weights: the mean square of ∂ log p(y|x) / ∂θ, with y drawn from p.
+
+    Args:
+      model: A classifier that returns logits.
+      source: The examples.
+      indices: Which of them are used; each takes a pass by itself, because squares of sums are not sums of squares.
+      seed: Of the classes that are drawn.
+
+    Returns:
+      An array for each trainable variable, float32.
+    """
+    weights = [tf.convert_to_tensor(variable) for variable in model.trainable_variables]
+    state = [tf.convert_to_tensor(variable) for variable in model.non_trainable_variables]
+
+    def squares(place: tf.Tensor, index: tf.Tensor) -> list[tf.Tensor]:
+        x, _ = source.fetch(index[tf.newaxis])
+        with tf.GradientTape() as tape:
+            tape.watch(weights)
+            logits, _ = model.stateless_call(weights, state, x, training=False)
+            scores = tf.cast(tf.stop_gradient(logits), tf.float32)
+            noise = tf.random.stateless_uniform(tf.shape(scores), [seed, place], 1e-6, 1.0 - 1e-6)
+            label = tf.argmax(scores - tf.math.log(-tf.math.log(noise)), axis=-1)  # Gumbel: a draw from p
+            loss = tf.nn.sparse_softmax_cross_entropy_with_logits(label, tf.cast(logits, tf.float32))
+        gradients = tape.gradient(loss, weights, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+        return [tf.cast(tf.convert_to_tensor(each), tf.float32) ** 2 for each in gradients]
+
+    @tf.function(autograph=False)
+    def total(every: tf.Tensor) -> list[tf.Tensor]:
+        zeros = [tf.zeros(weight.shape) for weight in weights]
+        return tf.while_loop(
+            lambda place, _: place < tf.size(every),
+            lambda place, sums: (
+                place + 1,
+                [one + other for one, other in zip(sums, squares(place, every[place]), strict=True)],
+            ),
+            (tf.constant(0), zeros),
+            parallel_iterations=1,
+        )[1]
+
+    return [each.numpy() / len(indices) for each in total(tf.constant(indices, tf.int64))]
+
+
+def padded(array: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+    """An array with zeros after its last entries, for weights of outputs that have come since."""
+    return np.pad(array, [(0, size - old) for size, old in zip(shape, array.shape, strict=True)])

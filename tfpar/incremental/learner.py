@@ -1,0 +1,349 @@
+"""`IncrementalLearner`: learns one task after the other, each as a run of its own that can be resumed.
+
+```
+WORKDIR/task-01/     the run of the first task: checkpoints, TensorBoard events, summary.json, model.keras
+WORKDIR/task-01/task.json   written last: the task is learned, with its accuracies on all tasks so far
+WORKDIR/summary.json        the accuracy matrix and its figures
+```
+
+A program that is started again skips the tasks that are learned, and resumes the one that was under way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tfpar.checkpoint.model_files import load_model
+from tfpar.collectives.agreement import WorkerAgreement
+from tfpar.collectives.tensorflow import world_group
+from tfpar.config import ConfigError, ExperimentConfig, IncrementalConfig
+from tfpar.incremental import results
+from tfpar.incremental.consolidation import Consolidation, fisher_information
+from tfpar.incremental.distillation import DistillationLoss, accuracy_beside_logits, with_logits
+from tfpar.incremental.replay import kept_examples, room_for, with_replay
+from tfpar.incremental.tasks import Task, chosen, labels_of, split_tasks, with_classes
+from tfpar.inputs.source import Source
+from tfpar.monitor.tensorboard import EventFiles
+from tfpar.parallel.strategies import Runtime
+from tfpar.training.trainer import Trainer
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+_log = logging.getLogger(__name__)
+
+Build = Callable[[int], keras.Model]
+_DONE = "task.json"
+_BATCH = 256  # of a pass of an earlier model over examples
+
+
+class IncrementalLearner:
+    """Learns tasks one after the other, see `--tasks` and `--method`.
+
+    Args:
+      build: `(classes) -> model`: builds a classifier that returns logits; called again for every task, under the
+        strategy.
+      train: Training examples of all tasks.
+      validation: Validation examples of all tasks.
+      config: The whole configuration, with a section `incremental`; `--epochs` or `--steps` are those of a task.
+      runtime: From `tfpar.initialize`.
+
+    Attributes:
+      tasks: The tasks, in order.
+      matrix: Accuracies `[T, T]`: row t on each task after task t; NaN for what has not come.
+    """
+
+    def __init__(
+        self, build: Build, train: Source, validation: Source, *, config: ExperimentConfig, runtime: Runtime
+    ) -> None:
+        self._options = incremental_of(config)
+        self._build, self._train, self._validation = build, train, validation
+        self._config, self._runtime = config, runtime
+        self.tasks: list[Task] = split_tasks(self._options, train, validation)
+        self.matrix: np.ndarray = np.full([len(self.tasks)] * 2, np.nan)
+        self._labels = labels_of(train)
+        self._workdir = pathlib.Path(config.checkpoint.workdir) if config.checkpoint.workdir else None
+        self._earlier: list[np.ndarray] = []  # weights after the last task
+        self._consolidation = Consolidation([], [])
+
+    def learn(self) -> dict[str, Any]:
+        """Learns all tasks.
+
+        Returns:
+          The contents of the workdir's `summary.json`: `method`, `tasks`, `matrix`, `average_accuracy`, `forgetting`,
+          `backward_transfer` (see `results.figures_of`), and `params_sha256` of the last model. Empty where
+          `--stop_after` ended the run of a task.
+        """
+        done, digest = self._learned_before(), ""
+        for number, task in enumerate(self.tasks):
+            if number < done:
+                digest = self._take_up(number)
+                continue
+            self._say(
+                f"task {number + 1} of {len(self.tasks)}: {task.name}, {len(task.indices):,} examples, "
+                f"--method={self._options.method}"
+            )
+            digest = self._learn_task(number)
+            if not digest:
+                self._say(f"stopped in task {number + 1} by --stop_after; the next start goes on with it")
+                return {}
+            self._say(results.table(self.matrix[: number + 1, : number + 1], self._names(number + 1)))
+        return self._finish(digest)
+
+    def _learn_task(self, number: int) -> str:
+        """Learns a task and evaluates all so far; returns the digest of the weights, empty if the run was stopped."""
+        task, options = self.tasks[number], self._options
+        teaches = options.method == "lwf" and number > 0
+        logits = self._teacher(number) if teaches else None
+        trainer = Trainer(
+            lambda: self._model(number),
+            loss=DistillationLoss(options.lwf_strength, options.lwf_temperature)
+            if teaches
+            else keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=[accuracy_beside_logits() if teaches else keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
+            config=self._config_of(number),
+            runtime=self._runtime,
+        )
+        own, validation = self._examples(number), self._held_out(task, number)
+        if logits is not None:
+            own, validation = with_logits(own, logits(own)), with_logits(validation, logits(validation))
+        summary = trainer.fit(own, validation=validation)
+        if self._config.train.stop_after and not self._is_finished(number):
+            return ""
+        for place in range(number + 1):
+            held_out = self._held_out(self.tasks[place], number)
+            if logits is not None:  # the metric reads the class alone
+                held_out = with_logits(held_out, logits(held_out))
+            self.matrix[number, place] = trainer.evaluate(held_out)["accuracy"]
+        self._earlier = [np.asarray(each) for each in trainer.program.first_copies(trainer.model.weights)]
+        if options.method == "ewc":
+            self._consolidate(number)
+        digest = str(summary["params_sha256"])
+        self._write(number, digest)
+        return digest
+
+    def _model(self, number: int) -> keras.Model:
+        """The model of a task, with the weights of the task before."""
+        model = self._build(self._classes(number))
+        if self._earlier:
+            carry_over(model, self._earlier)
+        if self._options.method == "ewc":
+            self._consolidation.hold(model, self._options.ewc_strength)
+        return model
+
+    def _classes(self, number: int) -> int:
+        """Outputs of the model of a task."""
+        if not self._options.grow_head:
+            return self._train.info.num_classes
+        return 1 + max(label for task in self.tasks[: number + 1] for label in task.classes)
+
+    def _held_out(self, task: Task, number: int) -> Source:
+        """The validation examples of a task, for the model of task `number`."""
+        return with_classes(chosen(self._validation, task.validation, task.name), self._classes(number))
+
+    def _examples(self, number: int) -> Source:
+        """What a task is learned from."""
+        return with_classes(self._examples_of(number), self._classes(number))
+
+    def _examples_of(self, number: int) -> Source:
+        task, earlier, options = self.tasks[number], self.tasks[:number], self._options
+        if options.method == "joint":
+            every = np.concatenate([each.indices for each in self.tasks[: number + 1]])
+            return chosen(self._train, np.sort(every), f"{task.name}, and all before")
+        if options.method != "replay" or not earlier:
+            return chosen(self._train, task.indices, task.name)
+        room = room_for(self._train, options.replay_examples, options.replay_bytes)
+        kept = kept_examples(earlier, self._labels, room, policy=options.replay_policy, seed=self._config.train.seed)
+        return with_replay(self._train, task, kept)
+
+    def _teacher(self, number: int) -> Callable[[Source], np.ndarray]:
+        """The logits of the model after the task before, of the examples of a source."""
+        model = self._alone(number - 1)
+        call = tf.function(lambda x: model(x, training=False), autograph=False, reduce_retracing=True)
+
+        def logits(source: Source) -> np.ndarray:
+            count = source.info.num_examples
+            parts = [
+                call(source.fetch(tf.range(start, min(start + _BATCH, count), dtype=tf.int64))[0]).numpy()
+                for start in range(0, count, _BATCH)
+            ]
+            return np.concatenate(parts).astype(np.float32)
+
+        return logits
+
+    def _alone(self, number: int) -> keras.Model:
+        """The model after a task, outside the strategy."""
+        model = self._build(self._classes(number))
+        carry_over(model, self._earlier)
+        return model
+
+    def _consolidate(self, number: int) -> None:
+        """Adds what the task needs of the weights."""
+        model, task, seed = self._alone(number), self.tasks[number], self._config.train.seed
+        count = min(self._options.fisher_examples, len(task.indices))
+        drawn = np.random.default_rng([seed & 0xFFFFFFFF, number]).permutation(task.indices)[:count]
+        information = fisher_information(model, self._train, drawn, seed=seed)
+        weights = [np.asarray(variable) for variable in model.trainable_variables]
+        self._consolidation = self._consolidation.with_task(information, weights)
+
+    # What is kept.
+
+    def _directory(self, number: int) -> pathlib.Path | None:
+        return self._workdir / f"task-{number + 1:02d}" if self._workdir else None
+
+    def _config_of(self, number: int) -> ExperimentConfig:
+        """The configuration of the run of a task."""
+        directory = self._directory(number)
+        checkpoint = dataclasses.replace(self._config.checkpoint, workdir=str(directory or ""))
+        return dataclasses.replace(self._config, checkpoint=checkpoint)
+
+    def _write(self, number: int, digest: str) -> None:
+        """Notes that a task is learned, whole or not at all."""
+        directory = self._directory(number)
+        if directory is None or not self._runtime.topology.is_chief:
+            return
+        if self._options.method == "ewc":
+            self._consolidation.save(directory / "consolidation.npz")
+        accuracies = self.matrix[number, : number + 1].tolist()
+        write_json(
+            directory / _DONE,
+            {"options": self._described(), "name": self.tasks[number].name, "accuracies": accuracies, "digest": digest},
+        )
+
+    def _described(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self._options), "seed": self._config.train.seed}
+
+    def _learned_before(self) -> int:
+        """How many tasks an earlier start has learned, as the chief sees it.
+
+        Raises:
+          ConfigError: They were learned with other options.
+        """
+        count, problem = 0, ""
+        for number in range(len(self.tasks)):
+            directory = self._directory(number)
+            if directory is None or not (directory / _DONE).exists():
+                break
+            saved = json.loads((directory / _DONE).read_text())["options"]
+            other = [name for name, value in self._described().items() if saved.get(name) != value]
+            if other:
+                flags = ", ".join(f"--{name}" for name in other)
+                problem = (
+                    f"--workdir={self._workdir}: its tasks were learned with another {flags}. Give the same options, "
+                    "or another workdir."
+                )
+                break
+            count += 1
+        count, problem = self._of_chief([count, problem])
+        if problem:
+            raise ConfigError(problem)
+        return int(count)
+
+    def _of_chief(self, value: Any) -> Any:
+        """The chief's value, on every worker."""
+        topology = self._runtime.topology
+        return WorkerAgreement(world_group(topology.workers, topology.worker)).gather(value)[0]
+
+    def _is_finished(self, number: int) -> bool:
+        """Whether the run of a task has come to its end, as the chief sees it."""
+        directory = self._directory(number)
+        return bool(self._of_chief(directory is None or (directory / "summary.json").exists()))
+
+    def _take_up(self, number: int) -> str:
+        """Takes up what a learned task has left; returns the digest of its weights."""
+        directory = self._directory(number)
+        assert directory is not None
+        saved = json.loads((directory / _DONE).read_text())
+        self.matrix[number, : number + 1] = saved["accuracies"]
+        self._say(f"task {number + 1} of {len(self.tasks)}: {self.tasks[number].name}: learned already")
+        self._earlier = [np.asarray(weight) for weight in load_model(str(directory / "model.keras")).weights]
+        if self._options.method == "ewc":
+            self._consolidation = Consolidation.load(directory / "consolidation.npz")
+        return str(saved["digest"])
+
+    def _finish(self, digest: str) -> dict[str, Any]:
+        """Writes and returns the results."""
+        names = self._names(len(self.tasks))
+        figures = results.figures_of(self.matrix)
+        summary: dict[str, Any] = {
+            "method": self._options.method,
+            "tasks": [
+                {"name": task.name, "classes": list(task.classes), "examples": len(task.indices)} for task in self.tasks
+            ],
+            "matrix": results.as_rows(self.matrix),
+            **figures,
+            "params_sha256": digest,
+        }
+        self._say("\n" + results.table(self.matrix, names))
+        self._say(
+            "  ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in figures.items() if value is not None)
+        )
+        if self._workdir and self._runtime.topology.is_chief:
+            write_json(self._workdir / "summary.json", summary)
+            self._show(names, figures)
+            self._say(f"look next\n  tensorboard --logdir {self._workdir}")
+        return summary
+
+    def _show(self, names: Sequence[str], figures: Mapping[str, float | None]) -> None:
+        """Matrix and figures for TensorBoard."""
+        events = EventFiles(str(self._workdir), self._config.as_flat_dict())
+        events.images(
+            "incremental/accuracy_matrix", results.picture(self.matrix, names), step=len(self.tasks), run="eval"
+        )
+        for number in range(len(self.tasks)):
+            so_far = results.figures_of(self.matrix[: number + 1, : number + 1])
+            values = {f"incremental/{name}": value for name, value in so_far.items() if value is not None}
+            events.scalars("eval", number + 1, values)
+        events.end_session(success=True)
+        events.close()
+
+    def _names(self, count: int) -> list[str]:
+        return [f"{number + 1}: {task.name}" for number, task in enumerate(self.tasks[:count])]
+
+    def _say(self, text: str) -> None:
+        if self._runtime.topology.is_chief and self._config.monitor.verbose > 0:
+            _log.info("%s", text)
+
+
+def incremental_of(config: ExperimentConfig) -> IncrementalConfig:
+    """The options of incremental learning, which this configuration has."""
+    return config.incremental or IncrementalConfig()
+
+
+def carry_over(model: keras.Model, weights: Sequence[np.ndarray]) -> None:
+    """Gives a model the weights of an earlier one, which may have had fewer outputs.
+
+    Args:
+      model: The later one. What it has more in the last dim of a weight keeps its initial value.
+      weights: Of the earlier one, in the same order.
+
+    Raises:
+      ConfigError: A weight that differs in anything else.
+    """
+    for variable, earlier in zip(model.weights, weights, strict=True):
+        shape = tuple(variable.shape)
+        if shape[:-1] != earlier.shape[:-1] or (shape and shape[-1] < earlier.shape[-1]):
+            raise ConfigError(
+                f"--grow_head: {variable.path} has shape {shape}, and had {earlier.shape}. Only the last dim of a "
+                "weight can grow with the classes."
+            )
+        if shape == earlier.shape:
+            variable.assign(earlier)
+        else:
+            grown = np.array(variable)
+            grown[..., : earlier.shape[-1]] = earlier
+            variable.assign(grown)
+
+
+def write_json(path: pathlib.Path, content: Mapping[str, Any]) -> None:
+    """Writes a JSON file, whole or not at all."""
+    temporary = path.with_name(f".{path.name}")
+    temporary.write_text(json.dumps(content, indent=1) + "\n")
+    os.replace(temporary, path)

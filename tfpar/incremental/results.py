@@ -1,0 +1,56 @@
+"""What incremental learning is judged by: the accuracy on each task after each task.
+
+Shapes: T tasks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+
+def figures_of(matrix: np.ndarray) -> dict[str, float | None]:
+    """The figures of an accuracy matrix.
+
+    Args:
+      matrix: `[T, T]`: row t has the accuracies on the tasks after task t; NaN for tasks that had not come.
+
+    Returns:
+      `average_accuracy`, over all tasks after the last one; `forgetting`, how far accuracies have fallen from their
+      best (Chaudhry et al. 2018, Riemannian walk for incremental learning, equation 3); `backward_transfer`, how they
+      have changed since a task was learned (Lopez-Paz and Ranzato 2017, Gradient episodic memory). The last two are
+      None for one task.
+    """
+    tasks = len(matrix)
+    last = matrix[-1]
+    forgetting = [np.nanmax(matrix[:-1, task]) - last[task] for task in range(tasks - 1)]
+    transfer = [last[task] - matrix[task, task] for task in range(tasks - 1)]
+    return {
+        "average_accuracy": float(np.mean(last)),
+        "forgetting": float(np.mean(forgetting)) if forgetting else None,
+        "backward_transfer": float(np.mean(transfer)) if transfer else None,
+    }
+
+
+def as_rows(matrix: np.ndarray) -> list[list[float | None]]:
+    """A matrix as JSON has it."""
+    return [[None if np.isnan(value) else float(value) for value in row] for row in matrix]
+
+
+def table(matrix: np.ndarray, names: Sequence[str]) -> str:
+    """The matrix as lines of text, in percent."""
+    width = max(len(name) for name in names)
+    lines = ["accuracy in percent after each task (row), on each task (column)"]
+    for name, row in zip(names, matrix, strict=True):
+        cells = ["     " if np.isnan(value) else f"{100.0 * value:5.1f}" for value in row]
+        lines.append(f"  {name:<{width}}  {'  '.join(cells)}")
+    return "\n".join(lines)
+
+
+def picture(matrix: np.ndarray, names: Sequence[str]) -> Any:
+    """The matrix as an image for TensorBoard, uint8 `[1, height, width, 3]`."""
+    from tfpar.monitor import figures  # here, so that only a process that draws loads it
+
+    return figures.matrix(matrix, names, ("rows: after", "columns: on", "accuracy", "in percent"))

@@ -1,0 +1,187 @@
+"""A stream of tasks out of any source of classified examples, and sources that are parts of others.
+
+Shapes: n examples.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tfpar.config import ConfigError, IncrementalConfig
+from tfpar.inputs import structures
+from tfpar.inputs.source import CLASSIFICATION, Batch, LazyTensors, Source
+
+import numpy as np
+import tensorflow as tf
+
+_BATCH = 1024  # of a pass over all labels
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Task:
+    """Examples that come together.
+
+    Attributes:
+      name: For reports.
+      indices: Int64 `[n]`: which of the training examples it has.
+      validation: Which of the validation examples it is evaluated on, int64.
+      classes: Its classes, in order.
+    """
+
+    name: str
+    indices: np.ndarray
+    validation: np.ndarray
+    classes: tuple[int, ...]
+
+
+def split_tasks(options: IncrementalConfig, train: Source, validation: Source) -> list[Task]:
+    """The tasks of training and validation examples, in the order in which they come.
+
+    Args:
+      options: `tasks` says how they are made.
+      train: Training examples, with one class each.
+      validation: Validation examples. Where tasks are classes, a task is evaluated on the examples of its own; else on
+        all of them.
+
+    Raises:
+      ConfigError: Examples without a class each, fewer than two tasks, or a task without examples.
+    """
+    kind, number = options.parts()
+    labels, held_out = labels_of(train), labels_of(validation)
+    whole = np.arange(len(held_out))
+    tasks = []
+    if kind == "by_class":
+        classes = np.unique(labels)
+        for chosen in np.split(classes, range(number, len(classes), number)):
+            name = f"classes {', '.join(map(str, chosen))}"
+            tasks.append((name, np.flatnonzero(np.isin(labels, chosen)), np.flatnonzero(np.isin(held_out, chosen))))
+    elif kind == "by_file":
+        if not train.info.files:
+            raise ConfigError(f"--tasks={options.tasks}: {train.info.name} has no files. Use by_class:N or in_order:N.")
+        ends = np.cumsum(train.info.records_per_file)
+        stretches = np.split(np.arange(len(labels)), ends[:-1])
+        for first in range(0, len(stretches), number):
+            part = np.concatenate(stretches[first : first + number])
+            tasks.append((f"files {first + 1} to {min(first + number, len(stretches))}", part, whole))
+    else:
+        for place, part in enumerate(np.array_split(np.arange(len(labels)), number)):
+            tasks.append((f"stretch {place + 1}", part, whole))
+    if len(tasks) < 2 or not all(len(indices) and len(others) for _, indices, others in tasks):
+        counts = ", ".join(f"{name}: {len(indices)} and {len(others)}" for name, indices, others in tasks)
+        raise ConfigError(
+            f"--tasks={options.tasks} makes these tasks of {train.info.name}, with so many training and validation "
+            f"examples: {counts}. There must be two or more, and examples in each. Choose another number, or "
+            "--validation_fraction."
+        )
+    return [
+        Task(name, indices, others, tuple(int(each) for each in np.unique(labels[indices])))
+        for name, indices, others in tasks
+    ]
+
+
+def labels_of(source: Source) -> np.ndarray:
+    """The classes of all examples, int64 `[n]`.
+
+    Raises:
+      ConfigError: They have no class, several, or weights of their own.
+    """
+    info = source.info
+    one = structures.is_single(info.target_spec) and not info.target_spec.shape.rank
+    if info.task != CLASSIFICATION or not one or not info.target_spec.dtype.is_integer:
+        raise ConfigError(
+            f"--dataset={info.name}: incremental learning needs examples with one class each. Use a data set for "
+            "classification."
+        )
+
+    @tf.function(autograph=False, input_signature=[tf.TensorSpec([None], tf.int64)])
+    def read(indices: tf.Tensor) -> tf.Tensor:
+        return tf.cast(source.read(indices)[1], tf.int64)
+
+    starts = range(0, info.num_examples, _BATCH)
+    parts = [read(tf.range(start, min(start + _BATCH, info.num_examples), dtype=tf.int64)).numpy() for start in starts]
+    return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+
+
+def chosen(source: Source, indices: np.ndarray, name: str) -> Source:
+    """Some examples of a source, as a source.
+
+    Args:
+      source: All examples.
+      indices: Int64 `[n]`: which of them, in their order.
+      name: Says what they are.
+    """
+    kept = indices.astype(np.int64)
+    table = LazyTensors(lambda: [kept])
+    content = hashlib.blake2b(source.info.fingerprint.encode() + kept.tobytes(), digest_size=16).hexdigest()
+    usable = source.usable
+    return dataclasses.replace(
+        source,
+        info=_described(source, f"{source.info.name} ({name})", len(kept), content),
+        read=lambda places: source.read(tf.gather(table.tensors()[0], places)),
+        usable=usable and (lambda places: usable(tf.gather(table.tensors()[0], places))),
+    )
+
+
+def with_classes(source: Source, classes: int) -> Source:
+    """The same examples, for a model with so many outputs."""
+    return dataclasses.replace(source, info=dataclasses.replace(source.info, num_classes=classes))
+
+
+def joined(first: Source, second: Source, repeats: int, name: str) -> Source:
+    """The examples of one source, and those of another several times over, as one source.
+
+    Args:
+      first: Examples.
+      second: Examples of the same form.
+      repeats: How often the second ones come.
+      name: Says what they are.
+    """
+    own, others = first.info.num_examples, second.info.num_examples
+    content = hashlib.blake2b(
+        f"{first.info.fingerprint} {second.info.fingerprint} {repeats}".encode(), digest_size=16
+    ).hexdigest()
+
+    def split(places: tf.Tensor, apply: Callable[[Source, tf.Tensor], Any]) -> Any:
+        """What both sources give for their share of the places, in the order of these."""
+        is_first = places < own
+        where = [tf.where(condition)[:, 0] for condition in (is_first, ~is_first)]
+        parts = [apply(first, tf.gather(places, where[0])), apply(second, (tf.gather(places, where[1]) - own) % others)]
+        order = [tf.cast(each, tf.int32) for each in where]
+        return tf.nest.map_structure(lambda *two: _stitched(order, two), *parts)
+
+    def read(places: tf.Tensor) -> Batch:
+        batch: Batch = split(places, lambda source, own_places: source.read(own_places))
+        return batch
+
+    def all_usable(source: Source, own_places: tf.Tensor) -> tf.Tensor:
+        return source.usable(own_places) if source.usable else tf.ones(tf.shape(own_places), tf.bool)
+
+    return dataclasses.replace(
+        first,
+        info=_described(first, f"{first.info.name} ({name})", own + repeats * others, content),
+        read=read,
+        usable=(lambda places: split(places, all_usable)) if first.usable or second.usable else None,
+    )
+
+
+def _stitched(order: Sequence[tf.Tensor], parts: Sequence[tf.Tensor]) -> tf.Tensor:
+    result = tf.dynamic_stitch(list(order), list(parts))
+    result.set_shape([None, *parts[0].shape[1:]])
+    return result
+
+
+def _described(source: Source, name: str, count: int, digest: str) -> Any:
+    """The description of a source made of another one: its examples are in no order of files."""
+    return dataclasses.replace(
+        source.info,
+        name=name,
+        num_examples=count,
+        files=(),
+        records_per_file=(),
+        block_size=1,
+        label_range=None,
+        digest=digest,
+    )
