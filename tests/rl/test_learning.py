@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tfpar import rl
 from tfpar.config.reinforcement_presets import preset
-from tfpar.rl.play import play
+from tfpar.rl.playing.episodes import play
 
 import keras
 import pytest

@@ -6,7 +6,7 @@ import json
 
 from tfpar import rl
 from tfpar.config import ConfigError, ExperimentConfig
-from tfpar.rl import play
+from tfpar.rl.playing import episodes, evaluation
 
 import gymnasium
 import keras
@@ -69,7 +69,7 @@ def test_what_a_run_leaves_behind(plain):
 
 def test_the_saved_policy_does_in_gymnasium_what_the_evaluation_says(plain):
     """The same episodes: the starts of the evaluation, set as Gymnasium's states."""
-    from tfpar.rl import environments, evaluation, vector
+    from tfpar.rl import environments, vector
 
     import tensorflow as tf
 
@@ -93,10 +93,10 @@ def test_the_saved_policy_does_in_gymnasium_what_the_evaluation_says(plain):
 def test_a_saved_policy_plays_in_gymnasium(plain):
     _, _, workdir = plain
     model = keras.saving.load_model(workdir / "model.keras")
-    played = play.play(model, "CartPole-v1", episodes=3, seed=5)
-    again = play.play(model, "CartPole-v1", episodes=1, seed=6)
+    played = episodes.play(model, "CartPole-v1", episodes=3, seed=5)
+    again = episodes.play(model, "CartPole-v1", episodes=1, seed=6)
     assert played.returns[1] == again.returns[0] == again.lengths[0] > 7
-    assert play.Played(np.array([1.0, 3.0]), np.array([4, 6])).summary("Some-v0") == {
+    assert episodes.Played(np.array([1.0, 3.0]), np.array([4, 6])).summary("Some-v0") == {
         "env": "Some-v0",
         "episodes": 2,
         "return": 2.0,
@@ -106,9 +106,9 @@ def test_a_saved_policy_plays_in_gymnasium(plain):
         "length": 5.0,
     }
     with pytest.raises(ConfigError, match=r"observations have shape \(2,\), and the model takes \(4,\)"):
-        play.play(model, "MountainCar-v0")
+        episodes.play(model, "MountainCar-v0")
     with pytest.raises(ConfigError, match=r"--env=Nothing-v0: Gymnasium cannot make it"):
-        play.play(model, "Nothing-v0")
+        episodes.play(model, "Nothing-v0")
 
 
 def test_two_replicas_learn_what_one_does_with_all_environments(plain):

@@ -49,8 +49,8 @@ def main(_: list[str]) -> None:
             f"--env is missing, and {given.model_file} lies beside no checkpoint that says what the policy was trained "
             "in. Name the environment, e.g. --env=CartPole-v1."
         )
-    from tfpar.rl import play
+    from tfpar.rl.playing import episodes
 
     with contextlib.redirect_stdout(sys.stderr):  # so that standard output is the result alone
-        played = play.play(tfpar.load_model(given.model_file), env, episodes=given.episodes, seed=given.seed)
+        played = episodes.play(tfpar.load_model(given.model_file), env, episodes=given.episodes, seed=given.seed)
     print(json.dumps(played.summary(env), indent=2))

@@ -20,8 +20,8 @@ from tfpar.rl.actors import Actors
 from tfpar.rl.algorithm import Algorithm
 from tfpar.rl.dqn import DQN
 from tfpar.rl.environments import AnyEnvironment, Discrete, Environment, HostEnvironment
-from tfpar.rl.evaluation import HostEvaluator, PolicyEvaluator
-from tfpar.rl.film import Film
+from tfpar.rl.playing.evaluation import HostEvaluator, PolicyEvaluator
+from tfpar.rl.playing.film import Film
 from tfpar.rl.policy import build_policy, build_q_network
 from tfpar.rl.ppo import PPO
 from tfpar.rl.step import ActingStep, AgentMemory
@@ -231,7 +231,7 @@ class ReinforcementTrainer:
             line=(("return", "length"), "env steps/s", options.transitions_per_rollout / per_round),
             export=self.memory.export,
             restore=self.memory.restore,
-            goes_on="learning goes on, and new episodes begin: Gymnasium's environments cannot be saved"
+            goes_on="learning continues with new episodes: Gymnasium's environments cannot be saved"
             if self.actors
             else "the episodes go on where they stopped",
             show=self._film,

@@ -10,7 +10,7 @@ from tfpar.collectives.tensorflow import world_group
 from tfpar.process.activity import activity
 from tfpar.rl import vector
 from tfpar.rl.environments import Environment, HostEnvironment
-from tfpar.rl.play import play_outputs
+from tfpar.rl.playing.episodes import play_outputs
 from tfpar.rl.policy import Distribution
 from tfpar.training.evaluation import BatchCalls
 from tfpar.training.model.call import call_model
