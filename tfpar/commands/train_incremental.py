@@ -3,7 +3,7 @@ r"""Learns tasks that come one after the other, and measures what is forgotten.
 tfpar train incremental --dataset=digits --tasks=by_class:2 --method=replay --workdir=runs/tasks
 tfpar launch --workers=2 -- tfpar train incremental --method=ewc --exchange=int8 --workdir=runs/tasks
 
---epochs or --steps are those of a task. Started again, it goes on with the task that was under way.
+--epochs or --steps are those of a task. Started again, it continues with the task that was under way.
 """
 
 from __future__ import annotations

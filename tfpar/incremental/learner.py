@@ -92,7 +92,7 @@ class IncrementalLearner:
             )
             digest = self._learn_task(number)
             if not digest:
-                self._say(f"stopped in task {number + 1} by --stop_after; the next start goes on with it")
+                self._say(f"stopped in task {number + 1} by --stop_after; the next start continues with it")
                 return {}
             self._say(results.table(self.matrix[: number + 1, : number + 1], self._names(number + 1)))
         return self._finish(digest)
