@@ -75,6 +75,16 @@ def test_weights_that_a_pattern_finds_are_trained(pattern, expected, messages):
     assert any(line.startswith(f"training {count:,} of 103 parameters") for line in messages), messages
 
 
+def test_a_layer_that_never_learned_stays_as_it_is():
+    """Batch normalisation without gamma and beta."""
+    norm = layers.BatchNormalization(center=False, scale=False, name="norm")
+    given = keras.Sequential([keras.Input((4,)), norm, layers.Dense(1, name="last")])
+    start = starts(given)
+    assert "norm/moving_mean" in {
+        "/".join(path.split("/")[-2:]) for path in changed(trained(given, trainable="all"), start)
+    }
+
+
 def test_adapters_alone_are_trained_and_begin_as_nothing(messages):
     given = attention()
     start = starts(given)

@@ -51,7 +51,7 @@ def adapt_model(
         named = [weight for weight in own if trainable and re.search(pattern, weight.path)]
         found = found or bool(named)
         trained = {id(weight) for weight in [*named, *filter(is_adapter, own)]}
-        if len(all_layers(layer)) == 1:  # not one with layers inside, which would freeze with it
+        if own and len(all_layers(layer)) == 1:  # not one with layers inside, which would freeze with it
             layer.trainable = bool(trained)
         for weight in own:
             weight.trainable = id(weight) in trained
