@@ -11,6 +11,7 @@ import os
 import pathlib
 from collections.abc import Sequence
 
+from tfpar.checkpoint.arrays import read_arrays, write_arrays
 from tfpar.inputs.source import Source
 
 import keras
@@ -59,17 +60,18 @@ class Consolidation:
 
     def save(self, path: pathlib.Path) -> None:
         """Writes it to a file, whole or not at all."""
+        named = {f"information/{place}": each for place, each in enumerate(self.information)}
+        named |= {f"pull/{place}": each for place, each in enumerate(self.pulls)}
         temporary = path.with_name(f".{path.name}")
-        with open(temporary, "wb") as file:
-            np.savez(file, *self.information, *self.pulls)
+        write_arrays(temporary, named)
         os.replace(temporary, path)
 
     @classmethod
     def load(cls, path: pathlib.Path) -> Consolidation:
-        """What `save` has written; nothing in it is executed."""
-        with np.load(path, allow_pickle=False) as file:
-            arrays = [file[f"arr_{place}"] for place in range(len(file.files))]
-        return cls(arrays[: len(arrays) // 2], arrays[len(arrays) // 2 :])
+        """What `save` has written."""
+        named = read_arrays(path)
+        places = range(len(named) // 2)
+        return cls([named[f"information/{place}"] for place in places], [named[f"pull/{place}"] for place in places])
 
 
 class Penalty:

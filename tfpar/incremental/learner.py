@@ -210,7 +210,7 @@ class IncrementalLearner:
         if directory is None or not self._runtime.topology.is_chief:
             return
         if self._options.method == "ewc":
-            self._consolidation.save(directory / "consolidation.npz")
+            self._consolidation.save(directory / "consolidation.safetensors")
         accuracies = self.matrix[number, : number + 1].tolist()
         write_json(
             directory / _DONE,
@@ -265,7 +265,7 @@ class IncrementalLearner:
         self._say(f"task {number + 1} of {len(self.tasks)}: {self.tasks[number].name}: learned already")
         self._earlier = [np.asarray(weight) for weight in load_model(str(directory / "model.keras")).weights]
         if self._options.method == "ewc":
-            self._consolidation = Consolidation.load(directory / "consolidation.npz")
+            self._consolidation = Consolidation.load(directory / "consolidation.safetensors")
         return str(saved["digest"])
 
     def _finish(self, digest: str) -> dict[str, Any]:
