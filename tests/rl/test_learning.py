@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tfpar import rl
-from tfpar.config.reinforcement_presets import preset
+from tfpar.config.sections.reinforcement_presets import preset
 from tfpar.rl.playing.episodes import play
 
 import keras

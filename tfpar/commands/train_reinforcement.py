@@ -3,8 +3,8 @@ r"""Learns a policy by acting in an environment that runs on the device.
 tfpar train reinforcement --env=CartPole-v1 --workdir=runs/cartpole
 tfpar launch --workers=2 -- tfpar train reinforcement --env=Acrobot-v1 --exchange=int8 --workdir=runs/acrobot
 
-What is not given on the command line depends on the environment (tfpar/config/reinforcement_presets.py). --env_steps
-or --steps say how long the run is: a step is a change of the weights, from one minibatch.
+What is not given on the command line depends on the environment: tfpar/config/sections/reinforcement_presets.py.
+--env_steps or --steps say how long the run is: a step is a change of the weights, from one minibatch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import tfpar
 from tfpar.config import SECTIONS, flags
-from tfpar.config.reinforcement_presets import preset
+from tfpar.config.sections.reinforcement_presets import preset
 
 # There is no data set, and the model is a policy.
 _SECTIONS = ("reinforcement", *(section for section in SECTIONS if section not in ("model", "input")))

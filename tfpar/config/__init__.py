@@ -8,24 +8,25 @@ from __future__ import annotations
 from tfpar.config.errors import ConfigError, TrainingError, unknown_name
 from tfpar.config.experiment import PER_HOST_OPTIONS, RESUME_MAY_CHANGE, SECTIONS, ExperimentConfig
 from tfpar.config.fields import parse_arguments
-from tfpar.config.incremental_section import IncrementalConfig
-from tfpar.config.input_section import InputConfig
-from tfpar.config.outer_section import OuterConfig
-from tfpar.config.reinforcement_section import ReinforcementConfig
 from tfpar.config.sections import (
     ALL_WEIGHTS,
     CUSTOM,
     PRECISIONS,
+    STRATEGIES,
     CheckpointConfig,
     ExchangeConfig,
+    IncrementalConfig,
+    InputConfig,
     ModelConfig,
     MonitorConfig,
     OptimizerConfig,
+    OuterConfig,
     PrecisionConfig,
+    ReinforcementConfig,
     ScheduleConfig,
+    StrategyConfig,
     TrainConfig,
 )
-from tfpar.config.strategy_section import STRATEGIES, StrategyConfig
 from tfpar.config.trainer_options import TrainerOptions
 
 __all__ = [

@@ -11,21 +11,21 @@ from typing import Any
 
 from tfpar.config.errors import unknown_name
 from tfpar.config.fields import ConfigBase
-from tfpar.config.incremental_section import IncrementalConfig
-from tfpar.config.input_section import InputConfig
-from tfpar.config.outer_section import OuterConfig
-from tfpar.config.reinforcement_section import ReinforcementConfig
 from tfpar.config.sections import (
     CheckpointConfig,
     ExchangeConfig,
+    IncrementalConfig,
+    InputConfig,
     ModelConfig,
     MonitorConfig,
     OptimizerConfig,
+    OuterConfig,
     PrecisionConfig,
+    ReinforcementConfig,
     ScheduleConfig,
+    StrategyConfig,
     TrainConfig,
 )
-from tfpar.config.strategy_section import StrategyConfig
 
 SECTIONS: dict[str, type[ConfigBase]] = {
     "model": ModelConfig,

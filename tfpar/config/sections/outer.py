@@ -1,4 +1,4 @@
-"""The section of local steps in an experiment's configuration; the other sections are in `tfpar.config.sections`."""
+"""The section of local steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The input section of an experiment's configuration; the other sections are in `tfpar.config.sections`."""
+"""The input section."""
 
 from __future__ import annotations
 

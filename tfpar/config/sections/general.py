@@ -1,17 +1,8 @@
-"""The sections of an experiment's configuration, one frozen dataclass each: model, input, strategy and so on.
-
-Every field carries its help text, its choices, its bounds, whether it may change when a run is resumed and whether
-workers may be given different values. The absl flags (`tfpar.config.flags`), the `--help` page, `docs/flags.md`, the
-validation and the record in TensorBoard all derive from it. Building a dataclass validates it; an invalid value raises
-`ConfigError` before anything is started or written.
-
-This module imports neither TensorFlow nor Keras: reading a configuration costs nothing.
-"""
+"""Sections of a few options: model, exchange, precision, optimizer, schedule, checkpoint and monitor."""
 
 from __future__ import annotations
 
 import dataclasses
-import re
 from typing import Any
 
 from tfpar.config.errors import ConfigError
@@ -20,19 +11,6 @@ from tfpar.config.fields import ConfigBase, option, parse_arguments
 # Stands for a name where a program passed its own model, optimizer or data set.
 CUSTOM = "custom"
 PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16")
-ALL_WEIGHTS = "all"  # of --trainable
-
-
-def check_pattern(flag: str, pattern: str, remedy: str) -> None:
-    """Refuses what is no regular expression.
-
-    Raises:
-      ConfigError: With what is wrong.
-    """
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise ConfigError(f"{flag}={pattern!r} is no regular expression ({error}). {remedy}") from error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -142,123 +120,6 @@ class ScheduleConfig(ConfigBase):
     def arguments(self) -> dict[str, Any]:
         """`schedule_args` as keyword arguments."""
         return parse_arguments("--schedule_args", self.schedule_args, example="milestones=[0.5,0.75],factor=0.1")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainConfig(ConfigBase):
-    """How to train, and for how long."""
-
-    steps: int = option(0, "Steps to train for. 0: --epochs decides.", minimum=0, may_change_on_resume=True)
-    epochs: float = option(
-        0.0, "Passes over the training examples. 0: --steps decides.", minimum=0.0, may_change_on_resume=True
-    )
-    stop_after: int = option(
-        0,
-        "Save a checkpoint and stop after this many steps of this process; the next start resumes there. 0: off.",
-        minimum=0,
-        may_change_on_resume=True,
-    )
-    accumulate_steps: int = option(
-        1,
-        "Micro-batches per step; their gradients are summed locally in float32.",
-        minimum=1,
-        may_change_on_resume=True,
-    )
-    loss_weighting: str = option(
-        "positions",
-        "What losses with masks average over: all 'positions', as in Keras, or those of each of the 'examples' first.",
-        choices=("positions", "examples"),
-    )
-    jit_compile: str = option(
-        "auto",
-        "Compile the forward and backward pass with XLA. 'auto' does, except for models that synchronise batch "
-        "statistics between replicas, and for convolutional models on CPUs, where XLA is slower. Without XLA a "
-        "compressed exchange overlaps the backward pass, which helps on slow links.",
-        choices=("auto", "true", "false"),
-        may_change_on_resume=True,
-    )
-    trainable: str = option(
-        "",
-        "Weights that are trained: a regular expression, searched in their paths, or all. The others are frozen: they "
-        "do not travel and have no optimizer state. Empty: what the model says; with --lora, adapters alone.",
-    )
-    lora: str = option(
-        "",
-        "Low-rank adapters (Hu et al. 2022) that are trained in place of the kernels beside them: RANK, or RANK:REGEX "
-        "with a regular expression that is searched in the paths of layers, e.g. 8:(query|value)$. RANK alone: queries "
-        "and values of attention; in a model without them, every Dense and EinsumDense layer.",
-    )
-    recompute: str = option(
-        "none",
-        "Activations that the backward pass computes again instead of keeping them, so that a larger batch or model "
-        "fits: none; blocks, the layers made of layers, as in a transformer, or stretches of the model's graph; or a "
-        "regular expression, searched in the paths of layers. A step takes up to a third longer.",
-        may_change_on_resume=True,
-    )
-    shard: str = option(
-        "none",
-        "What replicas divide among themselves instead of each having all: none; optimizer, the optimizer's state; "
-        "gradients, which are that and the sums of gradients; or weights, which are all three. With optimizer and "
-        "gradients a replica updates its share of the weights and gets the others' new weights, for the same bytes on "
-        "the network; with a codec, changes of weights travel encoded in place of the sums of gradients. With "
-        "gradients and weights, each micro-batch of --accumulate_steps travels by itself. With weights, both passes "
-        "gather the weights of each block, which the backward pass computes again as with --recompute=blocks.",
-        choices=("none", "optimizer", "gradients", "weights"),
-        may_change_on_resume=True,
-    )
-    steps_per_loop: int = option(
-        0,
-        "Steps per call from Python. 0: enough to make the overhead of the call negligible.",
-        minimum=0,
-        may_change_on_resume=True,
-    )
-    eval_every: int = option(
-        0, "Steps between evaluations. 0: at the end of every epoch.", minimum=0, may_change_on_resume=True
-    )
-    eval_batch_size: int = option(
-        0,
-        "Examples in a batch of evaluation and prediction, over all replicas. 0: --global_batch_size.",
-        minimum=0,
-        may_change_on_resume=True,
-    )
-    eval_steps: int = option(
-        0,
-        "Batches of each evaluation during training, from the beginning of the validation examples. 0: all.",
-        minimum=0,
-        may_change_on_resume=True,
-    )
-    seed: int = option(0, "Seed of initialisation, shuffling, augmentation and dropout.", minimum=0)
-    deterministic: bool = option(
-        False, "Use deterministic kernels only, so that a repeated run gives the same bits.", may_change_on_resume=True
-    )
-    max_bad_steps: int = option(
-        50,
-        "Consecutive steps that may be skipped because the loss or a gradient is not finite, or no example is usable. "
-        "More end the run, and the examples are named. 0: no limit.",
-        minimum=0,
-        may_change_on_resume=True,
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.steps and self.epochs:
-            raise ConfigError(
-                f"--steps={self.steps} and --epochs={self.epochs} contradict each other: give one of them."
-            )
-        check_pattern("--trainable", self.trainable, "Write e.g. --trainable=head, or all.")
-        self.adapters()
-
-    def adapters(self) -> tuple[int, str]:
-        """`lora` as the rank, 0 for no adapters, and the expression; empty where that is left to the model."""
-        rank, _, pattern = self.lora.partition(":")
-        if not self.lora:
-            return 0, ""
-        if not rank.isdecimal() or int(rank) < 1 or self.lora.endswith(":"):
-            raise ConfigError(
-                f"--lora={self.lora!r} is not RANK or RANK:REGEX. Write e.g. --lora=8 or --lora=8:query$."
-            )
-        check_pattern("--lora", pattern, "Write e.g. --lora=8:(query|value)$.")
-        return int(rank), pattern
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

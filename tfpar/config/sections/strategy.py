@@ -1,4 +1,4 @@
-"""The strategy section of an experiment's configuration; the other sections are in `tfpar.config.sections`."""
+"""The strategy section."""
 
 from __future__ import annotations
 
