@@ -275,8 +275,9 @@ def test_build_trains_and_survives_saving(name):
         _, gradient = loss_and_gradient(value)
         (value,), variables = pure_apply(optimizer, variables, [value], [gradient])
     last, _ = loss_and_gradient(value)
-    # LARS moves a layer by a thousandth of its norm at a rate of 1, and by 0.04 of that here.
-    assert float(last) < (0.999 if name == "lars" else 0.6) * float(first)
+    # LARS moves a layer by a thousandth of its norm at a rate of 1, and by 0.04 of that here. Adadelta begins with
+    # steps of the square root of its epsilon.
+    assert float(last) < (0.999 if name in ("lars", "adadelta") else 0.6) * float(first)
 
 
 @pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "lamb", "lion", "muon"])

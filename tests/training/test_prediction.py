@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tfpar
 from tfpar import inputs
+from tfpar.config import ConfigError
 
 import keras
 import numpy as np
@@ -80,6 +81,8 @@ def test_several_sources_are_evaluated_by_name():
     results = trainer.evaluate(parts)
     assert results == {name: trainer.evaluate(part) for name, part in parts.items()}
     assert [result["examples"] for result in results.values()] == [20, 33]
+    with pytest.raises(ConfigError, match=r"fit\(validation=...\): first, rest are several data sets"):
+        trainer.fit(data(), labels, steps=1, validation=parts)
 
 
 PARTS = {"first": slice(0, 20), "rest": slice(20, None)}

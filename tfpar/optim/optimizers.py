@@ -18,13 +18,20 @@ from tfpar.optim.lars import LARS
 import keras
 
 OPTIMIZERS: dict[str, type[keras.optimizers.Optimizer]] = {
-    "sgd": keras.optimizers.SGD,
+    "adadelta": keras.optimizers.Adadelta,
+    "adafactor": keras.optimizers.Adafactor,
+    "adagrad": keras.optimizers.Adagrad,
     "adam": keras.optimizers.Adam,
+    "adamax": keras.optimizers.Adamax,
     "adamw": keras.optimizers.AdamW,
+    "ftrl": keras.optimizers.Ftrl,
     "lamb": keras.optimizers.Lamb,
     "lars": LARS,
     "lion": keras.optimizers.Lion,
     "muon": keras.optimizers.Muon,
+    "nadam": keras.optimizers.Nadam,
+    "rmsprop": keras.optimizers.RMSprop,
+    "sgd": keras.optimizers.SGD,
 }
 
 # Layers that give a model's output, by the names in use for them. Muon orthogonalises hidden matrices only;

@@ -15,6 +15,7 @@ from tfpar.guards.bad_examples import named
 from tfpar.parallel import replica
 from tfpar.process.activity import activity
 from tfpar.training.evaluation import BatchCalls
+from tfpar.training.objective.outputs import check_inputs
 from tfpar.training.program import Program
 
 import keras
@@ -33,6 +34,7 @@ class Predictor:
         self._program = program
         self._weights: list[keras.Variable] = []
         self._forward: Any = None
+        self._accepted: list[Any] = []
 
     def __call__(self, source: inputs.AnySource, *, calls: BatchCalls | None = None) -> Any:
         """The model's outputs for all examples of a source; all workers call it together.
@@ -44,8 +46,13 @@ class Predictor:
         Returns:
           Arrays `[n, ...]` in the structure of the model's outputs, in the order of the examples, the same on every
           worker. An example that `--on_bad_record=skip` leaves out has NaN, or 0 where outputs are integers.
+
+        Raises:
+          ConfigError: The model cannot be called on such examples.
         """
         program, topology = self._program, self._program.topology
+        with program.strategy.scope():
+            check_inputs(program.model, source.info.input_spec, self._accepted)
         pipeline = program.pipeline(source, training=False)
         worker, counts = topology.data_worker, program.placing.has_outputs
         iterator = iter(program.distribute(pipeline, padded=True))

@@ -27,11 +27,11 @@ from tfpar.training.local_steps.step import LocalStep
 from tfpar.training.model.adapting import adapt_model
 from tfpar.training.model.averages import AveragesBetweenRuns
 from tfpar.training.model.building import Original, build_model
-from tfpar.training.model.convolutions import is_convolutional
 from tfpar.training.model.own_loss import OwnLossObjective, objective_of
 from tfpar.training.model.recompute import recompute_activations
 from tfpar.training.model.support import check_model, check_precision, own_metrics
 from tfpar.training.model.whole_batches import BatchReaders
+from tfpar.training.model.xla import is_convolutional, xla_obstacle
 from tfpar.training.objective import Goal, OwnGoal, SupervisedObjective
 from tfpar.training.objective.losses import uses_integer_labels
 from tfpar.training.optimizer_spec import OptimizerSpec
@@ -40,7 +40,6 @@ from tfpar.training.placing.choose import placing_of
 from tfpar.training.sharding import OwnShare, sharded_step
 from tfpar.training.step import TrainStep
 from tfpar.training.uneven_batches import eval_input, train_input
-from tfpar.training.validate import SYNCHRONISED
 
 import keras
 import tensorflow as tf
@@ -393,8 +392,5 @@ class Program:
         """Why XLA cannot compile this model in this topology; empty where it can."""
         if obstacle := self.placing.xla_obstacle or (self.share.xla_obstacle if self.share else ""):
             return obstacle
-        if self.topology.replicas > 1 and models.uses_synchronized_statistics(self.model):
-            return SYNCHRONISED
-        if self.config.train.deterministic and models.uses_max_pooling(self.model):
-            return "the gradient of the model's max pooling has no deterministic XLA kernel in TensorFlow"
-        return ""
+        deterministic = self.config.train.deterministic
+        return xla_obstacle(self.model, replicas=self.topology.replicas, deterministic=deterministic)

@@ -33,13 +33,11 @@ from tfpar.parallel.mesh import AUTO, check_beside_mesh
 from tfpar.parallel.topology import Topology, choose_topology, without_auto
 from tfpar.training.duration import check_profile, total_steps
 from tfpar.training.local_steps.check import check_local_steps, check_resumed_rounds
+from tfpar.training.model.xla import SYNCHRONISED
 from tfpar.training.uneven_batches import train_input
 
 import keras
 import tensorflow as tf
-
-# Why XLA cannot compile such a model on several replicas.
-SYNCHRONISED = "the model synchronises batch statistics between replicas, for which TensorFlow has no XLA kernel"
 
 
 def validate_config(config: ExperimentConfig) -> Topology:

@@ -68,7 +68,11 @@ class PrecisionConfig(ConfigBase):
 class OptimizerConfig(ConfigBase):
     """How weights are updated."""
 
-    optimizer: str = option("adamw", "sgd | adam | adamw | lamb | lars | lion | muon.")
+    optimizer: str = option(
+        "adamw",
+        "sgd | adam | adamw | adafactor | lamb | lars | lion | muon, or another of Keras': adadelta, adagrad, adamax, "
+        "ftrl, nadam, rmsprop.",
+    )
     optimizer_args: str = option("", "Keyword arguments for the optimizer, e.g. 'beta_2=0.95,nesterov=true'.")
     learning_rate: float = option(
         1e-3, "Peak learning rate; if --base_batch_size is set, for a batch of that size.", minimum=0.0

@@ -31,6 +31,7 @@ _INSTEAD = {
 }
 
 
+_SOURCES = (inputs.Source, inputs.StreamSource, tf.data.Dataset)
 _KNOWN = {
     "fit": ("y", "sample_weight", "class_weight", "steps", "epochs", "validation", "hooks", "callbacks"),
     "evaluate": ("y", "sample_weight", "callbacks"),
@@ -87,6 +88,16 @@ def as_source(
       told: Whether to log that they are counted.
       ignore_class: A label that the loss ignores.
     """
+    if (
+        isinstance(data, Mapping)
+        and y is None
+        and data
+        and all(isinstance(each, (*_SOURCES, tuple)) for each in data.values())
+    ):
+        raise ConfigError(
+            f"{argument}: {', '.join(map(str, data))} are several data sets. Give one of them; "
+            "Trainer.evaluate({...}) evaluates several, also in a hook or callback of fit."
+        )
     ignored = {} if ignore_class is None or isinstance(data, tf.data.Dataset) else {"ignore_class": ignore_class}
     try:
         source = inputs.as_source(data, y, sample_weight, split=split, **ignored)

@@ -14,6 +14,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+EXAMPLES = 7  # as many are tried, where any number will do
+
 
 class Outputs(NamedTuple):
     """The outputs of a model.
@@ -44,6 +46,12 @@ def outputs_of(model: keras.Model, input_spec: Any, examples: int) -> Outputs:
     Raises:
       ConfigError: The model cannot be called on such inputs.
     """
+    if any(spec.dtype == tf.string for spec in tf.nest.flatten(input_spec)) and not reads_strings(model):
+        raise ConfigError(
+            f"the model {model.name!r} cannot be called on examples of {_shapes(input_spec)}: it has no input of "
+            "strings. Convert them to numbers in the data, or by a layer of the model, such as "
+            'keras.layers.StringLookup after keras.Input(..., dtype="string").'
+        )
     names = getattr(model, "output_names", None)
     graph = keras_compile.symbolic_outputs(model)
     if graph is not None and _takes(model, input_spec):
@@ -85,12 +93,41 @@ def _traced(model: keras.Model, input_spec: Any, examples: int, names: list[str]
     try:
         tf.function(call, autograph=False).get_concrete_function(*specs, batch)
     except (ValueError, TypeError, KeyError, tf.errors.InvalidArgumentError) as error:
-        shapes = tf.nest.map_structure(lambda spec: f"{spec.dtype.name}{list(spec.shape)}", input_spec)
         # Keras frames the reason with the layer's name and its arguments, in colours.
         reason = re.sub(r"\x1b\[\d+m|Exception encountered when calling .*", "", str(error))
         reason = " ".join(reason.partition("Arguments received by")[0].split())
-        raise ConfigError(f"the model {model.name!r} cannot be called on examples of {shapes}: {reason}") from error
+        raise ConfigError(
+            f"the model {model.name!r} cannot be called on examples of {_shapes(input_spec)}: {reason}"
+        ) from error
     return found[0]
+
+
+def check_inputs(model: keras.Model, input_spec: Any, accepted: list[Any]) -> None:
+    """Refuses inputs that a model cannot be called on.
+
+    Args:
+      model: A built model.
+      input_spec: Structure of `tf.TensorSpec`, of one example.
+      accepted: Structures that need not be tried; this one is added.
+
+    Raises:
+      ConfigError: The model cannot be called on such inputs.
+    """
+    if input_spec not in accepted:
+        outputs_of(model, input_spec, EXAMPLES)
+        accepted.append(input_spec)
+
+
+def reads_strings(model: keras.Model) -> bool:
+    """Whether a model has inputs of strings: by its graph, or, where it has none, by layers that look strings up."""
+    inputs = keras.tree.flatten(getattr(model, "inputs", None) or [])
+    if not inputs:
+        return not all(layer.supports_jit for layer in keras_internals.all_layers(model))
+    return any(tensor.dtype == "string" for tensor in inputs)
+
+
+def _shapes(spec: Any) -> Any:
+    return tf.nest.map_structure(lambda part: f"{part.dtype.name}{list(part.shape)}", spec)
 
 
 def with_examples(spec: Any, examples: int) -> Any:

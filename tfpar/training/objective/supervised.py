@@ -14,7 +14,7 @@ from tfpar.training.objective import losses as loss_terms
 from tfpar.training.objective import metrics as additive_metrics
 from tfpar.training.objective.losses import Losses, build_losses
 from tfpar.training.objective.metrics import MetricTerm, build_metrics
-from tfpar.training.objective.outputs import outputs_of, with_examples
+from tfpar.training.objective.outputs import check_inputs, outputs_of, with_examples
 from tfpar.training.objective.protocol import Batch, ObjectiveSums, Tensors, Totals
 from tfpar.training.objective.weighting import SUM
 
@@ -70,6 +70,7 @@ class _Bound:
     metrics: Sequence[MetricTerm]
     totals: Totals
     labels: Any
+    inputs: list[Any]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -99,6 +100,7 @@ class SupervisedObjective:
         """
         if self._bound:
             self._check_same_labels(label_spec)
+            check_inputs(self.model, input_spec, self._bound[0].inputs)
             return
         sizes = {size for spec in tf.nest.flatten([input_spec, label_spec]) for size in spec.shape}
         examples = next(size for size in _TRIED_EXAMPLES if size not in sizes)
@@ -114,7 +116,7 @@ class SupervisedObjective:
         losses = build_losses(goal.loss, goal.loss_weights, y, outputs, by_positions=by_positions)
         metrics = build_metrics(goal.metrics, goal.weighted_metrics, losses.terms, outputs.names, y, outputs.structure)
         totals = _totals(losses, metrics, adds_losses=any(losses.own_denominator) and outputs.adds_losses())
-        self._bound.append(_Bound(losses, metrics, totals, label_spec))
+        self._bound.append(_Bound(losses, metrics, totals, label_spec, [input_spec]))
 
     @property
     def totals(self) -> Totals:

@@ -1,0 +1,92 @@
+"""What XLA cannot compile trains without it as in Keras' `fit`, and is refused by name where it was asked for."""
+
+from __future__ import annotations
+
+import tfpar
+from tfpar.config import ConfigError
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+WORDS = np.array([["a"], ["b"], ["c"], ["b"]] * 8)
+LABELS = np.array([0, 1, 2, 1] * 8)
+
+
+def of_strings() -> keras.Model:
+    keras.utils.set_random_seed(3)
+    words = keras.Input((1,), dtype="string")
+    rows = keras.layers.Embedding(5, 4)(keras.layers.StringLookup(vocabulary=["a", "b", "c"])(words))
+    return keras.Model(words, keras.layers.Dense(3, activation="softmax")(keras.layers.Flatten()(rows)))
+
+
+class Subclassed(keras.Model):
+    """Looks strings up in its call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = of_strings().layers[1:]
+
+    def call(self, x):
+        for layer in self.parts:
+            x = layer(x)
+        return x
+
+
+def of_numbers() -> keras.Model:
+    return keras.Sequential([keras.Input((1,)), keras.layers.Dense(3, activation="softmax")])
+
+
+def trainer_of(model, **options) -> tfpar.Trainer:
+    return tfpar.Trainer(
+        model,
+        keras.optimizers.SGD(0.1),
+        loss="sparse_categorical_crossentropy",
+        global_batch_size=len(WORDS),
+        verbose=0,
+        **options,
+    )
+
+
+def test_a_model_of_strings_trains_as_in_keras():
+    plain, model = of_strings(), of_strings()
+    plain.compile(keras.optimizers.SGD(0.1), "sparse_categorical_crossentropy")
+    plain.fit(tf.data.Dataset.from_tensors((WORDS, LABELS)), epochs=2, verbose=0)
+    trainer = trainer_of(model)
+    trainer.fit(WORDS, LABELS, epochs=2)
+    assert not trainer.jit_compile
+    for one, other in zip(plain.weights, model.weights, strict=True):
+        np.testing.assert_allclose(one.numpy(), other.numpy(), rtol=1e-5, atol=1e-6)
+    assert trainer.predict(WORDS[:5]).shape == (5, 3)
+
+
+def test_layers_that_look_up_strings_need_no_graph():
+    model = Subclassed()
+    model(WORDS)
+    assert trainer_of(model).fit(WORDS, LABELS, epochs=1)["steps"] == 1
+
+
+def test_xla_is_refused_with_the_layers():
+    def of_integers() -> keras.Model:
+        lookup = keras.layers.IntegerLookup(vocabulary=[3, 5], name="numbers")
+        return keras.Sequential([keras.Input((1,), dtype="int64"), lookup, keras.layers.Embedding(4, 3)])
+
+    assert not trainer_of(of_integers).jit_compile
+    with pytest.raises(ConfigError, match="--jit_compile=true: XLA has no kernels for the layers numbers of"):
+        _ = trainer_of(of_integers, jit_compile=True).jit_compile
+    with pytest.raises(ConfigError, match="--jit_compile=true: the model reads strings"):
+        _ = trainer_of(of_strings, jit_compile=True).jit_compile
+
+
+def test_strings_for_a_model_of_numbers_are_refused_by_every_method():
+    trainer, x = trainer_of(of_numbers()), np.zeros([32, 1], np.float32)
+    with pytest.raises(ConfigError, match="it has no input of strings"):
+        trainer.fit(WORDS, LABELS, epochs=1)
+    trainer.fit(x, LABELS, epochs=1)
+    with pytest.raises(ConfigError, match="it has no input of strings"):
+        trainer.predict(WORDS)
+    with pytest.raises(ConfigError, match=r"cannot be called on examples of float32\[2\]"):
+        trainer.evaluate(np.zeros([32, 2], np.float32), LABELS)
+    with pytest.raises(ConfigError, match=r"cannot be called on examples of float32\[2\]"):
+        trainer.predict(np.zeros([32, 2], np.float32))
