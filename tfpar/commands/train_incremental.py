@@ -1,9 +1,14 @@
-r"""Learns tasks that come one after the other, and measures what is forgotten.
+r"""Learns tasks that come one after the other, and measures what is forgotten; or learns from files as they arrive.
 
 tfpar train incremental --dataset=digits --tasks=by_class:2 --method=replay --workdir=runs/tasks
 tfpar launch --workers=2 -- tfpar train incremental --method=ewc --exchange=int8 --workdir=runs/tasks
 
 --epochs or --steps are those of a task. Started again, it continues with the task that was under way.
+
+tfpar train incremental --watch=incoming --dataset=images:flowers --warm_start=runs/flowers --schedule=constant \
+    --workdir=runs/online
+
+Files that arrive in incoming/ are learned from, each exactly once; a file incoming/STOP ends the run.
 """
 
 from __future__ import annotations
@@ -34,18 +39,22 @@ def run(argv: Sequence[str] | None = None, program: str = "") -> None:
 def main(_: list[str]) -> None:
     config = flags.experiment_config()
     catalog.check_built_in(config)
-    tfpar.validate(config)
     # Here, so that --help and a wrong flag need not wait for TensorFlow.
-    from tfpar.incremental import IncrementalLearner, check
+    from tfpar.incremental import IncrementalLearner, OnlineLearner, check, watching
 
+    config = watching(config)
+    tfpar.validate(config)
     check(config)
     train, validation = tfpar.inputs.build_splits(config.input, config.train.seed)
     runtime = tfpar.initialize(config, train, validation)
 
-    def build(classes: int) -> keras.Model:
+    def build(classes: int = train.info.num_classes) -> keras.Model:
         spec = dataclasses.replace(tfpar.task_spec(train), num_classes=classes)
         return tfpar.models.build(config.model.model, spec, **config.model.arguments())
 
+    if config.incremental and config.incremental.watch:
+        OnlineLearner(build, train, validation, config=config, runtime=runtime).learn()
+        return
     if validation is None:
         raise tfpar.ConfigError(
             f"--dataset={config.input.dataset} has no validation examples, on which tasks are evaluated. Hold some "

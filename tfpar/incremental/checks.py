@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
+
 from tfpar import cluster
-from tfpar.config import ConfigError, ExperimentConfig
+from tfpar.config import ConfigError, ExperimentConfig, IncrementalConfig
 from tfpar.parallel.topology import choose_topology
+
+_NEVER = 1 << 60  # steps
 
 
 def check(config: ExperimentConfig) -> None:
@@ -19,11 +24,12 @@ def check(config: ExperimentConfig) -> None:
             f"--strategy={topology.name} does not work with incremental learning yet. Use one_device, mirrored or "
             "multi_worker."
         )
+    watches = bool(incremental_of(config).watch)
     for name, value, idle in (
         ("mesh", config.strategy.mesh if topology.mesh.devices_of_replica > 1 else "", ""),
         ("shard", config.train.shard, "none"),
         ("local_steps", config.outer.local_steps, 1),
-        ("warm_start", config.checkpoint.warm_start, ""),
+        ("warm_start", "" if watches else config.checkpoint.warm_start, ""),
         ("lora", config.train.lora, ""),
     ):
         if value != idle:
@@ -31,3 +37,43 @@ def check(config: ExperimentConfig) -> None:
                 f"--{name}={value} does not work with incremental learning yet, whose tasks hand whole weights on. "
                 "Leave it out."
             )
+    if watches:
+        _check_watching(config)
+
+
+def incremental_of(config: ExperimentConfig) -> IncrementalConfig:
+    """The options of incremental learning, which this configuration has."""
+    return config.incremental or IncrementalConfig()
+
+
+def watching(config: ExperimentConfig) -> ExperimentConfig:
+    """The configuration of a run over all that arrives, if that is what `--watch` asks for: without an end, each file
+    read once, in the order in which `OnlineLearner` gives the examples."""
+    if not incremental_of(config).watch:
+        return config
+    return dataclasses.replace(
+        config,
+        input=dataclasses.replace(config.input, cache="none", shuffle=False),
+        train=dataclasses.replace(config.train, epochs=0.0, steps=_NEVER, eval_every=config.train.eval_every or _NEVER),
+    )
+
+
+def _check_watching(config: ExperimentConfig) -> None:
+    """Refuses what does not go with --watch."""
+    options = incremental_of(config)
+    if options.method not in ("finetune", "replay"):
+        raise ConfigError(
+            f"--method={options.method} goes with --tasks, not with --watch. Use replay, which keeps examples of "
+            "--dataset, or finetune."
+        )
+    if options.grow_head:
+        raise ConfigError("--grow_head goes with --tasks: with --watch, --dataset says which classes there are.")
+    if config.schedule.schedule != "constant":
+        raise ConfigError(
+            f"--schedule={config.schedule.schedule} needs the length of a run, which --watch has not. Use "
+            "--schedule=constant, if you like with --warmup_steps."
+        )
+    if not config.checkpoint.workdir:
+        raise ConfigError("--watch needs a --workdir, where it keeps what was learned.")
+    if not os.path.isdir(options.watch):
+        raise ConfigError(f"--watch={options.watch}: no such directory. Make it first.")

@@ -22,8 +22,9 @@ from typing import Any
 from tfpar.checkpoint.model_files import load_model
 from tfpar.collectives.agreement import WorkerAgreement
 from tfpar.collectives.tensorflow import world_group
-from tfpar.config import ConfigError, ExperimentConfig, IncrementalConfig
+from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.incremental import results
+from tfpar.incremental.checks import incremental_of
 from tfpar.incremental.consolidation import Consolidation, fisher_information
 from tfpar.incremental.distillation import DistillationLoss, accuracy_beside_logits, with_logits
 from tfpar.incremental.replay import kept_examples, room_for, with_replay
@@ -310,11 +311,6 @@ class IncrementalLearner:
     def _say(self, text: str) -> None:
         if self._runtime.topology.is_chief and self._config.monitor.verbose > 0:
             _log.info("%s", text)
-
-
-def incremental_of(config: ExperimentConfig) -> IncrementalConfig:
-    """The options of incremental learning, which this configuration has."""
-    return config.incremental or IncrementalConfig()
 
 
 def carry_over(model: keras.Model, weights: Sequence[np.ndarray]) -> None:

@@ -196,6 +196,8 @@ def locate_bad_example(
         tf.function(reader, input_signature=[tf.TensorSpec([None], tf.int64)], autograph=False)
         for reader in (source.fetch, source.read)
     )
+    # It may be called for many sources, which TensorFlow takes for a loop around a `tf.function`.
+    fetch._omit_frequent_tracing_warning = read._omit_frequent_tracing_warning = True
     remaining = np.array(list(dict.fromkeys(int(index) for index in indices)), np.int64)
     bad_examples: list[BadExample] = []
     for first in range(0, len(remaining), _READ_AT_ONCE):

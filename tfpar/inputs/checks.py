@@ -59,7 +59,7 @@ def _check_examples(source: Source, config: InputConfig, training: bool) -> None
                 "validation split."
             )
         raise ConfigError(f"--dataset={info.name}: the {info.split} split is empty. {hint}")
-    if training and config.global_batch_size > info.num_examples:
+    if training and not info.may_be_short and config.global_batch_size > info.num_examples:
         raise ConfigError(
             f"--global_batch_size={config.global_batch_size} is more than the {info.num_examples} examples of the "
             f"{info.split} split of --dataset={info.name}: no batch can be filled. It must be at most "

@@ -73,6 +73,7 @@ class SourceInfo:
       storage: `"memory"` (decoded once and kept), `"files"` (read each epoch), `"generated"`, or `"stream"`.
       decode: For text: token ids (any shape of integers, flattened) to a string.
       digest: Digest of the examples' content if they are arrays in memory; otherwise empty.
+      may_be_short: Whether a training split may have fewer examples than a batch, which is then padded at weight 0.
     """
 
     name: str
@@ -92,6 +93,7 @@ class SourceInfo:
     storage: str = "files"
     decode: Callable[[np.ndarray], str] | None = None
     digest: str = ""
+    may_be_short: bool = False
 
     def __post_init__(self) -> None:
         if self.files and (

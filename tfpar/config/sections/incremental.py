@@ -50,6 +50,35 @@ class IncrementalConfig(ConfigBase):
         "Begin with outputs for the classes of the first task alone, and add those of later tasks as they come. "
         "Earlier outputs keep their weights.",
     )
+    watch: str = option(
+        "",
+        "Learn from files that arrive in this directory, each exactly once, instead of --tasks: images in folders of "
+        "classes where --dataset is images:DIR, TFRecord shards where it is tfrecord:GLOB.",
+        may_change_on_resume=True,
+        per_host=True,
+    )
+    watch_every: float = option(
+        2.0, "watch: seconds between looks into the directory.", minimum=0.05, may_change_on_resume=True
+    )
+    delivery_examples: int = option(
+        0,
+        "watch: examples that must have arrived before they are learned from. 0: --global_batch_size.",
+        minimum=0,
+        may_change_on_resume=True,
+    )
+    delivery_seconds: float = option(
+        30.0, "watch: how long a file waits for others, at most.", minimum=0.0, may_change_on_resume=True
+    )
+    idle_seconds: float = option(
+        0.0,
+        "watch: end when nothing has arrived for so long. 0: wait on, until there is a file STOP in the directory.",
+        minimum=0.0,
+        may_change_on_resume=True,
+    )
+    export_every: int = option(1, "watch: deliveries between exported models.", minimum=1, may_change_on_resume=True)
+    keep_exports: int = option(
+        5, "watch: how many of the newest exported models to keep.", minimum=1, may_change_on_resume=True
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

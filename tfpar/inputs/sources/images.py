@@ -9,6 +9,7 @@ import collections
 import logging
 import mimetypes
 import os
+from collections.abc import Sequence
 
 from tfpar.config import ConfigError, InputConfig
 from tfpar.inputs import memory, source
@@ -64,7 +65,22 @@ def build(argument: str, config: InputConfig, split: str, seed: int) -> Source:
         raise ConfigError(f"--dataset={name}: no such directory. Give a directory with a folder of images per class.")
     if split == "train":
         _warn_of_other_images(name, root)
-    classes, paths, labels = _list_split(name, root, config.validation_fraction, split == "train")
+    return from_files(name, config, split, *_list_split(name, root, config.validation_fraction, split == "train"))
+
+
+def from_files(
+    name: str, config: InputConfig, split: str, classes: Sequence[str], paths: Sequence[str], labels: Sequence[int]
+) -> Source:
+    """The source of image files, in this order.
+
+    Args:
+      name: Says what they are.
+      config: As for `build`.
+      split: `"train"` or `"validation"`.
+      classes: Names of all classes, in label order.
+      paths: The files.
+      labels: Their classes.
+    """
     height, width = config.image_shape()
     listing = source.LazyTensors(lambda: (np.array(paths, object if paths else np.bytes_), np.array(labels, np.int32)))
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from tfpar.config import ConfigError, InputConfig
@@ -153,6 +154,39 @@ def build(argument: str, config: InputConfig, split: str, seed: int) -> Source:
         reader = _reader(named[split], features)
     else:
         reader = _held_out_part(_reader(paths, features), config.validation_fraction, split == "train")
+    return _source_of(name, config, split, reader, features)
+
+
+def features_of(argument: str) -> Features:
+    """The contents of the `features.json` beside the shards of `--dataset=tfrecord:GLOB`.
+
+    Raises:
+      ConfigError: Nothing matches, or `features.json` is missing or has another format.
+    """
+    name = f"tfrecord:{argument}"
+    return _load_sidecar(name, os.path.dirname(_shards(name, argument)[0]))
+
+
+def from_files(name: str, config: InputConfig, split: str, paths: Sequence[str], features: Features) -> Source:
+    """The source of shards, in this order, wherever they lie.
+
+    Args:
+      name: Says what they are.
+      config: As for `build`.
+      split: `"train"` or `"validation"`.
+      paths: The shards.
+      features: Describes their records; how many there are in a shard does not count.
+
+    Raises:
+      ConfigError: A shard is damaged or compressed, or has other records than described.
+    """
+    reader = records.TFRecordReader([records.FileSlice(path) for path in paths])
+    return _source_of(name, config, split, reader, features)
+
+
+def _source_of(
+    name: str, config: InputConfig, split: str, reader: records.TFRecordReader, features: Features
+) -> Source:
     x_columns, y_columns = features.columns()
     labels, weights = (y_columns.y, y_columns.sample_weight) if isinstance(y_columns, Weighted) else (y_columns, ())
     info = SourceInfo(

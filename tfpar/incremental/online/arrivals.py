@@ -1,0 +1,165 @@
+"""Files in the watched directory: which are complete, what they hold, and what is wrong with the others."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from collections.abc import Collection, Iterator, Sequence
+from typing import Protocol
+
+from tfpar.config import ConfigError, InputConfig
+from tfpar.incremental.online.journal import ArrivedFile
+from tfpar.inputs.bad_records import locate_bad_example
+from tfpar.inputs.source import Source, SourceInfo
+from tfpar.inputs.sources import images, tfrecord
+
+STOP = "STOP"  # a file of this name ends the run once everything else in the directory is learned
+# Names under which programs write what is not complete yet.
+_UNFINISHED = (".tmp", ".part", ".partial", ".crdownload")
+
+
+class Form(Protocol):
+    """How files of a kind are read."""
+
+    def takes(self, name: str) -> bool:
+        """Whether a file of this name, relative to the directory, may hold examples."""
+
+    def source(self, root: str, names: Sequence[str]) -> Source:
+        """The examples of files, in this order.
+
+        Raises:
+          ConfigError: One of them cannot be read.
+        """
+
+
+class _Shards:
+    def __init__(self, config: InputConfig, argument: str) -> None:
+        self._config, self._features = config, tfrecord.features_of(argument)
+
+    def takes(self, name: str) -> bool:
+        return name.endswith(".tfrecord")
+
+    def source(self, root: str, names: Sequence[str]) -> Source:
+        paths = [os.path.join(root, name) for name in names]
+        return tfrecord.from_files("tfrecord (delivered)", self._config, "train", paths, self._features)
+
+
+class _Images:
+    def __init__(self, config: InputConfig, info: SourceInfo) -> None:
+        self._config, self._classes = config, info.class_names
+
+    def takes(self, name: str) -> bool:
+        return name.lower().endswith(images.SUFFIXES)
+
+    def source(self, root: str, names: Sequence[str]) -> Source:
+        labels = []
+        for name in names:
+            folder = name.partition("/")[0]
+            if folder not in self._classes or "/" not in name:
+                raise ConfigError(f"it is in no folder of a class; classes are {', '.join(self._classes)}")
+            labels.append(self._classes.index(folder))
+        paths = [os.path.join(root, name) for name in names]
+        return images.from_files("images (delivered)", self._config, "train", self._classes, paths, labels)
+
+
+def form_of(config: InputConfig, info: SourceInfo, watch: str) -> Form:
+    """How the files in the watched directory are read: as those of `--dataset`.
+
+    Args:
+      config: The input options.
+      info: The training examples of `--dataset`.
+      watch: The directory.
+
+    Raises:
+      ConfigError: Files of such a data set cannot be watched for, or there is no such directory.
+    """
+    if not os.path.isdir(watch):
+        raise ConfigError(f"--watch={watch}: no such directory. Make it first.")
+    kind, _, argument = config.dataset.partition(":")
+    if kind == "tfrecord":
+        return _Shards(config, argument)
+    if kind == "images":
+        return _Images(config, info)
+    raise ConfigError(
+        f"--watch={watch} reads files as --dataset does, which must be images:DIR or tfrecord:GLOB, not "
+        f"{config.dataset}. Write other data as shards: python -m tfpar.inputs.write --dataset={config.dataset} "
+        "--output=DIR."
+    )
+
+
+class Arrivals:
+    """What has arrived in a directory.
+
+    Args:
+      root: The directory.
+      form: How its files are read.
+    """
+
+    def __init__(self, root: str, form: Form) -> None:
+        self._root, self._form = root, form
+        self._seen: set[tuple[str, int, int]] = set()
+
+    @property
+    def stops(self) -> bool:
+        """Whether there is a file that ends the run."""
+        return os.path.exists(os.path.join(self._root, STOP))
+
+    def look(self, known: Collection[tuple[str, int, int]]) -> tuple[list[ArrivedFile], bool]:
+        """Looks into the directory.
+
+        Args:
+          known: Identities of files that are left out.
+
+        Returns:
+          Complete files, which have not changed since the last look, by time and name; and whether there are others,
+          that are still being written or were not there before.
+        """
+        found = [file for file in self._files() if file.identity not in known]
+        complete = [file for file in found if file.identity in self._seen]
+        self._seen = {file.identity for file in found}
+        return sorted(complete, key=lambda file: (file.modified, file.name)), len(complete) < len(found)
+
+    def check(self, files: Sequence[ArrivedFile]) -> tuple[list[ArrivedFile], list[tuple[ArrivedFile, str]]]:
+        """Reads files.
+
+        Returns:
+          Those that can be learned from, with the number of their examples; and the others, each with the reason.
+        """
+        good, bad, counts = [], [], []
+        for file in files:
+            try:
+                count = self._form.source(self._root, [file.name]).info.num_examples
+                if not count:
+                    raise ConfigError("it has no examples")
+            except ConfigError as error:
+                bad.append((file, str(error)))
+            else:
+                good.append(file)
+                counts.append(count)
+        reasons: dict[str, str] = {}
+        if good:
+            source = self._form.source(self._root, [file.name for file in good])
+            total = source.info.num_examples
+            for example in locate_bad_example(source, range(total), limit=total):
+                name = pathlib.Path(example.file).relative_to(self._root).as_posix()
+                reasons.setdefault(name, example.describe(source.info))
+        bad += [(file, reasons[file.name]) for file in good if file.name in reasons]
+        taken = [
+            ArrivedFile(*file.identity, count)
+            for file, count in zip(good, counts, strict=True)
+            if file.name not in reasons
+        ]
+        return taken, bad
+
+    def _files(self) -> Iterator[ArrivedFile]:
+        for folder, folders, names in os.walk(self._root):
+            folders[:] = [each for each in folders if not each.startswith(".")]
+            for each in names:
+                name = (pathlib.Path(folder) / each).relative_to(self._root).as_posix()
+                if each.startswith(".") or each.endswith(_UNFINISHED) or not self._form.takes(name):
+                    continue
+                try:
+                    status = os.stat(os.path.join(self._root, name))
+                except FileNotFoundError:  # renamed meanwhile
+                    continue
+                yield ArrivedFile(name, status.st_size, status.st_mtime_ns)

@@ -1,0 +1,114 @@
+"""What the first worker does for all: it looks into the directory, keeps the journal, and exports."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import pathlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from tfpar.config import ConfigError, ExperimentConfig, IncrementalConfig
+from tfpar.incremental.online.arrivals import Arrivals, Form
+from tfpar.incremental.online.exports import Exports
+from tfpar.incremental.online.journal import ArrivedFile, Delivery, Journal
+
+import filelock
+
+_log = logging.getLogger(__name__)
+
+
+class Chief:
+    """What the first worker does for all.
+
+    Args:
+      options: Those of incremental learning.
+      form: How files are read.
+      config: The whole configuration.
+      steps_of: How many steps so many examples take.
+    """
+
+    def __init__(
+        self,
+        options: IncrementalConfig,
+        form: Form,
+        config: ExperimentConfig,
+        steps_of: Callable[[int], int],
+    ) -> None:
+        self._options, self._steps_of = options, steps_of
+        self._arrivals = Arrivals(options.watch, form)
+        self._enough = options.delivery_examples or config.input.global_batch_size
+        self._workdir = config.checkpoint.workdir
+        self._exports = Exports(self._workdir, options.keep_exports)
+        self._waiting: list[ArrivedFile] = []
+        self._waits_since = self._idle_since = time.monotonic()
+        self.journal = Journal(self._workdir)
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """While this is open, no other process learns into the workdir, between deliveries either.
+
+        Raises:
+          ConfigError: Another one does.
+        """
+        path = pathlib.Path(self._workdir) / ".watch.lock"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with filelock.FileLock(path, timeout=0):
+                yield
+        except filelock.Timeout as error:
+            raise ConfigError(
+                f"--workdir={self._workdir}: another process watches a directory for it. End that one, or give another "
+                "workdir."
+            ) from error
+
+    def next(self, position: int) -> tuple[Delivery | None, bool]:
+        """The delivery to learn next, None for none; and whether the run is to end if there is none.
+
+        Args:
+          position: Steps of the newest checkpoint.
+        """
+        for delivery in self.journal.deliveries:
+            if delivery.end > position or (delivery.end == position and self._lacks_export(delivery)):
+                return delivery, False
+        now = time.monotonic()
+        known = self.journal.known | {file.identity for file in self._waiting}
+        arrived, others = self._arrivals.look(known)
+        good, bad = self._arrivals.check(arrived)
+        for file, reason in bad:
+            self.journal.reject(file, reason)
+            _log.warning("%s is set aside, and not learned from: %s", file.name, reason)
+        if good and not self._waiting:
+            self._waits_since = now
+        self._waiting += good
+        if arrived or others:
+            self._idle_since = now
+        ends = self._arrivals.stops and not others
+        ends |= 0.0 < self._options.idle_seconds <= now - self._idle_since
+        examples = sum(file.examples for file in self._waiting)
+        late = now - self._waits_since >= self._options.delivery_seconds
+        if examples and (ends or late or examples >= self._enough):
+            delivery = self.journal.deliver(self._waiting, self._steps_of(examples))
+            self._waiting, self._idle_since = [], now
+            return delivery, False
+        return None, ends
+
+    def export(self, delivery: Delivery, summary: Mapping[str, Any]) -> pathlib.Path | None:
+        """Exports the model after a delivery where that is due; returns where."""
+        if not self._is_due(delivery):
+            return None
+        about = {
+            "version": delivery.number,
+            "step": delivery.end,
+            "examples": sum(each.examples for each in self.journal.deliveries[: delivery.number]),
+            "eval": summary["eval"],
+            "params_sha256": summary["params_sha256"],
+        }
+        return self._exports.add(delivery.number, about)
+
+    def _lacks_export(self, delivery: Delivery) -> bool:
+        return self._is_due(delivery) and not self._exports.has(delivery.number)
+
+    def _is_due(self, delivery: Delivery) -> bool:
+        return delivery.number % self._options.export_every == 0

@@ -1,0 +1,65 @@
+"""Versions of the model, each a directory that appears whole: `WORKDIR/exports/000012/model.keras`."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import shutil
+from collections.abc import Mapping
+from typing import Any
+
+NEWEST = "newest"  # a link to the newest version
+
+
+class Exports:
+    """The exported models of a run.
+
+    Args:
+      workdir: Directory of the run, with the `model.keras` that is exported.
+      keep: How many of the newest to keep.
+    """
+
+    def __init__(self, workdir: str, keep: int) -> None:
+        self._model = pathlib.Path(workdir) / "model.keras"
+        self._directory = pathlib.Path(workdir) / "exports"
+        self._keep = keep
+
+    def has(self, version: int) -> bool:
+        """Whether a version, or a later one, has been exported."""
+        return any(number >= version for number in self._versions())
+
+    def add(self, version: int, about: Mapping[str, Any]) -> pathlib.Path:
+        """Exports the model as it is now, and removes what is too old.
+
+        Args:
+          version: Its number.
+          about: Written beside it, as `about.json`.
+
+        Returns:
+          Its directory.
+        """
+        target = self._directory / f"{version:06d}"
+        if not target.exists():
+            self._directory.mkdir(exist_ok=True)
+            temporary = self._directory / f".{version:06d}"
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir()
+            try:
+                os.link(self._model, temporary / self._model.name)  # the run replaces its file, and never changes it
+            except OSError:  # a file system without links
+                shutil.copyfile(self._model, temporary / self._model.name)
+            (temporary / "about.json").write_text(json.dumps(about, indent=1) + "\n")
+            os.rename(temporary, target)
+        link = self._directory / f".{NEWEST}"
+        link.unlink(missing_ok=True)
+        link.symlink_to(target.name)
+        os.replace(link, self._directory / NEWEST)
+        for number in self._versions()[: -self._keep]:
+            shutil.rmtree(self._directory / f"{number:06d}", ignore_errors=True)
+        return target
+
+    def _versions(self) -> list[int]:
+        if not self._directory.is_dir():
+            return []
+        return sorted(int(path.name) for path in self._directory.iterdir() if path.name.isdecimal())

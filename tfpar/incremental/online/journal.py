@@ -1,0 +1,153 @@
+"""What has been delivered: a file that is written before anything is learned, and never loses an entry.
+
+A delivery is some files that are learned from together, in one pass. Which steps of the run are its steps is written
+beside it. So the newest checkpoint alone says what has been learned, and a process that was killed anywhere continues
+with the rest of the delivery under way: every example is learned from exactly once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+from typing import Any
+
+from tfpar.config import ConfigError
+
+_FORMAT = 1
+NAME = "deliveries.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrivedFile:
+    """A file in the watched directory.
+
+    Attributes:
+      name: Relative to the directory, with forward slashes.
+      size: In bytes.
+      modified: When it was last changed, in nanoseconds since 1970.
+      examples: How many it has; 0 where they have not been counted.
+    """
+
+    name: str
+    size: int
+    modified: int
+    examples: int = 0
+
+    @property
+    def identity(self) -> tuple[str, int, int]:
+        """What tells it from other files, and from another one of the same name."""
+        return self.name, self.size, self.modified
+
+
+@dataclasses.dataclass(frozen=True)
+class Delivery:
+    """Files that are learned from together.
+
+    Attributes:
+      number: From 1.
+      files: Its files, in the order of their examples.
+      first_step: Steps of the run before it.
+      steps: Its own steps.
+    """
+
+    number: int
+    files: tuple[ArrivedFile, ...]
+    first_step: int
+    steps: int
+
+    @property
+    def examples(self) -> int:
+        """How many examples it has."""
+        return sum(file.examples for file in self.files)
+
+    @property
+    def end(self) -> int:
+        """Steps of the run when it is learned."""
+        return self.first_step + self.steps
+
+    @classmethod
+    def from_json(cls, value: Any) -> Delivery:
+        """What `dataclasses.asdict` has made."""
+        return cls(**{**value, "files": tuple(ArrivedFile(**file) for file in value["files"])})
+
+
+class Journal:
+    """The deliveries of a run, and the files that were set aside. Only the chief has one.
+
+    Args:
+      workdir: Directory of the run.
+
+    Attributes:
+      deliveries: All so far.
+      set_aside: Files that cannot be learned from, each with the reason.
+
+    Raises:
+      ConfigError: The file in the workdir cannot be read.
+    """
+
+    def __init__(self, workdir: str) -> None:
+        self._path = pathlib.Path(workdir) / NAME
+        self.deliveries: list[Delivery] = []
+        self.set_aside: list[tuple[ArrivedFile, str]] = []
+        if not self._path.exists():
+            return
+        try:
+            saved = json.loads(self._path.read_text())
+            if saved["format"] != _FORMAT:
+                raise ValueError(f"its format is {saved['format']!r}, not {_FORMAT}")
+            self.deliveries = [Delivery.from_json(each) for each in saved["deliveries"]]
+            self.set_aside = [(ArrivedFile(**each["file"]), str(each["reason"])) for each in saved["set_aside"]]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{self._path} says what was learned, and cannot be read: {error}. Restore it, or start in another "
+                "--workdir, with --warm_start for the weights."
+            ) from error
+
+    @property
+    def known(self) -> set[tuple[str, int, int]]:
+        """Identities of all files in it."""
+        delivered = {file.identity for delivery in self.deliveries for file in delivery.files}
+        return delivered | {file.identity for file, _ in self.set_aside}
+
+    @property
+    def steps(self) -> int:
+        """Steps of all deliveries."""
+        return self.deliveries[-1].end if self.deliveries else 0
+
+    def deliver(self, files: list[ArrivedFile], steps: int) -> Delivery:
+        """Enters a delivery; it is on the disk when this returns.
+
+        Args:
+          files: Its files.
+          steps: How many steps it takes.
+        """
+        delivery = Delivery(len(self.deliveries) + 1, tuple(files), self.steps, steps)
+        self.deliveries.append(delivery)
+        self._write()
+        return delivery
+
+    def reject(self, file: ArrivedFile, reason: str) -> None:
+        """Enters a file that cannot be learned from. One that replaces it counts as another file."""
+        self.set_aside.append((file, reason))
+        self._write()
+
+    def _write(self) -> None:
+        content = {
+            "format": _FORMAT,
+            "deliveries": [dataclasses.asdict(each) for each in self.deliveries],
+            "set_aside": [{"file": dataclasses.asdict(file), "reason": reason} for file, reason in self.set_aside],
+        }
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self._path.with_name(f".{NAME}")
+        with open(temporary, "w") as stream:
+            json.dump(content, stream, indent=1)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, self._path)
+        folder = os.open(self._path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)

@@ -1,0 +1,257 @@
+"""`OnlineLearner`: learns from files as they arrive in a directory, each example exactly once.
+
+```
+WORKDIR/deliveries.json     what was delivered, and at which steps of the run it is learned; written before it is
+WORKDIR/checkpoints/, ...   one run over all deliveries, as any other
+WORKDIR/exports/000003/     the model after delivery 3: model.keras and about.json; `newest` is a link to the last
+```
+
+The newest checkpoint says how far the run is, the journal which files the steps after it are of. So a start after
+`kill -9` learns the rest of what was delivered, with the bits of a run that was not interrupted, and waits for more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import pathlib
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tfpar.checkpoint import format as files
+from tfpar.collectives.agreement import WorkerAgreement
+from tfpar.collectives.tensorflow import world_group
+from tfpar.config import ConfigError, ExperimentConfig, TrainingError
+from tfpar.incremental.checks import incremental_of, watching
+from tfpar.incremental.online.arrivals import form_of
+from tfpar.incremental.online.chief import Chief
+from tfpar.incremental.online.journal import Delivery
+from tfpar.incremental.replay import kept_examples, room_for
+from tfpar.incremental.tasks import Task, chosen, joined, labels_of
+from tfpar.inputs.source import Source, SourceInfo
+from tfpar.parallel.strategies import Runtime
+from tfpar.training.loops.hooks import Hook
+from tfpar.training.loops.state import LoopState
+from tfpar.training.trainer import Trainer
+
+import keras
+import numpy as np
+
+_log = logging.getLogger(__name__)
+
+_SHOWN_FROM = 20  # deliveries of so many steps show how far they are
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeliveredInfo(SourceInfo):
+    """The description of a part of what is delivered, over whose parts one run continues."""
+
+    @property
+    def fingerprint(self) -> str:
+        """The same for all parts: the journal tells them apart."""
+        whole = dataclasses.replace(self, num_examples=0, files=(), records_per_file=(), digest="")
+        return SourceInfo.fingerprint.fget(whole)  # type: ignore[attr-defined]
+
+
+class OnlineLearner:
+    """Learns from what arrives in `--watch`.
+
+    Args:
+      build: Builds the model, which returns logits; called under the strategy.
+      train: Training examples of `--dataset`, which have the form of those that arrive; replay keeps some of them.
+      validation: What the model is evaluated on after each delivery, or None.
+      config: The whole configuration, with a section `incremental`.
+      runtime: From `tfpar.initialize`.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], keras.Model],
+        train: Source,
+        validation: Source | None,
+        *,
+        config: ExperimentConfig,
+        runtime: Runtime,
+    ) -> None:
+        config = watching(config)
+        self._options = incremental_of(config)
+        self._runtime, self._train, self._validation = runtime, train, validation
+        topology = runtime.topology
+        self._form = form_of(config.input, train.info, self._options.watch)
+        self._agreement = WorkerAgreement(world_group(topology.workers, topology.worker))
+        self._workdir = config.checkpoint.workdir
+        self._shown = topology.is_chief and config.monitor.verbose > 0
+        self._batch, self._seed = config.input.global_batch_size, config.train.seed
+        self._kept = self._choose_kept()
+        self._stop_after = config.train.stop_after
+        self._chief = Chief(self._options, self._form, config, self._steps_of) if topology.is_chief else None
+        self._trainer = Trainer(
+            build,
+            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=[keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
+            config=_quiet(config),
+            runtime=runtime,
+        )
+
+    def learn(self) -> dict[str, Any]:
+        """Learns from what was delivered and is not learned yet, and from what arrives, until the run is ended.
+
+        Returns:
+          `deliveries`, `examples`, `steps` and `set_aside`: numbers of each over all starts of the run; and the results
+          of the last evaluation.
+
+        Raises:
+          TrainingError: A checkpoint could not be written, without which the next start would learn something twice.
+        """
+        with self._chief.alone() if self._chief else contextlib.nullcontext():
+            return self._finish(self._learn_all())
+
+    def _learn_all(self) -> dict[str, Any]:
+        """Returns the summary of the last delivery of this start."""
+        position, results = self._position(verify=True), dict[str, Any]()
+        self._say(self._welcome(position))
+        while True:
+            delivery, ends = self._next(position)
+            if delivery is None and ends:
+                return results
+            if delivery is None:
+                time.sleep(self._options.watch_every)
+                continue
+            results = self._learn_delivery(delivery)
+            position, before = self._position(), position
+            if position < delivery.end:
+                if self._stop_after:
+                    self._say("stopped by --stop_after; the next start continues in the delivery under way")
+                    return results
+                raise TrainingError(
+                    f"the checkpoint after delivery {delivery.number} could not be written: the newest is of step "
+                    f"{max(position, before)}. Make room in {self._workdir}, and start again."
+                )
+
+    def _learn_delivery(self, delivery: Delivery) -> dict[str, Any]:
+        """Learns what is left of a delivery, evaluates, and exports."""
+        self._say(
+            f"delivery {delivery.number}: {_count(len(delivery.files), 'file')}, "
+            f"{_count(delivery.examples, 'example')}, to step {delivery.end}"
+        )
+        hooks = []
+        if delivery.steps >= _SHOWN_FROM:
+            hooks.append(Hook(max(1, delivery.steps // 10), lambda state: self._show(delivery, state)))
+        source = self._source(delivery)
+        summary = self._trainer.fit(source, validation=self._validation, steps=delivery.end, hooks=hooks)
+        if self._chief and (version := self._chief.export(delivery, summary)):
+            self._say(f"version {delivery.number} of the model: {version}")
+        held_out = {f"held-out {name}": value for name, value in (summary["eval"] or {}).items()}
+        figures = {"training loss": summary["train_loss"], **held_out}
+        self._say("  ".join(f"{name} {value:.4f}" for name, value in figures.items()))
+        return dict(summary)
+
+    def _show(self, delivery: Delivery, state: LoopState) -> None:
+        self._say(f"delivery {delivery.number}: step {state.step} of {delivery.end}")
+
+    def _source(self, delivery: Delivery) -> Source:
+        """The examples of a delivery, in the order in which they are learned, and as many of those that are kept."""
+        source = self._form.source(self._options.watch, [file.name for file in delivery.files])
+        if source.info.num_examples != delivery.examples:
+            raise ConfigError(
+                f"--watch={self._options.watch}: the files of delivery {delivery.number} had {delivery.examples:,} "
+                f"examples and have {source.info.num_examples:,}. Put back what had arrived; a file may be removed "
+                "when the model is exported that has learned from it."
+            )
+        random = np.random.default_rng([self._seed & 0xFFFFFFFF, 29, delivery.number])
+        if len(self._kept):
+            some = random.choice(self._kept, delivery.examples, replace=delivery.examples > len(self._kept))
+            source = joined(source, chosen(self._train, some, "kept"), 1, "and kept examples")
+        # Not by the pipeline: the run's steps do not begin a new epoch with each delivery, so that its own shuffling
+        # would take some examples twice and others not at all.
+        order = random.permutation(source.info.num_examples)
+        source = chosen(source, order, f"delivery {delivery.number}")
+        fields = {field.name: getattr(source.info, field.name) for field in dataclasses.fields(source.info)}
+        return dataclasses.replace(source, info=DeliveredInfo(**{**fields, "may_be_short": True}))
+
+    def _steps_of(self, examples: int) -> int:
+        """How many steps so many new examples take."""
+        return -(-examples * (2 if len(self._kept) else 1) // self._batch)
+
+    def _choose_kept(self) -> np.ndarray:
+        """The examples of `--dataset` that are learned again beside new ones."""
+        options = self._options
+        if options.method != "replay":
+            return np.zeros(0, np.int64)
+        labels = labels_of(self._train)
+        whole = Task(self._train.info.name, np.arange(len(labels)), np.zeros(0, np.int64), ())
+        room = room_for(self._train, options.replay_examples, options.replay_bytes)
+        return kept_examples([whole], labels, room, policy=options.replay_policy, seed=self._seed)
+
+    # What all workers do alike.
+
+    def _next(self, position: int) -> tuple[Delivery | None, bool]:
+        """What to learn next, if there is something; and whether the run is to end if not. As the chief sees it."""
+        found: Any = None
+        if self._chief:
+            delivery, ends = self._chief.next(position)
+            found = [dataclasses.asdict(delivery) if delivery else None, ends]
+        found, ends = self._agreement.gather(found)[0]
+        return Delivery.from_json(found) if found else None, ends
+
+    def _position(self, *, verify: bool = False) -> int:
+        """Steps that the newest checkpoint has done: what a start would continue from; as the chief sees it.
+
+        Args:
+          verify: Whether to read it, and to take an earlier one where it is damaged.
+        """
+        step = 0
+        if self._chief:
+            directory = pathlib.Path(self._workdir) / "checkpoints"
+            for step in [*reversed(files.steps_in(directory)), 0]:
+                if not (step and verify) or _is_intact(directory / files.directory_name(step)):
+                    break
+        return int(self._agreement.gather(step)[0])
+
+    def _welcome(self, position: int) -> str:
+        known = len(self._chief.journal.deliveries) if self._chief else 0
+        before = f"; {_count(known, 'delivery', 'deliveries')} before, learned to step {position}" if known else ""
+        return f"watching {self._options.watch}{before}; a file STOP there, or Ctrl-C, ends the run"
+
+    def _finish(self, results: Mapping[str, Any]) -> dict[str, Any]:
+        if not self._chief:
+            return {}
+        journal = self._chief.journal
+        summary = {
+            "deliveries": len(journal.deliveries),
+            "examples": sum(each.examples for each in journal.deliveries),
+            "steps": journal.steps,
+            "set_aside": len(journal.set_aside),
+            "eval": dict(results.get("eval") or {}),
+            "params_sha256": results.get("params_sha256", ""),
+        }
+        self._say(
+            f"learned from {_count(summary['examples'], 'example')} in "
+            f"{_count(summary['deliveries'], 'delivery', 'deliveries')}; {summary['set_aside']} files set aside"
+        )
+        if journal.deliveries:
+            model = f"{self._workdir}/exports/newest/model.keras"
+            self._say(f"look next\n  {model}\n  tensorboard --logdir {self._workdir}")
+        return summary
+
+    def _say(self, text: str) -> None:
+        if self._shown:
+            _log.info("%s", text)
+
+
+def _quiet(config: ExperimentConfig) -> ExperimentConfig:
+    return dataclasses.replace(config, monitor=dataclasses.replace(config.monitor, verbose=0))
+
+
+def _is_intact(path: pathlib.Path) -> bool:
+    try:
+        files.read(path)
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _count(number: int, one: str, several: str = "") -> str:
+    return f"{number:,} {one if number == 1 else several or one + 's'}"
