@@ -268,7 +268,8 @@ def test_a_custom_section_with_optional_and_other_types():
 
 def test_the_options_that_a_resumed_run_may_change():
     assert sorted(RESUME_MAY_CHANGE) == [
-        *("accumulate_steps", "actors", "cache", "checkpoint_every", "data_dir", "data_service", "deterministic"),
+        *("accumulate_steps", "actors", "cache", "checkpoint_every", "data_dir", "data_service"),
+        *("delivery_examples", "delivery_seconds", "deterministic"),
         *("device_memory", "devices", "env_processes"),
         *(
             "epochs",
@@ -278,8 +279,10 @@ def test_the_options_that_a_resumed_run_may_change():
             "eval_steps",
             "exchange",
             "exchange_retune_every",
+            "export_every",
         ),
-        *("histogram_every", "input_threads", "jit_compile", "keep_checkpoints", "local_steps", "log_every"),
+        *("histogram_every", "idle_seconds", "input_threads", "jit_compile", "keep_checkpoints", "keep_exports"),
+        *("local_steps", "log_every"),
         *("max_bad_steps", "mesh", "on_bad_record", "on_checkpoint_error", "outer_learning_rate", "outer_momentum"),
         *("peer_timeout", "pipeline_schedule", "prefetch", "profile_steps"),
         *(
@@ -298,7 +301,8 @@ def test_the_options_that_a_resumed_run_may_change():
             "strategy",
             "tensorflow_log",
         ),
-        *("tf32", "tpu", "transport", "uneven_batches", "verbose", "warm_start", "workdir"),
+        *("tf32", "tpu", "transport", "uneven_batches", "verbose", "warm_start", "watch", "watch_every"),
+        "workdir",
     ]
 
 
@@ -306,7 +310,7 @@ def test_the_options_that_workers_may_be_given_differently():
     assert sorted(PER_HOST_OPTIONS) == [
         *("cache", "data_dir", "data_service", "dataset", "devices", "input_threads", "keep_checkpoints"),
         *("on_checkpoint_error", "peer_timeout", "prefetch", "stall_timeout", "start_timeout", "strategy"),
-        *("tensorflow_log", "tpu", "verbose", "warm_start", "workdir"),
+        *("tensorflow_log", "tpu", "verbose", "warm_start", "watch", "workdir"),
     ]
 
 
