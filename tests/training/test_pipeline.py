@@ -7,8 +7,8 @@ from tests.integration.scripts import divided
 from tests.training.test_tensor_parallel import alone, assert_as_alone, assert_saved_whole
 from tfpar.config import ConfigError
 from tfpar.optim import keras_calls
-from tfpar.parallel.pipeline_cuts import cut_at, cut_evenly, micro_batches_in_flight
-from tfpar.parallel.pipeline_devices import place_of
+from tfpar.parallel.pipeline.cuts import cut_at, cut_evenly, micro_batches_in_flight
+from tfpar.parallel.pipeline.devices import place_of
 from tfpar.parallel.split import whole_elements
 from tfpar.training.pipeline.graph import steps_of
 from tfpar.training.pipeline.stage_program import stages_of

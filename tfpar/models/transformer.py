@@ -49,7 +49,7 @@ class TransformerBlock(keras.layers.Layer):
     One product computes query, key and value. Dropout acts on the output of each residual branch.
     """
 
-    divides_positions = True  # see `tfpar.parallel.positions`
+    divides_positions = True  # see `tfpar.parallel.tensor.positions`
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class TransformerBlock(keras.layers.Layer):
         return inputs + x
 
     def tensor_layout(self) -> dict[keras.layers.Layer, str]:
-        """How tensor parallelism divides its layers, see `tfpar.parallel.tensor_layout`: by heads and hidden units."""
+        """How tensor parallelism divides its layers, see `tfpar.parallel.tensor.layout`: by heads and hidden units."""
         return {
             self.qkv: f"column:3x{self.heads}",
             self.attention_out: f"row:1x{self.heads}",

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tfpar.optim import keras_internals
-from tfpar.parallel.pipeline_devices import at, mark_place, place_of
+from tfpar.parallel.pipeline.devices import at, mark_place, place_of
 from tfpar.parallel.replica_peers import ReplicaPeers
 
 import keras

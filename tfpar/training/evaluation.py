@@ -16,7 +16,7 @@ from tfpar.collectives.agreement import WorkerAgreement
 from tfpar.collectives.tensorflow import world_group
 from tfpar.guards.bad_examples import SkippedExampleLog, named
 from tfpar.parallel import replica
-from tfpar.parallel.divided_logits import gathered
+from tfpar.parallel.tensor.divided_logits import gathered
 from tfpar.process.activity import activity
 from tfpar.training import confusion
 from tfpar.training.core import Core

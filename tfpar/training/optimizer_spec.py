@@ -10,7 +10,7 @@ from typing import Any
 from tfpar.checkpoint import run_state
 from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.optim import keras_internals, optimizers
-from tfpar.parallel.pipeline_devices import place_of
+from tfpar.parallel.pipeline.devices import place_of
 from tfpar.parallel.split import keeps_slots_beside, split_of
 
 import keras

@@ -75,9 +75,9 @@ class Trainer:
       augmentation: Keras layer applied to the inputs on the device, inside the step, in training only; by default what
         the option `augment` names.
       layout: With a model axis (`mesh="model:2"`), how layers are divided over it, by regular expressions on their
-        paths: `{"logits": "gather"}`, see `tfpar.parallel.tensor_layout`; what it does not name is found. Or how
+        paths: `{"logits": "gather"}`, see `tfpar.parallel.tensor.layout`; what it does not name is found. Or how
         weights are: a `keras.distribution.LayoutMap`, or `{"mlp.*kernel": (None, "model")}`, see
-        `tfpar.parallel.weight_layouts`; what it does not name is whole.
+        `tfpar.parallel.tensor.weight_layouts`; what it does not name is whole.
       objective: In place of loss and metrics: a function of the built model that returns what is minimised, as sums
         over the examples of a batch; see `tfpar.training.objective.Objective`.
       **options: Any option of `tfpar.config` by its flag name: `strategy="mirrored", devices=2, exchange="none",

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Sequence
 
 from tfpar.parallel.mesh import Mesh
-from tfpar.parallel.pipeline_cuts import cut_evenly, micro_batches_in_flight
+from tfpar.parallel.pipeline.cuts import cut_evenly, micro_batches_in_flight
 from tfpar.parallel.planner.costs import LayerCost, ModelCosts, Weight
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tfpar.optim import keras_internals
-from tfpar.parallel.divided_logits import DividedLogits, divided
+from tfpar.parallel.tensor.divided_logits import DividedLogits, divided
 
 import keras
 import tensorflow as tf

@@ -13,7 +13,7 @@ from typing import Any
 
 from tfpar.config import ConfigError
 from tfpar.optim import keras_compile, keras_internals
-from tfpar.parallel.divided_logits import gathered
+from tfpar.parallel.tensor.divided_logits import gathered
 from tfpar.training.objective.divided import divided_metric
 from tfpar.training.objective.outputs import examples_of
 from tfpar.training.objective.weighting import expanded

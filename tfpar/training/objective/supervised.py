@@ -8,7 +8,7 @@ from typing import Any
 
 from tfpar.config import ConfigError
 from tfpar.inputs import Weighted
-from tfpar.parallel.divided_logits import check_returned, kept_divided
+from tfpar.parallel.tensor.divided_logits import check_returned, kept_divided
 from tfpar.training.model.call import call_model
 from tfpar.training.objective import losses as loss_terms
 from tfpar.training.objective import metrics as additive_metrics

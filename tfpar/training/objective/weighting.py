@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from tfpar.config import ConfigError
 from tfpar.optim import keras_internals
-from tfpar.parallel.divided_logits import gathered
+from tfpar.parallel.tensor.divided_logits import gathered
 from tfpar.training.objective.divided import divided_loss
 
 import keras

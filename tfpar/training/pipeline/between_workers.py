@@ -16,7 +16,7 @@ from typing import Any
 from tfpar.collectives.tensorflow import Channel
 from tfpar.config import ConfigError
 from tfpar.optim import keras_calls, keras_internals
-from tfpar.parallel.pipeline_cuts import GPIPE
+from tfpar.parallel.pipeline.cuts import GPIPE
 from tfpar.parallel.replica_peers import ReplicaPeers
 from tfpar.parallel.split import shape_of
 from tfpar.parallel.topology import Topology

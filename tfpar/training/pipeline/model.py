@@ -11,8 +11,8 @@ from tfpar.config import ConfigError, ExperimentConfig, StrategyConfig
 from tfpar.optim import keras_calls
 from tfpar.optim.keras_internals import is_seed_state
 from tfpar.parallel.model_axis import ModelAxis
-from tfpar.parallel.pipeline_cuts import cut_at, cut_evenly
-from tfpar.parallel.pipeline_devices import PipelineDevices
+from tfpar.parallel.pipeline.cuts import cut_at, cut_evenly
+from tfpar.parallel.pipeline.devices import PipelineDevices
 from tfpar.parallel.split import Held, hold, move_to_devices, whole_elements
 from tfpar.training.core import Core
 from tfpar.training.model import recompute

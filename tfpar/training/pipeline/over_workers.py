@@ -12,7 +12,7 @@ from typing import Any
 from tfpar.collectives.group import allocate_instance_keys
 from tfpar.collectives.tensorflow import new_group
 from tfpar.config import ConfigError
-from tfpar.parallel.pipeline_devices import place_of
+from tfpar.parallel.pipeline.devices import place_of
 from tfpar.parallel.split import held_by
 from tfpar.training import sidecar
 from tfpar.training.model.call import call_model

@@ -12,7 +12,7 @@ from tfpar.config import ExperimentConfig
 from tfpar.exchange import DevicesOfReplica, places_in_turn
 from tfpar.parallel import strategies
 from tfpar.parallel.model_axis import ModelAxis
-from tfpar.parallel.pipeline_devices import PipelineDevices, place_of
+from tfpar.parallel.pipeline.devices import PipelineDevices, place_of
 from tfpar.parallel.split import held_by, split_of
 from tfpar.training.core import Core
 from tfpar.training.model.building import scope_of

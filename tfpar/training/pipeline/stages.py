@@ -17,8 +17,8 @@ from typing import Any
 
 from tfpar.optim import keras_calls, keras_compile
 from tfpar.parallel.model_axis import ModelAxis
-from tfpar.parallel.pipeline_cuts import micro_batches_in_flight
-from tfpar.parallel.pipeline_devices import PipelineDevices
+from tfpar.parallel.pipeline.cuts import micro_batches_in_flight
+from tfpar.parallel.pipeline.devices import PipelineDevices
 from tfpar.training.pipeline.between_workers import Messages, PipelineWorker, crossings_of, specs_of
 from tfpar.training.pipeline.graph import Values
 from tfpar.training.pipeline.stage_program import Stage, StageProgram

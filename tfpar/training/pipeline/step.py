@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tfpar.optim.pure_update import pure_apply
-from tfpar.parallel.pipeline_devices import beside
+from tfpar.parallel.pipeline.devices import beside
 from tfpar.training.core import Core
 from tfpar.training.norms import squared_norm
 from tfpar.training.objective import LocalSums, Tensors

@@ -10,12 +10,12 @@ from typing import Any
 from tfpar import models
 from tfpar.config import ConfigError
 from tfpar.optim.optimizers import ELEMENTWISE
-from tfpar.parallel import tensor_layout
 from tfpar.parallel.model_axis import ModelAxis
-from tfpar.parallel.positions import divide_positions
 from tfpar.parallel.split import Split, whole_elements
-from tfpar.parallel.tensor_calls import divide_calls, heads_of
-from tfpar.parallel.weight_layouts import find_weight_layout, names_weights
+from tfpar.parallel.tensor import layout as tensor_layout
+from tfpar.parallel.tensor.calls import divide_calls, heads_of
+from tfpar.parallel.tensor.positions import divide_positions
+from tfpar.parallel.tensor.weight_layouts import find_weight_layout, names_weights
 from tfpar.training.core import Core
 
 import keras

@@ -14,9 +14,9 @@ from typing import Any
 from tfpar.config import ConfigError
 from tfpar.parallel import replica
 from tfpar.parallel.model_axis import ModelAxis, Place
-from tfpar.parallel.pipeline_devices import place_of
-from tfpar.parallel.positions import has_gradient_in_parts
+from tfpar.parallel.pipeline.devices import place_of
 from tfpar.parallel.split import split_of
+from tfpar.parallel.tensor.positions import has_gradient_in_parts
 from tfpar.training.norms import squared_norm
 from tfpar.training.objective import Tensors
 from tfpar.training.step import TrainStep

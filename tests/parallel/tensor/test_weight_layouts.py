@@ -5,8 +5,8 @@ from __future__ import annotations
 from tests.integration.scripts import divided
 from tests.training.model.test_keras_hub import gpt2, llama
 from tfpar.config import ConfigError
-from tfpar.parallel.tensor_layout import find_layout
-from tfpar.parallel.weight_layouts import find_weight_layout, names_weights
+from tfpar.parallel.tensor.layout import find_layout
+from tfpar.parallel.tensor.weight_layouts import find_weight_layout, names_weights
 
 import keras
 import pytest

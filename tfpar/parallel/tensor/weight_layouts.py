@@ -16,7 +16,7 @@ from typing import Any
 
 from tfpar.config import ConfigError
 from tfpar.optim import keras_internals
-from tfpar.parallel.tensor_layout import COLUMN, GATHER, ROW, VOCABULARY, WAYS, Finder, Layouts, layout_of, some
+from tfpar.parallel.tensor.layout import COLUMN, GATHER, ROW, VOCABULARY, WAYS, Finder, Layouts, layout_of, some
 
 import keras
 

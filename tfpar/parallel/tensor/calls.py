@@ -8,10 +8,10 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from tfpar.optim import keras_calls, keras_internals
-from tfpar.parallel.divided_logits import DividedLogits, returned
 from tfpar.parallel.model_axis import Place, current_place
 from tfpar.parallel.split import Split, split_of
-from tfpar.parallel.tensor_layout import COLUMN, GATHER, HEADS, OWN_NUMBERS, POSITIONS, ROW, VOCABULARY, Layouts
+from tfpar.parallel.tensor.divided_logits import DividedLogits, returned
+from tfpar.parallel.tensor.layout import COLUMN, GATHER, HEADS, OWN_NUMBERS, POSITIONS, ROW, VOCABULARY, Layouts
 
 import keras
 import tensorflow as tf
