@@ -50,6 +50,8 @@ INSTALL = [
     "pillow>=10.1,<14",  # TFDS decodes and TensorBoard encodes images with it
 ]
 RL = ["gymnasium>=1.2,<2"]  # plays saved policies
+# Stepped by threads in C++. Wheels of 1.2 need 600 MB of assets, also for environments that have none.
+ENVPOOL = [*RL, "envpool>=1.1,<1.2"]
 ONNX = ["tf2onnx>=1.16,<2", "onnxruntime>=1.20,<2"]
 TABLES = ["pyarrow>=18,<27"]  # CSV and Parquet files
 HUB = ["keras-hub>=0.32,<0.33"]  # presets for experiments/finetune.py
@@ -67,11 +69,12 @@ TEST = [
     *TABLES,
     *WANDB,
     *HUB,
-    *RL,
+    *ENVPOOL,
     "cmake>=3.28,<5",  # pyproject.toml has the same bounds, for the build
     "hypothesis>=6.100,<7",
     "import-linter>=2.1,<3",
     "mypy>=1.14,<3",
+    "types-protobuf>=5.29",  # envpool needs it too
     "nbclient>=0.10,<1",
     "ninja>=1.11,<2",
     "playwright>=1.49,<2",  # drives the distribution's Chromium; it downloads no browser of its own
@@ -293,6 +296,7 @@ if __name__ == "__main__":
         install_requires=INSTALL,
         extras_require={
             "docs": DOCS,
+            "envpool": ENVPOOL,
             "hub": HUB,
             "mlflow": MLFLOW,
             "notebook": NOTEBOOK,

@@ -1,6 +1,7 @@
 """Evaluates a trained model on a data set, on any synchronous strategy.
 
-Data set, held-out share, window and seed are those of the run in whose workdir the model lies, unless given.
+Data set, held-out share, window and seed are those of the run in whose workdir the model lies, unless given. A policy
+of reinforcement learning plays 100 episodes, as `tfpar play` does.
 
   tfpar evaluate --model_file=runs/quickstart/model.keras
 """
@@ -14,9 +15,12 @@ import sys
 from collections.abc import Sequence
 
 import tfpar
+from tfpar.commands import play
 from tfpar.config import ConfigError, catalog, flags
 
 from absl import flags as absl_flags
+
+_EPISODES = 100
 
 
 def run(argv: Sequence[str] | None = None, program: str = "") -> None:
@@ -37,6 +41,9 @@ def main(_: list[str]) -> None:
     if not given.model_file:
         raise ConfigError("--model_file is missing: name a .keras file, e.g. --model_file=runs/quickstart/model.keras.")
     tfpar.check_model_file(given.model_file)
+    if env := play.trained_in(given.model_file):
+        play.play_file(given.model_file, env, episodes=_EPISODES, seed=config.train.seed)
+        return
     catalog.check_built_in(config)
     import keras  # here, so that --help and a wrong flag need not wait for TensorFlow
 

@@ -1,6 +1,7 @@
-"""Plays a trained policy in Gymnasium itself, and prints what it earns.
+"""Plays a trained policy in Gymnasium or EnvPool itself, and prints its returns.
 
-The environment is that of the run in whose workdir the model lies, unless given. Needs `pip install 'tfpar[rl]'`.
+The environment is that of the run in whose workdir the model lies, unless given. Needs `pip install 'tfpar[rl]'`, or
+`tfpar[envpool]`.
 
   tfpar play --model_file=runs/cartpole/model.keras
   tfpar play --model_file=runs/cartpole/model.keras --episodes=1000 --seed=7
@@ -29,7 +30,11 @@ def run(argv: Sequence[str] | None = None, program: str = "") -> None:
     """
     flags.define(sections=["monitor"])
     absl_flags.DEFINE_string("model_file", "", "The .keras file of the policy.")
-    absl_flags.DEFINE_string("env", "", "Name of the environment in Gymnasium; empty: that of the run.")
+    absl_flags.DEFINE_string(
+        "env",
+        "",
+        "Environment: its name in Gymnasium, or envpool: and its name in EnvPool; empty: that of the run.",
+    )
     absl_flags.DEFINE_integer("episodes", 100, "Episodes to play.", lower_bound=1)
     absl_flags.DEFINE_integer("seed", 0, "Seed of the first episode; the others follow.", lower_bound=0)
     flags.run(main, argv, program=program)
@@ -40,17 +45,37 @@ def main(_: list[str]) -> None:
     if not given.model_file:
         raise ConfigError("--model_file is missing: name a .keras file, e.g. --model_file=runs/cartpole/model.keras.")
     tfpar.check_model_file(given.model_file)
-    from tfpar.checkpoint import checkpointer  # here, so that --help and a wrong flag need not wait for TensorFlow
-
-    saved = checkpointer.saved_config(pathlib.Path(given.model_file).parent) or {}
-    env = given.env or saved.get("env", "")
+    env = given.env or trained_in(given.model_file)
     if not env:
         raise ConfigError(
             f"--env is missing, and {given.model_file} lies beside no checkpoint that says what the policy was trained "
             "in. Name the environment, e.g. --env=CartPole-v1."
         )
-    from tfpar.rl.playing import episodes
+    play_file(given.model_file, env, episodes=given.episodes, seed=given.seed)
 
-    with contextlib.redirect_stdout(sys.stderr):  # so that standard output is the result alone
-        played = episodes.play(tfpar.load_model(given.model_file), env, episodes=given.episodes, seed=given.seed)
+
+def trained_in(model_file: str) -> str:
+    """Name of the environment in which the policy of a run was trained; empty if its run had none, or is not there."""
+    from tfpar.checkpoint import checkpointer  # here, so that --help and a wrong flag need not wait for TensorFlow
+
+    saved = checkpointer.saved_config(pathlib.Path(model_file).parent) or {}
+    return str(saved.get("env", ""))
+
+
+def play_file(model_file: str, env: str, *, episodes: int, seed: int) -> None:
+    """Plays a saved policy and prints the result to standard output, and nothing else.
+
+    Args:
+      model_file: The .keras file of the policy.
+      env: As for `tfpar.rl.playing.episodes.play`.
+      episodes: Likewise.
+      seed: Likewise.
+
+    Raises:
+      ConfigError: Likewise.
+    """
+    from tfpar.rl.playing import episodes as playing
+
+    with contextlib.redirect_stdout(sys.stderr):
+        played = playing.play(tfpar.load_model(model_file), env, episodes=episodes, seed=seed)
     print(json.dumps(played.summary(env), indent=2))

@@ -284,11 +284,12 @@ class Monitor:
         """The run's speed without its first, compiling call: the figures for summary.json.
 
         Returns:
-          `examples_per_second`, `step_ms_p50`, `step_ms_p95`, `input_wait_fraction`, and `mfu` (None if the peak is
-          not known). In every process, not only the chief's.
+          `examples_per_second`, `step_ms_p50`, `step_ms_p95`, `input_wait_fraction`, `mfu` (None if the peak is not
+          known), and `env_steps_per_second` of reinforcement learning. In every process, not only the chief's.
         """
         figures = self._timings.statistics()
-        return {**figures, "mfu": self._mfu(figures["examples_per_second"])}
+        rate = figures["examples_per_second"]
+        return {**figures, "mfu": self._mfu(rate), **self._live_line.pace(rate)}
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Records how the run ended, beside its hyperparameters.
@@ -377,10 +378,12 @@ class Monitor:
         }
 
     def _point_values(self) -> dict[str, float]:
-        values = {"loss": self._point.loss, "time/examples_per_second": self._point.examples_per_second}
+        rate = self._point.examples_per_second
+        values = {"loss": self._point.loss, "time/examples_per_second": rate}
+        values |= {f"time/{name}": pace for name, pace in self._live_line.pace(rate).items()}
         values |= tags.time_values(self._point.milliseconds())
         values |= tags.worker_values(self._point.worker_seconds, self._point.worker_steps)
-        mfu = self._mfu(self._point.examples_per_second)
+        mfu = self._mfu(rate)
         return values if mfu is None else {**values, "time/mfu": mfu}
 
     def _scalars(self, run: str, step: int, values: Mapping[str, float]) -> None:

@@ -292,7 +292,10 @@ def closing_table(content: dict[str, Any], workdir: str) -> str:
     rows += [(f"eval {name}", f"{value:.4f}") for name, value in tags.by_element(content["eval"]).items()]
     if content["examples_per_second"] is not None:  # a run of a few steps has no time without compilation
         rows += [
-            ("examples/s", f"{content['examples_per_second']:.0f}"),
+            next(
+                ((pace, f"{content[name]:.0f}") for pace, name in tags.PACES.items() if name in content),
+                ("examples/s", f"{content['examples_per_second']:.0f}"),
+            ),
             ("step ms (p50 / p95)", f"{content['step_ms_p50']:.2f} / {content['step_ms_p95']:.2f}"),
             ("input wait", f"{100 * content['input_wait_fraction']:.1f} %"),
         ]

@@ -39,6 +39,9 @@ PARTS = ("input_wait", "compute", "exchange", "update")
 _STACK = [f"time_stacked/{place}_{name}" for place, name in enumerate(("start", *PARTS))]
 SLOWEST, FASTEST = "time_workers/slowest_ms", "time_workers/fastest_ms"
 
+# Names in summary.json, and of charts in `time/`, of paces that do not count examples.
+PACES = {"env steps/s": "env_steps_per_second"}
+
 _DESCRIPTIONS = {
     "loss": "Mean loss over the examples of all steps since the previous point. Run `eval`: over the validation set.",
     "time/step_ms": "Mean milliseconds per step: the sum of input wait, compute, exchange and update.",
@@ -50,6 +53,7 @@ _DESCRIPTIONS = {
     "time/exchange_overlapped_ms": "Mean milliseconds per step in which some gradients travel while others are still "
     "computed; part of `compute`.",
     "time/examples_per_second": "Examples per second over all replicas, without evaluations and checkpoints.",
+    "time/env_steps_per_second": "Steps of all environments per second, learning included.",
     "time/mfu": "Model FLOPs utilisation: FLOPs of the model relative to the peak of the devices.",
     SLOWEST: "Mean milliseconds per step that the slowest worker needs without the exchange. The other workers wait "
     "for it in the exchange.",

@@ -51,8 +51,8 @@ class ReinforcementTrainer:
     ```
 
     Args:
-      env: Name of an environment, `gym:NAME` for one of Gymnasium, or an `Environment`; by default what the
-        configuration says.
+      env: Name of an environment, with `gym:` or `envpool:` in front for one of Gymnasium or EnvPool, or an
+        `Environment`; by default what the configuration says.
       model: A function that builds a policy for an environment, see `policy.build_policy`; by default that one.
       config: The whole configuration; `options` override single fields of it.
       runtime: From `tfpar.initialize`; by default the trainer starts one.
@@ -231,7 +231,7 @@ class ReinforcementTrainer:
             line=(("return", "length"), "env steps/s", options.transitions_per_rollout / per_round),
             export=self.memory.export,
             restore=self.memory.restore,
-            goes_on="learning continues with new episodes: Gymnasium's environments cannot be saved"
+            goes_on="learning continues with new episodes: environments of the host cannot be saved"
             if self.actors
             else "the episodes go on where they stopped",
             show=self._film,
@@ -286,10 +286,12 @@ def check_host(options: ReinforcementConfig, environment: AnyEnvironment, topolo
     if not isinstance(environment, HostEnvironment):
         if options.actors > 1 or options.env_processes:
             raise ConfigError(
-                f"--actors={options.actors} and --env_processes={options.env_processes} are about environments of "
-                f"Gymnasium, and {environment.name} runs on the device. Leave them out, or give --env=gym:NAME."
+                f"--actors={options.actors} and --env_processes={options.env_processes} are about environments of the "
+                f"host, and {environment.name} runs on the device. Leave them out, or give --env=gym:NAME."
             )
         return
+    if options.env_processes and environment.name.startswith(environments.POOL_PREFIX):
+        raise ConfigError(f"--env_processes: threads of EnvPool's own step {environment.name}. Leave the flag out.")
     if topology.device_type == "TPU":
         raise ConfigError(
             f"--env={environment.name}: a step on a TPU is one program, which cannot wait for environments of the "

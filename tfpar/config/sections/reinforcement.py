@@ -20,7 +20,7 @@ class ReinforcementConfig(ConfigBase):
     env: str = option(
         "CartPole-v1",
         "Environment to act in. Acrobot-v1, CartPole-v1, Catch, MountainCar-v0 and Pendulum-v1 run on the device; "
-        "gym:NAME is any environment of Gymnasium.",
+        "gym:NAME is any environment of Gymnasium, envpool:NAME one of EnvPool.",
     )
     algorithm: str = option("ppo", "How the policy is learned.", choices=ALGORITHMS)
     environments: int = option(
@@ -28,7 +28,7 @@ class ReinforcementConfig(ConfigBase):
     )
     actors: int = option(
         1,
-        "gym:NAME: threads of each replica that act while it learns; they must divide its environments.",
+        "gym:NAME, envpool:NAME: threads of each replica that act while it learns; they must divide its environments.",
         minimum=1,
         may_change_on_resume=True,
     )

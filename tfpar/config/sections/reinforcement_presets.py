@@ -50,7 +50,7 @@ def preset(env: str, algorithm: str = "ppo") -> dict[str, Any]:
     """Options by flag name; those of an environment that has none of its own are the common ones.
 
     Args:
-      env: The environment's name, with or without `gym:` in front.
+      env: The environment's name, with or without `gym:` or `envpool:` in front.
       algorithm: That of `--algorithm`.
     """
-    return {**_COMMON, **_BY_ENVIRONMENT.get(env.removeprefix("gym:"), {}), **_BY_ALGORITHM.get(algorithm, {})}
+    return {**_COMMON, **_BY_ENVIRONMENT.get(env.rpartition(":")[2], {}), **_BY_ALGORITHM.get(algorithm, {})}

@@ -23,7 +23,7 @@ from tfpar.inputs.structures import Structure
 
 import numpy as np
 import tensorflow as tf
-from google.protobuf import message  # type: ignore[import-untyped]
+from google.protobuf import message
 
 SIDECAR = "features.json"
 FORMAT = "tfpar-tfrecord-1"

@@ -1,4 +1,4 @@
-"""Environments by name: those that run on the device, and with `gym:` in front all of Gymnasium's."""
+"""Environments by name: those that run on the device, and with a prefix, those of Gymnasium and EnvPool."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from tfpar.rl.environments.catch import CATCH
 from tfpar.rl.environments.host import PREFIX, HostEnvironment, find_in_gymnasium
 from tfpar.rl.environments.mountain_car import MOUNTAIN_CAR
 from tfpar.rl.environments.pendulum import PENDULUM
+from tfpar.rl.environments.pool import PREFIX as POOL_PREFIX
+from tfpar.rl.environments.pool import find_in_envpool
 from tfpar.rl.environments.protocol import Actions, Continuous, Discrete, Environment, State, Transition
 
 AnyEnvironment = Environment | HostEnvironment
 
 __all__ = [
+    "POOL_PREFIX",
     "Actions",
     "AnyEnvironment",
     "Continuous",
@@ -23,6 +26,7 @@ __all__ = [
     "State",
     "Transition",
     "find",
+    "find_on_host",
     "names",
     "register",
 ]
@@ -41,12 +45,25 @@ def find(name: str) -> AnyEnvironment:
     Raises:
       ConfigError: There is none, with the nearest names; or Gymnasium cannot make it.
     """
-    if name.startswith(PREFIX):
-        return find_in_gymnasium(name.removeprefix(PREFIX))
+    if name.startswith((PREFIX, POOL_PREFIX)):
+        return find_on_host(name)
     if name not in _ENVIRONMENTS:
         error = unknown_name("--env", name, names())
-        raise ConfigError(f"{error} With --env={PREFIX}NAME, any environment of Gymnasium.")
+        raise ConfigError(
+            f"{error} With --env={PREFIX}NAME, any environment of Gymnasium; with --env={POOL_PREFIX}NAME, of EnvPool."
+        )
     return _ENVIRONMENTS[name]
+
+
+def find_on_host(name: str) -> HostEnvironment:
+    """The environment of Gymnasium, or of EnvPool where its prefix is in front.
+
+    Raises:
+      ConfigError: There is none of this name, or its package is missing.
+    """
+    if name.startswith(POOL_PREFIX):
+        return find_in_envpool(name.removeprefix(POOL_PREFIX))
+    return find_in_gymnasium(name.removeprefix(PREFIX))
 
 
 def register(environment: Environment) -> None:

@@ -1,4 +1,4 @@
-"""Environments that run on the host: any of Gymnasium's, as `--env=gym:NAME`.
+"""Environments that run on the host: any of Gymnasium's as `--env=gym:NAME`; those of EnvPool are in `pool`.
 
 Threads of this process act in them while the device learns, see `tfpar.rl.actors`.
 """
@@ -20,17 +20,18 @@ PREFIX = "gym:"
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HostEnvironment:
-    """An environment of Gymnasium.
+    """An environment of Gymnasium or EnvPool.
 
     Attributes:
-      name: Its name for `--env`: `gym:` and its name in Gymnasium.
+      name: Its name for `--env`, with `gym:` or `envpool:` in front.
       observation_shape: Shape of one observation.
       actions: What an action is.
       goal: Mean return of an evaluation at which a run may end; None for none.
       observation_scale: What a policy multiplies observations by: 1/255 for pixels, else 1.
       make: `(count, processes) -> gymnasium.vector.VectorEnv` of so many, each in a process of its own or all in this
         one. An episode that ends is followed by a new one in the same step.
-      to_host: Actions as Gymnasium takes them: int32 `[n]`, or float32 `[n, size]`, which are clipped to the bounds.
+      make_shown: `() -> gymnasium.vector.VectorEnv` of a single one, whose `render()` draws it.
+      to_host: Actions as the environment takes them: int32 `[n]`, or float32 `[n, size]`, clipped to the bounds.
     """
 
     name: str
@@ -39,6 +40,7 @@ class HostEnvironment:
     goal: float | None
     observation_scale: float
     make: Callable[[int, bool], Any]
+    make_shown: Callable[[], Any]
     to_host: Callable[[np.ndarray], np.ndarray]
 
 
@@ -95,18 +97,37 @@ def find_in_gymnasium(name: str) -> HostEnvironment:
     """
     envs = make_environments(name, 1)
     try:
-        observed, action = envs.single_observation_space, envs.single_action_space
         goal = envs.spec.reward_threshold if envs.spec else None
+        make = functools.partial(make_environments, name)
+        return describe(f"{PREFIX}{name}", envs, goal, make, lambda: make(1, render=True))
     finally:
         envs.close()
-    pixels = observed.dtype == np.uint8
+
+
+def describe(
+    name: str, envs: Any, goal: float | None, make: Callable[[int, bool], Any], make_shown: Callable[[], Any]
+) -> HostEnvironment:
+    """What a policy has to know of an environment.
+
+    Args:
+      name: Its name for `--env`.
+      envs: Some of it side by side.
+      goal: Mean return at which a run may end; None for none.
+      make: As in `HostEnvironment`.
+      make_shown: Likewise.
+
+    Raises:
+      ConfigError: No policy of tfpar's can choose its actions.
+    """
+    observed, action = envs.single_observation_space, envs.single_action_space
     return HostEnvironment(
-        name=f"{PREFIX}{name}",
+        name=name,
         observation_shape=tuple(observed.shape),
         actions=_actions(name, action),
         goal=None if goal is None else float(goal),
-        observation_scale=1.0 / 255.0 if pixels else 1.0,
-        make=functools.partial(make_environments, name),
+        observation_scale=1.0 / 255.0 if observed.dtype == np.uint8 else 1.0,
+        make=make,
+        make_shown=make_shown,
         to_host=functools.partial(to_host, action),
     )
 
@@ -125,6 +146,6 @@ def _actions(name: str, space: Any) -> Actions:
     if kind == "Box":
         return Continuous(*(tuple(float(number) for number in part.ravel()) for part in (space.low, space.high)))
     raise ConfigError(
-        f"--env={PREFIX}{name}: its actions are {space}, and a policy chooses one of several actions (Discrete) or a "
+        f"--env={name}: its actions are {space}, and a policy chooses one of several actions (Discrete) or a "
         "vector of numbers (Box). Wrap the environment, and register the result with Gymnasium."
     )

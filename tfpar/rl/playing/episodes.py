@@ -1,4 +1,4 @@
-"""Playing a saved policy in Gymnasium itself, whose code has nothing in common with the environments on the device."""
+"""Playing a saved policy in Gymnasium or EnvPool, whose code is independent of the environments on the device."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from tfpar.config import ConfigError
-from tfpar.rl.environments.host import PREFIX, make_environments, to_host
+from tfpar.rl.environments import Discrete, HostEnvironment, find_on_host
 
 import keras
 import numpy as np
@@ -44,39 +44,48 @@ def play(model: keras.Model, name: str, *, episodes: int = 100, seed: int = 0) -
 
     Args:
       model: A policy: observations to logits or means, its first output, as in `model.keras`.
-      name: The environment's name in Gymnasium, with or without `gym:` in front.
+      name: The environment's name in Gymnasium, with or without `gym:` in front; or `envpool:` and that in EnvPool.
       episodes: How many.
-      seed: The episodes begin where Gymnasium's seeds `seed`, `seed + 1`, ... begin.
+      seed: The episodes begin where the environment's seeds `seed`, `seed + 1`, ... begin.
 
     Raises:
-      ConfigError: Gymnasium is missing, or has no such environment; or the model does not fit it.
+      ConfigError: The package is missing, or has no such environment; or the model does not fit it.
     """
+    environment = find_on_host(name)
     call = tf.function(lambda x: model(x, training=False), autograph=False, reduce_retracing=True)
-    return play_outputs(call, tuple(model.inputs[0].shape[1:]), name, range(seed, seed + episodes))
+    return play_outputs(call, tuple(model.inputs[0].shape[1:]), environment, range(seed, seed + episodes))
 
 
 def play_outputs(
-    outputs: Callable[[tf.Tensor], Any], observation_shape: tuple[int, ...], name: str, seeds: Sequence[int]
+    outputs: Callable[[tf.Tensor], Any],
+    observation_shape: tuple[int, ...],
+    environment: HostEnvironment,
+    seeds: Sequence[int],
 ) -> Played:
     """Plays episodes to their end with the most likely actions.
 
     Args:
       outputs: A policy: `observations [n, ...] -> outputs`, of which the first are logits or means.
       observation_shape: What it takes.
-      name: As for `play`.
+      environment: What it plays in.
       seeds: Of the episodes.
 
     Raises:
-      ConfigError: As `play`.
+      ConfigError: The policy takes observations of another shape.
     """
-    name = name.removeprefix(PREFIX)
+    if environment.observation_shape != observation_shape:
+        raise ConfigError(
+            f"--env={environment.name}: its observations have shape {environment.observation_shape}, and the model "
+            f"takes {observation_shape}. Name the environment that it was trained in."
+        )
+    act = _policy(outputs, environment)
     returns: list[float] = []
     lengths: list[int] = []
     while len(returns) < len(seeds):
         several = [*seeds][len(returns) : len(returns) + _SIDE_BY_SIDE]
-        envs = make_environments(name, len(several))
+        envs = environment.make(len(several), False)
         try:
-            played = _play_at_once(_policy(outputs, observation_shape, envs), envs, several)
+            played = _play_at_once(act, envs, several)
         finally:
             envs.close()
         returns.extend(played.returns)
@@ -84,19 +93,14 @@ def play_outputs(
     return Played(np.asarray(returns), np.asarray(lengths))
 
 
-def _policy(call: Callable[[tf.Tensor], Any], expected: tuple[int, ...], envs: Any) -> Any:
+def _policy(call: Callable[[tf.Tensor], Any], environment: HostEnvironment) -> Any:
     """`observations [n, ...] -> actions` of the most likely actions."""
-    observed, actions = envs.single_observation_space, envs.single_action_space
-    if tuple(observed.shape or ()) != expected:
-        raise ConfigError(
-            f"--env={envs.spec.id}: its observations have shape {tuple(observed.shape or ())}, and the model takes "
-            f"{expected}. Name the environment that it was trained in."
-        )
 
     def act(observations: np.ndarray) -> np.ndarray:
         outputs = call(tf.constant(observations, tf.float32))
         first = np.asarray(outputs[0] if isinstance(outputs, list | tuple) else outputs)
-        return to_host(actions, np.argmax(first, axis=-1) if actions.shape == () else first)
+        discrete = isinstance(environment.actions, Discrete)
+        return environment.to_host(np.argmax(first, axis=-1) if discrete else first)
 
     return act
 

@@ -70,7 +70,7 @@ class PolicyEvaluator:
 
 
 class HostEvaluator:
-    """Plays a number of episodes in Gymnasium, each worker its share of them; else as `PolicyEvaluator`.
+    """Plays a number of episodes on the host, each worker its share of them; else as `PolicyEvaluator`.
 
     Args:
       program: The policy under the strategy.
@@ -98,7 +98,7 @@ class HostEvaluator:
             played = play_outputs(
                 lambda x: self._outputs(params, state, x),
                 self._environment.observation_shape,
-                self._environment.name,
+                self._environment,
                 seeds,
             )
         agreement = WorkerAgreement(world_group(topology.workers, topology.worker))

@@ -9,7 +9,6 @@ from typing import Any
 from tfpar.config import ConfigError
 from tfpar.rl import vector
 from tfpar.rl.environments import AnyEnvironment, Environment, HostEnvironment
-from tfpar.rl.environments.host import PREFIX, make_environments
 from tfpar.rl.policy import Distribution
 from tfpar.training.model.call import call_model
 from tfpar.training.program import Program
@@ -44,7 +43,7 @@ class Film:
             return None
         try:
             host = isinstance(self._environment, HostEnvironment)
-            frames, rewards = self._in_gymnasium() if host else self._on_device()
+            frames, rewards = self._on_host() if host else self._on_device()
         except ConfigError as error:
             self._impossible = True
             _log.warning("TensorBoard shows no episode: %s", error)
@@ -86,11 +85,11 @@ class Film:
         assert draw is not None
         return [lambda each=each: draw(each) for each in observed], rewards  # type: ignore[misc]
 
-    def _in_gymnasium(self) -> tuple[list[Callable[[], np.ndarray]], list[float]]:
+    def _on_host(self) -> tuple[list[Callable[[], np.ndarray]], list[float]]:
         environment = self._environment
         assert isinstance(environment, HostEnvironment)
         params, state = self._weights()
-        envs = make_environments(environment.name.removeprefix(PREFIX), 1, render=True)
+        envs = environment.make_shown()
         frames, rewards = [], []
         try:
             observation, _ = envs.reset(seed=[self._seed])
