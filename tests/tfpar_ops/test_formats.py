@@ -33,7 +33,7 @@ PROGRAM = """
 import pathlib, sys
 import tfpar_ops
 assert pathlib.Path(tfpar_ops.__file__).parents[1] == pathlib.Path.cwd(), tfpar_ops.__file__
-from tests.tfpar_ops import core, implementations, test_agreement, test_codecs, test_formats
+from tests.tfpar_ops import core, data, implementations, test_agreement, test_codecs, test_formats, test_properties
 from tfpar_ops import Codec
 core.get = core.load  # without operations
 codec = Codec("e5m2")
@@ -43,7 +43,12 @@ test_codecs.test_length_and_header_of_every_payload(codec)
 test_agreement.check_lengths_in_the_native_core(codec, test_agreement.SOME_LENGTHS)
 for name in ("reference", "xla"):
     test_agreement.test_every_operation_on_one_layout(name, codec)
-test_agreement.test_many_lengths(implementations.get("reference"), codec)
+reference = implementations.get("reference")
+test_agreement.test_many_lengths(reference, codec)
+test_properties.test_zeros_stay_zeros(reference, codec)
+test_properties.test_error_feedback_delivers_everything_in_the_end(reference, codec)
+for bad in data.NOT_FINITE.view("uint32")[:2]:
+    test_properties.test_what_is_not_finite_decodes_to_nan_and_leaves_the_residual(reference, codec, bad)
 """
 
 
