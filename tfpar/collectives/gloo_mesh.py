@@ -1,14 +1,14 @@
 """Bringing the native transport up between the workers of a cluster, and finding out who is lost.
 
 The workers exchange their addresses, and a random token of the run, through the key-value store of TensorFlow's
-coordination service, which the chief has while a multi-worker strategy runs. The ports are of the address that the
-cluster description (TF_CONFIG) names for the worker alone, and closed again as soon as all are connected.
+coordination service, which the chief has while a multi-worker strategy runs. A worker has one port, of the address that
+the cluster description (TF_CONFIG) names for it alone, which is closed as soon as all are connected. Connections that
+do not know the token are dropped before anything else of them is read (tfpar_ops/transport/doorway.h).
 """
 
 from __future__ import annotations
 
 import atexit
-import base64
 import inspect
 import logging
 import secrets
@@ -31,9 +31,8 @@ from tensorflow.python.eager import context
 _log = logging.getLogger(__name__)
 
 _PREFIX = "tfpar/transport"
+# As hexadecimal digits: half of them go in each direction.
 _TOKEN_BYTES = 32
-# A stranger that connects to a port before the worker for which it is open makes an attempt fail, on all workers.
-_ATTEMPTS = 3
 _CONNECT_S = 20.0
 _ASK_S = 1.0
 
@@ -89,14 +88,9 @@ def connect(info: ClusterInfo, *, peer_timeout: float, start_timeout: float) -> 
             "all workers the same."
         )
     library = transport_library()
-    for attempt in range(_ATTEMPTS):
-        mesh, error = _attempt(library, info, f"{_PREFIX}/{attempt}", deadline)
-        if not error:
-            break
+    mesh, error = _bring_up(library, info, deadline)
+    if error:
         library.close(mesh)
-        if attempt < _ATTEMPTS - 1:
-            _log.warning("the workers could not be connected (%s); trying again", error)
-    else:
         raise PeerLostError(f"--transport=gloo: the workers could not be connected: {error}.")
     atexit.register(library.close, mesh)
     _Watch(library, mesh, info, peer_timeout).start()
@@ -107,29 +101,33 @@ def connect(info: ClusterInfo, *, peer_timeout: float, start_timeout: float) -> 
     use_for_cpus(make)
 
 
-def _attempt(library: TransportLibrary, info: ClusterInfo, prefix: str, deadline: float) -> tuple[int, str]:
-    """Tries to connect all; returns the number of the mesh, and what went wrong on any of them."""
+def _bring_up(library: TransportLibrary, info: ClusterInfo, deadline: float) -> tuple[int, str]:
+    """Connects all workers; returns the number of the mesh, and what went wrong on any of them."""
     rank, store = info.worker_rank, context.context()
     if rank == 0:
-        store.set_config_key_value(f"{prefix}/token", secrets.token_hex(_TOKEN_BYTES // 2))
+        store.set_config_key_value(f"{_PREFIX}/token", secrets.token_hex(_TOKEN_BYTES))
+    token = _ask(f"{_PREFIX}/token", deadline, "worker 0")
     host, _ = host_and_port(info.worker_addresses[rank])
     try:
-        mesh = library.listen(rank, _names(info), host, _CONNECT_S)
+        mesh = library.listen(rank, _names(info), host, token, _CONNECT_S)
     except MeshError as error:
         raise ConfigError(
             f"--transport=gloo listens on this worker's address in {info.source}, {host}, which is not one of this "
             f"machine ({error}). Name an address of the machine there, or use --transport=tensorflow."
         ) from error
-    store.set_config_key_value(f"{prefix}/addresses/{rank}", base64.b64encode(library.addresses(mesh)).decode())
-    addresses = [base64.b64decode(text) for text in _ask_all(info, f"{prefix}/addresses", deadline)]
-    token = _ask(f"{prefix}/token", deadline, "worker 0").encode()
+    store.set_config_key_value(f"{_PREFIX}/address/{rank}", library.address(mesh))
+    addresses = _ask_all(info, f"{_PREFIX}/address", deadline)
     result = ""
     try:
-        library.connect(mesh, addresses, token)
+        library.connect(mesh, addresses)
     except MeshError as error:
         result = f"worker {rank} and {error}"
-    store.set_config_key_value(f"{prefix}/result/{rank}", result or "connected")
-    results = _ask_all(info, f"{prefix}/result", deadline)
+    if dropped := library.dropped(mesh):
+        _log.warning(
+            "%d connections to this worker did not know the run's token and were dropped: see docs/security.md", dropped
+        )
+    store.set_config_key_value(f"{_PREFIX}/result/{rank}", result or "connected")
+    results = _ask_all(info, f"{_PREFIX}/result", deadline)
     return mesh, next((result for result in results if result != "connected"), "")
 
 
