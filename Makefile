@@ -127,7 +127,8 @@ fuzz: $(PACKAGES)
 	$(MAKE) --no-print-directory -C tests/native fuzz SECONDS=$(or $(SECONDS),300)
 
 chaos: setup
-	$(RUN) -m tests.faults.chaos --runs=4 --faults=5 --workers=4
+	$(RUN) -m tests.faults.chaos --runs=2 --faults=5 --workers=4 --transport=tensorflow
+	$(RUN) -m tests.faults.chaos --runs=2 --faults=5 --workers=4
 
 lint: setup
 	$(RUN) -m ruff check .

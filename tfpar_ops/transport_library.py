@@ -27,7 +27,7 @@ OPERATIONS = (
     "TfparExchange",
     "TfparExchangeResource",
 )
-ABI_VERSION = 2  # TFPAR_TRANSPORT_ABI_VERSION of transport/transport.h
+ABI_VERSION = 3  # TFPAR_TRANSPORT_ABI_VERSION of transport/transport.h
 _TEXTS = ctypes.POINTER(ctypes.c_char_p)
 _MESSAGE = [ctypes.c_char_p, ctypes.c_size_t]
 _MESSAGE_BYTES = 1024
@@ -35,20 +35,11 @@ _MESSAGE_BYTES = 1024
 _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "tfpar_transport_listen": (
         ctypes.c_int64,
-        [ctypes.c_int32, ctypes.c_int32, _TEXTS, ctypes.c_char_p, ctypes.c_int64, *_MESSAGE],
+        [ctypes.c_int32, ctypes.c_int32, _TEXTS, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int64, *_MESSAGE],
     ),
-    "tfpar_transport_addresses": (ctypes.c_int64, [ctypes.c_int64, ctypes.c_char_p, ctypes.c_int64]),
-    "tfpar_transport_connect": (
-        ctypes.c_int,
-        [
-            ctypes.c_int64,
-            _TEXTS,
-            ctypes.POINTER(ctypes.c_int64),
-            ctypes.c_char_p,
-            ctypes.c_int64,
-            *_MESSAGE,
-        ],
-    ),
+    "tfpar_transport_address": (ctypes.c_int64, [ctypes.c_int64, ctypes.c_char_p, ctypes.c_int64]),
+    "tfpar_transport_connect": (ctypes.c_int, [ctypes.c_int64, _TEXTS, *_MESSAGE]),
+    "tfpar_transport_dropped": (ctypes.c_int64, [ctypes.c_int64]),
     "tfpar_transport_waiting_ms": (ctypes.c_int64, [ctypes.c_int64]),
     "tfpar_transport_abort": (None, [ctypes.c_int64, ctypes.c_char_p]),
     "tfpar_transport_close": (None, [ctypes.c_int64]),
@@ -75,49 +66,50 @@ class TransportLibrary:
     gloo: str
     _core: ctypes.CDLL
 
-    def listen(self, rank: int, names: list[str], host: str, timeout: float) -> int:
-        """Listens on one port per other worker; returns the number of the mesh.
+    def listen(self, rank: int, names: list[str], host: str, token: str, timeout: float) -> int:
+        """Listens on one port until all workers are connected; returns the number of the mesh.
 
         Args:
           rank: Of this worker.
           names: Of all workers, for error messages.
-          host: Name or address of this machine; the ports are open on it alone.
-          timeout: Seconds for the connection.
+          host: Name or address of this machine; the port is open on it alone.
+          token: The same on all workers, at most 64 bytes. Connections that do not know it are dropped.
+          timeout: Seconds for `connect`.
 
         Raises:
           MeshError: It is no address of this machine.
         """
-        texts = (ctypes.c_char_p * len(names))(*(name.encode() for name in names))
         message = ctypes.create_string_buffer(_MESSAGE_BYTES)
         number = self._core.tfpar_transport_listen(
-            rank, len(names), texts, host.encode(), round(1e3 * timeout), message, len(message)
+            rank, len(names), _texts(names), host.encode(), token.encode(), round(1e3 * timeout), message, len(message)
         )
         if not number:
             raise MeshError(message.value.decode(errors="replace"))
         return int(number)
 
-    def addresses(self, mesh: int) -> bytes:
-        """Where this worker listens, in the form that `connect` takes from each worker."""
-        buffer = ctypes.create_string_buffer(self._core.tfpar_transport_addresses(mesh, None, 0))
-        self._core.tfpar_transport_addresses(mesh, buffer, len(buffer))
-        return buffer.raw
+    def address(self, mesh: int) -> str:
+        """Where this worker listens, in the form that `connect` takes from each worker; empty once it is connected."""
+        buffer = ctypes.create_string_buffer(_MESSAGE_BYTES)
+        self._core.tfpar_transport_address(mesh, buffer, len(buffer))
+        return buffer.value.decode()
 
-    def connect(self, mesh: int, addresses: list[bytes], token: bytes) -> None:
-        """Connects to all others.
+    def connect(self, mesh: int, addresses: list[str]) -> None:
+        """Connects to all others, and stops to listen.
 
         Args:
           mesh: Its number.
           addresses: Of all workers, by rank.
-          token: The same on all, at most 64 bytes; a peer with another one is refused.
 
         Raises:
           MeshError: A connection failed.
         """
-        texts = (ctypes.c_char_p * len(addresses))(*addresses)
-        lengths = (ctypes.c_int64 * len(addresses))(*map(len, addresses))
         message = ctypes.create_string_buffer(_MESSAGE_BYTES)
-        if self._core.tfpar_transport_connect(mesh, texts, lengths, token, len(token), message, len(message)):
+        if self._core.tfpar_transport_connect(mesh, _texts(addresses), message, len(message)):
             raise MeshError(message.value.decode(errors="replace"))
+
+    def dropped(self, mesh: int) -> int:
+        """Connections to this worker that were dropped because they did not know the token."""
+        return int(self._core.tfpar_transport_dropped(mesh))
 
     def waiting_seconds(self, mesh: int) -> float:
         """Seconds that the oldest call has been under way; 0 where there is none."""
@@ -130,6 +122,10 @@ class TransportLibrary:
     def close(self, mesh: int) -> None:
         """Ends all calls, and closes the connections."""
         self._core.tfpar_transport_close(mesh)
+
+
+def _texts(texts: list[str]) -> ctypes.Array[ctypes.c_char_p]:
+    return (ctypes.c_char_p * len(texts))(*(text.encode() for text in texts))
 
 
 @functools.cache

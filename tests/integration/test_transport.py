@@ -7,6 +7,8 @@ import re
 
 from tests.integration.scripts.exchange_sums import BAD_STEP, EARLY, SHAPES
 from tests.integration.test_multi_worker import launch
+from tfpar.collectives.gloo_mesh import Choice, choose
+from tfpar.config import ConfigError
 from tfpar_ops.transport_library import why_unusable
 
 import numpy as np
@@ -106,3 +108,32 @@ def test_workers_with_different_transports_are_told_so():
     assert re.search(r"\[worker 0\] error: --transport: worker 0 has gloo, worker 1 has tensorflow\. Give all", said), (
         said
     )
+
+
+@pytest.mark.parametrize(
+    ("obstacle", "chosen", "why"),
+    [
+        ("", "gloo", "all workers have it"),
+        ("library", "tensorflow", "worker 1: it was built without Gloo"),
+        ("address", "tensorflow", "worker 1 cannot listen on its own address: cannot listen on 192.0.2.1: "),
+        ("firewall", "tensorflow", r"worker 0 and /job:worker/replica:0/task:1 \(127.0.0.1:\d+\): did not connect in"),
+    ],
+)
+def test_auto_takes_gloo_where_all_workers_can(obstacle, chosen, why):
+    # Worker 1 connects to worker 0, so a firewall before worker 0 is in the way.
+    wishes = [f"auto:{obstacle}", "auto"] if obstacle == "firewall" else ["auto", f"auto:{obstacle}"]
+    result = launch(2, "-m", "tests.integration.scripts.transport_of_rank", *wishes)
+    said = result.stdout + result.stderr
+    assert result.returncode == 0, said
+    group = {"gloo": "GlooGroup", "tensorflow": "TensorFlowGroup"}[chosen]
+    lines = re.findall(rf"replicas, transport {chosen} \({why}.*\| {group} \[2.0, 2.0, 2.0\]", said)
+    assert len(lines) == 2, said
+    assert ("so data travels over TensorFlow's runtime" in said) == (obstacle in ("address", "firewall"))
+
+
+def test_workers_choose_gloo_only_where_all_can():
+    assert choose([("auto", "")] * 2) == Choice("gloo", "all workers have it")
+    assert choose([("auto", ""), ("auto", "no Gloo")]) == Choice("tensorflow", "worker 1: no Gloo")
+    assert choose([("gloo", ""), ("gloo", "")]) == Choice("gloo")
+    with pytest.raises(ConfigError, match="worker 0 has auto, worker 2 has gloo"):
+        choose([("auto", ""), ("auto", ""), ("gloo", "")])

@@ -43,18 +43,20 @@ void Together(int size, const std::function<void(int)>& work) {
 }
 
 // Connects workers; what went wrong is in `errors`.
-Meshes Connected(int size, std::vector<std::string>& errors, const std::string& other_token = "token") {
+Meshes Connected(int size, std::vector<std::string>& errors, const std::string& other_token = "token",
+                 std::chrono::seconds timeout = std::chrono::seconds(30)) {
   Meshes meshes;
   std::vector<std::string> names, addresses;
   for (int rank = 0; rank < size; ++rank) names.push_back("worker " + std::to_string(rank));
   for (int rank = 0; rank < size; ++rank) {
-    meshes.push_back(std::make_unique<Mesh>(rank, names, "127.0.0.1", std::chrono::seconds(30)));
-    addresses.push_back(meshes.back()->addresses());
+    const std::string token = rank == size - 1 ? other_token : "token";
+    meshes.push_back(std::make_unique<Mesh>(rank, names, "127.0.0.1", token, timeout));
+    addresses.push_back(meshes.back()->address());
   }
   errors.assign(size, "");
   Together(size, [&](int rank) {
     try {
-      meshes[rank]->Connect(addresses, rank == size - 1 ? other_token : "token");
+      meshes[rank]->Connect(addresses);
     } catch (const std::exception& error) {
       errors[rank] = error.what();
     }
@@ -456,17 +458,18 @@ TEST(AbortEndsCallsAndThoseToCome) {
 
 TEST(AnotherTokenIsRefused) {
   std::vector<std::string> errors;
-  const Meshes meshes = Connected(2, errors, "another token");
+  const Meshes meshes = Connected(2, errors, "another token", std::chrono::seconds(1));
   for (int rank = 0; rank < 2; ++rank) {
-    CHECK(errors[rank].find("does not know this run's token") != std::string::npos, errors[rank]);
+    CHECK(errors[rank].find("know this run's token") != std::string::npos, errors[rank]);
     CHECK(errors[rank].find("worker " + std::to_string(1 - rank)) == 0, errors[rank]);
   }
+  CHECK(meshes[0]->dropped() > 0, "the connection of worker 1");
 }
 
 TEST(AnAddressOfAnotherMachineIsRefused) {
   std::string message;
   try {
-    const Mesh mesh(0, {"a", "b"}, "192.0.2.1", std::chrono::seconds(1));
+    const Mesh mesh(0, {"a", "b"}, "192.0.2.1", "token", std::chrono::seconds(1));
   } catch (const std::exception& error) {
     message = error.what();
   }

@@ -1,22 +1,24 @@
 """Bringing the native transport up between the workers of a cluster, and finding out who is lost.
 
 The workers exchange their addresses, and a random token of the run, through the key-value store of TensorFlow's
-coordination service, which the chief has while a multi-worker strategy runs. The ports are of the address that the
-cluster description (TF_CONFIG) names for the worker alone, and closed again as soon as all are connected.
+coordination service, which the chief has while a multi-worker strategy runs. A worker has one port, of the address that
+the cluster description (TF_CONFIG) names for it alone, which is closed as soon as all are connected. Connections that
+do not know the token are dropped before anything else of them is read (tfpar_ops/transport/doorway.h).
 """
 
 from __future__ import annotations
 
 import atexit
-import base64
+import dataclasses
 import inspect
+import json
 import logging
 import secrets
 import threading
 import time
 from collections.abc import Sequence
 
-from tfpar.cluster import heartbeat
+from tfpar.cluster import heartbeat, port_filter
 from tfpar.cluster.info import ClusterInfo
 from tfpar.cluster.reachability import host_and_port
 from tfpar.collectives.gloo import GlooGroup
@@ -31,10 +33,10 @@ from tensorflow.python.eager import context
 _log = logging.getLogger(__name__)
 
 _PREFIX = "tfpar/transport"
+# As hexadecimal digits: half of them go in each direction.
 _TOKEN_BYTES = 32
-# A stranger that connects to a port before the worker for which it is open makes an attempt fail, on all workers.
-_ATTEMPTS = 3
 _CONNECT_S = 20.0
+_NOWHERE = "none"  # in the place of an address, of a worker that cannot listen
 _ASK_S = 1.0
 
 # A call that has been under way for the first share of the peer time-out makes its worker ask all others. Those that
@@ -58,45 +60,99 @@ def check_usable(what: str) -> None:
         )
 
 
-def announce(info: ClusterInfo, transport: str) -> None:
-    """Tells the other workers which transport this one uses.
+def obstacle(address: str) -> str:
+    """Why this worker cannot use the transport, as far as it can tell before it connects; empty if it can.
 
     Args:
-      info: The cluster, whose multi-worker strategy runs.
-      transport: `tensorflow` or `gloo`.
+      address: Its `host:port` in the cluster description.
     """
-    context.context().set_config_key_value(f"{_PREFIX}/of/{info.worker_rank}", transport)
+    if reason := why_unusable():
+        return reason.split(". ")[0].rstrip(".")
+    host, _ = host_and_port(address)
+    try:
+        port_filter.own_addresses(host, {})
+    except port_filter.StillOpenError as reason:
+        return f"it cannot listen on its own address: {reason}"
+    return ""
 
 
-def connect(info: ClusterInfo, *, peer_timeout: float, start_timeout: float) -> None:
-    """Connects all workers, each of which must call this. Groups of CPUs use the connections from then on.
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """Which transport the workers of a run use.
+
+    Attributes:
+      transport: `tensorflow` or `gloo`.
+      reason: Why, if the workers have chosen.
+    """
+
+    transport: str
+    reason: str = ""
+
+
+def choose(wishes: Sequence[tuple[str, str]]) -> Choice:
+    """What all workers use.
+
+    Args:
+      wishes: By rank, the value of --transport, and with `auto`, what is in the way of Gloo.
+
+    Raises:
+      ConfigError: Different values.
+    """
+    first = wishes[0][0]
+    for rank, (transport, _) in enumerate(wishes):
+        if transport != first:
+            raise ConfigError(
+                f"--transport: worker 0 has {first}, worker {rank} has {transport}. Give all workers the same."
+            )
+    if first != "auto":
+        return Choice(first)
+    for rank, (_, reason) in enumerate(wishes):
+        if reason:
+            return Choice("tensorflow", f"worker {rank}: {reason}")
+    return Choice("gloo", "all workers have it")
+
+
+def start(info: ClusterInfo, transport: str, in_the_way: str, *, peer_timeout: float, start_timeout: float) -> Choice:
+    """Agrees with the other workers on a transport, and brings it up. Groups of CPUs use it from then on.
+
+    Every worker must call this.
 
     Args:
       info: The cluster, whose multi-worker strategy runs.
+      transport: `tensorflow`, `gloo` or `auto`, which takes Gloo if all workers can, else TensorFlow's.
+      in_the_way: With `auto`: why this worker cannot use Gloo (`obstacle`); empty if it can.
       peer_timeout: Seconds within which a worker that does not answer is reported as lost.
       start_timeout: Seconds to wait for the others.
 
+    Returns:
+      What the workers use.
+
     Raises:
-      ConfigError: The worker's address is not one of this machine; or another worker uses another transport.
-      PeerLostError: No connection, with the name of the worker.
+      ConfigError: With `gloo`: the worker's address is not one of this machine. Workers have different values.
+      PeerLostError: With `gloo`: no connection, with the name of the worker. With each: a worker does not answer.
     """
     deadline = time.monotonic() + start_timeout
-    announce(info, "gloo")
-    others = _ask_all(info, f"{_PREFIX}/of", deadline)
-    if different := [rank for rank, other in enumerate(others) if other != "gloo"]:
-        raise ConfigError(
-            f"--transport: worker {info.worker_rank} has gloo, worker {different[0]} has {others[different[0]]}. Give "
-            "all workers the same."
-        )
+    wish = json.dumps([transport, in_the_way])
+    context.context().set_config_key_value(f"{_PREFIX}/of/{info.worker_rank}", wish)
+    if transport == "tensorflow":
+        return Choice(transport)  # the others compare
+    wishes = [tuple(json.loads(text)) for text in _ask_all(info, f"{_PREFIX}/of", deadline)]
+    choice = choose(wishes)
+    if choice.transport == "tensorflow":
+        return choice
     library = transport_library()
-    for attempt in range(_ATTEMPTS):
-        mesh, error = _attempt(library, info, f"{_PREFIX}/{attempt}", deadline)
-        if not error:
-            break
+    mesh, error = _bring_up(library, info, deadline, required=transport == "gloo")
+    if error:
         library.close(mesh)
-        if attempt < _ATTEMPTS - 1:
-            _log.warning("the workers could not be connected (%s); trying again", error)
-    else:
+        if transport == "auto":
+            if info.is_chief:
+                _log.warning(
+                    "--transport=auto: the workers could not be connected (%s), so data travels over TensorFlow's "
+                    "runtime, which is slower. Admit the machines of the cluster to each other on all ports, or give "
+                    "--transport=tensorflow.",
+                    error,
+                )
+            return Choice("tensorflow", error)
         raise PeerLostError(f"--transport=gloo: the workers could not be connected: {error}.")
     atexit.register(library.close, mesh)
     _Watch(library, mesh, info, peer_timeout).start()
@@ -105,31 +161,39 @@ def connect(info: ClusterInfo, *, peer_timeout: float, start_timeout: float) -> 
         return GlooGroup(members, rank, mesh, workers, all_workers)
 
     use_for_cpus(make)
+    return choice
 
 
-def _attempt(library: TransportLibrary, info: ClusterInfo, prefix: str, deadline: float) -> tuple[int, str]:
-    """Tries to connect all; returns the number of the mesh, and what went wrong on any of them."""
+def _bring_up(library: TransportLibrary, info: ClusterInfo, deadline: float, *, required: bool) -> tuple[int, str]:
+    """Connects all workers; returns the number of the mesh, and what went wrong on any of them."""
     rank, store = info.worker_rank, context.context()
     if rank == 0:
-        store.set_config_key_value(f"{prefix}/token", secrets.token_hex(_TOKEN_BYTES // 2))
+        store.set_config_key_value(f"{_PREFIX}/token", secrets.token_hex(_TOKEN_BYTES))
+    token = _ask(f"{_PREFIX}/token", deadline, "worker 0")
     host, _ = host_and_port(info.worker_addresses[rank])
+    mesh, result = 0, ""
     try:
-        mesh = library.listen(rank, _names(info), host, _CONNECT_S)
+        mesh = library.listen(rank, _names(info), host, token, _CONNECT_S)
     except MeshError as error:
-        raise ConfigError(
-            f"--transport=gloo listens on this worker's address in {info.source}, {host}, which is not one of this "
-            f"machine ({error}). Name an address of the machine there, or use --transport=tensorflow."
-        ) from error
-    store.set_config_key_value(f"{prefix}/addresses/{rank}", base64.b64encode(library.addresses(mesh)).decode())
-    addresses = [base64.b64decode(text) for text in _ask_all(info, f"{prefix}/addresses", deadline)]
-    token = _ask(f"{prefix}/token", deadline, "worker 0").encode()
-    result = ""
+        if required:
+            raise ConfigError(
+                f"--transport=gloo listens on this worker's address in {info.source}, {host}, which is not one of this "
+                f"machine ({error}). Name an address of the machine there, or use --transport=tensorflow."
+            ) from error
+        result = f"worker {rank} cannot listen on its own address: {error}"
+    store.set_config_key_value(f"{_PREFIX}/address/{rank}", library.address(mesh) or _NOWHERE)
+    addresses = _ask_all(info, f"{_PREFIX}/address", deadline)
     try:
-        library.connect(mesh, addresses, token)
+        if _NOWHERE not in addresses:
+            library.connect(mesh, addresses)
     except MeshError as error:
         result = f"worker {rank} and {error}"
-    store.set_config_key_value(f"{prefix}/result/{rank}", result or "connected")
-    results = _ask_all(info, f"{prefix}/result", deadline)
+    if dropped := library.dropped(mesh):
+        _log.warning(
+            "%d connections to this worker did not know the run's token and were dropped: see docs/security.md", dropped
+        )
+    store.set_config_key_value(f"{_PREFIX}/result/{rank}", result or "connected")
+    results = _ask_all(info, f"{_PREFIX}/result", deadline)
     return mesh, next((result for result in results if result != "connected"), "")
 
 

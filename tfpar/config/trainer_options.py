@@ -114,7 +114,8 @@ class TrainerOptions(TypedDict, total=False):
 
     transport: Literal["auto", "tensorflow", "gloo"]
     """What carries data between the CPUs of workers: TensorFlow's collectives over gRPC (tensorflow), or the native
-    transport over Gloo (gloo), which is faster and must be built in. 'auto' is tensorflow. GPUs always use NCCL."""
+    transport over Gloo (gloo), which is faster and must be built in. 'auto' is gloo if all workers can use it, else
+    tensorflow. GPUs always use NCCL."""
 
     peer_timeout: float
     """Seconds after which a worker or parameter server that does not answer counts as lost; all other workers (with

@@ -73,10 +73,11 @@ def check_tensorflow(facts: dict[str, Any]) -> Iterator[Check]:
     transport = facts.get("transport", {"error": "not tried"})
     if "gloo" in transport:
         found = (
-            f"TensorFlow's, over gRPC; --transport=gloo takes the native one (Gloo {transport['gloo']}) between CPUs"
+            f"--transport=auto takes the native one (Gloo {transport['gloo']}) between CPUs, where all workers have "
+            "it, and NCCL between GPUs"
         )
     else:
-        found = f"TensorFlow's, over gRPC; the native one cannot be used: {transport['error']}"
+        found = f"--transport=auto takes TensorFlow's, over gRPC: the native one cannot be used: {transport['error']}"
     yield Check("transport", OK, found)
 
 

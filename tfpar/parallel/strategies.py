@@ -54,8 +54,8 @@ class Runtime:
 
 
 # A second MultiWorkerMirroredStrategy counts its collectives from the start again (TensorFlow 2.21, `CollectiveKeys`),
-# and the runtime takes them for those of the first, which had other shapes.
-_running: list[Runtime] = []
+# and the runtime takes them for those of the first, which had other shapes. Each with the topology it was built for.
+_running: list[tuple[Topology, Runtime]] = []
 
 
 def build(topology: Topology) -> Runtime:
@@ -73,7 +73,7 @@ def build(topology: Topology) -> Runtime:
     """
     if topology.name == "tpu":
         return _build_tpu(topology)
-    if running := [runtime for runtime in _running if runtime.topology == topology]:
+    if running := [runtime for asked, runtime in _running if topology in (asked, runtime.topology)]:
         return running[0]
     builders = {
         "one_device": _build_one_device,
@@ -82,10 +82,11 @@ def build(topology: Topology) -> Runtime:
         "parameter_server": _build_parameter_server,
     }
     try:
-        runtime = Runtime(topology=topology, strategy=builders[topology.name](topology))
+        strategy = builders[topology.name](topology)
         _restrict_port(topology)
+        runtime = Runtime(topology=_with_transport(topology), strategy=strategy)
         if topology.name == "multi_worker":
-            _running.append(runtime)
+            _running.append((topology, runtime))
         return runtime
     except (RuntimeError, ValueError) as error:
         if not _TOO_LATE.search(str(error)):
@@ -199,18 +200,21 @@ def _build_multi_worker(topology: Topology) -> tf.distribute.Strategy:
             strategy = tf.distribute.MultiWorkerMirroredStrategy(
                 cluster_resolver=resolver, communication_options=options
             )
-    _start_transport(topology)
     return strategy
 
 
-def _start_transport(topology: Topology) -> None:
+def _with_transport(topology: Topology) -> Topology:
     """Brings up what carries data between the workers, beside the collectives of the strategy."""
-    if topology.workers == 1 or topology.cluster is None:
-        return
-    if topology.transport == "gloo":
-        gloo_mesh.connect(topology.cluster, peer_timeout=topology.peer_timeout, start_timeout=topology.start_timeout)
-    else:
-        gloo_mesh.announce(topology.cluster, topology.transport)
+    if topology.name != "multi_worker" or topology.workers == 1 or topology.cluster is None:
+        return topology
+    choice = gloo_mesh.start(
+        topology.cluster,
+        topology.transport,
+        topology.transport_reason,
+        peer_timeout=topology.peer_timeout,
+        start_timeout=topology.start_timeout,
+    )
+    return dataclasses.replace(topology, transport=choice.transport, transport_reason=choice.reason)
 
 
 def _resolver(topology: Topology) -> tf.distribute.cluster_resolver.SimpleClusterResolver:

@@ -10,7 +10,7 @@ import dataclasses
 from typing import Any
 
 from tfpar.cluster.info import ClusterInfo
-from tfpar.collectives.gloo_mesh import check_usable
+from tfpar.collectives import gloo_mesh
 from tfpar.config import ConfigError, StrategyConfig
 from tfpar.parallel.mesh import AUTO, Mesh, devices_of_replica, devices_of_worker, parse_mesh
 
@@ -38,7 +38,9 @@ class Topology:
         0 for other strategies.
       peer_timeout: Seconds after which a worker that does not answer counts as lost.
       start_timeout: Seconds that workers wait for each other at the start.
-      transport: What carries data between the CPUs of synchronous workers: `tensorflow` or `gloo`.
+      transport: What carries data between the CPUs of synchronous workers: `tensorflow` or `gloo`; `auto` until the
+        workers have chosen.
+      transport_reason: Why: of `auto`, what keeps this worker from Gloo, if anything; later, why they chose it.
     """
 
     name: str
@@ -57,6 +59,7 @@ class Topology:
     peer_timeout: float = 30.0
     start_timeout: float = 600.0
     transport: str = "tensorflow"
+    transport_reason: str = ""
 
     @property
     def replicas(self) -> int:
@@ -124,7 +127,11 @@ class Topology:
         devices = self.mesh.devices_of_replica
         each = f" of {devices} devices" if devices > 1 else ""
         replicas = f"{self.replicas} replica{'s' * (self.replicas != 1)}{each}"
-        transport = f", transport {self.transport}" if self.transport != "tensorflow" else ""
+        transport = ""
+        if self.transport != "tensorflow" or self.transport_reason:
+            transport = f", transport {self.transport}"
+        if self.transport_reason:
+            transport += f" ({self.transport_reason})"
         return f"strategy {self.name}: {shape} = {replicas}{transport} ({self.reason})"
 
 
@@ -229,22 +236,25 @@ def _cluster_topology(
                 f"--strategy=multi_worker: the cluster has {cluster.num_ps} parameter server(s), which would be idle. "
                 "Use --strategy=parameter_server, or take 'ps' out of TF_CONFIG."
             )
-        common["transport"] = _transport(config, cluster.num_workers, common["device_type"])
+        if cluster.num_workers > 1:
+            common |= _transport(config, cluster, common["device_type"])
         return Topology(**_per_worker(config, cluster.num_workers, devices), **common)
     return _parameter_server_topology(cluster, devices, common)
 
 
-def _transport(config: StrategyConfig, workers: int, device_type: str) -> str:
-    """The transport between the workers of `multi_worker`; `auto` is TensorFlow's."""
-    if config.transport != "gloo" or workers == 1:
-        return "tensorflow"
-    if device_type == "GPU":
+def _transport(config: StrategyConfig, cluster: ClusterInfo, device_type: str) -> dict[str, str]:
+    """The transport between the workers of `multi_worker`, or what this one needs to know to choose with the others."""
+    if config.transport == "auto":
+        reason = "GPUs use NCCL" if device_type == "GPU" else gloo_mesh.obstacle(cluster.address)
+        return {"transport": "auto", "transport_reason": reason}
+    if config.transport == "gloo" and device_type == "GPU":
         raise ConfigError(
             "--transport=gloo carries data between CPUs, and this machine's GPUs talk through NCCL. Leave it out, or "
             "hide the GPUs with CUDA_VISIBLE_DEVICES=-1."
         )
-    check_usable("--transport=gloo")
-    return "gloo"
+    if config.transport == "gloo":
+        gloo_mesh.check_usable("--transport=gloo")
+    return {"transport": config.transport}
 
 
 def _tpu_topology(config: StrategyConfig, reason: str, cluster: ClusterInfo | None) -> Topology:

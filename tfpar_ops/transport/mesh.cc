@@ -1,18 +1,14 @@
 #include "tfpar_ops/transport/mesh.h"
 
-#include <gloo/common/error.h>
-#include <gloo/transport/address.h>
 #include <gloo/transport/context.h>
-#include <gloo/transport/device.h>
-#include <gloo/transport/pair.h>
-#include <gloo/transport/tcp/device.h>
 #include <gloo/transport/unbound_buffer.h>
+#include <unistd.h>
 
 #include <algorithm>
-#include <cstring>
 #include <stdexcept>
 #include <utility>
 
+#include "tfpar_ops/transport/adopted_pairs.h"
 #include "tfpar_ops/transport/running_call.h"
 
 namespace tfpar {
@@ -20,17 +16,6 @@ namespace {
 
 // Calls have keys without this bit (RunningCall::Slot).
 constexpr uint64_t kWatchSlot = ~uint64_t{0};
-constexpr uint64_t kTokenSlot = kWatchSlot - 1;
-constexpr size_t kTokenBytes = 64;
-
-// Gloo waits up to five times the time-out of a pair for its connection (0.5, Pair::waitUntil).
-constexpr int kConnectFactor = 5;
-
-struct Greeting {
-  char token[kTokenBytes] = {};
-  int32_t rank = 0;
-  int32_t size = 0;
-};
 
 }  // namespace
 
@@ -39,16 +24,14 @@ std::string WithoutPlace(const std::string& message) {
   return message.empty() || message[0] != '[' || end == std::string::npos ? message : message.substr(end + 2);
 }
 
-Mesh::Mesh(int rank, std::vector<std::string> names, const std::string& host, std::chrono::milliseconds timeout)
-    : rank_(rank), names_(std::move(names)), timeout_(timeout), lost_(names_.size()) {
-  gloo::transport::tcp::attr attr(host.c_str());
-  device_ = gloo::transport::tcp::CreateDevice(attr);
-  context_ = device_->createContext(rank_, size());
-  context_->setTimeout(timeout / kConnectFactor);
-  for (int peer = 0; peer < size(); ++peer) {
-    if (peer != rank_) context_->createPair(peer);
-  }
-}
+Mesh::Mesh(int rank, std::vector<std::string> names, const std::string& host, const std::string& token,
+           std::chrono::milliseconds timeout)
+    : rank_(rank),
+      names_(std::move(names)),
+      timeout_(timeout),
+      place_{rank, size(), token},
+      doorway_(std::make_unique<Doorway>(place_, host)),
+      lost_(names_.size()) {}
 
 Mesh::~Mesh() {
   Abort(Outcome::kCancelled, "the transport was closed");
@@ -60,52 +43,25 @@ Mesh::~Mesh() {
   if (watcher_.joinable()) watcher_.join();
 }
 
-std::string Mesh::addresses() const {
-  // Addresses have one length, so that those of a peer are found by its rank.
-  std::string all;
-  for (int peer = 0; peer < size(); ++peer) {
-    if (peer == rank_) continue;
-    const std::vector<char> bytes = context_->getPair(peer)->address().bytes();
-    all.append(bytes.begin(), bytes.end());
-  }
-  return all;
-}
-
-void Mesh::Connect(const std::vector<std::string>& addresses, const std::string& token) {
-  Greeting own;
-  std::memcpy(own.token, token.data(), std::min(token.size(), kTokenBytes));
-  own.rank = rank_;
-  own.size = size();
+void Mesh::Connect(const std::vector<std::string>& addresses) {
+  const Deadline deadline = std::chrono::steady_clock::now() + timeout_;
+  std::vector<int> connections(size(), -1);
   for (int peer = 0; peer < size(); ++peer) {
     if (peer == rank_) continue;
     try {
-      const std::string& all = addresses.at(peer);
-      const size_t length = all.size() / (size() - 1);
-      const int place = rank_ - (rank_ > peer);  // a peer has no address for itself
-      if (length == 0 || all.size() % (size() - 1) != 0) throw std::runtime_error("sent no addresses");
-      const auto begin = all.begin() + place * length;
-      context_->getPair(peer)->connect(std::vector<char>(begin, begin + length));
+      connections[peer] = peer < rank_ ? Enter(place_, peer, addresses.at(peer), deadline) : doorway_->Await(peer, deadline);
     } catch (const std::exception& error) {
-      throw std::runtime_error(names_[peer] + ": " + WithoutPlace(error.what()));
+      for (const int connection : connections) {
+        if (connection >= 0) close(connection);
+      }
+      throw std::runtime_error(names_[peer] + ": " + error.what());
     }
   }
-  for (int peer = 0; peer < size(); ++peer) {
-    if (peer == rank_) continue;
-    Greeting sent = own, received;
-    try {
-      auto out = context_->createUnboundBuffer(&sent, sizeof(sent));
-      auto in = context_->createUnboundBuffer(&received, sizeof(received));
-      in->recv(peer, kTokenSlot);
-      out->send(peer, kTokenSlot);
-      in->waitRecv(nullptr, timeout_);
-      out->waitSend(nullptr, timeout_);
-    } catch (const std::exception& error) {
-      throw std::runtime_error(names_[peer] + ": " + WithoutPlace(error.what()));
-    }
-    if (std::memcmp(received.token, own.token, kTokenBytes) != 0 || received.rank != peer || received.size != own.size) {
-      throw std::runtime_error(names_[peer] + ": who answered in its place does not know this run's token");
-    }
-  }
+  const std::string host = doorway_->host();
+  doorway_->Close();
+  dropped_ = doorway_->dropped();
+  doorway_.reset();
+  context_ = Adopt(rank_, std::move(connections), host, kForever);
   if (size() > 1) watcher_ = std::thread([this] { Watch(); });
 }
 

@@ -19,6 +19,7 @@
 #include <thread>
 #include <vector>
 
+#include "tfpar_ops/transport/doorway.h"
 #include "tfpar_ops/transport/spare_memory.h"
 #include "tfpar_ops/transport/threads.h"
 #include "tfpar_ops/transport/turns.h"
@@ -26,7 +27,6 @@
 namespace gloo {
 namespace transport {
 class Context;
-class Device;
 class UnboundBuffer;
 }  // namespace transport
 }  // namespace gloo
@@ -77,11 +77,13 @@ struct Call {
 
 class Mesh {
  public:
-  // Listens on one port per peer, on the address that `host` names alone.
+  // Listens on a port of the address that `host` names, alone, until all are connected (Doorway).
   //   names: of all workers, for messages; their number is the size of the mesh.
-  //   timeout: of the connection.
+  //   token: of the run, up to 64 bytes. A connection that does not know it is dropped.
+  //   timeout: of Connect.
   // Throws std::exception: no address of this machine.
-  Mesh(int rank, std::vector<std::string> names, const std::string& host, std::chrono::milliseconds timeout);
+  Mesh(int rank, std::vector<std::string> names, const std::string& host, const std::string& token,
+       std::chrono::milliseconds timeout);
   ~Mesh();
   Mesh(const Mesh&) = delete;
   Mesh& operator=(const Mesh&) = delete;
@@ -89,12 +91,15 @@ class Mesh {
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(names_.size()); }
 
-  // Where this worker listens, as the others need it.
-  std::string addresses() const;
+  // Where this worker listens, as the others need it; empty once all are connected.
+  std::string address() const { return doorway_ ? doorway_->address() : ""; }
 
-  // Connects to all. A peer must know the same token, of any length up to 64 bytes.
-  // Throws std::exception, with the name of the peer.
-  void Connect(const std::vector<std::string>& addresses, const std::string& token);
+  // Connects to all, and stops to listen. The workers of lower rank are connected to, those of higher rank connect.
+  // Throws std::exception, with the name of the peer: it did not connect in time, or does not know the token.
+  void Connect(const std::vector<std::string>& addresses);
+
+  // Connections that were dropped because they did not know the token.
+  uint64_t dropped() const { return doorway_ ? doorway_->dropped() : dropped_; }
 
   // Starts a call. Does not block.
   void Start(Call call);
@@ -117,7 +122,9 @@ class Mesh {
   const int rank_;
   const std::vector<std::string> names_;
   const std::chrono::milliseconds timeout_;
-  std::shared_ptr<gloo::transport::Device> device_;
+  const Place place_;
+  std::unique_ptr<Doorway> doorway_;  // until all are connected
+  uint64_t dropped_ = 0;
   std::shared_ptr<gloo::transport::Context> context_;
 
   mutable std::mutex mutex_;                 // of all below

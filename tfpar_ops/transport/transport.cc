@@ -52,10 +52,10 @@ extern "C" {
 
 int32_t tfpar_transport_abi_version(void) { return TFPAR_TRANSPORT_ABI_VERSION; }
 
-int64_t tfpar_transport_listen(int32_t rank, int32_t size, const char* const* names, const char* host, int64_t timeout_ms,
-                               char* message, size_t message_size) {
+int64_t tfpar_transport_listen(int32_t rank, int32_t size, const char* const* names, const char* host, const char* token,
+                               int64_t timeout_ms, char* message, size_t message_size) {
   try {
-    auto mesh = std::make_shared<Mesh>(rank, std::vector<std::string>(names, names + size), host,
+    auto mesh = std::make_shared<Mesh>(rank, std::vector<std::string>(names, names + size), host, token,
                                        std::chrono::milliseconds(timeout_ms));
     auto& all = All();
     std::lock_guard<std::mutex> lock(all.mutex);
@@ -67,28 +67,30 @@ int64_t tfpar_transport_listen(int32_t rank, int32_t size, const char* const* na
   }
 }
 
-int64_t tfpar_transport_addresses(int64_t number, char* buffer, int64_t size) {
+int64_t tfpar_transport_address(int64_t number, char* buffer, int64_t size) {
   const std::shared_ptr<Mesh> mesh = FindMesh(number);
   if (!mesh) return 0;
-  const std::string addresses = mesh->addresses();
-  const int64_t length = static_cast<int64_t>(addresses.size());
-  if (length <= size) std::memcpy(buffer, addresses.data(), addresses.size());
+  const std::string address = mesh->address();
+  const int64_t length = static_cast<int64_t>(address.size());
+  if (length < size) std::memcpy(buffer, address.c_str(), address.size() + 1);
   return length;
 }
 
-int tfpar_transport_connect(int64_t number, const char* const* addresses, const int64_t* lengths, const char* token,
-                            int64_t token_bytes, char* message, size_t message_size) {
+int tfpar_transport_connect(int64_t number, const char* const* addresses, char* message, size_t message_size) {
   try {
     const std::shared_ptr<Mesh> mesh = FindMesh(number);
     if (!mesh) throw std::runtime_error("the transport is closed");
-    std::vector<std::string> all;
-    for (int rank = 0; rank < mesh->size(); ++rank) all.emplace_back(addresses[rank], lengths[rank]);
-    mesh->Connect(all, std::string(token, token_bytes));
+    mesh->Connect(std::vector<std::string>(addresses, addresses + mesh->size()));
     return 0;
   } catch (const std::exception& error) {
     tfpar::Say(error, message, message_size);
     return 1;
   }
+}
+
+int64_t tfpar_transport_dropped(int64_t number) {
+  const std::shared_ptr<Mesh> mesh = FindMesh(number);
+  return mesh ? static_cast<int64_t>(mesh->dropped()) : 0;
 }
 
 int64_t tfpar_transport_waiting_ms(int64_t number) {

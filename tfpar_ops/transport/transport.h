@@ -15,25 +15,29 @@ extern "C" {
 
 // What this library and its callers must agree on: to be raised with every change of these functions or of the operations.
 // tfpar_ops/transport_library.py has the same number, and loads no library that has another one.
-#define TFPAR_TRANSPORT_ABI_VERSION 2
+#define TFPAR_TRANSPORT_ABI_VERSION 3
 int32_t tfpar_transport_abi_version(void);
 
-// Makes the place of worker `rank` in a mesh of `size` workers, and listens on a port for each of the others.
+// Makes the place of worker `rank` in a mesh of `size` workers, and listens on a port for the others until all are connected.
 //   names: of all workers, for error messages.
-//   host: name or address of this machine, of which the ports are.
+//   host: name or address of this machine, of which the port is.
+//   token: the same on all workers, up to 64 bytes. Connections that do not know it are dropped.
 //   timeout_ms: of the connection.
 // Returns its number, from 1; or 0, and a message.
-int64_t tfpar_transport_listen(int32_t rank, int32_t size, const char* const* names, const char* host, int64_t timeout_ms,
-                               char* message, size_t message_size);
+int64_t tfpar_transport_listen(int32_t rank, int32_t size, const char* const* names, const char* host, const char* token,
+                               int64_t timeout_ms, char* message, size_t message_size);
 
-// Copies the addresses that the other workers must know into `buffer` if they fit, and returns their length in bytes.
-int64_t tfpar_transport_addresses(int64_t mesh, char* buffer, int64_t size);
+// Copies the address that the other workers must know into `buffer`, with a zero at the end, if it fits, and returns its length
+// without it; 0 once all are connected.
+int64_t tfpar_transport_address(int64_t mesh, char* buffer, int64_t size);
 
-// Connects to all workers, each of which must know the same token of up to 64 bytes. Blocks.
-//   addresses: of the workers, by rank, each of `lengths[rank]` bytes; one's own may be empty.
+// Connects to all workers. Blocks.
+//   addresses: of the workers, by rank.
 // Returns 0; or 1, and a message.
-int tfpar_transport_connect(int64_t mesh, const char* const* addresses, const int64_t* lengths, const char* token,
-                            int64_t token_bytes, char* message, size_t message_size);
+int tfpar_transport_connect(int64_t mesh, const char* const* addresses, char* message, size_t message_size);
+
+// Connections that were dropped because they did not know the token.
+int64_t tfpar_transport_dropped(int64_t mesh);
 
 // Milliseconds that the oldest call has been under way; 0 where none is.
 int64_t tfpar_transport_waiting_ms(int64_t mesh);

@@ -1,17 +1,40 @@
-"""One worker of tests/integration/test_transport.py, with a transport of its own: transport_of_rank.py TRANSPORT..."""
+"""One worker of tests/integration/test_transport.py, with a transport of its own: transport_of_rank.py TRANSPORT...
+
+Of TRANSPORT:WHAT, WHAT is in this worker's way: `firewall` (the others cannot reach its port), `library` (it has none),
+or `address` (it cannot listen on its own).
+"""
 
 from __future__ import annotations
 
 import sys
 
 from tfpar import cluster
+from tfpar.collectives import gloo_mesh
+from tfpar.collectives.tensorflow import world_group
 from tfpar.config import ConfigError, StrategyConfig
 from tfpar.parallel import strategies
 from tfpar.parallel.topology import choose_topology
+from tfpar_ops import transport_library
+
+import tensorflow as tf
 
 info = cluster.current()
-config = StrategyConfig(strategy="multi_worker", transport=sys.argv[1 + info.worker_rank], start_timeout=60.0)
+transport, _, obstacle = sys.argv[1 + info.worker_rank].partition(":")
+gloo_mesh._CONNECT_S = 3.0
+if obstacle == "library":
+    gloo_mesh.why_unusable = lambda: "it was built without Gloo. Install it."
+elif obstacle == "firewall":  # on port 1 of this machine, nothing listens
+    transport_library.TransportLibrary.address = lambda *_: "127.0.0.1 1"
+elif obstacle == "address":
+    listen = transport_library.TransportLibrary.listen
+    transport_library.TransportLibrary.listen = lambda library, rank, names, host, *rest: listen(
+        library, rank, names, "192.0.2.1", *rest
+    )
+config = StrategyConfig(strategy="multi_worker", transport=transport, start_timeout=60.0)
 try:
-    strategies.build(choose_topology(config, info))
+    topology = strategies.build(choose_topology(config, info)).topology
+    group = world_group(info.num_workers, info.worker_rank)
+    total = tf.function(lambda: group.all_reduce(tf.ones([3]), 5))()
+    print(topology.describe(), "|", type(group).__name__, total.numpy().tolist(), flush=True)
 except ConfigError as error:
     print("error:", error, flush=True)

@@ -82,7 +82,8 @@ class StrategyConfig(ConfigBase):
     transport: str = option(
         "auto",
         "What carries data between the CPUs of workers: TensorFlow's collectives over gRPC (tensorflow), or the native "
-        "transport over Gloo (gloo), which is faster and must be built in. 'auto' is tensorflow. GPUs always use NCCL.",
+        "transport over Gloo (gloo), which is faster and must be built in. 'auto' is gloo if all workers can use it, "
+        "else tensorflow. GPUs always use NCCL.",
         choices=TRANSPORTS,
         may_change_on_resume=True,
     )

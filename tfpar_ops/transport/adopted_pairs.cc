@@ -1,0 +1,146 @@
+#include "tfpar_ops/transport/adopted_pairs.h"
+
+#include <fcntl.h>
+#include <gloo/transport/tcp/context.h>
+#include <gloo/transport/tcp/device.h>
+#include <gloo/transport/tcp/pair.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <exception>
+#include <functional>
+#include <future>
+#include <mutex>
+#include <stdexcept>
+#include <utility>
+
+namespace tfpar {
+namespace {
+
+namespace tcp = gloo::transport::tcp;
+
+// For messages; empty where the peer is gone again, of which Gloo's own function would make an exception.
+tcp::Address AddressBy(int (*ask)(int, sockaddr*, socklen_t*), int connection) {
+  sockaddr_storage address = {};
+  socklen_t length = sizeof(address);
+  if (ask(connection, reinterpret_cast<sockaddr*>(&address), &length) != 0) address = {};
+  return tcp::Address(address);
+}
+
+// Gloo 0.5 of before May 2023: a pair listens on a port of its own as soon as it is made, and takes whoever connects first.
+// This one closes that port again and takes a connection instead. It must be made in the thread of the device's loop, which
+// alone accepts: so nobody is ever let in.
+class AdoptedPair final : public tcp::Pair {
+ public:
+  AdoptedPair(tcp::Context* context, tcp::Device* device, int rank, std::chrono::milliseconds timeout, int connection)
+      : tcp::Pair(context, device, rank, timeout) {
+    std::lock_guard<std::mutex> lock(m_);
+    device_->unregisterDescriptor(fd_, this);
+    ::close(fd_);
+    fd_ = -1;  // should this throw, the base class has nothing to close
+    self_ = AddressBy(getsockname, connection);
+    peer_ = AddressBy(getpeername, connection);
+    device_->registerDescriptor(connection, EPOLLIN, this);
+    fd_ = connection;
+    tcp::Pair::changeState(CONNECTED);
+  }
+
+  // The loop must not call this object any more when it becomes one of the base class.
+  ~AdoptedPair() override {
+    std::lock_guard<std::mutex> lock(m_);
+    if (state_ != CLOSED) tcp::Pair::changeState(CLOSED);
+  }
+};
+
+class AdoptingContext final : public tcp::Context {
+ public:
+  using tcp::Context::Context;
+
+  void AdoptPair(int rank, int connection) {
+    pairs_[rank] = std::make_unique<AdoptedPair>(this, device_.get(), rank, getTimeout(), connection);
+  }
+};
+
+// Runs work in the thread of a device's loop, and waits for it.
+class InLoop final : public tcp::Handler {
+ public:
+  static void Run(tcp::Device& device, std::function<void()> work) {
+    InLoop task(device, std::move(work));
+    if (task.ready_ < 0) throw std::runtime_error(std::string("eventfd: ") + std::strerror(errno));
+    std::future<void> done = task.done_.get_future();
+    device.registerDescriptor(task.ready_, EPOLLIN, &task);
+    done.get();
+  }
+
+  void handleEvents(int) override {
+    std::exception_ptr error;
+    try {
+      work_();
+    } catch (...) {
+      error = std::current_exception();
+    }
+    device_.unregisterDescriptor(ready_, this);
+    std::promise<void> done = std::move(done_);  // the task ends with what follows
+    if (error) {
+      done.set_exception(error);
+    } else {
+      done.set_value();
+    }
+  }
+
+ private:
+  InLoop(tcp::Device& device, std::function<void()> work)
+      : device_(device), work_(std::move(work)), ready_(eventfd(1, EFD_CLOEXEC | EFD_NONBLOCK)) {}
+  ~InLoop() override {
+    if (ready_ >= 0) close(ready_);
+  }
+
+  tcp::Device& device_;
+  const std::function<void()> work_;
+  const int ready_;
+  std::promise<void> done_;
+};
+
+void Prepare(int connection) {
+  const int on = 1;
+  if (setsockopt(connection, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on)) != 0 ||
+      fcntl(connection, F_SETFL, fcntl(connection, F_GETFL) | O_NONBLOCK) != 0) {
+    throw std::runtime_error(std::string("a connection cannot be used: ") + std::strerror(errno));
+  }
+}
+
+}  // namespace
+
+std::shared_ptr<gloo::transport::Context> Adopt(int rank, std::vector<int> connections, const std::string& host,
+                                                std::chrono::milliseconds timeout) {
+  const auto close_all = [&connections] {
+    for (int& connection : connections) {
+      if (connection >= 0) close(std::exchange(connection, -1));
+    }
+  };
+  try {
+    const auto device = std::dynamic_pointer_cast<tcp::Device>(tcp::CreateDevice(tcp::attr(host.c_str())));
+    auto context = std::make_shared<AdoptingContext>(device, rank, static_cast<int>(connections.size()));
+    context->setTimeout(timeout);
+    InLoop::Run(*device, [&] {
+      for (size_t peer = 0; peer < connections.size(); ++peer) {
+        if (connections[peer] < 0) continue;
+        Prepare(connections[peer]);
+        context->AdoptPair(static_cast<int>(peer), connections[peer]);
+        connections[peer] = -1;
+      }
+    });
+    return context;
+  } catch (...) {
+    close_all();
+    throw;
+  }
+}
+
+}  // namespace tfpar
