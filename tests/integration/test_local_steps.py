@@ -20,6 +20,7 @@ import pytest
 WORKERS = 2
 SINGLE = {"outer_optimizer": "sgd", "bn": False}
 INT4 = {"local_steps": 4, "exchange": "int4", "optimizer": "adamw", "optimizer_args": ""}
+STREAMED = {**INT4, "outer_fragments": 2, "outer_delay": 1}
 
 
 class Case:
@@ -51,6 +52,17 @@ def cases(tmp_path_factory) -> dict[str, Case]:
         "left": {"local_steps": 4, "outer_optimizer": "sgd", "stop_after": 6, "workdir": str(folder / "left")},
         "bad": {"local_steps": 4, "bad": 3, "bn": False},
         "hook": {"local_steps": 4, "stop_at": 6},
+        "streamed": STREAMED,
+        "streamed_stopped": {**STREAMED, "stop_after": 6, "workdir": str(folder / "streamed")},
+        "streamed_resumed": {**STREAMED, "workdir": str(folder / "streamed")},
+        "streamed_left": {
+            "local_steps": 4,
+            "outer_fragments": 2,
+            "outer_optimizer": "sgd",
+            "stop_after": 6,
+            "workdir": str(folder / "streamed_left"),
+        },
+        "streamed_hook": {**STREAMED, "stop_at": 6},
     }
     result = launch(
         WORKERS,
@@ -102,6 +114,44 @@ def test_a_run_resumed_within_a_round_has_the_same_bits(cases):
         for name in whole.weights:
             np.testing.assert_array_equal(mine[name], theirs[name], err_msg=name)
         np.testing.assert_array_equal(np.concatenate([stopped.workers[0]["seen"], mine["seen"]]), theirs["seen"])
+
+
+@pytest.mark.cluster
+def test_a_run_resumed_with_a_fragment_in_flight_has_the_same_bits(cases):
+    whole, stopped, resumed = (cases[name] for name in ("streamed", "streamed_stopped", "streamed_resumed"))
+    saved = checkpointer.Checkpointer(cases["folder"] / "streamed", worker=1).exchange_state(6, 1)
+    assert saved["local/flight/0/due"] == 7  # it left at step 6
+    assert resumed.summary["rounds"] == whole.summary["rounds"] == 4
+    assert resumed.summary["params_sha256"] == whole.summary["params_sha256"]
+    assert resumed.summary["eval"] == whole.summary["eval"]
+    for mine, theirs in zip(resumed.workers, whole.workers, strict=True):
+        for name in whole.weights:
+            np.testing.assert_array_equal(mine[name], theirs[name], err_msg=name)
+        np.testing.assert_array_equal(np.concatenate([stopped.workers[0]["seen"], mine["seen"]]), theirs["seen"])
+    first, second = whole.workers
+    for name in whole.weights:
+        np.testing.assert_array_equal(first[name], second[name], err_msg=name)
+    assert np.any(first["seen"][0] != cases["whole"].workers[0]["seen"][0]) or np.any(
+        first["seen"][-1] != first["seen"][0]
+    )
+
+
+@pytest.mark.cluster
+def test_another_number_of_workers_goes_on_with_a_fragment_in_flight(cases):
+    options = {"local_steps": 4, "outer_fragments": 2, "outer_optimizer": "sgd"}
+    options |= {"workdir": str(cases["folder"] / "streamed_left"), "learning_rate": 0.05}
+    found, seen = here("one_device", **options)
+    assert seen["summary"]["steps"] == local_steps.STEPS
+    assert all(np.isfinite(value).all() for value in found.values())
+
+
+@pytest.mark.cluster
+def test_a_hook_that_stops_ends_what_travels(cases):
+    hook = cases["streamed_hook"]
+    assert hook.summary["steps"] == 6
+    first, second = hook.workers
+    for name in hook.weights:
+        np.testing.assert_array_equal(first[name], second[name], err_msg=name)
 
 
 @pytest.mark.cluster

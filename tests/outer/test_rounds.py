@@ -39,7 +39,7 @@ def move(rounds: Rounds, weights, by: float) -> None:
     """Local steps that move every weight."""
     for weight in weights:
         rounds.assign_here(weight, weight.numpy() + by)
-    rounds.note(5, 40.0)
+    rounds.note(5, np.array([40.0]))
 
 
 def expected(kind: str, moves: list[float]) -> float:

@@ -13,7 +13,7 @@ import operator
 import os
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tfpar.config.errors import ConfigError, unknown_name
@@ -76,6 +76,7 @@ def option(
     choices: Iterable[str] | None = None,
     minimum: float | None = None,
     maximum: float | None = None,
+    words: Mapping[str, int] | None = None,
     may_change_on_resume: bool = False,
     per_host: bool = False,
 ) -> Any:
@@ -87,6 +88,8 @@ def option(
       choices: The allowed values, for enumerations.
       minimum: Smallest allowed number.
       maximum: Largest allowed number.
+      words: Words that are allowed in place of a whole number, with the value that stands for each; it may be out of
+        bounds.
       may_change_on_resume: Whether a run may be resumed with another value. False for what defines what is trained:
         such a resume is refused.
       per_host: Whether the workers of a run may have different values, because the option belongs to a machine or to
@@ -97,6 +100,7 @@ def option(
         "choices": tuple(choices) if choices is not None else None,
         "minimum": minimum,
         "maximum": maximum,
+        "words": dict(words or {}),
         "may_change_on_resume": may_change_on_resume,
         "per_host": per_host,
     }
@@ -110,12 +114,15 @@ class ConfigBase:
     def __post_init__(self) -> None:
         annotations = typing.get_type_hints(type(self))
         for field in dataclasses.fields(self):
-            value = _converted(field.name, annotations[field.name], getattr(self, field.name))
+            words, value = field.metadata.get("words") or {}, getattr(self, field.name)
+            if isinstance(value, str) and value in words:
+                value = words[value]
+            value = _converted(field.name, annotations[field.name], value)
             object.__setattr__(self, field.name, value)
             choices = field.metadata.get("choices")
             if choices and value is not None and value not in choices:
                 raise unknown_name(f"--{field.name}", str(value), choices)
-            if isinstance(value, (int, float)) and not isinstance(value, bool):
+            if isinstance(value, (int, float)) and not isinstance(value, bool) and value not in words.values():
                 low, high = field.metadata.get("minimum"), field.metadata.get("maximum")
                 if (low is not None and not value >= low) or (high is not None and not value <= high):
                     raise ConfigError(f"--{field.name}={value} is out of range: it must be {range_text(field)}.")

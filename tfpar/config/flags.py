@@ -216,7 +216,7 @@ def _flag(field: dataclasses.Field[Any], kind: type, default: Any) -> flags.Flag
     bounds = range_text(field)
     remedy = f"Give one{f' that is {bounds}' * bool(bounds)}, e.g. --{field.name}={default or 1}."
     parsers: dict[type, flags.ArgumentParser] = {
-        int: _Whole(remedy),
+        int: _Whole(remedy, field.metadata["words"]),
         float: _Number(remedy),
         str: flags.ArgumentParser(),
     }
@@ -224,11 +224,13 @@ def _flag(field: dataclasses.Field[Any], kind: type, default: Any) -> flags.Flag
 
 
 class _Whole(flags.IntegerParser):
-    def __init__(self, remedy: str) -> None:
+    def __init__(self, remedy: str, words: Mapping[str, int]) -> None:
         super().__init__()
-        self._remedy = remedy
+        self._remedy, self._words = remedy, words
 
     def convert(self, argument: Any) -> int:
+        if argument in self._words:
+            return self._words[argument]
         try:
             return super().convert(argument)
         except ValueError:

@@ -66,7 +66,8 @@ def _allowed(field: dataclasses.Field[Any], kind: type) -> str:
         return ", ".join(f"`{choice}`" for choice in choices)
     text = {int: "whole number", float: "number", str: "text"}[kind]
     bounds = re.sub(r"\.0\b", "", range_text(field))
-    return f"{text}, {bounds}" if bounds else text
+    words = "".join(f", or `{word}`" for word in field.metadata["words"])
+    return f"{text}, {bounds}{words}" if bounds else text + words
 
 
 def _listed(names: frozenset[str]) -> str:

@@ -138,10 +138,10 @@ class TrainerOptions(TypedDict, total=False):
     exchange_retune_every: int
     """With --exchange=auto: steps after which links and codecs are measured again. 0: never."""
 
-    local_steps: int
+    local_steps: int | Literal["auto"]
     """Steps that each worker trains by itself before what the workers have moved is exchanged, through --exchange, and
     an outer optimizer applies its mean (DiLoCo). Replicas of one worker stay in step. 1: gradients are exchanged in
-    every step."""
+    every step. auto: measured, so that exchanges take the share --outer_time_share of the time."""
 
     outer_optimizer: Literal["auto", "nesterov", "sgd", "adam"]
     """What applies the mean of the workers' movements at the end of a round of local steps: nesterov, sgd (with rate 1
@@ -153,6 +153,21 @@ class TrainerOptions(TypedDict, total=False):
 
     outer_momentum: float
     """Momentum of --outer_optimizer, beta_1 of adam. -1: 0.9 for nesterov and adam, 0 for sgd."""
+
+    outer_time_share: float
+    """With --local_steps=auto: the share of the time that exchanges are to take."""
+
+    outer_fragments: int
+    """Fragments that the model is divided into, by layers. One after the other leaves, each every --local_steps steps,
+    and travels while the next steps run (Streaming DiLoCo). 1: the model travels whole."""
+
+    outer_delay: int
+    """Steps after which a fragment that has left is applied, the same on every worker; while it travels, nobody waits.
+    -1: 0 where the model travels whole, otherwise 5, or the steps until the next one leaves if these are fewer."""
+
+    outer_own_share: float
+    """Share of its own weights in those that a worker continues from when a fragment is applied (alpha of Streaming
+    DiLoCo); the rest is the outer weights'. -1: 0.5, and 0 where --outer_delay is 0."""
 
     precision: Literal["float32", "mixed_bfloat16", "mixed_float16"]
     """Keras dtype policy of the model."""

@@ -61,6 +61,8 @@ def _annotation(field: dataclasses.Field[Any], kind: type) -> str:
     if choices:
         literal = f"Literal[{', '.join(f'{chr(34)}{choice}{chr(34)}' for choice in choices)}]"
         return f"{literal} | bool" if {"true", "false"} <= set(choices) else literal
+    if words := field.metadata["words"]:
+        return f"{kind.__name__} | Literal[{', '.join(f'{chr(34)}{word}{chr(34)}' for word in words)}]"
     return "str | os.PathLike[str]" if field.name in PATHS else kind.__name__
 
 

@@ -36,7 +36,7 @@ class LiveLine:
           shown: The last steps.
           scalars: Values at the last step and metrics over the last steps.
         """
-        found = [name for name in scalars if name not in tags.TAGS and name != "loss"]
+        found = [name for name in scalars if tags.tag(name).startswith("metrics/") and name != "loss"]
         chosen = [name for name in self.metrics if name in scalars] or found[:1]
         loss = {"loss": f"{shown.loss:.4f} ({shown.span})"}
         metrics = {name: f"{scalars[name]:.4f}" for name in chosen}

@@ -373,9 +373,7 @@ class Monitor:
         left_out = {"loss", *(name for name in tags.COUNTS if name not in self._counts_seen)}
         if not self._scales_loss:
             left_out.add("loss_scale")
-        return {
-            tags.TAGS.get(name, f"metrics/{name}"): value for name, value in scalars.items() if name not in left_out
-        }
+        return {tags.tag(name): value for name, value in scalars.items() if name not in left_out}
 
     def _point_values(self) -> dict[str, float]:
         rate = self._point.examples_per_second

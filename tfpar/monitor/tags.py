@@ -32,6 +32,8 @@ TAGS = {
     "outer_update": "rounds/update_norm",
     "round_bytes": "rounds/wire_bytes",
 }
+# The group of charts of single fragments of a model, `rounds_by_fragment/NUMBER/CHART`.
+BY_FRAGMENT = "rounds_by_fragment/"
 # Counts, which are of interest once there is something to count.
 COUNTS = ("skipped_steps", "skipped_examples")
 # Parts of a step's time, in their order, and where each one's share ends when they are stacked.
@@ -85,11 +87,19 @@ _DESCRIPTIONS = {
 }
 
 
+def tag(name: str) -> str:
+    """The chart of a scalar: its place of its own, or among the metrics; a name with a group of ours is a chart."""
+    return name if name.startswith(BY_FRAGMENT) else TAGS.get(name, f"metrics/{name}")
+
+
 def description(tag: str) -> str:
     """What a chart shows, in markdown."""
     if tag in _DESCRIPTIONS:
         return _DESCRIPTIONS[tag]
     group, _, name = tag.partition("/")
+    if tag.startswith(BY_FRAGMENT):
+        number, _, chart = name.partition("/")
+        return f"Of fragment {number} of the model. {_DESCRIPTIONS.get(f'rounds/{chart}', '')}".strip()
     if group == "metrics":
         return f"`{name}` over all examples since the previous point. Run `eval`: over the validation set."
     if tag in _STACK:

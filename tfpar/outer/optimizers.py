@@ -16,12 +16,15 @@ import keras
 _ADAPTIVITY = 1e-3
 
 
-def build(options: OuterConfig, variables: Sequence[keras.Variable]) -> keras.optimizers.Optimizer:
+def build(
+    options: OuterConfig, variables: Sequence[keras.Variable], scope: str = "outer"
+) -> keras.optimizers.Optimizer:
     """The outer optimizer of a configuration, built for these variables, in the current strategy's scope.
 
     Args:
       options: Its name, learning rate and momentum.
       variables: The trainable weights.
+      scope: First part of the names of its variables.
     """
     rate, momentum = options.learning_rate, options.momentum
     optimizer: keras.optimizers.Optimizer
@@ -30,6 +33,6 @@ def build(options: OuterConfig, variables: Sequence[keras.Variable]) -> keras.op
     else:
         nesterov = options.optimizer == "nesterov" and momentum > 0.0
         optimizer = keras.optimizers.SGD(rate, momentum=momentum, nesterov=nesterov, name="outer_sgd")
-    with keras.name_scope("outer", deduplicate=False):
+    with keras.name_scope(scope, deduplicate=False):
         optimizer.build(list(variables))
     return optimizer

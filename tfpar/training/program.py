@@ -15,7 +15,7 @@ from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.exchange import Exchange
 from tfpar.monitor.samples import TextSampler
 from tfpar.optim import keras_internals, optimizers, schedules
-from tfpar.outer.local import Rounds
+from tfpar.outer.local import AnyRounds, exchange_of
 from tfpar.parallel import strategies
 from tfpar.parallel.replica_peers import exchanging_workers
 from tfpar.parallel.split import whole_tensor
@@ -130,7 +130,7 @@ class Program:
             keras_optimizer = share.optimizer if share else optimizer.build(config, weights)
         program = cls(
             *(config, topology, strategy, core, keras_optimizer),
-            Exchange(config.exchange.exchange),
+            exchange_of(config),
             recorded_options,
             optimizer.keeps_own_rate,
             uses_integer_labels(goal.loss),
@@ -296,7 +296,7 @@ class Program:
         return sharded_step(self.share) if self.share else self.placing.step_class(self.model)
 
     @functools.cached_property
-    def rounds(self) -> Rounds | None:
+    def rounds(self) -> AnyRounds | None:
         """The rounds of local steps, where workers have such; None where gradients are exchanged in every step."""
         return build_rounds(self.config, self.topology, self.strategy, self.core, self.optimizer, self.exchange)
 
@@ -323,9 +323,7 @@ class Program:
         check_model(self.model, synchronous=self.topology.synchronous)
         with self.placing.scope(self.model, self.strategy):
             optimizer = optimizers.recreate_for(self.optimizer, weights)
-        program = dataclasses.replace(
-            self, optimizer=optimizer, exchange=Exchange(self.config.exchange.exchange), _steps=[]
-        )
+        program = dataclasses.replace(self, optimizer=optimizer, exchange=exchange_of(self.config), _steps=[])
         program._build_exchange()
         return program
 
@@ -351,7 +349,7 @@ class Program:
     def checkpoint_variables(self) -> dict[str, keras.Variable]:
         """Every variable that defines a run and is the same on every worker, by the name it has in a checkpoint."""
         optimizer = self.share.shared_variables() if self.share else self.optimizer.variables
-        outer = self.rounds.optimizer.variables if self.rounds else []
+        outer = self.rounds.outer_state if self.rounds else []
         groups = {"model": self.model.variables, "optimizer": optimizer, "outer": outer}
         return {name: each for group in groups for name, each in run_state.named(groups[group], group).items()}
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from tfpar.outer.local.fragments import FragmentExchange, exchange_of
 from tfpar.outer.local.rounds import RoundReport, Rounds
+from tfpar.outer.local.streaming import Streaming
 
-__all__ = ["RoundReport", "Rounds"]
+AnyRounds = Rounds | Streaming
+
+__all__ = ["AnyRounds", "FragmentExchange", "RoundReport", "Rounds", "Streaming", "exchange_of"]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from tfpar.config import ConfigError
 from tfpar.outer.local.rounds import Rounds
+from tfpar.outer.local.streaming import Streaming
 from tfpar.precision import LossScale
 
 import numpy as np
@@ -20,6 +21,7 @@ import tensorflow as tf
 _PREFIX = "local/"
 
 Arrays = Mapping[str, np.ndarray]
+AnyRounds = Rounds | Streaming
 
 
 def is_local(name: str) -> bool:
@@ -27,7 +29,7 @@ def is_local(name: str) -> bool:
     return name.startswith(_PREFIX)
 
 
-def export(rounds: Rounds, loss_scale: LossScale | None) -> dict[str, np.ndarray]:
+def export(rounds: AnyRounds, loss_scale: LossScale | None) -> dict[str, np.ndarray]:
     """What this worker alone has, for its file of a checkpoint.
 
     Args:
@@ -44,10 +46,11 @@ def export(rounds: Rounds, loss_scale: LossScale | None) -> dict[str, np.ndarray
         groups["inner"] = rounds.inner_values()
     for group, values in groups.items():
         arrays |= {f"{group}/{number}": np.array(value, order="C") for number, value in enumerate(values)}
+    arrays |= rounds.export()
     return {_PREFIX + name: array for name, array in arrays.items()}
 
 
-def restore(rounds: Rounds, saved_workers: int, read: Callable[[int], Arrays]) -> tuple[LossScale | None, str]:
+def restore(rounds: AnyRounds, saved_workers: int, read: Callable[[int], Arrays]) -> tuple[LossScale | None, str]:
     """Goes on where the workers of a saved run stopped. All variables of the checkpoint have been restored.
 
     Args:
@@ -64,8 +67,8 @@ def restore(rounds: Rounds, saved_workers: int, read: Callable[[int], Arrays]) -
     rounds.start()
     if saved_workers == rounds.workers:
         own = _checked(rounds, read(rounds.worker), rounds.worker)
-        pending, weight, done = own["round"].tolist()
-        rounds.done = round(done)
+        pending, weight, _ = own["round"].tolist()
+        rounds.restore(own, same_workers=True)
         for variable, value in zip(rounds.kept, _group(own, "kept"), strict=True):
             rounds.assign_here(variable, value)
         if rounds.worker:
@@ -80,21 +83,22 @@ def restore(rounds: Rounds, saved_workers: int, read: Callable[[int], Arrays]) -
     return None, _end_for_all(rounds, saved_workers, read)
 
 
-def _end_for_all(rounds: Rounds, saved_workers: int, read: Callable[[int], Arrays]) -> str:
+def _end_for_all(rounds: AnyRounds, saved_workers: int, read: Callable[[int], Arrays]) -> str:
     """Ends the round under way with what all saved workers had moved, and averages their inner optimizers."""
     count = len(rounds.model_variables)
+    landed = rounds.restore(_checked(rounds, read(0), 0), same_workers=False)
+    own = rounds.own_share  # of what has arrived meanwhile, a worker would have taken the rest
     outer = [np.asarray(variable.numpy(), np.float64) for variable in rounds.model_variables]
     slots = [np.asarray(variable.numpy()) for variable in rounds.inner.variables]
     moved, total, pending = [np.zeros_like(value) for value in outer], 0.0, 0.0
     sums = [np.zeros(value.shape, np.float64) for value in slots]
     for worker in range(saved_workers):
         arrays = _checked(rounds, read(worker), worker)
-        pending, weight, done = arrays["round"].tolist()
-        rounds.done = round(done)
+        pending, weight, _ = arrays["round"].tolist()
         if pending and weight:
             total += weight
             for place, (old, new) in enumerate(zip(outer, _group(arrays, "inner"), strict=True)):
-                moved[place] += weight * (old - new)
+                moved[place] += weight * (old - new) * (own if place in landed else 1.0)
         for place, value in enumerate(_group(arrays, "optimizer") if worker else slots):
             sums[place] += value
     for variable, value, summed in zip(rounds.inner.variables, slots, sums, strict=True):
@@ -114,7 +118,7 @@ def _group(arrays: Arrays, name: str) -> list[np.ndarray]:
     return [arrays[f"{name}/{number}"] for number in numbers]
 
 
-def _checked(rounds: Rounds, saved: Arrays, worker: int) -> dict[str, np.ndarray]:
+def _checked(rounds: AnyRounds, saved: Arrays, worker: int) -> dict[str, np.ndarray]:
     """A worker's arrays by their names without the prefix, if they fit."""
     arrays = {name.removeprefix(_PREFIX): array for name, array in saved.items() if is_local(name)}
     row = arrays.get("round")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tfpar import models
 from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.exchange import Exchange
 from tfpar.optim.keras_internals import is_seed_state
-from tfpar.outer.local import Rounds
+from tfpar.outer.local import AnyRounds, FragmentExchange, Rounds, Streaming
 from tfpar.parallel.topology import Topology
 from tfpar.training.core import Core
 from tfpar.training.sidecar import Sidecar, frozen_weights
@@ -22,7 +24,7 @@ def build_rounds(
     core: Core,
     optimizer: keras.optimizers.Optimizer,
     exchange: Exchange,
-) -> Rounds | None:
+) -> AnyRounds | None:
     """The rounds that `--local_steps` asks for; None where gradients are exchanged in every step.
 
     All workers call it at the same point, because it creates variables under the strategy.
@@ -51,17 +53,11 @@ def build_rounds(
             state.append(variable)
         elif not is_seed_state(variable) and id(variable) not in constant:
             kept.append(variable)
-    return Rounds(
-        config.outer,
-        model.trainable_variables,
-        state,
-        kept,
-        inner=optimizer,
-        exchange=exchange,
-        strategy=strategy,
-        worker=max(topology.worker, 0),
-        workers=topology.workers,
-    )
+    variables = config.outer, model.trainable_variables, state, kept
+    where: dict[str, Any] = {"strategy": strategy, "worker": max(topology.worker, 0), "workers": topology.workers}
+    if isinstance(exchange, FragmentExchange):
+        return Streaming(*variables, inner=optimizer, exchange=exchange, **where)
+    return Rounds(*variables, inner=optimizer, exchange=exchange, **where)
 
 
 def _check_built(flag: str, topology: Topology, core: Core, optimizer: keras.optimizers.Optimizer) -> None:

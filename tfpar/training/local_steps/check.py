@@ -21,7 +21,12 @@ def check_local_steps(config: ExperimentConfig, topology: Topology) -> None:
     if not outer.uses_rounds:
         _check_unused(outer)
         return
-    flag = f"--local_steps={outer.local_steps}"
+    if outer.outer_own_share >= 0.0 and not outer.streams:
+        raise ConfigError(
+            f"--outer_own_share={outer.outer_own_share} has no effect: workers wait for the exchange, and continue "
+            "from the weights of all. Add --outer_fragments=4 or --outer_delay=1, or leave it out."
+        )
+    flag = f"--local_steps={outer.local_steps or 'auto'}"
     flag += f" --outer_optimizer={outer.outer_optimizer}" if outer.local_steps == 1 else ""
     if topology.name in ("parameter_server", "tpu"):
         why = (
@@ -61,6 +66,7 @@ def check_local_steps(config: ExperimentConfig, topology: Topology) -> None:
 
 def _check_unused(outer: OuterConfig) -> None:
     given = {"outer_learning_rate": outer.outer_learning_rate > 0.0, "outer_momentum": outer.outer_momentum >= 0.0}
+    given |= {"outer_own_share": outer.outer_own_share >= 0.0}
     for name in (name for name in given if given[name]):
         raise ConfigError(
             f"--{name}={getattr(outer, name)} has no effect: without local steps there is no outer optimizer. Add "

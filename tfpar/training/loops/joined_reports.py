@@ -10,7 +10,7 @@ import numpy as np
 
 def joined_reports(
     own: Interval, divisors: np.ndarray, row: np.ndarray, agreement: WorkerAgreement
-) -> tuple[Interval, np.ndarray]:
+) -> tuple[Interval, np.ndarray, np.ndarray]:
     """The steps of all workers as one interval, the same on each; one gather of some numbers a step.
 
     A step counts as applied if every worker that had examples in it has applied its part. Its loss is the mean over the
@@ -23,7 +23,8 @@ def joined_reports(
       agreement: Between the workers.
 
     Returns:
-      The interval, and the rows of all workers, `[workers, k]`.
+      The interval; the rows of all workers, `[workers, k]`; and what the losses of each averaged over, in the steps
+      that it has applied, `[workers]`.
     """
     steps, sizes = len(own.losses), [part.size for part in own.metric_sums]
     parts = [row, own.losses, own.counts, divisors, own.applied, *(part.ravel() for part in own.metric_sums)]
@@ -37,4 +38,4 @@ def joined_reports(
     loss = np.divide(summed, total, out=np.where(any_applied, 0.0, np.nan), where=total > 0.0)
     all_applied = any_applied & ((applied > 0.0) | (counts == 0.0)).all(axis=0)
     sums = [part.sum(axis=0).reshape(one.shape) for part, one in zip(metrics, own.metric_sums, strict=True)]
-    return Interval(loss, counts.sum(axis=0), all_applied, sums), rows
+    return Interval(loss, counts.sum(axis=0), all_applied, sums), rows, weights.sum(axis=1)

@@ -7,10 +7,9 @@ import time
 from tfpar.exchange import Traffic
 from tfpar.exchange.reducer import dense_traffic
 from tfpar.monitor import timings
-from tfpar.outer.local import RoundReport, Rounds
+from tfpar.outer.local import AnyRounds, RoundReport
 from tfpar.training.loops.context import RunContext
 from tfpar.training.loops.joined_reports import joined_reports
-from tfpar.training.loops.pacing import next_multiple
 from tfpar.training.loops.state import Interval, LoopState
 from tfpar.training.sidecar import Sidecar
 
@@ -19,38 +18,41 @@ import numpy as np
 # Workers wait for each other at the end of a call from Python: rarely, on a slow link.
 CALL_SECONDS = 5.0
 
+# Charts of one fragment.
+_CHARTS = ("worker_drift", "movement_norm", "update_norm", "wire_bytes")
+
 _WAITING = [timings.COLUMNS.index(name) for name in ("exchange", "total")]
 
 
 class LoopRounds:
-    """Ends rounds at every multiple of their length, and at the end of the run.
+    """Lets workers exchange at the steps at which rounds ask for it, and at the end of the run.
 
     Args:
       context: What is run.
       rounds: Its rounds.
     """
 
-    def __init__(self, context: RunContext, rounds: Rounds) -> None:
+    def __init__(self, context: RunContext, rounds: AnyRounds) -> None:
         self._context, self._rounds = context, rounds
-        self._report: RoundReport | None = None
+        self._reports: dict[int, RoundReport] = {}  # the last of each fragment
         self._concluded_at = 0
         self._began_waiting = 0.0
 
     def begin(self, step: int) -> int:
         """Begins a round, or goes on with it; returns where the loop must stop next."""
         self._rounds.begin()
-        return next_multiple(step, self._rounds.steps)
+        return self._rounds.next_stop(step)
 
     def join(self, own: Interval, divisors: np.ndarray, row: np.ndarray) -> tuple[Interval, np.ndarray]:
         """Counts this worker's steps, and puts the reports of all workers together; see `joined_reports`."""
         self._began_waiting = time.perf_counter()
-        self._rounds.note(len(own.losses), float(np.sum(divisors[own.applied], dtype=np.float64)))
-        return joined_reports(own, divisors, row, self._context.agreement)
+        joined, rows, weights = joined_reports(own, divisors, row, self._context.agreement)
+        self._rounds.note(len(own.losses), weights)
+        return joined, rows
 
     def end_if_due(self, state: LoopState, durations: np.ndarray) -> None:
-        """Ends the round after a call, if it is due; what workers have waited counts as exchange of the last step."""
-        if state.step % self._rounds.steps == 0 or state.finished:
-            self._end(state)
+        """Exchanges after a call, if that is due; what workers have waited counts as exchange of the last step."""
+        self._note(self._rounds.after_steps(self._context.agreement, state.step, finished=state.finished))
         durations[-1, _WAITING] += time.perf_counter() - self._began_waiting
 
     def conclude(self, state: LoopState) -> LoopState:
@@ -65,19 +67,23 @@ class LoopRounds:
         if not state.finished:
             self._rounds.show_outer()
             return state
-        self._end(state)
+        self._note(self._rounds.finish(self._context.agreement, state.step))
         return state.replace(evaluated_at=-1, best_step=-1)
 
     def scalars(self) -> dict[str, float]:
         """What the monitor records of the last round; nothing before the first."""
-        if self._report is None:
+        reports = self._reports
+        if not reports:
             return {}
-        return {
-            "worker_drift": self._report.drift,
-            "outer_movement": self._report.movement,
-            "outer_update": self._report.update,
-            "round_bytes": float(self._report.wire_bytes),
-        }
+        squares = np.sum([np.square([one.drift, one.movement, one.update]) for one in reports.values()], axis=0)
+        names = ("worker_drift", "outer_movement", "outer_update")
+        scalars = dict(zip(names, np.sqrt(squares).tolist(), strict=True))
+        scalars["round_bytes"] = float(sum(one.wire_bytes for one in reports.values()))
+        if self._rounds.fragments > 1:
+            for number, one in sorted(reports.items()):
+                values = (one.drift, one.movement, one.update, float(one.wire_bytes))
+                scalars |= {f"rounds_by_fragment/{number}/{name}": x for name, x in zip(_CHARTS, values, strict=True)}
+        return scalars
 
     @property
     def traffic(self) -> Traffic:
@@ -88,7 +94,7 @@ class LoopRounds:
         dense = dense_traffic(elements, program.topology.replicas, sidecar.length)
         if not self._concluded_at:
             return self._rounds.traffic(dense)
-        return self._rounds.traffic(dense, self._rounds.done, self._concluded_at)
+        return self._rounds.traffic(dense, self._concluded_at)
 
-    def _end(self, state: LoopState) -> None:
-        self._report = self._rounds.end(self._context.agreement, state.step) or self._report
+    def _note(self, reports: list[RoundReport]) -> None:
+        self._reports |= {report.fragment: report for report in reports}

@@ -1,0 +1,198 @@
+"""Fragments of a model, which travel one after the other while steps run (Streaming DiLoCo, Douillard et al. 2025)."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import itertools
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tfpar.config import ConfigError, ExperimentConfig
+from tfpar.exchange import Exchange, Traffic
+
+import keras
+import numpy as np
+
+_PREFIX = "fragment/"
+
+
+def exchange_of(config: ExperimentConfig) -> Exchange:
+    """The exchange of a configuration, not built yet: in fragments, where it asks for such."""
+    spec, outer = config.exchange.exchange, config.outer
+    return FragmentExchange(spec, outer.outer_fragments) if outer.streams else Exchange(spec)
+
+
+def divide(weights: Sequence[keras.Variable], fragments: int) -> list[tuple[int, ...]]:
+    """Divides a model into fragments: whole layers, in their order, of about as many bytes each.
+
+    Args:
+      weights: The trainable weights, in the order of the layers.
+      fragments: How many fragments, P.
+
+    Returns:
+      The indices of the weights of each fragment; no fragment is empty.
+
+    Raises:
+      ConfigError: The model has fewer layers with weights.
+    """
+    layers: list[list[int]] = []
+    names: list[str] = []
+    for index, weight in enumerate(weights):
+        name = weight.path.rpartition("/")[0] or weight.path
+        if not names or names[-1] != name:
+            layers.append([])
+            names.append(name)
+        layers[-1].append(index)
+    if len(layers) < fragments:
+        raise ConfigError(
+            f"--outer_fragments={fragments}: the model has only {len(layers)} layers with trainable weights, and a "
+            f"fragment is at least one. Use --outer_fragments={len(layers)} or less."
+        )
+    sizes = [sum(weights[index].value.shape.num_elements() for index in layer) for layer in layers]
+    ends = np.cumsum(sizes)
+    bounds = [0]
+    for number in range(1, fragments):
+        nearest = int(np.argmin(np.abs(ends - ends[-1] * number / fragments))) + 1
+        bounds.append(min(max(nearest, bounds[-1] + 1), len(layers) - (fragments - number)))
+    bounds.append(len(layers))
+    pairs = itertools.pairwise(bounds)
+    return [tuple(index for layer in layers[first:last] for index in layer) for first, last in pairs]
+
+
+class FragmentExchange(Exchange):
+    """An exchange for each fragment, and a thread in which they run beside the training steps.
+
+    Exchanges run in the order in which they are started, one at a time: the same on every worker.
+
+    Args:
+      spec: See `Exchange`.
+      count: How many fragments.
+
+    Attributes:
+      fragments: Indices of the weights of each fragment.
+      parts: The exchange of each fragment.
+    """
+
+    def __init__(self, spec: str, count: int) -> None:
+        super().__init__(spec)
+        self._count = count
+        self.fragments: list[tuple[int, ...]] = []
+        self.parts: list[Exchange] = []
+        self._background = _Background()
+
+    def build(self, variables: Sequence[Any], **options: Any) -> None:
+        """See `Exchange.build`. Movements are dense, so that no rows of embeddings travel.
+
+        Raises:
+          ConfigError: The model has fewer layers than fragments.
+        """
+        options.pop("sparse", None)
+        self.fragments = divide(variables, self._count)
+        self.parts = [Exchange(self.spec) for _ in self.fragments]
+        for part, places in zip(self.parts, self.fragments, strict=True):
+            part.build([variables[place] for place in places], **options)
+
+    def start(self, exchange: Callable[[], Any]) -> concurrent.futures.Future[Any]:
+        """Runs an exchange beside what this thread does next, after those started before."""
+        return self._background.start(exchange)
+
+    @property
+    def compresses(self) -> bool:
+        """See `Exchange.compresses`."""
+        return any(part.compresses for part in self.parts)
+
+    @property
+    def state(self) -> list[Any]:
+        """See `Exchange.state`."""
+        return [variable for part in self.parts for variable in part.state]
+
+    @property
+    def plan_table(self) -> str:
+        """See `Exchange.plan_table`; that of every fragment."""
+        return "\n".join(part.plan_table for part in self.parts if part.plan_table)
+
+    def export(self) -> dict[str, np.ndarray]:
+        """See `Exchange.export`; once the exchanges under way have ended."""
+        self._background.wait()
+        return {
+            f"{_PREFIX}{number}/{name}": value
+            for number, part in enumerate(self.parts)
+            for name, value in part.export().items()
+        }
+
+    def restore(self, workers: int, read: Callable[[int], Mapping[str, np.ndarray]]) -> None:
+        """See `Exchange.restore`."""
+        self._background.wait()
+        for number, part in enumerate(self.parts):
+            part.restore(workers, _reader_of(read, f"{_PREFIX}{number}/"))
+
+    def retune(self) -> bool:
+        """See `Exchange.retune`."""
+        self._background.wait()
+        changed = [part.retune() for part in self.parts]  # all of them, whatever the first says
+        return any(changed)
+
+    def observed(self) -> dict[str, float]:
+        """See `Exchange.observed`; the mean over the fragments."""
+        if not self._background.idle:
+            return {}
+        found = [values for part in self.parts if (values := part.observed())]
+        return {name: sum(values[name] for values in found) / len(found) for name in (found[0] if found else ())}
+
+    def describe(self) -> str:
+        """See `Exchange.describe`."""
+        return self.parts[0].describe() if self.parts else super().describe()
+
+    def traffic(self, replicas: int, sidecar_length: int) -> Traffic:
+        """See `Exchange.traffic`; of all fragments."""
+        every = [part.traffic(replicas, sidecar_length) for part in self.parts]
+        payload, wire, dense = (
+            sum(getattr(one, f"{name}_bytes") for one in every) for name in ("payload", "wire", "dense")
+        )
+        return Traffic(every[0].codec, every[0].pattern, payload, wire, dense)
+
+
+def _reader_of(read: Callable[[int], Mapping[str, np.ndarray]], prefix: str) -> Callable[[int], dict[str, np.ndarray]]:
+    def part(worker: int) -> dict[str, np.ndarray]:
+        saved = read(worker)
+        return {name.removeprefix(prefix): value for name, value in saved.items() if name.startswith(prefix)}
+
+    return part
+
+
+class _Background:
+    """One thread that makes calls in turn. It keeps no process alive: a peer that is gone may leave it waiting."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[tuple[concurrent.futures.Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._last: concurrent.futures.Future[Any] | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether all calls have ended."""
+        return self._last is None or self._last.done()
+
+    def start(self, call: Callable[[], Any]) -> concurrent.futures.Future[Any]:
+        """Makes a call after those before; its result, or its error, is in the future."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="fragments", daemon=True)
+            self._thread.start()
+        self._last = concurrent.futures.Future()
+        self._calls.put((self._last, call))
+        return self._last
+
+    def wait(self) -> None:
+        """Returns once all calls have ended; raises the error of the last."""
+        if self._last is not None:
+            self._last.result()
+
+    def _run(self) -> None:
+        while True:
+            future, call = self._calls.get()
+            try:
+                future.set_result(call())
+            except BaseException as error:
+                future.set_exception(error)

@@ -1,0 +1,347 @@
+"""Local steps whose exchange travels in fragments, beside the steps (Streaming DiLoCo, Douillard et al. 2025).
+
+The model is divided into P fragments. Each leaves every H steps, one after the other, every H/P steps: what worker k
+has moved, `d_k = outer - inner_k`, is read at that step, and travels while the worker trains on. The mean is applied
+`delay` steps later, at the same step on every worker, whenever it has arrived: the outer optimizer makes new outer
+weights of it, and worker k continues from `a * inner_k + (1 - a) * outer` (algorithm 2, line 15), in which its steps
+since then are kept in part. Results do not depend on how long the exchange takes.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from tfpar.collectives.agreement import WorkerAgreement
+from tfpar.config import OuterConfig
+from tfpar.exchange import Traffic
+from tfpar.outer import optimizers
+from tfpar.outer.local.fragments import FragmentExchange
+from tfpar.outer.local.lost import LostWorkers
+from tfpar.outer.local.programs import FragmentPrograms
+from tfpar.outer.local.rounds import STEP_BYTES, RoundReport
+from tfpar.outer.local.weights import Tensors, TwoSets
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Flight:
+    """A fragment between its leaving and its being applied.
+
+    Attributes:
+      due: The step at which it is applied.
+      result: Tensors: the mean movement of each weight, that of each state (last fragment), and what was summed beside.
+    """
+
+    due: int
+    result: concurrent.futures.Future[Tensors]
+
+
+class Streaming:
+    """The outer weights of a run, and the fragments that travel. Every worker has one.
+
+    Args:
+      options: Length of a round, fragments, delay, outer optimizer.
+      weights: See `Rounds`.
+      state: See `Rounds`; it travels with the last fragment.
+      kept: See `Rounds`.
+      inner: See `Rounds`.
+      exchange: Built for the weights.
+      strategy: See `Rounds`.
+      worker: See `Rounds`.
+      workers: See `Rounds`.
+
+    Attributes:
+      fragments: How many fragments, P.
+      steps: Steps between two leavings of a fragment, H.
+      pending: Steps since all workers had the outer weights.
+      done: Rounds done: how often the last fragment was applied.
+      state_count: How many of `model_variables`, at their end, are state.
+      applied: How often each fragment was applied.
+    """
+
+    def __init__(
+        self,
+        options: OuterConfig,
+        weights: Sequence[keras.Variable],
+        state: Sequence[keras.Variable],
+        kept: Sequence[keras.Variable],
+        *,
+        inner: keras.optimizers.Optimizer,
+        exchange: FragmentExchange,
+        strategy: tf.distribute.Strategy,
+        worker: int,
+        workers: int,
+    ) -> None:
+        self.steps, self.pending = options.local_steps, 0
+        self.worker, self.workers = worker, workers
+        self.inner, self.kept = inner, list(kept)
+        self._options, self._exchange = options, exchange
+        self.state_count = len(state)
+        self.sets = TwoSets(weights, state, strategy)
+        self.model_variables = self.sets.model
+        self.fragments = len(exchange.fragments)
+        self._last = self.fragments - 1
+        states = tuple(range(len(weights), len(weights) + len(state)))
+        self._places = [
+            (*places, *(states if part == self._last else ())) for part, places in enumerate(exchange.fragments)
+        ]
+        self._programs = []
+        for part, places in enumerate(exchange.fragments):
+            with strategy.scope():
+                optimizer = optimizers.build(options, [weights[place] for place in places], f"outer_{part}")
+            two_sets = [
+                [variables[place] for place in self._places[part]] for variables in (self.sets.model, self.sets.outer)
+            ]
+            self._programs.append(
+                FragmentPrograms(
+                    *two_sets,
+                    len(places),
+                    optimizer=optimizer,
+                    learning_rate=options.learning_rate,
+                    exchange=exchange.parts[part],
+                    strategy=strategy,
+                    worker=worker,
+                    workers=workers,
+                )
+            )
+        self._offsets = [round((part + 1) * self.steps / self.fragments) for part in range(self.fragments)]
+        self.applied = [0] * self.fragments
+        self._flights: dict[int, _Flight] = {}
+        self._counts = np.zeros([self.fragments, workers])
+        self._lost = LostWorkers(reports=worker == 0)
+
+    def retrace(self) -> None:
+        """Makes the next exchanges be traced again, which have changed."""
+        for programs in self._programs:
+            programs.retrace()
+
+    @property
+    def outer_state(self) -> list[keras.Variable]:
+        """Variables of the outer optimizers, the same on every worker."""
+        return [variable for programs in self._programs for variable in programs.optimizer.variables]
+
+    @property
+    def weight(self) -> float:
+        """What this worker's losses have averaged over since the fragment left that has waited longest."""
+        return float(self._counts[:, self.worker].max())
+
+    @property
+    def done(self) -> int:
+        """Rounds done."""
+        return self.applied[self._last]
+
+    @property
+    def under_way(self) -> bool:
+        """Whether workers have weights of their own."""
+        return self.pending > 0
+
+    def start(self) -> None:
+        """Begins with the weights that the model has now, the same on every worker."""
+        for flight in self._flights.values():
+            flight.result.result()
+        self._flights.clear()
+        self._counts[:] = 0.0
+        self.pending, self.sets.shown = 0, False
+        self._lost.reset()
+        self.begin()
+
+    def begin(self) -> None:
+        """See `Rounds.begin`."""
+        if not self.under_way:
+            self.sets.keep()
+
+    def next_stop(self, step: int) -> int:
+        """The next step at which a fragment leaves or is applied."""
+        leaving = [step + (offset - step - 1) % self.steps + 1 for offset in self._offsets]
+        return min([*leaving, *(flight.due for flight in self._flights.values() if flight.due > step)])
+
+    def note(self, steps: int, weights: np.ndarray) -> None:
+        """Counts local steps.
+
+        Args:
+          steps: How many, the same on every worker.
+          weights: Float64 `[workers]`: what the losses of each worker averaged over, in the steps that it has applied.
+        """
+        self.pending += steps
+        self._counts += weights
+
+    @contextlib.contextmanager
+    def showing_outer(self) -> Iterator[None]:
+        """See `Rounds.showing_outer`."""
+        with self.sets.showing_outer() if self.under_way else contextlib.nullcontext():
+            yield
+
+    def show_outer(self) -> None:
+        """See `Rounds.show_outer`."""
+        if self.under_way:
+            self.sets.show_outer()
+
+    def after_steps(self, agreement: WorkerAgreement, step: int, *, finished: bool) -> list[RoundReport]:
+        """Applies the fragments that are due at a step, then lets those leave whose turn it is.
+
+        Args:
+          agreement: Between the workers.
+          step: Steps done.
+          finished: Whether the run ends here.
+
+        Returns:
+          What the fragments show that were applied.
+
+        Raises:
+          TrainingError: A worker had nothing to give three times in a row.
+        """
+        self.sets.show_inner()
+        due = sorted(part for part, flight in self._flights.items() if flight.due <= step)
+        reports = [self._land(part, step) for part in due]
+        if finished:
+            return [report for report in reports if report] + self.finish(agreement, step)
+        for part, offset in enumerate(self._offsets):
+            if step % self.steps == offset % self.steps:
+                if part in self._flights:  # H has become smaller than when it left
+                    reports.append(self._land(part, step))
+                self._leave(part, step + self._options.delay)
+                if self._options.delay == 0:
+                    reports.append(self._land(part, step))
+        return [report for report in reports if report]
+
+    def finish(self, agreement: WorkerAgreement, step: int) -> list[RoundReport]:
+        """Ends the run: applies what travels, then what the workers have moved since; all have the same weights then.
+
+        Args:
+          agreement: Between the workers.
+          step: Steps done.
+
+        Raises:
+          TrainingError: As `after_steps`.
+        """
+        del agreement
+        self.sets.show_inner()
+        reports = [self._land(part, step) for part in sorted(self._flights)]
+        for part in range(self.fragments):
+            if self._counts[part].any():
+                self._leave(part, step)
+                reports.append(self._land(part, step, own_share=0.0))
+        self.sets.take_back()
+        self.pending = 0
+        return [report for report in reports if report]
+
+    def traffic_of(self, part: int) -> Traffic:
+        """Bytes of the exchange of one fragment."""
+        return self._exchange.parts[part].traffic(self.workers, self._programs[part].sidecar_length)
+
+    def traffic(self, dense: Traffic, steps: int = 0) -> Traffic:
+        """Bytes of a step, in the mean over rounds.
+
+        Args:
+          dense: What a step would cost that exchanges gradients.
+          steps: Steps done; 0: those of a whole round.
+        """
+        if self.workers == 1:
+            return dense
+        every = [self.traffic_of(part) for part in range(self.fragments)]
+        times = [count / steps if steps else 1.0 / self.steps for count in self.applied]
+        payload = sum(one.payload_bytes * time for one, time in zip(every, times, strict=True))
+        sent = sum(one.wire_bytes * time for one, time in zip(every, times, strict=True))
+        sent += STEP_BYTES * (self.workers - 1)
+        return Traffic(every[0].codec, every[0].pattern, round(payload), round(sent), dense.dense_bytes)
+
+    def apply(self, movement: Sequence[np.ndarray], state: Sequence[np.ndarray]) -> None:
+        """See `Rounds.apply`."""
+        changes = [old - new for old, new in zip(self.sets.outer_values()[len(movement) :], state, strict=True)]
+        for part, places in enumerate(self._places):
+            values = [movement[place] if place < len(movement) else changes[place - len(movement)] for place in places]
+            self._programs[part].apply([*map(tf.constant, values)], 0.0)
+        self.pending = 0
+
+    def inner_values(self) -> list[np.ndarray]:
+        """See `Rounds.inner_values`."""
+        return self.sets.inner_values()
+
+    def resume_inner(self, values: Sequence[np.ndarray], pending: int, weight: float) -> None:
+        """See `Rounds.resume_inner`."""
+        del weight
+        for variable, value in zip(self.model_variables, values, strict=True):
+            self.assign_here(variable, value)
+        self.pending = pending
+
+    def assign_here(self, variable: keras.Variable, value: Any) -> None:
+        """Assigns to this worker's copies of a variable."""
+        self.sets.assign_here(variable, value)
+
+    # What checkpoints hold beside; see `saved.py`.
+
+    def export(self) -> dict[str, np.ndarray]:
+        """What travels, once it has arrived, and what has been counted."""
+        arrays = {"counts": self._counts.copy(), "applied": np.array(self.applied, np.int64)}
+        for part, flight in self._flights.items():
+            arrays[f"flight/{part}/due"] = np.array(flight.due, np.int64)
+            values = flight.result.result()
+            arrays |= {f"flight/{part}/{number}": value.numpy() for number, value in enumerate(values)}
+        return arrays
+
+    def restore(self, arrays: Mapping[str, np.ndarray], *, same_workers: bool) -> set[int]:
+        """Takes up what `export` returned.
+
+        Args:
+          arrays: Of this worker; of another one where the workers have changed.
+          same_workers: Whether there are as many as then. If not, what travelled is applied to the outer weights now.
+
+        Returns:
+          Places of the weights and states that were applied.
+        """
+        self.applied = arrays["applied"].tolist()
+        if same_workers:
+            self._counts = np.array(arrays["counts"], np.float64)
+        landed: set[int] = set()
+        for part in range(self.fragments):
+            if f"flight/{part}/due" not in arrays:
+                continue
+            count = len(self._places[part]) + 1
+            future: concurrent.futures.Future[Tensors] = concurrent.futures.Future()
+            future.set_result([tf.constant(arrays[f"flight/{part}/{number}"]) for number in range(count)])
+            self._flights[part] = _Flight(int(arrays[f"flight/{part}/due"]), future)
+            if not same_workers:
+                self._land(part, self._flights[part].due, own_share=0.0)
+                landed |= set(self._places[part])
+        return landed
+
+    @property
+    def own_share(self) -> float:
+        """The share of its own weights in those that a worker continues from."""
+        return self._options.own_share
+
+    # The flight of a fragment.
+
+    def _leave(self, part: int, due: int) -> None:
+        """Reads what this worker has moved, and starts its exchange."""
+        finite, programs = math.isfinite(self.sets.moved()), self._programs[part]
+        total = float(self._counts[part].sum())
+        share = self._counts[part, self.worker] / total if total else 1.0 / self.workers
+        given = programs.read(share, gives=finite)
+        self._counts[part] = 0.0
+        if not finite:
+            self.sets.take_back()
+            self.sets.mend(self.inner.variables)
+        self._flights[part] = _Flight(due, self._exchange.start(programs.sums(given)))
+
+    def _land(self, part: int, step: int, own_share: float | None = None) -> RoundReport | None:
+        """Applies a fragment, which is waited for; None where no worker had anything to give."""
+        *values, beside = self._flights.pop(part).result.result()
+        total, spread, *flags = beside.numpy().tolist()
+        self._lost.note([worker for worker, flag in enumerate(flags) if not round(flag)], step, "exchange")
+        if total == 0.0:
+            return None
+        movement, update = self._programs[part].apply(values, self.own_share if own_share is None else own_share)
+        self.applied[part] += 1
+        if not (self._flights or self._counts.any() or self.own_share):
+            self.pending = 0
+        drift = max(spread / total - movement**2, 0.0) ** 0.5
+        return RoundReport(drift, movement, update, self.traffic_of(part).wire_bytes, part)
