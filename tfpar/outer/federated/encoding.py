@@ -74,25 +74,43 @@ class UpdateEncoding:
     def through(
         self, movement: Tensors, residual: tf.Tensor | None, seed: tf.Tensor
     ) -> tuple[Tensors, tf.Tensor | None]:
-        """What the server decodes of a movement, and the new residual.
+        """What the server decodes of a movement, and the new residual; arguments as for `encode`."""
+        sent, residual = self.encode(movement, residual, seed)
+        return self.decode(sent), residual
+
+    def encode(
+        self, movement: Tensors, residual: tf.Tensor | None, seed: tf.Tensor
+    ) -> tuple[Tensors, tf.Tensor | None]:
+        """What a client sends, and the new residual.
 
         Args:
           movement: Float32, of `shapes`.
           residual: Float32 `[residual_elements]`, or None without error feedback.
           seed: Int32 `[2]`, different for every client and round.
+
+        Returns:
+          For each tensor of the movement a payload int32 `[1, words]` where it is coded, else itself; and the residual.
         """
         if self.codec is None:
-            return movement, residual
+            return list(movement), residual
         sizes = [math.prod(self.shapes[place]) for place in self.coded]
         residuals = tf.split(residual, sizes) if self.feedback else [None] * len(sizes)
-        received, kept = list(movement), []
+        sent, kept = list(movement), []
         for number, place in enumerate(self.coded):
             encoded = reference.encode(
                 [movement[place]], residuals[number], self.codec, seed_step=self._seed_step(seed, number)
             )
-            [received[place]] = reference.decode(encoded.payload, self.codec, [self.shapes[place]])
+            sent[place] = encoded.payload
             kept.append(encoded.residual)
-        return received, tf.concat(kept, axis=0) if self.feedback else residual
+        return sent, tf.concat(kept, axis=0) if self.feedback else residual
+
+    def decode(self, sent: Tensors) -> Tensors:
+        """The movement, float32 of `shapes`, from what `encode` gave."""
+        received = list(sent)
+        for place in self.coded:
+            assert self.codec is not None
+            [received[place]] = reference.decode(sent[place], self.codec, [self.shapes[place]])
+        return received
 
     def _seed_step(self, seed: tf.Tensor, number: int) -> tf.Tensor | None:
         assert self.codec is not None
