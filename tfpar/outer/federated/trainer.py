@@ -166,34 +166,38 @@ class FederatedTrainer:
             self.program.bind(each)
         return source, validation
 
+    def client_round(self) -> ClientRound:
+        """What a client does in a round, as pure functions of tensors."""
+        program, options = self.program, self._options
+        assert isinstance(program.core, FederatedCore)
+        shapes = [weight.shape for weight in program.model.trainable_variables]
+        slots = self._client_optimizer.variables
+        local = LocalTraining(
+            core=program.core,
+            optimizer=self._client_optimizer,
+            initial_slots=tuple(value.numpy() for value in program.first_copies(slots)),
+            prox=options.prox if options.averaging == "fedprox" else 0.0,
+            clip_norm=self.config.optimizer.clip_norm,
+            metric_shapes=tuple(tuple(each.shape) for each in program.core.local_variables),
+        )
+        encoding = UpdateEncoding.of(options.update_codec, shapes, stateful=options.stateful_clients)
+        return ClientRound(local, encoding, options.client_clip, options.averaging == "scaffold")
+
     def _program_for(self, population: Population) -> Program:
         """The program whose steps are rounds of this population."""
         program, options = self.program, self._options
-        core, weights = program.core, program.model.trainable_variables
-        assert isinstance(core, FederatedCore)
-        encoding = UpdateEncoding.of(
-            options.update_codec, [weight.shape for weight in weights], stateful=options.stateful_clients
-        )
-        local = LocalTraining(
-            core=core,
-            optimizer=self._client_optimizer,
-            initial_slots=tuple(
-                program.strategy.experimental_local_results(slot.value)[0].numpy()
-                for slot in self._client_optimizer.variables
-            ),
-            prox=options.prox if options.averaging == "fedprox" else 0.0,
-            clip_norm=self.config.optimizer.clip_norm,
-            metric_shapes=tuple(tuple(each.shape) for each in core.local_variables),
-        )
-        scaffold = options.averaging == "scaffold"
-        elements = sum(math.prod(weight.shape) for weight in weights)
+        clients = self.client_round()
+        elements = sum(math.prod(weight.shape) for weight in program.model.trainable_variables)
         memory = ClientMemory(
-            program.strategy, population.clients, elements if scaffold else 0, encoding.residual_elements
+            program.strategy,
+            population.clients,
+            elements if clients.scaffold else 0,
+            clients.encoding.residual_elements,
         )
         averaging = Averaging.of(options, self.config.train.seed, population.sampling.expected)
-        traffic = self._traffic_of_clients(population, encoding)
+        traffic = self._traffic_of_clients(population, clients.encoding)
         own = OwnParts(
-            step_factory(ClientRound(local, encoding, options.client_clip, scaffold), averaging, memory),
+            step_factory(clients, averaging, memory),
             {"clients": memory.variables} if memory.variables else {},
             lambda step: _recorded(population, traffic, step),
             lambda step: _summarized(population, traffic, step),
