@@ -54,6 +54,10 @@ RL = ["gymnasium>=1.2,<2"]  # plays saved policies
 ENVPOOL = [*RL, "envpool>=1.1,<1.2"]
 ONNX = ["tf2onnx>=1.16,<2", "onnxruntime>=1.20,<2"]
 TABLES = ["pyarrow>=18,<27"]  # CSV and Parquet files
+PRIVACY = ["dp-accounting>=0.6,<0.7"]  # epsilon of federations with noise
+# Transport of real federations. Flower 1.42 asks for protobuf below 7, with which TensorFlow 2.21 works; it is no part
+# of `test`, where other packages bring protobuf 7.
+FEDERATED = ["flwr>=1.42,<1.45"]
 HUB = ["keras-hub>=0.32,<0.33"]  # presets for experiments/finetune.py
 PROFILE = ["xprof>=2.20,<3"]  # TensorBoard's tab PROFILE
 WANDB = ["wandb>=0.19,<1"]
@@ -64,6 +68,7 @@ NOTEBOOK = ["ipykernel>=6.29,<8", "matplotlib>=3.9,<4"]
 TEST = [
     *NOTEBOOK,
     *ONNX,
+    *PRIVACY,
     *MLFLOW,
     *PROFILE,
     *TABLES,
@@ -297,10 +302,12 @@ if __name__ == "__main__":
         extras_require={
             "docs": DOCS,
             "envpool": ENVPOOL,
+            "federated": FEDERATED,
             "hub": HUB,
             "mlflow": MLFLOW,
             "notebook": NOTEBOOK,
             "onnx": ONNX,
+            "privacy": PRIVACY,
             "profile": PROFILE,
             "rl": RL,
             "tables": TABLES,

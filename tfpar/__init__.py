@@ -114,7 +114,14 @@ _DEPRECATED = {
 
 
 # Modules with classes that a `.keras` file may name.
-_SERIALIZED = ("tfpar.models", "tfpar.optim.lars", "tfpar.optim.schedules", "tfpar.inputs.augment", "tfpar.rl.layers")
+_SERIALIZED = (
+    "tfpar.models",
+    "tfpar.optim.lars",
+    "tfpar.optim.schedules",
+    "tfpar.optim.yogi",
+    "tfpar.inputs.augment",
+    "tfpar.rl.layers",
+)
 
 
 def _register_with_keras() -> None:

@@ -57,6 +57,7 @@ def test_help_names_every_command_and_its_flags():
         "evaluate": "--model_file",
         "export": "--tolerance",
         "play": "--episodes",
+        "train federated": "--clients_per_round",
         "train incremental": "--replay_examples",
         "train reinforcement": "--env_steps",
         "train image": "--augment",
@@ -73,7 +74,10 @@ def test_help_names_every_command_and_its_flags():
         ("trian image", "tfpar has no command 'trian'. Did you mean `tfpar train`? Commands: train, "),
         ("image", "tfpar has no command 'image'. Did you mean `tfpar train image`? "),
         ("zzz", "tfpar has no command 'zzz'. Commands: train, "),
-        ("train", "tfpar train: name a command. Commands: image, language, incremental, reinforcement. See tfpar "),
+        (
+            "train",
+            "tfpar train: name a command. Commands: image, language, federated, incremental, reinforcement. See tfpar ",
+        ),
         ("train imag --steps=1", "tfpar train has no command 'imag'. Did you mean `tfpar train image`? "),
         ("--steps=1 train", "tfpar --steps=1: the command comes first. Commands: "),
         ("train image --stpes=1", "unknown flag --stpes. Did you mean --steps or --stages? --help lists the flags."),
@@ -114,6 +118,7 @@ def test_a_command_and_its_script_are_one_program():
         "evaluate": "evaluate",
         "export": "export",
         "play": "play",
+        "train_federated": "federated",
         "train_incremental": "incremental",
         "train_reinforcement": "reinforcement",
     }

@@ -37,6 +37,7 @@ COMMANDS: Mapping[str, Command] = {
         members={
             "image": Command("an image classifier", "tfpar.commands.train_image"),
             "language": Command("a byte-level language model", "tfpar.commands.train_language"),
+            "federated": Command("on a population of clients, by averaging", "tfpar.commands.train_federated"),
             "incremental": Command(
                 "tasks that come one after the other, without forgetting", "tfpar.commands.train_incremental"
             ),

@@ -14,6 +14,7 @@ from tfpar.config.fields import ConfigBase
 from tfpar.config.sections import (
     CheckpointConfig,
     ExchangeConfig,
+    FederatedConfig,
     IncrementalConfig,
     InputConfig,
     ModelConfig,
@@ -42,6 +43,7 @@ SECTIONS: dict[str, type[ConfigBase]] = {
 }
 # Sections that one program has beside these.
 PROGRAM_SECTIONS: dict[str, type[ConfigBase]] = {
+    "federated": FederatedConfig,
     "incremental": IncrementalConfig,
     "reinforcement": ReinforcementConfig,
 }
@@ -86,6 +88,7 @@ class ExperimentConfig:
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     monitor: MonitorConfig = dataclasses.field(default_factory=MonitorConfig)
+    federated: FederatedConfig | None = None
     incremental: IncrementalConfig | None = None
     reinforcement: ReinforcementConfig | None = None
 

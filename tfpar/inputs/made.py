@@ -30,6 +30,9 @@ class MadeSource:
       restore: Takes that up; returns whether it could.
       goes_on: What to tell the user then.
       show: Pictures of what it does, uint8 `[n, height, width, 3]`, with their captions; None where there are none.
+      elements: `(worker, local replicas, start step) -> dataset`: what the step gets, one element for each step and
+        local replica, if it gets anything. A step's elements are then known from its number, and nothing of them must
+        be kept.
     """
 
     info: SourceInfo
@@ -40,6 +43,7 @@ class MadeSource:
     restore: Callable[[Mapping[str, np.ndarray]], bool]
     goes_on: str
     show: Callable[[], tuple[np.ndarray, list[str]] | None]
+    elements: Callable[[int, int | None, int], tf.data.Dataset] | None = None
 
     @property
     def name(self) -> str:
@@ -97,8 +101,9 @@ class MadePipeline:
         return np.full([len(steps), self._replicas], self._accumulate_steps * self.micro_batch, np.int64)
 
     def dataset(self, worker: int = 0, local_replicas: int | None = None, start_step: int = 0) -> tf.data.Dataset:
-        """Elements that nobody reads, as many as are asked for."""
-        del worker, local_replicas, start_step
+        """What the source gives; else elements that nobody reads, as many as are asked for."""
+        if self.source.elements is not None:
+            return self.source.elements(worker, local_replicas, start_step)
         return tf.data.Dataset.from_tensors(0.0).repeat()
 
     def follow(self, iterator: Any) -> None:
@@ -110,6 +115,8 @@ class MadePipeline:
 
     def restore(self, saved: Mapping[str, np.ndarray], *, same_workers: bool) -> str:
         """Resumes from what this process exported; returns what to tell the user."""
+        if self.source.elements is not None:
+            return ""
         if same_workers and self.source.restore(saved):
             return f"{self.source.name}: {self.source.goes_on}"
         return f"{self.source.name}: new episodes begin, as the saved run had other workers or replicas"

@@ -247,9 +247,8 @@ class Monitor:
         """
         shown = tags.by_element({name: value for name, value in results.items() if name != "examples"})
         if self._events and shown:
-            self._scalars(
-                "eval", step, {name if name == "loss" else f"metrics/{name}": value for name, value in shown.items()}
-            )
+            tagged = {name if name == "loss" else f"metrics/{name}": value for name, value in shown.items()}
+            self._scalars("eval", step, tagged)
             self._events.flush()
         values = "  ".join(f"{name} {value:.4f}" for name, value in shown.items())
         count = f"  ({results['examples']:.0f} examples)" if "examples" in results else ""
@@ -265,6 +264,11 @@ class Monitor:
         """Records text, shown as it is, in TensorBoard."""
         if self._events:
             self._events.text(tag, text, step)
+
+    def histograms(self, step: int, values: Mapping[str, np.ndarray]) -> None:
+        """Records the distributions of arrays, by tag."""
+        if self._events:
+            self._events.histograms(step, values)
 
     def table(self, tag: str, values: Mapping[str, Any], *, step: int = 0) -> None:
         """Records what does not change from step to step, as a table of text in TensorBoard."""
@@ -340,8 +344,7 @@ class Monitor:
         ends = [end - first for end in self._point_steps(first, last_step)]
         if ends:
             scalars = {**scalars, **tags.by_element(self._metric_results(self._point_sums.take()))}
-        at_last = self._tagged(scalars)
-        begin = 0
+        at_last, begin = self._tagged(scalars), 0
         for end in ends:
             self._point.add(losses[begin:end], durations[begin:end], examples[begin:end])
             values = self._point_values()

@@ -71,6 +71,7 @@ class RunOutcome:
       steps_redone: Steps done again because they came after the newest checkpoint.
       failed_checkpoints: Checkpoints that could not be written, one line each.
       rounds: Rounds of local steps done, over all starts; None where gradients are exchanged in every step.
+      own: What `summary.json` has of a program that is no plain training.
     """
 
     steps: int
@@ -84,3 +85,4 @@ class RunOutcome:
     steps_redone: int
     failed_checkpoints: Sequence[str]
     rounds: int | None = None
+    own: Mapping[str, Any] = dataclasses.field(default_factory=dict)

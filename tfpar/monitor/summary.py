@@ -97,6 +97,7 @@ def summary(info: RunInfo, outcome: RunOutcome, monitor: Monitor, params_sha256:
         "failed_checkpoints": [*outcome.failed_checkpoints],
         "failed_writes": [*monitor.failures],
         "parameters": whole_elements(info.model.weights),
+        **outcome.own,
     }
 
 
@@ -307,7 +308,8 @@ def closing_table(content: dict[str, Any], workdir: str) -> str:
     if within := exchange["model_axis_bytes_per_step"]:
         rows.append(("model axis", f"{within / 1e6:.3f} MB sent per step and device"))
     if content.get("rounds") is not None:
-        rows.append(("rounds", f"{content['rounds']} of local steps"))
+        what = f"with {content['federated']['clients_trained']} clients" if "federated" in content else "of local steps"
+        rows.append(("rounds", f"{content['rounds']} {what}"))
     saved = exchange["dense_wire_bytes_per_step"] - exchange["wire_bytes_per_step"]
     if saved > 0:
         share = saved / exchange["dense_wire_bytes_per_step"]

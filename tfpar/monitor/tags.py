@@ -31,6 +31,11 @@ TAGS = {
     "outer_movement": "rounds/movement_norm",
     "outer_update": "rounds/update_norm",
     "round_bytes": "rounds/wire_bytes",
+    "clients": "clients/taking_part",
+    "dropped_clients": "clients/dropped_out",
+    "epsilon": "clients/epsilon",
+    "bytes_up": "clients/bytes_up",
+    "bytes_down": "clients/bytes_down",
 }
 # The group of charts of single fragments of a model, `rounds_by_fragment/NUMBER/CHART`.
 BY_FRAGMENT = "rounds_by_fragment/"
@@ -80,6 +85,12 @@ _DESCRIPTIONS = {
     "rounds/movement_norm": "L2 norm of the mean of what the workers have moved in the last round.",
     "rounds/update_norm": "L2 norm of the change that the outer optimizer made of it.",
     "rounds/wire_bytes": "Bytes that each worker has sent in the exchange of the last round.",
+    "clients/taking_part": "Clients that the last round was averaged over.",
+    "clients/dropped_out": "Clients that were drawn for the last round and did not answer.",
+    "clients/epsilon": "Epsilon of (epsilon, delta)-differential privacy of a client, of all rounds so far.",
+    "clients/bytes_up": "Bytes that the clients of the last round have sent.",
+    "clients/bytes_down": "Bytes that they have received.",
+    "clients/accuracy": "Accuracy on the examples of each client: how many clients have which.",
     "validation/predictions": "The first validation examples with label and prediction; wrong predictions are red.",
     "validation/confusion_matrix": "Validation examples by class (rows) and prediction (columns), in percent of the "
     "row.",

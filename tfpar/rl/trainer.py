@@ -32,6 +32,7 @@ from tfpar.training.loops.state import LoopState
 from tfpar.training.model.averages import AveragesBetweenRuns
 from tfpar.training.objective import OwnGoal
 from tfpar.training.optimizer_spec import OptimizerSpec
+from tfpar.training.own_parts import OwnParts
 from tfpar.training.program import Program
 from tfpar.training.start import initialize
 
@@ -114,7 +115,7 @@ class ReinforcementTrainer:
                 jit_compile=program.compiles_whole,
             )
         self.program: Program = dataclasses.replace(
-            program, own_step=functools.partial(ActingStep, algorithm, self.memory, self.actors), _steps=[]
+            program, own=OwnParts(functools.partial(ActingStep, algorithm, self.memory, self.actors)), _steps=[]
         )
         self._evaluator: PolicyEvaluator | HostEvaluator = evaluator_for(
             self.program, self.environment, options_of.eval_episodes

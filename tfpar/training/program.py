@@ -35,6 +35,7 @@ from tfpar.training.model.xla import is_convolutional, xla_obstacle
 from tfpar.training.objective import Goal, OwnGoal, SupervisedObjective
 from tfpar.training.objective.losses import uses_integer_labels
 from tfpar.training.optimizer_spec import OptimizerSpec
+from tfpar.training.own_parts import OwnParts
 from tfpar.training.placing.base import Placing, known_summary
 from tfpar.training.placing.choose import placing_of
 from tfpar.training.sharding import OwnShare, sharded_step
@@ -62,7 +63,7 @@ class Program:
       original: The user's model, where a copy of it is trained; else None.
       share: This worker's share of the weights and their optimizer, where that is sharded; else None.
       placing: Where the parts of a replica lie.
-      own_step: What takes the arguments of `TrainStep` in its place, or None.
+      own: What is different where this is no plain training.
     """
 
     config: ExperimentConfig
@@ -77,7 +78,7 @@ class Program:
     original: Original | None = None
     share: OwnShare | None = None
     placing: Placing = dataclasses.field(default_factory=Placing)
-    own_step: Callable[..., TrainStep] | None = None
+    own: OwnParts = dataclasses.field(default_factory=OwnParts)
     # The compiled step, with what its schedule was: at most one.
     _steps: list[tuple[Any, TrainStep]] = dataclasses.field(default_factory=list, repr=False)
 
@@ -291,7 +292,7 @@ class Program:
         return self._steps[0][1]
 
     def _step_class(self) -> Callable[..., TrainStep]:
-        if own := LocalStep if self.rounds else self.own_step:
+        if own := LocalStep if self.rounds else self.own.step:
             return own
         return sharded_step(self.share) if self.share else self.placing.step_class(self.model)
 
@@ -350,7 +351,7 @@ class Program:
         """Every variable that defines a run and is the same on every worker, by the name it has in a checkpoint."""
         optimizer = self.share.shared_variables() if self.share else self.optimizer.variables
         outer = self.rounds.outer_state if self.rounds else []
-        groups = {"model": self.model.variables, "optimizer": optimizer, "outer": outer}
+        groups = {"model": self.model.variables, "optimizer": optimizer, "outer": outer, **self.own.variables}
         return {name: each for group in groups for name, each in run_state.named(groups[group], group).items()}
 
     def first_copies(self, variables: Sequence[keras.Variable]) -> list[tf.Tensor]:

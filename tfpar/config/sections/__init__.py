@@ -10,6 +10,7 @@ This package imports neither TensorFlow nor Keras: reading a configuration costs
 
 from __future__ import annotations
 
+from tfpar.config.sections.federated import FederatedConfig
 from tfpar.config.sections.general import (
     CUSTOM,
     PRECISIONS,
@@ -35,6 +36,7 @@ __all__ = [
     "STRATEGIES",
     "CheckpointConfig",
     "ExchangeConfig",
+    "FederatedConfig",
     "IncrementalConfig",
     "InputConfig",
     "ModelConfig",

@@ -10,6 +10,7 @@ from tfpar.exchange import Traffic
 from tfpar.guards.interruption import ExitOnInterrupt
 from tfpar.monitor import announce
 from tfpar.monitor import summary as results
+from tfpar.monitor.monitor import Monitor
 from tfpar.monitor.run_info import RunOutcome
 from tfpar.process.activity import activity
 from tfpar.process.exit_codes import Preempted
@@ -92,6 +93,11 @@ class Run:
             metric_results=context.info.metric_results,
             any_worker=lambda value: context.agreement.sums([float(value)])[0] > 0,
         )
+
+    @property
+    def monitor(self) -> Monitor:
+        """What records the run."""
+        return self._context.monitor
 
     def run(self) -> FitResult:
         """Announces, resumes, trains, and writes the results.
@@ -213,6 +219,7 @@ class Run:
             steps_redone=restarts.steps_redone,
             failed_checkpoints=context.files.failures,
             rounds=context.program.rounds.done if context.program.rounds else None,
+            own=context.program.own.summarized(state.step),
         )
         summary = results.summary(info, outcome, context.monitor, digest)
         announce.warn_of_skipped(outcome, context.monitor)

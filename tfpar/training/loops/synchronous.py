@@ -176,6 +176,7 @@ class SynchronousLoop:
             "skipped_steps": float(state.skipped),
             "skipped_examples": float(self._context.skipped_examples.count),
         }
+        scalars |= self._context.program.own.recorded(state.step)
         if self._rounds:
             scalars |= self._rounds.scalars()
         if self.traffic.wire_bytes:

@@ -1,0 +1,159 @@
+"""Averaging, against NumPy: the same clients, the same batches, another implementation."""
+
+from __future__ import annotations
+
+from tests.outer.federated import numpy_reference
+from tfpar import inputs
+from tfpar.config import ConfigError
+from tfpar.optim.yogi import Yogi
+from tfpar.outer.federated import FederatedTrainer, Population
+from tfpar.outer.federated.sampling import local_order
+
+import keras
+import numpy as np
+import pytest
+
+ROUNDS, CLIENTS, PER_ROUND, BATCH, EPOCHS, RATE = 5, 9, 4, 8, 2, 0.1
+
+
+def examples(count: int = 230) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs `[count, 12]` in [0, 1] and labels of 5 classes."""
+    generator = np.random.default_rng(0)
+    return generator.random((count, 12), np.float32), generator.integers(0, 5, count).astype(np.int32)
+
+
+def network() -> keras.Model:
+    return keras.Sequential([keras.Input([12]), keras.layers.Dense(16, activation="relu"), keras.layers.Dense(5)])
+
+
+def trainer_of(model=network, **options) -> FederatedTrainer:
+    common = {
+        "rounds": ROUNDS,
+        "partition": "dirichlet:0.5",
+        "clients": CLIENTS,
+        "clients_per_round": PER_ROUND,
+        "client_batch": BATCH,
+        "local_epochs": EPOCHS,
+        "learning_rate": RATE,
+        "seed": 4,
+        "jit_compile": "false",
+        "verbose": 0,
+    }
+    return FederatedTrainer(
+        model,
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        [keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
+        **{**common, **options},
+    )
+
+
+# Uneven clients, so that it matters what each counts.
+UNEVEN = {"partition": "by_class:2", "clients": CLIENTS}
+
+
+@pytest.mark.parametrize(
+    ("options", "server", "mu"),
+    [
+        ({"jit_compile": "true", **UNEVEN}, ("sgd", 1.0, 0.0), 0.0),
+        ({"averaging": "fedprox", "prox": 0.5, "client_weights": "uniform", **UNEVEN}, ("sgd", 1.0, 0.0), 0.5),
+        ({"averaging": "fedavgm", "server_learning_rate": 0.5}, ("sgd", 0.5, 0.9), 0.0),
+        ({"averaging": "fedyogi", "server_learning_rate": 0.02}, ("yogi", 0.02, 0.9), 0.0),
+        ({"averaging": "scaffold", "jit_compile": "true", **UNEVEN}, ("sgd", 1.0, 0.0), 0.0),
+        ({"client_dropout": 0.4, "client_sampling": "poisson"}, ("sgd", 1.0, 0.0), 0.0),
+    ],
+)
+def test_five_rounds_are_those_of_numpy(options, server, mu):
+    x, y = examples()
+    trainer = trainer_of(**options)
+    begun = [np.asarray(weight, np.float64) for weight in trainer.model.trainable_variables]
+    trainer.fit(x, y)
+    population = Population.of(inputs.as_source(x, y), trainer.config)
+
+    def batches(number: int, client: int):
+        part = population.parts[client]
+        order = local_order(4, number, client, len(part), epochs=EPOCHS, batch=BATCH, shuffle=True)
+        return [(x[part[row[row >= 0]]].astype(np.float64), y[part[row[row >= 0]]]) for row in order]
+
+    expected = numpy_reference.train(
+        begun,
+        [population.sampling.round(number)[0] for number in range(ROUNDS)],
+        batches,
+        lambda client: float(population.masses(np.array([client]))[0]),
+        rate=RATE,
+        server=numpy_reference.Server(*server),
+        clients=CLIENTS,
+        mu=mu,
+        scaffold=options.get("averaging") == "scaffold",
+    )
+    assert max(float(np.abs(old - new).max()) for old, new in zip(begun, expected, strict=True)) > 0.02
+    for weight, wanted in zip(trainer.model.trainable_variables, expected, strict=True):
+        np.testing.assert_allclose(np.asarray(weight), wanted, atol=1e-5)
+
+
+def test_any_optimizer_of_keras_serves_on_the_server():
+    x, y = examples()
+    trainer = trainer_of(server_optimizer="lion", server_learning_rate=0.01, rounds=1)
+    before = [np.array(weight) for weight in trainer.model.trainable_variables]
+    trainer.fit(x, y)
+    steps = [np.abs(np.asarray(new) - old) for new, old in zip(trainer.model.trainable_variables, before, strict=True)]
+    assert all(np.allclose(step[step > 0.0], 0.01, atol=1e-6) for step in steps)  # Lion moves by its rate
+
+
+def test_batch_statistics_are_averaged_as_weights_are():
+    """A client's last short batch is filled, as the layer reads whole batches."""
+    x, y = examples()
+
+    def build() -> keras.Model:
+        return keras.Sequential(
+            [keras.Input([12]), keras.layers.BatchNormalization(momentum=0.0), keras.layers.Dense(5)]
+        )
+
+    trainer = trainer_of(build, rounds=1, clients_per_round=CLIENTS, local_epochs=1, client_batch=64, learning_rate=0.0)
+    trainer.fit(x, y)
+    population = Population.of(inputs.as_source(x, y), trainer.config)
+    means, masses = [], []
+    for client, part in enumerate(population.parts):
+        order = local_order(4, 0, client, len(part), epochs=1, batch=64, shuffle=True, fill=True)
+        means.append(x[part[order[-1]]].mean(axis=0))
+        masses.append(len(part))
+    np.testing.assert_allclose(
+        np.asarray(trainer.model.layers[0].moving_mean), np.average(means, axis=0, weights=masses), atol=1e-5
+    )
+
+
+def test_a_client_that_is_not_finite_counts_as_lost():
+    x, y = examples()
+    x[3] = 1e30
+    trainer = trainer_of(rounds=1, partition="iid", clients_per_round=CLIENTS)
+    summary = trainer.fit(x, y)
+    assert summary["skipped_steps"] == 0
+    assert all(np.isfinite(np.asarray(weight)).all() for weight in trainer.model.trainable_variables)
+
+
+def test_yogi_is_saved_and_loaded():
+    optimizer = Yogi(0.1, beta_1=0.8, epsilon=1e-2)
+    again = keras.optimizers.deserialize(keras.optimizers.serialize(optimizer))
+    assert isinstance(again, Yogi)
+    assert again.get_config() == optimizer.get_config()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"partition": "dirichlet"}, r"--partition='dirichlet' is none of iid, dirichlet:ALPHA"),
+        ({"partition": "by_file"}, r"--partition=by_file: .* has no files"),
+        ({"clients_per_round": 10}, r"--clients_per_round=10 is more than --clients=9"),
+        ({"server_optimizer": "adma"}, r"--server_optimizer.*adam"),
+        ({"averaging": "scaffold", "optimizer": "adam", "optimizer_args": ""}, r"--averaging=scaffold .* plain SGD"),
+        ({"update_codec": "topk:0.1"}, r"--update_codec=topk:0.1 leaves out more of some values.*--stateful_clients"),
+        ({"update_codec": "powersgd:2"}, r"--update_codec=powersgd:2: clients send single payloads"),
+        ({"noise_multiplier": 1.0}, r"--noise_multiplier=1.0 is relative to --client_clip, which is 0"),
+        ({"noise_multiplier": 1.0, "client_clip": 1.0, "averaging": "scaffold"}, r"--averaging=scaffold and --noise"),
+        ({"epochs": 3.0}, r"--epochs: .* Give --rounds"),
+        ({"accumulate_steps": 2}, r"--accumulate_steps=2 does not work with federated averaging"),
+        ({"clients": 300, "partition": "iid"}, r"--clients=300: 70 of the clients would have no example"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_a_way_out(options, message):
+    with pytest.raises(ConfigError, match=message):
+        trainer_of(**options).fit(*examples())

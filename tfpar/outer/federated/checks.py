@@ -1,0 +1,126 @@
+"""What federated averaging refuses before anything starts, and what its options entail."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from tfpar import cluster
+from tfpar.config import ConfigError, ExperimentConfig, FederatedConfig, parse_arguments
+from tfpar.optim.keras_internals import is_seed_state
+from tfpar.outer.federated import encoding, privacy, server
+from tfpar.parallel.topology import Topology, choose_topology
+
+import keras
+import tensorflow as tf
+
+# Of `tfpar train federated`, and of `FederatedTrainer` without a configuration: a client's step is plain SGD.
+DEFAULTS = {"optimizer": "sgd", "optimizer_args": "momentum=0", "learning_rate": 0.1, "schedule": "constant"}
+_EVALUATIONS = 20  # of a run, where --eval_every leaves that open
+
+
+def federated_of(config: ExperimentConfig) -> FederatedConfig:
+    """The options of federated averaging, which this configuration has."""
+    assert config.federated is not None
+    return config.federated
+
+
+def complete(config: ExperimentConfig) -> ExperimentConfig:
+    """The configuration with what follows from its options: a step is a round.
+
+    Raises:
+      ConfigError: Two lengths of the run, or epochs.
+    """
+    options, train = config.federated or FederatedConfig(), config.train
+    if train.epochs:
+        raise ConfigError("--epochs: the clients of a round are drawn at random. Give --rounds.")
+    if train.steps and train.steps != options.rounds:
+        raise ConfigError(
+            f"--steps={train.steps} and --rounds={options.rounds} both say how long the run is. Give --rounds."
+        )
+    every = train.eval_every or max(1, options.rounds // _EVALUATIONS)
+    return dataclasses.replace(
+        config, federated=options, train=dataclasses.replace(train, steps=options.rounds, eval_every=every)
+    )
+
+
+def check(config: ExperimentConfig, topology: Topology | None = None) -> None:
+    """Refuses options that do not go with clients.
+
+    Args:
+      config: The experiment.
+      topology: Of the run; by default what the configuration asks for here.
+
+    Raises:
+      ConfigError: With what to do.
+    """
+    options = federated_of(config)
+    topology = topology or choose_topology(config.strategy, cluster.detect())
+    if topology.name in ("parameter_server", "tpu"):
+        raise ConfigError(
+            f"--strategy={topology.name} does not work with federated averaging yet. Use one_device, mirrored or "
+            "multi_worker."
+        )
+    for name, value, idle in (
+        ("mesh", config.strategy.mesh if topology.mesh.devices_of_replica > 1 else "", ""),
+        ("shard", config.train.shard, "none"),
+        ("local_steps", config.outer.local_steps, 1),
+        ("outer_optimizer", config.outer.outer_optimizer, "auto"),
+        ("accumulate_steps", config.train.accumulate_steps, 1),
+        ("augment", config.input.augment, "none"),
+        ("on_bad_record", config.input.on_bad_record, "fail"),
+        ("ema", config.optimizer.ema, 0.0),
+    ):
+        if value != idle:
+            raise ConfigError(
+                f"--{name}={value} does not work with federated averaging, whose clients train by themselves in steps "
+                f"of --client_batch examples. Leave it out."
+            )
+    if config.precision.precision == "mixed_float16":
+        raise ConfigError(
+            "--precision=mixed_float16 needs a loss scale, which clients do not keep. Use float32 or mixed_bfloat16."
+        )
+    server.check_server_optimizer(options)
+    encoding.parse(options.update_codec, stateful=options.stateful_clients)
+    if options.averaging == "scaffold":
+        _check_scaffold(config)
+    if options.noise_multiplier:
+        privacy.check_installed()
+
+
+def _check_scaffold(config: ExperimentConfig) -> None:
+    """Control variates are mean gradients: (x - y) / (K rate) is one where a step is `rate x gradient`."""
+    optimizer = config.optimizer
+    arguments = parse_arguments("--optimizer_args", optimizer.optimizer_args, example="momentum=0")
+    if optimizer.optimizer != "sgd" or arguments.get("momentum", 0.9) or optimizer.weight_decay:
+        raise ConfigError(
+            f"--averaging=scaffold takes a client's movement for the sum of its gradients, so that clients need plain "
+            f"SGD, not --optimizer={optimizer.optimizer} --optimizer_args={optimizer.optimizer_args!r} "
+            f"--weight_decay={optimizer.weight_decay:g}. Give --optimizer=sgd --optimizer_args=momentum=0 "
+            "--weight_decay=0."
+        )
+    if optimizer.clip_norm or federated_of(config).client_clip:
+        raise ConfigError(
+            "--averaging=scaffold: with --clip_norm or --client_clip a client's movement is no longer the sum of its "
+            "gradients. Leave them out."
+        )
+
+
+def check_model(model: keras.Model, options: FederatedConfig) -> None:
+    """Refuses what clients cannot do with a model.
+
+    Raises:
+      ConfigError: Noise beside state that travels without; weights that an optimizer overwrites.
+    """
+    if any(variable.overwrite_with_gradient for variable in model.trainable_variables):
+        raise ConfigError("float8 layers keep statistics that clients do not average. Use another precision.")
+    state = [
+        variable.path
+        for variable in model.non_trainable_variables
+        if tf.as_dtype(variable.dtype).is_floating and not is_seed_state(variable)
+    ]
+    if options.noise_multiplier and state:
+        raise ConfigError(
+            f"--noise_multiplier={options.noise_multiplier}: the model has state that clients would send without noise "
+            f"({', '.join(state[:3])}{', ...' * (len(state) > 3)}). Use layer or group normalisation instead of batch "
+            "normalisation."
+        )

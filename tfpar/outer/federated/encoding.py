@@ -1,0 +1,151 @@
+"""What a client sends to the server: its movement through a codec of `tfpar_ops`.
+
+As in the exchange between workers, a payload holds one large tensor; biases and norms travel as they are. A client that
+keeps state adds what earlier payloads have left out (error feedback); one that does not rounds stochastically, with a
+seed of its own in each round, so that the mean of many is right.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+from tfpar.config import ConfigError
+from tfpar.exchange import spec as specs
+from tfpar_ops import Codec, reference
+
+import tensorflow as tf
+
+Tensors = list[tf.Tensor]
+
+# Formats whose rounding is too fine to add up: 2^-9 and 2^-12 of a value at most, up or down.
+_FINE = ("bf16", "fp16")
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdateEncoding:
+    """How movements of these shapes are sent.
+
+    Attributes:
+      codec: The codec; None sends float32.
+      shapes: Of the trainable weights.
+      coded: Which of them the codec encodes.
+      feedback: Whether clients keep what is left out.
+    """
+
+    codec: Codec | None
+    shapes: tuple[tuple[int, ...], ...]
+    coded: tuple[int, ...]
+    feedback: bool
+
+    @classmethod
+    def of(cls, text: str, shapes: Sequence[Sequence[int]], *, stateful: bool) -> UpdateEncoding:
+        """What `--update_codec` says.
+
+        Args:
+          text: Its value.
+          shapes: Of the trainable weights.
+          stateful: Whether clients keep state.
+
+        Raises:
+          ConfigError: No codec of that name, or one that does not go without error feedback.
+        """
+        codec, is_compressible = parse(text, stateful=stateful)
+        each = tuple(tuple(int(size) for size in shape) for shape in shapes)
+        coded = [place for place, shape in enumerate(each) if codec and is_compressible(tf.TensorShape(shape))]
+        return cls(codec, each, tuple(coded), bool(coded) and stateful)
+
+    @property
+    def residual_elements(self) -> int:
+        """Elements of what one client keeps; 0 without error feedback."""
+        return sum(math.prod(self.shapes[place]) for place in self.coded) if self.feedback else 0
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of one client's movement."""
+        total = 4 * sum(math.prod(shape) for shape in self.shapes)
+        for place in self.coded:
+            elements = math.prod(self.shapes[place])
+            assert self.codec is not None
+            total += self.codec.payload_bytes(elements) - 4 * elements
+        return total
+
+    def through(
+        self, movement: Tensors, residual: tf.Tensor | None, seed: tf.Tensor
+    ) -> tuple[Tensors, tf.Tensor | None]:
+        """What the server decodes of a movement, and the new residual; arguments as for `encode`."""
+        sent, residual = self.encode(movement, residual, seed)
+        return self.decode(sent), residual
+
+    def encode(
+        self, movement: Tensors, residual: tf.Tensor | None, seed: tf.Tensor
+    ) -> tuple[Tensors, tf.Tensor | None]:
+        """What a client sends, and the new residual.
+
+        Args:
+          movement: Float32, of `shapes`.
+          residual: Float32 `[residual_elements]`, or None without error feedback.
+          seed: Int32 `[2]`, different for every client and round.
+
+        Returns:
+          For each tensor of the movement a payload int32 `[1, words]` where it is coded, else itself; and the residual.
+        """
+        if self.codec is None:
+            return list(movement), residual
+        sizes = [math.prod(self.shapes[place]) for place in self.coded]
+        residuals = tf.split(residual, sizes) if self.feedback else [None] * len(sizes)
+        sent, kept = list(movement), []
+        for number, place in enumerate(self.coded):
+            encoded = reference.encode(
+                [movement[place]], residuals[number], self.codec, seed_step=self._seed_step(seed, number)
+            )
+            sent[place] = encoded.payload
+            kept.append(encoded.residual)
+        return sent, tf.concat(kept, axis=0) if self.feedback else residual
+
+    def decode(self, sent: Tensors) -> Tensors:
+        """The movement, float32 of `shapes`, from what `encode` gave."""
+        received = list(sent)
+        for place in self.coded:
+            assert self.codec is not None
+            [received[place]] = reference.decode(sent[place], self.codec, [self.shapes[place]])
+        return received
+
+    def _seed_step(self, seed: tf.Tensor, number: int) -> tf.Tensor | None:
+        assert self.codec is not None
+        if self.codec.rounding != "stochastic":
+            return None
+        return tf.cast(tf.random.fold_in(seed, number, alg="philox"), tf.int64)
+
+
+def parse(text: str, *, stateful: bool) -> tuple[Codec | None, Callable[[tf.TensorShape], bool]]:
+    """The codec that `--update_codec` names, and which shapes it encodes.
+
+    Args:
+      text: The value of the option.
+      stateful: Whether clients keep state.
+
+    Raises:
+      ConfigError: As `UpdateEncoding.of`.
+    """
+    found = specs.parse(text, "--update_codec")
+    options = found.options
+    if not found.compresses:
+        return None, options.is_compressible
+    codec = options.codec
+    if codec is None or not options.sends_only_gradient or options.warmup_steps:
+        raise ConfigError(
+            f"--update_codec={text}: clients send single payloads of a codec. Give one of bf16, fp16, fp8, int8, int4, "
+            "int2, sign and topk, without momentum, ramp_steps and warmup_steps."
+        )
+    if stateful:
+        return codec, options.is_compressible
+    if codec.format.stochastic:
+        return dataclasses.replace(codec, rounding="stochastic"), options.is_compressible
+    if codec.kind not in _FINE:
+        raise ConfigError(
+            f"--update_codec={text} leaves out more of some values than of others, and clients that keep no state "
+            "never make up for it. Give --stateful_clients, or one of int8, int4, int2, bf16 and fp16."
+        )
+    return codec, options.is_compressible

@@ -1,0 +1,285 @@
+"""The same client and server over Flower (`flwr`), whose transport, TLS and authentication carry real federations.
+
+A client trains and encodes as in a simulation, and its message to the server has the payloads of our codecs. What it
+keeps (residuals) lies in Flower's context of the node. A module of a Flower app then is:
+
+    client = flower.client_app(build, examples, loss="sparse_categorical_crossentropy", learning_rate=0.1)
+    server = flower.server_app(build, loss="sparse_categorical_crossentropy", rounds=20, clients_per_round=2)
+
+Needs `pip install 'tfpar[federated]'`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import pathlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tfpar.checkpoint import run_state
+from tfpar.config import ConfigError
+from tfpar.optim.pure_update import pure_apply
+from tfpar.outer.federated.checks import federated_of
+from tfpar.outer.federated.client_update import ClientData
+from tfpar.outer.federated.sampling import Sampling, local_order
+from tfpar.outer.federated.server import Averaging
+from tfpar.outer.federated.trainer import FederatedTrainer
+from tfpar.training.seeds import fold_in, step_seed
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+_log = logging.getLogger(__name__)
+
+INSTALL = "pip install 'tfpar[federated]'"
+_POLL_SECONDS = 0.5
+
+
+def client_app(
+    model: Callable[[], keras.Model], examples: Callable[[Any], tuple[Any, Any]], loss: Any, **options: Any
+) -> Any:
+    """A `flwr.clientapp.ClientApp` that trains on the examples of its node.
+
+    Args:
+      model: A function that builds the model.
+      examples: From Flower's `Context` the node's inputs and labels, arrays `[n, ...]`.
+      loss: As for `tfpar.Trainer`.
+      **options: As for `FederatedTrainer`, those of clients among them: `local_epochs`, `client_batch`, `optimizer`,
+        `averaging`, `prox`, `update_codec`, `stateful_clients`. Give the server the same.
+
+    Raises:
+      ConfigError: Flower is not installed, or options that cannot work.
+    """
+    flwr = _flower()
+    app = flwr.clientapp.ClientApp()
+    made: list[_Client] = []
+
+    @app.train()
+    def train(message: Any, context: Any) -> Any:
+        if not made:
+            made.append(_Client(_trainer(model, loss, options), *examples(context)))
+        content = message.content
+        number = int(context.node_config.get("partition-id", context.node_id % 2**31))
+        arrays, state = content["arrays"].to_numpy_ndarrays(), context.state
+        residual = state["residual"].to_numpy_ndarrays()[0] if "residual" in state else None
+        sent, residual, figures = made[0].round(arrays, dict(content["config"]), number, residual)
+        if residual is not None:
+            state["residual"] = flwr.app.ArrayRecord([residual])
+        reply = {"arrays": flwr.app.ArrayRecord(sent), "metrics": flwr.app.MetricRecord(figures)}
+        return flwr.app.Message(content=flwr.app.RecordDict(reply), reply_to=message)
+
+    return app
+
+
+def server_app(
+    model: Callable[[], keras.Model],
+    loss: Any,
+    *,
+    workdir: str,
+    evaluate: Callable[[keras.Model], dict[str, float]] | None = None,
+    reply_seconds: float = 600.0,
+    **options: Any,
+) -> Any:
+    """A `flwr.serverapp.ServerApp` that averages what the nodes send.
+
+    It begins once `clients_per_round` nodes are connected, and at its end writes `model.keras` and `summary.json`.
+
+    Args:
+      model: A function that builds the model.
+      loss: As for `tfpar.Trainer`.
+      workdir: Where results go.
+      evaluate: From the model to figures that `summary.json` records after the last round.
+      reply_seconds: How long a node may take; one that takes longer, or fails, counts as dropped out.
+      **options: As for `FederatedTrainer`, those of rounds and server among them.
+
+    Raises:
+      ConfigError: Flower is not installed, or options that cannot work.
+    """
+    flwr = _flower()
+    app = flwr.serverapp.ServerApp()
+
+    @app.main()
+    def main(grid: Any, context: Any) -> None:
+        del context
+        server = _Server(_trainer(model, loss, options))
+        for number in range(server.options.rounds):
+            server.round(flwr, grid, number, reply_seconds)
+        server.finish(pathlib.Path(workdir), evaluate)
+
+    return app
+
+
+def _flower() -> Any:
+    """Flower's modules.
+
+    Raises:
+      ConfigError: It is not installed.
+    """
+    try:
+        import flwr
+        import flwr.app
+        import flwr.clientapp
+        import flwr.serverapp
+    except ImportError as error:
+        raise ConfigError(f"Flower cannot be imported ({error}). Install it: {INSTALL}.") from error
+    return flwr
+
+
+def _trainer(model: Callable[[], keras.Model], loss: Any, options: dict[str, Any]) -> FederatedTrainer:
+    """What has the pure functions of client and server, on one device of this process.
+
+    Raises:
+      ConfigError: SCAFFOLD, whose control variates do not travel here.
+    """
+    if options.get("averaging") == "scaffold":
+        raise ConfigError("averaging='scaffold' does not work over Flower yet. Use another, such as fedprox.")
+    return FederatedTrainer(model, loss, **{"strategy": "one_device", "verbose": 0, **options})
+
+
+class _Client:
+    """A client with its examples."""
+
+    def __init__(self, trainer: FederatedTrainer, x: Any, y: Any) -> None:
+        self._source, _ = trainer._sources(x, y, None)
+        self._trainer, self._round = trainer, trainer.client_round()
+        compiles = trainer.program.compiles_whole or None
+        self._train = tf.function(self._round.local.train, autograph=False, jit_compile=compiles)
+        self._encode = tf.function(self._round.encoding.encode, autograph=False, jit_compile=compiles)
+        count = self._source.info.num_examples
+        self._examples = self._source.fetch(tf.range(count, dtype=tf.int64))
+
+    def round(
+        self, arrays: Sequence[np.ndarray], config: dict[str, Any], number: int, residual: np.ndarray | None
+    ) -> tuple[list[np.ndarray], np.ndarray | None, dict[str, Any]]:
+        """Trains, and encodes what it has moved.
+
+        Args:
+          arrays: The server's weights, and then its floating-point state of the model.
+          config: `round` and `learning_rate`.
+          number: Of this client.
+          residual: What it has kept, or None.
+
+        Returns:
+          What it sends: payloads or tensors of its movement, and then changes of state; what it keeps; its figures.
+        """
+        options, train = federated_of(self._trainer.config), self._trainer.config.train
+        model, count = self._trainer.model, self._source.info.num_examples
+        weights = len(model.trainable_variables)
+        order = local_order(
+            *(train.seed, int(config["round"]), number, count),
+            epochs=options.local_epochs,
+            batch=options.client_batch,
+            shuffle=self._trainer.config.input.shuffle,
+        )
+        data = ClientData(*self._examples, tf.ones([count]), tf.constant(order), tf.constant(len(order)))
+        own = fold_in(step_seed(train.seed, tf.constant(int(config["round"])), tf.constant(0)), number)
+        state = [tf.convert_to_tensor(variable.value) for variable in model.non_trainable_variables]
+        for place, value in zip(averaged_state(model), arrays[weights:], strict=True):
+            state[place] = tf.constant(value)
+        rate = tf.constant(config["learning_rate"], tf.float32)
+        params = [tf.constant(value) for value in arrays[:weights]]
+        trained = self._train(params, state, data, rate, fold_in(own, 0), None)
+        elements = self._round.encoding.residual_elements
+        kept = tf.zeros([elements]) if residual is None else tf.constant(residual)
+        sent, kept = self._encode(trained.movement, kept if elements else None, fold_in(own, 1))
+        changes = [trained.state[place] - state[place] for place in averaged_state(model)]
+        figures = {"num-examples": count, "loss": float(trained.loss / tf.maximum(trained.count, 1e-30))}
+        return [each.numpy() for each in [*sent, *changes]], kept.numpy() if elements else None, figures
+
+
+class _Server:
+    """The server's weights, and what it makes of replies."""
+
+    def __init__(self, trainer: FederatedTrainer) -> None:
+        self._trainer, self._round = trainer, trainer.client_round()
+        self.options = federated_of(trainer.config)
+        seed, per_round = trainer.config.train.seed, self.options.clients_per_round
+        self._averaging = Averaging.of(self.options, seed, float(per_round))
+        self._schedule = trainer.program.schedule(self.options.rounds)
+        self._counts = {"clients_trained": 0, "clients_dropped": 0, "bytes_up": 0, "bytes_down": 0}
+        self._loss = float("nan")
+
+    def round(self, flwr: Any, grid: Any, number: int, seconds: float) -> None:
+        """Sends the weights to some nodes, and applies the mean of what comes back."""
+        model = self._trainer.model
+        while len(nodes := sorted(grid.get_node_ids())) < self.options.clients_per_round:
+            time.sleep(_POLL_SECONDS)
+        seed = self._trainer.config.train.seed
+        chosen = Sampling(seed, len(nodes), self.options.clients_per_round, self.options.client_sampling).round(number)
+        state = [model.non_trainable_variables[place] for place in averaged_state(model)]
+        arrays = [np.asarray(variable) for variable in [*model.trainable_variables, *state]]
+        assert self._schedule is not None
+        rate = float(self._schedule(tf.constant(number, tf.int64)))
+        config = flwr.app.ConfigRecord({"round": number, "learning_rate": rate})
+        content = {"arrays": flwr.app.ArrayRecord(arrays), "config": config}
+        messages = [
+            flwr.app.Message(content=flwr.app.RecordDict(dict(content)), message_type="train", dst_node_id=nodes[place])
+            for place in chosen[0]
+        ]
+        replies = [reply for reply in grid.send_and_receive(messages, timeout=seconds) if not reply.has_error()]
+        self._counts["clients_dropped"] += len(messages) - len(replies)
+        self._counts["bytes_down"] += len(messages) * sum(array.nbytes for array in arrays)
+        self._apply(sorted(replies, key=lambda reply: reply.metadata.src_node_id), number)
+
+    def _apply(self, replies: list[Any], number: int) -> None:
+        """Applies the mean of replies."""
+        model, program = self._trainer.model, self._trainer.program
+        params = [tf.convert_to_tensor(weight.value) for weight in model.trainable_variables]
+        places = averaged_state(model)
+        totals = [tf.zeros(param.shape) for param in params]
+        changes = [tf.zeros(model.non_trainable_variables[place].shape) for place in places]
+        mass, losses = 0.0, []
+        for reply in replies:
+            arrays = reply.content["arrays"].to_numpy_ndarrays()
+            received = self._round.encoding.decode([*map(tf.constant, arrays[: len(params)])])
+            norm = tf.linalg.global_norm(received)
+            if not bool(tf.math.is_finite(norm)):
+                self._counts["clients_dropped"] += 1
+                continue
+            clip, figures = self._round.clip, reply.content["metrics"]
+            factor = clip / max(float(norm), clip) if clip else 1.0
+            own = 1.0 if self.options.is_uniform else float(figures["num-examples"])
+            totals = [total + own * factor * each for total, each in zip(totals, received, strict=True)]
+            changes = [total + own * each for total, each in zip(changes, arrays[len(params) :], strict=True)]
+            mass, losses = mass + own, [*losses, (own, float(figures["loss"]))]
+            self._counts["clients_trained"] += 1
+            self._counts["bytes_up"] += sum(array.nbytes for array in arrays)
+        factor = self._averaging.factor(tf.constant(mass))
+        mean = self._averaging.mean(totals, factor, tf.constant(number, tf.int64))
+        slots = [tf.convert_to_tensor(variable.value) for variable in program.optimizer.variables]
+        new, new_slots = pure_apply(program.optimizer, slots, params, mean)
+        for variable, value in zip(
+            [*model.trainable_variables, *program.optimizer.variables], [*new, *new_slots], strict=True
+        ):
+            variable.assign(value)
+        for place, change in zip(places, changes, strict=True):
+            model.non_trainable_variables[place].assign_add(change / max(mass, 1e-30))
+        self._loss = sum(own * loss for own, loss in losses) / max(mass, 1e-30)
+        _log.info("round %d: %d clients, loss %.4f", number + 1, len(losses), self._loss)
+
+    def finish(self, workdir: pathlib.Path, evaluate: Callable[[keras.Model], dict[str, float]] | None) -> None:
+        """Writes `model.keras` and `summary.json`."""
+        model, rounds = self._trainer.model, self.options.rounds
+        workdir.mkdir(parents=True, exist_ok=True)
+        model.save(workdir / "model.keras")
+        federated: dict[str, Any] = {"averaging": self.options.averaging, "update_codec": self.options.update_codec}
+        for name in ("up", "down"):
+            federated[f"bytes_{name}_per_round"] = self._counts[f"bytes_{name}"] / rounds
+        federated |= {name: self._counts[name] for name in ("clients_trained", "clients_dropped")}
+        summary = {
+            "rounds": rounds,
+            "train_loss": self._loss,
+            "eval": evaluate(model) if evaluate else {},
+            "params_sha256": run_state.params_sha256(model.trainable_variables),
+            "federated": federated,
+        }
+        (workdir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+
+
+def averaged_state(model: keras.Model) -> list[int]:
+    """Which of the non-trainable variables clients and server exchange: floating-point state, such as statistics."""
+    variables = enumerate(model.non_trainable_variables)
+    return [place for place, variable in variables if tf.as_dtype(variable.dtype).is_floating]

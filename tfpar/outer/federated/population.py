@@ -1,0 +1,282 @@
+"""The population of clients: what each has, and what the devices get of it in a round.
+
+Shapes: R replicas of all workers, C clients of a replica, M examples of the largest client, T local steps at most, B
+examples of a step, S = R C slots for clients.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from tfpar.config import ConfigError, ExperimentConfig, FederatedConfig
+from tfpar.inputs import Source, structures
+from tfpar.inputs.source import CLASSIFICATION
+from tfpar.outer.federated import partition, sampling
+from tfpar.outer.federated.client_update import ClientData
+
+import numpy as np
+import tensorflow as tf
+
+_BATCH = 1024  # of a pass over all labels
+
+
+class RoundShare(NamedTuple):
+    """The clients of a round that one replica trains.
+
+    Attributes:
+      data: Of each client: tensors with a leading axis C.
+      mass: Float32 `[C]`: what the client counts in the mean.
+      client: Int32 `[C]`: its number; -1 for an empty slot, which comes after all others.
+      everyone: Int32 `[S]`: `client` of all replicas.
+    """
+
+    data: ClientData
+    mass: tf.Tensor
+    client: tf.Tensor
+    everyone: tf.Tensor
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Population:
+    """Clients with their examples.
+
+    Attributes:
+      source: All training examples.
+      options: Of federated averaging.
+      seed: `--seed`.
+      shuffle: Whether a client sees its examples in random orders.
+      parts: For each client the examples that it trains on, int64.
+      held: For each client those that were taken away for its evaluation.
+    """
+
+    source: Source
+    options: FederatedConfig
+    seed: int
+    shuffle: bool
+    parts: list[np.ndarray]
+    held: list[np.ndarray]
+
+    @classmethod
+    def of(cls, source: Source, config: ExperimentConfig) -> Population:
+        """Divides the training examples among clients.
+
+        Args:
+          source: The training examples.
+          config: `federated` says how.
+
+        Raises:
+          ConfigError: Examples that cannot be divided so.
+        """
+        options = config.federated
+        assert options is not None
+        seed = config.train.seed
+        parts = _parts(source, options, seed)
+        if len(parts) < options.clients_per_round:
+            raise ConfigError(
+                f"--clients_per_round={options.clients_per_round} is more than the {len(parts)} clients that "
+                f"--partition={options.partition} makes of {source.info.name}. Give at most as many."
+            )
+        empty = sum(not len(part) for part in parts)
+        if empty:
+            raise ConfigError(
+                f"--clients={options.clients}: {empty} of the clients would have no example, as {source.info.name} has "
+                f"{source.info.num_examples} training examples. Give fewer clients."
+            )
+        held = [np.zeros(0, np.int64)] * len(parts)
+        if options.client_holdout:
+            parts, held = partition.hold_out(parts, options.client_holdout, seed)
+        return cls(source, options, seed, config.input.shuffle, parts, held)
+
+    @property
+    def clients(self) -> int:
+        """How many clients there are."""
+        return len(self.parts)
+
+    @property
+    def sampling(self) -> sampling.Sampling:
+        """How the clients of a round are drawn."""
+        options = self.options
+        return sampling.Sampling(
+            self.seed, self.clients, options.clients_per_round, options.client_sampling, options.client_dropout
+        )
+
+    def masses(self, clients: np.ndarray) -> np.ndarray:
+        """What some clients count in the mean, float32."""
+        if self.options.is_uniform:
+            return np.ones(len(clients), np.float32)
+        return np.array([len(self.parts[client]) for client in clients], np.float32)
+
+    def describe(self) -> str:
+        """A few lines for the input report."""
+        sizes = [len(part) for part in self.parts]
+        options = self.options
+        drawn = f"{options.clients_per_round} of {self.clients} clients a round ({options.client_sampling})"
+        lost = f", of which {options.client_dropout:.0%} drop out" if options.client_dropout else ""
+        return (
+            f"{self.source.info.name}: {sum(sizes)} examples on {self.clients} clients ({options.partition}), "
+            f"{min(sizes)} to {max(sizes)} each, {np.median(sizes):g} in the median\n"
+            f"{drawn}{lost}, {options.local_epochs} local epochs in steps of {options.client_batch}"
+        )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RoundElements:
+    """What the replicas of a worker get in each round.
+
+    Attributes:
+      population: The clients.
+      replicas: R.
+      slots: C.
+      fill: Whether short batches are filled, because the model reads whole batches.
+    """
+
+    population: Population
+    replicas: int
+    slots: int
+    fill: bool
+
+    @classmethod
+    def of(cls, population: Population, replicas: int, rounds: int, *, fill: bool) -> RoundElements:
+        """For a run of so many rounds."""
+        return cls(population, replicas, -(-population.sampling.most(rounds) // replicas), fill)
+
+    def dataset(self, worker: int, local_replicas: int | None, start: int) -> tf.data.Dataset:
+        """One `RoundShare` for each round and local replica, in order, without end.
+
+        Args:
+          worker: Number of the input pipeline.
+          local_replicas: Replicas of this worker.
+          start: The first round.
+        """
+        local = local_replicas or self.replicas
+        first, (slots, most, steps, batch) = worker * local, self._sizes
+        shapes = (
+            [slots, most],
+            [slots, most],
+            [slots, steps, batch],
+            [slots],
+            [slots],
+            [slots],
+            [slots * self.replicas],
+        )
+        types = (tf.int64, tf.float32, tf.int32, tf.int32, tf.float32, tf.int32, tf.int32)
+        signature = tuple(map(tf.TensorSpec, shapes, types))
+
+        def rounds() -> Iterator[tuple[np.ndarray, ...]]:
+            number = start
+            while True:
+                yield from self.shares(number, range(first, first + local))
+                number += 1
+
+        self.population.source.load()
+        chosen = tf.data.Dataset.from_generator(rounds, output_signature=signature)
+        options = tf.data.Options()
+        options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+        options.experimental_external_state_policy = tf.data.experimental.ExternalStatePolicy.IGNORE
+        return chosen.map(self._fetch).prefetch(2 * local).with_options(options)
+
+    @property
+    def _sizes(self) -> tuple[int, int, int, int]:
+        """C, M, T and B."""
+        options = self.population.options
+        most = max(map(len, self.population.parts))
+        return self.slots, most, options.local_epochs * -(-most // options.client_batch), options.client_batch
+
+    def shares(self, number: int, replicas: range) -> Iterator[tuple[np.ndarray, ...]]:
+        """Of a round, what some replicas get: indices and weights of examples, order, steps, mass, client, everyone."""
+        population, options = self.population, self.population.options
+        clients = population.sampling.round(number)[0]
+        sizes = np.array([len(population.parts[client]) for client in clients], np.int64)
+        # The largest first, from replica to replica: the steps of all replicas are then about as many.
+        dealt = clients[np.argsort(-sizes, kind="stable")]
+        slots, most, steps, batch = self._sizes
+        table = np.full([slots, self.replicas], -1, np.int32)
+        table.reshape(-1)[: len(dealt)] = dealt
+        for replica in replicas:
+            own = table[:, replica]
+            indices, weights = np.zeros([slots, most], np.int64), np.zeros([slots, most], np.float32)
+            order, lengths = np.full([slots, steps, batch], -1, np.int32), np.zeros(slots, np.int32)
+            for place, client in enumerate(own[own >= 0]):
+                part = population.parts[client]
+                indices[place, : len(part)], weights[place, : len(part)] = part, 1.0
+                rows = sampling.local_order(
+                    *(population.seed, number, int(client), len(part)),
+                    epochs=options.local_epochs,
+                    batch=batch,
+                    shuffle=population.shuffle,
+                    fill=self.fill,
+                )
+                order[place, : len(rows)], lengths[place] = rows, len(rows)
+            mass = np.zeros(slots, np.float32)
+            mass[own >= 0] = population.masses(own[own >= 0])
+            yield indices, weights, order, lengths, mass, own, table.T.reshape(-1)
+
+    def _fetch(self, indices: tf.Tensor, weights: tf.Tensor, *others: tf.Tensor) -> RoundShare:
+        order, lengths, mass, own, everyone = others
+        source, (slots, most, _, _) = self.population.source, self._sizes
+        x, y = source.fetch(tf.reshape(indices, [-1]))
+        rows = tf.TensorShape([slots, most])
+        x, y = (
+            tf.nest.map_structure(
+                lambda value, one: tf.reshape(value, one.shape), each, structures.batch_specs(rows, spec)
+            )
+            for each, spec in ((x, source.info.input_spec), (y, source.info.target_spec))
+        )
+        return RoundShare(ClientData(x, y, weights, order, lengths), mass, own, everyone)
+
+
+def _parts(source: Source, options: FederatedConfig, seed: int) -> list[np.ndarray]:
+    """The examples of each client, as `--partition` says."""
+    kind, number = options.parts()
+    if kind == "iid":
+        return partition.iid(source.info.num_examples, options.clients, seed)
+    if kind == "by_file":
+        if not source.info.files:
+            raise ConfigError(
+                f"--partition=by_file: {source.info.name} has no files. Use iid, dirichlet:ALPHA or by_class:N."
+            )
+        return [part for part in partition.by_file(source.info.records_per_file) if len(part)]
+    labels = class_labels(source, options.partition)
+    if kind == "dirichlet":
+        return partition.dirichlet(labels, options.clients, number, seed)
+    return partition.by_class(labels, options.clients, int(number), seed)
+
+
+def class_labels(source: Source, text: str) -> np.ndarray:
+    """The classes of all examples, int64 `[n]`.
+
+    Args:
+      source: The examples.
+      text: `--partition`, for errors.
+
+    Raises:
+      ConfigError: Examples without one class each.
+    """
+    info = source.info
+    one = structures.is_single(info.target_spec) and not info.target_spec.shape.rank
+    if info.task != CLASSIFICATION or not one or not info.target_spec.dtype.is_integer:
+        raise ConfigError(
+            f"--partition={text} needs examples with one class each, which {info.name} has not. Use iid or by_file."
+        )
+
+    @tf.function(autograph=False, input_signature=[tf.TensorSpec([None], tf.int64)])
+    def read(indices: tf.Tensor) -> tf.Tensor:
+        return tf.cast(source.read(indices)[1], tf.int64)
+
+    starts = range(0, info.num_examples, _BATCH)
+    parts = [read(tf.range(start, min(start + _BATCH, info.num_examples), dtype=tf.int64)).numpy() for start in starts]
+    return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+
+
+def bytes_of_round(clients: int, lost: int, *, up: int, down: int) -> tuple[int, int]:
+    """Bytes that the clients of a round send, and receive.
+
+    Args:
+      clients: Those that take part.
+      lost: Those that have received the weights and dropped out.
+      up: Bytes that one client sends.
+      down: Bytes that one client receives.
+    """
+    return clients * up, (clients + lost) * down

@@ -1,0 +1,103 @@
+"""What the server does with a round: a Keras optimizer applies the mean movement, and the noise that hides clients.
+
+The weighted mean of `server's weights - client's weights` takes the place of a gradient (Reddi et al. 2021, algorithm
+2), so that any Keras optimizer serves; SGD with rate 1 takes the weighted mean of the clients' weights (FedAvg).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Any
+
+from tfpar.config import ConfigError, FederatedConfig, unknown_name
+from tfpar.optim.optimizers import OPTIMIZERS
+from tfpar.optim.yogi import Yogi
+from tfpar.training.objective import Tensors
+from tfpar.training.seeds import fold_in, step_seed
+
+import keras
+import tensorflow as tf
+
+SERVER_OPTIMIZERS: dict[str, type[keras.optimizers.Optimizer]] = {**OPTIMIZERS, "yogi": Yogi}
+_SECOND_MOMENT = 0.99  # beta_2 of Reddi et al. 2021, table 1 and appendix
+_NOISE = 0x401E  # apart from other draws of a round
+
+
+def check_server_optimizer(options: FederatedConfig) -> None:
+    """Refuses an optimizer that there is not, without making one.
+
+    Raises:
+      ConfigError: With the nearest names.
+    """
+    if options.optimizer_of_server not in SERVER_OPTIMIZERS:
+        raise unknown_name("--server_optimizer", options.optimizer_of_server, SERVER_OPTIMIZERS)
+    kind = SERVER_OPTIMIZERS[options.optimizer_of_server]
+    arguments = inspect.signature(kind).parameters
+    if options.server_momentum > 0.0 and not {"momentum", "beta_1"} & arguments.keys():
+        raise ConfigError(
+            f"--server_momentum={options.server_momentum}: {options.optimizer_of_server} has no momentum. Leave it out."
+        )
+
+
+def server_optimizer(options: FederatedConfig) -> keras.optimizers.Optimizer:
+    """The server's optimizer, not yet built."""
+    kind = SERVER_OPTIMIZERS[options.optimizer_of_server]
+    known = inspect.signature(kind).parameters
+    given: dict[str, Any] = {"momentum": options.momentum_of_server, "beta_1": options.momentum_of_server}
+    if options.optimizer_of_server in ("adam", "yogi"):
+        given |= {"beta_2": _SECOND_MOMENT, "epsilon": options.server_adaptivity}
+    elif not options.momentum_of_server:
+        given.pop("beta_1")  # Keras' own default
+    arguments = {name: value for name, value in given.items() if name in known}
+    return kind(learning_rate=options.rate_of_server, name=f"server_{options.optimizer_of_server}", **arguments)
+
+
+@dataclasses.dataclass(frozen=True)
+class Averaging:
+    """How the sum over clients becomes what the optimizer applies.
+
+    Attributes:
+      seed: `--seed`.
+      divisor: What the sum is divided by: the expected number of clients, where there is noise. 0: the sum of the
+        masses of the clients.
+      noise: Standard deviation of the Gaussian noise on each element of the sum.
+    """
+
+    seed: int
+    divisor: float = 0.0
+    noise: float = 0.0
+
+    @classmethod
+    def of(cls, options: FederatedConfig, seed: int, expected: float) -> Averaging:
+        """What the options say.
+
+        Args:
+          options: Of federated averaging.
+          seed: `--seed`.
+          expected: Clients that take part in a round, in the mean.
+        """
+        if not options.noise_multiplier:
+            return cls(seed)
+        return cls(seed, expected, options.noise_multiplier * options.client_clip)
+
+    def factor(self, mass: tf.Tensor) -> tf.Tensor:
+        """What the sum is multiplied by, from the sum of the masses of all clients; float32 scalar."""
+        return tf.constant(1.0 / self.divisor) if self.divisor else tf.math.divide_no_nan(1.0, mass)
+
+    def mean(self, sums: Tensors, factor: tf.Tensor, step: tf.Tensor) -> Tensors:
+        """The mean movement.
+
+        Args:
+          sums: Over all clients.
+          factor: From `factor`.
+          step: Int64 scalar: number of the round. All replicas draw the same noise.
+        """
+        if not self.noise:
+            return [each * factor for each in sums]
+        seed = step_seed(self.seed, step, tf.constant(_NOISE))
+
+        def drawn(place: int, shape: tf.TensorShape) -> tf.Tensor:
+            return tf.random.stateless_normal(shape, fold_in(seed, place), stddev=self.noise, alg="philox")
+
+        return [(each + drawn(place, each.shape)) * factor for place, each in enumerate(sums)]

@@ -1,0 +1,212 @@
+"""The training step of a federation: one round. The clients of the round are spread over the replicas of all workers.
+
+The step of all training is `tfpar.training.step`; here the movement of clients takes the place of gradients, and the
+server's optimizer that of the optimizer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from tfpar.outer.federated.population import RoundShare
+from tfpar.outer.federated.round import COUNTS, ClientRound, Kept, RoundSums
+from tfpar.outer.federated.server import Averaging
+from tfpar.parallel import replica
+from tfpar.parallel.compilation import compiled
+from tfpar.precision import LossScale
+from tfpar.training import sidecar
+from tfpar.training.core import Core
+from tfpar.training.objective import Batch, LocalSums, Tensors
+from tfpar.training.seeds import step_seed
+from tfpar.training.sidecar import Sidecar
+from tfpar.training.step import TrainStep
+from tfpar.training.step_loop import StepReport
+
+import keras
+import tensorflow as tf
+
+# Examples that a round has without any client: a round in which nobody answers is no round that failed.
+_NOBODY = 1e-6
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class FederatedCore(Core):
+    """`Core` that also reports what a round counts."""
+
+    @classmethod
+    def of(cls, core: Core) -> FederatedCore:
+        """For the same model and objective."""
+        return cls(**{field.name: getattr(core, field.name) for field in dataclasses.fields(core)})
+
+    @property
+    def local_variables(self) -> list[keras.Variable]:
+        """The state of the metrics that clients compute."""
+        return super().metric_variables
+
+    @property
+    def metric_variables(self) -> list[Any]:
+        """The state of all metrics, and what a round counts."""
+        return [*self.local_variables, *[tf.TensorSpec([], tf.float32)] * len(COUNTS)]
+
+    def metric_results(self, sums: Sequence[Any]) -> dict[str, Any]:
+        """Metric values by name; the mean norm of clients' updates, and the share of them that was clipped."""
+        counts = dict(zip(COUNTS, map(float, sums[-len(COUNTS) :]), strict=True))
+        clients = max(counts["clients"], 1.0)
+        own = {"client_update_norm": counts["norms"] / clients, "clipped_clients": counts["clipped"] / clients}
+        return super().metric_results(sums[: -len(COUNTS)]) | own | {"lost_clients": counts["lost"]}
+
+    def evaluate_with_outputs(self, params: Tensors, state: Tensors, batch: Batch) -> tuple[LocalSums, Any]:
+        """As `Core`; an evaluation counts no clients."""
+        sums, outputs = super().evaluate_with_outputs(params, state, batch)
+        return sums._replace(metrics=[*sums.metrics, *[tf.zeros([])] * len(COUNTS)]), outputs
+
+
+class ClientMemory:
+    """What clients keep from round to round, the same on every replica: a row for each, and one that nobody reads.
+
+    Args:
+      strategy: The running strategy.
+      clients: Clients of the population, N.
+      weights: Elements of the trainable weights, D; 0 without SCAFFOLD.
+      residuals: Elements of what a codec leaves out, E; 0 without error feedback.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy, clients: int, weights: int, residuals: int) -> None:
+        self.clients, self._sizes = clients, (weights, residuals)
+        with strategy.scope():
+            self.server = _made("server_variate", [weights])
+            self.tables = [_made("variates", [clients + 1, weights]), _made("residuals", [clients + 1, residuals])]
+
+    @property
+    def variables(self) -> list[keras.Variable]:
+        """What a checkpoint must hold: what is not empty."""
+        return [each for each in (self.server, *self.tables) if 0 not in each.shape]
+
+    # In a replica context.
+
+    def read(self, client: tf.Tensor) -> tuple[tf.Tensor, Kept]:
+        """The server's control variate, and what some clients keep.
+
+        Args:
+          client: Int32 `[C]`, -1 for nobody.
+        """
+        server, *tables = replica.read([self.server, *self.tables])
+        return server, Kept(*(tf.gather(table, self._rows(client)) for table in tables))
+
+    def store(self, share: RoundShare, kept: Kept, number: tf.Tensor, replicas: int) -> list[tf.Operation]:
+        """Keeps what the clients of all replicas keep now; returns the operations that do.
+
+        The server's control variate moves by the mean change of the clients' over the whole population: those that took
+        no part have not changed (Karimireddy et al. 2020, algorithm 1, line 17).
+
+        Args:
+          share: Of this replica.
+          kept: What its clients keep now.
+          number: Int32 scalar: which replica this is.
+          replicas: Of all workers.
+        """
+        server, *tables = replica.read([self.server, *self.tables])
+        rows, new = self._rows(share.everyone), []
+        for table, own, size in zip(tables, kept, self._sizes, strict=True):
+            every = _of_all(own, number, replicas) if size else own
+            new.append(tf.tensor_scatter_nd_update(table, rows[:, tf.newaxis], every) if size else table)
+        if self._sizes[0]:
+            valid = tf.cast(share.everyone >= 0, tf.float32)[:, tf.newaxis]
+            change = (tf.gather(new[0], rows) - tf.gather(tables[0], rows)) * valid
+            server += tf.reduce_sum(change, axis=0) / float(self.clients)
+        return replica.assign(replica.own([self.server, *self.tables]), [server, *new])
+
+    def _rows(self, client: tf.Tensor) -> tf.Tensor:
+        return tf.where(client < 0, self.clients, client)
+
+
+def _made(name: str, shape: Sequence[int]) -> keras.Variable:
+    return keras.Variable(tf.zeros(shape), trainable=False, name=name, dtype="float32")
+
+
+def _of_all(own: tf.Tensor, number: tf.Tensor, replicas: int) -> tf.Tensor:
+    """The rows `[R C, ...]` of all replicas, from those of this one."""
+    if replicas == 1:
+        return own
+    place = tf.one_hot(number, replicas)[:, tf.newaxis, tf.newaxis]
+    spread = tf.reshape(place * own[tf.newaxis], [-1, own.shape[1]])
+    return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, spread)
+
+
+class FederatedStep(TrainStep):
+    """`TrainStep` that is a round.
+
+    Args:
+      clients: What clients do.
+      averaging: What the server makes of it.
+      memory: What clients keep.
+      *arguments: As for `TrainStep`; the optimizer is the server's, the schedule that of the clients.
+      **options: As for `TrainStep`; clients clip gradients themselves.
+    """
+
+    def __init__(
+        self, clients: ClientRound, averaging: Averaging, memory: ClientMemory, *arguments: Any, **options: Any
+    ) -> None:
+        self._client_round, self._averaging, self._memory = clients, averaging, memory
+        super().__init__(*arguments, **{**options, "clip_norm": 0.0})
+        # The state of the model is a mean over clients, also where one replica has them all.
+        self.sidecar = Sidecar.of_core(self.core, max(2, self.replicas))
+
+    def _make_programs(self) -> None:
+        super()._make_programs()
+        self._clients = compiled(self._client_round.run, self.plan.compiles_gradients)
+
+    def _replica_step(
+        self, batch: Any, step: tf.Tensor, lr_multiplier: tf.Tensor, loss_scale: LossScale, is_last: tf.Tensor | None
+    ) -> StepReport:
+        """One round on one replica."""
+        share, model = batch, self.core.model
+        number = self._replica_number(tf.distribute.get_replica_context())
+        params, state = replica.read(model.trainable_variables), replica.read(model.non_trainable_variables)
+        variate, kept = self._memory.read(share.client)
+        rate, seed = self.learning_rate(step, lr_multiplier), step_seed(self._seed, step, tf.constant(0))
+        sums, kept = self._clients(params, state, share, rate, seed, variate, kept)
+        norm = self._own_norm(sums.movement)
+        vector = Sidecar.flag(self._packed(sums), norm * float(self.replicas))
+        computed = self._replica_clock([vector])
+        vector, norm, exchanged, done = self._reduce_and_apply(
+            sums.movement, vector, norm, state, {}, step, lr_multiplier, is_last
+        )
+        with tf.control_dependencies([done]):
+            stored = self._memory.store(share, kept, number, self.replicas) if self._memory.variables else []
+        with tf.control_dependencies([done, *stored]):
+            report = tf.concat([[norm], vector[: self.sidecar.report_length]], axis=0)
+        times = () if self.plan.single_xla_program else (computed, computed, exchanged, self.clock([report]))
+        return StepReport(report, loss_scale, times)
+
+    def _packed(self, sums: RoundSums) -> tf.Tensor:
+        """The sidecar without its flag, from what the clients of this replica add up to."""
+        changes = [each for each, averaged in zip(sums.state, self.sidecar.averaged, strict=True) if averaged]
+        front = tf.stack([tf.maximum(sums.count, _NOBODY), sums.loss])
+        flat = [tf.reshape(each, [-1]) for each in [*sums.metrics, sums.counts, *changes]]
+        return tf.concat([front, *flat], axis=0)
+
+    def _mass(self, vector: tf.Tensor) -> tf.Tensor:
+        """The sum of the masses of all clients, from the summed sidecar."""
+        return vector[self.sidecar.report_length - len(COUNTS)]
+
+    def _factor_and_norm(self, vector: tf.Tensor, norm: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        factor = self._averaging.factor(self._mass(vector))
+        return factor, norm * factor
+
+    def _updated(self, params: Tensors, optimizer: Tensors, reduced: Any) -> tuple[Tensors, Tensors, Tensors]:
+        """New weights of the server, state of its optimizer, and state of the model."""
+        mean = self._averaging.mean(reduced.gradients, reduced.factor, reduced.step)
+        new_params, new_optimizer = self._pure_apply(self.optimizer, optimizer, params, mean, None)
+        # The sidecar divides by the count; clients count by their mass.
+        mass = tf.maximum(self._mass(reduced.vector), _NOBODY)
+        vector = tf.tensor_scatter_nd_update(reduced.vector, [[sidecar.COUNT]], [mass])
+        return new_params, new_optimizer, self._without_seeds(self.sidecar.state(vector, reduced.state))
+
+
+def step_factory(clients: ClientRound, averaging: Averaging, memory: ClientMemory) -> Any:
+    """What takes the arguments of `TrainStep`."""
+    return functools.partial(FederatedStep, clients, averaging, memory)
