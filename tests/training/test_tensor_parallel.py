@@ -239,6 +239,7 @@ def test_dropout_of_what_is_divided_draws_for_each_device():
         ({"layout": {"first": "diagonal"}}, r"layout\['first'\]='diagonal' is not one of column, row"),
         ({"layout": {"thrid": "gather"}}, "layout: 'thrid' matches no layer with weights"),
         ({"layout": {"last$": "column"}}, "Dense 'sequential/last' .* cannot be divided so over 2 devices"),
+        ({"layout": {"first": "column", "second": "whole"}}, "'sequential/second', which reads it, not by rows"),
         ({"layout": {"first|second|third|fourth": "whole"}}, "has no layer that can be divided"),
     ],
 )

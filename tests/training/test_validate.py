@@ -51,6 +51,13 @@ WRONG = [
     ({**DIGITS, "optimizer": "sgd", "optimizer_args": "nesterov=7"}, "nesterov of sgd is true or false, not 7"),
     ({**DIGITS, "optimizer_args": "beta=0.9"}, "--optimizer_args='beta' is not known"),
     ({**DIGITS, "warmup_steps": 20}, "--warmup_steps=20 leaves nothing of the run's 20 steps"),
+    ({**DIGITS, "recompute": "block("}, r"--recompute='block\(' is neither none, blocks nor a regular expression"),
+    ({**DIGITS, "device_memory": "lots"}, "--device_memory='?lots'?"),
+    ({**DIGITS, "mesh": "pipeline:2", "stages": "block("}, r"--stages=block\(: 'block\(' is no regular expression"),
+    (
+        {**DIGITS, "mesh": "pipeline:4", "stages": "a,b"},
+        "2 beginnings of stages, and the pipeline has 4 stages. Give 3",
+    ),
     ({**DIGITS, "steps": 0}, "give --steps or --epochs"),
     ({**DIGITS, "warm_start": "/nonesuch"}, "--warm_start=/nonesuch: no checkpoint and no .keras file"),
     ({**DIGITS, "augment": "crop:8"}, "--augment=crop:8 mirrors more .* Use at most crop:7"),

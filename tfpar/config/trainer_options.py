@@ -82,11 +82,12 @@ class TrainerOptions(TypedDict, total=False):
     devices."""
 
     mesh: str
-    """How devices are laid out, as in data:2,pipeline:2 or data:2,model:4. The data axis has replicas. The devices of a
-    replica belong to one worker: the pipeline axis has stages, which hold consecutive layers and work on one
-    micro-batch after the other (--accumulate_steps); on the model axis, the weights of layers are divided (tensor
-    parallelism). auto: what fits and is predicted to be fastest, with micro-batches, recompute and shards; `python -m
-    tfpar.plan` lists plans. Empty: each device is a replica."""
+    """How the devices of all workers are laid out, as in data:2,pipeline:2 or data:2,model:4. The data axis has
+    replicas. The pipeline axis has stages, which hold consecutive layers and work on one micro-batch after the other
+    (--accumulate_steps); on the model axis, the weights of layers are divided (tensor parallelism). The devices of a
+    replica lie within a worker, or on several workers that have no other replica. auto: what fits and is predicted to
+    be fastest, with micro-batches, recompute and shards; `python -m tfpar.plan` lists plans. Empty: each device is a
+    replica."""
 
     sequence_parallel: bool
     """With a model axis: between the divided layers of transformer blocks, each of its devices has some positions of

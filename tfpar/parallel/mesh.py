@@ -11,6 +11,7 @@ import dataclasses
 import math
 
 from tfpar.config import ConfigError, ExperimentConfig
+from tfpar.parallel.pipeline.cuts import parse_beginnings
 
 AXES = ("data", "pipeline", "model")
 _PLANNED = ("sequence", "expert")
@@ -100,6 +101,8 @@ def check_beside_mesh(config: ExperimentConfig, mesh: Mesh, *, spans_workers: bo
                 raise ConfigError(
                     f"--{name}={value} is for pipelines, and there is none. Add --mesh=pipeline:2, or leave it out."
                 )
+    elif strategy.stages:
+        parse_beginnings(strategy.stages, mesh.pipeline * strategy.stages_per_device)
     for name, value, idle in (
         ("shard", train.shard, "none"),
         ("lora", train.lora, ""),

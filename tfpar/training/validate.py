@@ -30,9 +30,11 @@ from tfpar.exchange import Exchange
 from tfpar.exchange.sharding.check import check_sharding
 from tfpar.optim import optimizers, schedules
 from tfpar.parallel.mesh import AUTO, check_beside_mesh
+from tfpar.parallel.planner.machine import parse_size
 from tfpar.parallel.topology import Topology, choose_topology, without_auto
 from tfpar.training.duration import check_profile, total_steps
 from tfpar.training.local_steps.check import check_local_steps, check_resumed_rounds
+from tfpar.training.model.recompute import check_pattern
 from tfpar.training.model.xla import SYNCHRONISED
 from tfpar.training.uneven_batches import train_input
 
@@ -63,6 +65,8 @@ def validate_config(config: ExperimentConfig) -> Topology:
     if config.optimizer.optimizer != CUSTOM:
         optimizers.check_arguments(config.optimizer)
     schedules.check_schedule(config.schedule)
+    check_pattern(config.train.recompute)
+    parse_size(config.strategy.device_memory)
     Exchange(config.exchange.exchange).check_supported(topology.name)
     if not automatic:
         check_beside_mesh(config, topology.mesh, spans_workers=topology.replica_workers > 1)

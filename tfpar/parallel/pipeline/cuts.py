@@ -71,6 +71,31 @@ def _best(
     return (value, cuts[:-1]) if cuts else None
 
 
+def parse_beginnings(patterns: str, stages: int) -> list[re.Pattern[str]]:
+    """The expressions of `--stages`.
+
+    Args:
+      patterns: Regular expressions, separated by commas.
+      stages: Number of stages.
+
+    Raises:
+      ConfigError: Another number of patterns, or one that is no regular expression.
+    """
+    texts = patterns.split(",")
+    if len(texts) != stages - 1:
+        raise ConfigError(
+            f"--stages={patterns}: {len(texts)} beginnings of stages, and the pipeline has {stages} stages. Give "
+            f"{stages - 1}: every stage from the second on begins at a layer."
+        )
+    expressions = []
+    for text in texts:
+        try:
+            expressions.append(re.compile(text.strip()))
+        except re.error as error:
+            raise ConfigError(f"--stages={patterns}: {text!r} is no regular expression: {error}.") from None
+    return expressions
+
+
 def cut_at(patterns: str, names: Sequence[str], stages: int) -> list[int]:
     """The cut in front of the first layer, behind the cut before, in whose path a pattern is found.
 
@@ -85,25 +110,15 @@ def cut_at(patterns: str, names: Sequence[str], stages: int) -> list[int]:
     Raises:
       ConfigError: Another number of patterns, one that is no regular expression, or that is not found.
     """
-    expressions = patterns.split(",")
-    if len(expressions) != stages - 1:
-        raise ConfigError(
-            f"--stages={patterns}: {len(expressions)} beginnings of stages, and the pipeline has {stages} stages. Give "
-            f"{stages - 1}: every stage from the second on begins at a layer."
-        )
     cuts: list[int] = []
-    for text in expressions:
-        try:
-            expression = re.compile(text.strip())
-        except re.error as error:
-            raise ConfigError(f"--stages={patterns}: {text!r} is no regular expression: {error}.") from None
+    for expression in parse_beginnings(patterns, stages):
         first = cuts[-1] + 1 if cuts else 1
         place = next((place for place in range(first, len(names)) if expression.search(names[place])), None)
         if place is None:
             behind = f" behind {names[cuts[-1]]!r}" if cuts else " behind the first"
             raise ConfigError(
-                f"--stages={patterns}: {text!r} is in the path of no layer{behind}. The layers, in the order in which "
-                f"they run: {', '.join(dict.fromkeys(names))}."
+                f"--stages={patterns}: {expression.pattern!r} is in the path of no layer{behind}. The layers, in the "
+                f"order in which they run: {', '.join(dict.fromkeys(names))}."
             )
         cuts.append(place)
     return cuts

@@ -19,6 +19,7 @@ keras-hub and of chains of Dense layers; embeddings; other Dense layers, and con
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -149,6 +150,7 @@ class Finder:
         for layer in self.layers:
             self.look_at(layer)
         for chain in _dense_chains(model):
+            self._check_asked(chain)
             self.pair_up(chain)
         self.take_large()
 
@@ -177,6 +179,17 @@ class Finder:
             if not {*map(id, pair)} & (self.found.keys() | self._asked):
                 between = dict.fromkeys(chain[first + 1 : second], OWN_NUMBERS)
                 self._take_all({pair[0]: COLUMN, **between, pair[1]: ROW})
+
+    def _check_asked(self, chain: Sequence[keras.layers.Layer]) -> None:
+        """Refuses a Dense layer that was asked for by columns where the next one needs whole inputs."""
+        dense = [layer for layer in chain if type(layer) is keras.layers.Dense]
+        for layer, reader in itertools.pairwise(dense):
+            asked, read = (self.found.get(id(each)) for each in (layer, reader))
+            if id(layer) in self._asked and asked and asked[1].way == COLUMN and (read is None or read[1].way != ROW):
+                raise ConfigError(
+                    f"layout: {layer.path!r} is divided by columns, and {reader.path!r}, which reads it, not by rows. "
+                    f"Divide both, such as {{{layer.path!r}: 'column', {reader.path!r}: 'row'}}, or gather the first."
+                )
 
     def take_large(self) -> None:
         """Gathers the outputs of Dense layers and convolutions that nothing else is known of."""

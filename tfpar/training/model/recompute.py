@@ -104,13 +104,22 @@ def _blocks(model: keras.Model) -> list[keras.layers.Layer]:
     return [] if is_graph and 2 * inside < model.count_params() - embedded else layers
 
 
+def check_pattern(where: str) -> re.Pattern[str]:
+    """What `--recompute` says as a regular expression; `none` and `blocks` are such as well.
+
+    Raises:
+      ConfigError: It is none.
+    """
+    try:
+        return re.compile(where)
+    except re.error as error:
+        message = f"--recompute={where!r} is neither none, blocks nor a regular expression: {error}."
+        raise ConfigError(message) from None
+
+
 def _matching_layers(model: keras.Model, pattern: str) -> list[keras.layers.Layer]:
     """The outermost layers with weights in whose path the pattern is found."""
-    try:
-        expression = re.compile(pattern)
-    except re.error as error:
-        message = f"--recompute={pattern!r} is neither none, blocks nor a regular expression: {error}."
-        raise ConfigError(message) from None
+    expression = check_pattern(pattern)
 
     def matching(layers: Sequence[keras.layers.Layer]) -> list[keras.layers.Layer]:
         found = []
