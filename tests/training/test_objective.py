@@ -1,4 +1,4 @@
-"""Losses: how they are assigned, one value per example, weighted; what is refused before the first step."""
+"""Losses: how they are assigned and weighted; what is refused before the first step."""
 
 from __future__ import annotations
 
@@ -26,11 +26,6 @@ def classes(*shape: int) -> tf.TensorSpec:
 def two_outputs() -> keras.Model:
     inputs = keras.Input((4,))
     return keras.Model(inputs, [keras.layers.Dense(3, name=name)(inputs) for name in ("a", "b")])
-
-
-def test_a_reduced_loss_is_refused():
-    with pytest.raises(ConfigError, match="one value per example"):
-        bound(classifier(), classes(), loss=lambda y, outputs: tf.reduce_mean(outputs))
 
 
 def test_unknown_names_are_refused_before_there_are_data():

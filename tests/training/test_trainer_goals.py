@@ -98,6 +98,15 @@ def test_loss_weighting_is_an_option():
     assert abs(losses["positions"] - losses["examples"]) > 1e-4
 
 
+def test_inputs_under_other_keys_are_refused():
+    """The shapes alone would fit."""
+    first, second = keras.Input((4,), name="a"), keras.Input((4,), name="b")
+    model = keras.Model({"a": first, "b": second}, keras.layers.Dense(3)(keras.layers.Add()([first, second])))
+    trainer = tfpar.Trainer(model, "sgd", sparse(), **OPTIONS | {"strategy": "one_device", "devices": 1})
+    with pytest.raises(ConfigError, match=r"cannot be called on examples of {'a'.*Missing data for input .b"):
+        trainer.fit({"a": floats(4), "c": floats(4)}, classes(3), steps=1)
+
+
 def test_what_does_not_suit_the_labels_is_refused_before_the_first_step():
     def trainer(loss, metrics=None) -> tfpar.Trainer:
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Unpack
+from typing import Any, TypeAlias, Unpack
 
 from tfpar import inputs
 from tfpar.checkpoint import workdir_lock
@@ -35,6 +35,8 @@ from tfpar.training.validate import validate_data, validate_model, validate_save
 
 import keras
 import tensorflow as tf
+
+Callbacks: TypeAlias = Sequence[keras.callbacks.Callback] | keras.callbacks.Callback | None
 
 _SOURCES = (inputs.Source, inputs.StreamSource, tf.data.Dataset, tuple)
 
@@ -145,8 +147,8 @@ class Trainer:
         steps: int | None = None,
         epochs: float | None = None,
         validation: Any = None,
-        hooks: Sequence[Hook] = (),
-        callbacks: Sequence[keras.callbacks.Callback] = (),
+        hooks: Sequence[Hook] | Hook | None = (),
+        callbacks: Callbacks = (),
         **others: Any,
     ) -> FitResult:
         """Trains, evaluates, checkpoints and writes the results.
@@ -181,8 +183,8 @@ class Trainer:
         self._refresh()
         counts = self._counts_epochs(steps, epochs)
         train, validation = self._sources((train, y, sample_weight), class_weight, validation, counts=counts)
-        check_hooks(hooks)
-        check_callbacks(callbacks, self.topology)
+        hooks = check_hooks(hooks)
+        callbacks = check_callbacks(callbacks, self.topology)
         self._build_augmentation(train)
         workdir = self.config.checkpoint.workdir if self.topology.is_chief else ""
         # `peer_errors_named` acts before anything is closed: a launcher may ask this worker to end meanwhile, and it
@@ -208,7 +210,7 @@ class Trainer:
         y: Any = None,
         *,
         sample_weight: Any = None,
-        callbacks: Sequence[keras.callbacks.Callback] = (),
+        callbacks: Callbacks = (),
         **others: Any,
     ) -> dict[str, Any]:
         """Loss and metrics over all examples of a source, each counted once; all workers call it together.
@@ -233,8 +235,8 @@ class Trainer:
             return {name: self._evaluate(f"evaluate({name})", callbacks, each) for name, each in source.items()}
         return self._evaluate("evaluate(source=...)", callbacks, source, y, sample_weight)
 
-    def _evaluate(self, argument: str, callbacks: Sequence[keras.callbacks.Callback], *data: Any) -> dict[str, Any]:
-        check_callbacks(callbacks, self.topology)
+    def _evaluate(self, argument: str, callbacks: Callbacks, *data: Any) -> dict[str, Any]:
+        callbacks = check_callbacks(callbacks, self.topology)
         source = keras_arguments.as_full_source(argument, *data, told=self._tells, ignore_class=self._ignore_class)
         self._refresh()
         self.program.bind(source)
@@ -245,7 +247,7 @@ class Trainer:
             tell(results)
         return results
 
-    def predict(self, source: Any, *, callbacks: Sequence[keras.callbacks.Callback] = (), **others: Any) -> Any:
+    def predict(self, source: Any, *, callbacks: Callbacks = (), **others: Any) -> Any:
         """The model's outputs for all examples of a source, computed on all devices; all workers call it together.
 
         The weights are those that `evaluate` uses: their moving averages where `--ema` keeps them.
@@ -266,7 +268,7 @@ class Trainer:
         keras_arguments.refuse("predict", others)
         self._check_synchronous("does not predict. To predict")
         self._refresh()
-        check_callbacks(callbacks, self.topology)
+        callbacks = check_callbacks(callbacks, self.topology)
         source = keras_arguments.as_full_source("predict(source=...)", source, told=self._tells)
         if not callbacks:
             return self._predictor(source)

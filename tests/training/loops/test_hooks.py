@@ -6,7 +6,7 @@ import tfpar
 from tests.training.test_trainer import BATCH, EXAMPLES, assert_same_bits, everything, source, trainer_of
 from tfpar.checkpoint import checkpointer
 from tfpar.config import ConfigError
-from tfpar.training.loops.hooks import Hook, HookRows, boundaries
+from tfpar.training.loops.hooks import Hook, HookRows, boundaries, check_hooks
 from tfpar.training.loops.state import Interval, LoopState
 
 import numpy as np
@@ -86,8 +86,16 @@ def test_hooks_that_cannot_be(every, run):
 def test_other_things_than_hooks_are_refused():
     with pytest.raises(ConfigError, match=r"fit\(hooks=...\): expected a tfpar.Hook, got <built-in function print>"):
         trainer_of().fit(source(), steps=1, hooks=[print])
+    with pytest.raises(ConfigError, match=r"expected a tfpar\.Hook, got <built-in function print>"):
+        check_hooks(print)
     with pytest.raises(TypeError, match=r"returned 3; expected a tfpar\.LoopState or None"):
         rows(user=[Hook(1, lambda state: 3)]).run(LoopState(1, 2))
+
+
+def test_one_hook_needs_no_list():
+    hook = Hook(1, print)
+    assert check_hooks(hook) == check_hooks([hook]) == (hook,)
+    assert check_hooks(None) == ()
 
 
 @pytest.mark.parametrize("replicas", [1, 2])

@@ -8,8 +8,8 @@ import functools
 
 import tfpar
 from tests.training.test_trainer import BATCH, CLASSES, EXAMPLES, SPARSE, source, trainer_of
-from tfpar.config import ConfigError
-from tfpar.parallel.topology import Topology
+from tfpar.config import ConfigError, StrategyConfig
+from tfpar.parallel.topology import Topology, choose_topology
 from tfpar.training.loops.keras_callbacks import KerasCallbacks, check_callbacks
 from tfpar.training.loops.state import LoopState
 
@@ -261,6 +261,17 @@ def test_a_resumed_run_goes_on_in_its_epoch(tmp_path):
 def test_callbacks_that_are_refused(callback, message):
     with pytest.raises(ConfigError, match=message):
         trainer_of(plain).fit(source(), steps=1, callbacks=[callback()])
+
+
+def test_one_callback_needs_no_list_and_none_is_none():
+    """As for Keras' methods."""
+    callback, topology = keras.callbacks.TerminateOnNaN(), choose_topology(StrategyConfig(strategy="one_device"))
+    assert check_callbacks(callback, topology) == check_callbacks([[callback]], topology) == [callback]
+    trainer, epochs = trainer_of(plain), []
+    counted = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: epochs.append(epoch))
+    trainer.fit(source(), steps=EPOCH, callbacks=counted)
+    assert epochs == [0]
+    assert trainer.evaluate(source(), callbacks=None)["examples"] > 0
 
 
 def test_parameter_servers_refuse_methods_of_batches_by_name():

@@ -199,6 +199,11 @@ def test_nothing_left_to_train_is_refused():
 # What is refused by name
 
 
+def test_a_layer_is_no_model():
+    with pytest.raises(ConfigError, match=r"is a layer, not a model.*keras\.Sequential"):
+        trainer(layers.Dense(3))
+
+
 def test_stateful_layers_are_refused():
     inputs_ = keras.Input(batch_shape=(8, 4, 2))
     given = keras.Model(inputs_, layers.Dense(1)(layers.LSTM(3, stateful=True, name="memory")(inputs_)))

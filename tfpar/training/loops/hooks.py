@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from tfpar.config import ConfigError
 from tfpar.training.loops.pacing import next_multiple
@@ -60,18 +60,19 @@ class Hook:
         return state.step % self.every == 0 or self.also(state)
 
 
-def check_hooks(hooks: Sequence[Hook]) -> tuple[Hook, ...]:
-    """The hooks that `fit` was given.
+def check_hooks(hooks: Sequence[Hook] | Hook | None) -> tuple[Hook, ...]:
+    """The hooks that `fit` was given: several, one or None.
 
     Raises:
       ConfigError: One of them is no hook.
     """
-    for hook in hooks:
+    given = () if hooks is None else tuple(hooks) if isinstance(hooks, Iterable) else (hooks,)
+    for hook in given:
         if not isinstance(hook, Hook):
             raise ConfigError(
                 f"fit(hooks=...): expected a tfpar.Hook, got {hook!r}. Write tfpar.Hook(every, function)."
             )
-    return tuple(hooks)
+    return given
 
 
 def boundaries(step: int, hooks: Sequence[Hook]) -> list[int]:

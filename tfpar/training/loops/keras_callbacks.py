@@ -214,17 +214,18 @@ class KerasCallbacks:
         return state.replace(lr_multiplier=state.lr_multiplier * factor)
 
 
-def check_callbacks(callbacks: Sequence[Any], topology: Topology) -> None:
-    """Refuses callbacks that cannot work.
+def check_callbacks(callbacks: Any, topology: Topology) -> list[keras.callbacks.Callback]:
+    """The callbacks that a method was given; refuses those that cannot work.
 
     Args:
-      callbacks: What `fit` was given.
+      callbacks: As Keras' methods take them: one, a structure of several, or None.
       topology: How replicas lie on workers and devices.
 
     Raises:
       ConfigError: With what to use instead.
     """
-    for one in callbacks:
+    flat = [] if callbacks is None else keras.tree.flatten(callbacks)
+    for one in flat:
         name = type(one).__name__
         if not isinstance(one, keras.callbacks.Callback):
             raise ConfigError(f"callbacks=...: expected Keras callbacks, got {one!r}. For a function use hooks=.")
@@ -241,6 +242,7 @@ def check_callbacks(callbacks: Sequence[Any], topology: Topology) -> None:
                 f"callbacks=...: {name} has a method for every batch, which --strategy=parameter_server cannot "
                 "call: its workers train without waiting for each other. Use methods of epochs, or another strategy."
             )
+    return flat
 
 
 @contextlib.contextmanager

@@ -140,6 +140,10 @@ def _device(name: str) -> tuple[str | None, int | None]:
 
 
 def _called(function: Callable[[], keras.Model]) -> keras.Model:
+    if isinstance(function, keras.layers.Layer):
+        raise ConfigError(
+            f"model={function!r} is a layer, not a model: put it into one, keras.Sequential([keras.Input(...), layer])."
+        )
     if not callable(function):
         raise ConfigError(f"model={function!r} is neither a Keras model nor a function that returns one.")
     built = function()

@@ -1,16 +1,17 @@
 """Models that compute over whole batches, and batches that are not full.
 
 A batch that is not full is padded with examples of weight 0. Losses and metrics per example leave them out. What reads
-the batch as a whole cannot: batch statistics, losses that the model adds itself, metrics that it updates itself, and
-an overridden `compute_loss`. Where a replica's share of a step is one micro-batch, such a model gets its examples
-alone, and the batch is smaller, as in `fit`; XLA compiles the step once for each size.
+the batch as a whole cannot: batch statistics, losses that the model adds itself, metrics that it updates itself, an
+overridden `compute_loss`, and a loss that returns one value for the batch. Where a replica's share of a step is one
+micro-batch, such a model gets its examples alone, and the batch is smaller, as in `fit`; XLA compiles the step once for
+each size.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tfpar import inputs, models
@@ -19,6 +20,7 @@ from tfpar.optim import keras_internals
 from tfpar.parallel.topology import Topology
 from tfpar.training.core import Core
 from tfpar.training.model.own_loss import OwnLossObjective
+from tfpar.training.objective import Objective, SupervisedObjective
 
 import keras
 import tensorflow as tf
@@ -36,6 +38,7 @@ class BatchReaders:
       statistics: Names of Keras' layers of batch statistics; tfpar's own leave padding out.
       adding: Names of the layers that add losses which depend on examples, as far as their code tells.
       fixed_batch: Whether an input has a fixed number of examples.
+      objective: What the model is trained for.
     """
 
     name: str
@@ -45,6 +48,7 @@ class BatchReaders:
     statistics: Sequence[str]
     adding: Sequence[str]
     fixed_batch: bool
+    objective: Objective
 
     @classmethod
     def of(cls, core: Core, topology: Topology) -> BatchReaders:
@@ -59,7 +63,13 @@ class BatchReaders:
             statistics=[layer.name for layer in layers if _takes_statistics(layer)],
             adding=[layer.name for layer in layers if _adds_loss(layer)],
             fixed_batch=any(one.shape[0] is not None for one in keras.tree.flatten(given)),
+            objective=core.objective,
         )
+
+    @property
+    def whole_losses(self) -> Mapping[str, bool]:
+        """Losses that return one value for a batch, and whether it is a mean; known once there are data."""
+        return self.objective.whole_losses if isinstance(self.objective, SupervisedObjective) else {}
 
     def get_examples_alone(self, pipeline: inputs.AnyPipeline) -> bool:
         """Whether batches of a pipeline that are not full come without their padding.
@@ -73,7 +83,7 @@ class BatchReaders:
         stacked = rows and topology.local_replicas > 1
         return (
             pipeline.pads
-            and bool(self.own_loss or self.metrics or self.statistics or self.adding)
+            and bool(self.own_loss or self.whole_losses or self.metrics or self.statistics or self.adding)
             and pipeline.element_spec[2].shape[0] == 1
             and not (self.fixed_batch or stacked)
             and topology.synchronous
@@ -98,13 +108,16 @@ class BatchReaders:
     def check(
         self, pipeline: inputs.AnyPipeline, source: inputs.AnySource, config: InputConfig, *, training: bool
     ) -> None:
-        """Refuses padding that the model's own loss would count, or, in training, its own metrics.
+        """Refuses padding that a loss over whole batches would count, or, in training, the model's own metrics.
 
         Raises:
           ConfigError: With what to do.
         """
+        self._check_parts(pipeline)
         if self.own_loss:
             what = f"model {self.name!r} overrides compute_loss"
+        elif self.whole_losses:
+            what = f"loss {next(iter(self.whole_losses))!r} returns one value for a batch, not one per example"
         elif self.metrics and training:
             what = f"model {self.name!r} updates metrics of its own ({', '.join(self.metrics)})"
         else:
@@ -118,6 +131,17 @@ class BatchReaders:
             f"{config.global_batch_size} with padding (an incomplete last batch, a batch that replicas and "
             f"micro-batches do not divide, or --on_bad_record=skip). What to do: {'; or '.join(remedies)}."
         )
+
+    def _check_parts(self, pipeline: inputs.AnyPipeline) -> None:
+        """Refuses a loss of a batch that its parts, on replicas or in micro-batches, do not add up to."""
+        parts = self.topology.replicas * pipeline.element_spec[2].shape[0]
+        undivided = [name for name, is_mean in self.whole_losses.items() if not is_mean]
+        if undivided and parts > 1:
+            raise ConfigError(
+                f"loss {undivided[0]!r} returns one value for a batch, which is not the mean of what it returns for "
+                f"the {parts} parts of the batch on replicas and in micro-batches. Let it keep one value per example, "
+                "as keras.losses.Dice(axis=(1, 2, 3)) does, or train on one device without --accumulate_steps."
+            )
 
 
 def without_padding(dataset: tf.data.Dataset) -> tf.data.Dataset:

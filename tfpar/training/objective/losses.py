@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tfpar.config import ConfigError
 from tfpar.optim import keras_compile
 from tfpar.optim.keras_compile import ResolvedLoss
 from tfpar.training.objective.outputs import Outputs, examples_of
-from tfpar.training.objective.weighting import BY_SAMPLE_WEIGHT, SUM, TermSums, term_sums
+from tfpar.training.objective.weighting import BY_SAMPLE_WEIGHT, SUM, TermSums, called, term_sums
+from tfpar.training.objective.whole_loss import is_mean
 
 import keras
 import tensorflow as tf
@@ -24,11 +26,13 @@ class Losses:
       terms: In the order in which Keras adds them.
       own_denominator: Of each term, whether it is divided by something else than the number of examples.
       by_positions: See `weighting.term_sums`.
+      whole: Names of the terms that are one value for a whole batch, and whether it is a mean over the examples.
     """
 
     terms: tuple[ResolvedLoss, ...]
     own_denominator: tuple[bool, ...]
     by_positions: bool
+    whole: Mapping[str, bool] = dataclasses.field(default_factory=dict)
 
     def sums(
         self, y: Sequence[Any], outputs: Sequence[Any], sample_weight: Sequence[Any], weight: tf.Tensor
@@ -95,7 +99,7 @@ def build_losses(loss: Any, loss_weights: Any, y: Any, outputs: Outputs, *, by_p
     if len(terms) > 1 and not keras.tree.is_nested(outputs.structure):
         raise ConfigError(f"loss={_named(loss)}: {len(terms)} losses for one output. Add them up in one function.")
     found = Losses(tuple(terms), tuple(False for _ in terms), by_positions)
-    return dataclasses.replace(found, own_denominator=_tried(found, y, outputs))
+    return _tried(found, y, outputs)
 
 
 def _check_outputs(loss: Any, outputs: Outputs) -> None:
@@ -114,23 +118,27 @@ def _check_outputs(loss: Any, outputs: Outputs) -> None:
         )
 
 
-def _tried(losses: Losses, y: Any, outputs: Outputs) -> tuple[bool, ...]:
-    """Computes each term on made-up examples; whether it has a denominator of its own."""
+def _tried(losses: Losses, y: Any, outputs: Outputs) -> Losses:
+    """Computes each term on made-up examples, which shows its denominator and whether it keeps a value per example."""
     labels, values = examples_of(y), examples_of(outputs.structure)
     weight = tf.ones([keras.tree.flatten(outputs.structure)[0].shape[0]])
-    own = []
+    own, whole = [], {}
     for term in losses.terms:
         single = dataclasses.replace(losses, terms=(term,))
         try:
             (sums,) = single.sums(labels, values, [None] * len(labels), weight)
+            if sums.whole:
+                given = _taken(labels, term.y), _taken(values, term.outputs)
+                means = is_mean(functools.partial(called, term.loss), *given)
+                whole[term.name] = means and term.loss.reduction != SUM
         except (ValueError, TypeError, tf.errors.InvalidArgumentError) as error:
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(_unsuitable(term, y, outputs, error)) from error
         masked = sums.masked or any(keras.tree.flatten(_taken(outputs.masked, term.outputs)))
         by_weight, plain = term.loss.reduction == BY_SAMPLE_WEIGHT, term.loss.reduction == SUM
-        own.append(by_weight or plain or (masked and losses.by_positions))
-    return tuple(own)
+        own.append(by_weight or plain or (masked and losses.by_positions and not sums.whole))
+    return dataclasses.replace(losses, own_denominator=tuple(own), whole=whole)
 
 
 def _unsuitable(term: ResolvedLoss, y: Any, outputs: Outputs, error: Exception) -> str:

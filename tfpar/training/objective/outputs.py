@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from tfpar.config import ConfigError
@@ -67,6 +67,8 @@ def outputs_of(model: keras.Model, input_spec: Any, examples: int) -> Outputs:
 
 def _takes(model: keras.Model, input_spec: Any) -> bool:
     """Whether examples have the very shapes of the inputs of a graph of layers. Others may still be accepted."""
+    if isinstance(input_spec, Mapping) and {tensor.name for tensor in model.inputs} != {*input_spec}:
+        return False  # keys that the model does not have, or that are not the names of its inputs
     shapes = [tuple(tensor.shape[1:]) for tensor in model.inputs]
     given = [tuple(spec.shape) for spec in tf.nest.flatten(input_spec)]
     return len(shapes) == len(given) and all(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tfpar.config import ConfigError
@@ -122,6 +122,11 @@ class SupervisedObjective:
     def totals(self) -> Totals:
         """What is added up beside the loss. Only after `bind`."""
         return self._bound[0].totals
+
+    @property
+    def whole_losses(self) -> Mapping[str, bool]:
+        """Losses of one value for a whole batch, see `Losses.whole`; none before `bind`."""
+        return self._bound[0].losses.whole if self._bound else {}
 
     def __call__(
         self, params: Tensors, state: Tensors, batch: Batch, *, training: bool, scales: tf.Tensor | None = None

@@ -14,6 +14,7 @@ from tfpar.config import ConfigError
 from tfpar.optim import keras_internals
 from tfpar.parallel.tensor.divided_logits import gathered
 from tfpar.training.objective.divided import divided_loss
+from tfpar.training.objective.whole_loss import numerator_of
 
 import keras
 import tensorflow as tf
@@ -30,11 +31,13 @@ class TermSums(NamedTuple):
       denominator: What the numerator is divided by, once both are summed. A loss of reduction `sum` is divided by
         nothing; its denominator is the sum of the example weights.
       masked: Whether a mask was found.
+      whole: Whether the loss is one value for the batch; see `whole_loss`.
     """
 
     numerator: tf.Tensor
     denominator: tf.Tensor
     masked: bool
+    whole: bool = False
 
 
 def term_sums(
@@ -52,9 +55,13 @@ def term_sums(
         first, an example without any counting 0.
 
     Raises:
-      ConfigError: The loss does not keep one value per example, or weights or masks do not fit its values.
+      ConfigError: The loss keeps neither one value per example nor one for the batch, or weights or masks do not fit
+        its values.
     """
     found, outputs = _values(loss, y, outputs)
+    if tf.convert_to_tensor(found).shape.rank == 0:  # a mask of the outputs leaves it as it is, as in Keras
+        value = numerator_of(tf.cast(found, tf.float32), sample_weight, weight, is_sum=loss.reduction == SUM)
+        return TermSums(value, tf.reduce_sum(weight), False, whole=True)
     masks = [mask for mask in map(keras_internals.mask_of, (outputs, found)) if mask is not None]
     values = _per_example(found, weight)
     if not masks and sample_weight is None:
@@ -82,7 +89,12 @@ def _values(loss: keras.losses.Loss, y: Any, outputs: Any) -> tuple[Any, Any]:
     if found is not None:
         return found, outputs
     outputs = keras.tree.map_structure(gathered, outputs)
-    return loss.call(_as(y, loss.dtype), _as(outputs, loss.dtype)), outputs
+    return called(loss, y, outputs), outputs
+
+
+def called(loss: keras.losses.Loss, y: Any, outputs: Any) -> Any:
+    """What a loss returns before any reduction, for labels and outputs of any dtype."""
+    return loss.call(_as(y, loss.dtype), _as(outputs, loss.dtype))
 
 
 def _as(structure: Any, dtype: str) -> Any:
@@ -93,12 +105,8 @@ def _as(structure: Any, dtype: str) -> Any:
 def _per_example(values: Any, weight: tf.Tensor) -> tf.Tensor:
     """What a loss returned as float32 `[m, ...]`."""
     values = tf.cast(values, tf.float32)
-    if values.shape.rank is None or values.shape.rank < 1:
-        raise ConfigError(
-            f"the loss returned a value of shape {values.shape}: it must keep one value per example (in a function, "
-            "leave out the mean over the batch; Keras losses inside it: reduction=None), because uneven batches are "
-            "weighted by example."
-        )
+    if values.shape.rank is None:
+        raise ConfigError("the loss returned a value of unknown rank: it must keep one value per example.")
     if not values.shape[:1].is_compatible_with(weight.shape):
         raise ConfigError(
             f"the loss returned {values.shape[0]} values for {weight.shape[0]} examples; it must keep one for each."

@@ -1,0 +1,94 @@
+"""Losses of one value for a whole batch: the numbers of `fit`, or refused where parts do not add up."""
+
+from __future__ import annotations
+
+import tfpar
+from tfpar import inputs
+from tfpar.config import ConfigError
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+layers, ops = keras.layers, keras.ops
+EXAMPLES, BATCH = 17, 8  # the last batch has one example
+
+
+def mean_square(y, outputs):
+    return ops.mean(ops.square(y - outputs))
+
+
+def total_square(y, outputs):
+    return ops.sum(ops.square(y - outputs))
+
+
+def images() -> keras.Model:
+    return keras.Sequential([keras.Input((4, 4, 1)), layers.Conv2D(1, 3, padding="same", activation="sigmoid")])
+
+
+def numbers() -> keras.Model:
+    """Outputs `[m]`, whose last dim is that of examples."""
+    return keras.Sequential([keras.Input((4, 4, 1)), layers.Flatten(), layers.Dense(1), layers.Reshape(())])
+
+
+def data(build) -> tuple[np.ndarray, np.ndarray]:
+    x = np.random.default_rng(0).normal(size=(EXAMPLES, 4, 4, 1)).astype(np.float32)
+    return x, x[:, 0, 0, 0] if build is numbers else (x > 0).astype(np.float32)
+
+
+def trainer(build, loss, replicas=1, **options) -> tfpar.Trainer:
+    several = {"strategy": "mirrored", "devices": replicas} if replicas > 1 else {"strategy": "one_device"}
+    options = {"global_batch_size": BATCH, "shuffle": False, "jit_compile": "false", **several, **options}
+    return tfpar.Trainer(build, keras.optimizers.SGD(0.1), loss, **options)
+
+
+@pytest.mark.parametrize(
+    ("build", "loss", "replicas", "options"),
+    [
+        (images, mean_square, 1, {}),
+        (images, mean_square, 2, {}),
+        (images, mean_square, 1, {"jit_compile": "true"}),
+        (images, keras.losses.Dice(), 1, {}),
+        (images, keras.losses.Tversky(), 1, {}),
+        (images, total_square, 1, {}),
+        (numbers, "mse", 1, {}),
+        (numbers, "mae", 2, {}),
+        (numbers, "huber", 1, {"accumulate_steps": 2, "remainder": "drop"}),
+    ],
+)
+def test_an_epoch_gives_the_numbers_of_fit(build, loss, replicas, options):
+    def seeded() -> keras.Model:
+        keras.utils.set_random_seed(3)
+        return build()
+
+    x, y = data(build)
+    if "remainder" in options:
+        x, y = x[: EXAMPLES - 1], y[: EXAMPLES - 1]
+    reference = seeded()
+    reference.compile(keras.optimizers.SGD(0.1), loss)
+    expected = reference.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0).history["loss"]
+    ours = trainer(seeded, loss, replicas, **options)
+    np.testing.assert_allclose(ours.fit(x, y, epochs=2).history["loss"], expected, rtol=1e-4)
+    for one, other in zip(ours.model.get_weights(), reference.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+    assert ours.evaluate(x, y)["loss"] == pytest.approx(reference.evaluate(x, y, BATCH, verbose=0), rel=1e-4)
+
+
+@pytest.mark.parametrize("loss", [keras.losses.Dice(), total_square, keras.losses.Dice(reduction="sum")])
+@pytest.mark.parametrize("options", [{"replicas": 2}, {"accumulate_steps": 2}])
+def test_what_parts_do_not_add_up_to_is_refused(loss, options):
+    with pytest.raises(ConfigError, match=r"not the mean of what it returns for the 2 parts .*axis=\(1, 2, 3\)"):
+        trainer(images, loss, **options).fit(*data(images), epochs=1)
+
+
+def test_padding_is_refused_where_it_would_count():
+    x, y = data(images)
+    stream = inputs.from_dataset(tf.data.Dataset.from_tensor_slices((x, y)))
+    with pytest.raises(ConfigError, match=r"'mean_square' returns one value for a batch.*--remainder=drop"):
+        trainer(images, mean_square, 2).fit(stream, epochs=1)
+
+
+def test_sample_weights_are_refused():
+    with pytest.raises(ConfigError, match=r"sample weights cannot weigh its examples.*one value per example"):
+        trainer(images, mean_square).fit(*data(images), sample_weight=np.ones(EXAMPLES), epochs=1)

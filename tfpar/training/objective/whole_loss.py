@@ -1,0 +1,61 @@
+"""Losses of one value for a whole batch, as Keras takes them.
+
+Such are functions that take the mean over the batch themselves, losses over sets (`keras.losses.Dice`), and losses of
+outputs `[m]`, whose last dim is that of examples. The value stands for every example of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tfpar.config import ConfigError
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+_RELATIVE, _ABSOLUTE = 1e-4, 1e-6
+
+
+def numerator_of(value: tf.Tensor, sample_weight: Any, weight: tf.Tensor, *, is_sum: bool) -> tf.Tensor:
+    """What such a loss adds to a numerator over examples.
+
+    Args:
+      value: The loss of the batch, a float32 scalar.
+      sample_weight: Must be None.
+      weight: Float32 `[m]`: 1 for each example; 0 where a replica has none, which is then one example.
+      is_sum: Whether the loss has the reduction `sum`, which is divided by nothing.
+
+    Raises:
+      ConfigError: Sample weights. Keras (3.15) multiplies the value by their mean, so that no example weighs more.
+    """
+    if sample_weight is not None:
+        raise ConfigError(
+            "the loss returned one value for the whole batch, so sample weights cannot weigh its examples: it must "
+            "keep one value per example (in a function, leave out the mean over the batch; Keras losses inside it: "
+            "reduction=None; a model with outputs [m]: give it outputs [m, 1])."
+        )
+    count = tf.reduce_sum(weight)
+    return value * (tf.cast(count > 0, tf.float32) if is_sum else count)
+
+
+def is_mean(value_of: Callable[[Any, Any], Any], y: Any, outputs: Any) -> bool:
+    """Whether a loss of one value for a batch is a mean over its examples, tried on made-up examples.
+
+    Then parts of a batch, weighted by their examples, add up to the loss of all of it.
+
+    Args:
+      value_of: Computes the loss of labels and outputs, a scalar.
+      y: Labels `[m, ...]`, a structure of tensors; m at least 2.
+      outputs: Outputs `[m, ...]`, a structure of tensors.
+    """
+    examples = keras.tree.flatten(outputs)[0].shape[0]
+    cut = examples // 2
+    y = keras.tree.map_structure(lambda leaf: leaf[::-1], y)  # made up like the outputs, they could be equal
+    whole, first, second = (
+        float(value_of(*(keras.tree.map_structure(lambda leaf, rows=rows: leaf[rows], part) for part in (y, outputs))))
+        for rows in (slice(None), slice(cut), slice(cut, None))
+    )
+    mean = (first * cut + second * (examples - cut)) / examples
+    return bool(np.isclose(whole, mean, rtol=_RELATIVE, atol=_ABSOLUTE))
