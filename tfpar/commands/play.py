@@ -46,8 +46,8 @@ def main(_: list[str]) -> None:
     env = given.env or saved.get("env", "")
     if not env:
         raise ConfigError(
-            f"--env is missing, and {given.model_file} lies beside no checkpoint that says what the policy was trained "
-            "in. Name the environment, e.g. --env=CartPole-v1."
+            f"--env is missing, and {given.model_file} has no checkpoint next to it that names the environment of its "
+            "training. Name the environment, e.g. --env=CartPole-v1."
         )
     from tfpar.rl.playing import episodes
 

@@ -45,7 +45,7 @@ def find(name: str) -> AnyEnvironment:
         return find_in_gymnasium(name.removeprefix(PREFIX))
     if name not in _ENVIRONMENTS:
         error = unknown_name("--env", name, names())
-        raise ConfigError(f"{error} With --env={PREFIX}NAME, any environment of Gymnasium.")
+        raise ConfigError(f"{error} --env={PREFIX}NAME is any environment of Gymnasium.")
     return _ENVIRONMENTS[name]
 
 

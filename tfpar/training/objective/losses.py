@@ -22,7 +22,7 @@ class Losses:
 
     Attributes:
       terms: In the order in which Keras adds them.
-      own_denominator: Of each term, whether it is divided by something else than the number of examples.
+      own_denominator: For each term, whether it is divided by something other than the number of examples.
       by_positions: See `weighting.term_sums`.
     """
 
@@ -54,7 +54,7 @@ class Losses:
         ]
 
     def total(self, numerators: Sequence[tf.Tensor]) -> tf.Tensor:
-        """The sum of the terms by `loss_weights`, a scalar; zero where there are none."""
+        """The sum of the terms weighted by `loss_weights`, a scalar; zero if there are none."""
         parts = [
             value if term.weight is None else value * term.weight
             for term, value in zip(self.terms, numerators, strict=True)
@@ -63,19 +63,19 @@ class Losses:
 
 
 def build_losses(loss: Any, loss_weights: Any, y: Any, outputs: Outputs, *, by_positions: bool) -> Losses:
-    """The losses of a model, assigned to its outputs, and tried on made-up examples.
+    """The losses of a model, assigned to its outputs and tried on dummy examples.
 
     Args:
       loss: As Keras' `compile` takes it: a loss, its name or a function `(y, outputs) -> values [m, ...]`; a list, or a
         dict by output name, of them; or a structure like that of the outputs. None for no loss.
       loss_weights: A factor for each loss, in the same structure, or None.
       y: Labels, a structure of `tf.TensorSpec` with static shapes; `()` for none.
-      outputs: What the model returns.
-      by_positions: Whether positions that a mask leaves are what is averaged over; else examples.
+      outputs: The model's outputs.
+      by_positions: Whether to average over the unmasked positions; otherwise over examples.
 
     Raises:
-      ConfigError: A name that Keras does not know, another structure than that of the outputs, or labels that a loss
-        cannot be computed from.
+      ConfigError: A name that Keras does not know, a structure other than that of the outputs, or labels that do not
+        suit a loss.
     """
     if loss is None:
         return Losses((), (), by_positions)
@@ -110,12 +110,13 @@ def _check_outputs(loss: Any, outputs: Outputs) -> None:
         )
     if known and unknown:
         raise ConfigError(
-            f"loss: {unknown[0]!r} is no output of the model. Its outputs are: {', '.join(map(repr, sorted(known)))}."
+            f"loss: {unknown[0]!r} is not an output of the model. Its outputs are: "
+            f"{', '.join(map(repr, sorted(known)))}."
         )
 
 
 def _tried(losses: Losses, y: Any, outputs: Outputs) -> tuple[bool, ...]:
-    """Computes each term on made-up examples; whether it has a denominator of its own."""
+    """Computes each term on dummy examples; returns whether each has its own denominator."""
     labels, values = examples_of(y), examples_of(outputs.structure)
     weight = tf.ones([keras.tree.flatten(outputs.structure)[0].shape[0]])
     own = []
@@ -152,10 +153,10 @@ def _unsuitable(term: ResolvedLoss, y: Any, outputs: Outputs, error: Exception) 
 
 
 def check_names(loss: Any) -> None:
-    """Refuses what is no loss, in any structure, before there are data.
+    """Refuses objects that are not losses, in any structure, before there are data.
 
     Raises:
-      ConfigError: A name that Keras does not know, or an object that is no loss.
+      ConfigError: A name that Keras does not know, or an object that is not a loss.
     """
     for leaf in keras.tree.flatten(loss):
         if leaf is None or str(leaf).lower() in ("crossentropy", "ce"):
