@@ -274,7 +274,7 @@ def test_no_file_outside_the_directory_is_read(tmp_path):
         "",
     ):
         rewrite(path, files={**files, name: files["state.safetensors"]})
-        with pytest.raises(ValueError, match="no file of a checkpoint"):
+        with pytest.raises(ValueError, match="not the name of a checkpoint file"):
             checkpoint_files.read(path)
 
 

@@ -80,7 +80,7 @@ def test_how_a_run_that_stops_can_go_on(tmp_path, capsys):
         options = {"workdir": str(disk / "run"), "stop_after": 3, "schedule": "constant"}
         trainer_of(**options).fit(source(), steps=9)
         said = capsys.readouterr().out
-        assert "stopped after step 3 of 9; the newest checkpoint is of step 3; start again to go on there\n" in said
+        assert "stopped after step 3 of 9; the newest checkpoint is of step 3; start again to resume there\n" in said
         small_disk.fill(disk)
         trainer_of(**options).fit(source(), steps=9)
         said = capsys.readouterr().out

@@ -48,7 +48,7 @@ def test_a_hang_ends_the_process_with_its_stacks():
 @pytest.mark.parametrize(
     ("after", "what"),
     [
-        ("", "what comes before the end of the first step"),
+        ("", "the startup and the first step"),
         ("watchdog.progress('evaluation', patient=True)", "evaluation"),
     ],
 )
@@ -116,7 +116,7 @@ trainer.fit(train, validation=validation)
 @pytest.mark.parametrize(
     ("where", "timeout", "what"),
     [
-        ("first", 0.5, "what comes before the end of the first step"),
+        ("first", 0.5, "the startup and the first step"),
         ("evaluation", 5, "evaluation or checkpoint after step 2"),  # within five times that the steps are done
     ],
 )

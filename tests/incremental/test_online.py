@@ -284,7 +284,11 @@ def test_weights_are_those_of_one_pass_over_what_has_arrived(places, shards, tmp
     for one, other in zip(learner._trainer.model.weights, plain.model.weights, strict=True):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
     assert json.loads((run / "exports" / "newest" / "about.json").read_text())["examples"] == 480
-    with pytest.raises(ConfigError, match="another process watches"), learner._chief.alone(), learner._chief.alone():
+    with (
+        pytest.raises(ConfigError, match="another process already watches"),
+        learner._chief.alone(),
+        learner._chief.alone(),
+    ):
         pass
 
 
@@ -310,7 +314,7 @@ def test_replay_adds_as_many_kept_examples(places, shards, tmp_path):
         ({"method": "ewc"}, "--method=ewc goes with --tasks"),
         ({"workdir": ""}, "--watch needs a --workdir"),
         ({"watch": "/nowhere"}, "--watch=/nowhere: no such directory"),
-        ({"grow_head": True}, "--grow_head goes with --tasks"),
+        ({"grow_head": True}, "--grow_head works with --tasks"),
     ],
 )
 def test_what_does_not_go_with_watching_is_refused(options, message, tmp_path):

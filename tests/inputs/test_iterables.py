@@ -92,7 +92,9 @@ def test_a_digest_tells_the_first_elements_of_workers_apart():
 
 
 def test_what_cannot_be_a_stream():
-    with pytest.raises(ConfigError, match=r"a count can be read only once\. Give an object whose __iter__ begins anew"):
+    with pytest.raises(
+        ConfigError, match=r"a count can be read only once\. Give an object whose __iter__ starts again"
+    ):
         inputs.from_iterable(itertools.count(), name="generator")
     with pytest.raises(ConfigError, match="Items: the iterable has no elements"):
         _ = inputs.from_iterable(Items([], [])).info

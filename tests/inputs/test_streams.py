@@ -116,7 +116,7 @@ def test_a_saved_position_goes_on_exactly(local):
     saved = whole.export()
     expected = [next(iterator)[0].numpy() for _ in range(8)]
     again = new()
-    assert "goes on where it stopped" in again.restore(saved, same_workers=True)
+    assert "continues where it stopped" in again.restore(saved, same_workers=True)
     iterator = iter(again.dataset())
     again.follow(iterator)
     for rows in expected:

@@ -298,7 +298,7 @@ def test_fine_tuning_of_a_model_by_name_and_what_is_refused(tmp_path):
     assert "training 1,290 of 50,826 parameters (2.5 %): --trainable=^head/" in result.stdout + result.stderr
     for flags, said in [
         (["--preset=nowhere"], "error: --preset=nowhere is neither a .keras file nor a directory"),
-        (["--trainable=("], "error: --trainable='(' is no regular expression"),
+        (["--trainable=("], "error: --trainable='(' is not a regular expression"),
         (["--model=mlp", "--trainable=decoder"], "--trainable='decoder' matches no weight. Paths are such as"),
     ]:
         result = script("finetune", *flags)

@@ -42,7 +42,7 @@ def test_two_workers_learn_what_one_does_with_twice_the_environments(tmp_path):
 
     run(2, tmp_path / "cut", "--stop_after=10")
     resumed, output = run(2, tmp_path / "cut")
-    assert "the episodes go on where they stopped" in output
+    assert "the episodes continue where they stopped" in output
     assert resumed["params_sha256"] == two["params_sha256"]
 
 

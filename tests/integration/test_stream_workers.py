@@ -31,7 +31,7 @@ def test_two_workers_resume_where_the_stream_stopped(tmp_path, sharding):
     run(2, sharding, tmp_path / "cut", stop_after=6)
     resumed, _, output = run(2, sharding, tmp_path / "cut")
     assert resumed["steps"] == whole["steps"] == STEPS
-    assert "the stream goes on where it stopped" in output
+    assert "the stream continues where it stopped" in output
     assert resumed["params_sha256"] == whole["params_sha256"]
     if sharding == "example":  # the same batches on one worker, whose sums differ by rounding alone
         _, expected, _ = run(1, sharding, tmp_path / "one")

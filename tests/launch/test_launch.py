@@ -458,7 +458,7 @@ def test_a_stopped_worker_is_killed_once_others_have_given_it_up(actors: Actors)
     result = actors.run("--workers=2 --grace_period=60", "worker0=kill:SIGSTOP", "worker1=sleep:0.5,exit:75")
     assert result.returncode == 128 + signal.SIGKILL
     assert lines_of(result.stdout, "launch") == [
-        "worker 0 is stopped (SIGSTOP) and does not answer: killed",
+        "worker 0 was stopped (SIGSTOP) and did not answer: killed",
         "worker 0 was stopped (SIGSTOP) and killed here (exit code 137)",
     ]
 

@@ -36,7 +36,7 @@ def test_a_full_disk_is_said_once_and_tried_again_later(tmp_path, monkeypatch, m
         files.end_session(success=True)
         files.close()
         assert messages == [
-            "WARNING: TensorBoard events cannot be written (No space left on device); training goes on without them"
+            "WARNING: TensorBoard events cannot be written (No space left on device); training continues without them"
         ]
         assert files.failures == ["TensorBoard events: No space left on device"]
         filler.unlink()

@@ -40,7 +40,7 @@ def test_chosen_topology(options, jobs, name, replicas):
     topology = choose_topology(StrategyConfig(**options), of_cluster(**jobs) if jobs else None)
     assert (topology.name, topology.replicas) == (name, replicas)
     assert topology.reason in topology.describe()
-    assert ("trains on its own" in topology.reason) == (name == "one_device" and jobs is not None)
+    assert ("trains independently" in topology.reason) == (name == "one_device" and jobs is not None)
 
 
 @pytest.mark.parametrize(

@@ -158,13 +158,13 @@ def test_continuous_actions_micro_batches_and_xla(tmp_path):
         ({"env": "CartPole-v2"}, r"--env='CartPole-v2'.*Did you mean 'CartPole-v1'"),
         ({"minibatches": 3}, r"--rollout_steps=8 is not divisible by --minibatches=3"),
         ({"steps": 0}, r"how long is the run\? Give --env_steps"),
-        ({"steps": 0, "epochs": 2}, r"--epochs: there are no epochs"),
+        ({"steps": 0, "epochs": 2}, r"--epochs: an environment has no epochs"),
         ({"env_steps": 640}, r"--env_steps=640 and --steps=20 both"),
         ({"environments": 7, "strategy": "mirrored", "devices": 2}, r"--environments=7 is not divisible by the 2"),
         ({"accumulate_steps": 5}, r"--accumulate_steps=5 does not divide the 32 transitions"),
-        ({"shard": "optimizer"}, r"--shard=optimizer does not go with"),
-        ({"local_steps": 5}, r"--local_steps=5 does not go with"),
-        ({"hidden": "64;64"}, r"--hidden='64;64' is no list of positive numbers"),
+        ({"shard": "optimizer"}, r"--shard=optimizer does not work with"),
+        ({"local_steps": 5}, r"--local_steps=5 does not work with"),
+        ({"hidden": "64;64"}, r"--hidden='64;64' is not a list of positive whole numbers"),
     ],
 )
 def test_what_cannot_work_is_refused(options, said):

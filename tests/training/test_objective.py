@@ -77,7 +77,7 @@ def test_losses_that_do_not_suit_the_labels_are_refused_by_name(goal, labels, me
 
 
 def test_a_loss_for_an_output_that_does_not_exist_is_refused():
-    with pytest.raises(ConfigError, match=r"'c' is no output of the model\. Its outputs are: 'a', 'b'"):
+    with pytest.raises(ConfigError, match=r"'c' is not an output of the model\. Its outputs are: 'a', 'b'"):
         bound(two_outputs(), (classes(), classes()), loss={"a": "mse", "c": "mse"})
 
 

@@ -54,7 +54,7 @@ def test_it_trains_as_the_loss_that_it_writes_down():
 @pytest.mark.parametrize(
     ("goal", "said"),
     [
-        ({"objective": SquaredError, "loss": "mse"}, r"objective=... says what is minimised.*leave loss out"),
+        ({"objective": SquaredError, "loss": "mse"}, r"objective=... determines what is minimised.*leave loss out"),
         ({"objective": "mse"}, r"objective='mse': give a function of the built model"),
         ({"objective": lambda built: 3}, r"objective=... made 3, which is no .*Objective"),
     ],

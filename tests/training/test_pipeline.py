@@ -157,7 +157,7 @@ def synchronized():
         (divided.dense, {"mesh": "pipeline:4", "stages_per_device": 3}, "has 9 layers .*, too few for 12 stages"),
         (divided.dense, {"stages": "norm,third"}, "2 beginnings of stages, and the pipeline has 2 stages. Give 1"),
         (divided.dense, {"stages": "fifth"}, "'fifth' is in the path of no layer behind the first. The layers, .*last"),
-        (divided.dense, {"stages": "("}, "is no regular expression"),
+        (divided.dense, {"stages": "("}, "is not a regular expression"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(build, options, message):

@@ -234,7 +234,7 @@ def test_dropout_of_what_is_divided_draws_for_each_device():
     ("options", "message"),
     [
         ({"sequence_parallel": True}, "--sequence_parallel: model .* has no divided block that allows it"),
-        ({"optimizer": "lamb"}, "--mesh: Lamb looks at whole tensors"),
+        ({"optimizer": "lamb"}, "--mesh: Lamb needs whole tensors"),
         ({"jit_compile": "true"}, "--jit_compile=true: the devices of a replica talk within its layers"),
         ({"layout": {"first": "diagonal"}}, r"layout\['first'\]='diagonal' is not one of column, row"),
         ({"layout": {"thrid": "gather"}}, "layout: 'thrid' matches no layer with weights"),
@@ -255,7 +255,7 @@ def test_what_cannot_be_divided_is_refused(options, message):
 
 
 def test_a_layout_needs_a_mesh():
-    with pytest.raises(ConfigError, match="layout says how layers are divided"):
+    with pytest.raises(ConfigError, match="layout determines how layers are divided"):
         tfpar.Trainer(divided.dense, loss="mse", layout={"last": "gather"}, strategy="one_device", verbose=0)
 
 

@@ -759,4 +759,4 @@ def test_frozen_weights_keep_their_bits_and_do_not_travel():
 )
 def test_padding_that_keras_normalisation_counts_is_said(builder, examples, warned, capsys):
     trainer_of(builder, accumulate_steps=2).fit(source(examples), steps=1)
-    assert ("BatchNormalization (batch_normalization) takes the padding" in capsys.readouterr().out) == warned
+    assert ("BatchNormalization (batch_normalization) counts the padding" in capsys.readouterr().out) == warned

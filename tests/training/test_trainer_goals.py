@@ -126,7 +126,7 @@ def test_what_does_not_suit_the_labels_is_refused_before_the_first_step():
     named = tfpar.Trainer(
         two, "sgd", {"left": "mse", "rihgt": "mse"}, **OPTIONS | {"strategy": "one_device", "devices": 1}
     )
-    with pytest.raises(ConfigError, match=r"loss: 'rihgt' is no output of the model. Its outputs are: .*'right'"):
+    with pytest.raises(ConfigError, match=r"loss: 'rihgt' is not an output of the model. Its outputs are: .*'right'"):
         named.fit(inputs.from_arrays(floats(4), {"left": floats(1), "right": floats(1)}), steps=1)
 
 
@@ -181,7 +181,7 @@ def test_an_added_loss_that_sees_padding_is_warned_of(caplog, make, batch, warne
     options = {"strategy": "one_device", "global_batch_size": batch, "accumulate_steps": 2, "jit_compile": "false"}
     trainer = tfpar.Trainer(model, "sgd", "mse", **options)
     trainer.fit(x, x[:, :1], epochs=1)
-    assert ("sees the padding of batches that are not full" in caplog.text) is warned
+    assert ("includes the padding of incomplete batches" in caplog.text) is warned
 
 
 @pytest.mark.parametrize("data", [lambda context: None, (part for part in "abc")], ids=["function", "generator"])

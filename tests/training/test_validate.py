@@ -66,7 +66,7 @@ WRONG = [
     ({**DIGITS, "workdir": "/proc/nonesuch"}, "--workdir=/proc/nonesuch: /proc cannot be written to"),
     ({**TEXT, "sequence_length": 10**9}, "the train split is empty.*--sequence_length=1000000000"),
     ({**TEXT, "validation_fraction": 0.001}, "the validation split is empty.*evaluation: --validation_fraction=0"),
-    ({**TEXT, "validation_fraction": 0.0, "schedule": "plateau"}, "--schedule=plateau waits for evaluations"),
+    ({**TEXT, "validation_fraction": 0.0, "schedule": "plateau"}, "--schedule=plateau needs evaluations"),
 ]
 
 

@@ -220,12 +220,12 @@ class Checkpointer:
         self.failures.append(f"{short}: {why}")
         if self._on_error == "fail":
             raise CheckpointError(
-                f"the {what} could not be written ({why}), and --on_checkpoint_error=fail ends the run then. Older "
+                f"the {what} could not be written ({why}), and --on_checkpoint_error=fail makes that an error. Older "
                 f"checkpoints in {self.directory} are untouched; make room there, or use --on_checkpoint_error=warn."
             ) from error
         newest = max(self.steps(), default=None)
         state = "there is none yet" if newest is None else f"the newest is of step {newest}"
-        self.warn(f"{what} could not be written ({why}); training goes on. Checkpoints: {state}")
+        self.warn(f"{what} could not be written ({why}); training continues. Checkpoints: {state}")
 
     def _write_best(self, step: int) -> None:
         temporary = self.directory / f".{_BEST}"
@@ -263,10 +263,10 @@ def find(workdir: str | os.PathLike[str], *, warn: Callable[[str], None] = _log.
     steps = files.steps_in(directory)
     best = _best_step(directory)
     if isinstance(best, OSError | ValueError):
-        warn(f"{directory / _BEST} is damaged ({reason(best)}): the newest checkpoint is taken, not the best")
+        warn(f"{directory / _BEST} is damaged ({reason(best)}): using the newest checkpoint instead of the best")
     elif best is not None:
         if best not in steps:
-            warn(f"the best checkpoint, of step {best}, is missing in {directory}: the newest is taken")
+            warn(f"the best checkpoint, of step {best}, is missing in {directory}: using the newest")
         steps = [*(step for step in steps if step != best), *([best] if best in steps else [])]
     damage = []
     for step in reversed(steps):

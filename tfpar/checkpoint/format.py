@@ -217,7 +217,7 @@ def read_manifest(path: pathlib.Path) -> dict[str, Any]:
     _check_number(manifest, "step", 0)
     _check_number(manifest, "workers", 1)
     if path.name.startswith(_PREFIX) and path.name != directory_name(manifest["step"]):
-        raise ValueError(f"{MANIFEST} is that of step {manifest['step']}")
+        raise ValueError(f"{MANIFEST} belongs to step {manifest['step']}")
     for key in ("run", "config", "files"):
         if not isinstance(manifest.get(key), dict):
             raise ValueError(f"{MANIFEST} has no {key!r}, or one that is not an object")
@@ -229,7 +229,7 @@ def read_manifest(path: pathlib.Path) -> dict[str, Any]:
         raise ValueError(f"{MANIFEST} has no index of its {states} files")
     for name, expected in manifest["files"].items():
         if not _FILE.fullmatch(name):  # nothing outside the directory, and nothing that is not ours
-            raise ValueError(f"{MANIFEST} names {name!r}, which is no file of a checkpoint")
+            raise ValueError(f"{MANIFEST} names {name!r}, which is not the name of a checkpoint file")
         if not isinstance(expected, dict) or not _SHA256.fullmatch(str(expected.get("sha256"))):
             raise ValueError(f"{MANIFEST} has no checksum of {name}")
         _check_number(expected, "bytes", 0)

@@ -35,8 +35,8 @@ def task_spec(source: inputs.AnySource) -> models.TaskSpec:
         )
     if not info.num_classes:
         raise ConfigError(
-            f"--dataset={info.name}: the models of --model need the number of classes, which this source does not say. "
-            "Give num_classes= where you create it, or pass your own model to tfpar.Trainer."
+            f"--dataset={info.name}: the models of --model need the number of classes, which this source does not "
+            "give. Give num_classes= where you create it, or pass your own model to tfpar.Trainer."
         )
     return models.TaskSpec(
         task=info.task,

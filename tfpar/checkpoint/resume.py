@@ -44,7 +44,8 @@ def newest(checkpointer: Checkpointer, agreement: WorkerAgreement | None = None)
         if agreed == _NONE:
             raise ConfigError(
                 f"every checkpoint in {checkpointer.directory} is damaged (steps {', '.join(map(str, steps))}). "
-                "Restore one from a backup; or start afresh: move the directory away, or give another --workdir."
+                "Restore one from a backup; or start from the beginning: move the directory away, or give another "
+                "--workdir."
             )
         if len(set(held)) == 1:
             break

@@ -110,8 +110,8 @@ def restore(
         shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
         frozen = all(problem.split()[1].startswith("optimizer/") for problem in problems)
         remedy = (
-            " Were layers frozen or unfrozen since it was written? Then train on in another workdir; "
-            "warm_start=WORKDIR takes the weights."
+            " Were layers frozen or unfrozen since it was written? Then continue training in another workdir; "
+            "warm_start=WORKDIR loads the weights."
         )
         raise ConfigError(f"the checkpoint does not fit this model and optimizer: {shown}.{remedy if frozen else ''}")
     for name, variable in variables.items():
@@ -188,8 +188,8 @@ def checked(run: Mapping[str, Any], *, synchronous: bool) -> Mapping[str, Any]:
     if isinstance(run.get("loss_scale"), dict) is not synchronous and "variables" in run:
         was, now = ("an asynchronous", "a synchronous") if synchronous else ("a synchronous", "an asynchronous")
         raise ConfigError(
-            f"--strategy: the checkpoint is of {was} run, and {now} one counts steps differently. "
-            "Resume with the previous --strategy, or start in another --workdir with --warm_start."
+            f"--strategy: the checkpoint is of {was} run, and {now} run counts steps differently. Resume with the "
+            "previous --strategy, or start in another --workdir with --warm_start."
         )
     number = (int, float)
     wanted: dict[str, Any] = {"variables": list, "input": dict, "skipped": int, "best": (*number, type(None))}
@@ -206,8 +206,8 @@ def checked(run: Mapping[str, Any], *, synchronous: bool) -> Mapping[str, Any]:
         wrong = [name for name, (value, kind) in parts.items() if not isinstance(value, kind)]
     if wrong:
         raise ConfigError(
-            f"the checkpoint's manifest has no valid {', '.join(wrong)}: another version or another program "
-            "wrote it. Start in another --workdir; --warm_start takes the weights."
+            f"the checkpoint's manifest has no valid {', '.join(wrong)}: another version or another program wrote it. "
+            "Start in another --workdir; --warm_start loads the weights."
         )
     return run
 
@@ -296,9 +296,8 @@ def warm_start(model: keras.Model, source: str, say: Callable[[str], None]) -> N
     adapters = [path for path in values if "/lora_" in path and path not in own]
     if adapters:
         raise ConfigError(
-            f"--warm_start={source} has adapters that this model lacks ({', '.join(adapters[:2])}, ...), and without "
-            "them its weights are not those of the run. Give its model.keras, in which they are merged, or the same "
-            "--lora."
+            f"--warm_start={source} has adapters that this model lacks ({', '.join(adapters[:2])}, ...), and its "
+            "weights are incomplete without them. Give its model.keras, in which they are merged, or the same --lora."
         )
     if set(values) != set(own) and [*map(_uncounted, values)] == [*map(_uncounted, own)]:
         values = dict(zip(own, values.values(), strict=True))  # Keras counts names over a whole process
@@ -312,7 +311,7 @@ def warm_start(model: keras.Model, source: str, say: Callable[[str], None]) -> N
     kept = sorted(set(own) - fitting)
     say(
         f"warm start from {source}: {len(fitting)} of {len(own)} weights taken"
-        + (f"; initialised afresh: {', '.join(kept[:6])}{' ...' if len(kept) > 6 else ''}" if kept else "")
+        + (f"; keeping their initial values: {', '.join(kept[:6])}{' ...' if len(kept) > 6 else ''}" if kept else "")
     )
 
 

@@ -100,8 +100,8 @@ def lock_workdir(workdir: str, *, wait: float | None = None) -> Iterator[None]:
     except OSError as error:
         if error.errno not in _UNWRITABLE:
             raise ConfigError(
-                f"--workdir={workdir}: {path} cannot be opened ({error.strerror}), so this job cannot keep others off. "
-                "Correct its owner and permissions, or give another --workdir."
+                f"--workdir={workdir}: {path} cannot be opened ({error.strerror}), so this job cannot lock it against "
+                "other jobs. Correct its owner and permissions, or give another --workdir."
             ) from error
         _log.warning(
             "--workdir=%s cannot be locked (%s); nothing prevents another job from using it", workdir, error.strerror
@@ -199,8 +199,8 @@ def _report_previous(workdir: str, previous: Owner | None, *, locked: bool) -> N
     """Logs what the lock file says of an owner that has not released it, and that there are no locks."""
     if not locked:
         _log.warning(
-            "the file system of --workdir=%s has no locks, so this job cannot keep others off. Start no two jobs there "
-            "at the same time.",
+            "the file system of --workdir=%s has no locks, so this job cannot lock it against other jobs. Do not "
+            "start two jobs there at the same time.",
             workdir,
         )
     if previous is not None and not locked and previous.host != socket.gethostname():

@@ -219,12 +219,12 @@ def _lost_text(info: ClusterInfo, ranks: Sequence[int], error: tf.errors.OpError
     if not ranks:
         line = next((line for line in reversed(error.message.splitlines()) if "abort" in line.lower()), error.message)
         return (
-            f"a collective operation failed though every worker answers ({shortened(line.strip())}). This worker ends; "
-            "the log of the worker that ended first tells why."
+            f"a collective operation failed though every worker answers ({shortened(line.strip())}). This worker "
+            "ends; the log of the worker that ended first shows the cause."
         )
     return (
-        f"lost {format_tasks(info, ranks)}: ended, hanging or not reachable. This worker ends too. The log of "
-        "the lost worker tells why it ended; if nothing needs fixing, restart all workers; they resume from the newest "
+        f"lost {format_tasks(info, ranks)}: ended, hanging or not reachable. This worker ends too. The log of the "
+        "lost worker shows why it ended; if nothing needs fixing, restart all workers; they resume from the newest "
         "checkpoint."
     )
 

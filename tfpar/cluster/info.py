@@ -228,8 +228,8 @@ def _check_addresses(info: ClusterInfo) -> None:
     if len(local) > 1:
         raise _error(
             info.source,
-            f"{local[True]} is a loopback address but {local[False]} is not: every machine would take the first "
-            "for itself. Use names that all machines resolve.",
+            f"{local[True]} is a loopback address but {local[False]} is not: on every machine the first would be that "
+            "machine itself. Use names that all machines resolve.",
         )
 
 

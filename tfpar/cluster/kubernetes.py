@@ -36,9 +36,9 @@ def from_kubernetes(environ: Mapping[str, str]) -> Members | None:
     ordinal = re.search(r"-(\d+)$", hostname.split(".")[0])
     if not ordinal:
         raise ConfigError(
-            f"TFPAR_WORKER_HOSTS={text} names the members, but not which of them this is: JOB_COMPLETION_INDEX is not "
-            f"set and the host name {hostname!r} does not end in -NUMBER. Use an Indexed Job or a StatefulSet, or set "
-            "JOB_COMPLETION_INDEX."
+            f"TFPAR_WORKER_HOSTS={text} lists the members, but does not say which of them this process is: "
+            f"JOB_COMPLETION_INDEX is not set and the host name {hostname!r} does not end in -NUMBER. Use an Indexed "
+            "Job or a StatefulSet, or set JOB_COMPLETION_INDEX."
         )
     return Members("kubernetes", addresses, int(ordinal[1]))
 

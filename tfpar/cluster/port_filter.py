@@ -73,7 +73,7 @@ def own_addresses(host: str, environ: Mapping[str, str] | None = None) -> list[A
         return []
     own = [address for address in outside if _is_own(address)]
     if not own or len(own) > _MOST:
-        raise StillOpenError(f"{host} stands for {', '.join(map(str, outside))}, which this machine does not have")
+        raise StillOpenError(f"{host} resolves to {', '.join(map(str, outside))}, which this machine does not have")
     return own
 
 

@@ -33,9 +33,9 @@ def from_slurm(environ: Mapping[str, str]) -> Members | None:
     hosts, counts = expand_hostlist(node_list), _expand_counts(tasks_per_node)
     if len(hosts) != len(counts) or sum(counts) != tasks:
         raise ConfigError(
-            f"slurm: SLURM_STEP_NODELIST={node_list} ({len(hosts)} nodes) and SLURM_STEP_TASKS_PER_NODE="
-            f"{tasks_per_node} ({sum(counts)} tasks) do not make SLURM_STEP_NUM_TASKS={tasks}. Start the script with "
-            "srun, or set TF_CONFIG."
+            f"slurm: SLURM_STEP_NODELIST={node_list} ({len(hosts)} nodes) and "
+            f"SLURM_STEP_TASKS_PER_NODE={tasks_per_node} ({sum(counts)} tasks) do not add up to "
+            f"SLURM_STEP_NUM_TASKS={tasks}. Start the script with srun, or set TF_CONFIG."
         )
     places = [(node, task) for node, count in enumerate(counts) for task in range(count)]
     if environ.get("SLURM_DISTRIBUTION", "").startswith("cyclic"):

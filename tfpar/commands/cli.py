@@ -39,12 +39,12 @@ COMMANDS: Mapping[str, Command] = {
             "language": Command("a byte-level language model", "tfpar.commands.train_language"),
             "federated": Command("on a population of clients, by averaging", "tfpar.commands.train_federated"),
             "incremental": Command(
-                "tasks that come one after the other, without forgetting", "tfpar.commands.train_incremental"
+                "tasks one after the other, without forgetting the earlier ones", "tfpar.commands.train_incremental"
             ),
             "reinforcement": Command("a policy that acts in an environment", "tfpar.commands.train_reinforcement"),
         },
     ),
-    "plan": Command("predict how a model could be laid out over devices, without training", "tfpar.commands.plan"),
+    "plan": Command("predict the fastest way to divide a model over devices, without training", "tfpar.commands.plan"),
     "launch": Command("start a program on several processes of this machine, as a cluster", "tfpar.launch.cli"),
     "evaluate": Command("evaluate a trained model on a data set", "tfpar.commands.evaluate"),
     "play": Command("play a trained policy in Gymnasium", "tfpar.commands.play"),

@@ -30,16 +30,17 @@ def run(argv: Sequence[str] | None = None, program: str = "") -> None:
       program: How a user calls it; see `flags.run`.
     """
     absl_flags.DEFINE_integer("hosts", 1, "Workers, each with --devices.", lower_bound=1)
-    absl_flags.DEFINE_string("link", "10gbit", "What joins the workers: a rate, or rate and latency: 100gbit,20us.")
+    absl_flags.DEFINE_string("link", "10gbit", "Link between workers: a rate, or rate and latency: 100gbit,20us.")
     absl_flags.DEFINE_string(
         "device_link",
         "",
-        "What joins the devices of a worker, as --link. Empty: NVLink, or a CPU's memory where passes are timed here.",
+        "Link between the devices of a worker, in the form of --link. Empty: NVLink, or a CPU's memory where passes "
+        "are timed on this machine.",
     )
     absl_flags.DEFINE_float(
         "device_flops", 0.0, "FLOP/s that a device reaches in training. 0: timed on this machine.", lower_bound=0.0
     )
-    absl_flags.DEFINE_integer("rows", 5, "How many plans are listed.", lower_bound=1)
+    absl_flags.DEFINE_integer("rows", 5, "Number of plans to list.", lower_bound=1)
     absl_flags.DEFINE_bool("json", False, "Print the plans as JSON.")
     flags.define(sections=_SECTIONS, defaults={"dataset": "text", "model": "transformer_lm_tiny"})
     flags.run(main, argv, program=program)

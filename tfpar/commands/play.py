@@ -48,8 +48,8 @@ def main(_: list[str]) -> None:
     env = given.env or trained_in(given.model_file)
     if not env:
         raise ConfigError(
-            f"--env is missing, and {given.model_file} lies beside no checkpoint that says what the policy was trained "
-            "in. Name the environment, e.g. --env=CartPole-v1."
+            f"--env is missing, and {given.model_file} has no checkpoint next to it that names the environment of its "
+            "training. Name the environment, e.g. --env=CartPole-v1."
         )
     play_file(given.model_file, env, episodes=given.episodes, seed=given.seed)
 

@@ -74,41 +74,41 @@ class TrainerOptions(TypedDict, total=False):
     """Address of a tf.data service dispatcher, e.g. grpc://host:5050. Empty: every worker reads its own examples."""
 
     strategy: Literal["auto", "one_device", "mirrored", "multi_worker", "parameter_server", "tpu"]
-    """How replicas are laid out. 'auto' uses a TPU if there is one, else the cluster in TF_CONFIG, else all GPUs, else
-    the CPU."""
+    """How replicas are placed on devices and machines. 'auto' uses a TPU if there is one, else the cluster in
+    TF_CONFIG, else all GPUs, else the CPU."""
 
     devices: int
     """Devices (replicas) per worker. 0: all GPUs, or one CPU device. Without GPUs, N splits the CPU into N logical
     devices."""
 
     mesh: str
-    """How the devices of all workers are laid out, as in data:2,pipeline:2 or data:2,model:4. The data axis has
-    replicas. The pipeline axis has stages, which hold consecutive layers and work on one micro-batch after the other
-    (--accumulate_steps); on the model axis, the weights of layers are divided (tensor parallelism). The devices of a
-    replica lie within a worker, or on several workers that have no other replica. auto: what fits and is predicted to
-    be fastest, with micro-batches, recompute and shards; `python -m tfpar.plan` lists plans. Empty: each device is a
-    replica."""
+    """How the devices are divided into axes, as in data:2,pipeline:2 or data:2,model:4. data: replicas, each of which
+    trains on different examples. pipeline: stages of a replica, each with consecutive layers, which work on one
+    micro-batch after the other (--accumulate_steps). model: devices that divide the weights of layers (tensor
+    parallelism). A replica may span several workers. auto: the mesh that is predicted to be fastest and to fit, with
+    micro-batches, recompute and shards; `python -m tfpar.plan` lists plans. Empty: each device is a replica."""
 
     sequence_parallel: bool
-    """With a model axis: between the divided layers of transformer blocks, each of its devices has some positions of
-    every example, so that activations there take as much less memory. For models of tfpar's TransformerBlock, with a
-    number of positions that the axis divides."""
+    """With a model axis: between the divided layers of transformer blocks, each device holds only a part of the
+    positions of every example, so that these activations need less memory. For models made of tfpar's TransformerBlock;
+    the number of positions must be a multiple of the size of the axis."""
 
     device_memory: str
     """Memory of a device, such as 16GiB: plans that are predicted to need more are left out with --mesh=auto, and
-    refused with another mesh. Empty: asked for --mesh=auto, else not checked."""
+    refused with another mesh. Empty: detected for --mesh=auto; other meshes are not checked."""
 
     stages: str
-    """Where the stages of a pipeline begin, from the second on: regular expressions, searched in the paths of layers in
-    the order in which they run, as in 'block4,block8'. Empty: stages of about equal FLOPs, cut where little crosses."""
+    """First layers of the second and later stages of a pipeline: regular expressions that are searched in the paths of
+    the layers, in the order in which they run, as in 'block4,block8'. Empty: stages of about equal FLOPs, cut where few
+    values cross."""
 
     stages_per_device: int
-    """Stages of a pipeline that each device holds, dealt out in turn (interleaved schedule): the pipeline fills and
-    empties faster, and more tensors travel."""
+    """Stages of a pipeline that each device holds, assigned to devices in turn (interleaved schedule): the pipeline
+    fills and empties faster, but sends more tensors."""
 
     pipeline_schedule: Literal["1f1b", "gpipe"]
-    """When the stages of a pipeline work on a micro-batch: 1f1b starts as many as keep all stages busy, and the next
-    when the backward pass of one is done; gpipe starts all at once, and keeps the activations of all."""
+    """When a pipeline starts a micro-batch: 1f1b starts as many as keep all stages busy, and each further one when the
+    backward pass of another is done; gpipe starts all at once, and keeps the activations of all."""
 
     tpu: str
     """Name or address of the TPU. Empty: taken from the environment; 'local' on a TPU VM."""
@@ -226,7 +226,8 @@ class TrainerOptions(TypedDict, total=False):
     """Micro-batches per step; their gradients are summed locally in float32."""
 
     loss_weighting: Literal["positions", "examples"]
-    """What losses with masks average over: all 'positions', as in Keras, or those of each of the 'examples' first."""
+    """How losses with masks are averaged: 'positions', over all positions, as in Keras; 'examples', over the positions
+    of each example first."""
 
     jit_compile: Literal["auto", "true", "false"] | bool
     """Compile the forward and backward pass with XLA. 'auto' does, except for models that synchronise batch statistics
@@ -234,8 +235,8 @@ class TrainerOptions(TypedDict, total=False):
     overlaps the backward pass, which helps on slow links."""
 
     trainable: str
-    """Weights that are trained: a regular expression, searched in their paths, or all. The others are frozen: they do
-    not travel and have no optimizer state. Empty: what the model says; with --lora, adapters alone."""
+    """Weights that are trained: a regular expression, searched in their paths, or all. The others are frozen: they are
+    not exchanged and have no optimizer state. Empty: as the model says; with --lora, only the adapters."""
 
     lora: str
     """Low-rank adapters (Hu et al. 2022) that are trained in place of the kernels beside them: RANK, or RANK:REGEX with
@@ -244,16 +245,16 @@ class TrainerOptions(TypedDict, total=False):
 
     recompute: str
     """Activations that the backward pass computes again instead of keeping them, so that a larger batch or model fits:
-    none; blocks, the layers made of layers, as in a transformer, or stretches of the model's graph; or a regular
-    expression, searched in the paths of layers. A step takes up to a third longer."""
+    none; blocks (layers that consist of layers, as in a transformer, or else segments of the model's graph); or a
+    regular expression that is searched in the paths of layers. A step takes up to a third longer."""
 
     shard: Literal["none", "optimizer", "gradients", "weights"]
-    """What replicas divide among themselves instead of each having all: none; optimizer, the optimizer's state;
-    gradients, which are that and the sums of gradients; or weights, which are all three. With optimizer and gradients a
-    replica updates its share of the weights and gets the others' new weights, for the same bytes on the network; with a
-    codec, changes of weights travel encoded in place of the sums of gradients. With gradients and weights, each
-    micro-batch of --accumulate_steps travels by itself. With weights, both passes gather the weights of each block,
-    which the backward pass computes again as with --recompute=blocks."""
+    """State that replicas divide among themselves, instead of a full copy on each: none; optimizer, the optimizer
+    state; gradients, the optimizer state and the sums of gradients; weights, all three. With optimizer and gradients, a
+    replica updates its share of the weights and receives the other new weights, for the same bytes on the network; a
+    codec then encodes changes of weights instead of sums of gradients. With gradients and weights, the gradients of
+    each micro-batch of --accumulate_steps are sent separately. With weights, both passes gather the weights of each
+    block, and the backward pass recomputes the block as with --recompute=blocks."""
 
     steps_per_loop: int
     """Steps per call from Python. 0: enough to make the overhead of the call negligible."""
@@ -274,8 +275,8 @@ class TrainerOptions(TypedDict, total=False):
     """Use deterministic kernels only, so that a repeated run gives the same bits."""
 
     max_bad_steps: int
-    """Consecutive steps that may be skipped because the loss or a gradient is not finite, or no example is usable. More
-    end the run, and the examples are named. 0: no limit."""
+    """Consecutive steps that may be skipped because the loss or a gradient is not finite, or no example is usable.
+    After more, the run ends with an error that names the examples. 0: no limit."""
 
     workdir: str | os.PathLike[str]
     """Directory of the run: checkpoints, TensorBoard events, summary.json, model.keras. A run that has a checkpoint

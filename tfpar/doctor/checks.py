@@ -171,7 +171,7 @@ def _check_ops_cuda(built: dict[str, Any], facts: dict[str, Any]) -> Check:
         return Check(name, FAIL, found, f"Update the driver, or build with TensorFlow's CUDA: {build_again}")
     if theirs and major != int(theirs.split(".")[0]) and not (needed and drivers):
         needs = f"driver {needed} or later" if needed else f"a driver for CUDA {major}"
-        found = f"{detail}: another major version, which needs {needs}, whatever TensorFlow needs"
+        found = f"{detail}: another major version than TensorFlow's, which needs {needs}"
         return Check(
             name, WARN, found, f"Check the driver with nvidia-smi, or build with TensorFlow's CUDA: {build_again}"
         )

@@ -38,8 +38,8 @@ class _InStep(keras.callbacks.Callback):
             return
         if distribution_of(self.model.optimizer) is None:
             raise ConfigError(
-                f"tfpar.{type(self).__name__}: the model's optimizer does not exchange gradients, each worker would "
-                "train alone. Write model.compile(tfpar.DistributedOptimizer(optimizer), ...)."
+                f"tfpar.{type(self).__name__}: the model's optimizer does not exchange gradients, so each worker "
+                "would train alone. Write model.compile(tfpar.DistributedOptimizer(optimizer), ...)."
             )
         if self.model.jit_compile:
             raise xla_error()
@@ -49,8 +49,8 @@ class _InStep(keras.callbacks.Callback):
         )
         if any(steps is None for steps, *_ in plans):
             raise ConfigError(
-                "fit: the number of steps per epoch is not known on every worker, and all must make the same. Give fit "
-                "steps_per_epoch=N and data that repeats (dataset.repeat())."
+                "fit: the number of steps per epoch is not known on every worker, but all workers must run the same "
+                "number. Give fit steps_per_epoch=N and data that repeats (dataset.repeat())."
             )
         if any(plan != plans[0] for plan in plans):
             counts = "; ".join(
@@ -58,7 +58,7 @@ class _InStep(keras.callbacks.Callback):
                 for worker, (steps, epochs, together) in enumerate(plans)
             )
             raise ConfigError(
-                f"fit: workers would make different numbers of steps and wait for each other forever (steps x epochs: "
+                "fit: workers would run different numbers of steps and wait for each other forever (steps x epochs: "
                 f"{counts}). Use tfpar.shard, or give all the same steps_per_epoch, epochs and batch_size."
             )
 
@@ -132,7 +132,8 @@ class BroadcastInitialWeights(_InStep):
             if layout != layouts[0]:
                 raise ConfigError(
                     f"tfpar.BroadcastInitialWeights: worker {worker} has {len(layout)} weights and optimizer "
-                    f"variables, worker 0 has {len(layouts[0])}, or of other shapes: they build different models."
+                    f"variables, worker 0 has {len(layouts[0])}, or their shapes differ: the workers build different "
+                    "models."
                 )
         for variable, value in zip(variables, self._workers.broadcast(arrays), strict=True):
             variable.assign(value)
@@ -286,6 +287,6 @@ def _check_same_decisions(gathered: list[dict[str, Any]]) -> None:
         values = [worker[what] for worker in gathered]
         if any(value != values[0] for value in values):
             raise ConfigError(
-                f"tfpar.AverageMetrics: workers have come to different values of {what}, {values}. Put AverageMetrics "
-                "before the callbacks that decide (ReduceLROnPlateau, EarlyStopping)."
+                f"tfpar.AverageMetrics: workers have different values of {what}, {values}. Put AverageMetrics before "
+                "the callbacks that decide (ReduceLROnPlateau, EarlyStopping)."
             )

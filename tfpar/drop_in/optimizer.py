@@ -289,7 +289,7 @@ def _compare(gathered: list[Any]) -> None:
         detail = f"{len(other)} and {len(own)} variables" if index is None else f"{other[index]!r} and {own[index]!r}"
         raise ConfigError(
             f"tfpar.DistributedOptimizer: {_names(different)} and worker 0 train different models: {detail}. All "
-            "workers must build the same model, with the same layers made before it."
+            "workers must build the same model, and must create the same layers before it."
         )
 
 

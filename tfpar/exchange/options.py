@@ -62,7 +62,7 @@ class Options:
     """Options that all algorithms share. An algorithm adds its own in a subclass, and says what they entail.
 
     Attributes:
-      error_feedback: Whether what a payload leaves out is added to the next one.
+      error_feedback: Whether to add the residual of a payload to the next one.
       warmup_steps: Exchanges at the start in which gradients travel dense.
       min_elements: Tensors with fewer elements, and all with fewer than two dims, travel dense with the sidecar.
       bucket_bytes: Tensors are fused up to this many bytes of float32.
@@ -74,14 +74,14 @@ class Options:
       ValueError: A value that is not allowed.
     """
 
-    error_feedback: bool = switch(True, "Whether what a payload leaves out is added to the next one.")
-    warmup_steps: int = whole(0, "Steps at the start in which gradients travel dense.")
+    error_feedback: bool = switch(True, "Whether to add the residual of a payload to the next one.")
+    warmup_steps: int = whole(0, "Steps at the start in which gradients are sent dense.")
     min_elements: int = whole(1024, "Tensors with fewer elements, and all with fewer than two dims, travel dense.")
     bucket_bytes: int = whole(
         COMPRESSED_BUCKET_BYTES, "Tensors are fused into buckets of up to this many bytes of float32.", minimum=1
     )
     sample_every: int = whole(1000, "Steps between two comparisons with the dense mean, for TensorBoard. 0: never.")
-    overlap: bool = switch(True, "Whether buckets leave while other gradients are being computed.")
+    overlap: bool = switch(True, "Whether buckets are sent while other gradients are being computed.")
     codec: Codec | None = dataclasses.field(default=None, init=False)
 
     def __post_init__(self) -> None:

@@ -273,8 +273,8 @@ def check_saved_devices(reducer: Reducer, workers: int, read: Callable[[int], Ma
     if (saved and saved != own) or (own and not saved and residuals.has_pending(workers, read)):
         before = f"of {len(saved)} devices each" if saved else "of one device each"
         raise ConfigError(
-            f"--mesh: the saved run had replicas {before}, and what its codec has not sent yet is of their parts of "
-            "the weights. Resume with the previous --mesh, or start in another --workdir with --warm_start."
+            f"--mesh: the saved run had replicas {before}, and its residuals belong to their parts of the weights. "
+            "Resume with the previous --mesh, or start in another --workdir with --warm_start."
         )
 
 

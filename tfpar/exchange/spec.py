@@ -59,7 +59,7 @@ def _values(algorithm: Algorithm, text: str, rest: str, flag: str) -> dict[str, 
         alias = field.metadata["alias"]
         if alias in given:
             if field.name in given:
-                raise ValueError(f"{alias} is another name of {field.name}; give one of them.")
+                raise ValueError(f"{alias} is another name for {field.name}; give one of them.")
             given[field.name] = given.pop(alias)
     known = [name for field in fields for name in (field.name, field.metadata["alias"]) if name]
     for key in given:

@@ -122,15 +122,15 @@ class NonFiniteStreak:
                 "none), a loss that is not defined for some outputs."
             )
         return (
-            f"steps {first + 1} to {last + 1}, {len(self.streak)} in a row (--max_bad_steps={self._limit}), changed "
-            f"nothing: loss or gradients were not finite, or no example could be used. {cause}"
-            f"{self._examples_of(first, batches[first])}{where} Earlier checkpoints are kept."
+            f"steps {first + 1} to {last + 1}, {len(self.streak)} in a row (--max_bad_steps={self._limit}), were "
+            "skipped: loss or gradients were not finite, or no example could be used. "
+            f"{cause}{self._examples_of(first, batches[first])}{where} Earlier checkpoints are kept."
         )
 
     def _what_was_looked_at(self, looked_at_all: bool) -> str:
         if isinstance(self._batches.source, inputs.StreamSource):
             return ""
-        examples = "The examples" if looked_at_all else "Those of their examples that there was time to look at"
+        examples = "The examples" if looked_at_all else "The examples that there was time to check"
         return f"{examples} are finite. "
 
     def _examples_of(self, step: int, examples: np.ndarray) -> str:

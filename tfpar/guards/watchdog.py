@@ -36,7 +36,7 @@ class Watchdog:
         self._done = threading.Event()
 
     def __enter__(self) -> Watchdog:
-        self.progress("what comes before the end of the first step", patient=True)
+        self.progress("the startup and the first step", patient=True)
         if self._timeout:
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
         return self
@@ -72,9 +72,10 @@ class Watchdog:
             faulthandler.dump_traceback(stderr, all_threads=True)
             times = f"{PATIENCE} times " if limit > self._timeout else ""
             _log.error(
-                f"{self._name} made no progress for {limit:g} s ({times}--stall_timeout), in {what}. The stacks "
-                "above show where it hangs; a worker that shows only its training call waits for its input or for one "
-                "that hangs. It ends now; restart all workers; they resume from the newest checkpoint."
+                f"{self._name} made no progress for {limit:g} s ({times}--stall_timeout), in {what}. The stacks above "
+                "show where it hangs; a worker that shows only its training call is waiting for its input or for a "
+                "worker that hangs. This worker ends now; restart all workers; they resume from the newest "
+                "checkpoint."
             )
             exit_immediately(PEER_LOST)
 

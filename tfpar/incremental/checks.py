@@ -34,8 +34,8 @@ def check(config: ExperimentConfig) -> None:
     ):
         if value != idle:
             raise ConfigError(
-                f"--{name}={value} does not work with incremental learning yet, whose tasks hand whole weights on. "
-                "Leave it out."
+                f"--{name}={value} does not work with incremental learning yet, which passes whole weights from task "
+                "to task. Leave it out."
             )
     if watches:
         _check_watching(config)
@@ -63,17 +63,17 @@ def _check_watching(config: ExperimentConfig) -> None:
     options = incremental_of(config)
     if options.method not in ("finetune", "replay"):
         raise ConfigError(
-            f"--method={options.method} goes with --tasks, not with --watch. Use replay, which keeps examples of "
+            f"--method={options.method} works with --tasks, not with --watch. Use replay, which keeps examples of "
             "--dataset, or finetune."
         )
     if options.grow_head:
-        raise ConfigError("--grow_head goes with --tasks: with --watch, --dataset says which classes there are.")
+        raise ConfigError("--grow_head works with --tasks only: with --watch, --dataset determines the classes.")
     if config.schedule.schedule != "constant":
         raise ConfigError(
-            f"--schedule={config.schedule.schedule} needs the length of a run, which --watch has not. Use "
-            "--schedule=constant, if you like with --warmup_steps."
+            f"--schedule={config.schedule.schedule} needs the length of a run, which is not known with --watch. Use "
+            "--schedule=constant, optionally with --warmup_steps."
         )
     if not config.checkpoint.workdir:
-        raise ConfigError("--watch needs a --workdir, where it keeps what was learned.")
+        raise ConfigError("--watch needs a --workdir, where it records which files were learned.")
     if not os.path.isdir(options.watch):
-        raise ConfigError(f"--watch={options.watch}: no such directory. Make it first.")
+        raise ConfigError(f"--watch={options.watch}: no such directory. Create it first.")

@@ -237,8 +237,8 @@ class IncrementalLearner:
             if other:
                 flags = ", ".join(f"--{name}" for name in other)
                 problem = (
-                    f"--workdir={self._workdir}: its tasks were learned with another {flags}. Give the same options, "
-                    "or another workdir."
+                    f"--workdir={self._workdir}: its tasks were learned with other values of {flags}. Give the same "
+                    "options, or another workdir."
                 )
                 break
             count += 1

@@ -72,9 +72,9 @@ def split_tasks(options: IncrementalConfig, train: Source, validation: Source) -
     if len(tasks) < 2 or not all(len(indices) and len(others) for _, indices, others in tasks):
         counts = ", ".join(f"{name}: {len(indices)} and {len(others)}" for name, indices, others in tasks)
         raise ConfigError(
-            f"--tasks={options.tasks} makes these tasks of {train.info.name}, with so many training and validation "
-            f"examples: {counts}. There must be two or more, and examples in each. Choose another number, or "
-            "--validation_fraction."
+            f"--tasks={options.tasks} divides {train.info.name} into these tasks, with their numbers of training and "
+            f"validation examples: {counts}. There must be two tasks or more, and each needs examples. Choose another "
+            "number, or --validation_fraction."
         )
     return [
         Task(name, indices, others, tuple(int(each) for each in np.unique(labels[indices])))

@@ -95,7 +95,7 @@ def describe_stream(
         "batch": _batch(order, config, workers if own_streams else 1),
         **_own_batches(own_batch, config.global_batch_size // (workers if own_streams else 1), config),
         "epoch": epoch,
-        "order": "as the stream gives them" + ("; it is shuffled by itself alone" if training else ""),
+        "order": "as the stream gives them" + ("; only its own shuffle applies" if training else ""),
     }
     width = max(map(len, lines))
     body = "\n".join(f"  {name:<{width}}  {value}" for name, value in lines.items())

@@ -150,7 +150,7 @@ def _run_with_restarts(
     started, restarts, bind_failures, delays = time.monotonic(), 0, 0, Delays(options.restart_delay)
     slots = Slots(options.workers, visible_gpus(os.environ), least=options.min_workers)
     if slots.gpus[:1] == [NO_GPU]:
-        say(f"fewer GPUs than workers ({options.workers}), and NCCL wants one each at least: training on the CPU")
+        say(f"fewer GPUs than workers ({options.workers}), and NCCL needs at least one each: training on the CPU")
     while True:
         options = dataclasses.replace(options, workers=slots.workers)
         environ = {**os.environ, "TFPAR_RESTARTS": str(restarts), LEFT_OUT: str(slots.left_out)}
@@ -239,7 +239,7 @@ def _run_once(
                 supervisor.settle(_SETTLE_S if together else _SAME_FAILURE_WAIT_S if options.min_workers else 0.0)
     finally:
         for label in supervisor.end_stopped():
-            say(f"{label} is stopped (SIGSTOP) and does not answer: killed")
+            say(f"{label} was stopped (SIGSTOP) and did not answer: killed")
         supervisor.stop(interrupts.received[0] if interrupts.received else signal.SIGTERM, options.grace_period)
     return supervisor.first_failure(consequences=(PEER_LOST,), final=NOT_RETRYABLE)
 
@@ -317,11 +317,11 @@ def parse(argv: Sequence[str], program: str = _PROGRAM) -> LaunchOptions:
     add("--workers", type=int, metavar="N", help="processes that train; required")
     add("--ps", type=int, default=0, metavar="K", help="parameter servers; adds a chief (default: 0)")
     add("--max_restarts", type=int, default=0, metavar="R", help="number of restarts after a failure (default: 0)")
-    add("--min_workers", type=int, default=0, metavar="M", help="may go on without failing workers, down to M (0: off)")
+    add("--min_workers", type=int, default=0, metavar="M", help="continue without failing workers, down to M (0: off)")
     add("--restart_delay", type=float, default=1.0, metavar="S", help="seconds before a restart (default: 1)")
     add("--grace_period", type=float, default=30.0, metavar="S", help="seconds from SIGTERM to SIGKILL (default: 30)")
     add("--log_dir", type=Path, metavar="DIR", help="also write the output of each process to DIR/worker_0.log, ...")
-    add("--hosts", type=Path, metavar="FILE", help="print what to run on each host of FILE, and start nothing")
+    add("--hosts", type=Path, metavar="FILE", help="print the command for each host in FILE, and start nothing")
     split = argv.index("--") if "--" in argv else len(argv)
     parser.arguments = argv[:split]
     values = parser.parse_args(argv[:split])

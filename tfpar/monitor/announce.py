@@ -80,16 +80,16 @@ def warn_of_counted_padding(info: RunInfo, monitor: Monitor) -> None:
     if adding:
         monitor.message(
             f"a loss that the model adds itself ({adding[0]}{' ...' * (len(adding) > 1)}: add_loss or "
-            "activity_regularizer) sees the padding of batches that are not full. --remainder=drop leaves an "
-            "incomplete batch out of training; a --global_batch_size (and --eval_batch_size) that divides the examples "
-            "needs no padding.",
+            "activity_regularizer) includes the padding of incomplete batches. --remainder=drop leaves an incomplete "
+            "batch out of training; a --global_batch_size (and --eval_batch_size) that divides the examples needs no "
+            "padding.",
             logging.WARNING,
         )
     if counting:
         monitor.message(
-            f"keras.layers.BatchNormalization ({counting[0]}{' ...' * (len(counting) > 1)}) takes the padding "
-            "of batches that are not full for examples. tfpar.models.BatchNormalization leaves it out (same "
-            "arguments); or use --remainder=drop.",
+            f"keras.layers.BatchNormalization ({counting[0]}{' ...' * (len(counting) > 1)}) counts the padding of "
+            "incomplete batches as examples. tfpar.models.BatchNormalization does not (same arguments); or use "
+            "--remainder=drop.",
             logging.WARNING,
         )
 
@@ -193,9 +193,9 @@ def report_interrupted(info: RunInfo, monitor: Monitor) -> None:
 def _resume_hint(workdir: str, step: int) -> str:
     """What another start would find."""
     if not workdir:
-        return "without --workdir nothing is kept, another start begins anew"
+        return "without --workdir nothing is kept, so another start begins at step 0"
     newest = max(checkpoint_format.steps_in(pathlib.Path(workdir) / "checkpoints"), default=None)
     if newest is None:
-        return "no checkpoint could be saved, another start begins anew"
+        return "no checkpoint could be saved, so another start begins at step 0"
     failed = "" if newest >= step else f"step {step} could not be saved, "
-    return f"{failed}the newest checkpoint is of step {newest}; start again to go on there"
+    return f"{failed}the newest checkpoint is of step {newest}; start again to resume there"

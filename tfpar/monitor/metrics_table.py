@@ -94,4 +94,4 @@ class MetricsTable:
     def _report(self, error: Exception) -> None:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         self.failures.append(f"{self._path.name}: {reason}")
-        _log.warning("%s cannot be written (%s); training goes on without it", self._path.name, reason)
+        _log.warning("%s cannot be written (%s); training continues without it", self._path.name, reason)

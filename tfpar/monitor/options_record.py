@@ -95,7 +95,7 @@ def write_config(workdir: str | os.PathLike[str], trial: str, options: Mapping[s
         beside.write_text("\n".join(lines) + "\n", encoding="utf-8")
         beside.replace(path)
     except OSError as error:
-        _log.warning("%s cannot be written (%s); training goes on without it", FILE, error.strerror)
+        _log.warning("%s cannot be written (%s); training continues without it", FILE, error.strerror)
         return [f"{FILE}: {error.strerror}"]
     return []
 

@@ -54,8 +54,8 @@ _DESCRIPTIONS = {
     "time/step_ms": "Mean milliseconds per step: the sum of input wait, compute, exchange and update.",
     "time/input_wait_ms": "Mean milliseconds per step in which the first worker waits for its next batch.",
     "time/compute_ms": "Mean milliseconds per step of forward and backward pass.",
-    "time/exchange_ms": "Mean milliseconds per step in which gradients travel and nothing else is done. It includes "
-    "waiting for slower workers.",
+    "time/exchange_ms": "Mean milliseconds per step in which only the exchange of gradients is in progress. It "
+    "includes waiting for slower workers.",
     "time/update_ms": "Mean milliseconds per step of the optimizer's update.",
     "time/exchange_overlapped_ms": "Mean milliseconds per step in which some gradients travel while others are still "
     "computed; part of `compute`.",
@@ -77,8 +77,8 @@ _DESCRIPTIONS = {
     "training/skipped_steps": "Steps skipped so far because loss or gradients were not finite.",
     "training/skipped_examples": "Training examples left out so far.",
     "training/final_loss": "Mean training loss of the last epoch, as in summary.json.",
-    "worker_exchange/residual_over_gradient": "Norm of what the codec has left out so far and error feedback will "
-    "add, relative to the norm of the gradient.",
+    "worker_exchange/residual_over_gradient": "Norm of the residual, which error feedback adds to the next "
+    "exchange, relative to the norm of the gradient.",
     "worker_exchange/cosine_to_dense": "Cosine between the exchanged gradient and the exact mean: 1 is no error.",
     "rounds/worker_drift": "Root mean square of the workers' distances from their mean, L2, at the end of the last "
     "round of local steps.",
@@ -115,12 +115,11 @@ def description(tag: str) -> str:
         return f"`{name}` over all examples since the previous point. Run `eval`: over the validation set."
     if tag in _STACK:
         return (
-            "Milliseconds per step up to the end of this part, so that the parts stand on each other in the tab "
-            "CUSTOM SCALARS."
+            "Milliseconds per step up to the end of this part, so that the parts are stacked in the tab CUSTOM SCALARS."
         )
     return {
         "weights": f"Values of the weight `{name}`.",
-        "weight_updates": f"What the step changed in the weight `{name}`.",
+        "weight_updates": f"Change of the weight `{name}` in the step.",
     }.get(group, "")
 
 

@@ -151,7 +151,7 @@ class EventFiles:
             if not self.failures:
                 reason = str(error) if isinstance(error, OSError) else error.message.splitlines()[0].split("; ")[-1]
                 self.failures.append(f"TensorBoard events: {reason}")
-                _log.warning("TensorBoard events cannot be written (%s); training goes on without them", reason)
+                _log.warning("TensorBoard events cannot be written (%s); training continues without them", reason)
             broken, self._writers = self._writers, {}
             self._described.clear()
             for writer in broken.values():  # a writer that failed stays broken (TensorFlow 2.21)

@@ -103,8 +103,8 @@ class ExchangedUpdate(OptimizerView):
         if name == "loss_scale_factor" and value is None:
             raise ConfigError(
                 "mixed_float16 puts a LossScaleOptimizer around tfpar.DistributedOptimizer, and workers would skip "
-                "steps one by one. Write "
-                "tfpar.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer)): then it finds one there."
+                "different steps. Write tfpar.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer)): "
+                "mixed_float16 then uses that one."
             )
         super().__setattr__(name, value)
 

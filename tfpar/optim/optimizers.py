@@ -161,8 +161,8 @@ def check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
         )
     if isinstance(optimizer, keras.optimizers.MultiOptimizer):
         raise ConfigError(
-            "optimizer=MultiOptimizer hides its learning rates and hands each group to an update of its own. "
-            "Pass a single optimizer; Muon already pairs with Adam by itself (--optimizer=muon)."
+            "optimizer=MultiOptimizer hides its learning rates and updates each group of variables separately. Pass a "
+            "single optimizer; Muon already includes Adam (--optimizer=muon)."
         )
     if optimizer.gradient_accumulation_steps:
         raise ConfigError(

@@ -58,8 +58,8 @@ def build(config: ScheduleConfig, peak: float, total_steps: int) -> Schedule:
         raise ConfigError(f"total_steps={total_steps}: a schedule needs at least one step.")
     if config.warmup_steps >= total_steps:
         raise ConfigError(
-            f"--warmup_steps={config.warmup_steps} leaves nothing of the run's {total_steps} steps. "
-            f"Warm up for fewer than {total_steps}, or train longer (--steps, --epochs)."
+            f"--warmup_steps={config.warmup_steps} takes up all of the run's {total_steps} steps. Warm up for fewer "
+            f"than {total_steps}, or train longer (--steps, --epochs)."
         )
     builder = _BUILDERS[config.schedule]
     return builder(float(peak), total_steps, config.warmup_steps, **_checked_arguments(config, builder))

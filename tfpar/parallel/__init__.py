@@ -1,1 +1,1 @@
-"""How work is laid out over devices."""
+"""Places the work of a run on devices."""

@@ -1,4 +1,4 @@
-"""Which parts of a training step are XLA programs, decided from where the step runs."""
+"""Decides which parts of a training step are XLA programs, from the devices on which the step runs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class CompilationPlan:
     """How one training step is cut into XLA programs. All false: TensorFlow runs it op by op.
 
     Attributes:
-      single_xla_program: The whole step is one XLA program. It has no clock in it, and can hold no collective of
+      single_xla_program: The whole step is one XLA program. Such a program cannot read the clock or call collectives of
         TensorFlow's runtime, so it is for a replica without peers, and for TPUs.
-      strategy_compiles: The strategy compiles what it runs (TPUStrategy); nothing is to be compiled here.
+      strategy_compiles: The strategy compiles the functions that it runs (TPUStrategy); nothing is compiled here.
       compiles_gradients: Loss, gradients and their sum over micro-batches are an XLA program.
       compiles_update: New weights, optimizer state and model state are computed by an XLA program, from tensors.
       updates_in_place: That program changes the variables too, which saves copies. For a process with one replica.
-      prefetches_in_loop: The loop fetches the batch of the next step beside a step, not in its own turn.
+      prefetches_in_loop: The loop fetches the batch of the next step while a step runs, not between steps.
     """
 
     single_xla_program: bool
@@ -38,20 +38,20 @@ def compilation_plan(
 
     Args:
       replicas: Replicas of all workers.
-      local_devices: Names of the devices that this process runs replicas on, one for each.
+      local_devices: Names of the devices on which this process runs replicas, one per replica.
       on_tpu: Whether the strategy is a TPUStrategy.
       jit_compile: Whether forward, backward and update are to be compiled with XLA.
-      waits_for_host: Whether a step waits for something that the host makes, which no XLA program can.
+      waits_for_host: Whether a step waits for data from the host, which no XLA program can do.
     """
     single_program = on_tpu or (jit_compile and replicas == 1 and not waits_for_host)
-    # Where something is exchanged, which XLA cannot hold, a step is two programs around the exchange. They take
+    # XLA programs cannot contain an exchange, so a step with one is two programs around the exchange. They take
     # tensors, so that all replicas of a process share one compilation; where a process has one replica, the second
     # program changes the variables itself.
     two_programs = jit_compile and not single_program
     single_device = len(local_devices) == 1
-    # Iterations of a loop do not overlap in TensorFlow 2.21, which starts none before the previous one has run all that
-    # has effects: hence the prefetching. What a loop carries lies on one device, so that batches for several GPUs would
-    # be copied to the first of them: hence none there.
+    # Iterations of a loop do not overlap in TensorFlow 2.21: none starts before the stateful operations of the previous
+    # one are done, hence the prefetching. The values that a loop carries are on one device, so batches for several GPUs
+    # would be copied to the first of them: hence no prefetching there.
     prefetches = not on_tpu and (single_device or all("CPU" in device for device in local_devices))
     return CompilationPlan(
         single_xla_program=single_program,
@@ -64,5 +64,5 @@ def compilation_plan(
 
 
 def compiled(function: Callable[..., Any], compiles: bool) -> Callable[..., Any]:
-    """The function as an XLA program, or as it is."""
+    """The function as an XLA program, or unchanged."""
     return tf.function(function, jit_compile=True, autograph=False) if compiles else function

@@ -1,8 +1,9 @@
-"""`Mesh`: how the devices of a run are laid out, by axis.
+"""`Mesh`: the devices of a run, arranged by axis.
 
-The data axis has replicas, each of which sees its own examples. The pipeline axis has stages, which hold consecutive
-layers of a replica; the model axis has the devices among which the weights of layers are divided. The model axis is the
-innermost, where links are fastest. The devices of a replica belong to one worker, or to several that have no other.
+The data axis has replicas, each of which trains on different examples. The pipeline axis has stages, which hold
+consecutive layers of a replica; the model axis has the devices that divide the weights of layers. The model axis is the
+innermost, where links are fastest. The devices of a replica belong to one worker, or to several workers that hold no
+other replica.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def parse_sizes(text: str) -> dict[str, int]:
 
 
 def devices_of_replica(text: str) -> int:
-    """Devices that `--mesh` asks for one replica, where it says so; else 1.
+    """Number of devices of one replica, as far as `--mesh` gives it; otherwise 1.
 
     Raises:
       ConfigError: See `parse_sizes`.
@@ -74,7 +75,7 @@ def devices_of_replica(text: str) -> int:
 
 
 def devices_of_worker(text: str, workers: int) -> int:
-    """Devices of each worker that `--mesh` asks for: those of a replica, or what its sizes leave, where all are given.
+    """Number of devices of each worker that `--mesh` implies: those of a replica, or from all sizes if all are given.
 
     Raises:
       ConfigError: See `parse_sizes`.
@@ -84,12 +85,12 @@ def devices_of_worker(text: str, workers: int) -> int:
 
 
 def check_beside_mesh(config: ExperimentConfig, mesh: Mesh, *, spans_workers: bool) -> None:
-    """Refuses options that replicas of several devices do not go with, and those of a pipeline without one.
+    """Refuses options that do not work with replicas of several devices, and pipeline options without a pipeline.
 
     Args:
       config: The experiment.
       mesh: Its mesh.
-      spans_workers: Whether a replica lies on several workers.
+      spans_workers: Whether a replica spans several workers.
 
     Raises:
       ConfigError: The first of them.
@@ -99,7 +100,8 @@ def check_beside_mesh(config: ExperimentConfig, mesh: Mesh, *, spans_workers: bo
         for name, idle in (("stages", ""), ("stages_per_device", 1)):
             if (value := getattr(strategy, name)) != idle:
                 raise ConfigError(
-                    f"--{name}={value} is for pipelines, and there is none. Add --mesh=pipeline:2, or leave it out."
+                    f"--{name}={value} is for pipelines, and there is no pipeline. Add --mesh=pipeline:2, or leave it "
+                    "out."
                 )
     elif strategy.stages:
         parse_beginnings(strategy.stages, mesh.pipeline * strategy.stages_per_device)
@@ -122,12 +124,12 @@ def check_beside_mesh(config: ExperimentConfig, mesh: Mesh, *, spans_workers: bo
     if spans_workers and strategy.stages_per_device > 1:
         raise ConfigError(
             f"--stages_per_device={strategy.stages_per_device} does not work yet with --mesh={strategy.mesh}, where a "
-            "replica lies on several workers. Leave one of them out."
+            "replica spans several workers. Leave one of them out."
         )
     if spans_workers and exchange.exchange.partition(":")[0] == "auto":
         raise ConfigError(
-            f"--exchange={exchange.exchange} does not work yet with --mesh={strategy.mesh}, where a replica lies on "
-            "several workers, which could choose differently. Name an exchange, such as --exchange=int8."
+            f"--exchange={exchange.exchange} does not work yet with --mesh={strategy.mesh}, where a replica spans "
+            "several workers, which could make different choices. Name an exchange, such as --exchange=int8."
         )
 
 
@@ -135,13 +137,14 @@ def parse_mesh(text: str, *, workers: int, devices: int) -> Mesh:
     """The mesh that `--mesh` asks for.
 
     Args:
-      text: Such as `data:2,model:4`; where data is not named, it has the size that the others leave it, else model,
-        where pipeline is not named either. Empty: all devices are replicas.
+      text: Such as `data:2,model:4`. If data is not named, it gets the remaining factor; otherwise the model axis does,
+        unless pipeline is named too. Empty: all devices are replicas.
       workers: Number of workers.
       devices: Devices of each worker.
 
     Raises:
-      ConfigError: An unknown axis, no positive size, or sizes that do not suit the devices; with those that would.
+      ConfigError: An unknown axis, a size that is not positive, or sizes that do not match the devices; names sizes
+        that would.
     """
     sizes, total = parse_sizes(text), workers * devices
     pipeline = sizes.get("pipeline", 1)
@@ -151,15 +154,15 @@ def parse_mesh(text: str, *, workers: int, devices: int) -> Mesh:
     where = f"{workers} worker{'s' * (workers != 1)} x {devices} device{'s' * (devices != 1)}"
     if mesh.devices != total:
         raise ConfigError(
-            f"--mesh={text} is a mesh of {mesh.devices} devices, and there are {where} = {total}. Sizes must multiply "
-            f"to {total}; --devices says how many devices a worker has."
+            f"--mesh={text} is a mesh of {mesh.devices} devices, and there are {where} = {total}. The product of the "
+            f"sizes must be {total}; --devices sets the number of devices of a worker."
         )
     of_replica = mesh.devices_of_replica
     two_axes = mesh.pipeline > 1 and mesh.model > 1
     if (devices % of_replica and of_replica % devices) or (of_replica > devices and two_axes):
-        axis, must = ("pipeline" if mesh.pipeline > 1 else "model"), "have whole workers, or be a part of one"
+        axis, must = ("pipeline" if mesh.pipeline > 1 else "model"), "consist of whole workers or fit in one"
         if two_axes:
-            must = "lie within a worker where it has a pipeline and a model axis"
+            must = "be within one worker if it has both a pipeline and a model axis"
         raise ConfigError(
             f"--mesh={text}: a replica must {must}, and there are {where}. Use --mesh=data:{workers},{axis}:{devices}, "
             f"or start {mesh.data} workers with --devices={of_replica}."

@@ -1,8 +1,9 @@
-"""The model axis of a mesh: devices that hold one replica of the model between them.
+"""The model axis of a mesh: devices that together hold one replica of the model.
 
-Every device runs the same program on its own part of the weights (SPMD). Where a layer needs what the others have, it
-calls one of the operators below, each with the gradient that tensor parallelism needs (Shoeybi et al. 2019,
-arXiv:1909.08053, section 3). A program finds its place by `ModelAxis.on`; elsewhere layers compute with whole weights.
+Every device runs the same program on its own part of the weights (SPMD). Where a layer needs values of the other
+devices, it calls one of the operators below, each with the gradient that tensor parallelism needs (Shoeybi et al. 2019,
+arXiv:1909.08053, section 3). `ModelAxis.on` sets the place of a program; outside of it, layers compute with whole
+weights.
 """
 
 from __future__ import annotations
@@ -18,23 +19,24 @@ from tfpar.parallel.replica import static_replica_id
 
 import tensorflow as tf
 
-# The runtime remembers the shape of every call of a group while the process lives: axes of the same devices count on.
+# TensorFlow's runtime keeps the shape of every call of a group until the process ends, so axes of the same devices
+# continue one count of calls.
 _instance_keys: dict[tuple[tuple[int, ...], int], Iterator[int]] = {}
 
 
 class ModelAxis:
-    """The devices of one worker, in groups that each hold a replica, or a stage of one; or one part of such a group.
+    """The devices of one worker, in groups that each hold a replica or one of its stages; or one part of such a group.
 
     Args:
       devices: For each program of the strategy, the names of its devices: one, or one for each stage of a pipeline.
-        Programs of a replica lie side by side, and so do those of the workers that hold one between them.
+        Programs of a replica are adjacent, and so are the workers that share a replica.
       worker: Rank of this worker.
       size: Programs of a replica.
 
     Attributes:
       size: The same.
       stages: Devices of a program.
-      bytes_of_step: Bytes that a device sends to the others in a training step; 0 until that is traced.
+      bytes_of_step: Bytes that a device sends to the others in a training step; 0 until the step is traced.
     """
 
     def __init__(self, devices: Sequence[Sequence[str]], worker: int, size: int) -> None:
@@ -55,22 +57,22 @@ class ModelAxis:
 
     @property
     def spans_workers(self) -> bool:
-        """Whether a replica has programs on other workers, too."""
+        """Whether a replica also has programs on other workers."""
         return self.programs < self.size
 
     def on(self, program: int, stage: int = 0) -> contextlib.AbstractContextManager[Place]:
-        """What is traced in this context, in this thread, is the program of one device.
+        """Operations that this thread traces in this context belong to the program of one device.
 
         All devices must trace the same programs in the same order: the n-th collective of each is the same call.
 
         Args:
-          program: Of which program it is, among those of this worker.
-          stage: On which of its devices.
+          program: Index of the program among those of this worker.
+          stage: Index of the device among those of the program.
         """
         return at_place(self._places[program][stage])
 
     def sum_of_worker(self, value: tf.Tensor) -> tf.Tensor:
-        """The sum over all workers of the axis of a value that each has once. Not in a replica context. No gradient."""
+        """The sum of one value per worker over all workers of the axis. Not for a replica context. No gradient."""
         sums = []
         for program in range(self.programs):
             with self.on(program) as place, tf.device(place.device):
@@ -78,7 +80,7 @@ class ModelAxis:
         return sums[0]
 
     def on_own_device(self, stage: int = 0) -> contextlib.AbstractContextManager[Place]:
-        """`on` for the replica context that is open."""
+        """`on` for the current replica context."""
         return self.on(static_replica_id() % len(self._places), stage)
 
 
@@ -89,9 +91,9 @@ class Place:
     Attributes:
       group: The devices of the axis, seen from this one.
       device: Its name.
-      sent: Bytes that the device sends in each call of its programs, in the order in which they were traced. They are
-        those of the smallest traffic: `2 (t - 1) / t` of a tensor that t devices sum, half of that where each gets a
-        part of the sum, and t - 1 times one that all get.
+      sent: Bytes that the device sends in each call of its programs, in the order in which they were traced. Counts the
+        least traffic possible: `2 (t - 1) / t` times a tensor that t devices sum, half of that if each gets a part of
+        the sum, and t - 1 times a tensor that all devices get.
     """
 
     group: TensorFlowGroup
@@ -131,15 +133,15 @@ class Place:
         self.sent.append(0 if elements is None else round(times * elements * x.dtype.size))
 
     def all_gather(self, row: tf.Tensor) -> tf.Tensor:
-        """The devices' tensors `[n]`, one above the other: `[size, n]`. No gradient."""
+        """The devices' tensors `[n]` as rows: `[size, n]`. No gradient."""
         return self.group.all_gather(row[tf.newaxis], next(self._instance_keys))
 
     def all_to_all(self, rows: tf.Tensor) -> tf.Tensor:
-        """Row i `[size, n]` goes to device i; row i of the result came from there. No gradient."""
+        """Sends row i of `[size, n]` to device i; row i of the result is from device i. No gradient."""
         return self.group.all_to_all(rows, next(self._instance_keys))
 
     def enter(self, x: tf.Tensor) -> tf.Tensor:
-        """In front of a layer whose outputs are divided: the tensor; its gradient is summed."""
+        """Before a layer whose outputs are divided: returns the tensor unchanged; its gradient is summed."""
 
         @tf.custom_gradient
         def operator(x: tf.Tensor) -> tuple[tf.Tensor, object]:
@@ -148,7 +150,7 @@ class Place:
         return operator(x)
 
     def leave(self, x: tf.Tensor) -> tf.Tensor:
-        """Behind a layer whose inputs are divided: the sum; its gradient passes as it is."""
+        """After a layer whose inputs are divided: returns the sum; its gradient passes unchanged."""
 
         @tf.custom_gradient
         def operator(x: tf.Tensor) -> tuple[tf.Tensor, object]:
@@ -157,11 +159,11 @@ class Place:
         return operator(x)
 
     def gather(self, x: tf.Tensor, padding: int = 0) -> tf.Tensor:
-        """Behind a layer whose outputs `[..., n]` are divided: all of them; a device takes its part of the gradient.
+        """After a layer whose outputs `[..., n]` are divided: returns all; a device takes its part of the gradient.
 
         Args:
           x: The outputs.
-          padding: How many of the last outputs of all devices are none, and are left out.
+          padding: How many of the last outputs are padding and are left out.
         """
         width = x.shape[-1]
 
@@ -180,7 +182,8 @@ class Place:
         return operator(x)
 
     def enter_positions(self, x: tf.Tensor) -> tf.Tensor:
-        """`enter` where a device has some positions `[m, T / size, ...]`: all; of the summed gradient, its part."""
+        """`enter` for divided positions `[m, T / size, ...]`: returns all; a device gets its part of the summed
+        gradient."""
 
         @tf.custom_gradient
         def operator(x: tf.Tensor) -> tuple[tf.Tensor, object]:
@@ -189,7 +192,8 @@ class Place:
         return operator(x)
 
     def leave_positions(self, x: tf.Tensor) -> tf.Tensor:
-        """`leave` where a device is to have the sum of some positions of `[m, T, ...]`; their gradient is gathered."""
+        """`leave` for divided positions: of `[m, T, ...]`, a device gets the sum at its positions; the gradient is
+        gathered."""
 
         @tf.custom_gradient
         def operator(x: tf.Tensor) -> tuple[tf.Tensor, object]:
@@ -198,7 +202,7 @@ class Place:
         return operator(x)
 
     def part_positions(self, x: tf.Tensor) -> tf.Tensor:
-        """Of `[m, T, ...]`, which all devices have, the positions of this one; their gradient is gathered."""
+        """The positions of this device, of a tensor `[m, T, ...]` that all devices have; their gradient is gathered."""
 
         @tf.custom_gradient
         def operator(x: tf.Tensor) -> tuple[tf.Tensor, object]:
@@ -207,7 +211,7 @@ class Place:
         return operator(x)
 
     def gather_positions(self, x: tf.Tensor) -> tf.Tensor:
-        """All positions, where a device has some; it takes its part of the gradient, which all devices have."""
+        """All positions, gathered from the devices; a device takes its part of the gradient, which all devices have."""
 
         @tf.custom_gradient
         def operator(x: tf.Tensor) -> tuple[tf.Tensor, object]:
@@ -223,7 +227,7 @@ class Place:
         return x[:, self.rank * length : (self.rank + 1) * length]
 
     def _sum_of_own_positions(self, x: tf.Tensor) -> tf.Tensor:
-        """The sum of the devices' tensors, of which each gets its positions; in float32 for narrower types.
+        """The sum of the devices' tensors at the positions of this device; in float32 for narrower types.
 
         TensorFlow 2.21 has no reduce-scatter on CPUs (`CollectiveReduceScatterV2`).
         """
@@ -238,7 +242,7 @@ class Place:
 
 @contextlib.contextmanager
 def at_place(place: Place) -> Iterator[Place]:
-    """What is traced in this context, in this thread, is the program of a device."""
+    """Operations that this thread traces in this context belong to the program of a device."""
     before, _current.place = _current.place, place
     try:
         yield place

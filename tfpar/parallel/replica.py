@@ -47,7 +47,7 @@ def next_batch(strategy: tf.distribute.Strategy, iterator: Any, *, model_devices
       strategy: A synchronous strategy.
       iterator: A distributed iterator; or a plain one of tf.data, whose elements have a row `[L, ...]` for each of the
         process's L replicas if there are several.
-      model_devices: Devices of a replica, which all get its row.
+      model_devices: Devices of a replica, all of which get its row.
     """
     batch = next(iterator)
     devices = len(strategy.extended.worker_devices)

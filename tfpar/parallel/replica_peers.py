@@ -1,4 +1,4 @@
-"""The workers that hold a replica between them."""
+"""The workers that share a replica."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ReplicaPeers:
-    """The workers of this worker's replica, which has its parts on all of them.
+    """The workers that share this worker's replica, each with a part of it.
 
-    What reads a whole value is a call that all of them make together, in the same order.
+    Reading a whole value is a collective call: all of them make it, in the same order.
 
     Attributes:
-      rank: Which of them this worker is, from 0.
-      agreement: Between them.
+      rank: Rank of this worker among them, from 0.
+      agreement: The agreement between them.
     """
 
     rank: int
@@ -29,7 +29,7 @@ class ReplicaPeers:
 
     @classmethod
     def of(cls, topology: Topology) -> ReplicaPeers | None:
-        """The workers that hold a replica with this one; None where this one has whole replicas."""
+        """The workers that share a replica with this one; None if this worker has whole replicas."""
         if topology.replica_workers == 1:
             return None
         first = topology.worker - topology.replica_part
@@ -53,11 +53,11 @@ class ReplicaPeers:
 def exchanging_workers(topology: Topology, device: str = "") -> dict[str, Any]:
     """The workers that exchange gradients with this one, as arguments of `Exchange.build`.
 
-    They are all workers; where workers have parts of a replica, those with the same part.
+    These are all workers or, if workers hold parts of a replica, those with the same part.
 
     Args:
-      topology: How replicas lie on workers.
-      device: Where this worker's part of an exchange runs that is not for gradients of every step, and makes its own
+      topology: The topology of the run.
+      device: For an exchange other than that of the gradients, the device on which this worker runs it, with its own
         collective calls; empty for gradients.
     """
     if device:

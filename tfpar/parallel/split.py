@@ -1,8 +1,8 @@
-"""Variables of which every device of the model axis has a part.
+"""Variables that are divided over the devices of the model axis.
 
 Such a variable is mirrored by the strategy, in the shape of a part, and its copies differ. Keras and the optimizer see
 the part; checkpoints, digests, exports and the user's own model see the whole, through `whole` and `assign_whole`.
-Where a replica lies on several workers, all of them call together what reads a whole value.
+If a replica spans several workers, reading a whole value is a collective call of all of them.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Split:
     Attributes:
       axis: The dimension that is divided.
       size: Number of parts.
-      groups: The dimension holds this many stretches of equal length, each of which is divided by itself: three, where
-        one kernel makes query, key and value.
-      padding: Elements at the end of the dimension that parts of equal length have beyond the whole. One group only.
+      groups: The dimension consists of this many blocks of equal length, each of which is divided separately: three, if
+        one kernel computes query, key and value.
+      padding: Elements by which equal parts together exceed the whole, at the end of the dimension. One group only.
       fill: Value of these elements when a whole is divided.
     """
 
@@ -46,7 +46,7 @@ class Split:
         return cls(axis, size, padding=-length % size)
 
     def divides(self, shape: Sequence[int]) -> bool:
-        """Whether a shape has equal parts."""
+        """Whether a shape can be divided into equal parts."""
         return (shape[self.axis] + self.padding) % (self.groups * self.size) == 0
 
     def part(self, array: np.ndarray, rank: int) -> np.ndarray:
@@ -56,7 +56,7 @@ class Split:
         return np.concatenate([np.split(each, self.size, axis=self.axis)[rank] for each in stretches], axis=self.axis)
 
     def joined(self, parts: Sequence[np.ndarray]) -> np.ndarray:
-        """The whole of the parts of all devices, in order."""
+        """The whole, joined from the parts of all devices in order."""
         stretches = [np.split(part, self.groups, axis=self.axis) for part in parts]
         whole = np.concatenate([part[group] for group in range(self.groups) for part in stretches], axis=self.axis)
         return whole[self._without_padding(whole.shape)] if self.padding else whole
@@ -68,18 +68,18 @@ class Split:
         return whole[self._without_padding(whole.shape)] if self.padding else whole
 
     def stretches(self, length: int, rank: int) -> list[tuple[int, int]]:
-        """Start and length of each stretch of the divided dimension that makes the part of device `rank`, in order.
+        """Start and length of each range of the divided dimension that belongs to the part of device `rank`, in order.
 
         Args:
-          length: Of that dimension, in the whole.
-          rank: Of the device.
+          length: Length of that dimension in the whole.
+          rank: Rank of the device.
         """
         group, share = length // self.groups, (length + self.padding) // self.groups // self.size
         starts = [number * group + rank * share for number in range(self.groups)]
         return [(start, min(share, length - start)) for start in starts]
 
     def with_padding(self, part: np.ndarray, length: int) -> np.ndarray:
-        """A part that was saved without padding, with as much as makes the divided dimension so long."""
+        """A part that was saved without padding, padded to this length of the divided dimension."""
         missing = length - part.shape[self.axis]
         widths = [(0, missing if axis == self.axis else 0) for axis in range(part.ndim)]
         return np.pad(part, widths, constant_values=self.fill) if missing else part
@@ -98,12 +98,12 @@ class Split:
 
 @dataclasses.dataclass(frozen=True)
 class FlatSplit:
-    """How a variable is divided, seen as a vector, into parts of equal length; the last ones repeat its last element.
+    """How a variable, as a vector, is divided into parts of equal length; padding repeats its last element.
 
     It has the methods of `Split`.
 
     Attributes:
-      shape: Of the whole.
+      shape: Shape of the whole.
       size: Number of parts.
     """
 
@@ -116,7 +116,7 @@ class FlatSplit:
         return -(-math.prod(self.shape) // self.size)
 
     def own_elements(self, rank: int) -> int:
-        """Elements of the part of device `rank` that are no repetition."""
+        """Elements of the part of device `rank` without padding."""
         return min(max(math.prod(self.shape) - rank * self.elements, 0), self.elements)
 
     def part(self, array: np.ndarray, rank: int) -> np.ndarray:
@@ -143,12 +143,12 @@ _ATTRIBUTE, _PEERS, _HELD = "tfpar_split", "tfpar_peers", "tfpar_held"
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Held:
-    """Where a variable is that some workers of a replica have whole, and the others not: there it has no elements.
+    """The location of a variable that some workers of a replica hold whole; on the others it has no elements.
 
     Attributes:
-      shape: Its shape where it is.
-      ranks: Which of the replica's workers have it, ascending.
-      peers: The workers.
+      shape: Its shape on the workers that hold it.
+      ranks: Ranks, among the replica's workers, of those that hold it, ascending.
+      peers: The replica's workers.
     """
 
     shape: tuple[int, ...]
@@ -157,36 +157,36 @@ class Held:
 
     @property
     def here(self) -> bool:
-        """Whether this worker has it."""
+        """Whether this worker holds the variable."""
         return self.peers.rank in self.ranks
 
     @property
     def counts_here(self) -> bool:
-        """Whether this worker counts it, of those that have it."""
+        """Whether this worker is the one of its holders that counts it."""
         return self.peers.rank == self.ranks[0]
 
     def fetch(self, value: np.ndarray) -> np.ndarray:
         """The value, on all workers of the replica.
 
         Args:
-          value: What this worker has.
+          value: The value on this worker.
         """
         array = value if self.here else np.zeros(self.shape, value.dtype)
         return self.peers.agreement.broadcast([array], self.ranks[0])[0]
 
 
 def held_by(variable: keras.Variable) -> Held | None:
-    """Where a variable is; None where every worker has it, or a part of it."""
+    """The location of a variable; None if every worker has it or a part of it."""
     return vars(variable).get(_HELD)
 
 
 def hold(variable: keras.Variable, held: Held, place: int) -> None:
-    """Replaces a variable on the host by one on a device of this worker, or by one without elements.
+    """Replaces a variable on the host with one on a device of this worker, or with one without elements.
 
     Args:
-      variable: Made outside the strategy. Workers make theirs by themselves: no strategy could mirror them.
-      held: Where it is.
-      place: Where in this worker's part of a pipeline.
+      variable: Created outside the strategy. Each worker creates its own: no strategy could mirror them.
+      held: The location of the variable.
+      place: The place in this worker's part of a pipeline.
     """
     value = variable.numpy()
     with at(place):
@@ -196,17 +196,17 @@ def hold(variable: keras.Variable, held: Held, place: int) -> None:
 
 
 def split_of(variable: keras.Variable) -> Split | FlatSplit | None:
-    """How a variable is divided; None where every device has all of it."""
+    """How a variable is divided; None if every device has all of it."""
     return vars(variable).get(_ATTRIBUTE)
 
 
 def peers_of(variable: keras.Variable) -> ReplicaPeers | None:
-    """The workers that have the parts of a variable between them; None where this one has all."""
+    """The workers that share the parts of a variable; None if this worker has all parts."""
     return vars(variable).get(_PEERS)
 
 
 def mark(variable: keras.Variable, split: Split | FlatSplit, peers: ReplicaPeers | None = None) -> None:
-    """Notes that the copies of a mirrored variable, here or on several workers, are the parts of a whole."""
+    """Records that the copies of a mirrored variable, here or on several workers, are parts of a whole."""
     vars(variable)[_ATTRIBUTE] = split
     vars(variable)[_PEERS] = peers
 
@@ -223,11 +223,11 @@ def whole_elements(variables: Sequence[keras.Variable]) -> int:
 
 
 def whole(variable: keras.Variable, replica: int = 0) -> np.ndarray:
-    """A copy of the value of a variable; of a divided one, of all of it.
+    """A copy of the value of a variable; the whole value if it is divided.
 
     Args:
       variable: The variable.
-      replica: Of a divided one, which of this worker's replicas to read.
+      replica: For a divided variable, which of this worker's replicas to read.
     """
     split, held = split_of(variable), held_by(variable)
     if split is None:
@@ -239,7 +239,7 @@ def whole(variable: keras.Variable, replica: int = 0) -> np.ndarray:
 
 
 def ranks_here(variable: keras.Variable) -> range:
-    """Of a divided variable, the ranks of the devices whose parts this worker has, for its first replica."""
+    """For a divided variable, the ranks of the devices whose parts this worker holds, for its first replica."""
     split, peers = split_of(variable), peers_of(variable)
     assert split is not None
     parts = len(variable.value.values)
@@ -258,7 +258,7 @@ def parts_here(variable: keras.Variable) -> list[np.ndarray]:
 
 
 def copy_here(variable: keras.Variable) -> np.ndarray:
-    """A copy of what this worker has of a variable that is not divided. No data travels."""
+    """A copy of this worker's value of a variable that is not divided. Sends nothing."""
     return np.array(variable.numpy(), copy=True, order="C")
 
 
@@ -267,7 +267,7 @@ def whole_tensor(variable: keras.Variable, first: Any) -> tf.Tensor:
 
     Args:
       variable: The variable.
-      first: The copy to read where the variable is not divided.
+      first: The copy to read if the variable is not divided.
     """
     split = split_of(variable)
     if peers_of(variable) or held_by(variable):
@@ -278,7 +278,7 @@ def whole_tensor(variable: keras.Variable, first: Any) -> tf.Tensor:
 
 
 def assign_whole(variable: keras.Variable, value: Any) -> None:
-    """Assigns to a variable; to a divided one, each device its part of a whole value."""
+    """Assigns a whole value to a variable; if it is divided, each device gets its part."""
     split = split_of(variable)
     if split is None:
         assign_parts(variable, lambda _: value)
@@ -288,11 +288,12 @@ def assign_whole(variable: keras.Variable, value: Any) -> None:
 
 
 def assign_parts(variable: keras.Variable, value_of: Callable[[int | None], Any]) -> None:
-    """Assigns to a variable; to a divided one, each device its part.
+    """Assigns to a variable; if it is divided, each device gets its part.
 
     Args:
       variable: The variable.
-      value_of: The value for a device of some rank; for None, the whole. Not called for what this worker does not have.
+      value_of: Returns the value for the device of a rank, or the whole for None. Called only for parts that this
+        worker holds.
     """
     split, held = split_of(variable), held_by(variable)
     if split is None:
@@ -312,13 +313,13 @@ def move_to_devices(
     place: int | None = None,
     peers: ReplicaPeers | None = None,
 ) -> None:
-    """Replaces a variable on the host by one under the current strategy, in the shape of a part if it is divided.
+    """Replaces a variable on the host with one under the current strategy, in the shape of a part if it is divided.
 
     Args:
       variable: Made outside the strategy.
       split: How it is divided.
-      place: Where in a pipeline it lies.
-      peers: The workers that have the parts between them, where this one does not have all.
+      place: Its place in a pipeline.
+      peers: The workers that share the parts, if this worker does not have all.
     """
     value = variable.numpy()
     with at(place):
@@ -331,7 +332,7 @@ def move_to_devices(
 
 
 def keeps_slots_beside(optimizer: keras.optimizers.Optimizer) -> None:
-    """Makes an optimizer that is not yet built keep its state where the weights are: parts for parts, and on the same
+    """Makes an optimizer that is not yet built keep its state next to the weights: divided like them, on the same
     devices."""
     make = optimizer.add_variable_from_reference
 
@@ -351,23 +352,23 @@ def keeps_slots_beside(optimizer: keras.optimizers.Optimizer) -> None:
 
 
 def _filled(split: Split | FlatSplit, slot: keras.Variable) -> Split | FlatSplit:
-    """The split of a new slot, whose padding keeps its first value for good: its gradient is zero. A zero in place of
-    that would be divided by (Ftrl)."""
+    """The split of a new slot. Its padding keeps the initial value, since its gradient is zero; a zero instead would
+    lead to a division by zero (Ftrl)."""
     if not isinstance(split, Split) or not split.padding:
         return split
     return dataclasses.replace(split, fill=float(np.ravel(slot.value.values[0].numpy())[0]))
 
 
 def scope_of_values(variables: Sequence[keras.Variable], values: Sequence[Any]) -> keras.StatelessScope:
-    """A scope in which variables have these values, of the whole where they are divided."""
-    scope = keras.StatelessScope()  # which would compare shapes of what it is given
+    """A scope in which variables have these values, which are whole even for divided variables."""
+    scope = keras.StatelessScope()  # which would compare the shapes of its arguments
     for variable, value in zip(variables, values, strict=True):
         scope.state_mapping[id(variable)] = tf.convert_to_tensor(value)
     return scope
 
 
 def _parts(variable: keras.Variable, replica: int = 0) -> Sequence[Any]:
-    """The parts that this worker has: all of one of its replicas, or all that it has of one."""
+    """The parts on this worker: all parts of one of its replicas, or its parts of a shared one."""
     split, parts = split_of(variable), variable.value.values
     assert split is not None
     return parts if peers_of(variable) else parts[replica * split.size : (replica + 1) * split.size]

@@ -37,9 +37,9 @@ class Runtime:
     """A topology and the strategy that runs it.
 
     Attributes:
-      topology: How work is laid out. Of a TPU, its `hosts` and `local_replicas` are known here.
+      topology: The topology of the run. For a TPU, this one has the actual `hosts` and `local_replicas`.
       strategy: The running strategy.
-      options: What `--mesh=auto` has come to, by flag name; empty where it was not given.
+      options: The options that `--mesh=auto` has chosen, by flag name; empty without it.
     """
 
     topology: Topology
@@ -53,8 +53,8 @@ class Runtime:
         return self.topology
 
 
-# A second MultiWorkerMirroredStrategy counts its collectives from the start again (TensorFlow 2.21, `CollectiveKeys`),
-# and the runtime takes them for those of the first, which had other shapes. Each with the topology it was built for.
+# A second MultiWorkerMirroredStrategy restarts its count of collectives (TensorFlow 2.21, `CollectiveKeys`), and the
+# runtime confuses them with those of the first, which had other shapes. Each with the topology it was built for.
 _running: list[tuple[Topology, Runtime]] = []
 
 
@@ -148,7 +148,7 @@ def _build_mirrored(topology: Topology) -> tf.distribute.Strategy:
 class _LocalDevicesExtended(collective_all_reduce_strategy.CollectiveAllReduceExtended):
     """Multi-worker strategy that runs replicas on given devices of a worker.
 
-    TensorFlow 2.21 takes every GPU of a worker, but always exactly one CPU device
+    TensorFlow 2.21 uses every GPU of a worker, but always exactly one CPU device
     (`CollectiveAllReduceExtended._initialize_local_devices`), so a CPU worker could never hold two replicas.
     """
 
@@ -185,7 +185,8 @@ def _build_multi_worker(topology: Topology) -> tf.distribute.Strategy:
     devices = _replica_devices(topology)
     assert topology.cluster is not None
     if topology.pipeline_devices > 1 and topology.replica_workers > 1:
-        # A message that nobody has taken yet holds a thread (TensorFlow 2.21); by default there are as many as cores.
+        # A message that has not been received yet occupies a thread (TensorFlow 2.21); by default there is one thread
+        # per core.
         threads = max(_MESSAGE_THREADS, tf.config.threading.get_inter_op_parallelism_threads())
         tf.config.threading.set_inter_op_parallelism_threads(threads)
     failure.configure(topology.cluster, peer_timeout=topology.peer_timeout, start_timeout=topology.start_timeout)
@@ -250,7 +251,7 @@ def _build_parameter_server(topology: Topology) -> tf.distribute.Strategy:
     # SIGTERM ends servers when a run is done; a Python handler would never run during `join`.
     exit_codes.restore_default_signals()
     server.join()
-    raise AssertionError("a server of TensorFlow serves until its process is ended")
+    raise AssertionError("a TensorFlow server runs until its process is ended")
 
 
 def _check_listens(address: str) -> None:

@@ -19,17 +19,17 @@ import tensorflow as tf
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Topology:
-    """How work is laid out over workers and devices. A plain value: it starts nothing.
+    """The workers, replicas and devices of a run. A plain value: it starts nothing.
 
     Attributes:
       name: `one_device`, `mirrored`, `multi_worker`, `parameter_server` or `tpu`.
       workers: Number of workers, the processes that hold replicas.
       worker: Rank of this process among them, from 0; -1 for a parameter server.
-      local_replicas: Replicas per worker, or 1 where a worker has a part of one.
+      local_replicas: Replicas per worker, or 1 if a worker holds only a part of one.
       pipeline_devices: Devices, or groups of them, that hold the stages of each replica: the pipeline axis of the mesh.
-      model_devices: Devices among which layers are divided: the model axis of the mesh.
-      replica_workers: Workers that hold a replica between them; 1 where every worker has whole replicas.
-      shards_weights: Whether replicas have parts of the weights between them.
+      model_devices: Devices that divide layers among themselves: the model axis of the mesh.
+      replica_workers: Number of workers that share a replica; 1 if every worker has whole replicas.
+      shards_weights: Whether the weights are sharded over the replicas.
       device_type: `CPU`, `GPU` or `TPU`.
       reason: Why this strategy was chosen, for the log.
       cluster: The cluster this process belongs to, if any.
@@ -68,27 +68,27 @@ class Topology:
 
     @property
     def parts_on_workers(self) -> bool:
-        """Whether no worker has all weights: what reads them whole is a call of several."""
+        """Whether no worker has all weights, so that reading whole weights is a call of several workers."""
         return self.replica_workers > 1 or (self.shards_weights and self.workers > 1)
 
     @property
     def data_workers(self) -> int:
-        """Number of workers, or of groups of workers, that see examples of their own."""
+        """Number of workers, or of groups of workers, that train on different examples."""
         return self.workers // self.replica_workers
 
     @property
     def data_worker(self) -> int:
-        """Which of these this worker is, or is in, from 0; 0 for a parameter server."""
+        """Index of this worker, or of its group, among these, from 0; 0 for a parameter server."""
         return max(self.worker, 0) // self.replica_workers
 
     @property
     def replica_part(self) -> int:
-        """Which of the workers of its replica this one is, from 0."""
+        """Index of this worker among those that share its replica, from 0."""
         return max(self.worker, 0) % self.replica_workers
 
     @property
     def workers_alike(self) -> list[int]:
-        """Ranks of the workers that have the same part of a replica as this one, which is among them."""
+        """Ranks of the workers that hold the same part of a replica as this one, including it."""
         return [*range(self.replica_part, self.workers, self.replica_workers)]
 
     @property
@@ -98,7 +98,7 @@ class Topology:
 
     @property
     def local_places(self) -> int:
-        """Places of a pipeline that a worker has; 1 where there is none."""
+        """Places of a pipeline on a worker; 1 without a pipeline."""
         return self.pipeline_devices // self.replica_workers if self.pipeline_devices > 1 else 1
 
     @property
@@ -108,7 +108,7 @@ class Topology:
 
     @property
     def input_pipelines(self) -> int:
-        """Number of input pipelines with examples of their own; each feeds the same number of replicas."""
+        """Number of input pipelines with different examples; each feeds the same number of replicas."""
         return self.hosts or self.data_workers
 
     @property
@@ -171,7 +171,7 @@ def choose_topology(config: StrategyConfig, cluster: ClusterInfo | None = None) 
     devices = config.devices or unasked
     common: dict[str, Any] = {"name": name, "reason": reason, "device_type": device_type}
     if name in ("one_device", "mirrored") and cluster is not None and cluster.num_workers > 1:
-        common["reason"] += f"; each of the {cluster.num_workers} workers in {cluster.source} trains on its own"
+        common["reason"] += f"; each of the {cluster.num_workers} workers in {cluster.source} trains independently"
     if name == "one_device":
         if devices > 1:
             raise ConfigError(f"--devices={devices} needs --strategy=mirrored; --strategy=one_device uses one.")
@@ -183,7 +183,7 @@ def choose_topology(config: StrategyConfig, cluster: ClusterInfo | None = None) 
 
 
 def without_auto(config: StrategyConfig) -> StrategyConfig:
-    """The options for workers and devices on which it is not decided yet what lies."""
+    """The options with `--mesh=auto` removed, for devices whose mesh is not yet chosen."""
     return dataclasses.replace(config, mesh="") if config.mesh == AUTO else config
 
 
@@ -249,8 +249,8 @@ def _transport(config: StrategyConfig, cluster: ClusterInfo, device_type: str) -
         return {"transport": "auto", "transport_reason": reason}
     if config.transport == "gloo" and device_type == "GPU":
         raise ConfigError(
-            "--transport=gloo carries data between CPUs, and this machine's GPUs talk through NCCL. Leave it out, or "
-            "hide the GPUs with CUDA_VISIBLE_DEVICES=-1."
+            "--transport=gloo carries data between CPUs, and this machine's GPUs use NCCL. Leave it out, or hide the "
+            "GPUs with CUDA_VISIBLE_DEVICES=-1."
         )
     if config.transport == "gloo":
         gloo_mesh.check_usable("--transport=gloo")

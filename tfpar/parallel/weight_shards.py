@@ -1,8 +1,8 @@
-"""Weights of which every replica keeps a part, and that are whole only while a layer computes with them.
+"""Sharded weights: every replica keeps a part, and a weight is whole only while a layer computes with it.
 
-ZeRO stage 3 (Rajbhandari et al. 2020, arXiv:1910.02054). The parts of all replicas are gathered where a value is read
-in a call of the model; the gradient of the whole goes back as the sum over the replicas, to each its part. Both happen
-between all replicas, in one call each for all weights that are gathered together.
+ZeRO stage 3 (Rajbhandari et al. 2020, arXiv:1910.02054). A read of the value in a call of the model gathers the parts
+of all replicas; the gradient of the whole is summed over the replicas, and each gets its part. Each of the two is one
+collective call for all weights that are gathered together.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def gathered(variables: Sequence[keras.Variable], values: Sequence[tf.Tensor]) -
     """The values of variables, whole; parts are gathered, all in one call.
 
     Args:
-      variables: Any.
-      values: For each its value, or a part `[S]` of it.
+      variables: Any variables.
+      values: For each variable its value, or a part `[S]` of it.
     """
     places = [place for place, (each, value) in enumerate(zip(variables, values, strict=True)) if is_part(each, value)]
     place, whole = current_place(), list(values)
@@ -48,7 +48,7 @@ def gathered(variables: Sequence[keras.Variable], values: Sequence[tf.Tensor]) -
 
 
 def shown_whole(variables: Sequence[keras.Variable]) -> contextlib.AbstractContextManager[Any]:
-    """In this context sharded weights say that they have their whole shape, as layers expect that ask for it."""
+    """In this context sharded weights report their whole shape, because some layers read it."""
     splits = [(variable, split_of(variable)) for variable in variables]
     shapes = [(variable, split.shape) for variable, split in splits if isinstance(split, FlatSplit)]
     return keras_calls.shapes_of_variables(shapes) if shapes and current_place() else contextlib.nullcontext()
@@ -72,21 +72,21 @@ class Wholes:
 def with_wholes(
     values: Mapping[int, tf.Tensor], variables: Sequence[keras.Variable], given: Sequence[tf.Tensor], after: Any
 ) -> dict[int, tf.Tensor]:
-    """Values by the identity of their variables, those of `variables` replaced by what is `given`, whole.
+    """Values by the identity of their variables, with those of `variables` replaced by the whole values of `given`.
 
     Args:
-      values: Of any variables.
-      variables: Of a block.
-      given: For each its value, or a part.
-      after: Tensors that must be there before anything is gathered: what goes into the block, so that no block's
-        weights are gathered before its turn.
+      values: Values of any variables.
+      variables: The variables of a block.
+      given: For each of them its value, or a part.
+      after: Tensors that must be ready before anything is gathered: the inputs of the block, so that no block's weights
+        are gathered before its turn.
     """
     with tf.control_dependencies(after):
         return {**values, **dict(zip(map(id, variables), gathered(variables, given), strict=True))}
 
 
 def _gather(place: Place, parts: Sequence[tf.Tensor], splits: Sequence[Any]) -> list[tf.Tensor]:
-    """Whole tensors, of the parts of all replicas. Parts get the sums of the gradients of all replicas."""
+    """Whole tensors, gathered from the parts of all replicas. A part's gradient is the sum over all replicas."""
     sizes = [split.elements for split in splits]
 
     @tf.custom_gradient

@@ -234,7 +234,7 @@ class ReinforcementTrainer:
             restore=self.memory.restore,
             goes_on="learning continues with new episodes: environments of the host cannot be saved"
             if self.actors
-            else "the episodes go on where they stopped",
+            else "the episodes continue where they stopped",
             show=self._film,
         )
 
@@ -287,7 +287,7 @@ def check_host(options: ReinforcementConfig, environment: AnyEnvironment, topolo
     if not isinstance(environment, HostEnvironment):
         if options.actors > 1 or options.env_processes:
             raise ConfigError(
-                f"--actors={options.actors} and --env_processes={options.env_processes} are about environments of the "
+                f"--actors={options.actors} and --env_processes={options.env_processes} apply to environments of the "
                 f"host, and {environment.name} runs on the device. Leave them out, or give --env=gym:NAME."
             )
         return
@@ -295,8 +295,9 @@ def check_host(options: ReinforcementConfig, environment: AnyEnvironment, topolo
         raise ConfigError(f"--env_processes: threads of EnvPool's own step {environment.name}. Leave the flag out.")
     if topology.device_type == "TPU":
         raise ConfigError(
-            f"--env={environment.name}: a step on a TPU is one program, which cannot wait for environments of the "
-            "host. Use --strategy=one_device, mirrored or multi_worker, or an environment that runs on the device."
+            f"--env={environment.name}: a step on a TPU is one program, which cannot wait for environments that run "
+            "on the host. Use --strategy=one_device, mirrored or multi_worker, or an environment that runs on the "
+            "device."
         )
     own = options.environments // topology.replicas
     if own % options.actors:
@@ -339,7 +340,7 @@ def complete(config: ExperimentConfig) -> ExperimentConfig:
     """
     options, train = reinforcement_of(config), config.train
     if train.epochs:
-        raise ConfigError("--epochs: there are no epochs of an environment. Give --env_steps, or --steps.")
+        raise ConfigError("--epochs: an environment has no epochs. Give --env_steps, or --steps.")
     steps = train.steps
     if options.env_steps:
         if steps and steps != _steps_of(options):
@@ -373,17 +374,19 @@ def check(config: ExperimentConfig, topology: Topology) -> None:
     options = reinforcement_of(config)
     if not topology.synchronous:
         raise ConfigError(
-            "--strategy=parameter_server: its workers take steps in no order, and rollouts need one. Use "
+            "--strategy=parameter_server: its workers run steps in no fixed order, and rollouts need one. Use "
             "--strategy=one_device, mirrored or multi_worker."
         )
     if topology.mesh.devices_of_replica > 1:
-        raise ConfigError("--mesh: a policy lies on one device. Leave --mesh out; --devices=N splits the environments.")
+        raise ConfigError(
+            "--mesh: a policy must fit on one device. Leave --mesh out; --devices=N splits the environments."
+        )
     if config.train.shard != "none":
-        raise ConfigError(f"--shard={config.train.shard} does not go with reinforcement learning. Use --shard=none.")
+        raise ConfigError(f"--shard={config.train.shard} does not work with reinforcement learning. Use --shard=none.")
     if config.outer.uses_rounds:
         raise ConfigError(
-            f"--local_steps={config.outer.local_steps} does not go with reinforcement learning, whose workers exchange "
-            "in every step. Leave it, and --outer_optimizer, out."
+            f"--local_steps={config.outer.local_steps} does not work with reinforcement learning, whose workers "
+            "exchange in every step. Leave it, and --outer_optimizer, out."
         )
     if options.environments % topology.replicas:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Which class is taken for which: counts beside an evaluation."""
+"""Confusion matrices: counts of classes and predictions during an evaluation."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from tfpar import inputs
 
 import tensorflow as tf
 
-# More than a picture shows, and than is worth sending with every evaluation.
+# More classes would not fit in a picture, and are not worth sending with every evaluation.
 MAX_CLASSES = 64
 
 
 def classes_of(info: inputs.SourceInfo) -> int:
-    """How many classes there are, if each example has one as its label, and they are not too many; else 0."""
+    """The number of classes if each example has one as its label and there are not too many; otherwise 0."""
     spec = info.label_spec
     one_label = isinstance(spec, tf.TensorSpec) and spec.shape.rank == 0 and spec.dtype.is_integer
     return info.num_classes if one_label and 2 <= info.num_classes <= MAX_CLASSES else 0

@@ -1,8 +1,8 @@
 """Loss and gradients as a pure function.
 
-Nothing here reads or assigns a variable, calls a collective or knows a strategy: weights and state come in as
-tensors and leave as tensors. That is why the same function runs under XLA, inside `strategy.run` of every
-strategy, on weights sharded by DTensor, and on a stage of a pipeline.
+Nothing here reads or assigns a variable, calls a collective or depends on a strategy: weights and state are tensor
+arguments and results. That is why the same function runs under XLA, inside `strategy.run` of every strategy, on weights
+sharded by DTensor, and on a stage of a pipeline.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ import tensorflow as tf
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Core:
-    """A model and what it is trained for, seen as pure functions.
+    """A model and its objective as pure functions.
 
     Attributes:
       model: A built Keras model.
-      objective: What is minimised; `SupervisedObjective` for a loss on the model's outputs.
+      objective: The objective; `SupervisedObjective` for a loss on the model's outputs.
       augmentation: Keras layer applied to `x` in training, or None. Its only state is seed generators.
       model_metrics: Metrics that the model itself updates in its forward pass, see `model.own_metrics`.
       replicas: Replicas of the strategy. Where there are several, they must agree on the weights that a forward pass
         assigns.
-      unrolls: Whether micro-batches are laid out one after the other, because devices talk within the model's layers.
+      unrolls: Whether the loop over micro-batches is unrolled, because devices communicate within the model's layers.
     """
 
     model: keras.Model
@@ -91,7 +91,7 @@ class Core:
             tape.watch(params)
             with example_weights(weight), recording(tape, self.model_metrics) as record:
                 sums = self.sums_of(params, state, (x, y, weight), training=True, scales=scales)
-            # Float8 keeps statistics of the gradients as well: of those of a mean, as in `fit`.
+            # Float8 layers also keep statistics of the gradients: of the gradients of a mean, as in `fit`.
             divided = loss_scale is not None or bool(self.overwritten)
             scale = 1.0 if loss_scale is None else loss_scale
             scaled = sums.loss * (scale / _loss_divisor(weight)) if divided else sums.loss
@@ -102,7 +102,7 @@ class Core:
     def sums_of(
         self, params: Tensors, state: Tensors, batch: Batch, *, training: bool, scales: tf.Tensor | None = None
     ) -> ObjectiveSums:
-        """What the objective makes of a micro-batch; see `Objective`."""
+        """The objective's sums for a micro-batch; see `Objective`."""
         return self.objective(params, state, batch, training=training, scales=scales)
 
     def backward(self, forward: Forward) -> LocalSums:
@@ -119,7 +119,7 @@ class Core:
         return LocalSums(sums.loss, sums.count, gradients, sums.state, metrics, record.assigned, overwritten)
 
     def gradients_of(self, forward: Forward) -> Tensors:
-        """Gradients of a scaled loss, dense: for a weight that the forward pass assigns the sum over all its values."""
+        """Dense gradients of a scaled loss; for a weight that the forward pass assigns, the sum over all its values."""
         leaves = [leaf for _, leaf in forward.record.leaves]
         sources = [*forward.params, *leaves]
         found = forward.tape.gradient(forward.scaled, sources, unconnected_gradients=tf.UnconnectedGradients.ZERO)
@@ -143,7 +143,7 @@ class Core:
 
         Args:
           params: As for `loss_and_grads`.
-          state: As for `loss_and_grads`; each micro-batch sees the state that the one before it left.
+          state: As for `loss_and_grads`; each micro-batch starts from the state after the previous one.
           batch: `(x, y, weight)` with a leading micro-batch axis: `[A, m, ...]`, weight `[A, m]`.
           seed: Int32 `[2]`; micro-batch `a` uses `seed` folded with `a`.
           loss_scale: As for `loss_and_grads`.
@@ -161,7 +161,7 @@ class Core:
 
         if accumulate_steps == 1 or self.unrolls or reduce or uses_synchronized_statistics(self.model):
             # A reduction between replicas inside the forward pass cannot run in a while loop (TensorFlow 2.21,
-            # MirroredStrategy's merge_call), so there the micro-batches are laid out one after the other.
+            # MirroredStrategy's merge_call), so there the loop over micro-batches is unrolled.
             total = one(0, state, {})
             for index in range(1, accumulate_steps):
                 with tf.control_dependencies(total.gradients if reduce else []):
@@ -173,7 +173,7 @@ class Core:
             try:
                 return self._accumulate_in_loop(accumulate_steps, one, params, state, assigned)
             except _NewlyAssignedError as found:
-                # Known once the body is traced: it is traced again, with these in the loop.
+                # Known only after the body is traced: it is traced again, with these variables in the loop.
                 assigned = {place: params[place] for place in sorted({*assigned, *found.places})}
 
     def _accumulate_in_loop(
@@ -229,7 +229,8 @@ class Core:
         return added._replace(state=sums.state, assigned={**total.assigned, **sums.assigned}, overwritten=overwritten)
 
     def accumulate_alone(self, params: Tensors, state: Tensors, batch: Batch, seed: tf.Tensor) -> LocalSums:
-        """`accumulate` without loss scale where no other replica adds to the sums, as in an asynchronous step.
+        """`accumulate` without a loss scale, for a step to which no other replica contributes, as in asynchronous
+        training.
 
         Args:
           params: As for `loss_and_grads`.
@@ -270,7 +271,7 @@ class Core:
 
     @property
     def traveling_variables(self) -> list[keras.Variable]:
-        """What replicas agree on beside gradients: the model's state, and the overwritten variables."""
+        """The variables that replicas average beside gradients: the model's state, and the overwritten variables."""
         trainable = self.model.trainable_variables
         return [*self.model.non_trainable_variables, *(trainable[place] for place in self.overwritten)]
 
@@ -291,9 +292,9 @@ class Core:
         return tf.nest.map_structure(lambda part: tf.cast(part, tf.float32) if part.dtype in half else part, outputs)
 
     def denominators(self, params: Tensors, state: Tensors, batch: Batch) -> tf.Tensor:
-        """The numbers that loss terms are divided by, summed over micro-batches: float32 `[1 + K]`, the count first.
+        """The denominators of the loss terms, summed over micro-batches: float32 `[1 + K]`, the count first.
 
-        They depend on data and masks alone. What else the model computes is not needed for them, and is not run.
+        They depend only on data and masks. The rest of the model is not needed for them, and is not run.
 
         Args:
           params: As for `loss_and_grads`.
@@ -313,7 +314,7 @@ class Core:
         return total
 
     def denominator(self, sums: LocalSums) -> tf.Tensor:
-        """What the loss and the gradients of one replica's sums are divided by to be means: float32 scalar."""
+        """The divisor that turns loss and gradient sums of one replica into means: float32 scalar."""
         return sums.metrics[1] if self.objective.totals.own_denominator else sums.count
 
     @property
@@ -347,7 +348,7 @@ class Core:
         )
 
     def _model_metric_results(self, sums: Sequence[Any], without: Sequence[str] = ()) -> dict[str, Any]:
-        """Values of the model's own metrics; one that the model did not update in these calls has none."""
+        """Values of the model's own metrics, without those that the model did not update in these calls."""
         metrics, state = _updated(self.model_metrics, sums)
         return additive_metrics.results({metric.name: metric for metric in metrics}, state, without)
 
@@ -376,7 +377,7 @@ def _updated(
 
 
 def _of_examples(sums: Tensors, count: tf.Tensor) -> Tensors:
-    """What the model's own metrics have counted, or zeros where no example counts: some replica got padding alone."""
+    """The sums of the model's own metrics, or zeros if no example counts, because a replica may get only padding."""
     return [each * tf.cast(count > 0.0, tf.float32) for each in sums]
 
 

@@ -23,7 +23,7 @@ def total_steps(config: TrainConfig, steps: int | None, epochs: float | None, st
       steps_per_epoch: Steps of one pass.
 
     Raises:
-      ConfigError: Neither is given, or both are; less than one step; something that is no number of them.
+      ConfigError: Neither is given, or both are; less than one step; not a valid number.
     """
     if steps is not None:
         steps = _whole(steps)

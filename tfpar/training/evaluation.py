@@ -31,12 +31,12 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class BatchCalls:
-    """What looks on at each batch of an evaluation or a prediction, on every worker alike.
+    """Functions called around each batch of an evaluation or a prediction, on every worker.
 
     Attributes:
       begin: Takes the number of the batch, from 0.
       end: Takes the number of the batch, and its logs as Keras names them.
-      stop: Whether no batch is to follow; one worker's True is enough.
+      stop: Whether to end after this batch; one worker's True is enough.
     """
 
     begin: Callable[[int], None]
@@ -45,7 +45,7 @@ class BatchCalls:
 
 
 class AnyEvaluator(Protocol):
-    """What a loop evaluates with.
+    """The interface that a loop uses for evaluation.
 
     Attributes:
       confusion: Examples of the last evaluation by class and prediction, or None; see `Evaluator`.
@@ -58,7 +58,7 @@ class AnyEvaluator(Protocol):
 
 
 class Evaluator:
-    """Evaluates a program on sources, under a synchronous strategy. What it compiles serves every later call.
+    """Evaluates a program on sources, under a synchronous strategy. Later calls reuse the compiled functions.
 
     Args:
       program: Model, loss and metrics under the strategy.
@@ -82,7 +82,8 @@ class Evaluator:
         Args:
           source: Examples; no shuffling, no augmentation.
           steps: Batches to use, from the beginning; 0: all.
-          calls: Called around each batch, with the results so far; they are summed over the workers for each, then.
+          calls: Called around each batch, with the results so far, which are then summed over the workers for each
+            batch.
 
         Returns:
           `loss`, `examples`, and one entry per metric.
@@ -118,7 +119,7 @@ class Evaluator:
         return results
 
     def _current(self, weights: Sequence[keras.Variable], classes: int) -> Evaluation:
-        """The compiled evaluation with these weights: others once moving averages exist."""
+        """The compiled evaluation for the current weights, which change once moving averages exist."""
         current = self._evaluation
         if current is None or current.classes != classes or not all(map(operator.is_, current.weights, weights)):
             program = self._program
@@ -137,7 +138,8 @@ class Evaluator:
         return self._evaluation
 
     def _pipeline_and_elements(self, source: inputs.AnySource) -> tuple[inputs.AnyPipeline, Any]:
-        """The pipeline of a source and its elements; kept for the next evaluation, as they take 0.3 s to make."""
+        """The pipeline of a source and its elements; kept for the next evaluation, because creating them takes 0.3
+        s."""
         if self._elements is None or self._elements[0] is not source:
             pipeline = self._program.pipeline(source, training=False)
             self._elements = source, pipeline, self._program.distribute(pipeline)
@@ -155,8 +157,8 @@ class Evaluation:
       weights: The trainable weights to use, in order: the model's own, or their moving averages.
       classes: Classes to count predictions of, see `confusion.counts`; 0 for none.
       within: Opens the context of a replica's program, see `Placing.within`.
-      model_devices: Devices among which the layers of a replica are divided, each with a program of its own.
-      counts: Whether this worker's sums count: of workers that hold a replica between them, one's do.
+      model_devices: Devices that divide the layers of a replica, each with its own program.
+      counts: Whether this worker's sums count; of the workers that share a replica, only one counts.
 
     Attributes:
       weights: The same as a list.
@@ -198,7 +200,7 @@ class Evaluation:
         self._run._omit_frequent_tracing_warning = True  # see `TrainStep`
 
     def examples_done(self, batch_size: int) -> int:
-        """How far `run` has come, in another thread; padding in the last batch counts."""
+        """The progress of `run`, for another thread; includes padding in the last batch."""
         return (self._first + int(self._batches_done.numpy())) * batch_size
 
     def run(
@@ -269,6 +271,6 @@ class Evaluation:
         return [part.reshape(shape) for part, shape in zip(np.split(vector, ends), shapes, strict=True)]
 
     def _shapes(self) -> list[tuple[int, ...]]:
-        """Shapes of what is summed: loss, count, metrics, confusion."""
+        """Shapes of the sums: loss, count, metrics, confusion."""
         metrics = [tuple(variable.shape) for variable in self._core.metric_variables]
         return [(), (), *metrics, (self.classes, self.classes)]

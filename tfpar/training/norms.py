@@ -7,15 +7,15 @@ from collections.abc import Callable, Sequence
 import tensorflow as tf
 
 _SHORT = 4096  # elements
-# A power of two, so that scaling does not round. Norms whose squares overflow float32 are above 2^64: what the scaled
-# squares lose by underflow is nothing beside them, and they overflow where the norm itself does.
+# A power of two, so that scaling does not round. Norms whose squares overflow float32 are above 2^64: the underflow of
+# scaled squares is negligible next to them, and they overflow only if the norm itself does.
 _SCALE = 2.0**-64
 
 
 def l2_norm(
     tensors: Sequence[tf.Tensor], squared: Callable[[Sequence[tf.Tensor]], tf.Tensor] | None = None
 ) -> tf.Tensor:
-    """L2 norm over all tensors, also where its square overflows float32.
+    """L2 norm over all tensors, even if its square overflows float32.
 
     Args:
       tensors: Float32 tensors.
@@ -36,7 +36,8 @@ def l2_norm(
 
 
 def squared_norm(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Square of the L2 norm over all float32 tensors: a float64 scalar, which the square of none overflows."""
+    """Square of the L2 norm over all float32 tensors: a float64 scalar, which squares of float32 values do not
+    overflow."""
     return tf.square(tf.cast(l2_norm(tensors), tf.float64))
 
 
@@ -46,8 +47,8 @@ def _squared(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
 
 
 def squared_in_xla(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Square of the L2 norm for XLA, which adds up one element after the other on a CPU (TensorFlow 2.21): eight at a
-    time, and what is short then of all tensors together, since each sum by itself is several calls."""
+    """Square of the L2 norm for XLA, which adds up one element after the other on a CPU (TensorFlow 2.21): adds eight
+    at a time, and the remainders of all tensors together, because each separate sum is several calls."""
     lanes, short, sums = 8, [], []
     for tensor in tensors:
         flat = tf.reshape(tensor, [-1])

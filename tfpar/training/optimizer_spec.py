@@ -1,4 +1,4 @@
-"""Which optimizer a run has: one that the configuration names, or a Keras object."""
+"""The optimizer of a run: one that the configuration names, or a Keras object."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class OptimizerSpec:
         """The optimizer that `Trainer` was given.
 
         Args:
-          optimizer: A Keras optimizer, a name, or None for what the options say.
+          optimizer: A Keras optimizer, a name, or None for the one that the options name.
           options: Options given beside it.
 
         Raises:
-          ConfigError: No Keras optimizer, one that cannot be used, or options without effect on an object.
+          ConfigError: Not a Keras optimizer, one that cannot be used, or options without effect on an object.
         """
         if optimizer is None or isinstance(optimizer, str):
             return cls(None, False)
@@ -58,13 +58,15 @@ class OptimizerSpec:
         return recorded
 
     def build(self, config: ExperimentConfig, variables: Sequence[keras.Variable]) -> keras.optimizers.Optimizer:
-        """The optimizer, built. Call it in the scope in which the variables were created, as its own must be.
+        """The optimizer, built. Call it in the scope in which the variables were created, because the optimizer's
+        variables must be created there too.
 
-        The given object itself where it was made there too, unless it updates other variables; else one like it.
+        Returns the given object if it was created there too and does not update other variables; otherwise a new one
+        like it.
 
         Args:
           config: The experiment.
-          variables: What it updates.
+          variables: The variables that it updates.
         """
         optimizer = self.instance
         if optimizer is None:

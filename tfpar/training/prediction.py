@@ -24,7 +24,7 @@ import tensorflow as tf
 
 
 class Predictor:
-    """Predicts with a program's model, under a synchronous strategy. What it compiles serves every later call.
+    """Predicts with a program's model, under a synchronous strategy. Later calls reuse the compiled functions.
 
     Args:
       program: The model under the strategy.
@@ -84,7 +84,7 @@ class Predictor:
                     calls.end(step, {"outputs": tf.nest.pack_sequence_as(structure, rows[-1])})
                     if agreement.sums([float(calls.stop())])[0]:
                         break
-            # Workers that hold a replica between them have the same outputs: the first one's count.
+            # Workers that share a replica have the same outputs: only those of the first count.
             columns = [np.concatenate(parts)[: None if counts else 0] for parts in zip(*rows, strict=True)]
             numbers = numbers if counts else [part[:0] for part in numbers]
             order = np.argsort(np.concatenate(agreement.gather_arrays(np.concatenate(numbers))), kind="stable")
@@ -92,7 +92,7 @@ class Predictor:
         return tf.nest.pack_sequence_as(structure, arrays)
 
     def _current(self, weights: Sequence[keras.Variable]) -> Any:
-        """The compiled forward pass with these weights: others once moving averages exist."""
+        """The compiled forward pass for the current weights, which change once moving averages exist."""
         if self._forward is None or not all(map(operator.is_, self._weights, weights)):
             self._weights = list(weights)
             self._forward = self._compiled()
@@ -103,7 +103,7 @@ class Predictor:
         program = self._program
         on_tpu = isinstance(program.strategy, tf.distribute.TPUStrategy)
         model: Any = program.core.predict
-        if not program.placing.several:  # else every device has a program of its own
+        if not program.placing.several:  # otherwise every device has its own program
             compiles = program.compiles_whole and not on_tpu
             model = tf.function(model, jit_compile=True if compiles else None, autograph=False)
 
@@ -130,7 +130,7 @@ class Predictor:
 
 
 def _blank_where(skipped: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Values `[n, ...]` with rows that stand for no example overwritten."""
+    """Values `[n, ...]` with the rows without an example overwritten."""
     if skipped.any():
         values = values.copy()
         values[skipped] = np.nan if np.issubdtype(values.dtype, np.inexact) else 0

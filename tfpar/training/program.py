@@ -1,4 +1,4 @@
-"""What a training loop runs: model, optimizer and exchange under a running strategy."""
+"""The program that a training loop runs: model, optimizer and exchange under a running strategy."""
 
 from __future__ import annotations
 
@@ -48,22 +48,23 @@ import tensorflow as tf
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """What a training loop runs. It knows of no loop, and every loop runs the same one.
+    """The program that a training loop runs. It does not depend on the loop, and every loop runs the same one.
 
     Attributes:
       config: The experiment.
-      topology: How its replicas lie on workers and devices.
+      topology: Its workers, replicas and devices.
       strategy: The running strategy that all variables were created under.
       core: Model, loss, metrics and augmentation, as pure functions.
       optimizer: Built for the model's trainable variables.
       exchange: Built for the same variables.
-      optimizer_options: Options of an optimizer object, which a checkpoint records; empty where a name says all.
+      optimizer_options: Options of an optimizer object, which a checkpoint records; empty for an optimizer given by
+        name.
       keeps_own_rate: Whether the optimizer keeps its own learning rate, so that no schedule drives it.
       integer_labels: Whether the loss reads labels as positions among the model's outputs.
       original: The user's model, where a copy of it is trained; else None.
-      share: This worker's share of the weights and their optimizer, where that is sharded; else None.
-      placing: Where the parts of a replica lie.
-      own: What is different where this is no plain training.
+      share: This worker's share of the weights and their optimizer state, if that is sharded; otherwise None.
+      placing: The placement of the parts of a replica.
+      own: The parts that replace those of supervised training.
     """
 
     config: ExperimentConfig
@@ -79,7 +80,7 @@ class Program:
     share: OwnShare | None = None
     placing: Placing = dataclasses.field(default_factory=Placing)
     own: OwnParts = dataclasses.field(default_factory=OwnParts)
-    # The compiled step, with what its schedule was: at most one.
+    # The compiled step and its schedule: at most one.
     _steps: list[tuple[Any, TrainStep]] = dataclasses.field(default_factory=list, repr=False)
 
     @classmethod
@@ -99,7 +100,7 @@ class Program:
         Args:
           config: The experiment.
           runtime: The running strategy.
-          model: A Keras model, copied where the strategy needs variables of its own; or a function that builds one.
+          model: A Keras model, copied if the strategy needs its own variables; or a function that builds one.
           optimizer: By name, or an object.
           goal: Losses and metrics, assigned to the model's outputs by `bind`; or an objective of the user's own.
           augmentation: Applied to inputs in training; by default what `--augment` names.
@@ -175,12 +176,12 @@ class Program:
 
     @property
     def compiles_whole(self) -> bool:
-        """Whether what a replica runs is one XLA program, or two; not where it lies on several devices."""
+        """Whether the step of a replica is one or two XLA programs; false if the replica spans several devices."""
         return self.jit_compile and not self.placing.several
 
     @functools.cached_property
     def xla_disabled_reason(self) -> str:
-        """Why `--jit_compile=auto` leaves XLA out for this model and topology; empty where it does not."""
+        """Why `--jit_compile=auto` does not use XLA for this model and topology; empty if it does."""
         if obstacle := self._xla_obstacle():
             return obstacle
         # 3 to 6 times as slow for the convnet, 1.2 times for ResNet-18 (README.md).
@@ -224,7 +225,7 @@ class Program:
 
     @functools.cached_property
     def batch_readers(self) -> BatchReaders:
-        """What of the model reads a batch as a whole."""
+        """The parts of the model that read a batch as a whole."""
         return BatchReaders.of(self.core, self.topology)
 
     def distribute(self, pipeline: inputs.AnyPipeline, start: int = 0, *, padded: bool = False) -> Any:
@@ -251,7 +252,8 @@ class Program:
         return self.strategy.distribute_datasets_from_function(dataset, options)
 
     def iterate(self, pipeline: inputs.AnyPipeline, start: int) -> Any:
-        """An iterator over a pipeline's elements for training, from step `start` on, or where a stream is to go on."""
+        """An iterator over a pipeline's elements for training, from step `start`, or from the saved position of a
+        stream."""
         iterator = iter(self.distribute(pipeline, start))
         pipeline.follow(iterator)
         return iterator
@@ -298,14 +300,14 @@ class Program:
 
     @functools.cached_property
     def rounds(self) -> AnyRounds | None:
-        """The rounds of local steps, where workers have such; None where gradients are exchanged in every step."""
+        """The rounds of local steps, if there are any; None if gradients are exchanged in every step."""
         return build_rounds(self.config, self.topology, self.strategy, self.core, self.optimizer, self.exchange)
 
     def refreshed(self) -> Program:
-        """The program for the weights that are trainable now: this one, unless layers were frozen or unfrozen since.
+        """The program for the currently trainable weights: this one, unless layers were frozen or unfrozen since.
 
-        Another one has an optimizer for these weights, with the state that it has for those that were trainable before,
-        as far as they still are, and an exchange without residuals.
+        A new program has an optimizer for these weights, which keeps its state for weights that stay trainable, and an
+        exchange without residuals.
 
         Raises:
           ConfigError: Nothing is left to train.
@@ -318,8 +320,8 @@ class Program:
             return self
         if self.share is not None or self.topology.shards_weights:
             raise ConfigError(
-                f"--shard={self.config.train.shard}: layers were frozen or unfrozen since the last fit, so that other "
-                "weights are to be divided. Make a new Trainer, or use --shard=none."
+                f"--shard={self.config.train.shard}: layers were frozen or unfrozen since the last fit, which changes "
+                "the weights to shard. Create a new Trainer, or use --shard=none."
             )
         check_model(self.model, synchronous=self.topology.synchronous)
         with self.placing.scope(self.model, self.strategy):
@@ -330,7 +332,7 @@ class Program:
 
     @contextlib.contextmanager
     def left_to_user(self, between: AveragesBetweenRuns) -> Iterator[None]:
-        """Leaves the user's model, at the end, with the weights, or with the averages that the user's optimizer has."""
+        """At the end, leaves the user's model with the weights, or with the averages of the user's optimizer."""
         with contextlib.ExitStack() as stack:
             if self.original is not None:
                 stack.enter_context(self.original.written_back(self.first_copies))
@@ -374,17 +376,17 @@ class Program:
             self.rounds  # noqa: B018 - all workers make its variables here
 
     def _can_overlap_exchange(self) -> bool:
-        """Whether some gradients are complete before others, so that they can leave early.
+        """Whether some gradients are complete before others, so that they can be sent early.
 
-        An XLA program, or a loop over micro-batches, gives all at once. On GPUs calls of two groups, ours and that of
-        synchronised batch statistics, must not mix.
+        An XLA program, or a loop over micro-batches, returns all at once. On GPUs, calls of two groups, that of the
+        exchange and that of synchronised batch statistics, must not interleave.
         """
         mixes = self.topology.device_type == "GPU" and models.uses_synchronized_statistics(self.model)
         return not (self.jit_compile or mixes or self._device_of_rounds) and self.config.train.accumulate_steps == 1
 
     @property
     def _device_of_rounds(self) -> str:
-        """Where this worker's part of the exchange of a round runs; empty where there are no rounds."""
+        """The device on which this worker runs the exchange of a round; empty without rounds."""
         return self.strategy.extended.worker_devices[0] if self.config.outer.uses_rounds else ""
 
     def _xla_obstacle(self) -> str:

@@ -1,9 +1,10 @@
 """The sidecar: the short dense vector that travels with the gradients and is summed exactly.
 
 Layout, float32: `[non-finite replicas, count, loss sum, metric sums..., count x change of model state...]`.
-Summing over replicas and dividing by the summed count weights uneven replicas right, and one flag anywhere tells
-every replica of a non-finite gradient before any of them changes a variable. Of model state (batch statistics) the
-change travels, not the value: the average of equal values need not have their bits, that of changes which are 0 has.
+Summing over replicas and dividing by the summed count weights uneven replicas correctly, and the flag informs every
+replica of a non-finite gradient before any of them changes a variable. For model state (batch statistics) the sidecar
+holds the change, not the value: an average of equal values may differ from them in the last bit, but an average of zero
+changes is zero.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ class Sidecar:
       metric_shapes: Shapes of the additive metric state.
       state_shapes: Shapes of the model's non-trainable variables.
       averaged: For each of them, whether replicas average it (floating-point state such as batch statistics).
-        Seed states, counters and weights that are kept from learning are the same on every replica anyway.
-      denominator: Place of the scalar that loss and gradients are divided by: the count, or a sum among the metrics
-        where a mask or weights say what is averaged over.
+        Seed states, counters and frozen weights are the same on every replica anyway.
+      denominator: Index of the scalar by which loss and gradients are divided: the count, or a sum among the metrics if
+        a mask or weights determine the average.
     """
 
     metric_shapes: tuple[tuple[int, ...], ...]
@@ -57,7 +58,7 @@ class Sidecar:
           state: The model's non-trainable variables.
           metric_variables: Additive metric state.
           replicas: Replicas of all workers.
-          frozen: Those of `state` that are weights kept from learning.
+          frozen: Those of `state` that are frozen weights.
           own_denominator: Whether the second metric variable, a scalar, is what the loss is divided by, see `Totals`.
         """
         kept = {id(variable) for variable in frozen}
@@ -76,7 +77,7 @@ class Sidecar:
 
     @classmethod
     def of_core(cls, core: Core, replicas: int) -> Sidecar:
-        """The layout for a core on so many replicas."""
+        """The layout for a core on this number of replicas."""
         return cls.of(
             core.traveling_variables,
             core.metric_variables,
@@ -99,8 +100,8 @@ class Sidecar:
         """The vector of one replica without its first scalar, the non-finite flag: see `flag`.
 
         Args:
-          sums: What the replica contributes.
-          before: The model's non-trainable variables before it, the same on all replicas.
+          sums: The replica's contribution.
+          before: The model's non-trainable variables before the step, the same on all replicas.
         """
         state = [
             (tf.cast(after, tf.float32) - tf.cast(old, tf.float32)) * sums.count
@@ -115,15 +116,16 @@ class Sidecar:
         """The whole vector of one replica.
 
         Args:
-          packed: What `pack` gave.
-          norm: L2 norm of this replica's gradient sums. The replica counts as non-finite when its loss is not finite,
-            or when the sum of as large gradients of all replicas would not be a finite float32.
+          packed: The result of `pack`.
+          norm: L2 norm of this replica's gradient sums. The replica counts as non-finite if its loss is not finite, or
+            if the sum over all replicas of gradients of this size would not be a finite float32.
         """
         finite = tf.math.is_finite(norm) & tf.math.is_finite(packed[LOSS - 1])
         return tf.concat([[tf.where(finite, 0.0, 1.0)], packed], axis=0)
 
     def base(self, before: Tensors, after: Tensors) -> Tensors:
-        """What `state` builds on: values before the update where the change travels, else this replica's new ones."""
+        """The values on which `state` builds: those before the update for variables whose change is sent, otherwise
+        this replica's new ones."""
         return [old if averaged else new for old, new, averaged in zip(before, after, self.averaged, strict=True)]
 
     def state(self, vector: tf.Tensor, base: Tensors) -> Tensors:
@@ -159,7 +161,7 @@ class Sidecar:
 
 
 def frozen_weights(model: keras.Model) -> list[keras.Variable]:
-    """Weights of layers with `trainable=False`: the model lists them as non-trainable, but they are no state."""
+    """Weights of layers with `trainable=False`: the model lists them as non-trainable, but they are not state."""
     learning = {id(variable) for variable in model.trainable_variables}
     made = [variable for layer in all_layers(model) for variable in weights_made_to_learn(layer)]
     return [variable for variable in made if id(variable) not in learning]

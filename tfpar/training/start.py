@@ -68,12 +68,12 @@ def initialize(
       config: The experiment.
       train: As for `validate`.
       validation: As for `validate`.
-      complete: Whether `config` holds everything that the run will have, so that a run saved in its workdir can be
-        compared with it already. By default it does if data are given; otherwise `Trainer` compares, which may be given
-        other options, or objects in place of names.
-      model: What builds the model, for `--mesh=auto` and `--device_memory`; by default, given data, what the
-        configuration names.
-      optimizer: The optimizer; by default what the configuration names.
+      complete: Whether `config` is complete, so that it can already be compared with a run saved in its workdir. By
+        default it is if data are given; otherwise `Trainer` compares, because it may get other options, or objects in
+        place of names.
+      model: A function that builds the model, for `--mesh=auto` and `--device_memory`; by default, given data, the
+        model that the configuration names.
+      optimizer: The optimizer; by default the one that the configuration names.
       layout: How layers are divided over a model axis, see `Trainer`.
 
     Returns:
@@ -110,7 +110,7 @@ def initialize(
 
 
 def with_plan(config: ExperimentConfig, options: Mapping[str, Any]) -> ExperimentConfig:
-    """The configuration with what `--mesh=auto` has come to, if that is what it says.
+    """The configuration with the choices of `--mesh=auto`, if it has that.
 
     Args:
       config: The experiment.

@@ -1,6 +1,6 @@
-"""One training step, the same on every strategy whose replicas move together.
+"""One training step, the same on every strategy whose replicas take steps together.
 
-`TrainStep._replica_step` shows the six moves in order:
+`TrainStep._replica_step` shows the six stages in order:
 
 1. loss and gradients of this replica's micro-batches (`Core`, pure, under XLA);
 2. their sum over the micro-batches, in float32 (`Core.accumulate`);
@@ -41,12 +41,12 @@ import tensorflow as tf
 class TrainStep:
     """Training steps on a synchronous strategy. `_replica_step` is one step; `run` runs any number of them."""
 
-    waits_for_host: bool = False  # whether a step waits for what the host makes, so that it is not one XLA program
+    waits_for_host: bool = False  # whether a step waits for data from the host, so that it is not one XLA program
 
     def _replica_step(
         self, batch: Any, step: tf.Tensor, lr_multiplier: tf.Tensor, loss_scale: LossScale, is_last: tf.Tensor | None
     ) -> StepReport:
-        """One step on one replica. The norm is taken if `is_last`; always where that is None."""
+        """One step on one replica. The norm is computed if `is_last`, and always if that is None."""
         context = tf.distribute.get_replica_context()
         model = self.core.model
 
@@ -71,7 +71,7 @@ class TrainStep:
         if self._scale_loss:
             finite = tf.equal(vector[sidecar.NON_FINITE], 0.0)
             loss_scale = update_loss_scale(loss_scale, finite, self._growth_steps)
-        with tf.control_dependencies([done]):  # where this is no XLA program, there is a report before
+        with tf.control_dependencies([done]):  # outside XLA, there is an earlier report
             sums = tf.concat([[norm], vector[: self.sidecar.report_length]], axis=0)
         times = () if self.plan.single_xla_program else (first, computed, exchanged, self.clock([done]))
         return StepReport(sums, loss_scale, times)
@@ -87,8 +87,8 @@ class TrainStep:
         lr_multiplier: tf.Tensor,
         is_last: tf.Tensor | None,
     ) -> Reduced:
-        """Moves 3 to 5, from this replica's gradient sums, their norm, and what it contributes to the sidecar."""
-        # 3: one exchange, which also tells whether all replicas are finite.
+        """Stages 3 to 5, from this replica's gradient sums, their norm, and its part of the sidecar."""
+        # 3: one exchange, which also determines whether all replicas are finite.
         gradients, vector = self.exchange.reduce_sums(gradients, vector, should_apply)
         vector = self._reported(vector)
         exchanged = self._replica_clock([vector, gradients[-1]])
@@ -150,12 +150,12 @@ class TrainStep:
         self._state = [variable for variable in core.model.non_trainable_variables if not is_seed_state(variable)]
         self._make_programs()
         self.run = tf.function(self._run, autograph=False, reduce_retracing=True)
-        # TensorFlow 2.21 counts tracings by code, over all objects: a program of several short runs would be warned of
-        # tracings that each of them needs once.
+        # TensorFlow 2.21 counts traces by code, over all objects: a program with several short runs would get warnings
+        # about traces that each run needs once.
         self.run._omit_frequent_tracing_warning = True
 
     def _make_programs(self) -> None:
-        """Compiles what the plan says, in place of the plain methods."""
+        """Compiles the methods as planned, and replaces the plain ones."""
         plan = self.plan
         self._contribute = compiled(self._contribution, plan.compiles_gradients)
         self._denominators = compiled(self.core.denominators, plan.compiles_gradients)
@@ -219,7 +219,7 @@ class TrainStep:
         return tf.norm(vector)
 
     def learning_rate(self, step: tf.Tensor, lr_multiplier: tf.Tensor) -> tf.Tensor:
-        """The learning rate of a step (int64 scalar), float32 scalar: the schedule's, or the optimizer's own."""
+        """The learning rate of a step (int64 scalar): a float32 scalar, from the schedule or the optimizer itself."""
         if self._schedule is not None:
             return tf.cast(self._schedule(step), tf.float32) * lr_multiplier
         return tf.cast(self.optimizer.learning_rate, tf.float32)
@@ -229,7 +229,7 @@ class TrainStep:
         return [part for value in tf.nest.flatten(batch) for part in self._local(value)]
 
     def clock(self, after: list[Any]) -> tf.Tensor:
-        """Host time in seconds (float64 scalar) once everything in `after` exists; zero where the step is not timed."""
+        """Host time in seconds (float64 scalar) once everything in `after` exists; zero if the step is not timed."""
         if not self._timed:
             with tf.control_dependencies(after):  # no time, but still the order
                 return tf.identity(tf.zeros([], tf.float64))
@@ -237,7 +237,7 @@ class TrainStep:
             return run_unordered(tf.timestamp())
 
     def _replica_number(self, context: tf.distribute.ReplicaContext) -> tf.Tensor:
-        """What replica this is, among those of all workers: int32 scalar. Seeds depend on it."""
+        """Index of this replica among those of all workers: int32 scalar. Seeds depend on it."""
         return tf.convert_to_tensor(context.replica_id_in_sync_group)
 
     def _replica_clock(self, after: list[Any]) -> tf.Tensor:
@@ -249,13 +249,14 @@ class TrainStep:
     def _single_program(
         self, batch: Any, step: tf.Tensor, lr_multiplier: tf.Tensor, loss_scale: LossScale
     ) -> StepReport:
-        """The step that takes its gradient's norm every time: within XLA that is cheaper than a branch."""
+        """The step that always computes its gradient's norm: within XLA that is cheaper than a branch."""
         return self._replica_step(batch, step, lr_multiplier, loss_scale, None)
 
     def _loss_scales(self, params: Tensors, state: Tensors, batch: Any) -> tf.Tensor | None:
-        """The factors of loss terms that are divided by different numbers, None where all have one.
+        """The factors of loss terms that have different denominators; None if all have the same.
 
-        A sum of gradients cannot be divided by several numbers, so these are summed over the replicas beforehand.
+        A sum of gradients cannot be divided by several numbers, so the denominators are summed over the replicas
+        beforehand.
         """
         totals = self.core.objective.totals
         if not totals.needs_scales:
@@ -277,7 +278,7 @@ class TrainStep:
         scale: tf.Tensor,
         scales: tf.Tensor | None,
     ) -> tuple[Tensors, tf.Tensor, Tensors, dict[int, tf.Tensor]]:
-        """This replica's gradient sums, its part of the sidecar, what new state builds on, and assigned weights."""
+        """This replica's gradient sums, its part of the sidecar, the base of the new state, and assigned weights."""
         seed = step_seed(self._seed, *seed_path)
         sums, gradients = self._accumulated(params, state, batch, seed, scale, scales)
         before = [*state, *(params[place] for place in self.core.overwritten)]
@@ -296,15 +297,16 @@ class TrainStep:
         return self.core.each(gradients, lambda gradient: gradient / scale) if self._scale_loss else gradients
 
     def _own_norm(self, gradients: Any) -> tf.Tensor:
-        """Norm of what this replica contributes; not finite where some of it is not."""
+        """Norm of this replica's contribution; not finite if some of it is not."""
         return self._norm(gradients)
 
     def _reported(self, vector: tf.Tensor) -> tf.Tensor:
-        """The summed sidecar, with what other devices of the replica report."""
+        """The summed sidecar, with the reports of the replica's other devices."""
         return vector
 
     def _factor_and_norm(self, vector: tf.Tensor, norm: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """What makes gradient sums the gradient to apply, their mean, clipped; and the norm of the mean before.
+        """The factor that turns gradient sums into the gradient to apply (the clipped mean), and the norm of the mean
+        before clipping.
 
         Args:
           vector: The summed sidecar.
@@ -317,7 +319,7 @@ class TrainStep:
         return factor, norm
 
     def _norm_if_needed(self, gradients: Tensors, is_last: tf.Tensor | None) -> tf.Tensor:
-        """The norm where clipping or the report of this step needs it; else zero."""
+        """The norm if clipping or the report of this step needs it; otherwise zero."""
         if is_last is None or self._clip_norm:
             return self._norm(gradients)
         return tf.cond(is_last, lambda: self._norm(gradients), lambda: tf.zeros([]))
@@ -358,11 +360,11 @@ class TrainStep:
 
 
 class Reduced(NamedTuple):
-    """What moves 3 to 5 of a step leave behind.
+    """The results of stages 3 to 5 of a step.
 
     Attributes:
       vector: The summed sidecar.
-      norm: L2 norm of the mean gradient before clipping; zero where nobody asked for it.
+      norm: L2 norm of the mean gradient before clipping; zero if it was not requested.
       exchanged: Host time at which the exchange was over.
       done: A tensor that exists when the weights have their new values.
     """
@@ -374,14 +376,14 @@ class Reduced(NamedTuple):
 
 
 class _ReducedGradients(NamedTuple):
-    """What a replica computes its new weights from; all but `state` is the same on every replica.
+    """The inputs of a replica's update; all but `state` are the same on every replica.
 
     Attributes:
       gradients: Gradient sums over all replicas.
       vector: The summed sidecar.
       state: The model state that this replica has computed, and the values of overwritten variables.
       assigned: Weights that the forward pass assigned, by index; the update starts from them.
-      factor: What makes the gradient sums the gradient to apply: their mean, clipped.
+      factor: Turns the gradient sums into the gradient to apply: their mean, clipped.
       step: Int64 scalar: number of the step.
       lr_multiplier: Float32 scalar that the scheduled learning rate is multiplied by.
     """

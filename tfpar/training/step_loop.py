@@ -1,6 +1,7 @@
 """Any number of training steps in one call from Python, as a loop on the device.
 
-`run_steps` is the loop. It knows a step by what `Step` lists, and nothing of gradients, exchange or optimizer.
+`run_steps` is the loop. It uses only the operations that `Step` lists, and does not depend on gradients, exchange or
+optimizer.
 Shapes: n is the number of steps of a call.
 """
 
@@ -28,7 +29,7 @@ class Norms(NamedTuple):
 
 
 class StepsResult(NamedTuple):
-    """What several steps report.
+    """The report of several steps.
 
     Attributes:
       loss: Float32 `[n]`: mean loss over the examples of each step, or over its positions; NaN if it has no examples.
@@ -36,7 +37,7 @@ class StepsResult(NamedTuple):
       finite: Bool `[n]`: whether the step was applied: all replicas were finite, and there were examples.
       durations: Float64 `[n, 6]`, seconds: see `timings.COLUMNS`. All zero if the step is not timed.
       metrics: Metric state summed over the steps.
-      divisors: Float32 `[n]`: what the loss of each step is divided by: its examples, or positions.
+      divisors: Float32 `[n]`: the divisor of each step's loss: its examples, or positions.
       norms: Norms at the last step.
       learning_rate: Float32 scalar: of the last step.
       loss_scale: The loss scale after the last step.
@@ -54,13 +55,13 @@ class StepsResult(NamedTuple):
 
 
 class StepReport(NamedTuple):
-    """What one step reports, the same on every replica.
+    """The report of one step, the same on every replica.
 
     Attributes:
       sums: Float32 `[1 + report_length]`: norm of the mean gradient, and the front of the summed sidecar.
       loss_scale: The loss scale for the next step.
-      times: When the first gradient that leaves early, all gradients, exchange and update were done: float64 scalars,
-        seconds. Empty where a step has no clock.
+      times: When the first early gradient, all gradients, the exchange and the update were done: float64 scalars,
+        seconds. Empty if a step has no clock.
     """
 
     sums: tf.Tensor
@@ -69,7 +70,7 @@ class StepReport(NamedTuple):
 
 
 class Step(Protocol):
-    """What the loop asks of a training step."""
+    """The operations of a training step that the loop uses."""
 
     sidecar: Sidecar
     plan: CompilationPlan
@@ -83,7 +84,7 @@ class Step(Protocol):
         """The next batch for the replicas of this process."""
 
     def weights_vector(self) -> tf.Tensor:
-        """A copy of all trainable weights as one float32 vector; or what of them this process counts in their norm."""
+        """A copy of all trainable weights as one float32 vector, or of those that this process counts in their norm."""
 
     def norm_of_weights(self, vector: tf.Tensor) -> tf.Tensor:
         """L2 norm over all trainable weights, of a vector like `weights_vector`, float32 scalar."""
@@ -95,15 +96,15 @@ class Step(Protocol):
         """The tensors of a distributed batch on all devices of this process."""
 
     def clock(self, after: list[Any]) -> tf.Tensor:
-        """Time in seconds, float64 scalar, once everything in `after` exists; 0 where the step is not timed."""
+        """Time in seconds, float64 scalar, once everything in `after` exists; 0 if the step is not timed."""
 
 
 class _LoopState(NamedTuple):
-    """What one step of the loop hands to the next; times in seconds.
+    """The values that one step of the loop passes to the next; times in seconds.
 
     Attributes:
-      batch: The batch of the next step; `()` where it is fetched in its own turn.
-      batch_ready: When that batch was there.
+      batch: The batch of the next step; `()` if it is fetched between steps.
+      batch_ready: When that batch was ready.
       done: When the previous step was done. What depends on it runs after that step.
       sums: `StepReport.sums` of the steps so far.
       stamps: Times of the steps so far, five each: batch, and `StepReport.times`.
@@ -176,7 +177,7 @@ def run_steps(
 def _result(
     step: Step, state: _LoopState, began: tf.Tensor, weights_before: tf.Tensor, learning_rate: tf.Tensor
 ) -> StepsResult:
-    """What the steps report, from the state after the last of them."""
+    """The report of the steps, from the state after the last of them."""
     with tf.control_dependencies([state.done]):
         # Outside XLA: inside, the old weights would have to be copied.
         weights = step.weights_vector()
@@ -202,7 +203,7 @@ def _losses(sums: tf.Tensor, denominator: int) -> tf.Tensor:
     loss, count = sums[:, sidecar.LOSS], sums[:, sidecar.COUNT]
     if denominator == sidecar.COUNT:
         return loss / count
-    # Examples of which no position counts have a loss of 0, as in Keras.
+    # Examples without a counted position have a loss of 0, as in Keras.
     return tf.where(count > 0.0, tf.math.divide_no_nan(loss, sums[:, denominator]), float("nan"))
 
 
@@ -238,8 +239,8 @@ def while_in_two_parts(
             lambda index, state: (index + 1, body(index, state, is_last)),
             (index, state),
         )
-        # Reading a variable is in no order with the turns but the one that is asked for here: after the first part, and
-        # before the second.
+        # Control dependencies are the only order between reading a variable and the turns: after the first part, before
+        # the second.
         with tf.control_dependencies([state.done]):
             taken = tf.cond(is_last, lambda: taken, snapshot)
         with tf.control_dependencies([taken]):

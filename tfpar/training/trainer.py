@@ -1,4 +1,4 @@
-"""`Trainer`: the user's face of training, around every strategy."""
+"""`Trainer`: the user interface of training, for every strategy."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ class Trainer:
 
     Args:
       model: A function that builds a Keras model (called under the strategy), or a model, which has the trained weights
-        when `fit` returns or is preempted. On one device it is trained itself; on several a copy is, made from its
-        configuration and weights, and written back.
+        when `fit` returns or is preempted. On one device the model itself is trained; on several, a copy that is
+        created from its configuration and weights, and whose weights are written back.
       optimizer: A Keras optimizer, a name (`"adamw"`), or None for what the options say. An optimizer object keeps its
         own learning rate or schedule unless `schedule` is given.
       loss: A Keras loss, its name, or a function `(y, outputs) -> values [m, ...]`; for several outputs a list, a dict
-        by output name, or a structure like that of the outputs. Reductions and masks count as in Keras. None where the
+        by output name, or a structure like that of the outputs. Reductions and masks count as in Keras. None if the
         model adds its own loss (`add_loss`) or overrides `compute_loss`.
       metrics: Keras metrics whose state is a sum, names, or functions: a list, or one by output as for `loss`.
         `"accuracy"` is the one that fits the loss, else the labels and outputs.
@@ -77,16 +77,17 @@ class Trainer:
       augmentation: Keras layer applied to the inputs on the device, inside the step, in training only; by default what
         the option `augment` names.
       layout: With a model axis (`mesh="model:2"`), how layers are divided over it, by regular expressions on their
-        paths: `{"logits": "gather"}`, see `tfpar.parallel.tensor.layout`; what it does not name is found. Or how
+        paths: `{"logits": "gather"}`, see `tfpar.parallel.tensor.layout`; other layers are divided automatically. Or
+          how
         weights are: a `keras.distribution.LayoutMap`, or `{"mlp.*kernel": (None, "model")}`, see
-        `tfpar.parallel.tensor.weight_layouts`; what it does not name is whole.
-      objective: In place of loss and metrics: a function of the built model that returns what is minimised, as sums
-        over the examples of a batch; see `tfpar.training.objective.Objective`.
+          `tfpar.parallel.tensor.weight_layouts`; other weights stay whole.
+      objective: In place of loss and metrics: a function of the built model that returns the objective, in sums over
+        the examples of a batch; see `tfpar.training.objective.Objective`.
       **options: Any option of `tfpar.config` by its flag name: `strategy="mirrored", devices=2, exchange="none",
         precision="mixed_bfloat16", jit_compile=..., accumulate_steps=4, clip_norm=1.0, workdir="runs/a"`.
 
     Attributes:
-      program: What training loops run: model, optimizer and exchange under the strategy.
+      program: The program that training loops run: model, optimizer and exchange under the strategy.
       runtime: The running strategy.
 
     Raises:
@@ -130,7 +131,7 @@ class Trainer:
                 config, self.runtime, model=model, optimizer=spec, goal=aim, augmentation=augmentation, layout=layout
             )
         except BaseException:
-            keras.config.set_dtype_policy(policy)  # the next model must not have the precision of a refused trainer
+            keras.config.set_dtype_policy(policy)  # a later model must not inherit the precision of a refused trainer
             raise
         self._evaluator = Evaluator(self.program)
         self._predictor = Predictor(self.program)
@@ -153,15 +154,15 @@ class Trainer:
     ) -> FitResult:
         """Trains, evaluates, checkpoints and writes the results.
 
-        With a `workdir` that holds a checkpoint, training resumes from it. Layers that were frozen or unfrozen since
-        the last call (`layer.trainable`) are from now on; the optimizer keeps its state for the other weights.
+        With a `workdir` that holds a checkpoint, training resumes from it. Changes of `layer.trainable` since the last
+        call take effect now; the optimizer keeps its state for the weights that stay trainable.
 
         Args:
           train: Training examples: a source, arrays, a `tf.data.Dataset`, ...: see `tfpar.inputs.as_source`.
           y: Labels, if `train` is an array or a structure of arrays.
           sample_weight: Sample weights, if `train` is arrays.
           class_weight: Weight by class of integer labels, as Keras' `fit` takes it.
-          steps: Steps of the whole run; by default what the configuration says.
+          steps: Steps of the whole run; by default as configured.
           epochs: Passes over the examples, instead of `steps`.
           validation: Examples to evaluate on (arrays as `(x, y)`), at every `eval_every` steps and at the end.
           hooks: Functions to run between steps, see `tfpar.Hook`. A run that one of them stops counts as finished.
@@ -224,10 +225,10 @@ class Trainer:
           **others: None, as for `fit`.
 
         Returns:
-          `loss`, `examples`, and one entry per metric. Of several sources, such a dict for each, by name.
+          `loss`, `examples`, and one entry per metric. For several sources, one such dict for each, by name.
 
         Raises:
-          ConfigError: The strategy is `parameter_server`, whose chief alone evaluates, beside the training.
+          ConfigError: The strategy is `parameter_server`, whose chief evaluates during training.
         """
         keras_arguments.refuse("evaluate", others)
         self._check_synchronous("evaluates while it trains: give fit(validation=...). To evaluate")
@@ -250,7 +251,7 @@ class Trainer:
     def predict(self, source: Any, *, callbacks: Callbacks = (), **others: Any) -> Any:
         """The model's outputs for all examples of a source, computed on all devices; all workers call it together.
 
-        The weights are those that `evaluate` uses: their moving averages where `--ema` keeps them.
+        The weights are those that `evaluate` uses: their moving averages with `--ema`.
 
         Args:
           source: Examples, as for `fit`; no shuffling, no augmentation. Labels, if there are any, are not read.
@@ -289,7 +290,7 @@ class Trainer:
 
     @property
     def topology(self) -> Topology:
-        """How the replicas lie on workers and devices."""
+        """The workers, replicas and devices of the run."""
         return self.program.topology
 
     @property
@@ -304,7 +305,7 @@ class Trainer:
 
     @property
     def model(self) -> keras.Model:
-        """The model that is trained, under the strategy: on one device the one that was given, on several a copy."""
+        """The model that is trained, under the strategy: on one device the given one, on several a copy."""
         return self.program.model
 
     @property
@@ -323,7 +324,7 @@ class Trainer:
         return self.program.jit_compile
 
     def _refresh(self) -> None:
-        """Follows layers that were frozen or unfrozen since the last call."""
+        """Adapts the program to layers that were frozen or unfrozen since the last call."""
         program = self.program.refreshed()
         if program is not self.program:
             self.program, self._evaluator, self._predictor = program, Evaluator(program), Predictor(program)
@@ -355,7 +356,7 @@ class Trainer:
 
 
 def _with_compiled(model: Any, optimizer: Any, goal: Goal) -> tuple[Any, Goal]:
-    """Optimizer and goal, where they are not given, from the arguments that `compile` of the model was given."""
+    """Optimizer and goal, taken from the arguments of the model's `compile` unless they are given."""
     if not isinstance(model, keras.Model) or not model.compiled:
         return optimizer, goal
     arguments = keras_compile.compile_arguments(model)
@@ -369,7 +370,7 @@ def _with_compiled(model: Any, optimizer: Any, goal: Goal) -> tuple[Any, Goal]:
 def _with_options(config: ExperimentConfig | None, options: Mapping[str, Any], optimizer: Any) -> ExperimentConfig:
     """The configuration with single options replaced, and what an optimizer argument implies."""
     flat = (config or ExperimentConfig()).as_flat_dict()
-    if config is None:  # its defaults would record names of what was never used
+    if config is None:  # the defaults would record names that were never used
         flat |= {"model": CUSTOM, "dataset": CUSTOM}
     flat |= options
     if isinstance(options.get("jit_compile"), bool):
@@ -382,6 +383,6 @@ def _with_options(config: ExperimentConfig | None, options: Mapping[str, Any], o
 
 
 def _deprecated_layout(layout: strategies.Runtime) -> strategies.Runtime:
-    """What version 0.1.0 called the runtime."""
+    """The name of the runtime in version 0.1.0."""
     warnings.warn("Trainer(layout=...) is deprecated; use runtime=...", DeprecationWarning, stacklevel=3)
     return layout

@@ -1,4 +1,4 @@
-"""Global batches that are not divisible by replicas x micro-batches: when a resumed run may have them."""
+"""Global batches that are not divisible by replicas x micro-batches, and when a resumed run may have them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def train_input(config: ExperimentConfig) -> InputConfig:
 
 
 def eval_input(config: ExperimentConfig) -> InputConfig:
-    """The input options for evaluation and prediction. A batch of its own size need not be divisible by the replicas:
+    """The input options for evaluation and prediction. A separate batch size need not be divisible by the replicas:
     an evaluation sums over examples, whatever share of a batch a replica has."""
     if not config.train.eval_batch_size:
         return config.input

@@ -1,4 +1,4 @@
-"""The stages in which a run that cannot work is refused, in order.
+"""The stages of validation, in order; each refuses runs that cannot work.
 
 | stage | when it runs | what it compares |
 |---|---|---|
@@ -45,9 +45,9 @@ import tensorflow as tf
 def validate_config(config: ExperimentConfig) -> Topology:
     """Stage 1: refuses options that do not exist, contradict each other, or do not suit the cluster.
 
-    That is an unknown model, optimizer, schedule, exchange, data set or augmentation, or a wrong argument of one; a
-    strategy that this machine or cluster cannot carry out; a global batch that the replicas cannot divide; a tf.data
-    service that does not answer. Runs before any data are read.
+    For example: an unknown model, optimizer, schedule, exchange, data set or augmentation, or a wrong argument of one;
+    a strategy that this machine or cluster cannot run; a global batch that is not divisible by the number of replicas;
+    a tf.data service that does not answer. Runs before any data are read.
 
     Args:
       config: The experiment.
@@ -58,7 +58,7 @@ def validate_config(config: ExperimentConfig) -> Topology:
     Raises:
       ConfigError: The first thing that cannot work.
     """
-    automatic = config.strategy.mesh == AUTO  # workers and devices are known, what lies on them is not
+    automatic = config.strategy.mesh == AUTO  # workers and devices are known, their mesh is not
     topology = choose_topology(without_auto(config.strategy), cluster.detect())
     if config.model.model not in (*models.names(), CUSTOM):
         raise unknown_name("--model", config.model.model, models.names())
@@ -85,7 +85,7 @@ def validate_config(config: ExperimentConfig) -> Topology:
 def validate_data(
     config: ExperimentConfig, topology: Topology, train: inputs.AnySource, validation: inputs.AnySource | None
 ) -> None:
-    """Stage 2: refuses data that this run cannot train or be evaluated on.
+    """Stage 2: refuses data on which this run cannot train or be evaluated.
 
     That is an empty source; fewer examples than a batch, or files than workers; a schedule that needs validation
     examples where there are none; examples that parameter servers or a tf.data service cannot read; validation examples
@@ -106,7 +106,7 @@ def validate_data(
         _check_same_shapes(train, validation)
     elif config.schedule.schedule == "plateau":
         raise ConfigError(
-            "--schedule=plateau waits for evaluations, and there are no validation examples. Hold some out "
+            "--schedule=plateau needs evaluations, and there are no validation examples. Hold some out "
             "(--validation_fraction=0.1), or choose another schedule."
         )
     if not topology.synchronous:
@@ -130,10 +130,10 @@ def validate_model(
 ) -> None:
     """Stage 3: refuses a model that cannot be trained on these data.
 
-    Before the strategy starts there is no model yet: what is refused is a --model for another task, wrong --model_args,
+    Before the strategy starts there is no model yet: this refuses a --model for another task, wrong --model_args,
     an --augment that does not suit the shape of the examples, --jit_compile=true for a model that XLA cannot compile,
-    and a schedule that does not fit into the length of the run. `Trainer.fit` passes the built model: what is refused
-    is data with more classes than the model has outputs.
+    and a schedule that does not fit into the length of the run. `Trainer.fit` passes the built model: this refuses data
+    with more classes than the model has outputs.
 
     Args:
       config: The experiment. Unless `model` is given, the model it names is the one to train.
@@ -141,7 +141,7 @@ def validate_model(
       train: Training examples.
       validation: Examples to evaluate on, or None.
       model: The built model.
-      integer_labels: Of a built model: whether its loss reads labels as indices of the model's outputs.
+      integer_labels: For a built model: whether its loss reads labels as indices of the model's outputs.
 
     Raises:
       ConfigError: The first thing that cannot work.
@@ -185,7 +185,7 @@ def validate_workdir(config: ExperimentConfig, *, complete: bool = True) -> None
         raise ConfigError(f"--workdir={workdir} is a file. Name a directory; it is created if it does not exist.")
     existing = next(parent for parent in [path, *path.absolute().parents] if parent.exists())
     try:
-        with tempfile.TemporaryFile(dir=existing):  # permissions alone do not tell: root, read-only file systems, /proc
+        with tempfile.TemporaryFile(dir=existing):  # permissions do not tell: root, read-only systems, /proc
             pass
     except OSError as error:
         # A resumed run, restarted by a scheduler perhaps, can do without space on its disk.
@@ -221,15 +221,15 @@ def validate_workers_agree(
 ) -> None:
     """Stage 6: refuses workers that were given different flags, data or models.
 
-    Their collective calls would have different lengths, and they would wait for each other for ever. Options that may
+    Their collective calls would have different lengths, and they would wait for each other forever. Options that may
     differ are left out (`tfpar.config.PER_HOST_OPTIONS`). All workers call it before the first step, and all of them
     raise.
 
     Args:
       agreement: Between the workers.
       config: This worker's options.
-      facts: What else must be the same, by its name in the message; the same names on every worker.
-      descriptions: What the message says about facts instead of their values. They may differ, as paths do.
+      facts: Other values that must be equal, by their names in the message; the same names on every worker.
+      descriptions: Texts for the message in place of the values of facts. They may differ, as paths do.
 
     Raises:
       ConfigError: Names what differs, with this worker's values.
@@ -299,7 +299,7 @@ def _check_same_shapes(train: inputs.AnySource, validation: inputs.AnySource) ->
 
 
 def _check_parameter_server(config: ExperimentConfig, train: inputs.AnySource) -> None:
-    """Refuses what asynchronous training does not support: see the messages."""
+    """Refuses options that asynchronous training does not support: see the messages."""
     if not isinstance(train, inputs.Source):
         raise ConfigError(
             f"--strategy=parameter_server: its workers read examples by number, and {train.name} is a tf.data.Dataset, "
@@ -328,7 +328,7 @@ def _check_parameter_server(config: ExperimentConfig, train: inputs.AnySource) -
 def _check_labels_within_outputs(
     model: keras.Model, train: inputs.AnySource, validation: inputs.AnySource | None
 ) -> None:
-    """Refuses labels that are no positions of outputs. On a GPU and under XLA the loss of such a label is NaN: every
+    """Refuses labels that are not indices of outputs. On a GPU and under XLA the loss of such a label is NaN: every
     step that meets one would be skipped."""
     outputs = getattr(model, "outputs", None)
     count = outputs[0].shape[-1] if outputs and len(outputs) == 1 else None  # None: it is no graph of layers
@@ -352,7 +352,7 @@ def _check_labels_within_outputs(
 
 
 def _check_compiles(config: ExperimentConfig, topology: Topology) -> None:
-    """Refuses what the trainer would refuse once the model is built, where the model's options tell."""
+    """Refuses early, by the model's options, what the trainer would refuse once the model is built."""
     options = models.options(config.model.model) | config.model.arguments()
     if config.train.jit_compile == "true" and topology.replicas > 1 and options.get("normalization") == "sync_batch":
         raise ConfigError(
@@ -364,7 +364,7 @@ def _check_same_run(saved: Mapping[str, Any], current: Mapping[str, Any], workdi
     """Refuses to resume a run under another configuration; names every option that differs, saved and current value."""
     may_change = set(RESUME_MAY_CHANGE)
     for name, arguments in (("model", {"model", "model_args"}), ("dataset", {"dataset"})):
-        # Objects, which no name describes: the checkpoint's shapes and the fingerprint of the data tell them apart.
+        # Objects without a name: the checkpoint's shapes and the fingerprint of the data distinguish them.
         if CUSTOM in (saved.get(name), current[name]):
             may_change |= arguments
     differences = [
@@ -375,6 +375,6 @@ def _check_same_run(saved: Mapping[str, Any], current: Mapping[str, Any], workdi
     if differences:
         raise ConfigError(
             f"--workdir={workdir} holds a run of another configuration. Differences (saved -> now): "
-            f"{'; '.join(differences)}. Give the saved values to continue it, another --workdir to start afresh, or "
-            f"another --workdir with --warm_start={workdir} to start from its weights."
+            f"{'; '.join(differences)}. Give the saved values to continue it, another --workdir to start from the "
+            f"beginning, or another --workdir with --warm_start={workdir} to start from its weights."
         )

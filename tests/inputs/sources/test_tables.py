@@ -243,7 +243,7 @@ def test_files_that_are_no_tables_are_refused(tmp_path):
     (tmp_path / "b.csv").write_text("x,z\n1,2\n")
     with pytest.raises(ConfigError, match=r"has the columns \['x', 'z'\], but"):
         build(f"csv:{tmp_path}/*.csv")
-    with pytest.raises(ConfigError, match="int is no table"):
+    with pytest.raises(ConfigError, match="int is not a table"):
         inputs.from_table(3)
     (tmp_path / "t.csv").write_text("when,y\n2020-01-01,2\n")
     with pytest.raises(ConfigError, match="column 'when' has the type date32"):

@@ -346,7 +346,7 @@ def test_no_sizes(text):
 def test_links():
     assert parse_link("10gbit", "--link", 1e-3) == Link(1e-3, 1.25e9)
     assert parse_link("100Gbit/s, 20us", "--link", 1e-3) == Link(pytest.approx(2e-5), 1.25e10)
-    with pytest.raises(ConfigError, match="--link=fast is no link"):
+    with pytest.raises(ConfigError, match="--link=fast is not a link"):
         parse_link("fast", "--link", 0.0)
     assert format_size(5.1 * 2**30) == "5.1 GiB"
 

@@ -68,7 +68,7 @@ def test_axes_and_dims_of_weights():
         ({"last/kernel": 0}, "last/kernel cannot be divided over 2 devices along dim 0: Dense"),
         ({"first/kernel": 2}, r"first/kernel \(12, 64\) has no dim 2"),
         ({"first/kernel": ("model",)}, "has 2 dims, not 1"),
-        ({"first/kernel": (None, "expert")}, "'expert' is no axis that layers can be divided over"),
+        ({"first/kernel": (None, "expert")}, "'expert' is not an axis over which layers can be divided"),
         ({"frist": 1}, "'frist' matches no weight. The model has: sequential/first/kernel"),
         ({"first/kernel": 1, "last": "gather"}, "Use one kind for all of them"),
         ({"first/bias": None}, "has no layer that can be divided"),

@@ -1,4 +1,4 @@
-"""The options of reinforcement learning, which one program takes beside those of every experiment.
+"""The options of reinforcement learning, which one program takes in addition to those of every experiment.
 
 This module imports neither TensorFlow nor Keras.
 """
@@ -15,7 +15,7 @@ ALGORITHMS = ("ppo", "a2c", "dqn")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReinforcementConfig(ConfigBase):
-    """What is learned by acting, and how."""
+    """The environment, and how a policy is learned by acting in it."""
 
     env: str = option(
         "CartPole-v1",
@@ -24,7 +24,7 @@ class ReinforcementConfig(ConfigBase):
     )
     algorithm: str = option("ppo", "How the policy is learned.", choices=ALGORITHMS)
     environments: int = option(
-        64, "Environments that run side by side, over all replicas, which must divide them.", minimum=1
+        64, "Environments that run side by side, over all replicas; a multiple of the number of replicas.", minimum=1
     )
     actors: int = option(
         1,
@@ -34,21 +34,20 @@ class ReinforcementConfig(ConfigBase):
     )
     env_processes: bool = option(
         False,
-        "gym:NAME: every environment runs in a process of its own, for those that take long for a step.",
+        "gym:NAME: run each environment in its own process, for environments with slow steps.",
         may_change_on_resume=True,
     )
     rollout_steps: int = option(
-        32, "Steps of every environment between two rounds of learning; --minibatches must divide them.", minimum=1
+        32, "Steps of every environment between two phases of learning; a multiple of --minibatches.", minimum=1
     )
     minibatches: int = option(
         4,
-        "Global batches that a rollout is cut into; each is one step, and has transitions of every environment.",
+        "Number of global batches into which a rollout is divided; each is one step, and has transitions of every "
+        "environment.",
         minimum=1,
     )
-    rollout_epochs: int = option(4, "How often each transition of a rollout is learned from.", minimum=1)
-    env_steps: int = option(
-        0, "Length of the run: steps of all environments together. 0: what --steps says.", minimum=0
-    )
+    rollout_epochs: int = option(4, "How many times the policy learns from each transition of a rollout.", minimum=1)
+    env_steps: int = option(0, "Length of the run: steps of all environments together. 0: --steps decides.", minimum=0)
     discount: float = option(0.99, "Discount of a reward one step later (gamma).", minimum=0.0, maximum=1.0)
     gae_lambda: float = option(
         0.95, "Decay of generalised advantage estimation (Schulman et al. 2016).", minimum=0.0, maximum=1.0
@@ -59,29 +58,34 @@ class ReinforcementConfig(ConfigBase):
     value_coef: float = option(0.5, "Weight of the value loss.", minimum=0.0)
     entropy_coef: float = option(0.0, "Weight of the entropy bonus.", minimum=0.0)
     reward_scale: float = option(
-        1.0, "Factor on every reward that is learned from; reported returns stay as they are.", minimum=0.0
+        1.0, "Factor on every reward in training; reported returns are not scaled.", minimum=0.0
     )
     replay_size: int = option(100_000, "DQN: transitions that are remembered, over all replicas.", minimum=1)
     replay_batch: int = option(
-        512, "DQN: transitions of a step, over all replicas; --environments must divide them.", minimum=1
+        512, "DQN: transitions per step, over all replicas; a multiple of --environments.", minimum=1
     )
     replay_priority: float = option(
         0.0,
-        "DQN: how much more often transitions with larger errors are remembered (alpha of Schaul et al. 2016, who use "
-        "0.6); 0: all alike.",
+        "DQN: how strongly transitions with larger errors are preferred when they are drawn (alpha of Schaul et al. "
+        "2016, who use 0.6). 0: uniformly.",
         minimum=0.0,
         maximum=1.0,
     )
     replay_correction: float = option(
         0.4,
-        "DQN: how much of that bias the weights of transitions take back at first (beta); it rises to 1 over the run.",
+        "DQN: how much of that bias importance weights correct at first (beta); it rises to 1 over the run.",
         minimum=0.0,
         maximum=1.0,
     )
-    n_step: int = option(3, "DQN: rewards that a target sums before it trusts a value.", minimum=1)
-    target_every: int = option(200, "DQN: steps after which the target network becomes the current one.", minimum=1)
+    n_step: int = option(3, "DQN: number of rewards that a target sums before it adds an estimated value.", minimum=1)
+    target_every: int = option(
+        200, "DQN: steps after which the target network is replaced by the current one.", minimum=1
+    )
     explore_share: float = option(
-        0.3, "DQN: share of the run over which random actions fall from all to --explore_end.", minimum=0.0, maximum=1.0
+        0.3,
+        "DQN: share of the run over which the share of random actions falls from 1 to --explore_end.",
+        minimum=0.0,
+        maximum=1.0,
     )
     explore_end: float = option(0.05, "DQN: share of random actions afterwards.", minimum=0.0, maximum=1.0)
     normalize_observations: bool = option(
@@ -104,7 +108,7 @@ class ReinforcementConfig(ConfigBase):
         if self.rollout_steps % self.minibatches:
             raise ConfigError(
                 f"--rollout_steps={self.rollout_steps} is not divisible by --minibatches={self.minibatches}: every "
-                "minibatch has the same number of steps of each environment. Change one of them."
+                "minibatch has the same number of steps from each environment. Change one of them."
             )
 
         self._check_algorithm()
@@ -120,25 +124,27 @@ class ReinforcementConfig(ConfigBase):
         if self.replay_batch % self.environments:
             raise ConfigError(
                 f"--replay_batch={self.replay_batch} is not divisible by --environments={self.environments}: a step "
-                "has as many transitions of each. Choose a multiple."
+                "draws the same number of transitions from each environment. Choose a multiple."
             )
         if self.rollout_steps < self.n_step or self.replay_size < 2 * self.transitions_per_rollout:
             raise ConfigError(
                 f"--replay_size={self.replay_size}, --rollout_steps={self.rollout_steps}, --n_step={self.n_step}: a "
-                "rollout must be as long as --n_step, and the replay hold two rollouts of all --environments. Give a "
-                "larger replay or other rollouts."
+                "rollout must be at least as long as --n_step, and the replay must hold two rollouts of all "
+                "--environments. Give a larger replay or other rollouts."
             )
 
     def hidden_units(self) -> tuple[int, ...]:
-        """`hidden` as numbers; none for a linear policy."""
+        """The numbers in `hidden`; an empty tuple for a linear policy."""
         parts = [part.strip() for part in self.hidden.split(",") if part.strip()]
         if not all(part.isdecimal() and int(part) > 0 for part in parts):
-            raise ConfigError(f"--hidden={self.hidden!r} is no list of positive numbers. Write e.g. --hidden=64,64.")
+            raise ConfigError(
+                f"--hidden={self.hidden!r} is not a list of positive whole numbers. Write e.g. --hidden=64,64."
+            )
         return tuple(int(part) for part in parts)
 
     @property
     def steps_per_rollout(self) -> int:
-        """Steps, which are changes of the weights, that are made from one rollout."""
+        """Number of steps, that is, changes of the weights, per rollout."""
         return self.rollout_epochs * self.minibatches
 
     @property

@@ -16,8 +16,8 @@ class StrategyConfig(ConfigBase):
 
     strategy: str = option(
         "auto",
-        "How replicas are laid out. 'auto' uses a TPU if there is one, else the cluster in TF_CONFIG, else all GPUs, "
-        "else the CPU.",
+        "How replicas are placed on devices and machines. 'auto' uses a TPU if there is one, else the cluster in "
+        "TF_CONFIG, else all GPUs, else the CPU.",
         choices=STRATEGIES,
         may_change_on_resume=True,
         per_host=True,
@@ -32,45 +32,45 @@ class StrategyConfig(ConfigBase):
     )
     mesh: str = option(
         "",
-        "How the devices of all workers are laid out, as in data:2,pipeline:2 or data:2,model:4. The data axis has "
-        "replicas. The pipeline axis has stages, which hold consecutive layers and work on one micro-batch after the "
-        "other (--accumulate_steps); on the model axis, the weights of layers are divided (tensor parallelism). The "
-        "devices of a replica lie within a worker, or on several workers that have no other replica. auto: what fits "
-        "and is predicted to be fastest, with micro-batches, recompute and shards; `python -m tfpar.plan` lists plans. "
-        "Empty: each device is a replica.",
+        "How the devices are divided into axes, as in data:2,pipeline:2 or data:2,model:4. data: replicas, each of "
+        "which trains on different examples. pipeline: stages of a replica, each with consecutive layers, which work "
+        "on one micro-batch after the other (--accumulate_steps). model: devices that divide the weights of layers "
+        "(tensor parallelism). A replica may span several workers. auto: the mesh that is predicted to be fastest and "
+        "to fit, with micro-batches, recompute and shards; `python -m tfpar.plan` lists plans. Empty: each device is "
+        "a replica.",
         may_change_on_resume=True,
     )
     sequence_parallel: bool = option(
         False,
-        "With a model axis: between the divided layers of transformer blocks, each of its devices has some positions "
-        "of every example, so that activations there take as much less memory. For models of tfpar's TransformerBlock, "
-        "with a number of positions that the axis divides.",
+        "With a model axis: between the divided layers of transformer blocks, each device holds only a part of the "
+        "positions of every example, so that these activations need less memory. For models made of tfpar's "
+        "TransformerBlock; the number of positions must be a multiple of the size of the axis.",
         may_change_on_resume=True,
     )
     device_memory: str = option(
         "",
         "Memory of a device, such as 16GiB: plans that are predicted to need more are left out with --mesh=auto, and "
-        "refused with another mesh. Empty: asked for --mesh=auto, else not checked.",
+        "refused with another mesh. Empty: detected for --mesh=auto; other meshes are not checked.",
         may_change_on_resume=True,
     )
     stages: str = option(
         "",
-        "Where the stages of a pipeline begin, from the second on: regular expressions, searched in the paths of "
-        "layers in the order in which they run, as in 'block4,block8'. Empty: stages of about equal FLOPs, cut where "
-        "little crosses.",
+        "First layers of the second and later stages of a pipeline: regular expressions that are searched in the "
+        "paths of the layers, in the order in which they run, as in 'block4,block8'. Empty: stages of about equal "
+        "FLOPs, cut where few values cross.",
         may_change_on_resume=True,
     )
     stages_per_device: int = option(
         1,
-        "Stages of a pipeline that each device holds, dealt out in turn (interleaved schedule): the pipeline fills and "
-        "empties faster, and more tensors travel.",
+        "Stages of a pipeline that each device holds, assigned to devices in turn (interleaved schedule): the "
+        "pipeline fills and empties faster, but sends more tensors.",
         minimum=1,
         may_change_on_resume=True,
     )
     pipeline_schedule: str = option(
         "1f1b",
-        "When the stages of a pipeline work on a micro-batch: 1f1b starts as many as keep all stages busy, and the "
-        "next when the backward pass of one is done; gpipe starts all at once, and keeps the activations of all.",
+        "When a pipeline starts a micro-batch: 1f1b starts as many as keep all stages busy, and each further one when "
+        "the backward pass of another is done; gpipe starts all at once, and keeps the activations of all.",
         choices=("1f1b", "gpipe"),
         may_change_on_resume=True,
     )

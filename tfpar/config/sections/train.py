@@ -12,7 +12,7 @@ ALL_WEIGHTS = "all"  # of --trainable
 
 
 def check_pattern(flag: str, pattern: str, remedy: str) -> None:
-    """Refuses what is no regular expression.
+    """Refuses a pattern that is not a regular expression.
 
     Raises:
       ConfigError: With what is wrong.
@@ -20,7 +20,7 @@ def check_pattern(flag: str, pattern: str, remedy: str) -> None:
     try:
         re.compile(pattern)
     except re.error as error:
-        raise ConfigError(f"{flag}={pattern!r} is no regular expression ({error}). {remedy}") from error
+        raise ConfigError(f"{flag}={pattern!r} is not a regular expression ({error}). {remedy}") from error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,8 @@ class TrainConfig(ConfigBase):
     )
     loss_weighting: str = option(
         "positions",
-        "What losses with masks average over: all 'positions', as in Keras, or those of each of the 'examples' first.",
+        "How losses with masks are averaged: 'positions', over all positions, as in Keras; 'examples', over the "
+        "positions of each example first.",
         choices=("positions", "examples"),
     )
     jit_compile: str = option(
@@ -59,7 +60,7 @@ class TrainConfig(ConfigBase):
     trainable: str = option(
         "",
         "Weights that are trained: a regular expression, searched in their paths, or all. The others are frozen: they "
-        "do not travel and have no optimizer state. Empty: what the model says; with --lora, adapters alone.",
+        "are not exchanged and have no optimizer state. Empty: as the model says; with --lora, only the adapters.",
     )
     lora: str = option(
         "",
@@ -70,18 +71,19 @@ class TrainConfig(ConfigBase):
     recompute: str = option(
         "none",
         "Activations that the backward pass computes again instead of keeping them, so that a larger batch or model "
-        "fits: none; blocks, the layers made of layers, as in a transformer, or stretches of the model's graph; or a "
-        "regular expression, searched in the paths of layers. A step takes up to a third longer.",
+        "fits: none; blocks (layers that consist of layers, as in a transformer, or else segments of the model's "
+        "graph); or a regular expression that is searched in the paths of layers. A step takes up to a third longer.",
         may_change_on_resume=True,
     )
     shard: str = option(
         "none",
-        "What replicas divide among themselves instead of each having all: none; optimizer, the optimizer's state; "
-        "gradients, which are that and the sums of gradients; or weights, which are all three. With optimizer and "
-        "gradients a replica updates its share of the weights and gets the others' new weights, for the same bytes on "
-        "the network; with a codec, changes of weights travel encoded in place of the sums of gradients. With "
-        "gradients and weights, each micro-batch of --accumulate_steps travels by itself. With weights, both passes "
-        "gather the weights of each block, which the backward pass computes again as with --recompute=blocks.",
+        "State that replicas divide among themselves, instead of a full copy on each: none; optimizer, the optimizer "
+        "state; gradients, the optimizer state and the sums of gradients; weights, all three. With optimizer and "
+        "gradients, a replica updates its share of the weights and receives the other new weights, for the same bytes "
+        "on the network; a codec then encodes changes of weights instead of sums of gradients. With gradients and "
+        "weights, the gradients of each micro-batch of --accumulate_steps are sent separately. With weights, both "
+        "passes gather the weights of each block, and the backward pass recomputes the block as with "
+        "--recompute=blocks.",
         choices=("none", "optimizer", "gradients", "weights"),
         may_change_on_resume=True,
     )
@@ -113,7 +115,7 @@ class TrainConfig(ConfigBase):
     max_bad_steps: int = option(
         50,
         "Consecutive steps that may be skipped because the loss or a gradient is not finite, or no example is usable. "
-        "More end the run, and the examples are named. 0: no limit.",
+        "After more, the run ends with an error that names the examples. 0: no limit.",
         minimum=0,
         may_change_on_resume=True,
     )
@@ -128,7 +130,8 @@ class TrainConfig(ConfigBase):
         self.adapters()
 
     def adapters(self) -> tuple[int, str]:
-        """`lora` as the rank, 0 for no adapters, and the expression; empty where that is left to the model."""
+        """The rank in `lora` (0: no adapters) and its expression (empty: the layers are chosen by the kind of
+        model)."""
         rank, _, pattern = self.lora.partition(":")
         if not self.lora:
             return 0, ""

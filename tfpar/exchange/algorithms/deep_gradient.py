@@ -47,14 +47,14 @@ class TopKOptions(ValueOptions):
       ramp_steps: Exchanges after `warmup_steps` in which the share that is kept falls to the final one.
     """
 
-    share: float = option(0.01, "Share of elements that are kept, in (0, 1].", read=_read_share)
+    share: float = option(0.01, "Share of elements that are sent, in (0, 1].", read=_read_share)
     momentum: float = option(
         0.0,
         "Momentum correction, for an optimizer without momentum.",
         allowed="a number in [0, 1)",
         is_valid=lambda value: is_number(value) and 0.0 <= value < 1.0,
     )
-    ramp_steps: int = whole(0, "Steps after warmup_steps in which the share that is kept falls to the final one.")
+    ramp_steps: int = whole(0, "Steps after warmup_steps over which the share that is sent falls to its final value.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -123,7 +123,7 @@ class DeepGradient:
         """Sums tensors over the workers; see `buckets.Bucket`. With momentum, the sums are of velocities."""
         if pending is not None:
             raise ValueError(
-                "momentum and ramp_steps change the state at once: what is sent decides about the velocity"
+                "momentum and ramp_steps change the state immediately, because the velocity depends on what is sent"
             )
         if not self._momentum:
             return self._reduce_stage(tensors, step)

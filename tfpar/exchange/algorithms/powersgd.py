@@ -42,7 +42,7 @@ class PowerSGDOptions(Options):
     """
 
     rank: int = option(4, "Columns of the factors, 1 to 1024.", read=_read_rank)
-    warmup_steps: int = whole(0, "Steps at the start in which gradients travel dense.", alias="start_after")
+    warmup_steps: int = whole(0, "Steps at the start in which gradients are sent dense.", alias="start_after")
 
     def is_compressible(self, shape: tf.TensorShape) -> bool:
         """Whether a tensor is large enough, and its factors have fewer elements than it has itself."""

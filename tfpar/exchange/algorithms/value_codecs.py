@@ -75,9 +75,9 @@ class ValueOptions(Options):
             otherwise = "" if self.sends_only_gradient else ", without momentum and ramp_steps"
             largest = group.capabilities.largest_fan_in
             raise ValueError(
-                f"{self.pattern} adds up the payloads of all {workers} workers at once, and a GPU "
-                f"takes at most {largest}. Use pattern=ring or binary_blocks{otherwise}, where "
-                "two workers at a time exchange messages, or fewer workers with more GPUs each (--devices=0)."
+                f"{self.pattern} adds up the payloads of all {workers} workers at once, and a GPU supports at most "
+                f"{largest}. Use pattern=ring or binary_blocks{otherwise}, where two workers at a time exchange "
+                "messages, or fewer workers with more GPUs each (--devices=0)."
             )
 
     @property

@@ -94,8 +94,8 @@ def check_exchange(spec: Spec, shard: str) -> None:
         sharded_codec(spec)
     elif spec.compresses:
         raise ConfigError(
-            f"--exchange={spec.text} does not work with --shard=weights: every replica would keep a whole residual of "
-            "what a codec leaves out, and weights are gathered as they are. Use --exchange=none, or --shard=gradients."
+            f"--exchange={spec.text} does not work with --shard=weights: every replica would keep a residual of full "
+            "size, and weights are gathered without a codec. Use --exchange=none, or --shard=gradients."
         )
 
 

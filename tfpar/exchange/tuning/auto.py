@@ -133,6 +133,6 @@ register(
     _build,
     cost=_cost,
     choose=choose,
-    summary="measures links and codecs at the start, and takes what should be fastest",
+    summary="measures links and codecs at the start, and chooses the fastest by prediction",
     example="max_error=0.2",
 )

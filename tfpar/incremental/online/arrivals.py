@@ -56,7 +56,7 @@ class _Images:
         for name in names:
             folder = name.partition("/")[0]
             if folder not in self._classes or "/" not in name:
-                raise ConfigError(f"it is in no folder of a class; classes are {', '.join(self._classes)}")
+                raise ConfigError(f"it is not in the folder of a class; the classes are {', '.join(self._classes)}")
             labels.append(self._classes.index(folder))
         paths = [os.path.join(root, name) for name in names]
         return images.from_files("images (delivered)", self._config, "train", self._classes, paths, labels)
@@ -74,14 +74,14 @@ def form_of(config: InputConfig, info: SourceInfo, watch: str) -> Form:
       ConfigError: Files of such a data set cannot be watched for, or there is no such directory.
     """
     if not os.path.isdir(watch):
-        raise ConfigError(f"--watch={watch}: no such directory. Make it first.")
+        raise ConfigError(f"--watch={watch}: no such directory. Create it first.")
     kind, _, argument = config.dataset.partition(":")
     if kind == "tfrecord":
         return _Shards(config, argument)
     if kind == "images":
         return _Images(config, info)
     raise ConfigError(
-        f"--watch={watch} reads files as --dataset does, which must be images:DIR or tfrecord:GLOB, not "
+        f"--watch={watch} reads files in the format of --dataset, which must be images:DIR or tfrecord:GLOB, not "
         f"{config.dataset}. Write other data as shards: python -m tfpar.inputs.write --dataset={config.dataset} "
         "--output=DIR."
     )

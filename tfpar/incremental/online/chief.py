@@ -59,8 +59,8 @@ class Chief:
                 yield
         except filelock.Timeout as error:
             raise ConfigError(
-                f"--workdir={self._workdir}: another process watches a directory for it. End that one, or give another "
-                "workdir."
+                f"--workdir={self._workdir}: another process already watches a directory for this run. End it, or "
+                "give another workdir."
             ) from error
 
     def next(self, position: int) -> tuple[Delivery | None, bool]:
@@ -78,7 +78,7 @@ class Chief:
         good, bad = self._arrivals.check(arrived)
         for file, reason in bad:
             self.journal.reject(file, reason)
-            _log.warning("%s is set aside, and not learned from: %s", file.name, reason)
+            _log.warning("%s is set aside and skipped: %s", file.name, reason)
         if good and not self._waiting:
             self._waits_since = now
         self._waiting += good

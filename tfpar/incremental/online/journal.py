@@ -101,8 +101,8 @@ class Journal:
             self.set_aside = [(ArrivedFile(**each["file"]), str(each["reason"])) for each in saved["set_aside"]]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
-                f"{self._path} says what was learned, and cannot be read: {error}. Restore it, or start in another "
-                "--workdir, with --warm_start for the weights."
+                f"{self._path} records which files were learned, and cannot be read: {error}. Restore it, or start in "
+                "another --workdir, with --warm_start for the weights."
             ) from error
 
     @property

@@ -123,7 +123,7 @@ class OnlineLearner:
             position, before = self._position(), position
             if position < delivery.end:
                 if self._stop_after:
-                    self._say("stopped by --stop_after; the next start continues in the delivery under way")
+                    self._say("stopped by --stop_after; the next start continues in the current delivery")
                     return results
                 raise TrainingError(
                     f"the checkpoint after delivery {delivery.number} could not be written: the newest is of step "
@@ -157,8 +157,8 @@ class OnlineLearner:
         if source.info.num_examples != delivery.examples:
             raise ConfigError(
                 f"--watch={self._options.watch}: the files of delivery {delivery.number} had {delivery.examples:,} "
-                f"examples and have {source.info.num_examples:,}. Put back what had arrived; a file may be removed "
-                "when the model is exported that has learned from it."
+                f"examples and have {source.info.num_examples:,}. Restore the files as they arrived; a file may be "
+                "removed only after the export of a model that has learned from it."
             )
         random = np.random.default_rng([self._seed & 0xFFFFFFFF, 29, delivery.number])
         if len(self._kept):

@@ -95,9 +95,10 @@ def _no_source(data: Any) -> ConfigError:
     if callable(data) or hasattr(data, "__next__"):
         hint = (
             " A function of a tf.distribute.InputContext goes into tfpar.inputs.from_dataset(function). A generator "
-            "can be read only once: give an object whose __iter__ begins anew, or tf.data.Dataset.from_generator."
+            "can be read only once: give an object whose __iter__ starts again from the beginning, or "
+            "tf.data.Dataset.from_generator."
         )
-    return ConfigError(f"{type(data).__name__} is no source of examples.{hint} {_ACCEPTED}.")
+    return ConfigError(f"{type(data).__name__} is not a source of examples.{hint} {_ACCEPTED}.")
 
 
 def _is_list_of_items(data: Any) -> bool:

@@ -212,8 +212,8 @@ def _read(name: str, table: Any, delimiter: str) -> tuple[Any, _Files]:
         return pyarrow.table(table), _Files()
     except (TypeError, ValueError, pyarrow.ArrowInvalid) as error:
         raise ConfigError(
-            f"{name}: {type(table).__name__} is no table: {error}. Give paths of CSV or Parquet files, a pyarrow.Table "
-            "or a data frame."
+            f"{name}: {type(table).__name__} is not a table: {error}. Give paths of CSV or Parquet files, a "
+            "pyarrow.Table or a data frame."
         ) from error
 
 

@@ -50,8 +50,8 @@ def from_iterable(
     if not hasattr(data, "__iter__") or hasattr(data, "__next__"):
         raise ConfigError(
             f"{name}: every epoch and every evaluation iterates over the data from the beginning, and a "
-            f"{type(data).__name__} can be read only once. Give an object whose __iter__ begins anew, such as a data "
-            "loader, or tf.data.Dataset.from_generator(function, ...)."
+            f"{type(data).__name__} can be read only once. Give an object whose __iter__ starts again from the "
+            "beginning, such as a data loader, or tf.data.Dataset.from_generator(function, ...)."
         )
     first = functools.cache(lambda: _first(name, data))
 
@@ -82,7 +82,8 @@ def _first(name: str, data: Iterable[Any]) -> tuple[str, Structure]:
     for path, leaf in structures.named_leaves(element):
         if leaf.dtype.hasobject:
             raise ConfigError(
-                f"{name}: the element's part {path or 'x'} is no array of numbers or text. Convert it in the iterable."
+                f"{name}: the element's part {path or 'x'} is not an array of numbers or text. Convert it in the "
+                "iterable."
             )
     leaves = tf.nest.flatten(element)
     parts = [str((leaf.shape, leaf.dtype)).encode() + leaf.tobytes() for leaf in leaves]

@@ -275,7 +275,7 @@ class StreamPipeline:
         """
         if same_workers and position.STATE in saved and saved[position.STATE].size:
             self._saved = saved
-            return f"{self.source.name}: the stream goes on where it stopped"
+            return f"{self.source.name}: the stream continues where it stopped"
         why = "the position was not saved" if same_workers else "the saved run had other workers"
         return (
             f"{self.source.name}: the stream starts again from its beginning ({why}), so the examples that it gave "
@@ -294,7 +294,8 @@ class StreamPipeline:
             raise ConfigError(f"{name}: evaluation needs the number of examples. Call counted() on the source first.")
         if self._own_streams and not self._training:
             raise ConfigError(
-                f"{name}: an evaluation counts every example once, which streams of the workers' own do not allow. "
+                f"{name}: an evaluation counts every example once, which is impossible if each worker has its own "
+                "stream. "
                 'Give a dataset that is the same on every worker: from_dataset(..., sharding="example").'
             )
         if self._own_streams and config.global_batch_size % workers:

@@ -94,8 +94,8 @@ class StreamSource:
             )
         if self.sharding == "worker":
             raise ConfigError(
-                f"{self.name}: every worker reads a stream of its own, so that the number of all examples is not "
-                "known. Give from_dataset(..., examples=N) for epochs, or --steps."
+                f"{self.name}: every worker reads a stream of its own, so the total number of examples is not known. "
+                "Give from_dataset(..., examples=N) for epochs, or --steps."
             )
         if told:
             _log.info(

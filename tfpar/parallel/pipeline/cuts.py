@@ -1,4 +1,4 @@
-"""Where the graph of a model is cut into the stages of a pipeline, and how many micro-batches a stage works on."""
+"""Cuts the graph of a model into the stages of a pipeline, and counts the micro-batches that a stage works on."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from collections.abc import Callable, Sequence
 
 from tfpar.config import ConfigError
 
-# A stage may cost this much more than the largest of the best cut has to, where fewer elements cross then.
+# A stage may cost this many times the most expensive stage of the best cut, if fewer elements then cross.
 _SLACK = 1.1
 
 GPIPE = "gpipe"
 
 
 def cut_evenly(costs: Sequence[int], crossing: Callable[[int], int], stages: int) -> list[int] | None:
-    """The cut that keeps the most expensive stage cheap and lets few elements cross.
+    """The cut whose most expensive stage is cheap and that few elements cross.
 
     Args:
-      costs: Of the steps, in order.
-      crossing: Elements that cross a cut in front of a step, by the step's number; negative where none may be.
+      costs: Costs of the steps, in order.
+      crossing: Elements that cross a cut before a step, by the step's number; negative where no cut is allowed.
       stages: Number of stages.
 
     Returns:
-      Number of the first step of each stage from the second on; None where there are fewer places for cuts.
+      Number of the first step of each stage but the first; None if there are fewer places for cuts.
     """
     total = [0]
     for cost in costs:
@@ -38,7 +38,7 @@ def cut_evenly(costs: Sequence[int], crossing: Callable[[int], int], stages: int
 
     def moved(start: int, end: int, before: float) -> float:
         cost = total[end] - total[start]
-        uneven = (cost / total[-1]) ** 2  # less than one element: of cuts that let as many cross, the most even
+        uneven = (cost / total[-1]) ** 2  # less than one element: breaks ties by evenness
         return before + uneven + (crossing(end) if end < len(costs) else 0) if cost <= limit else math.inf
 
     best = _best(ends, stages, moved)
@@ -52,7 +52,7 @@ def _best(
     """The cut with the least value, by dynamic programming over the ends of stages.
 
     Args:
-      ends: Where stages may end; the last must end at the last.
+      ends: Where stages may end; the last stage ends at the last of them.
       stages: Number of stages.
       combine: `(start, end, value of the stages before) -> value` of a stage and those before it.
     """
@@ -84,20 +84,20 @@ def parse_beginnings(patterns: str, stages: int) -> list[re.Pattern[str]]:
     texts = patterns.split(",")
     if len(texts) != stages - 1:
         raise ConfigError(
-            f"--stages={patterns}: {len(texts)} beginnings of stages, and the pipeline has {stages} stages. Give "
-            f"{stages - 1}: every stage from the second on begins at a layer."
+            f"--stages={patterns}: {len(texts)} expressions for a pipeline of {stages} stages. Give "
+            f"{stages - 1}: one for the first layer of each stage but the first."
         )
     expressions = []
     for text in texts:
         try:
             expressions.append(re.compile(text.strip()))
         except re.error as error:
-            raise ConfigError(f"--stages={patterns}: {text!r} is no regular expression: {error}.") from None
+            raise ConfigError(f"--stages={patterns}: {text!r} is not a regular expression: {error}.") from None
     return expressions
 
 
 def cut_at(patterns: str, names: Sequence[str], stages: int) -> list[int]:
-    """The cut in front of the first layer, behind the cut before, in whose path a pattern is found.
+    """The cuts at patterns: each is before the first layer after the previous cut whose path matches its pattern.
 
     Args:
       patterns: Regular expressions, separated by commas.
@@ -105,10 +105,10 @@ def cut_at(patterns: str, names: Sequence[str], stages: int) -> list[int]:
       stages: Number of stages.
 
     Returns:
-      Number of the first step of each stage from the second on.
+      Number of the first step of each stage but the first.
 
     Raises:
-      ConfigError: Another number of patterns, one that is no regular expression, or that is not found.
+      ConfigError: The number of patterns is wrong, or a pattern is not a regular expression or matches no path.
     """
     cuts: list[int] = []
     for expression in parse_beginnings(patterns, stages):
@@ -117,7 +117,7 @@ def cut_at(patterns: str, names: Sequence[str], stages: int) -> list[int]:
         if place is None:
             behind = f" behind {names[cuts[-1]]!r}" if cuts else " behind the first"
             raise ConfigError(
-                f"--stages={patterns}: {expression.pattern!r} is in the path of no layer{behind}. The layers, in the "
+                f"--stages={patterns}: {expression.pattern!r} matches the path of no layer{behind}. The layers, in the "
                 f"order in which they run: {', '.join(dict.fromkeys(names))}."
             )
         cuts.append(place)
@@ -127,13 +127,13 @@ def cut_at(patterns: str, names: Sequence[str], stages: int) -> list[int]:
 def micro_batches_in_flight(stage: int, stages: int, places: int, schedule: str) -> int | None:
     """How many micro-batches a stage works on before the backward pass of the first must be done; None for no limit.
 
-    With 1F1B (Narayanan et al. 2021, arXiv:2104.04473, section 2.2) that is as many as keep it busy: a micro-batch
-    comes back to a stage after it has been through those behind it, twice.
+    With 1F1B (Narayanan et al. 2021, arXiv:2104.04473, section 2.2) that is as many as keep the stage busy: a
+    micro-batch returns to a stage after it has passed through the later stages twice, forward and backward.
 
     Args:
       stage: Its number, from 0.
       stages: Number of stages.
-      places: Number of devices they are dealt out to in turn.
+      places: Number of devices, to which stages are assigned in turn.
       schedule: `1f1b` or `gpipe`.
     """
     if schedule == GPIPE:

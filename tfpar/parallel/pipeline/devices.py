@@ -1,7 +1,7 @@
 """The devices of a pipeline: each replica has several, one for each place on the pipeline axis.
 
-The strategy runs a replica on its first device. What belongs to a later stage is put on the device of its place, by its
-name; the strategy mirrors a variable of a stage like any other, with copies that lie on the devices of its place.
+The strategy runs a replica on its first device. Operations of a later stage are placed on its device by name; the
+strategy mirrors a variable of a stage like any other, with its copies on the devices of its place.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class PipelineDevices:
     Args:
       first: Names of the first device of each replica, on which the strategy runs it.
       places: Devices of each replica.
-      step: By how much the number of a device grows from one place to the next.
+      step: Difference of the device numbers of two consecutive places.
 
     Attributes:
       places: The same.
@@ -55,12 +55,12 @@ class PipelineDevices:
         return static_replica_id() % self.replicas
 
     def of_own_replica(self) -> Sequence[str]:
-        """`of_replica` for the replica context that is open."""
+        """`of_replica` for the current replica context."""
         return self.of_replica(self.own_replica())
 
     @contextlib.contextmanager
     def creating(self) -> Iterator[None]:
-        """In this context variables can be made `at` a place. Enter it before the scope of the strategy.
+        """In this context, `at` can create variables at a place. Enter it before the scope of the strategy.
 
         The strategy makes a copy of a variable for each replica, in their order, by the creators of outer contexts.
         """
@@ -90,7 +90,8 @@ _current = _Current()
 
 @contextlib.contextmanager
 def at(place: int | None) -> Iterator[None]:
-    """Variables that are made in this context, one at a time and within `creating`, lie on the devices of a place."""
+    """Variables that are created in this context, one at a time and within `creating`, are on the devices of a
+    place."""
     before = _current.place, _current.copies
     _current.place, _current.copies = place, 0
     try:
@@ -100,12 +101,12 @@ def at(place: int | None) -> Iterator[None]:
 
 
 def place_of(variable: keras.Variable) -> int | None:
-    """The place of a variable that belongs to a stage; None for others, which lie on the first device."""
+    """The place of a variable that belongs to a stage; None for others, which are on the first device."""
     return vars(variable).get(_ATTRIBUTE)
 
 
 def mark_place(variable: keras.Variable, place: int) -> None:
-    """Notes where a variable lies."""
+    """Records the place of a variable."""
     vars(variable)[_ATTRIBUTE] = place
 
 

@@ -1,5 +1,6 @@
-"""Predicts step time and memory of every way to lay a model out over devices, and orders them; without TensorFlow.
+"""Predicts step time and memory of every plan for a model and a set of devices, and sorts the plans; without
+TensorFlow.
 
-`search` is the way in. What it needs is plain data: the costs of a model's layers (`costs`), and what devices and links
-can do (`machine`).
+`search` is the entry point. Its inputs are plain data: the costs of a model's layers (`costs`), and the speeds and
+sizes of devices and links (`machine`).
 """

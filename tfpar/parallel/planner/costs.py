@@ -1,4 +1,4 @@
-"""What the layers of a model cost, as plain data."""
+"""The costs of the layers of a model, as plain data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Weight:
     """A variable of the model, or a device's part of it.
 
     Attributes:
-      index: Which one; layers that share it name the same.
+      index: Identifies the variable; layers that share a variable have the same index.
       size: Bytes on a device.
       trainable: Whether it is trained.
       divided: Whether this is a part.
@@ -32,7 +32,7 @@ class LayerCost:
       flops: FLOPs of its matrix products and convolutions in the forward pass, for an example.
       kept: Bytes of activations that it keeps for the backward pass, for an example.
       kept_recomputed: The same where `--recompute=blocks` computes activations again.
-      recomputed: Whether that calls this layer again.
+      recomputed: Whether `--recompute=blocks` calls this layer again.
       sums: Bytes that it sums or gathers over the model axis for an example, a number for each call: those of the
         forward pass and those of the backward pass.
       weights: Its variables.
@@ -53,12 +53,12 @@ class ModelCosts:
 
     Attributes:
       name: Its name.
-      layers: By number of devices on the model axis, in the order in which they run: 1, and what the model can be
-        divided over. All have the same layers.
-      cut_costs: What a cut into stages is to make even: a number for each layer.
-      crossing: Bytes that cross a cut in front of each layer, for an example; negative where none may be, empty where
-        the model cannot be cut.
-      bytes_per_value: Of activations that travel.
+      layers: The layers in the order in which they run, by the size of the model axis: 1, and each size over which the
+        model can be divided. All sizes have the same layers.
+      cut_costs: The cost of each layer that a cut into stages should balance.
+      crossing: Bytes per example that cross a cut before each layer; negative where no cut is allowed, empty if the
+        model cannot be cut.
+      bytes_per_value: Bytes of one value of the activations that are sent.
       undivided: Why the model cannot be divided over other sizes of the model axis, by size.
       uncut: Why the model cannot be cut.
     """

@@ -1,4 +1,4 @@
-"""Devices and links that a plan is for, as plain data."""
+"""The devices and links for which a plan is made, as plain data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt])bit(?:/s)?(?:,\s*(\d+(?:\.\d+)?)\s*(ms|us))?", re.IGNORECASE)
 
 
-# What TensorFlow's collectives take between logical devices of a process, and on 10 Gbit/s between processes.
+# Measured for TensorFlow's collectives between logical devices of a process, and over 10 Gbit/s between processes.
 _WITHIN, _BETWEEN = Link(2e-4, 1e9), Link(1e-3, 1.25e9)
 
 
@@ -25,14 +25,15 @@ class Machine:
     Attributes:
       workers: Number of workers, usually one for each host.
       devices: Devices of each.
-      flops: FLOPs per second that a device reaches in a training step while the others rest.
-      worker_flops: What all devices of a worker reach together, less where they share cores; 0: `devices` times that.
-      pass_seconds: What a forward and backward pass of a micro-batch costs a device besides its FLOPs.
+      flops: FLOPs per second that a device reaches in a training step while the others are idle.
+      worker_flops: FLOPs per second of all devices of a worker together, which is less than the sum if they share
+        cores; 0: `devices` times `flops`.
+      pass_seconds: Fixed time of a forward and backward pass of a micro-batch, in addition to its FLOPs.
       memory: Bytes of a device; 0: not known.
       memory_bandwidth: Bytes per second that an optimizer reads and writes.
-      within: What joins the devices of a worker.
-      between: What joins the workers.
-      fused: Bytes of activations that a compiled pass holds, for each that its graph keeps; see `memory`.
+      within: The link between the devices of a worker.
+      between: The link between the workers.
+      fused: Bytes of activations in a compiled pass, as a fraction of those that its graph keeps; see `memory`.
     """
 
     workers: int = 1
@@ -53,7 +54,7 @@ class Machine:
 
     @property
     def crowding(self) -> float:
-        """How many times as long work takes when all devices of a worker work; 1 where they share nothing."""
+        """By which factor work slows down when all devices of a worker are busy; 1 if they share nothing."""
         return max(1.0, self.devices * self.flops / self.worker_flops) if self.worker_flops else 1.0
 
 
@@ -65,13 +66,13 @@ def parse_size(text: str, flag: str = "--device_memory") -> int:
       flag: Where it came from; named in errors.
 
     Raises:
-      ConfigError: It is no size.
+      ConfigError: The text is not a size.
     """
     if not text:
         return 0
     match = _SIZE.fullmatch(text.strip())
     if not match or not float(match[1]):
-        raise ConfigError(f"{flag}={text} is no size. Write a number with a unit, such as {flag}=16GiB or 500MiB.")
+        raise ConfigError(f"{flag}={text} is not a size. Write a number with a unit, such as {flag}=16GiB or 500MiB.")
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
@@ -81,14 +82,16 @@ def parse_link(text: str, flag: str, latency: float) -> Link:
     Args:
       text: The text.
       flag: Where it came from; named in errors.
-      latency: Seconds of an empty message, where the text does not say.
+      latency: Seconds of an empty message, if the text does not give them.
 
     Raises:
-      ConfigError: It is neither.
+      ConfigError: The text is not a link.
     """
     match = _RATE.fullmatch(text.strip())
     if not match or not float(match[1]):
-        raise ConfigError(f"{flag}={text} is no link. Write its rate, such as {flag}=10gbit, or {flag}=100gbit,20us.")
+        raise ConfigError(
+            f"{flag}={text} is not a link. Write its rate, such as {flag}=10gbit, or {flag}=100gbit,20us."
+        )
     if match[3]:
         latency = float(match[3]) * (1e-3 if match[4].lower() == "ms" else 1e-6)
     return Link(latency, float(match[1]) * _RATES[match[2].lower()] / 8)

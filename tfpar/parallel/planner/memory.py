@@ -1,11 +1,12 @@
-"""How much memory the fullest device needs under a plan.
+"""Predicts the memory of the device that needs the most under a plan.
 
-A device holds, of the weights that lie on it: the weights; their gradients, and once more where those of micro-batches
-are added up; the optimizer's state, of which owners of shards hold their share and an exact copy of the weights in it
-(Rajbhandari et al. 2020, arXiv:1910.02054); and what a lossy exchange remembers. The backward pass reads activations:
-those of a micro-batch, times the micro-batches that a stage of a pipeline works on at once.
+A device holds its weights; their gradients, twice if the gradients of micro-batches are added up; the optimizer state
+(an owner of a shard holds its share, and an exact copy of the weights in that share: Rajbhandari et al. 2020,
+arXiv:1910.02054); and the residuals of a lossy exchange. The backward pass reads activations: those of a micro-batch,
+times the number of micro-batches in flight on a stage of a pipeline.
 
-XLA fuses operations and so keeps less than the graph does: `Machine.fused` of it. What runs without XLA keeps all.
+XLA fuses operations and so keeps only the fraction `Machine.fused` of the activations that the graph keeps. Passes
+without XLA keep all.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from tfpar.parallel.planner.machine import Machine
 from tfpar.parallel.planner.plan import Memory, Plan
 from tfpar.parallel.planner.stages import Replica
 
-_OWN_STATE = ("optimizer", "gradients", "weights")  # values of --shard by which replicas divide the optimizer's state
+_OWN_STATE = ("optimizer", "gradients", "weights")  # values of --shard with which replicas divide the optimizer state
 
 
 def memory_of(
@@ -31,13 +32,13 @@ def memory_of(
     schedule: str = "1f1b",
     compiled: bool = True,
 ) -> Memory:
-    """Predicts the memory of the fullest device of a replica.
+    """Predicts the memory of the device of a replica that needs the most.
 
     Args:
       replica: Its stages.
       plan: How they lie.
       machine: Devices.
-      examples: Of a micro-batch on a replica.
+      examples: Number of examples in a micro-batch on a replica.
       state_per_weight: Bytes of the optimizer's state for each float32 weight.
       remembers: Whether the exchange has residuals.
       schedule: Of a pipeline, `1f1b` or `gpipe`.
@@ -54,7 +55,7 @@ def memory_of(
 
 
 def _of_weights(weights: Sequence[Weight], plan: Plan, state_per_weight: int, workers: int) -> dict[str, int]:
-    """Bytes that follow from the weights of a device."""
+    """Bytes that depend on the weights of a device."""
     replicas = plan.mesh.data
     size = sum(weight.size for weight in weights)
     trained = sum(weight.size for weight in weights if weight.trainable)

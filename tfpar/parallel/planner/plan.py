@@ -1,4 +1,4 @@
-"""A way to lay a run out over devices, and what is predicted of it."""
+"""A plan for a run on a set of devices, and its predicted time and memory."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ class StepTime:
     """Seconds of a step, by what a device does in them.
 
     Attributes:
-      compute: Forward and backward passes, of the busiest device.
+      compute: Forward and backward passes on the busiest device.
       bubble: Waiting for other stages of the pipeline.
       sums: Sums and gathers along the model axis.
-      messages: Activations between stages, as far as passes wait for them.
+      messages: Sending activations between stages, as far as passes wait for them.
       exchange: Gradients between replicas.
       update: The optimizer.
     """
@@ -83,7 +83,7 @@ class Memory:
       weights: All variables of the model.
       gradients: Gradients, with those of micro-batches that are added up.
       state: The optimizer's state, and what owners of shards keep besides.
-      residuals: What a lossy exchange remembers.
+      residuals: Residuals of a lossy exchange.
       activations: What the backward pass reads.
     """
 
@@ -95,24 +95,24 @@ class Memory:
 
     @property
     def lasting(self) -> int:
-        """Bytes of what stays from step to step."""
+        """Bytes that stay allocated from step to step."""
         return self.weights + self.state + self.residuals
 
     @property
     def size(self) -> int:
-        """The peak: what stays, and what a pass needs at once."""
+        """The peak: the lasting bytes, and the most that a pass needs at once."""
         return self.lasting + self.gradients + self.activations
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What is predicted of a plan.
+    """The predicted time and memory of a plan.
 
     Attributes:
       plan: The plan.
       time: Of a step.
       memory: Of the fullest device.
-      fits: Whether a device has as much.
+      fits: Whether a device has that much memory.
     """
 
     plan: Plan

@@ -1,4 +1,4 @@
-"""Lists plans, predicts them, and puts the fastest that fit first."""
+"""Enumerates plans, predicts their time and memory, and lists the fastest that fit first."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tfpar.parallel.planner.plan import Plan, Prediction
 from tfpar.parallel.planner.stages import Replica, replica_of
 from tfpar.parallel.planner.step_time import DENSE, Exchange, step_time
 
-# A plan with more micro-batches than that for each stage has next to no bubble left to lose.
+# With more micro-batches per stage than this, a pipeline has almost no bubble left.
 _MOST_TURNS = 16
 
 
@@ -34,7 +34,7 @@ class Question:
       shards: Values of `--shard` to consider.
       exchanges: Exchanges to consider.
       micro_batches: Number of micro-batches; 0: to be chosen.
-      meshes: Sizes of axes that a mesh must have, by axis.
+      meshes: Required sizes of the mesh, by axis.
       schedule: Of a pipeline, `1f1b` or `gpipe`.
       stages_per_device: Stages that each device of a pipeline has.
       compiled: Whether XLA compiles passes that it can.
@@ -75,7 +75,7 @@ class Answer:
         """The fastest plan that fits.
 
         Raises:
-          ConfigError: None does; with what would.
+          ConfigError: None fits; says what would.
         """
         if self.fitting:
             return self.fitting[0]
@@ -83,8 +83,8 @@ class Answer:
         where = f"{machine.workers} x {machine.devices} devices"
         if not self.others:
             raise ConfigError(
-                f"--mesh: no plan lays {self.question.model.name!r} with --global_batch_size={self.question.batch} out "
-                f"on {where}. {self._obstacles()}"
+                f"--mesh: there is no plan for {self.question.model.name!r} with "
+                f"--global_batch_size={self.question.batch} on {where}. {self._obstacles()}"
             )
         least = self.others[0]
         raise ConfigError(
@@ -141,14 +141,14 @@ def predict_plan(question: Question, plan: Plan) -> Prediction:
     """`predict` for a plan with one of the exchanges of a question.
 
     Raises:
-      ConfigError: The model cannot be laid out so.
+      ConfigError: The model cannot be divided in this way.
     """
     exchange = next((each for each in question.exchanges if each.name == plan.exchange), DENSE)
     replica = replica_of(question.model, plan.mesh, question.stages_per_device)
     if replica is None:
         model = question.model
         reason = model.undivided.get(plan.mesh.model) or model.uncut or "It has too few layers for so many stages."
-        raise ConfigError(f"--mesh={plan.mesh_text}: {model.name!r} cannot be laid out so. {reason}")
+        raise ConfigError(f"--mesh={plan.mesh_text}: {model.name!r} cannot be divided in this way. {reason}")
     return predict(question, plan, exchange, replica)
 
 
@@ -158,7 +158,7 @@ def meshes(machine: Machine, sizes: Sequence[int], wanted: dict[str, int] | None
     Args:
       machine: The machine.
       sizes: Sizes that the model axis may have.
-      wanted: Sizes that a mesh must have, by axis.
+      wanted: Required sizes of the mesh, by axis.
     """
     total = machine.all_devices
     for model, pipeline in itertools.product(sizes, range(1, total + 1)):
@@ -169,7 +169,7 @@ def meshes(machine: Machine, sizes: Sequence[int], wanted: dict[str, int] | None
             continue
         try:
             yield parse_mesh(Plan(mesh=mesh).mesh_text, workers=machine.workers, devices=machine.devices)
-        except ConfigError:  # a replica must have whole workers, or be a part of one
+        except ConfigError:  # a replica must consist of whole workers or fit in one
             continue
 
 
@@ -196,7 +196,8 @@ def _micro_batches(question: Question, mesh: Mesh) -> list[int]:
 
 
 def _order(prediction: Prediction) -> tuple[float, ...]:
-    """The fastest first; of those within about 2 %, which no prediction can tell apart, the simplest."""
+    """Sorts the fastest first; among plans within about 2 %, which no prediction can distinguish, the simplest
+    first."""
     plan, seconds = prediction.plan, prediction.time.seconds
     changes = (plan.recompute != "none") + (plan.shard != "none")
     return round(math.log(seconds, 1.02)), plan.mesh.devices_of_replica, changes, plan.micro_batches, seconds
@@ -206,20 +207,20 @@ def check_fits(question: Question, plan: Plan) -> Prediction:
     """Refuses a plan that needs more than a device has.
 
     Args:
-      question: What is asked; considers what could be done instead.
+      question: The question; its alternatives appear in the error message.
       plan: What was chosen.
 
     Returns:
       What is predicted.
 
     Raises:
-      ConfigError: With what would fit.
+      ConfigError: The plan does not fit; lists options that would.
     """
     found = predict_plan(question, plan)
     if found.fits:
         return found
     given = plan.options()
-    remedies: dict[frozenset[str], str] = {}  # by the options that change: one way for each
+    remedies: dict[frozenset[str], str] = {}  # keyed by the options that change: one suggestion per set of options
     for other in sorted(search(question).fitting, key=lambda each: len(_changes(given, each.plan))):
         changes = _changes(given, other.plan)
         if not any(names <= changes.keys() for names in remedies):
@@ -228,7 +229,7 @@ def check_fits(question: Question, plan: Plan) -> Prediction:
     raise ConfigError(
         f"--device_memory={format_size(question.machine.memory)}: {describe(plan)} needs "
         f"{format_size(found.memory.size)} a device, {composition(found)}. "
-        + (f"It fits with {ways}." if ways else "Nothing that is known would make it fit on these devices.")
+        + (f"It fits with {ways}." if ways else "No known option would make it fit on these devices.")
     )
 
 
@@ -237,7 +238,7 @@ def _changes(given: dict[str, object], plan: Plan) -> dict[str, object]:
 
 
 def composition(prediction: Prediction) -> str:
-    """What a device's memory holds, the largest first."""
+    """The parts of a device's memory, the largest first."""
     parts = sorted(dataclasses.asdict(prediction.memory).items(), key=lambda part: -part[1])
     return ", ".join(f"{format_size(size)} {name}" for name, size in parts if size)
 

@@ -13,16 +13,16 @@ from tfpar.parallel.planner.costs import LayerCost, ModelCosts, Weight
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stage:
-    """Consecutive layers, for an example.
+    """Consecutive layers; all numbers are per example.
 
     Attributes:
-      flops: Of a forward pass.
-      repeated: Of what `--recompute=blocks` computes again.
+      flops: FLOPs of a forward pass.
+      repeated: FLOPs that `--recompute=blocks` computes again.
       kept: Bytes of activations.
       kept_recomputed: The same where they are computed again.
       largest: Bytes of the activations of the largest layer that is computed again.
       sums: Bytes of each call along the model axis.
-      received: Bytes that cross the cut in front of it.
+      received: Bytes that cross the cut before the stage.
     """
 
     flops: float
@@ -36,12 +36,12 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Replica:
-    """The stages of a replica, dealt out to the devices of the pipeline axis in turn.
+    """The stages of a replica, assigned in turn to the devices of the pipeline axis.
 
     Attributes:
       stages: All of them, in order.
       devices: Devices of the pipeline axis.
-      weights: For each of these, its variables.
+      weights: The variables of each of these devices.
     """
 
     stages: Sequence[Stage]
@@ -53,7 +53,7 @@ class Replica:
         return self.stages[device :: self.devices]
 
     def in_flight(self, stage: int, micro_batches: int, schedule: str) -> int:
-        """How many micro-batches a stage keeps activations of at once."""
+        """The number of micro-batches whose activations a stage keeps at once."""
         if len(self.stages) == 1:
             return 1
         limit = micro_batches_in_flight(stage, len(self.stages), self.devices, schedule)
@@ -61,7 +61,7 @@ class Replica:
 
 
 def replica_of(model: ModelCosts, mesh: Mesh, stages_per_device: int = 1) -> Replica | None:
-    """The stages of a model on a mesh; None where it cannot be cut or divided so.
+    """The stages of a model on a mesh; None if it cannot be cut or divided in this way.
 
     Args:
       model: The model.
@@ -78,7 +78,7 @@ def replica_of(model: ModelCosts, mesh: Mesh, stages_per_device: int = 1) -> Rep
     if cuts is None:
         return None
     bounds = [0, *cuts, len(layers)]
-    seen: set[int] = set()  # a weight of two stages lies with the first
+    seen: set[int] = set()  # a weight that two stages share belongs to the first
     weights: list[list[Weight]] = [[] for _ in range(mesh.pipeline)]
     stages = []
     for number, (start, end) in enumerate(itertools.pairwise(bounds)):

@@ -1,14 +1,15 @@
-"""How long a step takes under a plan.
+"""Predicts the time of a step under a plan.
 
-Passes: a device spends F / rate on F FLOPs, three times those of the forward pass, four times where activations are
-computed again, and a fixed time on each pass. A pipeline of S devices that hold V stages each takes M turns of its
-slowest device, and fills and empties in the time of the other devices' turns, divided by V (Narayanan et al. 2021,
-arXiv:2104.04473, section 2.2: M + (S - 1) / V turns where all are equal). Where the devices of a worker share cores, a
-step takes no less than all their work at the rate of the cores.
+Passes: a device takes F / rate for F FLOPs, where F is three times the FLOPs of the forward pass, or four times with
+recomputation, and a fixed time for each pass. A pipeline of S devices that hold V stages each takes M turns of its
+slowest device, and to fill and empty, one turn of each other device, divided by V (Narayanan et al. 2021,
+arXiv:2104.04473, section 2.2: M + (S - 1) / V turns where all are equal). If the devices of a worker share cores, a
+step takes at least the time of all their work at the rate of the cores.
 
-Sums along the model axis, of activations and once of the gradients of whole weights, are rings, which nothing overlaps.
-Messages between stages cost their latency and bytes. Gradients are summed over the replicas of a worker, then between
-workers; nothing of that overlaps the passes. The optimizer reads and writes weights, gradients and state once.
+Sums along the model axis, of activations and once per step of the gradients of whole weights, are ring all-reduces,
+assumed not to overlap with anything. Messages between stages cost their latency and bytes. Gradients are summed over
+the replicas of a worker, then between workers, assumed not to overlap with the passes. The optimizer reads and writes
+weights, gradients and state once.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ class Exchange:
     """A way to exchange gradients between workers.
 
     Attributes:
-      name: As `--exchange` takes it.
-      seconds: `(elements, workers, link) -> seconds`; None for a ring over float32 gradients.
+      name: The value of `--exchange`.
+      seconds: `(elements, workers, link) -> seconds`; None for a ring all-reduce of float32 gradients.
       remembers: Whether it has residuals.
     """
 
@@ -56,7 +57,7 @@ def step_time(
       machine: Devices and links.
       examples: Of a micro-batch on a replica.
       state_per_weight: Bytes of the optimizer's state for each float32 weight.
-      exchange: That of the plan.
+      exchange: The exchange of the plan.
     """
     mesh, passes = plan.mesh, plan.micro_batches
     whole = sum(stage.flops for stage in replica.stages)
@@ -77,10 +78,10 @@ def step_time(
     slowest = max(devices, key=turns.__getitem__)
     per_device = len(replica.stages) / mesh.pipeline
     schedule = passes * turns[slowest] + (sum(turns) - turns[slowest]) / per_device
-    # What the devices of a worker do in a step, one after the other at the rate of all of them.
+    # The work of all devices of a worker in a step, one after the other at their joint rate.
     here = sum(work) * passes * mesh.model * machine.devices / mesh.devices_of_replica
     crowded = here * machine.crowding / machine.devices
-    # Once a step, the devices of the model axis take one gradient of each whole weight.
+    # Once per step, the devices of the model axis sum the gradients of each whole weight.
     agreeing = sum(ring(_trainable(each, divided=False), mesh.model) for each in replica.weights)
     compute = max(passes * work[slowest], crowded)
     return StepTime(
@@ -108,12 +109,12 @@ def _messages(replica: Replica, plan: Plan, examples: int, machine: Machine, tur
         crosses = plan.mesh.pipeline > here and number % here == 0
         link = machine.between if crosses else machine.within
         taken.append(link.latency + stage.received * examples / link.bandwidth)
-    # There and back once; then a link may be slower than the stages that it joins.
+    # Once forward and back; beyond that, a link costs time only if it is slower than the stages that it connects.
     return 2 * sum(taken) + (plan.micro_batches - 1) * max(0.0, 2 * max(taken) - turn)
 
 
 def _exchange(replica: Replica, plan: Plan, machine: Machine, exchange: Exchange) -> float:
-    """Seconds of summing gradients over replicas: of a worker first, then between workers, which share its link."""
+    """Seconds of summing gradients over replicas: first within a worker, then between workers, over the shared link."""
     mesh = plan.mesh
     if mesh.data == 1:
         return 0.0

@@ -1,1 +1,1 @@
-"""How a replica is divided over the model axis: which layers, along which dimension, and what its devices exchange."""
+"""Divides a replica over the model axis: which layers, along which dimension, and what their devices exchange."""

@@ -1,4 +1,5 @@
-"""Calls of divided layers, each on its part of the weights, with what the devices of the model axis tell each other."""
+"""Calls of divided layers: each device computes with its part of the weights and exchanges sums or gathers with the
+model axis."""
 
 from __future__ import annotations
 
@@ -17,14 +18,14 @@ import keras
 import tensorflow as tf
 from keras import ops
 
-# Makes of a device's part of outputs what the layer returns.
+# Turns a device's part of the outputs into the layer's result.
 Finish = Callable[[DividedLogits], Any]
 _ATTENDED = ("query", "value", "key", "hidden_states")
 _SHIFT = 0x9E3779B1  # an odd number far from small ones
 
 
 def divide_calls(layouts: Layouts, heads: Collection[int] = ()) -> None:
-    """Makes layers compute with their parts wherever the program of one device is traced, see `ModelAxis.on`.
+    """Makes layers compute with their parts whenever the program of one device is traced (see `ModelAxis.on`).
 
     Args:
       layouts: From `find_layout`.
@@ -45,16 +46,16 @@ def divide_calls(layouts: Layouts, heads: Collection[int] = ()) -> None:
         elif layout.way in (GATHER, VOCABULARY):
             call = functools.partial(call, returned if id(layer) in heads else DividedLogits.gathered)
         if layout.way == COLUMN and id(layer) in inside_attention:
-            continue  # its inputs have entered with those of the attention layer: one sum in place of three
+            continue  # its inputs entered with those of the attention layer: one sum instead of three
         if layout.way == ROW:
-            layer.input_spec = None  # Dense wants the width of the whole
+            layer.input_spec = None  # Dense checks the whole width
         keras_calls.replace_call(layer, _where_divided(call))
 
 
 def heads_of(model: keras.Model) -> set[int]:
-    """Identities of the layers whose outputs are outputs of a model, and nothing else.
+    """Identities of the layers whose outputs are outputs of the model and have no other use.
 
-    There are none where the model has a call of its own, or recomputes activations at its end.
+    There are none if the model overrides `call`, or recomputes activations at its end.
     """
     graph = keras_calls.graph_of(model)
     if graph is None or keras_calls.runs_graph_otherwise(graph):
@@ -67,7 +68,7 @@ def heads_of(model: keras.Model) -> set[int]:
         if len(made) != 1 or id(tensor) in read or sum(output is tensor for output in graph.outputs) > 1:
             continue
         layer = made[0].operation
-        # A table is called with tokens, too.
+        # An embedding table is also called with tokens.
         uses = [node for node in nodes if node.operation is layer and (not _has_table(layer) or _reverses(node))]
         if len(uses) == 1 and not keras_calls.is_called_otherwise(layer):
             heads |= heads_of(layer) if isinstance(layer, keras.Model) else {id(layer)} if _is_linear(layer) else set()
@@ -75,7 +76,8 @@ def heads_of(model: keras.Model) -> set[int]:
 
 
 def _is_linear(layer: keras.layers.Layer) -> bool:
-    """Whether nothing looks at all outputs in the layer: no activation, such as softmax, and no regulariser of it."""
+    """Whether the layer never needs all of its outputs: it has no activation, such as softmax, and no regulariser of
+    it."""
     activation = getattr(layer, "activation", None)
     return activation in (None, keras.activations.linear) and layer.activity_regularizer is None
 
@@ -142,7 +144,7 @@ def _positions(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """A block that has some positions, between layers that have all."""
+    """Calls a block whose devices hold divided positions, between layers that hold all."""
     gets_all, returns_all = edges
     del layer
     outputs = plain(place.part_positions(inputs) if gets_all else inputs, *args, **kwargs)
@@ -176,7 +178,7 @@ def _vocabulary(
 
 
 def _own_numbers(place: Place, layer: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Draws with a seed of this device, and leaves the state of the generator as all devices have it."""
+    """Draws with a seed of this device, and leaves the generator in the state that all devices share."""
     scope, generator = keras_calls.innermost_scope(), getattr(layer, "seed_generator", None)
     if scope is None or generator is None:
         return plain(*args, **kwargs)

@@ -1,9 +1,9 @@
-"""Logits of which every device of the model axis has those of some classes, and what can be said of all of them.
+"""Logits that are divided by class over the devices of the model axis, and functions of all of them.
 
-Gathering the logits of a vocabulary is the dearest thing that devices could tell each other: V numbers per position.
-A cross-entropy needs two: the logarithm of each device's sum of exponentials, and the label's logit of the device that
-has it (Shoeybi et al. 2019, arXiv:1909.08053, section 3). So a head whose outputs are those of the model leaves them
-divided while somebody `keeps` them, and what asks for more gathers them then.
+Gathering the logits of a vocabulary is the most expensive communication of a replica: V numbers per position. A
+cross-entropy needs only two: the logarithm of each device's sum of exponentials, and the logit of the label, from the
+device that holds it (Shoeybi et al. 2019, arXiv:1909.08053, section 3). So a head whose outputs are those of the model
+leaves them divided within `kept_divided`, and code that needs all logits gathers them there.
 
 Shape suffixes: V classes, n of them on a device, t devices.
 """
@@ -23,7 +23,7 @@ from tfpar.parallel.model_axis import Place
 import tensorflow as tf
 
 _ATTRIBUTE = "_tfpar_divided_logits"
-# The logit of a class that is none, of padding: finite, since -inf - -inf is NaN where a device has no other.
+# The logit of a padding class: finite, because -inf - -inf is NaN on a device that has only padding.
 _NO_CLASS = -1e30
 
 
@@ -34,7 +34,7 @@ class DividedLogits:
     Attributes:
       place: The device.
       own: `[..., n]`: the logits of classes `rank * n` to `(rank + 1) * n`.
-      classes: V; where t x n is more, the last are padding.
+      classes: V; if t x n is larger, the last classes are padding.
     """
 
     place: Place
@@ -44,7 +44,7 @@ class DividedLogits:
 
     @property
     def padding(self) -> int:
-        """Number of classes that are none."""
+        """Number of padding classes."""
         return self.place.size * self.own.shape[-1] - self.classes
 
     def gathered(self) -> tf.Tensor:
@@ -55,14 +55,14 @@ class DividedLogits:
         return self._gathered[0]
 
     def cross_entropy(self, labels: tf.Tensor, dtype: str = "float32") -> tf.Tensor:
-        """Cross-entropy of each position, as `tf.nn.sparse_softmax_cross_entropy_with_logits` has it of all logits.
+        """Cross-entropy of each position, as `tf.nn.sparse_softmax_cross_entropy_with_logits` of all logits.
 
         Args:
-          labels: Integers `[...]`; of one that is no class the result is NaN, as that function has it on GPUs.
+          labels: Integers `[...]`; a label that is not a class gives NaN, as that function does on GPUs.
           dtype: What to compute in.
 
         Returns:
-          `[...]` of `dtype`, the same on every device. Its gradient asks nothing of the others.
+          `[...]` of `dtype`, the same on every device. Its gradient needs no communication.
         """
         place, width = self.place, self.own.shape[-1]
         labels = tf.cast(labels, tf.int32)
@@ -88,7 +88,7 @@ class DividedLogits:
         return tf.where(is_class, entropy, tf.constant(float("nan"), entropy.dtype))
 
     def best(self) -> tf.Tensor:
-        """The class of the largest logit, int32 `[...]`; of equal ones the first, as in `tf.argmax`. No gradient."""
+        """The class of the largest logit, int32 `[...]`; the first of equal ones, as in `tf.argmax`. No gradient."""
         width = self.own.shape[-1]
         logits = self._without_padding(tf.cast(tf.stop_gradient(self.own), tf.float32))
         own = tf.argmax(logits, axis=-1, output_type=tf.int32)
@@ -106,8 +106,8 @@ class DividedLogits:
 
 
 class _Keeping(threading.local):
-    """The logits that this thread keeps divided, None where it keeps none: MirroredStrategy traces every device in a
-    thread of its own."""
+    """The logits that this thread keeps divided, or None. Per thread, because MirroredStrategy traces every device in a
+    separate thread."""
 
     def __init__(self) -> None:
         self.kept: list[DividedLogits] | None = None
@@ -118,10 +118,10 @@ _keeping = _Keeping()
 
 @contextlib.contextmanager
 def kept_divided() -> Iterator[list[DividedLogits]]:
-    """In this context the logits that a model returns may be divided; elsewhere they are gathered.
+    """In this context the logits that a model returns may stay divided; elsewhere they are gathered.
 
     Yields:
-      Those that are, for `check_returned`.
+      The divided logits, for `check_returned`.
     """
     before, _keeping.kept = _keeping.kept, []
     try:
@@ -131,7 +131,7 @@ def kept_divided() -> Iterator[list[DividedLogits]]:
 
 
 def returned(logits: DividedLogits) -> tf.Tensor:
-    """What a head returns whose outputs are those of the model."""
+    """The result of a head whose outputs are those of the model."""
     if _keeping.kept is None:
         return logits.gathered()
     _keeping.kept.append(logits)
@@ -140,24 +140,24 @@ def returned(logits: DividedLogits) -> tf.Tensor:
 
 
 def check_returned(kept: Sequence[DividedLogits], outputs: Sequence[Any]) -> None:
-    """Refuses a model that does something else with divided logits than to return them.
+    """Refuses a model that uses divided logits for anything but returning them.
 
     Args:
       kept: From `kept_divided`.
-      outputs: What the model has returned, flat.
+      outputs: The outputs of the model, flat.
 
     Raises:
-      ConfigError: With the way out.
+      ConfigError: The model uses them otherwise; says what to do.
     """
     if len([each for each in kept if any(divided(output) is each for output in outputs)]) < len(kept):
         raise ConfigError(
-            "--mesh: the model changes the logits of its last layer, whose classes are divided over devices, in a way "
-            "that its graph does not show. Keep that layer whole, with layout={'REGEX': 'whole'}."
+            "--mesh: the model changes the logits of its last layer outside its graph, but their classes are divided "
+            "over devices. Keep that layer whole, with layout={'REGEX': 'whole'}."
         )
 
 
 def divided(tensor: Any) -> DividedLogits | None:
-    """What a model's output is a part of; None where it is whole."""
+    """The divided logits of which a model's output is a part; None if the output is whole."""
     return getattr(tensor, _ATTRIBUTE, None)
 
 

@@ -1,4 +1,4 @@
-"""Which layers of a model are divided over the model axis, and how: the layout of tensor parallelism.
+"""The layout of tensor parallelism: which layers of a model are divided over the model axis, and how.
 
 A layer is divided in one of these ways (Shoeybi et al. 2019, arXiv:1909.08053):
 
@@ -11,9 +11,9 @@ A layer is divided in one of these ways (Shoeybi et al. 2019, arXiv:1909.08053):
 | `vocabulary` | Embedding | the vectors of some tokens | vectors, summed; logits of a tied head, gathered |
 | `whole` | all others | all | nothing |
 
-`find_layout` takes what the user asks for by regular expressions on paths of layers, and then looks for what it knows:
-attention by heads; layers that say it themselves by `tensor_layout()`, as tfpar's blocks do; the feed-forward pairs of
-keras-hub and of chains of Dense layers; embeddings; other Dense layers, and convolutions, that are large.
+`find_layout` applies the user's regular expressions on paths of layers, and then recognises: attention, divided by
+heads; layers that declare their layout in `tensor_layout()`, as tfpar's blocks do; the feed-forward pairs of keras-hub
+and of chains of Dense layers; embeddings; other Dense layers, and convolutions, that are large.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from tfpar.parallel.split import Split
 import keras
 
 COLUMN, ROW, GATHER, HEADS, VOCABULARY, WHOLE = WAYS = ("column", "row", "gather", "heads", "vocabulary", "whole")
-OWN_NUMBERS = "own_numbers"  # dropout of what is divided: devices must not draw the same mask for different units
+OWN_NUMBERS = "own_numbers"  # dropout on divided values: devices must not draw the same mask for different units
 POSITIONS = "positions"  # a block, see `positions.py`
 
 # Below this many elements, gathering costs more than it saves.
 _LARGE = 1 << 12
 _LARGE_CONVOLUTION = 1 << 16  # whose outputs are larger
-# Activations that look at more than one output.
+# Activations that combine several outputs.
 _OVER_OUTPUTS = ("softmax", "log_softmax", "sparsemax", "glu")
-# Layers between two Dense layers that act on every element by itself.
+# Elementwise layers that may be between two Dense layers.
 _ELEMENTWISE = (keras.layers.Activation, keras.layers.Dropout, keras.layers.ReLU, keras.layers.LeakyReLU)
 # Names of keras-hub's feed-forward layers.
 _FEED_FORWARD = (
@@ -57,8 +57,8 @@ class LayerLayout:
     Attributes:
       way: One of `WAYS`.
       splits: How its own variables are divided, by name; those not listed are whole.
-      divides_positions: Whether what a column layer reads, or what a row layer returns, has divided positions.
-      edges: Of a block with divided positions, whether it gets all of them, and whether it is to return all.
+      divides_positions: Whether the input of a column layer, or the output of a row layer, has divided positions.
+      edges: For a block with divided positions, whether its input has all of them, and whether its output must.
     """
 
     way: str
@@ -71,17 +71,17 @@ Layouts = dict[int, tuple[keras.layers.Layer, LayerLayout]]
 
 
 def find_layout(model: keras.Model, size: int, rules: Mapping[str, str] | None = None) -> Layouts:
-    """The layout of a model, by `id` of the layer; layers that are whole are not in it.
+    """The layout of a model, by `id` of the layer; whole layers are left out.
 
     Args:
       model: A built Keras model.
       size: Devices on the model axis.
-      rules: Ways by regular expression, searched in the paths of layers; the first that matches holds. They come before
-        what is found by itself.
+      rules: Ways by regular expression, searched in the paths of layers; the first match wins. Rules take precedence
+        over automatic choices.
 
     Raises:
-      ConfigError: A rule that is no regular expression, names no way, matches no layer, or divides what has no equal
-        parts; or there is nothing to divide.
+      ConfigError: A rule is not a regular expression, names no way, matches no layer, or divides a layer that has no
+        equal parts; or no layer can be divided.
     """
     finder = Finder(model, size)
     finder.take_rules(rules or {})
@@ -90,16 +90,16 @@ def find_layout(model: keras.Model, size: int, rules: Mapping[str, str] | None =
 
 
 def some(layouts: Layouts, model: keras.Model, size: int) -> Layouts:
-    """The layouts, unless there are none.
+    """The layouts, of which there must be at least one.
 
     Raises:
       ConfigError: There are none.
     """
     if not layouts:
         raise ConfigError(
-            f"--mesh: model {model.name!r} has no layer that can be divided over {size} devices: attention whose heads "
-            "they divide, Dense, EinsumDense or Embedding layers. Use --mesh=data:... alone, or divide layers of your "
-            "own by layout={'REGEX': 'gather'}."
+            f"--mesh: model {model.name!r} has no layer that can be divided over {size} devices: attention with a "
+            "divisible number of heads, Dense, EinsumDense or Embedding layers. Use --mesh=data:... alone, or divide "
+            f"layers of your own by layout={'REGEX': 'gather'}."
         )
     return layouts
 
@@ -110,7 +110,7 @@ class Finder:
     Attributes:
       layers: All layers of the model.
       found: The layouts.
-      groups: The layers, by identity, that have been divided together and would not be one by one.
+      groups: The layers, by identity, that are divided together and could not be divided separately.
     """
 
     def __init__(self, model: keras.Model, size: int) -> None:
@@ -126,7 +126,7 @@ class Finder:
             try:
                 expressions.append((re.compile(pattern), way, pattern))
             except re.error as error:
-                raise ConfigError(f"layout: {pattern!r} is no regular expression: {error}.") from None
+                raise ConfigError(f"layout: {pattern!r} is not a regular expression: {error}.") from None
             if way.partition(":")[0] not in WAYS:
                 raise ConfigError(f"layout[{pattern!r}]={way!r} is not one of {', '.join(WAYS)}.")
         used = set()
@@ -146,7 +146,7 @@ class Finder:
             raise ConfigError(f"layout: {unused[0]!r} matches no layer with weights. The model has: {shown}.")
 
     def look(self, model: keras.Model) -> None:
-        """Finds what is known to be divided well, beside what was asked for."""
+        """Finds the layers that divide well, in addition to those in rules."""
         for layer in self.layers:
             self.look_at(layer)
         for chain in _dense_chains(model):
@@ -155,7 +155,7 @@ class Finder:
         self.take_large()
 
     def look_at(self, layer: keras.layers.Layer) -> None:
-        """Divides what this layer is known to have."""
+        """Divides this layer if its kind is known."""
         if self._divide_heads(layer):
             return
         if own := getattr(layer, "tensor_layout", None):
@@ -168,7 +168,8 @@ class Finder:
                     self._take_unasked(layer, way)
 
     def pair_up(self, chain: Sequence[keras.layers.Layer]) -> None:
-        """Divides consecutive Dense layers, by columns and by rows in turn; a last one without a partner stays.
+        """Divides consecutive Dense layers alternately by columns and by rows; a last one without a partner stays
+        whole.
 
         Args:
           chain: Dense layers, and dropout between them.
@@ -192,14 +193,15 @@ class Finder:
                 )
 
     def take_large(self) -> None:
-        """Gathers the outputs of Dense layers and convolutions that nothing else is known of."""
+        """Divides the remaining large Dense layers and convolutions, and gathers their outputs."""
         for layer in self.layers:
             least = _LARGE if type(layer) is keras.layers.Dense else _LARGE_CONVOLUTION
             if _can_gather(layer) and math.prod(layer.kernel.shape) >= least:
                 self._take_unasked(layer, GATHER)
 
     def _divide_heads(self, layer: keras.layers.Layer) -> bool:
-        """Divides attention, which Keras' and keras-hub's layers build of projections with these names; tells if so."""
+        """Divides attention, which Keras and keras-hub build from projections with these names; returns whether it
+        did."""
         inner = keras_internals.all_layers(layer, include_self=False, recursive=False)
         children = {child.name: child for child in inner}
         if not all(isinstance(children.get(name), keras.layers.EinsumDense) for name in _ATTENTION):
@@ -210,7 +212,7 @@ class Finder:
         return True
 
     def _take_all(self, ways: Mapping[keras.layers.Layer, str]) -> None:
-        """Divides all of these layers or, where one of them cannot be, none."""
+        """Divides all of these layers, or none if one of them cannot be divided."""
         layouts = {id(layer): (layer, layout_of(layer, way, self._size)) for layer, way in ways.items()}
         if self._asked & layouts.keys() or any(layout is None for _, layout in layouts.values()):
             return
@@ -231,16 +233,16 @@ class Finder:
         shapes = ", ".join(f"{each.name} {tuple(each.shape)}" for each in keras_internals.weights_made_to_learn(layer))
         return (
             f"layout[{pattern!r}]={way!r}: {type(layer).__name__} {layer.path or layer.name!r} ({shapes}) cannot be "
-            f"divided so over {self._size} devices. Choose another way of {', '.join(WAYS)}, or another --mesh."
+            f"divided in this way over {self._size} devices. Choose another of {', '.join(WAYS)}, or another --mesh."
         )
 
 
 def layout_of(layer: keras.layers.Layer, way: str, size: int) -> LayerLayout | None:
-    """The layout of a layer, None where it cannot be divided this way into equal parts.
+    """The layout of a layer; None if it cannot be divided in this way into equal parts.
 
     Args:
       layer: A built layer.
-      way: `column:3` divides each of three stretches; `column:3x4` does if each has four heads, which stay whole.
+      way: `column:3` divides each of three blocks; `column:3x4` also keeps whole the four heads of each block.
       size: Devices on the model axis.
     """
     way, _, groups = way.partition(":")
@@ -254,7 +256,7 @@ def layout_of(layer: keras.layers.Layer, way: str, size: int) -> LayerLayout | N
         if table is None or not _can_pad(table.shape[0], size) or _is_special(layer):
             return None
         tables = {"embeddings": Split.padded(0, size, table.shape[0])}
-        if getattr(layer, "reverse_embeddings", None) is not None:  # a head with a table of its own
+        if getattr(layer, "reverse_embeddings", None) is not None:  # a head with its own table
             tables["reverse_embeddings"] = Split.padded(1, size, table.shape[0])
         return LayerLayout(way, tables)
     makers = {COLUMN: _column_splits, GATHER: _gather_splits, ROW: _row_splits}
@@ -269,7 +271,7 @@ def _column_splits(layer: keras.layers.Layer, size: int, groups: int = 1) -> dic
 
 
 def _gather_splits(layer: keras.layers.Layer, size: int, groups: int = 1) -> dict[str, Split] | None:
-    del groups  # what is gathered has to lie in order
+    del groups  # gathered parts must be in order
     if not _can_gather(layer) or not _can_pad(layer.kernel.shape[-1], size):
         return None
     kernel, outputs = layer.kernel.shape, layer.kernel.shape[-1]
@@ -278,7 +280,7 @@ def _gather_splits(layer: keras.layers.Layer, size: int, groups: int = 1) -> dic
 
 
 def _can_pad(length: int, size: int) -> bool:
-    """Whether parts of so many tokens or outputs are equal when the last is padded, and no part is padding alone."""
+    """Whether padding the last part makes all parts equal, without a part that is only padding."""
     return -length % size < -(-length // size)
 
 
@@ -327,7 +329,7 @@ def _is_linear(layer: keras.layers.Layer) -> bool:
 
 
 def _is_special(layer: keras.layers.Layer) -> bool:
-    """Whether its weights are not just kernel and bias: quantised, with LoRA, or constrained as a whole."""
+    """Whether its weights are more than kernel and bias: quantised, with LoRA, or with a constraint on the whole."""
     constrained = any(weight.constraint is not None for weight in layer.weights)
     return bool(getattr(layer, "quantization_mode", None)) or getattr(layer, "lora_enabled", False) or constrained
 
@@ -344,8 +346,8 @@ def _equation(layer: keras.layers.EinsumDense) -> tuple[str, str, str]:
 
 
 def _dense_chains(model: keras.Model) -> list[list[keras.layers.Layer]]:
-    """Dense layers of a model's graph, each of which reads the one before and nothing else does; with the dropout
-    between them."""
+    """Chains of Dense layers in a model's graph, each the only reader of the one before; with the dropout between
+    them."""
     graph = keras_calls.graph_of(model)
     nodes = [] if graph is None else keras_calls.graph_nodes(graph)
     readers: dict[int, list[int]] = {}
@@ -356,7 +358,7 @@ def _dense_chains(model: keras.Model) -> list[list[keras.layers.Layer]]:
     uses = [id(node.operation) for node in nodes]
 
     def following(number: int) -> list[int]:
-        """The Dense layer that alone reads what this node makes, after the layers between, which act by element."""
+        """The Dense layer that alone reads the output of this node, through elementwise layers."""
         outputs = nodes[number].outputs
         if len(outputs) != 1 or id(outputs[0]) in wanted or len(found := readers.get(id(outputs[0]), [])) != 1:
             return []

@@ -1,12 +1,13 @@
-"""Sequence parallelism: between divided layers, each device of the model axis has some positions of every example.
+"""Sequence parallelism: between divided layers, each device of the model axis holds a part of the positions of every
+example.
 
-The sums behind row layers leave each device with all of `[m, T, D]`, and all compute the same norms, dropout and
-residual sums of it, and keep the same activations. Where blocks allow it, a device gets the sum of its T / t positions
-alone, and all positions are gathered in front of the next column layer: a sum is that and a gather, so that no byte is
-added (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2).
+After the sum of a row layer, each device has all of `[m, T, D]`, and all devices compute the same norms, dropout and
+residual sums and keep the same activations. Where blocks allow it, a device instead gets the sum of only its T / t
+positions (a reduce-scatter), and all positions are gathered before the next column layer. An all-reduce sends the same
+bytes as these two together, so nothing is added (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2).
 
-A block allows it by `divides_positions = True`, which says that between its column and row layers it takes the number
-of positions from what these return, and that all else it does acts on each position by itself.
+A block allows it by `divides_positions = True`, which promises that between its column and row layers it reads the
+number of positions from their outputs, and that everything else in it treats each position independently.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ _ATTRIBUTE = "tfpar_gradient_in_parts"
 
 
 def divide_positions(model: keras.Model, layouts: Layouts, size: int) -> int:
-    """Divides the positions in blocks that allow it, and between those that follow each other in the model's graph.
+    """Divides the positions in blocks that allow it, and between consecutive such blocks in the model's graph.
 
     Args:
       model: A built Keras model.
-      layouts: From `find_layout`; those of blocks and of their layers are added and replaced.
+      layouts: From `find_layout`; this function adds or replaces those of the blocks and their layers.
       size: Devices on the model axis.
 
     Returns:
       Number of blocks.
 
     Raises:
-      ConfigError: There is no such block, or positions have no equal parts.
+      ConfigError: There is no such block, or the positions cannot be divided equally.
     """
     blocks = [
         layer
@@ -45,8 +46,8 @@ def divide_positions(model: keras.Model, layouts: Layouts, size: int) -> int:
     if not blocks:
         raise ConfigError(
             f"--sequence_parallel: model {model.name!r} has no divided block that allows it, as tfpar's "
-            "TransformerBlock does (divides_positions). keras-hub's decoders cannot: they make masks for the positions "
-            "that they get. Leave it out."
+            "TransformerBlock does (divides_positions). keras-hub's decoders do not allow it: they build masks from "
+            "the number of positions in their input. Leave it out."
         )
     edges = _edges(model, blocks, size)
     for block in blocks:
@@ -61,13 +62,13 @@ def divide_positions(model: keras.Model, layouts: Layouts, size: int) -> int:
 
 
 def _is_divided(block: keras.layers.Layer, layouts: Layouts) -> bool:
-    """Whether the layers of a block are divided as it says."""
+    """Whether the layers of a block are divided as the block declares."""
     ways = {id(inner): way.partition(":")[0] for inner, way in block.tensor_layout().items()}
     return all(key in layouts and layouts[key][1].way == way for key, way in ways.items())
 
 
 def has_gradient_in_parts(variable: keras.Variable) -> bool:
-    """Whether each device computes its positions' part of the gradient of a weight that is whole."""
+    """Whether each device computes only its positions' part of the gradient of this whole weight."""
     return bool(vars(variable).get(_ATTRIBUTE))
 
 
@@ -79,7 +80,7 @@ def _mark_gradients(block: keras.layers.Layer, layouts: Layouts) -> None:
 
 
 def _edges(model: keras.Model, blocks: list[keras.layers.Layer], size: int) -> dict[int, tuple[bool, bool]]:
-    """Of each block, whether it gets all positions, and whether it is to return all."""
+    """For each block, whether its input has all positions, and whether its output must."""
     graph = keras_calls.graph_of(model)
     nodes = [] if graph is None else keras_calls.graph_nodes(graph)
     wanted = {id(tensor) for tensor in graph.outputs} if graph is not None else set()
@@ -104,6 +105,6 @@ def _edges(model: keras.Model, blocks: list[keras.layers.Layer], size: int) -> d
 def _check_positions(block: keras.layers.Layer, positions: int | None, size: int) -> None:
     if positions is not None and positions % size:
         raise ConfigError(
-            f"--sequence_parallel: {block.path or block.name} has {positions} positions, of which {size} devices "
-            "cannot have equal parts. Use another --mesh or sequence length, or leave it out."
+            f"--sequence_parallel: {block.path or block.name} has {positions} positions, which {size} devices cannot "
+            "divide into equal parts. Use another --mesh or sequence length, or leave it out."
         )

@@ -1,9 +1,10 @@
-"""Layouts that say of weights along which dimension they lie on which axis, as `keras.distribution.LayoutMap` does.
+"""Layouts by weight: they name the axis along which each dimension of a weight is divided, like
+`keras.distribution.LayoutMap`.
 
-XLA can divide a product along any of its dimensions and sees to what has to travel. Here layers are divided in the ways
-of `tensor_layout`, so what is asked for of weights has to be put in these terms: attention and feed-forward layers are
-divided together, or not at all; and a weight that is asked for along another dimension than its layer is divided by is
-divided by the layer's, which takes the same memory.
+XLA can divide a product along any of its dimensions and inserts the necessary communication. tfpar divides layers in
+the ways of `tensor_layout`, so a layout by weight is translated: attention and feed-forward layers are divided together
+or not at all; and if a layout names another dimension of a weight than the one by which its layer is divided, the
+layer's dimension is used, which takes the same memory.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ Rules = Mapping[str, Any]
 
 
 def names_weights(rules: Rules | None) -> bool:
-    """Whether a layout is of weights: a `LayoutMap`, or a dict of axes by dimension, or of dimensions.
+    """Whether a layout names weights: a `LayoutMap`, or a dict whose values are axes by dimension, or dimensions.
 
     Raises:
-      ConfigError: Some of its values are of weights, and some of layers.
+      ConfigError: Some of its values are for weights, and some for layers.
     """
     if not rules:
         return False
@@ -47,17 +48,17 @@ def names_weights(rules: Rules | None) -> bool:
 
 
 def find_weight_layout(model: keras.Model, size: int, rules: Rules) -> Layouts:
-    """The layout of a model, from what is asked for of its weights; what is not named is whole.
+    """The layout of a model, from rules for its weights; weights without a rule stay whole.
 
     Args:
       model: A built Keras model.
       size: Devices on the model axis.
-      rules: A `LayoutMap`, whose keys are exact paths or expressions that match whole ones; or by expressions that are
-        searched in paths, the first of which holds: an axis for each dimension, `(None, "model")`, or the number of
-        the dimension that lies on the model axis, or None.
+      rules: A `LayoutMap`, whose keys are exact paths or expressions that match whole paths; or a dict whose keys are
+        expressions that are searched in paths (the first match wins), and whose values are an axis for each dimension,
+        such as `(None, "model")`, or the number of the dimension that is divided over the model axis, or None.
 
     Raises:
-      ConfigError: What is asked for cannot be carried out; with the weight and the reason.
+      ConfigError: A rule cannot be carried out; names the weight and the reason.
     """
     wanted = _wanted(model, size, rules)
     finder = Finder(model, size)
@@ -76,12 +77,16 @@ def find_weight_layout(model: keras.Model, size: int, rules: Rules) -> Layouts:
     ]
     if elsewhere:
         more = f" and {len(elsewhere) - 3} more" if len(elsewhere) > 3 else ""
-        _log.info("layout: divided otherwise, with the same memory: %s%s", "; ".join(elsewhere[:3]), more)
+        _log.info(
+            "layout: divided along other dims than requested, with the same memory: %s%s",
+            "; ".join(elsewhere[:3]),
+            more,
+        )
     return some(found, model, size)
 
 
 def _groups(finder: Finder) -> list[list[int]]:
-    """Layers that are divided together: as they were found, or because they belong to one layer."""
+    """Layers that are divided together: because they were found together, or because they belong to one layer."""
     groups = [[key for key in group if key in finder.found] for group in finder.groups]
     by_parent: dict[Any, list[int]] = {}
     for key, (layer, layout) in finder.found.items():
@@ -93,11 +98,11 @@ def _groups(finder: Finder) -> list[list[int]]:
 
 @dataclasses.dataclass(frozen=True)
 class _Request:
-    """What is asked for of a weight.
+    """The rule for a weight.
 
     Attributes:
-      path: Of the weight.
-      dim: The dimension that lies on the model axis, None for a whole one.
+      path: Path of the weight.
+      dim: The dimension that is divided over the model axis, None for a whole weight.
       rule: The key in the layout, with its value.
     """
 
@@ -107,7 +112,7 @@ class _Request:
 
 
 def _wanted(model: keras.Model, size: int, rules: Rules) -> dict[int, _Request]:
-    """What is asked for, by the identity of the weight; without those that no rule names."""
+    """The requests by the identity of the weight; weights without a rule are left out."""
     look_up = _of_map(rules, size) if isinstance(rules, keras.distribution.LayoutMap) else _of_expressions(rules)
     wanted: dict[int, _Request] = {}
     used = set()
@@ -135,7 +140,7 @@ def _of_map(rules: Any, size: int) -> Lookup:
         if found != size:
             raise ConfigError(
                 f"layout: its DeviceMesh has {found} devices on the axis {MODEL!r}, and --mesh has {size}. Use "
-                f"--mesh=model:{found}, or make it for {size}."
+                f"--mesh=model:{found}, or create the DeviceMesh for {size}."
             )
 
     def look_up(path: str) -> tuple[str, Any] | None:
@@ -156,7 +161,7 @@ def _of_expressions(rules: Rules) -> Lookup:
         try:
             expressions.append((re.compile(pattern), pattern, value))
         except re.error as error:
-            raise ConfigError(f"layout: {pattern!r} is no regular expression: {error}.") from None
+            raise ConfigError(f"layout: {pattern!r} is not a regular expression: {error}.") from None
 
     def look_up(path: str) -> tuple[str, Any] | None:
         return next(((pattern, value) for regex, pattern, value in expressions if regex.search(path)), None)
@@ -165,7 +170,7 @@ def _of_expressions(rules: Rules) -> Lookup:
 
 
 def _dim(variable: keras.Variable, value: Any, rule: str) -> int | None:
-    """The dimension that lies on the model axis."""
+    """The dimension that is divided over the model axis."""
     rank = len(variable.shape)
     if value is None or (isinstance(value, int) and not isinstance(value, bool)):
         axes: Sequence[Any] = [MODEL if dim == value else None for dim in range(rank)]
@@ -180,16 +185,16 @@ def _dim(variable: keras.Variable, value: Any, rule: str) -> int | None:
     unknown = [axis for axis in axes if axis not in (None, MODEL, *_DATA)]
     if unknown:
         raise ConfigError(
-            f"{rule}: {unknown[0]!r} is no axis that layers can be divided over. That is {MODEL!r}; along "
+            f"{rule}: {unknown[0]!r} is not an axis over which layers can be divided. Use {MODEL!r}; along "
             f"{' or '.join(map(repr, _DATA))} weights are whole."
         )
     if list(axes).count(MODEL) > 1:
-        raise ConfigError(f"{rule}: {variable.path} cannot lie on {MODEL!r} with two dims.")
+        raise ConfigError(f"{rule}: {variable.path} cannot be divided along {MODEL!r} in two dims.")
     return list(axes).index(MODEL) if MODEL in axes else None
 
 
 def _group(layouts: Layouts, group: Sequence[int], wanted: Mapping[int, _Request]) -> Layouts:
-    """Layers that are divided together: all of them, if all of their kernels and tables are asked for; biases, and the
+    """Layers that are divided together: all of them if rules name all of their kernels and tables; biases, and the
     second table of a head, follow."""
     kernels = {
         id(variable): variable
@@ -204,8 +209,8 @@ def _group(layouts: Layouts, group: Sequence[int], wanted: Mapping[int, _Request
         request = wanted[asked[0]]
         others = ", ".join(variable.path for key, variable in kernels.items() if key not in asked)
         raise ConfigError(
-            f"{request.rule}: {request.path} can be divided together with {others} only: what one makes in parts, the "
-            "other takes in parts. Ask for all of them, or for none."
+            f"{request.rule}: {request.path} can only be divided together with {others}: one layer's divided output "
+            "is the other's input. Name all of them, or none."
         )
     return {}
 
@@ -224,21 +229,21 @@ def _by_itself(layer: keras.layers.Layer, size: int, wanted: Mapping[int, _Reque
         shapes = ", ".join(f"{each.name} {tuple(each.shape)}" for each in keras_internals.weights_made_to_learn(layer))
         raise ConfigError(
             f"{request.rule}: {request.path} cannot be divided over {size} devices along dim {request.dim}: "
-            f"{type(layer).__name__} ({shapes}) is computed with the whole of it, or heads or units do not divide. Set "
+            f"{type(layer).__name__} ({shapes}) needs all of that dim, or its heads or units are not divisible. Set "
             "it to None, or use another --mesh."
         )
     return {id(layer): (layer, layout)}
 
 
 def _asks(layer: keras.layers.Layer, wanted: Mapping[int, _Request]) -> _Request | None:
-    """What is asked for of a weight of the layer itself that is to be divided: of its largest."""
+    """The request for the largest weight of the layer itself that is to be divided."""
     weights = sorted(keras_internals.weights_made_to_learn(layer), key=lambda each: -len(each.shape))
     requests = [wanted[id(each)] for each in weights if id(each) in wanted and wanted[id(each)].dim is not None]
     return requests[0] if requests else None
 
 
 def _can_gather(layer: keras.layers.Layer, wanted: Mapping[int, _Request]) -> bool:
-    """Whether what is asked for are the last dims of a layer whose outputs can be gathered."""
+    """Whether the requests are for the last dims of a layer whose outputs can be gathered."""
     request = _asks(layer, wanted)
     kernel = getattr(layer, "kernel", None)
     if request is None or kernel is None or layout_of(layer, GATHER, 1) is None:

@@ -86,7 +86,7 @@ def make_environments(name: str, count: int, processes: bool = False, *, render:
             **({"render_mode": "rgb_array"} if render else {}),
         )
     except (gymnasium.error.Error, ImportError, NotImplementedError) as error:
-        raise ConfigError(f"--env={name}: Gymnasium cannot make it: {error}") from error
+        raise ConfigError(f"--env={name}: Gymnasium cannot create it: {error}") from error
 
 
 def find_in_gymnasium(name: str) -> HostEnvironment:
@@ -146,6 +146,6 @@ def _actions(name: str, space: Any) -> Actions:
     if kind == "Box":
         return Continuous(*(tuple(float(number) for number in part.ravel()) for part in (space.low, space.high)))
     raise ConfigError(
-        f"--env={name}: its actions are {space}, and a policy chooses one of several actions (Discrete) or a "
-        "vector of numbers (Box). Wrap the environment, and register the result with Gymnasium."
+        f"--env={name}: its action space {space} is not supported; it must be Discrete or Box. Wrap the "
+        "environment, and register the result with Gymnasium."
     )

@@ -114,7 +114,7 @@ def _rendered(envs: Any, name: str) -> np.ndarray:
     try:
         picture = envs.render()[0]
     except Exception as error:  # of a package that is missing, or whatever the environment raises
-        raise ConfigError(f"--env={name} draws no pictures: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"--env={name} cannot be rendered: {type(error).__name__}: {error}") from error
     if not isinstance(picture, np.ndarray) or picture.ndim != 3:
-        raise ConfigError(f"--env={name} draws no pictures: `render` gives {type(picture).__name__}")
+        raise ConfigError(f"--env={name} cannot be rendered: `render` returns {type(picture).__name__}")
     return picture.astype(np.uint8)

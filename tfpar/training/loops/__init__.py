@@ -31,7 +31,7 @@ def start_run(
     callbacks: Sequence[keras.callbacks.Callback],
     closing: contextlib.ExitStack,
 ) -> Run:
-    """A run of the loop that the program's strategy needs.
+    """Starts a run of the loop that the program's strategy needs.
 
     Args:
       program: What is trained.
@@ -42,13 +42,13 @@ def start_run(
       epochs: Passes over the examples, instead of `steps`.
       hooks: The user's hooks.
       callbacks: The user's Keras callbacks.
-      closing: Gets what must be released however the run ends.
+      closing: Exit stack for resources that must be released however the run ends.
 
     Raises:
       ConfigError: Neither steps nor epochs, or both; a callback that cannot work.
     """
     context = prepare(program, train, validation, steps, epochs)
-    closing.callback(context.files.abandon)  # what is being written must not go on without the workdir's lock
+    closing.callback(context.files.abandon)  # writing must not continue without the workdir's lock
     bridge = None
     if callbacks:
         bridge = _keras_callbacks(context, callbacks)

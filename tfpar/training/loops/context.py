@@ -1,4 +1,4 @@
-"""What every loop of a run works with: data, monitor, guards and files."""
+"""The objects that every loop of a run uses: data, monitor, guards and files."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class RunContext:
 
     Attributes:
       program: What is trained.
-      info: What is announced and summarised of it, data and length among it.
+      info: The facts to announce and summarise, including data and length.
       steps_per_epoch: Steps of one pass over the examples.
       evaluate_every: Steps between evaluations.
-      schedule: Learning rate by step, or None where the optimizer keeps its own.
+      schedule: Learning rate by step, or None if the optimizer keeps its own.
       plateau: The controller of `--schedule=plateau`, or None.
       batches: Which examples a step has.
       monitor: The terminal and TensorBoard.
@@ -125,7 +125,7 @@ def prepare(
 
 
 def _batches(pipeline: inputs.AnyPipeline, topology: Topology) -> BatchIndex:
-    """What a step has: a whole batch, or under `parameter_server` the share of one worker."""
+    """The examples of a step: a whole batch, or under `parameter_server` the share of one worker."""
     if isinstance(pipeline, inputs.Pipeline) and not topology.synchronous:
         return PushOrder(pipeline, topology.workers)
     return pipeline
@@ -136,7 +136,8 @@ def _watchdog(config: ExperimentConfig, topology: Topology) -> Watchdog:
 
 
 def _agreement(topology: Topology) -> WorkerAgreement:
-    """Between the workers; the chief of parameter servers is alone, as its workers run no loop."""
+    """The agreement between the workers; with parameter servers only the chief takes part, because workers run no
+    loop."""
     return WorkerAgreement(world_group(topology.workers, topology.worker) if topology.synchronous else world_group())
 
 

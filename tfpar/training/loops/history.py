@@ -10,12 +10,12 @@ from tfpar.training.loops.state import LoopState
 
 
 class FitResult(dict[str, Any]):
-    """What `Trainer.fit` returns: the contents of `summary.json`, and the history of this call.
+    """The result of `Trainer.fit`: the contents of `summary.json`, and the history of this call.
 
     Attributes:
       epoch: Numbers of the epochs that ended in this call, from 0; the last one may be incomplete.
       history: For each name a value per epoch, in the order of `epoch`: `loss`, metrics, and, prefixed `val_`, the
-        evaluation made at the end of the epoch. NaN where an epoch has no such value.
+        evaluation made at the end of the epoch. NaN if an epoch has no such value.
     """
 
     def __init__(self, summary: Mapping[str, Any], epoch: list[int], history: dict[str, list[Any]]) -> None:

@@ -1,4 +1,4 @@
-"""What happens between steps: rows of one list, each with its interval."""
+"""The actions between steps: rows of one list, each with its interval."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def _never(_: LoopState) -> bool:
 class Hook:
     """Something that a training loop does between two steps.
 
-    The loop stops at every multiple of `every`, on every worker alike, and calls `run` on every worker. The model's
-    weights are current then, and no step is under way. Hooks run in the order of their list: after an evaluation that
-    is due at the same step, before a checkpoint that is, so that a checkpoint holds what they have changed.
+    The loop stops at every multiple of `every`, on all workers, and calls `run` on every worker. At that moment the
+    model's weights are current and no step is running. Hooks run in the order of their list: after an evaluation that
+    is due at the same step, before a checkpoint that is, so that a checkpoint contains their changes.
 
     ```python
     def report(state: tfpar.LoopState) -> None:
@@ -36,13 +36,13 @@ class Hook:
 
     Attributes:
       every: In steps, at least 1.
-      run: Takes the state; returns the state to continue with, or None for the same one. Of what it returns, `stop`,
-        `stopped_by` and `lr_multiplier` count.
-      also: Whether to run at a stop that is no multiple of `every`, such as the last one: `lambda state: state.ending`.
-        It must give the same answer on every worker.
+      run: Takes the state; returns the state with which to continue, or None for no change. Only changes of `stop`,
+        `stopped_by` and `lr_multiplier` have an effect.
+      also: Whether to run at a stop that is not a multiple of `every`, such as the last one: `lambda state:
+        state.ending`. It must give the same answer on every worker.
 
     Raises:
-      ConfigError: `every` is no positive integer, or `run` cannot be called.
+      ConfigError: `every` is not a positive integer, or `run` cannot be called.
     """
 
     every: int
@@ -64,7 +64,7 @@ def check_hooks(hooks: Sequence[Hook] | Hook | None) -> tuple[Hook, ...]:
     """The hooks that `fit` was given: several, one or None.
 
     Raises:
-      ConfigError: One of them is no hook.
+      ConfigError: One of them is not a hook.
     """
     given = () if hooks is None else tuple(hooks) if isinstance(hooks, Iterable) else (hooks,)
     for hook in given:
@@ -92,8 +92,8 @@ class _Row:
 class HookRows:
     """The rows of one run, in the order in which they run.
 
-    Those of the user may end the run. Where one does so before the run's last step, what is due at a last stop only
-    (evaluation, hooks with `also=lambda state: state.ending`) runs too, before the watching rows.
+    The user's hooks may end the run. If one does so before the run's last step, the rows that are due only at a last
+    stop (evaluation, hooks with `also=lambda state: state.ending`) also run, before the watching rows.
 
     Args:
       before: Built-in rows that run first: evaluation.
@@ -132,7 +132,7 @@ class HookRows:
         return boundaries(step, [row.hook for row in self._rows])
 
     def record(self, steps: Interval) -> None:
-        """Keeps what steps reported for the watching and the user's rows."""
+        """Keeps the reports of steps for the watching and the user's rows."""
         ends_of_batches, _, user, watching, ends_of_epochs, _ = self._groups
         for row in (*ends_of_batches, *user, *watching, *ends_of_epochs):
             row.since.append(steps)

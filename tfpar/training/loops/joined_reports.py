@@ -1,4 +1,4 @@
-"""What workers that train by themselves report of the same steps, put together."""
+"""Merges the reports of workers that train independently."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ def joined_reports(
     """The steps of all workers as one interval, the same on each; one gather of some numbers a step.
 
     A step counts as applied if every worker that had examples in it has applied its part. Its loss is the mean over the
-    workers that have.
+    workers that applied it.
 
     Args:
-      own: What this worker reports of n steps.
-      divisors: Float32 `[n]`: what each loss is divided by.
+      own: This worker's report of n steps.
+      divisors: Float32 `[n]`: the divisor of each loss.
       row: Float64 `[k]`: other numbers of this worker.
       agreement: Between the workers.
 

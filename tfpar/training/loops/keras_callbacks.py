@@ -22,7 +22,7 @@ import numpy as np
 _TRAIN_BATCH = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
 _TEST_BATCH = ("on_test_batch_begin", "on_test_batch_end")
 _PREDICT_BATCH = ("on_predict_batch_begin", "on_predict_batch_end")
-# What they write is one file for the whole run.
+# They write one file for the whole run.
 _CHIEF_ONLY = (
     keras.callbacks.CSVLogger,
     keras.callbacks.ModelCheckpoint,
@@ -36,19 +36,20 @@ _INSTEAD = {
 
 
 class KerasCallbacks:
-    """Runs Keras callbacks at the ends of epochs, and of batches where one of them asks for that, as `fit` does.
+    """Runs Keras callbacks at the ends of epochs, and of batches if one of them overrides a batch method, as `fit`
+    does.
 
     An epoch is a pass over the training examples; the end of the run ends the last one, complete or not. Its logs are
     `loss` and metrics over its examples, and those of the validation, prefixed `val_`, if an evaluation was made at
-    that step. In an epoch that this start has resumed in, `loss` and metrics are those of its own steps.
+    that step. In an epoch that was resumed midway, `loss` and metrics cover only the steps since the resume.
 
     - Batch methods are called for every batch, which costs a call from Python for each: only a callback that overrides
       one has them called, with the logs of the epoch so far, as Keras gives them. Those of an evaluation also sum its
       results over the workers for each batch.
     - `model.stop_training = True` on any worker ends the run on all of them. Within an epoch, an evaluation and
       `on_epoch_end` follow.
-    - `model.optimizer.learning_rate` shows the current rate. Where a schedule of tfpar drives it, a callback that sets
-      it scales the schedule from then on.
+    - `model.optimizer.learning_rate` shows the current rate. If a schedule of tfpar determines it, a callback that sets
+      it rescales the schedule from then on.
     - Methods of tests are called around each evaluation.
     - Callbacks run on every worker, and print (`verbose=1`) on the chief only; `CSVLogger`, `ModelCheckpoint`,
       `RemoteMonitor` and `TensorBoard` run on the chief.
@@ -63,11 +64,11 @@ class KerasCallbacks:
       metric_results: Metrics by name from their summed states.
 
     Raises:
-      ConfigError: Something that is no callback, or one that cannot work here.
+      ConfigError: Something that is not a callback, or a callback that cannot work here.
 
     Attributes:
       ends_of_batches: The row for the end of a step, before an evaluation; none without methods for training batches.
-      ends_of_epochs: The row for the end of an epoch, after everything else at a step, and for what begins then.
+      ends_of_epochs: The row for the end of an epoch, after everything else at a step, and for the start of the next.
     """
 
     def __init__(
@@ -101,13 +102,13 @@ class KerasCallbacks:
         self.ends_of_epochs = [Hook(every, self._end_epoch, also=lambda state: state.ending)]
 
     def begin(self, state: LoopState) -> LoopState:
-        """Starts training: `on_train_begin`, and the epoch that this start begins in."""
+        """Starts training: `on_train_begin`, and the start of the current epoch."""
         model = self._program.model
         model.stop_training = False
         self._active = True
         self._until_end.enter_context(_quiet_but_on_chief(self._callbacks.callbacks, self._program.topology))
         self._choose_directions()
-        # As `compile` does, for callbacks to find; past Keras' tracking, so that it can be taken away again.
+        # As `compile` does, so that callbacks find it; without Keras' tracking, so that it can be removed again.
         vars(model)["optimizer"] = self._program.optimizer
         self._show_rate(state)
         self._callbacks.on_train_begin()
@@ -121,7 +122,7 @@ class KerasCallbacks:
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[tuple[BatchCalls | None, Callable[[Mapping[str, Any]], None]]]:
-        """An evaluation of the run: what is called around each batch, and what takes its results."""
+        """The calls around each batch of an evaluation of the run, and the receiver of its results."""
         if not self._active:  # after `on_train_end`, for weights that a callback has restored
             yield None, lambda results: None
             return
@@ -129,7 +130,7 @@ class KerasCallbacks:
         yield self._test_batches, lambda results: self._callbacks.on_test_end(_logs(results))
 
     def release(self) -> None:
-        """Takes back from the model what only callbacks need; also where training fails."""
+        """Removes from the model the attributes that only callbacks need; also if training fails."""
         self._active = False
         self._until_end.close()
         for callback in self._directed:
@@ -173,14 +174,14 @@ class KerasCallbacks:
             self._begin_epoch(state)
         elif self._per_batch:
             self._callbacks.on_train_batch_begin(state.step % self._steps_per_epoch)
-        # As in Keras, a stop that is set before a batch holds after it, where the end of each batch is looked at.
+        # As in Keras, a stop that is set before a batch takes effect after it, if batch methods are called.
         return self._with_rate(state if self._per_batch else self._stopped(state, state.stop))
 
     def _stopped(self, state: LoopState, stop: bool) -> LoopState:
-        """The state, with `stop` where a callback has set `stop_training`."""
+        """The state, with `stop` if a callback has set `stop_training`."""
         if not self._program.model.stop_training:
             return state.replace(stop=stop)
-        # Keras keeps no record of who did; those of its own that can, note the epoch.
+        # Keras does not record which callback did; some of its own callbacks record the epoch.
         names = [type(one).__name__ for one in self._callbacks.callbacks if getattr(one, "stopped_epoch", 0)]
         by = f"the callback {', '.join(names)}" if names else "a Keras callback"
         return state.replace(stop=True, stopped_by=by)
@@ -219,7 +220,7 @@ def check_callbacks(callbacks: Any, topology: Topology) -> list[keras.callbacks.
 
     Args:
       callbacks: As Keras' methods take them: one, a structure of several, or None.
-      topology: How replicas lie on workers and devices.
+      topology: The topology of the run.
 
     Raises:
       ConfigError: With what to use instead.
@@ -249,7 +250,7 @@ def check_callbacks(callbacks: Any, topology: Topology) -> list[keras.callbacks.
 def testing(
     callbacks: Sequence[keras.callbacks.Callback], program: Program
 ) -> Iterator[tuple[BatchCalls | None, Callable[[Mapping[str, Any]], None]]]:
-    """An evaluation of its own, as `Trainer.evaluate` makes one; see `KerasCallbacks.evaluating`."""
+    """A separate evaluation, as by `Trainer.evaluate`; see `KerasCallbacks.evaluating`."""
     listed = _callback_list(callbacks, program)
     with _quiet_but_on_chief(listed.callbacks, program.topology):
         listed.on_test_begin()
@@ -258,7 +259,7 @@ def testing(
 
 @contextlib.contextmanager
 def predicting(callbacks: Sequence[keras.callbacks.Callback], program: Program) -> Iterator[BatchCalls | None]:
-    """A prediction: what is called around each batch."""
+    """The calls around each batch of a prediction."""
     listed, model = _callback_list(callbacks, program), program.model
     wanted = any(_wants(one, _PREDICT_BATCH) for one in callbacks)
     model.stop_predicting = False
@@ -274,7 +275,7 @@ def predicting(callbacks: Sequence[keras.callbacks.Callback], program: Program) 
 def _test_batches(
     callbacks: Sequence[keras.callbacks.Callback], listed: keras.callbacks.CallbackList, program: Program
 ) -> BatchCalls | None:
-    """What is called around each batch of an evaluation, if any callback has a method for it, on every worker alike."""
+    """The calls around each batch of an evaluation, on every worker, if any callback has a method for them."""
     if not any(_wants(one, _TEST_BATCH) for one in callbacks):
         return None
     model = program.model
@@ -299,7 +300,7 @@ def _callback_list(
 
 @contextlib.contextmanager
 def _quiet_but_on_chief(callbacks: Sequence[keras.callbacks.Callback], topology: Topology) -> Iterator[None]:
-    """Keeps callbacks from printing on other workers than the chief."""
+    """Keeps callbacks from printing on workers other than the chief."""
     silenced = [] if topology.is_chief else [(one, one.verbose) for one in callbacks if getattr(one, "verbose", 0)]
     for callback, _ in silenced:
         callback.verbose = 0
@@ -311,13 +312,13 @@ def _quiet_but_on_chief(callbacks: Sequence[keras.callbacks.Callback], topology:
 
 
 def _logs(results: Mapping[str, Any]) -> dict[str, Any]:
-    """The results of an evaluation, as Keras has them in logs."""
+    """The results of an evaluation, in the form of Keras' logs."""
     return {name: value for name, value in results.items() if name != "examples"}
 
 
 def _wants(callback: keras.callbacks.Callback, methods: Sequence[str]) -> bool:
     """Whether a callback does something in one of these methods of batches."""
     if isinstance(callback, keras.callbacks.ModelCheckpoint) and callback.save_freq == "epoch":
-        return False  # it overrides the method, and does nothing in it
+        return False  # overrides the method without doing anything
     base = keras.callbacks.Callback
     return any(getattr(getattr(callback, name), "__func__", None) is not getattr(base, name) for name in methods)

@@ -46,7 +46,7 @@ class _Log(Protocol):
 def csv(path: str | os.PathLike[str], *, every: int) -> Hook:
     """Logs to a CSV file with the columns `step`, `run`, `seconds` (since 1970), `loss` and so on.
 
-    A run that is resumed continues the file; rows of steps that are made again are replaced.
+    A resumed run continues the file; the rows of repeated steps are replaced.
 
     Args:
       path: The file.
@@ -73,13 +73,13 @@ def wandb(*, every: int, **init: Any) -> Hook:
 def mlflow(*, every: int, experiment: str = "", params: Mapping[str, Any] | None = None, **start_run: Any) -> Hook:
     """Logs to MLflow (`pip install 'tfpar[mlflow]'`).
 
-    MLFLOW_TRACKING_URI, or `mlflow.set_tracking_uri`, says where: a server, or by default the file `mlflow.db` in the
-    working directory.
+    MLFLOW_TRACKING_URI, or `mlflow.set_tracking_uri`, sets the destination: a server, or by default the file
+    `mlflow.db` in the working directory.
 
     Args:
       every: Steps between rows.
       experiment: Name of the experiment; by default MLflow's own.
-      params: Parameters of the run, such as its options. They are not logged again where `run_id` continues a run.
+      params: Parameters of the run, such as its options. They are not logged again if `run_id` continues a run.
       **start_run: Arguments of `mlflow.start_run`: `run_name`, `run_id` to continue a run.
 
     Raises:

@@ -1,8 +1,8 @@
-"""How many steps one call from Python does."""
+"""Chooses the number of steps per call from Python."""
 
 from __future__ import annotations
 
-# Long enough that the call's own cost (some 200 us) vanishes, short enough that progress lines feel live.
+# Long enough to make the call's own cost (some 200 us) negligible, short enough for frequent progress lines.
 TARGET_SECONDS = 0.5
 _MAXIMUM = 2000
 
@@ -12,7 +12,7 @@ class StepsPerCall:
 
     Args:
       fixed: Steps per call; 0 adapts.
-      target_seconds: How long a call is to take then.
+      target_seconds: How long a call should take if the number adapts.
     """
 
     def __init__(self, fixed: int = 0, target_seconds: float = TARGET_SECONDS) -> None:
@@ -25,13 +25,13 @@ class StepsPerCall:
         if self._fixed:
             wanted = self._fixed
         elif self._step_seconds is None:
-            wanted = 1  # the first call compiles and tells nothing about the pace
+            wanted = 1  # the first call compiles and says nothing about the speed
         else:
             wanted = max(1, min(_MAXIMUM, int(self._target_seconds / self._step_seconds)))
         return min([wanted, *[boundary - step for boundary in boundaries]])
 
     def measured(self, steps: int, seconds: float) -> None:
-        """Takes note of a finished call; the first one, which compiles, only ends the waiting."""
+        """Records a finished call; the first one, which compiles, is not measured."""
         if self._step_seconds is None:
             self._step_seconds = self._target_seconds / 5  # five steps next, to measure without compilation
         else:

@@ -1,9 +1,9 @@
 """The loop of asynchronous training with parameter servers (Dean et al. 2012, Downpour SGD).
 
-The variables live on the parameter servers. The chief hands out numbered steps; a worker that takes step k fetches
-exactly the examples that belong to it, pulls the weights, computes a gradient and pushes it, without waiting for
-other workers. A gradient may be computed on weights that are a few steps old by the time it is applied; that is the
-price, and why runs are not reproducible. The loss of any task ends the run, which resumes from the newest checkpoint.
+The variables are on the parameter servers. The chief assigns numbered steps; a worker that gets step k fetches exactly
+the examples that belong to it, pulls the weights, computes a gradient and pushes it, without waiting for other workers.
+A gradient may be computed on weights that are a few steps old by the time it is applied; that is the price, and why
+runs are not reproducible. The loss of any task ends the run, which resumes from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class ParameterServerLoop:
     """Runs steps on workers, as the chief of `parameter_server`. A step is the push of one worker.
 
     Args:
-      context: What is run. The examples are read on the workers, so they must be portable: in memory or generated.
+      context: The run. The examples are read on the workers, so they must be portable: in memory or generated.
       waits_for_evaluation: Whether training waits until an evaluation has ended, because a callback needs its results;
-        else the chief evaluates beside the training.
+        otherwise the chief evaluates while training continues.
 
     Attributes:
-      compiles_next: False: what is compiled first is compiled in the first step.
+      compiles_next: False: compilation is part of the first step.
     """
 
     def __init__(self, context: RunContext, *, waits_for_evaluation: bool = False) -> None:
@@ -71,10 +71,10 @@ class ParameterServerLoop:
         return Traffic("none", "push_pull", size, 2 * size, 2 * size)
 
     def check(self) -> None:
-        """Nothing to compare: the chief alone decides what is run."""
+        """Nothing to compare: only the chief decides what to run."""
 
     def begin(self, rows: HookRows, state: LoopState) -> None:
-        """Remembers where steps are reported; workers need no more than the number of a step."""
+        """Stores the receiver of reports; workers need only the number of a step."""
         del state
         self._rows = rows
 
@@ -117,7 +117,7 @@ class ParameterServerLoop:
             fetched = tf.timestamp()
             params = [variable.value.read_value() for variable in model.trainable_variables]
             state = [variable.value.read_value() for variable in model.non_trainable_variables]
-        # As a synchronous run of as many replicas seeds its share of the same batch.
+        # The same seed as that share of the batch has in a synchronous run with as many replicas.
         seed = step_seed(program.config.train.seed, number, share)
         sums = self._gradients(params, state, batch, seed)
         if sums.assigned:
@@ -141,11 +141,11 @@ class ParameterServerLoop:
             program = self._program
             apply_on_servers(program.optimizer, program.strategy, mean, model.trainable_variables, rate)
             for variable, old, new in zip(model.non_trainable_variables, state, sums.state, strict=True):
-                if tf.as_dtype(variable.dtype).is_floating:  # batch statistics: every worker moves them a little
+                if tf.as_dtype(variable.dtype).is_floating:  # batch statistics: every worker changes them a little
                     variable.value.assign_add(new - old)
             return tf.constant(True)
 
-        # At the end of an epoch a worker's share may be empty: nothing to push, and nothing wrong either.
+        # At the end of an epoch a worker's share may be empty: there is nothing to push, and this is not an error.
         pushed = tf.cond(finite & (sums.count > 0), push, lambda: tf.constant(False))
         with tf.control_dependencies([pushed]):
             done = tf.timestamp()
@@ -159,7 +159,7 @@ class ParameterServerLoop:
         return tf.cast(self._program.optimizer.learning_rate, tf.float32)
 
     def _report(self, state: LoopState, reports: Sequence[Any], seconds: float) -> LoopState:
-        """Takes note of finished steps, in order."""
+        """Records finished steps, in order."""
         context, first = self._context, state.step
         losses, counts, finite, gradient_norms, rates, durations, *metrics = (
             np.stack(column) for column in zip(*reports, strict=True)
@@ -170,7 +170,7 @@ class ParameterServerLoop:
         losses = np.where(counts > 0, losses, np.nan)
         done = Interval(losses, counts, applied, [column[finite].sum(axis=0) for column in metrics])
         state = state.advanced(done, skipped=int(np.sum(~finite)), steps_per_epoch=context.steps_per_epoch)
-        # Workers overlap: their shares of a step are scaled to the time that passes between steps here.
+        # Workers overlap: the times of the parts of a step are scaled to the time between steps on the chief.
         durations = durations * (seconds / max(durations[:, 4].sum(), 1e-9))
         scalars = {
             "learning_rate": float(rates[-1]),
@@ -211,7 +211,7 @@ class ParameterServerLoop:
         return state
 
     def rows_before(self) -> Sequence[Hook]:
-        """Waits for an evaluation under way at the end: its results belong into the last checkpoint."""
+        """Waits at the end for a running evaluation: its results belong in the last checkpoint."""
         every = self._context.info.total
         return [Hook(every, lambda state: self._collect(state, wait=True), also=lambda state: state.ending)]
 
@@ -224,11 +224,11 @@ class ParameterServerLoop:
         return run_state.params_sha256(self._program.model.trainable_variables)
 
     def at_stop(self) -> contextlib.AbstractContextManager[None]:
-        """Nothing: the servers have the weights that count."""
+        """Nothing to do: the current weights are on the servers."""
         return contextlib.nullcontext()
 
     def conclude(self, state: LoopState) -> LoopState:
-        """Nothing: no step is under way."""
+        """Nothing to do: no step is running."""
         return state
 
     def close(self) -> None:

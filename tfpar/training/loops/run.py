@@ -23,11 +23,11 @@ from tfpar.training.loops.state import LoopState
 
 
 class Loop(Protocol):
-    """What the synchronous and the parameter-server loop do each in its own way."""
+    """The operations that the synchronous and the parameter-server loop implement differently."""
 
     @property
     def traffic(self) -> Traffic:
-        """What one step costs on the wire."""
+        """The bytes that one step sends."""
 
     @property
     def compiles_next(self) -> bool:
@@ -37,7 +37,7 @@ class Loop(Protocol):
         """Refuses workers that were not given the same run."""
 
     def begin(self, rows: HookRows, state: LoopState) -> None:
-        """Gets ready to train from a state; `rows` take what steps report."""
+        """Prepares training from a state; `rows` receive the reports of steps."""
 
     def advance(self, state: LoopState, stops: Sequence[int]) -> LoopState:
         """Runs some steps, not past the nearest of `stops`; sets `preempted` if a worker was asked to end."""
@@ -46,23 +46,23 @@ class Loop(Protocol):
         """Evaluates, or starts to; `calls` are called around each batch."""
 
     def rows_before(self) -> Sequence[Hook]:
-        """Rows of this loop alone that run after evaluation."""
+        """Rows of only this loop that run after evaluation."""
 
     def rows_after(self) -> Sequence[Hook]:
-        """Rows of this loop alone that run after saving."""
+        """Rows of only this loop that run after saving."""
 
     def at_stop(self) -> contextlib.AbstractContextManager[None]:
-        """While it is open, between steps, the model has the weights that are evaluated and saved."""
+        """Context between steps in which the model has the weights that are evaluated and saved."""
 
     def conclude(self, state: LoopState) -> LoopState:
-        """Finishes, after the last stop of this start, what is under way between workers; another state if the weights
-        have changed by it."""
+        """Finishes pending communication between workers after the last stop of this start; returns another state if
+        this changed the weights."""
 
     def params_sha256(self) -> str:
         """The digest of the trainable weights; raises RuntimeError where replicas differ."""
 
     def close(self) -> None:
-        """Frees what the loop holds."""
+        """Releases the resources of the loop."""
 
 
 class Run:
@@ -107,7 +107,7 @@ class Run:
 
         Raises:
           Preempted: A worker was asked to end before the run was finished.
-          KeyboardInterrupt: Ctrl-C in a process that trains alone; one of several ends at once, with exit code 130.
+          KeyboardInterrupt: Ctrl-C in a process that trains alone; one of several ends immediately, with exit code 130.
         """
         context = self._context
         with contextlib.ExitStack() as guards:
@@ -130,7 +130,7 @@ class Run:
         state = context.files.resume_or_warm_start(info.total, context.agreement)
         if state.finished:
             previous = results.previous_summary(info.config.checkpoint.workdir, state.step)
-            # All or none: a worker that trained on would wait for one that returned.
+            # All or none: a worker that continued would wait for one that returned.
             if context.agreement.mean(float(previous is not None)) == 1.0:
                 assert previous is not None
                 results.report_already_finished(info, state.step, context.monitor, context.program.eval_weights)
@@ -188,7 +188,7 @@ class Run:
         return evaluated
 
     def _must_save(self, state: LoopState) -> bool:
-        """Whether a checkpoint is written at a stop where none is due by number, or while steps are left out."""
+        """Whether to write a checkpoint at a stop where none is due by its number, or while steps are being skipped."""
         return state.ending or state.step in (state.best_step, state.evaluating)
 
     def _save(self, state: LoopState) -> None:

@@ -1,4 +1,4 @@
-"""What a run keeps in its workdir to resume from: checkpoints with its state, and the log of its starts."""
+"""The files in a workdir from which a run resumes: checkpoints with its state, and the log of its starts."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class RunFiles:
         config, topology = program.config, program.topology
         self._workdir = config.checkpoint.workdir
         keeps_position = isinstance(pipeline, inputs.StreamPipeline | inputs.MadePipeline)
-        # Of workers that hold a replica between them, those of the first replica write the weights.
+        # If workers share replicas, those of the first replica write the weights.
         self._writes_weights = topology.is_chief or (topology.replica_workers > 1 and topology.data_worker == 0)
         keeps_more = topology.synchronous and (bool(program.exchange.state) or keeps_position)
         self._writes = self._writes_weights or keeps_more or program.rounds is not None
@@ -85,12 +85,12 @@ class RunFiles:
         """Starts writing a checkpoint. It is the best one if the best evaluation so far was of this step.
 
         Raises:
-          CheckpointError: The one before could not be written, and `on_checkpoint_error` is `fail`.
+          CheckpointError: The previous one could not be written, and `on_checkpoint_error` is `fail`.
         """
         if self._checkpointer is None:
             return
         program = self._program
-        arrays, parts = self._weights()  # by calls of all workers, where weights are sharded
+        arrays, parts = self._weights()  # collective calls of all workers, if weights are sharded
         if not self._writes:
             return
         checkpoint = checkpoints.Checkpoint(
@@ -128,7 +128,7 @@ class RunFiles:
             self._checkpointer.abandon()
 
     def resume_or_warm_start(self, total: int, agreement: WorkerAgreement) -> LoopState:
-        """The state that the newest checkpoint holds, restored; or that of a new run. All workers call it together.
+        """The restored state of the newest checkpoint, or that of a new run. All workers call it together.
 
         Args:
           total: Steps of the whole run.
@@ -144,7 +144,7 @@ class RunFiles:
             if program.config.checkpoint.warm_start:
                 run_state.warm_start(program.model, program.config.checkpoint.warm_start, self._message)
             if program.share is not None:
-                program.share.load_weights()  # somebody may have changed them since the share was made
+                program.share.load_weights()  # they may have changed since the share was created
             if program.rounds is not None:
                 program.rounds.start()
             return LoopState(0, total, loss_scale=scale)
@@ -181,7 +181,7 @@ class RunFiles:
         )
 
     def _weights(self) -> tuple[dict[str, np.ndarray], dict[str, Part]]:
-        """Copies of what this worker writes of the variables, and which of them are parts."""
+        """Copies of the variables, or parts of them, that this worker writes, and which of them are parts."""
         variables, topology = self._program.checkpoint_variables(), self._program.topology
         if topology.shards_weights:
             return run_state.snapshot(variables, kept=topology.is_chief), {}
@@ -192,19 +192,19 @@ class RunFiles:
         return run_state.snapshot_here(variables, first=topology.is_chief)
 
     def _frozen_names(self, arrays: Mapping[str, np.ndarray]) -> set[str]:
-        """Those of the arrays that training leaves as they are: weights that somebody has frozen."""
+        """Names of the arrays that training does not change: frozen weights."""
         frozen = {id(weight) for weight in frozen_weights(self._program.model)}
         variables = self._program.checkpoint_variables()
         return {name for name in arrays if id(variables[name]) in frozen}
 
     def _needed_files(self, arrays: SavedArrays) -> set[str]:
-        """The files of a checkpoint that hold what this worker has."""
+        """The files of a checkpoint that hold this worker's variables."""
         return run_state.files_to_read(self._program.checkpoint_variables(), arrays)
 
     def _restore_exchange(self, checkpoint: checkpoints.Checkpoint, run: Mapping[str, Any]) -> None:
-        """Takes up what the exchange had not delivered."""
+        """Restores the pending residuals of the exchange."""
         exchange, topology = self._program.exchange, self._program.topology
-        # Of workers that held a replica between them, those with the part that this one has.
+        # If workers shared a replica, those with the same part as this worker.
         apart = run.get("replica_workers", 1)
         part = topology.replica_part if apart == topology.replica_workers else 0
 
@@ -216,7 +216,7 @@ class RunFiles:
             self._message("applying the previous exchange's residual in the next step")
 
     def _restore_rounds(self, checkpoint: checkpoints.Checkpoint, run: Mapping[str, Any]) -> LossScale | None:
-        """Goes on with local steps, where there are such; returns this worker's loss scale, if it has its own."""
+        """Resumes local steps, if there are any; returns this worker's loss scale, if it has its own."""
         assert self._checkpointer is not None
         rounds = self._program.rounds
         if rounds is None:
@@ -228,7 +228,7 @@ class RunFiles:
         return scale
 
     def _restore_variables(self, checkpoint: checkpoints.Checkpoint, run: Mapping[str, Any]) -> None:
-        """Restores what all workers have alike, and this worker's share, whoever had what in the saved run."""
+        """Restores the common variables and this worker's share, whatever the shares of the saved run were."""
         assert self._checkpointer is not None
         program, own = self._program, checkpoint.exchange
         share, variables = program.share, program.checkpoint_variables()
@@ -245,7 +245,7 @@ class RunFiles:
             saved = [self._checkpointer.exchange_state(checkpoint.step, rank) for rank in range(run["workers"])]
             arrays |= sharding.whole_arrays(saved, [shape_of(weight) for weight in weights])
         exact = sharding.take_exact_weights(arrays)
-        # What owners had not sent yet takes effect: now, or where somebody owns these weights with the next step.
+        # Residuals that owners had not sent take effect now or, if the weights have an owner again, with the next step.
         names = {id(variable): name for name, variable in variables.items()}
         unowned = range(len(weights)) if share is None else share.whole
         arrays |= {names[id(weights[index])]: exact[index] for index in unowned if index in exact}
@@ -284,7 +284,7 @@ class RunFiles:
             "best": state.best,
             "loss": [state.loss_sum, state.loss_count],
             "lr_multiplier": state.lr_multiplier,
-            "stopped_of": state.total if state.stop else 0,  # a run with more steps goes on after it
+            "stopped_of": state.total if state.stop else 0,  # a run with more steps continues after it
             "stopped_by": state.stopped_by,
             "skipped": state.skipped,
             "skipped_examples": self._skipped_examples.count,

@@ -1,4 +1,4 @@
-"""Evaluation of a snapshot of the weights on the chief, beside the training on parameter servers."""
+"""Evaluation of a snapshot of the weights on the chief, during training with parameter servers."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _CHIEF = "/job:chief/replica:0/task:0/device:CPU:0"
 
 
 class SnapshotResults(NamedTuple):
-    """What the evaluation of a snapshot gave.
+    """The results of the evaluation of a snapshot.
 
     Attributes:
       step: The step after which it was taken.
       results: `loss`, `examples` and metrics by name.
-      text: What a language model made of the first example, or None where the examples are no text.
+      text: A language model's continuation of the first example, or None if the examples are not text.
     """
 
     step: int
@@ -33,7 +33,7 @@ class SnapshotResults(NamedTuple):
 
 
 class SnapshotEvaluation:
-    """Evaluates in a thread of its own, one snapshot at a time.
+    """Evaluates in a separate thread, one snapshot at a time.
 
     Args:
       program: On the chief of `parameter_server`.
@@ -52,7 +52,7 @@ class SnapshotEvaluation:
         self._pending = self._thread.submit(self._evaluate, step, *self._snapshot())
 
     def collect(self, *, wait: bool) -> SnapshotResults | None:
-        """The results of the snapshot that was started, once; None where there are none yet.
+        """The results of the started snapshot, once; None if there are none yet.
 
         Args:
           wait: Wait for them.
@@ -90,8 +90,8 @@ class SnapshotEvaluation:
 
     @functools.cached_property
     def _batches(self) -> tf.data.Dataset:
-        """Made once: TensorFlow 2.21 tells all workers of every function that is traced, and keeps Python's lock until
-        they have answered."""
+        """Created once: TensorFlow 2.21 sends every traced function to all workers, and holds Python's lock until they
+        have answered."""
         pipeline = inputs.build_pipeline(
             self._validation,
             eval_input(self._program.config),

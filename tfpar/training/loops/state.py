@@ -1,4 +1,4 @@
-"""Where a run stands: `LoopState`, the one value that loops and hooks hand to each other."""
+"""`LoopState`: the progress of a run, which loops and hooks pass to each other."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Interval:
     """Some consecutive steps.
 
     Attributes:
-      losses: Float64 `[n]`: mean loss over the examples of each step; NaN where a step had none.
+      losses: Float64 `[n]`: mean loss over the examples of each step; NaN if a step had none.
       counts: Float64 `[n]`: examples of each step.
       applied: Bool `[n]`: whether the step changed the weights.
       metric_sums: States of the metrics, summed over the steps.
@@ -63,7 +63,7 @@ _NO_STEPS = Interval(np.zeros(0), np.zeros(0), np.zeros(0, bool))
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LoopState:
-    """Where a run stands after `step` steps. The same on every worker.
+    """The state of a run after `step` steps. The same on every worker.
 
     A hook reads it, and may return a copy with another `stop` or `lr_multiplier`.
 
@@ -76,15 +76,15 @@ class LoopState:
       best_step: The step of that evaluation, if this start made it; else -1.
       skipped: Steps left out because a replica was not finite.
       since: The steps since this hook ran last, or since this start began. Empty outside of hooks.
-      lr_multiplier: What the scheduled learning rate is multiplied by, beside the schedule's own factors.
-      stop: End the run here, as finished. It is enough that one worker's hook says so.
-      stopped_by: What set `stop`, in words; a hook may say so with `state.replace(stop=True, stopped_by=...)`.
+      lr_multiplier: A factor on the scheduled learning rate, in addition to the schedule's own factors.
+      stop: End the run here, as finished. It is enough that one worker's hook sets it.
+      stopped_by: What set `stop`, in words; a hook may give it with `state.replace(stop=True, stopped_by=...)`.
       preempted: A worker was asked to end (SIGTERM).
       ending: This is the last stop of this start: the run is finished, preempted, or after `--stop_after` steps.
       loss_scale: The loss scale (mixed_float16), or None under `parameter_server`.
       loss_sum: Sum of the losses of all examples of the applied steps of this epoch, or of the one that has just ended.
       loss_count: The number of these examples.
-      evaluating: The step whose evaluation is still under way, under `parameter_server`; else -1.
+      evaluating: The step whose evaluation is still running, under `parameter_server`; otherwise -1.
     """
 
     step: int
@@ -107,7 +107,7 @@ class LoopState:
 
     @property
     def train_loss(self) -> float | None:
-        """Mean loss over the examples of the last epoch, as far as it has come: Keras' `loss` of that epoch."""
+        """Mean loss over the examples of the last epoch so far: Keras' `loss` of that epoch."""
         return self.loss_sum / self.loss_count if self.loss_count else None
 
     @property
@@ -123,12 +123,12 @@ class LoopState:
         """The state after some more steps.
 
         Args:
-          steps: What they reported.
-          skipped: How many of them a replica that was not finite left out.
+          steps: Their reports.
+          skipped: How many of them were skipped because a replica was not finite.
           steps_per_epoch: Steps of one pass over the examples; the training loss starts again there.
         """
         step = self.step + len(steps.losses)
-        first = max(0, (step - 1) // steps_per_epoch * steps_per_epoch - self.step)  # of these, in the last epoch
+        first = max(0, (step - 1) // steps_per_epoch * steps_per_epoch - self.step)  # the first one in the last epoch
         starts_again = first > 0 or self.step % steps_per_epoch == 0
         applied = steps.applied[first:]
         counts = steps.counts[first:][applied].astype(np.float64)

@@ -1,4 +1,4 @@
-"""The loop on a strategy whose replicas move together."""
+"""The loop for strategies whose replicas take steps together."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ class SynchronousLoop:
         return dataclasses.replace(between, model_axis_bytes=program.placing.model_axis_bytes)
 
     def check(self) -> None:
-        """Refuses workers that were not given the same run; they would wait for each other for ever."""
+        """Refuses workers that were not given the same run; they would wait for each other forever."""
         context, info = self._context, self._context.info
-        # The same names on every worker: each is compared in a call of its own.
+        # The same names on every worker: each is compared in a separate call.
         sources = {"training data": info.train, "validation data": info.validation}
         facts = {name: source.info.fingerprint if source else "none" for name, source in sources.items()} | {
             "steps in all": info.total,
@@ -126,8 +126,8 @@ class SynchronousLoop:
             [part.numpy() for part in result.metrics],
         )
         first = state.step
-        # All workers must make calls of the same length: TensorFlow 2.21 tells collectives inside a loop apart
-        # by the iteration, and a worker in another iteration would wait for ever.
+        # All workers must make calls of the same length: TensorFlow 2.21 distinguishes collectives inside a loop by the
+        # iteration, and a worker in another iteration would wait forever.
         report = np.array([time.perf_counter() - began, float(context.preemption.received), own_seconds])
         if self._rounds:
             done, reports = self._rounds.join(done, result.divisors.numpy(), report)
@@ -190,11 +190,11 @@ class SynchronousLoop:
         found = self._evaluator(validation, steps=program.config.train.eval_steps, calls=calls)
         state = state.evaluated(state.step, found)
         context.monitor.on_evaluation(state.step, state.results)
-        alone = program.topology.is_chief and not program.topology.parts_on_workers  # has all weights by itself
+        alone = program.topology.is_chief and not program.topology.parts_on_workers  # has all weights locally
         if alone and context.monitor.records:
             self._show_predictions(validation, state.step)
         if alone and samples.continues_text(validation):
-            # The chief alone does this, so it must not touch the other replicas: its own copies, as tensors.
+            # Only the chief does this, so it must not touch the other replicas: it reads its own copies, as tensors.
             params = program.first_copies(program.eval_weights())
             others = program.first_copies(program.model.non_trainable_variables)
             with activity("writing sample text", shown=program.reports):
@@ -224,7 +224,7 @@ class SynchronousLoop:
         return []
 
     def rows_after(self) -> Sequence[Hook]:
-        """Retuning the exchange, where that is asked for."""
+        """Retuning the exchange, if requested."""
         every = self._context.program.config.exchange.exchange_retune_every
         return [Hook(every, self._retune)] if every else []
 
@@ -252,12 +252,12 @@ class SynchronousLoop:
         return digests[0]
 
     def at_stop(self) -> contextlib.AbstractContextManager[None]:
-        """While it is open the model has the weights that count, also within a round of local steps."""
+        """Context in which the model has the weights to evaluate and save, also within a round of local steps."""
         rounds = self._context.program.rounds
         return rounds.showing_outer() if rounds else contextlib.nullcontext()
 
     def conclude(self, state: LoopState) -> LoopState:
-        """Ends a round that is under way."""
+        """Ends a round that is in progress."""
         return self._rounds.conclude(state) if self._rounds else state
 
     def close(self) -> None:

@@ -1,1 +1,1 @@
-"""The model as training sees it: how it is built, what is refused, and how it is called as a pure function."""
+"""The model in training: building it, refusing unsupported models, and calling it as a pure function."""

@@ -1,6 +1,6 @@
-"""Which part of a model is trained: weights by their paths, and low-rank adapters beside frozen weights.
+"""Selects the trained part of a model: weights by their paths, and low-rank adapters beside frozen weights.
 
-What is frozen travels in no exchange, has no optimizer state, and is the same file in all checkpoints of a run.
+Frozen weights are not exchanged, have no optimizer state, and share one file in all checkpoints of a run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import keras
 
 _log = logging.getLogger(__name__)
 
-# Where nothing is said, adapters are at queries and values of attention, as in the paper, under the names that Keras,
+# By default, adapters are at queries and values of attention, as in the paper, under the names that Keras,
 # keras-hub and tfpar give them.
 _ATTENTION = r"(^|[/_])(query|value|qkv)(_dense|_proj)?$"
 _SHOWN = 4
@@ -27,19 +27,19 @@ _SHOWN = 4
 def adapt_model(
     model: keras.Model, options: TrainConfig, original: Original | None = None, *, announced: bool = False
 ) -> None:
-    """Adds adapters to a model and freezes what is not to be trained, see `--lora` and `--trainable`.
+    """Adds adapters to a model and freezes the weights that are not trained, see `--lora` and `--trainable`.
 
     A layer that has nothing left to train is frozen as a whole, so that batch normalisation uses its statistics and
-    keeps them. Without these options, the model stays as it is.
+    keeps them. Without these options, the model does not change.
 
     Args:
       model: A built model. Under a strategy, call it in its scope.
       options: `trainable`, `lora` and `seed` count.
-      original: The user's model, which gets the same, if `model` is a copy of it.
+      original: The user's model, if `model` is a copy of it; gets the same changes.
       announced: Whether to log what is trained.
 
     Raises:
-      ConfigError: An expression that finds nothing, or a layer that cannot have adapters; names what there is.
+      ConfigError: An expression without a match, or a layer that cannot have adapters; names the candidates.
     """
     trainable = options.trainable
     if not trainable and not options.lora:
@@ -51,7 +51,7 @@ def adapt_model(
         named = [weight for weight in own if trainable and re.search(pattern, weight.path)]
         found = found or bool(named)
         trained = {id(weight) for weight in [*named, *filter(is_adapter, own)]}
-        if own and len(all_layers(layer)) == 1:  # not one with layers inside, which would freeze with it
+        if own and len(all_layers(layer)) == 1:  # not a layer that contains layers, which would be frozen too
             layer.trainable = bool(trained)
         for weight in own:
             weight.trainable = id(weight) in trained
@@ -71,7 +71,7 @@ def is_adapter(weight: keras.Variable) -> bool:
 
 
 def frozen_weights(model: keras.Model) -> list[keras.Variable]:
-    """The weights that would be trained, had nobody frozen them or their layers."""
+    """The weights that would be trained if they and their layers were not frozen."""
     trained = {id(weight) for weight in model.trainable_variables}
     return [
         weight for layer in all_layers(model) for weight in weights_made_to_learn(layer) if id(weight) not in trained
@@ -79,7 +79,7 @@ def frozen_weights(model: keras.Model) -> list[keras.Variable]:
 
 
 def merge_adapters(model: keras.Model) -> int:
-    """Lets adapted layers of a loaded model work without adapters; returns their number.
+    """Removes the adapters from the layers of a loaded model; returns the number of layers.
 
     Keras saves the product of the adapters in the kernel, and loads zeros beside it: without them nothing changes.
     """
@@ -105,7 +105,7 @@ def _add_adapters(model: keras.Model, options: TrainConfig) -> list[keras.layers
         )
     for place, layer in enumerate(layers):
         if not layer.lora_enabled:
-            # The other factor is zero, so that the model begins as it was.
+            # The other factor is zero, so that the model starts unchanged.
             first = keras.initializers.HeUniform(seed=options.seed + place)
             try:
                 layer.enable_lora(rank, a_initializer=first)
@@ -119,7 +119,7 @@ def _add_adapters(model: keras.Model, options: TrainConfig) -> list[keras.layers
 
 
 def _can_have_adapters(layer: keras.layers.Layer) -> bool:
-    """Whether it is one layer, not made of others, with `enable_lora`."""
+    """Whether it is a single layer, without sublayers, that has `enable_lora`."""
     return callable(getattr(layer, "enable_lora", None)) and layer.built and len(all_layers(layer)) == 1
 
 

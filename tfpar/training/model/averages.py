@@ -1,4 +1,4 @@
-"""Moving averages between two runs: a model is left with those of the user's optimizer, as Keras leaves it."""
+"""Moving averages between two runs: after a run, a model has those of the user's optimizer, as in Keras."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import numpy as np
 
 @dataclasses.dataclass(eq=False)
 class AveragesBetweenRuns:
-    """Gives weights the values of their moving averages while no run goes on.
+    """Sets weights to their moving averages while no run is in progress.
 
-    Keras' `fit` ends so with an optimizer that has `use_ema` (3.15, `finalize_variable_values`), and the next one goes
-    on from the averages. With a workdir, all calls of `fit` are one run: the next goes on from the weights, as a run
-    does that resumes from a checkpoint.
+    Keras' `fit` ends in this way if the optimizer has `use_ema` (3.15, `finalize_variable_values`), and the next call
+    continues from the averages. With a workdir, all calls of `fit` are one run: the next call continues from the
+    weights, as a run that resumes from a checkpoint does.
     """
 
     _given: list[tuple[keras.Variable, np.ndarray, np.ndarray]] = dataclasses.field(default_factory=list)
@@ -27,12 +27,12 @@ class AveragesBetweenRuns:
     def left_behind(
         self, weights: Sequence[keras.Variable], averages: Callable[[], Sequence[keras.Variable]], *, one_run: bool
     ) -> Iterator[None]:
-        """Gives the averages at the end, unless the run ends with an error.
+        """Assigns the averages at the end, unless the run ends with an error.
 
         Args:
           weights: The weights.
-          averages: Returns the variable with the average of each; the weight itself where there is none.
-          one_run: Whether to take averages back at the start that the run before has given, but for weights that were
+          averages: Returns the variable with the average of each weight, or the weight itself if it has none.
+          one_run: Whether to undo, at the start, the averages that the previous call assigned, except for weights
             assigned since.
         """
         for variable, own, given in self._given:

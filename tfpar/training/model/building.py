@@ -1,4 +1,4 @@
-"""The model under the running strategy: the user's own object where that can be, else a copy that is kept in step."""
+"""The model under the running strategy: the user's own object if possible, otherwise a synchronised copy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(eq=False)
 class Original:
-    """The user's model, where a strategy needs variables of its own and so trains a copy.
+    """The user's model, if the strategy needs its own variables and so trains a copy.
 
     Attributes:
       model: The model that the user passed.
@@ -42,23 +42,23 @@ class Original:
         self.note_flags()
 
     def note_flags(self) -> None:
-        """Takes the layers of both models to be frozen alike, as they are now."""
+        """Records which layers are frozen now; they are the same in both models."""
         self._flags = _trainable_flags(self.model)
 
     def take_over_flags(self) -> None:
-        """Freezes and unfreezes the copy's layers as the user has done since, on the model that they hold."""
+        """Repeats on the copy the freezing and unfreezing that the user has since done on the original model."""
         flags = _trainable_flags(self.model)
         layers = zip(all_layers(self.copy), self._flags, flags, strict=True)
-        for layer, before, now in layers:  # outer layers first: setting one sets those inside
+        for layer, before, now in layers:  # outer layers first: setting one also sets those inside it
             if now is not before:
                 layer.trainable = now
         self._flags = flags
 
     @contextlib.contextmanager
     def written_back(self, read: Callable[[Sequence[keras.Variable]], Sequence[tf.Tensor]]) -> Iterator[None]:
-        """Gives the user's model the weights that the copy has at the end of the context, however it ends.
+        """Copies the weights back to the user's model at the end of the context, however it ends.
 
-        Not after an error of TensorFlow's runtime, such as the loss of a worker: it may not answer any more.
+        Not after an error of TensorFlow's runtime, such as the loss of a worker, because the runtime may hang.
 
         Args:
           read: Returns the values of variables of the copy.
@@ -88,11 +88,12 @@ def build_model(
       announced: Whether to log which object is trained.
 
     Returns:
-      The model under the strategy, and what to keep in step with it: None where it is the user's own object, or a
-      function has built it.
+      The model under the strategy, and the original to synchronise with it; None if it is the user's own object, or a
+        function has built it.
 
     Raises:
-      ConfigError: No model, one that is not built, or one that the strategy needs a copy of and that cannot be copied.
+      ConfigError: Not a model, a model that is not built, or a model that must be copied for the strategy and cannot
+        be.
     """
     if not isinstance(model, keras.Model):
         return _called(model), None
@@ -102,7 +103,7 @@ def build_model(
         return model, None
     if is_usable_as_it_is(model, strategy):
         if announced:
-            _log.info("model %s: the given model itself is trained", model.name)
+            _log.info("model %s: the model itself is trained", model.name)
         return model, None
     if announced:
         _log.info("model %s: a copy is trained; fit writes its weights back into the given model", model.name)
@@ -112,17 +113,18 @@ def build_model(
 def scope_of(
     model: keras.Model | Callable[[], keras.Model], strategy: tf.distribute.Strategy
 ) -> contextlib.AbstractContextManager[Any]:
-    """The scope in which a model's optimizer and metrics are made.
+    """The scope in which a model's optimizer and metrics are created.
 
-    It is the strategy's, but where the given model itself is trained that was built outside: TensorFlow 2.21 then
-    refuses optimizer variables within (`colocate_vars_with`). With one device it makes no difference to anything else.
+    It is the strategy's scope, unless the user's own model, built outside it, is trained: TensorFlow 2.21 then refuses
+    optimizer variables in the scope (`colocate_vars_with`). With one device this makes no other difference.
     """
     outside = isinstance(model, keras.Model) and model.variables and is_usable_as_it_is(model, strategy)
     return contextlib.nullcontext() if outside else strategy.scope()
 
 
 def is_usable_as_it_is(model: keras.Model, strategy: tf.distribute.Strategy) -> bool:
-    """Whether a model was built outside a strategy and has its variables where the strategy's only replica is."""
+    """Whether a model was built outside a strategy and has its variables on the device of the strategy's only
+    replica."""
     if not isinstance(strategy, tf.distribute.OneDeviceStrategy):
         return False
     if model.variables and strategy.extended.variable_created_in_scope(model.variables[0].value):

@@ -1,8 +1,8 @@
 """Calls any Keras model as a pure function, with the same results as the call inside `fit`.
 
 `call_model` does what `Layer.stateless_call` (Keras 3.15) leaves out: it enters the model by `__call__`, so that masks,
-dtypes and `training` reach nested layers, it takes a model whose `call` has no `training`, and it keeps track of what
-the forward pass assigns to trainable weights and adds to the model's own metrics.
+dtypes and `training` reach nested layers, it takes a model whose `call` has no `training`, and it records the values
+that the forward pass assigns to trainable weights and adds to the model's own metrics.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Tensors = list[tf.Tensor]
 
 
 class ModelCall(NamedTuple):
-    """What a call of a model returns.
+    """The result of a call of a model.
 
     Attributes:
       outputs: The model's outputs, in its structure.
@@ -40,13 +40,13 @@ class ModelCall(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class CallRecord:
-    """What calls of a model do beside returning outputs. `recording` opens one; it must enclose the calls.
+    """The side effects of calls of a model. `recording` opens one; it must enclose the calls.
 
     Attributes:
-      tape: Watches what the forward pass assigns to trainable weights; None where no gradient is taken.
+      tape: Watches the values that the forward pass assigns to trainable weights; None if no gradient is computed.
       metrics: The model's own metrics, whose state the calls add to; see `own_metrics`.
       leaves: Index of a trainable variable, and a value that the forward pass assigned to it; in order.
-      metric_sums: What the calls added to the state of `metrics`, flat; zeros before any call.
+      metric_sums: The amounts that the calls added to the state of `metrics`, flat; zeros before any call.
       outputs: The outputs of the last call, in the model's structure; None before any.
     """
 
@@ -58,7 +58,7 @@ class CallRecord:
 
     @property
     def assigned(self) -> dict[int, tf.Tensor]:
-        """The last value that was assigned to each trainable variable, by index; without what was assigned to none."""
+        """The last value that was assigned to each trainable variable, by index; only variables that were assigned."""
         return dict(sorted(dict(self.leaves).items()))
 
     @property
@@ -69,8 +69,8 @@ class CallRecord:
     def add_leaf(self, index: int, value: tf.Tensor) -> tf.Tensor:
         """Makes an assigned value a leaf of the tape.
 
-        `fit` assigns to a variable, which no gradient passes, and takes the gradient with respect to the variable: it
-        is the sum over all values that the variable has had.
+        `fit` assigns to a variable, through which no gradient passes, and computes the gradient with respect to the
+          variable: the sum over all values that the variable has had.
         """
         if self.tape is None:
             return value
@@ -81,7 +81,7 @@ class CallRecord:
 
 
 class _Records(threading.local):
-    """Open records of this thread, innermost last: MirroredStrategy traces every replica in a thread of its own."""
+    """Open records of this thread, innermost last: MirroredStrategy traces every replica in a separate thread."""
 
     def __init__(self) -> None:
         self.open: list[CallRecord] = []
@@ -94,7 +94,7 @@ _records = _Records()
 def recording(
     tape: tf.GradientTape | None = None, metrics: Sequence[keras.metrics.Metric] = ()
 ) -> Iterator[CallRecord]:
-    """Records what `call_model` does in this context; see `CallRecord`."""
+    """Records the side effects of `call_model` in this context; see `CallRecord`."""
     record = CallRecord(tape, metrics)
     record.metric_sums = [tf.zeros(variable.shape, variable.dtype) for variable in _state_of(metrics)]
     _records.open.append(record)
@@ -179,7 +179,7 @@ def _in_part(variable: keras.Variable) -> bool:
 
 
 def watch(tensor: tf.Tensor) -> tf.Tensor:
-    """A tensor that comes from elsewhere, of which gradients are taken as well where any are."""
+    """Marks a tensor from elsewhere, so that its gradient is computed too, if any are."""
     if _records.open and (tape := _records.open[-1].tape) is not None:
         tape.watch(tensor)
     return tensor
@@ -188,14 +188,15 @@ def watch(tensor: tf.Tensor) -> tf.Tensor:
 def check_agreement(
     model: keras.Model, record: CallRecord, roots: Sequence[tf.Tensor], before: Tensors, after: Tensors
 ) -> None:
-    """Refuses a forward pass that assigns to a trainable weight what replicas would not agree on.
+    """Refuses a forward pass that assigns different values to a trainable weight on different replicas.
 
-    Every replica assigns for itself, so the value may depend on weights, and on state that depends on weights alone.
+    Every replica assigns its own value, so the value may depend only on weights, and on state that depends only on
+    weights.
 
     Args:
       model: The model.
-      record: Of its call.
-      roots: What differs between replicas: examples and seed.
+      record: The record of its call.
+      roots: The tensors that differ between replicas: examples and seed.
       before: The model's state before the call.
       after: The model's state after the call.
 
@@ -214,7 +215,7 @@ def check_agreement(
         if _depends_on(leaf, differing):
             raise ConfigError(
                 f"the model assigns its trainable weight {model.trainable_variables[index].path!r} a value that "
-                "depends on the examples, so every replica would get other weights. Train on one device "
+                "depends on the examples, so the replicas would get different weights. Train on one device "
                 "(--strategy=one_device), or create it with trainable=False: replicas average such state."
             )
 
@@ -233,7 +234,7 @@ def _depends_on(tensor: tf.Tensor, roots: set[Any]) -> bool:
 
 
 class _CallScope(keras.StatelessScope):
-    """Makes what the forward pass assigns to a trainable weight a leaf of the record's tape."""
+    """Makes values that the forward pass assigns to trainable weights leaves of the record's tape."""
 
     def __init__(
         self, mapping: list[tuple[keras.Variable, Any]], trainable: Sequence[keras.Variable], record: CallRecord
@@ -258,10 +259,10 @@ def _outside(scope: keras.StatelessScope, variable: keras.Variable, given: tf.Te
     Args:
       scope: The scope of the call.
       variable: The variable.
-      given: Its value before; it stays that of a seed, which every step derives anew.
+      given: Its value before the call, which a seed keeps, because every step derives it again.
 
     Raises:
-      ConfigError: It was assigned inside a loop or branch, whose tensors exist there only.
+      ConfigError: It was assigned inside a loop or branch, whose tensors exist only there.
     """
     value = scope.get_current_value(variable)
     if tf.executing_eagerly() or _is_reachable(value):
@@ -269,8 +270,8 @@ def _outside(scope: keras.StatelessScope, variable: keras.Variable, given: tf.Te
     if given is not None and keras_internals.is_seed_state(variable):
         return given
     raise ConfigError(
-        f"the model assigns its variable {variable.path!r} inside a loop, a branch or a function of its own (tf.cond, "
-        "tf.while_loop, tf.function), from which no value can be handed on. Compute the value there and assign it "
+        f"the model assigns its variable {variable.path!r} inside a loop, a branch or a nested function (tf.cond, "
+        "tf.while_loop, tf.function), from which no value can be returned. Compute the value there and assign it "
         "outside, or train the model with its own fit and tfpar.DistributedOptimizer."
     )
 

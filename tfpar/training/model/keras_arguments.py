@@ -1,4 +1,4 @@
-"""Arguments of `Trainer`'s methods: examples in any form, and those of Keras' methods that it takes no part of."""
+"""Arguments of `Trainer`'s methods: examples in any form, and arguments of Keras' methods that it refuses."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import tensorflow as tf
 
 _INSTEAD = {
     "batch_size": "the batch is Trainer(global_batch_size=...), over all replicas, or Trainer(eval_batch_size=...)",
-    "initial_epoch": "a run resumes by itself where its Trainer(workdir=...) has a checkpoint",
+    "initial_epoch": "a run resumes automatically if its Trainer(workdir=...) has a checkpoint",
     "max_queue_size": "the input pipeline is Trainer(prefetch=..., input_threads=...)",
-    "return_dict": "the result always is a dict",
+    "return_dict": "the result is always a dict",
     "sample_weights": "sample_weight=",
     "shuffle": "Trainer(shuffle=...)",
-    "steps_per_epoch": "the length of a run is steps=, and Trainer(eval_every=...) steps lie between evaluations",
+    "steps_per_epoch": "the length of a run is steps=; Trainer(eval_every=...) is the interval between evaluations",
     "use_multiprocessing": "Trainer(input_threads=...)",
     "validation_batch_size": "Trainer(eval_batch_size=...)",
     "validation_data": "validation=",
@@ -76,16 +76,16 @@ def as_source(
     told: bool = True,
     ignore_class: int | None = None,
 ) -> inputs.ReadSource:
-    """The source of what a method was given.
+    """The source for the argument of a method.
 
     Args:
-      argument: How an error names it.
+      argument: Its name in errors.
       data: A source, or anything that `tfpar.inputs.as_source` takes.
       y: Labels, if the data are arrays.
       sample_weight: Sample weights, if the data are arrays.
       counts: Whether the number of examples must be known.
       split: `"train"` or `"validation"`, for reports.
-      told: Whether to log that they are counted.
+      told: Whether to log the counting of examples.
       ignore_class: A label that the loss ignores.
     """
     if (

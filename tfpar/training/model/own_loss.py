@@ -40,12 +40,12 @@ class _Bound:
 class OwnLossObjective:
     """The loss that `model.compute_loss` returns for a micro-batch, times its number of examples.
 
-    That is exact where every micro-batch has the same number of examples and no padding, of which `compute_loss` knows
-    nothing: `Program.pipeline` refuses other batches. As in `fit`, the method adds `self.losses` itself, or not.
+    This is exact if every micro-batch has the same number of examples and no padding, which `compute_loss` would count:
+    `Program.pipeline` refuses other batches. As in `fit`, adding `self.losses` is up to the method.
 
     Attributes:
       model: A built Keras model that overrides `compute_loss(self, x, y, y_pred, sample_weight, training)`.
-      goal: Its metrics are those of the run; its loss is for Keras' `compute_loss`, which the model's may call.
+      goal: Its metrics are those of the run; its loss is for Keras' `compute_loss`, which the override may call.
     """
 
     model: keras.Model
@@ -78,7 +78,7 @@ class OwnLossObjective:
 
     @property
     def totals(self) -> Totals:
-        """What is added up beside the loss. Only after `bind`."""
+        """The sums beside the loss. Only after `bind`."""
         return self._bound[0].totals
 
     def __call__(
@@ -87,7 +87,7 @@ class OwnLossObjective:
         """See `Objective`.
 
         Raises:
-          ConfigError: `compute_loss` returns no scalar.
+          ConfigError: `compute_loss` does not return a scalar.
         """
         del scales  # the loss has one denominator
         x, y, weight = batch
@@ -116,22 +116,22 @@ class OwnLossObjective:
 
 
 def compile_for_own_loss(model: keras.Model, loss: Any) -> None:
-    """Compiles a model whose `compute_loss` may call that of Keras, which needs the loss; none that is compiled.
+    """Compiles a model, unless it is compiled, because its `compute_loss` may call that of Keras, which needs the loss.
 
     Args:
       model: A built Keras model that overrides `compute_loss`.
-      loss: A Keras loss, its name, or a function; None where the model needs none.
+      loss: A Keras loss, its name, or a function; None if the model needs none.
     """
     if loss is not None and not model.compiled:
         model.compile(optimizer=None, loss=loss)
 
 
 def objective_of(model: keras.Model, goal: Goal | OwnGoal) -> Objective:
-    """What a model is trained for: the user's objective, its own `compute_loss`, or a loss of its outputs.
+    """The objective of a model: the user's objective, its own `compute_loss`, or a loss of its outputs.
 
     Args:
       model: A built Keras model.
-      goal: What the user asks for.
+      goal: The goal that the user gave.
     """
     if isinstance(goal, OwnGoal):
         return goal.objective(model)

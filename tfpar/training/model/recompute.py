@@ -1,13 +1,13 @@
 """Activations computed again in the backward pass instead of being kept (Chen et al. 2016, arXiv:1604.06174).
 
-A block is a layer, or a stretch of a functional model's graph. In the forward pass only its inputs and outputs are
+A block is a layer, or a segment of a functional model's graph. In the forward pass only its inputs and outputs are
 kept; the backward pass calls it again, with the same values of every variable, so that dropout draws the same numbers
 and batch statistics are those of the forward pass, and takes its gradient there. A step then costs about one more
 forward pass of its blocks, and its memory holds the activations of one block at a time.
 
-`tf.recompute_grad` does it. What it does not know of is Keras: weights reach a layer through a `StatelessScope`, not as
-arguments, and without a gradient; and the second call happens where the scopes of the first have ended. So the weights
-become arguments, and the second call runs in the state that Keras had in the first.
+This uses `tf.recompute_grad`, which does not support Keras' scopes: weights reach a layer through a `StatelessScope`,
+not as arguments, and so would get no gradient; and the second call happens after the scopes of the first have ended. So
+the weights become arguments, and the second call runs in the state that Keras had in the first.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ BLOCKS = "blocks"
 def recompute_activations(model: keras.Model, where: str, *, announced: bool = False) -> list[str]:
     """Makes a model recompute activations whenever it is called on tensors in a `keras.StatelessScope`.
 
-    A later call for the same model takes the place of an earlier one. Elsewhere (eager calls, `predict`, saving) the
-    model stays as it was.
+    A later call for the same model replaces an earlier one. Outside of such scopes (eager calls, `predict`, saving) the
+    model does not change.
 
     Args:
       model: A built Keras model.
-      where: `none`; `blocks`, the layers that are made of layers, such as those of a transformer, or for a functional
-        model whose weights are mostly elsewhere about as many stretches of its graph as the square root of its layers;
-        or a regular expression, searched in the paths of layers.
+      where: `none`; `blocks`, the layers that consist of layers, such as those of a transformer, or for a functional
+        model whose weights are mostly outside such layers, segments of its graph, about as many as the square root of
+        its layers; or a regular expression, searched in the paths of layers.
       announced: Whether to log which blocks these are.
 
     Returns:
@@ -71,7 +71,8 @@ def recompute_activations(model: keras.Model, where: str, *, announced: bool = F
 
 
 def recompute_layers(model: keras.Model, layers: Sequence[keras.layers.Layer]) -> None:
-    """Makes layers blocks as well, beside those of `recompute_activations`, unless they are in one of these."""
+    """Makes more layers blocks, in addition to those of `recompute_activations`, unless they are inside one of
+    these."""
     blocks = [layer for layer in keras_internals.all_layers(model) if keras_calls.is_called_otherwise(layer)]
     inside = {id(inner) for block in blocks for inner in keras_internals.all_layers(block)}
     for layer in layers:
@@ -84,7 +85,7 @@ def _shortened(names: Sequence[str], most: int = 6) -> str:
 
 
 def composite_layers(model: keras.Model) -> list[keras.layers.Layer]:
-    """The outermost layers that are made of several layers with weights; models inside the model are looked into."""
+    """The outermost layers that consist of several layers with weights, also inside models within the model."""
     found = []
     for layer in _children(model):
         if isinstance(layer, keras.Model):
@@ -153,7 +154,7 @@ def _path(layer: keras.layers.Layer) -> str:
     return layer.path or layer.name
 
 
-# Stretches of a graph
+# Segments of a graph
 
 
 def _recompute_stretches(model: keras.Model) -> list[str]:
@@ -162,7 +163,7 @@ def _recompute_stretches(model: keras.Model) -> list[str]:
     stretches = [] if graph is None else cut(keras_calls.graph_nodes(graph))
     if graph is None or len(stretches) < 2:
         raise ConfigError(
-            f"--recompute=blocks: the model {model.name!r} has no layers that are made of layers, and no graph that "
+            f"--recompute=blocks: the model {model.name!r} has no layers that consist of layers, and no graph that "
             "could be cut. Name layers with --recompute=REGEX."
         )
     keras_calls.replace_graph_run(graph, functools.partial(_run_in_stretches, model, stretches))
@@ -170,13 +171,12 @@ def _recompute_stretches(model: keras.Model) -> list[str]:
 
 
 def cut(nodes: Sequence[Any]) -> list[list[Any]]:
-    """Cuts nodes into consecutive stretches of about equal activations, between which a single tensor crosses.
+    """Cuts nodes into consecutive segments of about equal activations, with a single tensor at each cut.
 
-    With n layers and s stretches, about s boundaries and the activations of n/s layers are kept: the fewest for
-    s = sqrt(n).
+    With n layers and s segments, about s boundaries and the activations of n/s layers are kept: least for s = sqrt(n).
 
     Args:
-      nodes: Of a functional model, in the order in which they run.
+      nodes: The nodes of a functional model, in the order in which they run.
     """
     sizes = [sum(math.prod(size or 1 for size in tensor.shape) for tensor in node.outputs) for node in nodes]
     weighted = sum(bool(getattr(node.operation, "weights", None)) for node in nodes)
@@ -193,7 +193,7 @@ def cut(nodes: Sequence[Any]) -> list[list[Any]]:
 
 
 def _crossing(nodes: Sequence[Any], index: int) -> set[int]:
-    """Tensors that are made up to a node and read after it."""
+    """Tensors that are computed up to a node and read after it."""
     made = {id(tensor) for node in nodes[: index + 1] for tensor in node.outputs}
     return made & {id(tensor) for node in nodes[index + 1 :] for tensor in node.input_tensors}
 
@@ -207,7 +207,7 @@ def _run_in_stretches(
     inputs: Any,
     **options: Any,
 ) -> Any:
-    """Takes the place of `keras.Function._run_through_graph`."""
+    """Replaces `keras.Function._run_through_graph`."""
     operation_fn = options.get("operation_fn")
     if operation_fn is None or options.get("call_fn") is not None or not _in_stateless_call(inputs):
         return plain(inputs, **options)
@@ -243,7 +243,7 @@ def _run_in_stretches(
 def _recomputing_call(
     model: keras.Model, layer: keras.layers.Layer, plain: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Takes the place of a layer's `call`."""
+    """Replaces a layer's `call`."""
     if not _in_stateless_call((args, kwargs)):
         return plain(*args, **kwargs)
     return _recomputed(model, layer.variables, plain, args, kwargs, layer.name)
@@ -257,7 +257,7 @@ def _in_stateless_call(arguments: Any) -> bool:
 
 
 class _BlockScope(keras.StatelessScope):
-    """Variables as they were when a block was called first; keeps what the block assigns, and what else it reads."""
+    """Variables as they were at the first call of a block; records the block's assignments and its other reads."""
 
     def __init__(self, values: dict[int, tf.Tensor], learning: set[int]) -> None:
         super().__init__(collect_losses=True)
@@ -284,15 +284,15 @@ def _recomputed(
     kwargs: dict[str, Any],
     name: str,
 ) -> Any:
-    """Calls a function of tensors, and computes it again where its gradient is taken.
+    """Calls a function of tensors, and computes it again when its gradient is computed.
 
     Args:
       model: The model, whose trainable variables have gradients.
-      variables: What the function reads, as far as it is known.
-      function: What to call.
+      variables: The variables that the function reads, as far as they are known.
+      function: The function to call.
       args: Its arguments, nested structures with tensors.
       kwargs: Its arguments by name.
-      name: Of the block, for messages.
+      name: Name of the block, for messages.
 
     Raises:
       ConfigError: The function assigns a trainable weight.
@@ -306,7 +306,7 @@ def _recomputed(
         results = tf.recompute_grad(block)(*block.arguments)
         if not block.others:
             break
-        # It reads a weight of a layer elsewhere, such as a tied embedding, whose gradient must pass as well.
+        # It reads a weight of another layer, such as a tied embedding, whose gradient must be computed as well.
         weights = weights | block.others
     for variable, value in block.updates:
         if id(variable) in learning:
@@ -339,7 +339,7 @@ class _Block:
         self._function = function
         self._given = given
         self._parts = tf.nest.flatten(given)
-        # Now: attention removes the masks of what it is called with.
+        # Copied now, because attention removes the masks of its arguments.
         self._masks_given = [keras_internals.mask_of(part) for part in self._parts]
         self._places = [place for place, part in enumerate(self._parts) if _is_float(part)]
         self._state = keras_calls.thread_state()

@@ -1,4 +1,4 @@
-"""What a model may do that training here has to know of: metrics of its own, and what is refused by name."""
+"""Features of models that need special treatment: their own metrics, and features that are refused by name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PLAIN_FIT = "Run the model's own fit with tfpar.DistributedOptimizer(optimizer)
 
 
 def check_model(model: keras.Model, *, synchronous: bool = True) -> None:
-    """Refuses models that `fit` of Keras trains in a way that cannot be carried out here, before anything is traced.
+    """Refuses, before anything is traced, models whose training in Keras' `fit` cannot be reproduced here.
 
     Args:
       model: A built Keras model.
@@ -28,7 +28,7 @@ def check_model(model: keras.Model, *, synchronous: bool = True) -> None:
       ConfigError: A stateful layer, an overridden training loop, no trainable weights; with parameter servers, weights
         that a forward pass assigns. The message says what to do.
     """
-    if not model.weights:  # also where `build` of a subclassed model, which has none of its own, marked it as built
+    if not model.weights:  # even if a subclassed model without its own `build` is marked as built
         raise ConfigError("the model has no weights yet: call it on data or give it an Input, or pass a function.")
     if not model.trainable_variables:
         raise ConfigError(
@@ -53,8 +53,8 @@ def check_model(model: keras.Model, *, synchronous: bool = True) -> None:
     for name in ("train_step", "make_train_function"):
         if owner := overriding_class(model, name):
             raise ConfigError(
-                f"model {model.name!r}: {owner} overrides {name}, which the Trainer's own step takes the place of. "
-                f"{_PLAIN_FIT}. What only changes the loss can be an overridden compute_loss, or add_loss in call."
+                f"model {model.name!r}: {owner} overrides {name}, which the Trainer's own step replaces. "
+                f"{_PLAIN_FIT}. If only the loss differs, override compute_loss, or call add_loss in call."
             )
     for name, remedy in (
         ("test_step", "evaluation here computes the Trainer's loss and metrics in inference mode"),
@@ -65,7 +65,7 @@ def check_model(model: keras.Model, *, synchronous: bool = True) -> None:
 
 
 def _check_weights_stay(model: keras.Model) -> None:
-    """Refuses layers that set weights in another way than by gradients, which workers without an order cannot do."""
+    """Refuses layers that set weights other than by gradients, which asynchronous workers do not support."""
     layers = [
         layer.name
         for layer in keras_internals.all_layers(model)
@@ -96,7 +96,7 @@ def check_precision(model: keras.Model, wanted: str) -> None:
       wanted: Name of a dtype policy.
 
     Raises:
-      ConfigError: The model computes in something else; float64 models are taken as they are.
+      ConfigError: The model computes in another precision; float64 models are accepted.
     """
     dtype = precision.policy(wanted).compute_dtype
     layers = keras_internals.all_layers(model, include_self=False)
@@ -114,14 +114,14 @@ def check_precision(model: keras.Model, wanted: str) -> None:
 
 
 def own_metrics(model: keras.Model, taken: Sequence[str] = ()) -> list[keras.metrics.Metric]:
-    """Metrics that the model and its layers have as attributes and may update in `call`; without those of `compile`.
+    """Metrics that are attributes of the model and its layers and may be updated in `call`; without those of `compile`.
 
     Args:
       model: A built Keras model.
       taken: Names of other metrics of the run.
 
     Raises:
-      ConfigError: A metric whose state does not start at zero, so that it is no sum over batches; a name used twice.
+      ConfigError: A metric whose state does not start at zero, so that it is not a sum over batches; a name used twice.
     """
     found: list[keras.metrics.Metric] = []
     for layer in keras_internals.all_layers(model):
@@ -132,8 +132,8 @@ def own_metrics(model: keras.Model, taken: Sequence[str] = ()) -> list[keras.met
             metric.reset_state()
             if any(np.any(variable.numpy()) for variable in metric.variables):
                 raise ConfigError(
-                    f"{where} does not start at zero, so it is no sum and cannot be combined across replicas. Use a "
-                    "metric that counts or averages (Mean, Sum), or give it to Trainer(metrics=...)."
+                    f"{where} does not start at zero, so it is not a sum and cannot be combined across replicas. Use "
+                    "a metric that counts or averages (Mean, Sum), or give it to Trainer(metrics=...)."
                 )
             if metric.name in (*taken, *(other.name for other in found)):
                 raise ConfigError(f"{where} has the name of another metric. Give one of them another name=....")

@@ -1,10 +1,10 @@
 """Models that compute over whole batches, and batches that are not full.
 
-A batch that is not full is padded with examples of weight 0. Losses and metrics per example leave them out. What reads
-the batch as a whole cannot: batch statistics, losses that the model adds itself, metrics that it updates itself, an
-overridden `compute_loss`, and a loss that returns one value for the batch. Where a replica's share of a step is one
-micro-batch, such a model gets its examples alone, and the batch is smaller, as in `fit`; XLA compiles the step once for
-each size.
+A batch that is not full is padded with examples of weight 0. Losses and metrics per example leave them out.
+Computations on the batch as a whole cannot: batch statistics, losses that the model adds itself, metrics that it
+updates itself, an overridden `compute_loss`, and a loss that returns one value for the batch. If a replica's share of
+a step is one micro-batch, such a model gets only its real examples, in a smaller batch, as in `fit`; XLA compiles the
+step once for each size.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ import tensorflow as tf
 
 @dataclasses.dataclass(frozen=True)
 class BatchReaders:
-    """What of a model reads a batch as a whole.
+    """The parts of a model that read a batch as a whole.
 
     Attributes:
       name: Name of the model.
-      topology: How the replicas that run it lie on workers and devices.
+      topology: The topology of the run.
       own_loss: Whether it overrides `compute_loss`.
       metrics: Names of the metrics that it updates itself.
-      statistics: Names of Keras' layers of batch statistics; tfpar's own leave padding out.
-      adding: Names of the layers that add losses which depend on examples, as far as their code tells.
+      statistics: Names of Keras' layers with batch statistics; tfpar's own ignore padding.
+      adding: Names of the layers that, judging by their code, add losses that depend on examples.
       fixed_batch: Whether an input has a fixed number of examples.
       objective: What the model is trained for.
     """
@@ -52,7 +52,7 @@ class BatchReaders:
 
     @classmethod
     def of(cls, core: Core, topology: Topology) -> BatchReaders:
-        """What of a core's model reads whole batches."""
+        """The parts of a core's model that read whole batches."""
         layers = keras_internals.all_layers(core.model)
         given = getattr(core.model, "inputs", None) or []
         return cls(
@@ -72,11 +72,11 @@ class BatchReaders:
         return self.objective.whole_losses if isinstance(self.objective, SupervisedObjective) else {}
 
     def get_examples_alone(self, pipeline: inputs.AnyPipeline) -> bool:
-        """Whether batches of a pipeline that are not full come without their padding.
+        """Whether a pipeline returns incomplete batches without their padding.
 
-        Micro-batches are rows of one tensor, so they have one size; where a process hands rows of a tensor to several
-        replicas (of a stream, or of several devices each), or to a TPU, these have too. Devices and workers that talk
-        within a model must always say the same: TensorFlow's collectives (2.21) remember the shapes of every call.
+        Micro-batches are rows of one tensor, so they have the same size; so do the shares of replicas that get rows of
+        one tensor (from a stream, or for several devices each), and of a TPU. Devices and workers that communicate
+        within a model must keep their shapes, because TensorFlow's collectives (2.21) fix the shape of every call.
         """
         topology = self.topology
         rows = isinstance(pipeline, inputs.StreamPipeline) or topology.mesh.devices_of_replica > 1
@@ -93,11 +93,12 @@ class BatchReaders:
         )
 
     def shorten(self, pipeline: inputs.AnyPipeline, dataset: tf.data.Dataset, *, padded: bool) -> tf.data.Dataset:
-        """A pipeline's batches of one replica each, without their padding where they need not be `padded`."""
+        """A pipeline's batches of one replica each, without their padding unless they must be `padded`."""
         return dataset if padded or not self.get_examples_alone(pipeline) else without_padding(dataset)
 
     def counting_padding(self, pipeline: inputs.AnyPipeline) -> tuple[Sequence[str], Sequence[str]]:
-        """Names of the layers that take padding for examples: those that add losses, and those of batch statistics."""
+        """Names of the layers that count padding as examples: those that add losses, and those with batch
+        statistics."""
         counts = pipeline.pads and not self.get_examples_alone(pipeline)
         return (self.adding, self.statistics) if counts else ((), ())
 
@@ -145,7 +146,7 @@ class BatchReaders:
 
 
 def without_padding(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """The batches of one replica without examples of weight 0; where all have weight 0, the first one stays.
+    """The batches of one replica without examples of weight 0; if all have weight 0, the first one stays.
 
     Args:
       dataset: Elements `(x, y, weight)`: x and y `[1, m, ...]`, weight float32 `[1, m]`.

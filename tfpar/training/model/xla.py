@@ -1,4 +1,4 @@
-"""What of a model decides whether XLA compiles it."""
+"""The properties of a model that decide whether XLA compiles it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def xla_obstacle(model: keras.Model, *, replicas: int, deterministic: bool) -> s
 
     Args:
       model: A built model.
-      replicas: Of all workers.
+      replicas: Replicas of all workers.
       deterministic: Whether a repeated run must give the same bits.
     """
     if any(tensor.dtype == "string" for tensor in keras.tree.flatten(getattr(model, "inputs", None) or [])):
@@ -35,9 +35,9 @@ def xla_obstacle(model: keras.Model, *, replicas: int, deterministic: bool) -> s
 
 
 def is_convolutional(model: keras.Model, summary: Callable[[], models.ModelSummary | None]) -> bool:
-    """Whether convolutions take a good part of the model's FLOPs, or cannot be told from the rest before it runs.
+    """Whether convolutions take a large share of the model's FLOPs, or a share that is unknown before it runs.
 
-    Less than that is the patch embedding of a transformer.
+    The patch embedding of a transformer is below the threshold.
 
     Args:
       model: The model.

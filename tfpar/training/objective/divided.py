@@ -1,4 +1,4 @@
-"""Losses and metrics that need no more of divided logits than what `DividedLogits` tells of them."""
+"""Losses and metrics that can be computed from divided logits without gathering them (`DividedLogits`)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import tensorflow as tf
 
 
 def divided_loss(loss: keras.losses.Loss, y: Any, outputs: Any) -> tf.Tensor | None:
-    """What `loss.call` returns, from logits that are divided; None where they are whole, or the loss needs them so.
+    """The result of `loss.call` from divided logits; None if the logits are whole, or the loss needs them whole.
 
     Args:
-      loss: A Keras loss. It is one of these where it is a sparse categorical cross-entropy of logits.
+      loss: A Keras loss. Sparse categorical cross-entropies of logits can use divided logits.
       y: Class numbers `[m, ...]`.
       outputs: Logits `[m, ..., V]`, or this device's part of them.
     """
@@ -30,10 +30,10 @@ def divided_loss(loss: keras.losses.Loss, y: Any, outputs: Any) -> tf.Tensor | N
 def divided_metric(
     metric: keras.metrics.Metric, y: tf.Tensor, outputs: tf.Tensor, weight: tf.Tensor
 ) -> list[tf.Tensor] | None:
-    """The state that examples add to a metric, from logits that are divided; None as for `divided_loss`.
+    """The state that examples add to a metric, from divided logits; None as for `divided_loss`.
 
     Args:
-      metric: A Keras metric; it is one of these if it is an accuracy or a cross-entropy of class numbers.
+      metric: A Keras metric. Accuracies and cross-entropies of class numbers can use divided logits.
       y: Class numbers `[m, ...]`.
       outputs: As for `divided_loss`.
       weight: Weights of examples or positions, `[m]` or `[m, ...]`.
@@ -55,7 +55,7 @@ def divided_metric(
         weight *= mask
     state = [(variable, tf.zeros(variable.shape, variable.dtype)) for variable in metric.variables]
     with keras.StatelessScope(state_mapping=state) as scope:
-        # As `MeanMetricWrapper.update_state` goes on in Keras 3.15 when it has the values.
+        # As `MeanMetricWrapper.update_state` continues in Keras 3.15 once it has the values.
         keras.metrics.Mean.update_state(metric, values, sample_weight=weight)
     return [scope.get_current_value(variable) for variable in metric.variables]
 
@@ -65,7 +65,7 @@ def _logits(outputs: Any) -> DividedLogits | None:
 
 
 def _cross_entropy(logits: DividedLogits, y: Any, options: dict[str, Any], dtype: str) -> tf.Tensor | None:
-    """`keras.losses.sparse_categorical_crossentropy` with these options; None where they are not of logits."""
+    """`keras.losses.sparse_categorical_crossentropy` with these options; None unless they are for logits."""
     rank = logits.own.shape.rank
     if not options.get("from_logits") or options.get("axis", -1) not in (-1, rank - 1):
         return None

@@ -1,4 +1,4 @@
-"""An objective of the user's own in place of losses and metrics."""
+"""A user-defined objective in place of losses and metrics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import keras
 
 @dataclasses.dataclass(frozen=True)
 class OwnGoal:
-    """What `Goal` is for losses and metrics.
+    """The counterpart of `Goal` for a user-defined objective.
 
     Attributes:
       make: `(model) -> Objective`, called once with the built model, under the strategy.
@@ -30,13 +30,14 @@ class OwnGoal:
         """The goal of `make`.
 
         Raises:
-          ConfigError: There are losses or metrics beside it, or it cannot be called.
+          ConfigError: Losses or metrics are given too, or it cannot be called.
         """
         others = {"loss": goal.loss, "metrics": goal.metrics, "weighted_metrics": goal.weighted_metrics}
         given = [name for name, value in others.items() if value]
         if given:
             raise ConfigError(
-                f"objective=... says what is minimised and measured; leave {' and '.join(given)} out, or the objective."
+                f"objective=... determines what is minimised and measured; leave {' and '.join(given)} out, or the "
+                "objective."
             )
         if not callable(make):
             raise ConfigError(f"objective={make!r}: give a function of the built model that returns an Objective.")
@@ -53,12 +54,12 @@ class OwnGoal:
         """The objective for a model.
 
         Raises:
-          ConfigError: It is none.
+          ConfigError: The result of `make` is not an objective.
         """
         made: Any = self.make(model)
         if not callable(made) or not hasattr(made, "totals"):
             raise ConfigError(
-                f"objective=... made {made!r}, which is no tfpar.training.objective.Objective: it must be callable "
+                f"objective=... made {made!r}, which is not a tfpar.training.objective.Objective: it must be callable "
                 "and have `totals`."
             )
         return made

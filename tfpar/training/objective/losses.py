@@ -24,7 +24,7 @@ class Losses:
 
     Attributes:
       terms: In the order in which Keras adds them.
-      own_denominator: Of each term, whether it is divided by something else than the number of examples.
+      own_denominator: For each term, whether it is divided by something other than the number of examples.
       by_positions: See `weighting.term_sums`.
       whole: Names of the terms that are one value for a whole batch, and whether it is a mean over the examples.
     """
@@ -58,7 +58,7 @@ class Losses:
         ]
 
     def total(self, numerators: Sequence[tf.Tensor]) -> tf.Tensor:
-        """The sum of the terms by `loss_weights`, a scalar; zero where there are none."""
+        """The sum of the terms weighted by `loss_weights`, a scalar; zero if there are none."""
         parts = [
             value if term.weight is None else value * term.weight
             for term, value in zip(self.terms, numerators, strict=True)
@@ -67,19 +67,19 @@ class Losses:
 
 
 def build_losses(loss: Any, loss_weights: Any, y: Any, outputs: Outputs, *, by_positions: bool) -> Losses:
-    """The losses of a model, assigned to its outputs, and tried on made-up examples.
+    """The losses of a model, assigned to its outputs and tried on dummy examples.
 
     Args:
       loss: As Keras' `compile` takes it: a loss, its name or a function `(y, outputs) -> values [m, ...]`; a list, or a
         dict by output name, of them; or a structure like that of the outputs. None for no loss.
       loss_weights: A factor for each loss, in the same structure, or None.
       y: Labels, a structure of `tf.TensorSpec` with static shapes; `()` for none.
-      outputs: What the model returns.
-      by_positions: Whether positions that a mask leaves are what is averaged over; else examples.
+      outputs: The model's outputs.
+      by_positions: Whether to average over the unmasked positions; otherwise over examples.
 
     Raises:
-      ConfigError: A name that Keras does not know, another structure than that of the outputs, or labels that a loss
-        cannot be computed from.
+      ConfigError: A name that Keras does not know, a structure other than that of the outputs, or labels that do not
+        suit a loss.
     """
     if loss is None:
         return Losses((), (), by_positions)
@@ -114,7 +114,8 @@ def _check_outputs(loss: Any, outputs: Outputs) -> None:
         )
     if known and unknown:
         raise ConfigError(
-            f"loss: {unknown[0]!r} is no output of the model. Its outputs are: {', '.join(map(repr, sorted(known)))}."
+            f"loss: {unknown[0]!r} is not an output of the model. Its outputs are: "
+            f"{', '.join(map(repr, sorted(known)))}."
         )
 
 
@@ -160,10 +161,10 @@ def _unsuitable(term: ResolvedLoss, y: Any, outputs: Outputs, error: Exception) 
 
 
 def check_names(loss: Any) -> None:
-    """Refuses what is no loss, in any structure, before there are data.
+    """Refuses objects that are not losses, in any structure, before there are data.
 
     Raises:
-      ConfigError: A name that Keras does not know, or an object that is no loss.
+      ConfigError: A name that Keras does not know, or an object that is not a loss.
     """
     for leaf in keras.tree.flatten(loss):
         if leaf is None or str(leaf).lower() in ("crossentropy", "ce"):

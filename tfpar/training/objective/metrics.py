@@ -1,8 +1,8 @@
 """Metrics as sums: their state adds up over examples, micro-batches, replicas, and steps.
 
-Only Keras metrics whose state is zero after a reset and grows by addition are taken. A step then sends their state with
-the gradients, and a value is computed from the total. What Keras does with masks and sample weights is done here with
-the same classes; the weight of each example, which is 0 for padding, is multiplied into the sample weights.
+Only Keras metrics whose state is zero after a reset and grows by addition are accepted. A step then sends their state
+with the gradients, and a value is computed from the total. What Keras does with masks and sample weights is done here
+with the same classes; the weight of each example, which is 0 for padding, is multiplied into the sample weights.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class MetricTerm:
     """A metric of one output.
 
     Attributes:
-      metric: A Keras metric with its state made.
-      name: What it is reported as.
+      metric: A Keras metric whose state has been created.
+      name: The name under which it is reported.
       y: Index into the flat labels.
       outputs: Index into the flat outputs.
       weighted: Whether sample weights count in it.
-      weight_rank: Rank of the labels' dims that it wants weights for; 1 is a weight for each example.
+      weight_rank: Number of the labels' dims for which it takes weights; 1 is a weight per example.
     """
 
     metric: keras.metrics.Metric
@@ -46,7 +46,7 @@ class MetricTerm:
     weight_rank: int = 1
 
     def sums(self, y: tf.Tensor, outputs: tf.Tensor, sample_weight: Any, weight: tf.Tensor) -> list[tf.Tensor]:
-        """The state that examples add. Pure: the metric is not changed.
+        """The state that examples add. Pure: the metric itself does not change.
 
         Args:
           y: Labels `[m, ...]`.
@@ -63,7 +63,7 @@ class MetricTerm:
         return self.metric.stateless_update_state(zeros, y, outputs, sample_weight=weight)
 
     def _weights(self, y: tf.Tensor, outputs: tf.Tensor, sample_weight: Any, weight: tf.Tensor) -> tf.Tensor:
-        # Only the means of a function look at a mask; they multiply it by weights of its rank.
+        # Only metrics that average a function use a mask; they multiply it by weights of its rank.
         mask = keras_internals.mask_of(outputs) if isinstance(self.metric, keras.metrics.MeanMetricWrapper) else None
         rank = 1 if mask is None else mask.shape.rank
         if sample_weight is not None:
@@ -84,10 +84,10 @@ def build_metrics(
     y: Any,
     outputs: Any,
 ) -> list[MetricTerm]:
-    """Metrics as `compile` takes them, assigned to outputs, with their state made, and checked to be additive.
+    """Metrics as `compile` takes them, assigned to outputs, with their state created and checked to be additive.
 
-    `"accuracy"` is the accuracy that belongs to the loss of the output where that is one of Keras' cross-entropies, and
-    else the one that Keras picks by the shapes of labels and outputs.
+    `"accuracy"` is the accuracy that belongs to the loss of the output if that is one of Keras' cross-entropies, and
+    otherwise the one that Keras picks by the shapes of labels and outputs.
 
     Args:
       metrics: A list, or one for each output: names, metric objects or functions `(y, outputs) -> [m, ...]`.
@@ -125,7 +125,7 @@ def build_metrics(
 def _accuracy_of(
     losses: Sequence[keras_compile.ResolvedLoss], output: int, by_shape: keras.metrics.Metric
 ) -> keras.metrics.Metric:
-    """The accuracy that belongs to the cross-entropy of an output; `by_shape` where it has another loss."""
+    """The accuracy that belongs to the cross-entropy of an output; `by_shape` for any other loss."""
     for term in losses:
         if term.outputs == output:
             found = accuracy(term.loss, by_shape.name)
@@ -152,7 +152,7 @@ def accuracy(loss: keras.losses.Loss, name: str = "accuracy") -> keras.metrics.M
 
 
 def _checked(term: keras_compile.ResolvedMetric, y: tf.TensorSpec, outputs: tf.TensorSpec) -> MetricTerm:
-    """The metric with its state made, once it has shown on made-up examples that its state is a sum over examples."""
+    """The metric with its state created, after a check on dummy examples that its state is a sum over examples."""
     metric, (labels, values) = _unused(term.metric), examples_of([y, outputs])
     try:
         whole, part = _values(metric, labels, values, weighted=False)
@@ -166,7 +166,7 @@ def _checked(term: keras_compile.ResolvedMetric, y: tf.TensorSpec, outputs: tf.T
             ) from error
     if _has_state(metric):
         raise ConfigError(
-            f"metrics: the state of {metric.name!r} does not start at zero, so it is no sum over examples and "
+            f"metrics: the state of {metric.name!r} does not start at zero, so it is not a sum over examples and "
             "cannot be combined across replicas. Use a metric that counts or averages."
         )
     ones = tf.ones([len(labels)])
@@ -193,7 +193,7 @@ def _has_state(metric: keras.metrics.Metric) -> bool:
 
 
 def _unused(metric: keras.metrics.Metric) -> keras.metrics.Metric:
-    """The metric, or a new one like it if it was used before, as those of a compiled model may be."""
+    """The metric, or a new one like it if it was used before, as metrics of a compiled model may have been."""
     try:
         return type(metric).from_config(metric.get_config()) if _has_state(metric) else metric
     except _ERRORS:
@@ -205,7 +205,7 @@ def _values(metric: keras.metrics.Metric, y: tf.Tensor, outputs: tf.Tensor, *, w
     values = []
     for count in (len(y), len(y) - 1):
         arguments = (y[:count], outputs[:count], *([tf.ones([count])] if weighted else []))
-        with keras.StatelessScope():  # some make state for the first outputs they see
+        with keras.StatelessScope():  # some create their state for the first outputs that they see
             metric.update_state(*arguments)
         zeros = [tf.zeros(variable.shape, variable.dtype) for variable in metric.variables]
         values.append(_result(metric, metric.stateless_update_state(zeros, *arguments)))
@@ -248,7 +248,8 @@ def results(
       without: Names of metrics to leave out.
 
     Returns:
-      What Keras' `fit` logs: a number, or an array where the metric has one, by metric name. A metric whose result is
+      The values that Keras' `fit` logs, by metric name: numbers, or arrays for metrics that return arrays. A metric
+      whose result is
       a dict gives an entry per key, named by the key alone unless that name is taken: then `name/key`.
     """
     found: dict[str, Any] = {}

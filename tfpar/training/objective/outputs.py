@@ -1,4 +1,4 @@
-"""What a model returns: structure, shapes and masks of its outputs, before the first step."""
+"""The structure, shapes and masks of a model's outputs, known before the first step."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-EXAMPLES = 7  # as many are tried, where any number will do
+EXAMPLES = 7  # batch size for trials where any size will do
 
 
 class Outputs(NamedTuple):
     """The outputs of a model.
 
     Attributes:
-      structure: `tf.TensorSpec` of each output, with as many examples as were asked for.
-      masked: Of each output, flat: whether it carries a mask.
+      structure: `tf.TensorSpec` of each output, with the requested number of examples.
+      masked: For each output, flat: whether it carries a mask.
       adds_losses: Returns whether the model adds losses of its own (`add_loss`, regularisers).
       names: Names of the outputs as Keras knows them, or None.
     """
@@ -34,14 +34,14 @@ class Outputs(NamedTuple):
 
 
 def outputs_of(model: keras.Model, input_spec: Any, examples: int) -> Outputs:
-    """Describes what a model returns for inputs of a data set.
+    """Describes the outputs of a model for inputs of a data set.
 
-    A model that is a graph of layers says it itself, where it knows all sizes; any other is traced once.
+    For a graph of layers with known sizes, the graph has the answer; any other model is traced once.
 
     Args:
       model: A built model.
       input_spec: Structure of `tf.TensorSpec`, of one example.
-      examples: Size of dim 0 in what is returned.
+      examples: Size of dim 0 in the result.
 
     Raises:
       ConfigError: The model cannot be called on such inputs.
@@ -95,7 +95,7 @@ def _traced(model: keras.Model, input_spec: Any, examples: int, names: list[str]
     try:
         tf.function(call, autograph=False).get_concrete_function(*specs, batch)
     except (ValueError, TypeError, KeyError, tf.errors.InvalidArgumentError) as error:
-        # Keras frames the reason with the layer's name and its arguments, in colours.
+        # Keras surrounds the reason with the layer's name and its arguments, in colours.
         reason = re.sub(r"\x1b\[\d+m|Exception encountered when calling .*", "", str(error))
         reason = " ".join(reason.partition("Arguments received by")[0].split())
         raise ConfigError(
@@ -105,7 +105,7 @@ def _traced(model: keras.Model, input_spec: Any, examples: int, names: list[str]
 
 
 def check_inputs(model: keras.Model, input_spec: Any, accepted: list[Any]) -> None:
-    """Refuses inputs that a model cannot be called on.
+    """Refuses inputs on which a model cannot be called.
 
     Args:
       model: A built model.
@@ -121,7 +121,7 @@ def check_inputs(model: keras.Model, input_spec: Any, accepted: list[Any]) -> No
 
 
 def reads_strings(model: keras.Model) -> bool:
-    """Whether a model has inputs of strings: by its graph, or, where it has none, by layers that look strings up."""
+    """Whether a model has string inputs: by its graph or, without a graph, by its layers that look up strings."""
     inputs = keras.tree.flatten(getattr(model, "inputs", None) or [])
     if not inputs:
         return not all(layer.supports_jit for layer in keras_internals.all_layers(model))
@@ -133,12 +133,12 @@ def _shapes(spec: Any) -> Any:
 
 
 def with_examples(spec: Any, examples: int) -> Any:
-    """A structure of `tf.TensorSpec` of one example as that of several, with dim 0 added."""
+    """The structure of `tf.TensorSpec` of one example, with dim 0 added for several examples."""
     return tf.nest.map_structure(lambda part: tf.TensorSpec([examples, *part.shape], part.dtype), spec)
 
 
 def examples_of(structure: Any, integers_below: int = 2) -> list[tf.Tensor]:
-    """Made-up values for each leaf, to try losses and metrics on: floats in (0, 1), integers and booleans 0 and 1.
+    """Dummy values for each leaf, for trials of losses and metrics: floats in (0, 1), integers and booleans 0 and 1.
 
     Args:
       structure: `tf.TensorSpec` of each.

@@ -1,4 +1,4 @@
-"""What an objective is: a pure function from weights and one micro-batch to sums over its examples.
+"""The protocol of objectives: pure functions from weights and one micro-batch to sums over its examples.
 
 An objective returns sums, not means, so that micro-batches, replicas and workers of any size add up; the step divides
 once all sums are added. Shapes: m examples a micro-batch, K loss terms.
@@ -26,13 +26,13 @@ def _mean_loss(loss: Any, count: Any, _: Sequence[Any]) -> dict[str, Any]:
 
 
 class ObjectiveSums(NamedTuple):
-    """What an objective returns for one micro-batch.
+    """The result of an objective for one micro-batch.
 
     Attributes:
-      loss: Float32 scalar: sum over examples of weight x loss, to be divided by what `Totals` says.
+      loss: Float32 scalar: sum over examples of weight x loss; `Totals` determines its divisor.
       count: Float32 scalar: sum of the example weights.
       state: The model's non-trainable variables after the micro-batch.
-      metrics: Float32: what the examples add to the variables of `Totals`, a flat list over all of them.
+      metrics: Float32: the amounts that the examples add to the variables of `Totals`, one flat list.
     """
 
     loss: tf.Tensor
@@ -43,7 +43,7 @@ class ObjectiveSums(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Totals:
-    """What is summed beside loss and count, and how values are read from the sums.
+    """The sums beside loss and count, and how to compute values from the sums.
 
     Attributes:
       variables: Variables of these shapes, to which examples add. Loss terms that have a sum of their own come first,
@@ -52,11 +52,11 @@ class Totals:
       results: Metrics by name from sums over training steps, arrays in the order of `variables`.
       evaluation: `loss` and metrics by name from the sums of an evaluation: of the loss, of the count, which is not 0,
         and of the other variables.
-      own_denominator: Whether the loss is divided by the only term's denominator in place of the count.
+      own_denominator: Whether the loss is divided by the denominator of its only term instead of by the count.
       needs_scales: Whether several denominators must be summed over all replicas before the gradient is taken, because
         a sum of gradients cannot be divided by several numbers afterwards. The objective then takes `scales`.
       metrics: The metrics by the names that they are reported under.
-      takes_count: Bool for each term: its scale is the count itself, as its loss is divided by nothing.
+      takes_count: Bool for each term: whether its scale is the count itself, because its loss has no divisor.
     """
 
     variables: Sequence[keras.Variable] = ()
@@ -79,11 +79,11 @@ class Totals:
 
 
 class Objective(Protocol):
-    """A pure function of weights, model state and a micro-batch. It may read no variable and call no collective."""
+    """A pure function of weights, model state and a micro-batch. It must not read variables or call collectives."""
 
     @property
     def totals(self) -> Totals:
-        """What the objective adds up beside the loss."""
+        """The sums of the objective beside the loss."""
 
     def __call__(
         self, params: Tensors, state: Tensors, batch: Batch, *, training: bool, scales: tf.Tensor | None = None

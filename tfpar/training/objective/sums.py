@@ -1,4 +1,4 @@
-"""What the forward and the backward pass of a micro-batch leave behind."""
+"""The results of the forward and the backward pass of a micro-batch."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class LocalSums(NamedTuple):
       gradients: Float32, shaped like the parameters: gradient of `loss`, times the loss scale.
       state: The model's non-trainable variables after the micro-batches.
       metrics: Additive metric state gathered from these examples, a flat list over all metrics.
-      assigned: What the forward passes assigned to trainable variables (`SpectralNormalization` does), by index; the
-        optimizer's update starts from these values. The same on every replica.
+      assigned: Values that the forward passes assigned to trainable variables (as `SpectralNormalization` does), by
+        index; the optimizer's update starts from them. The same on every replica.
       overwritten: New values of the trainable variables that the optimizer overwrites, see `Core.overwritten`.
     """
 
@@ -34,15 +34,15 @@ class LocalSums(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """A forward pass whose gradient has not been taken.
+    """A forward pass whose gradient has not been computed yet.
 
     Attributes:
       tape: Watches `params`.
-      params: The weights that it was made with.
-      record: What the model did beside returning outputs.
-      sums: What the objective returned.
-      scaled: The loss that gradients are taken of.
-      divisor: What it was divided by, to keep 16-bit gradients in range; None for nothing.
+      params: The weights of this pass.
+      record: The model's side effects.
+      sums: The result of the objective.
+      scaled: The loss whose gradients are computed.
+      divisor: The divisor that keeps 16-bit gradients in range; None for no divisor.
     """
 
     tape: tf.GradientTape

@@ -1,4 +1,4 @@
-"""The usual objective: losses of a model's outputs against labels, and what the model adds (`add_loss`)."""
+"""The usual objective: losses of a model's outputs against labels, and losses that the model adds (`add_loss`)."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from tfpar.training.objective.weighting import SUM
 import keras
 import tensorflow as tf
 
-# A prime, which the sizes of labels and outputs are unlikely to have: dims of examples must not be taken for others.
+# A prime that is unlikely to be a size of labels or outputs, so that the dim of examples is not mistaken for another.
 _TRIED_EXAMPLES = (7, 11, 13, 17)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Goal:
-    """What a model is trained for, as the arguments of Keras' `compile` say it.
+    """The goal of training, as the arguments of Keras' `compile`.
 
     Attributes:
       loss: See `losses.build_losses`.
       loss_weights: A factor for each loss, or None.
       metrics: See `metrics.build_metrics`.
       weighted_metrics: Metrics in which sample weights count.
-      loss_weighting: `positions` or `examples`: what is averaged over where a mask leaves some positions.
+      loss_weighting: `positions` or `examples`: what a loss with a mask is averaged over.
     """
 
     loss: Any = None
@@ -120,7 +120,7 @@ class SupervisedObjective:
 
     @property
     def totals(self) -> Totals:
-        """What is added up beside the loss. Only after `bind`."""
+        """The sums beside the loss. Only after `bind`."""
         return self._bound[0].totals
 
     @property
@@ -199,7 +199,7 @@ def _totals(losses: Losses, metrics: Sequence[MetricTerm], *, adds_losses: bool)
         pairs = zip(state[0 : 2 * terms : 2], state[1 : 2 * terms : 2], is_sum, strict=False)
         values = [_quotient(total, 1.0 if undivided else divisor) for total, divisor, undivided in pairs]
         total = float(loss / count)
-        if own:  # the sum of the loss has no terms that are divided by something else than the count
+        if own:  # the sum of the loss omits terms with their own divisor
             factors = [1.0 if term.weight is None else term.weight for term in losses.terms]
             weighted = sum(factor * value for factor, value in zip(factors, values, strict=True))
             total = weighted + (total if needs_scales else 0.0)

@@ -28,8 +28,8 @@ class TermSums(NamedTuple):
 
     Attributes:
       numerator: Sum of weight x loss.
-      denominator: What the numerator is divided by, once both are summed. A loss of reduction `sum` is divided by
-        nothing; its denominator is the sum of the example weights.
+      denominator: Divides the numerator, once both are summed. A loss with reduction `sum` is not divided; its
+        denominator is the sum of the example weights.
       masked: Whether a mask was found.
       whole: Whether the loss is one value for the batch; see `whole_loss`.
     """
@@ -51,8 +51,8 @@ def term_sums(
       outputs: Outputs `[m, ...]`. A mask that they carry counts, and so does one that the loss sets (`ignore_class`).
       sample_weight: Float `[m]` or `[m, ...]`, or None.
       weight: Float32 `[m]`: 1 for an example, 0 for padding.
-      by_positions: What a mask leaves is averaged over positions, as in Keras; else over the positions of each example
-        first, an example without any counting 0.
+      by_positions: Whether to average over all unmasked positions, as Keras does; otherwise over those of each example
+        first, where an example without any counts as 0.
 
     Raises:
       ConfigError: The loss keeps neither one value per example nor one for the batch, or weights or masks do not fit
@@ -84,7 +84,7 @@ def term_sums(
 
 
 def _values(loss: keras.losses.Loss, y: Any, outputs: Any) -> tuple[Any, Any]:
-    """What a loss returns, and the outputs as it has seen them: divided, where it needs no more, or whole."""
+    """The values of a loss, and the outputs as the loss used them: divided if that is enough, otherwise whole."""
     found = divided_loss(loss, y, outputs)
     if found is not None:
         return found, outputs
@@ -98,7 +98,7 @@ def called(loss: keras.losses.Loss, y: Any, outputs: Any) -> Any:
 
 
 def _as(structure: Any, dtype: str) -> Any:
-    """As Keras' losses convert what they are given. Losses are computed in float32 whatever the model computes in."""
+    """Converts arguments as Keras' losses do. Losses are always computed in float32, whatever the model's dtype."""
     return keras.tree.map_structure(lambda part: keras.ops.convert_to_tensor(part, dtype=dtype), structure)
 
 
@@ -119,7 +119,7 @@ def _weights(sample_weight: Any) -> list[tf.Tensor]:
 
 
 def _product(parts: Sequence[tf.Tensor], what: str) -> tf.Tensor | None:
-    """The product of weights of positions, where one of lower rank holds for all positions of the last dims."""
+    """The product of position weights; weights of lower rank apply to all positions of the last dims."""
     if not parts:
         return None
     product, *others = parts
@@ -131,9 +131,9 @@ def _product(parts: Sequence[tf.Tensor], what: str) -> tf.Tensor | None:
 
 
 def _weighted(values: tf.Tensor, own: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Values times weights of positions, and the weights, each that stands for several positions repeated.
+    """Values times position weights, and the weights; a weight that applies to several positions is repeated.
 
-    Weights of a size of 1 in a dim are not repeated: Keras does not, where it sums them up (`mean_with_sample_weight`).
+    Weights of size 1 in a dim are not repeated, as in Keras' sum of weights (`mean_with_sample_weight`).
     """
     values, own = keras_internals.matching_ranks(values, own)
     if own.shape.rank > values.shape.rank:

@@ -1,8 +1,8 @@
 """Stages of a pipeline on several workers: the order of their passes, and the messages between them.
 
-A worker takes its forward and backward passes one after the other, in an order that is the same function of schedule
-and place on all of them. What it receives waits for the pass before, so that no more than one pass waits for messages;
-nobody waits until a message has been taken before the step ends. In that order no two workers can wait for each other.
+A worker runs its forward and backward passes one after the other, in an order that every worker derives in the same way
+from the schedule and its place. A receive waits for the previous pass, so that at most one pass waits for messages; a
+sender does not wait for the receiver before the end of the step. In this order no two workers can wait for each other.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ import tensorflow as tf
 FORWARD, BACKWARD = "forward", "backward"
 _KEYS_OF_TRACE = 1 << 16
 
-# What is traced, over all models of the process: the runtime remembers the shape of every message.
+# Counts the traces of all models of the process, because TensorFlow's runtime keeps the shape of every message.
 _traces = itertools.count()
 
 
 def turns(place: int, workers: int, micro_batches: int, schedule: str) -> list[tuple[str, int]]:
-    """The order in which a worker takes its passes: `(FORWARD or BACKWARD, number of the micro-batch)`.
+    """The order in which a worker runs its passes: `(FORWARD or BACKWARD, number of the micro-batch)`.
 
-    1F1B (Narayanan et al. 2021, arXiv:2104.04473, section 2.2): as many forward passes as workers follow, and one; then
-    backward and forward by turns. GPipe (Huang et al. 2019, arXiv:1811.06965): all forward passes first.
+    1F1B (Narayanan et al. 2021, arXiv:2104.04473, section 2.2): one forward pass, and one more for each later worker;
+    then backward and forward alternately. GPipe (Huang et al. 2019, arXiv:1811.06965): all forward passes first.
 
     Args:
-      place: Of the worker in the pipeline, from 0.
+      place: Place of the worker in the pipeline, from 0.
       workers: Workers of the pipeline.
       micro_batches: Micro-batches of a step.
       schedule: `1f1b` or `gpipe`.
@@ -71,7 +71,7 @@ class PipelineWorker:
 
     @classmethod
     def of(cls, topology: Topology) -> PipelineWorker | None:
-        """This worker's place in a pipeline of several; None where workers have whole pipelines."""
+        """This worker's place in a pipeline of several workers; None if workers have whole pipelines."""
         peers = ReplicaPeers.of(topology) if topology.pipeline_devices > 1 else None
         return cls(peers, topology.worker - topology.replica_part, topology.local_places) if peers else None
 
@@ -82,7 +82,7 @@ class PipelineWorker:
 
     @property
     def is_last(self) -> bool:
-        """Whether this worker has the model's outputs."""
+        """Whether this worker computes the model's outputs."""
         return self.rank == self.peers.size - 1
 
     def of_stage(self, stage: Stage) -> int:
@@ -96,11 +96,11 @@ class PipelineWorker:
 
 @dataclasses.dataclass(frozen=True)
 class Crossing:
-    """A tensor that one worker makes and another reads.
+    """A tensor that one worker computes and another reads.
 
     Attributes:
       tensor: Its identity in the graph.
-      source: The worker that makes it.
+      source: The worker that computes it.
       target: The worker that reads it.
     """
 
@@ -110,7 +110,7 @@ class Crossing:
 
 
 def crossings_of(stages: Sequence[Stage], worker: PipelineWorker, outputs: Sequence[int]) -> list[Crossing]:
-    """What the workers of a pipeline send each other, in an order that all of them know.
+    """The tensors that the workers of a pipeline send each other, in the same order on all of them.
 
     Args:
       stages: All stages.
@@ -130,7 +130,7 @@ def crossings_of(stages: Sequence[Stage], worker: PipelineWorker, outputs: Seque
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """What a tensor of the graph is, before it is there: its shape and type, and those of its mask, if it has one."""
+    """The shape and type of a tensor of the graph before it is computed, and those of its mask, if it has one."""
 
     tensor: tf.TensorSpec
     mask: tf.TensorSpec | None
@@ -139,7 +139,7 @@ class Spec:
 def specs_of(
     model: keras.Model, graph: Any, steps: Sequence[GraphStep], inputs: Sequence[tf.Tensor], operation_fn: Any
 ) -> Mapping[int, Spec]:
-    """The specs of all tensors that steps make, by identity. Nothing of it is run.
+    """The specs of all tensors that steps compute, by identity. Nothing is run.
 
     Args:
       model: The model.
@@ -170,7 +170,7 @@ def specs_of(
 
 @dataclasses.dataclass(eq=False)
 class _Exchanged:
-    """What one micro-batch has sent and received, of what has gradients: crossings with their tensors."""
+    """The crossings with gradients that one micro-batch has sent and received, with their tensors."""
 
     sent: list[tuple[int, Crossing, tf.Tensor]] = dataclasses.field(default_factory=list)
     received: list[tuple[int, Crossing, tf.Tensor]] = dataclasses.field(default_factory=list)
@@ -182,15 +182,15 @@ class Messages:
     Args:
       worker: This worker.
       crossings: From `crossings_of`.
-      device: The device of this worker that they all go through.
-      schedule: In what order passes are taken, see `turns`.
+      device: The device of this worker through which all messages pass.
+      schedule: The order of the passes, see `turns`.
 
     Attributes:
       worker: The same.
       schedule: The same.
-      sent: What sends them; has to be run.
-      micro_batch: The number of the micro-batch that passes are traced of.
-      specs: Of the tensors that cross; to be set before any of them is received.
+      sent: The operations that send; they must be run.
+      micro_batch: The number of the micro-batch whose passes are being traced.
+      specs: The specs of the tensors that cross; must be set before any is received.
     """
 
     def __init__(self, worker: PipelineWorker, crossings: Sequence[Crossing], device: str, schedule: str) -> None:
@@ -205,16 +205,16 @@ class Messages:
 
     @contextlib.contextmanager
     def in_turn(self) -> Iterator[None]:
-        """What is traced in this context is run after the pass before."""
+        """Operations traced in this context run after the previous pass."""
         with tf.control_dependencies(self._before):
             yield
 
     def passed(self, results: Sequence[tf.Tensor]) -> None:
-        """Notes the end of a pass, which has these results."""
+        """Records the end of a pass with these results."""
         self._before = [tf.group(*results)]
 
     def receive(self, each: int) -> tf.Tensor:
-        """A tensor of the graph that another worker makes, with its mask; a leaf of an open tape."""
+        """A tensor of the graph from another worker, with its mask; a leaf of an open tape."""
         number, crossing = next(
             (number, one) for number, one in self._crossings if (one.tensor, one.target) == (each, self.worker.rank)
         )
@@ -228,7 +228,7 @@ class Messages:
         return value
 
     def send(self, values: Values, made: Sequence[int]) -> None:
-        """Sends what a stage has made to the workers that read it."""
+        """Sends the outputs of a stage to the workers that read them."""
         for number, crossing in self._crossings:
             if crossing.source != self.worker.rank or crossing.tensor not in made:
                 continue
@@ -241,15 +241,15 @@ class Messages:
                 self._of_micro_batch().sent.append((number, crossing, value))
 
     def sent_values(self) -> list[tf.Tensor]:
-        """What this micro-batch has sent and has gradients."""
+        """The tensors with gradients that this micro-batch has sent."""
         return [value for _, _, value in self._of_micro_batch().sent]
 
     def received_tensors(self) -> list[tf.Tensor]:
-        """What this micro-batch has received and has gradients."""
+        """The tensors with gradients that this micro-batch has received."""
         return [value for _, _, value in self._of_micro_batch().received]
 
     def upstream(self) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """What this micro-batch has sent, and the gradients with respect to it, from those who have read it."""
+        """The tensors that this micro-batch has sent, and their gradients, from the workers that read them."""
         sent = self._of_micro_batch().sent
         gradients = [
             self._receive(crossing.target, number, tf.TensorSpec(value.shape, value.dtype), backward=True)
@@ -258,7 +258,7 @@ class Messages:
         return [value for _, _, value in sent], gradients
 
     def send_back(self, gradients: Sequence[tf.Tensor]) -> None:
-        """Sends gradients with respect to `received_tensors` to where these came from. The micro-batch is done."""
+        """Sends the gradients of `received_tensors` back to the senders. The micro-batch is then done."""
         exchanged = self._exchanged.pop(self.micro_batch)
         for (number, crossing, _), gradient in zip(exchanged.received, gradients, strict=True):
             self._send(crossing.source, number, gradient, backward=True)
@@ -270,8 +270,8 @@ class Messages:
         key = (self.micro_batch * len(self._crossings) + number) * 4 + 2 * backward + is_mask
         if key >= _KEYS_OF_TRACE:
             raise ConfigError(
-                f"--accumulate_steps: {self.micro_batch + 1} micro-batches of {len(self._crossings)} tensors that "
-                "cross are too many for a pipeline over workers. Use fewer."
+                f"--accumulate_steps: {self.micro_batch + 1} micro-batches, each with {len(self._crossings)} tensors "
+                "between stages, are too many for a pipeline over workers. Use fewer."
             )
         return self._first_key + key
 

@@ -16,19 +16,19 @@ import tensorflow as tf
 
 _TRIED_LENGTHS = (64, 8, 1)
 
-# What a step reads and makes: values by the identity of the symbolic tensors of the graph.
+# The values that a step reads and computes, by the identity of the symbolic tensors of the graph.
 Values = dict[int, Any]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class GraphStep:
-    """A call of a layer or operation, or a tensor that takes another name between a model and one inside it.
+    """A call of a layer or operation, or a renaming of a tensor between a model and a model inside it.
 
     Attributes:
       name: Path of the layer.
       operation: The layer or operation; None for a change of names.
       reads: Identities of the tensors that it reads.
-      makes: Identities of those that it makes.
+      makes: Identities of the tensors that it computes.
       run: `(values, operation_fn) -> made`, values in the order of `makes`.
     """
 
@@ -45,7 +45,7 @@ class GraphStep:
 
 
 def steps_of(graph: Any) -> list[GraphStep]:
-    """The calls of a functional model in the order in which they run; of models inside it, those of their graphs.
+    """The calls of a functional model in the order in which they run; for models inside it, the calls of their graphs.
 
     Args:
       graph: From `keras_calls.graph_of`.
@@ -58,25 +58,25 @@ def steps_of(graph: Any) -> list[GraphStep]:
         if inner is None or operations.count(id(node.operation)) > 1:
             steps.append(_call(node))
         else:  # a model that is called once: its tensors have one value each
-            same = _ids(node.input_tensors) == _ids(inner.inputs)  # where the model was made around this one
+            same = _ids(node.input_tensors) == _ids(inner.inputs)  # where the outer model was created
             steps += [*([] if same else [_enter(node, inner)]), *steps_of(inner), _leave(node, inner)]
     return steps
 
 
 def run_steps(steps: Iterable[GraphStep], values: Values, operation_fn: Callable[[Any], Any]) -> None:
-    """Runs steps one after the other; adds what they make to `values`."""
+    """Runs steps one after the other; adds their results to `values`."""
     for step in steps:
         values.update(zip(step.makes, step.run(values, operation_fn), strict=False))
 
 
 def crossing(steps: Sequence[GraphStep], place: int, outputs: Iterable[int], inputs: Iterable[int]) -> list[int]:
-    """Tensors that the steps before `place` make and those from there on read, or the model returns.
+    """Tensors that the steps before `place` compute and later steps read, or the model returns.
 
     Args:
       steps: All steps.
-      place: Number of the first step behind the cut.
+      place: Number of the first step after the cut.
       outputs: What the model returns.
-      inputs: What every stage is given: the model's inputs.
+      inputs: The model's inputs, which every stage gets.
     """
     given = set(inputs)
     made: dict[int, None] = {}
@@ -119,10 +119,11 @@ def _ids(tensors: Iterable[Any]) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class StepCosts:
-    """What steps cost, for one example.
+    """The costs of steps, for one example.
 
     Attributes:
-      flops: Of each step: of matrix products and convolutions, and one for each element that any operation makes.
+      flops: FLOPs of each step: those of matrix products and convolutions, and one for each element that an operation
+        returns.
       elements: Size of each tensor, by its identity.
     """
 
@@ -172,11 +173,11 @@ def _costs_with(model: keras.Model, graph: Any, steps: Sequence[GraphStep], leng
 
 
 def crossing_elements(graph: Any, steps: Sequence[GraphStep], costs: StepCosts) -> list[int]:
-    """Elements that cross a cut in front of each step, for one example; -1 where none may be."""
+    """Elements that cross a cut before each step, for one example; -1 where no cut is allowed."""
     inputs, outputs = [*map(id, graph.inputs)], [*map(id, graph.outputs)]
 
     def elements(place: int) -> int:
-        if not place or steps[place].operation is None:  # a change of names, which is not worth a stage
+        if not place or steps[place].operation is None:  # a renaming, which is not worth a stage
             return -1
         return sum(costs.elements.get(each, 0) for each in crossing(steps, place, outputs, inputs))
 

@@ -1,4 +1,4 @@
-"""A model whose layers are dealt out to the devices of a pipeline."""
+"""A model whose layers are divided among the devices of a pipeline."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def make_pipeline(
     Args:
       model: Its variables are replaced by ones on the devices, and calls of it may run in stages.
       devices: The devices. Their `creating` must be open, outside the strategy's scope.
-      experiment: How it is to be cut, and the schedule. Its `--recompute` has been applied to the model.
-      axis: Where layers are divided as well, the devices they are divided over.
+      experiment: The options for cuts and the schedule. Its `--recompute` has been applied to the model.
+      axis: If layers are divided as well, the devices that divide them.
       rules: How, see `find_layout`.
-      worker: Where the pipeline lies on several workers, this one.
+      worker: If the pipeline spans several workers, this worker.
       announced: Whether to log the stages.
 
     Raises:
@@ -88,18 +88,18 @@ def make_pipeline(
 
 
 def _hold_own(model: keras.Model, stages: Sequence[Stage], worker: PipelineWorker) -> None:
-    """Leaves the variables of this worker's stages on it, and of the others their names."""
+    """Keeps the variables of this worker's stages, and only the names of the others."""
     for variable in model.variables:
         using = [stage for stage in stages if any(each is variable for step in stage.steps for each in step.variables)]
         ranks = sorted({worker.of_stage(stage) for stage in using}) or [0]
         own = [stage.place % worker.places for stage in using if worker.has(stage)]
-        if is_seed_state(variable):  # every step derives them anew
+        if is_seed_state(variable):  # every step derives them again
             ranks = list(range(worker.peers.size))
         hold(variable, Held(tuple(variable.shape), tuple(ranks), worker.peers), own[0] if own else 0)
 
 
 def check_pipeline(core: Core) -> None:
-    """Refuses what stages cannot do.
+    """Refuses models that stages do not support.
 
     Raises:
       ConfigError: With what to use.
@@ -169,7 +169,7 @@ def _where(stage: Stage, worker: PipelineWorker | None) -> str:
 
 
 def _busy(stages: int, places: int, micro_batches: int) -> str:
-    """How much of the time a device can work at most, and what would make it more."""
+    """The largest share of the time for which a device can be busy, and how to increase it."""
 
     def share(count: int) -> float:
         turns = count * (stages // places)

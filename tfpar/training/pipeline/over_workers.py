@@ -1,7 +1,7 @@
-"""The training step of replicas whose stages lie on several workers.
+"""The training step of replicas whose stages are on several workers.
 
-Each worker has the variables of its own stages, and of the others none. All of them read the examples; the last one
-has the model's outputs, and with them the loss.
+Each worker has only the variables of its own stages. All of them read the examples; the last one computes the model's
+outputs, and with them the loss.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ import tensorflow as tf
 
 
 class OverWorkersCore(PipelineCore):
-    """A `Core` whose model runs in stages on several workers, where a pipeline is open."""
+    """A `Core` whose model runs in stages on several workers, within the context of a pipeline."""
 
     def sums_of(
         self, params: Tensors, state: Tensors, batch: Batch, *, training: bool, scales: tf.Tensor | None = None
     ) -> ObjectiveSums:
-        """See `Core`. Only the worker with the outputs has more than the count and the losses of its layers."""
+        """See `Core`. Workers without the outputs return only the count and the losses of their layers."""
         trace = current_trace()
         if trace is None or trace.has_outputs:
             return super().sums_of(params, state, batch, training=training, scales=scales)
@@ -56,7 +56,7 @@ class OverWorkersCore(PipelineCore):
         """See `Core`. Passes are traced in the order of the schedule, which differs between workers."""
         trace = current_trace()
         assert trace is not None
-        assert reduce is None  # gradients of a pipeline are of whole steps
+        assert reduce is None  # a pipeline computes the gradients of whole steps
         messages, worker = trace.messages_of_worker(), trace.messages_of_worker().worker
         trace.differentiates = True
         waiting: dict[int, Forward] = {}
@@ -79,14 +79,14 @@ class OverWorkersCore(PipelineCore):
             return total._replace(loss=tf.identity(total.loss), state=state)
 
     def gradients_of(self, forward: Forward) -> Tensors:
-        """See `Core`. What came from other workers gets its gradient back."""
+        """See `Core`. Sends the gradients of received tensors back to their workers."""
         trace = current_trace()
         assert trace is not None
         messages = trace.messages_of_worker()
         received = messages.received_tensors()
         sent, upstream = messages.upstream()
         sources = [*forward.params, *received]
-        # The tape takes every tensor once, and a tensor may go to several workers.
+        # The tape accepts every tensor once, but a tensor may be sent to several workers.
         targets, gradients = [forward.scaled], [tf.ones_like(forward.scaled)]
         for value, gradient in zip(sent, upstream, strict=True):
             known = next((place for place, each in enumerate(targets) if each is value), None)
@@ -111,7 +111,7 @@ class OverWorkersCore(PipelineCore):
         return (sums, outputs) if trace.has_outputs else (sums._replace(count=tf.zeros([])), None)
 
     def predict(self, params: Tensors, state: Tensors, batch: Batch) -> Any:
-        """See `Core`. Zeros but where the outputs are."""
+        """See `Core`. Zeros on workers without the outputs."""
         trace = current_trace()
         outputs = super().predict(params, state, batch)
         if trace is None:
@@ -125,7 +125,7 @@ class OverWorkersStep(PipelineStep):
 
     Args:
       pipeline: The stages and their devices.
-      places: For each trainable variable, its place on this worker.
+      places: The place of each trainable variable on this worker.
       *args: See `TrainStep`.
       **kwargs: See `TrainStep`.
     """
@@ -175,7 +175,7 @@ class OverWorkersStep(PipelineStep):
         return tf.cast(tf.sqrt(self._sum(tf.add_n(squares))), tf.float32)
 
     def _norm_if_needed(self, gradients: Tensors, is_last: tf.Tensor | None) -> tf.Tensor:
-        del is_last  # a collective within a branch would need one in the other
+        del is_last  # a collective in one branch would need one in the other
         return self._norm_by_place(gradients)
 
     def _reported(self, vector: tf.Tensor) -> tf.Tensor:

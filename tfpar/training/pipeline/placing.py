@@ -1,4 +1,4 @@
-"""Replicas whose layers lie on several devices, one after the other."""
+"""Replicas whose layers are on several devices, one after the other."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class PipelinePlacing(Placing):
     @contextlib.contextmanager
     def scope(self, model: keras.Model | Callable[[], keras.Model], strategy: tf.distribute.Strategy) -> Iterator[None]:
         """See `Placing`."""
-        # Workers that have different variables make them by themselves: a strategy would want the same on all.
+        # Workers that have different variables create their own: a strategy would require the same on all.
         with self._devices.creating(), contextlib.nullcontext() if self._worker else scope_of(model, strategy):
             yield
 
@@ -102,7 +102,8 @@ class PipelinePlacing(Placing):
         return places_in_turn(_places(model), [self._devices.of_replica(each) for each in range(programs)], divided)
 
     def _exchanged_by_worker(self, variables: Sequence[keras.Variable]) -> DevicesOfReplica:
-        """What this worker exchanges: a weight that several workers have by itself, so that all make the same of it."""
+        """The weights that this worker exchanges; a weight that several workers hold is exchanged separately, so that
+        all get the same result."""
         assert self._worker is not None
         devices = self._devices.of_replica(0)
         places: dict[tuple[int, bool], list[int]] = {}
@@ -114,7 +115,7 @@ class PipelinePlacing(Placing):
         return DevicesOfReplica(indices, [0] * len(names), names, self._worker.peers.size, self._worker.rank)
 
     def use_xla(self, compiles: bool) -> None:
-        """See `Placing`. The forward and the backward pass of each stage are a program."""
+        """See `Placing`. The forward and the backward pass of each stage are one program each."""
         self._stages.compiles = compiles
 
     @property

@@ -23,10 +23,10 @@ class Stage:
 
     Attributes:
       number: From 0.
-      place: Of its devices.
+      place: Place of its devices.
       steps: The steps.
-      given: Identities of the tensors that it reads from outside.
-      made: Identities of those that it makes and that are read behind it, or returned.
+      given: Identities of the tensors that it reads from other stages.
+      made: Identities of the tensors that it computes and that later stages read, or the model returns.
     """
 
     number: int
@@ -37,13 +37,13 @@ class Stage:
 
 
 def stages_of(graph: Any, steps: Sequence[GraphStep], cuts: Sequence[int], places: int) -> list[Stage]:
-    """The stages that cuts make of a graph.
+    """The stages into which cuts divide a graph.
 
     Args:
       graph: The graph.
       steps: Its steps.
-      cuts: Number of the first step of each stage from the second on.
-      places: Number of devices they are dealt out to in turn.
+      cuts: Number of the first step of each stage but the first.
+      places: Number of devices, to which stages are assigned in turn.
     """
     outputs = [*map(id, graph.outputs)]
     bounds = [0, *cuts, len(steps)]
@@ -67,8 +67,8 @@ class StageProgram:
       model: The model.
       stage: The stage.
       operation_fn: Makes of a layer what is to be called.
-      compiles: Whether it is an XLA program.
-      shares: Whether all calls share what is traced.
+      compiles: Whether the stage is an XLA program.
+      shares: Whether all calls share one trace.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class StageProgram:
         self._variables: list[keras.Variable] | None = None
         self._has_mask: list[bool] = []
         self._has_example_weights = False
-        # What the trace has found out.
+        # Facts found by tracing.
         self._masks_made: list[bool] = []
         self._updated: list[keras.Variable] = []
         self._shares = shares
@@ -89,12 +89,12 @@ class StageProgram:
             self._body,
             autograph=False,
             jit_compile=True if compiles else None,
-            # Otherwise TensorFlow lays out every call anew, which takes seconds for each.
+            # Otherwise TensorFlow places the operations of every call again, which takes seconds each time.
             experimental_attributes=None if compiles else {"_noinline": True},
         )
 
     def arguments(self, given: Sequence[Any], scope: keras.StatelessScope) -> list[tf.Tensor]:
-        """What a call takes: tensors with their masks, values of variables, weights of examples.
+        """The arguments of a call: tensors with their masks, values of variables, weights of examples.
 
         Args:
           given: Values of `stage.given`.
@@ -120,7 +120,7 @@ class StageProgram:
         return list(self._function(*tensors)) if self._shares else self._body(*tensors)
 
     def unpacked(self, results: Sequence[tf.Tensor], scope: keras.StatelessScope) -> Values:
-        """The values of `stage.made`; what else the stage has done goes to the scope."""
+        """The values of `stage.made`; the stage's other results are recorded in the scope."""
         rest = iter(results)
         values = {each: next(rest) for each in self.stage.made}
         for value, has_mask in zip(values.values(), self._masks_made, strict=True):
@@ -135,7 +135,8 @@ class StageProgram:
     def _read_variables(
         self, given: Sequence[Any], masks: Sequence[Any], weights: Any, scope: keras.StatelessScope
     ) -> list[keras.Variable]:
-        """The variables of the stage's layers, and others that it reads: found by tracing it with all at hand."""
+        """The variables of the stage's layers, and others that it reads, found by tracing it with all variables
+        available."""
         read = {id(variable): variable for step in self.stage.steps for variable in step.variables}
 
         def discover() -> None:
@@ -183,10 +184,10 @@ class StageProgram:
         return [values[each] for each in self.stage.made]
 
     def _check_captures(self, tensors: Sequence[tf.Tensor]) -> None:
-        """Refuses what the next micro-batch could not be given.
+        """Refuses a stage that reads tensors which are not its arguments.
 
         Raises:
-          ConfigError: A layer reads a tensor that comes to it neither by the graph nor as a variable.
+          ConfigError: A layer reads a tensor that reaches it neither through the graph nor as a variable.
         """
         concrete = self._function.get_concrete_function(*tensors)
         for captured in concrete.captured_inputs:
@@ -199,7 +200,7 @@ class StageProgram:
 
 
 class _StageScope(keras.StatelessScope):
-    """Values of variables within a stage; keeps what is read and what is assigned."""
+    """Values of variables within a stage; records reads and assignments."""
 
     def __init__(self, values: dict[int, Any]) -> None:
         super().__init__(collect_losses=True)

@@ -1,10 +1,10 @@
 """Runs the graph of a model in stages, each on the device of its place.
 
-A stage is a function of tensors: what crosses from the stages before it, and the values of the variables that it reads.
-It is traced once, as an XLA program where asked, and called for every micro-batch; its gradient is taken on the same
-device. What a stage waits for are its inputs and, so that no more activations are kept than the schedule allows, the
-backward pass of an earlier micro-batch: TensorFlow's executor runs at the same time whatever is ready on different
-devices. Dependencies point to earlier micro-batches only, so that no order of execution can block.
+A stage is a function of tensors: its inputs from earlier stages, and the values of the variables that it reads. It is
+traced once, optionally as an XLA program, and called for every micro-batch; its gradient is computed on the same
+device. A stage waits for its inputs and, so that no more activations are kept than the schedule allows, for the
+backward pass of an earlier micro-batch; TensorFlow's executor runs all operations that are ready, on all devices at the
+same time. Dependencies point only to earlier micro-batches, so that no order of execution can block.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ import tensorflow as tf
 
 @dataclasses.dataclass(eq=False)
 class Trace:
-    """What is traced in one function for one replica.
+    """The trace of one function for one replica.
 
     Attributes:
       devices: Names of the replica's devices, by place.
       differentiates: Whether gradients will be taken.
       done: For each stage, an operation that ends with the backward pass of each micro-batch so far.
       programs: The stages' functions, by stage and by whether gradients will be taken.
-      messages: To and from the other workers of the pipeline, where there are any.
-      has_outputs: Whether the model's outputs are made here.
+      messages: Messages to and from the other workers of the pipeline, if there are any.
+      has_outputs: Whether the model's outputs are computed here.
     """
 
     devices: Sequence[str]
@@ -61,12 +61,12 @@ class Pipeline:
       stages: Its stages, in order.
       devices: Their devices.
       schedule: `1f1b` or `gpipe`.
-      recompute: Whether the backward pass of a stage calls the stage again, so that only what crosses is kept.
-      axis: Where layers are divided as well, the devices they are divided over.
-      worker: Where a pipeline lies on several workers, this one.
+      recompute: Whether the backward pass of a stage calls the stage again, so that only tensors at the cuts are kept.
+      axis: If layers are divided as well, the devices that divide them.
+      worker: If the pipeline spans several workers, this worker.
 
     Attributes:
-      stages: The same; of those of several workers, only this one's are run here.
+      stages: The same. In a pipeline over several workers, only this worker's stages run here.
       devices: The same.
       axis: The same.
       worker: The same.
@@ -94,7 +94,7 @@ class Pipeline:
 
     @contextlib.contextmanager
     def on_own_replica(self) -> Iterator[Trace]:
-        """In this context, in this thread, calls of the model are those of the open replica context, in stages."""
+        """In this context, this thread's calls of the model run in stages, for the current replica context."""
         trace = Trace(self.devices.of_own_replica())
         if self.worker:
             trace.messages = Messages(self.worker, self._crossings, self.devices.host, self.schedule)
@@ -106,7 +106,7 @@ class Pipeline:
             _current.trace = before
 
     def run(self, graph: Any, plain: Any, /, inputs: Any, **options: Any) -> Any:
-        """Takes the place of `keras.Function._run_through_graph`."""
+        """Replaces `keras.Function._run_through_graph`."""
         trace, scope = _current.trace, keras_calls.innermost_scope()
         operation_fn = options.get("operation_fn")
         if trace is None or scope is None or operation_fn is None or options.get("call_fn") is not None:
@@ -123,7 +123,7 @@ class Pipeline:
                 continue
             key = stage.number, trace.differentiates
             if key not in trace.programs:
-                shares = self.axis is None  # else each call has collectives of its own
+                shares = self.axis is None  # otherwise each call has its own collectives
                 program = StageProgram(self._model, stage, operation_fn, compiles=self.compiles, shares=shares)
                 trace.programs[key] = program
             with messages.in_turn() if messages else contextlib.nullcontext():
@@ -150,7 +150,7 @@ class Pipeline:
         return trace.devices[stage.place % len(trace.devices)]
 
     def _divided(self, stage: Stage) -> contextlib.AbstractContextManager[Any]:
-        """In this context layers compute with the parts that the devices of a stage have."""
+        """In this context layers compute with the parts on the devices of a stage."""
         return self.axis.on_own_device(stage.place) if self.axis else contextlib.nullcontext()
 
     def _call(self, trace: Trace, program: StageProgram, given: Sequence[Any]) -> Values:
@@ -161,7 +161,7 @@ class Pipeline:
         return program.unpacked(results, scope)
 
     def _with_gradient(self, trace: Trace, program: StageProgram, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """The results of a stage, whose gradient is taken on its device and noted in the trace."""
+        """The results of a stage; its gradient is computed on its device and recorded in the trace."""
         number, device = program.stage.number, self._device(trace, program.stage)
         done = trace.done.setdefault(number, [])
         limit = micro_batches_in_flight(number, len(self.stages), self.devices.places, self.schedule)
@@ -190,7 +190,7 @@ class Pipeline:
                 with tf.device(device), self._divided(program.stage):
                     again = outputs
                     if self._recompute:
-                        # Behind what arrives, else two equal calls would be taken for one.
+                        # After the incoming gradient; otherwise two equal calls would be merged.
                         with tf.control_dependencies(upstream), tape:
                             tape.watch(floats)
                             again = [result for result in results_of(floats) if result.dtype.is_floating]
@@ -207,7 +207,7 @@ class Pipeline:
 
 
 class _Current(threading.local):
-    """What this thread traces: MirroredStrategy traces every replica in a thread of its own."""
+    """The trace of this thread: MirroredStrategy traces every replica in a separate thread."""
 
     def __init__(self) -> None:
         self.trace: Trace | None = None
@@ -217,5 +217,5 @@ _current = _Current()
 
 
 def current_trace() -> Trace | None:
-    """What this thread traces in stages; None where it traces something else."""
+    """The trace in stages of this thread; None if it traces something else."""
     return _current.trace

@@ -1,4 +1,4 @@
-"""The training step of replicas whose layers lie on several devices, as stages of a pipeline."""
+"""The training step of replicas whose layers are on several devices, as stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ import tensorflow as tf
 
 
 class PipelineCore(Core):
-    """A `Core` whose model runs in stages where a pipeline is open. What belongs to a tensor is computed beside it."""
+    """A `Core` whose model runs in stages within the context of a pipeline. Operations on a tensor run on its
+    device."""
 
     def loss_and_grads(self, *args: Any, **kwargs: Any) -> LocalSums:
-        """See `Core`. The loss is computed where the model's outputs are."""
+        """See `Core`. The loss is computed on the device of the model's outputs."""
         trace = current_trace()
         if trace is None:
             return super().loss_and_grads(*args, **kwargs)
@@ -71,7 +72,7 @@ class PipelineStep(TrainStep):
         return pure_apply(*args, beside=beside)
 
     def _norm_by_place(self, gradients: Tensors) -> tf.Tensor:
-        """The norm over all places, of each of which a scalar travels."""
+        """The norm over all places, each of which sends one scalar."""
         devices = self._pipeline.devices.of_own_replica()
         squares = []
         for place, device in enumerate(devices):

@@ -1,1 +1,1 @@
-"""Where the parts of replicas lie: on one device, or on several of a mesh."""
+"""Places the parts of replicas on one device, or on several devices of a mesh."""

@@ -1,4 +1,4 @@
-"""Where the parts of a replica lie: by default all on its one device."""
+"""Places the parts of a replica: by default, all on its one device."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Placing:
     """A replica on one device. Subclasses are for replicas of several.
 
     Attributes:
-      several: Whether devices talk within a replica's programs, so that each has its own.
+      several: Whether devices communicate within a replica's programs, so that each has its own program.
       topology: How they lie; None where each has one.
-      has_outputs: Whether this worker has the model's outputs; of several that have the same, whether its count.
+      has_outputs: Whether this worker has the model's outputs; if several have the same, whether its outputs count.
       adds_sums: Whether this worker's sums of an evaluation count.
-      core_class: What makes the model a pure function.
+      core_class: The class that wraps the model as a pure function.
     """
 
     several = False
@@ -41,13 +41,14 @@ class Placing:
     def scope(
         self, model: keras.Model | Callable[[], keras.Model], strategy: tf.distribute.Strategy
     ) -> contextlib.AbstractContextManager[Any]:
-        """The scope in which the model, its optimizer and its metrics are made."""
+        """The scope in which the model, its optimizer and its metrics are created."""
         return scope_of(model, strategy)
 
     def build_first(
         self, model: keras.Model | Callable[[], keras.Model], strategy: tf.distribute.Strategy, *, announced: bool
     ) -> tuple[keras.Model, Original | None] | None:
-        """What `build_model` returns, made outside the scope, where the model is to be moved from there; else None."""
+        """The result of `build_model`, built outside the scope, if the model must be moved to its devices; otherwise
+        None."""
         if self.topology is None:
             return None
         made = build_on_host(model, strategy, announced=announced)
@@ -60,13 +61,13 @@ class Placing:
         Args:
           model: Is changed.
           config: The experiment.
-          announced: Whether to log what lies where.
+          announced: Whether to log the placement.
 
         Returns:
           Size and cost of the model, if it is known now and cannot be later.
 
         Raises:
-          ConfigError: The model's parts cannot lie on several devices.
+          ConfigError: The model cannot be divided over several devices.
         """
         del model, config, announced
         return None
@@ -79,16 +80,16 @@ class Placing:
         """
 
     def within(self) -> contextlib.AbstractContextManager[Any]:
-        """In a replica context: what is traced in this context is the program of its devices."""
+        """For a replica context: operations traced in this context belong to the program of its devices."""
         return contextlib.nullcontext()
 
     def step_class(self, model: keras.Model) -> Callable[..., TrainStep]:
-        """What takes the arguments of `TrainStep`."""
+        """The constructor of the step; takes the arguments of `TrainStep`."""
         del model
         return TrainStep
 
     def exchanged(self, model: keras.Model) -> DevicesOfReplica | None:
-        """What the exchange has to know of replicas of several devices."""
+        """The arguments of the exchange that describe replicas of several devices."""
         del model
         return None
 
@@ -97,29 +98,29 @@ class Placing:
         return {"variables": model.trainable_variables, "per_device": self.exchanged(model)}
 
     def gathered(self, model: keras.Model, config: ExperimentConfig) -> GatheredWeights:
-        """What replicas gather within a step beside what is exchanged."""
+        """The bytes that replicas gather within a step, in addition to the exchange."""
         del model, config
         return GatheredWeights()
 
     def use_xla(self, compiles: bool) -> None:
-        """Whether XLA is to compile what each of several devices runs by itself."""
+        """Whether XLA compiles the programs of the individual devices."""
         del compiles
 
     @property
     def model_axis_bytes(self) -> int:
-        """Bytes that a device sends to the others of its replica in a training step, once that is traced."""
+        """Bytes that a device sends to the others of its replica in a training step, once the step is traced."""
         return 0
 
     @property
     def xla_obstacle(self) -> str:
-        """Why XLA can compile nothing; empty where it can."""
+        """Why XLA cannot compile anything; empty if it can."""
         return ""
 
 
 def build_on_host(
     model: keras.Model | Callable[[], keras.Model], strategy: tf.distribute.Strategy, *, announced: bool
 ) -> tuple[keras.Model, Original | None]:
-    """Builds a model in the memory of the host, from which its parts are moved: it need not fit on a device.
+    """Builds a model in the memory of the host, from which its parts are moved, so that it need not fit on a device.
 
     Args:
       model: See `build_model`.
@@ -132,22 +133,22 @@ def build_on_host(
     variables = model.variables if isinstance(model, keras.Model) else []
     if variables and strategy.extended.variable_created_in_scope(variables[0].value):
         raise ConfigError(
-            "--mesh: the model was made under the strategy, whole on every device. Pass a function that "
-            "builds it, or make it before the strategy."
+            "--mesh: the model was created under the strategy, whole on every device. Pass a function that builds it, "
+            "or create it before the strategy."
         )
     with tf.device("CPU:0"):
         return build_model(model, strategy, announced=announced)
 
 
 def _take_values_of_first_worker(model: keras.Model, topology: Topology) -> None:
-    """Gives a model on the host the same values on all workers, as a strategy does that makes the variables itself."""
+    """Gives a model on the host the same values on all workers, as a strategy does for variables that it creates."""
     agreement = WorkerAgreement(world_group(topology.workers, topology.worker))
     for variable in model.variables if topology.workers > 1 else ():
         variable.assign(agreement.broadcast([variable.numpy()])[0])
 
 
 def known_summary(model: keras.Model) -> models.ModelSummary | None:
-    """Size and cost of a model; None where its inputs are not known before it runs."""
+    """Size and cost of a model; None if its inputs are not known before it runs."""
     with contextlib.suppress(ValueError):
         return models.describe(model)
     return None

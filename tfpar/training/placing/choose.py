@@ -1,4 +1,4 @@
-"""Which devices the parts of replicas lie on, under a running strategy."""
+"""Chooses the placement of replicas under a running strategy."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from tfpar.training.tensor_parallel import DividedPlacing
 
 
 def placing_of(runtime: strategies.Runtime, layout: Mapping[str, Any] | None = None, shard: str = "none") -> Placing:
-    """Where the parts of replicas lie.
+    """The placement of the parts of replicas.
 
     Args:
       runtime: The running strategy.
-      shard: What replicas divide among themselves, see `--shard`.
+      shard: The state that replicas divide among themselves, see `--shard`.
       layout: How layers are divided over a model axis, see `find_layout`.
 
     Raises:
-      ConfigError: A layout, and no devices to divide layers over.
+      ConfigError: There is a layout, but the mesh has no devices over which to divide layers.
     """
     mesh = runtime.topology.mesh
     if mesh.pipeline > 1 and (mesh.model > 1 or not layout):
@@ -30,5 +30,5 @@ def placing_of(runtime: strategies.Runtime, layout: Mapping[str, Any] | None = N
     if mesh.model > 1:
         return DividedPlacing(runtime, layout)
     if layout:
-        raise ConfigError("layout says how layers are divided, and no mesh divides them. Add mesh='model:2'.")
+        raise ConfigError("layout determines how layers are divided, but no mesh divides them. Add mesh='model:2'.")
     return GatheringPlacing(runtime) if shard == "weights" and runtime.topology.replicas > 1 else Placing()

@@ -1,1 +1,1 @@
-"""`--mesh=auto` and `python -m tfpar.plan`: what the planner has to know of a model and of a run."""
+"""`--mesh=auto` and `python -m tfpar.plan`: collects the facts about a model and a run that the planner needs."""

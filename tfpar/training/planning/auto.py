@@ -1,4 +1,4 @@
-"""`--mesh=auto`: a plan for a run, the same on every worker; and whether a mesh that is given fits."""
+"""`--mesh=auto`: makes a plan for a run, the same on every worker; also checks whether a given mesh fits."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ import keras
 _log = logging.getLogger(__name__)
 
 _MEASURED_EXAMPLES = 16
-_LONGEST_ERROR = 2000  # what the chief tells the others is one line of at most 4 KiB
-# What a plan decides; --exchange stays as it was given.
+_LONGEST_ERROR = 2000  # the chief sends the plan as one line of at most 4 KiB
+# The options that a plan decides; --exchange stays as given.
 _DECIDED = ("mesh", "accumulate_steps", "recompute", "shard")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What a plan is for.
+    """The subject of a plan.
 
     Attributes:
-      build: The model, or what builds it; None where it is not known yet.
-      optimizer: By default what the configuration names.
+      build: The model, or a function that builds it; None if it is not known yet.
+      optimizer: By default the one that the configuration names.
       layout: How layers are divided, see `find_layout`.
     """
 
@@ -60,19 +60,19 @@ class Subject:
 
 
 def is_auto(config: ExperimentConfig) -> bool:
-    """Whether a plan is to be made."""
+    """Whether to make a plan."""
     return config.strategy.mesh == AUTO
 
 
 def planned(config: ExperimentConfig, subject: Subject) -> dict[str, Any]:
-    """The options that `--mesh=auto` comes to. All workers call it, before the strategy starts.
+    """The options that `--mesh=auto` chooses. All workers call it, before the strategy starts.
 
     Args:
       config: The experiment.
       subject: Its model.
 
     Returns:
-      By flag name; those of the chief, on every worker.
+      The options by flag name: the chief's choice, on every worker.
 
     Raises:
       ConfigError: No plan fits, or the model is not known. On every worker.
@@ -96,7 +96,7 @@ def planned(config: ExperimentConfig, subject: Subject) -> dict[str, Any]:
             decision = {"error": str(error)[:_LONGEST_ERROR]}
     text = rendezvous.wait_for_all(topology.cluster, topology.start_timeout, json.dumps(decision))
     if not text:  # its server answered, not the chief itself
-        raise PeerLostError("the chief trains already and makes no plan any more; start all workers again")
+        raise PeerLostError("the chief is already training and no longer makes plans; start all workers again")
     decision = json.loads(text)
     if "error" in decision:
         raise ConfigError(decision["error"])
@@ -122,7 +122,7 @@ def _decide(config: ExperimentConfig, subject: Subject, topology: Topology) -> d
 
 
 def _of_saved_run(config: ExperimentConfig, tells: bool) -> dict[str, Any]:
-    """The plan of the run that is to be resumed; empty where there is none, or these devices are others."""
+    """The plan of the run to resume; empty if there is none, or if the devices have changed."""
     workdir = config.checkpoint.workdir
     saved = checkpointer.saved_config(workdir) if workdir else None
     if saved is None:
@@ -133,7 +133,7 @@ def _of_saved_run(config: ExperimentConfig, tells: bool) -> dict[str, Any]:
         choose_topology(resumed.strategy, cluster.detect())
     except ConfigError as error:
         if tells:
-            _log.info("mesh auto: %s has a run on other devices (%s); its plan is made anew", workdir, error)
+            _log.info("mesh auto: %s has a run on other devices (%s); making a new plan", workdir, error)
         return {}
     if tells:
         _log.info("mesh auto: --mesh=%s and the rest of its plan, as %s was trained", options["mesh"], workdir)

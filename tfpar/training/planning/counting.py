@@ -1,4 +1,4 @@
-"""Counts what the layers of a model cost on every size of the model axis, without running it."""
+"""Counts the costs of a model's layers for every size of the model axis, without running it."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ import tensorflow as tf
 def count_model(
     model: keras.Model, sizes: Sequence[int], layout: Mapping[str, Any] | None = None, *, length: int = 64
 ) -> ModelCosts:
-    """Counts FLOPs, activations, sums and weights of each layer. The model is as before when this returns.
+    """Counts FLOPs, activations, sums and weights of each layer. Leaves the model unchanged.
 
     Args:
       model: A built Keras model with symbolic inputs.
       sizes: Sizes of the model axis to count for, besides 1.
       layout: How layers are divided, see `find_layout`.
-      length: Of dimensions of inputs that are not known.
+      length: Assumed length of unknown dimensions of inputs.
 
     Raises:
       ConfigError: The model has no symbolic inputs, so that its cost is not known before it runs.
@@ -57,9 +57,10 @@ def count_model(
                     divided[size] = counter.with_kept_of(counter.layers(splits, _CountedPlace.of(size)), whole)
             except ConfigError as error:
                 undivided[size] = str(error)
-            except ValueError as error:  # a layer of somebody's own, whose parts do not fit together
+            except ValueError as error:  # a custom layer whose parts do not fit together
                 first = next(iter(str(error).strip().splitlines()), "")
-                undivided[size] = f"--mesh=model:{size}: model {model.name!r} fails where it is divided so ({first})."
+                undivided[size] = f"--mesh=model:{size}: model {model.name!r} fails when it is divided in this way "
+                f"({first})."
     finally:
         _restore(model)
     common: dict[str, Any] = {"name": model.name, "layers": {1: whole, **divided}, "undivided": undivided}
@@ -95,7 +96,7 @@ def _divided(model: keras.Model, size: int, layout: Mapping[str, Any] | None) ->
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _CountedPlace(Place):
-    """A device of a model axis that only notes what it would tell the others.
+    """A device of a model axis that only records the bytes that it would send.
 
     Attributes:
       noted: Bytes of each call.
@@ -123,7 +124,7 @@ class _CountedPlace(Place):
         return tf.identity(x)
 
     def enter(self, x: tf.Tensor) -> tf.Tensor:
-        return self.sum(x)  # its gradient, which has its shape
+        return self.sum(x)  # its gradient, of the same shape
 
     def collect(self, x: tf.Tensor) -> tf.Tensor:
         self.noted.append(self.devices * float(math.prod(x.shape)) * x.dtype.size / 2)  # half the bytes of a sum
@@ -131,7 +132,7 @@ class _CountedPlace(Place):
 
 
 class _Counter:
-    """Traces forward and backward passes of a model, and tells what of them belongs to which layer."""
+    """Traces forward and backward passes of a model, and attributes their costs to layers."""
 
     def __init__(self, model: keras.Model, graph: Any, steps: Sequence[GraphStep], length: int) -> None:
         self._model, self._graph, self._steps, self._length = model, graph, steps, length
@@ -161,7 +162,7 @@ class _Counter:
         )
 
     def with_recompute(self, layers: Sequence[LayerCost]) -> tuple[LayerCost, ...]:
-        """The layers, with what they keep where blocks are computed again."""
+        """The layers, with the bytes that they keep if blocks are computed again."""
         try:
             recompute.recompute_activations(self._model, recompute.BLOCKS)
         except ConfigError:  # there are no blocks
@@ -182,7 +183,7 @@ class _Counter:
         )
 
     def with_kept_of(self, layers: Sequence[LayerCost], others: Sequence[LayerCost]) -> tuple[LayerCost, ...]:
-        """The layers, recomputed as others are."""
+        """The layers, with the recomputation of the others."""
         return tuple(
             dataclasses.replace(
                 layer, kept_recomputed=min(layer.kept, other.kept_recomputed), recomputed=other.recomputed
@@ -191,7 +192,7 @@ class _Counter:
         )
 
     def _in_stretches(self, layers: Sequence[LayerCost]) -> tuple[LayerCost, ...]:
-        """About as many stretches as the square root of the layers, of each of which one tensor is kept."""
+        """Divides the layers into about as many segments as their square root; one tensor of each segment is kept."""
         weighted = sum(bool(layer.weights) for layer in layers)
         stretch = sum(layer.kept for layer in layers) / max(round(math.sqrt(weighted)), 1)
         found, filled = [], 0.0
@@ -218,7 +219,7 @@ class _Trace:
     """One traced forward and backward pass of one example.
 
     Attributes:
-      flops: Of each layer, in the forward pass.
+      flops: FLOPs of each layer in the forward pass.
       kept: Bytes that each layer keeps for the backward pass.
       sums: Bytes of each call along the model axis, by layer.
     """
@@ -276,7 +277,7 @@ class _Trace:
         return [each for each in tape.gradient(loss, weights) if each is not None]
 
     def _run_graph(self, graph: Any, plain: Any, /, inputs: Any, **options: Any) -> Any:
-        """Takes the place of `keras.Function._run_through_graph`."""
+        """Replaces `keras.Function._run_through_graph`."""
         operation_fn = options.get("operation_fn")
         if operation_fn is None or keras_calls.innermost_scope() is None:
             return plain(inputs, **options)

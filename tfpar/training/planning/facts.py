@@ -1,8 +1,8 @@
-"""What a plan needs to know of a model, found out in a process of its own.
+"""The facts about a model that a plan needs, determined in a separate process.
 
 TensorFlow's devices and collectives can only be set up before its first operation, and building a Keras model runs one.
-So a fork of this process builds the model, counts and measures it, and hands the result back as plain data. Where this
-process has run operations already, it does so itself, and leaves Keras' names and random numbers as they were.
+So a fork of this process builds the model, counts and measures it, and returns the result as plain data. If this
+process has already run operations, it does so itself, and restores Keras' names and random numbers afterwards.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _PROBE = (64, 64)  # shape of the weight whose state is counted
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What is known of a model and its optimizer.
+    """The facts about a model and its optimizer.
 
     Attributes:
-      costs: Of the model's layers.
+      costs: Costs of the model's layers.
       state_per_weight: Bytes of the optimizer's state for each float32 weight.
       elementwise: Whether the optimizer updates every element by itself.
       compiled: Whether XLA compiles passes.
-      measured: What passes took; None where that was not asked.
+      measured: Measured times of passes; None if they were not requested.
     """
 
     costs: ModelCosts
@@ -54,7 +54,7 @@ class Facts:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Facts:
-        """What `json` made of `dataclasses.asdict(facts)`."""
+        """The facts, from the JSON of `dataclasses.asdict(facts)`."""
         costs, measured = value["costs"], value["measured"]
         layers = {int(size): tuple(map(_layer, each)) for size, each in costs["layers"].items()}
         undivided = {int(size): reason for size, reason in costs["undivided"].items()}
@@ -84,12 +84,12 @@ def find_facts(
     """Counts a model, and measures it.
 
     Args:
-      build: Builds the model; or the model.
+      build: A function that builds the model, or the model.
       config: The experiment: optimizer, precision, XLA, and the length of sequences.
       sizes: Sizes of the model axis to count for, besides 1.
-      optimizer: By default what the configuration names.
+      optimizer: By default the one that the configuration names.
       layout: How layers are divided, see `find_layout`.
-      most_examples: Examples of the largest micro-batch that is timed; 0: none is.
+      most_examples: Examples of the largest micro-batch to time; 0: time nothing.
 
     Raises:
       ConfigError: The model cannot be counted.
@@ -111,7 +111,7 @@ def find_facts(
 
 
 def _copied(value: object) -> object:
-    """Of what Keras keeps in a thread, the counts of names are changed in place."""
+    """Among Keras' thread-local state, the counts of names are changed in place."""
     return copy.copy(value) if isinstance(value, dict) else value
 
 
@@ -143,14 +143,14 @@ def _facts(
 
 
 def _compiles(model: keras.Model, config: ExperimentConfig) -> bool:
-    """Whether XLA will compile passes, as far as that is known before the strategy starts."""
+    """Whether XLA will compile passes, as far as this is known before the strategy starts."""
     if config.train.jit_compile != "auto":
         return config.train.jit_compile == "true"
     return not (models.uses_convolutions(model) and not tf.config.list_physical_devices("GPU"))
 
 
 def _in_fork(find: Callable[[], Facts]) -> Facts:
-    """Calls a function in a fork of this process, which sees no GPU: the CPU counts as well."""
+    """Calls a function in a fork of this process that sees no GPU; the CPU is enough for counting."""
     sys.stdout.flush()
     sys.stderr.flush()
     receiving, sending = os.pipe()
@@ -175,8 +175,8 @@ def _in_fork(find: Callable[[], Facts]) -> Facts:
     _, status = os.waitpid(child, 0)
     if not text:
         raise ConfigError(
-            f"--mesh=auto: building and counting the model in a process of its own failed (status {status}), perhaps "
-            "for want of memory; see above. Name a mesh, such as --mesh=data:2."
+            f"--mesh=auto: building and counting the model in a separate process failed (status {status}), perhaps "
+            "for lack of memory; see above. Name a mesh, such as --mesh=data:2."
         )
     answer = json.loads(text)
     if "refused" in answer:

@@ -1,4 +1,4 @@
-"""What is known of devices and links: measured, asked, or assumed where neither can be."""
+"""Properties of devices and links: measured, read from the system, or assumed if neither is possible."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from tfpar.models.peak import cores, peak_flops
 from tfpar.parallel.planner.machine import Machine
 from tfpar.training.planning.measuring import Measured
 
-# Of a GPU's data sheet, what training steps of large models reach.
+# The share of a GPU's data-sheet rate that training steps of large models reach.
 _REACHED = 0.4
 _NVLINK, _GPU_MESSAGE_S, _GPU_MEMORY_BANDWIDTH = 100e9, 2e-5, 1e12
-# TensorFlow's collectives through gRPC move no more than this, whatever the link, and take this long without content.
+# The largest bandwidth of TensorFlow's collectives over gRPC on any link, and their latency.
 GRPC_BANDWIDTH, GRPC_LATENCY_S = 4e8, 1e-3
 
 
 def device_memory(device_type: str, devices_here: int) -> int:
-    """Bytes of a device of this machine; 0 where it cannot be asked.
+    """Bytes of memory of a device of this machine; 0 if they cannot be determined.
 
     Args:
       device_type: `CPU` or `GPU`.
-      devices_here: Devices that share this machine's memory, where they are CPUs.
+      devices_here: Devices that share this machine's memory, if they are CPUs.
     """
     if device_type == "GPU":
         return _gpu_memory()
@@ -38,7 +38,7 @@ def device_memory(device_type: str, devices_here: int) -> int:
 
 
 def _gpu_memory() -> int:
-    """Bytes of the smallest GPU, from nvidia-smi: TensorFlow 2.21 tells only once a device is in use."""
+    """Bytes of the smallest GPU, from nvidia-smi: TensorFlow 2.21 reports it only once a device is in use."""
     query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
         text = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
@@ -48,7 +48,7 @@ def _gpu_memory() -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Given:
-    """What a user says of a machine; 0 and None: it is to be found out.
+    """What the user specifies about a machine; 0 and None: to be determined.
 
     Attributes:
       flops: FLOPs per second of a device.
@@ -73,15 +73,15 @@ def machine_of(
     given: Given,
     workers_here: int = 1,
 ) -> Machine:
-    """A machine, from what is given and what was measured on a CPU, or the data sheet of a GPU.
+    """A machine, from the user's values and from measurements on a CPU, or the data sheet of a GPU.
 
     Args:
       workers: Number of workers.
       devices: Devices of each.
       device_type: `CPU` or `GPU`.
       precision: As `--precision`.
-      measured: On this machine, with all threads of a worker.
-      given: What a user says.
+      measured: Measured on this machine, with all threads of a worker.
+      given: The user's values.
       workers_here: Workers that share this machine.
     """
     gpu = device_type == "GPU"
@@ -110,11 +110,11 @@ def machine_of(
 
 
 def through_grpc(link: Link) -> Link:
-    """What TensorFlow's collectives make of a link between CPUs."""
+    """A link between CPUs as TensorFlow's collectives can use it."""
     return Link(link.latency + GRPC_LATENCY_S, 1 / (1 / link.bandwidth + 1 / GRPC_BANDWIDTH))
 
 
 def _share(workers_here: int) -> float:
-    """Of the rate of one worker, what it reaches while the others of this machine work as well."""
+    """The share of its rate that a worker reaches while the others on this machine are busy too."""
     threads = int(os.environ.get("TF_NUM_INTRAOP_THREADS") or 0) or cores()
     return min(1.0, cores() / (threads * workers_here))

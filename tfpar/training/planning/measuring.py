@@ -1,4 +1,4 @@
-"""Measures what a device reaches in forward and backward passes of a model, and what XLA holds in them."""
+"""Measures a device's speed in forward and backward passes of a model, and the memory that XLA uses in them."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _MOST_EXAMPLES = 256
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What passes of a model took on one device.
+    """Measurements of passes of a model on one device.
 
     Attributes:
-      flops: FLOPs per second, of those of matrix products and convolutions.
-      pass_seconds: Seconds of a pass besides.
-      fused: Bytes of activations that XLA holds, for each that the graph keeps; 0 without XLA.
+      flops: FLOPs per second of matrix products and convolutions.
+      pass_seconds: Fixed seconds of a pass.
+      fused: Bytes of activations that XLA holds, as a fraction of those that the graph keeps; 0 without XLA.
     """
 
     flops: float
@@ -45,8 +45,8 @@ def measure_passes(model: keras.Model, costs: ModelCosts, most: int, *, compiled
     Args:
       model: A built model with symbolic inputs; dimensions that are not known have length 64.
       costs: From `count_model`.
-      most: Examples of the largest micro-batch that is tried.
-      compiled: Whether by XLA. It reports memory only in a process that has not used it before.
+      most: Examples of the largest micro-batch to try.
+      compiled: Whether XLA compiles the passes. XLA reports memory only in a process that has not used it before.
     """
     with _reported(compiled) as temporaries:
         step = _step(model, compiled=compiled)
@@ -98,13 +98,13 @@ def _seconds(step: Callable[..., Any], model: keras.Model, examples: int) -> flo
 
 @contextlib.contextmanager
 def _reported(compiled: bool) -> Iterator[Callable[[], int]]:
-    """Within it XLA reports its programs; calling what is yielded returns the most temporaries of one, in bytes."""
+    """In this context XLA reports its programs; the yielded function returns the most temporaries of one, in bytes."""
     if not compiled:
         yield lambda: 0
         return
     with tempfile.TemporaryDirectory() as folder:
         flags = os.environ.get("XLA_FLAGS", "")
-        # Read once in a process, when XLA is first used (TensorFlow 2.21).
+        # XLA reads it once per process, at its first use (TensorFlow 2.21).
         os.environ["XLA_FLAGS"] = f"{flags} --xla_dump_to={folder} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=.*"
         try:
             yield lambda: max(map(_temporaries, Path(folder).glob("*buffer-assignment.txt")), default=0)

@@ -1,4 +1,4 @@
-"""Plans for devices that need not be here, and without training: `python -m tfpar.plan`."""
+"""Plans for devices that need not be present, without training: `python -m tfpar.plan`."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def plan_offline(
       config: The experiment: its model, data, batch and options, and `devices` of each worker.
       hosts: Number of workers.
       flops: FLOPs per second of a device; 0: passes are timed here.
-      between: What joins the workers.
-      within: What joins the devices of a worker; by default what GPUs have, or a CPU where passes are timed.
+      between: The link between the workers.
+      within: The link between the devices of a worker; by default that of GPUs, or a CPU's memory if passes are timed.
       fixed: Options that must stay as they are.
 
     Raises:
@@ -70,7 +70,7 @@ def plan_offline(
         measured=facts.measured,
         given=Given(flops=flops, memory=memory, within=within, between=between),
     )
-    if not memory:  # that of this machine tells nothing of others
+    if not memory:  # this machine's value says nothing about others
         machine = dataclasses.replace(machine, memory=0)
     if not config.strategy.mesh:
         config = dataclasses.replace(config, strategy=dataclasses.replace(config.strategy, mesh=AUTO))

@@ -1,4 +1,4 @@
-"""What plans are sought for, from the options of an experiment."""
+"""The question for the planner, from the options of an experiment."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tfpar.parallel.topology import Topology
 from tfpar.training.local_steps.check import check_local_steps
 from tfpar.training.planning.facts import Facts
 
-# What `--exchange=auto` may come to, as far as it is known before it has measured.
+# Exchanges that `--exchange=auto` may choose, as far as they are known before it measures.
 _CODECS = ("none", "bf16", "int8")
 
 
@@ -35,11 +35,11 @@ def question_of(
     """What plans are sought for.
 
     Args:
-      config: The experiment. Of its options those that a plan decides are free where they have their defaults.
-      facts: Of its model.
+      config: The experiment. Of the options that a plan decides, those with default values are free.
+      facts: Facts about its model.
       machine: Devices and links.
-      given: Options that must stay as they are, though they have their defaults.
-      keeps_exchange: Whether `--exchange` stays as it is, also `auto`.
+      given: Options that must keep their values even if these are the defaults.
+      keeps_exchange: Whether `--exchange` keeps its value, even `auto`.
     """
     train, strategy, given = config.train, config.strategy, given or {}
     shards = next(each.metadata["choices"] for each in dataclasses.fields(TrainConfig) if each.name == "shard")
@@ -66,7 +66,7 @@ def question_of(
 
 
 def exchanges_of(config: ExperimentConfig) -> tuple[Exchange, ...]:
-    """The exchanges to consider: the given one, or for `auto` those that it may come to."""
+    """The exchanges to consider: the given one, or for `auto` those that it may choose."""
     text = config.exchange.exchange
     names = _CODECS if text.partition(":")[0] == "auto" else (text,)
     return tuple(map(_exchange, names))
@@ -86,7 +86,7 @@ def _exchange(text: str) -> Exchange:
 def _refusals(
     config: ExperimentConfig, facts: Facts, machine: Machine, *, keeps_exchange: bool
 ) -> Callable[[Plan], str]:
-    """Tells why a run would refuse a plan."""
+    """Returns why a run would refuse a plan."""
 
     @functools.cache
     def of_layout(plan: Plan) -> str:
@@ -94,7 +94,7 @@ def _refusals(
         spans = max(1, mesh.devices_of_replica // machine.devices)
         divided = mesh.model > 1 or (mesh.pipeline > 1 and spans > 1)
         if divided and not facts.elementwise:
-            return "the optimizer looks at whole tensors, which are divided over devices"
+            return "the optimizer needs whole tensors, which are divided over devices"
         options = plan.options()
         if keeps_exchange:
             options.pop("exchange")

@@ -1,11 +1,11 @@
 """The optimizers of one worker's share of the weights, and their state in a checkpoint.
 
-Each replica has a plain Keras optimizer, built for variables that hold its pieces of the weights; that of a worker's
-first replica also for the weights that every worker updates. Optimizers that update every element by itself get pieces
-as vectors, cut anywhere; others get whole tensors.
+Each replica has a plain Keras optimizer, built for variables that hold its pieces of the weights; the optimizer of a
+worker's first replica also updates the weights that every worker updates. Elementwise optimizers get pieces as vectors,
+cut anywhere; others get whole tensors.
 
-A checkpoint holds the state of pieces in the files of their owners, under names of the whole: index of the weight,
-first element, and the name that the state of the whole weight has without shards. Any number of workers reads it.
+A checkpoint holds the state of pieces in the files of their owners. A name consists of the index of the weight, the
+first element of the piece, and the name that this state has without shards. Any number of workers can read it.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ class ReplicaShare:
       optimizer: Not yet built.
       device: Of the replica.
       owned: Its pieces of each vector.
-      make: Makes the variable of a piece.
-      whole: Variables that every worker updates, if this replica does it for its worker.
+      make: Creates the variable of a piece.
+      whole: Variables that every worker updates, if this replica updates them for its worker.
 
     Attributes:
       optimizer: Built for the pieces of all vectors, one after the other, and then for `whole`.
       device: Of the replica.
       owned: Its pieces.
       variables: The variables that hold them.
-      places: For each of them its vector, and its place among the worker's pieces of that vector.
+      places: For each of these variables its vector, and its index among the worker's pieces of that vector.
     """
 
     def __init__(
@@ -73,12 +73,13 @@ class ReplicaShare:
         self.optimizer = optimizer
 
     def common_variables(self) -> dict[str, keras.Variable]:
-        """Variables of the optimizer that belong to no piece, by name without that of the optimizer."""
+        """Variables of the optimizer that belong to no piece, by name without the optimizer's prefix."""
         named = {variable.path.partition("/")[2]: variable for variable in self.optimizer.variables}
         return {name: variable for name, variable in named.items() if not _MARK.search(name)}
 
     def slots(self) -> Iterator[tuple[str, Piece, keras.Variable]]:
-        """Name of the whole without that of the optimizer, piece and variable, of what belongs to a piece."""
+        """For each slot of a piece: its name for the whole weight without the optimizer's prefix, the piece and the
+        variable."""
         pieces = dict(zip([_reference(each) for each in self.variables], self.owned, strict=True))
         for variable in self.optimizer.variables:
             # Keras 3.15 names a variable of an optimizer by the path of the weight that it belongs to.
@@ -93,11 +94,11 @@ class OwnShare:
 
     Args:
       config: The experiment.
-      topology: How replicas lie on workers.
+      topology: The topology of the run.
       variables: The model's trainable variables.
       spec: The optimizer.
       assigned: Indices of variables that the model's forward pass assigns.
-      devices: Of this worker's replicas.
+      devices: Devices of this worker's replicas.
 
     Attributes:
       variables: The model's trainable variables.
@@ -163,9 +164,9 @@ class OwnShare:
         assigned: Sequence[int],
         strategy: tf.distribute.Strategy,
     ) -> OwnShare | None:
-        """The share that `--shard` asks for, None where there is a single replica, which has all."""
+        """The share that `--shard` asks for; None for a single replica, which has all state."""
         if config.train.shard == "none" or (config.train.shard == "weights" and topology.replicas > 1):
-            return None  # of sharded weights the model itself has parts
+            return None  # with sharded weights, the model itself holds parts
         told = topology.is_chief and config.monitor.verbose > 0
         if topology.replicas == 1:
             if told:
@@ -178,16 +179,16 @@ class OwnShare:
 
     @property
     def optimizer(self) -> keras.optimizers.Optimizer:
-        """The optimizer of the first replica, whose learning rate all have."""
+        """The optimizer of the first replica; all have its learning rate."""
         return self.replicas[0].optimizer
 
     def describe(self) -> str:
-        """One line: what the first replica keeps."""
+        """One line on the state that the first replica keeps."""
         first = self.replicas[0]
         elements = sum(math.prod(variable.shape) for variable in self.variables)
         owned = sum(piece.size for piece in first.owned)
         state = sum(math.prod(variable.shape) * 4 for variable in first.optimizer.variables)
-        how = "cut anywhere" if self._elementwise else "as whole tensors, which this optimizer looks at"
+        how = "cut anywhere" if self._elementwise else "as whole tensors, which this optimizer needs"
         what = "gradients and optimizer" if self.scatters else "optimizer"
         return (
             f"sharded {what}: this replica updates {owned:,} of {elements:,} weights ({how}) and keeps "
@@ -203,14 +204,14 @@ class OwnShare:
         """Why XLA cannot compile the step; empty where it can."""
         if not self.scatters:
             return ""
-        return "--shard=gradients sends gradients as they are computed, and an XLA program gives all of them at once"
+        return "--shard=gradients sends gradients as they are computed, and an XLA program returns all of them at once"
 
     def shared_variables(self) -> list[keras.Variable]:
         """Variables of the optimizer that are the same on every worker."""
         return list(self.replicas[0].common_variables().values())
 
     def load_weights(self, exact: Mapping[int, np.ndarray] | None = None) -> None:
-        """Gives the pieces the values that the model's weights have now, or by index those of `exact`."""
+        """Sets the pieces to the current values of the model's weights, or to those of `exact` by index."""
         for replica in self.replicas:
             for variable, piece in zip(replica.variables, replica.owned, strict=True):
                 known = None if exact is None else exact.get(piece.index)
@@ -230,12 +231,12 @@ class OwnShare:
         own: Mapping[str, np.ndarray] | None,
         exact: Mapping[int, np.ndarray] | None = None,
     ) -> None:
-        """Takes up the state of its pieces; after the model's weights have been restored.
+        """Restores the state of the pieces; call it after the model's weights have been restored.
 
         Args:
           arrays: State of whole weights by name.
-          own: What a worker of the same rank exported, if it had the same share; nothing else is read then.
-          exact: The owners' exact weights by index, where they are not the model's.
+          own: The export of a worker of the same rank, if it had the same share; then nothing else is read.
+          exact: The owners' exact weights by index, if they differ from the model's.
 
         Raises:
           ConfigError: State is missing, or of another shape.
@@ -271,11 +272,11 @@ class OwnShare:
         return shapes == {name: array.shape for name, array in own.items() if is_share(name)}
 
     def _state(self) -> Iterator[tuple[str, Piece, keras.Variable]]:
-        """Name of the whole, piece and variable, of everything that belongs to a piece."""
+        """The name for the whole weight, the piece and the variable, for everything that belongs to a piece."""
         for replica in self.replicas:
             for name, piece, variable in replica.slots():
                 yield f"optimizer/{self.optimizer.name}/{name}", piece, variable
-            if self._keeps_exact:  # what other workers have of these weights lacks what payloads left out
+            if self._keeps_exact:  # other workers' copies of these weights lack the residuals of their payloads
                 for variable, piece in zip(replica.variables, replica.owned, strict=True):
                     yield _WEIGHTS, piece, variable
 
@@ -288,13 +289,13 @@ class OwnShare:
         *scopes, name = weight.path.split("/")
         value = _part(weight.numpy(), piece, [piece.size] if self._elementwise else weight.shape)
         with contextlib.ExitStack() as stack:
-            for scope in scopes:  # paths say which weights are decayed
+            for scope in scopes:  # the paths determine which weights are decayed
                 stack.enter_context(keras.name_scope(scope, deduplicate=False))
             return keras.Variable(tf.constant(value), dtype=weight.dtype, name=f"{name}.at{piece.begin}")
 
 
 def whole_arrays(exports: Sequence[Mapping[str, np.ndarray]], shapes: Sequence[Sequence[int]]) -> dict[str, np.ndarray]:
-    """State of whole weights by name, out of what all workers exported; exact weights under `shard/INDEX`.
+    """State of whole weights by name, assembled from the exports of all workers; exact weights under `shard/INDEX`.
 
     Args:
       exports: The export of each worker.
@@ -313,12 +314,12 @@ def whole_arrays(exports: Sequence[Mapping[str, np.ndarray]], shapes: Sequence[S
 
 
 def is_share(name: str) -> bool:
-    """Whether an array of a worker's file belongs to its share of the optimizer's state."""
+    """Whether an array of a worker's file belongs to its share of the optimizer state."""
     return name.startswith(_PREFIX)
 
 
 def take_exact_weights(arrays: dict[str, np.ndarray]) -> dict[int, np.ndarray]:
-    """Takes the owners' exact weights, by index, out of what `whole_arrays` returned."""
+    """Removes the owners' exact weights from the result of `whole_arrays`, and returns them by index."""
     return {int(name.removeprefix(_PREFIX)): arrays.pop(name) for name in list(arrays) if is_share(name)}
 
 
@@ -326,8 +327,8 @@ def _check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
     for name in ("clipnorm", "global_clipnorm"):
         if getattr(optimizer, name, None):
             raise ConfigError(
-                f"{name}={getattr(optimizer, name)} of the optimizer would look at this worker's share alone. Leave it "
-                "out with --shard; --clip_norm clips by the norm of all gradients."
+                f"{name}={getattr(optimizer, name)} of the optimizer would apply to this worker's share alone. Leave "
+                "it out with --shard; --clip_norm clips by the norm of all gradients."
             )
     if optimizer.use_ema:
         raise ConfigError("use_ema=True of the optimizer does not work with --shard. Leave one of them out.")

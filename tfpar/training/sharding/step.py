@@ -1,4 +1,4 @@
-"""The training step with sharded state: moves 3 to 5 of `TrainStep` in one exchange."""
+"""The training step with sharded state: stages 3 to 5 of `TrainStep` in one exchange."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ import tensorflow as tf
 
 
 class ShardedStep(TrainStep):
-    """A step in which each worker updates its own share of the weights, and gets the others' new weights.
+    """A step in which each worker updates its own share of the weights, and receives the other new weights.
 
     Args:
-      share: This worker's share, of whose optimizer this is a step.
+      share: This worker's share, with its optimizer.
       *args: See `TrainStep`.
       **kwargs: See `TrainStep`.
     """
@@ -99,7 +99,8 @@ class ShardedStep(TrainStep):
     def _update_replica(
         self, owner: ReplicaShare, gradients: Tensors, whole: dict[int, tf.Tensor], factor: tf.Tensor, rate: tf.Tensor
     ) -> Tensors:
-        """Updates what one replica owns, and returns its new values and those of `whole`, which are not assigned."""
+        """Updates the pieces of one replica; returns their new values and those of `whole`, which it does not
+        assign."""
         pieces = [replica.first(variable) for variable in owner.variables]
         others = [replica.first(self.core.model.trainable_variables[index]) for index in whole]
         slots = [replica.first(variable) for variable in owner.optimizer.variables]
@@ -128,7 +129,7 @@ class ShardedStep(TrainStep):
         return pure_apply(optimizer, state, params, [gradient * factor for gradient in gradients], rate)
 
     def _store(self, weights: Tensors, state: Tensors) -> tf.Tensor:
-        """Gives this replica the new weights and model state."""
+        """Assigns the new weights and model state to this replica."""
         model = self.core.model
         copies = [*replica.own(model.trainable_variables), *replica.own(self._state)]
         with tf.control_dependencies(replica.assign(copies, [*weights, *self._without_seeds(state)])):
@@ -138,8 +139,8 @@ class ShardedStep(TrainStep):
 class ScatteringStep(ShardedStep):
     """A sharded step whose gradients go to their owners as the backward pass computes them (`--shard=gradients`).
 
-    A replica holds gradients of those buckets that are not complete or not yet sent, and sums micro-batches of its own
-    worker's shards alone.
+    A replica holds the gradients of incomplete and unsent buckets, and sums micro-batches only for its own worker's
+    shards.
     """
 
     def _accumulated(
@@ -160,9 +161,9 @@ class ScatteringStep(ShardedStep):
 
     def _own_norm(self, gradients: Scattered) -> tf.Tensor:
         norm = self._norm([*gradients.shards, *gradients.whole])
-        return tf.where(gradients.finite, norm, float("nan"))  # a codec may have made numbers of it
+        return tf.where(gradients.finite, norm, float("nan"))  # a codec may have turned NaN into numbers
 
 
 def sharded_step(share: OwnShare) -> Callable[..., ShardedStep]:
-    """What takes the arguments of `TrainStep`, for what this share divides."""
+    """The constructor of the step for this kind of share; takes the arguments of `TrainStep`."""
     return functools.partial(ScatteringStep if share.scatters else ShardedStep, share)

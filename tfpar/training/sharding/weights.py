@@ -1,4 +1,4 @@
-"""Replicas that keep parts of the weights between them (`--shard=weights`)."""
+"""Replicas that share the weights, each with a part (`--shard=weights`)."""
 
 from __future__ import annotations
 
@@ -74,19 +74,19 @@ class GatheringPlacing(Placing):
         """See `Placing`."""
         if core.overwritten:
             raise ConfigError(
-                f"--shard=weights: model {core.model.name!r} has float8 layers, whose statistics are of whole tensors. "
+                f"--shard=weights: model {core.model.name!r} has float8 layers, whose statistics cover whole tensors. "
                 "Use --shard=gradients."
             )
         if type(optimizer) not in ELEMENTWISE:
             names = ", ".join(sorted(kind.__name__.lower() for kind in ELEMENTWISE))
             raise ConfigError(
-                f"--shard=weights: {type(optimizer).__name__} looks at whole tensors, of which no replica has all. Use "
-                f"one that updates every element by itself ({names}), or --shard=gradients."
+                f"--shard=weights: {type(optimizer).__name__} needs whole tensors, which no replica has. Use an "
+                f"elementwise optimizer ({names}), or --shard=gradients."
             )
         if optimizer.clipnorm or optimizer.global_clipnorm or optimizer.use_ema:
             raise ConfigError(
-                f"--shard=weights: clipnorm, global_clipnorm and use_ema of {type(optimizer).__name__} would see the "
-                "part of one replica. Leave them out; --clip_norm clips by the norm of the whole gradient."
+                f"--shard=weights: clipnorm, global_clipnorm and use_ema of {type(optimizer).__name__} would apply to "
+                "the part of one replica. Leave them out; --clip_norm clips by the norm of the whole gradient."
             )
 
     def within(self) -> contextlib.AbstractContextManager[Any]:
@@ -125,7 +125,7 @@ class GatheringPlacing(Placing):
 
 
 def layers_that_gather(model: keras.Model) -> list[keras.layers.Layer]:
-    """The outermost layers that are no models: each gathers its weights where it is called."""
+    """The outermost layers that are not models: each gathers its weights when it is called."""
     found = []
     for layer in keras_internals.all_layers(model, include_self=False, recursive=False):
         found += layers_that_gather(layer) if isinstance(layer, keras.Model) else [layer]
@@ -133,7 +133,7 @@ def layers_that_gather(model: keras.Model) -> list[keras.layers.Layer]:
 
 
 def is_sharded(variable: keras.Variable) -> bool:
-    """Whether a trainable variable is worth parts, and can have them: of 1,024 elements and several dimensions."""
+    """Whether a trainable variable can be sharded and is large enough: at least 1,024 elements and two dimensions."""
     large = specs.parse("none").options.is_compressible(tf.TensorShape(variable.shape))
     return large and variable.dtype == "float32" and variable.constraint is None
 
@@ -141,6 +141,6 @@ def is_sharded(variable: keras.Variable) -> bool:
 def _check_model(model: keras.Model) -> None:
     if models.uses_synchronized_statistics(model):
         raise ConfigError(
-            f"--shard=weights: model {model.name!r} synchronises batch statistics between replicas, which the backward "
-            "pass, where layers are called again, cannot repeat. Use another normalization, or --shard=gradients."
+            f"--shard=weights: model {model.name!r} synchronises batch statistics between replicas, which the "
+            "backward pass, where layers run again, cannot repeat. Use another normalization, or --shard=gradients."
         )

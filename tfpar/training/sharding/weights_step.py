@@ -1,7 +1,7 @@
-"""The training step of replicas that keep parts of the weights (`--shard=weights`).
+"""The training step of replicas that hold parts of the weights (`--shard=weights`).
 
-A gradient of a part is already the sum over the replicas when the backward pass is over, at the one that updates it.
-What is left for the exchange is the sidecar and the small weights that every replica has whole.
+After the backward pass, the replica that updates a part already has the sum of its gradients over all replicas. Only
+the sidecar and the small weights that every replica has whole are left for the exchange.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class GatheringStep(TrainStep):
         self.exchange: Any = _ExchangeOfWhole(self.exchange, self._whole)
 
     def weights_vector(self) -> tf.Tensor:
-        """A copy of what this worker counts in the norm of all trainable weights, as one float32 vector."""
+        """A copy of the weights that this worker counts in the norm of all trainable weights, as one float32 vector."""
         values: Tensors = []
         for program in range(self._axis.programs):
             with self._axis.on(program) as place:
@@ -81,7 +81,7 @@ class GatheringStep(TrainStep):
 
 
 class _ExchangeOfWhole:
-    """An exchange of those gradients that replicas have whole, called with all."""
+    """An exchange of only the gradients of whole weights, called with all gradients."""
 
     def __init__(self, exchange: Exchange, whole: list[int]) -> None:
         self._exchange, self._whole = exchange, whole

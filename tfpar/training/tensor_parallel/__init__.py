@@ -1,4 +1,4 @@
-"""Tensor parallelism: replicas of several devices, among which the weights are divided (`--mesh`)."""
+"""Tensor parallelism: replicas of several devices, which divide the weights among themselves (`--mesh`)."""
 
 from tfpar.training.tensor_parallel.placing import DividedPlacing
 

@@ -22,7 +22,8 @@ import keras
 
 _log = logging.getLogger(__name__)
 
-COLLECTIVES_WITHIN = "the devices of a replica talk within its layers, for which TensorFlow has no XLA kernel on CPUs"
+COLLECTIVES_WITHIN = "the devices of a replica communicate within its layers, for which TensorFlow has no XLA kernel "
+"on CPUs"
 
 
 def divide_layers(
@@ -33,17 +34,17 @@ def divide_layers(
     sequence_parallel: bool = False,
     announced: bool = False,
 ) -> dict[int, Split]:
-    """Makes the layers of a model compute with parts of their weights, wherever the program of a device is traced.
+    """Makes the layers of a model compute with parts of their weights whenever the program of a device is traced.
 
     Args:
-      model: Calls of its layers are replaced by divided ones. Its variables stay as they are.
+      model: The calls of its layers are replaced; its variables do not change.
       axis: The devices.
       rules: See `tensor_layout.find_layout`, or `weight_layouts.find_weight_layout`.
       sequence_parallel: Whether blocks divide positions, see `positions.divide_positions`.
       announced: Whether to log what is divided.
 
     Returns:
-      How variables are to be divided, by their identity; see `move_to_devices`.
+      How to divide the variables, by their identity; see `move_to_devices`.
 
     Raises:
       ConfigError: Nothing can be divided, or a rule cannot hold; the model synchronises batch statistics.
@@ -67,7 +68,7 @@ def divide_layers(
 
 
 def check_divided(optimizer: keras.optimizers.Optimizer, core: Core) -> None:
-    """Refuses what would need whole tensors, of which no device has all.
+    """Refuses optimizers and models that need whole tensors, which no device has.
 
     Args:
       optimizer: Built for the model.
@@ -78,19 +79,19 @@ def check_divided(optimizer: keras.optimizers.Optimizer, core: Core) -> None:
     """
     if core.overwritten:
         raise ConfigError(
-            f"--mesh: model {core.model.name!r} has float8 layers, whose statistics are of whole tensors. Use "
+            f"--mesh: model {core.model.name!r} has float8 layers, whose statistics cover whole tensors. Use "
             "--mesh=data:... alone."
         )
     if type(optimizer) not in ELEMENTWISE:
         names = ", ".join(sorted(kind.__name__.lower() for kind in ELEMENTWISE))
         raise ConfigError(
-            f"--mesh: {type(optimizer).__name__} looks at whole tensors, which are divided over devices. Use one that "
-            f"updates every element by itself ({names}), or --mesh=data:... alone."
+            f"--mesh: {type(optimizer).__name__} needs whole tensors, but they are divided over devices. Use an "
+            f"elementwise optimizer ({names}), or --mesh=data:... alone."
         )
     if optimizer.clipnorm or optimizer.global_clipnorm:
         raise ConfigError(
-            f"--mesh: clipnorm and global_clipnorm of {type(optimizer).__name__} would see the part of one device. Use "
-            "--clip_norm, which clips by the norm of the whole gradient."
+            f"--mesh: clipnorm and global_clipnorm of {type(optimizer).__name__} would apply to the part of one "
+            "device. Use --clip_norm, which clips by the norm of the whole gradient."
         )
 
 

@@ -1,8 +1,8 @@
-"""The training step of replicas that are several devices each.
+"""The training step of replicas of several devices each.
 
-The devices of a replica see the same examples and draw the same random numbers. What each computes of a divided weight
-is its own; of everything else, they take one result, since the sums of their threads may differ in the last bit, and
-copies that drift apart would be different models.
+The devices of a replica see the same examples and draw the same random numbers. Each keeps its own results for divided
+weights; for everything else they agree on one result, because the sums of their threads may differ in the last bit, and
+diverging copies would be different models.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class DividedStep(TrainStep):
     def __init__(self, axis: ModelAxis, *args: Any, **kwargs: Any) -> None:
         self._axis = axis
         super().__init__(*args, **kwargs)
-        # Indices of the weights that are divided, and of those that are whole, on each device of a program.
+        # Indices of the divided weights, and of the whole ones, on each device of a program.
         self._by_stage: list[tuple[list[int], list[int]]] = [([], []) for _ in range(axis.stages)]
         for index, variable in enumerate(self.core.model.trainable_variables):
             self._by_stage[place_of(variable) or 0][split_of(variable) is None].append(index)
@@ -49,7 +49,7 @@ class DividedStep(TrainStep):
         with self._axis.on_own_device() as place:
             before = len(place.sent)
             report = super()._replica_step(*args)
-            if self._axis.stages == 1:  # else what is traced once is called for every micro-batch
+            if self._axis.stages == 1:  # otherwise one trace is called for every micro-batch
                 self._axis.bytes_of_step = sum(place.sent[before:])
         return report
 
@@ -58,7 +58,7 @@ class DividedStep(TrainStep):
         return replica.next_batch(self.strategy, iterator, model_devices=self._axis.size)
 
     def weights_vector(self) -> tf.Tensor:
-        """See `TrainStep`. Where a replica lies on several workers, those weights that this one counts in a norm."""
+        """See `TrainStep`. If a replica spans several workers, the weights that this worker counts in a norm."""
         if not self._axis.spans_workers:
             return super().weights_vector()
         values: Tensors = []
@@ -108,8 +108,8 @@ class DividedStep(TrainStep):
             return gradients, packed, state, assigned
 
     def _agreed(self, place: Place, gradients: Tensors, packed: tf.Tensor) -> tuple[Tensors, tf.Tensor]:
-        """Gradients and sidecar, those of whole weights the same bits on every device: the mean of all, or the sum
-        where each has a part; in one call for each stage, the first of which has the sidecar."""
+        """Gradients and sidecar, with the same bits on every device for whole weights: the mean of all devices, or the
+        sum if each has a part. One call per stage; that of the first stage includes the sidecar."""
         agreed = packed if place.rank == 0 else tf.zeros_like(packed)
         for stage, (_, whole) in enumerate(self._by_stage):
             with self._axis.on_own_device(stage) as there, tf.device(there.device):
@@ -125,7 +125,7 @@ class DividedStep(TrainStep):
         return gradients, agreed
 
     def _whole_norm(self, gradients: Tensors) -> tf.Tensor:
-        """The norm over all devices' parts, and once over what is whole; the same bits on each."""
+        """The norm over all devices' parts and, counted once, the whole weights; the same bits on each device."""
         squares = []
         for stage, (divided, whole) in enumerate(self._by_stage):
             with self._axis.on_own_device(stage) as place, tf.device(place.device):
