@@ -64,6 +64,7 @@ class Pipeline:
       recompute: Whether the backward pass of a stage calls the stage again, so that only what crosses is kept.
       axis: Where layers are divided as well, the devices they are divided over.
       worker: Where a pipeline lies on several workers, this one.
+      option: The option that asks for stages, for errors.
 
     Attributes:
       stages: The same; of those of several workers, only this one's are run here.
@@ -84,7 +85,9 @@ class Pipeline:
         recompute: bool = False,
         axis: ModelAxis | None = None,
         worker: PipelineWorker | None = None,
+        option: str = "--mesh",
     ) -> None:
+        self._option = option
         self.stages, self.devices, self.axis, self.worker = list(stages), devices, axis, worker
         self.compiles = False
         self.schedule = schedule
@@ -124,7 +127,8 @@ class Pipeline:
             key = stage.number, trace.differentiates
             if key not in trace.programs:
                 shares = self.axis is None  # else each call has collectives of its own
-                program = StageProgram(self._model, stage, operation_fn, compiles=self.compiles, shares=shares)
+                how = {"compiles": self.compiles, "shares": shares}
+                program = StageProgram(self._model, stage, operation_fn, **how, option=self._option)
                 trace.programs[key] = program
             with messages.in_turn() if messages else contextlib.nullcontext():
                 if messages:
