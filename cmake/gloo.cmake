@@ -27,7 +27,7 @@ endif()
 
 set(TFPAR_GLOO_INCLUDES ${TFPAR_GLOO_INCLUDE})
 if(TFPAR_HAVE_GLOO AND NOT EXISTS ${TFPAR_GLOO_INCLUDE}/gloo/common/memory.h)
-  list(APPEND TFPAR_GLOO_INCLUDES ${PROJECT_SOURCE_DIR}/tfpar_ops/transport/gloo_missing)
+  list(APPEND TFPAR_GLOO_INCLUDES ${CMAKE_CURRENT_LIST_DIR}/../tfpar_ops/transport/gloo_missing)
 endif()
 
 if(TFPAR_HAVE_GLOO)

@@ -37,7 +37,11 @@ LINK = flags.DEFINE_string("link", "1gbit", "Rate of a host's link: 100mbit, 1gb
 WORKLOADS = flags.DEFINE_multi_enum(
     "workload", [TO_TARGET, STEPS_ONLY], [TO_TARGET, STEPS_ONLY], "What is trained; may be given more than once."
 )
-EXCHANGES = flags.DEFINE_string("exchanges", "none int8 int4", "Exchanges of tfpar, divided by blanks.")
+EXCHANGES = flags.DEFINE_string(
+    "exchanges",
+    "none int8 int4",
+    "Exchanges of tfpar, divided by blanks; int4@segments=4 with --jit_segments=4.",
+)
 TARGET = flags.DEFINE_float("target", 0.98, "Held-out accuracy to reach.", lower_bound=0.0, upper_bound=1.0)
 EVALUATE_EVERY = flags.DEFINE_integer("evaluate_every", 11, "Steps between evaluations.", lower_bound=1)
 MAX_STEPS = flags.DEFINE_integer("max_steps", 440, "Steps after which the target is given up.", lower_bound=1)

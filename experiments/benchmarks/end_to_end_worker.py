@@ -161,8 +161,9 @@ def _tensorflow(workload: Workload, seed: int, jit_compile: bool) -> Contender:
     return model, steps, held_out
 
 
-def _tfpar(exchange: str, workload: Workload, seed: int, jit_compile: bool) -> Contender:
-    """`tfpar.Trainer` with this exchange."""
+def _tfpar(contender: str, workload: Workload, seed: int, jit_compile: bool) -> Contender:
+    """`tfpar.Trainer` with this exchange, and after `@segments=` so many XLA programs."""
+    exchange, _, segments = contender.partition("@segments=")
     config = ExperimentConfig.from_flat_dict(
         {
             **workload.data,
@@ -170,6 +171,7 @@ def _tfpar(exchange: str, workload: Workload, seed: int, jit_compile: bool) -> C
             "strategy": "multi_worker",
             "exchange": exchange,
             "jit_compile": str(jit_compile).lower(),
+            "jit_segments": int(segments or 1),
             "optimizer": "adam",
             "learning_rate": workload.learning_rate,
             "schedule": "constant",

@@ -128,6 +128,8 @@ def test_auto_takes_gloo_where_all_workers_can(obstacle, chosen, why):
     group = {"gloo": "GlooGroup", "tensorflow": "TensorFlowGroup"}[chosen]
     lines = re.findall(rf"replicas, transport {chosen} \({why}.*\| {group} \[2.0, 2.0, 2.0\]", said)
     assert len(lines) == 2, said
+    reduction = {"gloo": "TfparAllReduce", "tensorflow": "CollectiveReduceV2"}[chosen]
+    assert said.count(f"sums [[3.0], [6.0]] ['{reduction}']") == 2, said
     assert ("so data travels over TensorFlow's runtime" in said) == (obstacle in ("address", "firewall"))
 
 

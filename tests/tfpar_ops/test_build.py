@@ -567,6 +567,11 @@ def test_a_build_without_gloo_says_why(tmp_path):
 
     version("0.5.0")
     assert "tfpar_ops: transport: Gloo 0.5.0" in find_gloo(tmp_path, GLOO_HOME=str(home))
+    listener = home / "include" / "gloo" / "transport" / "tcp" / "listener.h"
+    listener.parent.mkdir(parents=True)
+    listener.touch()  # of later releases of the same version
+    later = f"no transport of its own: Gloo at {home}/include is of May 2023 or later"
+    assert later in find_gloo(tmp_path, GLOO_HOME=str(home))
     version("1.2.0")
     other = f"Gloo 1.2.0 at {home}/include is not 0.5, which the transport is written for"
     assert f"no transport of its own: {other}" in find_gloo(tmp_path, GLOO_HOME=str(home))

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from tfpar.collectives.replicas import sum_over_replicas
 from tfpar.optim.keras_internals import all_layers
 
 import keras
@@ -236,4 +237,4 @@ def _replica_sum(value: tf.Tensor) -> tf.Tensor:
     context = tf.distribute.get_replica_context()
     if context is None or context.num_replicas_in_sync == 1:
         return value
-    return context.all_reduce(tf.distribute.ReduceOp.SUM, value)
+    return sum_over_replicas(value)

@@ -111,7 +111,7 @@ class Program:
         """
         strategy, recorded_options = runtime.strategy, optimizer.recorded_options()  # before the rate is changed
         reports = runtime.topology.is_chief and config.monitor.verbose > 0
-        placing = placing_of(runtime, layout, config.train.shard)
+        placing = placing_of(runtime, layout, config.train.shard, config.train.jit_segments)
         goal.check_names()
         made = placing.build_first(model, strategy, announced=reports)
         with placing.scope(model, strategy), activity("building the model", shown=reports):
@@ -295,6 +295,8 @@ class Program:
 
     def _step_class(self) -> Callable[..., TrainStep]:
         if own := LocalStep if self.rounds else self.own.step:
+            if self.placing.in_segments:
+                raise ConfigError("--jit_segments cuts the step of supervised training alone. Leave it out.")
             return own
         return sharded_step(self.share) if self.share else self.placing.step_class(self.model)
 
@@ -378,11 +380,12 @@ class Program:
     def _can_overlap_exchange(self) -> bool:
         """Whether some gradients are complete before others, so that they can be sent early.
 
-        An XLA program, or a loop over micro-batches, returns all at once. On GPUs, calls of two groups, that of the
+        A single XLA program, or a loop over micro-batches, returns all at once. On GPUs, calls of two groups, that of the
         exchange and that of synchronised batch statistics, must not interleave.
         """
         mixes = self.topology.device_type == "GPU" and models.uses_synchronized_statistics(self.model)
-        return not (self.jit_compile or mixes or self._device_of_rounds) and self.config.train.accumulate_steps == 1
+        at_once = self.jit_compile and not self.placing.in_segments
+        return not (at_once or mixes or self._device_of_rounds) and self.config.train.accumulate_steps == 1
 
     @property
     def _device_of_rounds(self) -> str:

@@ -18,6 +18,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from tfpar.collectives.replicas import sum_over_replicas
 from tfpar.collectives.tensorflow import run_unordered
 from tfpar.exchange import Exchange
 from tfpar.optim.keras_internals import is_seed_state
@@ -265,9 +266,7 @@ class TrainStep:
 
     def _total_denominators(self, params: Tensors, state: Tensors, batch: Any) -> tf.Tensor:
         """`Core.denominators`, summed over all replicas."""
-        context = tf.distribute.get_replica_context()
-        sums = self._denominators(params, state, batch)
-        return context.all_reduce(tf.distribute.ReduceOp.SUM, sums) if context.num_replicas_in_sync > 1 else sums
+        return sum_over_replicas(self._denominators(params, state, batch))
 
     def _contribution(
         self,

@@ -36,6 +36,7 @@ from tfpar.training.duration import check_profile, total_steps
 from tfpar.training.local_steps.check import check_local_steps, check_resumed_rounds
 from tfpar.training.model.recompute import check_pattern
 from tfpar.training.model.xla import SYNCHRONISED
+from tfpar.training.segments.check import check_segments
 from tfpar.training.uneven_batches import train_input
 
 import keras
@@ -72,6 +73,7 @@ def validate_config(config: ExperimentConfig) -> Topology:
         check_beside_mesh(config, topology.mesh, spans_workers=topology.replica_workers > 1)
         check_sharding(config, topology)
         check_local_steps(config, topology)
+        check_segments(config, topology)
     if config.input.dataset != CUSTOM:
         inputs.check_kind(config.input)
     inputs.check_augmentation(config.input.augment)

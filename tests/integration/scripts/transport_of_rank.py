@@ -10,6 +10,7 @@ import sys
 
 from tfpar import cluster
 from tfpar.collectives import gloo_mesh
+from tfpar.collectives.replicas import sum_over_replicas
 from tfpar.collectives.tensorflow import world_group
 from tfpar.config import ConfigError, StrategyConfig
 from tfpar.parallel import strategies
@@ -17,6 +18,19 @@ from tfpar.parallel.topology import choose_topology
 from tfpar_ops import transport_library
 
 import tensorflow as tf
+
+REDUCTIONS = {"CollectiveReduceV2", "CollectiveReduceV3", "TfparAllReduce"}
+
+
+def sum_and_gradient():
+    """Of all replicas: the sum of their ranks from 1 on, and the gradient with respect to a rank of thrice the sum."""
+    value = tf.constant([1.0 + info.worker_rank])
+    with tf.GradientTape() as tape:
+        tape.watch(value)
+        summed = sum_over_replicas(value)
+        thrice = 3.0 * summed
+    return summed, tape.gradient(thrice, value)
+
 
 info = cluster.current()
 transport, _, obstacle = sys.argv[1 + info.worker_rank].partition(":")
@@ -32,9 +46,14 @@ elif obstacle == "address":
     )
 config = StrategyConfig(strategy="multi_worker", transport=transport, start_timeout=60.0)
 try:
-    topology = strategies.build(choose_topology(config, info)).topology
+    runtime = strategies.build(choose_topology(config, info))
+    topology = runtime.topology
     group = world_group(info.num_workers, info.worker_rank)
     total = tf.function(lambda: group.all_reduce(tf.ones([3]), 5))()
     print(topology.describe(), "|", type(group).__name__, total.numpy().tolist(), flush=True)
+    sums = tf.function(lambda: runtime.strategy.run(sum_and_gradient)).get_concrete_function()
+    operations = {node.op for function in sums.graph.as_graph_def().library.function for node in function.node_def}
+    operations |= {operation.type for operation in sums.graph.get_operations()}
+    print("sums", [part.numpy().tolist() for part in sums()], sorted(operations & REDUCTIONS), flush=True)
 except ConfigError as error:
     print("error:", error, flush=True)

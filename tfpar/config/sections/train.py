@@ -57,6 +57,14 @@ class TrainConfig(ConfigBase):
         choices=("auto", "true", "false"),
         may_change_on_resume=True,
     )
+    jit_segments: int = option(
+        1,
+        "XLA programs that the forward pass is cut into at the borders of layers, and the backward pass as well. With "
+        "several, gradients of the last layers are exchanged while the first ones are computed, which helps on slow "
+        "links. 1: one program for both.",
+        minimum=1,
+        may_change_on_resume=True,
+    )
     trainable: str = option(
         "",
         "Weights that are trained: a regular expression, searched in their paths, or all. The others are frozen: they "

@@ -69,12 +69,22 @@ class StageProgram:
       operation_fn: Makes of a layer what is to be called.
       compiles: Whether the stage is an XLA program.
       shares: Whether all calls share one trace.
+      option: The option that cuts the model, for errors.
     """
 
     def __init__(
-        self, model: keras.Model, stage: Stage, operation_fn: Any, *, compiles: bool, shares: bool = True
+        self,
+        model: keras.Model,
+        stage: Stage,
+        operation_fn: Any,
+        *,
+        compiles: bool,
+        shares: bool = True,
+        option: str = "--mesh",
     ) -> None:
         self.stage = stage
+        self._option = option
+        self._way_out = "Use --mesh=data:... alone." if option == "--mesh" else "Leave it out."
         self._model, self._operation_fn = model, operation_fn
         self._learning = {id(variable) for variable in model.trainable_variables}
         self._variables: list[keras.Variable] | None = None
@@ -160,8 +170,8 @@ class StageProgram:
         for variable in self._updated:
             if id(variable) in self._learning:
                 raise ConfigError(
-                    f"--mesh: the model assigns {variable.path} in its forward pass (as SpectralNormalization does), "
-                    "which stages of a pipeline cannot do. Use --mesh=data:... alone."
+                    f"{self._option}: the model assigns {variable.path} in its forward pass (as SpectralNormalization "
+                    f"does), which stages cannot do. {self._way_out}"
                 )
         parts = [
             *made,
@@ -194,8 +204,8 @@ class StageProgram:
             if tf.is_symbolic_tensor(captured) and captured.dtype != tf.resource:
                 names = dict.fromkeys(step.name for step in self.stage.steps)
                 raise ConfigError(
-                    f"--mesh: stage {self.stage.number} ({', '.join(names)}) reads {captured.name!r}, which is neither "
-                    "made by a layer before it nor a variable. Use --mesh=data:... alone."
+                    f"{self._option}: stage {self.stage.number} ({', '.join(names)}) reads {captured.name!r}, which is "
+                    f"neither made by a layer before it nor a variable. {self._way_out}"
                 )
 
 

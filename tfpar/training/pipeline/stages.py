@@ -64,6 +64,7 @@ class Pipeline:
       recompute: Whether the backward pass of a stage calls the stage again, so that only tensors at the cuts are kept.
       axis: If layers are divided as well, the devices that divide them.
       worker: If the pipeline spans several workers, this worker.
+      option: The option that asks for stages, for errors.
 
     Attributes:
       stages: The same. In a pipeline over several workers, only this worker's stages run here.
@@ -84,7 +85,9 @@ class Pipeline:
         recompute: bool = False,
         axis: ModelAxis | None = None,
         worker: PipelineWorker | None = None,
+        option: str = "--mesh",
     ) -> None:
+        self._option = option
         self.stages, self.devices, self.axis, self.worker = list(stages), devices, axis, worker
         self.compiles = False
         self.schedule = schedule
@@ -124,7 +127,8 @@ class Pipeline:
             key = stage.number, trace.differentiates
             if key not in trace.programs:
                 shares = self.axis is None  # otherwise each call has its own collectives
-                program = StageProgram(self._model, stage, operation_fn, compiles=self.compiles, shares=shares)
+                how = {"compiles": self.compiles, "shares": shares}
+                program = StageProgram(self._model, stage, operation_fn, **how, option=self._option)
                 trace.programs[key] = program
             with messages.in_turn() if messages else contextlib.nullcontext():
                 if messages:

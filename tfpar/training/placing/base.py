@@ -26,6 +26,7 @@ class Placing:
 
     Attributes:
       several: Whether devices communicate within a replica's programs, so that each has its own program.
+      in_segments: Whether a pass is several programs on one device, so that some gradients are ready before others.
       topology: How they lie; None where each has one.
       has_outputs: Whether this worker has the model's outputs; if several have the same, whether its outputs count.
       adds_sums: Whether this worker's sums of an evaluation count.
@@ -33,6 +34,7 @@ class Placing:
     """
 
     several = False
+    in_segments = False
     topology: Topology | None = None
     has_outputs = True
     adds_sums = True

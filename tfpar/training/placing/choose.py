@@ -9,16 +9,20 @@ from tfpar.config import ConfigError
 from tfpar.parallel import strategies
 from tfpar.training.pipeline import PipelinePlacing
 from tfpar.training.placing.base import Placing
+from tfpar.training.segments.placing import SegmentedPlacing
 from tfpar.training.sharding.weights import GatheringPlacing
 from tfpar.training.tensor_parallel import DividedPlacing
 
 
-def placing_of(runtime: strategies.Runtime, layout: Mapping[str, Any] | None = None, shard: str = "none") -> Placing:
+def placing_of(
+    runtime: strategies.Runtime, layout: Mapping[str, Any] | None = None, shard: str = "none", segments: int = 1
+) -> Placing:
     """The placement of the parts of replicas.
 
     Args:
       runtime: The running strategy.
       shard: The state that replicas divide among themselves, see `--shard`.
+      segments: XLA programs that a pass is cut into, see `--jit_segments`.
       layout: How layers are divided over a model axis, see `find_layout`.
 
     Raises:
@@ -31,4 +35,6 @@ def placing_of(runtime: strategies.Runtime, layout: Mapping[str, Any] | None = N
         return DividedPlacing(runtime, layout)
     if layout:
         raise ConfigError("layout determines how layers are divided, but no mesh divides them. Add mesh='model:2'.")
+    if segments > 1:
+        return SegmentedPlacing(runtime)
     return GatheringPlacing(runtime) if shard == "weights" and runtime.topology.replicas > 1 else Placing()

@@ -1,0 +1,49 @@
+"""Sums over the replicas of a strategy, from within one of them."""
+
+from __future__ import annotations
+
+from tfpar.collectives.group import Group, allocate_instance_keys
+from tfpar.collectives.tensorflow import cpu_transport, world_group
+
+import tensorflow as tf
+
+
+def sum_over_replicas(value: tf.Tensor) -> tf.Tensor:
+    """The sum of a tensor over all replicas, which has a gradient. Call it in a replica context, in all replicas.
+
+    Where each worker has one replica, on a CPU, and a transport other than TensorFlow's is up, the sum travels over it;
+    else over the collectives of the strategy.
+
+    Args:
+      value: The tensor; the same shape on all replicas.
+    """
+    context = tf.distribute.get_replica_context()
+    if context.num_replicas_in_sync == 1:
+        return value
+    group = _group_of_replicas(context)
+    if group is None:
+        return context.all_reduce(tf.distribute.ReduceOp.SUM, value)
+
+    @tf.custom_gradient
+    def summed(part: tf.Tensor) -> tuple[tf.Tensor, object]:
+        return _summed(group, part), lambda upstream: _summed(group, upstream)
+
+    return tf.ensure_shape(summed(value), value.shape)
+
+
+def _summed(group: Group, part: tf.Tensor) -> tf.Tensor:
+    # Keys of their own: where one worker traced a call more, keys of the exchange must not move.
+    return group.all_reduce(part, allocate_instance_keys(1, group)[0])
+
+
+def _group_of_replicas(context: tf.distribute.ReplicaContext) -> Group | None:
+    """The workers of the strategy, where each is one replica and they have a transport of their own."""
+    strategy, extended = context.strategy, context.strategy.extended
+    if cpu_transport() is None or not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
+        return None
+    if len(extended.worker_devices) > 1:
+        return None
+    resolver = strategy.cluster_resolver
+    chiefs = len(resolver.cluster_spec().as_dict().get("chief", ()))
+    rank = int(resolver.task_id) + (chiefs if resolver.task_type == "worker" else 0)
+    return world_group(context.num_replicas_in_sync, rank, extended.worker_devices[0])

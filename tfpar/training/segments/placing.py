@@ -1,0 +1,105 @@
+"""Replicas on one device each, whose passes are several XLA programs."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from tfpar import models
+from tfpar.config import ConfigError, ExperimentConfig
+from tfpar.optim import keras_calls
+from tfpar.parallel import strategies
+from tfpar.parallel.pipeline.cuts import GPIPE, cut_evenly
+from tfpar.parallel.pipeline.devices import PipelineDevices
+from tfpar.training.core import Core
+from tfpar.training.model import recompute
+from tfpar.training.pipeline.graph import costs_of, crossing_elements, steps_of
+from tfpar.training.pipeline.stage_program import Stage, stages_of
+from tfpar.training.pipeline.stages import Pipeline
+from tfpar.training.pipeline.step import PipelineCore
+from tfpar.training.placing.base import Placing, known_summary
+from tfpar.training.segments.step import SegmentedStep
+from tfpar.training.step import TrainStep
+
+import keras
+
+_log = logging.getLogger(__name__)
+
+
+class SegmentedPlacing(Placing):
+    """The stages of a pipeline, all of which lie on the one device of a replica: each is a program of its own.
+
+    Args:
+      runtime: The running strategy.
+    """
+
+    in_segments = True
+    core_class = PipelineCore
+
+    def __init__(self, runtime: strategies.Runtime) -> None:
+        self._devices = PipelineDevices(runtime.strategy.extended.worker_devices, 1)
+        self._pipeline: Pipeline | None = None
+
+    def place(self, model: keras.Model, config: ExperimentConfig, *, announced: bool) -> models.ModelSummary | None:
+        """See `Placing`."""
+        summary = known_summary(model)
+        graph = keras_calls.graph_of(model)
+        stages = segments_of(model, config.train.jit_segments)
+        recomputes = config.train.recompute != recompute.NONE and keras_calls.runs_graph_otherwise(graph)
+        self._pipeline = Pipeline(model, stages, self._devices, GPIPE, recompute=recomputes, option="--jit_segments")
+        keras_calls.replace_graph_run(graph, self._pipeline.run)
+        if announced:
+            named = [next(step.name for step in stage.steps if step.operation is not None) for stage in stages]
+            _log.info("forward and backward pass in %d segments, from %s", len(stages), ", ".join(named))
+        return summary
+
+    def check(self, optimizer: keras.optimizers.Optimizer, core: Core) -> None:
+        """See `Placing`."""
+        del optimizer
+        if core.overwritten:
+            raise ConfigError(
+                f"--jit_segments: model {core.model.name!r} has float8 layers, which segments cannot train yet. Leave "
+                "it out."
+            )
+
+    def step_class(self, model: keras.Model) -> Callable[..., TrainStep]:
+        """See `Placing`."""
+        del model
+        assert self._pipeline is not None
+        return functools.partial(SegmentedStep, self._pipeline)
+
+
+def segments_of(model: keras.Model, number: int) -> list[Stage]:
+    """The segments that a model is cut into, each of about the same cost.
+
+    Args:
+      model: A built functional model.
+      number: How many.
+
+    Raises:
+      ConfigError: The model cannot be cut, or not into so many.
+    """
+    flag = f"--jit_segments={number}"
+    if models.uses_synchronized_statistics(model):
+        raise ConfigError(
+            f"{flag}: model {model.name!r} synchronises batch statistics between replicas, which no XLA program can. "
+            "Use another normalization (--model_args=normalization=batch), or leave it out."
+        )
+    graph: Any = keras_calls.graph_of(model)
+    if graph is None:
+        raise ConfigError(
+            f"{flag}: model {model.name!r} has a call of its own, not a graph of layers, so it cannot be cut. Build it "
+            "with the functional API or as a Sequential, or leave it out."
+        )
+    steps = steps_of(graph)
+    costs = costs_of(model, graph, steps)
+    cuts = cut_evenly(costs.flops, crossing_elements(graph, steps, costs).__getitem__, number)
+    if cuts is None:
+        names = dict.fromkeys(step.name for step in steps if step.operation is not None)
+        raise ConfigError(
+            f"{flag}: model {model.name!r} has {len(names)} layers in its graph ({', '.join(names)}), too few for "
+            f"{number} segments. Use fewer."
+        )
+    return stages_of(graph, steps, cuts, 1)
