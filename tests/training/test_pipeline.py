@@ -198,6 +198,17 @@ def test_even_cuts(costs, crossing, stages, cuts):
     assert cut_evenly(costs, crossing.__getitem__, stages) == cuts
 
 
+def test_cuts_by_weights():
+    """As in a language model with a table that is also its head: a stage that has it, has little else."""
+    costs, crossing = [1, 10, 10, 10, 10, 20], [0, 1, 1, 1, 1, 1]
+    table = {0: 40}
+    weights = [table, *({number: 10} for number in range(1, 5)), table]
+    assert cut_evenly(costs, crossing.__getitem__, 3) == [3, 5]
+    assert cut_evenly(costs, crossing.__getitem__, 3, weights) == [1, 5]
+    # Of cuts that leave the largest stage as large, the one of equal costs.
+    assert cut_evenly([1, 9, 5, 5], crossing.__getitem__, 2, [{0: 30}, {}, {}, {1: 30}]) == [2]
+
+
 def test_micro_batches_in_flight():
     """As many as it takes to come back, with 1F1B; the last stage turns round at once."""
     assert [micro_batches_in_flight(stage, 4, 4, "1f1b") for stage in range(4)] == [4, 3, 2, 1]

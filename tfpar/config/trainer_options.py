@@ -102,6 +102,11 @@ class TrainerOptions(TypedDict, total=False):
     the layers, in the order in which they run, as in 'block4,block8'. Empty: stages of about equal FLOPs, cut where few
     values cross."""
 
+    stage_balance: Literal["flops", "weights"]
+    """What the stages of a pipeline are to have equally much of, unless --stages says where they begin: flops, so that
+    no device waits for another; or weights, so that the fullest device needs as little memory for weights, gradients
+    and the optimizer's state as possible, which may cost time."""
+
     stages_per_device: int
     """Stages of a pipeline that each device holds, assigned to devices in turn (interleaved schedule): the pipeline
     fills and empties faster, but sends more tensors."""

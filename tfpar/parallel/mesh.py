@@ -97,7 +97,7 @@ def check_beside_mesh(config: ExperimentConfig, mesh: Mesh, *, spans_workers: bo
     """
     train, exchange, strategy = config.train, config.exchange, config.strategy
     if mesh.pipeline == 1:
-        for name, idle in (("stages", ""), ("stages_per_device", 1)):
+        for name, idle in (("stages", ""), ("stage_balance", "flops"), ("stages_per_device", 1)):
             if (value := getattr(strategy, name)) != idle:
                 raise ConfigError(
                     f"--{name}={value} is for pipelines, and there is no pipeline. Add --mesh=pipeline:2, or leave it "

@@ -380,8 +380,8 @@ class Program:
     def _can_overlap_exchange(self) -> bool:
         """Whether some gradients are complete before others, so that they can be sent early.
 
-        A single XLA program, or a loop over micro-batches, returns all at once. On GPUs, calls of two groups, that of the
-        exchange and that of synchronised batch statistics, must not interleave.
+        A single XLA program, or a loop over micro-batches, returns all at once. On GPUs, calls of two groups, that of
+        the exchange and that of synchronised batch statistics, must not interleave.
         """
         mixes = self.topology.device_type == "GPU" and models.uses_synchronized_statistics(self.model)
         at_once = self.jit_compile and not self.placing.in_segments

@@ -60,6 +60,14 @@ class StrategyConfig(ConfigBase):
         "FLOPs, cut where few values cross.",
         may_change_on_resume=True,
     )
+    stage_balance: str = option(
+        "flops",
+        "What the stages of a pipeline are to have equally much of, unless --stages says where they begin: flops, so "
+        "that no device waits for another; or weights, so that the fullest device needs as little memory for weights, "
+        "gradients and the optimizer's state as possible, which may cost time.",
+        choices=("flops", "weights"),
+        may_change_on_resume=True,
+    )
     stages_per_device: int = option(
         1,
         "Stages of a pipeline that each device holds, assigned to devices in turn (interleaved schedule): the "

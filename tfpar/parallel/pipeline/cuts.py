@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from tfpar.config import ConfigError
 
 # A stage may cost this many times the most expensive stage of the best cut, if fewer elements then cross.
 _SLACK = 1.1
+_SIZE_SLACK = 1.02  # the same of its weights, where these come first
 
 GPIPE = "gpipe"
+BY_WEIGHTS = "weights"  # what stages are to have equally much of
 
 
-def cut_evenly(costs: Sequence[int], crossing: Callable[[int], int], stages: int) -> list[int] | None:
+def cut_evenly(
+    costs: Sequence[int],
+    crossing: Callable[[int], int],
+    stages: int,
+    weights: Sequence[Mapping[int, int]] | None = None,
+) -> list[int] | None:
     """The cut whose most expensive stage is cheap and that few elements cross.
 
     Args:
       costs: Costs of the steps, in order.
       crossing: Elements that cross a cut before a step, by the step's number; negative where no cut is allowed.
       stages: Number of stages.
+      weights: Of each step, the sizes of its weights, by which weights they are. If given, the largest stage is kept
+        small first, and then the most expensive one cheap. Weights that two stages share count in both.
 
     Returns:
       Number of the first step of each stage but the first; None if there are fewer places for cuts.
@@ -32,18 +42,41 @@ def cut_evenly(costs: Sequence[int], crossing: Callable[[int], int], stages: int
     if len(places) < stages - 1:
         return None
     ends = [*places, len(costs)]
-    bound = _best(ends, stages, lambda start, end, before: max(before, total[end] - total[start]))
-    assert bound is not None
-    limit = _SLACK * bound[0]
+    limits: list[tuple[Callable[[int, int], float], float]] = []
+
+    def fits(start: int, end: int) -> bool:
+        return all(measure(start, end) <= limit for measure, limit in limits)
+
+    def cost_of(start: int, end: int) -> float:
+        return total[end] - total[start]
+
+    measures = [(cost_of, _SLACK)] if weights is None else [(_size_of(weights), _SIZE_SLACK), (cost_of, _SLACK)]
+    for measure, slack in measures:
+
+        def largest(start: int, end: int, before: float, measure: Callable[[int, int], float] = measure) -> float:
+            return max(before, measure(start, end)) if fits(start, end) else math.inf
+
+        bound = _best(ends, stages, largest)
+        assert bound is not None
+        limits.append((measure, slack * bound[0]))
 
     def moved(start: int, end: int, before: float) -> float:
-        cost = total[end] - total[start]
-        uneven = (cost / total[-1]) ** 2  # less than one element: breaks ties by evenness
-        return before + uneven + (crossing(end) if end < len(costs) else 0) if cost <= limit else math.inf
+        uneven = (cost_of(start, end) / total[-1]) ** 2  # less than one element: breaks ties by evenness
+        return before + uneven + (crossing(end) if end < len(costs) else 0) if fits(start, end) else math.inf
 
     best = _best(ends, stages, moved)
     assert best is not None
     return best[1]
+
+
+def _size_of(weights: Sequence[Mapping[int, int]]) -> Callable[[int, int], float]:
+    """The size of the weights of steps from one to another, each counted once."""
+
+    @functools.cache
+    def size(start: int, end: int) -> float:
+        return sum({key: size for step in weights[start:end] for key, size in step.items()}.values())
+
+    return size
 
 
 def _best(

@@ -37,6 +37,7 @@ class Question:
       meshes: Required sizes of the mesh, by axis.
       schedule: Of a pipeline, `1f1b` or `gpipe`.
       stages_per_device: Stages that each device of a pipeline has.
+      stage_balance: What stages have equally much of.
       compiled: Whether XLA compiles passes that it can.
       refusal: Why a plan cannot be carried out; empty where it can.
     """
@@ -52,6 +53,7 @@ class Question:
     meshes: dict[str, int] = dataclasses.field(default_factory=dict)
     schedule: str = "1f1b"
     stages_per_device: int = 1
+    stage_balance: str = "flops"
     compiled: bool = True
     refusal: Callable[[Plan], str] = lambda plan: ""
 
@@ -106,7 +108,9 @@ def search(question: Question) -> Answer:
     Args:
       question: What is asked.
     """
-    laid_out = functools.cache(lambda mesh: replica_of(question.model, mesh, question.stages_per_device))
+    laid_out = functools.cache(
+        lambda mesh: replica_of(question.model, mesh, question.stages_per_device, question.stage_balance)
+    )
     found = [
         predict(question, plan, exchange, replica)
         for plan, exchange in _plans(question)
@@ -144,7 +148,7 @@ def predict_plan(question: Question, plan: Plan) -> Prediction:
       ConfigError: The model cannot be divided in this way.
     """
     exchange = next((each for each in question.exchanges if each.name == plan.exchange), DENSE)
-    replica = replica_of(question.model, plan.mesh, question.stages_per_device)
+    replica = replica_of(question.model, plan.mesh, question.stages_per_device, question.stage_balance)
     if replica is None:
         model = question.model
         reason = model.undivided.get(plan.mesh.model) or model.uncut or "It has too few layers for so many stages."

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Sequence
 
 from tfpar.parallel.mesh import Mesh
-from tfpar.parallel.pipeline.cuts import cut_evenly, micro_batches_in_flight
+from tfpar.parallel.pipeline.cuts import BY_WEIGHTS, cut_evenly, micro_batches_in_flight
 from tfpar.parallel.planner.costs import LayerCost, ModelCosts, Weight
 
 
@@ -60,13 +60,16 @@ class Replica:
         return micro_batches if limit is None else min(limit, micro_batches)
 
 
-def replica_of(model: ModelCosts, mesh: Mesh, stages_per_device: int = 1) -> Replica | None:
+def replica_of(
+    model: ModelCosts, mesh: Mesh, stages_per_device: int = 1, stage_balance: str = "flops"
+) -> Replica | None:
     """The stages of a model on a mesh; None if it cannot be cut or divided in this way.
 
     Args:
       model: The model.
       mesh: Its model axis must be one of `model.layers`.
       stages_per_device: Stages that each device of a pipeline has.
+      stage_balance: What stages have equally much of, see `--stage_balance`.
     """
     layers = model.layers.get(mesh.model)
     if layers is None:
@@ -74,7 +77,9 @@ def replica_of(model: ModelCosts, mesh: Mesh, stages_per_device: int = 1) -> Rep
     number = mesh.pipeline * (stages_per_device if mesh.pipeline > 1 else 1)
     cuts: list[int] | None = []
     if number > 1:
-        cuts = cut_evenly(model.cut_costs, model.crossing.__getitem__, number) if model.crossing else None
+        sizes = [{weight.index: weight.size for weight in layer.weights} for layer in layers]
+        weights = sizes if stage_balance == BY_WEIGHTS else None
+        cuts = cut_evenly(model.cut_costs, model.crossing.__getitem__, number, weights) if model.crossing else None
     if cuts is None:
         return None
     bounds = [0, *cuts, len(layers)]

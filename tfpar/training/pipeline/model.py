@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from tfpar.config import ConfigError, ExperimentConfig, StrategyConfig
 from tfpar.optim import keras_calls
 from tfpar.optim.keras_internals import is_seed_state
 from tfpar.parallel.model_axis import ModelAxis
-from tfpar.parallel.pipeline.cuts import cut_at, cut_evenly
+from tfpar.parallel.pipeline.cuts import BY_WEIGHTS, cut_at, cut_evenly
 from tfpar.parallel.pipeline.devices import PipelineDevices
 from tfpar.parallel.split import Held, hold, move_to_devices, whole_elements
 from tfpar.training.core import Core
@@ -121,7 +122,9 @@ def _cuts(
 ) -> list[int]:
     if config.stages:
         return cut_at(config.stages, [step.name for step in steps], number)
-    cuts = cut_evenly(costs.flops, crossing_elements(graph, steps, costs).__getitem__, number)
+    sizes = [{id(each): math.prod(each.shape) for each in step.variables} for step in steps]
+    weights = sizes if config.stage_balance == BY_WEIGHTS else None
+    cuts = cut_evenly(costs.flops, crossing_elements(graph, steps, costs).__getitem__, number, weights)
     if cuts is None:
         names = dict.fromkeys(step.name for step in steps if step.operation is not None)
         raise ConfigError(

@@ -60,6 +60,7 @@ def question_of(
         meshes={} if strategy.mesh == AUTO else parse_sizes(strategy.mesh),
         schedule=strategy.pipeline_schedule,
         stages_per_device=strategy.stages_per_device,
+        stage_balance=strategy.stage_balance,
         compiled=facts.compiled,
         refusal=_refusals(config, facts, machine, keeps_exchange=keeps_exchange),
     )

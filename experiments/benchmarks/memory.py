@@ -1,0 +1,148 @@
+"""Memory of a worker process that trains GPT-2 of 124 million parameters: data parallelism beside what divides a model.
+
+Each way to divide trains on a cluster of its own on this machine. The peak of a process is what the operating system
+has counted (`VmHWM`): of all workers the largest, while the model is built, while it trains, and afterwards, when
+replicas are compared, the checkpoint and `model.keras` written. `net` is the peak less that of a process that has only
+imported TensorFlow, measured in the same call. None of this needs a quiet machine, but four workers of data
+parallelism need 16 GiB.
+
+  python experiments/benchmarks/memory.py
+  python experiments/benchmarks/memory.py --workers=2 --ways=data,model --saves=false --measured_steps=4
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for the module beside it, when started as a script
+
+import tfpar
+from tfpar import inputs, models
+from tfpar.config import flags
+from tfpar.doctor import describe_machine
+
+from absl import flags as absl_flags
+
+flags.define(sections=[])
+MODEL = absl_flags.DEFINE_string("model", "transformer_lm_gpt2", "Model to train.")
+MODEL_ARGS = absl_flags.DEFINE_string("model_args", "{}", "Arguments of the model, JSON.")
+DATASET = absl_flags.DEFINE_string("dataset", "synthetic:tokens:50257", "Data to train it on.")
+BATCH = absl_flags.DEFINE_integer("batch", 4, "Examples in a step, over all workers.", lower_bound=1)
+LENGTH = absl_flags.DEFINE_integer("sequence_length", 32, "Tokens of an example.", lower_bound=1)
+OPTIMIZER = absl_flags.DEFINE_string("optimizer", "adamw", "Optimizer.")
+WORKERS = absl_flags.DEFINE_integer("workers", 4, "Workers of the cluster.", lower_bound=2)
+WAYS = absl_flags.DEFINE_list(
+    "ways", ["data", "model", "pipeline", "weights"], "What workers divide: an axis of --mesh, or a value of --shard."
+)
+STEPS = absl_flags.DEFINE_integer("measured_steps", 2, "Steps of a run.", lower_bound=1)
+SAVES = absl_flags.DEFINE_bool("saves", True, "Whether runs write checkpoints and model.keras.")
+CHILD = absl_flags.DEFINE_string("child", "", "Internal: options of the run that this process measures.")
+
+AXES = ("data", "model", "pipeline")
+PHASES = ("build", "train", "end")
+MIB = 2**20
+
+
+def peak_bytes() -> int:
+    """What this process has held at most, since `forget_peak` if that was called."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line.split()[1] for line in lines if line.startswith("VmHWM:")))
+
+
+def forget_peak() -> None:
+    """Lets the operating system count the peak anew, from what this process holds now."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def measure(options: dict[str, Any]) -> dict[str, int]:
+    """Trains in this process, one of the workers; returns the peak of each phase, bytes."""
+    import keras
+
+    config = tfpar.ExperimentConfig.from_flat_dict({**options, "steps": STEPS.value, "verbose": 0})
+    source, _ = inputs.build_splits(config.input, 0)
+    runtime = tfpar.initialize(config, source)
+    peaks: dict[str, int] = {}
+
+    def ends(phase: str) -> None:
+        peaks[phase] = peak_bytes()
+        forget_peak()
+
+    trainer = tfpar.Trainer(
+        lambda: models.build(MODEL.value, tfpar.task_spec(source), **json.loads(MODEL_ARGS.value)),
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        config=config,
+        runtime=runtime,
+    )
+    ends("build")
+    after_training = tfpar.Hook(STEPS.value, lambda state: ends("train"))
+    trainer.fit(source, hooks=[after_training])
+    ends("end")
+    return peaks
+
+
+def options_of(way: str) -> dict[str, Any]:
+    """The options of a run in which workers divide the model in a way."""
+    divided = {"mesh": f"{way}:{WORKERS.value}"} if way in AXES else {"shard": way}
+    micro_batches = BATCH.value if way == "pipeline" else 1
+    return {
+        "dataset": DATASET.value,
+        "model": MODEL.value,
+        "global_batch_size": BATCH.value,
+        "sequence_length": LENGTH.value,
+        "optimizer": OPTIMIZER.value,
+        "accumulate_steps": micro_batches,
+        "devices": 1,
+        **({"stage_balance": "weights"} if way == "pipeline" else {}),
+        "jit_compile": "false",
+        **divided,
+    }
+
+
+def on_cluster(way: str) -> dict[str, int]:
+    """`measure` on a cluster of its own: of each phase, what the largest worker needs."""
+    with tempfile.TemporaryDirectory() as workdir:
+        options = {**options_of(way), **({"workdir": workdir} if SAVES.value else {})}
+        launcher = [sys.executable, "-m", "tfpar.launch", f"--workers={WORKERS.value}", "--"]
+        command = [*launcher, __file__, f"--child={json.dumps(options)}", *sys.argv[1:]]
+        done = subprocess.run(command, capture_output=True, text=True)
+    found = [json.loads(line[line.index("{") :]) for line in done.stdout.splitlines() if '"train"' in line]
+    if done.returncode or len(found) != WORKERS.value:
+        raise SystemExit(f"{way} failed:\n{(done.stdout + done.stderr)[-3000:]}")
+    print(f"{way}: {[{phase: size // MIB for phase, size in each.items()} for each in found]}", file=sys.stderr)
+    return {phase: max(peaks[phase] for peaks in found) for phase in PHASES}
+
+
+def imported_only() -> int:
+    """The peak of a process that only imports TensorFlow, bytes."""
+    code = "import tensorflow; print(next(line for line in open('/proc/self/status') if line.startswith('VmHWM:')))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return 1024 * int(done.stdout.split()[1])
+
+
+def main(_: list[str]) -> None:
+    """Measures every way and prints a table."""
+    if CHILD.value:
+        print(json.dumps(measure(json.loads(CHILD.value))), flush=True)
+        return
+    base = imported_only()
+    print(f"{MODEL.value}, {OPTIMIZER.value}, batch {BATCH.value} of {LENGTH.value} tokens, {WORKERS.value} workers")
+    print(f"{describe_machine()}; a process that only imports TensorFlow: {base / MIB:.0f} MiB")
+    names = "".join(f"{phase + ' MiB':>11}" for phase in PHASES)
+    print(f"{'divided':<10}{names}{'peak MiB':>10}{'net MiB':>9}{'peak ratio':>12}{'net ratio':>11}")
+    first = 0
+    for way in WAYS.value:
+        phases = on_cluster(way)
+        peak = max(phases.values())
+        first = first or peak
+        columns = "".join(f"{phases[phase] / MIB:>11.0f}" for phase in PHASES)
+        ratios = f"{peak / first:>12.2f}{(peak - base) / (first - base):>11.2f}"
+        print(f"{way:<10}{columns}{peak / MIB:>10.0f}{(peak - base) / MIB:>9.0f}{ratios}", flush=True)
+
+
+if __name__ == "__main__":
+    flags.run(main)
