@@ -165,11 +165,21 @@ def _indices(places: dict[int, int], structure: Any) -> Any:
     return keras.tree.map_structure(lambda leaf: places[id(leaf)], structure)
 
 
+def _without_loss_scale(optimizer: Any) -> Any:
+    """The optimizer that `compile` was given: Keras 3.15 puts a LossScaleOptimizer around it under `mixed_float16`."""
+    kind = keras.optimizers.LossScaleOptimizer
+    if not isinstance(optimizer, kind):
+        return optimizer
+    put = kind(keras.optimizers.SGD())
+    same = (optimizer.initial_scale, optimizer.dynamic_growth_steps) == (put.initial_scale, put.dynamic_growth_steps)
+    return optimizer.inner_optimizer if same else optimizer
+
+
 def compile_arguments(model: keras.Model) -> dict[str, Any]:
     """What `compile` of a compiled model was given of optimizer, loss, metrics and weights; only what was given."""
     losses, metrics = model._compile_loss, model._compile_metrics
     arguments = {
-        "optimizer": model.optimizer,
+        "optimizer": _without_loss_scale(model.optimizer),
         "loss": losses and model.loss,
         "loss_weights": losses and losses._user_loss_weights,
         "metrics": metrics and metrics._user_metrics,

@@ -78,6 +78,19 @@ def test_mixed_float16_trains_with_every_optimizer(name):
     assert any(not np.array_equal(one, other) for one, other in zip(before, run.model.get_weights(), strict=True))
 
 
+def test_a_model_that_was_compiled_in_mixed_float16_trains():
+    """Keras' `compile` puts a LossScaleOptimizer around its optimizer."""
+    keras.config.set_dtype_policy("mixed_float16")
+    given = model()
+    given.compile(keras.optimizers.SGD(0.01), "mse")
+    assert isinstance(given.optimizer, keras.optimizers.LossScaleOptimizer)
+    with pytest.raises(ConfigError, match=r"built to compute in float16\. Use --precision=mixed_float16"):
+        tfpar.Trainer(given, strategy="one_device")
+    trainer = tfpar.Trainer(given, precision="mixed_float16", strategy="one_device", global_batch_size=4)
+    assert isinstance(trainer.optimizer, keras.optimizers.SGD)
+    assert np.isfinite(trainer.fit(*arrays(), epochs=1)["train_loss"])
+
+
 # Float8
 
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from tfpar import precision
-from tfpar.config import ConfigError
+from tfpar.config import PRECISIONS, ConfigError
 from tfpar.optim import keras_internals
 
 import keras
@@ -107,9 +107,11 @@ def check_precision(model: keras.Model, wanted: str) -> None:
         )
         return
     if used and dtype not in used:
+        mixed = f"mixed_{next(iter(used))}" if len(used) == 1 else ""
+        suited = f"Use --precision={mixed} (precision={mixed!r}), or pass" if mixed in PRECISIONS else "Pass"
         raise ConfigError(
-            f"--precision={wanted}: the model was built to compute in {', '.join(sorted(used))}. Pass a function that "
-            "builds it, or build it after tfpar.initialize(config)."
+            f"--precision={wanted}: the model was built to compute in {', '.join(sorted(used))}. {suited} a function "
+            "that builds it, or build it after tfpar.initialize(config)."
         )
 
 
