@@ -1,4 +1,4 @@
-"""Environments by name: those that run on the device, and with `gym:` in front all of Gymnasium's."""
+"""Environments by name: those that run on the device, and all of Gymnasium's with the prefix `gym:`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def find(name: str) -> AnyEnvironment:
     """The environment of a name.
 
     Raises:
-      ConfigError: There is none, with the nearest names; or Gymnasium cannot make it.
+      ConfigError: There is none (lists the nearest names), or Gymnasium cannot create it.
     """
     if name.startswith(PREFIX):
         return find_in_gymnasium(name.removeprefix(PREFIX))

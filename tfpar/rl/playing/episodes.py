@@ -1,4 +1,4 @@
-"""Playing a saved policy in Gymnasium itself, whose code has nothing in common with the environments on the device."""
+"""Plays a saved policy in Gymnasium itself, whose code is independent of the environments on the device."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def play(model: keras.Model, name: str, *, episodes: int = 100, seed: int = 0) -
 
     Args:
       model: A policy: observations to logits or means, its first output, as in `model.keras`.
-      name: The environment's name in Gymnasium, with or without `gym:` in front.
+      name: The environment's name in Gymnasium, with or without the prefix `gym:`.
       episodes: How many.
-      seed: The episodes begin where Gymnasium's seeds `seed`, `seed + 1`, ... begin.
+      seed: Gymnasium's seeds of the episodes are `seed`, `seed + 1`, ...
 
     Raises:
       ConfigError: Gymnasium is missing, or has no such environment; or the model does not fit it.
@@ -62,9 +62,9 @@ def play_outputs(
 
     Args:
       outputs: A policy: `observations [n, ...] -> outputs`, of which the first are logits or means.
-      observation_shape: What it takes.
+      observation_shape: Shape of its observations.
       name: As for `play`.
-      seeds: Of the episodes.
+      seeds: Seeds of the episodes.
 
     Raises:
       ConfigError: As `play`.
