@@ -150,11 +150,11 @@ def test_an_environment_that_fails_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"env": "gym:Nothing-v0"}, r"--env=Nothing-v0: Gymnasium cannot make it"),
+        ({"env": "gym:Nothing-v0"}, r"--env=Nothing-v0: Gymnasium cannot create it"),
         ({"env": "LunarLander-v3"}, r"--env='LunarLander-v3'.*any environment of Gymnasium"),
-        ({"env": "gym:Many-v0"}, r"--env=gym:Many-v0: its actions are MultiDiscrete.*Wrap the environment"),
+        ({"env": "gym:Many-v0"}, r"--env=gym:Many-v0: its action space MultiDiscrete.*Wrap the environment"),
         ({"env": "gym:CartPole-v1", "actors": 3}, r"--actors=3 does not divide the 8 environments of a replica"),
-        ({"env": "CartPole-v1", "actors": 2}, r"--actors=2 and --env_processes=False are about environments of Gymnas"),
+        ({"env": "CartPole-v1", "actors": 2}, r"--actors=2 and --env_processes=False apply to environments of Gymnas"),
     ],
 )
 def test_what_cannot_work_is_refused(options, said):

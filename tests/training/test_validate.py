@@ -50,7 +50,7 @@ WRONG = [
     ({**DIGITS, "optimizer_args": "beta_1=abc"}, "beta_1 of adamw is a number, not 'abc'"),
     ({**DIGITS, "optimizer": "sgd", "optimizer_args": "nesterov=7"}, "nesterov of sgd is true or false, not 7"),
     ({**DIGITS, "optimizer_args": "beta=0.9"}, "--optimizer_args='beta' is not known"),
-    ({**DIGITS, "warmup_steps": 20}, "--warmup_steps=20 leaves nothing of the run's 20 steps"),
+    ({**DIGITS, "warmup_steps": 20}, "--warmup_steps=20 takes up all of the run's 20 steps"),
     ({**DIGITS, "steps": 0}, "give --steps or --epochs"),
     ({**DIGITS, "warm_start": "/nonesuch"}, "--warm_start=/nonesuch: no checkpoint and no .keras file"),
     ({**DIGITS, "augment": "crop:8"}, "--augment=crop:8 mirrors more .* Use at most crop:7"),
@@ -276,6 +276,6 @@ def test_all_workers_of_a_cluster_refuse_at_once(tmp_path):
     flags = ["--dataset=digits", "--steps=20", "--warmup_steps=20", f"--workdir={tmp_path / 'run'}"]
     result = launch(2, "experiments/image_classification.py", *flags, timeout=300)
     assert result.returncode == 2
-    assert "--warmup_steps=20 leaves nothing" in result.stdout + result.stderr
+    assert "--warmup_steps=20 takes up all" in result.stdout + result.stderr
     assert "strategy multi_worker" not in result.stdout
     assert not (tmp_path / "run").exists()

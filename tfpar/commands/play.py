@@ -1,6 +1,6 @@
-"""Plays a trained policy in Gymnasium itself, and prints what it earns.
+"""Plays a trained policy in Gymnasium itself, and prints its mean return.
 
-The environment is that of the run in whose workdir the model lies, unless given. Needs `pip install 'tfpar[rl]'`.
+The environment is by default that of the run in whose workdir the model is. Needs `pip install 'tfpar[rl]'`.
 
   tfpar play --model_file=runs/cartpole/model.keras
   tfpar play --model_file=runs/cartpole/model.keras --episodes=1000 --seed=7

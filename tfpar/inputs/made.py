@@ -1,6 +1,6 @@
-"""Examples that the training step makes itself, on the devices: those of environments that a policy acts in.
+"""Examples that the training step creates itself, on the devices: those of environments in which a policy acts.
 
-There is nothing to read, to order or to split: what `Pipeline` says of examples is said here of what the step makes.
+There is nothing to read, to order or to split: this module has the interface of `Pipeline` for these examples.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ class MadeSource:
     """What is made.
 
     Attributes:
-      info: Describes an example. Of two sources whose fingerprints differ, one cannot go on where the other stopped.
+      info: Describes an example. If the fingerprints of two sources differ, one cannot continue where the other
+        stopped.
       text: The input report.
       steps_per_epoch: Steps that count as an epoch.
       line: What progress shows: metrics, the name of the pace, and what it counts for each example of a step.
-      export: What a checkpoint must hold of this process to go on.
-      restore: Takes that up; returns whether it could.
-      goes_on: What to tell the user then.
-      show: Pictures of what it does, uint8 `[n, height, width, 3]`, with their captions; None where there are none.
+      export: Returns this process's state for a checkpoint.
+      restore: Restores that state; returns whether it could.
+      goes_on: The message for the user in that case.
+      show: Returns pictures, uint8 `[n, height, width, 3]`, with their captions, or None.
     """
 
     info: SourceInfo
@@ -48,11 +49,11 @@ class MadeSource:
 
 
 class MadePipeline:
-    """What `Pipeline` is for examples that are read.
+    """The counterpart of `Pipeline` for these examples.
 
     Args:
       source: What is made.
-      examples: Of a step on one replica.
+      examples: Number of examples of a step on one replica.
       accumulate_steps: Micro-batches of a step.
 
     Attributes:
@@ -97,7 +98,7 @@ class MadePipeline:
         return np.full([len(steps), self._replicas], self._accumulate_steps * self.micro_batch, np.int64)
 
     def dataset(self, worker: int = 0, local_replicas: int | None = None, start_step: int = 0) -> tf.data.Dataset:
-        """Elements that nobody reads, as many as are asked for."""
+        """An endless dataset of elements that are not read."""
         del worker, local_replicas, start_step
         return tf.data.Dataset.from_tensors(0.0).repeat()
 
@@ -105,11 +106,11 @@ class MadePipeline:
         """Nothing: the step keeps what it needs."""
 
     def export(self) -> dict[str, np.ndarray]:
-        """What a checkpoint must hold of this process to go on."""
+        """This process's state for a checkpoint."""
         return self.source.export()
 
     def restore(self, saved: Mapping[str, np.ndarray], *, same_workers: bool) -> str:
-        """Resumes from what this process exported; returns what to tell the user."""
+        """Resumes from this process's export; returns a message for the user."""
         if same_workers and self.source.restore(saved):
             return f"{self.source.name}: {self.source.goes_on}"
         return f"{self.source.name}: new episodes begin, as the saved run had other workers or replicas"
