@@ -82,8 +82,8 @@ def test_a_failed_write_warns_and_keeps_what_was_there(tmp_path, messages):
     assert writer.steps() == [1]
     assert len(writer.failures) == 1
     assert messages == [
-        "WARNING: checkpoint of step 2 could not be written (.step-000000002.partial: File exists); training goes on. "
-        "Checkpoints: the newest is of step 1"
+        "WARNING: checkpoint of step 2 could not be written (.step-000000002.partial: File exists); training "
+        "continues. Checkpoints: the newest is of step 1"
     ]
 
 

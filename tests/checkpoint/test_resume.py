@@ -88,7 +88,7 @@ def test_how_a_run_that_stops_can_go_on(tmp_path, capsys):
         assert checkpointer.Checkpointer(disk / "run", worker=1).steps() == [3]
     with small_disk.mounted(tmp_path / "tiny", kilobytes=8) as disk:
         trainer_of(**{**options, "workdir": str(disk)}).fit(source(), steps=9)
-        assert "stopped after step 3 of 9; no checkpoint could be saved, another start" in capsys.readouterr().out
+        assert "stopped after step 3 of 9; no checkpoint could be saved, so another start" in capsys.readouterr().out
     trainer_of(stop_after=3).fit(source(), steps=9)
     assert "stopped after step 3 of 9; without --workdir nothing is kept" in capsys.readouterr().out
 

@@ -182,7 +182,7 @@ def test_a_head_for_other_classes_keeps_its_initial_values_and_is_named(tmp_path
         expected = initial if variable.path.startswith("net/head/") else wanted
         np.testing.assert_array_equal(variable.numpy(), expected[variable.path], err_msg=variable.path)
     assert said == [
-        f"warm start from {path}: 6 of 8 weights taken; initialised afresh: net/head/bias, net/head/kernel",
+        f"warm start from {path}: 6 of 8 weights taken; keeping their initial values: net/head/bias, net/head/kernel",
     ]
 
 

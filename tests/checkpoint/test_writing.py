@@ -130,7 +130,7 @@ def test_a_full_disk_is_survived(tmp_path, monkeypatch, foreseen, messages):
         assert writer.steps() == [1]
         assert len(messages) == 1
         assert re.match(r"WARNING: checkpoint of step 2 could not be written \(.*No space left on device", messages[0])
-        assert messages[0].endswith("training goes on. Checkpoints: the newest is of step 1")
+        assert messages[0].endswith("training continues. Checkpoints: the newest is of step 1")
         assert re.match("step 2: .*No space left on device", writer.failures[0])
         assert (writer.latest().arrays["model/kernel"] == 1).all()
         assert not list(writer.directory.glob(".step-*"))  # what was written of it takes no room

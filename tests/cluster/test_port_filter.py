@@ -109,7 +109,7 @@ def test_many_addresses_of_both_kinds():
 @pytest.mark.parametrize(
     ("address", "environ", "why"),
     [
-        ("192.0.2.77:{port}", {}, "192.0.2.77 stands for 192.0.2.77, which this machine does not have"),
+        ("192.0.2.77:{port}", {}, "192.0.2.77 resolves to 192.0.2.77, which this machine does not have"),
         ("no-such-host.invalid:{port}", {}, "no-such-host.invalid does not resolve here"),
         ("127.0.0.1:{port}", {"TFPAR_LISTEN": "all"}, "TFPAR_LISTEN=all"),
         ("127.0.0.1:1", {}, "no socket of this process listens on port 1"),

@@ -197,7 +197,7 @@ CUDA_13 = {**CUDA_12_5, "cuda": "13.0"}
         (CUDA_12_5, [H100, P100], "", FAIL, "no kernels for Tesla P100", "CUDA_VISIBLE_DEVICES"),
         (CUDA_12_5, [L4], "", OK, "built with CUDA 12.5", ""),
         (CUDA_GAP, [H100, L4], "", FAIL, "7.5, 9.0 and later: no kernels for NVIDIA L4", "TFPAR_CUDA_ARCHITECTURES"),
-        (CUDA_13, [H100], "", WARN, "another major version, which needs driver 580", "nvidia-smi"),
+        (CUDA_13, [H100], "", WARN, "a major version other than TensorFlow's; it needs driver 580", "nvidia-smi"),
         (CUDA_13, [H100], "580.65.06", OK, "built with CUDA 13.0", ""),
         (CUDA_13, [H100], "550.54", FAIL, "need driver 580 or later, and this machine has 550", "Update the driver"),
         ({**CUDA_13, "cuda": "14.1"}, [H100], "600.1", WARN, "needs a driver for CUDA 14", "nvcc of CUDA 12.5.1"),

@@ -114,7 +114,7 @@ def test_a_head_that_grows_keeps_its_outputs():
         carry_over(small, large.get_weights())
     summary = model.learn()
     assert summary["matrix"][1][1] > 0.9
-    with pytest.raises(ConfigError, match=r"--grow_head goes with --tasks=by_class:N, not with --tasks=in_order:2"):
+    with pytest.raises(ConfigError, match=r"--grow_head needs --tasks=by_class:N, not --tasks=in_order:2"):
         learner(tasks="in_order:2", grow_head=True)
 
 

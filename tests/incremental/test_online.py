@@ -218,7 +218,7 @@ def test_a_journal_that_cannot_be_read_ends_the_start(tmp_path):
     assert (again.deliveries, again.set_aside) == (journal.deliveries, journal.set_aside)
     assert again.deliver([ArrivedFile("c", 1, 2, 3)], 5).first_step == delivery.end
     (tmp_path / NAME).write_text("{")
-    with pytest.raises(ConfigError, match=r"deliveries\.json says what was learned, and cannot be read"):
+    with pytest.raises(ConfigError, match=r"deliveries\.json records which files were learned, and cannot be read"):
         Journal(str(tmp_path))
 
 
@@ -311,7 +311,7 @@ def test_replay_adds_as_many_kept_examples(places, shards, tmp_path):
     ("options", "message"),
     [
         ({"schedule": "cosine"}, "--schedule=cosine needs the length of a run"),
-        ({"method": "ewc"}, "--method=ewc goes with --tasks"),
+        ({"method": "ewc"}, "--method=ewc works with --tasks"),
         ({"workdir": ""}, "--watch needs a --workdir"),
         ({"watch": "/nowhere"}, "--watch=/nowhere: no such directory"),
         ({"grow_head": True}, "--grow_head works with --tasks"),

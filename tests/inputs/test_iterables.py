@@ -98,9 +98,9 @@ def test_what_cannot_be_a_stream():
         inputs.from_iterable(itertools.count(), name="generator")
     with pytest.raises(ConfigError, match="Items: the iterable has no elements"):
         _ = inputs.from_iterable(Items([], [])).info
-    with pytest.raises(ConfigError, match=r"part 1 is no array of numbers or text\. Convert it"):
+    with pytest.raises(ConfigError, match=r"part 1 is not an array of numbers or text\. Convert it"):
         _ = inputs.from_iterable(Items(X, [object()] * 7)).info
     with pytest.raises(ConfigError, match="Loader with y="):
         inputs.as_source(Loader(), Y)
-    with pytest.raises(ConfigError, match="set is no source of examples"):
+    with pytest.raises(ConfigError, match="set is not a source of examples"):
         inputs.as_source({1, 2})

@@ -77,7 +77,7 @@ def test_a_run_on_a_disk_that_becomes_full_ends_well_and_says_so(tmp_path):
         assert whole(disk) == before
         assert "could not be written" in output
         assert "No space left on device" in output
-        assert "training goes on. Checkpoints: the newest is of step" in output
+        assert "training continues. Checkpoints: the newest is of step" in output
         assert "TensorBoard events cannot be written" in output
         table = output[output.index("\nresult\n") :]
         assert f"steps                {STEPS}" in table

@@ -36,10 +36,13 @@ def test_sizes(text, workers, devices, mesh):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("data:4,model:2", r"a mesh of 8 devices, and there are 2 workers x 2 devices = 4. Sizes must multiply to 4"),
-        ("data:2,model:4", "must multiply to 4"),
+        (
+            "data:4,model:2",
+            r"a mesh of 8 devices, and there are 2 workers x 2 devices = 4. The product of the sizes must be 4",
+        ),
+        ("data:2,model:4", "sizes must be 4"),
         ("model:3", "a mesh of 3 devices"),
-        ("pipeline:2,model:2", "must lie within a worker where .* --mesh=data:2,pipeline:2, or start 1 workers"),
+        ("pipeline:2,model:2", "must be within one worker .* --mesh=data:2,pipeline:2, or start 1 workers"),
         ("data:2,pipeline:1", "a mesh of 2 devices"),
         ("sequence:2", "there is no 'sequence' axis yet. The axes are data, pipeline, model"),
         ("model", "'model' is not AXIS:SIZE"),
@@ -54,7 +57,7 @@ def test_what_does_not_fit_is_refused(text, message):
 
 
 def test_a_replica_has_whole_workers():
-    with pytest.raises(ConfigError, match=r"must have whole workers, .* --mesh=data:3,model:4, or start 2 wor"):
+    with pytest.raises(ConfigError, match=r"must consist of whole workers .* --mesh=data:3,model:4, or start 2 wor"):
         parse_mesh("data:2,model:6", workers=3, devices=4)
 
 

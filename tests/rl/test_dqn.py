@@ -188,7 +188,7 @@ def test_a2c_learns_from_a_rollout_once():
     [
         ({"algorithm": "a2c"}, r"--algorithm=a2c learns from each transition once.*Give 1 for both"),
         ({"algorithm": "dqn", "replay_batch": 12}, r"--replay_batch=12 is not divisible by --environments=8"),
-        ({"algorithm": "dqn", "n_step": 9}, r"--n_step=9: a rollout must be as long"),
+        ({"algorithm": "dqn", "n_step": 9}, r"--n_step=9: a rollout must be at least as long"),
         ({"algorithm": "dqn", "env": "Pendulum-v1"}, r"--algorithm=dqn values actions one by one, and Pendulum-v1"),
     ],
 )

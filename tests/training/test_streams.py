@@ -95,7 +95,7 @@ def test_a_run_resumes_where_it_stopped_in_the_stream(tmp_path, replicas, caplog
     for stop_after in (7, 0):
         resumed = {**options, "stop_after": stop_after, "workdir": str(tmp_path / "cut")}
         summary = trainer_on(replicas, **resumed).fit(shuffled(), steps=15)
-    assert "dataset: the stream goes on where it stopped" in caplog.text
+    assert "dataset: the stream continues where it stopped" in caplog.text
     assert summary["steps"] == 15
     assert summary["params_sha256"] == whole["params_sha256"]
 

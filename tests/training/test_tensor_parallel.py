@@ -235,10 +235,10 @@ def test_dropout_of_what_is_divided_draws_for_each_device():
     [
         ({"sequence_parallel": True}, "--sequence_parallel: model .* has no divided block that allows it"),
         ({"optimizer": "lamb"}, "--mesh: Lamb needs whole tensors"),
-        ({"jit_compile": "true"}, "--jit_compile=true: the devices of a replica talk within its layers"),
+        ({"jit_compile": "true"}, "--jit_compile=true: the devices of a replica communicate within its layers"),
         ({"layout": {"first": "diagonal"}}, r"layout\['first'\]='diagonal' is not one of column, row"),
         ({"layout": {"thrid": "gather"}}, "layout: 'thrid' matches no layer with weights"),
-        ({"layout": {"last$": "column"}}, "Dense 'sequential/last' .* cannot be divided so over 2 devices"),
+        ({"layout": {"last$": "column"}}, "Dense 'sequential/last' .* cannot be divided in this way over 2 devices"),
         ({"layout": {"first": "column", "second": "whole"}}, "'sequential/second', which reads it, not by rows"),
         ({"layout": {"first|second|third|fourth": "whole"}}, "has no layer that can be divided"),
     ],

@@ -50,13 +50,13 @@ WRONG = [
     ({**DIGITS, "optimizer_args": "beta_1=abc"}, "beta_1 of adamw is a number, not 'abc'"),
     ({**DIGITS, "optimizer": "sgd", "optimizer_args": "nesterov=7"}, "nesterov of sgd is true or false, not 7"),
     ({**DIGITS, "optimizer_args": "beta=0.9"}, "--optimizer_args='beta' is not known"),
-    ({**DIGITS, "warmup_steps": 20}, "--warmup_steps=20 leaves nothing of the run's 20 steps"),
+    ({**DIGITS, "warmup_steps": 20}, "--warmup_steps=20 takes up all of the run's 20 steps"),
     ({**DIGITS, "recompute": "block("}, r"--recompute='block\(' is neither none, blocks nor a regular expression"),
     ({**DIGITS, "device_memory": "lots"}, "--device_memory='?lots'?"),
-    ({**DIGITS, "mesh": "pipeline:2", "stages": "block("}, r"--stages=block\(: 'block\(' is no regular expression"),
+    ({**DIGITS, "mesh": "pipeline:2", "stages": "block("}, r"--stages=block\(: 'block\(' is not a regular expression"),
     (
         {**DIGITS, "mesh": "pipeline:4", "stages": "a,b"},
-        "2 beginnings of stages, and the pipeline has 4 stages. Give 3",
+        "2 expressions for a pipeline of 4 stages. Give 3",
     ),
     ({**DIGITS, "steps": 0}, "give --steps or --epochs"),
     ({**DIGITS, "warm_start": "/nonesuch"}, "--warm_start=/nonesuch: no checkpoint and no .keras file"),
@@ -283,6 +283,6 @@ def test_all_workers_of_a_cluster_refuse_at_once(tmp_path):
     flags = ["--dataset=digits", "--steps=20", "--warmup_steps=20", f"--workdir={tmp_path / 'run'}"]
     result = launch(2, "experiments/image_classification.py", *flags, timeout=300)
     assert result.returncode == 2
-    assert "--warmup_steps=20 leaves nothing" in result.stdout + result.stderr
+    assert "--warmup_steps=20 takes up all" in result.stdout + result.stderr
     assert "strategy multi_worker" not in result.stdout
     assert not (tmp_path / "run").exists()

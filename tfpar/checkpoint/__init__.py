@@ -1,1 +1,1 @@
-"""Everything that survives a process."""
+"""Checkpoints, model files and locks: the state that survives a process."""

@@ -1,4 +1,4 @@
-"""Arrays in safetensors files: whole ones, and parts of arrays that several files hold between them.
+"""Arrays in safetensors files: whole arrays, and arrays whose parts are in several files.
 
 A file has a JSON header and raw bytes: nothing in it is executed when it is read.
 """
@@ -21,12 +21,12 @@ _LARGEST_LENGTH = 1 << 48
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Which part of an array another one is: stretches of one dimension, side by side.
+    """A part of an array: ranges of one dimension, joined.
 
     Attributes:
       shape: Shape of the whole.
       axis: The dimension that is divided.
-      stretches: Start and length of each stretch in the whole, in the order in which they lie in the part.
+      stretches: Start and length of each range in the whole, in their order in the part.
     """
 
     shape: tuple[int, ...]
@@ -40,15 +40,15 @@ class Part:
         return (*self.shape[: self.axis], length, *self.shape[self.axis + 1 :])
 
     def as_json(self) -> dict[str, Any]:
-        """The part as JSON holds it."""
+        """The part in JSON form."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, value: Any) -> Part:
-        """What `as_json` gave.
+        """The part from the result of `as_json`.
 
         Raises:
-          ValueError: Something else, such as a stretch outside the whole.
+          ValueError: The value is invalid, for example a range outside the whole.
         """
         try:
             part = cls(
@@ -63,7 +63,7 @@ class Part:
         raise ValueError(f"{str(value)[:80]} is no part of an array")
 
 
-# For every array, the files that hold it, each with the part that it has; None for all of it.
+# For every array, the files that hold it, each with its part, or None for the whole array.
 Index = Mapping[str, Sequence[tuple[str, Part | None]]]
 
 
@@ -72,8 +72,8 @@ def write_arrays(path: pathlib.Path, arrays: Mapping[str, np.ndarray], parts: Ma
 
     Args:
       path: The file.
-      arrays: What to write, by name.
-      parts: Which of them are parts, of what: noted in the file's header.
+      arrays: The arrays by name.
+      parts: For arrays that are parts, their place in the whole; recorded in the file's header.
 
     Raises:
       OSError: The file could not be written.
@@ -88,7 +88,7 @@ def write_arrays(path: pathlib.Path, arrays: Mapping[str, np.ndarray], parts: Ma
 
 
 def index_of(paths: Sequence[pathlib.Path]) -> dict[str, list[tuple[str, Part | None]]]:
-    """What files written by `write_arrays` hold between them. Only their headers are read.
+    """An index of the arrays in files written by `write_arrays`. Reads only their headers.
 
     Raises:
       ValueError: A file that cannot be read.
@@ -104,7 +104,7 @@ def index_of(paths: Sequence[pathlib.Path]) -> dict[str, list[tuple[str, Part | 
 
 
 def index_as_json(index: Index) -> dict[str, Any]:
-    """An index as JSON holds it."""
+    """An index in JSON form."""
     return {
         name: [{"file": file, **({"part": part.as_json()} if part else {})} for file, part in places]
         for name, places in index.items()
@@ -112,14 +112,14 @@ def index_as_json(index: Index) -> dict[str, Any]:
 
 
 def index_from_json(value: Any, files: Collection[str]) -> dict[str, list[tuple[str, Part | None]]]:
-    """What `index_as_json` gave.
+    """The index from the result of `index_as_json`.
 
     Args:
       value: The JSON.
-      files: Names of the files that there are.
+      files: Names of the existing files.
 
     Raises:
-      ValueError: It is something else, or the parts of an array do not make a whole.
+      ValueError: It is not an index, or the parts of an array do not add up to the whole.
     """
     if not isinstance(value, dict):
         raise ValueError("the index is not an object")
@@ -136,16 +136,16 @@ def index_from_json(value: Any, files: Collection[str]) -> dict[str, list[tuple[
 
 
 class SavedArrays(Mapping[str, np.ndarray]):
-    """Arrays in files, by name. They are read from the disk when asked for, wholly or in part.
+    """Arrays in files, by name. They are read from the disk on access, wholly or in part.
 
     Args:
       directory: Where the files are.
       files: Their names.
-      verify: Called with the path of a file before it is first read; raises where it is damaged.
+      verify: Called with the path of a file before its first read; raises if the file is damaged.
       index: What the files hold; None for one file of whole arrays.
 
     Raises:
-      OSError, ValueError: A file that is missing, damaged or no safetensors file, from every method.
+      OSError, ValueError: A file is missing, damaged or not a safetensors file; from every method.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class SavedArrays(Mapping[str, np.ndarray]):
         return np.concatenate(pieces, axis=wanted.axis)
 
     def _pieces(self, name: str, wanted: Part, start: int, length: int) -> Iterator[np.ndarray]:
-        """What makes a stretch of a divided array, in order."""
+        """The pieces of a range of a divided array, in order."""
         while length > 0:
             file, offset, there = next(
                 (file, at + start - first, first + size - start)
@@ -233,7 +233,7 @@ def read_arrays(path: pathlib.Path) -> dict[str, np.ndarray]:
     """All arrays of a file.
 
     Raises:
-      ValueError: It is no safetensors file, or holds what NumPy cannot.
+      ValueError: It is not a safetensors file, or holds a type that NumPy lacks.
     """
     file = _opened(path)
     return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -278,7 +278,7 @@ def _check_complete(name: str, parts: Sequence[Part | None]) -> None:
 
 
 def _placed(part: Part | None, wanted: Part) -> Iterator[tuple[int, int, int]]:
-    """Start and length of each stretch of a part in the whole, and where it lies in the part."""
+    """Start and length of each range of a part in the whole, and its start in the part."""
     if part is None:
         yield 0, wanted.shape[wanted.axis], 0
         return

@@ -1,4 +1,4 @@
-"""Checkpoints: everything that defines a run, written beside the training, whole or not at all.
+"""Checkpoints: the complete state of a run, written in the background during training, atomically.
 
 ```
 WORKDIR/checkpoints/
@@ -7,8 +7,8 @@ WORKDIR/checkpoints/
   step-000000400.damaged/    found damaged when the run was resumed; set aside, never read again
 ```
 
-A checkpoint is written into a hidden directory, flushed to the disk and renamed, so a directory of that name is
-always whole. Older ones are untouched until then; only those beyond `keep` are removed.
+A checkpoint is written into a hidden directory, flushed to the disk and renamed, so a directory with its final name is
+always complete. Older ones are untouched until then; only those beyond `keep` are removed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["FORMAT", "Checkpoint", "CheckpointError", "Checkpointer", "find", "r
 _log = logging.getLogger(__name__)
 
 _BEST = "best.json"
-# The file is missing, or the disk cannot return it. After other errors it may be whole, and readable later.
+# The file is missing, or the disk cannot read it. After other errors it may be intact, and readable later.
 _OF_DAMAGE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO, None})
 
 
@@ -52,16 +52,16 @@ class Checkpointer:
     untouched; worker 0 logs a warning.
 
     Args:
-      workdir: Directory of the run. Worker 0 removes from it what interrupted writes left behind.
-      keep: Newest checkpoints that stay; the best one stays besides.
+      workdir: Directory of the run. Worker 0 removes the remains of interrupted writes from it.
+      keep: Number of newest checkpoints to keep, in addition to the best one.
       worker: Rank of this worker. Worker 0 writes the variables, which are equal everywhere, unless several workers
-        have parts of them (`Checkpoint.state_files`); every worker writes its exchange state.
+        hold parts of them (`Checkpoint.state_files`); every worker writes its exchange state.
       workers: Number of workers; all see the same `workdir`.
       on_error: `warn`, or `fail`: then the call after a failed write raises `CheckpointError`.
       needed: See `format.read`.
 
     Attributes:
-      failures: What could not be written, and why, one line each.
+      failures: Checkpoints that could not be written, and why, one line each.
       damaged: Steps of the checkpoints that `latest` found damaged, and why.
     """
 
@@ -99,9 +99,9 @@ class Checkpointer:
         The arrays must not change afterwards (they are copies of the variables).
 
         Args:
-          checkpoint: What to write.
+          checkpoint: The checkpoint.
           best: Whether this is the best evaluation so far.
-          candidate: Whether its evaluation is still under way: it stays until the next candidate is saved, so that
+          candidate: Whether its evaluation is still running: it is kept until the next candidate is saved, so that
             `mark_best` finds it.
 
         Raises:
@@ -137,7 +137,7 @@ class Checkpointer:
         self._executor.shutdown()
 
     def warn(self, text: str) -> None:
-        """Logs a warning in worker 0, and nothing in the others, which would say the same."""
+        """Logs a warning in worker 0, and nothing in the others, which would repeat it."""
         if self.worker == 0:
             _log.warning("%s", text)
 
@@ -153,13 +153,13 @@ class Checkpointer:
     def latest(self, *, below: int | None = None) -> Checkpoint | None:
         """The newest checkpoint that passes its checksums, or None.
 
-        Worker 0 warns of a damaged one; the previous one is used then.
+        Worker 0 warns of a damaged one; then the previous one is used.
 
         Args:
           below: Looks only at checkpoints of steps below this one.
 
         Raises:
-          CheckpointError: The file system does not let a checkpoint be read; its content may be whole.
+          CheckpointError: The file system cannot read a checkpoint, whose content may be intact.
         """
         for step in reversed(self.steps()):
             if below is not None and step >= below:
@@ -207,7 +207,7 @@ class Checkpointer:
     def _write_guarded(self, checkpoint: Checkpoint, best: bool) -> None:
         try:
             staging.write(self.directory, checkpoint, self.worker, self._workers, self._abandoned)
-        except Exception as error:  # whatever it is: training can go on without this checkpoint
+        except Exception as error:  # any error: training can continue without this checkpoint
             self._failed(f"step {checkpoint.step}", f"checkpoint of step {checkpoint.step}", error)
             return
         if self.worker == 0:
@@ -250,11 +250,11 @@ class Checkpointer:
 
 
 def find(workdir: str | os.PathLike[str], *, warn: Callable[[str], None] = _log.warning) -> Checkpoint | None:
-    """The best checkpoint of a run where one was marked, else its newest; None where there is none. Reads only.
+    """The best checkpoint of a run if one was marked, otherwise the newest; None if there is none. Only reads.
 
     Args:
       workdir: Directory of the run.
-      warn: Called with one line where the one to take is damaged, and another is taken.
+      warn: Called with one line if that checkpoint is damaged and another is used.
 
     Raises:
       ValueError: There are checkpoints, and all are damaged.
@@ -291,7 +291,7 @@ def has_any(workdir: str | os.PathLike[str]) -> bool:
 
 
 def saved_config(workdir: str | os.PathLike[str]) -> Mapping[str, Any] | None:
-    """The configuration in the newest checkpoint of a workdir, or None where there is none."""
+    """The configuration in the newest checkpoint of a workdir, or None if there is none."""
     directory = pathlib.Path(workdir) / "checkpoints"
     for step in reversed(files.steps_in(directory)):
         try:
@@ -302,7 +302,7 @@ def saved_config(workdir: str | os.PathLike[str]) -> Mapping[str, Any] | None:
 
 
 def _best_step(directory: pathlib.Path) -> int | OSError | ValueError | None:
-    """The best step; None where none was marked; what is wrong with the file where it cannot be read."""
+    """The best step; None if none was marked; the error if the file cannot be read."""
     try:
         step = files.unseal(directory / _BEST).get("step")
     except FileNotFoundError:

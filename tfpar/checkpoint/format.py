@@ -1,4 +1,4 @@
-"""The format of one checkpoint: a directory that is written whole, and read only if it still is.
+"""The format of one checkpoint: a directory that is written atomically, and read only if it is intact.
 
 ```
 step-000000600/
@@ -9,18 +9,18 @@ step-000000600/
   exchange-0.safetensors exchange state (residuals) of worker 0; only where the exchange has any
 ```
 
-Where several workers hold a replica between them, each writes its own part of the variables:
+If several workers share a replica, each writes its own part of the variables:
 
 ```
   state-00001-of-00002.safetensors  what worker 0 holds: whole variables, and parts of divided ones
   state-00002-of-00002.safetensors  what worker 1 holds
 ```
 
-Where there are several files of variables, the manifest has an index that says where the parts of each variable are, in
-terms of the whole variable, so that any other mesh can read it, each worker only what it needs.
+If there are several files of variables, the manifest has an index of the parts of each variable within the whole, so
+that any other mesh can read the checkpoint, and each worker only what it needs.
 
-Nothing in a checkpoint is executed when it is read. Nor is a manifest trusted: names of files in it cannot lead out of
-the directory, and what has another type than it should is damage like any other.
+Nothing in a checkpoint is executed when it is read. A manifest is not trusted: file names in it cannot point outside
+the directory, and a value of a wrong type counts as damage.
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ class Checkpoint:
 
     Attributes:
       step: Steps done.
-      arrays: `model/PATH` and `optimizer/PATH` -> value: what the writing worker holds, or, once read, all
+      arrays: `model/PATH` and `optimizer/PATH` -> value: those of the writing worker or, after reading, all
         (`SavedArrays`).
       exchange: Exchange state of the reading worker, by name.
       run: Everything else that defines the run, JSON-able: seeds, input position, loss scale, plateau, best value.
       config: The configuration, by flag name.
-      parts: Which arrays of the writing worker are parts, of what.
+      parts: For arrays of the writing worker that are parts, their place in the whole.
       state_files: Number of workers, from worker 0 on, that write arrays.
       frozen: Names of arrays that are expected to be the same in the next checkpoint. With a single state file only.
     """
@@ -104,7 +104,7 @@ def exchange_name(worker: int) -> str:
 
 
 def steps_in(directory: pathlib.Path) -> list[int]:
-    """Steps of the checkpoints in a directory, the oldest first. Their contents are not looked at."""
+    """Steps of the checkpoints in a directory, the oldest first. Does not read their contents."""
     found = []
     for path in directory.glob(f"{_PREFIX}*"):
         number = path.name[len(_PREFIX) :]
@@ -123,8 +123,8 @@ def write_manifest(
 
     Args:
       path: The directory.
-      checkpoint: What is in it.
-      workers: How many have written it.
+      checkpoint: Its contents.
+      workers: Number of workers that wrote it.
       files: Names of the other files.
       frozen: From `digest_of`, of what is in `FROZEN`.
     """
@@ -170,7 +170,7 @@ def sync_directory(path: pathlib.Path) -> None:
 
 
 def seal(content: Mapping[str, Any]) -> bytes:
-    """JSON with its own checksum as a last line, so that it can be read and still cannot change unnoticed."""
+    """JSON with its own checksum as the last line: readable, and protected against unnoticed changes."""
     text = json.dumps(content, indent=1) + "\n"
     return (text + hashlib.sha256(text.encode()).hexdigest() + "\n").encode()
 
@@ -179,7 +179,7 @@ def seal(content: Mapping[str, Any]) -> bytes:
 
 
 def unseal(path: pathlib.Path) -> dict[str, Any]:
-    """What `seal` made, from a file.
+    """The contents of a file written by `seal`.
 
     Raises:
       OSError: No such file, or it cannot be read.
@@ -228,7 +228,7 @@ def read_manifest(path: pathlib.Path) -> dict[str, Any]:
     if states > 1 and not isinstance(manifest.get("index"), dict):
         raise ValueError(f"{MANIFEST} has no index of its {states} files")
     for name, expected in manifest["files"].items():
-        if not _FILE.fullmatch(name):  # nothing outside the directory, and nothing that is not ours
+        if not _FILE.fullmatch(name):  # no file outside the directory or of another kind
             raise ValueError(f"{MANIFEST} names {name!r}, which is not the name of a checkpoint file")
         if not isinstance(expected, dict) or not _SHA256.fullmatch(str(expected.get("sha256"))):
             raise ValueError(f"{MANIFEST} has no checksum of {name}")
@@ -253,14 +253,14 @@ def read(
 
     Args:
       path: Directory of the checkpoint.
-      worker: Whose exchange state to read; None reads, and verifies, nobody's.
-      workers: Number of workers that read it. Where that is another than wrote it, the exchange files of all are
-        verified: what they had kept back is then shared out anew.
+      worker: Rank of the worker whose exchange state to read; None reads and verifies none.
+      workers: Number of workers that read it. If it differs from the number that wrote it, the exchange files of all
+        are verified, because their residuals are then redistributed.
       needed: Which files of arrays the caller will read, by their names. They are verified now, others before they are
         first read. By default all.
 
     Returns:
-      The checkpoint. Its arrays are read from the disk when they are asked for.
+      The checkpoint. Its arrays are read from the disk on access.
 
     Raises:
       OSError: A file that is missing or cannot be read.
@@ -321,7 +321,7 @@ def _verify(path: pathlib.Path, expected: Mapping[str, Any]) -> None:
 
 
 def fingerprint(path: pathlib.Path) -> dict[str, Any]:
-    """Size and SHA-256 of a file, as a manifest has them."""
+    """Size and SHA-256 of a file, in the form of a manifest."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while chunk := file.read(_CHUNK):

@@ -1,4 +1,4 @@
-"""What a `.keras` file is, without loading it or TensorFlow."""
+"""Recognises `.keras` files without loading them or TensorFlow."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tfpar.config import ConfigError
 
 
 def check_model_file(path: str, *, flag: str = "--model_file") -> None:
-    """Refuses what is not a `.keras` file, without loading it.
+    """Refuses a path that is not a `.keras` file, without loading it.
 
     Args:
       path: The file.

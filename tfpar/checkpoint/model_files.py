@@ -24,8 +24,8 @@ def task_spec(source: inputs.AnySource) -> models.TaskSpec:
     """The input shape and number of classes that a model needs for the examples of a source.
 
     Raises:
-      ConfigError: The source has several inputs or labels, or none, which no model of `--model` takes; or it does not
-        say how many classes it has.
+      ConfigError: The source has several inputs or labels, or no label, which no model of `--model` supports; or its
+        number of classes is unknown.
     """
     info = source.info
     if tf.nest.is_nested(info.input_spec) or tf.nest.is_nested(info.label_spec):
@@ -47,15 +47,15 @@ def task_spec(source: inputs.AnySource) -> models.TaskSpec:
 
 
 def examples_of_run(config: ExperimentConfig, path: str, given: Callable[[str], bool]) -> ExperimentConfig:
-    """The configuration with the examples of the run whose workdir a `.keras` file lies in.
+    """The configuration with the examples of the run in whose workdir a `.keras` file is.
 
-    What was held out from training depends on options such as `validation_fraction`: others would evaluate a model on
-    examples it was trained on.
+    Which examples were held out depends on options such as `validation_fraction`: other values would evaluate a model
+      on its training examples.
 
     Args:
-      config: From the command line.
+      config: The configuration from the command line.
       path: The file.
-      given: Whether an option was given there; those keep their values. Where it names another data set, all do.
+      given: Whether an option was given there; given options keep their values. If another data set is given, all do.
     """
     saved = checkpointer.saved_config(pathlib.Path(path).parent) or {}
     dataset = saved.get("dataset", CUSTOM)
@@ -67,7 +67,7 @@ def examples_of_run(config: ExperimentConfig, path: str, given: Callable[[str], 
 
 
 def unloadable_parts(model: keras.Model) -> list[str]:
-    """What of a model keeps its `.keras` file from being loaded by `keras.saving.load_model` in safe mode.
+    """The parts of a model that keep `keras.saving.load_model` from loading its `.keras` file in safe mode.
 
     Args:
       model: Any Keras model.

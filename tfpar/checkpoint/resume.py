@@ -13,7 +13,7 @@ from tfpar.config import ConfigError
 _log = logging.getLogger(__name__)
 
 _NONE = -1
-# A network file system may show a worker a directory listing that is some seconds old, from before a crash.
+# A network file system may return a directory listing that is some seconds old, from before a crash.
 _LOOKS = 10
 _SECONDS_BETWEEN_LOOKS = 1.0
 
@@ -24,14 +24,14 @@ def newest(checkpointer: Checkpointer, agreement: WorkerAgreement | None = None)
     All workers call it together. Damage is reported by the worker that finds it, and by worker 0.
 
     Args:
-      checkpointer: This worker's.
+      checkpointer: This worker's checkpointer.
       agreement: Between the workers; None where there is only one.
 
     Returns:
-      The checkpoint, the same on each worker but for its exchange state, or None where there is none.
+      The checkpoint, the same on each worker except for its exchange state, or None if there is none.
 
     Raises:
-      ConfigError: The workers see different checkpoints, or there are some and none is whole.
+      ConfigError: The workers see different checkpoints, or all existing ones are damaged.
     """
     steps = _steps_all_see(checkpointer, agreement)
     if not steps:

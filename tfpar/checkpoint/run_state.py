@@ -35,7 +35,7 @@ import numpy as np
 
 
 def named(variables: Sequence[keras.Variable], prefix: str) -> dict[str, keras.Variable]:
-    """Variables by `prefix/path`; a path that occurs twice gets its position appended."""
+    """Variables by `prefix/path`; a repeated path gets its position appended."""
     result: dict[str, keras.Variable] = {}
     for position, variable in enumerate(variables):
         name = f"{prefix}/{variable.path}"
@@ -48,7 +48,7 @@ def snapshot(variables: Mapping[str, keras.Variable], *, kept: bool = True) -> d
 
     Args:
       variables: By name.
-      kept: Whether to keep them, or only to take part in reading those of which several workers have parts.
+      kept: Whether to keep the copies, or only to take part in reading variables that are divided over several workers.
     """
     found = {}
     for name, variable in variables.items():
@@ -61,11 +61,11 @@ def snapshot(variables: Mapping[str, keras.Variable], *, kept: bool = True) -> d
 def snapshot_here(
     variables: Mapping[str, keras.Variable], *, first: bool
 ) -> tuple[dict[str, np.ndarray], dict[str, Part]]:
-    """Copies of what this worker has, of variables that several workers hold between them. No data travels.
+    """Copies of this worker's parts of variables that several workers share. Sends nothing.
 
     Args:
       variables: By name.
-      first: Whether this is the first of the workers, which saves what all of them have.
+      first: Whether this is the first of these workers, which also saves the variables that all of them have.
 
     Returns:
       Values by name, and which of them are parts of a variable.
@@ -87,13 +87,14 @@ def snapshot_here(
 def restore(
     variables: Mapping[str, keras.Variable], arrays: Mapping[str, np.ndarray], order: Sequence[str] = ()
 ) -> None:
-    """Assigns saved values, all or none. Of `SavedArrays`, only what this worker has is read.
+    """Assigns saved values, all or none. From `SavedArrays`, reads only the parts that this worker has.
 
     Args:
       variables: By name, in order.
       arrays: Saved values by name.
       order: The names in the order they were saved in. Keras counts names over a whole process (`dense`, `dense_1`),
-        so a second model of one program has others; where names differ in such counts only, the order tells.
+        so a second model of one program has different names; if names differ only in such counts, the order identifies
+        them.
 
     Raises:
       ConfigError: Names or shapes that do not match, listing them.
@@ -119,11 +120,11 @@ def restore(
 
 
 def files_to_read(variables: Mapping[str, keras.Variable], arrays: SavedArrays) -> set[str]:
-    """The files that `restore` reads on this worker, but for variables that have other names now.
+    """The files that `restore` reads on this worker, except for variables whose names have changed.
 
     Args:
       variables: By name.
-      arrays: What was saved.
+      arrays: The saved arrays.
     """
     names = _saved_names(variables, arrays, ())
     files: set[str] = set()
@@ -141,7 +142,7 @@ def files_to_read(variables: Mapping[str, keras.Variable], arrays: SavedArrays) 
 def _saved_names(
     variables: Mapping[str, keras.Variable], arrays: Mapping[str, np.ndarray], order: Sequence[str]
 ) -> dict[str, str]:
-    """The names under which variables were saved, of those that were."""
+    """The saved names of those variables that were saved."""
     if set(variables) != set(arrays) and [*map(_uncounted, variables)] == [*map(_uncounted, order)]:
         return dict(zip(variables, order, strict=True))
     return {name: name for name in variables if name in arrays}
@@ -165,7 +166,7 @@ def _restore(variable: keras.Variable, arrays: Mapping[str, np.ndarray], name: s
 
 
 def _part(variable: keras.Variable, split: Split, rank: int) -> Part:
-    """The part of a divided variable that the device of some rank has."""
+    """The part of a divided variable on the device of a rank."""
     shape = shape_of(variable)
     return Part(shape, split.axis, tuple(split.stretches(shape[split.axis], rank)))
 
@@ -175,15 +176,15 @@ def _uncounted(name: str) -> str:
 
 
 def checked(run: Mapping[str, Any], *, synchronous: bool) -> Mapping[str, Any]:
-    """The run state of a checkpoint, with everything in it that a run needs to go on.
+    """The run state of a checkpoint, checked to have everything that a run needs to continue.
 
     Args:
       run: As saved.
-      synchronous: Whether a synchronous run is to go on.
+      synchronous: Whether the run that resumes is synchronous.
 
     Raises:
-      ConfigError: Something is missing or has another type; a synchronous run is to go on as an asynchronous one, where
-        a step is the work of a single worker, or the other way round.
+      ConfigError: Something is missing or has another type; a synchronous run resumes as an asynchronous one, in which
+        a step is the work of a single worker, or vice versa.
     """
     if isinstance(run.get("loss_scale"), dict) is not synchronous and "variables" in run:
         was, now = ("an asynchronous", "a synchronous") if synchronous else ("a synchronous", "an asynchronous")
@@ -240,11 +241,11 @@ def check_optimizer(run: Mapping[str, Any], options: Mapping[str, Any], workdir:
 
     Args:
       run: The run state of the checkpoint.
-      options: From `optimizer_options`; empty where a name tells all.
+      options: From `optimizer_options`; empty for an optimizer given by name.
       workdir: For the message.
 
     Raises:
-      ConfigError: With what differs.
+      ConfigError: Lists the differences.
     """
     saved = run.get("optimizer_options") or {}
     differ = [name for name in options if name in saved and saved[name] != options[name]]
@@ -277,19 +278,19 @@ def _no_weights(source: str) -> ConfigError:
 
 
 def warm_start(model: keras.Model, source: str, say: Callable[[str], None]) -> None:
-    """Copies the weights that fit from another run, a checkpoint directory or a `.keras` file.
+    """Copies the matching weights from another run, a checkpoint directory or a `.keras` file.
 
-    Weights are matched by path; by position where paths differ in Keras' counts alone (`dense_1` for `dense`); where no
-    path matches, by path without the model's name (`sequential_1/...`), or else by position. A weight of another shape,
-    such as a head for other classes, keeps its initial value and is named.
+    Weights are matched by path; by position if paths differ only in Keras' counts (`dense_1` for `dense`); if no path
+    matches, by path without the model's name (`sequential_1/...`), or else by position. A weight of another shape, such
+    as a head for other classes, keeps its initial value and is named.
 
     Args:
       model: A built model.
       source: A workdir, a checkpoint directory, or a `.keras` file.
-      say: Called with one line on what was taken.
+      say: Called with one line on the copied weights.
 
     Raises:
-      ConfigError: Nothing there, or nothing that fits.
+      ConfigError: There are no weights, or none fits.
     """
     saved = values = _weights_of(source, say)
     own = {variable.path: variable for variable in model.weights}

@@ -1,4 +1,4 @@
-"""Writes a checkpoint in a hidden directory beside the complete ones, and puts it in place by a rename.
+"""Writes a checkpoint in a hidden directory next to the complete ones, and renames it into place.
 
 ```
 WORKDIR/checkpoints/
@@ -9,7 +9,7 @@ WORKDIR/checkpoints/
   .step-000000300.removed/             being deleted
 ```
 
-Whenever a process is killed, `tidy` restores or removes what it left.
+Whenever a process was killed, `tidy` restores or removes what it left behind.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import numpy as np
 
 _PARTIAL, _REPLACED, _REMOVED, _FAILED = ".partial", ".replaced", ".removed", ".failed"
 _PEER_WAIT_SECONDS = 120.0
-_SLACK_BYTES = 1 << 16  # manifest, directories, and what the file system needs besides
+_SLACK_BYTES = 1 << 16  # manifest, directories, and the overhead of the file system
 
 
 def write(
@@ -40,15 +40,15 @@ def write(
     """Writes one checkpoint, this worker's part of it.
 
     Args:
-      directory: Of the checkpoints; made where it does not exist.
-      checkpoint: What to write. Where it has exchange state, that of every worker has; arrays are written by worker 0
-        and as many after it as `state_files` says.
+      directory: Directory of the checkpoints; created if it does not exist.
+      checkpoint: What to write. If it has exchange state, so do those of all workers; worker 0 and the following ones,
+        `state_files` in total, write arrays.
       worker: Rank of this worker. Worker 0 waits for its peers' files, and puts the whole in place.
       workers: Number of workers.
       abandoned: Once set, peers are not waited for any longer.
 
     Raises:
-      OSError: It could not be written. Older checkpoints are as they were.
+      OSError: It could not be written. Older checkpoints are unchanged.
     """
     target = directory / files.directory_name(checkpoint.step)
     partial = _hidden(target, _PARTIAL)
@@ -74,7 +74,7 @@ def write(
             _put_in_place(partial, target)
     except BaseException as error:
         if worker == 0:
-            shutil.rmtree(partial, ignore_errors=True)  # it may be what fills the disk
+            shutil.rmtree(partial, ignore_errors=True)  # it may be the cause of the full disk
         else:
             _tell_worker_0(partial, own, error)
         raise
@@ -97,14 +97,14 @@ def _contents(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, Mapping
 
 
 def _link_frozen(directory: pathlib.Path, partial: pathlib.Path, digest: str) -> bool:
-    """Gives the file of frozen weights of the newest checkpoint another name, if it holds the same.
+    """Creates a hard link to the newest checkpoint's file of frozen weights, if its contents are the same.
 
-    It then takes no more room, and stays until the last checkpoint with it is removed. Where a file system has no hard
-    links, or the file is not whole, it is written anew.
+    It then takes no additional space, and stays until the last checkpoint with it is removed. If the file system has no
+    hard links, or the file is damaged, the weights are written again.
 
     Args:
       directory: Of the checkpoints.
-      partial: Where the checkpoint is written.
+      partial: The directory in which the checkpoint is written.
       digest: From `format.digest_of`.
 
     Returns:
@@ -120,7 +120,7 @@ def _link_frozen(directory: pathlib.Path, partial: pathlib.Path, digest: str) ->
 
 
 def tidy(directory: pathlib.Path) -> None:
-    """Finishes or undoes what an earlier process of this run was writing when it was killed. For worker 0."""
+    """Finishes or undoes the write during which an earlier process of this run was killed. For worker 0."""
     for replaced in directory.glob(f".step-*{_REPLACED}"):
         target = directory / replaced.name[1 : -len(_REPLACED)]
         if target.exists():
@@ -155,7 +155,8 @@ def _hidden(path: pathlib.Path, kind: str) -> pathlib.Path:
 
 
 def _remove_stale(directory: pathlib.Path, partial: pathlib.Path) -> None:
-    """Removes what peers wrote for checkpoints that were never completed; they may be writing the next one already."""
+    """Removes the files of peers for checkpoints that were never completed; peers may already be writing the next
+    one."""
     for path in directory.glob(f".step-*{_PARTIAL}"):
         if (len(path.name), path.name) < (len(partial.name), partial.name):
             shutil.rmtree(path, ignore_errors=True)
@@ -165,7 +166,7 @@ def _check_space(directory: pathlib.Path, contents: Mapping[str, Mapping[str, np
     """Fails before the disk is completely full, which would harm other programs too."""
     needed = sum(array.nbytes for arrays in contents.values() for array in arrays.values()) + _SLACK_BYTES
     disk = shutil.disk_usage(directory)
-    if disk.total and disk.free < needed:  # file systems that know no sizes report 0
+    if disk.total and disk.free < needed:  # file systems without sizes report 0
         raise OSError(
             errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {needed / 1e6:.1f} MB needed, {disk.free / 1e6:.1f} MB free"
         )
@@ -175,7 +176,7 @@ def _put_in_place(partial: pathlib.Path, target: pathlib.Path) -> None:
     """Gives a complete checkpoint its name; at every moment at least one complete one of the step exists."""
     directory = target.parent
     replaced = _hidden(target, _REPLACED)
-    again = target.exists()  # the same step once more, e.g. after a restart from an older one
+    again = target.exists()  # the same step again, e.g. after a restart from an older one
     if again:
         os.rename(target, replaced)
     try:
@@ -212,10 +213,10 @@ def _wait_for(partial: pathlib.Path, names: Mapping[str, int], abandoned: thread
     Args:
       partial: Where they will appear.
       names: The files, with the workers that write them.
-      abandoned: Once set, nobody is waited for any longer.
+      abandoned: Once set, waiting ends.
 
     Raises:
-      OSError: One of them could not be written, did not come in time, or is not to be waited for.
+      OSError: One of them could not be written or did not appear in time, or waiting was abandoned.
     """
     deadline = time.monotonic() + _PEER_WAIT_SECONDS
     while missing := [name for name in names if not (partial / name).exists()]:

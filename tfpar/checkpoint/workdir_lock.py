@@ -53,7 +53,7 @@ class Owner:
       pid: Its process number there.
       began: When the process started, in clock ticks since the machine's start; distinguishes it from a later process
         with the same pid.
-      user: Who runs it.
+      user: The user that runs it.
       since: When it took the lock, local time.
       command: Its command line.
       scheduler: Its job in Slurm or pod in Kubernetes, if any.
@@ -120,7 +120,7 @@ def lock_workdir(workdir: str, *, wait: float | None = None) -> Iterator[None]:
 def check_free(workdir: str, *, wait: float | None = None) -> None:
     """Refuses a workdir that another job holds; writes nothing.
 
-    The other processes of the job that asks may hold it. `wait` is that of `lock_workdir`.
+    Other processes of the same job may hold it. `wait` is that of `lock_workdir`.
 
     Raises:
       ConfigError: Another job holds it.
@@ -153,7 +153,7 @@ def _wait_for(lock: filelock.FileLock, path: pathlib.Path, deadline: _Deadline, 
         if _try(lock, path):
             return
         if deadline.has_passed(owner):
-            if job and owner is None:  # on a full disk it has no name; the chief finds out whether it is its own
+            if job and owner is None:  # on a full disk the lock has no name; the chief checks whether it is its own
                 return
             raise _in_use_error(deadline.workdir, owner)
         time.sleep(_POLL_SECONDS)
@@ -182,7 +182,7 @@ class _Deadline:
         self._logged = False
 
     def has_passed(self, owner: Owner | None) -> bool:
-        """Whether this owner has been waited for long enough; logs a line if that may take long."""
+        """Whether the wait for this owner has been long enough; logs a line if the wait may be long."""
         elsewhere = owner is not None and owner.host != socket.gethostname()
         limit = self._wait
         if limit is None:
@@ -196,7 +196,7 @@ class _Deadline:
 
 
 def _report_previous(workdir: str, previous: Owner | None, *, locked: bool) -> None:
-    """Logs what the lock file says of an owner that has not released it, and that there are no locks."""
+    """Logs the owner in a lock file that was not released, and that the file system has no locks."""
     if not locked:
         _log.warning(
             "the file system of --workdir=%s has no locks, so this job cannot lock it against other jobs. Do not "

@@ -1,9 +1,9 @@
 """Detects that another worker is lost, and names it.
 
-TensorFlow 2.21 detects losses between synchronous workers by itself. Its coordination service handles heartbeats in
+TensorFlow 2.21 itself detects losses between synchronous workers. Its coordination service handles heartbeats in
 separate threads, so that a worker which compiles, evaluates or writes a checkpoint is not considered dead, and a broken
-connection ends the collectives that wait for it. This module sets how long TensorFlow waits, and replaces its fifty
-lines of error by one.
+connection ends the collectives that wait for it. This module sets how long TensorFlow waits, and replaces its error of
+fifty lines with one line.
 
 With parameter servers TensorFlow notices only what breaks a connection. There the chief probes all other processes, see
 `tfpar.cluster.heartbeat`.

@@ -1,12 +1,12 @@
 """Probes TensorFlow's servers in other processes, for clusters whose tasks do not send heartbeats to each other.
 
-TensorFlow 2.21 has nothing for parameter servers: its check of a peer's health is for collectives only, and the call
-that asks any server has no time limit. That call is plain gRPC, WorkerService/GetStatus, and is sent here with a time
-limit. A process that is stopped (SIGSTOP) still accepts the connection, because the kernel does, but does not answer.
+TensorFlow 2.21 has no such check for parameter servers: its health check of peers is for collectives only, and its call
+to a server has no time limit. That call is plain gRPC, WorkerService/GetStatus; this module sends it with a time limit.
+A process that is stopped (SIGSTOP) still accepts the connection, because the kernel does, but does not answer.
 
-The probes are sent by a process of their own, which this module is as a program. TensorFlow 2.21 tells all workers of
-every new function, and keeps Python's lock until they have answered: while one of them does not, no thread of the chief
-that needs Python runs, so that none could say who is lost.
+A separate process, which runs this module as a program, sends the probes. TensorFlow 2.21 sends every new function to
+all workers, and holds Python's lock until they have answered: until then no Python thread of the chief runs, so that
+none could report the lost worker.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Who am I, and who are my peers: TF_CONFIG, Slurm, Kubernetes.
+"""This process's task and its peers, from TF_CONFIG, Slurm or Kubernetes.
 
 `detect()` reads the environment and validates it completely before anything starts, without importing
-TensorFlow, so that a typing error in TF_CONFIG is an answer within milliseconds instead of a hanging cluster.
+TensorFlow, so that a typing error in TF_CONFIG gives an error within milliseconds instead of a hanging cluster.
 `export_tf_config()` then writes what was found to TF_CONFIG, so that all TensorFlow code sees the same cluster.
 
 The environments, in the order in which they are tried:
@@ -135,8 +135,8 @@ def detect(environ: Mapping[str, str] | None = None) -> ClusterInfo | None:
       environ: The environment variables; `os.environ` by default.
 
     Returns:
-      The validated cluster, or None where the environment describes none. An empty TF_CONFIG, a Slurm
-      step of one task and a pod without TFPAR_* variables are none.
+      The validated cluster, or None if the environment describes none, as with an empty TF_CONFIG, a Slurm step of one
+      task or a pod without TFPAR_* variables.
 
     Raises:
       ConfigError: The environment describes a cluster that cannot work. The message shows what was

@@ -106,14 +106,14 @@ def describe(addresses: Sequence[Address]) -> str:
 
 
 def attach(descriptor: int, addresses: Sequence[Address]) -> None:
-    """Drops what reaches a TCP socket under another address than these and loopback.
+    """Drops connections to a TCP socket under addresses other than these and loopback.
 
     Args:
       descriptor: A socket; connections that it accepts from now on inherit the filter.
-      addresses: Of this machine.
+      addresses: Addresses of this machine.
 
     Raises:
-      StillOpenError: The system knows no filters.
+      StillOpenError: The system does not support filters.
     """
     program = b"".join(struct.pack("HBBI", *instruction) for instruction in _program(addresses))
     buffer = ctypes.create_string_buffer(program, len(program))

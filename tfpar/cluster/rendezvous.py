@@ -40,10 +40,10 @@ def wait_for_all(info: ClusterInfo, timeout: float, message: str = "") -> str:
     Args:
       info: The cluster.
       timeout: Seconds to wait.
-      message: What the chief tells the others, one line of text.
+      message: The chief's message to the others, one line of text.
 
     Returns:
-      What the chief said.
+      The chief's message.
 
     Raises:
       PeerLostError: Not all joined in that time; the message names those missing. Or this process has a different list
@@ -108,7 +108,7 @@ def _gather(info: ClusterInfo, deadline: float, timeout: float, message: str) ->
 
 
 class _Listener:
-    """Accepts the connections of the others. Whatever a stranger sends, or does not send, nobody else has to wait.
+    """Accepts the connections of the other tasks. A foreign connection never delays the others, whatever it sends.
 
     Attributes:
       present: Connections of the processes that have joined, by their place.
@@ -190,7 +190,7 @@ def _reply(connections: dict[int, socket.socket], line: bytes) -> None:
 
 
 def _report(info: ClusterInfo, deadline: float, timeout: float) -> str:
-    """Reports to the chief and waits for its answer; runs in every other process. Returns what the chief said."""
+    """Reports to the chief and waits for its answer; runs in every other process. Returns the chief's message."""
     notices = _Notices(info, deadline)
     greeting = json.dumps({"cluster": _digest(info), "place": _place(info)}).encode() + b"\n"
     while True:

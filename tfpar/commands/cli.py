@@ -1,6 +1,6 @@
-"""The command line of `tfpar`: finds the subcommand and hands the rest of the line to it.
+"""The command line of `tfpar`: finds the subcommand and passes it the rest of the line.
 
-Nothing is imported before it is known what is wanted, so that help and errors answer at once.
+Imports nothing before the command is known, so that help and errors appear immediately.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments:
         return _fail(f"{' '.join(words)}: name a command.", words, commands)
     if arguments[0] in _HELP:
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` is no error
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` is not an error
         print(help_text(words, commands))
         return 0
     return _fail(_unknown(arguments[0], words, commands), words, commands)
@@ -108,11 +108,11 @@ def _run(module: str, program: str, arguments: list[str]) -> int:
 
 
 def help_text(words: Sequence[str], commands: Mapping[str, Command]) -> str:
-    """What `--help` prints.
+    """The output of `--help`.
 
     Args:
       words: The command so far, `["tfpar"]` for the whole.
-      commands: What may follow.
+      commands: The possible subcommands.
     """
     program = " ".join(words)
     width = max(map(len, commands)) + 2
@@ -122,7 +122,7 @@ def help_text(words: Sequence[str], commands: Mapping[str, Command]) -> str:
 
 
 def _unknown(word: str, words: Sequence[str], commands: Mapping[str, Command]) -> str:
-    """What is wrong with a word that is no command here."""
+    """The error for a word that is not a command."""
     program = " ".join(words)
     if word.startswith("-"):
         return f"{program} {word}: the command comes first."

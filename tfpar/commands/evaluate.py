@@ -1,7 +1,7 @@
 """Evaluates a trained model on a data set, on any synchronous strategy.
 
-Data set, held-out share, window and seed are those of the run in whose workdir the model lies, unless given. A policy
-of reinforcement learning plays 100 episodes, as `tfpar play` does.
+Data set, held-out share, window and seed are by default those of the run in whose workdir the model is. A policy of
+reinforcement learning plays 100 episodes, as with `tfpar play`.
 
   tfpar evaluate --model_file=runs/quickstart/model.keras
 """
@@ -49,7 +49,7 @@ def main(_: list[str]) -> None:
 
     with contextlib.redirect_stdout(sys.stderr):  # so that standard output is the result alone
         config = tfpar.examples_of_run(config, given.model_file, flags.is_given)
-        # A batch that the replicas cannot divide costs an evaluation nothing but padding.
+        # A batch that is not divisible by the number of replicas only costs an evaluation some padding.
         config = dataclasses.replace(config, input=dataclasses.replace(config.input, uneven_batches=True))
         tfpar.validate(config)
         source = tfpar.inputs.build_source(config.input, given.split, config.train.seed)

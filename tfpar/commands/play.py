@@ -1,6 +1,6 @@
-"""Plays a trained policy in Gymnasium or EnvPool itself, and prints its returns.
+"""Plays a trained policy in Gymnasium or EnvPool itself, and prints its mean return.
 
-The environment is that of the run in whose workdir the model lies, unless given. Needs `pip install 'tfpar[rl]'`, or
+The environment is by default that of the run in whose workdir the model is. Needs `pip install 'tfpar[rl]'`, or
 `tfpar[envpool]`.
 
   tfpar play --model_file=runs/cartpole/model.keras

@@ -1,14 +1,14 @@
-r"""Learns tasks that come one after the other, and measures what is forgotten; or learns from files as they arrive.
+r"""Learns tasks one after the other, and measures forgetting; or learns from files as they arrive.
 
 tfpar train incremental --dataset=digits --tasks=by_class:2 --method=replay --workdir=runs/tasks
 tfpar launch --workers=2 -- tfpar train incremental --method=ewc --exchange=int8 --workdir=runs/tasks
 
---epochs or --steps are those of a task. Started again, it continues with the task that was under way.
+--epochs or --steps is the length of one task. Started again, it continues with the current task.
 
 tfpar train incremental --watch=incoming --dataset=images:flowers --warm_start=runs/flowers --schedule=constant \
     --workdir=runs/online
 
-Files that arrive in incoming/ are learned from, each exactly once; a file incoming/STOP ends the run.
+The model learns from each file that arrives in incoming/ exactly once; a file incoming/STOP ends the run.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@ r"""Learns a policy by acting in an environment that runs on the device.
 tfpar train reinforcement --env=CartPole-v1 --workdir=runs/cartpole
 tfpar launch --workers=2 -- tfpar train reinforcement --env=Acrobot-v1 --exchange=int8 --workdir=runs/acrobot
 
-What is not given on the command line depends on the environment: tfpar/config/sections/reinforcement_presets.py.
---env_steps or --steps say how long the run is: a step is a change of the weights, from one minibatch.
+The defaults depend on the environment: tfpar/config/sections/reinforcement_presets.py. --env_steps or --steps sets the
+length of the run; a step is a change of the weights, from one minibatch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an experiment is: typed options, the absl flags made from them, and the errors they raise.
+"""The configuration of an experiment: typed options, the absl flags generated from them, and the errors they raise.
 
 Importing this package imports neither TensorFlow nor Keras.
 """

@@ -13,7 +13,8 @@ from tfpar.config.experiment import ExperimentConfig
 from tfpar.config.sections import CUSTOM
 from tfpar_ops.formats import FORMATS
 
-# Option: the module that adds to what it takes, and the names that come with tfpar. What follows a colon is no name.
+# For each option: the module that registers more names, and the names that come with tfpar, without the part after a
+# colon.
 BUILT_IN = {
     "model": (
         "tfpar.models",
@@ -48,10 +49,11 @@ BUILT_IN = {
 
 
 def check_built_in(config: ExperimentConfig) -> None:
-    """Refuses names that do not come with tfpar, of options that nobody can have added any to yet.
+    """Refuses names that do not come with tfpar, for options whose module is not imported, so that no name can have
+    been added.
 
     Raises:
-      ConfigError: With the nearest names.
+      ConfigError: Names the nearest ones.
     """
     options = config.as_flat_dict()
     for option, (module, names) in BUILT_IN.items():

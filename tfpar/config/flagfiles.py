@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tfpar.config.errors import ConfigError
 
-# A link to experiments/recipes in a checkout, a folder of its own in a wheel.
+# A link to experiments/recipes in a checkout, a separate folder in a wheel.
 FOLDER = Path(__file__).with_name("recipes")
 
 

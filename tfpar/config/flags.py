@@ -294,7 +294,7 @@ class _HelpFlag(flags.BooleanFlag):
     def parse(self, argument: Any) -> None:
         super().parse(argument)
         if self.value:
-            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` is no error
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` is not an error
             print(help_text(flags.FLAGS, self._module, self._program))
             sys.exit(0)
 
@@ -312,7 +312,7 @@ def help_text(values: flags.FlagValues, module: str = "__main__", program: str =
     doc = textwrap.dedent(sys.modules[module].__doc__ or "").strip()
     parts = [f"usage: {program or f'python {sys.argv[0]}'} [--flag=value ...]", *([doc] if doc else [])]
     modules = values.flags_by_module_dict()
-    # absl lists what the main module defines under the path of the script.
+    # absl lists the main module's flags under the path of the script.
     own = modules.get(sys.argv[0] if module == "__main__" else module, [])
     own_flags = [flag for flag in own if flag.name != "help"]
     if own_flags:

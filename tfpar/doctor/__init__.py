@@ -1,4 +1,4 @@
-"""`python -m tfpar.doctor`: what this machine has, and what would go wrong."""
+"""`python -m tfpar.doctor`: reports the state of this machine and its problems."""
 
 from __future__ import annotations
 

@@ -25,10 +25,10 @@ class Check:
     """One line of the report.
 
     Attributes:
-      name: What was looked at.
+      name: What was checked.
       status: `ok`, `warn` or `FAIL`.
       detail: What was found.
-      fix: The way out, unless all is well.
+      fix: The remedy, unless all is well.
     """
 
     name: str
@@ -171,7 +171,7 @@ def _check_ops_cuda(built: dict[str, Any], facts: dict[str, Any]) -> Check:
         return Check(name, FAIL, found, f"Update the driver, or build with TensorFlow's CUDA: {build_again}")
     if theirs and major != int(theirs.split(".")[0]) and not (needed and drivers):
         needs = f"driver {needed} or later" if needed else f"a driver for CUDA {major}"
-        found = f"{detail}: another major version than TensorFlow's, which needs {needs}"
+        found = f"{detail}: a major version other than TensorFlow's; it needs {needs}"
         return Check(
             name, WARN, found, f"Check the driver with nvidia-smi, or build with TensorFlow's CUDA: {build_again}"
         )

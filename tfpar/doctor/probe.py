@@ -1,4 +1,4 @@
-"""Facts about a machine that only TensorFlow can tell, collected in a process of its own.
+"""Facts about a machine that only TensorFlow can determine, collected in a separate process.
 
 That process may be noisy, hang, or crash - TensorFlow's wheels die of an illegal instruction on a CPU without
 AVX - without harm to `tfpar.doctor`, which starts it.
@@ -80,7 +80,7 @@ class Probe:
         )
 
     def facts(self) -> dict[str, Any]:
-        """What the probe told; `xla` is a list; `error` is how it failed, if it did."""
+        """The facts from the probe; `xla` is a list; `error` describes its failure, if it failed."""
         facts: dict[str, Any] = {"xla": []}
         try:
             told, noise = self._popen.communicate(timeout=_TIMEOUT_S)

@@ -145,15 +145,16 @@ class BroadcastInitialWeights(_InStep):
 class AverageMetrics(_InStep):
     """Makes the logs at the end of an epoch those of all workers.
 
-    Put it before ReduceLROnPlateau, EarlyStopping, ModelCheckpoint and whatever else reads them, on every worker: they
-    then decide the same everywhere. The states of Keras' metrics, which are sums, are added up over the workers, in
+    Put it before ReduceLROnPlateau, EarlyStopping, ModelCheckpoint and other callbacks that read logs, on every worker:
+      all workers then make the same decisions. The states of Keras' metrics, which are sums, are added up over the
+      workers, in
     training and, for `val_...`, in validation: every example and every sample weight counts once, and metrics such as
-    AUC or a root of a mean are exact too. What else is logged, such as the values of metric classes of your own, is
-    averaged, weighted by the number of examples that each worker saw.
+    AUC or a root of a mean are exact too. Other logged values, such as those of your own metric classes, are averaged,
+    weighted by the number of examples that each worker saw.
 
     Raises:
-      ConfigError: In `fit`, on every worker: workers log different names, or have come to different learning rates or
-        decisions to stop, which happens when this callback does not stand before those that decide.
+      ConfigError: In `fit`, on every worker: workers log different names, or have different learning rates or decisions
+        to stop, which happens if this callback does not come before those that decide.
     """
 
     def __init__(self) -> None:
@@ -243,7 +244,8 @@ class AverageMetrics(_InStep):
         return [part for part in unique.values() if _adds_up(part) is additive]
 
     def _examples(self) -> float:
-        """Examples since the metrics were reset: Keras' mean of the loss counts them, else the mean that has most."""
+        """Examples since the metrics were reset: the count in Keras' mean of the loss, or else the largest count of a
+        mean."""
         counts = {
             metric.name: float(keras.ops.convert_to_numpy(metric.count))
             for metric in self._compiled_metrics(additive=True)
@@ -275,7 +277,7 @@ def _learning_rate(optimizer: keras.optimizers.Optimizer) -> float | None:
 
 
 def _check_same_decisions(gathered: list[dict[str, Any]]) -> None:
-    """Refuses workers that log different metrics, or have come to different decisions."""
+    """Refuses workers that log different metrics, or have made different decisions."""
     names = [sorted(worker["values"]) for worker in gathered]
     for worker, logged in enumerate(names):
         if logged != names[0]:

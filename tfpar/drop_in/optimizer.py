@@ -35,18 +35,19 @@ def DistributedOptimizer(  # noqa: N802  the name that scripts know from elsewhe
     ```
 
     The optimizer stays what it was for Keras: its class, learning rate, schedule, state and configuration. A model
-    saved with it loads where tfpar is not installed, with the plain optimizer. What the optimizer does besides comes
-    after the exchange, on the mean: clipping, weight decay, moving averages. With `gradient_accumulation_steps`,
+    saved with it loads where tfpar is not installed, with the plain optimizer. The optimizer's other operations follow
+    the exchange and use the mean: clipping, weight decay, moving averages. With `gradient_accumulation_steps`,
     gradients add up locally and are exchanged once per step of the optimizer.
 
-    Workers weigh the same, whatever the sizes of their batches. Residuals of the exchange are not saved. Of embedding
-    tables, whose gradients come as `tf.IndexedSlices`, the rows that a step has touched travel where that is less than
-    the table; what Keras has accumulated is dense. Rows of the same token are summed before the optimizer sees them,
-    with a single worker too: Keras 3.15 alone squares and clips them one by one, and its result then depends on how
-    the batch is divided.
+    Workers weigh the same, whatever the sizes of their batches. Residuals of the exchange are not saved. For embedding
+    tables, whose gradients are `tf.IndexedSlices`, only the rows that a step has touched are sent if that takes fewer
+    bytes than the table; accumulated gradients are dense. Rows of the same token are summed before the optimizer sees
+    them,
+    even with a single worker: Keras 3.15 squares and clips them one by one, so that its result depends on how the batch
+      is divided.
 
-    With float16, put Keras' loss scaling inside: `DistributedOptimizer(keras.optimizers.LossScaleOptimizer(...))`. A
-    step that overflows on one worker is then skipped by all, and leaves the residuals alone.
+    With float16, put Keras' loss scaling inside: `DistributedOptimizer(keras.optimizers.LossScaleOptimizer(...))`. If a
+    step overflows on one worker, all workers skip it, and the residuals do not change.
 
     Args:
       optimizer: A Keras optimizer, new or with state. It is changed and returned.
@@ -225,10 +226,10 @@ class Distribution:
         self._checked = True
 
     def _reduction(self) -> Any:
-        """The exchange as a function of its own.
+        """The exchange as a separate function.
 
         It is traced once: TensorFlow's strategies number collectives as they trace them, and Keras traces a step again
-        for another batch size, which may come up on one worker alone.
+        for another batch size, which may occur on one worker only.
         """
         device = self.workers.strategy.extended.worker_devices[0]
         signature: list[Any] = [tf.TensorSpec(variable.shape, tf.float32) for variable in self._variables]
@@ -246,7 +247,7 @@ class Distribution:
 
     def _replica_mean(self, gradients: list[Any]) -> list[tf.Tensor]:
         slices = [tf.IndexedSlices(*value) if isinstance(value, tuple) else value for value in gradients]
-        # This process is to the exchange what it would be under a strategy: one of its replicas.
+        # For the exchange, this process acts as one of the strategy's replicas.
         with tf.distribute.ReplicaContext(self.workers.strategy, replica_id_in_sync_group=self.workers.rank):
             means = self._exchange.reduce(slices)
         return [

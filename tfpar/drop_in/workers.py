@@ -22,16 +22,16 @@ def init_cluster(*, transport: str = "auto") -> None:
     """Connects this process to the other workers of the cluster that the environment describes (`tfpar.cluster`).
 
     Call it first thing in a script: devices and collectives can only be set up before TensorFlow runs its first op, and
-    making a Keras layer, optimizer or metric runs one. A worker has one device, its first visible GPU or the CPU: start
-    one process per GPU. Returns once all workers are there. Without a cluster, or with a single worker, and when called
-    again, it does nothing.
+    creating a Keras layer, optimizer or metric runs one. A worker has one device, its first visible GPU or the CPU:
+    start one process per GPU. Returns once all workers are there. Without a cluster, or with a single worker, and when
+    called again, it does nothing.
 
     Args:
       transport: What carries data between the CPUs of workers: `auto`, `tensorflow` or `gloo`, see `--transport`.
 
     Raises:
       ConfigError: An unknown or unusable transport; TensorFlow was initialised before; a cluster with parameter
-        servers; a process that is no worker; a tf.distribute strategy around the call; a cluster description that
+        servers; a process that is not a worker; a tf.distribute strategy around the call; a cluster description that
         cannot work.
     """
     global _workers
@@ -142,15 +142,16 @@ def under_strategy(what: str) -> ConfigError:
 
 
 class Workers:
-    """The workers of a cluster, and what they tell each other outside the training step.
+    """The workers of a cluster, and their communication outside the training step.
 
     Every worker makes the same calls in the same order, not inside a `tf.function`.
 
     Args:
-      runtime: Of a multi-worker topology with one replica per worker.
+      runtime: Runtime of a multi-worker topology with one replica per worker.
 
     Attributes:
-      strategy: TensorFlow's strategy over the workers. No model is made under it: it names the replicas of an exchange.
+      strategy: TensorFlow's strategy over the workers. No model is created under it: it defines the replicas of an
+        exchange.
       size: Number of workers.
       rank: Rank of this worker.
       agreement: Between all workers.
@@ -166,7 +167,7 @@ class Workers:
         """The workers' values, in the order of their ranks.
 
         Args:
-          purpose: What the values are for, in words: the same on every worker.
+          purpose: The purpose of the values, in words; the same on every worker.
           value: Anything that JSON can hold; floats arrive with the same bits.
 
         Raises:

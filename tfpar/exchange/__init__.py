@@ -1,8 +1,8 @@
-"""Gradient exchange: how the replicas' gradients become one.
+"""Gradient exchange: sums the replicas' gradients.
 
-`Exchange(spec)` is the seam between the training step and whatever moves gradients. Everything the
-step needs travels together in one call: the gradient sums, and the *sidecar*, a short dense vector of
-scalars (example count, non-finite flag, loss and metric sums) that is always summed exactly.
+`Exchange(spec)` is the interface between the training step and the code that sends gradients. One call carries
+everything that the step needs: the gradient sums, and the *sidecar*, a short dense vector of scalars (example count,
+non-finite flag, loss and metric sums) that is always summed exactly.
 """
 
 # Importing an algorithm registers it.

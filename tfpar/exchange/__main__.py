@@ -1,4 +1,4 @@
-"""Lists what `--exchange` may say: all algorithms with their options, and the defaults.
+"""Lists the possible values of `--exchange`: all algorithms with their options, and the defaults.
 
 python -m tfpar.exchange
 """

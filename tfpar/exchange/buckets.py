@@ -1,4 +1,4 @@
-"""What the algorithms have in common: a bucket of tensors, its state on this worker, its bytes."""
+"""The common parts of the algorithms: a bucket of tensors, its state on this worker, its bytes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import tensorflow as tf
 
 # Up to how many bytes of float32 tensors are fused into one bucket. A collective call costs about a millisecond on gRPC
 # whatever its size, so small tensors travel together.
-# Dense: past 32 MiB one more call no longer shows, and a larger buffer would only cost memory. Encoded: half of that,
-# because a worker encodes one bucket while another travels, and more buckets overlap more.
+# Dense: above 32 MiB an additional call no longer matters, and a larger buffer would only cost memory. Encoded: half of
+# that, because a worker encodes one bucket while another travels, and more buckets overlap more.
 DENSE_BUCKET_BYTES = 32 << 20
 COMPRESSED_BUCKET_BYTES = 16 << 20
 
-# Names of the state that is gradient not yet applied: the residual of a worker for its own gradient, float32 [L]; the
-# residual of the owner of a shard for the sum, of the elements of that shard. The owners' shards lie end to end in the
-# order of the ranks.
+# Names of the state that holds gradients not yet applied: the residual of a worker for its own gradient, float32 [L];
+# the residual of the owner of a shard for the sum, of the elements of that shard. The owners' shards lie end to end in
+# the order of the ranks.
 RESIDUALS = ("worker", "owner")
 
 
@@ -41,7 +41,7 @@ class WireBytes:
 
 @dataclasses.dataclass(frozen=True)
 class Padding:
-    """Where the tensors of a bucket lie in a vector in which each begins a block; see `whole_blocks`.
+    """Positions of the tensors of a bucket in a vector in which each begins a block; see `whole_blocks`.
 
     Attributes:
       sizes: Elements of the tensors.
@@ -57,7 +57,7 @@ class Padding:
         return [-size % self.block for size in self.sizes[:-1]] + [0] * bool(self.sizes)
 
     def tail(self, size: int) -> int:
-        """Elements of a tensor in its last block, which are what is copied."""
+        """Elements of a tensor in its last block, which are the ones copied."""
         return size % self.block or self.block
 
     def sources(self) -> np.ndarray:
@@ -70,7 +70,7 @@ class Padding:
         return np.concatenate(parts)
 
     def originals(self) -> np.ndarray:
-        """For each element of the padded vector, whether it is no copy; bool."""
+        """For each element of the padded vector, whether it is an original, not a copy; bool."""
         pairs = zip(self.sizes, self.pads, strict=True)
         return np.concatenate([np.repeat([True, False], [size, pads]) for size, pads in pairs])
 
@@ -103,7 +103,7 @@ class Bucket(Protocol):
         Args:
           tensors: This worker's tensors, float32, of the bucket's shapes.
           step: Int64 scalar, different for every exchange.
-          pending: If given, takes the changes of `state`, which then stays as it is. Only where the options say
+          pending: If given, receives the changes of `state`, which is then not changed. Only where the options say
             `sends_only_gradient`.
 
         Returns:
@@ -116,7 +116,8 @@ class Bucket(Protocol):
 
 
 def worker_variable(shape: Sequence[int], name: str, value: tf.Tensor | None = None) -> tf.Variable:
-    """A float32 variable, zeros by default, that belongs to this worker alone, also when made under a strategy."""
+    """A float32 variable, zeros by default, that belongs only to this worker, even if it is created under a
+    strategy."""
     variable = tf.Variable(tf.zeros(shape) if value is None else value, trainable=False, name=name, **PER_WORKER)
     return local_copy(variable)
 
@@ -143,7 +144,7 @@ def assign_or_defer(variable: tf.Variable, value: tf.Tensor, pending: PendingAss
 
 
 def counter_variable(size: int, name: str) -> tf.Variable:
-    """An int64 vector of zeros that belongs to this worker alone."""
+    """An int64 vector of zeros that belongs only to this worker."""
     return local_copy(tf.Variable(tf.zeros([size], tf.int64), trainable=False, name=name, **PER_WORKER))
 
 
@@ -153,7 +154,7 @@ def concatenated(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
 
 
 def split(vector: tf.Tensor, shapes: Sequence[tf.TensorShape]) -> list[tf.Tensor]:
-    """The tensors of which `concatenated` made a vector."""
+    """The tensors from a vector that `concatenated` returned."""
     parts = tf.split(vector, [shape.num_elements() for shape in shapes])
     return [tf.reshape(part, shape) for part, shape in zip(parts, shapes, strict=True)]
 

@@ -1,4 +1,4 @@
-"""Which reducer carries out an exchange, and where this worker is."""
+"""Chooses the reducer that carries out an exchange, and determines this worker's rank."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def dense_or_compressed(
     overlap: bool,
     own_collectives: bool,
 ) -> Reducer:
-    """What carries out an exchange for these workers."""
+    """The reducer that carries out an exchange for these workers."""
     sparse = sparse if group.size > 1 and group.capabilities.variable_sizes else ()
     if group.size > 1 and spec.compresses:
         return CompressedReducer(spec, shapes, group, device, seed, sparse, overlap=overlap)

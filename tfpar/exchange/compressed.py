@@ -1,7 +1,6 @@
-"""The compressed exchange between workers: buckets, their state, and what can be observed of it.
+"""The compressed exchange between workers: buckets, their state, and its statistics.
 
-What runs in the training step runs once per worker, on its first device, after its replicas have added up their
-gradients.
+In the training step it runs once per worker, on its first device, after its replicas have added up their gradients.
 """
 
 from __future__ import annotations
@@ -34,12 +33,11 @@ class CompressedReducer(Reducer):
       group: All workers.
       device: Where the exchange runs.
       seed: Seed of stochastic rounding.
-      sparse: Indices of the tensors of which rows are to travel where that is less, see `sparse_rows`. Each has a
-        bucket of its own, which sums it where rows are not less; that bucket's residual, like the rest of its state,
-        waits until then.
+      sparse: Indices of the tensors whose rows are sent if that takes fewer bytes, see `sparse_rows`. Each has its own
+        bucket, which sums it otherwise; between such exchanges the bucket's residual and other state do not change.
       overlap: Whether tensors come one after the other, see `Exchange.build`.
-      encodes: If not, the tensors that `spec` would encode travel dense, and take the residuals of a saved run with
-        them: on a single worker, or after a change to `none`.
+      encodes: If false, the tensors that `spec` would encode are sent dense, together with the residuals of a saved
+        run: on a single worker, or after a change to `none`.
 
     Raises:
       ConfigError: The exchange does not work for this number of workers.
@@ -72,7 +70,7 @@ class CompressedReducer(Reducer):
         self._sizes = [shape.num_elements() for shape in shapes]
         large = [index for index, shape in enumerate(shapes) if options.is_compressible(shape)]
         self._small = [index for index in range(len(shapes)) if index not in set(large)]
-        # An embedding of which more than gradient is sent travels like any other tensor.
+        # An embedding for which more than gradients are sent is exchanged like any other tensor.
         self._embeddings = [index for index in large if index in sparse and options.sends_only_gradient]
         groups = fusion.group_indices(large, self._sizes, options.bucket_bytes, self._embeddings)
         self._indices = [indices for indices in groups if indices]
@@ -95,7 +93,7 @@ class CompressedReducer(Reducer):
 
     @property
     def sparse(self) -> list[int]:
-        """Indices of the variables of which rows travel."""
+        """Indices of the variables whose rows are sent."""
         return self._rows.indices
 
     @property
@@ -105,13 +103,13 @@ class CompressedReducer(Reducer):
 
     @property
     def first_ready_indices(self) -> list[int]:
-        """The tensors of the bucket that is complete first, where buckets leave before `should_apply` is known."""
+        """The tensors of the bucket that is complete first, if buckets are sent before `should_apply` is known."""
         prevented = self.sparse or self._warmup_steps or not self._spec.options.sends_only_gradient
         return self._indices[-1] if self._overlap and len(self._indices) > 1 and not prevented else []
 
     @property
     def plan_table(self) -> str:
-        """What `auto` has measured and decided, as text."""
+        """The measurements and choices of `auto`, as text."""
         return self._plan_table
 
     def export(self) -> dict[str, np.ndarray]:
@@ -125,7 +123,8 @@ class CompressedReducer(Reducer):
         return arrays
 
     def restore(self, workers: int, read: Callable[[int], Mapping[str, np.ndarray]]) -> None:
-        """Takes up this worker's own state if layouts agree, else a share of the pending residual of all."""
+        """Restores this worker's own state if layouts agree, otherwise a share of the pending residual of all
+        workers."""
         rank = self._group.rank
         same_workers = workers == self._group.size
         own_rank = rank if same_workers else 0
@@ -133,7 +132,7 @@ class CompressedReducer(Reducer):
         if not own:
             return
         local_copy(self._step).assign(own["step"])
-        # Layouts, not shapes, which may agree on one worker and not on another: all must decide alike.
+        # Compares layouts, not shapes, which may agree on one worker and not on another: all must decide the same.
         if same_workers and _layout(own) == _layout(self.export()):
             for index, bucket in enumerate(self._buckets):
                 arrays = {role: own[f"{index}/{role}"] for role in bucket.state}
@@ -143,7 +142,7 @@ class CompressedReducer(Reducer):
         residuals.load_pending(self._buckets, pending if rank == 0 else np.zeros_like(pending))
 
     def retune(self) -> bool:
-        """Lets the algorithm choose again; residuals go to the new buckets."""
+        """Lets the algorithm choose again; moves residuals to the new buckets."""
         chosen = self._choose()
         if chosen == self._chosen:
             return False
@@ -161,7 +160,7 @@ class CompressedReducer(Reducer):
         return result | ({} if cosine != cosine else {"cosine": cosine})
 
     def bytes_per_step(self, replicas: int, sidecar_length: int) -> Traffic:
-        """Bytes of one exchange: payloads and dense small tensors, and what it would be dense."""
+        """Bytes of one exchange: payloads and dense small tensors, and those of a dense exchange."""
         share = functools.partial(_ring_share, workers=self._group.size)
         small = 4 * (sidecar_length + sum(self._sizes[index] for index in self._small))
         parts = [bucket.wire_bytes() for indices, bucket in self._indexed_buckets() if indices[0] not in self.sparse]
@@ -187,14 +186,15 @@ class CompressedReducer(Reducer):
     def reduce_on_device(
         self, gradients: Sequence[Gradient], sidecar: tf.Tensor, should_apply: ShouldApply
     ) -> tuple[list[Gradient], tf.Tensor]:
-        """Sums what one device has over the workers. Called in a cross-replica context, on this device."""
+        """Sums the tensors of one device over the workers. Called in a cross-replica context, on this device."""
         reduce = self._reduce_early if self.first_ready_indices else self._reduce_after_sidecar
         return reduce(gradients, sidecar, should_apply=should_apply)
 
     def _reduce_after_sidecar(
         self, gradients: Sequence[Gradient], sidecar: tf.Tensor, should_apply: ShouldApply
     ) -> tuple[list[Gradient], tf.Tensor]:
-        """First, and dense, what decides whether there is a step at all: residuals must not change if not."""
+        """Sums the sidecar first, dense, because it decides whether the step is applied: if not, residuals must not
+        change."""
         sums, sidecar = self._reduce_small(gradients, sidecar)
         large = [index for indices in self._indices for index in indices]
         if large:
@@ -237,7 +237,7 @@ class CompressedReducer(Reducer):
         return sums, sidecar
 
     def _reduce_small(self, gradients: Sequence[Gradient], sidecar: tf.Tensor) -> tuple[list[Any], tf.Tensor]:
-        """Sums of the small tensors, which ride along with the sidecar; None in place of all others."""
+        """Sums of the small tensors, which are sent with the sidecar; None in place of all others."""
         vector = tf.concat([sidecar, *(tf.reshape(gradients[index], [-1]) for index in self._small)], axis=0)
         reduced = self._group.all_reduce(vector, self._small_instance)
         sizes = [self._sizes[index] for index in self._small]
@@ -267,7 +267,7 @@ class CompressedReducer(Reducer):
         return {index: sums[index] for index in gradients}
 
     def _reduce_embedding(self, index: int, bucket: buckets.Bucket, step: tf.Tensor, gradient: tf.Tensor) -> tf.Tensor:
-        """Sum of an embedding that travels like any other tensor."""
+        """Sum of an embedding that is exchanged like any other tensor."""
         instance = self._embedding_instances[index]
         return self._unless_warming_up(
             step,
@@ -295,7 +295,7 @@ class CompressedReducer(Reducer):
         return dict(zip(gradients, self._unless_warming_up(step, encoded, dense), strict=True))
 
     def _unless_warming_up(self, step: tf.Tensor, encoded: Callable[[], Any], dense: Callable[[], Any]) -> Any:
-        """What `encoded` returns; in the first `warmup_steps` exchanges, what `dense` returns."""
+        """The result of `encoded`, or in the first `warmup_steps` exchanges that of `dense`."""
         return tf.cond(step < self._warmup_steps, dense, encoded) if self._warmup_steps else encoded()
 
     def _dense_sums(self, tensors: list[tf.Tensor], instance: int) -> list[tf.Tensor]:
@@ -322,7 +322,7 @@ class CompressedReducer(Reducer):
 
         latest = observed.read_value()[2]
         if every:
-            # Early in a run for the first time, but not at its very first exchange.
+            # For the first time early in a run, but not at its very first exchange.
             latest = tf.cond(tf.equal(step % every, min(every // 10, 100)), cosine, lambda: latest)
         observed.assign(tf.concat([norms, latest[None]], axis=0), read_value=False)
 

@@ -1,4 +1,5 @@
-"""The exchange of `none` between workers: dense float32 sums by our own collective calls, and rows of embeddings."""
+"""The exchange of `none` between workers: dense float32 sums by tfpar's own collective calls, and rows of
+embeddings."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ class DenseReducer(Reducer):
       group: All workers.
       device: Where the exchange runs.
       bucket_bytes: Tensors are fused up to this many bytes.
-      sparse: Indices of the tensors of which rows are to travel where that is less, see `sparse_rows`.
+      sparse: Indices of the tensors whose rows are sent if that takes fewer bytes, see `sparse_rows`.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class DenseReducer(Reducer):
 
     @property
     def sparse(self) -> list[int]:
-        """Indices of the variables of which rows travel."""
+        """Indices of the variables whose rows are sent."""
         return self._rows.indices
 
     def reduce(
@@ -62,7 +63,7 @@ class DenseReducer(Reducer):
     def reduce_on_device(
         self, gradients: Sequence[Gradient], sidecar: tf.Tensor, should_apply: ShouldApply
     ) -> tuple[list[Gradient], tf.Tensor]:
-        """Sums what one device has over the workers. Called in a cross-replica context, on this device."""
+        """Sums the tensors of one device over the workers. Called in a cross-replica context, on this device."""
         del should_apply
         return self._reduce(gradients, sidecar)
 
@@ -83,7 +84,7 @@ class DenseReducer(Reducer):
         return sums, sidecar
 
     def bytes_per_step(self, replicas: int, sidecar_length: int) -> Traffic:
-        """Bytes of a ring over all replicas, or, where rows travel, of those that this worker sends."""
+        """Bytes of a ring over all replicas or, for rows, the bytes that this worker sends."""
         if not self.sparse:
             return dense_traffic(self._elements, replicas, sidecar_length)
         ring, rows = self._ring(self._fusion.fused_bytes(sidecar_length)), self._rows.wire_bytes()

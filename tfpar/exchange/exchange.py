@@ -65,7 +65,7 @@ class Exchange:
       spec: Algorithm and options, see `tfpar.exchange.spec.parse`. `none` is the dense float32 all-reduce.
 
     Attributes:
-      gathered: What replicas gather within a step beside what is exchanged; `traffic` counts it.
+      gathered: Weights that replicas gather within a step, in addition to the exchange; `traffic` counts them.
 
     Raises:
       ConfigError: An unknown spec, with the nearest known ones.
@@ -105,16 +105,16 @@ class Exchange:
           group: The workers that exchange, in place of `workers` and `worker`; maybe not all. All sums are then
             collective calls of this group, never the strategy's, which fail inside a `tf.cond` (TensorFlow 2.21).
           seed: Seed of stochastic rounding.
-          sparse: Indices of those variables, embeddings, whose gradients will come as `tf.IndexedSlices`. Between
-            workers, the rows of such a gradient travel, summed by row, as float32 (with `bf16`, as bfloat16), in the
-            steps in which that is less than the dense tensor; see `sparse_rows`. Gradients of other variables, and all
-            where workers talk through NCCL, travel as the dense tensors they stand for.
+          sparse: Indices of those variables, embeddings, whose gradients will come as `tf.IndexedSlices`. Workers send
+            the rows of such a gradient, summed by row, as float32 (with `bf16`, as bfloat16), in steps in which that
+            takes fewer bytes than the dense tensor; see `sparse_rows`. Other gradients, and all if workers use NCCL,
+            are sent dense.
           overlap: Whether gradients come one after the other, as from a backward pass that is not one XLA program.
             Buckets then leave once their tensors are complete, before it is known that all are finite: the results
             are the same, bit for bit, for one more copy of the residuals. Not with one bucket, `warmup_steps`,
-            momentum or a ramp, nor beside embeddings of which rows travel. The same on all workers.
-          shards: Which worker updates which weights; call `update_shards` then. By default each updates all.
-          micro_batches: How many of a step go to the owners of `shards` by `scatter_shards`; 0: whole steps do.
+            momentum, a ramp, or embeddings whose rows are sent. The same on all workers.
+          shards: Which worker updates which weights; then call `update_shards`. By default each updates all.
+          micro_batches: Micro-batches of a step that `scatter_shards` sends to the owners of `shards`; 0: whole steps.
           per_device: How devices divide the weights of a replica; the variables then have the shapes of parts.
 
         Raises:
@@ -142,10 +142,10 @@ class Exchange:
         self._pending_reducer = lambda: CompressedReducer(self._spec, shapes, group, device, seed, encodes=False)
 
     def check_supported(self, strategy: str) -> None:
-        """Refuses a codec under a strategy, by its tfpar name, that cannot carry it.
+        """Refuses a codec under a strategy, given by its tfpar name, that does not support it.
 
         Raises:
-          ConfigError: The exchange encodes gradients, and the strategy moves them by itself.
+          ConfigError: The exchange encodes gradients, but the strategy sends them itself.
         """
         if self._spec.compresses and strategy in _UNSUPPORTED:
             raise ConfigError(
@@ -165,35 +165,35 @@ class Exchange:
 
     @property
     def sparse(self) -> list[int]:
-        """Indices of the variables of which rows travel: of those given to `build`, where workers do not talk through
-        NCCL, the ones whose dense tensor costs more than a row."""
+        """Indices of the variables whose rows are sent: those given to `build` whose dense tensor costs more than a
+        row, unless workers use NCCL."""
         return self._reducer.sparse
 
     @property
     def overlaps_backward(self) -> bool:
-        """Whether gradients leave while others are still being computed."""
+        """Whether gradients are sent while others are still being computed."""
         return bool(self._reducer.first_ready_indices)
 
     @property
     def first_ready_indices(self) -> list[int]:
-        """Indices of the variables whose gradients leave first, where the exchange overlaps the backward pass."""
+        """Indices of the variables whose gradients are sent first, if the exchange overlaps the backward pass."""
         return self._reducer.first_ready_indices
 
     @property
     def plan_table(self) -> str:
-        """What `auto` has measured and decided, as text; empty for any other spec."""
+        """The measurements and choices of `auto`, as text; empty for any other spec."""
         return self._reducer.plan_table
 
     def export(self) -> dict[str, np.ndarray]:
-        """This worker's state, for a checkpoint; empty where there are no residuals."""
+        """This worker's state, for a checkpoint; empty without residuals."""
         return self._reducer.export()
 
     def restore(self, workers: int, read: Callable[[int], Mapping[str, np.ndarray]]) -> None:
-        """Resumes from what the workers exported. Call it before a function that calls `reduce` is traced.
+        """Resumes from the exports of the workers. Call it before a function that calls `reduce` is traced.
 
-        With the same workers, buckets and shards, every worker takes up its own residuals, bit for bit. Otherwise
-        worker 0 takes up their sum over the workers. Where nothing is encoded any more, the sum is applied with the
-        first gradients that are finite.
+        With the same workers, buckets and shards, every worker restores its own residuals, bit for bit. Otherwise
+        worker 0 gets their sum over the workers. If nothing is encoded any more, the sum is applied with the first
+        finite gradients.
 
         Args:
           workers: Number of workers of the saved run.
@@ -216,11 +216,11 @@ class Exchange:
         return self._reducer.retune()
 
     def observed(self) -> dict[str, float]:
-        """What the last exchange shows of this worker, for TensorBoard; empty where nothing is compressed.
+        """This worker's statistics of the last exchange, for TensorBoard; empty if nothing is compressed.
 
         Returns:
-          `residual_over_gradient`: L2 norm of the residual, over that of the gradient. `cosine`: between the sum that
-          was applied and the dense one, of the last exchange where they were compared.
+          `residual_over_gradient`: L2 norm of the residual, over that of the gradient. `cosine`: between the applied
+            sum and the dense one, in the last exchange that compared them.
         """
         return self._reducer.observed()
 
@@ -231,10 +231,10 @@ class Exchange:
         return self._spec.describe()
 
     def traffic(self, replicas: int, sidecar_length: int) -> Traffic:
-        """What one exchange costs on the wire.
+        """The bytes of one exchange.
 
-        Rows of embeddings, of which there are more or fewer in every exchange, count with their mean over the exchanges
-        so far; before the first, as dense tensors.
+        Rows of embeddings, whose number varies, count with their mean over the exchanges so far; before the first, as
+        dense tensors.
 
         Args:
           replicas: Number of replicas N.
@@ -251,8 +251,8 @@ class Exchange:
         Returns:
           The means: float32, the same bits on every replica. Those of the variables in `sparse` are `tf.IndexedSlices`
           with the rows that any replica has touched (with all rows, if they travelled dense), none of them twice; all
-          others are tensors. If a gradient of any replica is not finite, a codec's residuals stay as they are and the
-          means are NaN, on every replica; of `tf.IndexedSlices`, row 0 then stands for all.
+          others are tensors. If a gradient of any replica is not finite, a codec's residuals do not change and the
+          means are NaN, on every replica; for `tf.IndexedSlices`, row 0 alone is then NaN.
 
         Raises:
           RuntimeError: Called outside a replica context, or under another strategy than `build` was given.
@@ -282,9 +282,9 @@ class Exchange:
           gradients: Gradient sums of this replica, float32 tensors, or `tf.IndexedSlices`, shaped like the variables
             given to `build`.
           sidecar: Float32 vector of scalars to sum along with them, always exactly.
-          should_apply: Tells from the summed sidecar (bool scalar) whether there will be a step. If not, no replica's
-            residuals change, and what is returned in place of the gradients is of no use. By default the first scalar
-            tells, where it is not 0, that the gradients of some replica are not finite.
+          should_apply: Maps the summed sidecar to a bool scalar: whether the step will be applied. If not, no replica's
+            residuals change, and the returned gradients are meaningless. By default the step is applied if the first
+            scalar is 0, that is, if the gradients of all replicas are finite.
 
         Returns:
           The summed gradients, as tensors or `tf.IndexedSlices` like the means of `reduce`, and the summed sidecar, the
@@ -299,13 +299,13 @@ class Exchange:
         return as_slices(sums, self._shapes, lambda values: values), sidecar
 
     def sum_vector(self, vector: tf.Tensor) -> tf.Tensor:
-        """The sum of a short vector over all workers, where every device has weights of its own.
+        """The sum of a short vector over all workers, for replicas whose devices have different weights.
 
         Args:
           vector: Float32, the same on all devices of a worker.
 
         Raises:
-          RuntimeError: `build` was not told `per_device`.
+          RuntimeError: `build` was called without `per_device`.
         """
         if not isinstance(self._reducer, PerDeviceReducer):
             raise RuntimeError("sum_vector needs an exchange that was built with per_device=True")
@@ -318,8 +318,8 @@ class Exchange:
 
         Args:
           gradients: As for `reduce_sums`.
-          before: What the call for the micro-batch before returned; None for the first.
-          number: Of the micro-batch, from 0.
+          before: The result of the call for the previous micro-batch; None for the first.
+          number: Number of the micro-batch, from 0.
 
         Raises:
           RuntimeError: `build` was not given `shards`.
@@ -333,10 +333,10 @@ class Exchange:
         weights: Sequence[tf.Tensor],
         **how: Any,
     ) -> tuple[list[tf.Tensor], tf.Tensor, tf.Tensor]:
-        """Sums gradients at the owners of shards, and gathers the weights that they make of them.
+        """Sums gradients at the owners of shards, and gathers the new weights that these compute.
 
         Args:
-          gradients: As for `reduce_sums`; or what `scatter_shards` returned for the last micro-batch.
+          gradients: As for `reduce_sums`, or the result of `scatter_shards` for the last micro-batch.
           sidecar: As for `reduce_sums`.
           weights: The weights, the same on every replica.
           **how: See `ShardedReducer.update_shards`, also for what is returned.

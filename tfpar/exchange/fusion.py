@@ -1,4 +1,4 @@
-"""Small tensors travel together: which tensors share a buffer, and copies into buffers and out of them."""
+"""Fusion of small tensors: which tensors share a buffer, and copies into buffers and out of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-# Tensors of this size travel as they are: copies into a buffer and out of it would cost more than a call.
+# Tensors of this size are not fused: copies into a buffer and out of it would cost more than a call.
 _ALONE_BYTES = 4 << 20
 
 
@@ -20,7 +20,7 @@ def group_indices(
       indices: Which tensors.
       sizes: Elements of every tensor.
       limit: Bytes of float32 in a bucket.
-      alone: Tensors that share a bucket with no other.
+      alone: Tensors that get their own buckets.
     """
     groups: list[list[int]] = [[]]
     filled = 0
@@ -53,8 +53,8 @@ class Fusion:
         indices = [index for index in range(len(shapes)) if index not in without]
         small = [index for index in indices if 4 * self._sizes[index] < _ALONE_BYTES] or indices[:1]
         large = [index for index in indices if index not in small]
-        # The sidecar rides with the first layers, whose gradients come last, as it does: a call of its own would cost
-        # it a round trip.
+        # The sidecar is fused with the first layers, whose gradients are also complete last: a separate call would cost
+        # a round trip.
         first, *others = group_indices(small, self._sizes, bucket_bytes)
         self._groups = [first, *sorted([*others, *([index] for index in large)])]
         self.buffers = len(self._groups)
@@ -66,7 +66,7 @@ class Fusion:
         return [tf.concat(parts, axis=0) if len(parts) > 1 else parts[0] for parts in flat]
 
     def split(self, buffers: Sequence[tf.Tensor]) -> tuple[list[Any], tf.Tensor]:
-        """Tensors and sidecar out of the buffers; None in place of tensors that are not fused."""
+        """Extracts tensors and sidecar from the buffers; None in place of tensors that are not fused."""
         gradients: list[Any] = [None] * len(self._shapes)
         first, sidecar = tf.split(buffers[0], [sum(self._sizes[index] for index in self._groups[0]), -1])
         for group, buffer in zip(self._groups, [first, *buffers[1:]], strict=True):

@@ -1,4 +1,4 @@
-"""The two forms of a gradient, tensor and rows of an embedding, and the way into the exchange and out of it."""
+"""The two forms of a gradient, tensor and rows of an embedding, and conversions for the exchange."""
 
 from __future__ import annotations
 

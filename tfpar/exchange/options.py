@@ -30,8 +30,8 @@ def option(
       allowed: The allowed values in words, for errors: "a whole number of at least 0".
       is_valid: Whether a value is one of these; by default the class checks the value itself.
       alias: Another name of the option.
-      read: For the one option that stands first and without its name, as in `topk:0.01`: makes a value of the text, or
-        raises ValueError.
+      read: For the one option that may come first without its name, as in `topk:0.01`: parses the text, or raises
+        ValueError.
     """
     metadata = {"help": help, "allowed": allowed, "is_valid": is_valid or _anything, "alias": alias, "read": read}
     return dataclasses.field(default=default, metadata=metadata)
@@ -59,15 +59,15 @@ def is_number(value: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options that all algorithms share. An algorithm adds its own in a subclass, and says what they entail.
+    """Options that all algorithms share. An algorithm adds its own in a subclass, and defines their consequences.
 
     Attributes:
       error_feedback: Whether to add the residual of a payload to the next one.
-      warmup_steps: Exchanges at the start in which gradients travel dense.
-      min_elements: Tensors with fewer elements, and all with fewer than two dims, travel dense with the sidecar.
+      warmup_steps: Exchanges at the start in which gradients are sent dense.
+      min_elements: Tensors with fewer elements, and all with fewer than two dims, are sent dense with the sidecar.
       bucket_bytes: Tensors are fused up to this many bytes of float32.
       sample_every: Exchanges from one comparison with the dense mean to the next, for TensorBoard. 0: never.
-      overlap: Whether buckets leave while other gradients are being computed, where those come one after the other.
+      overlap: Whether buckets are sent while other gradients are being computed, if those come one after the other.
       codec: The codec of the payloads, for algorithms that have one: `auto` measures its speed and its error.
 
     Raises:
@@ -91,11 +91,11 @@ class Options:
                 raise ValueError(f"{field.name}={value!r} is not {field.metadata['allowed']}.")
 
     def is_compressible(self, shape: tf.TensorShape) -> bool:
-        """Whether a tensor is large enough, and not of a sensitive kind (bias, norm), which all have one dim."""
+        """Whether a tensor is large enough, and not a bias or a norm, which have one dim."""
         return len(shape) >= 2 and shape.num_elements() >= self.min_elements
 
     def check_group(self, group: Group) -> None:
-        """Refuses a group that the algorithm does not work in.
+        """Refuses a group in which the algorithm does not work.
 
         Raises:
           ValueError: The algorithm does not work for this number of workers, or on their devices.
@@ -114,21 +114,21 @@ class Options:
 
     @property
     def sends_only_gradient(self) -> bool:
-        """Whether a payload holds gradient and residual, nothing else.
+        """Whether a payload contains only gradient and residual.
 
-        Then the rows of an embedding may travel by themselves, and a bucket may leave before it is known that there
-        will be a step: its state can change afterwards.
+        Then the rows of an embedding may be sent separately, and a bucket may be sent before it is known whether the
+        step is applied: its state can change afterwards.
         """
         return True
 
     @property
     def penalty(self) -> float:
-        """What `auto` multiplies the predicted time by, where it is known to take longer."""
+        """Factor by which `auto` multiplies the predicted time, if the exchange is known to take longer."""
         return 1.0
 
     @property
     def sparse_row_dtype(self) -> tf.DType:
-        """In which dtype the rows of an embedding travel: float32 or bfloat16."""
+        """The dtype in which the rows of an embedding are sent: float32 or bfloat16."""
         return tf.float32
 
 

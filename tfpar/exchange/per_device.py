@@ -1,7 +1,7 @@
-"""The exchange of replicas that are several devices each.
+"""The exchange of replicas of several devices each.
 
-Each place in a replica has parts or variables of its own, which are summed over the devices of the same place in all
-replicas: first over those of a worker, then over the workers.
+Each place in a replica has its own parts or variables, which are summed over the devices at the same place in all
+replicas: first within a worker, then over the workers.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ import tensorflow as tf
 # Of the state of one place's exchange, where a worker has whole replicas, or one of several parts.
 _NAME = re.compile(r"(part_of_\d+_)?device_\d+(?=/)")
 _PLACES_OF_PART = 1 << 10  # numbers that the places of one worker may have
-_DECISIVE = 2  # scalars at the front of a sidecar that tell whether there is a step
+_DECISIVE = 2  # scalars at the front of a sidecar that decide whether the step is applied
 
 
 class DevicesOfReplica(NamedTuple):
-    """How several devices hold a replica.
+    """How a replica is divided over several devices.
 
     Attributes:
       indices: For each place, the variables that it exchanges.
-      programs: For each place, which of the programs that the strategy runs for a replica has its gradients.
-      devices: For each place, the device of this worker's first replica; empty where those are the strategy's.
+      programs: For each place, the index of the program, among those that the strategy runs for a replica, that has its
+        gradients.
+      devices: For each place, the device of this worker's first replica; empty if these are the strategy's devices.
       parts: Workers that hold a replica between them.
       part: Which of its parts this worker has, from 0.
     """
@@ -48,7 +49,8 @@ class DevicesOfReplica(NamedTuple):
 
 
 def places_that_divide(divided: Sequence[int], variables: int, size: int) -> DevicesOfReplica:
-    """Devices each of which has parts of some variables, and a copy of all others, which the first place exchanges.
+    """The places of devices that each have parts of some variables, and copies of all others, which the first place
+    exchanges.
 
     Args:
       divided: Indices of the variables that are divided.
@@ -59,8 +61,8 @@ def places_that_divide(divided: Sequence[int], variables: int, size: int) -> Dev
 
 
 def places_of_part(divided: Sequence[int], variables: int, programs: int, parts: int, part: int) -> DevicesOfReplica:
-    """The devices of a worker that has a part of a replica. Each has parts of some variables; what is not divided is
-    exchanged by itself, so that all workers of the replica make the same of it.
+    """The places of a worker that holds a part of a replica. Each device has parts of some variables; whole variables
+    are exchanged separately, so that all workers of the replica get the same result.
 
     Args:
       divided: Indices of the variables that are divided.
@@ -79,7 +81,7 @@ def places_of_part(divided: Sequence[int], variables: int, programs: int, parts:
 def places_in_turn(
     stages: Sequence[int], devices: Sequence[Sequence[str]], divided: Sequence[int] = ()
 ) -> DevicesOfReplica:
-    """Devices each of which has the variables of some stages, or parts of them.
+    """The places of devices that each have the variables of some stages, or parts of them.
 
     Args:
       stages: For each variable, the number of its device within a program.
@@ -98,7 +100,7 @@ def places_in_turn(
 
 
 class PerDeviceReducer(Reducer):
-    """Sums the gradients of each place in a replica. What several places have travels once, from the first.
+    """Sums the gradients of each place in a replica. Variables of several places are exchanged once, by the first.
 
     Args:
       reducers: One for each place, of the tensors in `indices`; all with the same exchange.
@@ -110,7 +112,7 @@ class PerDeviceReducer(Reducer):
       parts: Workers that hold a replica between them.
 
     Attributes:
-      names: Of the places, in a checkpoint.
+      names: Names of the places in a checkpoint.
     """
 
     def __init__(
@@ -148,7 +150,7 @@ class PerDeviceReducer(Reducer):
 
     @property
     def plan_table(self) -> str:
-        """What `auto` has decided for the first place."""
+        """The choices of `auto` for the first place."""
         return self._reducers[0].plan_table
 
     def reduce(
@@ -164,12 +166,12 @@ class PerDeviceReducer(Reducer):
             for place, reducer in enumerate(self._reducers):
                 with tf.device(self._devices[place]):
                     own = [self._local_sum(strategy, gradients[index], place) for index in self._indices[place]]
-                    # What `should_apply` looks at comes first.
+                    # The scalars for `should_apply` come first.
                     vector = self._local_sum(strategy, sidecar, place)[: _DECISIVE if place else None]
                     reduced, vector = reducer.reduce_on_device(own, vector, should_apply)
                 results.append((dict(zip(self._indices[place], reduced, strict=True)), vector))
             found_here = {index for place in self._indices for index in place}
-            # What no place of this worker has, has no elements.
+            # Variables that no place of this worker has are empty.
             everything: dict[int, Gradient] = {
                 index: strategy.experimental_local_results(gradient)[0]
                 for index, gradient in enumerate(gradients)
@@ -202,7 +204,7 @@ class PerDeviceReducer(Reducer):
         return replica_context().merge_call(merged, args=(vector,))
 
     def _local_sum(self, strategy: tf.distribute.Strategy, value: Any, place: int) -> tf.Tensor:
-        """What the devices of a place have in this worker's replicas, added up in their order."""
+        """The sum of a place's tensors over this worker's replicas, in their order."""
         total, *others = strategy.experimental_local_results(value)[self._programs[place] :: self._per_replica]
         for other in others:
             total = total + other
@@ -242,7 +244,7 @@ class PerDeviceReducer(Reducer):
         }
 
     def restore(self, workers: int, read: Callable[[int], Mapping[str, np.ndarray]]) -> None:
-        """Takes up what the same places exported."""
+        """Restores the exports of the same places."""
         for place, reducer in zip(self.names, self._reducers, strict=True):
             prefix = f"{place}/"
 
@@ -253,15 +255,15 @@ class PerDeviceReducer(Reducer):
             reducer.restore(workers, read_own)
 
     def observed(self) -> dict[str, float]:
-        """What the first place's exchange shows."""
+        """The statistics of the first place's exchange."""
         return self._reducers[0].observed()
 
 
 def check_saved_devices(reducer: Reducer, workers: int, read: Callable[[int], Mapping[str, np.ndarray]]) -> None:
-    """Refuses residuals of parts of weights that the devices here do not have.
+    """Refuses residuals of parts that the devices of this run do not have.
 
     Args:
-      reducer: What takes them up.
+      reducer: The reducer that would restore them.
       workers: Number of workers of the saved run.
       read: Returns the export of the worker with a rank.
 
@@ -290,11 +292,11 @@ def per_device_reducer(
 
     Args:
       spec: The exchange.
-      shapes: Static shapes of what a device has.
+      shapes: Static shapes of a device's variables.
       group: All workers.
       strategy: The strategy of this worker's devices.
       seed: Seed of stochastic rounding.
-      replica: How they hold a replica.
+      replica: How a replica is divided over them.
     """
     running = strategy.extended.worker_devices
     devices = replica.devices or [running[program] for program in replica.programs]

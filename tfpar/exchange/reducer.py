@@ -1,4 +1,4 @@
-"""What moves gradients: the protocol behind `Exchange`, and the reducers that need no collectives of ours."""
+"""Reducers: the protocol behind `Exchange`, and the reducers that need no collectives of tfpar's own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tfpar.exchange.gradients import Gradient
 import numpy as np
 import tensorflow as tf
 
-# Bool scalar from the summed sidecar: whether there will be a step.
+# Bool scalar from the summed sidecar: whether the step will be applied.
 ShouldApply = Callable[[tf.Tensor], tf.Tensor]
 
 
@@ -23,11 +23,11 @@ class Traffic:
 
     Attributes:
       codec: Name of the codec.
-      pattern: How payloads move.
+      pattern: Name of the pattern.
       payload_bytes: Encoded gradient and sidecar of one replica, bytes.
       wire_bytes: Bytes each replica sends, by the formula of the pattern: `2 (N-1)/N x payload` for a ring. With a
         codec, bytes that each worker sends.
-      dense_bytes: What `wire_bytes` would be with `none`.
+      dense_bytes: The value of `wire_bytes` with `none`.
       model_axis_bytes: Bytes that a device sends to the others of its replica, within layers that are divided.
     """
 
@@ -41,18 +41,19 @@ class Traffic:
 
 @dataclasses.dataclass(frozen=True)
 class GatheredWeights:
-    """Weights that replicas have in parts and gather within a step, beside what is exchanged (`--shard=weights`).
+    """Sharded weights that replicas gather within a step, in addition to the exchange (`--shard=weights`).
 
     Attributes:
-      elements: Of all weights, float32, padding included.
-      micro_batches: Of a step. In each they are gathered twice, and gradients are scattered once.
+      elements: Number of elements of all weights, float32, padding included.
+      micro_batches: Number of micro-batches of a step. In each, weights are gathered twice and gradients scattered
+        once.
     """
 
     elements: int = 0
     micro_batches: int = 1
 
     def added(self, traffic: Traffic, replicas: int) -> Traffic:
-        """The bytes of one exchange, with these."""
+        """The bytes of one exchange, with these added."""
         if not self.elements:
             return traffic
         whole = 4 * self.elements
@@ -69,15 +70,15 @@ class GatheredWeights:
 class Reducer(Protocol):
     """Sums gradients and sidecar over all replicas.
 
-    What has a value here is that of a reducer without state, which sends gradients dense.
+    The default values here are those of a reducer without state that sends gradients dense.
 
     Attributes:
       sparse: Indices of the variables whose gradients come and return as `RowGradient`.
       state: This worker's variables that an exchange changes.
       compresses: Whether gradients are encoded.
-      first_ready_indices: Indices of the variables whose gradients leave first, where buckets leave while other
-        gradients are being computed; empty elsewhere.
-      plan_table: What `auto` has measured and decided, as text; empty for any other exchange.
+      first_ready_indices: Indices of the variables whose gradients are sent first, if buckets are sent while other
+        gradients are being computed; otherwise empty.
+      plan_table: The measurements and choices of `auto`, as text; empty for any other exchange.
     """
 
     @property
@@ -108,8 +109,8 @@ class Reducer(Protocol):
         Args:
           gradients: This replica's gradients, float32; of the variables in `sparse`, rows none of which comes twice.
           sidecar: Float32 vector, summed exactly.
-          should_apply: Tells from the summed sidecar whether there will be a step. If not, the state does not change,
-            and the sums are of no use.
+          should_apply: Returns from the summed sidecar whether the step will be applied. If not, the state does not
+            change, and the sums are meaningless.
 
         Returns:
           The sums of both, the same bits on every replica.
@@ -123,15 +124,15 @@ class Reducer(Protocol):
         return {}
 
     def restore(self, workers: int, read: Callable[[int], Mapping[str, np.ndarray]]) -> None:
-        """Takes up what the `workers` workers of a saved run exported; `read` returns the export of a rank."""
+        """Restores the exports of the `workers` workers of a saved run; `read` returns the export of a rank."""
         return
 
     def retune(self) -> bool:
-        """Measures again where the exchange is `auto`; returns whether functions must be traced again."""
+        """Measures again if the exchange is `auto`; returns whether functions must be traced again."""
         return False
 
     def observed(self) -> dict[str, float]:
-        """What the last exchange shows, by name, for TensorBoard."""
+        """Statistics of the last exchange, by name, for TensorBoard."""
         return {}
 
 
@@ -140,7 +141,7 @@ class LocalReducer(Reducer):
 
     Args:
       shapes: Static shapes of the gradients.
-      alone: Whether the replica has no peers to exchange with, whatever replicas the strategy has.
+      alone: Whether the replica has no peers for the exchange, however many replicas the strategy has.
     """
 
     def __init__(self, shapes: Sequence[tf.TensorShape], *, alone: bool = False) -> None:
@@ -150,7 +151,7 @@ class LocalReducer(Reducer):
     def reduce(
         self, gradients: Sequence[Gradient], sidecar: tf.Tensor, should_apply: ShouldApply
     ) -> tuple[list[Gradient], tf.Tensor]:
-        """Returns gradients and sidecar as they are.
+        """Returns gradients and sidecar unchanged.
 
         Raises:
           RuntimeError: There are several replicas.
@@ -231,12 +232,12 @@ def reduce_per_worker(
 
     Args:
       reduce: Sums this worker's gradients and sidecar over the workers.
-      device: Where this worker's part runs.
+      device: The device on which this worker's part runs.
       gradients: Gradients of this replica. Those of the worker's replicas are added up first, in their order.
       sidecar: Float32 vector of this replica.
 
     Returns:
-      What `reduce` returns, on every replica.
+      The result of `reduce`, on every replica.
 
     Raises:
       RuntimeError: Called outside a replica context.

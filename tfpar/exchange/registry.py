@@ -44,7 +44,7 @@ class Algorithm:
     fixed: Mapping[str, Any]
 
     def make_options(self, **values: Any) -> Any:
-        """The options with these values, and with what the name itself implies."""
+        """The options with these values, and with those that the name implies."""
         return self.options(**self.fixed, **values)
 
     @property
@@ -55,7 +55,7 @@ class Algorithm:
 
     @property
     def first_field(self) -> dataclasses.Field[Any] | None:
-        """The option that stands first and without its name, as in `topk:0.01`."""
+        """The option that may come first without its name, as in `topk:0.01`."""
         fields = (field for field in dataclasses.fields(self.options) if field.metadata.get("read"))
         return next(fields, None)
 
@@ -65,7 +65,7 @@ class Spec:
     """An exchange as the user described it.
 
     Attributes:
-      text: What was given, e.g. `int4:block=512,pattern=all_gather`.
+      text: The given text, e.g. `int4:block=512,pattern=all_gather`.
       algorithm: The algorithm that it names.
       options: Its options.
     """
@@ -105,7 +105,7 @@ class Spec:
         Args:
           elements: Float32 elements of the vector.
           workers: Number of workers N.
-          link: What joins each of them to the others.
+          link: The link from each of them to the others.
           speed: How fast a worker encodes and decodes; by default as fast as it copies.
         """
         return self.algorithm.cost(self.options, elements, workers, link, speed) if workers > 1 else NOTHING
@@ -125,7 +125,7 @@ class TuningResult:
 
     Attributes:
       specs: The exchange of each bucket.
-      table: What was measured, and what each bucket is expected to cost, as text; empty where nothing was measured.
+      table: The measurements, and the expected cost of each bucket, as text; empty if nothing was measured.
     """
 
     specs: list[Spec]
@@ -158,7 +158,7 @@ def register(
     example: str = "",
     fixed: Mapping[str, Any] | None = None,
 ) -> None:
-    """Makes `--exchange=NAME` known.
+    """Registers `--exchange=NAME`.
 
     Args:
       name: The name; must be new.
@@ -171,7 +171,7 @@ def register(
       candidates: `(common options, group) -> list of options` with which `auto` considers the algorithm. By default
         `auto` does not. Without a codec it counts as exact, and its speed as that of copying.
       summary: What it does, in a few words, for `python -m tfpar.exchange`.
-      example: Options as somebody might give them, for errors.
+      example: Example options, for errors.
       fixed: Options that the name implies. They cannot be given.
 
     Raises:
@@ -183,7 +183,7 @@ def register(
 
 
 def unregister(name: str) -> None:
-    """Makes `--exchange=NAME` unknown again."""
+    """Removes `--exchange=NAME` again."""
     del _ALGORITHMS[name]
 
 
@@ -197,7 +197,7 @@ def get(name: str, flag: str = "--exchange") -> Algorithm:
 
     Args:
       name: The name.
-      flag: Where the name came from; named in errors.
+      flag: The flag that gave the name; named in errors.
 
     Raises:
       ConfigError: An unknown name, with the nearest known ones.
@@ -208,7 +208,7 @@ def get(name: str, flag: str = "--exchange") -> Algorithm:
 
 
 def help_text() -> str:
-    """All algorithms with their options, those that several share once."""
+    """All algorithms with their options; options that several share are listed once."""
     shared = [field.name for field in dataclasses.fields(Options)]
     by_options: dict[type[Options], list[Algorithm]] = {}
     for algorithm in _ALGORITHMS.values():

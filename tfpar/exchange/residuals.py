@@ -15,7 +15,7 @@ LAYOUT = "layout"
 
 
 def checked(state: Mapping[str, np.ndarray], rank: int) -> Mapping[str, np.ndarray]:
-    """The export of a worker, as a checkpoint holds it, if an exchange can have exported it.
+    """The export of a worker from a checkpoint, checked to be a valid export.
 
     Raises:
       ConfigError: Names, shapes, dtypes or values that no exchange exports.
@@ -80,12 +80,12 @@ def exported(bucket: Bucket, rank: int) -> dict[str, np.ndarray]:
         return arrays
     originals = padding.originals()
     result = {role: array[originals[_shard(bucket, role, rank)][: array.size]] for role, array in arrays.items()}
-    # Nothing but its name counts: residuals of a bucket with other blocks lie in other shards.
+    # Only its name matters: residuals of a bucket with other blocks are in other shards.
     return result | {f"blocks-{padding.block}": np.zeros(1, np.float32)}
 
 
 def assign_exported(bucket: Bucket, rank: int, arrays: Mapping[str, np.ndarray]) -> None:
-    """Takes up what `exported` returned for the same rank and bucket."""
+    """Restores the result of `exported` for the same rank and bucket."""
     padding = _padding(bucket)
     if padding is not None:
         sources, originals = padding.sources(), padding.originals()
@@ -102,7 +102,7 @@ def _padding(bucket: Bucket) -> Padding | None:
 
 
 def _shard(bucket: Bucket, role: str, rank: int) -> slice:
-    """Which elements of the bucket's vector a residual is of; it may end before the slice does."""
+    """The elements of the bucket's vector that a residual covers; it may end before the slice does."""
     return slice(rank * bucket.shard_elements, None) if role == RESIDUALS[1] else slice(0, None)
 
 

@@ -1,4 +1,4 @@
-"""What `--exchange` says: the name of an algorithm and its options."""
+"""Parses `--exchange`: the name of an algorithm and its options."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def parse(text: str, flag: str = "--exchange") -> Spec:
     """Reads a spec: `none`, `int4`, `int4:block=512,rounding=stochastic`, `topk:0.01`, `fp8:pattern=all_gather`.
 
     Args:
-      text: Name, then after a colon options as `key=value`, separated by commas. One option of an algorithm may stand
-        first without its name, as the share of elements that `topk` keeps.
+      text: Name, then after a colon options as `key=value`, separated by commas. One option of an algorithm may come
+        first without its name, such as the share of elements that `topk` sends.
       flag: Where the text came from; named in errors.
 
     Raises:
@@ -43,7 +43,7 @@ def plain(name: str, **values: Any) -> Spec:
 
 
 def _values(algorithm: Algorithm, text: str, rest: str, flag: str) -> dict[str, Any]:
-    """Options by name, out of what stands after the colon."""
+    """Options by name, from the text after the colon."""
     values: dict[str, Any] = {}
     first = algorithm.first_field
     if first is not None and "=" not in rest.partition(",")[0]:

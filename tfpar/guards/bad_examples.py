@@ -27,7 +27,7 @@ def named(source: inputs.AnySource, indices: Callable[[], Sequence[int] | np.nda
     """Turns the error of a TensorFlow op that read examples into one that says which example, in one line.
 
     Args:
-      source: What is read inside the context.
+      source: The source that is read inside the context.
       indices: The examples that may have been read there, the first ones first; negative ones are padding.
 
     Raises:
@@ -59,15 +59,15 @@ def named(source: inputs.AnySource, indices: Callable[[], Sequence[int] | np.nda
 class SkippedExampleLog:
     """Counts the examples left out under `--on_bad_record=skip`.
 
-    What steps report of their weights is the same number on every worker, so that the count is too, without a word
-    between them. The chief reads steps that lack examples again, to name the first few on standard error.
+    The weights that steps report are the same on every worker, and so is the count, without communication. The chief
+    reads steps with missing examples again, to name the first few on standard error.
 
     Args:
-      batches: What is trained or evaluated on.
+      batches: The batches of training or evaluation.
       is_chief: Whether this process names them.
 
     Attributes:
-      count: Examples left out; one that comes again counts again.
+      count: Examples left out; a repeated example counts each time.
     """
 
     def __init__(self, batches: BatchIndex, *, is_chief: bool) -> None:

@@ -1,4 +1,4 @@
-"""What steps are made of: the batches of a pipeline, or the shares of them that workers push one by one."""
+"""The examples of steps: the batches of a pipeline, or the shares of them that workers push one by one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Ctrl-C while training: the process ends at once, with a line that says how to resume, and without a traceback."""
+"""Ctrl-C during training: the process ends immediately, with a line that says how to resume, and without a
+traceback."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ class ExitOnInterrupt:
         with reader:
             while numbers := reader.recv(64):
                 if signal.SIGINT in numbers:
-                    # Not in this thread: what it prints through may be locked by the one that was interrupted.
+                    # Not in this thread: the interrupted thread may hold the lock of the output.
                     reporting = threading.Thread(target=self._report, daemon=True)
                     reporting.start()
                     reporting.join(self._REPORT_S)

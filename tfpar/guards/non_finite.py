@@ -1,8 +1,8 @@
-"""Steps that changed nothing: counted in a row, explained, and too many of them end the run.
+"""Skipped steps: counts them in a row, explains them, and ends the run after too many.
 
-A step is left out, on all replicas alike, when loss or gradients are not finite on any of them, or when none of its
-examples can be used. Weights, optimizer and residuals stay what they were, so a checkpoint of before such steps is
-as good as one of after them, and older ones are worth more: weights that have begun to diverge are finite for a while.
+All replicas skip a step if loss or gradients are not finite on any of them, or if none of its examples can be used.
+Weights, optimizer and residuals do not change, so a checkpoint from before such steps is as good as a later one, and
+older ones are more valuable: weights that have begun to diverge stay finite for a while.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class BadStepsError(TrainingError):
 
 
 class NonFiniteStreak:
-    """Counts steps in a row that were left out. All workers see the same ones, and end alike.
+    """Counts consecutive skipped steps. All workers see the same ones, and end in the same way.
 
     Args:
-      batches: What is trained on.
+      batches: The training batches.
       limit: `--max_bad_steps`; 0 for none.
       workdir: Where the chief writes the complete list when the limit is reached; empty for nowhere.
       is_chief: Whether this process writes.
@@ -151,8 +151,8 @@ def write_list(
 ) -> None:
     """Writes `WORKDIR/bad_steps.json`: every step of the streak with its loss and examples, and the bad ones found.
 
-    Steps are numbered from 1, as everywhere a person reads them. A directory that cannot be written to is no reason
-    to hide the error that this is about: then nothing is written.
+    Steps are numbered from 1, as in all output for people. If the directory cannot be written to, nothing is written,
+    so that the original error is not hidden.
     """
     content: dict[str, Any] = {
         "dataset": info.name,

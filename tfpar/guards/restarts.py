@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 _NAME = "restarts.json"
-_OLD_NAME = "starts.json"  # until version 0.1.0; read where there is no file of the new name
+_OLD_NAME = "starts.json"  # until version 0.1.0; read if there is no file with the new name
 _WRITE_SECONDS = 0.25
 _COUNTS = ("starts", "restarts", "steps_redone", "reached")
 _WITHOUT_LOSS = ("new", "finished", "stopped")

@@ -14,15 +14,15 @@ from tfpar.process.exit_codes import PEER_LOST, exit_immediately
 
 _log = logging.getLogger(__name__)
 
-# What is given to a piece of work that has no steps to watch: the first step, which compiles, or an evaluation.
+# Factor on the timeout for work without steps to watch: the first step, which compiles, or an evaluation.
 PATIENCE = 5
 
 
 class Watchdog:
     """Watches one thread's progress from another.
 
-    Peers cannot tell such a worker from a slow one: its heartbeats go on. Where it ends itself, they learn of it like
-    of any lost worker.
+    Peers cannot distinguish such a worker from a slow one, because its heartbeats continue. When it ends itself, they
+      detect it like any lost worker.
 
     Args:
       timeout: Seconds without `progress` after which the process ends; 0: never.
@@ -32,7 +32,7 @@ class Watchdog:
     def __init__(self, timeout: float, name: str) -> None:
         self._timeout = timeout
         self._name = name
-        self._due = ("", 0.0, 0.0)  # what is being done, since when, and how long it may take: changed all at once
+        self._due = ("", 0.0, 0.0)  # the current work, its start and its time limit: replaced together
         self._done = threading.Event()
 
     def __enter__(self) -> Watchdog:
@@ -45,7 +45,7 @@ class Watchdog:
         self._done.set()
 
     def progress(self, what: str, *, patient: bool = False) -> None:
-        """Notes that something was done.
+        """Records progress.
 
         Args:
           what: What comes next, as in `step 120`.
@@ -62,9 +62,9 @@ class Watchdog:
     def _watch_until_done(self) -> None:
         stderr = _stderr()
         while not self._done.wait(min(1.0, self._timeout / 4)):
-            # For a call that hangs with Python's lock held, under which this thread gets no turn either: TensorFlow
-            # 2.21 does so where it tells a remote worker of a new function, and that worker does not answer. Python
-            # shows the stacks then and ends the process with exit code 1, from a thread that needs no lock.
+            # For a call that hangs while holding Python's lock, so that this thread cannot run either: TensorFlow 2.21
+            # does so when it sends a new function to a remote worker that does not answer. Python then shows the stacks
+            # and ends the process with exit code 1, from a thread that needs no lock.
             faulthandler.dump_traceback_later(PATIENCE * self._timeout, exit=True, file=stderr)
             what, since, limit = self._due
             if time.monotonic() - since < limit:

@@ -1,6 +1,6 @@
-"""Incremental learning: tasks that come one after the other, and what keeps a model from forgetting.
+"""Incremental learning: tasks one after the other, and methods that keep a model from forgetting.
 
-The names below bring in TensorFlow when they are used.
+The names below import TensorFlow when they are used.
 """
 
 from __future__ import annotations

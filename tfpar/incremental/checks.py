@@ -1,4 +1,4 @@
-"""What incremental learning refuses before anything starts."""
+"""The checks of incremental learning before anything starts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NEVER = 1 << 60  # steps
 
 
 def check(config: ExperimentConfig) -> None:
-    """Refuses options that do not go with tasks.
+    """Refuses options that do not work with tasks.
 
     Raises:
       ConfigError: With what to do.
@@ -42,13 +42,13 @@ def check(config: ExperimentConfig) -> None:
 
 
 def incremental_of(config: ExperimentConfig) -> IncrementalConfig:
-    """The options of incremental learning, which this configuration has."""
+    """The configuration's options of incremental learning."""
     return config.incremental or IncrementalConfig()
 
 
 def watching(config: ExperimentConfig) -> ExperimentConfig:
-    """The configuration of a run over all that arrives, if that is what `--watch` asks for: without an end, each file
-    read once, in the order in which `OnlineLearner` gives the examples."""
+    """The configuration of a run over all arriving files, if `--watch` is set: endless, without repetition, in the
+    order in which `OnlineLearner` gives the examples."""
     if not incremental_of(config).watch:
         return config
     return dataclasses.replace(
@@ -59,7 +59,7 @@ def watching(config: ExperimentConfig) -> ExperimentConfig:
 
 
 def _check_watching(config: ExperimentConfig) -> None:
-    """Refuses what does not go with --watch."""
+    """Refuses options that do not work with --watch."""
     options = incremental_of(config)
     if options.method not in ("finetune", "replay"):
         raise ConfigError(

@@ -1,7 +1,8 @@
 """Elastic weight consolidation (Kirkpatrick et al. 2017, Overcoming catastrophic forgetting in neural networks).
 
-After each task, every weight has a diagonal Fisher information F, which says how much the outputs depend on it, and the
-value θ* that it had. Later tasks add λ/2 Σ F (θ - θ*)² to the loss (equation 3), for every earlier task. The sum of
+After each task, every weight has a diagonal Fisher information F, which measures how much the outputs depend on it, and
+its value θ* at that time. Later tasks add λ/2 Σ F (θ - θ*)² to the loss (equation 3), for every earlier task. The sum
+of
 these parabolas is one parabola, of which two arrays are kept for each weight: Σ F, and Σ F θ*.
 """
 
@@ -31,11 +32,11 @@ class Consolidation:
         self.information, self.pulls = list(information), list(pulls)
 
     def with_task(self, information: Sequence[np.ndarray], weights: Sequence[np.ndarray]) -> Consolidation:
-        """With another task.
+        """This sum with another task added.
 
         Args:
           information: Its F.
-          weights: The weights after it, θ*. Where a head has grown, what was kept has a zero for each new weight.
+          weights: The weights after it, θ*. If the head has grown, the earlier sums are zero for each new weight.
         """
         pulls = [each * weight for each, weight in zip(information, weights, strict=True)]
         if not self.information:
@@ -46,10 +47,10 @@ class Consolidation:
         )
 
     def hold(self, model: keras.Model, strength: float) -> None:
-        """Makes a penalty for leaving the earlier tasks part of a model's losses, as weight regularizers are.
+        """Adds the penalty to a model's losses, in the form of weight regularizers.
 
         Args:
-          model: With the weights in the same order; where its head has grown, new weights are free.
+          model: A model with the weights in the same order; new weights of a grown head are not penalised.
           strength: λ.
         """
         for place, weight in enumerate(model.trainable_variables if self.information else ()):
@@ -59,7 +60,7 @@ class Consolidation:
             weight.regularizer = Penalty(information, anchor, strength, weight.regularizer)
 
     def save(self, path: pathlib.Path) -> None:
-        """Writes it to a file, whole or not at all."""
+        """Writes it to a file, atomically."""
         named = {f"information/{place}": each for place, each in enumerate(self.information)}
         named |= {f"pull/{place}": each for place, each in enumerate(self.pulls)}
         temporary = path.with_name(f".{path.name}")
@@ -68,14 +69,14 @@ class Consolidation:
 
     @classmethod
     def load(cls, path: pathlib.Path) -> Consolidation:
-        """What `save` has written."""
+        """Reads the result of `save`."""
         named = read_arrays(path)
         places = range(len(named) // 2)
         return cls([named[f"information/{place}"] for place in places], [named[f"pull/{place}"] for place in places])
 
 
 class Penalty:
-    """λ/2 Σ F (θ - θ*)², and the regularizer that the weight has besides.
+    """λ/2 Σ F (θ - θ*)², plus the weight's own regularizer.
 
     Args:
       information: F.
@@ -107,8 +108,9 @@ def fisher_information(model: keras.Model, source: Source, indices: np.ndarray, 
     Args:
       model: A classifier that returns logits.
       source: The examples.
-      indices: Which of them are used; each takes a pass by itself, because squares of sums are not sums of squares.
-      seed: Of the classes that are drawn.
+      indices: Indices of the examples to use; each needs a separate pass, because squares of sums are not sums of
+        squares.
+      seed: Seed for drawing classes.
 
     Returns:
       An array for each trainable variable, float32.
@@ -145,5 +147,5 @@ def fisher_information(model: keras.Model, source: Source, indices: np.ndarray, 
 
 
 def padded(array: np.ndarray, shape: Sequence[int]) -> np.ndarray:
-    """An array with zeros after its last entries, for weights of outputs that have come since."""
+    """An array padded with zeros at the end, for the weights of new outputs."""
     return np.pad(array, [(0, size - old) for size, old in zip(shape, array.shape, strict=True)])

@@ -19,7 +19,7 @@ import tensorflow as tf
 
 
 def with_logits(source: Source, logits: np.ndarray) -> Source:
-    """The examples with labels `[1 + k]`: the class, and what the earlier model said.
+    """The examples with labels `[1 + k]`: the class, and the logits of the earlier model.
 
     Args:
       source: Examples with one class each.
@@ -43,10 +43,10 @@ class DistillationLoss(keras.losses.Loss):
     """Cross-entropy of the class, and of the earlier model's probabilities at a temperature T (equations 1 and 3).
 
     The second is multiplied by T², so that its gradients do not shrink with T (Hinton et al. 2015), and covers the
-    classes that the earlier model has.
+    classes of the earlier model.
 
     Args:
-      strength: Of the second.
+      strength: Factor of the second term.
       temperature: T.
     """
 
@@ -66,7 +66,7 @@ class DistillationLoss(keras.losses.Loss):
 
 
 def accuracy_beside_logits() -> keras.metrics.Metric:
-    """The accuracy for labels that `with_logits` has made."""
+    """The accuracy for labels from `with_logits`."""
 
     def accuracy(y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
         return tf.cast(tf.equal(tf.cast(y_true[:, 0], tf.int64), tf.argmax(y_pred, axis=-1)), tf.float32)

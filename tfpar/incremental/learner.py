@@ -1,4 +1,4 @@
-"""`IncrementalLearner`: learns one task after the other, each as a run of its own that can be resumed.
+"""`IncrementalLearner`: learns one task after the other, each as a separate run that can be resumed.
 
 ```
 WORKDIR/task-01/     the run of the first task: checkpoints, TensorBoard events, summary.json, model.keras
@@ -6,7 +6,7 @@ WORKDIR/task-01/task.json   written last: the task is learned, with its accuraci
 WORKDIR/summary.json        the accuracy matrix and its figures
 ```
 
-A program that is started again skips the tasks that are learned, and resumes the one that was under way.
+A program that is started again skips the learned tasks, and resumes the one in progress.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class IncrementalLearner:
         strategy.
       train: Training examples of all tasks.
       validation: Validation examples of all tasks.
-      config: The whole configuration, with a section `incremental`; `--epochs` or `--steps` are those of a task.
+      config: The whole configuration, with a section `incremental`; `--epochs` or `--steps` is the length of one task.
       runtime: From `tfpar.initialize`.
 
     Attributes:
       tasks: The tasks, in order.
-      matrix: Accuracies `[T, T]`: row t on each task after task t; NaN for what has not come.
+      matrix: Accuracies `[T, T]`: row t on each task after task t; NaN for later tasks.
     """
 
     def __init__(
@@ -79,8 +79,8 @@ class IncrementalLearner:
 
         Returns:
           The contents of the workdir's `summary.json`: `method`, `tasks`, `matrix`, `average_accuracy`, `forgetting`,
-          `backward_transfer` (see `results.figures_of`), and `params_sha256` of the last model. Empty where
-          `--stop_after` ended the run of a task.
+          `backward_transfer` (see `results.figures_of`), and `params_sha256` of the last model. Empty if `--stop_after`
+          ended the run of a task.
         """
         done, digest = self._learned_before(), ""
         for number, task in enumerate(self.tasks):
@@ -120,7 +120,7 @@ class IncrementalLearner:
             return ""
         for place in range(number + 1):
             held_out = self._held_out(self.tasks[place], number)
-            if logits is not None:  # the metric reads the class alone
+            if logits is not None:  # the metric reads only the class
                 held_out = with_logits(held_out, logits(held_out))
             self.matrix[number, place] = trainer.evaluate(held_out)["accuracy"]
         self._earlier = [np.asarray(each) for each in trainer.program.first_copies(trainer.model.weights)]
@@ -131,7 +131,7 @@ class IncrementalLearner:
         return digest
 
     def _model(self, number: int) -> keras.Model:
-        """The model of a task, with the weights of the task before."""
+        """The model of a task, with the weights of the previous task."""
         model = self._build(self._classes(number))
         if self._earlier:
             carry_over(model, self._earlier)
@@ -150,7 +150,7 @@ class IncrementalLearner:
         return with_classes(chosen(self._validation, task.validation, task.name), self._classes(number))
 
     def _examples(self, number: int) -> Source:
-        """What a task is learned from."""
+        """The training examples of a task."""
         return with_classes(self._examples_of(number), self._classes(number))
 
     def _examples_of(self, number: int) -> Source:
@@ -165,7 +165,7 @@ class IncrementalLearner:
         return with_replay(self._train, task, kept)
 
     def _teacher(self, number: int) -> Callable[[Source], np.ndarray]:
-        """The logits of the model after the task before, of the examples of a source."""
+        """The logits of the previous task's model for the examples of a source."""
         model = self._alone(number - 1)
         call = tf.function(lambda x: model(x, training=False), autograph=False, reduce_retracing=True)
 
@@ -186,7 +186,7 @@ class IncrementalLearner:
         return model
 
     def _consolidate(self, number: int) -> None:
-        """Adds what the task needs of the weights."""
+        """Adds the task's Fisher information to the penalty."""
         model, task, seed = self._alone(number), self.tasks[number], self._config.train.seed
         count = min(self._options.fisher_examples, len(task.indices))
         drawn = np.random.default_rng([seed & 0xFFFFFFFF, number]).permutation(task.indices)[:count]
@@ -206,7 +206,7 @@ class IncrementalLearner:
         return dataclasses.replace(self._config, checkpoint=checkpoint)
 
     def _write(self, number: int, digest: str) -> None:
-        """Notes that a task is learned, whole or not at all."""
+        """Records, atomically, that a task is learned."""
         directory = self._directory(number)
         if directory is None or not self._runtime.topology.is_chief:
             return
@@ -222,7 +222,7 @@ class IncrementalLearner:
         return {**dataclasses.asdict(self._options), "seed": self._config.train.seed}
 
     def _learned_before(self) -> int:
-        """How many tasks an earlier start has learned, as the chief sees it.
+        """The number of tasks that earlier starts have learned, according to the chief.
 
         Raises:
           ConfigError: They were learned with other options.
@@ -253,12 +253,12 @@ class IncrementalLearner:
         return WorkerAgreement(world_group(topology.workers, topology.worker)).gather(value)[0]
 
     def _is_finished(self, number: int) -> bool:
-        """Whether the run of a task has come to its end, as the chief sees it."""
+        """Whether the run of a task is finished, according to the chief."""
         directory = self._directory(number)
         return bool(self._of_chief(directory is None or (directory / "summary.json").exists()))
 
     def _take_up(self, number: int) -> str:
-        """Takes up what a learned task has left; returns the digest of its weights."""
+        """Restores the results of a learned task; returns the digest of its weights."""
         directory = self._directory(number)
         assert directory is not None
         saved = json.loads((directory / _DONE).read_text())
@@ -314,14 +314,14 @@ class IncrementalLearner:
 
 
 def carry_over(model: keras.Model, weights: Sequence[np.ndarray]) -> None:
-    """Gives a model the weights of an earlier one, which may have had fewer outputs.
+    """Copies the weights of an earlier model, which may have fewer outputs, to a model.
 
     Args:
-      model: The later one. What it has more in the last dim of a weight keeps its initial value.
-      weights: Of the earlier one, in the same order.
+      model: The later model. Additional entries in the last dim of a weight keep their initial values.
+      weights: Weights of the earlier model, in the same order.
 
     Raises:
-      ConfigError: A weight that differs in anything else.
+      ConfigError: A weight differs in another way.
     """
     for variable, earlier in zip(model.weights, weights, strict=True):
         shape = tuple(variable.shape)
@@ -339,7 +339,7 @@ def carry_over(model: keras.Model, weights: Sequence[np.ndarray]) -> None:
 
 
 def write_json(path: pathlib.Path, content: Mapping[str, Any]) -> None:
-    """Writes a JSON file, whole or not at all."""
+    """Writes a JSON file atomically."""
     temporary = path.with_name(f".{path.name}")
     temporary.write_text(json.dumps(content, indent=1) + "\n")
     os.replace(temporary, path)

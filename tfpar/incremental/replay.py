@@ -1,4 +1,4 @@
-"""Which examples of earlier tasks are kept: a function of the seed and of what has come, so that nothing is stored.
+"""Chooses the kept examples of earlier tasks, as a function of the seed and the tasks, so that nothing is stored.
 
 Shapes: n examples.
 """
@@ -17,14 +17,14 @@ import tensorflow as tf
 def kept_examples(tasks: Sequence[Task], labels: np.ndarray, room: int, *, policy: str, seed: int) -> np.ndarray:
     """The examples that are kept after some tasks, int64, at most `room`.
 
-    Each example has a random key. `reservoir` keeps the smallest of all that have come: a uniform sample, and the one
-    that a reservoir (Vitter 1985, Random Sampling with a Reservoir) would hold. `balanced` keeps the smallest of each
-    class, so that what is left of a class when others come is what had the smallest keys.
+    Each example has a random key. `reservoir` keeps the examples with the smallest keys so far: a uniform sample, the
+    same as in a reservoir (Vitter 1985, Random Sampling with a Reservoir). `balanced` keeps those with the smallest
+    keys of each class; when more classes arrive, each class loses the largest keys first.
 
     Args:
-      tasks: What has come.
+      tasks: The tasks so far.
       labels: Int64: the classes of all training examples.
-      room: How many are kept.
+      room: Number of examples to keep.
       policy: `balanced` or `reservoir`.
       seed: That of the run.
     """
@@ -46,7 +46,7 @@ def room_for(source: Source, examples: int, limit: int) -> int:
     """How many examples may be kept.
 
     Args:
-      source: What they are of.
+      source: The source of the examples.
       examples: `--replay_examples`.
       limit: `--replay_bytes`; 0 for none.
     """
@@ -57,11 +57,11 @@ def room_for(source: Source, examples: int, limit: int) -> int:
 
 
 def with_replay(train: Source, task: Task, kept: np.ndarray) -> Source:
-    """The examples of a task, and as many of the kept ones, over and over, so that they are half of every epoch.
+    """The examples of a task with as many kept ones, repeated if necessary, so that these are half of every epoch.
 
     Args:
       train: All training examples.
-      task: The one that is learned.
+      task: The current task.
       kept: From `kept_examples`.
     """
     own = chosen(train, task.indices, task.name)

@@ -1,4 +1,4 @@
-"""What incremental learning is judged by: the accuracy on each task after each task.
+"""The results of incremental learning: the accuracy on each task after each task.
 
 Shapes: T tasks.
 """
@@ -15,7 +15,7 @@ def figures_of(matrix: np.ndarray) -> dict[str, float | None]:
     """The figures of an accuracy matrix.
 
     Args:
-      matrix: `[T, T]`: row t has the accuracies on the tasks after task t; NaN for tasks that had not come.
+      matrix: `[T, T]`: row t has the accuracies on the tasks after task t; NaN for later tasks.
 
     Returns:
       `average_accuracy`, over all tasks after the last one; `forgetting`, how far accuracies have fallen from their
@@ -35,7 +35,7 @@ def figures_of(matrix: np.ndarray) -> dict[str, float | None]:
 
 
 def as_rows(matrix: np.ndarray) -> list[list[float | None]]:
-    """A matrix as JSON has it."""
+    """A matrix in JSON form."""
     return [[None if np.isnan(value) else float(value) for value in row] for row in matrix]
 
 
@@ -51,6 +51,6 @@ def table(matrix: np.ndarray, names: Sequence[str]) -> str:
 
 def picture(matrix: np.ndarray, names: Sequence[str]) -> Any:
     """The matrix as an image for TensorBoard, uint8 `[1, height, width, 3]`."""
-    from tfpar.monitor import figures  # here, so that only a process that draws loads it
+    from tfpar.monitor import figures  # imported here, so that only a process that draws loads it
 
     return figures.matrix(matrix, names, ("rows: after", "columns: on", "accuracy", "in percent"))

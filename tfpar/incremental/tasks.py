@@ -1,4 +1,4 @@
-"""A stream of tasks out of any source of classified examples, and sources that are parts of others.
+"""Splits any source of classified examples into tasks, and builds sources from parts of others.
 
 Shapes: n examples.
 """
@@ -22,12 +22,12 @@ _BATCH = 1024  # of a pass over all labels
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Task:
-    """Examples that come together.
+    """The examples of one task.
 
     Attributes:
       name: For reports.
-      indices: Int64 `[n]`: which of the training examples it has.
-      validation: Which of the validation examples it is evaluated on, int64.
+      indices: Int64 `[n]`: its training examples.
+      validation: Int64: the validation examples on which it is evaluated.
       classes: Its classes, in order.
     """
 
@@ -38,13 +38,13 @@ class Task:
 
 
 def split_tasks(options: IncrementalConfig, train: Source, validation: Source) -> list[Task]:
-    """The tasks of training and validation examples, in the order in which they come.
+    """The tasks of training and validation examples, in order.
 
     Args:
-      options: `tasks` says how they are made.
+      options: `tasks` determines the division.
       train: Training examples, with one class each.
-      validation: Validation examples. Where tasks are classes, a task is evaluated on the examples of its own; else on
-        all of them.
+      validation: Validation examples. If tasks are classes, a task is evaluated on the examples of its classes,
+        otherwise on all.
 
     Raises:
       ConfigError: Examples without a class each, fewer than two tasks, or a task without examples.
@@ -86,7 +86,7 @@ def labels_of(source: Source) -> np.ndarray:
     """The classes of all examples, int64 `[n]`.
 
     Raises:
-      ConfigError: They have no class, several, or weights of their own.
+      ConfigError: They have no class, several classes, or sample weights.
     """
     info = source.info
     one = structures.is_single(info.target_spec) and not info.target_spec.shape.rank
@@ -110,7 +110,7 @@ def chosen(source: Source, indices: np.ndarray, name: str) -> Source:
 
     Args:
       source: All examples.
-      indices: Int64 `[n]`: which of them, in their order.
+      indices: Int64 `[n]`: the chosen examples, in this order.
       name: Says what they are.
     """
     kept = indices.astype(np.int64)
@@ -126,17 +126,17 @@ def chosen(source: Source, indices: np.ndarray, name: str) -> Source:
 
 
 def with_classes(source: Source, classes: int) -> Source:
-    """The same examples, for a model with so many outputs."""
+    """The same examples, for a model with this number of outputs."""
     return dataclasses.replace(source, info=dataclasses.replace(source.info, num_classes=classes))
 
 
 def joined(first: Source, second: Source, repeats: int, name: str) -> Source:
-    """The examples of one source, and those of another several times over, as one source.
+    """The examples of one source, followed by those of another several times, as one source.
 
     Args:
       first: Examples.
       second: Examples of the same form.
-      repeats: How often the second ones come.
+      repeats: How often to repeat the second examples.
       name: Says what they are.
     """
     own, others = first.info.num_examples, second.info.num_examples
@@ -145,7 +145,7 @@ def joined(first: Source, second: Source, repeats: int, name: str) -> Source:
     ).hexdigest()
 
     def split(places: tf.Tensor, apply: Callable[[Source, tf.Tensor], Any]) -> Any:
-        """What both sources give for their share of the places, in the order of these."""
+        """The examples of both sources, in the order of the places."""
         is_first = places < own
         where = [tf.where(condition)[:, 0] for condition in (is_first, ~is_first)]
         parts = [apply(first, tf.gather(places, where[0])), apply(second, (tf.gather(places, where[1]) - own) % others)]
@@ -174,7 +174,7 @@ def _stitched(order: Sequence[tf.Tensor], parts: Sequence[tf.Tensor]) -> tf.Tens
 
 
 def _described(source: Source, name: str, count: int, digest: str) -> Any:
-    """The description of a source made of another one: its examples are in no order of files."""
+    """The description of a derived source, whose examples no longer follow the order of files."""
     return dataclasses.replace(
         source.info,
         name=name,

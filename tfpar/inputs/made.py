@@ -1,6 +1,6 @@
-"""Examples that the training step makes itself, on the devices: those of environments that a policy acts in.
+"""Examples that the training step creates itself, on the devices: those of environments in which a policy acts.
 
-There is nothing to read, to order or to split: what `Pipeline` says of examples is said here of what the step makes.
+There is nothing to read, to order or to split: this module has the interface of `Pipeline` for these examples.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ class MadeSource:
     """What is made.
 
     Attributes:
-      info: Describes an example. Of two sources whose fingerprints differ, one cannot go on where the other stopped.
+      info: Describes an example. If the fingerprints of two sources differ, one cannot continue where the other
+        stopped.
       text: The input report.
       steps_per_epoch: Steps that count as an epoch.
       line: What progress shows: metrics, the name of the pace, and what it counts for each example of a step.
-      export: What a checkpoint must hold of this process to go on.
-      restore: Takes that up; returns whether it could.
-      goes_on: What to tell the user then.
-      show: Pictures of what it does, uint8 `[n, height, width, 3]`, with their captions; None where there are none.
-      elements: `(worker, local replicas, start step) -> dataset`: what the step gets, one element for each step and
-        local replica, if it gets anything. A step's elements are then known from its number, and nothing of them must
-        be kept.
+      export: Returns this process's state for a checkpoint.
+      restore: Restores that state; returns whether it could.
+      goes_on: The message for the user in that case.
+      show: Returns pictures, uint8 `[n, height, width, 3]`, with their captions, or None.
+      elements: `(worker, local replicas, start step) -> dataset`: the inputs of the step, one element for each step and
+        local replica, if it has any. They then follow from the number of the step, so that a checkpoint holds nothing.
     """
 
     info: SourceInfo
@@ -52,11 +52,11 @@ class MadeSource:
 
 
 class MadePipeline:
-    """What `Pipeline` is for examples that are read.
+    """The counterpart of `Pipeline` for these examples.
 
     Args:
       source: What is made.
-      examples: Of a step on one replica.
+      examples: Number of examples of a step on one replica.
       accumulate_steps: Micro-batches of a step.
 
     Attributes:
@@ -110,7 +110,7 @@ class MadePipeline:
         """Nothing: the step keeps what it needs."""
 
     def export(self) -> dict[str, np.ndarray]:
-        """What a checkpoint must hold of this process to go on."""
+        """This process's state for a checkpoint."""
         return self.source.export()
 
     def restore(self, saved: Mapping[str, np.ndarray], *, same_workers: bool) -> str:

@@ -136,7 +136,7 @@ class Pipeline:
         """Nothing: the examples of a step are known from its number, see `StreamPipeline.follow`."""
 
     def export(self) -> dict[str, np.ndarray]:
-        """What a checkpoint must hold to go on: nothing, see `StreamPipeline.export`."""
+        """The state for a checkpoint: none, see `StreamPipeline.export`."""
         return {}
 
     def restore(self, saved: Mapping[str, np.ndarray], *, same_workers: bool) -> str:

@@ -33,7 +33,7 @@ from tfpar.launch.parser import Parser
 from tfpar.launch.supervisor import Command, Process, Supervisor
 from tfpar.process.exit_codes import LEFT_OUT, NOT_RETRYABLE, PEER_LOST, PREEMPTED, USAGE_ERROR
 
-_DRAIN_S = 2.0  # for workers that end by themselves once the chief has, before they are ended as servers
+_DRAIN_S = 2.0  # for workers to end by themselves after the chief, before they are ended like servers
 _BIND_RETRIES = 3
 _COLLECTIVE_EXITS = (PEER_LOST, PREEMPTED)  # a worker that exits like this is followed by all others
 _SETTLE_S = 5.0  # for workers that follow one that was lost or preempted, before they are asked to end
@@ -83,15 +83,15 @@ class LaunchOptions:
     """What to start.
 
     Attributes:
-      command: What Python is given: the script or `-m module`, and its flags.
+      command: The arguments of Python: the script or `-m module`, and its flags.
       workers: Processes that train.
       ps: Parameter servers; more than 0 adds a chief.
       max_restarts: How often a failed cluster is started again.
-      min_workers: Down to how many workers it may go on without those that keep failing; 0: with all or none.
+      min_workers: Smallest number of workers with which to continue without those that keep failing; 0: only with all.
       restart_delay: Seconds before the first restart in a row.
       grace_period: Seconds between asking processes to end and killing them.
-      log_dir: Where the output of every process is kept too, if anywhere.
-      hosts: A host file: what to run on its hosts is printed, and nothing started.
+      log_dir: Directory for a copy of the output of every process, if any.
+      hosts: A host file: prints the commands for its hosts, and starts nothing.
     """
 
     command: tuple[str, ...]
@@ -196,7 +196,7 @@ class Delays:
         self._first = self._next = first
 
     def next(self, ran: float) -> float:
-        """The delay now, after a start that ran so many seconds."""
+        """The delay after a start that ran for this many seconds."""
         if ran >= _STABLE_RUN_S:
             self._next = self._first
         delay, self._next = self._next, min(2 * self._next, max(_LONGEST_DELAY_S, self._first))
@@ -281,11 +281,11 @@ def _cores() -> int:
 
 
 def free_ports(count: int) -> list[int]:
-    """TCP ports that nothing is bound to now, all different.
+    """Distinct TCP ports that are currently free.
 
-    They lie below the range from which the system takes the ports of outgoing connections, so that a peer's
-    connection cannot take one in the moment before TensorFlow binds it. (It cannot be handed over open:
-    TensorFlow's server binds without SO_REUSEPORT.)
+    They are below the range from which the system takes the ports of outgoing connections, so that a peer's connection
+    cannot take one before TensorFlow binds it. (An open port cannot be passed on: TensorFlow's server binds without
+    SO_REUSEPORT.)
     """
     try:
         first_ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])

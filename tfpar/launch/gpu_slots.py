@@ -1,7 +1,7 @@
-"""The slots that the workers of a local cluster run in; a slot that keeps failing is left out.
+"""The slots in which the workers of a local cluster run; a slot that keeps failing is left out.
 
-A slot is a worker's share of the GPUs. Workers are numbered anew when one is left out, for TensorFlow wants them
-numbered without a gap; their slots stay what they were, so that it is the failing GPU which is no longer used.
+A slot is a worker's share of the GPUs. Workers are renumbered when one is left out, because TensorFlow needs numbers
+without gaps; they keep their slots, so that the failing GPU is no longer used.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class Slots:
         """Records a failed start. A slot that fails twice in a row is left out if enough others remain.
 
         Args:
-          worker: Which worker failed first, as they are numbered now.
+          worker: Current number of the worker that failed first.
           ran: Seconds that the start ran.
-          alone: Whether it failed by itself and as the only one. What happens to several is not their slots' fault.
+          alone: Whether it was the only one to fail. If several fail, their slots are not the cause.
 
         Returns:
-          What to say where a slot is left out; empty where none is.
+          A message if a slot is left out; otherwise empty.
         """
         if ran >= TRUSTED_S:
             self._suspect = None

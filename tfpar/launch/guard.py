@@ -45,7 +45,7 @@ class Guard:
         self._pipe = self._popen.stdin.fileno()
 
     def join(self) -> Callable[[], None]:
-        """What a new process runs between fork and exec: it reports itself, so that there is no gap to fall through."""
+        """Runs in a new process between fork and exec: it registers itself, so that no process is missed."""
         parent, pipe = os.getpid(), self._pipe
         prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 

@@ -1,6 +1,6 @@
-"""Processes that end together: started in groups of their own, read by one loop, and never left behind.
+"""Processes that end together: started in separate process groups, read by one loop, and never left running.
 
-A single thread does everything - reading output, noticing ends, reacting to signals - so that lines cannot mix,
+A single thread does everything - reading output, detecting exits, reacting to signals - so that lines cannot mix,
 and forking is safe.
 """
 
@@ -56,9 +56,9 @@ class Process:
     """A started process.
 
     Attributes:
-      command: What was started.
+      command: Its command line.
       popen: The process.
-      output: The end of a pipe or pseudo-terminal that its output comes from; -1 once that is closed.
+      output: The end of a pipe or pseudo-terminal from which its output is read; -1 once that is closed.
       channel: Where its output goes.
       code: None while it runs, then its exit code, negative for a signal.
       was_stopped: Whether it was stopped (SIGSTOP), and killed for that by this program.
@@ -117,7 +117,7 @@ class Supervisor:
     def start(self, command: Command) -> None:
         """Starts a process. Its standard error goes the way of its output, in the order written."""
         if command.live and self._terminal.is_tty:
-            # It believes to be on a terminal, as wide as what the prefix leaves, and shows its progress line.
+            # The process sees a terminal, narrower by the prefix, and so shows its progress line.
             output, stdout = os.openpty()
             tty.setraw(stdout)
             _set_size(output, command.label)
@@ -144,11 +144,11 @@ class Supervisor:
         self._selector.register(output, selectors.EVENT_READ, process)
 
     def wait(self, labels: Iterable[str], timeout: float | None = None) -> None:
-        """Passes output on until these have ended, any one failed, or a signal came.
+        """Forwards output until these processes have ended, any process has failed, or a signal has arrived.
 
         Args:
-          labels: Who must end.
-          timeout: Seconds; None for ever.
+          labels: The processes that must end.
+          timeout: Seconds; None for no limit.
         """
         awaited = [process for process in self.processes if process.label in set(labels)]
         self._pump(
@@ -163,11 +163,11 @@ class Supervisor:
 
     @property
     def failed(self) -> Process | None:
-        """The first that ended with another code than 0, by itself and not by `stop`."""
+        """The first that ended with a code other than 0, by itself and not by `stop`."""
         return self._failures[0] if self._failures else None
 
     def settle(self, timeout: float) -> None:
-        """Passes output on for a while, so that processes can end by themselves after one has failed.
+        """Forwards output for a while, so that processes can end by themselves after one has failed.
 
         Args:
           timeout: Seconds at most.
@@ -195,12 +195,12 @@ class Supervisor:
         return causes[0] if causes else self.failed
 
     def failed_the_same_way(self, failed: Process) -> list[str]:
-        """Those that ended by themselves just as this one did: with the same exit code, or killed by the same signal.
+        """Those that ended by themselves in the same way: with the same exit code, or killed by the same signal.
 
         After `stop`, an exit code counts too (a signal then is the one that it sent): it was on its way.
 
         Args:
-          failed: Which failed.
+          failed: The failed process.
         """
         others = [process for process in self.processes if process is not failed and process.code == failed.code]
         return [process.label for process in others if process in self._failures or failed.exit_code < 128]
@@ -269,7 +269,7 @@ class Supervisor:
         if process.code is not None or process.popen.poll() is None:
             return
         process.code = process.popen.returncode
-        _signal_group(process, signal.SIGKILL)  # what it started and left behind
+        _signal_group(process, signal.SIGKILL)  # its own children
         self._guard.release(process.popen.pid)
         if process.code != 0 and not self._stopping:
             self._failures.append(process)

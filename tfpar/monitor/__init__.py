@@ -1,1 +1,1 @@
-"""What one sees: terminal, TensorBoard, summary."""
+"""Output for users: terminal, TensorBoard, summary."""

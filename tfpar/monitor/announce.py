@@ -1,4 +1,4 @@
-"""What is printed before a run starts and when it ends."""
+"""The output before a run starts and when it ends."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def record_run_info(info: RunInfo, monitor: Monitor, traffic: Traffic, step: int
 
 
 def record_exchange(info: RunInfo, monitor: Monitor, traffic: Traffic, step: int) -> None:
-    """Records what does not change from step to step about the exchange; call it again where it was tuned."""
+    """Records the facts about the exchange that do not change from step to step; call it again after retuning."""
     if info.topology.replicas == 1:
         return
     values = {

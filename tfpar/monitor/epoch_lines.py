@@ -32,7 +32,7 @@ class EpochLines:
         self._evaluation = step, line
 
     def flush(self) -> None:
-        """Writes what is held back. Call it when further steps have been made, and at the end."""
+        """Writes the pending lines. Call it after further steps, and at the end."""
         if self._evaluation is not None:
             self._write(self._evaluation[1])
             self._evaluation = None

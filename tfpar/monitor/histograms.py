@@ -1,4 +1,4 @@
-"""`--histogram_every`: distributions of the weights, and of what a step changes in them."""
+"""`--histogram_every`: distributions of the weights, and of their changes in a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the line of progress says beside the step and the loss."""
+"""The values in the progress line beside the step and the loss."""
 
 from __future__ import annotations
 

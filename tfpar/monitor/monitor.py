@@ -1,4 +1,4 @@
-"""What one sees of a run: the terminal, TensorBoard, the profiler, and the figures of summary.json."""
+"""The output of a run: the terminal, TensorBoard, the profiler, and the figures of summary.json."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Monitor:
       worker: This worker's rank.
       workers: Workers in the whole run.
       metric_results: Gives metrics by name from the sums that `on_steps` takes.
-      line: What the line of progress says; by default loss, first metric, pace and waiting for input.
+      line: The values in the progress line; by default loss, first metric, speed and waiting for input.
       progress: The terminal; by default a `Progress` on standard output.
     """
 
@@ -100,7 +100,7 @@ class Monitor:
     def begin(self, step: int) -> None:
         """Call once it is known that there is something to train, before anything is recorded.
 
-        Writes `config.yaml`. Of the points of an earlier start those are removed that come after `step`.
+        Writes `config.yaml`. Removes the points of an earlier start that come after `step`.
 
         Args:
           step: Finished steps, of which this start knows.
@@ -210,7 +210,8 @@ class Monitor:
           examples: [n] examples of each step; by default the global batch size.
           metric_sums: States of the metrics, summed over the steps. A line shows their values over the last steps, a
             point those since the last point, as for the loss.
-          worker_seconds: What each worker needed for these steps without the exchange, in the order of their ranks.
+          worker_seconds: Seconds that each worker needed for these steps without the exchange, in the order of their
+            ranks.
         """
         losses = np.asarray(losses, np.float64)
         durations = np.asarray(durations, np.float64)
@@ -271,7 +272,7 @@ class Monitor:
             self._events.histograms(step, values)
 
     def table(self, tag: str, values: Mapping[str, Any], *, step: int = 0) -> None:
-        """Records what does not change from step to step, as a table of text in TensorBoard."""
+        """Records facts that do not change from step to step, as a text table in TensorBoard."""
         if self._events:
             self._events.markdown(tag, options_record.table(values), step)
 

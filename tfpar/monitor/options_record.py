@@ -16,7 +16,7 @@ from tfpar.config.experiment import every_field
 FILE = "config.yaml"
 _TRIAL = "# trial: "
 _NAME_LENGTH = 80
-# Where a run is kept and how it is shown says nothing about what it computes.
+# Options about where a run is stored and how it is shown do not affect what it computes.
 NOT_HPARAMS = frozenset(
     [
         "workdir",

@@ -60,7 +60,7 @@ class Progress:
         self._values: Mapping[str, str] = {}
 
     def due(self) -> bool:
-        """Whether `update` would show something now; saves working out what nobody sees."""
+        """Whether `update` would show something now; avoids computing values that would not be shown."""
         return self._shown_at is None or self._clock() - self._shown_at >= self._interval
 
     def update(self, step: int, values: Mapping[str, str]) -> None:
@@ -76,7 +76,7 @@ class Progress:
                 return
             now = self._clock()
             if self._start is None:
-                self._start = (step, now)  # what came before was mostly compilation
+                self._start = (step, now)  # the time before was mostly compilation
             self._shown_at, self._values = now, values
             line = self._format(step, values, self._eta(step, now))
             if self._live and (not self._logs_lines or _log.isEnabledFor(logging.INFO)):

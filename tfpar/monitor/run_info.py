@@ -1,4 +1,4 @@
-"""What a run is and how it went, as plain values: all that announcements and results are made from."""
+"""The facts and the outcome of a run as plain values, from which announcements and results are produced."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ import keras
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RunInfo:
-    """What a run is, known before its first step.
+    """The facts about a run that are known before its first step.
 
     Attributes:
       config: The experiment.
-      topology: How its replicas lie on workers and devices.
+      topology: Its workers, replicas and devices.
       model: The model.
       model_summary: Its size and cost, or None where they are not known before it runs.
       jit_compile: Whether XLA compiles the step.
@@ -31,10 +31,10 @@ class RunInfo:
       train: Training examples.
       validation: Examples to evaluate on, or None.
       total: Steps of the whole run.
-      length: The option that says how long the run is: `epochs` or `steps`.
+      length: The option that sets the length of the run: `epochs` or `steps`.
       metric_results: Metrics by name from their summed states.
-      line: What the line of progress says.
-      counting_padding: Names of layers that take padding for examples: those that add losses, and those of Keras'
+      line: The values in the progress line.
+      counting_padding: Names of layers that count padding as examples: those that add losses, and those with Keras'
         batch statistics.
     """
 
@@ -57,7 +57,7 @@ class RunInfo:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RunOutcome:
-    """How far a run has come.
+    """The progress and results of a run.
 
     Attributes:
       steps: Steps done, over all starts of the run.

@@ -30,7 +30,7 @@ def write_inputs(monitor: Monitor, source: inputs.AnySource) -> None:
     if tf.nest.is_nested(info.input_spec):
         return  # which of several inputs to show is not known
     x, y, usable = inputs.fetch_with_mask(source, tf.range(count, dtype=tf.int64))
-    shown = x.numpy()[usable.numpy()]  # what is wrong with the others is said when they are trained on
+    shown = x.numpy()[usable.numpy()]  # errors in the others are reported when training reads them
     if not len(shown):
         return
     if info.task == "language_model" and info.decode is not None:
@@ -46,7 +46,7 @@ def write_inputs(monitor: Monitor, source: inputs.AnySource) -> None:
 def write_predictions(
     monitor: Monitor, source: inputs.AnySource, predict: Callable[[tf.Tensor], Any], step: int
 ) -> None:
-    """Shows the first examples of a source, if they are images, with their labels and what a classifier takes them for.
+    """Shows the first examples of a source, if they are images, with their labels and a classifier's predictions.
 
     Args:
       monitor: Of the run.
@@ -79,7 +79,7 @@ def write_predictions(
 
 
 def write_made(monitor: Monitor, source: inputs.MadeSource, step: int) -> None:
-    """Shows what a step made, such as an episode.
+    """Shows examples that a step created, such as an episode.
 
     Args:
       monitor: Of the run.
@@ -149,7 +149,7 @@ def continues_text(source: inputs.AnySource) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Continuation:
-    """What a language model made of the beginning of an example.
+    """A language model's continuation of the beginning of an example.
 
     Attributes:
       text: Prompt and continuation, divided by `|`; empty if there is none.
@@ -208,7 +208,8 @@ class TextSampler:
         def forward(params: Any, state: Any, tokens: tf.Tensor, position: tf.Tensor) -> tf.Tensor:
             with scope_of_values([*model.trainable_variables, *model.non_trainable_variables], [*params, *state]):
                 logits = model(tokens, training=False)
-            # Not logits[0, position]: XLA takes what a slice begins at for a constant, and would compile for each.
+            # Not logits[0, position]: XLA treats the start of a slice as a constant, and would compile for each
+            # position.
             return tf.gather(logits[0], position)
 
         self.forward = tf.function(forward, autograph=False, jit_compile=jit_compile)

@@ -1,4 +1,4 @@
-"""What a run leaves behind: `summary.json`, `model.keras` and the closing table."""
+"""The results of a run: `summary.json`, `model.keras` and the closing table."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def replica_digests(strategy: tf.distribute.Strategy, weights: Sequence[keras.Va
 
 
 def summary(info: RunInfo, outcome: RunOutcome, monitor: Monitor, params_sha256: str) -> dict[str, Any]:
-    """The contents of `summary.json`: what a script may rely on (docs/outputs.md)."""
+    """The contents of `summary.json`, a stable format for scripts (docs/outputs.md)."""
     topology, traffic = info.topology, outcome.traffic
     return {
         "steps": outcome.steps,
@@ -130,7 +130,7 @@ def write(
       CheckpointError: Something could not be written, and `on_checkpoint_error` is `fail`.
     """
     options = info.config.checkpoint
-    # Workers that hold a replica between them have its weights together.
+    # Workers that share a replica have its weights only together.
     gathers = options.workdir and (info.topology.is_chief or info.topology.parts_on_workers)
     values = exported_values(info.model, eval_weights()) if gathers else []
     if not info.topology.is_chief:

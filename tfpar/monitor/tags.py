@@ -1,4 +1,4 @@
-"""What TensorBoard shows: names, groups and descriptions of the charts, and the layout of the tab CUSTOM SCALARS.
+"""The contents of TensorBoard: names, groups and descriptions of the charts, and the layout of the tab CUSTOM SCALARS.
 
 TensorBoard sorts groups by their first letters, and nothing else decides their order. The names are chosen so that
 loss, metrics and time come first, then what the optimizer does, then the exchange.
@@ -159,7 +159,7 @@ def worker_values(seconds: Sequence[float], steps: int) -> dict[str, float]:
     """The charts of the slowest and the fastest worker; none where there is one worker, or no time is known.
 
     Args:
-      seconds: What each worker needed, without the exchange, in the order of their ranks.
+      seconds: Seconds that each worker needed without the exchange, in the order of their ranks.
       steps: For how many steps.
     """
     if len(seconds) < 2 or not steps or not max(seconds) > 0.0 or not math.isfinite(sum(seconds)):

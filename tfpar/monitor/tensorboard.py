@@ -30,7 +30,7 @@ from tensorboard.plugins.scalar import metadata as scalar_metadata
 MAX_IMAGES = 16
 _log = logging.getLogger(__name__)
 _SCALAR = scalar_metadata.create_summary_metadata(display_name="", description="")
-# Directory in a run's directory that earlier versions wrote to; a run that was begun there goes on there.
+# Directory in a run's directory to which earlier versions wrote; a run that began there continues there.
 _EARLIER_DIRECTORY = "tensorboard"
 # TensorFlow's own is two minutes, too long for one who watches.
 _FLUSH_MILLISECONDS = 5000
@@ -143,7 +143,7 @@ class EventFiles:
 
     @contextlib.contextmanager
     def _reported(self) -> Iterator[None]:
-        """A full disk, or a directory that has become read-only, is no reason to end the training."""
+        """A full disk, or a directory that has become read-only, must not end the training."""
         try:
             yield
         except (OSError, tf.errors.OpError) as error:

@@ -47,7 +47,8 @@ class Window:
         self.worker_steps = 0
 
     def add_workers(self, seconds: Sequence[float], steps: int) -> None:
-        """Adds what each worker needed for some steps, in the order of their ranks; nothing where it is not known."""
+        """Adds the time that each worker needed for some steps, in the order of their ranks; nothing if it is not
+        known."""
         if len(seconds):
             known = self.worker_seconds or [0.0] * len(seconds)
             self.worker_seconds = [total + part for total, part in zip(known, seconds, strict=True)]
@@ -114,8 +115,8 @@ class Window:
 class RecentSteps:
     """The last calls: at least `STEPS` steps, or those of the last `SECONDS`, where there have been as many.
 
-    What a line on the terminal shows is a mean over them, whenever it is shown. The times of the first call, which were
-    mostly compilation, are forgotten when the next has come; its losses and metrics are not.
+    A line on the terminal shows the mean over them. The times of the first call, which were mostly compilation, are
+    dropped after the next call; its losses and metrics are kept.
     """
 
     STEPS = 100

@@ -20,7 +20,7 @@ from tensorflow.python.ops import control_flow_util
 
 
 class GradientMean(Protocol):
-    """What an optimizer asks of the exchange."""
+    """The operations of the exchange that an optimizer needs."""
 
     def mean(
         self, gradients: Sequence[Any], variables: Sequence[Any], optimizer: keras.optimizers.Optimizer
@@ -56,7 +56,7 @@ def exchange_of(optimizer: keras.optimizers.Optimizer) -> Any:
 
 
 class SummedRowsUpdate(OptimizerView):
-    """What an optimizer does differently that gets the gradients of embeddings without repeated rows."""
+    """The changes to an optimizer that gets gradients of embeddings without repeated rows."""
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """Sums rows of the same index, then applies the gradients."""
@@ -64,7 +64,7 @@ class SummedRowsUpdate(OptimizerView):
 
 
 class ExchangedUpdate(OptimizerView):
-    """What a distributed optimizer does differently from its own class, which comes next in the order of bases."""
+    """The changes of a distributed optimizer to its own class, which comes next in the order of bases."""
 
     _tfpar_exchange: GradientMean
 
@@ -93,7 +93,7 @@ class ExchangedUpdate(OptimizerView):
         super().view_apply(gradients, variables)
 
     def view_clip(self, gradients: Sequence[Any]) -> Any:
-        """Exchanges what was accumulated, then clips the mean."""
+        """Exchanges the accumulated gradients, then clips the mean."""
         if self.gradient_accumulation_steps:
             gradients = self._tfpar_exchange.mean(gradients, self._tfpar_updating, self)
         return super().view_clip(gradients)
@@ -110,7 +110,8 @@ class ExchangedUpdate(OptimizerView):
 
 
 class ExchangedLossScaleUpdate(ExchangedUpdate):
-    """The same for a LossScaleOptimizer, which decides from the means whether to skip: all workers alike."""
+    """The same for a LossScaleOptimizer, which decides from the means whether to skip, so that all workers decide the
+    same."""
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """Exchanges unscaled gradients, so that residuals do not depend on the loss scale."""

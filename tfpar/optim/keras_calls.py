@@ -47,13 +47,13 @@ def add_loss(layer: keras.layers.Layer, scope: keras.StatelessScope, loss: Any) 
 
 
 def thread_state() -> dict[str, Any]:
-    """What Keras knows in this thread: open scopes, `training` of the call that is running, autocast."""
+    """Keras' state in this thread: open scopes, `training` of the current call, autocast."""
     return dict(vars(global_state.GLOBAL_STATE_TRACKER))
 
 
 @contextlib.contextmanager
 def in_thread_state(state: dict[str, Any]) -> Iterator[None]:
-    """Gives this thread a state of before, for as long as the context is open."""
+    """Restores an earlier state of this thread within the context."""
     known = vars(global_state.GLOBAL_STATE_TRACKER)
     before = dict(known)
     known.clear()
@@ -78,7 +78,7 @@ def graph_nodes(graph: Any) -> list[Any]:
 
 
 def standard_inputs(graph: Any, given: Any) -> list[Any]:
-    """What a functional model is called with as a list, in the order of its inputs."""
+    """The arguments of a functional model as a list, in the order of its inputs."""
     return list(graph._standardize_inputs(given))
 
 

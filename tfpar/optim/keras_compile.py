@@ -1,7 +1,8 @@
-"""Everything private of Keras that concerns the arguments of `compile`: which loss and which metric belong to what.
+"""The private parts of Keras that concern the arguments of `compile`: which loss and which metric belong to which
+output.
 
-Keras' own classes decide, on symbolic labels and outputs, so that every structure means what it means in `fit`. What
-they decide leaves this module as indices into the flat labels and outputs. `INTERNALS` is as in `keras_internals.py`.
+Keras' own classes decide, on symbolic labels and outputs, so that every structure means what it means in `fit`. This
+module returns their decisions as indices into the flat labels and outputs. `INTERNALS` is as in `keras_internals.py`.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def symbolic_outputs(model: keras.Model) -> Any:
 
 
 class ResolvedLoss(NamedTuple):
-    """A loss and what it is computed from.
+    """A loss and its arguments.
 
     Attributes:
       loss: The loss.
@@ -61,7 +62,7 @@ class ResolvedLoss(NamedTuple):
 
 
 class ResolvedMetric(NamedTuple):
-    """A metric and what it is computed from.
+    """A metric and its arguments.
 
     Attributes:
       metric: The metric.
@@ -106,7 +107,7 @@ def resolve_losses(
         build(y, outputs)
         losses.extend(compiled._flat_losses)
         compiled._flat_losses = [entry._replace(loss=record, loss_weights=None) for entry in losses]
-        compiled.metrics[:] = [None] * len(losses)  # `call` leaves them alone, and goes through all losses
+        compiled.metrics[:] = [None] * len(losses)  # `call` does not change them, and iterates over all losses
 
     losses: list[Any] = []
     compiled.build = build_recorder  # `call` arranges the labels before it builds
@@ -176,7 +177,8 @@ def _without_loss_scale(optimizer: Any) -> Any:
 
 
 def compile_arguments(model: keras.Model) -> dict[str, Any]:
-    """What `compile` of a compiled model was given of optimizer, loss, metrics and weights; only what was given."""
+    """The arguments of a compiled model's `compile`: optimizer, loss, metrics and weights, as far as they were
+    given."""
     losses, metrics = model._compile_loss, model._compile_metrics
     arguments = {
         "optimizer": _without_loss_scale(model.optimizer),

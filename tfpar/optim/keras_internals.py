@@ -30,9 +30,9 @@ class Internal(NamedTuple):
 
     Attributes:
       name: The name in Keras.
-      owner: What has it.
-      user: What of tfpar needs it.
-      why: What is relied on, and why no public name will do.
+      owner: The object that has it.
+      user: The part of tfpar that needs it.
+      why: The behaviour that tfpar relies on, and why no public name is enough.
     """
 
     name: str
@@ -74,7 +74,7 @@ INTERNALS = (
     Internal("_backend_update_step", "Optimizer", "pure, server update", "called with the learning rate; all-reduces"),
     Internal("_get_current_learning_rate", "Optimizer", "pure, server update", "all that `learning_rate` reads"),
     Internal("_var_key", "Optimizer", "pure update", "identifies a variable, also one that a scope substitutes"),
-    # Behaviour without a name of its own
+    # Behaviour without its own name
     Internal("__dict__", "Optimizer", "views", "holds all of its state, so that a copy of it shares every variable"),
     Internal("__class__", "Optimizer", "drop-in", "what serialisation takes for the class"),
 )
@@ -94,7 +94,7 @@ def variable_index(optimizer: keras.optimizers.Optimizer, variable: Any) -> int:
 
 
 def variable_key(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> Any:
-    """What an optimizer identifies a variable by."""
+    """The key by which an optimizer identifies a variable."""
     return optimizer._var_key(variable)
 
 
@@ -182,7 +182,7 @@ def all_layers(
 
 
 def weights_made_to_learn(layer: keras.layers.Layer) -> list[keras.Variable]:
-    """A layer's own weights that are trainable unless somebody sets `trainable=False`; its state is not among them."""
+    """A layer's own weights that are trainable unless `trainable=False` is set; without its state."""
     return list(layer._trainable_variables)
 
 
@@ -204,7 +204,8 @@ def metrics_made_in(layer: keras.layers.Layer) -> list[keras.metrics.Metric]:
 
 
 def direction_of(metric: keras.metrics.Metric) -> str:
-    """`max` or `min`: what a callback that monitors this metric looks for. Empty where the metric does not say."""
+    """`max` or `min`: the direction of improvement for callbacks that monitor this metric. Empty if the metric has
+    none."""
     return {"up": "max", "down": "min"}.get(getattr(metric, "_direction", None) or "", "")
 
 
@@ -237,7 +238,7 @@ def matching_ranks(y: tf.Tensor, outputs: tf.Tensor) -> tuple[tf.Tensor, tf.Tens
 
 
 class _Scaling(threading.local):
-    """Whether Keras scales losses in this thread: MirroredStrategy traces every replica in a thread of its own."""
+    """Whether Keras scales losses in this thread: MirroredStrategy traces every replica in a separate thread."""
 
     on = True
 
@@ -282,8 +283,8 @@ def set_untracked(optimizer: keras.optimizers.Optimizer, **attributes: Any) -> N
 class OptimizerView(keras.optimizers.Optimizer):
     """Base of views: optimizers that update in another way than their class. `view_of` and `become` make them.
 
-    Keras calls its hooks by private names. Each has a name here that starts with `view_`; a view overrides that one.
-    What it does not override does what Keras does. The learning rate is that of `view_of`, if one was given.
+    Keras calls its hooks by private names. Each has a name here that starts with `view_`, which a view overrides. Hooks
+    that are not overridden behave as in Keras. The learning rate is that of `view_of`, if one was given.
     """
 
     _view_rate: Any = None
@@ -344,13 +345,13 @@ def view_of(
 ) -> keras.optimizers.Optimizer:
     """The same optimizer, sharing every variable and attribute, with another way to update.
 
-    What the optimizer's own class overrides (Nadam, Muon) still counts, and reaches `way` with `super()`: in the method
+    Overrides of the optimizer's own class (Nadam, Muon) still apply, and call `way` with `super()`: in the method
     resolution order `way` comes after that class and before Keras' TensorFlow backend.
 
     Args:
       optimizer: A built optimizer; it is not changed.
       way: An `OptimizerView`, what updates differently.
-      learning_rate: Takes the place of the optimizer's learning rate; None for its own.
+      learning_rate: Replaces the optimizer's learning rate; None for its own.
       **attributes: What `way` needs.
     """
     kind: Any = type(optimizer)

@@ -38,7 +38,7 @@ OPTIMIZERS: dict[str, type[keras.optimizers.Optimizer]] = {
 # Keras' class takes regular expressions that are searched for in a variable's path.
 MUON_OUTPUT_LAYERS = r"(^|/)(output|outputs|logits|head|lm_head|classifier|predictions|unembed)(_\d+)?(/|$)"
 
-# Constructor arguments that a flag of their own governs.
+# Constructor arguments that have their own flags.
 _GOVERNED_BY_FLAG = {
     "learning_rate": "--learning_rate",
     "weight_decay": "--weight_decay",
@@ -72,7 +72,7 @@ def names() -> list[str]:
 
 
 def check_arguments(config: OptimizerConfig) -> None:
-    """Checks name and arguments without making the optimizer, which would run a TensorFlow operation.
+    """Checks name and arguments without creating the optimizer, which would run a TensorFlow operation.
 
     Raises:
       ConfigError: An unknown name or argument, with suggestions; an argument that has a flag of its own; a value of
@@ -94,8 +94,8 @@ def build(config: OptimizerConfig, *, global_batch_size: int) -> keras.optimizer
     decayed; LARS does not rescale them either. The exclusion belongs to the returned object and takes effect when it is
     built, by whomever.
 
-    Muon moves two-dimensional hidden weights; embeddings, output layers (`MUON_OUTPUT_LAYERS`) and everything of
-    another rank move by Adam at the same learning rate.
+    Muon updates two-dimensional hidden weights; Adam updates embeddings, output layers (`MUON_OUTPUT_LAYERS`) and
+    weights of other ranks, at the same learning rate.
 
     Args:
       config: Name, arguments and rates.
@@ -141,7 +141,7 @@ def scaled_learning_rate(config: OptimizerConfig, global_batch_size: int) -> flo
 
 
 def check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
-    """Refuses optimizers that keep to themselves what the training step does for all replicas together.
+    """Refuses optimizers that do themselves what the training step does for all replicas together.
 
     Raises:
       ConfigError: Not a Keras optimizer; or a `LossScaleOptimizer`, a `MultiOptimizer`, or one with a loss scale or
@@ -173,14 +173,14 @@ def check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
 
 
 def recreate(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-    """The same optimizer anew, without variables, for the strategy in whose scope this is called.
+    """A new copy of the optimizer, without variables, for the strategy in whose scope this is called.
 
     Args:
-      optimizer: What to copy: class, configuration, and exclusions from weight decay, which Keras' configuration leaves
-        out.
+      optimizer: The original. Copies class, configuration, and exclusions from weight decay, which Keras' configuration
+        omits.
 
     Raises:
-      ConfigError: Variables were excluded from weight decay as objects; the copy will meet other ones.
+      ConfigError: Variables were excluded from weight decay as objects; the copy will have different variables.
     """
     parts = getattr(optimizer, "_tfpar_excluded_parts", None)
     if parts is None and keras_internals.excludes_variables(optimizer):
@@ -199,11 +199,11 @@ def recreate(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimize
 def recreate_for(
     optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]
 ) -> keras.optimizers.Optimizer:
-    """The same optimizer built for other variables, with the state it has of those that it knows.
+    """A copy of the optimizer built for other variables, with the state of those variables that both have.
 
     Args:
       optimizer: A built optimizer; it is not changed.
-      variables: What the new one updates.
+      variables: The variables that the new one updates.
     """
     copy = recreate(optimizer)
     copy.build(variables)
@@ -214,7 +214,7 @@ def recreate_for(
         if old is not None and old.shape == variable.shape:
             variable.assign(old.value)
     for weight, average in zip(variables, ema_variables(copy) or [], strict=False):
-        if average is not None and average.path not in known:  # it is no first step, which would start the average
+        if average is not None and average.path not in known:  # this is not a first step, which would start the average
             average.assign(weight.value)
     return copy
 
@@ -273,8 +273,8 @@ def _exclude_by_path(optimizer: keras.optimizers.Optimizer, parts: tuple[str, ..
     """Makes the optimizer exclude variables from weight decay by parts of their path, whoever builds it.
 
     Keras 3.15 compares names of variables ('gamma', 'kernel'), in which a layer such as 'layer_normalization' does
-    not occur. The variables are known only when the optimizer is built; a subclass would have to be imported by
-    everyone who loads the saved model. So the choice is hooked into this one object's `build`.
+    not occur. The variables are known only when the optimizer is built; a subclass would have to be imported wherever
+    the saved model is loaded. So the choice is hooked into this one object's `build`.
     """
     build_of_class = optimizer.build
 

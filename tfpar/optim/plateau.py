@@ -11,7 +11,7 @@ class PlateauController:
     """Lowers the learning rate when an evaluation result has stopped improving. Lives on the host.
 
     Args:
-      factor: What the multiplier is multiplied by, in (0, 1).
+      factor: Factor on the multiplier at each reduction, in (0, 1).
       patience: Evaluations without improvement after which that happens.
       min_delta: By how much a value must beat the best one to count as an improvement.
       cooldown: Evaluations after a reduction during which none is counted as bad.
@@ -53,11 +53,11 @@ class PlateauController:
 
     @property
     def multiplier(self) -> float:
-        """What the scheduled learning rate is to be multiplied by."""
+        """The factor on the scheduled learning rate."""
         return self._multiplier
 
     def update(self, value: float) -> float:
-        """Takes one evaluation result into account; not-a-number is no improvement.
+        """Processes one evaluation result; NaN is not an improvement.
 
         Returns:
           The multiplier from here on.

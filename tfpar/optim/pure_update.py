@@ -36,9 +36,9 @@ def pure_apply(
       optimizer_variables: Values of `optimizer.variables`, in order.
       params: Values of the trainable variables the optimizer was built with, in order.
       gradients: Gradients of `params`; None (no path from the loss) leaves a parameter as it is.
-      learning_rate: float32 [] that takes the place of the optimizer's learning rate, in this update only.
+      learning_rate: float32 [] that replaces the optimizer's learning rate, in this update only.
         None: the optimizer's own variable, or its own schedule at its count of iterations.
-      beside: Returns the context in which what belongs to a tensor is computed, such as its device.
+      beside: Returns the context for operations on a tensor, such as its device.
 
     Returns:
       The new values of `params` and of `optimizer_variables`, in the same order.

@@ -1,4 +1,4 @@
-"""What a process is doing while nothing else can be shown: compiling, evaluating, waiting."""
+"""Shows the current activity of a process while there is no other output: compiling, evaluating, waiting."""
 
 from __future__ import annotations
 

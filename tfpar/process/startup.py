@@ -67,7 +67,7 @@ def quiet_startup(verbose: bool | None = None) -> None:
 
 @contextlib.contextmanager
 def filtered_stderr(chatter: re.Pattern[str] = _IMPORT_CHATTER) -> Iterator[None]:
-    """Holds back what the process, C++ code included, writes to standard error; lets through what matters at the end.
+    """Captures the process's standard error, including that of C++ code; writes the relevant lines at the end.
 
     Args:
       chatter: Lines that match from their beginning are dropped; all others are written when the context ends.

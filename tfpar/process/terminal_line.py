@@ -11,8 +11,8 @@ from tfpar.process import safe_write
 class TerminalLine:
     """Safe to use from several threads.
 
-    It has a text of its own, and may be covered by another for a while: the progress of training by what an evaluation
-    is doing, for example.
+    It has its own text, which another may temporarily cover: for example, the progress of an evaluation covers that of
+      training.
 
     Args:
       stream: Where to write.
@@ -65,7 +65,8 @@ class TerminalLine:
     def _paint(self) -> None:
         text = self._cover or self._text
         if self._live and text:
-            # Blanks instead of an escape sequence: the launcher cuts lines that hold none to what its prefix leaves.
+            # Blanks instead of an escape sequence: the launcher truncates lines without escape sequences to the width
+            # after its prefix.
             self._write("\r" + text.ljust(self._painted))
             self._painted = len(text)
 

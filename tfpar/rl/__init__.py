@@ -1,6 +1,6 @@
-"""Reinforcement learning: environments on the device, rollouts, and what is learned from them.
+"""Reinforcement learning: environments on the device, rollouts, and algorithms that learn from them.
 
-The names below bring in TensorFlow when they are used.
+The names below import TensorFlow when they are used.
 """
 
 from __future__ import annotations

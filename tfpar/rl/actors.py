@@ -1,9 +1,9 @@
 """Actors: threads that act in environments of the host while the device learns ("Sebulba", Hessel et al. 2021).
 
-A rollout is made with the weights that the learner had when it began to learn from the rollout before, so that both
-work at the same time. Who is first makes no difference: rollout k acts under the weights of gathering k - 1 (the first
-two under those of the first), whatever takes how long. Each actor has two queues of TensorFlow with room for one
-element or two, through which weights come and rollouts go; nobody waits inside a TensorFlow thread.
+A rollout uses the weights that the learner had when it began to learn from the previous rollout, so that both work at
+the same time. Which of them is faster makes no difference: rollout k always uses the weights of gathering k - 1 (the
+first two use those of the first). Each actor has two TensorFlow queues with room for one or two elements, one for
+incoming weights and one for outgoing rollouts; no wait blocks a TensorFlow thread.
 
 Shapes: T steps of a rollout, n environments of an actor.
 """
@@ -41,11 +41,11 @@ class _Waiting:
         self._rounds: collections.deque[np.ndarray] = collections.deque(maxlen=_ROUNDS)
 
     def add(self, learner: tuple[float, float], actor: tuple[float, float]) -> None:
-        """A round of each: seconds that it waited, and seconds in all."""
+        """Adds a round of each: seconds of waiting, and seconds in total."""
         self._rounds.append(np.array([learner, actor]))
 
     def shares(self) -> tuple[float, float]:
-        """Of the learner and of the actor: what part of the time it waited."""
+        """The fractions of the time that the learner and the actor waited."""
         (learner, its_time), (actor, own_time) = np.sum([np.full((2, 2), 1e-9), *self._rounds], axis=0)
         return float(min(learner / its_time, 1.0)), float(min(actor / own_time, 1.0))
 
@@ -58,7 +58,7 @@ class Actor:
       algorithm: Chooses the actions.
       index: Int32 `[n]`: numbers of its environments among all.
       seed: That of the run.
-      processes: Whether every environment has a process of its own.
+      processes: Whether every environment has its own process.
       jit_compile: Whether XLA compiles the choice of actions.
     """
 
@@ -82,7 +82,7 @@ class Actor:
         self._trainable = len(model.trainable_variables)
         specs = [tf.TensorSpec(each.shape, each.dtype) for each in weights]
         with tf.device(_CPU):
-            # Weights, the number of the rollout to be gathered, and when it was asked for.
+            # Weights, the number of the rollout to gather, and the time of the request.
             self.weights = _queue(2, [*specs, tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.float64)])
             self.rollouts = _queue(1, record_specs(environment, steps, len(index)))
         self._thread = threading.Thread(target=self._run, name=f"actor-{index[0]}", daemon=True)
@@ -93,7 +93,7 @@ class Actor:
             self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread; whoever waits for a rollout gets an error."""
+        """Ends the thread; a learner that waits for a rollout gets an error."""
         for queue in (self.weights, self.rollouts):
             queue.close(cancel_pending_enqueues=True)
         if self._thread.ident is not None and self._thread is not threading.current_thread():
@@ -106,7 +106,7 @@ class Actor:
             self._act(envs)
         except (tf.errors.CancelledError, tf.errors.OutOfRangeError):  # closed
             pass
-        except BaseException as error:  # whatever an environment of somebody else raises
+        except BaseException as error:  # any exception of a third-party environment
             self.error = error
             self.close()
         finally:
@@ -121,14 +121,14 @@ class Actor:
             record = rollout.make(self._algorithm.options, self._chooser(weights, number + place))
             made = time.time()
             self.rollouts.enqueue([tf.constant(each) for each in record])
-            if place > 0:  # the first rollout and the second are made with the same weights
+            if place > 0:  # the first and the second rollout use the same weights
                 asked_before = float(asked)
                 *weights, _, asked = self.weights.dequeue()
                 ended, asked = time.time(), float(asked)
                 self.waiting.add((max(made - asked, 0.0), asked - asked_before), (ended - made, ended - began))
 
     def _seeds(self, first: int) -> list[int]:
-        """Of the environments, other ones for a run that is resumed at another rollout."""
+        """Seeds of the environments, which differ if a run is resumed at another rollout."""
         return [
             int(np.random.SeedSequence([self._seed & 0xFFFFFFFF, int(each), first]).generate_state(1)[0])
             for each in self._index
@@ -156,7 +156,7 @@ class Actor:
 
 
 class _Rollout:
-    """Makes rollouts in environments of Gymnasium, one after the other."""
+    """Creates rollouts in environments of Gymnasium, one after the other."""
 
     def __init__(self, environment: HostEnvironment, envs: Any, seeds: list[int]) -> None:
         self._environment, self._envs = environment, envs
@@ -165,7 +165,7 @@ class _Rollout:
         self._returns, self._lengths = np.zeros(len(seeds)), np.zeros(len(seeds))
 
     def make(self, options: Any, choose: Callable[[np.ndarray, int], tuple[np.ndarray, np.ndarray]]) -> Step:
-        """Some steps in every environment; arrays `[T, n, ...]`."""
+        """Runs some steps in every environment; returns arrays `[T, n, ...]`."""
         specs = record_specs(self._environment, options.rollout_steps, len(self._returns))
         record = Step(*(np.zeros(spec.shape, spec.dtype.as_numpy_dtype) for spec in specs))
         for place in range(options.rollout_steps):
@@ -194,7 +194,7 @@ class Actors:
     """The actors of all replicas of this process.
 
     Args:
-      environment: What they act in.
+      environment: The environment in which they act.
       algorithm: Chooses the actions.
       seed: That of the run.
       first: Number of this process's first replica among those of all workers.
@@ -227,26 +227,26 @@ class Actors:
             for replica in range(first, first + local_replicas)
         ]
         every = [actor for group in self._actors for actor in group]
-        weakref.finalize(self, _close, every)  # also when Python ends: a thread inside TensorFlow would end badly
+        weakref.finalize(self, _close, every)  # also at exit: Python must not exit while a thread is inside TensorFlow
         self._every = every
 
     def start(self) -> None:
-        """Lets them act; those that do already go on."""
+        """Starts them; those that are already running continue."""
         for actor in self._every:
             actor.start()
 
     def waiting(self) -> dict[str, float]:
-        """What part of the time the learner, and the actors, of this process waited for each other, over the last
+        """The fractions of the time that this process's learner and actors waited for each other, over the last
         rollouts."""
         shares = [actor.waiting.shares() for actor in self._every]
         learner, actor = (float(np.mean([share[part] for share in shares])) for part in (0, 1))
         return {"learner_waiting": learner, "actor_waiting": actor}
 
     def raise_error(self) -> None:
-        """Raises what an actor ended with, if one did.
+        """Raises the error with which an actor ended, if one did.
 
         Raises:
-          TrainingError: With what the environment said.
+          TrainingError: With the environment's message.
         """
         for actor in self._every:
             if actor.error is not None:
@@ -256,7 +256,7 @@ class Actors:
     # In a replica context.
 
     def take(self, params: Tensors, state: Tensors, number: tf.Tensor, replica: tf.Tensor) -> Step:
-        """Hands the weights of this replica to its actors, and waits for their next rollouts.
+        """Sends the weights of this replica to its actors, and waits for their next rollouts.
 
         Args:
           params: Values of the model's trainable variables.
@@ -276,7 +276,7 @@ class Actors:
 
 
 def record_specs(environment: HostEnvironment, steps: int, count: int) -> list[tf.TensorSpec]:
-    """Shapes and types of a `Step` of so many steps and environments, with a time axis in front."""
+    """Shapes and types of a `Step` for these numbers of steps and environments, with a leading time axis."""
     rows, action = [steps, count], environment.actions.spec
     others = {
         "observation": tf.TensorSpec([*rows, *environment.observation_shape], tf.float32),

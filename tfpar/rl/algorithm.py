@@ -1,7 +1,7 @@
-"""What an algorithm is: how a replica gathers experience, and which batches are made of it.
+"""The protocol of algorithms: how a replica gathers experience, and how it becomes batches.
 
-The training step asks an algorithm for its batches and is otherwise that of supervised learning; what is minimised is
-the algorithm's `Objective`. Everything here is a pure function of tensors, so that XLA compiles it with the step.
+The training step gets its batches from an algorithm and is otherwise that of supervised learning; it minimises the
+algorithm's `Objective`. Everything here is a pure function of tensors, so that XLA compiles it with the step.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ class Algorithm(Protocol):
 
     @property
     def options(self) -> ReinforcementConfig:
-        """How it learns: how much is gathered at a time, and in how many steps it is learned from."""
+        """The options of learning: the size of a rollout, and the number of steps that learn from it."""
 
     @property
     def own_state(self) -> Sequence[int]:
-        """Places of those of the model's non-trainable variables that gathering changes, alike on every replica."""
+        """Indices of the model's non-trainable variables that gathering changes, in the same way on every replica."""
 
     @property
     def objective(self) -> Objective:
         """What is minimised."""
 
     def initial_memory(self, replica: int) -> Any:
-        """What a replica remembers before the first step: a structure of tensors of static shapes.
+        """The memory of a replica before the first step: a structure of tensors with static shapes.
 
         Args:
-          replica: Its number among all.
+          replica: Its index among all replicas.
         """
 
     def gather(
@@ -51,7 +51,7 @@ class Algorithm(Protocol):
         Args:
           params: Values of the model's trainable variables.
           state: Values of its non-trainable variables.
-          memory: What the replica remembers, in the structure of `initial_memory`.
+          memory: The memory of the replica, in the structure of `initial_memory`.
           step: Int64 scalar: the number of the training step that is about to begin.
           replica: Int32 scalar: the number of the replica.
 
@@ -62,7 +62,7 @@ class Algorithm(Protocol):
     # The same in three parts, for environments that run on the host.
 
     def prepare(self, state: Tensors) -> Tensors:
-        """The values of the non-trainable variables under which a rollout is learned from."""
+        """The values of the non-trainable variables for learning from a rollout."""
 
     def choose(
         self,
@@ -82,11 +82,11 @@ class Algorithm(Protocol):
           observation: Float32 `[n, ...]`.
           index: Int32 `[n]`: numbers of the environments among all.
           time: Int32 scalar: the number of the step of these environments.
-          step: Int64 scalar: the number of the training step that will learn from it first.
+          step: Int64 scalar: the number of the first training step that will learn from it.
         """
 
     def remember(self, params: Tensors, state: Tensors, memory: Any, taken: Step, step: tf.Tensor) -> Any:
-        """The memory with what `rollout_steps` steps of all environments of a replica left."""
+        """The memory with the results of `rollout_steps` steps of all environments of a replica."""
 
     def batch(self, memory: Any, step: tf.Tensor, replica: tf.Tensor) -> Batch:
         """The batch of a step on a replica: `(x, y, weight)` with a leading micro-batch axis; arguments as above."""

@@ -1,8 +1,9 @@
 """Deep Q-learning (Mnih et al. 2015) with double Q-learning (van Hasselt et al. 2016) and n-step targets (as in Hessel
-et al. 2018, Rainbow). The replay lies on the device, in the variables of the replica that gathered it; transitions may
+et al. 2018, Rainbow). The replay is on the device, in the variables of the replica that gathered it; transitions may
 be drawn by their errors (Schaul et al. 2016, Prioritized Experience Replay, its proportional variant).
 
-A step has as many remembered transitions of each environment, so it is the same however environments are split.
+A step draws equally many remembered transitions of each environment, so it does not depend on how environments are
+split.
 
 Shapes: L slots of the replay in time, T steps of a gathering, n environments of a replica, k transitions of each in a
 step, A micro-batches, m transitions of a micro-batch on a replica.
@@ -28,18 +29,18 @@ from tfpar.training.seeds import run_seed
 import keras
 import tensorflow as tf
 
-_LEAST_ERROR = 1e-3  # added to errors, so that no transition is never drawn again
+_LEAST_ERROR = 1e-3  # added to errors, so that every transition can be drawn again
 
 
 class Replay(NamedTuple):
-    """Transitions `[L, n]`; time step t lies in slot t % L.
+    """Transitions `[L, n]`; time step t is in slot t % L.
 
     Attributes:
       observation: Float32 `[L, n, ...]`.
       action: Int32.
       reward: Float32, scaled.
-      following: Float32 `[L, n, ...]`: what the action led to, before any new episode.
-      terminated: Float32: 1 where nothing comes after it.
+      following: Float32 `[L, n, ...]`: the observation after the action, before any new episode.
+      terminated: Float32: 1 where the episode terminated.
       ended: Float32: 1 where the episode ended or was cut off.
     """
 
@@ -52,15 +53,16 @@ class Replay(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What a replica remembers.
+    """The memory of a replica.
 
     Attributes:
-      vector: Where its environments stand; `()` where they run on the host.
-      replay: What they went through.
+      vector: The states of its environments; `()` if they run on the host.
+      replay: Their transitions.
       written: Int32 scalar: time steps gathered so far.
       target: Weights of the target network.
       episodes: Float32 `[3]`: number, returns and lengths of the episodes that ended in the last gathering, summed.
-      priority: Float32 `[L, n]`: the power of its error with which a transition is drawn; `()` where all are alike.
+      priority: Float32 `[L, n]`: the power of its error by which a transition is drawn; `()` if they are drawn
+        uniformly.
     """
 
     vector: Vector | tuple[()]
@@ -77,9 +79,9 @@ class Targets(NamedTuple):
     Attributes:
       action: Int32: the actions.
       reward: Float32: the discounted rewards of n steps, or of those until the episode ended.
-      following: Float32 `[m, ...]`: what they led to.
-      discount: Float32: of the value of that; 0 where nothing comes after it.
-      values: Float32 `[m, a]`: what the target network says of it.
+      following: Float32 `[m, ...]`: the observations after them.
+      discount: Float32: the discount of the value of `following`; 0 where the episode terminated.
+      values: Float32 `[m, a]`: the target network's values of `following`.
       episodes: Float32 `[m, 3]`: a share of `Memory.episodes` in the first step after a gathering, else 0.
     """
 
@@ -97,8 +99,8 @@ class DQN:
 
     Attributes:
       model: Values of all actions, `[m, a]`.
-      environment: What is acted in; its actions are discrete.
-      options: How it learns.
+      environment: The environment; its actions are discrete.
+      options: The options of learning.
       seed: That of the run.
       total_steps: Steps of the whole run, over which exploration falls.
       replicas: Replicas of all workers.
@@ -117,7 +119,7 @@ class DQN:
 
     @property
     def own_state(self) -> Sequence[int]:
-        """None: acting changes nothing of the model."""
+        """None: acting does not change the model."""
         return ()
 
     @functools.cached_property
@@ -157,7 +159,7 @@ class DQN:
     def gather(
         self, params: Tensors, state: Tensors, memory: Memory, step: tf.Tensor, replica: tf.Tensor
     ) -> tuple[Tensors, Memory]:
-        """Some steps in every environment."""
+        """Runs some steps in every environment."""
         index = self._index(replica)
 
         def choose(observation: tf.Tensor, number: tf.Tensor) -> Choice:
@@ -165,7 +167,7 @@ class DQN:
 
         assert isinstance(self.environment, Environment)
         assert isinstance(memory.vector, Vector)
-        # By what is remembered, not by the number of the step: a run may go on elsewhere, with nothing remembered.
+        # By the number of remembered steps, not the step number: a run may resume elsewhere with an empty memory.
         end, taken = act_for(
             self.environment,
             choose,
@@ -179,7 +181,7 @@ class DQN:
         return state, self.remember(params, state, memory._replace(vector=end), taken, step)
 
     def prepare(self, state: Tensors) -> Tensors:
-        """The same: gathering changes nothing of the model."""
+        """The same values: gathering does not change the model."""
         return state
 
     def choose(
@@ -196,7 +198,7 @@ class DQN:
         return Choice(action, tf.zeros_like(drawn[0]), tf.zeros_like(drawn[0]))
 
     def remember(self, params: Tensors, state: Tensors, memory: Memory, taken: Step, step: tf.Tensor) -> Memory:
-        """Puts transitions in the place of the oldest; lets the target network follow where that is due."""
+        """Replaces the oldest transitions; updates the target network if it is due."""
         del state
         options, steps = self.options, self.options.rollout_steps
         slots = (memory.written + tf.range(steps)) % self._slots
@@ -208,15 +210,15 @@ class DQN:
         target = [tf.where(due, param, old) for param, old in zip(params, memory.target, strict=True)]
         episodes = [tf.reduce_sum(part) for part in (taken.ended, taken.episode_return, taken.episode_length)]
         priority = memory.priority
-        if tf.is_tensor(priority):  # as large as any, so that each is drawn before long
-            # Of each environment by itself, so that it makes no difference how they are split over replicas.
+        if tf.is_tensor(priority):  # as large as the largest, so that each is drawn soon
+            # Separately for each environment, so that their split over replicas makes no difference.
             largest = tf.maximum(tf.reduce_max(priority, axis=0, keepdims=True), 1.0)
             new_ones = tf.broadcast_to(largest, [steps, self._own])
             priority = tf.tensor_scatter_nd_update(priority, slots[:, tf.newaxis], new_ones)
         return Memory(memory.vector, replay, memory.written + steps, target, tf.stack(episodes), priority)
 
     def batch(self, memory: Memory, step: tf.Tensor, replica: tf.Tensor) -> Batch:
-        """As many remembered transitions of each environment, drawn anew for every step."""
+        """Equally many remembered transitions of each environment, drawn again for every step."""
         options, slots = self.options, self._slots
         first, weight = self._drawn(memory, step, replica)
         column = tf.broadcast_to(tf.range(self._own), first.shape)
@@ -264,14 +266,14 @@ class DQN:
             first = memory.written - known + tf.cast(tf.stack(drawn) * begins, tf.int32)
             return first, tf.ones([each, self._own])
         age = (memory.written - 1 - tf.range(slots)) % slots
-        complete = (age >= options.n_step - 1) & (age < known)  # what n steps sum up lies behind it
+        complete = (age >= options.n_step - 1) & (age < known)  # the sum over n steps needs the steps after it
         priority = tf.where(complete[:, tf.newaxis], memory.priority, 0.0)
         ends = tf.cumsum(priority)  # [L, n]
         total = ends[-1]
         # One out of each of k parts of equal priority.
         places = (tf.stack(drawn) + tf.range(float(each))[:, tf.newaxis]) / float(each) * total
         slot = tf.reduce_sum(tf.cast(ends <= places[:, tf.newaxis, :], tf.int32), axis=1)  # [k, n]
-        slot = tf.minimum(slot, tf.reduce_max(tf.where(complete, tf.range(slots), 0)))  # where rounding leads past all
+        slot = tf.minimum(slot, tf.reduce_max(tf.where(complete, tf.range(slots), 0)))  # rounding exceeds the last
         column = tf.broadcast_to(tf.range(self._own), slot.shape)
         odds = tf.gather_nd(priority, tf.stack([slot, column], axis=-1)) / total
         beta = options.replay_correction
@@ -286,8 +288,8 @@ class DQN:
         Args:
           params: Values of the model's trainable variables.
           state: Values of its non-trainable variables.
-          memory: What the batch was made of.
-          batch: That of this step and replica.
+          memory: The memory from which the batch was drawn.
+          batch: The batch of this step and replica.
           step: Its number.
           replica: The number of the replica.
         """
@@ -331,7 +333,7 @@ class DQNObjective:
         return ObjectiveSums(tf.reduce_sum(weight * loss), tf.reduce_sum(weight), list(new_state), sums.in_order(_SUMS))
 
     def errors(self, params: Tensors, state: Tensors, values: tf.Tensor, targets: Targets) -> tf.Tensor:
-        """What the values of actions are too large by, float32 `[m]`; the targets are not differentiated.
+        """By how much the values of actions exceed their targets, float32 `[m]`; the targets are not differentiated.
 
         Args:
           params: Values of the model's trainable variables.

@@ -1,4 +1,4 @@
-"""Layers of policies. Importing this module registers them with Keras, and needs nothing else of tfpar.
+"""Layers of policies. Importing this module registers them with Keras; it needs no other module of tfpar.
 
 Shapes: m observations, d the shape of one; a numbers of an action.
 """
@@ -18,17 +18,17 @@ _LIMIT = 10.0  # standard deviations
 class ObservationNormalization(keras.layers.Layer):
     """Subtracts the running mean, divides by the running deviation, and clips at 10 deviations.
 
-    Until the first observations are taken over, they pass through unchanged.
+    Before the first update of the statistics, observations pass through unchanged.
     """
 
     def build(self, input_shape: Any) -> None:
-        """Creates the statistics, and what is to be added to them."""
+        """Creates the statistics, and the sums for their next update."""
         shape = tuple(input_shape[1:])
         zeros = {"trainable": False, "dtype": "float32", "initializer": "zeros"}
         self.mean = self.add_weight(shape=shape, name="mean", **zeros)
         self.variance = self.add_weight(shape=shape, name="variance", **{**zeros, "initializer": "ones"})
         self.observations = self.add_weight(shape=(), name="observations", **zeros)
-        # Of the transitions that are being learned from: their share of the rollout, and means of x - mean and of its
+        # For the transitions of the current learning: their share of the rollout, and means of x - mean and of its
         # square. They are sums over minibatches of equal size, so replicas may average them.
         self.new_share = self.add_weight(shape=(), name="new_share", **zeros)
         self.new_offset = self.add_weight(shape=shape, name="new_offset", **zeros)
@@ -50,7 +50,7 @@ class LogDeviation(keras.layers.Layer):
     """The logarithm of an action's standard deviation: learned, and the same for every observation."""
 
     def build(self, input_shape: Any) -> None:
-        """Creates it; exp(0) = 1 to begin with."""
+        """Creates it; it starts at 0, a deviation of 1."""
         self.value = self.add_weight(shape=tuple(input_shape[1:]), name="value", initializer="zeros", dtype="float32")
 
     def call(self, inputs: tf.Tensor) -> tf.Tensor:

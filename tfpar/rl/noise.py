@@ -1,7 +1,7 @@
-"""Random numbers that depend on what they are for, and on nothing else.
+"""Random numbers that depend only on their purpose.
 
-Environments are split over replicas, so the numbers of an environment may not depend on how many others are computed
-beside it. Each is a hash of the environment's number among all of them, the time, a stream and the seed.
+Environments are split over replicas, so the numbers of an environment must not depend on how many others are on the
+same replica. Each is a hash of the environment's number among all of them, the time, a stream and the seed.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 _MULTIPLIER, _INCREMENT = 1664525, 1013904223
-# Streams: what the numbers are for.
+# Streams: the purposes of the numbers.
 RESET, STEP, ACTION, ORDER, ROTATION, REPLAY = range(6)
 _WORDS = 4  # of one hash
 
@@ -18,12 +18,12 @@ def uniforms(count: int, *, seed: tf.Tensor, stream: int, index: tf.Tensor, time
     """Uniform numbers in [0, 1), multiples of 2^-24.
 
     The hash is `pcg4d` (Jarzynski and Olano 2020, Hash Functions for GPU Rendering), which maps four words to four
-    words. It takes about five integer operations for a number, which XLA fuses with what uses them.
+    words. It takes about five integer operations per number, which XLA fuses with the operations that use it.
 
     Args:
       count: Numbers for each environment.
       seed: Int32 `[2]`.
-      stream: What they are for.
+      stream: Their purpose.
       index: Int32 `[n]`: numbers of the environments, from 0.
       time: Int32 scalar, or `[n]`.
 

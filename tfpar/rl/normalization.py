@@ -1,10 +1,10 @@
-"""The running statistics that scale observations: collected, agreed on, and taken over as pure functions.
+"""The running statistics that scale observations: collecting, averaging and updating them, as pure functions.
 
 The layer itself is in `layers.py`: it is part of the policy, so that `model.keras` takes raw observations.
 
-The statistics that scale stay the same from one rollout to the next, so that actions are judged under the policy that
-chose them. What a rollout adds to them is collected beside them while it is learned from, agreed on by the replicas as
-batch statistics are, and taken over before the next rollout.
+The statistics in use do not change between two rollouts, so that actions are judged under the policy that chose them.
+The contribution of a rollout is collected separately while the policy learns from it, averaged over the replicas like
+batch statistics, and added to the statistics before the next rollout.
 
 Shapes: d is the shape of an observation.
 """
@@ -19,7 +19,7 @@ import tensorflow as tf
 
 
 class Statistics:
-    """The statistics of a model's normalization layer as pure functions; of a model without one, they do nothing.
+    """The statistics of a model's normalization layer as pure functions, which do nothing for a model without one.
 
     Args:
       model: A built Keras model.
@@ -32,16 +32,17 @@ class Statistics:
 
     @property
     def variables(self) -> list[int]:
-        """Places of the statistics among the model's non-trainable variables."""
+        """Indices of the statistics among the model's non-trainable variables."""
         return self._places
 
     def collected(self, state: Tensors, x: tf.Tensor, share: tf.Tensor) -> Tensors:
-        """The model's state after it has noted observations.
+        """The model's state after collecting observations.
 
         Args:
           state: Values of the model's non-trainable variables.
           x: Observations `[m, *d]`.
-          share: Float32 `[m]`: what each is of all observations of a rollout on this replica; 0 leaves it out.
+          share: Float32 `[m]`: the fraction that each is of all observations of a rollout on this replica; 0 leaves it
+            out.
         """
         if not self._places:
             return state
@@ -53,7 +54,7 @@ class Statistics:
         return self._replaced(state, [mean, variance, count, total + tf.reduce_sum(share), offset, square])
 
     def taken_over(self, state: Tensors, observations: int) -> Tensors:
-        """The model's state with what was noted as part of the statistics (Chan, Golub and LeVeque 1979).
+        """The model's state with the collected sums merged into the statistics (Chan, Golub and LeVeque 1979).
 
         Args:
           state: Values of the model's non-trainable variables.

@@ -1,4 +1,4 @@
-"""Policies: the model of a policy and its value, and what its outputs say about actions.
+"""Policies: the model of a policy and its value, and the distribution of actions from its outputs.
 
 Shapes: m observations; a numbers of an action, or actions to choose from.
 """
@@ -17,7 +17,7 @@ import keras
 import tensorflow as tf
 
 _PIXEL_DIMS = 3
-# Of pictures: filters, size and stride of each convolution (Mnih et al. 2015), and the smallest side that they fit.
+# For pictures: filters, size and stride of each convolution (Mnih et al. 2015), and the smallest side that they fit.
 _CONVOLUTIONS = ((32, 8, 4), (64, 4, 2), (64, 3, 1))
 _SMALLEST_CONVOLVED = 36
 
@@ -30,7 +30,7 @@ def build_policy(
     normalize: bool = True,
     scale: float = 1.0,
 ) -> keras.Model:
-    """A policy and a value network; they have no weights in common but those that read pictures.
+    """A policy and a value network; they share only the weights that read pictures.
 
     Hidden layers are tanh, and weights orthogonal: gain √2, 0.01 before the actions, so that the first policy is nearly
     uniform, and 1 before the value (Andrychowicz et al. 2021, What Matters for On-Policy Deep Actor-Critic Methods).
@@ -116,7 +116,7 @@ def build_q_network(
 
 
 class Distribution(NamedTuple):
-    """What outputs of a policy say about actions.
+    """The distribution of actions from the outputs of a policy.
 
     Attributes:
       parameters: Logits `[m, a]`; or means and log deviations, both `[m, a]`.
@@ -126,8 +126,8 @@ class Distribution(NamedTuple):
 
     @classmethod
     def of(cls, outputs: Sequence[tf.Tensor]) -> Distribution:
-        """That of a policy's outputs: logits and value, or means, value and log deviations; of values of actions alone,
-        whose greatest is the most likely."""
+        """The distribution from a policy's outputs: logits and value, or means, value and log deviations; or from
+        values of actions, of which the greatest is the most likely."""
         outputs = [outputs] if tf.is_tensor(outputs) else outputs
         return cls(tuple(tf.cast(outputs[place], tf.float32) for place in (0, 2) if place < len(outputs)))
 
@@ -137,10 +137,10 @@ class Distribution(NamedTuple):
         return len(self.parameters) == 1
 
     def sample(self, seed: tf.Tensor, index: tf.Tensor, time: tf.Tensor) -> tf.Tensor:
-        """Actions drawn: int32 `[m]`, or float32 `[m, a]`; arguments as for `noise.uniforms`."""
+        """Draws actions: int32 `[m]`, or float32 `[m, a]`; arguments as for `noise.uniforms`."""
         drawn = {"seed": seed, "stream": noise.ACTION, "index": index, "time": time}
         if self.discrete:
-            # The action in whose part of [0, 1) a uniform number lies.
+            # The action whose part of [0, 1) contains a uniform number.
             ends = tf.cumsum(tf.nn.softmax(self.parameters[0]), axis=-1)
             place = noise.uniforms(1, **drawn)[0][:, tf.newaxis]
             return tf.reduce_sum(tf.cast(place >= ends[:, :-1], tf.int32), axis=-1)

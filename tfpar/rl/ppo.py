@@ -1,8 +1,8 @@
 """Proximal policy optimisation (Schulman et al. 2017), with the details that matter (Andrychowicz et al. 2021).
 
-A rollout of T steps in n environments of a replica is learned from in several epochs. An epoch is a permutation of the
-time steps, rotated by a random amount for each environment, and cut into minibatches. So each minibatch has the same
-number of transitions of every environment, however the environments are split over replicas.
+The policy learns in several epochs from a rollout of T steps in n environments of a replica. An epoch is a permutation
+of the time steps, rotated by a random amount for each environment, and cut into minibatches. So each minibatch has the
+same number of transitions of every environment, however the environments are split over replicas.
 
 Shapes: A micro-batches, m transitions of a micro-batch on a replica.
 """
@@ -31,10 +31,10 @@ import tensorflow as tf
 
 
 class Memory(NamedTuple):
-    """What a replica remembers.
+    """The memory of a replica.
 
     Attributes:
-      vector: Where its environments stand; `()` where they run on the host.
+      vector: The states of its environments; `()` if they run on the host.
       experience: The last rollout.
     """
 
@@ -47,8 +47,8 @@ class Targets(NamedTuple):
 
     Attributes:
       experience: The transitions, without their observations.
-      share: Float32: what each is of all transitions of the rollout on this replica, the first time that it is learned
-        from; else 0.
+      share: Float32: the fraction that each is of all transitions of the rollout on this replica, in the first epoch;
+        otherwise 0.
     """
 
     experience: Experience
@@ -61,8 +61,8 @@ class PPO:
 
     Attributes:
       model: The policy.
-      environment: What it acts in.
-      options: How it learns.
+      environment: The environment in which it acts.
+      options: The options of learning.
       seed: That of the run.
       replicas: Replicas of all workers.
       accumulate_steps: Micro-batches of a step, A.
@@ -84,7 +84,7 @@ class PPO:
 
     @property
     def own_state(self) -> Sequence[int]:
-        """Places of these statistics."""
+        """Indices of these statistics."""
         return self.statistics.variables
 
     @functools.cached_property
@@ -101,7 +101,7 @@ class PPO:
         return replica * self._own + tf.range(self._own)
 
     def initial_memory(self, replica: int) -> Memory:
-        """Environments at the start of their first episodes, and nothing experienced."""
+        """Environments at the start of their first episodes, and no experience."""
         action, shape = self.environment.actions.spec, [self.options.rollout_steps, self._own]
         others = {name: tf.zeros(shape) for name in Experience._fields if name not in ("observation", "action")}
         experience = Experience(
@@ -136,7 +136,7 @@ class PPO:
         return lambda x: call_model(self.model, params, state, x, training=False).outputs
 
     def prepare(self, state: Tensors) -> Tensors:
-        """Takes over what the last rollout added to the statistics."""
+        """Adds the contribution of the last rollout to the statistics."""
         return self.statistics.taken_over(state, self.options.transitions_per_rollout)
 
     def choose(
@@ -147,7 +147,7 @@ class PPO:
         return draw(self._apply(params, state)(observation), run_seed(self.seed), index, time)
 
     def remember(self, params: Tensors, state: Tensors, memory: Memory, taken: Step, step: Any) -> Memory:
-        """The rollout, judged by the values of these weights: those that it was made with are older."""
+        """The rollout, judged by the values of these weights, which are newer than those that chose the actions."""
         del step
         apply = self._apply(params, state)
         taken = taken._replace(value=values_of(apply, taken.observation))
@@ -184,11 +184,12 @@ class PPO:
 
 
 def clipped_surrogate(options: ReinforcementConfig, change: tf.Tensor, advantage: tf.Tensor) -> tf.Tensor:
-    """What PPO maximises `[m]`: no gain for a probability ratio beyond the clipping (Schulman et al. 2017, equation 7).
+    """The surrogate that PPO maximises, `[m]`: no gain for a probability ratio beyond the clipping (Schulman et al.
+    2017, equation 7).
 
     Args:
       options: `clip_ratio` counts.
-      change: `[m]`: of the actions' log-probabilities since they were chosen.
+      change: `[m]`: change of the actions' log-probabilities since they were chosen.
       advantage: `[m]`.
     """
     ratio = tf.exp(change)
@@ -197,8 +198,8 @@ def clipped_surrogate(options: ReinforcementConfig, change: tf.Tensor, advantage
 
 
 def policy_gradient(_: ReinforcementConfig, change: tf.Tensor, advantage: tf.Tensor) -> tf.Tensor:
-    """What A2C maximises `[m]`: log-probability times advantage (Mnih et al. 2016, Asynchronous Methods for Deep
-    Reinforcement Learning, whose synchronous form it is). Arguments as for `clipped_surrogate`."""
+    """The objective that A2C maximises, `[m]`: log-probability times advantage (Mnih et al. 2016, Asynchronous Methods
+    for Deep Reinforcement Learning, whose synchronous form it is). Arguments as for `clipped_surrogate`."""
     return change * advantage
 
 
@@ -213,7 +214,7 @@ class PPOObjective:
     Args:
       model: The policy.
       options: The coefficients.
-      statistics: Of the model's observations.
+      statistics: The statistics of the model's observations.
       also_reported: Figures that are reported beside its own.
     """
 
@@ -277,7 +278,7 @@ assert MOMENTS == 2
 
 
 def _results(sums: Mapping[str, float]) -> dict[str, float]:
-    """What is reported, from sums over steps: returns and lengths where episodes have ended in them."""
+    """The reported figures, from sums over steps: returns and lengths only if episodes ended in them."""
     found: dict[str, float] = {}
     if sums["episodes"]:
         found = {name: sums[name] / sums["episodes"] for name in ("return", "length")}

@@ -1,4 +1,4 @@
-"""Rollouts: what a policy experiences in some steps of many environments, and how good it was.
+"""Rollouts: the experience of a policy in some steps of many environments, and its evaluation.
 
 Shapes: T steps of a rollout, n environments of this replica, N of all replicas, a numbers of an action.
 """
@@ -23,15 +23,15 @@ class Experience(NamedTuple):
     """Transitions `[T, n]`, in the order of time.
 
     Attributes:
-      observation: Float32 `[T, n, ...]`: before the action.
+      observation: Float32 `[T, n, ...]`: the observation before the action.
       action: Int32 `[T, n]` or float32 `[T, n, a]`.
       log_prob: Its log-probability when it was chosen.
-      value: The value that the observation was given then.
-      advantage: How much better than that the action was.
-      target: What the value should have been.
+      value: The estimated value of the observation at that time.
+      advantage: By how much the action was better than that estimate.
+      target: The target for the value.
       ended: Float32: 1 where an episode ended.
-      episode_return: Its return there, else 0.
-      episode_length: Its length there, else 0.
+      episode_return: Its return there, otherwise 0.
+      episode_length: Its length there, otherwise 0.
     """
 
     observation: tf.Tensor
@@ -50,8 +50,8 @@ class Choice(NamedTuple):
 
     Attributes:
       action: Int32 `[n]` or float32 `[n, a]`.
-      log_prob: Its log-probability, float32 `[n]`; 0 where nobody asks.
-      value: The value of the observation, float32 `[n]`; 0 where nobody asks.
+      log_prob: Its log-probability, float32 `[n]`; 0 if it is not needed.
+      value: The value of the observation, float32 `[n]`; 0 if it is not needed.
     """
 
     action: tf.Tensor
@@ -60,9 +60,10 @@ class Choice(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What one step of the environments leaves behind: as in `Experience`, and what is needed to judge it.
+    """The results of one step of the environments: those in `Experience`, and those needed to judge it.
 
-    `following` is what the action led to, before any new episode; `terminated` is 1 where nothing comes after it.
+    `following` is the observation after the action, before any new episode; `terminated` is 1 where the episode
+    terminated.
     """
 
     observation: tf.Tensor
@@ -92,24 +93,24 @@ def roll_out(
 ) -> tuple[Vector, Experience]:
     """Acts for some steps in every environment and judges the actions.
 
-    Advantages are those of generalised advantage estimation (Schulman et al. 2016, equation 16). The value of what
-    follows a step counts unless the episode has reached an end of its own; a time limit is no such end (Pardo et al.
-    2018, Time Limits in Reinforcement Learning).
+    Advantages are those of generalised advantage estimation (Schulman et al. 2016, equation 16). The value of the state
+    after a step counts unless the episode terminated; a time limit is not a termination (Pardo et al. 2018, Time Limits
+    in Reinforcement Learning).
 
     Args:
       environment: What the environments are.
       apply: The policy; nothing is differentiated.
-      start: Where they stand.
+      start: Their states.
       steps: T.
       seed: Int32 `[2]`, that of the run.
       index: Int32 `[n]`: numbers of the environments among all.
       time: Int32 scalar: the number of the first step.
-      discount: Of a reward one step later.
+      discount: Discount of a reward one step later.
       gae_lambda: Decay of the estimation.
       reward_scale: Factor on rewards.
 
     Returns:
-      Where the environments stand then, and what was experienced.
+      The states of the environments afterwards, and the experience.
     """
 
     def choose(observation: tf.Tensor, number: tf.Tensor) -> Choice:
@@ -122,7 +123,7 @@ def roll_out(
 
 
 def draw(outputs: Sequence[tf.Tensor], seed: tf.Tensor, index: tf.Tensor, time: tf.Tensor) -> Choice:
-    """Actions drawn from what a policy says of observations `[n, ...]`; arguments as for `roll_out`."""
+    """Draws actions from a policy for observations `[n, ...]`; arguments as for `roll_out`."""
     policy = Distribution.of(outputs)
     action = policy.sample(seed, index, time)
     return Choice(action, policy.log_prob(action), value_of(outputs))
@@ -179,7 +180,7 @@ def act_for(
       reward_scale: As there.
 
     Returns:
-      Where the environments stand then, and what each step left, stacked along a new first axis.
+      The states of the environments afterwards, and the results of each step, stacked along a new first axis.
     """
 
     def act(current: Vector, number: tf.Tensor) -> tuple[Vector, Step]:
@@ -207,7 +208,7 @@ def _repeated(
     steps: int,
     time: tf.Tensor,
 ) -> tuple[Vector, Step]:
-    """The environments after some steps, and what each step left, stacked along a new first axis."""
+    """The environments after some steps, and the results of each step, stacked along a new first axis."""
     shape = start.steps.shape
 
     def array(*dims: int, dtype: tf.DType = tf.float32) -> tf.TensorArray:

@@ -1,4 +1,4 @@
-"""The training step that makes its own batches: it acts where it is time to, then it is the step of all training."""
+"""The training step that creates its own batches: it first acts if that is due, and then trains as any other step."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ MEMORY = "input/memory"  # prefix of its arrays in a checkpoint
 
 
 class _Held(NamedTuple):
-    """A variable that `tfpar.parallel.replica` can find this replica's copy of."""
+    """A variable whose copy on this replica `tfpar.parallel.replica` can find."""
 
     value: tf.Variable
 
 
 class AgentMemory:
-    """What the replicas of this process remember: a variable for each tensor, with a copy on every replica.
+    """The memories of the replicas of this process: a variable for each tensor, with a copy on every replica.
 
     Args:
-      algorithm: Says what is remembered.
+      algorithm: Defines the memory.
       strategy: The running strategy.
       first: Number of this process's first replica among those of all workers.
 
     Attributes:
-      structure: What the first of them remembers before the first step.
+      structure: The memory of the first replica before the first step.
     """
 
     def __init__(self, algorithm: Algorithm, strategy: tf.distribute.Strategy, *, first: int) -> None:
@@ -53,7 +53,7 @@ class AgentMemory:
         return _Held(tf.Variable(tf.zeros_like(value), trainable=False, **PER_WORKER))
 
     def forget(self) -> None:
-        """Begins anew, as before the first step."""
+        """Resets the memories to those before the first step."""
         for place, copies in enumerate(zip(*map(self._copies, [self._ready, *self._held]), strict=True)):
             fresh = tf.nest.flatten(self._algorithm.initial_memory(self._first + place))
             for copy, value in zip(copies, [tf.zeros([], tf.int64), *map(_storable, fresh)], strict=True):
@@ -63,7 +63,7 @@ class AgentMemory:
         return self._strategy.experimental_local_results(held.value)
 
     def replace(self, memories: Sequence[Any]) -> None:
-        """Gives each replica of this process another memory, in the structure of `structure`."""
+        """Replaces the memory of each replica of this process with one in the structure of `structure`."""
         for place, memory in enumerate(memories):
             values = [tf.ones([], tf.int64), *map(_storable, tf.nest.flatten(memory))]
             for held, value in zip([self._ready, *self._held], values, strict=True):
@@ -76,17 +76,17 @@ class AgentMemory:
         return tf.not_equal(replica.read([self._ready])[0], 0)
 
     def read(self) -> Any:
-        """What this replica remembers, in the structure of `Algorithm.initial_memory`."""
+        """The memory of this replica, in the structure of `Algorithm.initial_memory`."""
         values = zip(replica.read(self._held), self._types, strict=True)
         return tf.nest.pack_sequence_as(self.structure, [tf.cast(value, dtype) for value, dtype in values])
 
     def assign(self, memory: Any) -> list[tf.Operation]:
-        """Replaces it; returns the operations that do."""
+        """Replaces it; returns the assignments."""
         values = [tf.ones([], tf.int64), *map(_storable, tf.nest.flatten(memory))]
         return replica.assign(replica.own([self._ready, *self._held]), values)
 
     def assign_field(self, name: str, value: tf.Tensor) -> tf.Operation:
-        """Replaces one field, a single tensor, of what this replica remembers; returns the operation that does."""
+        """Replaces one field, a single tensor, of this replica's memory; returns the assignment."""
         fields = self.structure._fields
         before = [getattr(self.structure, field) for field in fields[: fields.index(name)]]
         held = self._held[len(tf.nest.flatten(before))]
@@ -96,7 +96,7 @@ class AgentMemory:
     # In a checkpoint.
 
     def export(self) -> dict[str, np.ndarray]:
-        """What this process remembers: arrays with a row for each of its replicas."""
+        """The memories of this process: arrays with a row for each of its replicas."""
         held = [self._ready, *self._held]
         return {
             f"{MEMORY}/{place}": np.stack([copy.numpy() for copy in self._copies(one)])
@@ -104,7 +104,7 @@ class AgentMemory:
         }
 
     def restore(self, saved: Mapping[str, np.ndarray]) -> bool:
-        """Takes up what `export` gave; returns False, and changes nothing, if it has another form."""
+        """Restores the result of `export`; returns False, and changes nothing, if it has another structure."""
         held = [self._ready, *self._held]
         rows = [saved.get(f"{MEMORY}/{place}") for place in range(len(held))]
         copies = [self._copies(one) for one in held]
@@ -119,7 +119,7 @@ class AgentMemory:
 
 
 def _storable(value: tf.Tensor) -> tf.Tensor:
-    """In a type whose variables lie on a GPU: int32 ones lie on the host (TensorFlow 2.21)."""
+    """Converts to a type whose variables are on a GPU: int32 variables are on the host (TensorFlow 2.21)."""
     return tf.cast(value, tf.int64) if value.dtype == tf.int32 else value
 
 
@@ -127,9 +127,9 @@ class ActingStep(TrainStep):
     """`TrainStep` whose batches come from an algorithm's memory.
 
     Args:
-      algorithm: What is remembered, and which batches are made of it.
-      memory: Of the replicas of this process.
-      actors: Those of an environment that runs on the host; None where the device has it.
+      algorithm: Defines the memory and the batches.
+      memory: The memories of the replicas of this process.
+      actors: The actors of an environment that runs on the host; None if it runs on the device.
       *arguments: As for `TrainStep`.
       **options: As for `TrainStep`.
     """
@@ -150,21 +150,21 @@ class ActingStep(TrainStep):
             self._priorities = compiled(self._algorithm.priorities, self.plan.compiles_gradients)
 
     def next_batch(self, iterator: Iterator[Any]) -> Any:
-        """Nothing: a replica makes its batch itself."""
+        """Nothing: a replica creates its own batch."""
         del iterator
         return ()
 
     def _replica_step(
         self, batch: Any, step: tf.Tensor, lr_multiplier: tf.Tensor, loss_scale: LossScale, is_last: tf.Tensor | None
     ) -> StepReport:
-        """Acts where that is due, and trains on the batch of this step."""
+        """Acts if that is due, and trains on the batch of this step."""
         del batch
         made, gathered = self._made_batch(step)
         with tf.control_dependencies([gathered]):
             return super()._replica_step(made, step, lr_multiplier, loss_scale, is_last)
 
     def _made_batch(self, step: tf.Tensor) -> tuple[Batch, tf.Tensor]:
-        """The batch of a step on this replica; and a tensor that exists once nothing is gathered any more."""
+        """The batch of a step on this replica, and a tensor that exists once gathering is done."""
         number = self._replica_number(tf.distribute.get_replica_context())
         model, memory = self.core.model, self._memory
         due = tf.equal(step % self._algorithm.options.steps_per_rollout, 0) | ~memory.ready()
@@ -187,7 +187,8 @@ class ActingStep(TrainStep):
         return isinstance(self._algorithm, DQN) and self._algorithm.options.replay_priority > 0.0
 
     def _note_errors(self, memory: Any, batch: Batch, step: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
-        """Lets later steps draw transitions by the errors that they have now; a tensor that exists once they will."""
+        """Sets the priorities of transitions to their current errors; returns a tensor that exists once this is
+        done."""
         assert isinstance(self._algorithm, DQN)
         model = self.core.model
         params, state = replica.read(model.trainable_variables), replica.read(model.non_trainable_variables)

@@ -1,4 +1,4 @@
-"""Sums that an objective of reinforcement learning adds up, by name, and the moments that replicas agree on first.
+"""The named sums of an objective of reinforcement learning, and the moments that replicas sum beforehand.
 
 Shapes: m transitions of a micro-batch.
 """
@@ -35,7 +35,7 @@ class Moments(NamedTuple):
 
     @classmethod
     def of(cls, advantage: tf.Tensor, weight: tf.Tensor) -> Moments:
-        """Those of advantages `[m]` with these weights `[m]`."""
+        """The moments of advantages `[m]` with these weights `[m]`."""
         return cls(tf.reduce_sum(weight * advantage), tf.reduce_sum(weight * advantage * advantage))
 
     def terms(self) -> Tensors:
@@ -48,13 +48,13 @@ class Moments(NamedTuple):
 
         Args:
           advantage: `[m]`.
-          scales: From `PolicyTotals.scales`; without them nothing but `terms` is asked for.
+          scales: From `PolicyTotals.scales`; without them only `terms` is needed.
         """
         return advantage if scales is None else (advantage - scales[0]) * scales[1]
 
 
 def totals_of(names: Sequence[str], results: Callable[[Mapping[str, float]], dict[str, float]]) -> Totals:
-    """For sums of these names alone; arguments as for `PolicyTotals.of`."""
+    """The totals for sums of these names without moments; arguments as for `PolicyTotals.of`."""
 
     def named(state: Sequence[Any]) -> dict[str, float]:
         return results(dict(zip(names, map(float, state), strict=True)))
@@ -68,11 +68,11 @@ class PolicyTotals(Totals):
 
     @classmethod
     def of(cls, names: Sequence[str], results: Callable[[Mapping[str, float]], dict[str, float]]) -> PolicyTotals:
-        """For moments and sums of these names.
+        """The totals for moments and sums of these names.
 
         Args:
-          names: What is summed besides.
-          results: What is reported, from these sums by name.
+          names: The names of the other sums.
+          results: Computes the reported figures from these sums by name.
         """
 
         def named(state: Sequence[Any]) -> dict[str, float]:

@@ -39,8 +39,8 @@ from tfpar.training.start import initialize
 import keras
 import tensorflow as tf
 
-_EPOCHS = 50  # of a run: stretches that losses are averaged over
-_EVALUATIONS = 10  # of a run, where --eval_every does not say
+_EPOCHS = 50  # of a run: intervals over which losses are averaged
+_EVALUATIONS = 10  # of a run, if --eval_every is not set
 
 
 class ReinforcementTrainer:
@@ -60,11 +60,11 @@ class ReinforcementTrainer:
       **options: Any option of `tfpar.config` by its flag name, those of `reinforcement` included.
 
     Attributes:
-      environment: What the policy acts in.
-      program: What training loops run.
+      environment: The environment in which the policy acts.
+      program: The program that training loops run.
       algorithm: How it learns.
-      memory: What the replicas of this process remember.
-      actors: The threads that act in an environment of the host; None where the device has it.
+      memory: The memories of the replicas of this process.
+      actors: The threads that act in an environment on the host; None if it runs on the device.
 
     Raises:
       ConfigError: Options that cannot work, and what to do instead.
@@ -142,11 +142,11 @@ class ReinforcementTrainer:
 
     @property
     def topology(self) -> Topology:
-        """How the replicas lie on workers and devices."""
+        """The workers, replicas and devices of the run."""
         return self.program.topology
 
     def fit(self, *, hooks: Sequence[Hook] = ()) -> FitResult:
-        """Learns, evaluates, checkpoints and writes the results; resumes where the workdir holds a checkpoint.
+        """Learns, evaluates, checkpoints and writes the results; resumes if the workdir holds a checkpoint.
 
         Args:
           hooks: Functions to run between steps, see `tfpar.Hook`; `state.since.results()` has returns and lengths.
@@ -174,7 +174,7 @@ class ReinforcementTrainer:
 
     @contextlib.contextmanager
     def _acting(self) -> Iterator[None]:
-        """Actors act; what one of them ends with is raised in place of the learner's error."""
+        """Runs the actors; if one of them fails, its error is raised in place of the learner's."""
         if self.actors is None:
             yield
             return
@@ -186,7 +186,7 @@ class ReinforcementTrainer:
             raise
 
     def _goal_hooks(self) -> list[Hook]:
-        """Ends the run at an evaluation that reaches the goal, if it is to."""
+        """A hook that ends the run at an evaluation that reaches the goal, if `--stop_at_goal` is set."""
         goal = self.environment.goal
         if goal is None or not reinforcement_of(self.config).stop_at_goal:
             return []
@@ -204,7 +204,7 @@ class ReinforcementTrainer:
         return self._evaluator(self._source())
 
     def _source(self) -> inputs.MadeSource:
-        """What the step makes, as the loops know data."""
+        """The batches of the step in the form of a source, for the loops."""
         options, environment = reinforcement_of(self.config), self.environment
         per_round = options.steps_per_rollout * options.batch_size
         rounds = self.config.train.steps // options.steps_per_rollout
@@ -259,7 +259,7 @@ def algorithm_for(
 
 
 def evaluator_for(program: Program, environment: AnyEnvironment, episodes: int) -> PolicyEvaluator | HostEvaluator:
-    """What plays so many episodes where the environment runs."""
+    """The evaluator for this number of episodes, on the device or the host."""
     if isinstance(environment, HostEnvironment):
         return HostEvaluator(program, environment, episodes=episodes)
     return PolicyEvaluator(program, environment, episodes=episodes)
@@ -279,7 +279,7 @@ def check_actions(options: ReinforcementConfig, environment: AnyEnvironment) -> 
 
 
 def check_host(options: ReinforcementConfig, environment: AnyEnvironment, topology: Topology) -> None:
-    """Refuses what actors on the host cannot do, and their options where there are none.
+    """Refuses options that actors on the host do not support, and options of actors if there are none.
 
     Raises:
       ConfigError: With what to do.
@@ -327,16 +327,16 @@ def with_options(config: ExperimentConfig | None, options: dict[str, Any]) -> Ex
 
 
 def reinforcement_of(config: ExperimentConfig) -> ReinforcementConfig:
-    """The options of reinforcement learning, which this configuration has."""
+    """The configuration's options of reinforcement learning."""
     assert config.reinforcement is not None
     return config.reinforcement
 
 
 def complete(config: ExperimentConfig) -> ExperimentConfig:
-    """The configuration with what follows from its options: steps, batch, and what they are of.
+    """The configuration with derived options: steps, batch size, and data set.
 
     Raises:
-      ConfigError: No length of the run.
+      ConfigError: The length of the run is missing.
     """
     options, train = reinforcement_of(config), config.train
     if train.epochs:
@@ -366,7 +366,7 @@ def _steps_of(options: ReinforcementConfig) -> int:
 
 
 def check(config: ExperimentConfig, topology: Topology) -> None:
-    """Refuses options that do not go with acting.
+    """Refuses options that do not work with reinforcement learning.
 
     Raises:
       ConfigError: With what to do.

@@ -31,11 +31,11 @@ class Outcome(NamedTuple):
     """What one step of n environments gave.
 
     Attributes:
-      vector: Where they stand afterwards; those whose episode has ended are at the start of a new one.
-      observation: Float32 `[n, ...]`: what the action led to, before any new episode.
+      vector: Their states afterwards; those whose episode has ended are at the start of a new one.
+      observation: Float32 `[n, ...]`: the observation after the action, before any new episode.
       reward: Float32 `[n]`.
-      terminated: Bool `[n]`: the episode has reached an end of its own, so that nothing comes after it.
-      truncated: Bool `[n]`: it was cut off by the time limit alone.
+      terminated: Bool `[n]`: whether the episode terminated.
+      truncated: Bool `[n]`: whether only the time limit cut it off.
       episode_return: Float32 `[n]`: sum of the rewards of an episode that has ended, else 0.
       episode_length: Float32 `[n]`: its steps, else 0.
     """
@@ -61,7 +61,7 @@ def reset(environment: Environment, seed: tf.Tensor, index: tf.Tensor) -> Vector
 
 
 def first(environment: AnyEnvironment, seed: tf.Tensor, index: tf.Tensor) -> Vector | tuple[()]:
-    """What `reset` gives; `()` for environments that run on the host, whose states TensorFlow does not have."""
+    """The result of `reset`; `()` for environments on the host, whose states are outside TensorFlow."""
     return reset(environment, seed, index) if isinstance(environment, Environment) else ()
 
 
@@ -72,7 +72,7 @@ def step(
 
     Args:
       environment: What they are.
-      vector: Where they stand.
+      vector: Their states.
       action: Int32 `[n]`, or float32 `[n, size]`.
       seed: Int32 `[2]`, that of the run.
       index: Int32 `[n]`: their numbers among all environments.

@@ -256,8 +256,7 @@ class TrainStep:
     def _loss_scales(self, params: Tensors, state: Tensors, batch: Any) -> tf.Tensor | None:
         """The factors of loss terms that have different denominators; None if all have the same.
 
-        A sum of gradients cannot be divided by several numbers, so the denominators are summed over the replicas
-        beforehand.
+        A sum of gradients cannot be divided by several numbers, so these are summed over the replicas beforehand.
         """
         totals = self.core.objective.totals
         if not totals.needs_scales:
@@ -304,8 +303,7 @@ class TrainStep:
         return vector
 
     def _factor_and_norm(self, vector: tf.Tensor, norm: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """The factor that turns gradient sums into the gradient to apply (the clipped mean), and the norm of the mean
-        before clipping.
+        """The factor from gradient sums to their clipped mean, and the norm of the mean before clipping.
 
         Args:
           vector: The summed sidecar.

@@ -351,11 +351,14 @@ def test_as_source_passes_options_on():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("digits",), r"str is no source of examples. For a data set by name, give tfpar.inputs.load\('digits'\)"),
-        ((None,), "NoneType is no source of examples. Accepted are: a tfpar.inputs.Source; a tf.data.Dataset; arrays"),
-        ((iter([1]),), "list_iterator is no source"),
-        ((3.0, Y), "float is no source"),
-        (({"a": None},), "dict is no source"),
+        (("digits",), r"str is not a source of examples. For a data set by name, give tfpar.inputs.load\('digits'\)"),
+        (
+            (None,),
+            "NoneType is not a source of examples. Accepted are: a tfpar.inputs.Source; a tf.data.Dataset; arrays",
+        ),
+        ((iter([1]),), "list_iterator is not a source"),
+        ((3.0, Y), "float is not a source"),
+        (({"a": None},), "dict is not a source"),
         ((MapStyle(), Y), "MapStyle with y=: such data hold their labels"),
         ((Batches(), None, W), "Batches with sample_weight=: such data hold their labels"),
         ((inputs.from_arrays(X, Y), Y), "Source with y="),

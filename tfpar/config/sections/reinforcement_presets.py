@@ -1,6 +1,6 @@
-"""What options of reinforcement learning are where nothing else is said, by environment.
+"""The default options of reinforcement learning, by environment.
 
-They were found by trying: docs/reinforcement.md has what each of them reaches. This module imports neither TensorFlow
+They were found by experiment: docs/reinforcement.md has the results. This module imports neither TensorFlow
 nor Keras.
 """
 
@@ -47,7 +47,7 @@ _BY_ALGORITHM: Mapping[str, Mapping[str, Any]] = {
 
 
 def preset(env: str, algorithm: str = "ppo") -> dict[str, Any]:
-    """Options by flag name; those of an environment that has none of its own are the common ones.
+    """Options by flag name; an environment without its own presets gets the common ones.
 
     Args:
       env: The environment's name, with or without `gym:` or `envpool:` in front.

@@ -15,7 +15,7 @@ def check_pattern(flag: str, pattern: str, remedy: str) -> None:
     """Refuses a pattern that is not a regular expression.
 
     Raises:
-      ConfigError: With what is wrong.
+      ConfigError: The pattern is invalid; says why.
     """
     try:
         re.compile(pattern)

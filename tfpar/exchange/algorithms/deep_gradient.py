@@ -1,4 +1,4 @@
-"""What Deep Gradient Compression adds to `topk` (Lin et al. 2018): momentum correction, factor masking, a ramp.
+"""The additions of Deep Gradient Compression to `topk` (Lin et al. 2018): momentum correction, factor masking, a ramp.
 
 Functions run once per worker, on its first device.
 """
@@ -23,7 +23,7 @@ import tensorflow as tf
 # Shares of elements kept during the ramp, of which those above the final one are used: the paper's warm-up, an epoch
 # each.
 RAMP = (0.25, 0.0625, 0.015625, 0.004)
-# Patterns whose payloads hold nothing but what this worker has chosen to send, so that it knows what was sent.
+# Patterns whose payloads contain only elements that this worker chose, so that it knows what was sent.
 _PATTERNS = ("two_phase", "all_gather", "hierarchical")
 
 
@@ -44,7 +44,7 @@ class TopKOptions(ValueOptions):
     Attributes:
       share: Share of the elements of each block that are kept.
       momentum: Momentum correction, see `DeepGradient`.
-      ramp_steps: Exchanges after `warmup_steps` in which the share that is kept falls to the final one.
+      ramp_steps: Exchanges after `warmup_steps` over which the share that is sent falls to its final value.
     """
 
     share: float = option(0.01, "Share of elements that are sent, in (0, 1].", read=_read_share)
@@ -70,7 +70,7 @@ class TopKOptions(ValueOptions):
 
     @property
     def sends_only_gradient(self) -> bool:
-        """Not with momentum or a ramp: a velocity is sent, and what was sent decides about it."""
+        """False with momentum or a ramp: then a velocity is sent, which depends on what was sent before."""
         return not (self.momentum or self.ramp_steps)
 
 
@@ -78,10 +78,10 @@ class DeepGradient:
     """A `topk` bucket with momentum correction, factor masking and a ramp.
 
     Momentum correction: what is accumulated and sent is the velocity u = m u + g of the worker instead of the gradient,
-    so that an element which waits gathers momentum as it would have in dense training. The optimizer must then have
-    none itself: use it with plain SGD. Factor masking: where an element is sent, the velocity restarts from 0, so that
-    stale momentum does not carry it on. Ramp: over `ramp_steps` exchanges the share of elements that are kept falls
-    through `RAMP`.
+    so that an element which waits gathers momentum as it would have in dense training. The optimizer must then have no
+    momentum: use plain SGD. Factor masking: where an element is sent, the velocity restarts from 0, so that stale
+    momentum does not carry it on. Ramp: over `ramp_steps` exchanges the share of elements that are kept falls through
+    `RAMP`.
 
     Args:
       options: Options with `momentum` or `ramp_steps`.
@@ -133,7 +133,7 @@ class DeepGradient:
         with tf.control_dependencies([accumulated]):
             sums, norms = self._reduce_stage(buckets.split(moved, self.shapes), step)
         with tf.control_dependencies([norms, *sums]):
-            # What was not sent is all in the residual, to the last bit.
+            # Everything that was not sent is in the residual, to the last bit.
             velocity.assign(tf.where(residual.read_value() == accumulated, moved, 0.0), read_value=False)
         return sums, norms
 
@@ -169,6 +169,6 @@ register(
     cost=value_codecs.cost,
     summary="the largest elements of each block, with Deep Gradient Compression (Lin et al. 2018)",
     example="momentum=0.9,ramp_steps=1000",
-    # What is kept travels as it is: there is no scale, nothing to round, and no pipeline.
+    # The sent elements are exact: there is no scale, no rounding, and no pipeline.
     fixed={"format": "topk", "scale": codecs.SCALES[0], "rounding": codecs.ROUNDINGS[0], "pipeline": False},
 )

@@ -20,7 +20,7 @@ import tensorflow as tf
 class DenseBucket:
     """A bucket whose float32 sums TensorFlow's all-reduce computes, as `auto` may choose.
 
-    It applies what the residual holds, which is nothing unless a codec that was in use before has left it.
+    It also applies the residual, which is empty unless an earlier codec left one.
 
     Args:
       options: Whether there is a residual.

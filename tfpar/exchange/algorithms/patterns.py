@@ -1,4 +1,4 @@
-"""How payloads of a codec move between workers, by name: what `pattern=` may say."""
+"""Patterns by which payloads of a codec move between workers: the possible values of `pattern=`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Pattern:
       cost: `(codec, elements, workers, link, speed) -> Cost`.
       sums_all_at_once: Whether a worker adds up the payloads of all others in one operation.
       is_candidate: Whether `auto` considers it.
-      penalty: What `auto` multiplies the predicted time by.
+      penalty: Factor by which `auto` multiplies the predicted time.
       can_pipeline: Whether `build` takes `pipeline`.
     """
 
@@ -35,8 +35,8 @@ class Pattern:
     can_pipeline: bool = False
 
 
-# Every hop of these waits for the one before, with encoding and decoding between, which the cost model takes for free;
-# where they are predicted to be equal, they took 1.35 to 1.45 times as long (4 workers, 1 Gbit/s and unshaped).
+# Every hop of these waits for the previous one, with encoding and decoding in between, which the cost model ignores;
+# where equal times were predicted, they took 1.35 to 1.45 times as long (4 workers, 1 Gbit/s and unshaped).
 _HOP_PENALTY = 1.4
 
 
@@ -49,9 +49,9 @@ def _point_to_point(name: str, *, is_candidate: bool) -> Pattern:
     )
 
 
-# `two_phase`, `all_gather`, `hierarchical` are collectives of TensorFlow's; the others are made of messages between two
-# workers. All of them are hierarchical where a worker has several replicas, whose gradients it adds up first:
-# `hierarchical` is another name of the default.
+# `two_phase`, `all_gather`, `hierarchical` use TensorFlow's collectives; the others use messages between two workers.
+# All of them are hierarchical if a worker has several replicas, whose gradients it adds up first: `hierarchical` is
+# another name for the default.
 PATTERNS = {
     "two_phase": Pattern(TwoPhase, two_phase.cost, sums_all_at_once=True, is_candidate=True, can_pipeline=True),
     "all_gather": Pattern(
@@ -61,6 +61,6 @@ PATTERNS = {
         is_candidate=True,
     ),
     "hierarchical": Pattern(TwoPhase, two_phase.cost, sums_all_at_once=True, can_pipeline=True),
-    # halving_doubling is what binary_blocks is for a power of two.
+    # halving_doubling equals binary_blocks for a power of two.
     **{name: _point_to_point(name, is_candidate=name != "halving_doubling") for name in rounds.PLANS},
 }

@@ -20,7 +20,7 @@ import tensorflow as tf
 
 
 def matrix_shape(shape: tf.TensorShape) -> tuple[int, int]:
-    """A tensor as a matrix: its last dim, which Keras has for outputs, against all others."""
+    """A tensor as a matrix: all dims but the last as rows; the last, Keras' dim of outputs, as columns."""
     columns = int(shape[-1])
     return shape.num_elements() // columns, columns
 
@@ -37,7 +37,7 @@ class PowerSGDOptions(Options):
 
     Attributes:
       rank: Columns of the factors.
-      warmup_steps: Exchanges at the start in which gradients travel dense; the paper's code and PyTorch call it
+      warmup_steps: Exchanges at the start in which gradients are sent dense; the paper's code and PyTorch call it
         `start_after`.
     """
 
@@ -45,7 +45,7 @@ class PowerSGDOptions(Options):
     warmup_steps: int = whole(0, "Steps at the start in which gradients are sent dense.", alias="start_after")
 
     def is_compressible(self, shape: tf.TensorShape) -> bool:
-        """Whether a tensor is large enough, and its factors have fewer elements than it has itself."""
+        """Whether a tensor is large enough, and its factors have fewer elements than the tensor."""
         if not super().is_compressible(shape):
             return False
         rows, columns = matrix_shape(shape)

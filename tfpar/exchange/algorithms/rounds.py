@@ -1,8 +1,9 @@
-"""Who sends which shards to whom, and when: the patterns that are made of messages between two workers.
+"""The message plans of patterns with messages between two workers: which worker sends which shards to which other, and
+when.
 
-A vector is cut into shards. In the rounds of `reduce` a worker sends partial sums of a range of shards and forgets
-them; in the end each shard has one owner, who has its full sum. In the rounds of `gather` the encoded sums travel back
-to all. Plain Python, so that tests run the plans of any number of workers, and the cost model adds up their bytes.
+A vector is cut into shards. In the rounds of `reduce` a worker sends partial sums of a range of shards and discards
+them; in the end each shard has one owner with its full sum. In the rounds of `gather` the encoded sums travel back to
+all. Plain Python, so that tests run the plans of any number of workers, and the cost model adds up their bytes.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class MessagePlan:
       workers: Number of workers N.
       shards: Number of shards that the vector is cut into.
       owners: Rank of the owner of each shard.
-      reduce: Rounds of partial sums. What a worker sends in a round it no longer has; what it receives it adds to its
-      own.
+      reduce: Rounds of partial sums. A worker discards the shards that it sends, and adds those that it receives to its
+        own.
       gather: Rounds of encoded sums.
     """
 
@@ -60,7 +61,8 @@ class MessagePlan:
         return sum(move.shards for phase in (*self.reduce, *self.gather) for move in phase if move.source == rank)
 
     def critical_shards(self) -> int:
-        """Sum over rounds of the most shards that one worker sends or receives in it: what takes the time of a link."""
+        """Sum over rounds of the largest number of shards that one worker sends or receives: determines the time of a
+        link."""
         total = 0
         for phase in (*self.reduce, *self.gather):
             sent = [sum(move.shards for move in phase if move.source == rank) for rank in range(self.workers)]
@@ -70,7 +72,8 @@ class MessagePlan:
 
 
 def ring(workers: int) -> MessagePlan:
-    """Shard c travels once around to be summed, and once more to be known (Patarasuk and Yuan 2009).
+    """Each shard travels around the ring once for summing, and once more for distributing the sum (Patarasuk and Yuan
+    2009).
 
     2 (N - 1) rounds, in each of which every worker sends one shard of N to its neighbour.
     """
@@ -104,11 +107,12 @@ def halving_doubling(workers: int) -> MessagePlan:
 
 
 def binary_blocks(workers: int) -> MessagePlan:
-    """Recursive halving in blocks of a power of two, of which the smaller hand on to the larger (Rabenseifner 2004).
+    """Recursive halving in blocks of powers of two, where smaller blocks pass their sums to larger ones (Rabenseifner
+    2004).
 
-    N is cut into powers of two, each another one. Every block halves by itself; then, from the smallest on, each sends
-    what its members have to the next larger block, which sends the sums back in the end. Of a power of two there is one
-    block, and the pattern is recursive halving and doubling.
+    N is the sum of distinct powers of two, one block for each. Every block first halves separately; then, starting with
+    the smallest, each block sends its members' sums to the next larger block, which sends the final sums back. A power
+    of two is a single block, and the pattern is recursive halving and doubling.
     """
     sizes = [1 << bit for bit in reversed(range(workers.bit_length())) if workers >> bit & 1]
     first_ranks = [sum(sizes[:number]) for number in range(len(sizes))]
@@ -125,15 +129,15 @@ def binary_blocks(workers: int) -> MessagePlan:
         while distance:
             while len(halving) <= number:
                 halving.append([])
-            share = shards // size * distance  # what each keeps in this round
+            share = shards // size * distance  # the range that each keeps in this round
             for member in range(size):
                 partner = member ^ distance
-                begin = partner // distance * share  # the half in which the partner's final range lies
+                begin = partner // distance * share  # the half that contains the partner's final range
                 halving[number].append(
                     Transfer(first_ranks[block] + member, first_ranks[block] + partner, begin, begin + share)
                 )
             distance, number = distance // 2, number + 1
-    # From a block to the next larger one: each member of the larger takes its range from the one who has it.
+    # From a block to the next larger one: each member of the larger receives its range from the member that has it.
     handing_on = []
     for block in reversed(range(1, len(sizes))):
         ratio = sizes[block - 1] // sizes[block]
@@ -150,7 +154,7 @@ def binary_blocks(workers: int) -> MessagePlan:
 
 
 def _reversed(rounds: Sequence[Round]) -> tuple[Round, ...]:
-    """The same messages backwards: what was handed on comes back."""
+    """The same messages in reverse: the sums come back."""
     return tuple(
         tuple(Transfer(move.target, move.source, move.first, move.last) for move in phase) for phase in reversed(rounds)
     )

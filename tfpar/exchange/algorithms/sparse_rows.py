@@ -1,11 +1,11 @@
-"""Gradients of embeddings: the rows that a batch has touched, not all of them. Functions run once per worker.
+"""Gradients of embeddings: only the rows that a batch has touched. Functions run once per worker.
 
 V rows of D elements in an embedding, N workers, n rows that a worker has, M rows that every worker sends.
 
 A worker adds up its gradients by row. All workers gather how many rows each has, pad to the next of a few sizes, and
 gather the rows of all with their indices; each adds up what it got in the order of the ranks, so that all have the same
-bits. A worker sends `(N - 1) M (4 D + 4)` bytes. Where that is not less than the embedding costs as a dense tensor, it
-travels dense: the counts of rows decide, which all workers know, so that all decide alike.
+bits. A worker sends `(N - 1) M (4 D + 4)` bytes. If that is not less than the bytes of the dense tensor, the embedding
+is sent dense; the decision depends only on the counts of rows, which all workers have, so that all decide the same.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import tensorflow as tf
 # Values [n, ...] of a gradient and the indices [n] of their rows: tf.IndexedSlices as a structure of tensors.
 RowGradient = tuple[tf.Tensor, tf.Tensor]
 
-# TensorFlow's runtime remembers the shape of a collective by its instance key (2.21), so M comes in steps, each with a
-# key of its own: eight to every doubling, at most an eighth of padding.
+# TensorFlow's runtime fixes the shape of a collective by its instance key (2.21), so M takes a few fixed values, each
+# with its own key: eight to every doubling, at most an eighth of padding.
 _STEPS_PER_DOUBLING = 8
 _FIRST_SIZE = 16
 _COUNT_BYTES = 4
@@ -33,15 +33,15 @@ _COUNT_BYTES = 4
 
 @dataclasses.dataclass(frozen=True)
 class _Embedding:
-    """What is fixed of an embedding.
+    """The fixed properties of an embedding.
 
     Attributes:
       shape: Static; [V, ...].
       column: Its place among all embeddings.
-      sizes: What M may be, int32, ascending; the last is the largest that is less than dense.
+      sizes: The possible values of M, int32, ascending; the last is the largest that costs less than dense.
       instance: Instance key of the first size; those of the others follow.
-      dense_payload: Bytes of the embedding where it travels dense.
-      dense_sent: Bytes that a worker sends then.
+      dense_payload: Bytes of the embedding if it is sent dense.
+      dense_sent: Bytes that a worker then sends.
     """
 
     shape: tf.TensorShape
@@ -63,12 +63,12 @@ class _Embedding:
 
 
 class SparseRows:
-    """Embeddings of which rows travel.
+    """Embeddings whose rows are exchanged.
 
     Args:
       embeddings: Shape, and bytes if it travels dense, by the index of the variable.
       group: All workers.
-      dtype: In which rows travel, float32 or bfloat16.
+      dtype: Dtype in which rows are sent, float32 or bfloat16.
     """
 
     def __init__(
@@ -95,7 +95,8 @@ class SparseRows:
 
     @property
     def indices(self) -> list[int]:
-        """The variables whose rows may travel: of those given, the ones where a single row is less than all."""
+        """The variables whose rows may be exchanged: those given for which a single row costs less than the dense
+        tensor."""
         return list(self._embeddings)
 
     def all_reduce(
@@ -146,7 +147,8 @@ class SparseRows:
         of_rank = [gathered[rank, : counts[rank]] for rank in range(self._group.size)]
         indices, places = tf.unique(tf.concat([words[:, -1] for words in of_rank], axis=0))
         total = tf.zeros([tf.shape(indices)[0], embedding.elements])
-        # A rank at a time, in which no row comes twice: the order of additions is fixed, also where they run at once.
+        # One rank at a time, within which no row is repeated: the order of additions is fixed even if they run in
+        # parallel.
         for words, place in zip(of_rank, tf.split(places, counts, num=self._group.size), strict=True):
             total = tf.tensor_scatter_nd_add(total, place[:, tf.newaxis], self._unpacked(words, embedding.elements))
         return tf.reshape(total, [-1, *embedding.shape[1:]]), tf.cast(indices, tf.int64)

@@ -1,4 +1,4 @@
-"""Compressed exchange of one bucket between workers, in patterns that TensorFlow has collectives for.
+"""Compressed exchange of one bucket between workers, in patterns for which TensorFlow has collectives.
 
 L elements in a bucket, W workers, S elements in a shard. Functions run once per worker, on its first device.
 """
@@ -29,8 +29,8 @@ class TwoPhase:
     - `all_gather`: every worker sends its whole payload to all, and all sum them up: one lossy step and one call less,
       but W - 1 payloads.
 
-    Error feedback (Seide et al. 2014; Karimireddy et al. 2019): what a payload leaves out is kept and added to the next
-    one, by the worker for its gradients and, in `two_phase`, by the owner of a shard for the sum.
+    Error feedback (Seide et al. 2014; Karimireddy et al. 2019): the residual of a payload is added to the next one, by
+    the worker for its gradients and, in `two_phase`, by the owner of a shard for the sum.
 
     Args:
       codec: The codec.

@@ -64,7 +64,7 @@ class ValueOptions(Options):
         return Codec(self.format, **options)
 
     def check_group(self, group: Group) -> None:
-        """Refuses a group that the pattern does not work in; see `Options.check_group`."""
+        """Refuses a group in which the pattern does not work; see `Options.check_group`."""
         workers = group.size
         if self.pattern == "halving_doubling" and workers & (workers - 1):
             raise ValueError(
@@ -87,17 +87,17 @@ class ValueOptions(Options):
 
     @property
     def penalty(self) -> float:
-        """What `auto` multiplies the predicted time by."""
+        """Factor by which `auto` multiplies the predicted time."""
         return PATTERNS[self.pattern].penalty
 
     @property
     def sparse_row_dtype(self) -> tf.DType:
-        """In which dtype the rows of an embedding travel: only `bf16` rounds them, too."""
+        """The dtype in which the rows of an embedding are sent: only `bf16` rounds them."""
         return tf.bfloat16 if self.format == "bf16" else tf.float32
 
 
 def supports_fan_in(pattern: str, group: Group) -> bool:
-    """Whether a worker can add up as many payloads at once as a pattern asks for."""
+    """Whether a worker can add up as many payloads at once as a pattern needs."""
     largest = group.capabilities.largest_fan_in
     return not PATTERNS[pattern].sums_all_at_once or largest is None or group.size <= largest
 

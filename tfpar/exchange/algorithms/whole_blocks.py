@@ -17,8 +17,8 @@ import tensorflow as tf
 class WholeBlocks:
     """Pads every tensor but the last to whole blocks, with copies of the elements of its last block.
 
-    Copies, not zeros, which would make the mean of the block smaller. They have the same residuals as what they are
-    copies of. Payloads grow by half a block for each tensor, on average.
+    Copies, not zeros, which would reduce the mean of the block. A copy has the same residual as its original. Payloads
+    grow by half a block for each tensor, on average.
 
     Args:
       make: Makes the bucket that exchanges padded tensors, from their shapes.

@@ -1,4 +1,4 @@
-"""What sharded state does not go with, found before anything starts."""
+"""Checks, before anything starts, that the options work with sharded state."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tfpar.parallel.topology import Topology
 
 
 def check_sharding(config: ExperimentConfig, topology: Topology) -> None:
-    """Refuses `--shard` beside options that it does not go with.
+    """Refuses `--shard` with options that do not work with it.
 
     Args:
       config: The experiment.

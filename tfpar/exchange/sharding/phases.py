@@ -22,7 +22,7 @@ class ShardPhases:
     Args:
       vector: Its tensors and shards.
       shapes: Static shapes of all tensors, by index.
-      codec: Encodes gradients and changes of weights; None sends gradients and weights as they are.
+      codec: Encodes gradients and changes of weights; None sends gradients and weights unencoded.
       group: All workers.
       seed: Seed of stochastic rounding.
       name: Prefix of the residual's name.
@@ -62,10 +62,10 @@ class ShardPhases:
         self.payload_bytes = vector.workers * size
 
     def load(self, residual: np.ndarray) -> None:
-        """Sets the residual, which goes out with the next gradients; without a codec all of it, and then none is left.
+        """Sets the residual, which is sent with the next gradients; without a codec all of it, so that none is left.
 
         Raises:
-          ConfigError: Part of it would stay behind and be lost.
+          ConfigError: Part of it would be lost.
         """
         if residual.any() and not self.state:
             if self._codec is not None:
@@ -91,11 +91,11 @@ class ShardPhases:
     def scatter_aside(
         self, gradients: Sequence[tf.Tensor] | Mapping[int, tf.Tensor], residual: list[tf.Tensor], step: tf.Tensor
     ) -> tuple[tf.Tensor, list[tf.Tensor]]:
-        """`scatter` that leaves the residual as it is, where it is not yet known whether there will be a step.
+        """`scatter` without a change of the residual, for use before it is known whether the step is applied.
 
         Args:
           gradients: By index.
-          residual: From `residual`, or what an earlier call returned.
+          residual: From `residual`, or the result of an earlier call.
           step: Int64 scalar, different for every call.
 
         Returns:
@@ -117,7 +117,7 @@ class ShardPhases:
         return [variable.read_value() for variable in self.state.values()]
 
     def store(self, residual: Sequence[tf.Tensor]) -> None:
-        """Takes up the residual that `scatter_aside` returned."""
+        """Stores the residual that `scatter_aside` returned."""
         for variable, value in zip(self.state.values(), residual, strict=True):
             variable.assign(value, read_value=False)
 
@@ -148,7 +148,7 @@ class ShardPhases:
     def gather(
         self, pieces: Sequence[tf.Tensor], weights: Sequence[tf.Tensor], step: tf.Tensor
     ) -> dict[int, tf.Tensor]:
-        """New weights by index, out of what each owner has made of its pieces."""
+        """New weights by index, assembled from the new pieces of all owners."""
         vector, second = self.vector, self._instances[1]
         if self._codec is None:
             rows = self._group.all_gather(self._shards(pieces)[None], second)

@@ -1,14 +1,15 @@
-"""Gradient sums to the owners of shards, new weights from them: the exchange of sharded optimizer state.
+"""The exchange of sharded optimizer state: sends gradient sums to the owners of shards, and new weights from them to
+all.
 
 Two phases, as in `two_phase`, with the optimizer's update between them. Each worker sends the others their shards of
-its gradients, encoded. The owner of a shard sums them and updates its weights. What then goes to all is the change of
-these weights, through the same codec, instead of the sum encoded once more. The owner keeps its weights exact; what a
-payload leaves out of the change is in the next one (error feedback). Without a codec, the exact new weights travel.
+its gradients, encoded. The owner of a shard sums them and updates its weights. It then sends the change of these
+weights to all workers, through the same codec, instead of the encoded sum. The owner keeps its weights exact; the
+residual of a payload is added to the next one (error feedback). Without a codec, the owner sends the exact new weights.
 
 A worker sends as many bytes as without shards.
 
-Gradients that are not kept until the whole step is known (`--shard=gradients`) go to their owners as they are computed,
-those of every micro-batch by themselves (`scatter`). The first phase then costs its bytes once per micro-batch.
+With `--shard=gradients`, gradients are sent to their owners as they are computed, separately for every micro-batch
+(`scatter`). The first phase then costs its bytes once per micro-batch.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from tfpar_ops.formats import FORMATS
 import numpy as np
 import tensorflow as tf
 
-# New values of the pieces of each vector, and of the tensors that nobody owns, from the sums of their gradients.
+# New values of the pieces of each vector, and of the tensors without an owner, from the sums of their gradients.
 Update = Callable[..., tuple[list[list[tf.Tensor]], dict[int, tf.Tensor]]]
 Norm = Callable[[Sequence[tf.Tensor]], tf.Tensor]
 # The sums of this worker's shards, for each vector, in a step of this number.
@@ -41,11 +42,11 @@ Scatter = Callable[[tf.Tensor], list[tf.Tensor]]
 
 
 class Scattered(NamedTuple):
-    """What a replica knows of gradients whose owners have them already: of one micro-batch, or added up.
+    """A replica's record of gradients that were sent to their owners: of one micro-batch, or added up.
 
     Attributes:
       shards: For each vector the sum of this worker's shards over the workers.
-      whole: This replica's gradients of the tensors that nobody owns, in the order of their indices.
+      whole: This replica's gradients of the tensors without an owner, in the order of their indices.
       residuals: For each vector its residual, after this and all earlier micro-batches of the step.
       finite: Bool scalar: whether all gradients of this replica were finite, in these micro-batches.
     """
@@ -62,7 +63,7 @@ _FORMATS = [name for name, entry in FORMATS.items() if not entry.mean_scale and 
 
 
 def sharded_codec(spec: Spec) -> Codec | None:
-    """The codec of a sharded exchange; None where nothing is encoded.
+    """The codec of a sharded exchange; None if nothing is encoded.
 
     Raises:
       ConfigError: This exchange does not sum a gradient at one worker, from which new weights could go out.
@@ -81,7 +82,7 @@ def sharded_codec(spec: Spec) -> Codec | None:
 
 
 def check_exchange(spec: Spec, shard: str) -> None:
-    """Refuses an exchange between workers that what is sharded does not go with.
+    """Refuses an exchange between workers that does not work with this value of `--shard`.
 
     Args:
       spec: The exchange.
@@ -100,16 +101,16 @@ def check_exchange(spec: Spec, shard: str) -> None:
 
 
 class ShardedReducer(Reducer):
-    """Sums gradients at their owners, lets them update, and gathers the new weights.
+    """Sums gradients at their owners, which update their weights, and gathers the new weights.
 
     Args:
       spec: The exchange.
       shapes: Static shapes of all tensors.
-      vectors: Which of them are in shards. The others travel dense, and every worker updates them.
+      vectors: The tensors that are sharded. The others are sent dense, and every worker updates them.
       group: All workers.
       device: Where the exchange runs.
       seed: Seed of stochastic rounding.
-      micro_batches: How many there are in a step, each of which is scattered; 0: whole steps are.
+      micro_batches: Number of micro-batches of a step, each of which is scattered; 0: whole steps are scattered.
 
     Raises:
       ConfigError: See `sharded_codec`.
@@ -164,14 +165,14 @@ class ShardedReducer(Reducer):
     def reduce(
         self, gradients: Sequence[Gradient], sidecar: tf.Tensor, should_apply: ShouldApply
     ) -> tuple[list[Gradient], tf.Tensor]:
-        """Not what this reducer is for: no worker has all sums."""
+        """Not supported: no worker has all sums."""
         raise NotImplementedError("with sharded optimizer state, call update_shards")
 
     def scatter(self, gradients: Sequence[tf.Tensor], before: Scattered | None, number: int) -> Scattered:
         """Sends the gradients of one micro-batch to their owners. Called in a replica context.
 
-        No variable changes: what is returned goes to the next call, and after the last one to `update_shards`. Buckets
-        leave one by one, as soon as their tensors are there.
+        No variable changes: pass the result to the next call, and after the last one to `update_shards`. Each bucket is
+          sent as soon as its tensors are ready.
 
         Args:
           gradients: This replica's gradients, float32.
@@ -248,7 +249,8 @@ class ShardedReducer(Reducer):
         return replica_context().merge_call(merged, args=(given, sidecar, list(weights), wanted, list(arguments)))
 
     def _of_worker(self, strategy: tf.distribute.Strategy, gradients: Any) -> tuple[Scatter, list[tf.Tensor]]:
-        """What gives the sums of this worker's shards, once there is a step; its sums of the other tensors."""
+        """A function that returns the sums of this worker's shards, once the step is applied; and its sums of the other
+        tensors."""
         if isinstance(gradients, Scattered):
             shards = [_first(strategy, shard) for shard in gradients.shards]
             residuals = [[_first(strategy, each) for each in residual] for residual in gradients.residuals]
@@ -297,7 +299,8 @@ class ShardedReducer(Reducer):
     def _reduce_whole(
         self, gradients: Sequence[tf.Tensor], sidecar: tf.Tensor
     ) -> tuple[tf.Tensor, dict[int, tf.Tensor]]:
-        """Sums of sidecar and tensors that nobody owns, dense, and first: they tell whether there is a step."""
+        """Dense sums of the sidecar and of tensors without an owner; first, because they decide whether the step is
+        applied."""
         parts = [tf.reshape(gradient, [-1]) for gradient in gradients]
         reduced = self._group.all_reduce(tf.concat([sidecar, *parts], axis=0), self._small_instance)
         sizes = [self._sizes[index] for index in self._whole]
@@ -333,7 +336,7 @@ class ShardedReducer(Reducer):
         return arrays
 
     def restore(self, workers: int, read: Callable[[int], Mapping[str, np.ndarray]]) -> None:
-        """Takes up this worker's own residuals where the workers are the same, else worker 0 takes up their sum."""
+        """Restores this worker's own residuals if the workers are the same; otherwise worker 0 gets their sum."""
         rank = self._group.rank
         own = residuals.checked(read(rank if workers == self._group.size else 0), rank)
         if not own:

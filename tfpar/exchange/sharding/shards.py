@@ -1,8 +1,8 @@
-"""Which replica owns which weights, where every replica updates its own share only (ZeRO, Rajbhandari et al. 2020).
+"""Assigns weights to replicas, each of which updates only its own share (ZeRO, Rajbhandari et al. 2020).
 
-Tensors lie end to end in a vector that is cut into as many shards as there are replicas, S elements each. Replica r
-owns shard r: it alone updates these weights. Shards of one worker's replicas lie side by side; the worker alone has the
-sum of their gradients. Plain Python and NumPy: no tensor is made.
+Tensors are joined end to end in a vector that is cut into as many shards as there are replicas, S elements each.
+Replica r owns shard r: only it updates these weights. Shards of one worker's replicas are adjacent; only this worker
+has the sum of their gradients. Plain Python and NumPy: no tensor is made.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ShardedVector:
     Attributes:
       owners: Number of shards, one per replica.
       shard_elements: S; a multiple of the block of the codec.
-      segments: What lies in the vector, in order: index of a tensor, or -1 for padding, and number of elements.
+      segments: The contents of the vector, in order: index of a tensor, or -1 for padding, and number of elements.
       per_worker: Replicas of a worker.
     """
 
@@ -64,7 +64,7 @@ class ShardedVector:
 
     @property
     def indices(self) -> list[int]:
-        """The tensors, in the order in which they lie in the vector."""
+        """The tensors, in their order in the vector."""
         return [index for index, _ in self.segments if index >= 0]
 
     @property
@@ -73,7 +73,7 @@ class ShardedVector:
         return sum(size for index, size in self.segments if index >= 0)
 
     def pieces(self, owner: int) -> list[Piece]:
-        """What a replica owns, in the order in which it lies in its shard."""
+        """The pieces that a replica owns, in their order in its shard."""
         first, last = owner * self.shard_elements, (owner + 1) * self.shard_elements
         found, place = [], 0
         for index, size in self.segments:
@@ -92,7 +92,7 @@ class ShardedVector:
         return np.concatenate([parts[index] for index in sorted(self.indices)])
 
     def from_tensor_order(self, vector: np.ndarray) -> np.ndarray:
-        """The vector of which `in_tensor_order` made another; zeros in place of padding."""
+        """The inverse of `in_tensor_order`; zeros in place of padding."""
         sizes = dict(self.segments)
         parts, place = {}, 0
         for index in sorted(self.indices):
@@ -105,9 +105,9 @@ class ShardedVector:
 def evenly(
     indices: Sequence[int], sizes: Sequence[int], owners: int, *, block: int, bucket_bytes: int, per_worker: int = 1
 ) -> list[ShardedVector]:
-    """Buckets of consecutive tensors, each cut into equal shards wherever that falls within a tensor.
+    """Buckets of consecutive tensors, each cut into equal shards, also within tensors.
 
-    For optimizers that update every element by itself.
+    For elementwise optimizers.
 
     Args:
       indices: Which tensors.
@@ -131,9 +131,10 @@ def evenly(
 def by_tensor(
     indices: Sequence[int], sizes: Sequence[int], owners: int, *, block: int, per_worker: int = 1
 ) -> list[ShardedVector]:
-    """One bucket, of which every replica owns whole tensors; the largest first, each to whom has least.
+    """One bucket in which every replica owns whole tensors; assigns the largest first, each to the replica with the
+    least.
 
-    For optimizers that look at a whole tensor (LAMB, LARS, Muon, Adafactor). Shards are as large as the largest one, so
+    For optimizers that need whole tensors (LAMB, LARS, Muon, Adafactor). Shards are as large as the largest one, so
     a tensor that is larger than all others together costs padding on the wire.
 
     Args:
@@ -161,10 +162,10 @@ def by_tensor(
 
 
 def joined(parts: Mapping[int, np.ndarray], shape: Sequence[int]) -> np.ndarray:
-    """A whole array out of its pieces.
+    """A whole array, joined from its pieces.
 
     Args:
-      parts: Arrays by the place of their first element.
+      parts: Arrays by the index of their first element.
       shape: Shape of the tensor that the pieces are of. State of another size, such as Adafactor's, keeps its own.
     """
     pieces = [parts[begin] for begin in sorted(parts)]

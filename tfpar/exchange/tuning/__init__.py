@@ -1,1 +1,1 @@
-"""What `--exchange=auto` measures, predicts and decides."""
+"""The measurements, predictions and choices of `--exchange=auto`."""

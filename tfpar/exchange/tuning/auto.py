@@ -1,4 +1,4 @@
-"""`auto`: measures links and codecs, and takes for each bucket the algorithm that should be fastest."""
+"""`auto`: measures links and codecs, and chooses the algorithm that should be fastest for each bucket."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class AutoOptions(Options):
 
     Attributes:
       max_error: Codecs with a larger relative L2 error on normally distributed numbers are not considered. topk and
-        powersgd never are: they leave out most of a gradient at every step, which that error does not describe.
+        powersgd are never considered: they leave out most of a gradient in every step, which this error does not
+        measure.
     """
 
     max_error: float = option(
@@ -35,13 +36,14 @@ class AutoOptions(Options):
 
     @property
     def description(self) -> str:
-        """What is considered, in a few words."""
+        """The candidates, in a few words."""
         return f"errors up to {self.max_error:g}"
 
 
 @dataclasses.dataclass(frozen=True)
 class _Prediction:
-    """One bucket: how many elements it has, what was chosen, and what that and the dense exchange should cost."""
+    """The prediction for one bucket: its elements, the choice, and the expected costs of the choice and of the dense
+    exchange."""
 
     elements: int
     chosen: Spec
@@ -50,7 +52,7 @@ class _Prediction:
 
 
 def choose(spec: Spec, elements: Sequence[int], group: Group, device: str) -> TuningResult:
-    """Measures links and codecs, and takes for each bucket what should be fastest; about a second.
+    """Measures links and codecs, and chooses what should be fastest for each bucket; takes about a second.
 
     All workers must call it together.
 
@@ -80,7 +82,7 @@ def choose(spec: Spec, elements: Sequence[int], group: Group, device: str) -> Tu
 
 
 def _candidates(options: AutoOptions, group: Group) -> list[Spec]:
-    """Every algorithm and pattern that may be chosen, the dense one first: it wins where another is only as fast."""
+    """Every algorithm and pattern that may be chosen, the dense one first: it wins ties."""
     common = {
         "error_feedback": options.error_feedback,
         "warmup_steps": options.warmup_steps,

@@ -1,6 +1,6 @@
-"""What `auto` has to know, measured in about a second at the start: the links, the codecs' speed and their error.
+"""Measurements for `auto`, about a second at the start: the links, the codecs' speed and their error.
 
-All workers measure at the same time, as they will exchange; what they then work with is the mean, the same on each.
+All workers measure at the same time, as they will exchange; they use the mean, the same on each.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from tfpar_ops import Codec
 import numpy as np
 import tensorflow as tf
 
-_ELEMENTS = 1 << 20  # of the vector that codecs are measured on
-_FIRST_BYTES, _LAST_BYTES = 1 << 18, 1 << 24  # of the messages that the bandwidth is measured with
-_LONG_ENOUGH = 0.05  # seconds of a message after which a larger one would tell no more
+_ELEMENTS = 1 << 20  # of the vector for measuring codecs
+_FIRST_BYTES, _LAST_BYTES = 1 << 18, 1 << 24  # of the messages for measuring bandwidth
+_LONG_ENOUGH = 0.05  # seconds of a message after which larger ones add no information
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ def measure(group: Group, codecs: Sequence[Codec], device: str) -> Measured:
 
     Args:
       group: All workers.
-      codecs: Those whose speed and error are asked for.
+      codecs: The codecs to measure.
       device: Where exchanges run.
     """
     with tf.device(device):
@@ -70,7 +70,7 @@ def _link(group: Group) -> tuple[float, float]:
     ready = _traced(lambda value: group.all_reduce(value, barrier), value)
     reduce(value)
     round_trip = _median(lambda: reduce(value), 15)
-    latency = round_trip / (2 * (group.size - 1))  # a ring has so many messages one after the other
+    latency = round_trip / (2 * (group.size - 1))  # a ring has this many messages one after the other
     size = _FIRST_BYTES
     while True:
         instance = allocate_instance_keys(1, group)[0]
@@ -79,7 +79,7 @@ def _link(group: Group) -> tuple[float, float]:
         send(rows)
         times = []
         for _ in range(3):
-            ready(value)  # else the first to come would also measure its waiting
+            ready(value)  # otherwise the first to arrive would also measure its waiting
             began = time.perf_counter()
             send(rows)
             times.append(time.perf_counter() - began)

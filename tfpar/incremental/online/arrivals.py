@@ -1,4 +1,4 @@
-"""Files in the watched directory: which are complete, what they hold, and what is wrong with the others."""
+"""Files in the watched directory: which are complete, their examples, and the errors of bad files."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tfpar.inputs.source import Source, SourceInfo
 from tfpar.inputs.sources import images, tfrecord
 
 STOP = "STOP"  # a file of this name ends the run once everything else in the directory is learned
-# Names under which programs write what is not complete yet.
+# Names of files that programs are still writing.
 _UNFINISHED = (".tmp", ".part", ".partial", ".crdownload")
 
 
 class Form(Protocol):
-    """How files of a kind are read."""
+    """A reader for one kind of files."""
 
     def takes(self, name: str) -> bool:
         """Whether a file of this name, relative to the directory, may hold examples."""
@@ -63,7 +63,7 @@ class _Images:
 
 
 def form_of(config: InputConfig, info: SourceInfo, watch: str) -> Form:
-    """How the files in the watched directory are read: as those of `--dataset`.
+    """The reader of the files in the watched directory, which have the format of `--dataset`.
 
     Args:
       config: The input options.
@@ -71,7 +71,7 @@ def form_of(config: InputConfig, info: SourceInfo, watch: str) -> Form:
       watch: The directory.
 
     Raises:
-      ConfigError: Files of such a data set cannot be watched for, or there is no such directory.
+      ConfigError: Files of this kind of data set cannot be watched, or the directory does not exist.
     """
     if not os.path.isdir(watch):
         raise ConfigError(f"--watch={watch}: no such directory. Create it first.")
@@ -88,11 +88,11 @@ def form_of(config: InputConfig, info: SourceInfo, watch: str) -> Form:
 
 
 class Arrivals:
-    """What has arrived in a directory.
+    """The files that have arrived in a directory.
 
     Args:
       root: The directory.
-      form: How its files are read.
+      form: The reader of its files.
     """
 
     def __init__(self, root: str, form: Form) -> None:
@@ -105,14 +105,14 @@ class Arrivals:
         return os.path.exists(os.path.join(self._root, STOP))
 
     def look(self, known: Collection[tuple[str, int, int]]) -> tuple[list[ArrivedFile], bool]:
-        """Looks into the directory.
+        """Scans the directory.
 
         Args:
-          known: Identities of files that are left out.
+          known: Identities of files to leave out.
 
         Returns:
-          Complete files, which have not changed since the last look, by time and name; and whether there are others,
-          that are still being written or were not there before.
+          Complete files, which have not changed since the last scan, by time and name; and whether there are others,
+          which are new or still being written.
         """
         found = [file for file in self._files() if file.identity not in known]
         complete = [file for file in found if file.identity in self._seen]
@@ -123,7 +123,7 @@ class Arrivals:
         """Reads files.
 
         Returns:
-          Those that can be learned from, with the number of their examples; and the others, each with the reason.
+          The usable files, each with its number of examples; and the others, each with the reason.
         """
         good, bad, counts = [], [], []
         for file in files:

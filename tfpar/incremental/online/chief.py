@@ -1,4 +1,4 @@
-"""What the first worker does for all: it looks into the directory, keeps the journal, and exports."""
+"""The work that the chief does for all workers: scanning the directory, keeping the journal, and exporting."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _log = logging.getLogger(__name__)
 
 
 class Chief:
-    """What the first worker does for all.
+    """The work that the chief does for all workers.
 
     Args:
-      options: Those of incremental learning.
-      form: How files are read.
+      options: The options of incremental learning.
+      form: The reader of files.
       config: The whole configuration.
-      steps_of: How many steps so many examples take.
+      steps_of: Returns the number of steps for a number of examples.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Chief:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """While this is open, no other process learns into the workdir, between deliveries either.
+        """Context that keeps other processes from using the workdir, also between deliveries.
 
         Raises:
           ConfigError: Another one does.
@@ -64,7 +64,7 @@ class Chief:
             ) from error
 
     def next(self, position: int) -> tuple[Delivery | None, bool]:
-        """The delivery to learn next, None for none; and whether the run is to end if there is none.
+        """The delivery to learn next, or None; and whether the run ends if there is none.
 
         Args:
           position: Steps of the newest checkpoint.
@@ -95,7 +95,7 @@ class Chief:
         return None, ends
 
     def export(self, delivery: Delivery, summary: Mapping[str, Any]) -> pathlib.Path | None:
-        """Exports the model after a delivery where that is due; returns where."""
+        """Exports the model after a delivery if that is due; returns the path."""
         if not self._is_due(delivery):
             return None
         about = {

@@ -1,4 +1,4 @@
-"""Versions of the model, each a directory that appears whole: `WORKDIR/exports/000012/model.keras`."""
+"""Versions of the model, each a directory that appears atomically: `WORKDIR/exports/000012/model.keras`."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Exports:
         return any(number >= version for number in self._versions())
 
     def add(self, version: int, about: Mapping[str, Any]) -> pathlib.Path:
-        """Exports the model as it is now, and removes what is too old.
+        """Exports the current model, and removes versions that are too old.
 
         Args:
           version: Its number.
-          about: Written beside it, as `about.json`.
+          about: Contents of `about.json` next to it.
 
         Returns:
           Its directory.

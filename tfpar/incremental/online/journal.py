@@ -1,8 +1,8 @@
-"""What has been delivered: a file that is written before anything is learned, and never loses an entry.
+"""The journal of deliveries: a file that is written before anything is learned, and never loses an entry.
 
-A delivery is some files that are learned from together, in one pass. Which steps of the run are its steps is written
-beside it. So the newest checkpoint alone says what has been learned, and a process that was killed anywhere continues
-with the rest of the delivery under way: every example is learned from exactly once.
+A delivery is a set of files that the model learns from together, in one pass. The journal records which steps of the
+run belong to it. So the newest checkpoint alone determines what has been learned, and a process that was killed at any
+point continues with the rest of the current delivery: the model learns from every example exactly once.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class ArrivedFile:
     Attributes:
       name: Relative to the directory, with forward slashes.
       size: In bytes.
-      modified: When it was last changed, in nanoseconds since 1970.
-      examples: How many it has; 0 where they have not been counted.
+      modified: Time of its last change, in nanoseconds since 1970.
+      examples: Number of its examples; 0 if they have not been counted.
     """
 
     name: str
@@ -37,13 +37,13 @@ class ArrivedFile:
 
     @property
     def identity(self) -> tuple[str, int, int]:
-        """What tells it from other files, and from another one of the same name."""
+        """Distinguishes it from other files, and from another file of the same name."""
         return self.name, self.size, self.modified
 
 
 @dataclasses.dataclass(frozen=True)
 class Delivery:
-    """Files that are learned from together.
+    """Files that the model learns from together.
 
     Attributes:
       number: From 1.
@@ -69,7 +69,7 @@ class Delivery:
 
     @classmethod
     def from_json(cls, value: Any) -> Delivery:
-        """What `dataclasses.asdict` has made."""
+        """The delivery from the result of `dataclasses.asdict`."""
         return cls(**{**value, "files": tuple(ArrivedFile(**file) for file in value["files"])})
 
 
@@ -117,7 +117,7 @@ class Journal:
         return self.deliveries[-1].end if self.deliveries else 0
 
     def deliver(self, files: list[ArrivedFile], steps: int) -> Delivery:
-        """Enters a delivery; it is on the disk when this returns.
+        """Adds a delivery; it is on the disk when this returns.
 
         Args:
           files: Its files.
@@ -129,7 +129,7 @@ class Journal:
         return delivery
 
     def reject(self, file: ArrivedFile, reason: str) -> None:
-        """Enters a file that cannot be learned from. One that replaces it counts as another file."""
+        """Adds a file that cannot be used. A file that replaces it counts as another one."""
         self.set_aside.append((file, reason))
         self._write()
 

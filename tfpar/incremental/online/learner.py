@@ -6,8 +6,8 @@ WORKDIR/checkpoints/, ...   one run over all deliveries, as any other
 WORKDIR/exports/000003/     the model after delivery 3: model.keras and about.json; `newest` is a link to the last
 ```
 
-The newest checkpoint says how far the run is, the journal which files the steps after it are of. So a start after
-`kill -9` learns the rest of what was delivered, with the bits of a run that was not interrupted, and waits for more.
+The newest checkpoint determines the progress of the run, and the journal the files of the following steps. So a start
+after `kill -9` learns the rest of the deliveries, with the same bits as an uninterrupted run, and waits for more.
 """
 
 from __future__ import annotations
@@ -41,27 +41,27 @@ import numpy as np
 
 _log = logging.getLogger(__name__)
 
-_SHOWN_FROM = 20  # deliveries of so many steps show how far they are
+_SHOWN_FROM = 20  # deliveries of this many steps show their progress
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeliveredInfo(SourceInfo):
-    """The description of a part of what is delivered, over whose parts one run continues."""
+    """The description of one delivery, in a run that continues over all deliveries."""
 
     @property
     def fingerprint(self) -> str:
-        """The same for all parts: the journal tells them apart."""
+        """The same for all deliveries: the journal distinguishes them."""
         whole = dataclasses.replace(self, num_examples=0, files=(), records_per_file=(), digest="")
         return SourceInfo.fingerprint.fget(whole)  # type: ignore[attr-defined]
 
 
 class OnlineLearner:
-    """Learns from what arrives in `--watch`.
+    """Learns from the files that arrive in `--watch`.
 
     Args:
       build: Builds the model, which returns logits; called under the strategy.
-      train: Training examples of `--dataset`, which have the form of those that arrive; replay keeps some of them.
-      validation: What the model is evaluated on after each delivery, or None.
+      train: Training examples of `--dataset`, which have the format of arriving examples; replay keeps some of them.
+      validation: Examples for the evaluation after each delivery, or None.
       config: The whole configuration, with a section `incremental`.
       runtime: From `tfpar.initialize`.
     """
@@ -96,14 +96,14 @@ class OnlineLearner:
         )
 
     def learn(self) -> dict[str, Any]:
-        """Learns from what was delivered and is not learned yet, and from what arrives, until the run is ended.
+        """Learns from unfinished deliveries, and from arriving files, until the run is ended.
 
         Returns:
           `deliveries`, `examples`, `steps` and `set_aside`: numbers of each over all starts of the run; and the results
           of the last evaluation.
 
         Raises:
-          TrainingError: A checkpoint could not be written, without which the next start would learn something twice.
+          TrainingError: A checkpoint could not be written; without it the next start would learn examples twice.
         """
         with self._chief.alone() if self._chief else contextlib.nullcontext():
             return self._finish(self._learn_all())
@@ -131,7 +131,7 @@ class OnlineLearner:
                 )
 
     def _learn_delivery(self, delivery: Delivery) -> dict[str, Any]:
-        """Learns what is left of a delivery, evaluates, and exports."""
+        """Learns the rest of a delivery, evaluates, and exports."""
         self._say(
             f"delivery {delivery.number}: {_count(len(delivery.files), 'file')}, "
             f"{_count(delivery.examples, 'example')}, to step {delivery.end}"
@@ -152,7 +152,7 @@ class OnlineLearner:
         self._say(f"delivery {delivery.number}: step {state.step} of {delivery.end}")
 
     def _source(self, delivery: Delivery) -> Source:
-        """The examples of a delivery, in the order in which they are learned, and as many of those that are kept."""
+        """The examples of a delivery, in the order of learning, with as many of the kept examples."""
         source = self._form.source(self._options.watch, [file.name for file in delivery.files])
         if source.info.num_examples != delivery.examples:
             raise ConfigError(
@@ -172,11 +172,11 @@ class OnlineLearner:
         return dataclasses.replace(source, info=DeliveredInfo(**{**fields, "may_be_short": True}))
 
     def _steps_of(self, examples: int) -> int:
-        """How many steps so many new examples take."""
+        """Number of steps for this number of new examples."""
         return -(-examples * (2 if len(self._kept) else 1) // self._batch)
 
     def _choose_kept(self) -> np.ndarray:
-        """The examples of `--dataset` that are learned again beside new ones."""
+        """The examples of `--dataset` to learn again together with new ones."""
         options = self._options
         if options.method != "replay":
             return np.zeros(0, np.int64)
@@ -185,10 +185,10 @@ class OnlineLearner:
         room = room_for(self._train, options.replay_examples, options.replay_bytes)
         return kept_examples([whole], labels, room, policy=options.replay_policy, seed=self._seed)
 
-    # What all workers do alike.
+    # Done by all workers in the same way.
 
     def _next(self, position: int) -> tuple[Delivery | None, bool]:
-        """What to learn next, if there is something; and whether the run is to end if not. As the chief sees it."""
+        """The next delivery, if there is one, and whether the run ends otherwise; decided by the chief."""
         found: Any = None
         if self._chief:
             delivery, ends = self._chief.next(position)
@@ -197,10 +197,10 @@ class OnlineLearner:
         return Delivery.from_json(found) if found else None, ends
 
     def _position(self, *, verify: bool = False) -> int:
-        """Steps that the newest checkpoint has done: what a start would continue from; as the chief sees it.
+        """The step of the newest checkpoint, from which a start would continue; according to the chief.
 
         Args:
-          verify: Whether to read it, and to take an earlier one where it is damaged.
+          verify: Whether to read it, and to use an earlier one if it is damaged.
         """
         step = 0
         if self._chief:

@@ -25,11 +25,11 @@ def from_iterable(
     split: str = "train",
     name: str = "",
 ) -> StreamSource:
-    """Returns a source over an iterable: a `DataLoader` of PyTorch or Grain, an `IterDataset`, an object of one's own.
+    """Returns a source over an iterable: a `DataLoader` of PyTorch or Grain, an `IterDataset`, or your own object.
 
     Each pass is one `iter(data)`, read in a thread of its own, and batched again to `global_batch_size`. A run that
-    resumes starts the stream again, because the position of a Python iterator cannot be saved: what can be read by
-    index is better given to `from_random_access`.
+    resumes starts the stream again, because the position of a Python iterator cannot be saved: for data that can be
+      read by index, prefer `from_random_access`.
 
     Args:
       data: Its elements are `x`, `(x, y)` or `(x, y, sample_weight)`, as tuples or lists, each an array, a tensor or a

@@ -69,7 +69,7 @@ class StreamPipeline:
         batch = config.global_batch_size
         known = source.info.num_examples != UNKNOWN
         examples = source.info.num_examples if known else batch
-        # Where every worker has a stream of its own, they are taken to be of the same length.
+        # If every worker has its own stream, these are assumed to have the same length.
         streams = workers if self._own_streams else 1
         shard = epoch_order.one_shard(-(-examples // streams), batch // streams)
         self._order = epoch_order.EpochOrder(
@@ -264,14 +264,14 @@ class StreamPipeline:
             return none
 
     def restore(self, saved: Mapping[str, np.ndarray], *, same_workers: bool) -> str:
-        """Resumes from what this worker exported. Call it before `dataset`; it takes effect with `follow`.
+        """Resumes from this worker's export. Call it before `dataset`; it takes effect with `follow`.
 
         Args:
-          saved: What `export` gave.
+          saved: The result of `export`.
           same_workers: Whether the saved run had as many workers and replicas.
 
         Returns:
-          What to tell the user: where the stream goes on.
+          A message for the user: where the stream continues.
         """
         if same_workers and position.STATE in saved and saved[position.STATE].size:
             self._saved = saved

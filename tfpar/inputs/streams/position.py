@@ -1,4 +1,4 @@
-"""Where an iterator over a stream stands: saved and restored, with what tf.data leaves out.
+"""The position of an iterator over a stream: saves and restores it, including the parts that tf.data omits.
 
 tf.data saves an iterator with the iterators below it. `shuffle` takes a new seed in each pass from a generator, and the
 count of seeds taken is saved with the iterator of that `shuffle`. This iterator does not exist any more once its

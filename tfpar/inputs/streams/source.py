@@ -35,8 +35,8 @@ class StreamSource:
       examples: Number of examples in one pass, of all workers; None where it is not known.
       name: For reports and errors.
       split: `"train"` or `"validation"`, for reports.
-      retarget: Makes other targets of those of a batch; None leaves them.
-      first: Gives a digest of the first element, where that can be read without a trace, or None.
+      retarget: Maps the targets of a batch to others; None keeps them.
+      first: Returns a digest of the first element, if reading it has no side effects, or None.
     """
 
     make: Callable[[tf.distribute.InputContext], tf.data.Dataset]
@@ -80,7 +80,7 @@ class StreamSource:
         """The same stream with a known number of examples, which takes a pass over it unless it is known already.
 
         Args:
-          told: Whether to log that there is such a pass.
+          told: Whether to log this pass.
 
         Raises:
           ConfigError: The stream is endless, or every worker has a stream of its own.

@@ -43,7 +43,7 @@ def find(name: str) -> AnyEnvironment:
     """The environment of a name.
 
     Raises:
-      ConfigError: There is none, with the nearest names; or Gymnasium cannot make it.
+      ConfigError: There is none (lists the nearest names), or Gymnasium cannot create it.
     """
     if name.startswith((PREFIX, POOL_PREFIX)):
         return find_on_host(name)

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 ROWS, COLUMNS = 10, 5
-_PIXELS = 16  # of the picture, for each pixel of the board
+_PIXELS = 16  # pixels of the picture for each pixel of the board
 
 
 def _reset(numbers: Sequence[tf.Tensor]) -> State:

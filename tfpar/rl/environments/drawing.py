@@ -20,7 +20,7 @@ def lines(*strokes: Sequence[Point], moving: int) -> np.ndarray:
       *strokes: Points of each, in [-1, 1] to the right and upwards.
       moving: How many of the strokes, the last ones, are drawn bold and blue.
     """
-    from PIL import Image, ImageDraw  # here, so that only a process that draws loads it
+    from PIL import Image, ImageDraw  # imported here, so that only a process that draws loads it
 
     canvas = Image.new("RGB", (_SIDE, _SIDE), _WHITE)
     draw = ImageDraw.Draw(canvas)

@@ -27,9 +27,9 @@ class HostEnvironment:
       observation_shape: Shape of one observation.
       actions: What an action is.
       goal: Mean return of an evaluation at which a run may end; None for none.
-      observation_scale: What a policy multiplies observations by: 1/255 for pixels, else 1.
-      make: `(count, processes) -> gymnasium.vector.VectorEnv` of so many, each in a process of its own or all in this
-        one. An episode that ends is followed by a new one in the same step.
+      observation_scale: The factor by which a policy multiplies observations: 1/255 for pixels, otherwise 1.
+      make: `(count, processes) -> gymnasium.vector.VectorEnv` of `count` environments, each in its own process or all
+        in this one. An episode that ends is followed by a new one in the same step.
       make_shown: `() -> gymnasium.vector.VectorEnv` of a single one, whose `render()` draws it.
       to_host: Actions as the environment takes them: int32 `[n]`, or float32 `[n, size]`, clipped to the bounds.
     """
@@ -58,13 +58,13 @@ def require_gymnasium() -> Any:
 
 
 def make_environments(name: str, count: int, processes: bool = False, *, render: bool = False) -> Any:
-    """Some environments of Gymnasium side by side. Observations that are no arrays are flattened to one.
+    """Several environments of Gymnasium side by side. Observations that are not arrays are flattened to one array.
 
     Args:
-      name: As Gymnasium has it registered, e.g. `"CartPole-v1"`.
+      name: The name in Gymnasium's registry, e.g. `"CartPole-v1"`.
       count: How many.
-      processes: Whether each has a process of its own.
-      render: Whether `render()` gives pictures of them.
+      processes: Whether each has its own process.
+      render: Whether `render()` returns pictures of them.
 
     Raises:
       ConfigError: There is none of this name, or its package is missing.
@@ -93,7 +93,7 @@ def find_in_gymnasium(name: str) -> HostEnvironment:
     """The environment that Gymnasium has under a name.
 
     Raises:
-      ConfigError: There is none; or no policy of tfpar's can choose its actions.
+      ConfigError: There is none, or tfpar's policies do not support its action space.
     """
     envs = make_environments(name, 1)
     try:
@@ -133,7 +133,7 @@ def describe(
 
 
 def to_host(space: Any, action: np.ndarray) -> np.ndarray:
-    """Actions of a policy as an action space of Gymnasium has them."""
+    """Actions of a policy in the form of an action space of Gymnasium."""
     if space.shape == ():
         return np.asarray(action + getattr(space, "start", 0))
     return np.clip(action.reshape([-1, *space.shape]), space.low, space.high).astype(space.dtype)

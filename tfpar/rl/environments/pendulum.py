@@ -1,7 +1,7 @@
 """Pendulum: a pendulum is swung up and held by a torque that is too weak to lift it.
 
-The dynamics are those of Gymnasium's `Pendulum-v1`: 0.05 s a step, a torque of at most 2 Nm, episodes without an end of
-their own.
+The dynamics are those of Gymnasium's `Pendulum-v1`: 0.05 s a step, a torque of at most 2 Nm, episodes that never
+terminate.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an environment on the device is: pure functions of the state of many environments at once.
+"""The protocol of environments on the device: pure functions of the state of many environments at once.
 
 Shapes: n environments. A state is a structure of tensors `[n, ...]`.
 """
@@ -32,7 +32,7 @@ class Discrete:
 
     @property
     def outputs(self) -> int:
-        """Numbers that a policy says about it: a logit for each."""
+        """Number of outputs of a policy for it: a logit for each action."""
         return self.count
 
     @property
@@ -60,7 +60,7 @@ class Continuous:
 
     @property
     def outputs(self) -> int:
-        """Numbers that a policy says about it: a mean for each of its numbers."""
+        """Number of outputs of a policy for it: a mean for each number."""
         return len(self.low)
 
     @property
@@ -73,12 +73,12 @@ Actions = Discrete | Continuous
 
 
 class Transition(NamedTuple):
-    """What one step of n environments gives.
+    """The result of one step of n environments.
 
     Attributes:
       state: The states after it.
       reward: Float `[n]`.
-      terminated: Bool `[n]`: the episode has reached an end of its own. (Time limits are the business of `vector.py`.)
+      terminated: Bool `[n]`: whether the episode terminated. (`vector.py` handles time limits.)
     """
 
     state: State
@@ -90,11 +90,10 @@ class Transition(NamedTuple):
 class Environment:
     """An environment whose dynamics are pure functions, so that thousands run in one XLA program.
 
-    The functions compute in the floating-point type of the state that they are given; that of `reset` is the type of
-    its random numbers.
+    The functions compute in the floating-point type of their state argument, and `reset` in that of its random numbers.
 
     Attributes:
-      name: Its name for `--env`; that of Gymnasium where it is the same environment.
+      name: Its name for `--env`; the name in Gymnasium if it is the same environment.
       observation_shape: Shape of one observation, float32.
       actions: What an action is.
       max_steps: Steps after which an episode is cut off.

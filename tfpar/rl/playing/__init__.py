@@ -1,1 +1,1 @@
-"""Playing a policy with the most likely actions: evaluations, pictures of an episode, and a saved policy by itself."""
+"""Playing a policy with the most likely actions: evaluations, pictures of an episode, and saved policies."""

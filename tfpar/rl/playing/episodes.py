@@ -1,4 +1,4 @@
-"""Playing a saved policy in Gymnasium or EnvPool, whose code is independent of the environments on the device."""
+"""Plays a saved policy in Gymnasium or EnvPool, whose code is independent of the environments on the device."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ def play_outputs(
 
     Args:
       outputs: A policy: `observations [n, ...] -> outputs`, of which the first are logits or means.
-      observation_shape: What it takes.
-      environment: What it plays in.
-      seeds: Of the episodes.
+      observation_shape: Shape of its observations.
+      environment: The environment that it plays in.
+      seeds: Seeds of the episodes.
 
     Raises:
       ConfigError: The policy takes observations of another shape.

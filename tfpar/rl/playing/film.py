@@ -1,4 +1,4 @@
-"""Pictures of an episode, for TensorBoard: what a policy does, seen."""
+"""Pictures of an episode, for TensorBoard."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _LONGEST = 2000  # steps of an episode that are played for its pictures
 
 
 class Film:
-    """Takes pictures of an episode that is played with the most likely actions, in this process alone.
+    """Takes pictures of an episode that this process plays with the most likely actions.
 
     Args:
       program: The policy under the strategy.
-      environment: What it acts in.
-      seed: Of the episode.
+      environment: The environment in which it acts.
+      seed: Seed of the episode.
     """
 
     def __init__(self, program: Program, environment: AnyEnvironment, *, seed: int = 0) -> None:
@@ -38,7 +38,7 @@ class Film:
         self._impossible = isinstance(environment, Environment) and environment.render is None
 
     def __call__(self) -> tuple[np.ndarray, list[str]] | None:
-        """Pictures uint8 `[k, height, width, 3]` at even distances, and their captions; None where there are none."""
+        """Pictures uint8 `[k, height, width, 3]` at even intervals, and their captions; None if there are none."""
         if self._impossible:
             return None
         try:
@@ -68,7 +68,7 @@ class Film:
         return vector.step(environment, current, action, tf.constant([self._seed, 0]), tf.range(1), time)
 
     def _on_device(self) -> tuple[list[Callable[[], np.ndarray]], list[float]]:
-        """What draws the picture of each step, and the rewards between them."""
+        """A function that draws the picture of a step, and the rewards between pictures."""
         environment = self._environment
         assert isinstance(environment, Environment)
         params, state = self._weights()
@@ -109,11 +109,11 @@ def _rendered(envs: Any, name: str) -> np.ndarray:
     """A picture of the one environment.
 
     Raises:
-      ConfigError: It draws none.
+      ConfigError: It cannot be rendered.
     """
     try:
         picture = envs.render()[0]
-    except Exception as error:  # of a package that is missing, or whatever the environment raises
+    except Exception as error:  # from a missing package, or any exception of the environment
         raise ConfigError(f"--env={name} cannot be rendered: {type(error).__name__}: {error}") from error
     if not isinstance(picture, np.ndarray) or picture.ndim != 3:
         raise ConfigError(f"--env={name} cannot be rendered: `render` returns {type(picture).__name__}")
