@@ -1,6 +1,6 @@
 """One training step, the same on every strategy whose replicas take steps together.
 
-`TrainStep._replica_step` shows the six stages in order:
+`TrainStep._replica_step` shows the six parts in order:
 
 1. loss and gradients of this replica's micro-batches (`Core`, pure, under XLA);
 2. their sum over the micro-batches, in float32 (`Core.accumulate`);
@@ -88,7 +88,7 @@ class TrainStep:
         lr_multiplier: tf.Tensor,
         is_last: tf.Tensor | None,
     ) -> Reduced:
-        """Stages 3 to 5, from this replica's gradient sums, their norm, and its part of the sidecar."""
+        """Parts 3 to 5, from this replica's gradient sums, their norm, and its part of the sidecar."""
         # 3: one exchange, which also determines whether all replicas are finite.
         gradients, vector = self.exchange.reduce_sums(gradients, vector, should_apply)
         vector = self._reported(vector)
@@ -357,7 +357,7 @@ class TrainStep:
 
 
 class Reduced(NamedTuple):
-    """The results of stages 3 to 5 of a step.
+    """The results of parts 3 to 5 of a step.
 
     Attributes:
       vector: The summed sidecar.

@@ -63,7 +63,7 @@ def test_axes_and_dims_of_weights():
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
-        ({"first/kernel": 0}, "first/kernel can be divided together with sequential/second/kernel only"),
+        ({"first/kernel": 0}, "first/kernel can only be divided together with sequential/second/kernel"),
         ({"norm/gamma": ("model",)}, "norm/gamma cannot be divided over 2 devices along dim 0: LayerNormalization"),
         ({"last/kernel": 0}, "last/kernel cannot be divided over 2 devices along dim 0: Dense"),
         ({"first/kernel": 2}, r"first/kernel \(12, 64\) has no dim 2"),

@@ -99,7 +99,7 @@ def some(layouts: Layouts, model: keras.Model, size: int) -> Layouts:
         raise ConfigError(
             f"--mesh: model {model.name!r} has no layer that can be divided over {size} devices: attention with a "
             "divisible number of heads, Dense, EinsumDense or Embedding layers. Use --mesh=data:... alone, or divide "
-            f"layers of your own by layout={'REGEX': 'gather'}."
+            "layers of your own by layout={'REGEX': 'gather'}."
         )
     return layouts
 

@@ -59,8 +59,9 @@ def count_model(
                 undivided[size] = str(error)
             except ValueError as error:  # a custom layer whose parts do not fit together
                 first = next(iter(str(error).strip().splitlines()), "")
-                undivided[size] = f"--mesh=model:{size}: model {model.name!r} fails when it is divided in this way "
-                f"({first})."
+                undivided[size] = (
+                    f"--mesh=model:{size}: model {model.name!r} fails when it is divided in this way ({first})."
+                )
     finally:
         _restore(model)
     common: dict[str, Any] = {"name": model.name, "layers": {1: whole, **divided}, "undivided": undivided}

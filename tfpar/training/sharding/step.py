@@ -1,4 +1,4 @@
-"""The training step with sharded state: stages 3 to 5 of `TrainStep` in one exchange."""
+"""The training step with sharded state: parts 3 to 5 of `TrainStep` in one exchange."""
 
 from __future__ import annotations
 

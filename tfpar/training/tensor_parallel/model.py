@@ -22,8 +22,9 @@ import keras
 
 _log = logging.getLogger(__name__)
 
-COLLECTIVES_WITHIN = "the devices of a replica communicate within its layers, for which TensorFlow has no XLA kernel "
-"on CPUs"
+COLLECTIVES_WITHIN = (
+    "the devices of a replica communicate within its layers, for which TensorFlow has no XLA kernel on CPUs"
+)
 
 
 def divide_layers(
