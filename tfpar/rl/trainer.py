@@ -32,7 +32,7 @@ from tfpar.training.loops.state import LoopState
 from tfpar.training.model.averages import AveragesBetweenRuns
 from tfpar.training.objective import OwnGoal
 from tfpar.training.optimizer_spec import OptimizerSpec
-from tfpar.training.own_parts import OwnParts
+from tfpar.training.placing.own_parts import OwnParts
 from tfpar.training.program import Program
 from tfpar.training.start import initialize
 

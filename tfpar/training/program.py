@@ -35,9 +35,9 @@ from tfpar.training.model.xla import is_convolutional, xla_obstacle
 from tfpar.training.objective import Goal, OwnGoal, SupervisedObjective
 from tfpar.training.objective.losses import uses_integer_labels
 from tfpar.training.optimizer_spec import OptimizerSpec
-from tfpar.training.own_parts import OwnParts
 from tfpar.training.placing.base import Placing, known_summary
 from tfpar.training.placing.choose import placing_of
+from tfpar.training.placing.own_parts import OwnParts
 from tfpar.training.sharding import OwnShare, sharded_step
 from tfpar.training.step import TrainStep
 from tfpar.training.uneven_batches import eval_input, train_input

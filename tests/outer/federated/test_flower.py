@@ -62,13 +62,13 @@ def free_ports(count: int) -> list[int]:
 
 def test_a_server_and_two_clients_average_what_a_simulation_does(commands, tmp_path):
     """The same bits travel, so that the weights agree to rounding; each message has the payload of int8."""
-    fleet, control, runtime, *own = free_ports(5)
+    server, *own = free_ports(3)
     app = tmp_path / "app"
     shutil.copytree(APP, app, ignore=shutil.ignore_patterns("__pycache__"))
     home = tmp_path / "home"
     home.mkdir()
     (home / "config.toml").write_text(
-        f'[superlink]\ndefault = "here"\n\n[superlink.here]\naddress = "127.0.0.1:{control}"\ninsecure = true\n'
+        f'[superlink]\ndefault = "here"\n\n[superlink.here]\naddress = "127.0.0.1:{server}"\ninsecure = true\n'
     )
     environment = {
         **os.environ,
@@ -88,10 +88,9 @@ def test_a_server_and_two_clients_average_what_a_simulation_does(commands, tmp_p
 
     started: list[subprocess.Popen] = []
     try:
-        addresses = [f"--fleet-api-address=127.0.0.1:{fleet}", f"--control-api-address=127.0.0.1:{control}"]
-        started.append(start("flower-superlink", "--insecure", *addresses, f"--port={runtime}"))
+        started.append(start("flower-superlink", "--insecure", f"--port={server}"))
         for number, port in enumerate(own):
-            link = f"--superlink=127.0.0.1:{fleet}"
+            link = f"--superlink=127.0.0.1:{server}"
             node = f"--node-config=partition-id={number}"
             started.append(start("flower-supernode", "--insecure", link, f"--port={port}", node))
         summary = tmp_path / "results" / "summary.json"

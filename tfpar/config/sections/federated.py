@@ -112,13 +112,6 @@ class FederatedConfig(ConfigBase):
         minimum=0,
         may_change_on_resume=True,
     )
-    clients_at_once: int = option(
-        0,
-        "Clients that one device trains side by side, by operations over all of them. 0: one on CPUs, up to 16 "
-        "elsewhere.",
-        minimum=0,
-        may_change_on_resume=True,
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

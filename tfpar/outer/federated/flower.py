@@ -194,7 +194,7 @@ class _Server:
     """The server's weights, and what it makes of replies."""
 
     def __init__(self, trainer: FederatedTrainer) -> None:
-        self._trainer, self._round = trainer, trainer.client_round()
+        self._trainer, self._encoding = trainer, trainer.encoding()
         self.options = federated_of(trainer.config)
         seed, per_round = trainer.config.train.seed, self.options.clients_per_round
         self._averaging = Averaging.of(self.options, seed, float(per_round))
@@ -234,12 +234,12 @@ class _Server:
         mass, losses = 0.0, []
         for reply in replies:
             arrays = reply.content["arrays"].to_numpy_ndarrays()
-            received = self._round.encoding.decode([*map(tf.constant, arrays[: len(params)])])
+            received = self._encoding.decode([*map(tf.constant, arrays[: len(params)])])
             norm = tf.linalg.global_norm(received)
             if not bool(tf.math.is_finite(norm)):
                 self._counts["clients_dropped"] += 1
                 continue
-            clip, figures = self._round.clip, reply.content["metrics"]
+            clip, figures = self.options.client_clip, reply.content["metrics"]
             factor = clip / max(float(norm), clip) if clip else 1.0
             own = 1.0 if self.options.is_uniform else float(figures["num-examples"])
             totals = [total + own * factor * each for total, each in zip(totals, received, strict=True)]

@@ -37,7 +37,7 @@ from tfpar.training.loops.state import LoopState
 from tfpar.training.model.averages import AveragesBetweenRuns
 from tfpar.training.objective import Goal
 from tfpar.training.optimizer_spec import OptimizerSpec
-from tfpar.training.own_parts import OwnParts
+from tfpar.training.placing.own_parts import OwnParts
 from tfpar.training.program import Program
 from tfpar.training.start import initialize
 
@@ -166,11 +166,16 @@ class FederatedTrainer:
             self.program.bind(each)
         return source, validation
 
+    def encoding(self) -> UpdateEncoding:
+        """How a client sends what it has moved."""
+        shapes = [weight.shape for weight in self.program.model.trainable_variables]
+        options = self._options
+        return UpdateEncoding.of(options.update_codec, shapes, stateful=options.stateful_clients)
+
     def client_round(self) -> ClientRound:
         """What a client does in a round, as pure functions of tensors."""
         program, options = self.program, self._options
         assert isinstance(program.core, FederatedCore)
-        shapes = [weight.shape for weight in program.model.trainable_variables]
         slots = self._client_optimizer.variables
         local = LocalTraining(
             core=program.core,
@@ -180,8 +185,7 @@ class FederatedTrainer:
             clip_norm=self.config.optimizer.clip_norm,
             metric_shapes=tuple(tuple(each.shape) for each in program.core.local_variables),
         )
-        encoding = UpdateEncoding.of(options.update_codec, shapes, stateful=options.stateful_clients)
-        return ClientRound(local, encoding, options.client_clip, options.averaging == "scaffold")
+        return ClientRound(local, self.encoding(), options.client_clip, options.averaging == "scaffold")
 
     def _program_for(self, population: Population) -> Program:
         """The program whose steps are rounds of this population."""
