@@ -67,6 +67,7 @@ class Cluster:
         exchange: str,
         start: type[subprocess.Popen],
         local_steps: int = 1,
+        fragments: int = 1,
     ) -> None:
         self.workdir = workdir
         self.lines: list[tuple[float, str]] = []
@@ -77,6 +78,7 @@ class Cluster:
             *(f"--steps={steps}", "--global_batch_size=48", "--checkpoint_every=20", f"--eval_every={steps}"),
             *(f"--exchange={exchange}", f"--peer_timeout={PEER_TIMEOUT:g}", "--deterministic", "--uneven_batches"),
             f"--local_steps={local_steps}",
+            f"--outer_fragments={fragments}",
             "--jit_compile=false",  # the same faults in less time
             f"--workdir={workdir}",
         ]
@@ -203,12 +205,13 @@ def run(
     exchange: str,
     *,
     local_steps: int = 1,
+    fragments: int = 1,
     limit: float,
     slack: float = 0.0,
     start: type[subprocess.Popen] = subprocess.Popen,
 ) -> dict:
     """One run with these faults; returns its `summary.json`."""
-    cluster = Cluster(folder, workers, steps, len(faults) + 1, exchange, start, local_steps)
+    cluster = Cluster(folder, workers, steps, len(faults) + 1, exchange, start, local_steps, fragments)
     try:
         for fault in faults:
             disturb(cluster, fault, workers, limit, slack)
@@ -228,6 +231,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1500, help="steps in each run")
     parser.add_argument("--exchange", default="int8")
     parser.add_argument("--local_steps", type=int, default=1, help="steps of a round; checkpoints come every 20")
+    parser.add_argument("--fragments", type=int, default=1, help="fragments of the model that travel one by one")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=float, default=180.0, help="seconds in which each recovery must have happened")
     parser.add_argument(
@@ -240,6 +244,7 @@ def main() -> None:
     generator = random.Random(options.seed)
     shape = (options.workers, options.steps, options.exchange)
     patience = {"limit": options.limit, "slack": options.slack, "local_steps": options.local_steps}
+    patience["fragments"] = options.fragments
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         expected = run(folder / "undisturbed", [], *shape, **patience)["params_sha256"]

@@ -15,11 +15,12 @@ WORKERS, STEPS, LIMIT, SLACK = 3, 500, 240.0, 15.0  # other tests share the core
 
 @pytest.mark.proof
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("local_steps", [1, 30])
-def test_a_disturbed_run_ends_with_the_weights_of_the_undisturbed_one(tmp_path, local_steps):
-    """Checkpoints come every 20 steps: within rounds of 30."""
+@pytest.mark.parametrize(("local_steps", "fragments"), [(1, 1), (30, 1), (30, 2)])
+def test_a_disturbed_run_ends_with_the_weights_of_the_undisturbed_one(tmp_path, local_steps, fragments):
+    """Checkpoints come every 20 steps: within rounds of 30, and while fragments travel, which leave every 15."""
     faults = chaos.draw(random.Random(1), len(chaos.SIGNALS), WORKERS, STEPS)
     options = {"limit": LIMIT, "slack": SLACK, "start": nursery.Popen, "local_steps": local_steps}
+    options["fragments"] = fragments
     undisturbed = chaos.run(tmp_path / "undisturbed", [], WORKERS, STEPS, "int4", **options)
     disturbed = chaos.run(tmp_path / "disturbed", faults, WORKERS, STEPS, "int4", **options)
     assert disturbed["params_sha256"] == undisturbed["params_sha256"]
