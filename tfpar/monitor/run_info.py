@@ -71,6 +71,7 @@ class RunOutcome:
       steps_redone: Steps done again because they came after the newest checkpoint.
       failed_checkpoints: Checkpoints that could not be written, one line each.
       rounds: Rounds of local steps done, over all starts; None where gradients are exchanged in every step.
+      local_steps: Local steps of a round, also where they were measured; None likewise.
     """
 
     steps: int
@@ -84,3 +85,4 @@ class RunOutcome:
     steps_redone: int
     failed_checkpoints: Sequence[str]
     rounds: int | None = None
+    local_steps: int | None = None

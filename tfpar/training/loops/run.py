@@ -213,6 +213,7 @@ class Run:
             steps_redone=restarts.steps_redone,
             failed_checkpoints=context.files.failures,
             rounds=context.program.rounds.done if context.program.rounds else None,
+            local_steps=context.program.rounds.steps if context.program.rounds else None,
         )
         summary = results.summary(info, outcome, context.monitor, digest)
         announce.warn_of_skipped(outcome, context.monitor)
