@@ -93,7 +93,8 @@ class Rounds:
         workers: int,
     ) -> None:
         measured = options.local_steps == AUTO
-        self.steps, self.pace = (TRIAL_STEPS, Pace()) if measured else (options.local_steps, None)
+        self.steps = TRIAL_STEPS if measured else options.local_steps
+        self.pace: Pace | None = Pace() if measured else None
         self.seconds = options.round_seconds
         self.taken: np.ndarray | None = None
         self.pending, self.weight = 0, 0.0
