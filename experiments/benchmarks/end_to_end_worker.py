@@ -81,7 +81,7 @@ class Worker:
         """Starts the strategy, makes the model and does the first step, with all that it has to trace and compile."""
         chosen = WORKLOADS[workload]
         self._batch = chosen.data["global_batch_size"]
-        build_strategy = _tensorflow if contender == TENSORFLOW else functools.partial(_tfpar, contender)
+        build_strategy = tensorflow_contender if contender == TENSORFLOW else functools.partial(_tfpar, contender)
         self._model, self._train, self._held_out = build_strategy(chosen, seed, jit_compile)
         first_loss = self._train(1)
         return {"machine": describe_machine(), "parameters": self._model.count_params(), "first_loss": first_loss}
@@ -116,7 +116,7 @@ def _task(workload: Workload, source: inputs.Source) -> models.TaskSpec:
     return dataclasses.replace(task, num_classes=workload.classes) if workload.classes else task
 
 
-def _tensorflow(workload: Workload, seed: int, jit_compile: bool) -> Contender:
+def tensorflow_contender(workload: Workload, seed: int, jit_compile: bool) -> Contender:
     """MultiWorkerMirroredStrategy as it comes, in the loop that TensorFlow's guide to it shows.
 
     Forward and backward pass are compiled by XLA where tfpar's are; the optimizer's `apply` sums the gradients.

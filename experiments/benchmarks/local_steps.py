@@ -4,6 +4,9 @@ Starts a cluster on this machine, whose workers train every case with every seed
 off goes on where it was.
 
   python experiments/benchmarks/local_steps.py --workers=4 --seeds=3 --output=local_steps.jsonl
+
+A case is local steps, an exchange, and maybe a number of fragments: `50/int4`, `50/int4/4`. Give each set of --options
+an --output of its own.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from typing import Any
 import tfpar
 from tfpar import inputs, models
 from tfpar.config import ExperimentConfig, flags
+from tfpar.config.fields import parse_arguments
 from tfpar.doctor import describe_machine
 
 import keras
@@ -43,7 +47,12 @@ TASK: dict[str, Any] = {
 WORKERS = absl_flags.DEFINE_integer("workers", 4, "Worker processes.", lower_bound=2)
 SEEDS = absl_flags.DEFINE_integer("seeds", 3, "Seeds 0, 1, ... of each case.", lower_bound=1)
 STEPS = absl_flags.DEFINE_integer("steps", 400, "Steps of a run.", lower_bound=1)
-ONLY = absl_flags.DEFINE_list("cases", list(CASES), "Which cases: local steps, a slash, and an exchange.")
+ONLY = absl_flags.DEFINE_list("cases", list(CASES), "Which cases.")
+OPTIONS = absl_flags.DEFINE_string(
+    "options",
+    "",
+    "Other options, as key=value divided by commas; those of the outer optimizer are for local steps alone.",
+)
 OUTPUT = absl_flags.DEFINE_string("output", "local_steps.jsonl", "Results, a line a run; what is there is not rerun.")
 MEMBER = absl_flags.DEFINE_boolean("member", False, "Used inside: this process is one of the workers.")
 
@@ -52,8 +61,12 @@ Run = tuple[str, int]  # case, seed
 
 def train(case: str, seed: int, steps: int, runtime: tfpar.Runtime | None) -> tuple[tfpar.Runtime, dict[str, Any]]:
     """One run on all workers; its summary."""
-    local_steps, exchange = case.split("/")
-    options = {**TASK, "local_steps": int(local_steps), "exchange": exchange, "seed": seed}
+    local_steps, exchange, *fragments = case.split("/")
+    given = parse_arguments("--options", OPTIONS.value, example="global_batch_size=64")
+    if local_steps == "1":
+        given = {name: value for name, value in given.items() if not name.startswith("outer_")}
+    options = {**TASK, **given, "local_steps": int(local_steps), "exchange": exchange, "seed": seed}
+    options["outer_fragments"] = int(fragments[0]) if fragments else 1
     config = ExperimentConfig.from_flat_dict({**options, "steps": steps, "eval_every": steps})
     runtime = runtime or tfpar.initialize(config)
     data, held_out = inputs.build_splits(config.input, seed)
@@ -100,7 +113,9 @@ def table(results: dict[Run, dict[str, Any]], cases: Sequence[str]) -> str:
         ratios = [row["loss"] / results[cases[0], row["seed"]]["loss"] - 1.0 for row in both]
         sent, dense = rows[0]["wire_bytes"], rows[0]["dense_wire_bytes"]
         loss, change = statistics.mean(row["loss"] for row in rows), f"{statistics.mean(ratios):+.1%}" if ratios else ""
-        cells = [*case.split("/"), len(rows), f"{sent:,}", f"{dense / sent:.0f}", f"{loss:.4f}", change]
+        local_steps, exchange, *fragments = case.split("/")
+        exchange += f", {fragments[0]} fragments" if fragments else ""
+        cells = [local_steps, exchange, len(rows), f"{sent:,}", f"{dense / sent:.0f}", f"{loss:.4f}", change]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
 
@@ -114,10 +129,11 @@ def main(_: list[str]) -> None:
         return
     if missing:
         given = {"seeds": SEEDS.value, "cases": ",".join(ONLY.value), "output": path, "steps": steps}
+        given["options"] = OPTIONS.value
         arguments = [f"--{name}={value}" for name, value in given.items()]
         launcher = [sys.executable, "-m", "tfpar.launch", f"--workers={WORKERS.value}", "--"]
         subprocess.run([*launcher, __file__, "--member", *arguments], check=True)
-    print(f"\n{describe_machine()}; {WORKERS.value} workers, {steps} steps\n")
+    print(f"\n{describe_machine()}; {WORKERS.value} workers, {steps} steps; {OPTIONS.value}\n")
     print(table(done(path), ONLY.value))
 
 

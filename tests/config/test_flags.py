@@ -42,7 +42,8 @@ FLAG_NAMES = {
     "strategy": "strategy devices mesh sequence_parallel device_memory stages stages_per_device pipeline_schedule "
     "tpu transport peer_timeout start_timeout stall_timeout",
     "exchange": "exchange exchange_retune_every",
-    "outer": "local_steps outer_optimizer outer_learning_rate outer_momentum",
+    "outer": "local_steps round_seconds outer_optimizer outer_learning_rate outer_momentum outer_time_share "
+    "outer_fragments outer_delay outer_own_share",
     "precision": "precision tf32 initial_loss_scale loss_scale_growth_steps",
     "optimizer": "optimizer optimizer_args learning_rate base_batch_size weight_decay weight_decay_exclude clip_norm "
     "ema",

@@ -68,6 +68,7 @@ class Cluster:
         start: type[subprocess.Popen],
         local_steps: int = 1,
         transport: str = "auto",
+        fragments: int = 1,
     ) -> None:
         self.workdir = workdir
         self.lines: list[tuple[float, str]] = []
@@ -77,7 +78,7 @@ class Cluster:
             *("--restart_delay=0", "--", "experiments/image_classification.py", "--dataset=digits", "--model=mlp"),
             *(f"--steps={steps}", "--global_batch_size=48", "--checkpoint_every=20", f"--eval_every={steps}"),
             *(f"--exchange={exchange}", f"--peer_timeout={PEER_TIMEOUT:g}", "--deterministic", "--uneven_batches"),
-            *(f"--local_steps={local_steps}", f"--transport={transport}"),
+            *(f"--local_steps={local_steps}", f"--outer_fragments={fragments}", f"--transport={transport}"),
             "--jit_compile=false",  # the same faults in less time
             f"--workdir={workdir}",
         ]
@@ -205,12 +206,13 @@ def run(
     *,
     local_steps: int = 1,
     transport: str = "auto",
+    fragments: int = 1,
     limit: float,
     slack: float = 0.0,
     start: type[subprocess.Popen] = subprocess.Popen,
 ) -> dict:
     """One run with these faults; returns its `summary.json`."""
-    cluster = Cluster(folder, workers, steps, len(faults) + 1, exchange, start, local_steps, transport)
+    cluster = Cluster(folder, workers, steps, len(faults) + 1, exchange, start, local_steps, transport, fragments)
     try:
         for fault in faults:
             disturb(cluster, fault, workers, limit, slack)
@@ -231,6 +233,7 @@ def main() -> None:
     parser.add_argument("--exchange", default="int8")
     parser.add_argument("--local_steps", type=int, default=1, help="steps of a round; checkpoints come every 20")
     parser.add_argument("--transport", choices=("auto", "tensorflow", "gloo"), default="auto")
+    parser.add_argument("--fragments", type=int, default=1, help="fragments of the model that are sent one by one")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=float, default=180.0, help="seconds in which each recovery must have happened")
     parser.add_argument(
@@ -242,7 +245,7 @@ def main() -> None:
     options = parser.parse_args()
     generator = random.Random(options.seed)
     shape = (options.workers, options.steps, options.exchange)
-    patience = {name: getattr(options, name) for name in ("limit", "slack", "local_steps", "transport")}
+    patience = {name: getattr(options, name) for name in ("limit", "slack", "local_steps", "transport", "fragments")}
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         expected = run(folder / "undisturbed", [], *shape, **patience)["params_sha256"]

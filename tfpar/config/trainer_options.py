@@ -149,6 +149,10 @@ class TrainerOptions(TypedDict, total=False):
     an outer optimizer applies its mean (DiLoCo). Replicas of one worker stay in step. 1: gradients are exchanged in
     every step. auto: measured, so that exchanges take the share --outer_time_share of the time."""
 
+    round_seconds: float
+    """In place of --local_steps: seconds of a round, in which each worker takes as many steps as it can, for workers
+    that are not equally fast. 0: rounds of --local_steps steps."""
+
     outer_optimizer: Literal["auto", "nesterov", "sgd", "adam"]
     """What applies the mean of the workers' movements at the end of a round of local steps: nesterov, sgd (with rate 1
     the mean of the workers' weights) or adam. auto: nesterov with --local_steps, and none without. Naming one makes

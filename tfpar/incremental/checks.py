@@ -29,6 +29,7 @@ def check(config: ExperimentConfig) -> None:
         ("mesh", config.strategy.mesh if topology.mesh.devices_of_replica > 1 else "", ""),
         ("shard", config.train.shard, "none"),
         ("local_steps", config.outer.local_steps, 1),
+        ("round_seconds", config.outer.round_seconds, 0.0),
         ("warm_start", "" if watches else config.checkpoint.warm_start, ""),
         ("lora", config.train.lora, ""),
     ):

@@ -7,6 +7,7 @@ import pathlib
 
 from tfpar import models
 from tfpar.checkpoint import format as checkpoint_format
+from tfpar.config.sections.outer import AUTO
 from tfpar.exchange import Traffic
 from tfpar.monitor import samples
 from tfpar.monitor.monitor import Monitor
@@ -71,7 +72,13 @@ def _rounds_text(info: RunInfo) -> str:
     if not outer.uses_rounds:
         return ""
     steps = "1 local step" if outer.local_steps == 1 else f"{outer.local_steps} local steps"
-    return f"rounds of {steps}, {outer.optimizer} ({outer.learning_rate:g}, momentum {outer.momentum:g}); "
+    steps = "a measured number of local steps" if outer.local_steps == AUTO else steps
+    steps = f"{outer.round_seconds:g} s" if outer.round_seconds else steps
+    text = f"rounds of {steps}, {outer.optimizer} ({outer.learning_rate:g}, momentum {outer.momentum:g})"
+    if outer.streams:
+        fragments = f"{outer.outer_fragments} fragments" if outer.outer_fragments > 1 else "the whole model"
+        text += f", {fragments} applied after {outer.delay} steps, own share {outer.own_share:g}"
+    return f"{text}; "
 
 
 def warn_of_counted_padding(info: RunInfo, monitor: Monitor) -> None:

@@ -72,6 +72,7 @@ class RunOutcome:
       failed_checkpoints: Checkpoints that could not be written, one line each.
       rounds: Rounds of local steps done, over all starts; None where gradients are exchanged in every step.
       own: What `summary.json` has of a program that is no plain training.
+      local_steps: Local steps of a round, also where they were measured; None likewise.
     """
 
     steps: int
@@ -86,3 +87,4 @@ class RunOutcome:
     failed_checkpoints: Sequence[str]
     rounds: int | None = None
     own: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    local_steps: int | None = None

@@ -88,6 +88,7 @@ def summary(info: RunInfo, outcome: RunOutcome, monitor: Monitor, params_sha256:
             "model_axis_bytes_per_step": traffic.model_axis_bytes,
         },
         "rounds": outcome.rounds,
+        "local_steps": outcome.local_steps,
         "params_sha256": params_sha256,
         "restarts": outcome.restarts,
         "steps_redone": outcome.steps_redone,
@@ -308,8 +309,11 @@ def closing_table(content: dict[str, Any], workdir: str) -> str:
     if within := exchange["model_axis_bytes_per_step"]:
         rows.append(("model axis", f"{within / 1e6:.3f} MB sent per step and device"))
     if content.get("rounds") is not None:
-        what = f"with {content['federated']['clients_trained']} clients" if "federated" in content else "of local steps"
-        rows.append(("rounds", f"{content['rounds']} {what}"))
+        federated = content.get("federated")
+        what = (
+            f"with {federated['clients_trained']} clients" if federated else f"of {content['local_steps']} local steps"
+        )
+        rows.append(("rounds", f"{content['rounds']}, {what}"))
     saved = exchange["dense_wire_bytes_per_step"] - exchange["wire_bytes_per_step"]
     if saved > 0:
         share = saved / exchange["dense_wire_bytes_per_step"]

@@ -386,7 +386,7 @@ def check(config: ExperimentConfig, topology: Topology) -> None:
     if config.outer.uses_rounds:
         raise ConfigError(
             f"--local_steps={config.outer.local_steps} does not work with reinforcement learning, whose workers "
-            "exchange in every step. Leave it, and --outer_optimizer, out."
+            "exchange in every step. Leave it, --round_seconds and --outer_optimizer out."
         )
     if options.environments % topology.replicas:
         raise ConfigError(

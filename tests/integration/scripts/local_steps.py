@@ -2,9 +2,10 @@
 
 python -m tests.integration.scripts.local_steps OUTPUT CASES
 
-CASES is JSON: a list of options of an experiment, each of which is trained in turn; `bad` among them is the number of
-an example that is too large. `OUTPUT/CASE-WORKER.npz` gets the weights, and at every second step what hooks see: the
-weights as one vector, `seen`, and the loss of the last evaluation, `losses`. `OUTPUT/CASE-WORKER.json` is the summary.
+CASES is JSON: a list of options of an experiment, each of which is trained in turn. Among them, `bad` is the number of
+an example that is too large, and `slow` the seconds by which a step of worker 1 takes longer. `OUTPUT/CASE-WORKER.npz`
+gets the weights, and at every `look_every` steps what hooks see: the weights as one vector, `seen`, and the loss of the
+last evaluation, `losses`. `OUTPUT/CASE-WORKER.json` is the summary.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from typing import Any
 
 import tfpar
@@ -19,6 +21,7 @@ from tfpar.models import BatchNormalization
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 EXAMPLES, BATCH, STEPS = 90, 16, 14
 COMMON = {
@@ -35,10 +38,33 @@ COMMON = {
 }
 
 
-def build(*, normalizes: bool, saturates: bool) -> keras.Model:
+class Slow(keras.layers.Layer):
+    """Takes its time on worker 1."""
+
+    def __init__(self, seconds: float, **options: Any) -> None:
+        super().__init__(**options)
+        self.seconds = seconds
+
+    def call(self, inputs: tf.Tensor) -> tf.Tensor:
+        if not self.seconds or worker() != 1:
+            return inputs
+        waited = tf.numpy_function(self._wait, [], tf.float32)
+        return inputs + 0.0 * tf.ensure_shape(waited, [])
+
+    def _wait(self) -> np.float32:
+        time.sleep(self.seconds)
+        return np.float32(0.0)
+
+
+def worker() -> int:
+    return json.loads(os.environ.get("TF_CONFIG", "{}")).get("task", {}).get("index", 0)
+
+
+def build(*, normalizes: bool, saturates: bool, slow: float = 0.0) -> keras.Model:
     norm = [BatchNormalization(momentum=0.9, name="norm")] if normalizes else []
     dense = keras.layers.Dense(72, "tanh" if saturates else None, name="first")
-    return keras.Sequential([keras.Input((24,)), dense, *norm, keras.layers.Dense(3, name="last")])
+    wait = [Slow(slow, name="slow")] if slow else []
+    return keras.Sequential([keras.Input((24,)), *wait, dense, *norm, keras.layers.Dense(3, name="last")])
 
 
 def data(bad: int = -1) -> tuple[np.ndarray, np.ndarray]:
@@ -52,14 +78,14 @@ def data(bad: int = -1) -> tuple[np.ndarray, np.ndarray]:
 def train(options: dict[str, Any], runtime: tfpar.Runtime | None = None) -> tuple[tfpar.Trainer, dict[str, Any]]:
     """Trains the model on the same examples from the same seed; returns the trainer, and what hooks saw."""
     steps, bad, normalizes = (options.pop(name, value) for name, value in (("steps", STEPS), ("bad", -1), ("bn", True)))
-    stop = options.pop("stop_at", 0)
+    stop, slow, every = options.pop("stop_at", 0), options.pop("slow", 0.0), options.pop("look_every", 2)
     config = tfpar.ExperimentConfig.from_flat_dict({**COMMON, **options})
     if runtime is None:
         runtime = tfpar.initialize(config)
     keras.utils.clear_session()
     keras.utils.set_random_seed(1)
     trainer = tfpar.Trainer(
-        lambda: build(normalizes=normalizes, saturates=bad < 0),
+        lambda: build(normalizes=normalizes, saturates=bad < 0, slow=slow),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         config=config,
         runtime=runtime,
@@ -71,20 +97,20 @@ def train(options: dict[str, Any], runtime: tfpar.Runtime | None = None) -> tupl
         seen["losses"].append(state.results["loss"])
         return state.replace(stop=True) if state.step == stop else None
 
-    seen["summary"] = trainer.fit(*data(bad), steps=steps, validation=data(), hooks=[tfpar.Hook(2, look)])
+    seen["summary"] = trainer.fit(*data(bad), steps=steps, validation=data(), hooks=[tfpar.Hook(every, look)])
     return trainer, seen
 
 
 def main(output: str, cases: str) -> None:
-    worker = json.loads(os.environ.get("TF_CONFIG", "{}")).get("task", {}).get("index", 0)
+    rank = worker()
     runtime = None
     for number, options in enumerate(json.loads(cases)):
         trainer, seen = train(options, runtime)
         runtime = trainer.runtime
         arrays = {variable.path: variable.numpy() for variable in trainer.model.variables}
-        with open(os.path.join(output, f"{number}-{worker}.json"), "w") as file:
+        with open(os.path.join(output, f"{number}-{rank}.json"), "w") as file:
             json.dump(seen.pop("summary"), file)
-        np.savez(os.path.join(output, f"{number}-{worker}.npz"), **arrays, **seen)
+        np.savez(os.path.join(output, f"{number}-{rank}.npz"), **arrays, **seen)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ _LEARNING_RATE = {"nesterov": 0.7, "sgd": 1.0, "adam": 0.01}
 _MOMENTUM = {"nesterov": 0.9, "sgd": 0.0, "adam": 0.9}
 
 # What stands for --local_steps=auto.
-AUTO = 0
+AUTO = -1
 # The default of --outer_delay at most, in steps: weights that are merged after many steps are old.
 _DELAY = 5
 # The default of --outer_own_share where fragments are applied late (Douillard et al. 2025: alpha = 0.5).
@@ -32,6 +32,13 @@ class OuterConfig(ConfigBase):
         "exchanged in every step. auto: measured, so that exchanges take the share --outer_time_share of the time.",
         minimum=1,
         words={"auto": AUTO},
+        may_change_on_resume=True,
+    )
+    round_seconds: float = option(
+        0.0,
+        "In place of --local_steps: seconds of a round, in which each worker takes as many steps as it can, for "
+        "workers that are not equally fast. 0: rounds of --local_steps steps.",
+        minimum=0.0,
         may_change_on_resume=True,
     )
     outer_optimizer: str = option(
@@ -87,22 +94,36 @@ class OuterConfig(ConfigBase):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_fragments()
+        if -1.0 < self.outer_own_share < 0.0:
+            raise ConfigError(
+                f"--outer_own_share={self.outer_own_share} is negative. Give 0 or more, or -1 for the default."
+            )
         if -1.0 < self.outer_momentum < 0.0:
             raise ConfigError(
                 f"--outer_momentum={self.outer_momentum} is negative. Give 0 or more, or -1 for the default."
             )
 
-    def _check_fragments(self) -> None:
-        """Refuses fragments and delays that do not fit the length of a round."""
-        if -1.0 < self.outer_own_share < 0.0:
+    def check_lengths(self) -> None:
+        """Refuses fragments, delays and times that do not fit the length of a round.
+
+        Raises:
+          ConfigError: The first of them.
+        """
+        if self.round_seconds and self.local_steps != 1:
+            steps = "auto" if self.local_steps == AUTO else self.local_steps
             raise ConfigError(
-                f"--outer_own_share={self.outer_own_share} is negative. Give 0 or more, or -1 for the default."
+                f"--round_seconds={self.round_seconds:g} does not work with --local_steps={steps}: a round has either "
+                "a time or a number of steps. Leave one of them out."
             )
         if not self.streams:
             return
         flag = f"--outer_fragments={self.outer_fragments}" if self.outer_fragments > 1 else ""
         flag = flag or f"--outer_delay={self.outer_delay}"
+        if self.round_seconds:
+            raise ConfigError(
+                f"{flag} does not work with --round_seconds={self.round_seconds:g}: a fragment leaves after a number "
+                "of steps that is the same on all workers. Use --local_steps=50, or leave it out."
+            )
         if self.local_steps == AUTO:
             raise ConfigError(
                 f"{flag} does not work with --local_steps=auto, which measures an exchange that steps wait for. Give a "
@@ -141,7 +162,7 @@ class OuterConfig(ConfigBase):
     @property
     def uses_rounds(self) -> bool:
         """Whether workers train by themselves and exchange what they have moved, not gradients."""
-        return self.local_steps != 1 or self.outer_optimizer != "auto"
+        return self.local_steps != 1 or self.round_seconds > 0.0 or self.outer_optimizer != "auto"
 
     @property
     def optimizer(self) -> str:

@@ -13,15 +13,18 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tfpar.collectives.agreement import WorkerAgreement
 from tfpar.config import OuterConfig
+from tfpar.config.sections.outer import AUTO
 from tfpar.exchange import Exchange, Traffic
 from tfpar.optim.pure_update import pure_apply
 from tfpar.outer import optimizers
 from tfpar.outer.local.lost import LostWorkers
+from tfpar.outer.local.pace import TRIAL_STEPS, Pace
 from tfpar.outer.local.weights import Tensors, TwoSets, function, l2_norm
 from tfpar.parallel import replica
 
@@ -68,6 +71,9 @@ class Rounds:
 
     Attributes:
       steps: Local steps of a round.
+      seconds: Of a round in which each worker takes as many steps as it can; 0: rounds have a number of steps.
+      taken: Int64 `[workers]`: with `seconds`, steps that each worker has taken; None before the first.
+      pace: Measures how long rounds should be; None where that is known.
       pending: Steps of the round under way, the same on every worker.
       weight: What this worker's losses have averaged over in them, where it has applied them.
       done: Rounds done, over all starts of the run.
@@ -86,7 +92,11 @@ class Rounds:
         worker: int,
         workers: int,
     ) -> None:
-        self.steps = options.local_steps
+        measured = options.local_steps == AUTO
+        self.steps = TRIAL_STEPS if measured else options.local_steps
+        self.pace: Pace | None = Pace() if measured else None
+        self.seconds = options.round_seconds
+        self.taken: np.ndarray | None = None
         self.pending, self.weight = 0, 0.0
         self.done = 0
         self.worker, self.workers = worker, workers
@@ -123,7 +133,7 @@ class Rounds:
 
     def start(self) -> None:
         """Begins with the weights that the model has now, the same on every worker."""
-        self.pending, self.weight = 0, 0.0
+        self.pending, self.weight, self.taken = 0, 0.0, None
         self.sets.shown = False
         self._lost.reset()
         self.begin()
@@ -134,8 +144,16 @@ class Rounds:
         if not self.under_way:
             self.sets.keep()
 
+    def choose(self) -> int:
+        """Ends the measuring: the length of the rounds from now on, the same on every worker."""
+        assert self.pace is not None
+        self.steps, self.pace = self.pace.local_steps(self._options.outer_time_share), None
+        return self.steps
+
     def next_stop(self, step: int) -> int:
-        """The first step after `step` at which a round ends."""
+        """The first step after `step` at which a round ends, if it has a number of steps."""
+        if self.seconds:
+            return sys.maxsize
         return (step // self.steps + 1) * self.steps
 
     def note(self, steps: int, weights: np.ndarray) -> None:
@@ -161,7 +179,9 @@ class Rounds:
 
     def after_steps(self, agreement: WorkerAgreement, step: int, *, finished: bool) -> list[RoundReport]:
         """Ends the round after some steps, if it is due, or if the run is finished; see `end`."""
-        return self.finish(agreement, step) if finished or step % self.steps == 0 else []
+        if self.seconds:
+            self.steps = max(round(step / (self.done + 1)), 1)  # in the mean
+        return self.finish(agreement, step) if finished or self.seconds or step % self.steps == 0 else []
 
     def finish(self, agreement: WorkerAgreement, step: int) -> list[RoundReport]:
         """Ends the round under way; all workers have the same weights then. See `end`."""
@@ -259,12 +279,16 @@ class Rounds:
     own_share = 0.0  # of its own weights in those that a worker continues from
 
     def export(self) -> dict[str, np.ndarray]:
-        """What a checkpoint holds beside weights and counts: nothing."""
-        return {}
+        """What a checkpoint holds beside weights and counts: a length of rounds that was measured, or steps taken."""
+        if self.seconds and self.taken is not None:
+            return {"taken": self.taken.copy()}
+        return {"steps": np.array(self.steps)} if self._options.local_steps == AUTO and self.pace is None else {}
 
     def restore(self, arrays: Mapping[str, np.ndarray], *, same_workers: bool) -> set[int]:
-        """Takes up the count of rounds from a worker's file; see `Streaming.restore`."""
-        del same_workers
+        """Takes up the count of rounds from a worker's file, and their length; see `Streaming.restore`."""
+        self.taken = np.array(arrays["taken"], np.int64) if same_workers and "taken" in arrays else None
+        if self._options.local_steps == AUTO and "steps" in arrays:
+            self.steps, self.pace = int(arrays["steps"]), None
         self.done = round(float(arrays["round"][2]))
         return set()
 

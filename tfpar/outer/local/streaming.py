@@ -81,6 +81,7 @@ class Streaming:
         workers: int,
     ) -> None:
         self.steps, self.pending = options.local_steps, 0
+        self.pace, self.seconds = None, 0.0  # --local_steps=auto and --round_seconds are refused
         self.worker, self.workers = worker, workers
         self.inner, self.kept = inner, list(kept)
         self._options, self._exchange = options, exchange
@@ -97,12 +98,12 @@ class Streaming:
         for part, places in enumerate(exchange.fragments):
             with strategy.scope():
                 optimizer = optimizers.build(options, [weights[place] for place in places], f"outer_{part}")
-            two_sets = [
-                [variables[place] for place in self._places[part]] for variables in (self.sets.model, self.sets.outer)
-            ]
+            model = [self.sets.model[place] for place in self._places[part]]
+            outer = [self.sets.outer[place] for place in self._places[part]]
             self._programs.append(
                 FragmentPrograms(
-                    *two_sets,
+                    model,
+                    outer,
                     len(places),
                     optimizer=optimizer,
                     learning_rate=options.learning_rate,

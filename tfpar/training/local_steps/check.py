@@ -7,6 +7,7 @@ from typing import Any
 
 from tfpar import models
 from tfpar.config import ConfigError, ExperimentConfig, OuterConfig
+from tfpar.config.sections.outer import AUTO
 from tfpar.exchange import spec as specs
 from tfpar.parallel.topology import Topology
 
@@ -18,6 +19,7 @@ def check_local_steps(config: ExperimentConfig, topology: Topology) -> None:
       ConfigError: The first of them, with what to use instead.
     """
     outer = config.outer
+    outer.check_lengths()
     if not outer.uses_rounds:
         _check_unused(outer)
         return
@@ -26,8 +28,9 @@ def check_local_steps(config: ExperimentConfig, topology: Topology) -> None:
             f"--outer_own_share={outer.outer_own_share} has no effect: workers wait for the exchange, and continue "
             "from the weights of all. Add --outer_fragments=4 or --outer_delay=1, or leave it out."
         )
-    flag = f"--local_steps={outer.local_steps or 'auto'}"
+    flag = f"--local_steps={'auto' if outer.local_steps == AUTO else outer.local_steps}"
     flag += f" --outer_optimizer={outer.outer_optimizer}" if outer.local_steps == 1 else ""
+    flag = f"--round_seconds={outer.round_seconds:g}" if outer.round_seconds else flag
     if topology.name in ("parameter_server", "tpu"):
         why = (
             "has no rounds: its workers push when they are ready"
@@ -85,11 +88,13 @@ def check_resumed_rounds(saved: Mapping[str, Any], config: ExperimentConfig) -> 
       ConfigError: With the saved options.
     """
     steps, optimizer = saved.get("local_steps", 1), saved.get("outer_optimizer", "auto")
-    had = steps != 1 or optimizer != "auto"
+    seconds = saved.get("round_seconds", 0.0)
+    had = steps != 1 or optimizer != "auto" or seconds > 0.0
     if had != config.outer.uses_rounds:
         raise ConfigError(
             f"--local_steps={config.outer.local_steps}: the run in {config.checkpoint.workdir} has "
-            f"--local_steps={steps} --outer_optimizer={optimizer}, and what its exchange has not delivered yet are "
+            f"--local_steps={steps} --round_seconds={seconds:g} --outer_optimizer={optimizer}, and "
+            "what its exchange has not delivered yet are "
             f"{'movements of weights' if had else 'gradients'}. Resume it with these, or start in another --workdir "
             f"with --warm_start={config.checkpoint.workdir}."
         )

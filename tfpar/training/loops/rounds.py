@@ -7,10 +7,12 @@ import time
 from tfpar.exchange import Traffic
 from tfpar.exchange.reducer import dense_traffic
 from tfpar.monitor import timings
-from tfpar.outer.local import AnyRounds, RoundReport
+from tfpar.outer.local import AnyRounds, RoundReport, Rounds
+from tfpar.outer.local.pace import Pace
 from tfpar.training.loops.context import RunContext
 from tfpar.training.loops.joined_reports import joined_reports
 from tfpar.training.loops.state import Interval, LoopState
+from tfpar.training.loops.timed_rounds import OwnSteps, joined_steps
 from tfpar.training.sidecar import Sidecar
 
 import numpy as np
@@ -43,16 +45,53 @@ class LoopRounds:
         self._rounds.begin()
         return self._rounds.next_stop(step)
 
+    @property
+    def seconds(self) -> float:
+        """Of a round in which each worker takes as many steps as it can; 0: rounds have a number of steps."""
+        return self._rounds.seconds
+
+    def position(self, step: int) -> int:
+        """Which of its steps this worker takes next: with `seconds`, each goes through its own part of the order."""
+        if not self.seconds:
+            return step
+        assert isinstance(self._rounds, Rounds)
+        if self._rounds.taken is None:
+            self._rounds.taken = np.full(self._rounds.workers, step, np.int64)
+        return int(self._rounds.taken[self._rounds.worker])
+
+    def join_timed(self, own: OwnSteps, step: int, row: np.ndarray) -> tuple[Interval, np.ndarray]:
+        """`join` for workers that have taken different numbers of steps.
+
+        The run's step counts examples: it is what the workers have taken together, over their number.
+        """
+        self._began_waiting = time.perf_counter()
+        rounds = self._rounds
+        assert isinstance(rounds, Rounds)
+        before = rounds.taken if rounds.taken is not None else np.full(rounds.workers, step, np.int64)
+
+        def steps_of(taken: np.ndarray) -> int:
+            rounds.taken = before + taken
+            return int(rounds.taken.sum()) // rounds.workers - step
+
+        joined, rows, weights = joined_steps(own, row, steps_of, self._context.agreement)
+        rounds.note(len(joined.losses), weights)
+        return joined, rows
+
     def join(self, own: Interval, divisors: np.ndarray, row: np.ndarray) -> tuple[Interval, np.ndarray]:
         """Counts this worker's steps, and puts the reports of all workers together; see `joined_reports`."""
         self._began_waiting = time.perf_counter()
         joined, rows, weights = joined_reports(own, divisors, row, self._context.agreement)
         self._rounds.note(len(own.losses), weights)
+        if self._rounds.pace:
+            self._rounds.pace.note_steps(len(own.losses), float(rows[:, 0].mean()))
         return joined, rows
 
     def end_if_due(self, state: LoopState, durations: np.ndarray) -> None:
         """Exchanges after a call, if that is due; what workers have waited counts as exchange of the last step."""
-        self._note(self._rounds.after_steps(self._context.agreement, state.step, finished=state.finished))
+        began = time.perf_counter()
+        self._note(reports := self._rounds.after_steps(self._context.agreement, state.step, finished=state.finished))
+        if reports and isinstance(self._rounds, Rounds) and self._rounds.pace:
+            self._measure(self._rounds, self._rounds.pace, time.perf_counter() - began)
         durations[-1, _WAITING] += time.perf_counter() - self._began_waiting
 
     def conclude(self, state: LoopState) -> LoopState:
@@ -95,6 +134,17 @@ class LoopRounds:
         if not self._concluded_at:
             return self._rounds.traffic(dense)
         return self._rounds.traffic(dense, self._concluded_at)
+
+    def _measure(self, rounds: Rounds, pace: Pace, seconds: float) -> None:
+        """Takes note of the time of an exchange; once enough is known, all workers choose the same length of rounds."""
+        pace.note_exchange(max(self._context.agreement.gather(seconds)))
+        if pace.complete:
+            share, step = self._context.program.config.outer.outer_time_share, pace.step_seconds / pace.steps
+            text = f"{1e3 * pace.exchange_seconds:.1f} ms an exchange, {1e3 * step:.1f} ms a step"
+            self._context.monitor.message(
+                f"--local_steps=auto: {text}; with rounds of {rounds.choose()} local steps, exchanges take at most "
+                f"{share:.0%} of the time"
+            )
 
     def _note(self, reports: list[RoundReport]) -> None:
         self._reports |= {report.fragment: report for report in reports}

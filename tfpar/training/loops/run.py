@@ -220,6 +220,7 @@ class Run:
             failed_checkpoints=context.files.failures,
             rounds=context.program.rounds.done if context.program.rounds else None,
             own=context.program.own.summarized(state.step),
+            local_steps=context.program.rounds.steps if context.program.rounds else None,
         )
         summary = results.summary(info, outcome, context.monitor, digest)
         announce.warn_of_skipped(outcome, context.monitor)

@@ -15,13 +15,15 @@ from tfpar.monitor import announce, samples, timings
 from tfpar.monitor import summary as results
 from tfpar.parallel import replica
 from tfpar.parallel.split import shape_of
+from tfpar.precision import LossScale
 from tfpar.process.activity import activity
 from tfpar.training.evaluation import AnyEvaluator, BatchCalls
 from tfpar.training.loops.context import RunContext
 from tfpar.training.loops.hooks import Hook, HookRows
 from tfpar.training.loops.pacing import TARGET_SECONDS, StepsPerCall
 from tfpar.training.loops.rounds import CALL_SECONDS, LoopRounds
-from tfpar.training.loops.state import Interval, LoopState
+from tfpar.training.loops.state import LoopState
+from tfpar.training.loops.timed_rounds import OwnSteps, run_for
 from tfpar.training.step_loop import StepsResult
 from tfpar.training.validate import validate_workers_agree
 
@@ -86,7 +88,8 @@ class SynchronousLoop:
         """Opens the input at the state's step."""
         self._rows = rows
         program = self._context.program
-        self._iterator = program.iterate(self._context.info.pipeline, state.step)
+        start = self._rounds.position(state.step) if self._rounds else state.step
+        self._iterator = program.iterate(self._context.info.pipeline, start)
 
     def advance(self, state: LoopState, stops: Sequence[int]) -> LoopState:
         """Runs some steps in one call, not past the nearest of `stops`; all workers run the same number."""
@@ -94,45 +97,33 @@ class SynchronousLoop:
         self.compiles_next = False
         if self._rounds:
             stops = [*stops, self._rounds.begin(state.step)]
-        steps = self._steps_per_call.next(state.step, [*stops, context.monitor.next_boundary(state.step)])
+        stops = [*stops, context.monitor.next_boundary(state.step)]
+        if self._rounds and self._rounds.seconds:
+            return self._run_steps(state, min(stops) - state.step)
+        steps = self._steps_per_call.next(state.step, list(stops))
         return self._run_steps(state, steps)
 
     def _run_steps(self, state: LoopState, steps: int) -> LoopState:
         """Runs some steps and reports them."""
         context, monitor = self._context, self._context.monitor
         monitor.before_step(state.step, self._weights)
-        multiplier = (context.plateau.multiplier if context.plateau else 1.0) * state.lr_multiplier
-        began = time.perf_counter()
-        worker = context.program.topology.data_worker
-        with (
-            bad_examples.named(context.info.train, lambda: context.info.pipeline.indices(state.step, steps, worker)),
-            monitor.marked_step(state.step),
-        ):
-            result: StepsResult = self._step.run(
-                self._iterator,
-                tf.constant(state.step, tf.int64),
-                tf.constant(steps),
-                state.loss_scale,
-                tf.constant(multiplier, tf.float32),
-            )
-            durations = result.durations.numpy()
+        began, first = time.perf_counter(), state.step
+        own = self._take_steps(state, steps)
+        durations, result = own.durations, own.last
         own_seconds = timings.own_seconds(durations)
         if not durations.any():  # no clock inside the step: all its time counts as computing
-            durations[:, [1, 4]] = (time.perf_counter() - began) / steps
-        done = Interval(
-            result.loss.numpy(),
-            result.count.numpy(),
-            result.finite.numpy(),
-            [part.numpy() for part in result.metrics],
-        )
-        first = state.step
+            durations[:, [1, 4]] = (time.perf_counter() - began) / len(durations)
         # All workers must make calls of the same length: TensorFlow 2.21 distinguishes collectives inside a loop by the
         # iteration, and a worker in another iteration would wait forever.
         report = np.array([time.perf_counter() - began, float(context.preemption.received), own_seconds])
-        if self._rounds:
-            done, reports = self._rounds.join(done, result.divisors.numpy(), report)
+        if self._rounds and self._rounds.seconds:
+            done, reports = self._rounds.join_timed(own, state.step, report)
+            steps = len(done.losses)
+            durations = np.repeat(durations.sum(axis=0, keepdims=True) / steps, steps, axis=0)
+        elif self._rounds:
+            done, reports = self._rounds.join(own.done, own.divisors, report)
         else:
-            reports = np.stack(context.agreement.gather_arrays(report))
+            done, reports = own.done, np.stack(context.agreement.gather_arrays(report))
         seconds, asked, worker_seconds = reports.T
         context.skipped_examples.note(first, done.counts)
         self._steps_per_call.measured(steps, float(seconds.mean()))
@@ -156,6 +147,33 @@ class SynchronousLoop:
         if self._rows:
             self._rows.record(done)
         return state
+
+    def _take_steps(self, state: LoopState, steps: int) -> OwnSteps:
+        """Takes steps on this worker, with `--round_seconds` at most so many."""
+        context = self._context
+        pipeline, worker = context.info.pipeline, context.program.topology.data_worker
+        multiplier = (context.plateau.multiplier if context.plateau else 1.0) * state.lr_multiplier
+        start = self._rounds.position(state.step) if self._rounds else state.step
+
+        def call(done: int, steps: int, scale: LossScale | None) -> tuple[StepsResult, np.ndarray]:
+            with (
+                bad_examples.named(context.info.train, lambda: pipeline.indices(start + done, steps, worker)),
+                context.monitor.marked_step(state.step + done),
+            ):
+                first, number = tf.constant(state.step + done, tf.int64), tf.constant(steps)
+                result = self._step.run(self._iterator, first, number, scale, tf.constant(multiplier, tf.float32))
+                return result, result.durations.numpy()
+
+        if not (self._rounds and self._rounds.seconds):
+            return OwnSteps.of([call(0, steps, state.loss_scale)])
+        scales = [state.loss_scale]
+
+        def call_next(done: int, steps: int) -> tuple[StepsResult, np.ndarray]:
+            result, durations = call(done, steps, scales[-1])
+            scales.append(result.loss_scale)
+            return result, durations
+
+        return OwnSteps.of(run_for(self._rounds.seconds, steps, call_next))
 
     def _weights(self) -> dict[str, np.ndarray]:
         """The trainable weights by path, from this worker's first replica."""

@@ -1,0 +1,108 @@
+"""Rounds of a given time, in which each worker takes as many steps as it can: `--round_seconds`."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+
+from tfpar.collectives.agreement import WorkerAgreement
+from tfpar.training.loops.state import Interval
+from tfpar.training.step_loop import StepsResult
+
+import numpy as np
+
+# A round is made of calls that take about this part of it: the time left is looked at between them.
+_PART = 8
+
+Call = tuple[StepsResult, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class OwnSteps:
+    """What this worker's steps of one or several calls report.
+
+    Attributes:
+      done: The steps.
+      divisors: Float32 `[n]`: what each loss is divided by.
+      durations: Float64 `[n, 6]`, seconds, see `timings.COLUMNS`.
+      last: The report of the last call.
+    """
+
+    done: Interval
+    divisors: np.ndarray
+    durations: np.ndarray
+    last: StepsResult
+
+    @classmethod
+    def of(cls, calls: Sequence[Call]) -> OwnSteps:
+        """The steps of some calls, one after the other."""
+        results = [result for result, _ in calls]
+        losses, counts, finite, divisors = (
+            np.concatenate([getattr(result, name).numpy() for result in results])
+            for name in ("loss", "count", "finite", "divisors")
+        )
+        metrics = [
+            sum(part.numpy() for part in parts) for parts in zip(*(each.metrics for each in results), strict=True)
+        ]
+        durations = np.concatenate([durations for _, durations in calls])
+        return cls(Interval(losses, counts, finite, metrics), divisors, durations, results[-1])
+
+
+def run_for(seconds: float, most: int, call: Callable[[int, int], Call]) -> list[Call]:
+    """Takes as many steps as fit in a time; at least one.
+
+    Args:
+      seconds: The time.
+      most: At most this many steps.
+      call: `(done, steps)`: takes some steps after those done.
+    """
+    calls: list[Call] = []
+    began, done, per_step = time.perf_counter(), 0, 0.0
+    while done < most:
+        left = seconds - (time.perf_counter() - began)
+        if calls and left < per_step:
+            break
+        steps = min(max(int(min(left, seconds / _PART) / per_step), 1), most - done) if calls else 1
+        started = time.perf_counter()
+        calls.append(call(done, steps))
+        per_step = (time.perf_counter() - started) / steps
+        done += steps
+    return calls
+
+
+def joined_steps(
+    own: OwnSteps, row: np.ndarray, steps_of: Callable[[np.ndarray], int], agreement: WorkerAgreement
+) -> tuple[Interval, np.ndarray, np.ndarray]:
+    """The steps of all workers as one interval, the same on each, whatever number each has taken.
+
+    Every step of the interval reports the means over the round. As many steps count as left out as workers have left
+    out, at most all.
+
+    Args:
+      own: This worker's.
+      row: Float64 `[k]`: other numbers of this worker.
+      steps_of: From the steps that each worker has taken, how many steps of the run these are.
+      agreement: Between the workers.
+
+    Returns:
+      The interval; the rows of all workers, `[workers, k]`; and what the losses of each averaged over, `[workers]`.
+    """
+    done, applied = own.done, own.done.applied
+    weight = float(np.sum(own.divisors[applied], dtype=np.float64))
+    loss = float(np.sum(own.divisors[applied] * done.losses[applied], dtype=np.float64))
+    left_out = float(np.sum(~applied & (done.counts > 0)))
+    sums = [len(done.losses), loss, weight, float(done.counts[applied].sum()), left_out]
+    sizes = [part.size for part in done.metric_sums]
+    parts = [row, sums, *(np.ravel(part) for part in done.metric_sums)]
+    table = np.stack(agreement.gather_arrays(np.concatenate([np.asarray(part, np.float64) for part in parts])))
+    rows, totals, *metrics = np.split(table, np.cumsum([len(row), len(sums), *sizes])[:-1], axis=1)
+    taken, losses, weights, counts, bad = totals.T
+    steps = steps_of(np.rint(taken).astype(np.int64))
+    skipped = min(round(float(bad.sum())), steps) if weights.sum() else steps
+    good = np.arange(steps) >= skipped
+    mean = losses.sum() / weights.sum() if weights.sum() else np.nan
+    count = counts.sum() / max(steps - skipped, 1)
+    metric_sums = [part.sum(axis=0).reshape(one.shape) for part, one in zip(metrics, done.metric_sums, strict=True)]
+    interval = Interval(np.where(good, mean, np.nan), np.where(good, count, 0.0), good, metric_sums)
+    return interval, rows, weights
