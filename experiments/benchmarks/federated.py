@@ -32,12 +32,12 @@ from absl import app, flags
 _SEEDS = flags.DEFINE_integer("seeds", 2, "rounds: seeds of each algorithm.")
 _GOAL = flags.DEFINE_float("goal", 0.95, "rounds: accuracy to reach.")
 _MOST = flags.DEFINE_integer("most", 500, "rounds: rounds to try, at most.")
-_ONLY = flags.DEFINE_string("only", "", "rounds: names of algorithms, comma-separated; empty: all.")
+_ONLY = flags.DEFINE_string("only", "", "rounds: names of algorithms, separated by semicolons; empty: all.")
 _FLOWER = flags.DEFINE_string("flower_python", sys.executable, "speed: Python of the environment that has Flower.")
 _CLIENTS = flags.DEFINE_integer("speed_clients", 40, "speed: clients of a round.")
 _ROUNDS = flags.DEFINE_integer("speed_rounds", 5, "speed: rounds that are timed.")
 
-# What each algorithm was found to like, of two or three values tried on one seed.
+# Learning rates of the server are guesses, not the result of a search.
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "fedavg": {"averaging": "fedavg"},
     "fedprox": {"averaging": "fedprox", "prox": 0.1},

@@ -80,12 +80,13 @@ def server(result: str, per_round: int, rounds: int) -> ServerApp:
         for number in range(rounds + 1):
             if number == 1:  # the first round starts actors and compiles
                 began = time.perf_counter()
-            chosen = generator.choice(sorted(grid.get_node_ids()), per_round, replace=False)
+            nodes = sorted(grid.get_node_ids())  # larger than any integer of NumPy
+            chosen = [nodes[place] for place in generator.choice(len(nodes), per_round, replace=False)]
             messages = [
                 Message(
                     content=RecordDict({"arrays": ArrayRecord(weights), "config": ConfigRecord({"round": number})}),
                     message_type="train",
-                    dst_node_id=int(node),
+                    dst_node_id=node,
                 )
                 for node in chosen
             ]

@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.proof, pytest.mark.cluster]
 
 ROOT = pathlib.Path(__file__).parents[3]
 APP = pathlib.Path(__file__).parent / "flower_app"
-SECONDS = 420.0
+SECONDS = 540.0
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def test_a_server_and_two_clients_average_what_a_simulation_does(commands, tmp_p
         for each in started:
             each.wait(30)
     found = json.loads(summary.read_text())
-    assert found["federated"]["clients_trained"] == 6
+    assert found["federated"]["clients_trained"] == 4
     # Two kernels as int8 with a scale for each block, two biases as they are.
     assert found["federated"]["bytes_up_per_round"] < 0.5 * found["federated"]["bytes_down_per_round"]
 

@@ -12,7 +12,7 @@ import numpy as np
 OPTIONS = {
     "clients": 2,
     "clients_per_round": 2,
-    "rounds": 3,
+    "rounds": 2,
     "local_epochs": 2,
     "client_batch": 8,
     "learning_rate": 0.1,
