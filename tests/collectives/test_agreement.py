@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import itertools
+import tracemalloc
 
 from tfpar.collectives import agreement
 from tfpar.collectives.agreement import WorkerAgreement
@@ -147,3 +148,19 @@ def test_pieces_cover_a_range_without_much_padding(stop):
     assert end >= stop
     assert all(size == 1 << 24 for size in sizes[:-1])
     assert stop == 0 or sizes[-1] <= max(256, 2 * (stop - sum(sizes[:-1])) + 6)
+
+
+def test_large_arrays_are_hardly_copied(monkeypatch):
+    """A worker that gathers weights, or is sent them, needs little more memory than they take."""
+    monkeypatch.setattr(agreement, "_LARGEST_EXPONENT", 16)
+    workers, array = Workers(monkeypatch, 2), np.ones(1 << 21, np.float32)
+    tracemalloc.start()
+    try:
+        for name, given, wholes in (("gather_arrays", array, 3), ("broadcast", [array], 1)):
+            tracemalloc.reset_peak()
+            before = tracemalloc.get_traced_memory()[0]
+            workers.call(name, [given, given])
+            needed = tracemalloc.get_traced_memory()[1] - before
+            assert needed < 2 * (wholes + 1) * array.nbytes, name
+    finally:
+        tracemalloc.stop()

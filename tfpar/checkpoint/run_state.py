@@ -348,5 +348,5 @@ def params_sha256(variables: Sequence[Any]) -> str:
     """
     digest = hashlib.sha256()
     for variable in sorted(variables, key=lambda variable: variable.path):
-        digest.update(np.ascontiguousarray(variable.numpy(), dtype="<f4").tobytes())
+        digest.update(np.ascontiguousarray(variable.numpy(), dtype="<f4").reshape(-1).view(np.uint8).data)
     return digest.hexdigest()

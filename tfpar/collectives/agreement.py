@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import struct
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ import tensorflow as tf
 _LENGTH = struct.Struct("<q")
 _ROW_BYTES = 256
 _FITTING_BYTES = _ROW_BYTES - _LENGTH.size
+_ALIGNMENT = 64  # where arrays begin
 
 # Longer values follow in pieces of 2^n int32 words (collectives take no bytes). The runtime remembers the size of a
 # call site's tensors, so every size has an instance key of its own.
@@ -74,11 +76,14 @@ class WorkerAgreement:
         """
         array = np.asarray(array)
         header = json.dumps([tf.as_dtype(array.dtype).name, array.shape]).encode()
+        # What follows the header begins at a place that suits every type. A copy less is worth it: of large weights.
+        data = bytearray(header.ljust(-(-len(header) // _ALIGNMENT) * _ALIGNMENT - 1) + b"\n")
+        data += _bytes_of(array)
         arrays = []
-        for data in self.gather_bytes(header + b"\n" + array.tobytes()):
-            header, _, values = data.partition(b"\n")
-            dtype, shape = json.loads(header)
-            arrays.append(np.frombuffer(values, tf.as_dtype(dtype).as_numpy_dtype).reshape(shape))
+        for gathered in self._gather(data):
+            end = gathered.index(b"\n")
+            dtype, shape = json.loads(gathered[:end])
+            arrays.append(_array_at(gathered, end + 1, tf.as_dtype(dtype).as_numpy_dtype, shape))
         return arrays
 
     def sum_arrays(self, array: np.ndarray) -> np.ndarray:
@@ -99,6 +104,9 @@ class WorkerAgreement:
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         """The workers' bytes, of any lengths, in the order of their ranks."""
+        return [bytes(gathered) for gathered in self._gather(data)]
+
+    def _gather(self, data: bytes | bytearray) -> Sequence[bytes | bytearray]:
         if self._group.size == 1:
             return [data]
         rows = self._all_gather((_LENGTH.pack(len(data)) + data[:_FITTING_BYTES]).ljust(_ROW_BYTES, b"\0"), _ROW_KEY)
@@ -109,7 +117,9 @@ class WorkerAgreement:
             pieces = self._all_gather(data[start : start + size].ljust(size, b"\0"), _GATHER_KEYS[exponent])
             for worker_bytes, piece in zip(gathered, pieces, strict=True):
                 worker_bytes += piece
-        return [bytes(worker_bytes[:length]) for worker_bytes, length in zip(gathered, lengths, strict=True)]
+        for worker_bytes, length in zip(gathered, lengths, strict=True):
+            del worker_bytes[length:]
+        return gathered
 
     def broadcast(self, arrays: Sequence[np.ndarray], source: int = 0) -> list[np.ndarray]:
         """The arrays of one worker, bit for bit.
@@ -120,17 +130,17 @@ class WorkerAgreement:
         """
         if self._group.size == 1:
             return list(arrays)
-        data = bytearray().join(array.tobytes() for array in arrays)
+        data, starts = bytearray(), []
+        for array in arrays:
+            data += bytes(-len(data) % _ALIGNMENT)
+            starts.append(len(data))
+            data += _bytes_of(array)
         for start, exponent in _pieces(0, len(data)):
             piece = bytes(data[start : start + (4 << exponent)])
             received = self._pass_on(piece.ljust(4 << exponent, b"\0"), exponent, source)
             data[start : start + len(piece)] = received[: len(piece)]
-        result, start = [], 0
-        for array in arrays:
-            values = bytes(data[start : start + array.nbytes])
-            result.append(np.frombuffer(values, array.dtype).reshape(array.shape))
-            start += array.nbytes
-        return result
+        pairs = zip(arrays, starts, strict=True)
+        return [_array_at(data, start, array.dtype, array.shape) for array, start in pairs]
 
     def _pass_on(self, data: bytes, exponent: int, source: int) -> bytes:
         """One worker's bytes, sent down a binary tree: counted from it, member i has the children 2i + 1 and 2i + 2."""
@@ -146,10 +156,21 @@ class WorkerAgreement:
                 self._group.send(words, target, _MESSAGE_KEYS[rank < target][exponent])
         return words.numpy().tobytes()
 
-    def _all_gather(self, data: bytes, instance: int) -> list[bytes]:
+    def _all_gather(self, data: bytes | bytearray, instance: int) -> list[bytes]:
         with tf.device("/device:CPU:0"):
             row = tf.constant(np.frombuffer(data, np.int32)[np.newaxis])
             return [gathered.tobytes() for gathered in self._group.all_gather(row, instance).numpy()]
+
+
+def _bytes_of(array: np.ndarray) -> memoryview:
+    """The bytes of an array, not copied where it is contiguous."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def _array_at(data: bytes | bytearray, start: int, dtype: Any, shape: Sequence[int]) -> np.ndarray:
+    """The array whose bytes lie there, not copied."""
+    size = math.prod(shape)
+    return np.frombuffer(data, dtype, size, start).reshape(shape) if size else np.zeros(shape, dtype)
 
 
 def _pieces(start: int, stop: int) -> Iterator[tuple[int, int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import math
@@ -45,10 +46,10 @@ def replica_digests(strategy: tf.distribute.Strategy, weights: Sequence[keras.Va
     @dataclasses.dataclass
     class Copy:
         path: str
-        value: Any
+        read: Callable[[], np.ndarray]
 
         def numpy(self) -> np.ndarray:
-            return np.asarray(self.value)
+            return self.read()  # one after the other: no worker need have room for all wholes
 
     def value_of(weight: keras.Variable, copy: Sequence[Any], replica: int) -> np.ndarray:
         split = split_of(weight)
@@ -58,7 +59,10 @@ def replica_digests(strategy: tf.distribute.Strategy, weights: Sequence[keras.Va
 
     return [
         run_state.params_sha256(
-            [Copy(weight.path, value_of(weight, copy, replica)) for weight, copy in zip(weights, copies, strict=True)]
+            [
+                Copy(weight.path, functools.partial(value_of, weight, copy, replica))
+                for weight, copy in zip(weights, copies, strict=True)
+            ]
         )
         for replica in range(len(copies[0]) if copies else 0)
     ]

@@ -21,6 +21,7 @@ from tfpar.parallel.replica_peers import exchanging_workers
 from tfpar.parallel.split import whole_tensor
 from tfpar.parallel.topology import Topology
 from tfpar.process.activity import activity
+from tfpar.process.memory import return_freed_memory
 from tfpar.training.core import Core
 from tfpar.training.local_steps.building import build_rounds
 from tfpar.training.local_steps.step import LocalStep
@@ -364,6 +365,8 @@ class Program:
         return [whole_tensor(variable, local(variable.value)[0]) for variable in variables]
 
     def _build_exchange(self) -> None:
+        if self.placing.several:
+            return_freed_memory()  # of the whole model, before buffers are made: parts of it have been moved
         waiting = activity(f"preparing --exchange={self.config.exchange.exchange} with all workers", shown=self.reports)
         with failure.peer_errors_named(self.topology.cluster), waiting:
             self.exchange.build(
