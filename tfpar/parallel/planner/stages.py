@@ -78,8 +78,8 @@ def replica_of(
     cuts: list[int] | None = []
     if number > 1:
         sizes = [{weight.index: weight.size for weight in layer.weights} for layer in layers]
-        weights = sizes if stage_balance == BY_WEIGHTS else None
-        cuts = cut_evenly(model.cut_costs, model.crossing.__getitem__, number, weights) if model.crossing else None
+        balanced = sizes if stage_balance == BY_WEIGHTS else None
+        cuts = cut_evenly(model.cut_costs, model.crossing.__getitem__, number, balanced) if model.crossing else None
     if cuts is None:
         return None
     bounds = [0, *cuts, len(layers)]
