@@ -156,7 +156,8 @@ def test_no_folder_holds_two_rooms():
     sizes = {
         relative(folder): len([path for path in folder.glob("*.py") if path.stem != "__init__"]) for folder in folders
     }
-    assert {folder: size for folder, size in sizes.items() if size > FOLDER_MODULES} == {}
+    crowded = {folder: size for folder, size in sizes.items() if size > FOLDER_MODULES}
+    assert crowded == {}, f"more than {FOLDER_MODULES} modules: move helpers of one subject into a subfolder"
 
 
 def test_the_root_of_the_package_holds_what_its_name_says():

@@ -16,7 +16,9 @@ EPOCH = EXAMPLES // BATCH
 
 
 def rows(before=(), user=(), after=()) -> HookRows:
-    return HookRows(before, user, after, metric_results=lambda sums: {"seen": float(sums[0])}, any_worker=bool)
+    return HookRows(
+        before, user, after, metric_results=lambda sums: {"seen": float(sums[0])}, gather=lambda value: [value]
+    )
 
 
 def steps(*losses: float, count: float = 2.0) -> Interval:
@@ -73,8 +75,22 @@ def test_of_what_a_hook_returns_stop_and_rate_count():
 
 
 def test_one_worker_that_stops_stops_all():
-    hooks = HookRows([], [Hook(1, lambda state: None)], [], metric_results=dict, any_worker=lambda mine: True)
+    def gather(own):
+        return [own, [True, own[1]]]
+
+    hooks = HookRows([], [Hook(1, lambda state: None)], [], metric_results=dict, gather=gather)
     assert hooks.run(LoopState(3, 9)).stop
+
+
+def test_a_learning_rate_that_one_worker_changes_alone_is_refused():
+    def gather(own):
+        return [own, [False, 1.0]]
+
+    hooks = HookRows(
+        [], [Hook(1, lambda state: state.replace(lr_multiplier=0.5))], [], metric_results=dict, gather=gather
+    )
+    with pytest.raises(ConfigError, match=r"lr_multiplier is 0\.5 on worker 0, 1 on worker 1\. Return"):
+        hooks.run(LoopState(3, 9))
 
 
 @pytest.mark.parametrize(("every", "run"), [(0, print), (-1, print), (2.5, print), (True, print), (3, "print")])

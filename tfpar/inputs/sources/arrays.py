@@ -11,7 +11,7 @@ from tfpar.config import ConfigError, unknown_name
 from tfpar.inputs import structures
 from tfpar.inputs.memory import check_values, gather_packed
 from tfpar.inputs.source import CLASSIFICATION, Batch, LazyTensors, Source, SourceInfo, Weighted
-from tfpar.inputs.sources import dtypes
+from tfpar.inputs.sources.columns import dtypes
 from tfpar.inputs.structures import Structure
 
 import numpy as np

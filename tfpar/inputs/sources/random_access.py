@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from tfpar.config import ConfigError, unknown_name
 from tfpar.inputs import memory, structures
 from tfpar.inputs.source import CLASSIFICATION, Batch, Read, Source, SourceInfo
-from tfpar.inputs.sources import item_layout
+from tfpar.inputs.sources.columns import items as item_layout
 from tfpar.inputs.structures import Structure
 
 import keras

@@ -18,9 +18,9 @@ from typing import Any
 
 from tfpar.config import ConfigError, InputConfig, unknown_name
 from tfpar.inputs.source import Source
-from tfpar.inputs.sources import table_columns
 from tfpar.inputs.sources.arrays import from_arrays
-from tfpar.inputs.sources.table_columns import Columns
+from tfpar.inputs.sources.columns import tables as table_columns
+from tfpar.inputs.sources.columns.tables import Columns
 
 import numpy as np
 

@@ -17,8 +17,8 @@ from typing import Any
 from tfpar.config import ConfigError, InputConfig
 from tfpar.inputs import memory, records, source, structures
 from tfpar.inputs.source import Source, SourceInfo, Weighted
-from tfpar.inputs.sources import record_columns
-from tfpar.inputs.sources.record_columns import Column
+from tfpar.inputs.sources.columns import records as record_columns
+from tfpar.inputs.sources.columns.records import Column
 from tfpar.inputs.structures import Structure
 
 import numpy as np
@@ -50,7 +50,7 @@ class Features:
       text: How tokens are decoded to text: `"bytes"`, or empty if they are not text.
       records: Number of records by file name.
       label_dtype: Dtype of `y` as `Source.fetch` returns it.
-      inputs: For several inputs: their structure, see `tfpar.inputs.sources.record_columns`. The fields about `x` and
+      inputs: For several inputs: their structure, see `tfpar.inputs.sources.columns.records`. The fields about `x` and
         `y` then do not count.
       labels: The structure of the labels, with the inputs'.
       format: Version of this format.

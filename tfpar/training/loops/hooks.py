@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from tfpar.config import ConfigError
 from tfpar.training.loops.pacing import next_multiple
@@ -103,7 +104,8 @@ class HookRows:
       watching: Built-in rows that run after the user's hooks, with the steps since their last run, and change nothing.
       ends_of_epochs: The user's callbacks at the end of an epoch, after all but `after`.
       metric_results: Metrics by name from their summed states.
-      any_worker: Whether any worker's value is true. All workers call it together, and only where there are user rows.
+      gather: `value -> values of all workers`, of what JSON can hold. All workers call it together, and only if there
+        are user rows.
     """
 
     def __init__(
@@ -116,12 +118,12 @@ class HookRows:
         watching: Sequence[Hook] = (),
         ends_of_epochs: Sequence[Hook] = (),
         metric_results: MetricResults,
-        any_worker: Callable[[bool], bool],
+        gather: Callable[[Any], list[Any]],
     ) -> None:
         groups = (ends_of_batches, before, user, watching, ends_of_epochs, after)
         self._groups = [[_Row(hook) for hook in group] for group in groups]
         self._metric_results = metric_results
-        self._any_worker = any_worker
+        self._gather = gather
 
     @property
     def _rows(self) -> list[_Row]:
@@ -176,7 +178,14 @@ class HookRows:
                 raise TypeError(f"the hook {row.hook.run!r} returned {result!r}; expected a tfpar.LoopState or None")
             by = result.stopped_by or f"the hook {_name(row.hook)}" if result.stop else ""
             state = state.replace(stop=result.stop, stopped_by=by, lr_multiplier=float(result.lr_multiplier))
-        stop = self._any_worker(state.stop)
+        stops, multipliers = zip(*self._gather([state.stop, state.lr_multiplier]), strict=True)
+        if len({*multipliers}) > 1:
+            values = ", ".join(f"{value:g} on worker {rank}" for rank, value in enumerate(multipliers))
+            raise ConfigError(
+                f"hooks or callbacks changed the learning rate on some workers only: lr_multiplier is {values}. Return "
+                "the same value on all workers; state.since and state.results are the same on all."
+            )
+        stop = any(stops)
         by = "a hook or callback of another worker" if stop and not state.stop else state.stopped_by
         return state.replace(stop=stop, stopped_by=by, ending=state.ending or stop)
 

@@ -91,7 +91,7 @@ class Run:
             watching=[self._history.hook],
             ends_of_epochs=callbacks.ends_of_epochs if callbacks else (),
             metric_results=context.info.metric_results,
-            any_worker=lambda value: context.agreement.sums([float(value)])[0] > 0,
+            gather=context.agreement.gather,
         )
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 from tfpar.config import ConfigError
 from tfpar.inputs import structures
 from tfpar.inputs.source import Weighted
-from tfpar.inputs.sources import dtypes
+from tfpar.inputs.sources.columns import dtypes
 from tfpar.inputs.structures import Structure
 
 import numpy as np

@@ -1,0 +1,1 @@
+"""How the values of examples become tensors: items in Python, columns of tables, features of records."""
