@@ -307,9 +307,7 @@ class Monitor:
         if self._epochs:
             self._epochs.flush()
         if self._events:
-            names = {"train_loss": "training/final_loss", "mfu": "time/final_mfu"}
-            names["examples_per_second"] = "time/final_examples_per_second"
-            final = {tag: summary[name] for name, tag in names.items() if summary.get(name) is not None}
+            final = {tag: summary[name] for name, tag in tags.FINAL.items() if summary.get(name) is not None}
             if final:
                 self._events.scalars("eval", int(summary.get("steps", self._total_steps)), final)
             self._events.end_session(success=True)

@@ -49,6 +49,13 @@ SLOWEST, FASTEST = "time_workers/slowest_ms", "time_workers/fastest_ms"
 # Names in summary.json, and of charts in `time/`, of paces that do not count examples.
 PACES = {"env steps/s": "env_steps_per_second"}
 
+# Charts of the figures of summary.json that are recorded at the end of a run.
+FINAL = {
+    "train_loss": "training/final_loss",
+    "mfu": "time/final_mfu",
+    "examples_per_second": "time/final_examples_per_second",
+}
+
 _DESCRIPTIONS = {
     "loss": "Mean loss over the examples of all steps since the previous point. Run `eval`: over the validation set.",
     "time/step_ms": "Mean milliseconds per step: the sum of input wait, compute, exchange and update.",

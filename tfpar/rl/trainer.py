@@ -208,7 +208,7 @@ class ReinforcementTrainer:
         options, environment = reinforcement_of(self.config), self.environment
         per_round = options.steps_per_rollout * options.batch_size
         rounds = self.config.train.steps // options.steps_per_rollout
-        actions = environment.actions
+        actions, replicas = environment.actions, self.topology.replicas
         per_epoch = options.steps_per_rollout * max(1, rounds // _EPOCHS)
         info = inputs.SourceInfo(
             name=environment.name,
@@ -221,7 +221,6 @@ class ReinforcementTrainer:
             storage="generated",
             digest=environment.name,
         )
-        replicas = self.topology.replicas
         return inputs.MadeSource(
             info=info,
             text=f"{environment.name}: observations {list(environment.observation_shape)}, {actions.text}\n"

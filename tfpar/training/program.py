@@ -277,19 +277,18 @@ class Program:
         """
         key = (type(schedule), schedule.get_config() if schedule is not None else None)
         if rebuild or not self._steps or self._steps[0][0] != key:
-            config = self.config
             step = self._step_class()(
                 self.core,
                 self.optimizer,
                 self.exchange,
                 self.strategy,
                 schedule=schedule,
-                seed=config.train.seed,
+                seed=self.config.train.seed,
                 jit_compile=self.compiles_whole,
-                clip_norm=config.optimizer.clip_norm,
-                scale_loss=precision.uses_loss_scale(config.precision.precision),
-                growth_steps=precision.growth_steps(config.precision),
-                timed=not config.train.deterministic,
+                clip_norm=self.config.optimizer.clip_norm,
+                scale_loss=precision.uses_loss_scale(self.CP),
+                growth_steps=precision.growth_steps(self.config.precision),
+                timed=not self.config.train.deterministic,
             )
             self._steps[:] = [(key, step)]
         return self._steps[0][1]
@@ -346,8 +345,7 @@ class Program:
 
     def eval_weights(self) -> list[keras.Variable]:
         """The trainable weights that evaluation and export use: their moving averages where `--ema` keeps them."""
-        averages = optimizers.ema_variables(self.optimizer)
-        weights = self.model.trainable_variables
+        averages, weights = optimizers.ema_variables(self.optimizer), self.model.trainable_variables
         if averages is None or int(self.optimizer.iterations.numpy()) == 0:  # before the first step there is no average
             return list(weights)
         return [average if average is not None else weight for average, weight in zip(averages, weights, strict=True)]
@@ -387,8 +385,8 @@ class Program:
         the exchange and that of synchronised batch statistics, must not interleave.
         """
         mixes = self.topology.device_type == "GPU" and models.uses_synchronized_statistics(self.model)
-        at_once = self.jit_compile and not self.placing.in_segments
-        return not (at_once or mixes or self._device_of_rounds) and self.config.train.accumulate_steps == 1
+        at_once = (self.jit_compile and not self.placing.in_segments) or self.config.train.accumulate_steps > 1
+        return not (at_once or mixes or self._device_of_rounds)
 
     @property
     def _device_of_rounds(self) -> str:
@@ -397,7 +395,6 @@ class Program:
 
     def _xla_obstacle(self) -> str:
         """Why XLA cannot compile this model in this topology; empty where it can."""
-        if obstacle := self.placing.xla_obstacle or (self.share.xla_obstacle if self.share else ""):
-            return obstacle
-        deterministic = self.config.train.deterministic
-        return xla_obstacle(self.model, replicas=self.topology.replicas, deterministic=deterministic)
+        own = self.placing.xla_obstacle or (self.share.xla_obstacle if self.share else "")
+        replicas, deterministic = self.topology.replicas, self.config.train.deterministic
+        return own or xla_obstacle(self.model, replicas=replicas, deterministic=deterministic)
