@@ -286,7 +286,7 @@ class Program:
                 seed=self.config.train.seed,
                 jit_compile=self.compiles_whole,
                 clip_norm=self.config.optimizer.clip_norm,
-                scale_loss=precision.uses_loss_scale(self.CP),
+                scale_loss=precision.uses_loss_scale(self.config.precision.precision),
                 growth_steps=precision.growth_steps(self.config.precision),
                 timed=not self.config.train.deterministic,
             )
