@@ -290,6 +290,7 @@ def test_the_options_that_a_resumed_run_may_change():
             "recompute",
             "sequence_parallel",
             "shard",
+            "stage_balance",
             "stages",
             "stages_per_device",
             "stall_timeout",
