@@ -293,6 +293,7 @@ def test_the_options_that_a_resumed_run_may_change():
             "round_seconds",
             "sequence_parallel",
             "shard",
+            "stage_balance",
             "stages",
             "stages_per_device",
             "stall_timeout",

@@ -39,7 +39,8 @@ FLAG_NAMES = {
     "model": "model model_args",
     "input": "dataset data_dir global_batch_size shard_by remainder uneven_batches shuffle sequence_length "
     "validation_fraction image_size resize crop augment cache on_bad_record prefetch input_threads data_service",
-    "strategy": "strategy devices mesh sequence_parallel device_memory stages stages_per_device pipeline_schedule "
+    "strategy": "strategy devices mesh sequence_parallel device_memory stages stage_balance stages_per_device "
+    "pipeline_schedule "
     "tpu transport peer_timeout start_timeout stall_timeout",
     "exchange": "exchange exchange_retune_every",
     "outer": "local_steps round_seconds outer_optimizer outer_learning_rate outer_momentum outer_time_share "
