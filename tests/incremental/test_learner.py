@@ -98,7 +98,7 @@ def test_learned_tasks_are_skipped_and_the_next_goes_on_bit_by_bit(tmp_path):
     (tmp_path / "cut" / "task-02" / "task.json").unlink()
     assert learner(**options).learn() == whole
     assert learner(**options).learn() == whole  # nothing is left to learn
-    with pytest.raises(ConfigError, match=r"its tasks were learned with another --method"):
+    with pytest.raises(ConfigError, match=r"its tasks were learned with other values of --method"):
         learner(**{**options, "method": "lwf"}).learn()
 
 

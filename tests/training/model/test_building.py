@@ -45,7 +45,7 @@ def test_on_one_device_the_given_model_itself_is_trained(messages):
     start = given.get_weights()
     made = trainer(given)
     assert made.model is given
-    assert "model sequential: the given model itself is trained" in messages
+    assert "model sequential: the model itself is trained" in messages
     made.fit(source(), steps=2)
     assert not same(given.get_weights(), start)
     copy = trainer(lambda: keras.models.clone_model(given), exchange="none")
