@@ -268,7 +268,7 @@ def test_a_custom_section_with_optional_and_other_types():
 
 def test_the_options_that_a_resumed_run_may_change():
     assert sorted(RESUME_MAY_CHANGE) == [
-        *("accumulate_steps", "actors", "cache", "checkpoint_every", "data_dir", "data_service"),
+        *("accumulate_steps", "actors", "cache", "checkpoint_every", "clients_evaluated", "data_dir", "data_service"),
         *("delivery_examples", "delivery_seconds", "deterministic"),
         *("device_memory", "devices", "env_processes"),
         *(
@@ -291,6 +291,7 @@ def test_the_options_that_a_resumed_run_may_change():
             "profile_workers",
             "recompute",
             "round_seconds",
+            "rounds",
             "sequence_parallel",
             "shard",
             "stage_balance",

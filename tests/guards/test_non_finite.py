@@ -50,7 +50,7 @@ def test_nan_in_the_data_ends_the_run_with_the_last_good_checkpoint_in_place(tmp
         trainer.fit(generated(FIRST_BAD), epochs=4)
     assert isinstance(caught.value, TrainingError)
     assert str(caught.value) == (
-        "steps 3 to 5, 3 in a row (--max_bad_steps=3), changed nothing: loss or gradients were not finite, or no "
+        "steps 3 to 5, 3 in a row (--max_bad_steps=3), were skipped: loss or gradients were not finite, or no "
         "example could be used. The cause is in the data: train example 16 has NaN or infinity in its input (6 of 6 "
         "values); train example 17 has NaN or infinity in its input (6 of 6 values); train example 18 has NaN or "
         "infinity in its input (6 of 6 values); train example 19 has NaN or infinity in its input (6 of 6 values); "

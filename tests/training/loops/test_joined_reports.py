@@ -28,7 +28,8 @@ def test_losses_are_means_over_what_was_applied():
     )
     # Of the other: number, losses, counts, divisors, applied, metric sums.
     other = [7.0, *(5.0, 3.0, 9.0, np.nan), *(2.0, 8.0, 0.0, 0.0), *(2.0, 8.0, 0.0, 0.0), *(1, 1, 0, 0), *(10.0, 20.0)]
-    joined, rows = joined_reports(own, own.counts, np.array([3.0]), Gathers(np.array(other)))
+    joined, rows, weights = joined_reports(own, own.counts, np.array([3.0]), Gathers(np.array(other)))
+    np.testing.assert_array_equal(weights, [6.0 + 5.0, 2.0 + 8.0])
     np.testing.assert_array_equal(rows, [[3.0], [7.0]])
     np.testing.assert_allclose(joined.losses, [(6 * 2 + 2 * 5) / 8, 3.0, 1.0, np.nan])
     np.testing.assert_array_equal(joined.counts, [8.0, 12.0, 5.0, 0.0])

@@ -231,7 +231,8 @@ class _Server:
         places = averaged_state(model)
         totals = [tf.zeros(param.shape) for param in params]
         changes = [tf.zeros(model.non_trainable_variables[place].shape) for place in places]
-        mass, losses = 0.0, list[tuple[float, float]]()
+        mass = 0.0
+        losses: list[tuple[float, float]] = []
         for reply in replies:
             arrays = reply.content["arrays"].to_numpy_ndarrays()
             received = self._encoding.decode([*map(tf.constant, arrays[: len(params)])])

@@ -16,7 +16,7 @@ OPTIONS = {
     "local_epochs": 2,
     "client_batch": 8,
     "learning_rate": 0.1,
-    "update_codec": "int8:min_elements=10",
+    "update_codec": "int8:block=64,min_elements=10",
     "seed": 4,
     "jit_compile": "false",
 }
