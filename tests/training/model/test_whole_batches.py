@@ -85,6 +85,26 @@ def test_a_batch_that_is_not_full_gives_the_numbers_of_keras(caplog, name, repli
     assert "padding" not in caplog.text
 
 
+def test_metrics_of_positions_take_a_batch_of_another_size():
+    x = np.random.default_rng(2).normal(size=(EXAMPLES, 4, 4, 2)).astype(np.float32)
+    y = (x[..., :1] > 0).astype(np.float32)
+
+    def build() -> keras.Model:
+        keras.utils.set_random_seed(3)
+        ends = layers.BatchNormalization(momentum=0.5), layers.Conv2D(1, 1, activation="sigmoid")
+        return keras.Sequential([keras.Input((4, 4, 2)), *ends])
+
+    reference = build()
+    chosen = {"loss": "binary_crossentropy", "metrics": [keras.metrics.BinaryIoU(name="iou")]}
+    reference.compile(keras.optimizers.SGD(0.1), **chosen, jit_compile=False)
+    expected = reference.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0).history
+    options = {"strategy": "one_device", "global_batch_size": BATCH, "shuffle": False, "jit_compile": "false"}
+    trainer = tfpar.Trainer(build, keras.optimizers.SGD(0.1), **chosen, **options)
+    history = trainer.fit(x, y, epochs=2).history
+    for name, values in expected.items():
+        np.testing.assert_allclose(history[name], values, rtol=1e-4, err_msg=name)
+
+
 @pytest.mark.parametrize("examples", [1, 2, 3, 8, 21, 64, 1000])
 def test_the_divisor_of_a_loss_with_a_scale_does_not_ask_for_a_known_size(examples):
     @tf.function(input_signature=[tf.TensorSpec([None])])

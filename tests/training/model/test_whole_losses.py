@@ -5,6 +5,8 @@ from __future__ import annotations
 import tfpar
 from tfpar import inputs
 from tfpar.config import ConfigError
+from tfpar.training.objective.outputs import examples_of
+from tfpar.training.objective.whole_loss import is_mean
 
 import keras
 import numpy as np
@@ -80,6 +82,24 @@ def test_an_epoch_gives_the_numbers_of_fit(build, loss, replicas, options):
 def test_what_parts_do_not_add_up_to_is_refused(loss, options):
     with pytest.raises(ConfigError, match=r"not the mean of what it returns for the 2 parts .*axis=\(1, 2, 3\)"):
         trainer(images, loss, **options).fit(*data(images), epochs=1)
+
+
+@pytest.mark.parametrize(
+    ("loss", "mean"),
+    [
+        (keras.losses.Dice(), False),
+        (keras.losses.Tversky(), False),
+        (total_square, False),
+        (mean_square, True),
+        (lambda y, outputs: ops.mean(keras.losses.binary_crossentropy(y, outputs)), True),
+    ],
+)
+@pytest.mark.parametrize("shape", [(7, 4), (7, 64, 64, 1)])
+def test_what_is_a_mean_is_told_from_large_outputs_too(loss, mean, shape):
+    """Parts of many positions have nearly the same Dice loss if they are alike."""
+    spec = tf.TensorSpec(shape)
+    y, outputs = (values for part in (spec, spec) for values in examples_of(part))
+    assert is_mean(loss, y, outputs) is mean
 
 
 def test_padding_is_refused_where_it_would_count():

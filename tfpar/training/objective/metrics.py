@@ -72,7 +72,8 @@ class MetricTerm:
             weight = expanded(weight, rank) * expanded(sample_weight, rank)
         weight = expanded(weight, rank)
         if self.weight_rank > rank or self.weight_rank > 1:
-            weight = tf.broadcast_to(expanded(weight, self.weight_rank), y.shape[: self.weight_rank])
+            shape = keras.ops.shape(y)[: self.weight_rank]  # a batch without its padding has no known size
+            weight = tf.broadcast_to(expanded(weight, self.weight_rank), shape)
         return weight
 
 
