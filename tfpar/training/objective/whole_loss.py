@@ -60,9 +60,9 @@ def is_mean(value_of: Callable[[Any, Any], Any], y: Any, outputs: Any) -> bool:
     """
     examples = keras.tree.flatten(outputs)[0].shape[0]
     cut = examples // 2
-    # Numbers of one distribution give nearly the same in every part: outputs grow with the example, labels shrink.
+    # Parts of one distribution have nearly the same loss, so both grow with the example; equal ones would have no loss.
     outputs = keras.tree.map_structure(_growing, outputs)
-    y = keras.tree.map_structure(lambda leaf: _growing(leaf)[::-1], y)
+    y = keras.tree.map_structure(lambda leaf: tf.sqrt(_growing(leaf)) if leaf.dtype.is_floating else leaf[::-1], y)
     whole, first, second = (
         float(value_of(*(keras.tree.map_structure(lambda leaf, rows=rows: leaf[rows], part) for part in (y, outputs))))
         for rows in (slice(None), slice(cut), slice(cut, None))
