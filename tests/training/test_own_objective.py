@@ -56,7 +56,7 @@ def test_it_trains_as_the_loss_that_it_writes_down():
     [
         ({"objective": SquaredError, "loss": "mse"}, r"objective=... determines what is minimised.*leave loss out"),
         ({"objective": "mse"}, r"objective='mse': give a function of the built model"),
-        ({"objective": lambda built: 3}, r"objective=... made 3, which is no .*Objective"),
+        ({"objective": lambda built: 3}, r"objective=... made 3, which is not a .*Objective"),
     ],
 )
 def test_what_is_no_objective_is_refused(goal, said):
