@@ -156,7 +156,7 @@ def synchronized():
         (synchronized, {"mesh": "data:2,pipeline:2", "devices": 4}, "synchronises batch statistics between replicas"),
         (divided.dense, {"mesh": "pipeline:4", "stages_per_device": 3}, "has 9 layers .*, too few for 12 stages"),
         (divided.dense, {"stages": "norm,third"}, "2 expressions for a pipeline of 2 stages. Give 1"),
-        (divided.dense, {"stages": "fifth"}, "'fifth' matches the path of no layer behind the first. The layers, .*last"),
+        (divided.dense, {"stages": "fifth"}, "'fifth' matches the path of no layer behind the first. The .*last"),
         (divided.dense, {"stages": "("}, "is not a regular expression"),
     ],
 )
