@@ -32,7 +32,6 @@ CASES = ("1/none", "1/int4", "10/none", "10/int4", "50/none", "50/int4", "200/in
 TASK: dict[str, Any] = {
     "dataset": "text",
     "model": "transformer_lm_tiny",
-    "model_args": "width=64,depth=2,heads=2",
     "global_batch_size": 16,
     "sequence_length": 64,
     "optimizer": "adamw",
@@ -48,6 +47,7 @@ WORKERS = absl_flags.DEFINE_integer("workers", 4, "Worker processes.", lower_bou
 SEEDS = absl_flags.DEFINE_integer("seeds", 3, "Seeds 0, 1, ... of each case.", lower_bound=1)
 STEPS = absl_flags.DEFINE_integer("steps", 400, "Steps of a run.", lower_bound=1)
 ONLY = absl_flags.DEFINE_list("cases", list(CASES), "Which cases.")
+MODEL_ARGS = absl_flags.DEFINE_string("model_args", "width=64,depth=2,heads=2", "Of transformer_lm_tiny.")
 OPTIONS = absl_flags.DEFINE_string(
     "options",
     "",
@@ -65,7 +65,8 @@ def train(case: str, seed: int, steps: int, runtime: tfpar.Runtime | None) -> tu
     given = parse_arguments("--options", OPTIONS.value, example="global_batch_size=64")
     if local_steps == "1":
         given = {name: value for name, value in given.items() if not name.startswith("outer_")}
-    options = {**TASK, **given, "local_steps": int(local_steps), "exchange": exchange, "seed": seed}
+    options = {**TASK, **given, "model_args": MODEL_ARGS.value, "seed": seed}
+    options |= {"local_steps": int(local_steps), "exchange": exchange}
     options["outer_fragments"] = int(fragments[0]) if fragments else 1
     config = ExperimentConfig.from_flat_dict({**options, "steps": steps, "eval_every": steps})
     runtime = runtime or tfpar.initialize(config)
@@ -129,11 +130,11 @@ def main(_: list[str]) -> None:
         return
     if missing:
         given = {"seeds": SEEDS.value, "cases": ",".join(ONLY.value), "output": path, "steps": steps}
-        given["options"] = OPTIONS.value
+        given |= {"options": OPTIONS.value, "model_args": MODEL_ARGS.value}
         arguments = [f"--{name}={value}" for name, value in given.items()]
         launcher = [sys.executable, "-m", "tfpar.launch", f"--workers={WORKERS.value}", "--"]
         subprocess.run([*launcher, __file__, "--member", *arguments], check=True)
-    print(f"\n{describe_machine()}; {WORKERS.value} workers, {steps} steps; {OPTIONS.value}\n")
+    print(f"\n{describe_machine()}; {WORKERS.value} workers, {steps} steps; {MODEL_ARGS.value}; {OPTIONS.value}\n")
     print(table(done(path), ONLY.value))
 
 

@@ -235,17 +235,16 @@ def device_group(replica: int, rank: int, device: str, size: int) -> TensorFlowG
     return TensorFlowGroup(tuple(range(first, first + size)), rank, is_gpu(device))
 
 
-def group_of_place(place: int, workers: int, worker: int, device: str) -> Group:
+def group_of_place(place: int, workers: Group, device: str) -> Group:
     """The group of the devices that have the same place in a replica of each worker. Its calls run on this worker's.
 
     Args:
-      place: Place of the devices in their replicas.
-      workers: Number of workers.
-      worker: Rank of this worker.
+      place: Place of the devices in their replicas; not the same for two groups of workers.
+      workers: Group of the workers.
       device: Name of this worker's device.
     """
-    first = _FIRST_OF_PLACE + place * workers
-    return _group(tuple(range(first, first + workers)), worker, tuple(range(workers)), device)
+    first = _FIRST_OF_PLACE + place * workers.size
+    return _group(tuple(range(first, first + workers.size)), workers.rank, workers.members, device)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -293,7 +293,7 @@ def per_device_reducer(
     Args:
       spec: The exchange.
       shapes: Static shapes of a device's variables.
-      group: All workers.
+      group: The workers that hold the same parts of a replica.
       strategy: The strategy of this worker's devices.
       seed: Seed of stochastic rounding.
       replica: How a replica is divided over them.
@@ -301,7 +301,7 @@ def per_device_reducer(
     running = strategy.extended.worker_devices
     devices = replica.devices or [running[program] for program in replica.programs]
     numbered = enumerate(devices, start=replica.part * _PLACES_OF_PART)
-    groups = [group_of_place(place, group.size, group.rank, device) for place, device in numbered]
+    groups = [group_of_place(place, group, device) for place, device in numbered]
     reducers: list[DenseReducer | CompressedReducer] = []
     for own, device, chosen in zip(groups, devices, replica.indices, strict=True):
         own_shapes = [shapes[index] for index in chosen]
