@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import concurrent.futures
 import itertools
+import re
 import tracemalloc
 
 from tfpar.collectives import agreement
 from tfpar.collectives.agreement import WorkerAgreement
 from tfpar.collectives.tensorflow import TensorFlowGroup, new_group, world_group
+from tfpar.config import ConfigError
 
 import numpy as np
 import pytest
@@ -107,6 +109,44 @@ def test_sums_are_added_in_the_order_of_ranks(monkeypatch):
 )
 def test_equality(monkeypatch, values, equal):
     assert Workers(monkeypatch, 2).call("all_equal", values) == [equal] * 2
+
+
+def test_workers_in_different_activities_are_named(monkeypatch):
+    """Also where what they send would be taken for a value of the other call."""
+    workers = Workers(monkeypatch, 3)
+    first = workers.agreements[0]._group.members[0]
+    workers.agreements = [
+        each.during("predict()" if rank == 0 else "the hooks after step 12")
+        for rank, each in enumerate(workers.agreements)
+    ]
+    text = (
+        f"worker {first} is in predict(), while workers {first + 1}, {first + 2} are in the hooks after step 12. "
+        "All workers must make these calls together"
+    )
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        workers.call("gather", [[1]] * 3)
+    errors = []
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        calls = [
+            pool.submit(workers.agreements[0].gather_arrays, np.ones(100_000)),
+            pool.submit(workers.agreements[1].gather, 2),
+            pool.submit(workers.agreements[2].all_equal, 3),
+        ]
+        for call in calls:
+            with pytest.raises(ConfigError, match=re.escape(text)) as caught:
+                call.result(timeout=300)
+            errors.append(str(caught.value))
+    assert len(set(errors)) == 1
+
+
+def test_an_activity_of_any_length_costs_no_further_call(monkeypatch):
+    workers = Workers(monkeypatch, 2)
+    calls = []
+    inner = TensorFlowGroup.all_gather
+    monkeypatch.setattr(TensorFlowGroup, "all_gather", lambda *given: calls.append(given) or inner(*given))
+    workers.agreements = [each.during("ö" * 500) for each in workers.agreements]
+    assert workers.call("gather_bytes", [b"x" * 248] * 2) == [[b"x" * 248] * 2] * 2
+    assert len(calls) == 2  # one of each worker
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])

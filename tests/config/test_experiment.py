@@ -393,3 +393,11 @@ def test_values_that_lose_nothing_are_converted():
     assert (config.train.steps, config.optimizer.learning_rate, config.checkpoint.workdir) == (8, 1.0, "runs/a")
     assert type(config.train.steps) is int
     assert type(config.optimizer.learning_rate) is float
+
+
+def test_an_error_says_how_its_flags_are_written_in_python():
+    with pytest.raises(ConfigError) as caught:
+        ExperimentConfig.from_flat_dict({"stop_after": -1})
+    assert "--stop_after" in str(caught.value)
+    assert caught.value.__notes__ == ["In Python, options are keyword arguments: tfpar.Trainer(stop_after=...)."]
+    assert not hasattr(ConfigError("tfds build NAME --file_format=array_record"), "__notes__")

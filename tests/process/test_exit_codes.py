@@ -24,7 +24,13 @@ except RuntimeError as error:
 @pytest.mark.parametrize(
     ("what", "code", "said"),
     [
-        ("ConfigError('--steps=0: no.')", 2, "error: --steps=0: no.\n"),
+        ("ConfigError('nothing to do.')", 2, "error: nothing to do.\n"),
+        (
+            "ConfigError('--steps=0: no. Name a --workdir, not --steps.')",
+            2,
+            "error: --steps=0: no. Name a --workdir, not --steps. In Python, options are keyword arguments: "
+            "tfpar.Trainer(steps=..., workdir=...).\n",
+        ),
         ("KeyboardInterrupt", 130, "interrupted\n"),
         ("SystemExit(3)", 3, ""),
     ],

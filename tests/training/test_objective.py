@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from tests.training.test_core import SPARSE, batch, classifier, core_of, run
 from tfpar.config import ConfigError
 from tfpar.training.objective import Goal, SupervisedObjective
@@ -35,6 +37,24 @@ def test_unknown_names_are_refused_before_there_are_data():
         Goal("mse", metrics={"a": ["mae", "no_such_metric"]}).check_names()
     with pytest.raises(ConfigError, match="loss=3 is not"):
         Goal(3).check_names()
+
+
+@pytest.mark.parametrize(
+    ("goal", "text"),
+    [
+        (Goal("mse", metrics=["acurracy"]), "metrics='acurracy' is not known. Did you mean 'accuracy'"),
+        (Goal("mse", weighted_metrics={"a": ["F1Scor"]}), "metrics='F1Scor' is not known. Did you mean 'f1_score'"),
+        (Goal(["categorical_crosentropy"]), "loss='categorical_crosentropy' is not known. Did you mean 'categor"),
+        (Goal("qqqq"), "loss='qqqq' is not known. Known: binary_crossentropy, "),
+    ],
+)
+def test_the_nearest_names_are_given_for_an_unknown_one(goal, text):
+    with pytest.raises(ConfigError, match=re.escape(text)) as caught:
+        goal.check_names()
+    names = str(caught.value).partition("Known: ")[2].rstrip(".").split(", ")
+    assert len(names) > 20
+    for name in names:  # all of them work
+        (Goal(name) if goal.metrics is goal.weighted_metrics else Goal("mse", metrics=[name])).check_names()
 
 
 @pytest.mark.parametrize(

@@ -14,14 +14,18 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tfpar.collectives.group import HOST_MESSAGE_KEYS, Group
+from tfpar.config import ConfigError
 
 import numpy as np
 import tensorflow as tf
 
-# The first row of a gather holds the length of a worker's bytes, and the bytes themselves where they fit: most do.
+# The first row of a gather holds the length of a worker's bytes, what the worker is doing, and the bytes themselves
+# where they fit: most do.
 _LENGTH = struct.Struct("<q")
-_ROW_BYTES = 256
-_FITTING_BYTES = _ROW_BYTES - _LENGTH.size
+_ACTIVITY_BYTES = 64
+_ROW_BYTES = 320
+_HEAD_BYTES = _LENGTH.size + _ACTIVITY_BYTES
+_FITTING_BYTES = _ROW_BYTES - _HEAD_BYTES
 _ALIGNMENT = 64  # where arrays begin
 
 # Longer values follow in pieces of 2^n int32 words (collectives take no bytes). The runtime remembers the size of a
@@ -39,12 +43,25 @@ class WorkerAgreement:
     Every worker makes the same calls in the same order, not inside a `tf.function`. With one worker nothing travels.
     Where a worker is lost, calls raise TensorFlow's error of a failed collective (see `tfpar.cluster.failure`).
 
+    Every gather carries what its worker is doing. Where workers meet in different activities, such as an evaluation
+    and a step, all of them raise a ConfigError that names both. `broadcast` does not check this.
+
     Args:
       group: The workers, with their CPUs as members.
+      activity: What the worker is doing when it makes these calls, as it reads after "worker 0 is in": `"predict()"`.
+        The same on every worker; 64 bytes of it are compared.
     """
 
-    def __init__(self, group: Group) -> None:
-        self._group = group
+    def __init__(self, group: Group, activity: str = "another call") -> None:
+        self._group, self._activity = group, activity
+
+    def during(self, activity: str) -> WorkerAgreement:
+        """The agreement between the same workers in another activity.
+
+        Args:
+          activity: See the class.
+        """
+        return WorkerAgreement(self._group, activity)
 
     @property
     def size(self) -> int:
@@ -109,9 +126,12 @@ class WorkerAgreement:
     def _gather(self, data: bytes | bytearray) -> Sequence[bytes | bytearray]:
         if self._group.size == 1:
             return [data]
-        rows = self._all_gather((_LENGTH.pack(len(data)) + data[:_FITTING_BYTES]).ljust(_ROW_BYTES, b"\0"), _ROW_KEY)
+        activity = self._activity.encode()[:_ACTIVITY_BYTES].ljust(_ACTIVITY_BYTES, b"\0")
+        head = _LENGTH.pack(len(data)) + activity
+        rows = self._all_gather((head + data[:_FITTING_BYTES]).ljust(_ROW_BYTES, b"\0"), _ROW_KEY)
+        self._check_activities([row[_LENGTH.size : _HEAD_BYTES] for row in rows])
         lengths = [_LENGTH.unpack_from(row)[0] for row in rows]
-        gathered = [bytearray(row[_LENGTH.size :]) for row in rows]
+        gathered = [bytearray(row[_HEAD_BYTES:]) for row in rows]
         for start, exponent in _pieces(_FITTING_BYTES, max(lengths)):
             size = 4 << exponent
             pieces = self._all_gather(data[start : start + size].ljust(size, b"\0"), _GATHER_KEYS[exponent])
@@ -120,6 +140,22 @@ class WorkerAgreement:
         for worker_bytes, length in zip(gathered, lengths, strict=True):
             del worker_bytes[length:]
         return gathered
+
+    def _check_activities(self, activities: Sequence[bytes]) -> None:
+        """Refuses workers that meet in different activities: they would take each other's values for their own."""
+        if len(set(activities)) == 1:
+            return
+        ranks: dict[str, list[str]] = {}
+        for rank, activity in zip(self._group.members, activities, strict=True):
+            ranks.setdefault(activity.rstrip(b"\0").decode(errors="replace"), []).append(str(rank))
+        places = ", while ".join(
+            f"worker {each[0]} is in {activity}" if len(each) == 1 else f"workers {', '.join(each)} are in {activity}"
+            for activity, each in ranks.items()
+        )
+        raise ConfigError(
+            f"{places}. All workers must make these calls together: if a hook, a callback or the script calls "
+            "predict(), evaluate() or fit() on some workers only, as on the chief, call it on every worker."
+        )
 
     def broadcast(self, arrays: Sequence[np.ndarray], source: int = 0) -> list[np.ndarray]:
         """The arrays of one worker, bit for bit.

@@ -6,13 +6,19 @@ This module imports neither TensorFlow nor Keras.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 from tfpar.process.exit_codes import USAGE_ERROR
 
+_FLAG = re.compile(r"(?<![\w-])--([a-z][a-z_0-9]*)")
+
 
 class ConfigError(ValueError):
     """A configuration that cannot work. The message names the flag, its value, what is allowed and what to do.
+
+    Messages name options as flags. For users of the Python API, a note of the exception (`add_note`) gives the keyword
+    arguments; programs under `tfpar.config.flags.run` print only the message.
 
     Scripts that do not catch it print it as one line and exit with its code, once a `Trainer` or `tfpar.initialize` was
     called.
@@ -22,6 +28,11 @@ class ConfigError(ValueError):
     """
 
     exit_code = USAGE_ERROR
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        if note := _keywords(str(self)):
+            self.add_note(note)
 
 
 class TrainingError(RuntimeError):
@@ -34,6 +45,16 @@ class TrainingError(RuntimeError):
     """
 
     exit_code = 1
+
+
+def _keywords(message: str) -> str:
+    """How the options that a message names as flags are written in Python; empty if it names none."""
+    from tfpar.config.experiment import option_fields  # imports this module
+
+    options = {field.name for field in option_fields()}
+    names = [name for name in dict.fromkeys(_FLAG.findall(message)) if name in options]
+    arguments = ", ".join(f"{name}=..." for name in names)
+    return f"In Python, options are keyword arguments: tfpar.Trainer({arguments})." if names else ""
 
 
 def unknown_name(flag: str, value: str, known: Iterable[str]) -> ConfigError:

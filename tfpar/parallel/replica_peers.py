@@ -34,7 +34,7 @@ class ReplicaPeers:
             return None
         first = topology.worker - topology.replica_part
         members = range(first, first + topology.replica_workers)
-        return cls(topology.replica_part, WorkerAgreement(new_group(members, topology.worker)))
+        return cls(topology.replica_part, WorkerAgreement(new_group(members, topology.worker), "reading a weight"))
 
     @property
     def size(self) -> int:

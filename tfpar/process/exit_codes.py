@@ -67,7 +67,7 @@ def exit_peer_lost(text: object) -> NoReturn:
 def install_exit_code_hook() -> None:
     """Makes an uncaught error with an `exit_code` end this process with that code instead of 1, in any script.
 
-    A usage error is one line, without a traceback, and so is Ctrl-C, which has exit code 130.
+    A usage error is one line, with its notes and without a traceback, and so is Ctrl-C, which has exit code 130.
     """
     if getattr(sys.excepthook, "by_code", False):
         return
@@ -82,7 +82,7 @@ def install_exit_code_hook() -> None:
             raise SystemExit(INTERRUPTED)  # from here, it is the exit code (CPython's PyErr_Print)
         code = getattr(error, "exit_code", None)
         if code == USAGE_ERROR and not interactive:
-            _put(f"error: {error}")
+            _put(" ".join([f"error: {error}", *getattr(error, "__notes__", ())]))
         else:
             before(kind, error, trace)
         if code is not None:

@@ -126,7 +126,7 @@ class Evaluator:
             self._evaluation = Evaluation(
                 program.core,
                 program.strategy,
-                agreement=WorkerAgreement(world_group(program.topology.workers, program.topology.worker)),
+                agreement=WorkerAgreement(world_group(program.topology.workers, program.topology.worker), "evaluate()"),
                 jit_compile=program.compiles_whole,
                 weights=weights,
                 classes=classes,

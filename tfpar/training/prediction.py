@@ -64,7 +64,7 @@ class Predictor:
         shown = activity(
             f"predicting {source.info.name}, batch", count=lambda: len(rows), total=batches, shown=program.reports
         )
-        agreement = WorkerAgreement(world_group(topology.workers, topology.worker))
+        agreement = WorkerAgreement(world_group(topology.workers, topology.worker), "predict()")
         with failure.peer_errors_named(topology.cluster), shown:
             for step in range(batches):
                 if calls:

@@ -17,7 +17,11 @@ EPOCH = EXAMPLES // BATCH
 
 def rows(before=(), user=(), after=()) -> HookRows:
     return HookRows(
-        before, user, after, metric_results=lambda sums: {"seen": float(sums[0])}, gather=lambda value: [value]
+        before,
+        user,
+        after,
+        metric_results=lambda sums: {"seen": float(sums[0])},
+        gather=lambda value, activity: [value],
     )
 
 
@@ -75,7 +79,7 @@ def test_of_what_a_hook_returns_stop_and_rate_count():
 
 
 def test_one_worker_that_stops_stops_all():
-    def gather(own):
+    def gather(own, activity):
         return [own, [True, own[1]]]
 
     hooks = HookRows([], [Hook(1, lambda state: None)], [], metric_results=dict, gather=gather)
@@ -83,7 +87,7 @@ def test_one_worker_that_stops_stops_all():
 
 
 def test_a_learning_rate_that_one_worker_changes_alone_is_refused():
-    def gather(own):
+    def gather(own, activity):
         return [own, [False, 1.0]]
 
     hooks = HookRows(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tfpar.config import ConfigError
 from tfpar.training.loops.state import Interval, LoopState
 
 import numpy as np
@@ -48,3 +49,8 @@ def test_it_has_the_same_bits_however_many_steps_a_call_has(calls):
 def test_there_is_none_where_no_step_of_the_epoch_was_applied():
     none = Interval(np.full(3, np.nan), np.full(3, 8.0), np.zeros(3, bool))
     assert LoopState(5, 9, loss_sum=1.0, loss_count=8).advanced(none, skipped=3, steps_per_epoch=5).train_loss is None
+
+
+def test_an_unknown_attribute_is_named_with_the_nearest_one():
+    with pytest.raises(ConfigError, match=r"'lr_multiplyer' is not known\. Did you mean 'lr_multiplier'"):
+        LoopState(1, 2).replace(lr_multiplyer=0.5)

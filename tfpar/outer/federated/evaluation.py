@@ -40,7 +40,7 @@ class FederatedEvaluator(Evaluator):
         self.by_client = np.zeros(0)
         self._population, self._core = population, program.core
         topology = program.topology
-        self._agreement = WorkerAgreement(world_group(topology.workers, topology.worker))
+        self._agreement = WorkerAgreement(world_group(topology.workers, topology.worker), "evaluate()")
         self._sums = compiled(self._rows_sums, program.compiles_whole)
         self._fetch = tf.function(self._read, autograph=False)
 

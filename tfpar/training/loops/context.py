@@ -138,7 +138,8 @@ def _watchdog(config: ExperimentConfig, topology: Topology) -> Watchdog:
 def _agreement(topology: Topology) -> WorkerAgreement:
     """The agreement between the workers; with parameter servers only the chief takes part, because workers run no
     loop."""
-    return WorkerAgreement(world_group(topology.workers, topology.worker) if topology.synchronous else world_group())
+    group = world_group(topology.workers, topology.worker) if topology.synchronous else world_group()
+    return WorkerAgreement(group, "fit()")
 
 
 def _info(

@@ -104,8 +104,8 @@ class HookRows:
       watching: Built-in rows that run after the user's hooks, with the steps since their last run, and change nothing.
       ends_of_epochs: The user's callbacks at the end of an epoch, after all but `after`.
       metric_results: Metrics by name from their summed states.
-      gather: `value -> values of all workers`, of what JSON can hold. All workers call it together, and only if there
-        are user rows.
+      gather: `(value, activity) -> values of all workers`, of what JSON can hold; `activity` as for `WorkerAgreement`.
+        All workers call it together, and only if there are user rows.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class HookRows:
         watching: Sequence[Hook] = (),
         ends_of_epochs: Sequence[Hook] = (),
         metric_results: MetricResults,
-        gather: Callable[[Any], list[Any]],
+        gather: Callable[[Any, str], list[Any]],
     ) -> None:
         groups = (ends_of_batches, before, user, watching, ends_of_epochs, after)
         self._groups = [[_Row(hook) for hook in group] for group in groups]
@@ -178,7 +178,8 @@ class HookRows:
                 raise TypeError(f"the hook {row.hook.run!r} returned {result!r}; expected a tfpar.LoopState or None")
             by = result.stopped_by or f"the hook {_name(row.hook)}" if result.stop else ""
             state = state.replace(stop=result.stop, stopped_by=by, lr_multiplier=float(result.lr_multiplier))
-        stops, multipliers = zip(*self._gather([state.stop, state.lr_multiplier]), strict=True)
+        gathered = self._gather([state.stop, state.lr_multiplier], f"the hooks after step {state.step}")
+        stops, multipliers = zip(*gathered, strict=True)
         if len({*multipliers}) > 1:
             values = ", ".join(f"{value:g} on worker {rank}" for rank, value in enumerate(multipliers))
             raise ConfigError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from tfpar.collectives.agreement import WorkerAgreement
 from tfpar.exchange import Traffic
 from tfpar.exchange.reducer import dense_traffic
 from tfpar.monitor import timings
@@ -59,7 +60,9 @@ class LoopRounds:
             self._rounds.taken = np.full(self._rounds.workers, step, np.int64)
         return int(self._rounds.taken[self._rounds.worker])
 
-    def join_timed(self, own: OwnSteps, step: int, row: np.ndarray) -> tuple[Interval, np.ndarray]:
+    def join_timed(
+        self, own: OwnSteps, step: int, row: np.ndarray, agreement: WorkerAgreement
+    ) -> tuple[Interval, np.ndarray]:
         """`join` for workers that have taken different numbers of steps.
 
         The run's step counts examples: it is what the workers have taken together, over their number.
@@ -73,14 +76,16 @@ class LoopRounds:
             rounds.taken = before + taken
             return int(rounds.taken.sum()) // rounds.workers - step
 
-        joined, rows, weights = joined_steps(own, row, steps_of, self._context.agreement)
+        joined, rows, weights = joined_steps(own, row, steps_of, agreement)
         rounds.note(len(joined.losses), weights)
         return joined, rows
 
-    def join(self, own: Interval, divisors: np.ndarray, row: np.ndarray) -> tuple[Interval, np.ndarray]:
+    def join(
+        self, own: Interval, divisors: np.ndarray, row: np.ndarray, agreement: WorkerAgreement
+    ) -> tuple[Interval, np.ndarray]:
         """Counts this worker's steps, and puts the reports of all workers together; see `joined_reports`."""
         self._began_waiting = time.perf_counter()
-        joined, rows, weights = joined_reports(own, divisors, row, self._context.agreement)
+        joined, rows, weights = joined_reports(own, divisors, row, agreement)
         self._rounds.note(len(own.losses), weights)
         if self._rounds.pace:
             self._rounds.pace.note_steps(len(own.losses), float(rows[:, 0].mean()))

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from tfpar.config import ConfigError
 from tfpar.exchange import Traffic
 from tfpar.guards.interruption import ExitOnInterrupt
 from tfpar.monitor import announce
@@ -79,6 +80,7 @@ class Run:
         self, context: RunContext, loop: Loop, hooks: Sequence[Hook] = (), callbacks: KerasCallbacks | None = None
     ) -> None:
         self._context, self._loop, self._callbacks = context, loop, callbacks
+        self._stops = sorted({hook.every for hook in (*hooks, *(callbacks.ends_of_epochs if callbacks else ()))})
         self._history = EpochHistory(context.steps_per_epoch, context.monitor.on_epoch)
         config, total = context.info.config, context.info.total
         evaluation = Hook(context.evaluate_every, self._evaluate, also=lambda state: state.step == total or state.stop)
@@ -91,7 +93,7 @@ class Run:
             watching=[self._history.hook],
             ends_of_epochs=callbacks.ends_of_epochs if callbacks else (),
             metric_results=context.info.metric_results,
-            gather=context.agreement.gather,
+            gather=lambda value, activity: context.agreement.during(activity).gather(value),
         )
 
     @property
@@ -123,9 +125,20 @@ class Run:
     def _report_interrupted(self) -> None:
         announce.report_interrupted(self._context.info, self._context.monitor)
 
+    def _check_hooks(self) -> None:
+        """Refuses hooks or callbacks of some workers only: the others would not stop where these stop."""
+        gathered = self._context.agreement.gather(self._stops)
+        if any(stops != self._stops for stops in gathered):
+            text = ", ".join(f"every {stops or 'none'} on worker {rank}" for rank, stops in enumerate(gathered))
+            raise ConfigError(
+                f"fit(hooks=..., callbacks=...): the workers' hooks and callbacks run at different steps: {text}. Give "
+                "every worker the same; where only the chief is to act, return from the function on the others."
+            )
+
     def _run(self) -> dict[str, Any]:
         context, info = self._context, self._context.info
         self._loop.check()
+        self._check_hooks()
         announce.announce(info, context.monitor, self._loop.traffic)
         state = context.files.resume_or_warm_start(info.total, context.agreement)
         if state.finished:
@@ -154,6 +167,7 @@ class Run:
         self._loop.begin(self._rows, state)
         if self._callbacks:
             state = self._callbacks.begin(state)
+            context.agreement.during("on_train_begin() of the callbacks").all_equal(0)
         while state.step < last and not state.ending:
             compiling = "compiling the step (XLA)" if context.program.jit_compile else "tracing the step"
             with activity(compiling, shown=self._loop.compiles_next and context.program.reports):

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from tfpar.config import unknown_name
 from tfpar.precision import LossScale
 
 import numpy as np
@@ -116,7 +117,13 @@ class LoopState:
         return self.stop or self.step >= self.total
 
     def replace(self, **changes: Any) -> LoopState:
-        """A copy with other values of some attributes."""
+        """A copy with other values of some attributes.
+
+        Raises:
+          ConfigError: There is no such attribute.
+        """
+        for name in changes.keys() - _FIELDS:
+            raise unknown_name("LoopState.replace: attribute", name, _FIELDS)
         return dataclasses.replace(self, **changes)
 
     def advanced(self, steps: Interval, *, skipped: int, steps_per_epoch: int) -> LoopState:
@@ -149,3 +156,6 @@ class LoopState:
         if not math.isfinite(loss) or (self.best is not None and loss >= self.best):
             return state
         return state.replace(best=loss, best_step=step)
+
+
+_FIELDS = frozenset(field.name for field in dataclasses.fields(LoopState))

@@ -116,14 +116,15 @@ class SynchronousLoop:
         # All workers must make calls of the same length: TensorFlow 2.21 distinguishes collectives inside a loop by the
         # iteration, and a worker in another iteration would wait forever.
         report = np.array([time.perf_counter() - began, float(context.preemption.received), own_seconds])
+        agreement = context.agreement.during(f"step {first + 1}")
         if self._rounds and self._rounds.seconds:
-            done, reports = self._rounds.join_timed(own, state.step, report)
+            done, reports = self._rounds.join_timed(own, state.step, report, agreement)
             steps = len(done.losses)
             durations = np.repeat(durations.sum(axis=0, keepdims=True) / steps, steps, axis=0)
         elif self._rounds:
-            done, reports = self._rounds.join(own.done, own.divisors, report)
+            done, reports = self._rounds.join(own.done, own.divisors, report, agreement)
         else:
-            done, reports = own.done, np.stack(context.agreement.gather_arrays(report))
+            done, reports = own.done, np.stack(agreement.gather_arrays(report))
         seconds, asked, worker_seconds = reports.T
         context.skipped_examples.note(first, done.counts)
         self._steps_per_call.measured(steps, float(seconds.mean()))

@@ -10,6 +10,7 @@ from typing import Any
 from tfpar.config import ConfigError
 from tfpar.optim import keras_compile
 from tfpar.optim.keras_compile import ResolvedLoss
+from tfpar.training.objective.names import unknown_in_keras
 from tfpar.training.objective.outputs import Outputs, examples_of
 from tfpar.training.objective.weighting import BY_SAMPLE_WEIGHT, SUM, TermSums, called, term_sums
 from tfpar.training.objective.whole_loss import is_mean
@@ -172,7 +173,7 @@ def check_names(loss: Any) -> None:
         try:
             resolved = keras.losses.get(leaf)
         except ValueError as error:
-            raise ConfigError(f"loss={leaf!r} is not known to Keras: {error}") from error
+            raise unknown_in_keras("loss", leaf, keras.losses, error) from error
         if resolved is None or not callable(resolved):
             raise ConfigError(f"loss={leaf!r} is not a loss: give a Keras loss, its name, or a function (y, outputs).")
 

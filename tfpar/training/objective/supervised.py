@@ -14,6 +14,7 @@ from tfpar.training.objective import losses as loss_terms
 from tfpar.training.objective import metrics as additive_metrics
 from tfpar.training.objective.losses import Losses, build_losses
 from tfpar.training.objective.metrics import MetricTerm, build_metrics
+from tfpar.training.objective.names import unknown_in_keras
 from tfpar.training.objective.outputs import check_inputs, outputs_of, with_examples
 from tfpar.training.objective.protocol import Batch, ObjectiveSums, Tensors, Totals
 from tfpar.training.objective.weighting import SUM
@@ -23,6 +24,8 @@ import tensorflow as tf
 
 # A prime that is unlikely to be a size of labels or outputs, so that the dim of examples is not mistaken for another.
 _TRIED_EXAMPLES = (7, 11, 13, 17)
+# Names of metrics that `compile` chooses by the loss or the shapes.
+_CHOSEN_BY_LOSS = ("accuracy", "acc", "crossentropy", "ce")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -57,9 +60,9 @@ class Goal:
         loss_terms.check_names(self.loss)
         for leaf in keras.tree.flatten([self.metrics, self.weighted_metrics]):
             try:
-                leaf if leaf in (None, "accuracy", "acc") else keras.metrics.get(leaf)
+                leaf if leaf is None or str(leaf).lower() in _CHOSEN_BY_LOSS else keras.metrics.get(leaf)
             except ValueError as error:
-                raise ConfigError(f"metrics: {leaf!r} is not known to Keras: {error}") from error
+                raise unknown_in_keras("metrics", leaf, keras.metrics, error) from error
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
