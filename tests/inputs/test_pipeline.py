@@ -257,6 +257,17 @@ class TestFileShards:
             Pipeline(source, config(batch, shard_by="file", remainder=remainder), replicas=3, workers=3)
 
 
+@pytest.mark.parametrize("replicas", [1, 4])
+def test_a_batch_larger_than_the_training_split_takes_all_of_it(replicas):
+    pipeline = Pipeline(index_source(62), InputConfig(global_batch_size=128, shuffle=False), replicas=replicas)
+    assert (pipeline.steps_per_epoch, pipeline.micro_batch) == (1, -(-62 // replicas))
+    assert pipeline.pads == (replicas > 1)
+    found = pipeline.batch_indices(1)
+    assert sorted(found[found >= 0]) == list(range(62))
+    assert "62 per step" in pipeline.report()
+    assert "all examples, which are fewer than --global_batch_size=128" in pipeline.report()
+
+
 class TestRefusals:
     def test_the_error_of_an_indivisible_batch_names_all_numbers(self):
         with pytest.raises(ConfigError) as caught:
@@ -269,9 +280,9 @@ class TestRefusals:
         with pytest.raises(ConfigError, match="nearest divisible sizes: 4;"):
             Pipeline(index_source(100), InputConfig(global_batch_size=3), replicas=4)
 
-    def test_a_batch_larger_than_the_training_split_is_refused(self):
-        with pytest.raises(ConfigError, match=r"--global_batch_size=64 is more than the 63 examples"):
-            Pipeline(index_source(63), InputConfig(global_batch_size=64))
+    def test_a_batch_larger_than_the_training_split_leaves_no_steps_without_the_remainder(self):
+        with pytest.raises(ConfigError, match=r"--remainder=drop.*--global_batch_size=64 is more than the 63 examples"):
+            Pipeline(index_source(63), InputConfig(global_batch_size=64, remainder="drop"))
 
     @pytest.mark.parametrize("training", [True, False])
     def test_an_empty_split_is_refused(self, training):

@@ -59,11 +59,12 @@ def _check_examples(source: Source, config: InputConfig, training: bool) -> None
                 "validation split."
             )
         raise ConfigError(f"--dataset={info.name}: the {info.split} split is empty. {hint}")
-    if training and not info.may_be_short and config.global_batch_size > info.num_examples:
+    dropped = config.remainder == "drop" and not info.may_be_short
+    if training and dropped and config.global_batch_size > info.num_examples:
         raise ConfigError(
-            f"--global_batch_size={config.global_batch_size} is more than the {info.num_examples} examples of the "
-            f"{info.split} split of --dataset={info.name}: no batch can be filled. It must be at most "
-            f"{info.num_examples}."
+            f"--remainder=drop leaves no steps: --global_batch_size={config.global_batch_size} is more than the "
+            f"{info.num_examples} examples of the {info.split} split of --dataset={info.name}. Use --remainder=pad, or "
+            f"a batch of at most {info.num_examples}."
         )
 
 

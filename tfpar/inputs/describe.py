@@ -40,7 +40,7 @@ def describe(
     lines = {
         "examples": _examples(source.info),
         "per worker": _workers(order, source, workers, by_file),
-        "batch": _pushes(order, config) if asynchronous else _batch(order, config, workers if by_file else 1),
+        "batch": _pushes(order) if asynchronous else _batch(order, config, workers if by_file else 1),
         "epoch": _epoch(order, source.info.num_examples, order.replicas if asynchronous else 1),
         "order": _order(order, by_file, training),
         "storage": _storage(source, config),
@@ -148,16 +148,18 @@ def _batch(order: EpochOrder, config: InputConfig, groups: int) -> str:
     micro_batches = order.accumulate_steps
     replicas = order.replicas * groups
     micro = f"{micro_batches} micro-batches x " if micro_batches > 1 else ""
-    padded = micro_batches * replicas * order.micro_batch - config.global_batch_size
+    batch = sum(shard.batch for shard in order.shards)
+    padded = micro_batches * replicas * order.micro_batch - batch
     note = f", {padded} of them padding with weight 0" if padded > 0 else ""
-    each = order.micro_batch
-    return f"{config.global_batch_size} per step = {micro}{replicas} replicas x {each} examples{note}"
+    if batch < config.global_batch_size:
+        note += f"; all examples, which are fewer than --global_batch_size={config.global_batch_size}"
+    return f"{batch} per step = {micro}{replicas} replicas x {order.micro_batch} examples{note}"
 
 
-def _pushes(order: EpochOrder, config: InputConfig) -> str:
+def _pushes(order: EpochOrder) -> str:
     return (
         f"{order.accumulate_steps * order.micro_batch} examples per step, each the push of one worker = "
-        f"{config.global_batch_size} / {order.replicas} workers"
+        f"{sum(shard.batch for shard in order.shards)} / {order.replicas} workers"
     )
 
 

@@ -76,6 +76,8 @@ class Pipeline:
         # Evaluation is one pass in order: it gains nothing from file shards, and its split may have few files.
         by_file = training and config.shard_by == "file"
         batch = config.global_batch_size
+        if training and not (by_file or source.info.may_be_short):
+            batch = min(batch, source.info.num_examples)  # as in `fit`, where a batch is never filled up
         self.source = source
         self._config = config
         self._training = training

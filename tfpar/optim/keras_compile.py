@@ -11,7 +11,7 @@ import types
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from tfpar.optim.keras_internals import Internal
+from tfpar.optim.keras_internals import Internal, set_untracked
 
 import keras
 from keras.src.models.functional import Functional
@@ -188,3 +188,18 @@ def compile_arguments(model: keras.Model) -> dict[str, Any]:
         "weighted_metrics": metrics and metrics._user_weighted_metrics,
     }
     return {name: value for name, value in arguments.items() if value is not None}
+
+
+def set_loss(model: keras.Model, loss: Any, loss_weights: Any) -> None:
+    """Gives a model the loss that Keras' own `compute_loss` reads, as `compile` does, and leaves the rest.
+
+    Args:
+      model: A built Keras model.
+      loss: As `compile` takes it.
+      loss_weights: As `compile` takes them.
+    """
+    if not model.compiled:
+        model.compile(optimizer=None, loss=loss, loss_weights=loss_weights)
+    elif model.loss is not loss or loss_weights is not None:
+        compiled = CompileLoss(loss, loss_weights, output_names=getattr(model, "output_names", None))
+        set_untracked(model, loss=loss, _compile_loss=compiled)

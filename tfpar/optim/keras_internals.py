@@ -272,9 +272,9 @@ keras_loss.scale_loss_for_distribution = _where_scaling_is_on(keras_loss.scale_l
 keras_loss.unscale_loss_for_distribution = _where_scaling_is_on(keras_loss.unscale_loss_for_distribution)
 
 
-def set_untracked(optimizer: keras.optimizers.Optimizer, **attributes: Any) -> None:
+def set_untracked(owner: Any, **attributes: Any) -> None:
     """Sets attributes past Keras' and TensorFlow's `__setattr__`, which look for variables to track."""
-    vars(optimizer).update(attributes)
+    vars(owner).update(attributes)
 
 
 # Hooks

@@ -168,7 +168,8 @@ def check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
         raise ConfigError(
             f"gradient_accumulation_steps={optimizer.gradient_accumulation_steps} of the optimizer cannot run under a "
             f"strategy (Keras 3.15). Leave it out and use --accumulate_steps={optimizer.gradient_accumulation_steps} "
-            f"(accumulate_steps=...): micro-batches add up in the step, with one exchange per step."
+            "(accumulate_steps=...): micro-batches add up in the step, with one exchange per step. (Trainer does this "
+            "itself for a new optimizer without a learning-rate schedule, whose steps Keras counts in micro-batches.)"
         )
 
 

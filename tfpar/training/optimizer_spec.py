@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,6 +16,8 @@ from tfpar.parallel.split import keeps_slots_beside, split_of
 
 import keras
 import tensorflow as tf
+
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -85,6 +88,48 @@ class OptimizerSpec:
         if self.instance is None:
             return optimizers.build(config.optimizer, global_batch_size=config.input.global_batch_size)
         return optimizers.recreate(self.instance)
+
+
+def with_own_accumulation(
+    optimizer: Any, options: Mapping[str, Any], config: ExperimentConfig | None
+) -> tuple[Any, dict[str, Any]]:
+    """Takes `gradient_accumulation_steps` of an optimizer over as the option `accumulate_steps`.
+
+    Args:
+      optimizer: What `Trainer` was given.
+      options: Options given beside it.
+      config: The configuration given beside it.
+
+    Returns:
+      A copy of the optimizer that does not accumulate, and the options; both as given if it does not, if it has state,
+      which a copy would not have, or if it has a schedule, which counts micro-batches in Keras (3.15).
+
+    Raises:
+      ConfigError: Another number of micro-batches was given.
+    """
+    kept = optimizer, {**options}
+    if not isinstance(optimizer, keras.optimizers.Optimizer) or optimizer.built:
+        return kept
+    steps = optimizer.gradient_accumulation_steps
+    if not steps or isinstance(optimizer, keras.optimizers.LossScaleOptimizer | keras.optimizers.MultiOptimizer):
+        return kept
+    if not isinstance(optimizer.get_config()["learning_rate"], numbers.Real):
+        return kept
+    configured = config.train.accumulate_steps if config else 1
+    given = options.get("accumulate_steps", steps if configured == 1 else configured)
+    if given != steps:
+        raise ConfigError(
+            f"accumulate_steps={given} contradicts gradient_accumulation_steps={steps} of the optimizer. Give one of "
+            "them."
+        )
+    copy = optimizers.recreate(optimizer)
+    copy.gradient_accumulation_steps = None
+    _log.info(
+        "gradient_accumulation_steps=%s of the optimizer is taken as accumulate_steps=%s of a copy of it: a step takes "
+        "global_batch_size examples in %s micro-batches; fit's is batch_size x %s",
+        *[steps] * 4,
+    )
+    return copy, {**options, "accumulate_steps": steps}
 
 
 def peak_rate(optimizer: keras.optimizers.Optimizer) -> float:

@@ -27,7 +27,7 @@ from tfpar.training.loops.keras_callbacks import check_callbacks
 from tfpar.training.model import keras_arguments
 from tfpar.training.model.averages import AveragesBetweenRuns
 from tfpar.training.objective import Goal, Objective, OwnGoal
-from tfpar.training.optimizer_spec import OptimizerSpec, peak_rate
+from tfpar.training.optimizer_spec import OptimizerSpec, peak_rate, with_own_accumulation
 from tfpar.training.prediction import Predictor
 from tfpar.training.program import Program
 from tfpar.training.start import initialize, with_plan
@@ -64,7 +64,8 @@ class Trainer:
         when `fit` returns or is preempted. On one device the model itself is trained; on several, a copy that is
         created from its configuration and weights, and whose weights are written back.
       optimizer: A Keras optimizer, a name (`"adamw"`), or None for what the options say. An optimizer object keeps its
-        own learning rate or schedule unless `schedule` is given.
+        own learning rate or schedule unless `schedule` is given; its `gradient_accumulation_steps` become
+        `accumulate_steps`.
       loss: A Keras loss, its name, or a function `(y, outputs) -> values [m, ...]`; for several outputs a list, a dict
         by output name, or a structure like that of the outputs. Reductions and masks count as in Keras. None if the
         model adds its own loss (`add_loss`) or overrides `compute_loss`.
@@ -111,11 +112,12 @@ class Trainer:
         **options: Unpack[TrainerOptions],
     ) -> None:
         install_exit_code_hook()
-        given: dict[str, Any] = {**options}
+        given: Mapping[str, Any] = options
         if isinstance(layout, strategies.Runtime):
             runtime, layout = runtime or _deprecated_layout(layout), None
         goal = Goal(loss, loss_weights, metrics, weighted_metrics)
         optimizer, goal = _with_compiled(model, optimizer, goal)
+        optimizer, given = with_own_accumulation(optimizer, given, config)
         config = _with_options(config, given, optimizer)
         spec = OptimizerSpec.of(optimizer, given)
         goal = dataclasses.replace(goal, loss_weighting=config.train.loss_weighting)

@@ -232,6 +232,9 @@ class OwnTestStep(keras.Sequential):
     def test_step(self, data):
         return {}
 
+    def predict_step(self, data):
+        return {}
+
     def compute_metrics(self, x, y, y_pred, sample_weight=None):
         return {}
 
@@ -245,5 +248,5 @@ def test_an_overridden_training_loop_is_refused(kind, name):
 
 def test_an_overridden_evaluation_is_warned_of(messages):
     trainer(OwnTestStep([keras.Input((4,)), layers.Dense(1)]))
-    for name in ("test_step", "compute_metrics"):
+    for name in ("test_step", "predict_step", "compute_metrics"):
         assert any(line.startswith("WARNING") and f"OwnTestStep overrides {name}" in line for line in messages)

@@ -77,6 +77,20 @@ def test_an_overridden_loss_gives_the_numbers_of_fit(build, loss, replicas, accu
         assert ours["drift"] == pytest.approx(evaluated["drift"], rel=1e-4)
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_given_loss_replaces_that_of_a_compiled_model(replicas):
+    """Also in Keras' `compute_loss`, which the override calls."""
+    x, y = arrays()
+    reference, ours = extended(), extended()
+    expected = keras_steps.fit(reference, keras.optimizers.SGD(0.05), "mae", x, y, 8, loss_weights=[0.5])
+    ours.compile("adam", "mse")
+    made = trainer(ours, replicas, "mae", loss_weights=[0.5])
+    assert made.fit(x, y, epochs=1)["train_loss"] == pytest.approx(np.mean(expected), rel=1e-5)
+    assert made.evaluate(x, y)["loss"] == pytest.approx(reference.evaluate(x, y, batch_size=8, verbose=0), rel=1e-5)
+    for one, other in zip(ours.get_weights(), reference.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
 def test_an_overridden_loss_refuses_padding_in_micro_batches():
     made = trainer(own_loss, accumulate_steps=2)
     x, y = arrays(20)

@@ -9,6 +9,7 @@ from typing import Any
 
 from tfpar import inputs
 from tfpar.config import ConfigError
+from tfpar.optim.keras_compile import set_loss
 from tfpar.training.model.call import Tensors, call_and_then
 from tfpar.training.model.support import overriding_class
 from tfpar.training.objective import Batch, Goal, Objective, ObjectiveSums, OwnGoal, SupervisedObjective, Totals
@@ -45,7 +46,7 @@ class OwnLossObjective:
 
     Attributes:
       model: A built Keras model that overrides `compute_loss(self, x, y, y_pred, sample_weight, training)`.
-      goal: Its metrics are those of the run; its loss is for Keras' `compute_loss`, which the override may call.
+      goal: Its metrics are those of the run; the override may call Keras' `compute_loss`, which reads its loss.
     """
 
     model: keras.Model
@@ -115,17 +116,6 @@ class OwnLossObjective:
         return ObjectiveSums(tf.cast(loss, tf.float32) * count, count, call.state, sums)
 
 
-def compile_for_own_loss(model: keras.Model, loss: Any) -> None:
-    """Compiles a model, unless it is compiled, because its `compute_loss` may call that of Keras, which needs the loss.
-
-    Args:
-      model: A built Keras model that overrides `compute_loss`.
-      loss: A Keras loss, its name, or a function; None if the model needs none.
-    """
-    if loss is not None and not model.compiled:
-        model.compile(optimizer=None, loss=loss)
-
-
 def objective_of(model: keras.Model, goal: Goal | OwnGoal) -> Objective:
     """The objective of a model: the user's objective, its own `compute_loss`, or a loss of its outputs.
 
@@ -136,6 +126,7 @@ def objective_of(model: keras.Model, goal: Goal | OwnGoal) -> Objective:
     if isinstance(goal, OwnGoal):
         return goal.objective(model)
     if computes_own_loss(model):
-        compile_for_own_loss(model, goal.loss)
+        if goal.loss is not None:
+            set_loss(model, goal.loss, goal.loss_weights)
         return OwnLossObjective(model, goal)
     return SupervisedObjective(model, goal)

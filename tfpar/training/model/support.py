@@ -58,6 +58,7 @@ def check_model(model: keras.Model, *, synchronous: bool = True) -> None:
             )
     for name, remedy in (
         ("test_step", "evaluation here computes the Trainer's loss and metrics in inference mode"),
+        ("predict_step", "Trainer.predict returns the outputs of call"),
         ("compute_metrics", "give the metrics to Trainer(metrics=...), or update them in call"),
     ):
         if owner := overriding_class(model, name):

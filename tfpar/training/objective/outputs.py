@@ -52,6 +52,7 @@ def outputs_of(model: keras.Model, input_spec: Any, examples: int) -> Outputs:
             "strings. Convert them to numbers in the data, or by a layer of the model, such as "
             'keras.layers.StringLookup after keras.Input(..., dtype="string").'
         )
+    _check_number(model, input_spec)
     names = getattr(model, "output_names", None)
     graph = keras_compile.symbolic_outputs(model)
     if graph is not None and _takes(model, input_spec):
@@ -63,6 +64,18 @@ def outputs_of(model: keras.Model, input_spec: Any, examples: int) -> Outputs:
             # The graph does not know what `add_loss` adds inside a layer.
             return Outputs(structure, masked, lambda: _traced(model, input_spec, examples, names).adds_losses(), names)
     return _traced(model, input_spec, examples, names)
+
+
+def _check_number(model: keras.Model, input_spec: Any) -> None:
+    """Refuses more inputs than a model has: Keras (3.15) drops those that a Sequential model does not use."""
+    known, given = getattr(model, "inputs", None), tf.nest.flatten(input_spec)
+    if known and isinstance(input_spec, (list, tuple)) and len(given) > len(known):
+        names = ", ".join(repr(tensor.name) for tensor in known)
+        raise ConfigError(
+            f"the model {model.name!r} has {len(known)} input{'s' * (len(known) > 1)} ({names}), but the examples have "
+            f"{len(given)}: {_shapes(input_spec)}. A list of arrays is several inputs; give one array for each input "
+            "of the model, and labels in y."
+        )
 
 
 def _takes(model: keras.Model, input_spec: Any) -> bool:
