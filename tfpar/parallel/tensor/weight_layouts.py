@@ -17,7 +17,8 @@ from typing import Any
 
 from tfpar.config import ConfigError
 from tfpar.optim import keras_internals
-from tfpar.parallel.tensor.layout import COLUMN, GATHER, ROW, VOCABULARY, WAYS, Finder, Layouts, layout_of, some
+from tfpar.parallel.tensor.layout import Finder, some
+from tfpar.parallel.tensor.ways import COLUMN, GATHER, ROW, VOCABULARY, WAYS, Layouts, layout_of
 
 import keras
 

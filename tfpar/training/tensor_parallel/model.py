@@ -15,6 +15,7 @@ from tfpar.parallel.split import Split, whole_elements
 from tfpar.parallel.tensor import layout as tensor_layout
 from tfpar.parallel.tensor.calls import divide_calls, heads_of
 from tfpar.parallel.tensor.positions import divide_positions
+from tfpar.parallel.tensor.ways import WAYS, Layouts
 from tfpar.parallel.tensor.weight_layouts import find_weight_layout, names_weights
 from tfpar.training.core import Core
 
@@ -96,13 +97,13 @@ def check_divided(optimizer: keras.optimizers.Optimizer, core: Core) -> None:
         )
 
 
-def _describe(model: keras.Model, axis: ModelAxis, layouts: tensor_layout.Layouts, splits: Mapping[int, Split]) -> str:
+def _describe(model: keras.Model, axis: ModelAxis, layouts: Layouts, splits: Mapping[int, Split]) -> str:
     weights = model.trainable_variables
     whole = whole_elements(weights)
     parts = [(math.prod(each.shape), splits[id(each)].part_shape(each.shape)) for each in weights if id(each) in splits]
     own = whole - sum(elements - math.prod(part) for elements, part in parts)
     ways = [layout.way for _, layout in layouts.values()]
-    counts = ", ".join(f"{ways.count(way)} {way}" for way in tensor_layout.WAYS if way in ways)
+    counts = ", ".join(f"{ways.count(way)} {way}" for way in WAYS if way in ways)
     return (
         f"model axis: each of {axis.size} devices has {own:,} of {whole:,} trainable weights "
         f"({own / max(whole, 1):.0%}); layers divided: {counts}"
