@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from tfpar.config import ConfigError
 from tfpar.optim import keras_calls, keras_internals
+from tfpar.parallel.tensor.indivisible import Indivisible
 from tfpar.parallel.tensor.ways import (
     COLUMN,
     GATHER,
@@ -61,20 +62,22 @@ def find_layout(model: keras.Model, size: int, rules: Mapping[str, str] | None =
     finder = Finder(model, size)
     finder.take_rules(rules or {})
     finder.look(model)
-    return some(finder.found, model, size)
+    return some(finder.found, finder, model)
 
 
-def some(layouts: Layouts, model: keras.Model, size: int) -> Layouts:
+def some(layouts: Layouts, finder: Finder, model: keras.Model) -> Layouts:
     """The layouts, of which there must be at least one.
 
     Raises:
       ConfigError: There are none.
     """
     if not layouts:
+        closest = finder.indivisible[:1]
         raise ConfigError(
-            f"--mesh: model {model.name!r} has no layer that can be divided over {size} devices: attention with a "
-            "divisible number of heads, Dense, EinsumDense or Embedding layers. Use --mesh=data:... alone, or divide "
-            "layers of your own by layout={'REGEX': 'gather'}."
+            f"--mesh: model {model.name!r} has no layer that can be divided over {finder.size} devices: attention with "
+            "a divisible number of heads, Dense, EinsumDense or Embedding layers."
+            + "".join(f" {each.path!r} has {each.reason}. {each.fitting}" for each in closest)
+            + " Use --mesh=data:... alone, or divide layers of your own by layout={'REGEX': 'gather'}."
         )
     return layouts
 
@@ -84,15 +87,18 @@ class Finder:
 
     Attributes:
       layers: All layers of the model.
+      size: Devices on the model axis.
       found: The layouts.
       groups: The layers, by identity, that are divided together and could not be divided separately.
+      indivisible: Layers that would be divided together, but whose heads or units the axis does not divide.
     """
 
     def __init__(self, model: keras.Model, size: int) -> None:
         self.layers = keras_internals.all_layers(model)
         self.found: Layouts = {}
         self.groups: list[list[int]] = []
-        self._size = size
+        self.indivisible: list[Indivisible] = []
+        self.size = size
         self._asked: set[int] = set()
 
     def take_rules(self, rules: Mapping[str, str]) -> None:
@@ -104,11 +110,19 @@ class Finder:
                 raise ConfigError(f"layout: {pattern!r} is not a regular expression: {error}.") from None
             if way.partition(":")[0] not in WAYS:
                 raise ConfigError(f"layout[{pattern!r}]={way!r} is not one of {', '.join(WAYS)}.")
-        used = set()
+        used = {pattern for expression, way, pattern in expressions if way == HEADS and self._ask_heads(expression)}
+        by_heads = {*self._asked}
         for layer in self.layers:
             for expression, way, pattern in expressions:
-                if keras_internals.weights_made_to_learn(layer) and expression.search(layer.path or layer.name):
+                if way == HEADS or not keras_internals.weights_made_to_learn(layer):
+                    continue
+                if expression.search(layer.path or layer.name):
                     used.add(pattern)
+                    if id(layer) in by_heads:
+                        raise ConfigError(
+                            f"layout[{pattern!r}]={way!r}: {layer.path!r} is part of a layer that another rule divides "
+                            "by heads, as a whole. Leave one of them out."
+                        )
                     self._asked.add(id(layer))
                     if way != WHOLE and not self._take(layer, way):
                         raise ConfigError(self._cannot(layer, way, pattern))
@@ -118,7 +132,26 @@ class Finder:
                 layer.path or layer.name for layer in self.layers if keras_internals.weights_made_to_learn(layer)
             )
             shown = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
-            raise ConfigError(f"layout: {unused[0]!r} matches no layer with weights. The model has: {shown}.")
+            kind = "attention layer" if rules[unused[0]] == HEADS else "layer with weights"
+            raise ConfigError(f"layout: {unused[0]!r} matches no {kind}. The model has: {shown}.")
+
+    def _ask_heads(self, expression: re.Pattern[str]) -> bool:
+        """Divides the attention layers that a rule names, or refuses; returns whether there are any."""
+        matched = False
+        for layer in self.layers:
+            ways = _ways_of_heads(layer)
+            if not ways or not expression.search(layer.path or layer.name):
+                continue
+            if not self._take_all(layer, ways):
+                found = Indivisible.of(layer, ways, self.size)
+                raise ConfigError(
+                    f"layout[{expression.pattern!r}]={HEADS!r}: {type(layer).__name__} {found.path!r} has "
+                    f"{found.reason}, which {self.size} devices cannot divide into equal parts. {found.fitting} "
+                    "Use another --mesh, or leave the rule out: then only weights that can be divided otherwise are."
+                )
+            self._asked |= {id(inner) for inner in ways}
+            matched = True
+        return matched
 
     def look(self, model: keras.Model) -> None:
         """Finds the layers that divide well, in addition to those in rules."""
@@ -131,10 +164,10 @@ class Finder:
 
     def look_at(self, layer: keras.layers.Layer) -> None:
         """Divides this layer if its kind is known."""
-        if self._divide_heads(layer):
-            return
-        if own := getattr(layer, "tensor_layout", None):
-            self._take_all(own())
+        if ways := _ways_of_attention(layer):
+            self._take_all(layer, ways)
+        elif own := getattr(layer, "tensor_layout", None):
+            self._take_all(layer, own())
         elif isinstance(layer, keras.layers.Embedding):
             self._take_unasked(layer, VOCABULARY)
         else:
@@ -154,7 +187,7 @@ class Finder:
             pair = chain[first], chain[second]
             if not {*map(id, pair)} & (self.found.keys() | self._asked):
                 between = dict.fromkeys(chain[first + 1 : second], OWN_NUMBERS)
-                self._take_all({pair[0]: COLUMN, **between, pair[1]: ROW})
+                self._take_all(pair[0], {pair[0]: COLUMN, **between, pair[1]: ROW})
 
     def _check_asked(self, chain: Sequence[keras.layers.Layer]) -> None:
         """Refuses a Dense layer that was asked for by columns where the next one needs whole inputs."""
@@ -174,42 +207,76 @@ class Finder:
             if can_gather(layer) and math.prod(layer.kernel.shape) >= least:
                 self._take_unasked(layer, GATHER)
 
-    def _divide_heads(self, layer: keras.layers.Layer) -> bool:
-        """Divides attention, which Keras and keras-hub build from projections with these names; returns whether it
-        did."""
-        inner = keras_internals.all_layers(layer, include_self=False, recursive=False)
-        children = {child.name: child for child in inner}
-        if not all(isinstance(children.get(name), keras.layers.EinsumDense) for name in _ATTENTION):
-            return False
-        projections = {children[name]: COLUMN for name in (*_ATTENTION[:-1], "gate") if name in children}
-        masked = {child: OWN_NUMBERS for child in inner if isinstance(child, keras.layers.Dropout)}
-        self._take_all({**projections, children[_ATTENTION[-1]]: ROW, layer: HEADS, **masked})
-        return True
+    def _take_all(self, owner: keras.layers.Layer, ways: Mapping[keras.layers.Layer, str]) -> bool:
+        """Divides all of these layers, or none if one of them cannot be divided; returns whether it did.
 
-    def _take_all(self, ways: Mapping[keras.layers.Layer, str]) -> None:
-        """Divides all of these layers, or none if one of them cannot be divided."""
-        layouts = {id(layer): (layer, layout_of(layer, way, self._size)) for layer, way in ways.items()}
-        if self._asked & layouts.keys() or any(layout is None for _, layout in layouts.values()):
-            return
+        Args:
+          owner: The layer that they belong to, or the first of them.
+          ways: By layer.
+        """
+        layouts = {id(layer): (layer, layout_of(layer, way, self.size)) for layer, way in ways.items()}
+        if self._asked & layouts.keys():
+            return False
+        if any(layout is None for _, layout in layouts.values()):
+            self.indivisible.append(Indivisible.of(owner, ways, self.size))
+            return False
         self.found |= {key: (layer, layout) for key, (layer, layout) in layouts.items() if layout}
         self.groups.append([*layouts])
+        return True
 
     def _take_unasked(self, layer: keras.layers.Layer, way: str) -> None:
         if id(layer) not in self._asked and id(layer) not in self.found:
             self._take(layer, way)
 
     def _take(self, layer: keras.layers.Layer, way: str) -> bool:
-        layout = layout_of(layer, way, self._size)
+        layout = layout_of(layer, way, self.size)
         if layout is not None:
             self.found[id(layer)] = layer, layout
         return layout is not None
 
     def _cannot(self, layer: keras.layers.Layer, way: str, pattern: str) -> str:
         shapes = ", ".join(f"{each.name} {tuple(each.shape)}" for each in keras_internals.weights_made_to_learn(layer))
+        found = Indivisible.of(layer, {layer: way}, self.size)
+        reason = f": {found.reason}. {found.fitting}" if found.counts else "."
         return (
             f"layout[{pattern!r}]={way!r}: {type(layer).__name__} {layer.path or layer.name!r} ({shapes}) cannot be "
-            f"divided in this way over {self._size} devices. Choose another of {', '.join(WAYS)}, or another --mesh."
+            f"divided in this way over {self.size} devices{reason} Choose another of {', '.join(WAYS)}, or another "
+            "--mesh."
         )
+
+
+def find_indivisible(model: keras.Model, size: int, rules: Mapping[str, str] | None = None) -> list[Indivisible]:
+    """What `find_layout` found and could not divide.
+
+    Args:
+      model: See `find_layout`.
+      size: See `find_layout`.
+      rules: See `find_layout`.
+    """
+    finder = Finder(model, size)
+    finder.take_rules(rules or {})
+    finder.look(model)
+    return finder.indivisible
+
+
+def _ways_of_attention(layer: keras.layers.Layer) -> dict[keras.layers.Layer, str]:
+    """How attention is divided by heads, which Keras and keras-hub build from projections with these names; empty if
+    the layer is not attention."""
+    inner = keras_internals.all_layers(layer, include_self=False, recursive=False)
+    children = {child.name: child for child in inner}
+    if not all(isinstance(children.get(name), keras.layers.EinsumDense) for name in _ATTENTION):
+        return {}
+    projections = {children[name]: COLUMN for name in (*_ATTENTION[:-1], "gate") if name in children}
+    masked = {child: OWN_NUMBERS for child in inner if isinstance(child, keras.layers.Dropout)}
+    return {**projections, children[_ATTENTION[-1]]: ROW, layer: HEADS, **masked}
+
+
+def _ways_of_heads(layer: keras.layers.Layer) -> dict[keras.layers.Layer, str]:
+    """How a layer is divided by heads: attention, or a layer that declares how; empty for others."""
+    if ways := _ways_of_attention(layer):
+        return ways
+    own = layer.tensor_layout() if hasattr(layer, "tensor_layout") else {}
+    return own if any("x" in way.partition(":")[2] for way in own.values()) else {}
 
 
 def _dense_chains(model: keras.Model) -> list[list[keras.layers.Layer]]:
