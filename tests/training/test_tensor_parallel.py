@@ -13,8 +13,9 @@ from tfpar.config import ConfigError
 from tfpar.models import TaskSpec
 from tfpar.optim import keras_calls
 from tfpar.parallel.split import shape_of, split_of
-from tfpar.parallel.tensor.layout import OWN_NUMBERS, find_layout
+from tfpar.parallel.tensor.layout import find_layout
 from tfpar.parallel.tensor.positions import divide_positions, has_gradient_in_parts
+from tfpar.parallel.tensor.ways import OWN_NUMBERS
 
 import keras
 import numpy as np

@@ -58,6 +58,19 @@ WRONG = [
         {**DIGITS, "mesh": "pipeline:4", "stages": "a,b"},
         "2 expressions for a pipeline of 4 stages. Give 3",
     ),
+    *(
+        ({**DIGITS, "mesh": "data:2", "devices": 2, name: value}, f"--{name}={value} is for pipelines, and there is no")
+        for name, value in {
+            "stages": "dense",
+            "stage_balance": "weights",
+            "stages_per_device": 2,
+            "pipeline_schedule": "gpipe",
+        }.items()
+    ),
+    (
+        {**DIGITS, "model": "mlp", "mesh": "model:2", "jit_compile": "true"},
+        "--jit_compile=true does not work with --mesh=model:2: the devices of a replica .* Use --jit_compile=auto",
+    ),
     ({**DIGITS, "steps": 0}, "give --steps or --epochs"),
     ({**DIGITS, "warm_start": "/nonesuch"}, "--warm_start=/nonesuch: no checkpoint and no .keras file"),
     ({**DIGITS, "augment": "crop:8"}, "--augment=crop:8 mirrors more .* Use at most crop:7"),

@@ -17,6 +17,13 @@ from tfpar.parallel.pipeline.cuts import parse_beginnings
 AXES = ("data", "pipeline", "model")
 _PLANNED = ("sequence", "expert")
 AUTO = "auto"  # the mesh that the planner chooses
+# Options that say how a pipeline works, with their defaults.
+_OF_PIPELINES = {"stages": "", "stage_balance": "flops", "stages_per_device": 1, "pipeline_schedule": "1f1b"}
+
+# Why XLA cannot compile the programs of a model axis.
+COLLECTIVES_WITHIN = (
+    "the devices of a replica communicate within its layers, for which TensorFlow has no XLA kernel on CPUs"
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,7 +104,7 @@ def check_beside_mesh(config: ExperimentConfig, mesh: Mesh, *, spans_workers: bo
     """
     train, exchange, strategy = config.train, config.exchange, config.strategy
     if mesh.pipeline == 1:
-        for name, idle in (("stages", ""), ("stage_balance", "flops"), ("stages_per_device", 1)):
+        for name, idle in _OF_PIPELINES.items():
             if (value := getattr(strategy, name)) != idle:
                 raise ConfigError(
                     f"--{name}={value} is for pipelines, and there is no pipeline. Add --mesh=pipeline:2, or leave it "
@@ -115,6 +122,11 @@ def check_beside_mesh(config: ExperimentConfig, mesh: Mesh, *, spans_workers: bo
                 f"--{name}={value} does not work yet with --mesh={strategy.mesh}, where replicas have "
                 "several devices. Leave one of them out."
             )
+    if train.jit_compile == "true" and mesh.model > 1:
+        raise ConfigError(
+            f"--jit_compile=true does not work with --mesh={strategy.mesh}: {COLLECTIVES_WITHIN}. Use "
+            "--jit_compile=auto, or a mesh of data and pipeline axes."
+        )
     if strategy.sequence_parallel and (mesh.model == 1 or mesh.pipeline > 1):
         wrong = "has a pipeline" if mesh.pipeline > 1 else "has no model axis"
         raise ConfigError(

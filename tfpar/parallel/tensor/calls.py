@@ -12,7 +12,7 @@ from tfpar.optim import keras_calls, keras_internals
 from tfpar.parallel.model_axis import Place, current_place
 from tfpar.parallel.split import Split, split_of
 from tfpar.parallel.tensor.divided_logits import DividedLogits, returned
-from tfpar.parallel.tensor.layout import COLUMN, GATHER, HEADS, OWN_NUMBERS, POSITIONS, ROW, VOCABULARY, Layouts
+from tfpar.parallel.tensor.ways import COLUMN, GATHER, HEADS, OWN_NUMBERS, POSITIONS, ROW, VOCABULARY, Layouts
 
 import keras
 import tensorflow as tf

@@ -1,15 +1,4 @@
-"""The layout of tensor parallelism: which layers of a model are divided over the model axis, and how.
-
-A layer is divided in one of these ways (Shoeybi et al. 2019, arXiv:1909.08053):
-
-| way | layers | what a device has | what travels |
-|---|---|---|---|
-| `column` | Dense, EinsumDense | some outputs, which the next layer takes divided | gradient of the input, summed |
-| `row` | Dense, EinsumDense | some inputs, which the layer before left divided | output, summed |
-| `gather` | Dense, Conv1D to 3D | some outputs, or channels | outputs, gathered; gradient of the input, summed |
-| `heads` | attention | some heads | gradient of the inputs, summed |
-| `vocabulary` | Embedding | the vectors of some tokens | vectors, summed; logits of a tied head, gathered |
-| `whole` | all others | all | nothing |
+"""The layout of tensor parallelism: which layers of a model are divided over the model axis, and in which of `WAYS`.
 
 `find_layout` applies the user's regular expressions on paths of layers, and then recognises: attention, divided by
 heads; layers that declare their layout in `tensor_layout()`, as tfpar's blocks do; the feed-forward pairs of keras-hub
@@ -18,7 +7,6 @@ and of chains of Dense layers; embeddings; other Dense layers, and convolutions,
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import re
@@ -26,19 +14,28 @@ from collections.abc import Mapping, Sequence
 
 from tfpar.config import ConfigError
 from tfpar.optim import keras_calls, keras_internals
-from tfpar.parallel.split import Split
+from tfpar.parallel.tensor.indivisible import Indivisible
+from tfpar.parallel.tensor.ways import (
+    COLUMN,
+    GATHER,
+    HEADS,
+    OVER_OUTPUTS,
+    OWN_NUMBERS,
+    ROW,
+    VOCABULARY,
+    WAYS,
+    WHOLE,
+    Layouts,
+    activation_of,
+    can_gather,
+    layout_of,
+)
 
 import keras
-
-COLUMN, ROW, GATHER, HEADS, VOCABULARY, WHOLE = WAYS = ("column", "row", "gather", "heads", "vocabulary", "whole")
-OWN_NUMBERS = "own_numbers"  # dropout on divided values: devices must not draw the same mask for different units
-POSITIONS = "positions"  # a block, see `positions.py`
 
 # Below this many elements, gathering costs more than it saves.
 _LARGE = 1 << 12
 _LARGE_CONVOLUTION = 1 << 16  # whose outputs are larger
-# Activations that combine several outputs.
-_OVER_OUTPUTS = ("softmax", "log_softmax", "sparsemax", "glu")
 # Elementwise layers that may be between two Dense layers.
 _ELEMENTWISE = (keras.layers.Activation, keras.layers.Dropout, keras.layers.ReLU, keras.layers.LeakyReLU)
 # Names of keras-hub's feed-forward layers.
@@ -46,28 +43,7 @@ _FEED_FORWARD = (
     (re.compile(r"feedforward_(intermediate|gate)_dense\d*$|feedforward_gate$"), COLUMN),
     (re.compile(r"feedforward_output_dense\d*$"), ROW),
 )
-_CONVOLUTIONS = (keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D)
 _ATTENTION = ("query", "key", "value", "attention_output")
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerLayout:
-    """How one layer is divided.
-
-    Attributes:
-      way: One of `WAYS`.
-      splits: How its own variables are divided, by name; those not listed are whole.
-      divides_positions: Whether the input of a column layer, or the output of a row layer, has divided positions.
-      edges: For a block with divided positions, whether its input has all of them, and whether its output must.
-    """
-
-    way: str
-    splits: Mapping[str, Split] = dataclasses.field(default_factory=dict)
-    divides_positions: bool = False
-    edges: tuple[bool, bool] = (True, True)
-
-
-Layouts = dict[int, tuple[keras.layers.Layer, LayerLayout]]
 
 
 def find_layout(model: keras.Model, size: int, rules: Mapping[str, str] | None = None) -> Layouts:
@@ -86,20 +62,22 @@ def find_layout(model: keras.Model, size: int, rules: Mapping[str, str] | None =
     finder = Finder(model, size)
     finder.take_rules(rules or {})
     finder.look(model)
-    return some(finder.found, model, size)
+    return some(finder.found, finder, model)
 
 
-def some(layouts: Layouts, model: keras.Model, size: int) -> Layouts:
+def some(layouts: Layouts, finder: Finder, model: keras.Model) -> Layouts:
     """The layouts, of which there must be at least one.
 
     Raises:
       ConfigError: There are none.
     """
     if not layouts:
+        closest = finder.indivisible[:1]
         raise ConfigError(
-            f"--mesh: model {model.name!r} has no layer that can be divided over {size} devices: attention with a "
-            "divisible number of heads, Dense, EinsumDense or Embedding layers. Use --mesh=data:... alone, or divide "
-            "layers of your own by layout={'REGEX': 'gather'}."
+            f"--mesh: model {model.name!r} has no layer that can be divided over {finder.size} devices: attention with "
+            "a divisible number of heads, Dense, EinsumDense or Embedding layers."
+            + "".join(f" {each.path!r} has {each.reason}. {each.fitting}" for each in closest)
+            + " Use --mesh=data:... alone, or divide layers of your own by layout={'REGEX': 'gather'}."
         )
     return layouts
 
@@ -109,15 +87,18 @@ class Finder:
 
     Attributes:
       layers: All layers of the model.
+      size: Devices on the model axis.
       found: The layouts.
       groups: The layers, by identity, that are divided together and could not be divided separately.
+      indivisible: Layers that would be divided together, but whose heads or units the axis does not divide.
     """
 
     def __init__(self, model: keras.Model, size: int) -> None:
         self.layers = keras_internals.all_layers(model)
         self.found: Layouts = {}
         self.groups: list[list[int]] = []
-        self._size = size
+        self.indivisible: list[Indivisible] = []
+        self.size = size
         self._asked: set[int] = set()
 
     def take_rules(self, rules: Mapping[str, str]) -> None:
@@ -129,11 +110,19 @@ class Finder:
                 raise ConfigError(f"layout: {pattern!r} is not a regular expression: {error}.") from None
             if way.partition(":")[0] not in WAYS:
                 raise ConfigError(f"layout[{pattern!r}]={way!r} is not one of {', '.join(WAYS)}.")
-        used = set()
+        used = {pattern for expression, way, pattern in expressions if way == HEADS and self._ask_heads(expression)}
+        by_heads = {*self._asked}
         for layer in self.layers:
             for expression, way, pattern in expressions:
-                if keras_internals.weights_made_to_learn(layer) and expression.search(layer.path or layer.name):
+                if way == HEADS or not keras_internals.weights_made_to_learn(layer):
+                    continue
+                if expression.search(layer.path or layer.name):
                     used.add(pattern)
+                    if id(layer) in by_heads:
+                        raise ConfigError(
+                            f"layout[{pattern!r}]={way!r}: {layer.path!r} is part of a layer that another rule divides "
+                            "by heads, as a whole. Leave one of them out."
+                        )
                     self._asked.add(id(layer))
                     if way != WHOLE and not self._take(layer, way):
                         raise ConfigError(self._cannot(layer, way, pattern))
@@ -143,7 +132,26 @@ class Finder:
                 layer.path or layer.name for layer in self.layers if keras_internals.weights_made_to_learn(layer)
             )
             shown = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
-            raise ConfigError(f"layout: {unused[0]!r} matches no layer with weights. The model has: {shown}.")
+            kind = "attention layer" if rules[unused[0]] == HEADS else "layer with weights"
+            raise ConfigError(f"layout: {unused[0]!r} matches no {kind}. The model has: {shown}.")
+
+    def _ask_heads(self, expression: re.Pattern[str]) -> bool:
+        """Divides the attention layers that a rule names, or refuses; returns whether there are any."""
+        matched = False
+        for layer in self.layers:
+            ways = _ways_of_heads(layer)
+            if not ways or not expression.search(layer.path or layer.name):
+                continue
+            if not self._take_all(layer, ways):
+                found = Indivisible.of(layer, ways, self.size)
+                raise ConfigError(
+                    f"layout[{expression.pattern!r}]={HEADS!r}: {type(layer).__name__} {found.path!r} has "
+                    f"{found.reason}, which {self.size} devices cannot divide into equal parts. {found.fitting} "
+                    "Use another --mesh, or leave the rule out: then only weights that can be divided otherwise are."
+                )
+            self._asked |= {id(inner) for inner in ways}
+            matched = True
+        return matched
 
     def look(self, model: keras.Model) -> None:
         """Finds the layers that divide well, in addition to those in rules."""
@@ -156,10 +164,10 @@ class Finder:
 
     def look_at(self, layer: keras.layers.Layer) -> None:
         """Divides this layer if its kind is known."""
-        if self._divide_heads(layer):
-            return
-        if own := getattr(layer, "tensor_layout", None):
-            self._take_all(own())
+        if ways := _ways_of_attention(layer):
+            self._take_all(layer, ways)
+        elif own := getattr(layer, "tensor_layout", None):
+            self._take_all(layer, own())
         elif isinstance(layer, keras.layers.Embedding):
             self._take_unasked(layer, VOCABULARY)
         else:
@@ -179,7 +187,7 @@ class Finder:
             pair = chain[first], chain[second]
             if not {*map(id, pair)} & (self.found.keys() | self._asked):
                 between = dict.fromkeys(chain[first + 1 : second], OWN_NUMBERS)
-                self._take_all({pair[0]: COLUMN, **between, pair[1]: ROW})
+                self._take_all(pair[0], {pair[0]: COLUMN, **between, pair[1]: ROW})
 
     def _check_asked(self, chain: Sequence[keras.layers.Layer]) -> None:
         """Refuses a Dense layer that was asked for by columns where the next one needs whole inputs."""
@@ -196,153 +204,79 @@ class Finder:
         """Divides the remaining large Dense layers and convolutions, and gathers their outputs."""
         for layer in self.layers:
             least = _LARGE if type(layer) is keras.layers.Dense else _LARGE_CONVOLUTION
-            if _can_gather(layer) and math.prod(layer.kernel.shape) >= least:
+            if can_gather(layer) and math.prod(layer.kernel.shape) >= least:
                 self._take_unasked(layer, GATHER)
 
-    def _divide_heads(self, layer: keras.layers.Layer) -> bool:
-        """Divides attention, which Keras and keras-hub build from projections with these names; returns whether it
-        did."""
-        inner = keras_internals.all_layers(layer, include_self=False, recursive=False)
-        children = {child.name: child for child in inner}
-        if not all(isinstance(children.get(name), keras.layers.EinsumDense) for name in _ATTENTION):
-            return False
-        projections = {children[name]: COLUMN for name in (*_ATTENTION[:-1], "gate") if name in children}
-        masked = {child: OWN_NUMBERS for child in inner if isinstance(child, keras.layers.Dropout)}
-        self._take_all({**projections, children[_ATTENTION[-1]]: ROW, layer: HEADS, **masked})
-        return True
+    def _take_all(self, owner: keras.layers.Layer, ways: Mapping[keras.layers.Layer, str]) -> bool:
+        """Divides all of these layers, or none if one of them cannot be divided; returns whether it did.
 
-    def _take_all(self, ways: Mapping[keras.layers.Layer, str]) -> None:
-        """Divides all of these layers, or none if one of them cannot be divided."""
-        layouts = {id(layer): (layer, layout_of(layer, way, self._size)) for layer, way in ways.items()}
-        if self._asked & layouts.keys() or any(layout is None for _, layout in layouts.values()):
-            return
+        Args:
+          owner: The layer that they belong to, or the first of them.
+          ways: By layer.
+        """
+        layouts = {id(layer): (layer, layout_of(layer, way, self.size)) for layer, way in ways.items()}
+        if self._asked & layouts.keys():
+            return False
+        if any(layout is None for _, layout in layouts.values()):
+            self.indivisible.append(Indivisible.of(owner, ways, self.size))
+            return False
         self.found |= {key: (layer, layout) for key, (layer, layout) in layouts.items() if layout}
         self.groups.append([*layouts])
+        return True
 
     def _take_unasked(self, layer: keras.layers.Layer, way: str) -> None:
         if id(layer) not in self._asked and id(layer) not in self.found:
             self._take(layer, way)
 
     def _take(self, layer: keras.layers.Layer, way: str) -> bool:
-        layout = layout_of(layer, way, self._size)
+        layout = layout_of(layer, way, self.size)
         if layout is not None:
             self.found[id(layer)] = layer, layout
         return layout is not None
 
     def _cannot(self, layer: keras.layers.Layer, way: str, pattern: str) -> str:
         shapes = ", ".join(f"{each.name} {tuple(each.shape)}" for each in keras_internals.weights_made_to_learn(layer))
+        found = Indivisible.of(layer, {layer: way}, self.size)
+        reason = f": {found.reason}. {found.fitting}" if found.counts else "."
         return (
             f"layout[{pattern!r}]={way!r}: {type(layer).__name__} {layer.path or layer.name!r} ({shapes}) cannot be "
-            f"divided in this way over {self._size} devices. Choose another of {', '.join(WAYS)}, or another --mesh."
+            f"divided in this way over {self.size} devices{reason} Choose another of {', '.join(WAYS)}, or another "
+            "--mesh."
         )
 
 
-def layout_of(layer: keras.layers.Layer, way: str, size: int) -> LayerLayout | None:
-    """The layout of a layer; None if it cannot be divided in this way into equal parts.
+def find_indivisible(model: keras.Model, size: int, rules: Mapping[str, str] | None = None) -> list[Indivisible]:
+    """What `find_layout` found and could not divide.
 
     Args:
-      layer: A built layer.
-      way: `column:3` divides each of three blocks; `column:3x4` also keeps whole the four heads of each block.
-      size: Devices on the model axis.
+      model: See `find_layout`.
+      size: See `find_layout`.
+      rules: See `find_layout`.
     """
-    way, _, groups = way.partition(":")
-    groups, _, heads = groups.partition("x")
-    if heads and int(heads) % size:
-        return None
-    if way in (HEADS, OWN_NUMBERS):
-        return LayerLayout(way)
-    if way == VOCABULARY:
-        table = getattr(layer, "embeddings", None)
-        if table is None or not _can_pad(table.shape[0], size) or _is_special(layer):
-            return None
-        tables = {"embeddings": Split.padded(0, size, table.shape[0])}
-        if getattr(layer, "reverse_embeddings", None) is not None:  # a head with its own table
-            tables["reverse_embeddings"] = Split.padded(1, size, table.shape[0])
-        return LayerLayout(way, tables)
-    makers = {COLUMN: _column_splits, GATHER: _gather_splits, ROW: _row_splits}
-    splits = makers[way](layer, size, int(groups or 1)) if way in makers else None
-    return None if splits is None else LayerLayout(way, splits)
+    finder = Finder(model, size)
+    finder.take_rules(rules or {})
+    finder.look(model)
+    return finder.indivisible
 
 
-def _column_splits(layer: keras.layers.Layer, size: int, groups: int = 1) -> dict[str, Split] | None:
-    if not _is_linear(layer) or _activation(layer) in _OVER_OUTPUTS:
-        return None
-    return _output_splits(layer, size, groups)
+def _ways_of_attention(layer: keras.layers.Layer) -> dict[keras.layers.Layer, str]:
+    """How attention is divided by heads, which Keras and keras-hub build from projections with these names; empty if
+    the layer is not attention."""
+    inner = keras_internals.all_layers(layer, include_self=False, recursive=False)
+    children = {child.name: child for child in inner}
+    if not all(isinstance(children.get(name), keras.layers.EinsumDense) for name in _ATTENTION):
+        return {}
+    projections = {children[name]: COLUMN for name in (*_ATTENTION[:-1], "gate") if name in children}
+    masked = {child: OWN_NUMBERS for child in inner if isinstance(child, keras.layers.Dropout)}
+    return {**projections, children[_ATTENTION[-1]]: ROW, layer: HEADS, **masked}
 
 
-def _gather_splits(layer: keras.layers.Layer, size: int, groups: int = 1) -> dict[str, Split] | None:
-    del groups  # gathered parts must be in order
-    if not _can_gather(layer) or not _can_pad(layer.kernel.shape[-1], size):
-        return None
-    kernel, outputs = layer.kernel.shape, layer.kernel.shape[-1]
-    splits = {"kernel": Split.padded(len(kernel) - 1, size, outputs)}
-    return splits if layer.bias is None else {**splits, "bias": Split.padded(0, size, outputs)}
-
-
-def _can_pad(length: int, size: int) -> bool:
-    """Whether padding the last part makes all parts equal, without a part that is only padding."""
-    return -length % size < -(-length // size)
-
-
-def _can_gather(layer: keras.layers.Layer) -> bool:
-    """Whether the last dimension of the layer's outputs is that of its kernel."""
-    if type(layer) in _CONVOLUTIONS:
-        return layer.groups == 1 and layer.data_format == "channels_last" and not _is_special(layer)
-    return type(layer) is keras.layers.Dense and _is_linear(layer)
-
-
-def _output_splits(layer: keras.layers.Layer, size: int, groups: int) -> dict[str, Split] | None:
-    """Splits of kernel and bias by the first dimension of the output that is not one of the input."""
-    axis, bias_axis = len(layer.kernel.shape) - 1, 0
-    if isinstance(layer, keras.layers.EinsumDense):
-        inputs, kernel, outputs = _equation(layer)
-        own = [label for label in kernel if label in outputs and label not in inputs]
-        if not own:
-            return None
-        axis = kernel.index(own[0])
-        bias_axis = (layer.bias_axes or own[0]).find(own[0])
-        if bias_axis < 0:
-            return None
-    splits = {"kernel": Split(axis, size, groups)}
-    if layer.bias is not None:
-        splits["bias"] = Split(bias_axis, size, groups)
-    fits = splits["kernel"].divides(layer.kernel.shape)
-    return splits if fits and ("bias" not in splits or splits["bias"].divides(layer.bias.shape)) else None
-
-
-def _row_splits(layer: keras.layers.Layer, size: int, groups: int = 1) -> dict[str, Split] | None:
-    if not _is_linear(layer):
-        return None
-    axis = 0
-    if isinstance(layer, keras.layers.EinsumDense):
-        inputs, kernel, outputs = _equation(layer)
-        summed = [label for label in kernel if label in inputs and label not in outputs]
-        if not summed:
-            return None
-        axis = kernel.index(summed[0])
-    split = Split(axis, size, groups)
-    return {"kernel": split} if split.divides(layer.kernel.shape) else None
-
-
-def _is_linear(layer: keras.layers.Layer) -> bool:
-    return type(layer) in (keras.layers.Dense, keras.layers.EinsumDense) and not _is_special(layer)
-
-
-def _is_special(layer: keras.layers.Layer) -> bool:
-    """Whether its weights are more than kernel and bias: quantised, with LoRA, or with a constraint on the whole."""
-    constrained = any(weight.constraint is not None for weight in layer.weights)
-    return bool(getattr(layer, "quantization_mode", None)) or getattr(layer, "lora_enabled", False) or constrained
-
-
-def _activation(layer: keras.layers.Layer) -> str:
-    return getattr(layer.activation, "__name__", type(layer.activation).__name__)
-
-
-def _equation(layer: keras.layers.EinsumDense) -> tuple[str, str, str]:
-    """Labels of input, kernel and output."""
-    operands, outputs = layer.equation.replace("...", "").split("->")
-    inputs, kernel = operands.split(",")
-    return inputs.strip(), kernel.strip(), outputs.strip()
+def _ways_of_heads(layer: keras.layers.Layer) -> dict[keras.layers.Layer, str]:
+    """How a layer is divided by heads: attention, or a layer that declares how; empty for others."""
+    if ways := _ways_of_attention(layer):
+        return ways
+    own = layer.tensor_layout() if hasattr(layer, "tensor_layout") else {}
+    return own if any("x" in way.partition(":")[2] for way in own.values()) else {}
 
 
 def _dense_chains(model: keras.Model) -> list[list[keras.layers.Layer]]:
@@ -386,4 +320,4 @@ def _dense_chains(model: keras.Model) -> list[list[keras.layers.Layer]]:
 
 
 def _elementwise(layer: keras.layers.Layer) -> bool:
-    return not isinstance(layer, keras.layers.Activation) or _activation(layer) not in _OVER_OUTPUTS
+    return not isinstance(layer, keras.layers.Activation) or activation_of(layer) not in OVER_OUTPUTS

@@ -17,7 +17,7 @@ from typing import Any
 
 from tfpar.config import ConfigError
 from tfpar.optim import keras_calls, keras_internals
-from tfpar.parallel.tensor.layout import OWN_NUMBERS, POSITIONS, LayerLayout, Layouts
+from tfpar.parallel.tensor.ways import OWN_NUMBERS, POSITIONS, LayerLayout, Layouts
 
 import keras
 

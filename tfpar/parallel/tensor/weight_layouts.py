@@ -17,7 +17,8 @@ from typing import Any
 
 from tfpar.config import ConfigError
 from tfpar.optim import keras_internals
-from tfpar.parallel.tensor.layout import COLUMN, GATHER, ROW, VOCABULARY, WAYS, Finder, Layouts, layout_of, some
+from tfpar.parallel.tensor.layout import Finder, some
+from tfpar.parallel.tensor.ways import COLUMN, GATHER, ROW, VOCABULARY, WAYS, Layouts, layout_of
 
 import keras
 
@@ -68,7 +69,7 @@ def find_weight_layout(model: keras.Model, size: int, rules: Rules) -> Layouts:
         found |= _group(finder.found, group, wanted)
     for layer in finder.layers:
         if id(layer) not in found:
-            found |= _by_itself(layer, size, wanted)
+            found |= _by_itself(layer, finder, wanted)
     elsewhere = [
         f"{request.path} along dim {split.axis}, not {request.dim}"
         for layer, layout in found.values()
@@ -82,7 +83,7 @@ def find_weight_layout(model: keras.Model, size: int, rules: Rules) -> Layouts:
             "; ".join(elsewhere[:3]),
             more,
         )
-    return some(found, model, size)
+    return some(found, finder, model)
 
 
 def _groups(finder: Finder) -> list[list[int]]:
@@ -215,22 +216,25 @@ def _group(layouts: Layouts, group: Sequence[int], wanted: Mapping[int, _Request
     return {}
 
 
-def _by_itself(layer: keras.layers.Layer, size: int, wanted: Mapping[int, _Request]) -> Layouts:
+def _by_itself(layer: keras.layers.Layer, finder: Finder, wanted: Mapping[int, _Request]) -> Layouts:
     """A layer that is not divided together with others."""
     request = _asks(layer, wanted)
     if request is None:
         return {}
     layout = None
     if _can_gather(layer, wanted):
-        layout = layout_of(layer, GATHER, size)
+        layout = layout_of(layer, GATHER, finder.size)
     elif request.dim == 0 and hasattr(layer, "embeddings"):
-        layout = layout_of(layer, VOCABULARY, size)
+        layout = layout_of(layer, VOCABULARY, finder.size)
     if layout is None:
         shapes = ", ".join(f"{each.name} {tuple(each.shape)}" for each in keras_internals.weights_made_to_learn(layer))
+        whole = f"{type(layer).__name__} ({shapes}) needs all of that dim."
+        for each in finder.indivisible:
+            if layer in each.layers:
+                whole = f"{type(each.layer).__name__} {each.path!r} has {each.reason}. {each.fitting}"
         raise ConfigError(
-            f"{request.rule}: {request.path} cannot be divided over {size} devices along dim {request.dim}: "
-            f"{type(layer).__name__} ({shapes}) needs all of that dim, or its heads or units are not divisible. Set "
-            "it to None, or use another --mesh."
+            f"{request.rule}: {request.path} cannot be divided over {finder.size} devices along dim {request.dim}: "
+            f"{whole} Set it to None, or use another --mesh."
         )
     return {id(layer): (layer, layout)}
 

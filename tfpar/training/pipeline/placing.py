@@ -11,6 +11,7 @@ from tfpar import models
 from tfpar.config import ExperimentConfig
 from tfpar.exchange import DevicesOfReplica, places_in_turn
 from tfpar.parallel import strategies
+from tfpar.parallel.mesh import COLLECTIVES_WITHIN
 from tfpar.parallel.model_axis import ModelAxis
 from tfpar.parallel.pipeline.devices import PipelineDevices, place_of
 from tfpar.parallel.split import held_by, split_of
@@ -23,7 +24,7 @@ from tfpar.training.pipeline.stages import Pipeline
 from tfpar.training.pipeline.step import DividedPipelineStep, PipelineCore, PipelineStep
 from tfpar.training.placing.base import Placing, known_summary
 from tfpar.training.step import TrainStep
-from tfpar.training.tensor_parallel.model import COLLECTIVES_WITHIN, check_divided
+from tfpar.training.tensor_parallel.model import check_divided
 
 import keras
 import tensorflow as tf

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tfpar import models
@@ -14,17 +14,16 @@ from tfpar.parallel.model_axis import ModelAxis
 from tfpar.parallel.split import Split, whole_elements
 from tfpar.parallel.tensor import layout as tensor_layout
 from tfpar.parallel.tensor.calls import divide_calls, heads_of
+from tfpar.parallel.tensor.indivisible import Indivisible
 from tfpar.parallel.tensor.positions import divide_positions
+from tfpar.parallel.tensor.ways import WAYS, Layouts
 from tfpar.parallel.tensor.weight_layouts import find_weight_layout, names_weights
 from tfpar.training.core import Core
 
 import keras
 
 _log = logging.getLogger(__name__)
-
-COLLECTIVES_WITHIN = (
-    "the devices of a replica communicate within its layers, for which TensorFlow has no XLA kernel on CPUs"
-)
+_NAMED = 3  # layers in a warning
 
 
 def divide_layers(
@@ -65,6 +64,8 @@ def divide_layers(
     if announced:
         positions = f"; positions divided in {blocks} blocks" if blocks else ""
         _log.info("%s%s", _describe(model, axis, layouts, splits), positions)
+        if not names_weights(rules):  # a layout by weight divides what it names, or is refused
+            _log_undivided(model, tensor_layout.find_indivisible(model, axis.size, rules), splits)
     return splits
 
 
@@ -96,14 +97,37 @@ def check_divided(optimizer: keras.optimizers.Optimizer, core: Core) -> None:
         )
 
 
-def _describe(model: keras.Model, axis: ModelAxis, layouts: tensor_layout.Layouts, splits: Mapping[int, Split]) -> str:
+def _describe(model: keras.Model, axis: ModelAxis, layouts: Layouts, splits: Mapping[int, Split]) -> str:
     weights = model.trainable_variables
     whole = whole_elements(weights)
     parts = [(math.prod(each.shape), splits[id(each)].part_shape(each.shape)) for each in weights if id(each) in splits]
     own = whole - sum(elements - math.prod(part) for elements, part in parts)
     ways = [layout.way for _, layout in layouts.values()]
-    counts = ", ".join(f"{ways.count(way)} {way}" for way in tensor_layout.WAYS if way in ways)
+    counts = ", ".join(f"{ways.count(way)} {way}" for way in WAYS if way in ways)
     return (
         f"model axis: each of {axis.size} devices has {own:,} of {whole:,} trainable weights "
         f"({own / max(whole, 1):.0%}); layers divided: {counts}"
     )
+
+
+def _log_undivided(model: keras.Model, indivisible: Sequence[Indivisible], splits: Mapping[int, Split]) -> None:
+    """Names layers that automatic rules would divide if the size of the axis fitted, and the weights that stay whole
+    because of it."""
+    total = whole_elements(model.trainable_variables)
+    by_reason: dict[tuple[str, str], list[Indivisible]] = {}
+    for each in indivisible:
+        by_reason.setdefault((each.reason, each.fitting), []).append(each)
+    for (reason, fitting), group in by_reason.items():
+        weights = {id(weight): weight for each in group for layer in each.layers for weight in layer.trainable_weights}
+        kept = sum(math.prod(weight.shape) for key, weight in weights.items() if key not in splits)
+        more = f" and {len(group) - _NAMED} more" if len(group) > _NAMED else ""
+        _log.warning(
+            "model axis: %s: %s, not a multiple of %d, so %s of the trainable weights (%.0f%%) stay whole on every "
+            "device. %s",
+            ", ".join(each.path for each in group[:_NAMED]) + more,
+            reason,
+            group[0].size,
+            f"{kept:,}",
+            100 * kept / max(total, 1),
+            fitting,
+        )

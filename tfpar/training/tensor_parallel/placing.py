@@ -11,13 +11,14 @@ from tfpar import models
 from tfpar.config import ExperimentConfig
 from tfpar.exchange import DevicesOfReplica, places_of_part, places_that_divide
 from tfpar.parallel import strategies
+from tfpar.parallel.mesh import COLLECTIVES_WITHIN
 from tfpar.parallel.model_axis import ModelAxis
 from tfpar.parallel.replica_peers import ReplicaPeers
 from tfpar.parallel.split import move_to_devices, split_of
 from tfpar.training.core import Core
 from tfpar.training.placing.base import Placing, known_summary
 from tfpar.training.step import TrainStep
-from tfpar.training.tensor_parallel.model import COLLECTIVES_WITHIN, check_divided, divide_layers
+from tfpar.training.tensor_parallel.model import check_divided, divide_layers
 from tfpar.training.tensor_parallel.step import DividedStep
 
 import keras

@@ -1,0 +1,88 @@
+"""Heads and units that the model axis does not divide: refused where a rule asks for them, else named."""
+
+from __future__ import annotations
+
+import logging
+
+from tests.integration.scripts import divided
+from tests.training.model.test_keras_hub import llama
+from tfpar.config import ConfigError
+from tfpar.parallel.model_axis import ModelAxis
+from tfpar.parallel.tensor.layout import find_indivisible, find_layout
+from tfpar.parallel.tensor.weight_layouts import find_weight_layout
+from tfpar.training.tensor_parallel.model import divide_layers
+
+import keras
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("model", "size", "rules", "message"),
+    [
+        (
+            "three_heads",
+            2,
+            {"block": "heads"},
+            r"'block0' has 3 heads, which 2 devices .* axis of 3 devices",
+        ),
+        ("attention", 3, {"multi_head": "heads"}, "'multi_head_attention' has 4 heads, .* axis of 2 or 4 devices"),
+        (
+            "attention",
+            8,
+            {"query_attention": "heads"},
+            r"4 heads \(key, value\), .* axis of 2 or 4 devices",
+        ),
+        ("attention", 3, {"multi_head.*query": "column"}, "this way over 3 devices: 4 heads. A model axis of 2 or 4"),
+        ("attention", 2, {"logits": "heads"}, "'logits' matches no attention layer"),
+        ("attention", 2, {"multi_head": "heads", "query$": "whole"}, "another rule divides by heads"),
+        (
+            "dense",
+            5,
+            {"first": "column"},
+            r"over 5 devices: 64 units \(first\). A model axis of 2, 4, 8, 16, 32",
+        ),
+    ],
+)
+def test_a_rule_that_does_not_fit_is_refused(model, size, rules, message):
+    with pytest.raises(ConfigError, match=message):
+        find_layout(divided.MODELS[model](), size, rules)
+
+
+def test_a_map_of_weights_that_does_not_fit_is_refused():
+    """It names the layer, its heads and what would fit."""
+    with pytest.raises(ConfigError, match=r"'transformer_layer_0/self_attention' has 4 heads .* axis of 2 dev"):
+        find_weight_layout(llama()[0], 3, {"query/kernel": 1, "key/kernel": 1, "value/kernel": 1, "output/kernel": 0})
+
+
+def test_rules_by_heads_divide_as_automatic_ones_do():
+    rules = {"attention$": "heads"}
+    found, automatic = (find_layout(divided.attention(), 2, given) for given in (rules, None))
+    assert sorted(layout.way for _, layout in found.values()) == sorted(layout.way for _, layout in automatic.values())
+
+
+def test_automatic_rules_name_what_stays_whole(caplog):
+    """Attention of three heads over two devices, and the share of the weights that no other way divides."""
+    model = divided.three_heads()
+    caplog.set_level(logging.INFO, "tfpar")
+    divide_layers(model, ModelAxis([["/cpu:0"], ["/cpu:1"]], 0, 2), announced=True)
+    (warning,) = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
+    block, kept = model.get_layer("block0"), 0
+    layouts = find_layout(divided.three_heads(), 2)
+    divided_names = {layer.name for layer, _ in layouts.values()}
+    for inner in (block.qkv, block.attention_out, block.mlp_in, block.mlp_out):
+        kept += inner.bias.shape[0] * (inner.name not in divided_names)
+        kept += inner.kernel.shape[0] * inner.kernel.shape[1] * (inner.name not in divided_names)
+    assert warning.startswith(f"model axis: block0: 3 heads, not a multiple of 2, so {kept:,} of the trainable weights")
+    assert warning.endswith("A model axis of 3 devices divides them.")
+
+
+def test_nothing_is_named_where_all_divides():
+    assert not find_indivisible(divided.attention(), 2)
+    assert not find_indivisible(divided.three_heads(), 3)
+
+
+def test_weights_that_cannot_be_cut_at_all():
+    tokens = keras.Input((8, 16))
+    x = keras.layers.MultiHeadAttention(4, 4, kernel_constraint="max_norm")(tokens, tokens)
+    with pytest.raises(ConfigError, match=r"has weights that cannot be cut: a constraint.*No size of the model axis"):
+        find_layout(keras.Model(tokens, x), 2, {"attention": "heads"})

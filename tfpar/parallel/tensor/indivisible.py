@@ -1,0 +1,105 @@
+"""Layers whose heads or units the model axis cannot divide into equal parts."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from tfpar.parallel.tensor.ways import COLUMN, ROW, layout_of
+
+import keras
+
+_SHOWN = 8  # sizes in a message
+_PROJECTION = 3  # dims of a kernel that has one of heads
+
+
+class Count(NamedTuple):
+    """What a device must get an equal share of.
+
+    Attributes:
+      layer: Name of the layer.
+      number: How many there are.
+      noun: "heads" or "units".
+    """
+
+    layer: str
+    number: int
+    noun: str
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Indivisible:
+    """Layers that are divided together, and that an axis of this size does not divide.
+
+    Attributes:
+      layer: The layer that they belong to, such as an attention layer; or the first of them.
+      layers: Those that have weights.
+      counts: Of the layers that have heads or units.
+      size: Devices on the model axis.
+    """
+
+    layer: keras.layers.Layer
+    layers: tuple[keras.layers.Layer, ...]
+    counts: tuple[Count, ...]
+    size: int
+
+    @classmethod
+    def of(cls, owner: keras.layers.Layer, ways: Mapping[keras.layers.Layer, str], size: int) -> Indivisible:
+        """Of layers of which at least one cannot be divided in its way, see `layout_of`."""
+        counts = [count for layer, way in ways.items() if (count := _count(layer, way))]
+        return cls(owner, tuple(layer for layer in ways if layer.weights), tuple(counts), size)
+
+    @property
+    def path(self) -> str:
+        """Path of the layer."""
+        return self.layer.path or self.layer.name
+
+    @property
+    def reason(self) -> str:
+        """What is not divisible, such as "3 heads"; or that the weights cannot be cut at all."""
+        wrong = [count for count in self.counts if count.number % self.size]
+        if not wrong:
+            return "weights that cannot be cut: a constraint, an adapter, or an activation over all outputs"
+        heads = {count.number for count in self.counts if count.noun == "heads"}
+        texts: dict[str, list[str]] = {}
+        for count in wrong:
+            texts.setdefault(f"{count.number} {count.noun}", []).append(count.layer)
+        of_one_kind = len(heads) == 1 or len(self.counts) == 1
+        return ", ".join(
+            text if of_one_kind and text.endswith("heads") else f"{text} ({', '.join(names)})"
+            for text, names in texts.items()
+        )
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Sizes of the axis above 1 that divide all of them, the smallest ones."""
+        common = math.gcd(*(count.number for count in self.counts)) if self.counts else 1
+        return tuple(size for size in range(2, common + 1) if common % size == 0)[:_SHOWN]
+
+    @property
+    def fitting(self) -> str:
+        """What would fit, as a sentence."""
+        if all(count.number % self.size == 0 for count in self.counts):
+            return "No size of the model axis divides them."
+        if not self.sizes:
+            return "No size of the model axis above 1 divides all of them."
+        *others, last = map(str, self.sizes)
+        return f"A model axis of {', '.join(others)}{' or ' * bool(others)}{last} devices divides them."
+
+
+def _count(layer: keras.layers.Layer, way: str) -> Count | None:
+    """None if the layer is not divided by heads or units, or not divisible at any size."""
+    kind, _, groups = way.partition(":")
+    groups, _, heads = groups.partition("x")
+    if kind not in (COLUMN, ROW):
+        return None
+    if heads:
+        return Count(layer.name, int(heads), "heads")
+    layout = layout_of(layer, way, 1)
+    if layout is None:
+        return None
+    shape = layer.kernel.shape
+    units = shape[layout.splits["kernel"].axis] // int(groups or 1)
+    return Count(layer.name, units, "heads" if len(shape) == _PROJECTION else "units")

@@ -1,0 +1,156 @@
+"""The ways in which a layer is divided over the model axis (Shoeybi et al. 2019, arXiv:1909.08053).
+
+| way | layers | what a device has | what travels |
+|---|---|---|---|
+| `column` | Dense, EinsumDense | some outputs, which the next layer takes divided | gradient of the input, summed |
+| `row` | Dense, EinsumDense | some inputs, which the layer before left divided | output, summed |
+| `gather` | Dense, Conv1D to 3D | some outputs, or channels | outputs, gathered; gradient of the input, summed |
+| `heads` | attention | some heads | gradient of the inputs, summed |
+| `vocabulary` | Embedding | the vectors of some tokens | vectors, summed; logits of a tied head, gathered |
+| `whole` | all others | all | nothing |
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from tfpar.parallel.split import Split
+
+import keras
+
+COLUMN, ROW, GATHER, HEADS, VOCABULARY, WHOLE = WAYS = ("column", "row", "gather", "heads", "vocabulary", "whole")
+OWN_NUMBERS = "own_numbers"  # dropout on divided values: devices must not draw the same mask for different units
+POSITIONS = "positions"  # a block, see `positions.py`
+
+# Activations that combine several outputs.
+OVER_OUTPUTS = ("softmax", "log_softmax", "sparsemax", "glu")
+_CONVOLUTIONS = (keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D)
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerLayout:
+    """How one layer is divided.
+
+    Attributes:
+      way: One of `WAYS`.
+      splits: How its own variables are divided, by name; those not listed are whole.
+      divides_positions: Whether the input of a column layer, or the output of a row layer, has divided positions.
+      edges: For a block with divided positions, whether its input has all of them, and whether its output must.
+    """
+
+    way: str
+    splits: Mapping[str, Split] = dataclasses.field(default_factory=dict)
+    divides_positions: bool = False
+    edges: tuple[bool, bool] = (True, True)
+
+
+Layouts = dict[int, tuple[keras.layers.Layer, LayerLayout]]
+
+
+def layout_of(layer: keras.layers.Layer, way: str, size: int) -> LayerLayout | None:
+    """The layout of a layer; None if it cannot be divided in this way into equal parts.
+
+    Args:
+      layer: A built layer.
+      way: `column:3` divides each of three blocks; `column:3x4` also keeps whole the four heads of each block.
+      size: Devices on the model axis.
+    """
+    way, _, groups = way.partition(":")
+    groups, _, heads = groups.partition("x")
+    if heads and int(heads) % size:
+        return None
+    if way in (HEADS, OWN_NUMBERS):
+        return LayerLayout(way)
+    if way == VOCABULARY:
+        table = getattr(layer, "embeddings", None)
+        if table is None or not _can_pad(table.shape[0], size) or _is_special(layer):
+            return None
+        tables = {"embeddings": Split.padded(0, size, table.shape[0])}
+        if getattr(layer, "reverse_embeddings", None) is not None:  # a head with its own table
+            tables["reverse_embeddings"] = Split.padded(1, size, table.shape[0])
+        return LayerLayout(way, tables)
+    makers = {COLUMN: _column_splits, GATHER: _gather_splits, ROW: _row_splits}
+    splits = makers[way](layer, size, int(groups or 1)) if way in makers else None
+    return None if splits is None else LayerLayout(way, splits)
+
+
+def _column_splits(layer: keras.layers.Layer, size: int, groups: int = 1) -> dict[str, Split] | None:
+    if not _is_linear(layer) or activation_of(layer) in OVER_OUTPUTS:
+        return None
+    return _output_splits(layer, size, groups)
+
+
+def _gather_splits(layer: keras.layers.Layer, size: int, groups: int = 1) -> dict[str, Split] | None:
+    del groups  # gathered parts must be in order
+    if not can_gather(layer) or not _can_pad(layer.kernel.shape[-1], size):
+        return None
+    kernel, outputs = layer.kernel.shape, layer.kernel.shape[-1]
+    splits = {"kernel": Split.padded(len(kernel) - 1, size, outputs)}
+    return splits if layer.bias is None else {**splits, "bias": Split.padded(0, size, outputs)}
+
+
+def _can_pad(length: int, size: int) -> bool:
+    """Whether padding the last part makes all parts equal, without a part that is only padding."""
+    return -length % size < -(-length // size)
+
+
+def can_gather(layer: keras.layers.Layer) -> bool:
+    """Whether the last dimension of the layer's outputs is that of its kernel."""
+    if type(layer) in _CONVOLUTIONS:
+        return layer.groups == 1 and layer.data_format == "channels_last" and not _is_special(layer)
+    return type(layer) is keras.layers.Dense and _is_linear(layer)
+
+
+def _output_splits(layer: keras.layers.Layer, size: int, groups: int) -> dict[str, Split] | None:
+    """Splits of kernel and bias by the first dimension of the output that is not one of the input."""
+    axis, bias_axis = len(layer.kernel.shape) - 1, 0
+    if isinstance(layer, keras.layers.EinsumDense):
+        inputs, kernel, outputs = _equation(layer)
+        own = [label for label in kernel if label in outputs and label not in inputs]
+        if not own:
+            return None
+        axis = kernel.index(own[0])
+        bias_axis = (layer.bias_axes or own[0]).find(own[0])
+        if bias_axis < 0:
+            return None
+    splits = {"kernel": Split(axis, size, groups)}
+    if layer.bias is not None:
+        splits["bias"] = Split(bias_axis, size, groups)
+    fits = splits["kernel"].divides(layer.kernel.shape)
+    return splits if fits and ("bias" not in splits or splits["bias"].divides(layer.bias.shape)) else None
+
+
+def _row_splits(layer: keras.layers.Layer, size: int, groups: int = 1) -> dict[str, Split] | None:
+    if not _is_linear(layer):
+        return None
+    axis = 0
+    if isinstance(layer, keras.layers.EinsumDense):
+        inputs, kernel, outputs = _equation(layer)
+        summed = [label for label in kernel if label in inputs and label not in outputs]
+        if not summed:
+            return None
+        axis = kernel.index(summed[0])
+    split = Split(axis, size, groups)
+    return {"kernel": split} if split.divides(layer.kernel.shape) else None
+
+
+def _is_linear(layer: keras.layers.Layer) -> bool:
+    return type(layer) in (keras.layers.Dense, keras.layers.EinsumDense) and not _is_special(layer)
+
+
+def _is_special(layer: keras.layers.Layer) -> bool:
+    """Whether its weights are more than kernel and bias: quantised, with LoRA, or with a constraint on the whole."""
+    constrained = any(weight.constraint is not None for weight in layer.weights)
+    return bool(getattr(layer, "quantization_mode", None)) or getattr(layer, "lora_enabled", False) or constrained
+
+
+def activation_of(layer: keras.layers.Layer) -> str:
+    return getattr(layer.activation, "__name__", type(layer.activation).__name__)
+
+
+def _equation(layer: keras.layers.EinsumDense) -> tuple[str, str, str]:
+    """Labels of input, kernel and output."""
+    operands, outputs = layer.equation.replace("...", "").split("->")
+    inputs, kernel = operands.split(",")
+    return inputs.strip(), kernel.strip(), outputs.strip()
