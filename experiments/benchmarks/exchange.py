@@ -18,7 +18,8 @@ Exchanges, separated by spaces:
   already; `ddp`, `ddp:fp16`, `ddp:powersgd:4`, the buckets of DistributedDataParallel without a hook, and with one.
 
 A time is that of the slowest worker, the median over calls back to back. Bytes are counted by the interface of the host
-that sends most, beside those of the formula. The limit is the time that the formula's bytes take on the link.
+that sends most, beside those of the formula. The limit is the time that the formula's bytes take on the link. The
+predicted time is that of tfpar's cost model, from what `--exchange=auto` measures, on the same link just before.
 
 With --output=FILE, results are written there after each measurement; --resume keeps those that it has.
 """
@@ -101,7 +102,7 @@ class Measured:
       sent: Bytes that the interface of the host that sends most has sent in a call.
       formula: Bytes it should send; None where there is no formula.
       payload: Bytes that one worker encodes.
-      predicted_ms: By the cost model of tfpar; None where it has nothing to say.
+      predicted_ms: By the cost model of tfpar, from what it measures on the link; None for what is not tfpar's.
       beyond_ms: The same for the numbers of hosts in --beyond.
       about: The exchange in words.
       load: Of the machine before, an average over a minute.
@@ -221,11 +222,12 @@ def measure(fleet: Fleet, network: netns.Network, link: str, exchange: str) -> M
     load, bits = os.getloadavg()[0], netns.bits_per_second(link)
     # The first calls trace functions and connect peers; that needs no slow link, unless the exchange looks at it.
     network.shape(link if exchange.startswith("auto") else "none")
-    request: dict[str, Any] = {"do": "build", "exchange": exchange, "bits_per_second": bits}
-    if not is_torch(exchange):
-        request["beyond"] = [int(hosts) for hosts in BEYOND.value]
-    built = fleet.ask(request, _BUILD_S)
+    built = fleet.ask({"do": "build", "exchange": exchange}, _BUILD_S)
     network.shape(link)
+    predicted: dict[str, Any] = {}
+    if not is_torch(exchange):
+        beyond = [int(hosts) for hosts in BEYOND.value] if bits else []  # else the processors are the link
+        predicted = fleet.ask({"do": "predict", "exchange": exchange, "beyond": beyond}, _BUILD_S)[0]
     limit = 8 * (built[0]["formula"] or built[0]["payload"] * len(built)) / bits if bits else 0.0
 
     def timed(times: int) -> list[dict[str, Any]]:
@@ -244,9 +246,10 @@ def measure(fleet: Fleet, network: netns.Network, link: str, exchange: str) -> M
         cpu_seconds=sum(reply.get("cpu_seconds", 0.0) for reply in replies),
         **{
             key: max(reply[key] for reply in built) if key == "formula" and built[0][key] else built[0][key]
-            for key in ("formula", "payload", "predicted_ms", "about", "beyond_ms")
+            for key in ("formula", "payload", "about")
             if key in built[0]
         },
+        **predicted,
     )
 
 
@@ -301,8 +304,8 @@ def report(results: Results, cells: Sequence[Cell]) -> str:
         lines += [
             f"\n{model}, {sum(_elements(shape) for shape in shapes_in_a_process(model)) * 4 / 1e6:.0f} MB of float32\n",
             "| hosts | link | exchange | ms | ring / this | of the link's limit | sent, MB | formula, MB | differ by "
-            "| predicted, ms | processors, s |",
-            "|---:|---|---|" + "---:|" * 8,
+            "| predicted, ms | predicted / ms | processors, s |",
+            "|---:|---|---|" + "---:|" * 9,
         ]
         for cell in cells:
             if cell[0] == model and cell in results.cells:
@@ -336,7 +339,7 @@ def row(cell: Cell, result: Measured, ring: Measured | None) -> str:
     _, hosts, link, exchange = cell
     start = f"| {hosts} | {link} | {exchange} |"
     if not result.seconds:
-        return f"{start} {result.error.splitlines()[-1][:80]} |{' |' * 7}"
+        return f"{start} {result.error.splitlines()[-1][:80]} |{' |' * 8}"
     bits = netns.bits_per_second(link)
     cells = [
         f"{result.ms:.1f}",
@@ -345,7 +348,8 @@ def row(cell: Cell, result: Measured, ring: Measured | None) -> str:
         f"{result.sent / 1e6:.2f}",
         f"{result.formula / 1e6:.2f}" if result.formula else "",
         f"{result.sent / result.formula - 1:+.1%}" if result.formula else "",
-        f"{result.predicted_ms:.0f}" if result.predicted_ms else "",
+        f"{result.predicted_ms:.1f}" if result.predicted_ms else "",
+        f"{result.predicted_ms / result.ms:.2f}" if result.predicted_ms else "",
         f"{result.cpu_seconds:.2f}" if result.cpu_seconds else "",
     ]
     return f"{start} {' | '.join(cells)} |"

@@ -1,12 +1,12 @@
 """A worker of `experiments.benchmarks.exchange` that runs TensorFlow: its ring, and tfpar's exchanges.
 
-Requests: `start` with shapes; `build` with an exchange; `time` with a number of calls.
+Requests: `start` with shapes; `build` with an exchange; `predict` its time on the link as it is now; `time` with a
+number of calls.
 """
 
 from __future__ import annotations
 
 import gc
-import importlib.util
 import resource
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +21,7 @@ from tfpar.doctor import describe_machine
 from tfpar.exchange import fusion
 from tfpar.exchange import spec as specs
 from tfpar.exchange.buckets import DENSE_BUCKET_BYTES
+from tfpar.exchange.tuning.forecast import forecast
 from tfpar.parallel import strategies
 from tfpar.parallel.topology import choose_topology
 from tfpar_ops.transport_library import why_unusable
@@ -31,7 +32,6 @@ import tensorflow as tf
 RING, RING_BUFFER = "ring", "ring_buffer"
 OVER_GLOO = "@gloo"  # after an exchange: over the native transport
 ALL_REDUCE = "all_reduce:"  # of so many bytes
-LATENCY_S = 1e-3  # of a message, as measured for small calls on this transport
 SIDECAR = 8  # scalars
 _WARM_UP = 2
 
@@ -66,14 +66,14 @@ class Worker:
         self._barrier()
         return {"machine": describe_machine()}
 
-    def _build(self, exchange: str, bits_per_second: float | None, beyond: Sequence[int] = ()) -> dict[str, Any]:
-        """Builds an exchange and calls it until it has settled; predicts its time for `beyond` workers."""
+    def _build(self, exchange: str) -> dict[str, Any]:
+        """Builds an exchange and calls it until it has settled."""
         self._call = lambda: tf.zeros([])
         gc.collect()  # residuals of the previous exchange
         sizes = [int(np.prod(gradient.shape)) for gradient in self._gradients]
         dense = 4 * sum(sizes)
         sent = 2 * (self._group.size - 1) * dense // self._group.size
-        reply: dict[str, Any] = {"payload": dense, "formula": sent, "about": "", "predicted_ms": None, "beyond_ms": []}
+        reply: dict[str, Any] = {"payload": dense, "formula": sent, "about": ""}
         over_gloo, exchange = exchange.endswith(OVER_GLOO), exchange.removesuffix(OVER_GLOO)
         if over_gloo and self._native is None:
             raise RuntimeError(f"the native transport cannot be used: {why_unusable()}")
@@ -88,11 +88,23 @@ class Worker:
             self._call = self._ring_buffer(sum(sizes))
         else:
             self._call, about = self._tfpar(exchange)
-            reply |= about | {"predicted_ms": predicted_ms(exchange, sum(sizes), self._group.size, bits_per_second)}
-            reply["beyond_ms"] = [predicted_ms(exchange, sum(sizes), count, bits_per_second) for count in beyond]
+            reply |= about
         for _ in range(_WARM_UP):
             self._call()
         return reply
+
+    def _predict(self, exchange: str, beyond: Sequence[int]) -> dict[str, Any]:
+        """Measures the link, and predicts the time of the exchange that was built, here and for `beyond` workers."""
+        spec = exchange.removesuffix(OVER_GLOO)
+        if spec.startswith((RING, ALL_REDUCE)):  # these are not tfpar's
+            return {"predicted_ms": None, "beyond_ms": []}
+        topology = self._runtime.topology
+        group = world_group(topology.workers, topology.worker)  # over the transport of the exchange
+        shapes = [gradient.shape for gradient in self._gradients]
+        self._barrier()
+        found = forecast(specs.parse(spec), shapes, group, self._runtime.strategy.extended.worker_devices[0])
+        ms, *beyond_ms = (1e3 * found.cost(workers).seconds for workers in (group.size, *beyond))
+        return {"predicted_ms": ms, "beyond_ms": beyond_ms}
 
     def _time(self, times: int) -> dict[str, Any]:
         """Seconds of each of so many calls, and bytes sent by each."""
@@ -182,18 +194,6 @@ def after(values: Sequence[tf.Tensor], result: tf.Tensor) -> tf.Tensor:
     """The result, once the values are there: they are made as for a user of theirs, and kept no longer than needed."""
     with tf.control_dependencies(values):
         return tf.identity(result)
-
-
-def predicted_ms(spec: str, elements: int, workers: int, bits_per_second: float | None) -> float | None:
-    """The prediction of the cost model; None where there is none, as for an unshaped link."""
-    if bits_per_second is None or importlib.util.find_spec("tfpar.collectives.cost_model") is None:
-        return None
-    from tfpar.collectives import cost_model
-
-    if spec.partition(":")[0] == "auto":  # it chooses by measuring; the time depends on what it chooses
-        return None
-    link = cost_model.Link(latency=LATENCY_S, bandwidth=bits_per_second / 8)
-    return 1e3 * specs.parse(spec).cost(elements, workers, link).seconds
 
 
 if __name__ == "__main__":

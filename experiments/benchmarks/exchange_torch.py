@@ -64,8 +64,7 @@ class Worker:
         dist.barrier()
         return {"machine": f"torch {torch.__version__}"}
 
-    def _build(self, exchange: str, bits_per_second: float | None) -> dict[str, Any]:
-        del bits_per_second
+    def _build(self, exchange: str) -> dict[str, Any]:
         self._call = lambda: None
         dense = 4 * sum(gradient.numel() for gradient in self._gradients)
         sent: int | None = 2 * (self._hosts - 1) * dense // self._hosts
@@ -82,7 +81,7 @@ class Worker:
             self._call = self._ddp(exchange.partition(":")[2])
         for _ in range(_WARM_UP):
             self._call()
-        return {"payload": dense, "formula": sent, "about": "", "predicted_ms": None}
+        return {"payload": dense, "formula": sent, "about": ""}
 
     def _ddp(self, hook: str) -> Callable[[], object]:
         model = _Model(self._gradients)

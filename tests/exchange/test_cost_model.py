@@ -5,16 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from tfpar.collectives.cost_model import Link, Speed
+from tfpar.collectives import cost_model
+from tfpar.collectives.cost_model import NOTHING, Cost, Link, Speed
 from tfpar.collectives.tensorflow import world_group
 from tfpar.config import ConfigError
 from tfpar.exchange import spec as specs
 from tfpar.exchange.algorithms import rounds
+from tfpar.exchange.compressed import CompressedReducer
 from tfpar.exchange.spec import Spec
 from tfpar.exchange.tuning import auto
+from tfpar.exchange.tuning.forecast import buckets_of
 from tfpar.exchange.tuning.measure import Measured
 
 import pytest
+import tensorflow as tf
 
 FAST = Speed(encode=1e15, decode=1e15)
 ELEMENTS = 25_557_032  # ResNet-50
@@ -127,3 +131,113 @@ def test_auto_leaves_out_what_a_gpu_cannot_add_up(choose):
     assert choose(slow, speed, [ELEMENTS], workers=65, device=CPU, what=pattern_of) == ["two_phase"]
     assert choose(slow, speed, [ELEMENTS], workers=65, device=GPU) == ["fp8"]
     assert choose(slow, speed, [ELEMENTS], workers=65, device=GPU, what=pattern_of)[0] in rounds.PLANS
+
+
+@pytest.mark.parametrize("pieces", [1, 3, 100])
+def test_one_resource_alone_bounds_the_time(pieces):
+    computed = Cost(0, 0.0, transfer=0.0, compute=2.0, pieces=pieces)  # an infinite link
+    carried = Cost(0, 0.0, transfer=3.0, compute=0.0, pieces=pieces)  # nothing is encoded
+    assert computed.seconds == pytest.approx(2.0)
+    assert carried.seconds == pytest.approx(3.0)
+
+
+def test_pieces_overlap_the_link_and_the_processors():
+    seconds = [Cost(0, 0.5, transfer=3.0, compute=2.0, pieces=pieces).seconds for pieces in (1, 2, 4, 10**9)]
+    assert seconds[0] == pytest.approx(0.5 + 5.0)  # one after the other
+    assert seconds[1] == pytest.approx(0.5 + 3.0 + 1.0)  # half of the work before anything is sent
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[-1] == pytest.approx(0.5 + 3.0)  # the slower one
+
+
+def test_bytes_that_the_processors_carry_cost_processor_time():
+    # Over a link that only the processors limit, nothing overlaps, however many pieces there are.
+    busy = [Cost(0, 0.0, transfer=3.0, compute=2.0, handling=3.0, pieces=pieces).seconds for pieces in (1, 10**9)]
+    assert busy == pytest.approx([5.0, 5.0])
+    # Over a slow link, carrying is hidden as long as there is time for it.
+    slow = [Cost(0, 0.0, 10.0, 2.0, handling, pieces=10**9).seconds for handling in (0.0, 3.0, 8.0, 9.0)]
+    assert slow == pytest.approx([10.0, 10.0, 10.0, 11.0])
+
+
+def test_time_grows_with_all_that_costs():
+    base = {"latency": 1.0, "transfer": 2.0, "compute": 3.0, "handling": 1.0}
+    for name in base:
+        seconds = [Cost(0, **{**base, name: value}, pieces=2).seconds for value in (1.0, 2.0, 4.0, 8.0)]
+        assert seconds == sorted(seconds), name
+
+
+@pytest.mark.parametrize("text", ["none", "int4", "int8:pattern=all_gather", "powersgd:2", "int4:pattern=ring"])
+def test_predictions_fall_with_faster_links_and_codecs(text):
+    spec = specs.parse(text)
+    rates = [spec.cost(ELEMENTS, 4, Link(1e-4, rate, 1e-10, 512 << 10), FAST).seconds for rate in (1e7, 1e8, 1e9, 1e15)]
+    speeds = [spec.cost(ELEMENTS, 4, Link(0.0, 1e15), Speed(rate, rate)).seconds for rate in (1e8, 1e9, 1e10)]
+    latencies = [spec.cost(ELEMENTS, 4, Link(latency, 1e9), FAST).seconds for latency in (0.0, 1e-3, 1e-2)]
+    assert rates == sorted(rates, reverse=True)
+    assert speeds == sorted(speeds, reverse=True)
+    assert latencies == sorted(latencies)
+
+
+def test_a_transport_that_works_in_chunks_waits_less_and_overlaps():
+    speed, tensorflow, gloo = Speed(1e9, 1e9), Link(1e-3, 1e9), Link(1e-3, 1e9, chunk_bytes=512 << 10)
+    none, int8 = specs.parse("none"), specs.parse("int8")
+    assert [none.cost(ELEMENTS, 4, link, speed).latency for link in (tensorflow, gloo)] == pytest.approx([6e-3, 2e-3])
+    assert [int8.cost(ELEMENTS, 4, link, speed).latency for link in (tensorflow, gloo)] == pytest.approx([4e-3, 2e-3])
+    whole, chunks = (int8.cost(ELEMENTS, 4, link, speed) for link in (tensorflow, gloo))
+    assert (whole.pieces, chunks.pieces) == (1, 12)
+    assert (whole.sent, whole.transfer, whole.compute) == (chunks.sent, chunks.transfer, chunks.compute)
+    assert whole.seconds == pytest.approx(whole.latency + whole.transfer + whole.compute)
+    assert chunks.seconds < whole.seconds
+    assert specs.parse("int8:pipeline=false").cost(ELEMENTS, 4, gloo, speed).pieces == 1
+    assert specs.parse("topk:0.01").cost(ELEMENTS, 4, gloo, speed).pieces == 1
+
+
+def test_buckets_together_overlap_like_chunks():
+    cost = Cost(100, 0.5, transfer=3.0, compute=3.0)
+    assert cost_model.together([cost]) == cost
+    assert cost_model.together([]).seconds == 0.0
+    both = cost_model.together([cost, cost])
+    assert (both.sent, both.latency, both.pieces) == (200, 0.5, 2)
+    assert both.seconds == pytest.approx(0.5 + 6.0 + 3.0)
+    assert both.seconds < 2 * cost.seconds
+
+
+def test_what_a_backward_pass_hides():
+    cost = Cost(100, 0.0, transfer=2.0, compute=0.5)
+    after = cost_model.exposed_seconds([NOTHING, cost], [1.0, 0.0])
+    assert after == pytest.approx(cost.seconds)  # all at the end: nothing is hidden
+    assert cost_model.exposed_seconds([cost, NOTHING], [0.0, 1.0]) == pytest.approx(cost.seconds - 1.0)
+    assert cost_model.exposed_seconds([cost, NOTHING], [0.0, 5.0]) == pytest.approx(0.5)  # the processors' work remains
+    assert cost_model.exposed_seconds([NOTHING, NOTHING], [1.0, 2.0]) == 0.0
+    halves = [Cost(50, 0.0, transfer=1.0, compute=0.25)] * 2
+    assert cost_model.exposed_seconds(halves, [3.0, 3.0]) == pytest.approx(1.5)  # half of the link's time is hidden
+    slow = [Cost(50, 0.0, transfer=10.0, compute=0.25)] * 2
+    assert cost_model.exposed_seconds(slow, [1.0, 1.0]) == pytest.approx(0.25 + 20.0 - 1.0)
+
+
+def test_more_pieces_of_a_backward_pass_never_expose_more():
+    def exposed(parts: int) -> float:
+        cost = Cost(1, 0.0, transfer=4.0 / parts, compute=1.0 / parts, handling=0.5 / parts)
+        return cost_model.exposed_seconds([cost] * parts, [3.0 / parts] * parts)
+
+    seconds = [exposed(parts) for parts in (1, 2, 3, 5, 10, 100)]
+    assert seconds == sorted(seconds, reverse=True)
+
+
+def test_buckets_of_a_forecast_are_those_of_the_exchange():
+    shapes = [tf.TensorShape(shape) for shape in ([64, 64], [64], [64, 128], [128], [4, 4])]
+    spec = specs.parse("int4:bucket_bytes=20000")
+    sent = buckets_of(spec, shapes)
+    assert [(one.indices, one.elements, one.spec.name) for one in sent] == [
+        ((1, 3, 4), 64 + 128 + 16, "none"),
+        ((0,), 4096, "int4"),
+        ((2,), 8192, "int4"),
+    ]
+    reducer = CompressedReducer(spec, shapes, world_group(2, 0), "/device:CPU:0", 0)
+    assert [list(one.indices) for one in sent[1:]] == reducer._indices
+    assert [one.elements for one in buckets_of(specs.parse("none"), shapes)] == [64 * 64 + 64 + 64 * 128 + 128 + 16]
+
+
+def test_fast_transports_stay_dense_where_slow_ones_encode(choose):
+    """The same processors and codecs, and four workers: what the transport takes for a byte decides."""
+    speed = Speed(2e9, 2e9)
+    assert choose(Link(1e-3, 0.2e9, 3e-9), speed, [ELEMENTS] * 3) == ["fp8"] * 3
+    assert choose(Link(1e-4, 5e9, 1e-10, 512 << 10), speed, [ELEMENTS] * 3) == ["none"] * 3

@@ -80,6 +80,19 @@ def test_random_exchanges_in_one_operation_have_the_same_bits(workers):
     assert result.stdout.count("all the same") == workers, result.stdout + result.stderr
 
 
+@pytest.mark.proof
+def test_auto_chooses_nothing_that_is_much_slower_than_others(tmp_path):
+    """Only where another exchange takes a third of the time is the choice wrong: the machine may be busy."""
+    output = tmp_path / "found.json"
+    result = launch(2, "-m", "tests.integration.scripts.auto_choice", str(output))
+    assert result.returncode == 0, result.stdout + result.stderr
+    for transport, found in json.loads(output.read_text()).items():
+        print(transport, json.dumps(found["seconds"]), found["table"], sep="\n")
+        for chosen, seconds in zip(found["chosen"], found["seconds"], strict=True):
+            allowed = 3.0 * min(seconds.values()) + 5e-4
+            assert seconds["chosen"] < allowed, f"{transport}: {chosen} among {seconds}\n{found['table']}"
+
+
 def test_training_over_both_transports_gives_the_same_weights(tmp_path):
     """Two workers, so that dense sums have the same bits too: batch statistics, sidecar, codec and checkpoints."""
     digests = set()

@@ -1,13 +1,17 @@
 """What an exchange costs: bytes and seconds, for any number of workers. Each algorithm has a cost function of its own.
 
 The usual model of messages (Hockney 1994): one of b bytes takes `latency + b / bandwidth`; a worker sends and receives
-at the same time, and all of them at once. Encoding and decoding do not overlap with messages: within a bucket they do
-not. That an exchange may overlap the backward pass does not count.
+at the same time, and all of them at once. A worker's processors encode, decode and sum, and also carry bytes to the
+link. In an exchange of one piece they work before and after the bytes travel. In an exchange of P pieces, chunks of a
+bucket or several buckets, one piece travels while the processors work on another: the time approaches that of the
+slower of the two, and only the work on one piece remains exposed.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,10 +21,24 @@ class Link:
     Attributes:
       latency: Seconds of a message without content.
       bandwidth: Bytes per second in each direction.
+      handling: Seconds of the worker's processors for a byte that it sends, and one that it receives meanwhile.
+      chunk_bytes: Bytes of the chunks in which the transport forms sums, see `Capabilities.chunk_bytes`; 0: a message
+        is sent whole, and sums and gathered rows go around in a ring.
     """
 
     latency: float
     bandwidth: float
+    handling: float = 0.0
+    chunk_bytes: int = 0
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether a message goes straight to its receiver, so that members send to all others at once."""
+        return self.chunk_bytes > 0
+
+    def pieces(self, size: int) -> int:
+        """Chunks of a message of `size` bytes that the transport sums or encodes one after the other."""
+        return max(1, round(size / self.chunk_bytes)) if self.chunk_bytes else 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,23 +67,29 @@ class Cost:
       latency: Seconds of waiting for messages to begin.
       transfer: Seconds of the bytes on the link.
       compute: Seconds of encoding, decoding, summing.
+      handling: Seconds of the worker's processors for carrying the bytes, while they are on the link.
+      pieces: Pieces that the exchange consists of. The processors work on one while another is on the link.
     """
 
     sent: int
     latency: float
     transfer: float
     compute: float
+    handling: float = 0.0
+    pieces: int = 1
 
     @property
     def seconds(self) -> float:
         """All together."""
-        return self.latency + self.transfer + self.compute
+        serial = self.compute + max(self.transfer, self.handling)
+        overlapped = max(self.transfer, self.compute + self.handling)
+        return self.latency + overlapped + (serial - overlapped) / self.pieces
 
 
 NOTHING = Cost(0, 0.0, 0.0, 0.0)
 
 
-def messages(sent: int, rounds: int, link: Link, compute: float) -> Cost:
+def messages(sent: int, rounds: int, link: Link, compute: float, pieces: int = 1) -> Cost:
     """The cost of rounds of messages, one after the other.
 
     Args:
@@ -73,12 +97,13 @@ def messages(sent: int, rounds: int, link: Link, compute: float) -> Cost:
       rounds: Number of rounds.
       link: What joins a worker to the others.
       compute: Seconds of encoding, decoding, summing.
+      pieces: Pieces that a message consists of, see `Cost`.
     """
-    return Cost(sent, rounds * link.latency, sent / link.bandwidth, compute)
+    return Cost(sent, rounds * link.latency, sent / link.bandwidth, compute, sent * link.handling, pieces)
 
 
 def all_reduce(size: int, workers: int, link: Link, copying: float = COPYING.decode) -> Cost:
-    """The cost of TensorFlow's ring over `size` bytes of float32.
+    """The cost of a sum of `size` bytes of float32: TensorFlow's ring, or two messages straight to all others.
 
     Args:
       size: Bytes that each worker has.
@@ -88,4 +113,40 @@ def all_reduce(size: int, workers: int, link: Link, copying: float = COPYING.dec
     """
     share = (workers - 1) / workers
     compute = (share * size + 2 * size) / copying
-    return messages(int(2 * share * size), 2 * (workers - 1), link, compute)
+    rounds = 2 if link.is_direct else 2 * (workers - 1)
+    return messages(int(2 * share * size), rounds, link, compute, link.pieces(size // workers))
+
+
+def together(costs: Sequence[Cost]) -> Cost:
+    """The cost of several buckets that are exchanged at a time: each is at least one piece of it."""
+    if not costs:
+        return NOTHING
+    return Cost(
+        sent=sum(cost.sent for cost in costs),
+        latency=max(cost.latency for cost in costs),
+        transfer=math.fsum(cost.transfer for cost in costs),
+        compute=math.fsum(cost.compute for cost in costs),
+        handling=math.fsum(cost.handling for cost in costs),
+        pieces=sum(cost.pieces for cost in costs),
+    )
+
+
+def exposed_seconds(costs: Sequence[Cost], computing: Sequence[float]) -> float:
+    """The time by which exchanges prolong a computation in parts, each of which completes gradients.
+
+    The processors compute, encode and decode; the link carries what one part has completed while the next is computed.
+
+    Args:
+      costs: The cost of what is sent after each part, in the order of the parts; `NOTHING` for nothing.
+      computing: Seconds of each part.
+    """
+    busy = arrived = 0.0
+    for cost, seconds in zip(costs, computing, strict=True):
+        left = busy + seconds + cost.compute
+        busy = left + cost.handling
+        if cost.sent:
+            # The first piece is sent once it is encoded, and the last one once all are.
+            begins = max(left - cost.compute * (1.0 - 1.0 / cost.pieces), arrived)
+            last = max(begins + cost.transfer, left + cost.transfer / cost.pieces)
+            arrived = last + cost.latency
+    return max(busy, arrived) - math.fsum(computing)

@@ -19,6 +19,7 @@ import tensorflow as tf
 
 # Of which the operations can form sums; what only travels may be of any type.
 _DTYPES = frozenset({tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32, tf.int64})
+_CHUNK_BYTES = 512 << 10  # `kChunkBytes` in tfpar_ops/transport
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +55,14 @@ class GlooGroup:
     @property
     def capabilities(self) -> Capabilities:
         """What the group can do."""
-        return Capabilities(ordered=False, largest_fan_in=None, dtypes=_DTYPES, messages=True, variable_sizes=True)
+        return Capabilities(
+            ordered=False,
+            largest_fan_in=None,
+            dtypes=_DTYPES,
+            messages=True,
+            variable_sizes=True,
+            chunk_bytes=_CHUNK_BYTES,
+        )
 
     def all_reduce(self, value: tf.Tensor, instance: int) -> tf.Tensor:
         """See `Group.all_reduce`."""

@@ -42,6 +42,8 @@ class Capabilities:
       messages: Whether `send` and `receive` work.
       variable_sizes: Whether a function may choose at run time among calls of different sizes, each with an instance
         key of its own, as rows of embeddings need.
+      chunk_bytes: Bytes of the chunks in which sums, and encoded exchanges (`Pipelined`), are formed, while other
+        chunks travel. 0: whole messages, and sums that go around in a ring.
     """
 
     ordered: bool
@@ -49,6 +51,7 @@ class Capabilities:
     dtypes: frozenset[tf.DType]
     messages: bool
     variable_sizes: bool
+    chunk_bytes: int = 0
 
 
 class Group(Protocol):

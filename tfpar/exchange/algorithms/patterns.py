@@ -20,7 +20,7 @@ class Pattern:
     Attributes:
       build: `(codec, shapes, group, seed, name, error_feedback=) -> Bucket`. Patterns of collectives also take the
         `state` of another bucket.
-      cost: `(codec, elements, workers, link, speed) -> Cost`.
+      cost: `(codec, elements, workers, link, speed) -> Cost`; takes `pipeline`, too, where `build` does.
       sums_all_at_once: Whether a worker adds up the payloads of all others in one operation.
       is_candidate: Whether `auto` considers it.
       penalty: Factor by which `auto` multiplies the predicted time.

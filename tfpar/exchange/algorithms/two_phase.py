@@ -152,15 +152,27 @@ class TwoPhase:
         return buckets.rounding_seed(self.codec, self._seed, 2 * self._group.rank + phase, step)
 
 
-def cost(codec: Codec, elements: int, workers: int, link: Link, speed: Speed, *, all_gather: bool = False) -> Cost:
-    """The cost of exchanging one vector, see `registry.register`."""
+def cost(
+    codec: Codec,
+    elements: int,
+    workers: int,
+    link: Link,
+    speed: Speed,
+    *,
+    all_gather: bool = False,
+    pipeline: bool = False,
+) -> Cost:
+    """The cost of exchanging one vector, see `registry.register`; `pipeline` as for `TwoPhase`."""
     gradient = 4 * elements
     if all_gather:
         compute = gradient / speed.encode + workers * gradient / speed.decode
-        return cost_model.messages((workers - 1) * codec.payload_bytes(elements), workers - 1, link, compute)
+        rounds = 1 if link.is_direct else workers - 1
+        return cost_model.messages((workers - 1) * codec.payload_bytes(elements), rounds, link, compute)
     shard = -(-codec.blocks(elements) // workers) * codec.block
-    sent = 2 * (workers - 1) * codec.payload_bytes(shard)
+    payload = codec.payload_bytes(shard)
     # Own gradient encoded; N payloads of a shard summed and encoded; all shards decoded.
     compute = gradient * (1 + 1 / workers) / speed.encode + gradient * 2 / speed.decode
-    # The all-to-all sends all at once; the all-gather goes around in a ring.
-    return cost_model.messages(sent, workers, link, compute)
+    # The all-to-all sends all at once; TensorFlow's all-gather goes around in a ring.
+    rounds = 2 if link.is_direct else workers
+    pieces = link.pieces(payload) if pipeline and not codec.format.keeps else 1
+    return cost_model.messages(2 * (workers - 1) * payload, rounds, link, compute, pieces)

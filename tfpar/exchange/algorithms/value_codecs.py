@@ -123,7 +123,9 @@ def build(
 
 def cost(options: ValueOptions, elements: int, workers: int, link: Link, speed: Speed) -> Cost:
     """The cost of exchanging one vector, see `registry.register`."""
-    return PATTERNS[options.pattern].cost(options.codec, elements, workers, link, speed)
+    pattern = PATTERNS[options.pattern]
+    keywords = {"pipeline": options.pipeline} if pattern.can_pipeline else {}
+    return pattern.cost(options.codec, elements, workers, link, speed, **keywords)
 
 
 def _register(name: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from tfpar.collectives import cost_model
 from tfpar.collectives.cost_model import Cost, Link, Speed
 from tfpar.collectives.group import Group
 from tfpar.exchange import registry
@@ -70,15 +69,25 @@ def choose(spec: Spec, elements: Sequence[int], group: Group, device: str) -> Tu
     allowed = [one for one in candidates if errors.get(one.name, 0.0) <= spec.options.max_error]
     predictions = []
     for count in elements:
+        # While one bucket is on the link, the processors work on the others: each is a piece of the exchange.
         costs = {
-            candidate: candidate.cost(count, group.size, measured.link, speeds.get(candidate.name, cost_model.COPYING))
+            candidate: _among(
+                len(elements),
+                candidate.cost(count, group.size, measured.link, speeds.get(candidate.name, measured.copying)),
+            )
             for candidate in allowed
         }
         best = min(costs, key=lambda candidate: costs[candidate].seconds * candidate.options.penalty)
-        dense = registry.get(registry.DENSE).cost(spec.options, count, group.size, measured.link, cost_model.COPYING)
+        dense = registry.get(registry.DENSE).cost(spec.options, count, group.size, measured.link, measured.copying)
+        dense = _among(len(elements), dense)
         predictions.append(_Prediction(count, best, costs[best], dense))
-    table = _table(measured.link, speeds, errors, spec.options.max_error, predictions)
+    table = _table(measured, speeds, errors, spec.options.max_error, predictions)
     return TuningResult([prediction.chosen for prediction in predictions], table)
+
+
+def _among(buckets: int, cost: Cost) -> Cost:
+    """The cost of one of so many buckets that are exchanged at a time."""
+    return dataclasses.replace(cost, pieces=cost.pieces * buckets)
 
 
 def _candidates(options: AutoOptions, group: Group) -> list[Spec]:
@@ -97,11 +106,17 @@ def _candidates(options: AutoOptions, group: Group) -> list[Spec]:
 
 
 def _table(
-    link: Link, speeds: dict[str, Speed], errors: dict[str, float], max_error: float, predictions: list[_Prediction]
+    measured: measure.Measured,
+    speeds: dict[str, Speed],
+    errors: dict[str, float],
+    max_error: float,
+    predictions: list[_Prediction],
 ) -> str:
+    link = measured.link
     lines = [
-        f"exchange auto: {link.latency * 1e3:.2f} ms a message, {link.bandwidth * 8e-9:.2f} Gbit/s; "
-        "encoding, decoding in GB/s of gradient, relative error:"
+        f"exchange auto: {link.latency * 1e3:.2f} ms a message, {link.bandwidth * 8e-9:.2f} Gbit/s, for which the "
+        f"processors take {link.handling * link.bandwidth:.0%} of the time; sums {measured.copying.decode / 1e9:.1f} "
+        "GB/s; encoding, decoding in GB/s of gradient, relative error:"
     ]
     lines.append(
         "  "

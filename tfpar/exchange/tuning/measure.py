@@ -1,4 +1,4 @@
-"""Measurements for `auto`, about a second at the start: the links, the codecs' speed and their error.
+"""Measurements for `auto`, about a second at the start: the transport over the links, the codecs' speed and error.
 
 All workers measure at the same time, as they will exchange; they use the mean, the same on each.
 """
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import tfpar_ops
-from tfpar.collectives.cost_model import Link, Speed
+from tfpar.collectives.cost_model import COPYING, Link, Speed
 from tfpar.collectives.group import Group, allocate_instance_keys
 from tfpar_ops import Codec
 
@@ -21,6 +21,9 @@ import tensorflow as tf
 
 _ELEMENTS = 1 << 20  # of the vector for measuring codecs
 _FIRST_BYTES, _LAST_BYTES = 1 << 18, 1 << 24  # of the messages for measuring bandwidth
+_REPEATS = 5  # of each of these
+_SLICES_S, _MOST_CALLS = 0.03, 50
+_LEAST_SHARE = 0.05  # of a processor
 _LONG_ENOUGH = 0.05  # seconds of a message after which larger ones add no information
 
 
@@ -29,14 +32,16 @@ class Measured:
     """The mean over workers.
 
     Attributes:
-      link: Latency and bandwidth.
+      link: Latency, bandwidth, and what the processors do for a byte, with the transport of the group.
       speeds: Of each codec, in the order asked for.
       errors: Of each codec, the relative L2 error on normally distributed numbers.
+      copying: The speed of sums and copies of float32.
     """
 
     link: Link
     speeds: list[Speed]
     errors: list[float]
+    copying: Speed = COPYING
 
 
 def measure(group: Group, codecs: Sequence[Codec], device: str) -> Measured:
@@ -48,46 +53,66 @@ def measure(group: Group, codecs: Sequence[Codec], device: str) -> Measured:
       device: Where exchanges run.
     """
     with tf.device(device):
-        latency, bandwidth = _link(group)
-        own = [latency, bandwidth]
+        copying, share = _copying()
+        latency, bandwidth, busy = _link(group)
+        own = [latency, bandwidth, busy / share, copying]
         for codec in codecs:
             own += _codec(codec)
         instance = allocate_instance_keys(1, group)[0]
         values = tf.constant(own, tf.float32)
         total = _traced(lambda value: group.all_reduce(value, instance), values)(values)
-    mean = (total / group.size).numpy().astype(float).tolist()
-    rates = [mean[place : place + 3] for place in range(2, len(mean), 3)]
+    latency, bandwidth, handling, copying, *rest = (total / group.size).numpy().astype(float).tolist()
+    rates = [rest[place : place + 3] for place in range(0, len(rest), 3)]
     return Measured(
-        Link(mean[0], mean[1]), [Speed(encode, decode) for encode, decode, _ in rates], [error for *_, error in rates]
+        Link(latency, bandwidth, handling, group.capabilities.chunk_bytes),
+        [Speed(encode, decode) for encode, decode, _ in rates],
+        [error for *_, error in rates],
+        Speed(copying, copying),
     )
 
 
-def _link(group: Group) -> tuple[float, float]:
-    """Seconds of an empty message, and bytes per second."""
+def _copying() -> tuple[float, float]:
+    """Bytes of float32 added up per second, and the processors that this process gets meanwhile.
+
+    The second is less than the machine has where other workers are on it, which measure at the same time.
+    """
+    values = [tf.fill([4 * _ELEMENTS], float(number)) for number in range(2)]
+    add = _traced(lambda one, other: one + other, *values)
+    add(*values)
+    began, busy = time.perf_counter(), time.process_time()
+    seconds = _median(lambda: add(*values), 5, _SLICES_S)
+    share = (time.process_time() - busy) / (time.perf_counter() - began)
+    return 16 * _ELEMENTS / seconds, max(share, _LEAST_SHARE)
+
+
+def _link(group: Group) -> tuple[float, float, float]:
+    """Seconds of an empty message, bytes per second, and seconds of processor time per byte."""
     small, barrier = allocate_instance_keys(2, group)
     value = tf.zeros([16])
     reduce = _traced(lambda value: group.all_reduce(value, small), value)
     ready = _traced(lambda value: group.all_reduce(value, barrier), value)
     reduce(value)
     round_trip = _median(lambda: reduce(value), 15)
-    latency = round_trip / (2 * (group.size - 1))  # a ring has this many messages one after the other
+    # Small sums: every member sends to all others at once, or a ring has messages one after the other.
+    latency = round_trip / (1 if group.capabilities.chunk_bytes else 2 * (group.size - 1))
     size = _FIRST_BYTES
     while True:
         instance = allocate_instance_keys(1, group)[0]
         rows = tf.zeros([group.size, max(1, size // 4 // group.size)], tf.int32)
         send = _traced(functools.partial(group.all_to_all, instance=instance), rows)
         send(rows)
-        times = []
-        for _ in range(3):
+        times, busy = [], 0.0
+        for _ in range(_REPEATS):
             ready(value)  # otherwise the first to arrive would also measure its waiting
-            began = time.perf_counter()
+            began, before = time.perf_counter(), time.process_time()
             send(rows)
             times.append(time.perf_counter() - began)
+            busy += (time.process_time() - before) / _REPEATS
         # The workers must agree on when to stop.
         seconds = float(ready(tf.fill([16], statistics.median(times)))[0]) / group.size
         sent = 4 * (group.size - 1) * rows.shape[1]
         if seconds > _LONG_ENOUGH or size >= _LAST_BYTES:
-            return latency, sent / max(seconds - latency, seconds / 10, 1e-6)
+            return latency, sent / max(seconds - latency, seconds / 10, 1e-6), busy / sent
         size *= 4
 
 
@@ -104,8 +129,8 @@ def _codec(codec: Codec) -> tuple[float, float, float]:
     rows = tf.concat([payload] * 4, axis=0)
     decode = _traced(lambda rows: tfpar_ops.decode_sum(rows, codec, _ELEMENTS), rows)
     decode(rows)
-    encoding, decoding = _median(encode, 5), _median(lambda: decode(rows), 5) / len(rows)
-    return 4 * _ELEMENTS / encoding, 4 * _ELEMENTS / decoding, float(error)
+    encoding, decoding = (_median(call, 5, _SLICES_S) for call in (encode, lambda: decode(rows)))
+    return 4 * _ELEMENTS / encoding, 4 * _ELEMENTS * len(rows) / decoding, float(error)
 
 
 def _traced(function: Callable[..., tf.Tensor], *arguments: tf.Tensor) -> Callable[..., tf.Tensor]:
@@ -113,9 +138,16 @@ def _traced(function: Callable[..., tf.Tensor], *arguments: tf.Tensor) -> Callab
     return tf.function(function, autograph=False).get_concrete_function(*arguments)
 
 
-def _median(call: Callable[[], object], times: int) -> float:
-    seconds = []
-    for _ in range(times):
+def _median(call: Callable[[], object], times: int, least: float = 0.0) -> float:
+    """Seconds of a call.
+
+    Args:
+      call: All workers make equally many calls if it communicates.
+      times: At least so many calls.
+      least: Seconds of all calls together; more than a time slice, where the processors are shared.
+    """
+    seconds: list[float] = []
+    while len(seconds) < times or (sum(seconds) < least and len(seconds) < _MOST_CALLS):
         began = time.perf_counter()
         call()
         seconds.append(time.perf_counter() - began)
