@@ -44,7 +44,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for the workers'
 
 from experiments.benchmarks import netns
 from experiments.benchmarks.fleet import Fleet, FleetError
-from experiments.benchmarks.hosts import PORT, progress, tensorflow_environ, threads
+from experiments.benchmarks.hosts import PORT, can_measure, progress, tensorflow_environ, threads
 from tfpar.doctor.cli import check_memory
 
 from absl import app, flags
@@ -389,8 +389,7 @@ def wanted() -> list[Cell]:
 
 def main(_: list[str]) -> int:
     cells = wanted()
-    if netns.missing():
-        print(f"Nothing to measure: {netns.missing()}.", file=sys.stderr)
+    if not can_measure():
         return 1
     stored = Path(OUTPUT.value)
     results = Results.read(stored) if RESUME.value and stored.is_file() else Results({}, {})

@@ -6,8 +6,11 @@ import os
 import sys
 import time
 
+from experiments.benchmarks import netns
 from experiments.benchmarks.netns import Network
 from tfpar.cluster import ClusterInfo, tf_config_json
+
+from absl import app
 
 PORT = 2222
 
@@ -22,6 +25,24 @@ def tensorflow_environ(network: Network, host: int) -> dict[str, str]:
     addresses = tuple(f"{network.address(other)}:{PORT}" for other in range(len(network.namespaces)))
     config = tf_config_json(ClusterInfo("local", {"worker": addresses}, "worker", host))
     return {"TF_CONFIG": config, "TF_NUM_INTRAOP_THREADS": threads(network), "CUDA_VISIBLE_DEVICES": "-1"}
+
+
+def can_measure(link: str = "none") -> bool:
+    """Whether this machine can have hosts with such links; if not, says on standard error why.
+
+    Args:
+      link: The value of --link.
+
+    Raises:
+      absl.app.UsageError: It is not a rate.
+    """
+    try:
+        netns.bits_per_second(link)
+    except ValueError as error:
+        raise app.UsageError(f"--link: {error}.") from error
+    if problem := netns.missing():
+        print(f"Nothing to measure: {problem}.", file=sys.stderr)
+    return not problem
 
 
 def progress(text: str) -> None:

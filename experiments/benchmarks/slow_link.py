@@ -85,12 +85,7 @@ def report(results: list[dict[str, Any]]) -> str:
 
 
 def main(_: list[str]) -> int:
-    try:
-        netns.bits_per_second(LINK.value)
-    except ValueError as error:
-        raise app.UsageError(f"--link: {error}.") from error
-    if netns.missing():
-        print(f"Nothing to measure: {netns.missing()}.", file=sys.stderr)
+    if not hosts.can_measure(LINK.value):
         return 1
     results: list[dict[str, Any]] = []
     failed = False

@@ -80,12 +80,12 @@ def test_outer_optimizers_follow_their_formulas(kind, replicas):
 def test_the_outer_weights_are_shown_within_a_round():
     rounds, weights, _ = rounds_of(outer_optimizer="sgd")
     move(rounds, weights, 0.5)
-    with rounds.showing_outer():
+    with rounds.sets.showing_outer():
         np.testing.assert_array_equal(weights[0].numpy(), [1.0, 2.0])
         np.testing.assert_array_equal(rounds.inner_values()[0], [1.5, 2.5])
     np.testing.assert_array_equal(weights[0].numpy(), [1.5, 2.5])
     np.testing.assert_array_equal(rounds.inner_values()[0], [1.5, 2.5])
-    rounds.show_outer()
+    rounds.sets.show_outer()
     np.testing.assert_array_equal(weights[0].numpy(), [1.0, 2.0])
     rounds.end(ALONE, 5)  # of the inner weights, whatever is shown
     np.testing.assert_array_equal(weights[0].numpy(), [1.5, 2.5])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from tests.rl.test_trainer import SMALL, trained, values
+from tests.rl.harness import SMALL, trained, values
 from tfpar import rl
 from tfpar.config import ConfigError, ReinforcementConfig
 from tfpar.rl import environments

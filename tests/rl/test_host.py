@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.rl.test_trainer import SMALL, trained, values
+from tests.rl.harness import SMALL, trained, values
 from tfpar import rl
 from tfpar.config import ConfigError, ReinforcementConfig, TrainingError
 from tfpar.rl import environments
@@ -12,7 +12,7 @@ import gymnasium
 import numpy as np
 import pytest
 
-HOST = {"env": "gym:CartPole-v1"}
+ENVIRONMENT = {"env": "gym:CartPole-v1"}
 
 
 class Pixels(gymnasium.Env):
@@ -95,16 +95,9 @@ def test_a_record_is_what_plain_episodes_give():
     assert np.all(record.log_prob == -0.5)
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    """20 steps with one actor, and the directory."""
-    workdir = tmp_path_factory.mktemp("host")
-    return *trained(**HOST, workdir=str(workdir)), workdir
-
-
 def test_the_bits_do_not_depend_on_who_is_first(plain):
     trainer, summary, workdir = plain
-    other, _ = trained(**HOST)
+    other, _ = trained(**ENVIRONMENT)
     for one, two in zip(values(trainer), values(other), strict=True):
         np.testing.assert_array_equal(one, two)
     assert summary["eval"]["return"] == summary["eval"]["length"] > 7.0
@@ -116,15 +109,15 @@ def test_the_bits_do_not_depend_on_who_is_first(plain):
 
 def test_two_replicas_of_two_actors_learn_what_one_does_with_all_environments(plain):
     trainer, summary, _ = plain
-    other, result = trained(**HOST, strategy="mirrored", devices=2, actors=2)
+    other, result = trained(**ENVIRONMENT, strategy="mirrored", devices=2, actors=2)
     for one, two in zip(values(trainer), values(other), strict=True):
         np.testing.assert_allclose(two, one, atol=1e-4)
     np.testing.assert_allclose(result.history["return"], summary.history["return"], atol=1e-3)
 
 
 def test_a_resumed_run_goes_on_with_new_episodes(plain, tmp_path, messages):
-    trained(**HOST, workdir=str(tmp_path), stop_after=10)
-    _, result = trained(**HOST, workdir=str(tmp_path), verbose=1)
+    trained(**ENVIRONMENT, workdir=str(tmp_path), stop_after=10)
+    _, result = trained(**ENVIRONMENT, workdir=str(tmp_path), verbose=1)
     assert any("environments of the host cannot be saved" in line for line in messages)
     assert result["steps"] == 20
     assert result["params_sha256"] != plain[1]["params_sha256"]

@@ -7,7 +7,7 @@ import pathlib
 import sys
 
 from tests import nursery
-from tests.rl.test_trainer import SMALL, trained, values
+from tests.rl.harness import SMALL, trained, values
 from tfpar import rl
 from tfpar.config import ConfigError
 from tfpar.rl import environments
@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-POOL = {"env": "envpool:CartPole-v1"}
+ENVIRONMENT = {"env": "envpool:CartPole-v1"}
 
 
 def test_steps_are_those_of_envpool_with_new_episodes_a_step_earlier():
@@ -45,16 +45,9 @@ def test_steps_are_those_of_envpool_with_new_episodes_a_step_earlier():
     assert ended.min() > 3
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    """A run of 20 steps, and its directory."""
-    workdir = tmp_path_factory.mktemp("pool")
-    return *trained(**POOL, workdir=str(workdir)), workdir
-
-
 def test_a_run_has_the_same_bits_twice_and_reports_its_pace(plain):
     trainer, summary, workdir = plain
-    other, _ = trained(**POOL)
+    other, _ = trained(**ENVIRONMENT)
     for one, two in zip(values(trainer), values(other), strict=True):
         np.testing.assert_array_equal(one, two)
     assert summary["eval"]["return"] == summary["eval"]["length"] > 7.0
@@ -97,7 +90,10 @@ def test_actions_of_several_numbers_are_clipped():
     ("options", "said"),
     [
         ({"env": "envpool:Nothing-v0"}, r"--env=envpool:Nothing-v0: EnvPool cannot create it.*list_all_envs"),
-        ({**POOL, "env_processes": True}, r"--env_processes: threads of EnvPool's own step envpool:CartPole-v1"),
+        (
+            {**ENVIRONMENT, "env_processes": True},
+            r"--env_processes: EnvPool steps envpool:CartPole-v1 in its own threads",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused(options, said):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from tests.rl.harness import SMALL, trained, values
 from tfpar import rl
 from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.rl.playing import episodes, evaluation
@@ -12,42 +13,6 @@ import gymnasium
 import keras
 import numpy as np
 import pytest
-
-# Small: two rounds of four steps are two epochs of two minibatches each.
-SMALL = {
-    "env": "CartPole-v1",
-    "environments": 8,
-    "rollout_steps": 8,
-    "minibatches": 2,
-    "rollout_epochs": 2,
-    "hidden": "8",
-    "eval_episodes": 4,
-    "eval_every": 1000,
-    "optimizer": "adam",
-    "learning_rate": 0.01,
-    "seed": 3,
-    "verbose": 0,
-    "steps_per_loop": 4,
-    "stop_at_goal": False,
-}
-
-
-def trained(**options):
-    keras.utils.clear_session()
-    trainer = rl.ReinforcementTrainer(**(SMALL | {"jit_compile": False, "steps": 20} | options))
-    return trainer, trainer.fit()
-
-
-def values(trainer):
-    return [np.asarray(variable) for variable in [*trainer.model.weights, *trainer.program.optimizer.variables]]
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    """A run of 20 steps on one device, and its directory."""
-    workdir = tmp_path_factory.mktemp("plain")
-    trainer, summary = trained(workdir=str(workdir))
-    return trainer, summary, workdir
 
 
 def test_what_a_run_leaves_behind(plain):

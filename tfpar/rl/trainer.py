@@ -291,7 +291,7 @@ def check_host(options: ReinforcementConfig, environment: AnyEnvironment, topolo
             )
         return
     if options.env_processes and environment.name.startswith(environments.POOL_PREFIX):
-        raise ConfigError(f"--env_processes: threads of EnvPool's own step {environment.name}. Leave the flag out.")
+        raise ConfigError(f"--env_processes: EnvPool steps {environment.name} in its own threads. Leave the flag out.")
     if topology.device_type == "TPU":
         raise ConfigError(
             f"--env={environment.name}: a step on a TPU is one program, which cannot wait for environments that run "

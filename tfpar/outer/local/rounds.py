@@ -11,10 +11,9 @@ statistics are averaged with the same shares, exactly.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tfpar.collectives.agreement import WorkerAgreement
@@ -165,17 +164,6 @@ class Rounds:
         """
         self.pending += steps
         self.weight += float(weights[self.worker])
-
-    @contextlib.contextmanager
-    def showing_outer(self) -> Iterator[None]:
-        """While this is open, the model has the outer weights, also in the middle of a round."""
-        with self.sets.showing_outer() if self.under_way else contextlib.nullcontext():
-            yield
-
-    def show_outer(self) -> None:
-        """Leaves the model with the outer weights. The round under way goes on in another start, from a checkpoint."""
-        if self.under_way:
-            self.sets.show_outer()
 
     def after_steps(self, agreement: WorkerAgreement, step: int, *, finished: bool) -> list[RoundReport]:
         """Ends the round after some steps, if it is due, or if the run is finished; see `end`."""

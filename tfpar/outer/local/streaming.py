@@ -10,10 +10,9 @@ since then are kept in part. Results do not depend on how long the exchange take
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tfpar.collectives.agreement import WorkerAgreement
@@ -173,17 +172,6 @@ class Streaming:
         """
         self.pending += steps
         self._counts += weights
-
-    @contextlib.contextmanager
-    def showing_outer(self) -> Iterator[None]:
-        """See `Rounds.showing_outer`."""
-        with self.sets.showing_outer() if self.under_way else contextlib.nullcontext():
-            yield
-
-    def show_outer(self) -> None:
-        """See `Rounds.show_outer`."""
-        if self.under_way:
-            self.sets.show_outer()
 
     def after_steps(self, agreement: WorkerAgreement, step: int, *, finished: bool) -> list[RoundReport]:
         """Applies the fragments that are due at a step, then lets those leave whose turn it is.

@@ -141,15 +141,12 @@ def make_pool(name: str, count: int, processes: bool = False) -> Pool:
     Args:
       name: As EnvPool has it registered, e.g. `"Pong-v5"`.
       count: How many.
-      processes: Must be false: EnvPool has threads of its own.
+      processes: Without effect: EnvPool has its own threads. `tfpar.rl.trainer.check_host` refuses the option.
 
     Raises:
-      ConfigError: EnvPool has none of this name, or is missing; or processes are asked for.
+      ConfigError: EnvPool has none of this name, or is missing.
     """
-    if processes:
-        raise ConfigError(
-            f"--env_processes: --env={PREFIX}{name} is stepped by threads of EnvPool's own. Leave the flag out."
-        )
+    del processes
     return Pool(name, count)
 
 

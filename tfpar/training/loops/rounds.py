@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 from tfpar.collectives.agreement import WorkerAgreement
@@ -99,6 +100,10 @@ class LoopRounds:
             self._measure(self._rounds, self._rounds.pace, time.perf_counter() - began)
         durations[-1, _WAITING] += time.perf_counter() - self._began_waiting
 
+    def showing_outer(self) -> contextlib.AbstractContextManager[None]:
+        """While this is open, the model has the outer weights, also in the middle of a round."""
+        return self._rounds.sets.showing_outer() if self._rounds.under_way else contextlib.nullcontext()
+
     def conclude(self, state: LoopState) -> LoopState:
         """Ends the last round of a run that a hook has stopped; of one that is to be resumed, shows the outer weights.
 
@@ -109,7 +114,7 @@ class LoopRounds:
         if not self._rounds.under_way:
             return state
         if not state.finished:
-            self._rounds.show_outer()
+            self._rounds.sets.show_outer()
             return state
         self._note(self._rounds.finish(self._context.agreement, state.step))
         return state.replace(evaluated_at=-1, best_step=-1)

@@ -272,8 +272,7 @@ class SynchronousLoop:
 
     def at_stop(self) -> contextlib.AbstractContextManager[None]:
         """Context in which the model has the weights to evaluate and save, also within a round of local steps."""
-        rounds = self._context.program.rounds
-        return rounds.showing_outer() if rounds else contextlib.nullcontext()
+        return self._rounds.showing_outer() if self._rounds else contextlib.nullcontext()
 
     def conclude(self, state: LoopState) -> LoopState:
         """Ends a round that is in progress."""
