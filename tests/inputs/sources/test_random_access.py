@@ -117,6 +117,46 @@ def test_a_transform_and_scaled_images_and_a_cache():
     assert max(data.reads[index] for index in range(1, 10)) == 1
 
 
+class Tensor:
+    """By the protocol of `torch.Tensor`, as far as readers use it: NumPy does not know its dtype."""
+
+    dtype = "torch.float32"
+
+    def __init__(self, values: np.ndarray):
+        self._values = np.asarray(values)
+
+    @property
+    def shape(self) -> tuple:
+        return self._values.shape
+
+    def __array__(self, dtype: object = None, copy: bool | None = None) -> np.ndarray:
+        return self._values.astype(dtype) if dtype else self._values
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __getitem__(self, key: object) -> Tensor:
+        return Tensor(self._values[key])
+
+
+class TorchDataset(MapStyle):
+    """By the protocol of a map-style `torch.utils.data.Dataset`: items are tensors, `+` joins two data sets."""
+
+    def __getitem__(self, index: int) -> tuple:
+        return tuple(map(Tensor, super().__getitem__(index)))
+
+    def __add__(self, other: object) -> None:
+        raise AssertionError("nothing joins data sets")
+
+
+def test_items_of_tensors_of_another_library():
+    source = inputs.as_source(TorchDataset(6))
+    assert source.info.input_spec == tf.TensorSpec([3, 2], tf.float32)
+    x, y = helpers.fetch_all(source)
+    np.testing.assert_array_equal(x[:, 0, 0], np.arange(6))
+    np.testing.assert_array_equal(y, np.arange(6) % 5)
+
+
 def test_a_real_tfds_data_source(tmp_path):
     builder = helpers.prepare(helpers.TinyShapes, tmp_path, "array_record")
     source = inputs.from_random_access(builder.as_data_source(split="train"), scale=1 / 255)

@@ -30,15 +30,15 @@ def data() -> tuple[np.ndarray, np.ndarray]:
     return x, (x[:, :3].sum(axis=1, keepdims=True) + 0.1 * generator.standard_normal((len(x), 1))).astype(np.float32)
 
 
-def dense_model(seed: int = 0, width: int = 64) -> keras.Model:
+def dense_model(seed: int = 0, width: int = 64, dtype: str = "float32") -> keras.Model:
     keras.backend.clear_session()
     keras.utils.set_random_seed(seed)
     return keras.Sequential(
         [
             keras.Input((6,)),
-            keras.layers.Dense(width, activation="tanh"),
-            keras.layers.Dense(32, activation="tanh"),
-            keras.layers.Dense(1),
+            keras.layers.Dense(width, activation="tanh", dtype=dtype),
+            keras.layers.Dense(32, activation="tanh", dtype=dtype),
+            keras.layers.Dense(1, dtype="float32"),
         ]
     )
 
@@ -87,6 +87,12 @@ FITS: dict[str, tuple[Callable[[], keras.Model], Callable[[], Any], dict[str, An
     "loss_scaled": (
         dense_model,
         lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=8.0),
+        {},
+        overflowing,
+    ),
+    "mixed_float16": (
+        lambda: dense_model(dtype="mixed_float16"),
+        lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=1024.0),
         {},
         overflowing,
     ),

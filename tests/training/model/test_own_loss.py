@@ -99,6 +99,21 @@ def test_an_overridden_loss_refuses_padding_in_micro_batches():
     trainer(own_loss, accumulate_steps=2, remainder="drop").fit(inputs.from_arrays(x, y), steps=2)
 
 
+class Total(Extended):
+    def compute_loss(self, x, y, y_pred, sample_weight=None):
+        return ops.sum((y - y_pred) ** 2) / ops.sum(ops.abs(y))
+
+
+@pytest.mark.parametrize(("kind", "warned"), [(Extended, False), (Total, True)])
+def test_a_loss_that_depends_on_the_parts_of_a_batch_is_warned_of(kind, warned, messages):
+    for replicas in (1, 2):
+        messages.clear()
+        made = trainer(kind([keras.Input((4,)), layers.Dense(1)]), replicas, "mse")
+        made.fit(*arrays(), steps=1)
+        said = [line for line in messages if "compute_loss is not a mean over examples" in line]
+        assert len(said) == int(warned and replicas > 1)
+
+
 def test_an_overridden_loss_must_be_a_scalar():
     class Vector(Extended):
         def compute_loss(self, x, y, y_pred, sample_weight=None):

@@ -19,6 +19,7 @@ from tfpar.training.objective.outputs import outputs_of, with_examples
 from tfpar.training.objective.supervised import weight_of_each
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 _TRIED_EXAMPLES = 7
@@ -114,6 +115,27 @@ class OwnLossObjective:
             values = metric.sums(flat_labels[metric.y], flat[metric.outputs], weights[metric.y], weight)
             sums += [tf.cast(value, tf.float32) for value in values]
         return ObjectiveSums(tf.cast(loss, tf.float32) * count, count, call.state, sums)
+
+
+def is_mean_over_examples(objective: OwnLossObjective, source: inputs.Source) -> bool:
+    """Whether the loss of some examples is the mean of those of two parts of them; tried on the first ones.
+
+    Args:
+      objective: With a model whose weights are whole on this device.
+      source: At least one example.
+    """
+    examples = min(_TRIED_EXAMPLES, source.info.num_examples)
+    data = source.fetch(tf.range(examples, dtype=tf.int64))
+    variables = objective.model.trainable_variables, objective.model.non_trainable_variables
+    params, state = ([tf.convert_to_tensor(variable.value) for variable in each] for each in variables)
+
+    def loss_of(start: int, stop: int) -> float:
+        x, y = tf.nest.map_structure(lambda part: part[start:stop], data)
+        return float(objective(params, state, (x, y, tf.ones([stop - start])), training=False).loss)
+
+    cut = examples // 2
+    parts = loss_of(0, cut) + loss_of(cut, examples) if cut else loss_of(0, examples)
+    return bool(np.isclose(loss_of(0, examples), parts, rtol=1e-3, atol=1e-6))
 
 
 def objective_of(model: keras.Model, goal: Goal | OwnGoal) -> Objective:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,11 +20,13 @@ from tfpar.config import ConfigError, InputConfig
 from tfpar.optim import keras_internals
 from tfpar.parallel.topology import Topology
 from tfpar.training.core import Core
-from tfpar.training.model.own_loss import OwnLossObjective
+from tfpar.training.model.own_loss import OwnLossObjective, is_mean_over_examples
 from tfpar.training.objective import Objective, SupervisedObjective
 
 import keras
 import tensorflow as tf
+
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +52,7 @@ class BatchReaders:
     adding: Sequence[str]
     fixed_batch: bool
     objective: Objective
+    _tried: list[inputs.AnySource] = dataclasses.field(default_factory=list, repr=False)
 
     @classmethod
     def of(cls, core: Core, topology: Topology) -> BatchReaders:
@@ -115,6 +119,8 @@ class BatchReaders:
           ConfigError: With what to do.
         """
         self._check_parts(pipeline)
+        if training:
+            self._warn_of_parts(pipeline, source)
         if self.own_loss:
             what = f"model {self.name!r} overrides compute_loss"
         elif self.whole_losses:
@@ -142,6 +148,25 @@ class BatchReaders:
                 f"loss {undivided[0]!r} returns one value for a batch, which is not the mean of what it returns for "
                 f"the {parts} parts of the batch on replicas and in micro-batches. Let it keep one value per example, "
                 "as keras.losses.Dice(axis=(1, 2, 3)) does, or train on one device without --accumulate_steps."
+            )
+
+    def _warn_of_parts(self, pipeline: inputs.AnyPipeline, source: inputs.AnySource) -> None:
+        """Warns, once, of a `compute_loss` that depends on how a batch is divided."""
+        topology = self.topology
+        parts = topology.replicas * pipeline.element_spec[2].shape[0]
+        whole = topology.model_devices * topology.replica_workers == 1 and not topology.shards_weights
+        if self._tried or parts == 1 or not (whole and isinstance(source, inputs.Source)):
+            return
+        self._tried.append(source)
+        objective = self.objective
+        if not isinstance(objective, OwnLossObjective) or is_mean_over_examples(objective, source):
+            return
+        if topology.is_chief:
+            _log.warning(
+                "model %s: its compute_loss is not a mean over examples, so that a batch in %s parts (replicas, "
+                "micro-batches) gives another loss than in one, as under tf.distribute. One device without "
+                "--accumulate_steps trains as fit does",
+                *(self.name, parts),
             )
 
 
