@@ -96,3 +96,58 @@ def test_accumulation_beside_a_schedule_or_with_state_is_refused_with_the_way_ou
     for accumulating in (keras.optimizers.SGD(schedule, gradient_accumulation_steps=2), used):
         with pytest.raises(ConfigError, match=r"--accumulate_steps=2.*counts in micro-batches"):
             trainer(optimizer=accumulating)
+
+
+def tokens() -> tuple[np.ndarray, np.ndarray]:
+    """Sequences of several lengths, with a number for each position."""
+    x = np.random.default_rng(1).integers(1, 9, (EXAMPLES, 6)).astype(np.int32)
+    for row in range(EXAMPLES):
+        x[row, 6 - row % 5 :] = 0
+    return x, x[..., None] / np.float32(4.0)
+
+
+def masked() -> keras.Model:
+    keras.utils.set_random_seed(0)
+    return keras.Sequential([keras.Input((6,), dtype="int32"), layers.Embedding(9, 4, mask_zero=True), layers.Dense(1)])
+
+
+def masked_and_plain() -> keras.Model:
+    """One output with a mask, one without, and a loss that the model adds itself."""
+    keras.utils.set_random_seed(0)
+    x = keras.Input((6,), dtype="int32")
+    hidden = layers.Embedding(9, 4, mask_zero=True)(x)
+    pooled = layers.Dense(1, name="plain", activity_regularizer="l2")(layers.GlobalAveragePooling1D()(hidden))
+    return keras.Model(x, {"masked": layers.Dense(1, name="masked")(hidden), "plain": pooled})
+
+
+def two_labels() -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    x, y = tokens()
+    return x, {"masked": y, "plain": y.sum(axis=1)}
+
+
+def summed() -> keras.losses.Loss:
+    return keras.losses.MeanSquaredError(reduction="sum")
+
+
+@pytest.mark.parametrize(
+    ("made", "examples", "loss"),
+    [
+        (model, data, summed),
+        (masked, tokens, lambda: "mse"),
+        (masked_and_plain, two_labels, lambda: {"masked": "mse", "plain": summed()}),
+    ],
+)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_evaluations_average_over_batches(made, examples, loss, replicas):
+    """A loss of reduction "sum", or with a mask, is not a mean over examples: the size of a batch counts."""
+    x, y = examples()
+    plain, ours = reference(loss(), made=made), trainer(made, loss=loss(), replicas=replicas, eval_batch_size=8)
+    expected = plain.fit(
+        x, y, batch_size=8, epochs=2, shuffle=False, verbose=0, validation_data=(x, y), validation_batch_size=8
+    ).history
+    history = ours.fit(x, y, epochs=2, validation=(x, y)).history
+    for name in ("loss", "val_loss"):
+        np.testing.assert_allclose(history[name], expected[name], rtol=1e-5, err_msg=name)
+    evaluated = ours.evaluate(x, y)
+    assert evaluated["loss"] == pytest.approx(plain.evaluate(x, y, batch_size=8, verbose=0, return_dict=True)["loss"])
+    assert ours.evaluate(x, y, callbacks=[keras.callbacks.Callback()]) == pytest.approx(evaluated)

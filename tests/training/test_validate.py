@@ -75,7 +75,7 @@ WRONG = [
     ({**DIGITS, "warm_start": "/nonesuch"}, "--warm_start=/nonesuch: no checkpoint and no .keras file"),
     ({**DIGITS, "augment": "crop:8"}, "--augment=crop:8 mirrors more .* Use at most crop:7"),
     ({**DIGITS, "dataset": "synthetic:30", "model": "mlp", "augment": "flip"}, r"--augment=flip .* shape \(30,\)"),
-    ({**DIGITS, "global_batch_size": 4000}, "more than the 1437 examples"),
+    ({**DIGITS, "global_batch_size": 4000, "remainder": "drop"}, "more than the 1437 examples"),
     ({**DIGITS, "workdir": "/proc/nonesuch"}, "--workdir=/proc/nonesuch: /proc cannot be written to"),
     ({**TEXT, "sequence_length": 10**9}, "the train split is empty.*--sequence_length=1000000000"),
     ({**TEXT, "validation_fraction": 0.001}, "the validation split is empty.*evaluation: --validation_fraction=0"),

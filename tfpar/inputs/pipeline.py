@@ -50,7 +50,7 @@ class Pipeline:
       skips: Whether bad examples get weight 0 (`--on_bad_record=skip`).
 
     Raises:
-      ConfigError: The data set is empty, has fewer examples than a training batch, or cannot be
+      ConfigError: The data set is empty, has fewer examples than a training batch and drops the remainder, or cannot be
         sharded as configured; or the batch does not divide evenly and `uneven_batches` is off.
       ValueError: `replicas` is not a multiple of `workers`, or evaluation with `accumulate_steps > 1`.
     """

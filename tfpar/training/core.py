@@ -328,7 +328,7 @@ class Core:
         return self.objective.totals.results(sums[:size]) | self._model_metric_results(sums[size:])
 
     def evaluation_results(
-        self, loss: Any, count: Any, sums: Sequence[Any], without: Sequence[str] = ()
+        self, loss: Any, count: Any, sums: Sequence[Any], without: Sequence[str] = (), rows: np.ndarray | None = None
     ) -> dict[str, Any]:
         """`loss`, `examples` and metrics by name from the sums of an evaluation.
 
@@ -337,10 +337,13 @@ class Core:
           count: Sum of `LocalSums.count`. Without any example, where all were skipped, there is no loss: it is NaN.
           sums: Sums of `LocalSums.metrics`.
           without: Names of metrics that the model updates itself, to leave out.
+          rows: Sums of each batch, as `Totals.over_batches` takes them, for losses that are no means over examples.
         """
         totals = self.objective.totals
         own, of_model = sums[: len(totals.variables)], sums[len(totals.variables) :]
         results = totals.evaluation(loss, count, own) if count else {"loss": math.nan} | totals.results(own)
+        if count and rows is not None:
+            results |= totals.over_batches(rows)
         return (
             {"loss": results["loss"], "examples": float(count)}
             | results

@@ -219,36 +219,50 @@ class Evaluation:
         """
         self._first, self.stopped = 0, False
         if calls is None:
-            return self._results(self._run(iterator, tf.constant(batches)).numpy(), without)
-        sums, results = np.float64(0.0), {}
+            return self._results(*self._sums_of(iterator, batches), without)
+        sums: np.ndarray = np.zeros(())
+        rows: list[np.ndarray] = []
+        results: dict[str, Any] = {}
         for self._first in range(batches):
             calls.begin(self._first)
-            sums = sums + self._run(iterator, tf.constant(1)).numpy()
-            results = self._results(sums, without)
+            added, row = self._sums_of(iterator, 1)
+            sums = sums + added
+            rows.append(row)
+            results = self._results(sums, np.concatenate(rows), without)
             calls.end(self._first, {name: value for name, value in results.items() if name != "examples"})
             if self._agreement.sums([float(calls.stop())])[0]:
                 self.stopped = self._first < batches - 1
                 break
         return results
 
-    def _results(self, sums: np.ndarray, without: Sequence[str]) -> dict[str, Any]:
-        loss, count, *metrics, self.confusion = self._split(self._agreement.sum_arrays(sums * float(self._counts)))
-        return self._core.evaluation_results(loss, count, metrics, without)
+    def _sums_of(self, iterator: Iterator[Any], batches: int) -> tuple[np.ndarray, np.ndarray]:
+        """The sums of the next batches over all workers: of all together, and those of each that `Totals` takes."""
+        total, rows = (part.numpy() for part in self._run(iterator, tf.constant(batches)))
+        vector = self._agreement.sum_arrays(np.concatenate([total, rows.ravel()]) * float(self._counts))
+        return vector[: total.size], vector[total.size :].reshape(rows.shape)
 
-    def _loop(self, iterator: Iterator[Any], batches: tf.Tensor) -> tf.Tensor:
+    def _results(self, sums: np.ndarray, rows: np.ndarray, without: Sequence[str]) -> dict[str, Any]:
+        loss, count, *metrics, self.confusion = self._split(sums)
+        return self._core.evaluation_results(loss, count, metrics, without, rows)
+
+    def _loop(self, iterator: Iterator[Any], batches: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """This worker's sums: over all batches `[length]`, and the first ones of each batch `[batches, columns]`."""
         length = sum(int(np.prod(shape)) for shape in self._shapes())
+        columns = self._core.objective.totals.columns
 
-        def body(index: tf.Tensor, total: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        def body(index: tf.Tensor, total: tf.Tensor, rows: tf.TensorArray) -> tuple[tf.Tensor, ...]:
             self._batches_done.assign(index)
             batch = replica.next_batch(self._strategy, iterator, model_devices=self._model_devices)
             parts = self._strategy.experimental_local_results(self._strategy.run(self._replica_sums, args=(batch,)))
             parts = parts[:: self._model_devices]  # all devices of a replica see the same examples
             # float64: counts must stay exact past 2^24 examples.
-            return index + 1, total + tf.add_n([tf.cast(part, tf.float64) for part in parts])
+            added = tf.add_n([tf.cast(part, tf.float64) for part in parts])
+            return index + 1, total + added, rows.write(index, added[:columns])
 
-        start = (tf.constant(0), tf.zeros([length], tf.float64))
-        _, total = tf.while_loop(lambda index, _: index < batches, body, start, parallel_iterations=1)
-        return total
+        rows = tf.TensorArray(tf.float64, batches, element_shape=[columns])
+        start = (tf.constant(0), tf.zeros([length], tf.float64), rows)
+        _, total, rows = tf.while_loop(lambda index, *_: index < batches, body, start, parallel_iterations=1)
+        return total, rows.stack()
 
     def _replica_sums(self, batch: Any) -> tf.Tensor:
         state = replica.read(self._core.model.non_trainable_variables)

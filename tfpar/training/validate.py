@@ -89,9 +89,10 @@ def validate_data(
 ) -> None:
     """Stage 2: refuses data on which this run cannot train or be evaluated.
 
-    That is an empty source; fewer examples than a batch, or files than workers; a schedule that needs validation
-    examples where there are none; examples that parameter servers or a tf.data service cannot read; validation examples
-    of another shape than the training examples. Runs before the strategy starts, and again in `Trainer.fit`.
+    That is an empty source; fewer examples than a batch, with `remainder=drop`; fewer files than workers; a schedule
+    that needs validation examples where there are none; examples that parameter servers or a tf.data service cannot
+    read; validation examples of another shape than the training examples. Runs before the strategy starts, and again in
+    `Trainer.fit`.
 
     Args:
       config: The experiment.

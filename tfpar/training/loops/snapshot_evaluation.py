@@ -75,10 +75,12 @@ class SnapshotEvaluation:
 
     def _evaluate(self, step: int, params: list[tf.Tensor], state: list[tf.Tensor]) -> SnapshotResults:
         total: list[np.ndarray] | None = None
+        rows: list[list[np.ndarray]] = []  # of each batch, what `Totals.over_batches` takes
         with tf.device(_CHIEF):
             for batch in self._batches:
                 sums = self._batch_sums(params, state, batch)
                 row = [np.asarray(part, np.float64) for part in (sums.loss, sums.count, *sums.metrics)]
+                rows.append(row[: self._program.core.objective.totals.columns])
                 total = row if total is None else [a + b for a, b in zip(total, row, strict=True)]
             text = None
             if samples.continues_text(self._validation):
@@ -86,7 +88,8 @@ class SnapshotEvaluation:
         if total is None:
             return SnapshotResults(step, {}, text)
         loss, count, *metrics = total
-        return SnapshotResults(step, self._program.core.evaluation_results(loss, count, metrics), text)
+        results = self._program.core.evaluation_results(loss, count, metrics, rows=np.array(rows))
+        return SnapshotResults(step, results, text)
 
     @functools.cached_property
     def _batches(self) -> tf.data.Dataset:

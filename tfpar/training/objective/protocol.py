@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 Tensors = list[tf.Tensor]
@@ -57,6 +58,8 @@ class Totals:
         a sum of gradients cannot be divided by several numbers afterwards. The objective then takes `scales`.
       metrics: The metrics by the names that they are reported under.
       takes_count: Bool for each term: whether its scale is the count itself, because its loss has no divisor.
+      batch_losses: `loss` and the losses of single outputs by name from the sums of one batch, if some loss is not a
+        mean over examples; otherwise None.
     """
 
     variables: Sequence[keras.Variable] = ()
@@ -67,6 +70,24 @@ class Totals:
     needs_scales: bool = False
     takes_count: tuple[bool, ...] = ()
     metrics: Mapping[str, keras.metrics.Metric] = dataclasses.field(default_factory=dict)
+    batch_losses: Callable[[Any, Any, Sequence[Any]], dict[str, Any]] | None = None
+
+    @property
+    def columns(self) -> int:
+        """The number of sums of each batch that `over_batches` takes."""
+        return 2 + 2 * self.terms if self.batch_losses else 0
+
+    def over_batches(self, rows: np.ndarray) -> dict[str, float]:
+        """The means of `batch_losses` over batches, weighted by examples, as Keras' `evaluate` computes them.
+
+        Args:
+          rows: Float64 `[batches, columns]`: the sums of the loss, of the count, and of the loss terms.
+        """
+        if self.batch_losses is None:
+            return {}
+        rows = rows[rows[:, 1] > 0]
+        found = [self.batch_losses(row[0], row[1], row[2:]) for row in rows]
+        return {name: float(np.average([each[name] for each in found], weights=rows[:, 1])) for name in found[0]}
 
     def scales(self, sums: tf.Tensor) -> tf.Tensor:
         """The factor of each loss term, `[K]`, so that its sum can be divided by the count.

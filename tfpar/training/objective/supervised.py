@@ -191,14 +191,14 @@ def _totals(losses: Losses, metrics: Sequence[MetricTerm], *, adds_losses: bool)
     means = [keras.metrics.Mean(name=f"{term.name}_loss") for term in losses.terms[:terms]]
     by_name = {term.name: term.metric for term in metrics}
 
-    def named(values: Sequence[float], state: Sequence[Any]) -> dict[str, Any]:
-        by_term = {mean.name: value for mean, value in zip(means, values, strict=True)} if several else {}
-        return by_term | additive_metrics.results(by_name, state[2 * terms :])
+    def by_term(values: Sequence[float]) -> dict[str, Any]:
+        return {mean.name: value for mean, value in zip(means, values, strict=True)} if several else {}
 
     def results(state: Sequence[Any]) -> dict[str, Any]:
-        return named([_quotient(*state[2 * index : 2 * index + 2]) for index in range(terms)], state)
+        values = [_quotient(*state[2 * index : 2 * index + 2]) for index in range(terms)]
+        return by_term(values) | additive_metrics.results(by_name, state[2 * terms :])
 
-    def evaluation(loss: Any, count: Any, state: Sequence[Any]) -> dict[str, Any]:
+    def evaluated_losses(loss: Any, count: Any, state: Sequence[Any]) -> dict[str, Any]:
         pairs = zip(state[0 : 2 * terms : 2], state[1 : 2 * terms : 2], is_sum, strict=False)
         values = [_quotient(total, 1.0 if undivided else divisor) for total, divisor, undivided in pairs]
         total = float(loss / count)
@@ -206,7 +206,10 @@ def _totals(losses: Losses, metrics: Sequence[MetricTerm], *, adds_losses: bool)
             factors = [1.0 if term.weight is None else term.weight for term in losses.terms]
             weighted = sum(factor * value for factor, value in zip(factors, values, strict=True))
             total = weighted + (total if needs_scales else 0.0)
-        return {"loss": total, **named(values, state)}
+        return {"loss": total, **by_term(values)}
+
+    def evaluation(loss: Any, count: Any, state: Sequence[Any]) -> dict[str, Any]:
+        return evaluated_losses(loss, count, state) | additive_metrics.results(by_name, state[2 * terms :])
 
     return Totals(
         metrics=by_name,
@@ -217,6 +220,7 @@ def _totals(losses: Losses, metrics: Sequence[MetricTerm], *, adds_losses: bool)
         own_denominator=own and not needs_scales,
         needs_scales=needs_scales,
         takes_count=is_sum,
+        batch_losses=evaluated_losses if own else None,
     )
 
 
