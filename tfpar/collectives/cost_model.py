@@ -1,8 +1,8 @@
-"""What an exchange costs: bytes and seconds, for any number of workers. Each algorithm has a cost function of its own.
+"""The cost of an exchange in bytes and seconds, for any number of workers. Each algorithm has its own cost function.
 
-The usual model of messages (Hockney 1994): one of b bytes takes `latency + b / bandwidth`; a worker sends and receives
-at the same time, and all of them at once. Encoding and decoding do not overlap with messages: within a bucket they do
-not. That an exchange may overlap the backward pass does not count.
+The usual model of messages (Hockney 1994): a message of b bytes takes `latency + b / bandwidth`; a worker sends and
+receives at the same time, and all workers do so at once. Encoding and decoding do not overlap with messages, as within
+a bucket. The overlap of an exchange with the backward pass is not counted.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """What joins a worker to the others.
+    """The connection of a worker to the others.
 
     Attributes:
-      latency: Seconds of a message without content.
+      latency: Seconds that an empty message takes.
       bandwidth: Bytes per second in each direction.
     """
 
@@ -25,7 +25,7 @@ class Link:
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
-    """What one worker computes, in bytes of float32 gradient per second.
+    """The speed of one worker, in bytes of float32 gradient per second.
 
     Attributes:
       encode: Encoding with a residual.
@@ -42,12 +42,12 @@ COPYING = Speed(encode=8e9, decode=8e9)
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """One exchange, as one worker sees it.
+    """The cost of one exchange for one worker.
 
     Attributes:
-      sent: Bytes it sends, framing of the transport left out.
+      sent: Bytes it sends, without the framing of the transport.
       latency: Seconds of waiting for messages to begin.
-      transfer: Seconds of the bytes on the link.
+      transfer: Seconds that the bytes take on the link.
       compute: Seconds of encoding, decoding, summing.
     """
 
@@ -58,7 +58,7 @@ class Cost:
 
     @property
     def seconds(self) -> float:
-        """All together."""
+        """The total time."""
         return self.latency + self.transfer + self.compute
 
 
@@ -71,7 +71,7 @@ def messages(sent: int, rounds: int, link: Link, compute: float) -> Cost:
     Args:
       sent: Bytes that a worker sends in all rounds.
       rounds: Number of rounds.
-      link: What joins a worker to the others.
+      link: The connection of a worker to the others.
       compute: Seconds of encoding, decoding, summing.
     """
     return Cost(sent, rounds * link.latency, sent / link.bandwidth, compute)
@@ -83,7 +83,7 @@ def all_reduce(size: int, workers: int, link: Link, copying: float = COPYING.dec
     Args:
       size: Bytes that each worker has.
       workers: Number of workers.
-      link: What joins each of them to the others.
+      link: The connection of each worker to the others.
       copying: Bytes per second that a worker copies or adds up.
     """
     share = (workers - 1) / workers
