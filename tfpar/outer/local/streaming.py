@@ -31,7 +31,7 @@ import tensorflow as tf
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Flight:
+class _RunningExchange:
     """A fragment between the start of its exchange and its application.
 
     Attributes:
@@ -114,7 +114,7 @@ class Streaming:
             )
         self._offsets = [round((part + 1) * self.steps / self.fragments) for part in range(self.fragments)]
         self.applied = [0] * self.fragments
-        self._flights: dict[int, _Flight] = {}
+        self._running: dict[int, _RunningExchange] = {}
         self._counts = np.zeros([self.fragments, workers])
         self._lost = LostWorkers(reports=worker == 0)
 
@@ -145,9 +145,9 @@ class Streaming:
 
     def start(self) -> None:
         """Begins with the weights that the model has now, the same on every worker."""
-        for flight in self._flights.values():
-            flight.result.result()
-        self._flights.clear()
+        for exchange in self._running.values():
+            exchange.result.result()
+        self._running.clear()
         self._counts[:] = 0.0
         self.pending, self.sets.shown = 0, False
         self._lost.reset()
@@ -161,7 +161,7 @@ class Streaming:
     def next_stop(self, step: int) -> int:
         """The next step at which the exchange of a fragment starts or is applied."""
         leaving = [step + (offset - step - 1) % self.steps + 1 for offset in self._offsets]
-        return min([*leaving, *(flight.due for flight in self._flights.values() if flight.due > step)])
+        return min([*leaving, *(exchange.due for exchange in self._running.values() if exchange.due > step)])
 
     def note(self, steps: int, weights: np.ndarray) -> None:
         """Counts local steps.
@@ -188,17 +188,17 @@ class Streaming:
           TrainingError: A worker contributed nothing three times in a row.
         """
         self.sets.show_inner()
-        due = sorted(part for part, flight in self._flights.items() if flight.due <= step)
-        reports = [self._land(part, step) for part in due]
+        due = sorted(part for part, exchange in self._running.items() if exchange.due <= step)
+        reports = [self._finish_exchange(part, step) for part in due]
         if finished:
             return [report for report in reports if report] + self.finish(agreement, step)
         for part, offset in enumerate(self._offsets):
             if step % self.steps == offset % self.steps:
-                if part in self._flights:  # H has become smaller since its exchange started
-                    reports.append(self._land(part, step))
-                self._leave(part, step + self._options.delay)
+                if part in self._running:  # H has become smaller since its exchange started
+                    reports.append(self._finish_exchange(part, step))
+                self._start_exchange(part, step + self._options.delay)
                 if self._options.delay == 0:
-                    reports.append(self._land(part, step))
+                    reports.append(self._finish_exchange(part, step))
         return [report for report in reports if report]
 
     def finish(self, agreement: WorkerAgreement, step: int) -> list[RoundReport]:
@@ -213,11 +213,11 @@ class Streaming:
         """
         del agreement
         self.sets.show_inner()
-        reports = [self._land(part, step) for part in sorted(self._flights)]
+        reports = [self._finish_exchange(part, step) for part in sorted(self._running)]
         for part in range(self.fragments):
             if self._counts[part].any():
-                self._leave(part, step)
-                reports.append(self._land(part, step, own_share=0.0))
+                self._start_exchange(part, step)
+                reports.append(self._finish_exchange(part, step, own_share=0.0))
         self.sets.take_back()
         self.pending = 0
         return [report for report in reports if report]
@@ -270,9 +270,9 @@ class Streaming:
     def export(self) -> dict[str, np.ndarray]:
         """The results of running exchanges, which it waits for, and the counts."""
         arrays = {"counts": self._counts.copy(), "applied": np.array(self.applied, np.int64)}
-        for part, flight in self._flights.items():
-            arrays[f"flight/{part}/due"] = np.array(flight.due, np.int64)
-            values = flight.result.result()
+        for part, exchange in self._running.items():
+            arrays[f"flight/{part}/due"] = np.array(exchange.due, np.int64)
+            values = exchange.result.result()
             arrays |= {f"flight/{part}/{number}": value.numpy() for number, value in enumerate(values)}
         return arrays
 
@@ -296,9 +296,9 @@ class Streaming:
             count = len(self._places[part]) + 1
             future: concurrent.futures.Future[Tensors] = concurrent.futures.Future()
             future.set_result([tf.constant(arrays[f"flight/{part}/{number}"]) for number in range(count)])
-            self._flights[part] = _Flight(int(arrays[f"flight/{part}/due"]), future)
+            self._running[part] = _RunningExchange(int(arrays[f"flight/{part}/due"]), future)
             if not same_workers:
-                self._land(part, self._flights[part].due, own_share=0.0)
+                self._finish_exchange(part, self._running[part].due, own_share=0.0)
                 landed |= set(self._places[part])
         return landed
 
@@ -309,7 +309,7 @@ class Streaming:
 
     # The exchange of a fragment.
 
-    def _leave(self, part: int, due: int) -> None:
+    def _start_exchange(self, part: int, due: int) -> None:
         """Reads the movement of this worker, and starts its exchange."""
         finite, programs = math.isfinite(self.sets.moved()), self._programs[part]
         total = float(self._counts[part].sum())
@@ -319,18 +319,18 @@ class Streaming:
         if not finite:
             self.sets.take_back()
             self.sets.mend(self.inner.variables)
-        self._flights[part] = _Flight(due, self._exchange.start(programs.sums(given)))
+        self._running[part] = _RunningExchange(due, self._exchange.start(programs.sums(given)))
 
-    def _land(self, part: int, step: int, own_share: float | None = None) -> RoundReport | None:
+    def _finish_exchange(self, part: int, step: int, own_share: float | None = None) -> RoundReport | None:
         """Waits for the exchange of a fragment and applies it; None if no worker contributed."""
-        *values, beside = self._flights.pop(part).result.result()
+        *values, beside = self._running.pop(part).result.result()
         total, spread, *flags = beside.numpy().tolist()
         self._lost.note([worker for worker, flag in enumerate(flags) if not round(flag)], step, "exchange")
         if total == 0.0:
             return None
         movement, update = self._programs[part].apply(values, self.own_share if own_share is None else own_share)
         self.applied[part] += 1
-        if not (self._flights or self._counts.any() or self.own_share):
+        if not (self._running or self._counts.any() or self.own_share):
             self.pending = 0
         drift = max(spread / total - movement**2, 0.0) ** 0.5
         return RoundReport(drift, movement, update, self.traffic_of(part).wire_bytes, part)
