@@ -108,7 +108,7 @@ class TransportLibrary:
             raise MeshError(message.value.decode(errors="replace"))
 
     def dropped(self, mesh: int) -> int:
-        """Connections to this worker that were dropped because they did not know the token."""
+        """Connections to this worker that were dropped because they did not have the token."""
         return int(self._core.tfpar_transport_dropped(mesh))
 
     def waiting_seconds(self, mesh: int) -> float:

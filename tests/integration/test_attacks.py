@@ -21,9 +21,9 @@ pytestmark = [
     pytest.mark.skipif(bool(why_unusable()), reason="the transport over Gloo is not built here"),
 ]
 WORKERS = 3
-# As Gloo 0.5 and the workers' greetings have them, filled with nonsense: a length, an operation, a slot.
+# The headers of Gloo 0.5 and of the workers' handshakes, with invalid values: a length, an operation, a slot.
 GLOO = struct.pack("6Q", 1 << 40, 1, 7, 0, 1 << 40, 0)
-GREETING = struct.pack("8s4i32s", b"tfpar/3", 1, 0, WORKERS, 0, b"0123456789abcdef0123456789abcdef")
+HANDSHAKE = struct.pack("8s4i32s", b"tfpar/3", 1, 0, WORKERS, 0, b"0123456789abcdef0123456789abcdef")
 
 
 def attacks(seed: int, each: int) -> list[tuple[bytes, bool]]:
@@ -31,12 +31,12 @@ def attacks(seed: int, each: int) -> list[tuple[bytes, bool]]:
     choose = random.Random(seed)
     return [
         *((choose.randbytes(choose.randrange(400)), False) for _ in range(each)),
-        *((GREETING[: choose.randrange(len(GREETING))], False) for _ in range(each)),
-        *((GREETING, False) for _ in range(each)),
+        *((HANDSHAKE[: choose.randrange(len(HANDSHAKE))], False) for _ in range(each)),
+        *((HANDSHAKE, False) for _ in range(each)),
         *((GLOO * choose.randrange(1, 20), False) for _ in range(each)),
         (choose.randbytes(1 << 22), False),
         (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(1000), False),
-        *((GREETING[:8], True) for _ in range(each)),
+        *((HANDSHAKE[:8], True) for _ in range(each)),
         *((b"", True) for _ in range(each)),
     ]
 
@@ -103,9 +103,9 @@ def test_strangers_are_dropped_and_counted_and_the_run_goes_on(tmp_path, each):
     said = result.stdout + result.stderr
     assert result.returncode == 0, said
     number = len(attacks(1, each))
-    assert before == [(number, 0)] * WORKERS  # they were let in to speak, all of them
+    assert before == [(number, 0)] * WORKERS  # all of them could connect
     assert after == [(0, number)] * WORKERS  # nothing listens any more
     counts = [int(count) for count in re.findall(r"dropped (\d+) closed", said)]
     assert len(counts) == WORKERS, said
     assert min(counts) >= number, said
-    assert f"{counts[0]} connections to this worker did not know the run's token and were dropped" in said
+    assert f"{counts[0]} connections to this worker without the run's token were dropped" in said

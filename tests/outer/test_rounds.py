@@ -115,7 +115,7 @@ def test_lost_weights_are_taken_back_and_end_the_run_the_third_time(caplog):
         np.testing.assert_array_equal(weights[0].numpy(), [1.0, 2.0])
         np.testing.assert_array_equal(state.numpy(), [10.0])
         np.testing.assert_array_equal(rounds.inner.variables[2].numpy(), [0.0, 1.0])
-    assert "nothing to give" in caplog.text
+    assert "contributes nothing" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -205,8 +205,8 @@ def test_a_fragment_travels_while_the_next_step_runs():
 
     worker.rounds._exchange.start = slow
     worker.run(2)  # the first leaves
-    (flight,) = worker.rounds._flights.values()
-    assert not flight.result.done()
+    (exchange,) = worker.rounds._running.values()
+    assert not exchange.result.done()
     release.assign(True)
     worker.run(1)
     expected = OneWorker(outer_fragments=2, outer_delay=1).run(3)[-1]

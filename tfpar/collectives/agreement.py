@@ -26,22 +26,22 @@ _ACTIVITY_BYTES = 64
 _ROW_BYTES = 320
 _HEAD_BYTES = _LENGTH.size + _ACTIVITY_BYTES
 _FITTING_BYTES = _ROW_BYTES - _HEAD_BYTES
-_ALIGNMENT = 64  # where arrays begin
+_ALIGNMENT = 64  # of the first byte of an array
 
 # Longer values follow in pieces of 2^n int32 words (collectives take no bytes). The runtime remembers the size of a
 # call site's tensors, so every size has an instance key of its own.
 _SMALLEST_EXPONENT, _LARGEST_EXPONENT = 6, 22
 _ROW_KEY = HOST_MESSAGE_KEYS[0]
 _GATHER_KEYS = HOST_MESSAGE_KEYS[1:32]
-# The runtime remembers who sends, so that messages have other keys in the other direction.
+# The runtime remembers the sender of a key, so messages in the other direction have other keys.
 _MESSAGE_KEYS = {True: HOST_MESSAGE_KEYS[32:64], False: HOST_MESSAGE_KEYS[64:]}  # by whether they go to a higher rank
 
 
 class WorkerAgreement:
     """Small agreements between the workers of a group, outside the training step.
 
-    Every worker makes the same calls in the same order, not inside a `tf.function`. With one worker nothing travels.
-    Where a worker is lost, calls raise TensorFlow's error of a failed collective (see `tfpar.cluster.failure`).
+    Every worker makes the same calls in the same order, not inside a `tf.function`. With one worker nothing is sent.
+    If a worker is lost, calls raise TensorFlow's error of a failed collective (see `tfpar.cluster.failure`).
 
     Every gather carries what its worker is doing. Where workers meet in different activities, such as an evaluation
     and a step, all of them raise a ConfigError that names both. `broadcast` does not check this.
@@ -72,7 +72,7 @@ class WorkerAgreement:
         """Whether all workers hold the same value.
 
         Args:
-          value: Anything that its `repr` identifies, of any length; 24 bytes travel (BLAKE2b).
+          value: Any object that its `repr` identifies; a digest of 24 bytes is sent (BLAKE2b).
         """
         digest = hashlib.blake2b(repr(value).encode(), digest_size=24).digest()
         return len(set(self.gather_bytes(digest))) == 1
@@ -81,7 +81,7 @@ class WorkerAgreement:
         """The workers' values, in the order of their ranks.
 
         Args:
-          value: Anything that JSON can hold; floats arrive with the same bits.
+          value: Any value that JSON can represent; floats keep their bits.
         """
         return [json.loads(text) for text in self.gather_bytes(json.dumps(value).encode())]
 
@@ -89,11 +89,11 @@ class WorkerAgreement:
         """The workers' arrays, in the order of their ranks, bit for bit.
 
         Args:
-          array: Of numbers, of a type that TensorFlow knows. Shapes and types may differ between workers.
+          array: Of a numeric type that TensorFlow has. Shapes and types may differ between workers.
         """
         array = np.asarray(array)
         header = json.dumps([tf.as_dtype(array.dtype).name, array.shape]).encode()
-        # What follows the header begins at a place that suits every type. A copy less is worth it: of large weights.
+        # The array begins at an address that is aligned for every type, which saves a copy of large weights.
         data = bytearray(header.ljust(-(-len(header) // _ALIGNMENT) * _ALIGNMENT - 1) + b"\n")
         data += _bytes_of(array)
         arrays = []
@@ -179,7 +179,7 @@ class WorkerAgreement:
         return [_array_at(data, start, array.dtype, array.shape) for array, start in pairs]
 
     def _pass_on(self, data: bytes, exponent: int, source: int) -> bytes:
-        """One worker's bytes, sent down a binary tree: counted from it, member i has the children 2i + 1 and 2i + 2."""
+        """Sends one worker's bytes down a binary tree: counted from it, member i has the children 2i + 1 and 2i + 2."""
         rank, size = self._group.rank, self._group.size
         place = (rank - source) % size
         with tf.device("/device:CPU:0"):
@@ -199,12 +199,12 @@ class WorkerAgreement:
 
 
 def _bytes_of(array: np.ndarray) -> memoryview:
-    """The bytes of an array, not copied where it is contiguous."""
+    """The bytes of an array; not copied if it is contiguous."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def _array_at(data: bytes | bytearray, start: int, dtype: Any, shape: Sequence[int]) -> np.ndarray:
-    """The array whose bytes lie there, not copied."""
+    """The array whose bytes begin at `start`, not copied."""
     size = math.prod(shape)
     return np.frombuffer(data, dtype, size, start).reshape(shape) if size else np.zeros(shape, dtype)
 

@@ -1,6 +1,6 @@
-"""What an exchange costs: bytes and seconds, for any number of workers. Each algorithm has a cost function of its own.
+"""The cost of an exchange in bytes and seconds, for any number of workers. Each algorithm has its own cost function.
 
-The usual model of messages (Hockney 1994): one of b bytes takes `latency + b / bandwidth`; a worker sends and receives
+The usual model of messages (Hockney 1994): a message of b bytes takes `latency + b / bandwidth`; a worker sends and receives
 at the same time, and all of them at once. A worker's processors encode, decode and sum, and also carry bytes to the
 link. In an exchange of one piece they work before and after the bytes travel. In an exchange of P pieces, chunks of a
 bucket or several buckets, one piece travels while the processors work on another: the time approaches that of the
@@ -16,10 +16,10 @@ from collections.abc import Sequence
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """What joins a worker to the others.
+    """The connection of a worker to the others.
 
     Attributes:
-      latency: Seconds of a message without content.
+      latency: Seconds that an empty message takes.
       bandwidth: Bytes per second in each direction.
       handling: Seconds of the worker's processors for a byte that it sends, and one that it receives meanwhile.
       chunk_bytes: Bytes of the chunks in which the transport forms sums, see `Capabilities.chunk_bytes`; 0: a message
@@ -43,7 +43,7 @@ class Link:
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
-    """What one worker computes, in bytes of float32 gradient per second.
+    """The speed of one worker, in bytes of float32 gradient per second.
 
     Attributes:
       encode: Encoding with a residual.
@@ -60,12 +60,12 @@ COPYING = Speed(encode=8e9, decode=8e9)
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """One exchange, as one worker sees it.
+    """The cost of one exchange for one worker.
 
     Attributes:
-      sent: Bytes it sends, framing of the transport left out.
+      sent: Bytes it sends, without the framing of the transport.
       latency: Seconds of waiting for messages to begin.
-      transfer: Seconds of the bytes on the link.
+      transfer: Seconds that the bytes take on the link.
       compute: Seconds of encoding, decoding, summing.
       handling: Seconds of the worker's processors for carrying the bytes, while they are on the link.
       pieces: Pieces that the exchange consists of. The processors work on one while another is on the link.
@@ -80,7 +80,7 @@ class Cost:
 
     @property
     def seconds(self) -> float:
-        """All together."""
+        """The total time."""
         serial = self.compute + max(self.transfer, self.handling)
         overlapped = max(self.transfer, self.compute + self.handling)
         return self.latency + overlapped + (serial - overlapped) / self.pieces
@@ -95,7 +95,7 @@ def messages(sent: int, rounds: int, link: Link, compute: float, pieces: int = 1
     Args:
       sent: Bytes that a worker sends in all rounds.
       rounds: Number of rounds.
-      link: What joins a worker to the others.
+      link: The connection of a worker to the others.
       compute: Seconds of encoding, decoding, summing.
       pieces: Pieces that a message consists of, see `Cost`.
     """
@@ -108,7 +108,7 @@ def all_reduce(size: int, workers: int, link: Link, copying: float = COPYING.dec
     Args:
       size: Bytes that each worker has.
       workers: Number of workers.
-      link: What joins each of them to the others.
+      link: The connection of each worker to the others.
       copying: Bytes per second that a worker copies or adds up.
     """
     share = (workers - 1) / workers

@@ -1,7 +1,7 @@
 """`GlooGroup`: groups of CPUs over the native transport, whose engine is Gloo.
 
-One mesh of connections between all workers serves every group; keys tell the calls apart. `connect` in
-`tfpar.collectives.gloo_mesh` brings it up.
+One mesh of connections between all workers serves every group; keys distinguish the calls. `start` in
+`tfpar.collectives.gloo_mesh` connects it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tfpar_ops.transport_library import transport_library
 
 import tensorflow as tf
 
-# Of which the operations can form sums; what only travels may be of any type.
+# Types that the operations can sum; values that are only sent may be of any type.
 _DTYPES = frozenset({tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32, tf.int64})
 _CHUNK_BYTES = 512 << 10  # `kChunkBytes` in tfpar_ops/transport
 
@@ -26,13 +26,13 @@ _CHUNK_BYTES = 512 << 10  # `kChunkBytes` in tfpar_ops/transport
 class GlooGroup:
     """A `Group` over the native transport. Make one with `new_group` or `world_group` while a mesh is up.
 
-    Sums are formed in the order of the ranks, each number by one worker, so that all members have the same bits.
+    Values are added in the order of the ranks, each sum by one worker, so that all members have the same bits.
 
     Attributes:
       members: Ranks of the members, or numbers of their devices, ascending.
       rank: Place of this worker among the members.
       mesh: Number of the mesh in this process.
-      workers: Ranks of the workers that are, or have, the members; in the same order.
+      workers: Ranks of the workers that the members are or belong to, in the same order.
       all_workers: Whether the members are all workers, whose messages have exact keys (`message_key`).
     """
 
@@ -54,7 +54,7 @@ class GlooGroup:
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the group can do."""
+        """The capabilities of the group."""
         return Capabilities(
             ordered=False,
             largest_fan_in=None,

@@ -1,9 +1,10 @@
-"""Bringing the native transport up between the workers of a cluster, and finding out who is lost.
+"""Connects the workers of a cluster over the native transport, and detects lost workers.
 
 The workers exchange their addresses, and a random token of the run, through the key-value store of TensorFlow's
-coordination service, which the chief has while a multi-worker strategy runs. A worker has one port, of the address that
-the cluster description (TF_CONFIG) names for it alone, which is closed as soon as all are connected. Connections that
-do not know the token are dropped before anything else of them is read (tfpar_ops/transport/doorway.h).
+coordination service, which the chief runs while a multi-worker strategy is active. A worker listens on one port, only
+on the address that the cluster description (TF_CONFIG) names for it. The port is closed as soon as all workers are
+connected. Connections without the token are dropped before anything else of them is read
+(tfpar_ops/transport/peer_listener.h).
 """
 
 from __future__ import annotations
@@ -33,20 +34,20 @@ from tensorflow.python.eager import context
 _log = logging.getLogger(__name__)
 
 _PREFIX = "tfpar/transport"
-# As hexadecimal digits: half of them go in each direction.
+# Sent as hexadecimal digits, half of them in each direction.
 _TOKEN_BYTES = 32
 _CONNECT_S = 20.0
-_NOWHERE = "none"  # in the place of an address, of a worker that cannot listen
+_NOWHERE = "none"  # in place of the address of a worker that cannot listen
 _ASK_S = 1.0
 
-# A call that has been under way for the first share of the peer time-out makes its worker ask all others. Those that
-# leave three questions in a row unanswered, each for the second share, are lost. The rest is for the report.
+# If a call takes longer than the first share of the peer timeout, its worker probes all others. A worker that does not
+# answer three probes in a row, each within the second share, is lost. The rest of the timeout is for the report.
 _QUIET_SHARE, _ASK_SHARE, _MISSES = 0.1, 0.2, 3
 _POLL_S = 0.5
 
 
 def check_usable(what: str) -> None:
-    """Refuses the transport where its library cannot be used.
+    """Raises an error if the library of the transport cannot be used.
 
     Args:
       what: The flag and its value.
@@ -61,7 +62,7 @@ def check_usable(what: str) -> None:
 
 
 def obstacle(address: str) -> str:
-    """Why this worker cannot use the transport, as far as it can tell before it connects; empty if it can.
+    """The reason why this worker cannot use the transport, as far as it is known before connecting; empty if it can.
 
     Args:
       address: Its `host:port` in the cluster description.
@@ -82,7 +83,7 @@ class Choice:
 
     Attributes:
       transport: `tensorflow` or `gloo`.
-      reason: Why, if the workers have chosen.
+      reason: The reason, with `auto`.
     """
 
     transport: str
@@ -90,10 +91,10 @@ class Choice:
 
 
 def choose(wishes: Sequence[tuple[str, str]]) -> Choice:
-    """What all workers use.
+    """The transport of all workers.
 
     Args:
-      wishes: By rank, the value of --transport, and with `auto`, what is in the way of Gloo.
+      wishes: By rank, the value of --transport, and with `auto`, the reason why the worker cannot use Gloo, or "".
 
     Raises:
       ConfigError: Different values.
@@ -113,7 +114,7 @@ def choose(wishes: Sequence[tuple[str, str]]) -> Choice:
 
 
 def start(info: ClusterInfo, transport: str, in_the_way: str, *, peer_timeout: float, start_timeout: float) -> Choice:
-    """Agrees with the other workers on a transport, and brings it up. Groups of CPUs use it from then on.
+    """Agrees with the other workers on a transport, and connects it. Groups of CPUs use it from then on.
 
     Every worker must call this.
 
@@ -125,7 +126,7 @@ def start(info: ClusterInfo, transport: str, in_the_way: str, *, peer_timeout: f
       start_timeout: Seconds to wait for the others.
 
     Returns:
-      What the workers use.
+      The transport that the workers use.
 
     Raises:
       ConfigError: With `gloo`: the worker's address is not one of this machine. Workers have different values.
@@ -165,7 +166,7 @@ def start(info: ClusterInfo, transport: str, in_the_way: str, *, peer_timeout: f
 
 
 def _bring_up(library: TransportLibrary, info: ClusterInfo, deadline: float, *, required: bool) -> tuple[int, str]:
-    """Connects all workers; returns the number of the mesh, and what went wrong on any of them."""
+    """Connects all workers; returns the number of the mesh, and the first error of any worker, or an empty text."""
     rank, store = info.worker_rank, context.context()
     if rank == 0:
         store.set_config_key_value(f"{_PREFIX}/token", secrets.token_hex(_TOKEN_BYTES))
@@ -190,7 +191,7 @@ def _bring_up(library: TransportLibrary, info: ClusterInfo, deadline: float, *, 
         result = f"worker {rank} and {error}"
     if dropped := library.dropped(mesh):
         _log.warning(
-            "%d connections to this worker did not know the run's token and were dropped: see docs/security.md", dropped
+            "%d connections to this worker without the run's token were dropped: see docs/security.md", dropped
         )
     store.set_config_key_value(f"{_PREFIX}/result/{rank}", result or "connected")
     results = _ask_all(info, f"{_PREFIX}/result", deadline)
@@ -216,7 +217,7 @@ def _ask(key: str, deadline: float, who: str) -> str:
       PeerLostError: It does not.
     """
     ask = context.context().get_config_key_value
-    # TensorFlow 2.19 knows no time limit, and has one of its own. The call holds Python's lock: ask for short.
+    # TensorFlow 2.19 takes no time limit and has a fixed one. The call holds Python's lock, so each call is short.
     limit = (round(1e3 * _ASK_S),) if "timeout_in_ms" in inspect.signature(ask).parameters else ()
     while True:
         try:
@@ -224,17 +225,16 @@ def _ask(key: str, deadline: float, who: str) -> str:
         except (tf.errors.DeadlineExceededError, tf.errors.NotFoundError) as error:
             if time.monotonic() > deadline:
                 raise PeerLostError(
-                    f"--transport=gloo: {who} did not say how it can be reached in time (--start_timeout). Its log "
-                    "tells why."
+                    f"--transport=gloo: {who} did not publish its address in time (--start_timeout). See its log."
                 ) from error
             time.sleep(0.05)
 
 
 class _Watch(threading.Thread):
-    """Ends the calls of this worker once another one does not answer. A connection that breaks ends them by itself.
+    """Ends the calls of this worker if another worker does not answer. A broken connection ends them without this.
 
     Args:
-      library: Of the transport.
+      library: The library of the transport.
       mesh: Number of the mesh.
       info: The cluster.
       peer_timeout: Seconds within which the loss is reported.
@@ -247,11 +247,11 @@ class _Watch(threading.Thread):
         self._addresses = [info.worker_addresses[rank] for rank in self._others]
         self._names = [_names(info)[rank] for rank in self._others]
         self._quiet, self._ask = _QUIET_SHARE * peer_timeout, _ASK_SHARE * peer_timeout
-        # Not all workers ask in the same moment: they may be many.
+        # Random, so that many workers do not probe at the same time.
         self._pause = _POLL_S * (1 + 0.1 * secrets.randbelow(10))
 
     def run(self) -> None:
-        """Asks until someone is lost."""
+        """Probes until a worker is lost."""
         misses = [0] * len(self._others)
         while True:
             time.sleep(self._pause)

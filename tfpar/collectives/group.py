@@ -1,4 +1,4 @@
-"""`Group`, some ranks that exchange tensors, and the keys that tell groups and their calls apart.
+"""`Group`, some ranks that exchange tensors, and the keys that distinguish groups and their calls.
 
 A transport needs a *group key*, one per set of members, and an *instance key*, one per call site. All members must use
 the same keys, and no two call sites of a group may share one while the process lives. Every key comes from this module:
@@ -32,11 +32,11 @@ _FIRST_SUBGROUP_INSTANCE = 1 << 30
 
 @dataclasses.dataclass(frozen=True)
 class Capabilities:
-    """What a group's transport and devices can do.
+    """The capabilities of a group's transport and devices.
 
     Attributes:
-      ordered: Whether members must start the group's calls in the same order (NCCL). Otherwise keys alone tell calls
-        apart, and calls may overlap.
+      ordered: Whether members must start the group's calls in the same order (NCCL). Otherwise keys alone distinguish
+        calls, and calls may overlap.
       largest_fan_in: Encoded payloads that a member's device can add up in one operation; None: any number.
       dtypes: Data types that every operation takes.
       messages: Whether `send` and `receive` work.
@@ -75,7 +75,7 @@ class Group(Protocol):
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the group can do."""
+        """The capabilities of the group."""
 
     def all_reduce(self, value: tf.Tensor, instance: int) -> tf.Tensor:
         """Sum over the members, the same bits on each.
@@ -126,11 +126,11 @@ class Group(Protocol):
 
 
 class Exchanged(NamedTuple):
-    """What an exchange of encoded vectors gives.
+    """The results of an exchange of encoded vectors.
 
     Attributes:
-      sums: The sums, float32, of the shapes of the tensors: the same bits on all members.
-      residuals: The new residuals; None where they are variables, which have them.
+      sums: Float32, in the shapes of the tensors; the same bits on all members.
+      residuals: The new residuals; None if they are variables, which are updated in place.
       norms: Squared L2 norms of the tensors and of the worker's new residual, float32 [2].
     """
 
@@ -141,7 +141,7 @@ class Exchanged(NamedTuple):
 
 @runtime_checkable
 class Pipelined(Protocol):
-    """What a group has beside `Group` if its transport has an operation for a whole exchange."""
+    """The additional method of a group whose transport has an operation for a whole exchange."""
 
     def exchange(
         self,
@@ -151,17 +151,17 @@ class Pipelined(Protocol):
         seed_steps: tf.Tensor,
         instance: int,
     ) -> Exchanged:
-        """Sums tensors over the members, encoded, in one operation that encodes, sends, sums and decodes in chunks.
+        """Sums tensors over the members in one operation, which encodes, sends, sums and decodes in chunks.
 
-        L elements in all tensors, S in the shard of a member: the vector is cut as by `tfpar_ops.encode` with `size`
-        shards. The results have the bits of `tfpar_ops.encode`, an all-to-all, `tfpar_ops.recode`, an all-gather and
-        `tfpar_ops.decode`.
+        The tensors have L elements in all, a member's shard has S; the vector is cut as by `tfpar_ops.encode` with
+        `size` shards. The results have the bits of `tfpar_ops.encode`, an all-to-all, `tfpar_ops.recode`, an all-gather
+        and `tfpar_ops.decode`.
 
         Args:
           tensors: float32, of any static shapes.
-          codec: One that keeps every element.
-          residuals: The worker's, [L], and that of the owner of this member's shard, of as many elements as exist in
-            it. Variables are changed in place; tensors of no elements stand for none.
+          codec: A codec that keeps every element.
+          residuals: The worker's residual, [L], and the residual of this member's shard, with as many elements as
+            exist in it. Variables are changed in place; tensors without elements mean no residuals.
           seed_steps: int64 [2, 2], seed and step of stochastic rounding: of the worker's payloads, and of the sums.
           instance: Instance key.
         """
@@ -231,7 +231,7 @@ def _hashed(text: str) -> int:
 class InstanceKeys:
     """Counts instance keys: those of all workers' calls, and those of every smaller group's, each from its start.
 
-    TensorFlow 2.21 tells instances of different groups apart, so that groups may count the same numbers.
+    TensorFlow 2.21 distinguishes instances of different groups, so groups may count the same numbers.
     """
 
     def __init__(self) -> None:
@@ -256,7 +256,7 @@ def allocate_instance_keys(count: int, group: Group | None = None) -> list[int]:
 
     Args:
       count: How many.
-      group: The group whose calls use them; its members, and nobody else, must allocate the same counts in the same
-        order. By default, all workers must.
+      group: The group whose calls use them; all its members, and no other worker, must allocate the same counts in the
+        same order. By default, all workers must.
     """
     return _instance_keys.allocate(count, group)

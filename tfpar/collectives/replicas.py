@@ -11,8 +11,8 @@ import tensorflow as tf
 def sum_over_replicas(value: tf.Tensor) -> tf.Tensor:
     """The sum of a tensor over all replicas, which has a gradient. Call it in a replica context, in all replicas.
 
-    Where each worker has one replica, on a CPU, and a transport other than TensorFlow's is up, the sum travels over it;
-    else over the collectives of the strategy.
+    If each worker has one replica, on a CPU, and a transport other than TensorFlow's is connected, the sum uses that
+    transport; otherwise the collectives of the strategy.
 
     Args:
       value: The tensor; the same shape on all replicas.
@@ -32,12 +32,12 @@ def sum_over_replicas(value: tf.Tensor) -> tf.Tensor:
 
 
 def _summed(group: Group, part: tf.Tensor) -> tf.Tensor:
-    # Keys of their own: where one worker traced a call more, keys of the exchange must not move.
+    # Separate keys: if one worker traces a call more, the keys of the exchange must not change.
     return group.all_reduce(part, allocate_instance_keys(1, group)[0])
 
 
 def _group_of_replicas(context: tf.distribute.ReplicaContext) -> Group | None:
-    """The workers of the strategy, where each is one replica and they have a transport of their own."""
+    """The workers of the strategy, if each is one replica and a native transport connects them; otherwise None."""
     strategy, extended = context.strategy, context.strategy.extended
     if cpu_transport() is None or not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
         return None

@@ -14,7 +14,7 @@ from tfpar_ops.codecs import GPU_PEERS
 
 import tensorflow as tf
 
-# Keywords of a variable that is the state of one worker, not of the model: no strategy is to mirror or combine it.
+# Keywords of a variable that is the state of one worker, not of the model: strategies must not mirror or combine it.
 PER_WORKER = {
     "synchronization": tf.VariableSynchronization.ON_READ,
     "aggregation": tf.VariableAggregation.NONE,
@@ -24,12 +24,12 @@ PER_WORKER = {
 _FIRST_DEVICE = 1 << 40
 _FIRST_OF_PLACE = 1 << 41
 
-# What all of the operations below take (TensorFlow 2.21). Other types travel as int32 words (`tf.bitcast`).
+# Types that all operations below accept (TensorFlow 2.21). Other types are sent as int32 words (`tf.bitcast`).
 _DTYPES = frozenset({tf.float16, tf.float32, tf.float64, tf.int32, tf.int64})
 
 
 def is_gpu(device: str) -> bool:
-    """Whether a device, by its name, is a GPU, whose collectives NCCL carries out."""
+    """Whether a device, by its name, is a GPU. NCCL runs the collectives of GPUs."""
     return "GPU" in device
 
 
@@ -64,7 +64,7 @@ class TensorFlowGroup:
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the group can do; depends on the devices alone."""
+        """The capabilities of the group, which depend on the devices alone."""
         return Capabilities(
             ordered=self.on_gpus,
             largest_fan_in=GPU_PEERS if self.on_gpus else None,
@@ -141,7 +141,7 @@ class TensorFlowGroup:
 
     @property
     def _hint(self) -> str:
-        """TensorFlow 2.21 uses NCCL only where asked (`AssignCollectiveType`), otherwise gRPC for GPUs too."""
+        """TensorFlow 2.21 uses NCCL only if the hint says so (`AssignCollectiveType`), otherwise gRPC for GPUs too."""
         return "nccl" if self.on_gpus else "auto"
 
     @property
@@ -171,13 +171,13 @@ _make_cpu_group: MakeGroup | None = None
 
 
 def use_for_cpus(make: MakeGroup | None) -> None:
-    """Replaces the transport of groups of CPUs that are made from now on; with None, TensorFlow's takes it up again."""
+    """Replaces the transport of groups of CPUs that are created from now on; with None, TensorFlow's is used again."""
     global _make_cpu_group
     _make_cpu_group = make
 
 
 def cpu_transport() -> MakeGroup | None:
-    """What makes groups of CPUs in place of TensorFlow's transport; see `use_for_cpus`."""
+    """The function that creates groups of CPUs in place of TensorFlow's transport; see `use_for_cpus`."""
     return _make_cpu_group
 
 
@@ -190,7 +190,7 @@ def _group(
 
 
 def new_group(members: Sequence[int], worker: int, device: str = "") -> Group:
-    """The group of some workers. Only its members need to call this, in any order, and no data travels.
+    """The group of some workers. Only its members need to call this, in any order, and nothing is sent.
 
     Args:
       members: Ranks of the members among all workers, in any order.
@@ -270,7 +270,7 @@ class Channel:
         )
 
     def receive(self, spec: tf.TensorSpec, instance: int) -> tf.Tensor:
-        """Receives a tensor of a shape and type that are known; see `Group.receive`."""
+        """Receives a tensor of a known shape and type; see `Group.receive`."""
         sent = _SENT_AS.get(spec.dtype, spec.dtype)
         received = tf.raw_ops.CollectiveBcastRecvV2(
             group_size=2,
@@ -284,7 +284,7 @@ class Channel:
         return tf.ensure_shape(received, spec.shape)
 
 
-# Types for which messages have no kernel (TensorFlow 2.21), as the ones of the same size that they travel as.
+# Types for which messages have no kernel (TensorFlow 2.21), with the type of the same size that is sent instead.
 _SENT_AS = {tf.bfloat16: tf.float16, tf.uint32: tf.int32, tf.uint64: tf.int64}
 
 
@@ -293,12 +293,12 @@ def _as_sent(value: tf.Tensor) -> tf.Tensor:
 
 
 def run_unordered(value: tf.Tensor) -> tf.Tensor:
-    """Lets a collective, or a clock, run beside the others of its function.
+    """Lets a collective, or a clock, run concurrently with the others of its function.
 
     TensorFlow 2.21 runs stateful operations of a function in the order in which they were traced, these among them
-    (`auto_control_deps.py`): buckets would go one after the other, and a link be idle while a bucket is encoded. On
-    gRPC keys alone tell calls apart. NCCL needs the same order on every worker, which this keeps. (Messages between two
-    workers are in no such order; they go through gRPC, on GPUs too.)
+    (`auto_control_deps.py`): buckets would be sent one after the other, and the link would be idle while a bucket is
+    encoded. On gRPC, keys alone distinguish calls. NCCL needs the same order on every worker, which this keeps.
+    (Messages between two workers have no such order; they use gRPC, on GPUs too.)
     """
     if tf.is_symbolic_tensor(value) and not is_gpu(value.device):
         manager = value.graph.experimental_acd_manager

@@ -11,6 +11,8 @@ from collections.abc import Iterable
 
 from tfpar.process.exit_codes import USAGE_ERROR
 
+# Names of all options, filled by `tfpar.config.experiment`, which imports this module.
+OPTION_NAMES: set[str] = set()
 _FLAG = re.compile(r"(?<![\w-])--([a-z][a-z_0-9]*)")
 
 
@@ -49,10 +51,7 @@ class TrainingError(RuntimeError):
 
 def _keywords(message: str) -> str:
     """How the options that a message names as flags are written in Python; empty if it names none."""
-    from tfpar.config.experiment import option_fields  # imports this module
-
-    options = {field.name for field in option_fields()}
-    names = [name for name in dict.fromkeys(_FLAG.findall(message)) if name in options]
+    names = [name for name in dict.fromkeys(_FLAG.findall(message)) if name in OPTION_NAMES]
     arguments = ", ".join(f"{name}=..." for name in names)
     return f"In Python, options are keyword arguments: tfpar.Trainer({arguments})." if names else ""
 

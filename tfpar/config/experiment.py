@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from tfpar.config.errors import unknown_name
+from tfpar.config.errors import OPTION_NAMES, unknown_name
 from tfpar.config.fields import ConfigBase
 from tfpar.config.sections import (
     CheckpointConfig,
@@ -61,6 +61,9 @@ def every_field() -> list[dataclasses.Field[Any]]:
 
 def _fields_of(sections: Mapping[str, type[ConfigBase]]) -> list[dataclasses.Field[Any]]:
     return [field for section in sections.values() for field in dataclasses.fields(section)]
+
+
+OPTION_NAMES.update(field.name for field in option_fields())
 
 
 # A resumed run may have other values of these: they change where, how fast, how visibly or how long it runs, but not

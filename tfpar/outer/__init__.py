@@ -1,4 +1,4 @@
-"""Fewer rounds: workers, or clients, that train by themselves and exchange what they have moved.
+"""Less frequent exchanges: workers, or clients, train independently and then exchange the movements of their weights.
 
 `local` is for the workers of a cluster, below the training loop that runs it. `federated` is for the clients of a
 federation, and runs on the training loop.

@@ -1,7 +1,7 @@
-"""Outer optimizers: what makes new weights of the mean movement of workers that have trained by themselves.
+"""Outer optimizers, which compute new weights from the mean movement of workers that have trained independently.
 
 The mean of `old - new` over the workers takes the place of a gradient (Reddi et al. 2021, algorithm 2: a
-pseudo-gradient), so that any Keras optimizer serves.
+pseudo-gradient), so any Keras optimizer can be used.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from tfpar.config import OuterConfig
 
 import keras
 
-# Reddi et al. 2021, table 1: tau, which bounds how much a small movement is enlarged.
+# Reddi et al. 2021, table 1: tau, which limits the enlargement of small movements.
 _ADAPTIVITY = 1e-3
 
 
@@ -22,7 +22,7 @@ def build(
     """The outer optimizer of a configuration, built for these variables, in the current strategy's scope.
 
     Args:
-      options: Its name, learning rate and momentum.
+      options: The optimizer's name, learning rate and momentum.
       variables: The trainable weights.
       scope: First part of the names of its variables.
     """

@@ -25,7 +25,7 @@ namespace {
 
 namespace tcp = gloo::transport::tcp;
 
-// For messages; empty where the peer is gone again, of which Gloo's own function would make an exception.
+// For messages; empty if the peer has disconnected, for which Gloo's own function would throw.
 tcp::Address AddressBy(int (*ask)(int, sockaddr*, socklen_t*), int connection) {
   sockaddr_storage address = {};
   socklen_t length = sizeof(address);
@@ -33,9 +33,9 @@ tcp::Address AddressBy(int (*ask)(int, sockaddr*, socklen_t*), int connection) {
   return tcp::Address(address);
 }
 
-// Gloo 0.5 of before May 2023: a pair listens on a port of its own as soon as it is made, and takes whoever connects first.
-// This one closes that port again and takes a connection instead. It must be made in the thread of the device's loop, which
-// alone accepts: so nobody is ever let in.
+// Gloo 0.5 before May 2023: a pair listens on its own port as soon as it is created, and accepts the first client.
+// This class closes that port and uses an existing connection instead. It must be created in the thread of the device's
+// loop, the only one that accepts: so no client is ever accepted.
 class AdoptedPair final : public tcp::Pair {
  public:
   AdoptedPair(tcp::Context* context, tcp::Device* device, int rank, std::chrono::milliseconds timeout, int connection)
@@ -43,7 +43,7 @@ class AdoptedPair final : public tcp::Pair {
     std::lock_guard<std::mutex> lock(m_);
     device_->unregisterDescriptor(fd_, this);
     ::close(fd_);
-    fd_ = -1;  // should this throw, the base class has nothing to close
+    fd_ = -1;  // if this throws, the base class must not close it
     self_ = AddressBy(getsockname, connection);
     peer_ = AddressBy(getpeername, connection);
     device_->registerDescriptor(connection, EPOLLIN, this);
@@ -51,7 +51,7 @@ class AdoptedPair final : public tcp::Pair {
     tcp::Pair::changeState(CONNECTED);
   }
 
-  // The loop must not call this object any more when it becomes one of the base class.
+  // The loop must not call this object any more once its destructor has reached the base class.
   ~AdoptedPair() override {
     std::lock_guard<std::mutex> lock(m_);
     if (state_ != CLOSED) tcp::Pair::changeState(CLOSED);
@@ -67,7 +67,7 @@ class AdoptingContext final : public tcp::Context {
   }
 };
 
-// Runs work in the thread of a device's loop, and waits for it.
+// Runs a function in the thread of a device's loop, and waits for it.
 class InLoop final : public tcp::Handler {
  public:
   static void Run(tcp::Device& device, std::function<void()> work) {

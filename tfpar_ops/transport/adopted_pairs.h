@@ -1,4 +1,4 @@
-// Gives Gloo connections that exist already, in place of those that its pairs would make by themselves.
+// Makes Gloo use existing connections instead of those that its pairs would open.
 #ifndef TFPAR_OPS_TRANSPORT_ADOPTED_PAIRS_H_
 #define TFPAR_OPS_TRANSPORT_ADOPTED_PAIRS_H_
 
@@ -15,12 +15,12 @@ class Context;
 
 namespace tfpar {
 
-// Makes a context of Gloo whose pairs have these connections. Their descriptors are its own from then on, and are closed where
-// it throws std::exception.
+// Creates a Gloo context whose pairs use these connections. It takes ownership of the descriptors, and closes them if it throws
+// std::exception.
 //   rank: of this worker.
-//   connections: descriptors of TCP connections by rank; of its own rank none.
+//   connections: descriptors of TCP connections by rank; the one of its own rank is not used.
 //   host: numeric address of this machine.
-//   timeout: of Gloo's operations that have none of their own.
+//   timeout: of Gloo's operations that are not given one.
 std::shared_ptr<gloo::transport::Context> Adopt(int rank, std::vector<int> connections, const std::string& host,
                                                 std::chrono::milliseconds timeout);
 

@@ -10,13 +10,13 @@
 namespace tfpar {
 namespace {
 
-// About so long. Every message costs tens of microseconds of processor time: docs/benchmarks/exchange.md has the measurement.
+// Approximate. A message costs tens of microseconds of processor time: docs/benchmarks/exchange.md has the measurement.
 constexpr int64_t kChunkBytes = int64_t{512} << 10;
-// Chunks of a shard that are in memory, for each member and direction.
+// Number of chunks of a shard that are in memory, for each member and direction.
 constexpr int kWindow = 4;
-// How many chunks later the sum of a chunk is formed, and how many later that of the others is decoded, than it was encoded:
-// meanwhile it travels. Less than the window; and the second less than two windows after the first, or members could wait
-// for each other.
+// How many chunks after it was encoded a chunk is summed, and how many after it was encoded the others' sums of it are decoded:
+// the messages are sent in between. The first is less than the window, and the second less than two windows after the first,
+// or members could wait for each other.
 constexpr int kSumLag = kWindow - 1;
 constexpr int kDecodeLag = 2 * kSumLag;
 constexpr int kParts = 0, kResults = 1;  // phases
@@ -25,7 +25,7 @@ constexpr int kParts = 0, kResults = 1;  // phases
 
 // Each member goes through the chunks of all shards in the same order: it encodes chunk k for each owner and sends it, sums
 // chunk k - kSumLag of its own shard, encodes the sums again and sends them to all, and decodes chunk k - kDecodeLag of the
-// others. So it only ever waits for what others do before they come to the same point.
+// others. So it waits only for work that the others do before they reach the same point.
 class RunningCall::Pipeline {
  public:
   explicit Pipeline(RunningCall& call)
@@ -45,7 +45,7 @@ class RunningCall::Pipeline {
     out_ = {exchange_.outputs.data(), exchange_.offsets.data(), static_cast<int64_t>(exchange_.outputs.size())};
     own_parts_ = Memory();
     own_results_ = Memory();
-    for (int turn = 1; turn < call_.size(); ++turn) {  // everybody begins with another one
+    for (int turn = 1; turn < call_.size(); ++turn) {  // every member begins with a different one
       Peer peer{};
       peer.place = (place_ + turn) % call_.size();
       peer.sent_parts = NewRing(peer.place, Memory());
@@ -80,7 +80,7 @@ class RunningCall::Pipeline {
   }
 
  private:
-  // Memory of some chunks, each in the place of the one so many before it, and the messages from or to it.
+  // Memory of one window of chunks, each in the place of the chunk one window before it, and the messages from or to it.
   struct Ring {
     char* memory;
     Port* port;
@@ -100,7 +100,7 @@ class RunningCall::Pipeline {
 
   Ring NewRing(int place, char* memory) { return {memory, &call_.AddPort(place, memory, slots_ * slot_bytes_)}; }
 
-  // Elements of the shard of a place, and of it up to the end of the last block.
+  // Elements of the shard of a place; and the same, up to the end of the last block.
   int64_t valid(int place) const {
     return std::clamp<int64_t>(exchange_.total - place * exchange_.shard, 0, exchange_.shard);
   }
@@ -123,7 +123,7 @@ class RunningCall::Pipeline {
     call_.Send(*ring.port, phase, slot(number) + kHeaderBytes, MessageBytes(owner, number));
   }
 
-  // Messages of a ring leave in their order: one that is left free is that of the oldest.
+  // Messages of a ring are sent in order: the one that completes is the oldest.
   void WaitForRoom(const Ring& ring) {
     while (ring.port->sends >= kWindow) call_.WaitSend(*ring.port);
   }

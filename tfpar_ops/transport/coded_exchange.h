@@ -1,4 +1,4 @@
-// One exchange of a vector between the members of a group, encoded, as a call of the mesh.
+// An exchange of an encoded vector between the members of a group, as a call of the mesh.
 #ifndef TFPAR_OPS_TRANSPORT_CODED_EXCHANGE_H_
 #define TFPAR_OPS_TRANSPORT_CODED_EXCHANGE_H_
 
@@ -10,36 +10,38 @@
 
 namespace tfpar {
 
-// Units of work on codecs: so many elements, whatever the number of threads, so that norms never depend on it.
+// A unit of work on codecs has this many elements, whatever the number of threads, so that norms do not depend on it.
 constexpr int64_t kUnitElements = 32768;
 
 // Calls `work` for the units [0, units), in any order and number of threads, and returns when all are done.
 using ForEachUnit = std::function<void(int64_t units, const std::function<void(int64_t)>& work)>;
 
-// A vector of `total` elements, in parts, is cut into a shard of `shard` elements for each member; the last ones may reach
-// past its end, or lie there. Member i sums shard i, in the order of the members. All pointers are kept by the call's `done`.
+// A vector of `total` elements, in parts, is cut into one shard of `shard` elements for each member; the last shards may extend
+// past its end, or lie beyond it. Member i sums shard i, in the order of the members. The call's `done` owns all pointers.
 //
-// Payloads are those of FORMAT.md, cut into chunks of whole blocks that travel without headers: what a header says is in the
-// key. Values, residuals and norms have the bits that tfpar_encode, tfpar_recode and tfpar_decode_sum give for whole shards.
+// Payloads are those of FORMAT.md, cut into chunks of whole blocks, which are sent without headers: the key contains the fields
+// of a header. Values, residuals and norms have the bits that tfpar_encode, tfpar_recode and tfpar_decode_sum give for whole
+// shards.
 struct CodedExchange {
   tfpar_codec codec{};  // a format without positions; seed and step of the worker's own payloads
-  uint64_t owner_seed = 0;  // of the sums; they have the same step
+  uint64_t owner_seed = 0;  // for the payloads of the sums; the step is the same
   std::vector<const float*> inputs;
   std::vector<float*> outputs;   // may be the memory of the inputs, part by part
   std::vector<int64_t> offsets;  // as in tfpar_vector: of inputs and outputs
   int64_t total = 0;
   int64_t shard = 0;  // a multiple of the block
-  int64_t chunk = 0;  // elements of a chunk, a multiple of kUnitElements; 0 for what was measured to be best
+  int64_t chunk = 0;  // elements of a chunk, a multiple of kUnitElements; 0 for the size that was measured to be fastest
 
-  // What payloads leave out: of this worker, [total], and of its shard's owner, [what exists of the shard]. Null for none.
+  // Residuals: of this worker's payloads, [total], and of the sums of its shard, [existing elements of the shard]. Null for
+  // none.
   // Old and new may be the same memory.
   const float* worker_residual = nullptr;
   float* new_worker_residual = nullptr;
   const float* owner_residual = nullptr;
   float* new_owner_residual = nullptr;
 
-  int threads = 1;       // of this worker's exchanges that may compute at a time
-  ForEachUnit for_each;  // null: the thread of the call does them all
+  int threads = 1;       // number of this worker's exchanges that may compute at the same time
+  ForEachUnit for_each;  // null: the thread of the call does all units
 
   // Results: the squared norms of the input and of the worker's new residual.
   float norms[2] = {0, 0};

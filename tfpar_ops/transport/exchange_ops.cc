@@ -29,11 +29,11 @@ using ::tensorflow::Tensor;
 using ::tensorflow::TensorShape;
 using ::tensorflow::shape_inference::InferenceContext;
 
-// Vectors beyond this many elements are spread over TensorFlow's threads. Below, several are under way at a time, each in the
-// thread of its call.
+// Vectors of more elements are spread over TensorFlow's threads. Of smaller ones, several are exchanged at the same time, each
+// in the thread of its call.
 constexpr int64_t kAlone = int64_t{8} << 20;
 
-// The sums have the shapes of the tensors. What follows them are vectors of fixed length.
+// The sums have the shapes of the tensors. The outputs after them are vectors of fixed length.
 absl::Status Shapes(InferenceContext* c, bool returns_residuals) {
   int count;
   TF_RETURN_IF_ERROR(c->GetAttr("N", &count));
@@ -76,7 +76,7 @@ REGISTER_OP("TfparExchangeResource")
     .SetShapeFn([](InferenceContext* c) { return Shapes(c, false); })
     .Doc(TFPAR_EXCHANGE_DOC " The residuals are variables, which are changed in place.");
 
-// The variables of an exchange, which are locked until they are reset, by the thread that has opened them.
+// The variables of an exchange; locked until they are reset, by the thread that opened them.
 struct Variables {
   std::optional<ResidualVariable> worker, owner;
 };

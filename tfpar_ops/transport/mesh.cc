@@ -30,7 +30,7 @@ Mesh::Mesh(int rank, std::vector<std::string> names, const std::string& host, co
       names_(std::move(names)),
       timeout_(timeout),
       place_{rank, size(), token},
-      doorway_(std::make_unique<Doorway>(place_, host)),
+      listener_(std::make_unique<PeerListener>(place_, host)),
       lost_(names_.size()) {}
 
 Mesh::~Mesh() {
@@ -49,7 +49,8 @@ void Mesh::Connect(const std::vector<std::string>& addresses) {
   for (int peer = 0; peer < size(); ++peer) {
     if (peer == rank_) continue;
     try {
-      connections[peer] = peer < rank_ ? Enter(place_, peer, addresses.at(peer), deadline) : doorway_->Await(peer, deadline);
+      connections[peer] = peer < rank_ ? ConnectToPeer(place_, peer, addresses.at(peer), deadline)
+                                       : listener_->WaitForPeer(peer, deadline);
     } catch (const std::exception& error) {
       for (const int connection : connections) {
         if (connection >= 0) close(connection);
@@ -57,17 +58,17 @@ void Mesh::Connect(const std::vector<std::string>& addresses) {
       throw std::runtime_error(names_[peer] + ": " + error.what());
     }
   }
-  const std::string host = doorway_->host();
-  doorway_->Close();
-  dropped_ = doorway_->dropped();
-  doorway_.reset();
+  const std::string host = listener_->host();
+  listener_->Close();
+  dropped_ = listener_->dropped();
+  listener_.reset();
   context_ = Adopt(rank_, std::move(connections), host, kForever);
   if (size() > 1) watcher_ = std::thread([this] { Watch(); });
 }
 
 void Mesh::Watch() {
-  // Gloo tells only those who wait for a message of a peer that it is gone. A receive that never completes makes one of them,
-  // so that a call that waits for another worker, which may itself wait for the lost one, is told at once.
+  // Gloo reports a lost peer only to receives that wait for a message from it. This receive never completes, so the loss is
+  // noticed at once, also by calls that wait for another worker, which may itself be waiting for the lost one.
   char nothing;
   while (true) {
     gloo::transport::UnboundBuffer* buffer;
@@ -94,7 +95,7 @@ void Mesh::Watch() {
     if (!watching) return;
     try {
       if (!buffer->waitRecv(nullptr, kForever)) continue;
-    } catch (const std::exception&) {  // the next turn finds out whose connection it is
+    } catch (const std::exception&) {  // the next iteration finds out which connection it is
     }
   }
 }

@@ -1,8 +1,9 @@
-// A full mesh of TCP connections between the workers of a run, over Gloo, and the calls that go through it.
+// A full mesh of TCP connections between the workers of a run, over Gloo, and the calls through it.
 //
-// One mesh serves all groups: a call names its members, and a key tells its messages from those of other calls. Calls of one
-// member may overlap. Every call runs in a thread of its own, since Gloo's waits block; threads are kept for later calls, and
-// no limit on their number could make two workers wait for each other. This file knows nothing of TensorFlow.
+// One mesh serves all groups: a call lists its members, and its key distinguishes its messages from those of other calls.
+// Calls of one member may overlap. Each call runs in its own thread, since Gloo's waits block. Threads are kept for later
+// calls; their number has no limit, so that two workers cannot wait for each other because of one. This file does not use
+// TensorFlow.
 #ifndef TFPAR_OPS_TRANSPORT_MESH_H_
 #define TFPAR_OPS_TRANSPORT_MESH_H_
 
@@ -19,7 +20,7 @@
 #include <thread>
 #include <vector>
 
-#include "tfpar_ops/transport/doorway.h"
+#include "tfpar_ops/transport/peer_listener.h"
 #include "tfpar_ops/transport/spare_memory.h"
 #include "tfpar_ops/transport/threads.h"
 #include "tfpar_ops/transport/turns.h"
@@ -35,7 +36,7 @@ namespace tfpar {
 
 struct CodedExchange;
 
-// How a call ended. `message` is empty where it went well.
+// How a call ended. `message` is empty if it succeeded.
 struct Outcome {
   enum Kind { kDone, kLost, kCancelled, kRefused };
   Kind kind = kDone;
@@ -62,24 +63,25 @@ struct Call {
   std::vector<int> members;  // ranks in the mesh, in the order of the group
   int place = 0;             // of this worker among the members
   int peer = 0;              // place of the root, sender or receiver
-  uint64_t key = 0;          // the same on all members, and no other call's that is under way
-  const void* in = nullptr;  // kept by `done`
+  uint64_t key = 0;          // the same on all members; no other running call has it
+  const void* in = nullptr;  // owned by `done`
   void* out = nullptr;       // may be `in` for an all-reduce or a broadcast
   size_t bytes = 0;
-  size_t element_bytes = 1;  // of which sums consist
+  size_t element_bytes = 1;  // of the elements that sums add
   AddFunction add = nullptr;
   std::shared_ptr<CodedExchange> coded;
   int64_t turn = 0;  // of the mesh: the order in which exchanges were started
-  // Called before the call begins, in the thread that calls `done` later; the call ends at once if this says so. Or null.
+  // Called before the call begins, in the thread that calls `done` later; an outcome other than kDone ends the call. May be
+  // null.
   std::function<Outcome()> prepare;
   std::function<void(const Outcome&)> done;  // called once, in another thread
 };
 
 class Mesh {
  public:
-  // Listens on a port of the address that `host` names, alone, until all are connected (Doorway).
+  // Listens on a port of the address that `host` names, alone, until all are connected (PeerListener).
   //   names: of all workers, for messages; their number is the size of the mesh.
-  //   token: of the run, up to 64 bytes. A connection that does not know it is dropped.
+  //   token: of the run, up to 64 bytes. A connection without it is dropped.
   //   timeout: of Connect.
   // Throws std::exception: no address of this machine.
   Mesh(int rank, std::vector<std::string> names, const std::string& host, const std::string& token,
@@ -91,26 +93,26 @@ class Mesh {
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(names_.size()); }
 
-  // Where this worker listens, as the others need it; empty once all are connected.
-  std::string address() const { return doorway_ ? doorway_->address() : ""; }
+  // The address that the other workers connect to; empty once all are connected.
+  std::string address() const { return listener_ ? listener_->address() : ""; }
 
-  // Connects to all, and stops to listen. The workers of lower rank are connected to, those of higher rank connect.
-  // Throws std::exception, with the name of the peer: it did not connect in time, or does not know the token.
+  // Connects to the workers of lower rank, waits for those of higher rank to connect, and stops listening.
+  // Throws std::exception, with the name of the peer: it did not connect in time, or does not have the token.
   void Connect(const std::vector<std::string>& addresses);
 
-  // Connections that were dropped because they did not know the token.
-  uint64_t dropped() const { return doorway_ ? doorway_->dropped() : dropped_; }
+  // Number of connections that were dropped because they did not have the token.
+  uint64_t dropped() const { return listener_ ? listener_->dropped() : dropped_; }
 
   // Starts a call. Does not block.
   void Start(Call call);
 
-  // Ends all calls, those of later included. The first reason stays.
+  // Ends all calls, later ones included. The first reason is kept.
   void Abort(Outcome::Kind kind, const std::string& reason);
 
-  // Milliseconds that the oldest call has been under way; 0 where none is.
+  // Milliseconds since the oldest running call began; 0 if none is running.
   int64_t WaitingMs() const;
 
-  // Threads that calls have needed at a time, for tests.
+  // The largest number of threads that calls have needed at the same time, for tests.
   size_t threads() const { return threads_.size(); }
 
  private:
@@ -123,14 +125,14 @@ class Mesh {
   const std::vector<std::string> names_;
   const std::chrono::milliseconds timeout_;
   const Place place_;
-  std::unique_ptr<Doorway> doorway_;  // until all are connected
+  std::unique_ptr<PeerListener> listener_;  // until all are connected
   uint64_t dropped_ = 0;
   std::shared_ptr<gloo::transport::Context> context_;
 
-  mutable std::mutex mutex_;                 // of all below
+  mutable std::mutex mutex_;                 // guards all members below
   std::set<class RunningCall*> running_;
-  std::vector<std::string> lost_;            // what ended the connection to each rank; empty while it stands
-  std::vector<int> losses_;                  // those ranks, in the order in which it was noticed
+  std::vector<std::string> lost_;            // the error that ended the connection to each rank; empty while it is open
+  std::vector<int> losses_;                  // those ranks, in the order in which the losses were noticed
   Outcome failure_;                          // of Abort
   bool closing_ = false;
   std::unique_ptr<gloo::transport::UnboundBuffer> watched_;

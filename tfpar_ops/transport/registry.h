@@ -1,4 +1,4 @@
-// The meshes of this process by their numbers, which operations have as an attribute.
+// The meshes of this process by number; operations have the number as an attribute.
 #ifndef TFPAR_OPS_TRANSPORT_REGISTRY_H_
 #define TFPAR_OPS_TRANSPORT_REGISTRY_H_
 
@@ -9,7 +9,7 @@
 
 namespace tfpar {
 
-// The mesh with a number; null where it is closed, or never was.
+// The mesh with a number; null if it is closed or does not exist.
 std::shared_ptr<Mesh> FindMesh(int64_t number);
 
 }  // namespace tfpar

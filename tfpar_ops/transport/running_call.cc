@@ -12,11 +12,11 @@
 namespace tfpar {
 namespace {
 
-// Sums travel in chunks: while one is added up, the next are on the wire, and the memory for what was received stays small.
-// Measured with docs/benchmarks/exchange.md's four hosts: 256 KiB to 1 MiB are equally fast.
+// Sums are sent in chunks: while one is added up, the next ones are being sent, and little memory is needed for received bytes.
+// Measured on the four hosts of docs/benchmarks/exchange.md: 256 KiB to 1 MiB are equally fast.
 constexpr size_t kChunkBytes = size_t{512} << 10;
 constexpr int kWindow = 4;
-// Below this many bytes to each worker, everyone sends all to everyone: one turn instead of two.
+// Below this many bytes for each worker, every worker sends everything to every other one: one round trip instead of two.
 constexpr size_t kSmallBytes = size_t{8} << 10;
 
 }  // namespace
@@ -29,7 +29,7 @@ RunningCall::~RunningCall() {
     std::lock_guard<std::mutex> lock(mesh_.mutex_);
     mesh_.running_.erase(this);
   }
-  ports_.clear();  // waits until nothing more is received into the memory
+  ports_.clear();  // waits until no receive writes to the memory any more
   for (SpareMemory::Block& block : memory_) mesh_.memory_.Return(std::move(block));
 }
 
@@ -75,7 +75,7 @@ Port& RunningCall::AddPort(int place, const void* memory, size_t bytes) {
   return *ports_.back();
 }
 
-// From here on others may wake this call; its ports stay as they are.
+// From here on other threads may wake this call; its ports do not change.
 void RunningCall::Register() {
   std::lock_guard<std::mutex> lock(mesh_.mutex_);
   if (mesh_.failure_.kind != Outcome::kDone) throw CallEnded{mesh_.failure_};
@@ -83,7 +83,7 @@ void RunningCall::Register() {
   registered_ = true;
 }
 
-// Sizes are part of the key: Gloo ends the process where a message is longer than what was asked for (0.5, Pair::prepareRead).
+// Sizes are part of the key: Gloo ends the process if a message is longer than the receive (0.5, Pair::prepareRead).
 uint64_t RunningCall::Slot(int phase) const {
   uint64_t mixed = call_.key;
   for (const uint64_t part : {static_cast<uint64_t>(call_.collective), static_cast<uint64_t>(call_.bytes),
@@ -151,8 +151,8 @@ void RunningCall::WaitSends(Port& port) {
   while (port.sends > 0) WaitSend(port);
 }
 
-// Ends the call if the mesh has failed, or if it still needs a worker that is lost. The first of several is at fault: the others
-// may have ended because of it.
+// Ends the call if the mesh has failed, or if it still needs a lost worker. Of several lost workers the first is named: the
+// others may have ended because of it.
 void RunningCall::Check() {
   std::vector<int> losses;
   std::vector<std::string> reasons;
@@ -169,11 +169,11 @@ void RunningCall::Check() {
   }
 }
 
-// A worker that has left after its part was done is no loss: all it had to send is here, and all it had to receive was sent.
+// A worker that has ended after its part of the call is not a loss: its messages have arrived, and those to it were sent.
 //
-// Gloo 0.5 does not tell the buffer whose message was under way when a connection broke (Pair::signalException), and tells
-// whether a message is complete only to those who wait for it. With no time left, a wait that fails closes all other
-// connections as well, which this worker has no more use for: the call is lost, and with it the step.
+// When a connection breaks, Gloo 0.5 does not notify the buffer whose message is incomplete (Pair::signalException), and only
+// a wait returns whether a message is complete. A wait with no time left that fails closes all other connections as well.
+// This worker does not need them any more: the call has failed, and with it the step.
 void RunningCall::Drain(Port& port, const std::string& reason) {
   constexpr std::chrono::milliseconds kNow(0);
   try {
@@ -195,7 +195,7 @@ void RunningCall::Drain(Port& port, const std::string& reason) {
 void RunningCall::Exchange(bool rows_differ, const void* own) {
   const size_t bytes = call_.bytes;
   std::vector<Port*> senders, receivers;
-  for (int turn = 1; turn < size(); ++turn) {  // everybody begins with another peer
+  for (int turn = 1; turn < size(); ++turn) {  // every worker begins with a different peer
     const int place = (call_.place + turn) % size();
     senders.push_back(&AddPort(place, in(rows_differ ? bytes * place : 0), bytes));
     receivers.push_back(&AddPort(place, out(bytes * place), bytes));
@@ -209,9 +209,9 @@ void RunningCall::Exchange(bool rows_differ, const void* own) {
   for (Port* port : senders) WaitSends(*port);
 }
 
-// Adds up the members' numbers in their order, so that every member of every algorithm here computes the same bits.
-//   own: offset of this worker's in `in`.
-//   received: of the other members, by place; overwritten.
+// Adds up the members' values in the order of the members, so that all members compute the same bits, in every algorithm here.
+//   own: offset of this worker's values in `in`.
+//   received: the other members' values, by place; overwritten.
 void RunningCall::AddInOrder(size_t own, const std::vector<char*>& received, size_t bytes, char* result) {
   const size_t elements = bytes / call_.element_bytes;
   char* sum = received[0];
@@ -228,7 +228,7 @@ void RunningCall::AddInOrder(size_t own, const std::vector<char*>& received, siz
 void RunningCall::SumSmall() {
   const size_t bytes = call_.bytes;
   char* all = Memory(bytes * size());
-  // `in` may be the memory of the result, and is sent until the end.
+  // `in` may be the memory of the result, and is being sent until the end.
   char* own = all + bytes * call_.place;
   std::vector<char*> received(size());
   std::vector<Port*> senders, receivers;
@@ -287,8 +287,8 @@ void RunningCall::Sum(bool gather) {
   for (int number = 0; number < std::min(kWindow, own_chunks); ++number) {
     for (Peer& peer : peers) receive_part(peer, number);
   }
-  // What arrives there is the sum of a part that its owner has received whole: this worker's own part is sent by then, so
-  // that `in` and `out` may be the same memory.
+  // The message there is the sum of a part, whose owner had received all of that part: this worker's values of it were sent
+  // before, so `in` and `out` may be the same memory.
   for (Peer& peer : peers) {
     for (int number = 0; gather && number < chunks(peer.place); ++number) {
       Receive(*peer.gathered, 1, number * chunk, chunk_bytes(peer.place, number));
@@ -336,7 +336,7 @@ void RunningCall::Broadcast() {
 }
 
 void RunningCall::Message() {
-  // Both sides must come to the same key.
+  // Both sides must compute the same key.
   const bool sends = call_.collective == Collective::kSend;
   call_.collective = Collective::kSend;
   Port& port = AddPort(call_.peer, sends ? call_.in : call_.out, call_.bytes);

@@ -1,4 +1,4 @@
-// One call of a mesh while it runs, in a thread that it may block.
+// A running call of a mesh. It may block its thread.
 #ifndef TFPAR_OPS_TRANSPORT_RUNNING_CALL_H_
 #define TFPAR_OPS_TRANSPORT_RUNNING_CALL_H_
 
@@ -11,10 +11,10 @@
 
 namespace tfpar {
 
-// Longer than any run; what Gloo's own time-outs do would end all connections.
+// Longer than any run: a timeout of Gloo would close all connections.
 constexpr std::chrono::milliseconds kForever = std::chrono::hours(24 * 365);
 
-// Gloo's messages begin with the place in its source; what follows is for users.
+// Gloo's messages begin with a place in its source code; this returns the rest, which is for users.
 std::string WithoutPlace(const std::string& message);
 
 // Thrown within a call.
@@ -22,14 +22,14 @@ struct CallEnded {
   Outcome outcome;
 };
 
-// A buffer that messages to and from one member use. All messages of one key between two workers arrive in the order in which
-// both sides ask for them.
+// The buffer of the messages to and from one member. Messages with the same key between two workers arrive in the order in
+// which both sides request them.
 struct Port {
   int rank = 0;
   std::unique_ptr<gloo::transport::UnboundBuffer> buffer;
-  int receives = 0;  // asked for, and not waited for
+  int receives = 0;  // requested, and not yet waited for
   int sends = 0;
-  int early = 0;     // receives that were over before they were waited for
+  int early = 0;     // receives that completed before they were waited for
 };
 
 class RunningCall {
@@ -37,7 +37,7 @@ class RunningCall {
   RunningCall(Mesh& mesh, Call& call);
   ~RunningCall();
   void Run();
-  // Makes the thread look at the state of the mesh. The caller holds the mutex of the mesh.
+  // Makes the thread check the state of the mesh. The caller holds the mutex of the mesh.
   void Wake();
   std::chrono::steady_clock::time_point began() const { return began_; }
 
@@ -46,14 +46,14 @@ class RunningCall {
   const char* in(size_t offset = 0) const { return static_cast<const char*>(call_.in) + offset; }
   char* out(size_t offset = 0) const { return static_cast<char*>(call_.out) + offset; }
 
-  char* Memory(size_t bytes);  // for what arrives, until the end of the call; begins at a cache line
+  char* Memory(size_t bytes);  // for received bytes, until the end of the call; begins at a cache line
   Port& AddPort(int place, const void* memory, size_t bytes);
   void Register();
   uint64_t Slot(int phase) const;
   void Receive(Port& port, int phase, size_t offset, size_t bytes);
   void Send(Port& port, int phase, size_t offset, size_t bytes);
   void WaitReceive(Port& port);
-  void WaitSend(Port& port);  // one of them, if there is one
+  void WaitSend(Port& port);  // waits for one send, if there is one
   void WaitSends(Port& port);
   void Check();
   void Drain(Port& port, const std::string& reason);

@@ -1,4 +1,4 @@
-// Memory of calls that have ended, for those to come: fresh memory costs more than what is done in it, as the system clears it.
+// Memory of ended calls, reused by later ones: the system clears fresh memory, which costs more than the work done in it.
 #ifndef TFPAR_OPS_TRANSPORT_SPARE_MEMORY_H_
 #define TFPAR_OPS_TRANSPORT_SPARE_MEMORY_H_
 
@@ -23,7 +23,7 @@ class SpareMemory {
     std::unique_ptr<char[], Free> data;  // begins at a cache line
   };
 
-  // A block of at least so many bytes, and less than twice as many.
+  // A block of at least this many bytes, and less than twice as many.
   Block Take(size_t bytes) {
     {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -41,7 +41,7 @@ class SpareMemory {
     return block;
   }
 
-  // Keeps it, unless much is kept already.
+  // Keeps the block, unless much memory is kept already.
   void Return(Block block) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (spare_bytes_ + block.bytes > kMost) return;

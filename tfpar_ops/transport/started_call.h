@@ -1,4 +1,4 @@
-// What the operations of a mesh have in common: their attributes, and how a call is started and ended.
+// Common parts of the operations of a mesh: their attributes, and how they start and end a call.
 #ifndef TFPAR_OPS_TRANSPORT_STARTED_CALL_H_
 #define TFPAR_OPS_TRANSPORT_STARTED_CALL_H_
 
@@ -11,12 +11,12 @@
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tfpar_ops/transport/registry.h"
 
-// Which mesh, which group, and who is who in it. `instance` and `group` tell the messages of a call from those of others.
+// The mesh, the group and its members. `instance` and `group` distinguish the messages of a call from those of others.
 #define TFPAR_GROUP_ATTRS Attr("mesh: int").Attr("group: int").Attr("members: list(int) >= 1").Attr("place: int >= 0")
 
 namespace tfpar {
 
-// Reads these, and `peer` where the operation has it.
+// Reads these attributes, and `peer` if the operation has it.
 inline absl::Status ReadGroup(::tensorflow::OpKernelConstruction* ctx, int64_t* mesh, Call* call) {
   int64_t group;
   std::vector<int64_t> members;
@@ -42,7 +42,7 @@ inline absl::Status ReadInstance(::tensorflow::OpKernelContext* ctx, Call* call)
   return absl::OkStatus();
 }
 
-// Starts a call, after whose own `done`, if it has one, the operation ends.
+// Starts a call; the operation ends after the call's own `done`, if it has one.
 inline void StartCall(::tensorflow::OpKernelContext* ctx, int64_t number, Call call,
                       ::tensorflow::AsyncOpKernel::DoneCallback done) {
   const std::shared_ptr<Mesh> mesh = FindMesh(number);
@@ -51,7 +51,7 @@ inline void StartCall(::tensorflow::OpKernelContext* ctx, int64_t number, Call c
     OP_REQUIRES_ASYNC(ctx, member >= 0 && member < mesh->size() && (call.members[call.place] == mesh->rank()),
                       absl::InvalidArgumentError("members: not this worker's ranks in the mesh"), done);
   }
-  // A call that is cancelled leaves the others in the middle of it: as in TensorFlow's runtime, all later ones fail too.
+  // Cancelling a call leaves the other members in the middle of it: as in TensorFlow's runtime, all later calls fail too.
   auto* manager = ctx->cancellation_manager();
   ::tensorflow::CancellationToken token = 0;
   if (manager != nullptr) {

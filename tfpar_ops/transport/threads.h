@@ -1,4 +1,4 @@
-// Threads that are kept for later tasks. A task never waits for another one's thread: where all are busy, one more is made.
+// Threads that are kept for later tasks. A task never waits for the thread of another one: if all are busy, one is added.
 #ifndef TFPAR_OPS_TRANSPORT_THREADS_H_
 #define TFPAR_OPS_TRANSPORT_THREADS_H_
 
@@ -18,7 +18,7 @@ class Threads {
   Threads(const Threads&) = delete;
   Threads& operator=(const Threads&) = delete;
 
-  // Ends when all tasks have.
+  // Returns when all tasks have ended.
   ~Threads() {
     {
       std::lock_guard<std::mutex> lock(mutex_);

@@ -23,7 +23,7 @@ struct Meshes {
   std::map<int64_t, std::shared_ptr<Mesh>> by_number;
 };
 
-// Never destroyed: threads of TensorFlow may outlive what a process destroys at its end.
+// Never destroyed: threads of TensorFlow may still use it while a process destroys its static objects.
 Meshes& All() {
   static Meshes* meshes = new Meshes;
   return *meshes;

@@ -1,4 +1,4 @@
-// The transport behind a C ABI: what Python calls to bring a mesh of workers up and down. Calls through it are operations.
+// The C ABI of the transport, with which Python creates and closes a mesh of workers. Operations make the calls through it.
 #ifndef TFPAR_OPS_TRANSPORT_TRANSPORT_H_
 #define TFPAR_OPS_TRANSPORT_TRANSPORT_H_
 
@@ -13,17 +13,17 @@ extern "C" {
 #pragma GCC visibility push(default)
 #endif
 
-// What this library and its callers must agree on: to be raised with every change of these functions or of the operations.
+// Version of these functions and of the operations; increase it with every change of them.
 // tfpar_ops/transport_library.py has the same number, and loads no library that has another one.
 #define TFPAR_TRANSPORT_ABI_VERSION 3
 int32_t tfpar_transport_abi_version(void);
 
-// Makes the place of worker `rank` in a mesh of `size` workers, and listens on a port for the others until all are connected.
+// Creates the part of worker `rank` in a mesh of `size` workers, and listens on a port for the others until all are connected.
 //   names: of all workers, for error messages.
-//   host: name or address of this machine, of which the port is.
-//   token: the same on all workers, up to 64 bytes. Connections that do not know it are dropped.
+//   host: name or address of this machine, on which the worker listens.
+//   token: the same on all workers, up to 64 bytes. Connections without it are dropped.
 //   timeout_ms: of the connection.
-// Returns its number, from 1; or 0, and a message.
+// Returns the number of the mesh, from 1; or 0 and an error message.
 int64_t tfpar_transport_listen(int32_t rank, int32_t size, const char* const* names, const char* host, const char* token,
                                int64_t timeout_ms, char* message, size_t message_size);
 
@@ -33,16 +33,16 @@ int64_t tfpar_transport_address(int64_t mesh, char* buffer, int64_t size);
 
 // Connects to all workers. Blocks.
 //   addresses: of the workers, by rank.
-// Returns 0; or 1, and a message.
+// Returns 0; or 1 and an error message.
 int tfpar_transport_connect(int64_t mesh, const char* const* addresses, char* message, size_t message_size);
 
-// Connections that were dropped because they did not know the token.
+// Number of connections that were dropped because they did not have the token.
 int64_t tfpar_transport_dropped(int64_t mesh);
 
-// Milliseconds that the oldest call has been under way; 0 where none is.
+// Milliseconds since the oldest running call began; 0 if none is running.
 int64_t tfpar_transport_waiting_ms(int64_t mesh);
 
-// Ends all calls, those of later included, with an UnavailableError. The first reason stays.
+// Ends all calls, later ones included, with an UnavailableError. The first reason is kept.
 void tfpar_transport_abort(int64_t mesh, const char* reason);
 
 // Ends all calls and all threads, and closes the connections. Blocks until then.

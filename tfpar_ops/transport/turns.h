@@ -1,5 +1,5 @@
-// Processors for the calls of a mesh, earlier calls first: what they have ready leaves, and later ones compute meanwhile.
-// Where all computed at a time, all would be sending at the end, and the link be idle before.
+// Assigns processors to the calls of a mesh, earlier calls first: while they send, later ones compute.
+// If all calls computed at the same time, they would all send at the end, and the link would be idle before.
 #ifndef TFPAR_OPS_TRANSPORT_TURNS_H_
 #define TFPAR_OPS_TRANSPORT_TURNS_H_
 
@@ -12,14 +12,14 @@ namespace tfpar {
 
 class Turns {
  public:
-  // A number for a call; smaller ones go first.
+  // A number for a call; smaller numbers go first.
   int64_t NextNumber() {
     std::lock_guard<std::mutex> lock(mutex_);
     return next_++;
   }
 
-  // Waits until fewer than `limit` calls compute and no earlier one waits. The turn lasts as long as this lives; its call must
-  // not wait for other workers meanwhile.
+  // Waits until fewer than `limit` calls compute and no earlier one waits. The turn lasts until the object is destroyed; its
+  // call must not wait for other workers during the turn.
   class Turn {
    public:
     Turn(Turns& turns, int64_t number, int limit) : turns_(turns) {

@@ -1,4 +1,4 @@
-"""Federated averaging: a population of clients that train by themselves, and a server that averages what they moved.
+"""Federated averaging: a population of clients that train independently, and a server that averages their movements.
 
 The names below bring in TensorFlow when they are used.
 """

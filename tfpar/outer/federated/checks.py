@@ -1,4 +1,4 @@
-"""What federated averaging refuses before anything starts, and what its options entail."""
+"""Checks of the options of federated averaging before anything starts, and the options that follow from them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def check(config: ExperimentConfig, topology: Topology | None = None) -> None:
 
     Args:
       config: The experiment.
-      topology: Of the run; by default what the configuration asks for here.
+      topology: The topology of the run; by default the one that the configuration gives on this machine.
 
     Raises:
       ConfigError: With what to do.
@@ -72,7 +72,7 @@ def check(config: ExperimentConfig, topology: Topology | None = None) -> None:
     ):
         if value != idle:
             raise ConfigError(
-                f"--{name}={value} does not work with federated averaging, whose clients train by themselves in steps "
+                f"--{name}={value} does not work with federated averaging, whose clients train independently in steps "
                 f"of --client_batch examples. Leave it out."
             )
     if config.precision.precision == "mixed_float16":
@@ -109,7 +109,7 @@ def check_model(model: keras.Model, options: FederatedConfig) -> None:
     """Refuses what clients cannot do with a model.
 
     Raises:
-      ConfigError: Noise beside state that travels without; weights that an optimizer overwrites.
+      ConfigError: Noise, and state that is sent without noise; weights that an optimizer overwrites.
     """
     if any(variable.overwrite_with_gradient for variable in model.trainable_variables):
         raise ConfigError("float8 layers keep statistics that clients do not average. Use another precision.")

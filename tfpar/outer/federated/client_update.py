@@ -23,7 +23,7 @@ class ClientData(NamedTuple):
     """The examples of a client, and how it goes through them.
 
     Attributes:
-      x: `[M, ...]`, or a structure of such tensors; what lies past the client's own examples is padding.
+      x: `[M, ...]`, or a structure of such tensors; rows after the client's own examples are padding.
       y: `[M, ...]`, likewise.
       weight: Float32 `[M]`: 1, or 0 for padding and examples that cannot be used.
       order: Int32 `[T, B]`: places of the examples of each step; -1 for none.

@@ -1,8 +1,8 @@
 """What a client sends to the server: its movement through a codec of `tfpar_ops`.
 
-As in the exchange between workers, a payload holds one large tensor; biases and norms travel as they are. A client that
-keeps state adds what earlier payloads have left out (error feedback); one that does not rounds stochastically, with a
-seed of its own in each round, so that the mean of many is right.
+As in the exchange between workers, a payload holds one large tensor; biases and norms are sent as they are. A client
+with state adds the residual of earlier payloads (error feedback); a client without state rounds stochastically, with
+a different seed in each round, so that the mean over many clients is unbiased.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class UpdateEncoding:
       codec: The codec; None sends float32.
       shapes: Of the trainable weights.
       coded: Which of them the codec encodes.
-      feedback: Whether clients keep what is left out.
+      feedback: Whether clients keep residuals.
     """
 
     codec: Codec | None
@@ -41,7 +41,7 @@ class UpdateEncoding:
 
     @classmethod
     def of(cls, text: str, shapes: Sequence[Sequence[int]], *, stateful: bool) -> UpdateEncoding:
-        """What `--update_codec` says.
+        """The encoding that `--update_codec` names.
 
         Args:
           text: Its value.
@@ -58,7 +58,7 @@ class UpdateEncoding:
 
     @property
     def residual_elements(self) -> int:
-        """Elements of what one client keeps; 0 without error feedback."""
+        """Number of elements of the residual of one client; 0 without error feedback."""
         return sum(math.prod(self.shapes[place]) for place in self.coded) if self.feedback else 0
 
     @property
@@ -89,7 +89,7 @@ class UpdateEncoding:
           seed: Int32 `[2]`, different for every client and round.
 
         Returns:
-          For each tensor of the movement a payload int32 `[1, words]` where it is coded, else itself; and the residual.
+          For each tensor of the movement a payload int32 `[1, words]` if encoded, else the tensor; and the residual.
         """
         if self.codec is None:
             return list(movement), residual
@@ -105,7 +105,7 @@ class UpdateEncoding:
         return sent, tf.concat(kept, axis=0) if self.feedback else residual
 
     def decode(self, sent: Tensors) -> Tensors:
-        """The movement, float32 of `shapes`, from what `encode` gave."""
+        """The movement, float32 of `shapes`, from the result of `encode`."""
         received = list(sent)
         for place in self.coded:
             assert self.codec is not None

@@ -24,7 +24,7 @@ _EXAMPLES = 4096  # and of one call, about
 
 
 class FederatedEvaluator(Evaluator):
-    """`Evaluator` that also says how accuracy lies on clients.
+    """`Evaluator` that also reports the distribution of accuracy over clients.
 
     Args:
       program: Model, loss and metrics under the strategy.

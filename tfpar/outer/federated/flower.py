@@ -83,7 +83,7 @@ def server_app(
     reply_seconds: float = 600.0,
     **options: Any,
 ) -> Any:
-    """A `flwr.serverapp.ServerApp` that averages what the nodes send.
+    """A `flwr.serverapp.ServerApp` that averages the updates of the nodes.
 
     It begins once `clients_per_round` nodes are connected, and at its end writes `model.keras` and `summary.json`.
 
@@ -132,7 +132,7 @@ def _trainer(model: Callable[[], keras.Model], loss: Any, options: dict[str, Any
     """What has the pure functions of client and server, on one device of this process.
 
     Raises:
-      ConfigError: SCAFFOLD, whose control variates do not travel here.
+      ConfigError: SCAFFOLD, whose control variates are not sent here.
     """
     if options.get("averaging") == "scaffold":
         raise ConfigError("averaging='scaffold' does not work over Flower yet. Use another, such as fedprox.")
@@ -154,7 +154,7 @@ class _Client:
     def round(
         self, arrays: Sequence[np.ndarray], config: dict[str, Any], number: int, residual: np.ndarray | None
     ) -> tuple[list[np.ndarray], np.ndarray | None, dict[str, Any]]:
-        """Trains, and encodes what it has moved.
+        """Trains, and encodes the movement.
 
         Args:
           arrays: The server's weights, and then its floating-point state of the model.
@@ -163,7 +163,7 @@ class _Client:
           residual: What it has kept, or None.
 
         Returns:
-          What it sends: payloads or tensors of its movement, and then changes of state; what it keeps; its figures.
+          The message (payloads or tensors of the movement, then changes of state), the state it keeps, and its metrics.
         """
         options, train = federated_of(self._trainer.config), self._trainer.config.train
         model, count = self._trainer.model, self._source.info.num_examples
@@ -191,7 +191,7 @@ class _Client:
 
 
 class _Server:
-    """The server's weights, and what it makes of replies."""
+    """The server's weights, and how it applies replies."""
 
     def __init__(self, trainer: FederatedTrainer) -> None:
         self._trainer, self._encoding = trainer, trainer.encoding()
@@ -203,7 +203,7 @@ class _Server:
         self._loss = float("nan")
 
     def round(self, flwr: Any, grid: Any, number: int, seconds: float) -> None:
-        """Sends the weights to some nodes, and applies the mean of what comes back."""
+        """Sends the weights to some nodes, and applies the mean of their replies."""
         model = self._trainer.model
         while len(nodes := sorted(grid.get_node_ids())) < self.options.clients_per_round:
             time.sleep(_POLL_SECONDS)

@@ -39,7 +39,7 @@ def dirichlet(labels: np.ndarray, clients: int, alpha: float, seed: int) -> list
     Args:
       labels: int64 `[n]`.
       clients: C.
-      alpha: Concentration. A small one gives clients of one class, a large one the same mixture everywhere.
+      alpha: Concentration. With a small value a client has one class, with a large one all have the same mixture.
       seed: Seed of the draw.
 
     Returns:
@@ -66,7 +66,7 @@ def dirichlet(labels: np.ndarray, clients: int, alpha: float, seed: int) -> list
 
 
 def by_class(labels: np.ndarray, clients: int, number: int, seed: int) -> list[np.ndarray]:
-    """Examples of so many classes on each client; the examples of a class are split evenly among those that have it.
+    """Examples of a given number of classes on each client; those of a class are split evenly among its clients.
 
     Args:
       labels: int64 `[n]`.
@@ -120,7 +120,7 @@ def hold_out(parts: Sequence[np.ndarray], share: float, seed: int) -> tuple[list
       seed: Seed of the draw.
 
     Returns:
-      What clients train on, and what was taken away, both as `iid`.
+      The examples for training and those held out, both as `iid` returns them.
     """
     kept, held = [], []
     for client, part in enumerate(parts):

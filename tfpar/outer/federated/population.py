@@ -1,4 +1,4 @@
-"""The population of clients: what each has, and what the devices get of it in a round.
+"""The population of clients: the examples of each, and the part that the devices get in a round.
 
 Shapes: R replicas of all workers, C clients of a replica, M examples of the largest client, T local steps at most, B
 examples of a step, S = R C slots for clients.
@@ -27,7 +27,7 @@ class RoundShare(NamedTuple):
 
     Attributes:
       data: Of each client: tensors with a leading axis C.
-      mass: Float32 `[C]`: what the client counts in the mean.
+      mass: Float32 `[C]`: the weight of the client in the mean.
       client: Int32 `[C]`: its number; -1 for an empty slot, which comes after all others.
       everyone: Int32 `[S]`: `client` of all replicas.
     """
@@ -64,7 +64,7 @@ class Population:
 
         Args:
           source: The training examples.
-          config: `federated` says how.
+          config: Its section `federated` has the options.
 
         Raises:
           ConfigError: Examples that cannot be divided so.
@@ -139,7 +139,7 @@ class RoundElements:
 
     @classmethod
     def of(cls, population: Population, replicas: int, rounds: int, *, fill: bool) -> RoundElements:
-        """For a run of so many rounds."""
+        """The population for a run of this many rounds."""
         return cls(population, replicas, -(-population.sampling.most(rounds) // replicas), fill)
 
     def dataset(self, worker: int, local_replicas: int | None, start: int) -> tf.data.Dataset:
@@ -185,7 +185,7 @@ class RoundElements:
         return self.slots, most, options.local_epochs * -(-most // options.client_batch), options.client_batch
 
     def shares(self, number: int, replicas: range) -> Iterator[tuple[np.ndarray, ...]]:
-        """Of a round, what some replicas get: indices and weights of examples, order, steps, mass, client, everyone."""
+        """The input of some replicas: indices and weights of examples, order, steps, mass, client, everyone."""
         population, options = self.population, self.population.options
         clients = population.sampling.round(number)[0]
         sizes = np.array([len(population.parts[client]) for client in clients], np.int64)
@@ -228,7 +228,7 @@ class RoundElements:
 
 
 def _parts(source: Source, options: FederatedConfig, seed: int) -> list[np.ndarray]:
-    """The examples of each client, as `--partition` says."""
+    """The examples of each client, divided by `--partition`."""
     kind, number = options.parts()
     if kind == "iid":
         return partition.iid(source.info.num_examples, options.clients, seed)

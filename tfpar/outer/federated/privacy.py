@@ -1,4 +1,4 @@
-"""Differential privacy of a population: what rounds with noise reveal of one client, by Google's `dp-accounting`.
+"""Differential privacy of a population: the privacy that one client loses in rounds with noise, by `dp-accounting`.
 
 The unit of privacy is a client with all its examples. In each round the updates of the clients drawn are clipped to an
 L2 norm S and summed, all with weight 1, and Gaussian noise of standard deviation z S is added to the sum (McMahan et

@@ -1,4 +1,4 @@
-"""A round on one replica: its clients train one after the other, and what they send is added up.
+"""A round on one replica: its clients train one after the other, and their messages are added up.
 
 Pure functions of tensors: one XLA program for all clients of the replica. Shapes: C clients of a replica, D elements of
 all trainable weights, E elements of a residual.
@@ -18,7 +18,7 @@ from tfpar.training.seeds import fold_in
 
 import tensorflow as tf
 
-# What a round counts beside the metrics, float32 scalars in this order.
+# The sums of a round besides the metrics, float32 scalars in this order.
 COUNTS = ("mass", "clients", "norms", "clipped", "lost")
 
 
@@ -27,7 +27,7 @@ class Kept(NamedTuple):
 
     Attributes:
       variates: Float32 `[C, D]`: SCAFFOLD's c_i; `[C, 0]` without.
-      residuals: Float32 `[C, E]`: what codecs have left out; E is 0 without error feedback.
+      residuals: Float32 `[C, E]`: the residuals of the codecs; E is 0 without error feedback.
     """
 
     variates: tf.Tensor
@@ -61,7 +61,7 @@ class ClientRound:
     Attributes:
       local: How a client trains.
       encoding: How it sends its movement.
-      clip: L2 norm to which the server clips what it decodes; 0 for none.
+      clip: L2 norm to which the server clips decoded movements; 0 for none.
       scaffold: Whether clients correct their drift by control variates.
     """
 
@@ -92,7 +92,7 @@ class ClientRound:
           kept: What the clients have kept.
 
         Returns:
-          The sums, and what the clients keep now.
+          The sums, and the new state of the clients.
         """
 
         def body(place: tf.Tensor, total: RoundSums, kept: Kept) -> tuple[tf.Tensor, RoundSums, Kept]:
@@ -125,7 +125,7 @@ class ClientRound:
         variate: tf.Tensor,
         kept: Kept,
     ) -> tuple[RoundSums, Kept]:
-        """What one client adds, and what it keeps."""
+        """The contribution of one client to the sums, and the state it keeps."""
         data = tf.nest.map_structure(lambda part: part[place], share.data)
         own = fold_in(seed, share.client[place])
         before = Kept(kept.variates[place], kept.residuals[place])
@@ -151,7 +151,7 @@ class ClientRound:
     def _sums(
         self, state: Tensors, trained: Trained, received: Tensors, mass: tf.Tensor, norm: tf.Tensor, finite: tf.Tensor
     ) -> RoundSums:
-        """What one client adds; nothing, but that it was lost, where its weights are not finite."""
+        """The contribution of one client; only the count of lost clients if its weights are not finite."""
 
         def counted(value: tf.Tensor) -> tf.Tensor:
             return tf.where(finite, value, tf.zeros_like(value))

@@ -18,7 +18,7 @@ class Sampling:
       clients: Clients of the population.
       per_round: Clients of a round; with `poisson`, in the mean.
       kind: `fixed`: as many distinct clients in every round, every set of them with the same probability. `poisson`:
-        each client by itself with probability `per_round / clients`.
+        each client independently with probability `per_round / clients`.
       dropout: Probability that a client that was drawn never answers.
     """
 
@@ -46,7 +46,7 @@ class Sampling:
         return drawn[~lost], drawn[lost]
 
     def most(self, rounds: int) -> int:
-        """The largest number of clients that take part in one of the first so many rounds, at least 1."""
+        """The largest number of clients that take part in one of the first rounds of that number, at least 1."""
         if self.kind == "fixed":
             return self.per_round
         return max(1, *(len(self.round(number)[0]) for number in range(rounds)))
@@ -67,7 +67,7 @@ def local_order(
       number: Of the round.
       client: Number of the client.
       examples: How many it has.
-      epochs: Passes over them, each in an order of its own.
+      epochs: Passes over them, each in a different order.
       batch: Examples of a step.
       shuffle: Whether orders are random.
       fill: Whether the last batch of a pass is filled with its first examples, in place of nothing.

@@ -55,11 +55,11 @@ def server_optimizer(options: FederatedConfig) -> keras.optimizers.Optimizer:
 
 @dataclasses.dataclass(frozen=True)
 class Averaging:
-    """How the sum over clients becomes what the optimizer applies.
+    """How the sum over clients becomes the gradient that the optimizer applies.
 
     Attributes:
       seed: `--seed`.
-      divisor: What the sum is divided by: the expected number of clients, where there is noise. 0: the sum of the
+      divisor: The divisor of the sum: the expected number of clients, if there is noise. 0: the sum of the
         masses of the clients.
       noise: Standard deviation of the Gaussian noise on each element of the sum.
     """

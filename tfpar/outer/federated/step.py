@@ -28,13 +28,13 @@ from tfpar.training.step_loop import StepReport
 import keras
 import tensorflow as tf
 
-# Examples that a round has without any client: a round in which nobody answers is no round that failed.
+# The number of examples of a round without clients: a round in which no client answers has not failed.
 _NOBODY = 1e-6
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FederatedCore(Core):
-    """`Core` that also reports what a round counts."""
+    """`Core` that also reports the sums of a round."""
 
     @classmethod
     def of(cls, core: Core) -> FederatedCore:
@@ -48,7 +48,7 @@ class FederatedCore(Core):
 
     @property
     def metric_variables(self) -> list[Any]:
-        """The state of all metrics, and what a round counts."""
+        """The state of all metrics, and the sums of a round."""
         return [*self.local_variables, *[tf.TensorSpec([], tf.float32)] * len(COUNTS)]
 
     def metric_results(self, sums: Sequence[Any]) -> dict[str, Any]:
@@ -65,13 +65,13 @@ class FederatedCore(Core):
 
 
 class ClientMemory:
-    """What clients keep from round to round, the same on every replica: a row for each, and one that nobody reads.
+    """The state of clients between rounds, the same on every replica: a row for each, and one that is never read.
 
     Args:
       strategy: The running strategy.
       clients: Clients of the population, N.
       weights: Elements of the trainable weights, D; 0 without SCAFFOLD.
-      residuals: Elements of what a codec leaves out, E; 0 without error feedback.
+      residuals: Number of elements of a residual, E; 0 without error feedback.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy, clients: int, weights: int, residuals: int) -> None:
@@ -82,22 +82,22 @@ class ClientMemory:
 
     @property
     def variables(self) -> list[keras.Variable]:
-        """What a checkpoint must hold: what is not empty."""
+        """The variables that a checkpoint must contain: those that are not empty."""
         return [each for each in (self.server, *self.tables) if 0 not in each.shape]
 
     # In a replica context.
 
     def read(self, client: tf.Tensor) -> tuple[tf.Tensor, Kept]:
-        """The server's control variate, and what some clients keep.
+        """The server's control variate, and the state of some clients.
 
         Args:
-          client: Int32 `[C]`, -1 for nobody.
+          client: Int32 `[C]`, -1 for none.
         """
         server, *tables = replica.read([self.server, *self.tables])
         return server, Kept(*(tf.gather(table, self._rows(client)) for table in tables))
 
     def store(self, share: RoundShare, kept: Kept, number: tf.Tensor, replicas: int) -> list[tf.Operation]:
-        """Keeps what the clients of all replicas keep now; returns the operations that do.
+        """Stores the new state of the clients of all replicas; returns the operations.
 
         The server's control variate moves by the mean change of the clients' over the whole population: those that took
         no part have not changed (Karimireddy et al. 2020, algorithm 1, line 17).
@@ -183,7 +183,7 @@ class FederatedStep(TrainStep):
         return StepReport(report, loss_scale, times)
 
     def _packed(self, sums: RoundSums) -> tf.Tensor:
-        """The sidecar without its flag, from what the clients of this replica add up to."""
+        """The sidecar without its flag, from the sums over the clients of this replica."""
         changes = [each for each, averaged in zip(sums.state, self.sidecar.averaged, strict=True) if averaged]
         front = tf.stack([tf.maximum(sums.count, _NOBODY), sums.loss])
         flat = [tf.reshape(each, [-1]) for each in [*sums.metrics, sums.counts, *changes]]

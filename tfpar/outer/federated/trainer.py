@@ -1,7 +1,7 @@
-"""`FederatedTrainer`: clients that train by themselves, on the loop, the checkpoints and the monitor of all training.
+"""`FederatedTrainer`: clients that train independently, on the loop, the checkpoints and the monitor of all training.
 
 A round is a step of the loop. A round's clients are spread over the replicas of all workers; each replica trains its
-own as one XLA program, and the exchange between workers carries the sum of what they have moved.
+own as one XLA program, and the exchange between workers carries the sum of their movements.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class FederatedTrainer:
         """Trains, evaluates, checkpoints and writes the results; resumes where the workdir holds a checkpoint.
 
         Args:
-          train: Training examples of all clients: a source of `tfpar.inputs`, arrays, or what else `as_source` takes.
+          train: Training examples of all clients: a source of `tfpar.inputs`, arrays, or what `as_source` takes.
           y: Labels, if `train` is an array.
           validation: Examples to evaluate the server's weights on, or None.
           hooks: Functions to run between rounds, see `tfpar.Hook`.
@@ -153,7 +153,7 @@ class FederatedTrainer:
             return run.run()
 
     def _sources(self, train: Any, y: Any, validation: Any) -> tuple[inputs.Source, Any]:
-        """The sources of what `fit` was given, with losses and metrics assigned to the model's outputs."""
+        """The sources of the arguments of `fit`, with losses and metrics assigned to the model's outputs."""
         source = inputs.as_source(train, y) if not isinstance(train, inputs.Source) else train
         if not isinstance(source, inputs.Source):
             raise ConfigError(
@@ -167,7 +167,7 @@ class FederatedTrainer:
         return source, validation
 
     def encoding(self) -> UpdateEncoding:
-        """How a client sends what it has moved."""
+        """How a client sends its movement."""
         shapes = [weight.shape for weight in self.program.model.trainable_variables]
         options = self._options
         return UpdateEncoding.of(options.update_codec, shapes, stateful=options.stateful_clients)

@@ -1,4 +1,4 @@
-"""Fragments of a model, which travel one after the other while steps run (Streaming DiLoCo, Douillard et al. 2025)."""
+"""Fragments of a model, exchanged one after the other while steps run (Streaming DiLoCo, Douillard et al. 2025)."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _PREFIX = "fragment/"
 
 
 def exchange_of(config: ExperimentConfig) -> Exchange:
-    """The exchange of a configuration, not built yet: in fragments, where it asks for such."""
+    """The exchange of a configuration, not built yet; in fragments if the configuration has them."""
     spec, outer = config.exchange.exchange, config.outer
     return FragmentExchange(spec, outer.outer_fragments) if outer.streams else Exchange(spec)
 
 
 def divide(weights: Sequence[keras.Variable], fragments: int) -> list[tuple[int, ...]]:
-    """Divides a model into fragments: whole layers, in their order, of about as many bytes each.
+    """Divides a model into fragments of whole layers, in their order, with about the same number of bytes each.
 
     Args:
       weights: The trainable weights, in the order of the layers.
@@ -62,7 +62,7 @@ def divide(weights: Sequence[keras.Variable], fragments: int) -> list[tuple[int,
 
 
 class FragmentExchange(Exchange):
-    """An exchange for each fragment, and a thread in which they run beside the training steps.
+    """An exchange for each fragment, and a thread that runs them concurrently with the training steps.
 
     Exchanges run in the order in which they are started, one at a time: the same on every worker.
 
@@ -83,7 +83,7 @@ class FragmentExchange(Exchange):
         self._background = _Background()
 
     def build(self, variables: Sequence[Any], **options: Any) -> None:
-        """See `Exchange.build`. Movements are dense, so that no rows of embeddings travel.
+        """See `Exchange.build`. Movements are dense, so no rows of embeddings are sent.
 
         Raises:
           ConfigError: The model has fewer layers than fragments.
@@ -95,7 +95,7 @@ class FragmentExchange(Exchange):
             part.build([variables[place] for place in places], **options)
 
     def start(self, exchange: Callable[[], Any]) -> concurrent.futures.Future[Any]:
-        """Runs an exchange beside what this thread does next, after those started before."""
+        """Runs an exchange in the background, after those started before."""
         return self._background.start(exchange)
 
     @property
@@ -114,7 +114,7 @@ class FragmentExchange(Exchange):
         return "\n".join(part.plan_table for part in self.parts if part.plan_table)
 
     def export(self) -> dict[str, np.ndarray]:
-        """See `Exchange.export`; once the exchanges under way have ended."""
+        """See `Exchange.export`; waits until running exchanges have ended."""
         self._background.wait()
         return {
             f"{_PREFIX}{number}/{name}": value
@@ -131,7 +131,7 @@ class FragmentExchange(Exchange):
     def retune(self) -> bool:
         """See `Exchange.retune`."""
         self._background.wait()
-        changed = [part.retune() for part in self.parts]  # all of them, whatever the first says
+        changed = [part.retune() for part in self.parts]  # all of them: `any` over a generator would stop at the first
         return any(changed)
 
     def observed(self) -> dict[str, float]:
@@ -163,7 +163,7 @@ def _reader_of(read: Callable[[int], Mapping[str, np.ndarray]], prefix: str) -> 
 
 
 class _Background:
-    """One thread that makes calls in turn. It keeps no process alive: a peer that is gone may leave it waiting."""
+    """One thread that makes calls in order. It does not keep the process alive: a lost peer may leave it waiting."""
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[tuple[concurrent.futures.Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
@@ -176,7 +176,7 @@ class _Background:
         return self._last is None or self._last.done()
 
     def start(self, call: Callable[[], Any]) -> concurrent.futures.Future[Any]:
-        """Makes a call after those before; its result, or its error, is in the future."""
+        """Makes a call after the earlier ones; the future receives its result or its error."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="fragments", daemon=True)
             self._thread.start()

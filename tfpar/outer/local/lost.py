@@ -1,4 +1,4 @@
-"""Workers whose weights are no longer finite: they give nothing to a round, and may not do so again and again."""
+"""Workers whose weights are no longer finite: they contribute nothing to a round, and only a few times in a row."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from tfpar.config import TrainingError
 
 _log = logging.getLogger(__name__)
 
-# Exchanges in a row to which a worker gives nothing before the run ends.
+# Consecutive exchanges without the contribution of a worker after which the run ends.
 _AT_MOST = 3
 
 
 class LostWorkers:
-    """Counts exchanges in a row to which some worker had nothing to give.
+    """Counts consecutive exchanges to which a worker contributed nothing.
 
     Args:
       reports: Whether this process prints warnings.
@@ -25,14 +25,14 @@ class LostWorkers:
         self._in_a_row = 0
 
     def reset(self) -> None:
-        """Starts to count again."""
+        """Sets the count to 0."""
         self._in_a_row = 0
 
     def note(self, lost: Sequence[int], step: int, what: str = "round") -> None:
-        """Takes note of one exchange.
+        """Records one exchange.
 
         Args:
-          lost: Ranks of the workers that had nothing to give.
+          lost: Ranks of the workers that contributed nothing.
           step: Steps done.
           what: What was exchanged, for messages.
 
@@ -46,8 +46,8 @@ class LostWorkers:
         text = f"the weights of {who} were not finite at the end of the {what} at step {step}"
         if self._in_a_row >= _AT_MOST:
             raise TrainingError(
-                f"{text}, {self._in_a_row} {what}s in a row. Lower --learning_rate, give --clip_norm, or look at the "
+                f"{text}, {self._in_a_row} {what}s in a row. Lower --learning_rate, give --clip_norm, or check the "
                 "examples of these workers."
             )
         if self._reports:
-            _log.warning("%s: it has nothing to give, and goes on from the weights of all", text)
+            _log.warning("%s: it contributes nothing to the exchange, and continues from the outer weights", text)

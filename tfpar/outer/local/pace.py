@@ -1,26 +1,26 @@
-"""How many local steps make exchanges take a given share of the time: `--local_steps=auto`."""
+"""The number of local steps with which exchanges take a given share of the time: `--local_steps=auto`."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 
-# Rounds that are measured are this long. The first of them, which traces the exchange, does not count.
+# The length and number of the rounds that are measured. The first one traces the exchange and is not counted.
 TRIAL_STEPS = 10
 TRIAL_ROUNDS = 3
-# No round is longer: the weights of workers would drift apart for the sake of an exchange that is dear.
+# The longest round: in longer ones the weights of the workers would drift apart.
 LONGEST = 1000
 
 
 @dataclasses.dataclass
 class Pace:
-    """What steps and exchanges have taken, the same on every worker.
+    """The measured times of steps and exchanges, the same on every worker.
 
     Attributes:
-      steps: Steps that have been timed.
+      steps: Number of timed steps.
       step_seconds: Their time, in seconds.
       rounds: Exchanges done since the start; the first is not timed.
-      exchange_seconds: The shortest of the others, in seconds: what else the machines do only adds to it.
+      exchange_seconds: The shortest of the other exchanges, in seconds: other load on the machines only adds time.
     """
 
     steps: int = 0
@@ -30,11 +30,11 @@ class Pace:
     _calls: int = 0
 
     def note_steps(self, steps: int, seconds: float) -> None:
-        """Takes note of a call of several steps; the first one compiles, and does not count.
+        """Records a call of several steps; the first call compiles and is not counted.
 
         Args:
           steps: How many.
-          seconds: The mean of what they took on each worker.
+          seconds: Their time, in the mean over the workers.
         """
         self._calls += 1
         if self._calls > 1:
@@ -42,10 +42,10 @@ class Pace:
             self.step_seconds += seconds
 
     def note_exchange(self, seconds: float) -> None:
-        """Takes note of an exchange.
+        """Records an exchange.
 
         Args:
-          seconds: What it took on the slowest worker, once all had begun.
+          seconds: Its time on the slowest worker, from the moment when all had begun.
         """
         self.rounds += 1
         if self.rounds > 1:
@@ -62,7 +62,7 @@ class Pace:
         With S seconds a step and E an exchange, the share of the time is `E / (E + H * S)`.
 
         Args:
-          share: Of the time, between 0 and 1.
+          share: The share of the time, between 0 and 1.
         """
         step = max(self.step_seconds / self.steps, 1e-9)
         return min(max(math.ceil(self.exchange_seconds * (1.0 - share) / (share * step)), 1), LONGEST)

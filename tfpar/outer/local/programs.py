@@ -1,7 +1,7 @@
-"""What runs on devices of a fragment's flight: reading what was moved, summing it, applying it.
+"""The device programs of a fragment: reading its movement, summing it over the workers, applying the mean.
 
-Shapes: K is the number of workers. Beside the movements of weights, an exchange sums a vector exactly: the shares, the
-weighted squares of the distances, K flags of workers that give something, and the movements of states.
+Shapes: K is the number of workers. Besides the movements of weights, an exchange sums a vector exactly: the shares, the
+weighted squares of the distances, K flags of the workers that contribute, and the movements of states.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class FragmentPrograms:
 
     Args:
       model: The model's variables in the fragment: weights, then states.
-      outer: Their other set, see `TwoSets`.
+      outer: The other set of these variables, see `TwoSets`.
       size: How many of them are weights.
       optimizer: The outer optimizer of these weights.
       learning_rate: Its rate.
@@ -61,37 +61,37 @@ class FragmentPrograms:
         self.retrace()
 
     def retrace(self) -> None:
-        """Makes the next exchange be traced again, which has changed."""
+        """Causes the next exchange, which has changed, to be traced again."""
         self._sum = function(self._summed)
 
     @property
     def sidecar_length(self) -> int:
-        """Scalars that are summed beside the movements of weights."""
+        """Number of scalars that are summed besides the movements of weights."""
         return HEAD + self._workers + sum(map(math.prod, self._shapes))
 
     def read(self, share: float, *, gives: bool) -> Any:
-        """What this worker has moved, weighted, as arguments for `sums`.
+        """The weighted movement of this worker, as arguments for `sums`.
 
         Args:
-          share: Its share.
-          gives: Whether it has something to give; values may be NaN where it has not.
+          share: The share of this worker.
+          gives: Whether it contributes; if not, values may be NaN.
         """
         return self._read(tf.constant(share if gives else 0.0, tf.float32), tf.constant(float(gives)))
 
     def sums(self, given: Any) -> Any:
         """The exchange of what `read` returned, traced: a call of it, from any thread, returns tensors.
 
-        They are the mean movement of each weight and state, and `[HEAD + K]` of what was summed beside.
+        The tensors are the mean movement of each weight and state, and the vector `[HEAD + K]` of the other sums.
         """
-        # Traced here: two threads must not trace at a time.
+        # Traced here, because two threads must not trace at the same time.
         return functools.partial(self._sum.get_concrete_function(*given), *given)
 
     def apply(self, values: Tensors, own_share: float) -> tuple[float, float]:
-        """Takes the outer step; all workers alike.
+        """Takes the outer step, the same on all workers.
 
         Args:
           values: The mean movement of each weight and state.
-          own_share: Share of its own weights in those that this worker continues from.
+          own_share: The share of its own weights in the weights that this worker continues from.
 
         Returns:
           L2 norms of the mean movement of weights, and of their change.
@@ -104,13 +104,13 @@ class FragmentPrograms:
         return movement, update
 
     def _read_on_replica(self, share: tf.Tensor, flag: tf.Tensor) -> Tensors:
-        """What this replica gives: its part of the weighted movement, and of the vector summed beside."""
+        """The contribution of this replica: its part of the weighted movement, and of the vector of the other sums."""
         share, flag = share / float(self._local), flag / float(self._local)  # an exchange adds up a worker's replicas
         inner, outer = replica.read(self.model), replica.read(self.outer)
         moved = [tf.cast(old, tf.float32) - tf.cast(new, tf.float32) for old, new in zip(outer, inner, strict=True)]
         size = self._size
         squared = tf.math.multiply_no_nan(tf.square(l2_norm(moved[:size])), share)
-        # Where the share is 0, values may be NaN.
+        # If the share is 0, values may be NaN.
         moved = [tf.math.multiply_no_nan(each, share) for each in moved]
         flags = flag * tf.one_hot(self._worker, self._workers)
         state = [tf.reshape(each, [-1]) for each in moved[size:]]
@@ -122,11 +122,11 @@ class FragmentPrograms:
 
     def _sum_on_replica(self, *given: tf.Tensor) -> Tensors:
         *moved, vector = given
-        # An exchange that keeps what is not sent needs to know that there will be a step: there always is.
+        # An exchange with residuals must know that there will be a step: there always is.
         sums, vector = self._exchange.reduce_sums(moved, vector, lambda _: tf.constant(True))
         beside, state = vector[: HEAD + self._workers], vector[HEAD + self._workers :]
         total = beside[0]
-        # Shares add up to 1 but for rounding, unless a worker has nothing to give.
+        # Shares add up to 1 up to rounding, unless a worker contributes nothing.
         factor = tf.where(tf.abs(total - 1.0) < 1e-4, 1.0, tf.math.divide_no_nan(1.0, total))
         changes = tf.split(state, [math.prod(shape) for shape in self._shapes]) if self._shapes else []
         changes = [tf.reshape(change, shape) for change, shape in zip(changes, self._shapes, strict=True)]

@@ -1,9 +1,9 @@
-"""Rounds of local steps: workers train by themselves, and what they have moved is exchanged (Douillard et al. 2023).
+"""Rounds of local steps: workers train independently, then exchange their movements (Douillard et al. 2023).
 
-Between two rounds every worker has weights of its own, the *inner* weights, which its own steps change. At the end of a
+Between two rounds every worker has its own weights, the *inner* weights, which its own steps change. At the end of a
 round, worker k has moved by `d_k = outer - inner_k` and counts with `s_k`, its share of what the workers' losses
 averaged over in the round: examples, or positions. The exchange sums `s_k d_k`, with the codec and the error feedback
-of `--exchange`; the outer optimizer applies the sum to the *outer* weights, from which all workers go on. Batch
+of `--exchange`; the outer optimizer applies the sum to the *outer* weights, from which all workers continue. Batch
 statistics are averaged with the same shares, exactly.
 
 `weights.py` has the two sets of weights; `streaming.py` exchanges fragments of them while steps run.
@@ -31,20 +31,20 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-# Bytes that each worker sends to each other one: of a step, what it reports (loss, count, divisor and flag), and of a
-# round, its weight, its norm and its flag. float64.
+# Bytes that each worker sends to each other one: the report of a step (loss, count, divisor and flag), and in a round
+# its weight, its norm and its flag. float64.
 STEP_BYTES, ROUND_BYTES = 32, 24
 
 
 class RoundReport(NamedTuple):
-    """What a round shows, the same on every worker.
+    """The report of a round, the same on every worker.
 
     Attributes:
       drift: Root mean square of the workers' distances from their mean, L2, weighted by their shares.
       movement: L2 norm of the mean movement that was applied.
       update: L2 norm of the change of the outer weights.
       wire_bytes: Bytes that each worker has sent in the exchange.
-      fragment: Which fragment of the model it was; 0 where the model travels whole.
+      fragment: The number of the fragment of the model; 0 if the model is exchanged whole.
     """
 
     drift: float
@@ -72,9 +72,9 @@ class Rounds:
       steps: Local steps of a round.
       seconds: Of a round in which each worker takes as many steps as it can; 0: rounds have a number of steps.
       taken: Int64 `[workers]`: with `seconds`, steps that each worker has taken; None before the first.
-      pace: Measures how long rounds should be; None where that is known.
-      pending: Steps of the round under way, the same on every worker.
-      weight: What this worker's losses have averaged over in them, where it has applied them.
+      pace: Measures how long rounds should be; None if that is known.
+      pending: Steps of the round in progress, the same on every worker.
+      weight: What this worker's losses averaged over, in those of these steps that it has applied.
       done: Rounds done, over all starts of the run.
     """
 
@@ -112,7 +112,7 @@ class Rounds:
         self.retrace()
 
     def retrace(self) -> None:
-        """Makes the next round trace the exchange again, which has changed."""
+        """Causes the exchange, which has changed, to be traced again in the next round."""
         self._end = function(self._exchange_and_apply)
 
     @property
@@ -122,12 +122,12 @@ class Rounds:
 
     @property
     def state_count(self) -> int:
-        """How many of `model_variables`, at their end, are state."""
+        """The number of state variables, the last ones of `model_variables`."""
         return len(self._state)
 
     @property
     def under_way(self) -> bool:
-        """Whether a round has begun: there are steps that have not been exchanged."""
+        """Whether a round is in progress: there are steps whose movement has not been exchanged."""
         return self.pending > 0
 
     def start(self) -> None:
@@ -138,13 +138,13 @@ class Rounds:
         self.begin()
 
     def begin(self) -> None:
-        """Before local steps: where a round begins, the outer weights are what the model has; a hook may have assigned
-        them since the last one."""
+        """Called before local steps. At the beginning of a round the model's weights become the outer weights: a hook
+        may have assigned them since the last round."""
         if not self.under_way:
             self.sets.keep()
 
     def choose(self) -> int:
-        """Ends the measuring: the length of the rounds from now on, the same on every worker."""
+        """Ends the measurement; returns the length of the rounds from now on, the same on every worker."""
         assert self.pace is not None
         self.steps, self.pace = self.pace.local_steps(self._options.outer_time_share), None
         return self.steps
@@ -172,24 +172,24 @@ class Rounds:
         return self.finish(agreement, step) if finished or self.seconds or step % self.steps == 0 else []
 
     def finish(self, agreement: WorkerAgreement, step: int) -> list[RoundReport]:
-        """Ends the round under way; all workers have the same weights then. See `end`."""
+        """Ends the round in progress; all workers then have the same weights. See `end`."""
         report = self.end(agreement, step)
         return [report] if report else []
 
     def end(self, agreement: WorkerAgreement, step: int) -> RoundReport | None:
-        """Ends the round: exchanges what the workers have moved, and applies the mean. All workers call it together.
+        """Ends the round: exchanges the workers' movements, and applies their mean. All workers call it together.
 
-        A worker whose weights are no longer finite gives nothing, and goes on from the outer weights like all others.
+        A worker whose weights are no longer finite contributes nothing. It continues from the outer weights as all do.
 
         Args:
           agreement: Between the workers.
           step: Steps done, for messages.
 
         Returns:
-          What it shows; None where no worker has anything to give.
+          The report; None if no worker contributed.
 
         Raises:
-          TrainingError: A worker had nothing to give three times in a row.
+          TrainingError: A worker contributed nothing three times in a row.
         """
         self.sets.show_inner()
         squared = self.sets.moved() ** 2
@@ -219,10 +219,10 @@ class Rounds:
         return self._exchange.traffic(self.workers, sidecar_length)
 
     def traffic(self, dense: Traffic, steps: int = 0) -> Traffic:
-        """Bytes of a step, in the mean over rounds.
+        """Bytes of a step, averaged over rounds.
 
         Args:
-          dense: What a step would cost that exchanges gradients.
+          dense: The traffic of a step that exchanges gradients.
           steps: Steps done, over all starts of the run; 0: those of a whole round.
         """
         if self.workers == 1:
@@ -233,11 +233,11 @@ class Rounds:
         return Traffic(one.codec, one.pattern, round(one.payload_bytes * part), round(sent), dense.dense_bytes)
 
     def apply(self, movement: Sequence[np.ndarray], state: Sequence[np.ndarray]) -> None:
-        """Applies a mean movement that was not exchanged, and takes a mean state; all workers alike.
+        """Applies a mean movement that was not exchanged, and assigns a mean state; the same on all workers.
 
         Args:
-          movement: By which the workers have moved: `outer - inner`, for each weight.
-          state: For each state, what it is now.
+          movement: The mean of `outer - inner` over the workers, for each weight.
+          state: The new value of each state.
         """
         mean, values = [*map(tf.constant, movement)], [*map(tf.constant, state)]
         function(lambda: self._strategy.run(lambda: self._apply(mean, values)))()
@@ -248,7 +248,7 @@ class Rounds:
         return self.sets.inner_values()
 
     def resume_inner(self, values: Sequence[np.ndarray], pending: int, weight: float) -> None:
-        """Goes on within a round, after `start`.
+        """Continues within a round, after `start`.
 
         Args:
           values: From `inner_values`.
@@ -264,16 +264,16 @@ class Rounds:
         self.sets.assign_here(variable, value)
 
     fragments = 1
-    own_share = 0.0  # of its own weights in those that a worker continues from
+    own_share = 0.0  # the share of its own weights in the weights that a worker continues from
 
     def export(self) -> dict[str, np.ndarray]:
-        """What a checkpoint holds beside weights and counts: a length of rounds that was measured, or steps taken."""
+        """The arrays of a checkpoint besides weights and counts: a measured length of rounds, or steps taken."""
         if self.seconds and self.taken is not None:
             return {"taken": self.taken.copy()}
         return {"steps": np.array(self.steps)} if self._options.local_steps == AUTO and self.pace is None else {}
 
     def restore(self, arrays: Mapping[str, np.ndarray], *, same_workers: bool) -> set[int]:
-        """Takes up the count of rounds from a worker's file, and their length; see `Streaming.restore`."""
+        """Restores the count of rounds from a worker's file, and their length; see `Streaming.restore`."""
         self.taken = np.array(arrays["taken"], np.int64) if same_workers and "taken" in arrays else None
         if self._options.local_steps == AUTO and "steps" in arrays:
             self.steps, self.pace = int(arrays["steps"]), None
@@ -287,16 +287,16 @@ class Rounds:
         return self._strategy.experimental_local_results(self._strategy.run(self._on_replica, args=(share,)))[0]
 
     def _on_replica(self, share: tf.Tensor) -> tf.Tensor:
-        part = share / float(self._local)  # the exchange adds up the replicas of a worker, which hold the same
+        part = share / float(self._local)  # the exchange sums over the replicas of a worker, which have the same values
         inner, outer = replica.read(self.model_variables), replica.read(self.outer_variables)
-        # Where the share is 0, values may be NaN.
+        # If the share is 0, values may be NaN.
         moved = [
             tf.math.multiply_no_nan(tf.cast(old, tf.float32) - tf.cast(new, tf.float32), part)
             for old, new in zip(outer, inner, strict=True)
         ]
         count = len(self._weights)
         vector = tf.concat([[part], *(tf.reshape(each, [-1]) for each in moved[count:])], axis=0)
-        # An exchange that keeps what is not sent needs to know that there will be a step: there always is.
+        # An exchange with residuals must know that there will be a step: there always is.
         mean, vector = self._exchange.reduce_sums(moved[:count], vector, lambda _: tf.constant(True))
         shapes = [variable.shape for variable in self._state]
         changes = tf.split(vector[1:], [math.prod(shape) for shape in shapes]) if shapes else []

@@ -1,9 +1,9 @@
-"""What each worker's file of a checkpoint holds of local steps, and how a run goes on from it.
+"""The state of local steps in each worker's file of a checkpoint, and how a run resumes from it.
 
 The checkpoint itself has the outer weights, the outer optimizer, and the inner optimizer of worker 0. A worker's own
-file has what differs between workers: its inner optimizer, its loss scale, and within a round its inner weights and
-state. As many workers go on with the same bits; others end the round under way with the parts of all workers first, and
-begin with the mean of their inner optimizers.
+file has the state that differs between workers: its inner optimizer, its loss scale, and within a round its inner
+weights and state. The same number of workers continues with the same bits; another number first ends the round in
+progress with the movements of all saved workers, and begins with the mean of their inner optimizers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def is_local(name: str) -> bool:
 
 
 def export(rounds: AnyRounds, loss_scale: LossScale | None) -> dict[str, np.ndarray]:
-    """What this worker alone has, for its file of a checkpoint.
+    """The state that only this worker has, for its file of a checkpoint.
 
     Args:
       rounds: At a stop between steps.
@@ -51,7 +51,7 @@ def export(rounds: AnyRounds, loss_scale: LossScale | None) -> dict[str, np.ndar
 
 
 def restore(rounds: AnyRounds, saved_workers: int, read: Callable[[int], Arrays]) -> tuple[LossScale | None, str]:
-    """Goes on where the workers of a saved run stopped. All variables of the checkpoint have been restored.
+    """Continues where the workers of a saved run stopped. All variables of the checkpoint have been restored.
 
     Args:
       rounds: Of this run.
@@ -84,10 +84,10 @@ def restore(rounds: AnyRounds, saved_workers: int, read: Callable[[int], Arrays]
 
 
 def _end_for_all(rounds: AnyRounds, saved_workers: int, read: Callable[[int], Arrays]) -> str:
-    """Ends the round under way with what all saved workers had moved, and averages their inner optimizers."""
+    """Ends the round in progress with the movements of all saved workers, and averages their inner optimizers."""
     count = len(rounds.model_variables)
     landed = rounds.restore(_checked(rounds, read(0), 0), same_workers=False)
-    own = rounds.own_share  # of what has arrived meanwhile, a worker would have taken the rest
+    own = rounds.own_share  # of a fragment that has arrived since, a worker would have taken the rest
     outer = [np.asarray(variable.numpy(), np.float64) for variable in rounds.model_variables]
     slots = [np.asarray(variable.numpy()) for variable in rounds.inner.variables]
     moved, total, pending = [np.zeros_like(value) for value in outer], 0.0, 0.0

@@ -1,10 +1,10 @@
-"""Local steps whose exchange travels in fragments, beside the steps (Streaming DiLoCo, Douillard et al. 2025).
+"""Local steps with an exchange in fragments while steps run (Streaming DiLoCo, Douillard et al. 2025).
 
-The model is divided into P fragments. Each leaves every H steps, one after the other, every H/P steps: what worker k
-has moved, `d_k = outer - inner_k`, is read at that step, and travels while the worker trains on. The mean is applied
-`delay` steps later, at the same step on every worker, whenever it has arrived: the outer optimizer makes new outer
-weights of it, and worker k continues from `a * inner_k + (1 - a) * outer` (algorithm 2, line 15), in which its steps
-since then are kept in part. Results do not depend on how long the exchange takes.
+The model is divided into P fragments. The exchange of each one starts every H steps, one fragment every H/P steps: the
+movement of worker k, `d_k = outer - inner_k`, is read at that step, and sent while the worker continues training. The
+mean is applied `delay` steps later, at the same step on every worker, no matter when it has arrived: the outer
+optimizer computes new outer weights from it, and worker k continues from `a * inner_k + (1 - a) * outer` (algorithm 2,
+line 15), which keeps a part of its steps since then. Results do not depend on the duration of the exchange.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ import tensorflow as tf
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Flight:
-    """A fragment between its leaving and its being applied.
+class _RunningExchange:
+    """A fragment between the start of its exchange and its application.
 
     Attributes:
       due: The step at which it is applied.
-      result: Tensors: the mean movement of each weight, that of each state (last fragment), and what was summed beside.
+      result: Tensors: the mean movement of each weight and (last fragment) state, and the vector of the other sums.
     """
 
     due: int
@@ -44,12 +44,12 @@ class _Flight:
 
 
 class Streaming:
-    """The outer weights of a run, and the fragments that travel. Every worker has one.
+    """The outer weights of a run, and the fragments that are being exchanged. Every worker has one.
 
     Args:
       options: Length of a round, fragments, delay, outer optimizer.
       weights: See `Rounds`.
-      state: See `Rounds`; it travels with the last fragment.
+      state: See `Rounds`; it is exchanged with the last fragment.
       kept: See `Rounds`.
       inner: See `Rounds`.
       exchange: Built for the weights.
@@ -58,12 +58,12 @@ class Streaming:
       workers: See `Rounds`.
 
     Attributes:
-      fragments: How many fragments, P.
-      steps: Steps between two leavings of a fragment, H.
+      fragments: Number of fragments, P.
+      steps: Steps between two exchanges of a fragment, H.
       pending: Steps since all workers had the outer weights.
-      done: Rounds done: how often the last fragment was applied.
-      state_count: How many of `model_variables`, at their end, are state.
-      applied: How often each fragment was applied.
+      done: Rounds done: the number of times that the last fragment was applied.
+      state_count: The number of state variables, the last ones of `model_variables`.
+      applied: The number of times that each fragment was applied.
     """
 
     def __init__(
@@ -114,12 +114,12 @@ class Streaming:
             )
         self._offsets = [round((part + 1) * self.steps / self.fragments) for part in range(self.fragments)]
         self.applied = [0] * self.fragments
-        self._flights: dict[int, _Flight] = {}
+        self._running: dict[int, _RunningExchange] = {}
         self._counts = np.zeros([self.fragments, workers])
         self._lost = LostWorkers(reports=worker == 0)
 
     def retrace(self) -> None:
-        """Makes the next exchanges be traced again, which have changed."""
+        """Causes the next exchanges, which have changed, to be traced again."""
         for programs in self._programs:
             programs.retrace()
 
@@ -130,7 +130,7 @@ class Streaming:
 
     @property
     def weight(self) -> float:
-        """What this worker's losses have averaged over since the fragment left that has waited longest."""
+        """What this worker's losses averaged over since the exchange of the least recently exchanged fragment."""
         return float(self._counts[:, self.worker].max())
 
     @property
@@ -140,14 +140,14 @@ class Streaming:
 
     @property
     def under_way(self) -> bool:
-        """Whether workers have weights of their own."""
+        """Whether workers have different weights."""
         return self.pending > 0
 
     def start(self) -> None:
         """Begins with the weights that the model has now, the same on every worker."""
-        for flight in self._flights.values():
-            flight.result.result()
-        self._flights.clear()
+        for exchange in self._running.values():
+            exchange.result.result()
+        self._running.clear()
         self._counts[:] = 0.0
         self.pending, self.sets.shown = 0, False
         self._lost.reset()
@@ -159,9 +159,9 @@ class Streaming:
             self.sets.keep()
 
     def next_stop(self, step: int) -> int:
-        """The next step at which a fragment leaves or is applied."""
+        """The next step at which the exchange of a fragment starts or is applied."""
         leaving = [step + (offset - step - 1) % self.steps + 1 for offset in self._offsets]
-        return min([*leaving, *(flight.due for flight in self._flights.values() if flight.due > step)])
+        return min([*leaving, *(exchange.due for exchange in self._running.values() if exchange.due > step)])
 
     def note(self, steps: int, weights: np.ndarray) -> None:
         """Counts local steps.
@@ -174,7 +174,7 @@ class Streaming:
         self._counts += weights
 
     def after_steps(self, agreement: WorkerAgreement, step: int, *, finished: bool) -> list[RoundReport]:
-        """Applies the fragments that are due at a step, then lets those leave whose turn it is.
+        """Applies the fragments that are due at a step, then starts the exchanges that are due.
 
         Args:
           agreement: Between the workers.
@@ -182,27 +182,27 @@ class Streaming:
           finished: Whether the run ends here.
 
         Returns:
-          What the fragments show that were applied.
+          The reports of the fragments that were applied.
 
         Raises:
-          TrainingError: A worker had nothing to give three times in a row.
+          TrainingError: A worker contributed nothing three times in a row.
         """
         self.sets.show_inner()
-        due = sorted(part for part, flight in self._flights.items() if flight.due <= step)
-        reports = [self._land(part, step) for part in due]
+        due = sorted(part for part, exchange in self._running.items() if exchange.due <= step)
+        reports = [self._finish_exchange(part, step) for part in due]
         if finished:
             return [report for report in reports if report] + self.finish(agreement, step)
         for part, offset in enumerate(self._offsets):
             if step % self.steps == offset % self.steps:
-                if part in self._flights:  # H has become smaller than when it left
-                    reports.append(self._land(part, step))
-                self._leave(part, step + self._options.delay)
+                if part in self._running:  # H has become smaller since its exchange started
+                    reports.append(self._finish_exchange(part, step))
+                self._start_exchange(part, step + self._options.delay)
                 if self._options.delay == 0:
-                    reports.append(self._land(part, step))
+                    reports.append(self._finish_exchange(part, step))
         return [report for report in reports if report]
 
     def finish(self, agreement: WorkerAgreement, step: int) -> list[RoundReport]:
-        """Ends the run: applies what travels, then what the workers have moved since; all have the same weights then.
+        """Ends the run: applies running exchanges, then the movements since; all workers then have the same weights.
 
         Args:
           agreement: Between the workers.
@@ -213,11 +213,11 @@ class Streaming:
         """
         del agreement
         self.sets.show_inner()
-        reports = [self._land(part, step) for part in sorted(self._flights)]
+        reports = [self._finish_exchange(part, step) for part in sorted(self._running)]
         for part in range(self.fragments):
             if self._counts[part].any():
-                self._leave(part, step)
-                reports.append(self._land(part, step, own_share=0.0))
+                self._start_exchange(part, step)
+                reports.append(self._finish_exchange(part, step, own_share=0.0))
         self.sets.take_back()
         self.pending = 0
         return [report for report in reports if report]
@@ -227,10 +227,10 @@ class Streaming:
         return self._exchange.parts[part].traffic(self.workers, self._programs[part].sidecar_length)
 
     def traffic(self, dense: Traffic, steps: int = 0) -> Traffic:
-        """Bytes of a step, in the mean over rounds.
+        """Bytes of a step, averaged over rounds.
 
         Args:
-          dense: What a step would cost that exchanges gradients.
+          dense: The traffic of a step that exchanges gradients.
           steps: Steps done; 0: those of a whole round.
         """
         if self.workers == 1:
@@ -265,26 +265,26 @@ class Streaming:
         """Assigns to this worker's copies of a variable."""
         self.sets.assign_here(variable, value)
 
-    # What checkpoints hold beside; see `saved.py`.
+    # Additional arrays of checkpoints; see `saved.py`.
 
     def export(self) -> dict[str, np.ndarray]:
-        """What travels, once it has arrived, and what has been counted."""
+        """The results of running exchanges, which it waits for, and the counts."""
         arrays = {"counts": self._counts.copy(), "applied": np.array(self.applied, np.int64)}
-        for part, flight in self._flights.items():
-            arrays[f"flight/{part}/due"] = np.array(flight.due, np.int64)
-            values = flight.result.result()
+        for part, exchange in self._running.items():
+            arrays[f"flight/{part}/due"] = np.array(exchange.due, np.int64)
+            values = exchange.result.result()
             arrays |= {f"flight/{part}/{number}": value.numpy() for number, value in enumerate(values)}
         return arrays
 
     def restore(self, arrays: Mapping[str, np.ndarray], *, same_workers: bool) -> set[int]:
-        """Takes up what `export` returned.
+        """Restores what `export` returned.
 
         Args:
-          arrays: Of this worker; of another one where the workers have changed.
-          same_workers: Whether there are as many as then. If not, what travelled is applied to the outer weights now.
+          arrays: Those of this worker, or of another one if the number of workers has changed.
+          same_workers: Whether the number of workers is the same. If not, results are applied to the outer weights now.
 
         Returns:
-          Places of the weights and states that were applied.
+          The indices of the weights and states that were applied.
         """
         self.applied = arrays["applied"].tolist()
         if same_workers:
@@ -296,9 +296,9 @@ class Streaming:
             count = len(self._places[part]) + 1
             future: concurrent.futures.Future[Tensors] = concurrent.futures.Future()
             future.set_result([tf.constant(arrays[f"flight/{part}/{number}"]) for number in range(count)])
-            self._flights[part] = _Flight(int(arrays[f"flight/{part}/due"]), future)
+            self._running[part] = _RunningExchange(int(arrays[f"flight/{part}/due"]), future)
             if not same_workers:
-                self._land(part, self._flights[part].due, own_share=0.0)
+                self._finish_exchange(part, self._running[part].due, own_share=0.0)
                 landed |= set(self._places[part])
         return landed
 
@@ -307,10 +307,10 @@ class Streaming:
         """The share of its own weights in those that a worker continues from."""
         return self._options.own_share
 
-    # The flight of a fragment.
+    # The exchange of a fragment.
 
-    def _leave(self, part: int, due: int) -> None:
-        """Reads what this worker has moved, and starts its exchange."""
+    def _start_exchange(self, part: int, due: int) -> None:
+        """Reads the movement of this worker, and starts its exchange."""
         finite, programs = math.isfinite(self.sets.moved()), self._programs[part]
         total = float(self._counts[part].sum())
         share = self._counts[part, self.worker] / total if total else 1.0 / self.workers
@@ -319,18 +319,18 @@ class Streaming:
         if not finite:
             self.sets.take_back()
             self.sets.mend(self.inner.variables)
-        self._flights[part] = _Flight(due, self._exchange.start(programs.sums(given)))
+        self._running[part] = _RunningExchange(due, self._exchange.start(programs.sums(given)))
 
-    def _land(self, part: int, step: int, own_share: float | None = None) -> RoundReport | None:
-        """Applies a fragment, which is waited for; None where no worker had anything to give."""
-        *values, beside = self._flights.pop(part).result.result()
+    def _finish_exchange(self, part: int, step: int, own_share: float | None = None) -> RoundReport | None:
+        """Waits for the exchange of a fragment and applies it; None if no worker contributed."""
+        *values, beside = self._running.pop(part).result.result()
         total, spread, *flags = beside.numpy().tolist()
         self._lost.note([worker for worker, flag in enumerate(flags) if not round(flag)], step, "exchange")
         if total == 0.0:
             return None
         movement, update = self._programs[part].apply(values, self.own_share if own_share is None else own_share)
         self.applied[part] += 1
-        if not (self._flights or self._counts.any() or self.own_share):
+        if not (self._running or self._counts.any() or self.own_share):
             self.pending = 0
         drift = max(spread / total - movement**2, 0.0) ** 0.5
         return RoundReport(drift, movement, update, self.traffic_of(part).wire_bytes, part)

@@ -1,8 +1,8 @@
-"""The two sets of weights of a worker that trains by itself: its inner weights, and the outer ones of all workers.
+"""The two sets of weights of a worker that trains independently: its inner weights, and the outer weights of all.
 
 The model's variables hold the inner weights while steps run, and the outer weights at the stops between them, where
-evaluation, hooks and checkpoints look at them. The other set lies in `outer` variables; the two are swapped, which
-copies nothing: an assignment hands a buffer over.
+evaluation, hooks and checkpoints read them. The other set is in the variables `outer`; the two sets are swapped without
+a copy: an assignment passes a buffer on.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class TwoSets:
 
     Attributes:
       model: The model's variables: weights, then state.
-      outer: A variable for each of them, for the set that the model does not show.
+      outer: A variable for each of them, with the set that the model does not show.
       count: How many of them are weights.
       shown: Whether the model shows the outer weights in place of the inner ones.
     """
@@ -74,7 +74,7 @@ class TwoSets:
         self.shown = not self.shown
 
     def moved(self) -> float:
-        """L2 norm of what this worker's weights have moved; not finite where a weight or a state is not."""
+        """L2 norm of the movement of this worker's weights; not finite if a weight or a state is not."""
         return float(self._norm().numpy())
 
     def inner_values(self) -> list[np.ndarray]:
@@ -93,7 +93,7 @@ class TwoSets:
             copy.assign(tf.cast(value, copy.dtype))
 
     def mend(self, variables: Sequence[keras.Variable]) -> None:
-        """Takes what is not finite out of an optimizer's state: with it, the weights would be lost again."""
+        """Sets non-finite values of an optimizer's state to 0; they would make the weights non-finite again."""
         for variable in variables:
             if tf.as_dtype(variable.dtype).is_floating:
                 value = np.asarray(variable.numpy())
