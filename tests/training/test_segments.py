@@ -37,7 +37,6 @@ def programs_of(trainer: tfpar.Trainer) -> set[str]:
         pytest.param("resnet", 3, {}, marks=pytest.mark.proof),
         pytest.param("language_model", 4, {"recompute": "blocks"}, marks=pytest.mark.proof),
         pytest.param("branches", 3, {}, marks=pytest.mark.proof),
-        pytest.param("recurrent", 2, {}, marks=pytest.mark.proof),
     ],
 )
 def test_segments_have_the_weights_of_one_program(model, segments, options):
@@ -74,6 +73,11 @@ def test_models_that_cannot_be_cut_are_refused(build, message):
 def test_more_segments_than_layers_are_refused():
     with pytest.raises(ConfigError, match=r"--jit_segments=12: model .* has 9 layers .*, too few for 12 segments"):
         segments_of(divided.dense(), 12)
+
+
+def test_recurrent_layers_are_refused():
+    with pytest.raises(ConfigError, match=r"--jit_segments=2: model .* has recurrent layers, .* Leave it out"):
+        segments_of(divided.recurrent(), 2)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,10 @@ from typing import NamedTuple
 
 from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.config.sections.train import AUTO_SEGMENTS
+from tfpar.optim import keras_internals
 from tfpar.parallel.topology import Topology
+
+import keras
 
 
 class Obstacle(NamedTuple):
@@ -58,3 +61,9 @@ def check_segments(config: ExperimentConfig, topology: Topology) -> None:
     number = config.train.jit_segments
     if number not in (1, AUTO_SEGMENTS) and (found := obstacle(config, topology)):
         raise ConfigError(f"--jit_segments={number}: {found.reason}. {found.remedy}")
+
+
+def is_recurrent(model: keras.Model) -> bool:
+    """Whether layers loop over steps: their lists of tensors cannot leave an XLA program for the backward pass
+    (TensorFlow 2.21: "Support for TensorList crossing the XLA/TF boundary is not implemented")."""
+    return any(isinstance(layer, keras.layers.RNN) for layer in keras_internals.all_layers(model))

@@ -22,6 +22,7 @@ from tfpar.training.pipeline.stage_program import Stage, stages_of
 from tfpar.training.pipeline.stages import Pipeline
 from tfpar.training.pipeline.step import PipelineCore
 from tfpar.training.placing.base import Placing, known_summary
+from tfpar.training.segments.check import is_recurrent
 from tfpar.training.segments.choose import chosen_for
 from tfpar.training.segments.step import SegmentedStep
 from tfpar.training.step import TrainStep
@@ -109,6 +110,11 @@ def segments_of(model: keras.Model, number: int) -> list[Stage]:
         raise ConfigError(
             f"{flag}: model {model.name!r} has a call of its own, not a graph of layers, so it cannot be cut. Build it "
             "with the functional API or as a Sequential, or leave it out."
+        )
+    if is_recurrent(model):
+        raise ConfigError(
+            f"{flag}: model {model.name!r} has recurrent layers, whose state cannot leave an XLA program for the "
+            "backward pass (TensorFlow 2.21). Leave it out."
         )
     steps = steps_of(graph)
     costs = costs_of(model, graph, steps)
