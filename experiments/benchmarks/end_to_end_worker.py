@@ -162,7 +162,7 @@ def tensorflow_contender(workload: Workload, seed: int, jit_compile: bool) -> Co
 
 
 def _tfpar(contender: str, workload: Workload, seed: int, jit_compile: bool) -> Contender:
-    """`tfpar.Trainer` with this exchange, and after `@segments=` so many XLA programs."""
+    """`tfpar.Trainer` with this exchange, and after `@segments=` so many XLA programs, or `auto`."""
     exchange, _, segments = contender.partition("@segments=")
     config = ExperimentConfig.from_flat_dict(
         {
@@ -171,7 +171,7 @@ def _tfpar(contender: str, workload: Workload, seed: int, jit_compile: bool) -> 
             "strategy": "multi_worker",
             "exchange": exchange,
             "jit_compile": str(jit_compile).lower(),
-            "jit_segments": int(segments or 1),
+            "jit_segments": "auto" if segments == "auto" else int(segments or 1),
             "optimizer": "adam",
             "learning_rate": workload.learning_rate,
             "schedule": "constant",

@@ -213,6 +213,12 @@ def test_what_a_backward_pass_hides():
     assert cost_model.exposed_seconds(slow, [1.0, 1.0]) == pytest.approx(0.25 + 20.0 - 1.0)
 
 
+def test_delays_of_messages_overlap():
+    costs = [Cost(50, latency=0.5, transfer=1.0, compute=0.0)] * 4
+    assert cost_model.exposed_seconds(costs, [0.0] * 4) == pytest.approx(4.0 + 0.5)
+    assert cost_model.exposed_seconds(costs, [1.0] * 4) == pytest.approx(1.0 + 0.5)
+
+
 def test_more_pieces_of_a_backward_pass_never_expose_more():
     def exposed(parts: int) -> float:
         cost = Cost(1, 0.0, transfer=4.0 / parts, compute=1.0 / parts, handling=0.5 / parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 
 from tests.integration.scripts.exchange_sums import BAD_STEP, EARLY, SHAPES
@@ -74,10 +75,15 @@ def test_exchanges_have_the_same_bits_as_over_tensorflow(tmp_path, workers, spec
 
 @pytest.mark.proof
 @pytest.mark.parametrize("workers", [2, 3, 4])
-def test_random_exchanges_in_one_operation_have_the_same_bits(workers):
-    result = launch(workers, "-m", "tests.integration.scripts.random_exchanges", "200")
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.count("all the same") == workers, result.stdout + result.stderr
+def test_random_exchanges_have_the_same_bits_over_both_transports(workers):
+    """`TFPAR_RANDOM_EXCHANGES` says how many; the output, from which number on, so that others come in other runs."""
+    count, first = int(os.environ.get("TFPAR_RANDOM_EXCHANGES", "150")), int(np.random.default_rng().integers(1 << 30))
+    print(f"{count} exchanges from number {first} on, {workers} workers")
+    script = ("-m", "tests.integration.scripts.random_exchanges", str(count), str(first))
+    result = launch(workers, *script, timeout=300.0 + 5.0 * count)
+    said = result.stdout + result.stderr
+    assert result.returncode == 0, said
+    assert said.count(f"exchanges {first} to {first + count - 1}, ") == said.count("all the same") == workers, said
 
 
 @pytest.mark.proof

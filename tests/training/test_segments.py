@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import re
+
 import tfpar
 from tests.integration.scripts import divided
+from tests.integration.test_multi_worker import launch
 from tests.training.test_pipeline import normalized, own, synchronized
+from tfpar.collectives.cost_model import NOTHING, Cost
 from tfpar.config import ConfigError
+from tfpar.training.segments.choose import Profile, added_seconds, choose_segments
 from tfpar.training.segments.placing import segments_of
 from tfpar.training.validate import validate_config
 
@@ -30,7 +37,6 @@ def programs_of(trainer: tfpar.Trainer) -> set[str]:
         pytest.param("resnet", 3, {}, marks=pytest.mark.proof),
         pytest.param("language_model", 4, {"recompute": "blocks"}, marks=pytest.mark.proof),
         pytest.param("branches", 3, {}, marks=pytest.mark.proof),
-        pytest.param("recurrent", 2, {}, marks=pytest.mark.proof),
     ],
 )
 def test_segments_have_the_weights_of_one_program(model, segments, options):
@@ -69,6 +75,11 @@ def test_more_segments_than_layers_are_refused():
         segments_of(divided.dense(), 12)
 
 
+def test_recurrent_layers_are_refused():
+    with pytest.raises(ConfigError, match=r"--jit_segments=2: model .* has recurrent layers, .* Leave it out"):
+        segments_of(divided.recurrent(), 2)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -83,3 +94,75 @@ def test_options_that_do_not_go_with_segments_are_refused(options, message):
     base = {"strategy": "mirrored", "devices": 2, "jit_segments": 2, "global_batch_size": 32, "model": "mlp"}
     with pytest.raises(ConfigError, match=message):
         validate_config(tfpar.ExperimentConfig.from_flat_dict({**base, **options}))
+
+
+def profile_of(**changes: object) -> Profile:
+    """A model of 24 equal layers, each of which has a bucket."""
+    cost = Cost(1 << 20, latency=1e-4, transfer=2e-2, compute=1e-3)
+    return dataclasses.replace(
+        Profile(
+            flops=[100] * 24,
+            crossing=[-1, *[1000] * 23],
+            ready=list(range(24)),
+            costs=[cost] * 24,
+            pass_seconds=0.6,
+            launch_seconds=1e-4,
+            copying=1e10,
+        ),
+        **changes,
+    )
+
+
+def test_auto_cuts_where_the_exchange_takes_as_long_as_the_pass():
+    choice = choose_segments(profile_of())
+    assert choice.segments > 1
+    assert f"{choice.segments}: " in choice.reason
+    added = [added_seconds(profile_of(), number) for number in (1, 2, 4, 8)]
+    assert added == sorted(added, reverse=True)  # launches and tensors at cuts cost nearly nothing here
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"costs": [Cost(1 << 10, latency=1e-5, transfer=1e-5, compute=0.0)] * 24},  # a small exchange
+        {"costs": [NOTHING] * 24},
+        {"launch_seconds": 0.3},
+        {"crossing": [-1, *[1 << 32] * 23]},
+        {"crossing": [-1] * 24},  # nowhere to cut
+        {"ready": [0] * 24},  # all gradients belong to the first layer
+        {"costs": [Cost(1 << 20, 0.0, transfer=0.0, compute=2e-2)] * 24},  # the processors do it all: nothing overlaps
+        {"costs": [Cost(1 << 20, 0.0, transfer=2e-2, compute=0.0, handling=2e-2)] * 24},
+    ],
+)
+def test_auto_leaves_one_program_where_nothing_is_gained(changes):
+    assert choose_segments(profile_of(**changes)).segments == 1
+
+
+def test_costs_of_programs_limit_their_number():
+    numbers = [choose_segments(profile_of(launch_seconds=seconds)).segments for seconds in (0.0, 5e-3, 2e-2, 0.3)]
+    assert numbers == sorted(numbers, reverse=True)
+    assert numbers[0] > numbers[2] > 1
+
+
+def test_auto_is_one_program_within_one_worker():
+    trainer = divided.here("mirrored", jit_segments="auto", **COMPILED)
+    assert trainer.program.placing.segments == 1
+    assert not trainer.program.placing.in_segments
+    assert len(programs_of(trainer)) == 4  # of two replicas: passes, and the update
+
+
+@pytest.mark.proof
+@pytest.mark.cluster
+def test_auto_between_two_workers_is_said_and_trains(tmp_path):
+    """On a slow link, which is pretended, the language model is cut; on that of this machine, as measured."""
+    digests = {}
+    for pretended in ("", "slow"):
+        workdir = tmp_path / (pretended or "own")
+        result = launch(2, "-m", "tests.integration.scripts.auto_segments", str(workdir), pretended)
+        said = result.stdout + result.stderr
+        assert result.returncode == 0, said
+        summary = json.loads((workdir / "summary.json").read_text())
+        assert re.search(rf"jit_segments auto: {summary['jit_segments']} \(pass of .* ms, exchange of", said), said
+        digests[pretended] = summary
+    assert digests["slow"]["jit_segments"] > 1
+    assert digests["slow"]["train_loss"] == pytest.approx(digests[""]["train_loss"], rel=1e-4)

@@ -140,13 +140,13 @@ def exposed_seconds(costs: Sequence[Cost], computing: Sequence[float]) -> float:
       costs: The cost of what is sent after each part, in the order of the parts; `NOTHING` for nothing.
       computing: Seconds of each part.
     """
-    busy = arrived = 0.0
+    busy = free = arrived = 0.0  # the processors until, the link until, and the last message
     for cost, seconds in zip(costs, computing, strict=True):
         left = busy + seconds + cost.compute
         busy = left + cost.handling
         if cost.sent:
             # The first piece is sent once it is encoded, and the last one once all are.
-            begins = max(left - cost.compute * (1.0 - 1.0 / cost.pieces), arrived)
-            last = max(begins + cost.transfer, left + cost.transfer / cost.pieces)
-            arrived = last + cost.latency
+            begins = max(left - cost.compute * (1.0 - 1.0 / cost.pieces), free)
+            free = max(begins + cost.transfer, left + cost.transfer / cost.pieces)
+            arrived = max(arrived, free + cost.latency)
     return max(busy, arrived) - math.fsum(computing)

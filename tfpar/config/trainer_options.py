@@ -243,10 +243,11 @@ class TrainerOptions(TypedDict, total=False):
     between replicas, and for convolutional models on CPUs, where XLA is slower. Without XLA a compressed exchange
     overlaps the backward pass, which helps on slow links."""
 
-    jit_segments: int
+    jit_segments: int | Literal["auto"]
     """XLA programs that the forward pass is cut into at the borders of layers, and the backward pass as well. With
     several, gradients of the last layers are exchanged while the first ones are computed, which helps on slow links. 1:
-    one program for both."""
+    one program for both. auto: as many as should be fastest, measured at the start, which compiles the passes once
+    more."""
 
     trainable: str
     """Weights that are trained: a regular expression, searched in their paths, or all. The others are frozen: they are

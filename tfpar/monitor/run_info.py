@@ -36,6 +36,7 @@ class RunInfo:
       line: The values in the progress line.
       counting_padding: Names of layers that count padding as examples: those that add losses, and those with Keras'
         batch statistics.
+      jit_segments: XLA programs that a pass is cut into; 1 if it is not.
     """
 
     config: ExperimentConfig
@@ -53,6 +54,7 @@ class RunInfo:
     metric_results: Callable[[Sequence[Any]], Mapping[str, Any]]
     line: LiveLine = dataclasses.field(default_factory=LiveLine)
     counting_padding: tuple[Sequence[str], Sequence[str]] = ((), ())
+    jit_segments: int = 1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -9,6 +9,7 @@ from tfpar.config.errors import ConfigError
 from tfpar.config.fields import ConfigBase, option
 
 ALL_WEIGHTS = "all"  # of --trainable
+AUTO_SEGMENTS = -1
 
 
 def check_pattern(flag: str, pattern: str, remedy: str) -> None:
@@ -61,8 +62,10 @@ class TrainConfig(ConfigBase):
         1,
         "XLA programs that the forward pass is cut into at the borders of layers, and the backward pass as well. With "
         "several, gradients of the last layers are exchanged while the first ones are computed, which helps on slow "
-        "links. 1: one program for both.",
+        "links. 1: one program for both. auto: as many as should be fastest, measured at the start, which compiles the "
+        "passes once more.",
         minimum=1,
+        words={"auto": AUTO_SEGMENTS},
         may_change_on_resume=True,
     )
     trainable: str = option(

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from tfpar.collectives import cost_model
-from tfpar.collectives.cost_model import Cost, Link
+from tfpar.collectives.cost_model import Cost, Link, Speed
 from tfpar.collectives.group import Group
 from tfpar.exchange import fusion, registry
 from tfpar.exchange import spec as specs
@@ -41,11 +41,13 @@ class Forecast:
       sent: The buckets, in the order of the tensors.
       link: As measured.
       speeds: Speed of the codec of each bucket.
+      copying: The speed of sums and copies of float32.
     """
 
     sent: list[Sent]
     link: Link
-    speeds: list[cost_model.Speed]
+    speeds: list[Speed]
+    copying: Speed
 
     def costs(self, workers: int) -> list[Cost]:
         """The cost of each bucket, among so many workers."""
@@ -78,7 +80,7 @@ def forecast(spec: Spec, shapes: Sequence[tf.TensorShape], group: Group, device:
     measured: Measured = measure.measure(group, codecs, device)
     known = dict(zip(codecs, measured.speeds, strict=True))
     speeds = [known.get(bucket.spec.options.codec, measured.copying) for bucket in sent]
-    return Forecast(sent, measured.link, speeds)
+    return Forecast(sent, measured.link, speeds, measured.copying)
 
 
 def buckets_of(spec: Spec, shapes: Sequence[tf.TensorShape]) -> list[Sent]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import tfpar_ops
 from tfpar.collectives.cost_model import COPYING, Link, Speed
 from tfpar.collectives.group import Group, allocate_instance_keys
+from tfpar.collectives.tensorflow import PER_WORKER, local_copy
 from tfpar_ops import Codec
 
 import numpy as np
@@ -119,7 +120,7 @@ def _link(group: Group) -> tuple[float, float, float]:
 def _codec(codec: Codec) -> tuple[float, float, float]:
     """Bytes of gradient encoded, and decoded, per second; relative error."""
     values = tf.random.stateless_normal([_ELEMENTS], [1, 2])
-    residual = tf.Variable(tf.zeros([_ELEMENTS]), trainable=False)
+    residual = local_copy(tf.Variable(tf.zeros([_ELEMENTS]), trainable=False, **PER_WORKER))
     seed_step = tf.constant([0, 0], tf.int64) if codec.rounding == "stochastic" else None
     encode = _traced(lambda: tfpar_ops.encode_into(residual, [values], codec, seed_step=seed_step).payload)
     payload = encode()

@@ -170,4 +170,5 @@ def _info(
         metric_results=program.core.metric_results,
         line=LiveLine(*pipeline.source.line) if isinstance(pipeline, inputs.MadePipeline) else LiveLine(),
         counting_padding=program.batch_readers.counting_padding(pipeline),
+        jit_segments=program.placing.segments or max(1, program.config.train.jit_segments),
     )

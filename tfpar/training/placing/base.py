@@ -27,6 +27,7 @@ class Placing:
     Attributes:
       several: Whether devices communicate within a replica's programs, so that each has its own program.
       in_segments: Whether a pass is several programs on one device, so that some gradients are ready before others.
+      segments: The number of these programs that `--jit_segments=auto` chose; 0 if it chose none.
       topology: How they lie; None where each has one.
       has_outputs: Whether this worker has the model's outputs; if several have the same, whether its outputs count.
       adds_sums: Whether this worker's sums of an evaluation count.
@@ -35,6 +36,7 @@ class Placing:
 
     several = False
     in_segments = False
+    segments = 0
     topology: Topology | None = None
     has_outputs = True
     adds_sums = True

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tfpar.config import ConfigError
+from tfpar.config.sections.train import AUTO_SEGMENTS
 from tfpar.parallel import strategies
 from tfpar.training.pipeline import PipelinePlacing
 from tfpar.training.placing.base import Placing
@@ -22,7 +23,7 @@ def placing_of(
     Args:
       runtime: The running strategy.
       shard: The state that replicas divide among themselves, see `--shard`.
-      segments: XLA programs that a pass is cut into, see `--jit_segments`.
+      segments: XLA programs that a pass is cut into, see `--jit_segments`; `AUTO_SEGMENTS` where they are to be chosen.
       layout: How layers are divided over a model axis, see `find_layout`.
 
     Raises:
@@ -35,6 +36,7 @@ def placing_of(
         return DividedPlacing(runtime, layout)
     if layout:
         raise ConfigError("layout determines how layers are divided, but no mesh divides them. Add mesh='model:2'.")
-    if segments > 1:
+    chooses = segments == AUTO_SEGMENTS and runtime.topology.name in ("mirrored", "multi_worker") and shard == "none"
+    if segments > 1 or chooses:
         return SegmentedPlacing(runtime)
     return GatheringPlacing(runtime) if shard == "weights" and runtime.topology.replicas > 1 else Placing()

@@ -2,44 +2,68 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from tfpar.config import ConfigError, ExperimentConfig
+from tfpar.config.sections.train import AUTO_SEGMENTS
+from tfpar.optim import keras_internals
 from tfpar.parallel.topology import Topology
+
+import keras
+
+
+class Obstacle(NamedTuple):
+    """Why passes cannot be cut into segments.
+
+    Attributes:
+      reason: Why, as a sentence without its end.
+      remedy: What to do.
+    """
+
+    reason: str
+    remedy: str = "Leave one of them out."
+
+
+def obstacle(config: ExperimentConfig, topology: Topology) -> Obstacle | None:
+    """The first thing among the options that does not go with `--jit_segments`; None if there is none."""
+    train = config.train
+    if topology.name in ("parameter_server", "tpu"):
+        why = "exchanges no gradients" if topology.name == "parameter_server" else "compiles a step as one program"
+        return Obstacle(f"segments do not work with --strategy={topology.name}, which {why}", "Leave it out.")
+    if topology.mesh.model > 1 or topology.mesh.pipeline > 1 or topology.replica_workers > 1:
+        return Obstacle(f"segments do not work with --mesh={config.strategy.mesh}, whose layers are cut already")
+    if topology.replicas == 1:
+        return Obstacle("a single replica exchanges nothing, so nothing could begin earlier", "Leave it out.")
+    if train.jit_compile == "false":
+        return Obstacle(
+            "segments do not work with --jit_compile=false: without XLA, the exchange overlaps the backward pass anyway"
+        )
+    if train.accumulate_steps > 1:
+        return Obstacle(
+            f"segments do not work with --accumulate_steps={train.accumulate_steps}: gradients are complete only after "
+            "the last micro-batch, all of them at once"
+        )
+    if train.shard != "none":
+        return Obstacle(f"segments do not work with --shard={train.shard} yet")
+    if config.outer.uses_rounds:
+        return Obstacle(
+            f"segments do not work with --local_steps={config.outer.local_steps}: no gradients are exchanged"
+        )
+    return None
 
 
 def check_segments(config: ExperimentConfig, topology: Topology) -> None:
-    """Refuses options that do not go with `--jit_segments`.
+    """Refuses options that do not go with a number of segments; with `auto` there is then one.
 
     Raises:
       ConfigError: The first of them, with what to use instead.
     """
-    train = config.train
-    if train.jit_segments == 1:
-        return
-    flag = f"--jit_segments={train.jit_segments}"
-    if topology.name in ("parameter_server", "tpu"):
-        why = "exchanges no gradients" if topology.name == "parameter_server" else "compiles a step as one program"
-        raise ConfigError(f"{flag} does not work with --strategy={topology.name}, which {why}. Leave it out.")
-    if topology.mesh.model > 1 or topology.mesh.pipeline > 1 or topology.replica_workers > 1:
-        raise ConfigError(
-            f"{flag} does not work with --mesh={config.strategy.mesh}, whose layers are cut already. Leave one of them "
-            "out."
-        )
-    if topology.replicas == 1:
-        raise ConfigError(f"{flag}: a single replica exchanges nothing, so nothing could begin earlier. Leave it out.")
-    if train.jit_compile == "false":
-        raise ConfigError(
-            f"{flag} does not work with --jit_compile=false: without XLA, the exchange overlaps the backward pass "
-            "anyway. Leave one of them out."
-        )
-    if train.accumulate_steps > 1:
-        raise ConfigError(
-            f"{flag} does not work with --accumulate_steps={train.accumulate_steps}: gradients are complete only after "
-            "the last micro-batch, all of them at once. Leave one of them out."
-        )
-    if train.shard != "none":
-        raise ConfigError(f"{flag} does not work with --shard={train.shard} yet. Leave one of them out.")
-    if config.outer.uses_rounds:
-        raise ConfigError(
-            f"{flag} does not work with --local_steps={config.outer.local_steps}: no gradients are exchanged. Leave "
-            "one of them out."
-        )
+    number = config.train.jit_segments
+    if number not in (1, AUTO_SEGMENTS) and (found := obstacle(config, topology)):
+        raise ConfigError(f"--jit_segments={number}: {found.reason}. {found.remedy}")
+
+
+def is_recurrent(model: keras.Model) -> bool:
+    """Whether layers loop over steps: their lists of tensors cannot leave an XLA program for the backward pass
+    (TensorFlow 2.21: "Support for TensorList crossing the XLA/TF boundary is not implemented")."""
+    return any(isinstance(layer, keras.layers.RNN) for layer in keras_internals.all_layers(model))

@@ -9,10 +9,12 @@ from typing import Any
 
 from tfpar import models
 from tfpar.config import ConfigError, ExperimentConfig
+from tfpar.config.sections.train import AUTO_SEGMENTS
 from tfpar.optim import keras_calls
 from tfpar.parallel import strategies
 from tfpar.parallel.pipeline.cuts import GPIPE, cut_evenly
 from tfpar.parallel.pipeline.devices import PipelineDevices
+from tfpar.process.activity import activity
 from tfpar.training.core import Core
 from tfpar.training.model import recompute
 from tfpar.training.pipeline.graph import costs_of, crossing_elements, steps_of
@@ -20,6 +22,8 @@ from tfpar.training.pipeline.stage_program import Stage, stages_of
 from tfpar.training.pipeline.stages import Pipeline
 from tfpar.training.pipeline.step import PipelineCore
 from tfpar.training.placing.base import Placing, known_summary
+from tfpar.training.segments.check import is_recurrent
+from tfpar.training.segments.choose import chosen_for
 from tfpar.training.segments.step import SegmentedStep
 from tfpar.training.step import TrainStep
 
@@ -36,17 +40,20 @@ class SegmentedPlacing(Placing):
     """
 
     in_segments = True
-    core_class = PipelineCore
+    core_class: type[Core] = PipelineCore
 
     def __init__(self, runtime: strategies.Runtime) -> None:
+        self._runtime = runtime
         self._devices = PipelineDevices(runtime.strategy.extended.worker_devices, 1)
         self._pipeline: Pipeline | None = None
 
     def place(self, model: keras.Model, config: ExperimentConfig, *, announced: bool) -> models.ModelSummary | None:
         """See `Placing`."""
+        if config.train.jit_segments == AUTO_SEGMENTS and self._chosen(model, config, announced=announced) == 1:
+            return None
         summary = known_summary(model)
         graph = keras_calls.graph_of(model)
-        stages = segments_of(model, config.train.jit_segments)
+        stages = segments_of(model, self.segments or config.train.jit_segments)
         recomputes = config.train.recompute != recompute.NONE and keras_calls.runs_graph_otherwise(graph)
         self._pipeline = Pipeline(model, stages, self._devices, GPIPE, recompute=recomputes, option="--jit_segments")
         keras_calls.replace_graph_run(graph, self._pipeline.run)
@@ -55,10 +62,21 @@ class SegmentedPlacing(Placing):
             _log.info("forward and backward pass in %d segments, from %s", len(stages), ", ".join(named))
         return summary
 
+    def _chosen(self, model: keras.Model, config: ExperimentConfig, *, announced: bool) -> int:
+        """Chooses the number of segments; one leaves the replica as it is without them."""
+        with activity("measuring for --jit_segments=auto", shown=announced):
+            choice = chosen_for(model, config, self._runtime)
+        self.segments = choice.segments
+        if self.segments == 1:
+            self.in_segments, self.core_class = False, Core
+        if announced:
+            _log.info("jit_segments auto: %d (%s)", choice.segments, choice.reason)
+        return self.segments
+
     def check(self, optimizer: keras.optimizers.Optimizer, core: Core) -> None:
         """See `Placing`."""
         del optimizer
-        if core.overwritten:
+        if self._pipeline and core.overwritten:
             raise ConfigError(
                 f"--jit_segments: model {core.model.name!r} has float8 layers, which segments cannot train yet. Leave "
                 "it out."
@@ -66,8 +84,8 @@ class SegmentedPlacing(Placing):
 
     def step_class(self, model: keras.Model) -> Callable[..., TrainStep]:
         """See `Placing`."""
-        del model
-        assert self._pipeline is not None
+        if self._pipeline is None:
+            return super().step_class(model)
         return functools.partial(SegmentedStep, self._pipeline)
 
 
@@ -92,6 +110,11 @@ def segments_of(model: keras.Model, number: int) -> list[Stage]:
         raise ConfigError(
             f"{flag}: model {model.name!r} has a call of its own, not a graph of layers, so it cannot be cut. Build it "
             "with the functional API or as a Sequential, or leave it out."
+        )
+    if is_recurrent(model):
+        raise ConfigError(
+            f"{flag}: model {model.name!r} has recurrent layers, whose state cannot leave an XLA program for the "
+            "backward pass (TensorFlow 2.21). Leave it out."
         )
     steps = steps_of(graph)
     costs = costs_of(model, graph, steps)
