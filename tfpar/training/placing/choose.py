@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from tfpar.config import ConfigError
+from tfpar.config.sections import TrainConfig
 from tfpar.parallel import strategies
+from tfpar.training.offload.placing import OffloadingPlacing
 from tfpar.training.pipeline import PipelinePlacing
 from tfpar.training.placing.base import Placing
 from tfpar.training.segments.placing import SegmentedPlacing
@@ -15,26 +17,27 @@ from tfpar.training.tensor_parallel import DividedPlacing
 
 
 def placing_of(
-    runtime: strategies.Runtime, layout: Mapping[str, Any] | None = None, shard: str = "none", segments: int = 1
+    runtime: strategies.Runtime, layout: Mapping[str, Any] | None = None, options: TrainConfig | None = None
 ) -> Placing:
     """The placement of the parts of replicas.
 
     Args:
       runtime: The running strategy.
-      shard: The state that replicas divide among themselves, see `--shard`.
-      segments: XLA programs that a pass is cut into, see `--jit_segments`.
       layout: How layers are divided over a model axis, see `find_layout`.
+      options: `shard`, `jit_segments` and `offload` count.
 
     Raises:
       ConfigError: There is a layout, but the mesh has no devices over which to divide layers.
     """
-    mesh = runtime.topology.mesh
+    mesh, options = runtime.topology.mesh, options or TrainConfig()
     if mesh.pipeline > 1 and (mesh.model > 1 or not layout):
         return PipelinePlacing(runtime, layout)
     if mesh.model > 1:
         return DividedPlacing(runtime, layout)
     if layout:
         raise ConfigError("layout determines how layers are divided, but no mesh divides them. Add mesh='model:2'.")
-    if segments > 1:
+    if options.jit_segments > 1:
         return SegmentedPlacing(runtime)
-    return GatheringPlacing(runtime) if shard == "weights" and runtime.topology.replicas > 1 else Placing()
+    if options.offload != "none":
+        return OffloadingPlacing()
+    return GatheringPlacing(runtime) if options.shard == "weights" and runtime.topology.replicas > 1 else Placing()
