@@ -3,7 +3,6 @@
 
 `INTERNALS` lists the names, who needs them and why; `tests/optim/test_keras_internals.py` has a canary for each, and
 finds private names that are used elsewhere. When a new Keras renames one, this file is what changes.
-
 Four parts: the table; functions that read or call a name; `OptimizerView`, which names Keras' private hooks; views.
 """
 
