@@ -284,7 +284,15 @@ def test_the_options_that_a_resumed_run_may_change():
         *("histogram_every", "idle_seconds", "input_threads", "jit_compile", "jit_segments"),
         *("keep_checkpoints", "keep_exports"),
         *("local_steps", "log_every"),
-        *("max_bad_steps", "mesh", "on_bad_record", "on_checkpoint_error", "outer_delay", "outer_learning_rate"),
+        *(
+            "max_bad_steps",
+            "mesh",
+            "offload",
+            "on_bad_record",
+            "on_checkpoint_error",
+            "outer_delay",
+            "outer_learning_rate",
+        ),
         *("outer_momentum", "outer_own_share", "outer_time_share"),
         *("peer_timeout", "pipeline_schedule", "prefetch", "profile_steps"),
         *(

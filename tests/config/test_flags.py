@@ -50,7 +50,7 @@ FLAG_NAMES = {
     "ema",
     "schedule": "schedule schedule_args warmup_steps",
     "train": "steps epochs stop_after accumulate_steps loss_weighting jit_compile jit_segments trainable lora "
-    "recompute shard steps_per_loop eval_every eval_batch_size eval_steps seed deterministic max_bad_steps",
+    "recompute shard offload steps_per_loop eval_every eval_batch_size eval_steps seed deterministic max_bad_steps",
     "checkpoint": "workdir checkpoint_every keep_checkpoints on_checkpoint_error warm_start",
     "monitor": "log_every histogram_every profile_steps profile_workers verbose tensorflow_log",
 }

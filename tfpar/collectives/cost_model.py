@@ -1,10 +1,10 @@
 """The cost of an exchange in bytes and seconds, for any number of workers. Each algorithm has its own cost function.
 
-The usual model of messages (Hockney 1994): a message of b bytes takes `latency + b / bandwidth`; a worker sends and receives
-at the same time, and all of them at once. A worker's processors encode, decode and sum, and also carry bytes to the
-link. In an exchange of one piece they work before and after the bytes travel. In an exchange of P pieces, chunks of a
-bucket or several buckets, one piece travels while the processors work on another: the time approaches that of the
-slower of the two, and only the work on one piece remains exposed.
+The usual model of messages (Hockney 1994): a message of b bytes takes `latency + b / bandwidth`; a worker sends and
+receives at the same time, and all workers do so at once. A worker's processors encode, decode and sum, and also carry
+bytes to the link. In an exchange of one piece they work before and after the bytes travel. In an exchange of P pieces,
+chunks of a bucket or several buckets, one piece travels while the processors work on another: the time approaches that
+of the slower of the two, and only the work on one piece remains exposed.
 """
 
 from __future__ import annotations

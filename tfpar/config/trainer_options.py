@@ -271,6 +271,12 @@ class TrainerOptions(TypedDict, total=False):
     each micro-batch of --accumulate_steps are sent separately. With weights, both passes gather the weights of each
     block, and the backward pass recomputes the block as with --recompute=blocks."""
 
+    offload: Literal["none", "optimizer"]
+    """State that is kept in the memory of the host: none; optimizer, the optimizer state, which is copied to the device
+    for the update and back, block of weights by block, so that the device holds that of one block at a time. A step
+    takes longer by the time of the copies. For one GPU per worker. Tested for placement and results on logical CPU
+    devices only; neither memory nor speed has been measured on a GPU."""
+
     steps_per_loop: int
     """Steps per call from Python. 0: enough to make the overhead of the call negligible."""
 

@@ -3,9 +3,7 @@
 
 `INTERNALS` lists the names, who needs them and why; `tests/optim/test_keras_internals.py` has a canary for each, and
 finds private names that are used elsewhere. When a new Keras renames one, this file is what changes.
-
-Four parts: the table; functions that read or call a name; `OptimizerView`, which gives Keras' private hooks names of
-our own, for optimizers that update in another way than their class; and how such views are made.
+Four parts: the table; functions that read or call a name; `OptimizerView`, which names Keras' private hooks; views.
 """
 
 from __future__ import annotations
@@ -14,6 +12,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import keras
@@ -45,7 +44,7 @@ INTERNALS = (
     # Read or called
     Internal("_trainable_variables", "Optimizer", "pure update, drop-in", "what it was built with, in order"),
     Internal("_get_variable_index", "Optimizer", "drop-in, LARS", "place of a variable among them"),
-    Internal("_distribution_strategy", "Optimizer", "Trainer", "the strategy in whose scope it was made"),
+    Internal("_distribution_strategy", "Optimizer", "Trainer, offload", "in whose scope it was made; places its state"),
     Internal("_model_variables_moving_average", "Optimizer", "evaluation, pure update", "EMA, in that order"),
     Internal("_update_model_variables_moving_average", "Optimizer", "pure update", "moves the EMA"),
     Internal("_use_weight_decay", "Optimizer", "all updates, LARS", "whether a variable is excluded from decay"),
@@ -96,6 +95,16 @@ def variable_index(optimizer: keras.optimizers.Optimizer, variable: Any) -> int:
 def variable_key(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> Any:
     """The key by which an optimizer identifies a variable."""
     return optimizer._var_key(variable)
+
+
+def build_here(optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]) -> None:
+    """Builds an optimizer with its state on the current device instead of next to the variables."""
+    strategy, beside = optimizer._distribution_strategy, SimpleNamespace(colocate_vars_with=contextlib.nullcontext)
+    set_untracked(optimizer, _distribution_strategy=SimpleNamespace(extended=beside))
+    try:
+        optimizer.build(variables)
+    finally:
+        set_untracked(optimizer, _distribution_strategy=strategy)
 
 
 def strategy_of(optimizer: keras.optimizers.Optimizer) -> tf.distribute.Strategy:

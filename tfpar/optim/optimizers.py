@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from tfpar.config import ConfigError, OptimizerConfig, unknown_name
@@ -64,6 +64,8 @@ ELEMENTWISE = (
     keras.optimizers.Ftrl,
     keras.optimizers.Lion,
 )
+# Names of those that need whole matrices, or norms of whole tensors.
+WHOLE_TENSORS = ("adafactor", "lamb", "lars", "muon")
 
 
 def names() -> list[str]:
@@ -198,16 +200,19 @@ def recreate(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimize
 
 
 def recreate_for(
-    optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]
+    optimizer: keras.optimizers.Optimizer,
+    variables: Sequence[keras.Variable],
+    build: Callable[..., Any] = keras.optimizers.Optimizer.build,
 ) -> keras.optimizers.Optimizer:
     """A copy of the optimizer built for other variables, with the state of those variables that both have.
 
     Args:
       optimizer: A built optimizer; it is not changed.
       variables: The variables that the new one updates.
+      build: Builds the copy for them.
     """
     copy = recreate(optimizer)
-    copy.build(variables)
+    build(copy, variables)
     # Keras 3.15 names a variable of an optimizer by the path of the weight that it belongs to.
     known = {variable.path: variable for variable in optimizer.variables}
     for variable in copy.variables:

@@ -112,7 +112,7 @@ class Program:
         """
         strategy, recorded_options = runtime.strategy, optimizer.recorded_options()  # before the rate is changed
         reports = runtime.topology.is_chief and config.monitor.verbose > 0
-        placing = placing_of(runtime, layout, config.train.shard, config.train.jit_segments)
+        placing = placing_of(runtime, layout, config.train)
         goal.check_names()
         made = placing.build_first(model, strategy, announced=reports)
         with placing.scope(model, strategy), activity("building the model", shown=reports):
@@ -129,8 +129,7 @@ class Program:
         check_precision(built, config.precision.precision)
         weights, topology = built.trainable_variables, placing.topology or runtime.topology
         share = OwnShare.of(config, topology, weights, optimizer, core.overwritten, strategy)
-        with placing.scope(model, strategy):
-            keras_optimizer = share.optimizer if share else optimizer.build(config, weights)
+        keras_optimizer = share.optimizer if share else placing.optimizer(optimizer, config, built, strategy)
         program = cls(
             *(config, topology, strategy, core, keras_optimizer),
             exchange_of(config),
@@ -295,8 +294,8 @@ class Program:
 
     def _step_class(self) -> Callable[..., TrainStep]:
         if own := LocalStep if self.rounds else self.own.step:
-            if self.placing.in_segments:
-                raise ConfigError("--jit_segments cuts the step of supervised training alone. Leave it out.")
+            if self.placing.own_step:
+                raise ConfigError(f"{self.placing.own_step} is for steps of supervised training alone. Leave it out.")
             return own
         return sharded_step(self.share) if self.share else self.placing.step_class(self.model)
 
@@ -326,8 +325,7 @@ class Program:
                 "the weights to shard. Create a new Trainer, or use --shard=none."
             )
         check_model(self.model, synchronous=self.topology.synchronous)
-        with self.placing.scope(self.model, self.strategy):
-            optimizer = optimizers.recreate_for(self.optimizer, weights)
+        optimizer = self.placing.recreated(self.optimizer, self.model, self.strategy)
         program = dataclasses.replace(self, optimizer=optimizer, exchange=exchange_of(self.config), _steps=[])
         program._build_exchange()
         return program

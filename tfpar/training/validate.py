@@ -36,6 +36,7 @@ from tfpar.training.duration import check_profile, total_steps
 from tfpar.training.local_steps.check import check_local_steps, check_resumed_rounds
 from tfpar.training.model.recompute import check_pattern
 from tfpar.training.model.xla import SYNCHRONISED
+from tfpar.training.offload.check import check_offload
 from tfpar.training.segments.check import check_segments
 from tfpar.training.uneven_batches import train_input
 
@@ -74,6 +75,8 @@ def validate_config(config: ExperimentConfig) -> Topology:
         check_sharding(config, topology)
         check_local_steps(config, topology)
         check_segments(config, topology)
+        check_offload(config, topology)
+        _check_whole_tensors(config, topology)
     if config.input.dataset != CUSTOM:
         inputs.check_kind(config.input)
     inputs.check_augmentation(config.input.augment)
@@ -352,6 +355,19 @@ def _check_labels_within_outputs(
                 f"class numbers, which must be {allowed}. Correct the labels, or use a loss for targets, such as "
                 "keras.losses.MeanSquaredError; labels that the loss ignores are named by from_arrays(ignore_class=)."
             )
+
+
+def _check_whole_tensors(config: ExperimentConfig, topology: Topology) -> None:
+    """Refuses early, by name, an optimizer that the trainer would refuse once it is built."""
+    name, mesh = config.optimizer.optimizer, topology.mesh
+    divides = mesh.model > 1 or (mesh.pipeline > 1 and topology.replica_workers > 1)
+    shards = config.train.shard == "weights" and topology.replicas > 1
+    if name in optimizers.WHOLE_TENSORS and (divides or shards):
+        by = f"--mesh={config.strategy.mesh}" if divides else "--shard=weights"
+        raise ConfigError(
+            f"--optimizer={name} needs whole tensors, which {by} divides over devices. Use an elementwise optimizer, "
+            f"such as adamw, or {'--mesh=data:... alone' if divides else '--shard=optimizer'}."
+        )
 
 
 def _check_compiles(config: ExperimentConfig, topology: Topology) -> None:

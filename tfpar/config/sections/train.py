@@ -98,6 +98,15 @@ class TrainConfig(ConfigBase):
         choices=("none", "optimizer", "gradients", "weights"),
         may_change_on_resume=True,
     )
+    offload: str = option(
+        "none",
+        "State that is kept in the memory of the host: none; optimizer, the optimizer state, which is copied to the "
+        "device for the update and back, block of weights by block, so that the device holds that of one block at a "
+        "time. A step takes longer by the time of the copies. For one GPU per worker. Tested for placement and results "
+        "on logical CPU devices only; neither memory nor speed has been measured on a GPU.",
+        choices=("none", "optimizer"),
+        may_change_on_resume=True,
+    )
     steps_per_loop: int = option(
         0,
         "Steps per call from Python. 0: enough to make the overhead of the call negligible.",

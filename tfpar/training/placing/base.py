@@ -12,9 +12,11 @@ from tfpar.collectives.tensorflow import world_group
 from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.exchange import DevicesOfReplica
 from tfpar.exchange.reducer import GatheredWeights
+from tfpar.optim import optimizers
 from tfpar.parallel.topology import Topology
 from tfpar.training.core import Core
 from tfpar.training.model.building import Original, build_model, scope_of
+from tfpar.training.optimizer_spec import OptimizerSpec
 from tfpar.training.step import TrainStep
 
 import keras
@@ -28,6 +30,7 @@ class Placing:
       several: Whether devices communicate within a replica's programs, so that each has its own program.
       in_segments: Whether a pass is several programs on one device, so that some gradients are ready before others.
       segments: The number of these programs that `--jit_segments=auto` chose; 0 if it chose none.
+      own_step: The option that changes the step of supervised training; empty if none does.
       topology: How they lie; None where each has one.
       has_outputs: Whether this worker has the model's outputs; if several have the same, whether its outputs count.
       adds_sums: Whether this worker's sums of an evaluation count.
@@ -37,6 +40,7 @@ class Placing:
     several = False
     in_segments = False
     segments = 0
+    own_step = ""
     topology: Topology | None = None
     has_outputs = True
     adds_sums = True
@@ -86,6 +90,24 @@ class Placing:
     def within(self) -> contextlib.AbstractContextManager[Any]:
         """For a replica context: operations traced in this context belong to the program of its devices."""
         return contextlib.nullcontext()
+
+    def optimizer(
+        self,
+        spec: OptimizerSpec,
+        config: ExperimentConfig,
+        model: keras.Model,
+        strategy: tf.distribute.Strategy,
+    ) -> keras.optimizers.Optimizer:
+        """The optimizer, built for the trainable variables of a model."""
+        with self.scope(model, strategy):
+            return spec.build(config, model.trainable_variables)
+
+    def recreated(
+        self, optimizer: keras.optimizers.Optimizer, model: keras.Model, strategy: tf.distribute.Strategy
+    ) -> keras.optimizers.Optimizer:
+        """A copy of the optimizer for the weights that are trainable now, see `optimizers.recreate_for`."""
+        with self.scope(model, strategy):
+            return optimizers.recreate_for(optimizer, model.trainable_variables)
 
     def step_class(self, model: keras.Model) -> Callable[..., TrainStep]:
         """The constructor of the step; takes the arguments of `TrainStep`."""

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from tfpar.config import ConfigError
+from tfpar.config.sections import TrainConfig
 from tfpar.config.sections.train import AUTO_SEGMENTS
 from tfpar.parallel import strategies
+from tfpar.training.offload.placing import OffloadingPlacing
 from tfpar.training.pipeline import PipelinePlacing
 from tfpar.training.placing.base import Placing
 from tfpar.training.segments.placing import SegmentedPlacing
@@ -16,27 +18,28 @@ from tfpar.training.tensor_parallel import DividedPlacing
 
 
 def placing_of(
-    runtime: strategies.Runtime, layout: Mapping[str, Any] | None = None, shard: str = "none", segments: int = 1
+    runtime: strategies.Runtime, layout: Mapping[str, Any] | None = None, options: TrainConfig | None = None
 ) -> Placing:
     """The placement of the parts of replicas.
 
     Args:
       runtime: The running strategy.
-      shard: The state that replicas divide among themselves, see `--shard`.
-      segments: XLA programs that a pass is cut into, see `--jit_segments`; `AUTO_SEGMENTS` where they are to be chosen.
       layout: How layers are divided over a model axis, see `find_layout`.
+      options: `shard`, `jit_segments` and `offload` count.
 
     Raises:
       ConfigError: There is a layout, but the mesh has no devices over which to divide layers.
     """
-    mesh = runtime.topology.mesh
+    mesh, options = runtime.topology.mesh, options or TrainConfig()
     if mesh.pipeline > 1 and (mesh.model > 1 or not layout):
         return PipelinePlacing(runtime, layout)
     if mesh.model > 1:
         return DividedPlacing(runtime, layout)
     if layout:
         raise ConfigError("layout determines how layers are divided, but no mesh divides them. Add mesh='model:2'.")
-    chooses = segments == AUTO_SEGMENTS and runtime.topology.name in ("mirrored", "multi_worker") and shard == "none"
-    if segments > 1 or chooses:
+    divides = runtime.topology.name in ("mirrored", "multi_worker") and options.shard == "none"
+    if options.jit_segments > 1 or (options.jit_segments == AUTO_SEGMENTS and divides):
         return SegmentedPlacing(runtime)
-    return GatheringPlacing(runtime) if shard == "weights" and runtime.topology.replicas > 1 else Placing()
+    if options.offload != "none":
+        return OffloadingPlacing()
+    return GatheringPlacing(runtime) if options.shard == "weights" and runtime.topology.replicas > 1 else Placing()

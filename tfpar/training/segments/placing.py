@@ -40,6 +40,7 @@ class SegmentedPlacing(Placing):
     """
 
     in_segments = True
+    own_step = "--jit_segments"
     core_class: type[Core] = PipelineCore
 
     def __init__(self, runtime: strategies.Runtime) -> None:

@@ -1,0 +1,114 @@
+"""What works beside a mesh or shards, with the numbers of one device: the table in docs/tensor_parallelism.md."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.integration.scripts import divided
+from tests.training.test_tensor_parallel import alone
+from tfpar import models
+from tfpar.config import ConfigError, ExperimentConfig
+from tfpar.training.validate import validate_config
+
+import keras
+import numpy as np
+import pytest
+
+STEPS = 6
+MODEL, PIPELINE, TWO = {"mesh": "model:2"}, {"mesh": "pipeline:2"}, {"mesh": "data:2"}
+PIPELINES = {"mesh": "data:2,pipeline:2", "devices": 4}
+OPTIMIZER, GRADIENTS, WEIGHTS = ({"shard": kind} for kind in ("optimizer", "gradients", "weights"))
+EMA, HALF = {"ema": 0.9}, {"precision": "mixed_float16", "model": "half"}
+LORA, FROZEN = {"lora": "2:third|fourth"}, {"trainable": "second|third"}
+MUON, LAMB, ADAFACTOR = ({"optimizer": name} for name in ("muon", "lamb", "adafactor"))
+
+
+def synchronised() -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.Input((12,)),
+            keras.layers.Dense(64, "relu", name="first"),
+            keras.layers.Dense(48, use_bias=False, name="second"),
+            models.BatchNormalization(synchronized=True, name="batch_norm"),
+            keras.layers.Dense(3, name="last"),
+        ]
+    )
+
+
+def half() -> keras.Model:
+    keras.config.set_dtype_policy("mixed_float16")  # `divided.train` clears what a runtime has set
+    return divided.dense()
+
+
+@pytest.fixture(autouse=True)
+def kinds(monkeypatch):
+    monkeypatch.setitem(divided.MODELS, "synchronised", synchronised)
+    monkeypatch.setitem(divided.MODELS, "half", half)
+    yield
+    keras.config.set_dtype_policy("float32")
+
+
+def checked(places: dict[str, Any], **options: Any) -> ExperimentConfig:
+    """What `tfpar.validate` accepts."""
+    found = {**divided.COMMON, "strategy": "mirrored", "devices": 2, **places, **options}
+    config = ExperimentConfig.from_flat_dict({name: value for name, value in found.items() if name != "model"})
+    validate_config(config)
+    return config
+
+
+WORKS = [
+    *((places, EMA) for places in (MODEL, TWO)),
+    *((places, HALF) for places in (MODEL, PIPELINE, OPTIMIZER, WEIGHTS)),
+    *((places, FROZEN) for places in (MODEL, PIPELINE, OPTIMIZER, GRADIENTS, WEIGHTS)),
+    *((places, LORA) for places in (TWO, OPTIMIZER, GRADIENTS)),
+    *((places, each) for places in (OPTIMIZER, GRADIENTS, PIPELINE) for each in (MUON, LAMB, ADAFACTOR)),
+    *((places, {"model": "synchronised"}) for places in (TWO, OPTIMIZER, GRADIENTS)),
+    *((places, {"jit_compile": "true"}) for places in (TWO, PIPELINE, OPTIMIZER)),
+]
+WHOLE = "needs whole tensors"
+REFUSED = [
+    *((places, EMA, "--ema=0.9 does not work with --shard=") for places in (OPTIMIZER, GRADIENTS, WEIGHTS)),
+    *((places, LORA, "--lora=.* does not work yet with --mesh=") for places in (MODEL, PIPELINE)),
+    (WEIGHTS, LORA, "--lora=.* does not work with --shard=weights"),
+    *((places, each, WHOLE) for places in (MODEL, WEIGHTS) for each in (MUON, LAMB, ADAFACTOR)),
+    *((places, {"local_steps": 2}, "--local_steps=2 does not work with --mesh=") for places in (MODEL, PIPELINE)),
+    *((places, {"local_steps": 2}, "does not work with --shard=") for places in (OPTIMIZER, GRADIENTS, WEIGHTS)),
+    *((places, {"model": "synchronised"}, "synchronises batch") for places in (MODEL, PIPELINES, WEIGHTS)),
+    (MODEL, {"jit_compile": "true"}, "--jit_compile=true does not work with --mesh=model:2"),
+    *((places, {"jit_compile": "true"}, "--jit_compile=true: --shard=") for places in (GRADIENTS, WEIGHTS)),
+]
+
+
+def name(part: Any) -> str:
+    return ",".join(f"{key}={value}" for key, value in part.items()) if isinstance(part, dict) else ""
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(("places", "options"), WORKS, ids=name)
+def test_the_numbers_of_one_device(places, options):
+    checked(places, **options)
+    options = {"steps": STEPS, **options}
+    trainer = divided.here("mirrored", **{"devices": 2, "mesh": "", **places, **options})
+    weights, results, _ = alone(**{"model": "dense", **options})
+    found = divided.weights_of(trainer)
+    assert found.keys() == weights.keys()
+    if "precision" in options:  # float16 rounds to 1e-3, and each replica its own sums: those of data:2 are the same
+        limit = 2e-3
+        if "shard" in places:
+            limit, weights = 1e-4, divided.weights_of(divided.here("mirrored", devices=2, **TWO, **options))
+        difference = sum(float(np.sum((found[path] - weights[path]) ** 2)) for path in found) ** 0.5
+        assert difference < limit * sum(float(np.sum(value**2)) for value in weights.values()) ** 0.5
+        return
+    for path, value in found.items():
+        np.testing.assert_allclose(value, weights[path], rtol=1e-4, atol=1e-5, err_msg=path)
+    assert trainer.results["eval"] == pytest.approx(results, rel=1e-4)
+
+
+@pytest.mark.parametrize(("places", "options", "message"), REFUSED, ids=name)
+def test_refused_by_name(places, options, message):
+    def run() -> None:
+        checked(places, **options)
+        divided.here("mirrored", **{"devices": 2, "mesh": "", **places, "steps": STEPS, **options})
+
+    with pytest.raises(ConfigError, match=message):
+        run()

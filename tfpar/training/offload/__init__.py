@@ -1,0 +1,1 @@
+"""Optimizer state in the memory of the host (`--offload`)."""

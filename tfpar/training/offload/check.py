@@ -1,0 +1,37 @@
+"""What does not go with state in the memory of the host, refused before anything starts."""
+
+from __future__ import annotations
+
+from tfpar.config import ConfigError, ExperimentConfig
+from tfpar.config.sections.train import AUTO_SEGMENTS
+from tfpar.parallel.topology import Topology
+
+
+def check_offload(config: ExperimentConfig, topology: Topology) -> None:
+    """Refuses options that do not go with `--offload`.
+
+    Raises:
+      ConfigError: The first of them, with what to use instead.
+    """
+    train = config.train
+    if train.offload == "none":
+        return
+    flag = f"--offload={train.offload}"
+    if topology.name in ("parameter_server", "tpu"):
+        raise ConfigError(f"{flag} does not work with --strategy={topology.name}. Leave it out.")
+    if topology.mesh.devices_of_replica > 1:
+        raise ConfigError(f"{flag} does not work yet with --mesh={config.strategy.mesh}. Leave one of them out.")
+    if topology.local_replicas > 1:
+        raise ConfigError(
+            f"{flag} keeps one copy of the state in a worker, which has {topology.local_replicas} devices that would "
+            "update it. Start a worker for each device (python -m tfpar.launch), or leave it out."
+        )
+    for name, value, idle in (
+        ("shard", train.shard, "none"),
+        ("jit_segments", "auto" if train.jit_segments == AUTO_SEGMENTS else train.jit_segments, 1),
+        ("ema", config.optimizer.ema, 0.0),
+        ("local_steps", config.outer.local_steps, 1),
+        ("round_seconds", config.outer.round_seconds, 0.0),
+    ):
+        if value != idle:
+            raise ConfigError(f"{flag} does not work yet with --{name}={value}. Leave one of them out.")
