@@ -107,6 +107,5 @@ def test_an_optimizer_that_needs_all_gradients_is_refused():
     runtime = divided.runtime_of("one_device")
     config = ExperimentConfig.from_flat_dict({**divided.COMMON, "strategy": "one_device", "offload": "optimizer"})
     optimizer = keras.optimizers.Adam(global_clipnorm=1.0)
-    trainer = tfpar.Trainer(divided.dense, loss="mse", optimizer=optimizer, config=config, runtime=runtime)
     with pytest.raises(ConfigError, match="global_clipnorm of Adam needs all weights at once"):
-        trainer.fit(*divided.data("dense"), steps=1)
+        tfpar.Trainer(divided.dense, loss="mse", optimizer=optimizer, config=config, runtime=runtime)
