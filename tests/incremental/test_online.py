@@ -333,7 +333,8 @@ def test_other_data_sets_are_refused(tmp_path):
 
 
 def served(places, shards, run: pathlib.Path, files: int, kills: list) -> dict:
-    """Runs the program while files arrive one after the other, each once the one before is learned.
+    """Runs the program while files arrive one after the other, each once the one before is learned and its share of the
+    kills is done.
 
     Args:
       places: From the fixture.
@@ -349,6 +350,9 @@ def served(places, shards, run: pathlib.Path, files: int, kills: list) -> dict:
     flags = [f"--{name}={value}" for name, value in OPTIONS.items()]
     flags += [f"--watch={incoming}", f"--dataset={config.input.dataset}", f"--workdir={run}", "--checkpoint_every=1"]
     kills, sent = list(kills), 0
+    allowed = [
+        len(kills) * (files - number) // files for number in range(files + 1)
+    ]  # kills that are left, after a file
     while True:
         with (
             open(run.with_name("output"), "wb") as output,
@@ -361,11 +365,12 @@ def served(places, shards, run: pathlib.Path, files: int, kills: list) -> dict:
         ):
             try:
                 while process.poll() is None:
-                    if sent == 0 or (sent < files and (run / "exports" / f"{sent:06d}").exists()):
-                        sent += 1
-                        arrive(shard(shards, sent), incoming)
-                    if sent == files and (run / "exports" / f"{sent:06d}").exists():
-                        (incoming / STOP).touch()
+                    if len(kills) <= allowed[sent] and (sent == 0 or (run / "exports" / f"{sent:06d}").exists()):
+                        if sent == files:
+                            (incoming / STOP).touch()
+                        else:
+                            sent += 1
+                            arrive(shard(shards, sent), incoming)
                     if kills and kills[0](run):
                         kills.pop(0)
                         process.kill()
@@ -410,7 +415,7 @@ def test_killed_twenty_times_every_example_is_learned_exactly_once(places, shard
         return is_due
 
     expected = served(places, shards, tmp_path / "undisturbed", FILES - 1, [])
-    kills = [some_time(draw.uniform(1.0, 8.0)) for _ in range(20)]
+    kills = [some_time(draw.uniform(0.5, 8.0)) for _ in range(20)]
     disturbed = served(places, shards, tmp_path / "disturbed", FILES - 1, kills)
     assert disturbed["params_sha256"] == expected["params_sha256"]
 
