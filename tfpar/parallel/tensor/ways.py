@@ -146,6 +146,7 @@ def _is_special(layer: keras.layers.Layer) -> bool:
 
 
 def activation_of(layer: keras.layers.Layer) -> str:
+    """The name of a layer's activation."""
     return getattr(layer.activation, "__name__", type(layer.activation).__name__)
 
 
