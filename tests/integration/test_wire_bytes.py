@@ -26,7 +26,7 @@ def test_the_counter_of_the_interface_agrees_with_the_formula(hosts, exchanges):
     counted, told = {}, {}
     with netns.network(hosts) as network, workers(network, sys.executable, SHAPES) as (fleet, _):
         for spec in exchanges:
-            built = fleet.ask({"do": "build", "exchange": spec, "bits_per_second": None}, 120)
+            built = fleet.ask({"do": "build", "exchange": spec}, 120)
             timed = fleet.ask({"do": "time", "times": 3}, 120)
             told[spec] = [reply["formula"] for reply in built]
             counted[spec] = [reply["sent"] for reply in timed]

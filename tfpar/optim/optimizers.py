@@ -202,17 +202,20 @@ def recreate(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimize
 def recreate_for(
     optimizer: keras.optimizers.Optimizer,
     variables: Sequence[keras.Variable],
-    build: Callable[..., Any] = keras.optimizers.Optimizer.build,
+    build: Callable[..., Any] | None = None,
 ) -> keras.optimizers.Optimizer:
     """A copy of the optimizer built for other variables, with the state of those variables that both have.
 
     Args:
       optimizer: A built optimizer; it is not changed.
       variables: The variables that the new one updates.
-      build: Builds the copy for them.
+      build: Builds the copy for them; by default its own `build`.
     """
     copy = recreate(optimizer)
-    build(copy, variables)
+    if build:
+        build(copy, variables)
+    else:
+        copy.build(variables)
     # Keras 3.15 names a variable of an optimizer by the path of the weight that it belongs to.
     known = {variable.path: variable for variable in optimizer.variables}
     for variable in copy.variables:
