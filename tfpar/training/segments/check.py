@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from tfpar import models
 from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.config.sections.train import AUTO_SEGMENTS
-from tfpar.optim import keras_internals
+from tfpar.optim import keras_calls, keras_internals
 from tfpar.parallel.topology import Topology
 
 import keras
@@ -16,7 +17,7 @@ class Obstacle(NamedTuple):
     """Why passes cannot be cut into segments.
 
     Attributes:
-      reason: Why, as a sentence without its end.
+      reason: Why, as a sentence without its end; of a model, without its subject.
       remedy: What to do.
     """
 
@@ -63,7 +64,24 @@ def check_segments(config: ExperimentConfig, topology: Topology) -> None:
         raise ConfigError(f"--jit_segments={number}: {found.reason}. {found.remedy}")
 
 
-def is_recurrent(model: keras.Model) -> bool:
-    """Whether layers loop over steps: their lists of tensors cannot leave an XLA program for the backward pass
-    (TensorFlow 2.21: "Support for TensorList crossing the XLA/TF boundary is not implemented")."""
-    return any(isinstance(layer, keras.layers.RNN) for layer in keras_internals.all_layers(model))
+def model_obstacle(model: keras.Model) -> Obstacle | None:
+    """The first thing about a built model that segments do not work with; None if there is none."""
+    if models.uses_synchronized_statistics(model):
+        return Obstacle(
+            "synchronises batch statistics between replicas, which no XLA program can",
+            "Use another normalization (--model_args=normalization=batch), or leave it out.",
+        )
+    if keras_calls.graph_of(model) is None:
+        return Obstacle(
+            "has a call of its own, not a graph of layers, so it cannot be cut",
+            "Build it with the functional API or as a Sequential, or leave it out.",
+        )
+    if any(isinstance(layer, keras.layers.RNN) for layer in keras_internals.all_layers(model)):
+        # Their lists of tensors: "Support for TensorList crossing the XLA/TF boundary is not implemented".
+        return Obstacle(
+            "has recurrent layers, whose state cannot leave an XLA program for the backward pass (TensorFlow 2.21)",
+            "Leave it out.",
+        )
+    if any(variable.overwrite_with_gradient for variable in model.trainable_variables):
+        return Obstacle("has float8 layers, which segments cannot train yet", "Leave it out.")
+    return None

@@ -27,7 +27,7 @@ from tfpar.parallel.pipeline.cuts import cut_evenly
 from tfpar.training.model.xla import is_convolutional, xla_obstacle
 from tfpar.training.pipeline.graph import costs_of, crossing_elements, steps_of
 from tfpar.training.planning.measuring import seconds_of_pass
-from tfpar.training.segments.check import is_recurrent, obstacle
+from tfpar.training.segments.check import model_obstacle, obstacle
 
 import keras
 import tensorflow as tf
@@ -147,14 +147,8 @@ def _why_one(model: keras.Model, config: ExperimentConfig, runtime: strategies.R
     on_cpu = train.jit_compile == "auto" and topology.device_type == "CPU"
     if on_cpu and is_convolutional(model, lambda: models.describe(model)):
         return "without XLA, which is slow in convolutions on CPUs, the exchange overlaps the backward pass anyway"
-    if models.uses_synchronized_statistics(model):
-        return "the model synchronises batch statistics between replicas"
-    if keras_calls.graph_of(model) is None:
-        return "the model has a call of its own, not a graph of layers"
-    if is_recurrent(model):
-        return "the model has recurrent layers"
-    if any(variable.overwrite_with_gradient for variable in model.trainable_variables):
-        return "the model has float8 layers"
+    if why := model_obstacle(model):
+        return f"the model {why.reason}"
     return _why_nothing_overlaps(specs.parse(config.exchange.exchange))
 
 

@@ -22,7 +22,7 @@ from tfpar.training.pipeline.stage_program import Stage, stages_of
 from tfpar.training.pipeline.stages import Pipeline
 from tfpar.training.pipeline.step import PipelineCore
 from tfpar.training.placing.base import Placing, known_summary
-from tfpar.training.segments.check import is_recurrent
+from tfpar.training.segments.check import model_obstacle
 from tfpar.training.segments.choose import chosen_for
 from tfpar.training.segments.step import SegmentedStep
 from tfpar.training.step import TrainStep
@@ -74,15 +74,6 @@ class SegmentedPlacing(Placing):
             _log.info("jit_segments auto: %d (%s)", choice.segments, choice.reason)
         return self.segments
 
-    def check(self, optimizer: keras.optimizers.Optimizer, core: Core) -> None:
-        """See `Placing`."""
-        del optimizer
-        if self._pipeline and core.overwritten:
-            raise ConfigError(
-                f"--jit_segments: model {core.model.name!r} has float8 layers, which segments cannot train yet. Leave "
-                "it out."
-            )
-
     def step_class(self, model: keras.Model) -> Callable[..., TrainStep]:
         """See `Placing`."""
         if self._pipeline is None:
@@ -101,22 +92,9 @@ def segments_of(model: keras.Model, number: int) -> list[Stage]:
       ConfigError: The model cannot be cut, or not into so many.
     """
     flag = f"--jit_segments={number}"
-    if models.uses_synchronized_statistics(model):
-        raise ConfigError(
-            f"{flag}: model {model.name!r} synchronises batch statistics between replicas, which no XLA program can. "
-            "Use another normalization (--model_args=normalization=batch), or leave it out."
-        )
+    if found := model_obstacle(model):
+        raise ConfigError(f"{flag}: model {model.name!r} {found.reason}. {found.remedy}")
     graph: Any = keras_calls.graph_of(model)
-    if graph is None:
-        raise ConfigError(
-            f"{flag}: model {model.name!r} has a call of its own, not a graph of layers, so it cannot be cut. Build it "
-            "with the functional API or as a Sequential, or leave it out."
-        )
-    if is_recurrent(model):
-        raise ConfigError(
-            f"{flag}: model {model.name!r} has recurrent layers, whose state cannot leave an XLA program for the "
-            "backward pass (TensorFlow 2.21). Leave it out."
-        )
     steps = steps_of(graph)
     costs = costs_of(model, graph, steps)
     cuts = cut_evenly(costs.flops, crossing_elements(graph, steps, costs).__getitem__, number)
