@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from tfpar.parallel.tensor.ways import COLUMN, ROW, layout_of
+from tfpar.parallel.tensor.ways import COLUMN, ROW, layout_of, parse_way
 
 import keras
 
@@ -91,15 +91,14 @@ class Indivisible:
 
 def _count(layer: keras.layers.Layer, way: str) -> Count | None:
     """None if the layer is not divided by heads or units, or not divisible at any size."""
-    kind, _, groups = way.partition(":")
-    groups, _, heads = groups.partition("x")
+    kind, groups, heads = parse_way(way)
     if kind not in (COLUMN, ROW):
         return None
     if heads:
-        return Count(layer.name, int(heads), "heads")
+        return Count(layer.name, heads, "heads")
     layout = layout_of(layer, way, 1)
     if layout is None:
         return None
     shape = layer.kernel.shape
-    units = shape[layout.splits["kernel"].axis] // int(groups or 1)
+    units = shape[layout.splits["kernel"].axis] // groups
     return Count(layer.name, units, "heads" if len(shape) == _PROJECTION else "units")

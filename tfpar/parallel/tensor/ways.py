@@ -48,6 +48,14 @@ class LayerLayout:
 Layouts = dict[int, tuple[keras.layers.Layer, LayerLayout]]
 
 
+def parse_way(text: str) -> tuple[str, int, int]:
+    """The parts of a way such as `column:3x4`: its kind, its blocks (1 by default), and the heads of a block (0 if it
+    has none)."""
+    kind, _, groups = text.partition(":")
+    groups, _, heads = groups.partition("x")
+    return kind, int(groups or 1), int(heads or 0)
+
+
 def layout_of(layer: keras.layers.Layer, way: str, size: int) -> LayerLayout | None:
     """The layout of a layer; None if it cannot be divided in this way into equal parts.
 
@@ -56,9 +64,8 @@ def layout_of(layer: keras.layers.Layer, way: str, size: int) -> LayerLayout | N
       way: `column:3` divides each of three blocks; `column:3x4` also keeps whole the four heads of each block.
       size: Devices on the model axis.
     """
-    way, _, groups = way.partition(":")
-    groups, _, heads = groups.partition("x")
-    if heads and int(heads) % size:
+    way, groups, heads = parse_way(way)
+    if heads % size:
         return None
     if way in (HEADS, OWN_NUMBERS):
         return LayerLayout(way)
@@ -71,7 +78,7 @@ def layout_of(layer: keras.layers.Layer, way: str, size: int) -> LayerLayout | N
             tables["reverse_embeddings"] = Split.padded(1, size, table.shape[0])
         return LayerLayout(way, tables)
     makers = {COLUMN: _column_splits, GATHER: _gather_splits, ROW: _row_splits}
-    splits = makers[way](layer, size, int(groups or 1)) if way in makers else None
+    splits = makers[way](layer, size, groups) if way in makers else None
     return None if splits is None else LayerLayout(way, splits)
 
 
