@@ -328,7 +328,12 @@ class Core:
         return self.objective.totals.results(sums[:size]) | self._model_metric_results(sums[size:])
 
     def evaluation_results(
-        self, loss: Any, count: Any, sums: Sequence[Any], without: Sequence[str] = (), rows: np.ndarray | None = None
+        self,
+        loss: Any,
+        count: Any,
+        sums: Sequence[Any],
+        without: Sequence[str] = (),
+        weighted_losses: Mapping[str, float] | None = None,
     ) -> dict[str, Any]:
         """`loss`, `examples` and metrics by name from the sums of an evaluation.
 
@@ -337,18 +342,15 @@ class Core:
           count: Sum of `LocalSums.count`. Without any example, where all were skipped, there is no loss: it is NaN.
           sums: Sums of `LocalSums.metrics`.
           without: Names of metrics that the model updates itself, to leave out.
-          rows: Sums of each batch, as `Totals.over_batches` takes them, for losses that are no means over examples.
+          weighted_losses: From `Totals.weighted_losses` of all batches, for losses that are no means over examples.
         """
         totals = self.objective.totals
         own, of_model = sums[: len(totals.variables)], sums[len(totals.variables) :]
         results = totals.evaluation(loss, count, own) if count else {"loss": math.nan} | totals.results(own)
-        if count and rows is not None:
-            results |= totals.over_batches(rows)
-        return (
-            {"loss": results["loss"], "examples": float(count)}
-            | results
-            | self._model_metric_results(of_model, without)
-        )
+        if count and weighted_losses:
+            results |= {name: value / float(count) for name, value in weighted_losses.items()}
+        first = {"loss": results["loss"], "examples": float(count)}
+        return first | results | self._model_metric_results(of_model, without)
 
     def _model_metric_results(self, sums: Sequence[Any], without: Sequence[str] = ()) -> dict[str, Any]:
         """Values of the model's own metrics, without those that the model did not update in these calls."""

@@ -221,29 +221,30 @@ class Evaluation:
         if calls is None:
             return self._results(*self._sums_of(iterator, batches), without)
         sums: np.ndarray = np.zeros(())
-        rows: list[np.ndarray] = []
+        losses: dict[str, float] = {}
         results: dict[str, Any] = {}
         for self._first in range(batches):
             calls.begin(self._first)
-            added, row = self._sums_of(iterator, 1)
+            added, added_losses = self._sums_of(iterator, 1)
             sums = sums + added
-            rows.append(row)
-            results = self._results(sums, np.concatenate(rows), without)
+            losses |= {name: losses.get(name, 0.0) + value for name, value in added_losses.items()}
+            results = self._results(sums, losses, without)
             calls.end(self._first, {name: value for name, value in results.items() if name != "examples"})
             if self._agreement.sums([float(calls.stop())])[0]:
                 self.stopped = self._first < batches - 1
                 break
         return results
 
-    def _sums_of(self, iterator: Iterator[Any], batches: int) -> tuple[np.ndarray, np.ndarray]:
-        """The sums of the next batches over all workers: of all together, and those of each that `Totals` takes."""
+    def _sums_of(self, iterator: Iterator[Any], batches: int) -> tuple[np.ndarray, dict[str, float]]:
+        """The sums of the next batches over all workers, and their `Totals.weighted_losses`."""
         total, rows = (part.numpy() for part in self._run(iterator, tf.constant(batches)))
         vector = self._agreement.sum_arrays(np.concatenate([total, rows.ravel()]) * float(self._counts))
-        return vector[: total.size], vector[total.size :].reshape(rows.shape)
+        losses = self._core.objective.totals.weighted_losses(vector[total.size :].reshape(rows.shape))
+        return vector[: total.size], losses
 
-    def _results(self, sums: np.ndarray, rows: np.ndarray, without: Sequence[str]) -> dict[str, Any]:
+    def _results(self, sums: np.ndarray, losses: Mapping[str, float], without: Sequence[str]) -> dict[str, Any]:
         loss, count, *metrics, self.confusion = self._split(sums)
-        return self._core.evaluation_results(loss, count, metrics, without, rows)
+        return self._core.evaluation_results(loss, count, metrics, without, losses)
 
     def _loop(self, iterator: Iterator[Any], batches: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """This worker's sums: over all batches `[length]`, and the first ones of each batch `[batches, columns]`."""

@@ -75,7 +75,7 @@ class SnapshotEvaluation:
 
     def _evaluate(self, step: int, params: list[tf.Tensor], state: list[tf.Tensor]) -> SnapshotResults:
         total: list[np.ndarray] | None = None
-        rows: list[list[np.ndarray]] = []  # of each batch, what `Totals.over_batches` takes
+        rows: list[list[np.ndarray]] = []  # of each batch, what `Totals.weighted_losses` takes
         with tf.device(_CHIEF):
             for batch in self._batches:
                 sums = self._batch_sums(params, state, batch)
@@ -88,7 +88,8 @@ class SnapshotEvaluation:
         if total is None:
             return SnapshotResults(step, {}, text)
         loss, count, *metrics = total
-        results = self._program.core.evaluation_results(loss, count, metrics, rows=np.array(rows))
+        weighted = self._program.core.objective.totals.weighted_losses(np.array(rows))
+        results = self._program.core.evaluation_results(loss, count, metrics, weighted_losses=weighted)
         return SnapshotResults(step, results, text)
 
     @functools.cached_property

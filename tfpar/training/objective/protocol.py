@@ -74,20 +74,23 @@ class Totals:
 
     @property
     def columns(self) -> int:
-        """The number of sums of each batch that `over_batches` takes."""
+        """The number of sums of each batch that `weighted_losses` takes."""
         return 2 + 2 * self.terms if self.batch_losses else 0
 
-    def over_batches(self, rows: np.ndarray) -> dict[str, float]:
-        """The means of `batch_losses` over batches, weighted by examples, as Keras' `evaluate` computes them.
+    def weighted_losses(self, rows: np.ndarray) -> dict[str, float]:
+        """The sums of `batch_losses` times examples over batches. Divided by all examples, they are the means that
+        Keras' `evaluate` computes.
 
         Args:
           rows: Float64 `[batches, columns]`: the sums of the loss, of the count, and of the loss terms.
         """
         if self.batch_losses is None:
             return {}
-        rows = rows[rows[:, 1] > 0]
-        found = [self.batch_losses(row[0], row[1], row[2:]) for row in rows]
-        return {name: float(np.average([each[name] for each in found], weights=rows[:, 1])) for name in found[0]}
+        found: dict[str, float] = {}
+        for loss, count, *state in rows[rows[:, 1] > 0]:
+            for name, value in self.batch_losses(loss, count, state).items():
+                found[name] = found.get(name, 0.0) + float(count * value)
+        return found
 
     def scales(self, sums: tf.Tensor) -> tf.Tensor:
         """The factor of each loss term, `[K]`, so that its sum can be divided by the count.
