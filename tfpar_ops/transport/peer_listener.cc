@@ -278,8 +278,8 @@ void PeerListener::Verify(const PendingConnection& connection) {
 }
 
 void PeerListener::Drop(const PendingConnection& connection) {
+  ++dropped_;  // before the client can see the end of its connection
   close(connection.descriptor);
-  ++dropped_;
 }
 
 int ConnectToPeer(const Place& place, int to, const std::string& address, Deadline deadline) {
