@@ -1,5 +1,5 @@
 # $(call build,FOLDER,TARGET,OPTIONS): configures and builds a target in build/native/FOLDER.
-# CMake and Ninja: those that `make setup` has installed, else those of the machine.
+# CMake and Ninja: those that `make setup` installed, else those of the machine.
 ROOT := $(abspath $(dir $(abspath $(lastword $(MAKEFILE_LIST))))/../..)
 BUILD ?= $(ROOT)/build/native
 CLANG ?= clang++

@@ -17,7 +17,7 @@ tfpar_codec Dense(int kind, int block, int scale_bits = 0, int stochastic = 0) {
 
 tfpar_codec TopK(int block, int keep) { return {TFPAR_TOPK, block, keep, 0, 0, 0, 0}; }
 
-// Norms are wanted of blocks that touch nothing else, hence the guard values around them.
+// Computing a block's norms must write nothing else, hence the guard values around them.
 std::vector<double> GuardedNorms(int64_t blocks) { return std::vector<double>(static_cast<size_t>(2 * blocks + 2), -7.0); }
 
 std::vector<double> Unguarded(const std::vector<double>& norms) {

@@ -1,4 +1,4 @@
-// What the tests feed to the codecs, and calls of the C ABI on whole std::vectors.
+// The inputs of the codec tests, and wrappers that call the C ABI with std::vectors.
 #ifndef TFPAR_TESTS_NATIVE_CASES_H_
 #define TFPAR_TESTS_NATIVE_CASES_H_
 
@@ -13,12 +13,12 @@ namespace cases {
 using oracle::Bytes;
 using oracle::Floats;
 
-// Every kind with its default options first (`count` of them), then with others: block and scale sizes, keep, rounding.
+// Defaults: every kind with its default options. All: these, then other block and scale sizes, keep and rounding.
 std::vector<tfpar_codec> Defaults();
 std::vector<tfpar_codec> All();
 std::string Name(const tfpar_codec& codec);
 
-// A counter-based generator of its own, so that a failure comes again.
+// A generator that depends on the seed alone, so that failures are reproducible.
 class Random {
  public:
   explicit Random(uint64_t seed) : state_(seed * 0x9E3779B97F4A7C15u + 1) {}
@@ -30,8 +30,9 @@ class Random {
   uint64_t state_;
 };
 
-// Values whose kind changes every few hundred elements: normal ones of many scales, ties, zeros of both signs, denormals,
-// halfway cases of the roundings, the largest floats; with `non_finite`, a NaN or an infinity here and there.
+// Values whose pattern changes every few hundred elements: normal numbers of many scales, equal values, zeros of both
+// signs, denormals, halfway cases of the roundings, the largest floats; with `non_finite`, also some NaN and
+// infinities.
 Floats Values(Random* random, int64_t count, bool non_finite);
 
 struct Encoded {
@@ -40,7 +41,8 @@ struct Encoded {
   std::vector<double> norms;
 };
 
-// x is cut at `cuts` (rising, within it) into parts. Elements [begin, begin + n) are encoded; residual empty for none.
+// Cuts x into parts at `cuts` (rising, within x) and encodes elements [begin, begin + n). An empty residual stands for
+// none.
 Encoded Encode(const tfpar_codec& codec, const Floats& x, const std::vector<int64_t>& cuts, int64_t begin, int64_t n,
                const Floats& residual);
 
@@ -51,15 +53,15 @@ Floats DecodeSum(const tfpar_codec& codec, int64_t n, const std::vector<Bytes>& 
 Encoded Recode(const tfpar_codec& codec, int64_t n, const std::vector<Bytes>& payloads, float factor, int64_t valid,
                int64_t begin, const Floats& residual);
 
-// The same bits, where any NaN equals any other. The index of the first difference, or -1.
+// Compares bits, but all NaN are equal. Returns the index of the first difference, or -1.
 int64_t FirstDifference(const Floats& a, const Floats& b);
-// The same bits throughout, NaN included.
+// Whether all bits are the same, also those of NaN.
 bool SameBits(const Floats& a, const Floats& b);
-// Float64 sums of the same terms in different orders.
+// Whether a and b are equal up to rounding: float64 sums of the same terms in different orders.
 bool Close(const std::vector<double>& a, const std::vector<double>& b);
 
-// A vector cut into parts as the C ABI sees it. Each part is a copy of its own, with nothing readable around it that a
-// sanitizer would not notice.
+// A vector cut into parts, as the C ABI takes it. Each part is a separate allocation, so that a sanitizer detects
+// accesses outside of it.
 class Pieces {
  public:
   Pieces(const Floats& values, const std::vector<int64_t>& cuts);

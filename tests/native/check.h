@@ -1,4 +1,4 @@
-// The smallest of test frameworks: TEST(name) { ... } registers a function, CHECK counts failures and says where.
+// A minimal test framework: TEST(name) { ... } registers a function; CHECK counts failures and prints their location.
 #ifndef TFPAR_TESTS_NATIVE_CHECK_H_
 #define TFPAR_TESTS_NATIVE_CHECK_H_
 
@@ -28,7 +28,7 @@ inline bool Register(const char* name, void (*run)()) {
   return true;
 }
 
-// Says what failed, the first twenty times.
+// Counts a failure, and prints it if it is one of the first twenty.
 inline void Fail(const char* file, int line, const char* condition, const std::string& detail) {
   if (++Failures() <= 20) std::printf("%s:%d: not true: %s  [%s]\n", file, line, condition, detail.c_str());
 }
@@ -40,7 +40,7 @@ inline void Fail(const char* file, int line, const char* condition, const std::s
   static const bool name##_registered = check::Register(#name, name);      \
   static void name()
 
-// `detail` is a std::string, made only where the condition does not hold.
+// `detail` is a std::string that is evaluated only if the condition is false.
 #define CHECK(condition, detail)                                             \
   do {                                                                       \
     if (!(condition)) check::Fail(__FILE__, __LINE__, #condition, (detail)); \

@@ -1,5 +1,6 @@
-// libFuzzer on what receives bytes from other machines: header check, decode-sum and re-encode; and encoding of what was
-// decoded. Payloads and vectors have exactly the bytes they need, so that AddressSanitizer sees every access beyond them.
+// Fuzzes the functions that receive bytes from other machines (header check, decode-sum, re-encode), and the encoding
+// of decoded values. Payloads and vectors have exactly the bytes they need, so that AddressSanitizer detects every
+// access past their ends.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
@@ -12,7 +13,7 @@
 
 namespace {
 
-// Takes numbers from the front of the input; zeros when it is used up.
+// Takes numbers from the front of the input; returns zeros when it is used up.
 class Input {
  public:
   Input(const uint8_t* data, size_t size) : data_(data), size_(size) {}
@@ -59,13 +60,13 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const int64_t n = input.Below(how & 24 ? 3000 : 30000), peers = 1 + input.Below(5);
   const int64_t bytes = tfpar_payload_bytes(&codec, n), blocks = tfpar_num_blocks(&codec, n);
 
-  // As it came: length, header and all. What passes the check is safe to decode.
+  // The unmodified input as a payload. If it passes the check, decoding it must be safe.
   const std::vector<uint8_t> foreign(input.data(), input.data() + input.size());
   const bool passes = tfpar_payload_check(&codec, n, foreign.data(), static_cast<int64_t>(foreign.size()), message,
                                           sizeof message) == 0;
   Expect(std::memchr(message, 0, sizeof message) != nullptr || passes, "messages end");
 
-  // Behind a right header: the bytes of the input over and over, a different beginning for each peer.
+  // After a valid header, the bytes of the input, repeated as needed and from a different start for each peer.
   std::vector<std::vector<uint8_t>> payloads;
   std::vector<const void*> pointers;
   for (int64_t peer = 0; peer < peers; ++peer) {
@@ -83,7 +84,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   }
   for (const auto& payload : payloads) pointers.push_back(payload.data());
 
-  // The vector ends before the payload does, at it, or after it, and is in two parts.
+  // The vector has two parts and ends before, at or after the end of the payload.
   const int64_t length = input.Below(2 * n + 3), cut = input.Below(length + 1), begin = codec.block * input.Below(3);
   const std::unique_ptr<float[]> first(new float[static_cast<size_t>(cut)]());
   const std::unique_ptr<float[]> second(new float[static_cast<size_t>(length - cut)]());
@@ -112,7 +113,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   }
   Expect(outside == (invalid != 0), "and so does who only looks at positions");
 
-  // What is encoded here can always be decoded: of the sum, and of what it was decoded to, with all that is there as residual.
+  // A payload that was encoded here must always decode: that of the sum, and that of the decoded vector, each with a
+  // residual.
   const void* own = again.data();
   const auto expect_valid = [&] {
     Expect(tfpar_payload_check(&codec, n, own, bytes, message, sizeof message) == 0, "own header is right");

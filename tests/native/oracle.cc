@@ -12,7 +12,8 @@ namespace {
 constexpr double kSmallestNormal = 0x1p-126;
 const float kNaN = std::numeric_limits<float>::quiet_NaN();
 
-// A float64 (exact result of one operation on two float32) as a float32: zero if it is denormal after rounding to 24 bits.
+// Rounds a float64, the exact result of one operation on two float32, to float32: zero if it is denormal after rounding
+// to 24 bits.
 float Round(double exact) {
   if (std::fabs(exact) < kSmallestNormal - 0x1p-151) return std::copysign(0.0f, static_cast<float>(exact));
   if (std::fabs(exact) < kSmallestNormal) return std::copysign(static_cast<float>(kSmallestNormal), static_cast<float>(exact));
@@ -24,7 +25,8 @@ double In(float v) {
   return std::fabs(static_cast<double>(v)) < kSmallestNormal ? std::copysign(0.0, v) : static_cast<double>(v);
 }
 
-// The float64 sum of two float32 may itself be rounded, but never onto the middle between two float32.
+// The float64 sum of two float32 may be rounded, but never to the midpoint of two float32, so rounding it again is
+// right.
 float Add(float a, float b) { return Round(In(a) + In(b)); }
 float Sub(float a, float b) { return Round(In(a) - In(b)); }
 float Mul(float a, float b) { return Round(In(a) * In(b)); }
@@ -43,7 +45,7 @@ float Short(float v) {
   return FromBits(std::min(bits, 0x7F7FFF80u));
 }
 
-// A small float format, from its definition: magnitudes of all codes, in order.
+// The magnitudes of all codes of a small float format, in order, from the definition of the format.
 std::vector<double> Magnitudes(int exponent_bits, int mantissa_bits, int codes) {
   std::vector<double> values;
   const int bias = (1 << (exponent_bits - 1)) - 1;
@@ -65,7 +67,7 @@ const std::vector<double>& E4M3Magnitudes() {
   return values;
 }
 
-// Code of the nearest of `values`, ties to the even code, the largest one for what lies beyond.
+// The code of the nearest of `values`; ties go to the even code, larger magnitudes to the largest code.
 int Nearest(const std::vector<double>& values, double magnitude) {
   const auto above = std::lower_bound(values.begin(), values.end(), magnitude);
   if (above == values.end()) return static_cast<int>(values.size()) - 1;
@@ -78,12 +80,12 @@ int Nearest(const std::vector<double>& values, double magnitude) {
 
 int64_t Blocks(const tfpar_codec& codec, int64_t n) { return (n + codec.block - 1) / codec.block; }
 
-// Of the symmetric integers; 0 for the other formats.
+// The bits of a symmetric integer; 0 for the other formats.
 int IntegerBits(const tfpar_codec& codec) {
   return codec.kind == TFPAR_INT8 ? 8 : codec.kind == TFPAR_INT4 ? 4 : codec.kind == TFPAR_INT2 ? 2 : 0;
 }
 
-// bf16 or float32 scales.
+// Whether the format has scales that are bf16 or float32.
 bool HasScale(const tfpar_codec& codec) { return IntegerBits(codec) != 0 || codec.kind == TFPAR_SIGN; }
 
 int64_t CodeBytes(const tfpar_codec& codec) {
@@ -114,7 +116,7 @@ uint64_t Get(const uint8_t* from, int bytes) {
   return value;
 }
 
-// Width w codes of a block, in planes.
+// Writes the code of element p of a block; codes have w bits and are in planes.
 void PutCode(int p, int w, int block, uint32_t code, uint8_t* to) {
   const int m = block * w / 8;
   to[p % m] = static_cast<uint8_t>(to[p % m] | code << (p / m * w));

@@ -1,5 +1,5 @@
-// FORMAT.md once more, element by element and with nothing in mind but to be plainly right: what the tests compare the
-// kernels with. It shares no code with them, and works whatever the floating-point mode of the processor flushes.
+// An implementation of FORMAT.md that works element by element and aims only to be obviously correct. The tests compare
+// the kernels with it. It shares no code with them, and does not depend on the processor's mode for denormals.
 #ifndef TFPAR_TESTS_NATIVE_ORACLE_H_
 #define TFPAR_TESTS_NATIVE_ORACLE_H_
 
@@ -15,8 +15,8 @@ using Bytes = std::vector<uint8_t>;
 
 struct Encoded {
   Bytes payload;
-  Floats residual;             // as long as the elements that exist
-  std::vector<double> norms;   // two for each block, summed in no particular order
+  Floats residual;             // one element per element that exists
+  std::vector<double> norms;   // two per block, summed in an unspecified order
 };
 
 uint32_t Bits(float v);
@@ -28,11 +28,11 @@ float Flush(float v);
 // Four words of Philox4x32-10.
 std::vector<uint32_t> Philox(const std::vector<uint32_t>& counter, const std::vector<uint32_t>& key);
 
-// Payload of n elements, of which x and residual (empty for none) hold the first ones; `begin` is the position of the
-// first in the whole vector.
+// The payload of n elements. x and residual (empty for none) hold the first ones; the others are padding. `begin` is
+// the position of the first element in the whole vector.
 Encoded Encode(const tfpar_codec& codec, const Floats& x, const Floats& residual, int64_t begin, int64_t n);
 
-// What one payload stands for, padding included. `invalid` is set if a position lies outside its block.
+// The elements of one payload, padding included. Sets `invalid` if a position lies outside its block.
 Floats Decode(const tfpar_codec& codec, int64_t n, const Bytes& payload, bool* invalid);
 
 // scaled(sum) of the first n elements.

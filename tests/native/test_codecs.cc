@@ -1,4 +1,4 @@
-// Kernels against the oracle, bit for bit.
+// Compares the kernels with the oracle, bit for bit.
 #include <algorithm>
 #include <cstdlib>
 #include <string>
@@ -88,7 +88,7 @@ TEST(EveryNumberOfPeers) {
   }
 }
 
-// Payloads that no encoder writes: random bytes behind a right header.
+// Payloads that no encoder writes: random bytes after a valid header.
 TEST(HostilePayloads) {
   cases::Random random(8);
   for (const tfpar_codec& codec : cases::All()) {
@@ -116,7 +116,7 @@ TEST(HostilePayloads) {
   }
 }
 
-// The oracle's generator against the known answers published with Random123.
+// Compares the oracle's generator with the known answers that are published with Random123.
 TEST(PhiloxKnownAnswers) {
   using Words = std::vector<uint32_t>;
   CHECK(oracle::Philox({0, 0, 0, 0}, {0, 0}) == (Words{0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}), "zeros");
@@ -126,7 +126,7 @@ TEST(PhiloxKnownAnswers) {
         "pi");
 }
 
-// Written out by hand from FORMAT.md, so that oracle and kernels cannot be wrong together.
+// A payload written by hand from FORMAT.md, in case the oracle and the kernels have the same error.
 TEST(PayloadByHand) {
   const tfpar_codec codec = {TFPAR_INT4, 64, 0, 16, 0, 0, 0};
   Floats x(65, 0.0f);

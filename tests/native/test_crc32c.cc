@@ -1,4 +1,4 @@
-// Checksums of records: the vectors of RFC 3720, and every length against a division bit by bit.
+// Checksums of records: the test vectors of RFC 3720, and every length compared with a bitwise division.
 #include <cstdint>
 #include <random>
 #include <string>

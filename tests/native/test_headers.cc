@@ -1,4 +1,4 @@
-// Options, sizes and headers: what is refused, and in which words.
+// Options, sizes and headers: which ones are rejected, and the messages.
 #include <cstring>
 #include <string>
 
@@ -107,7 +107,8 @@ TEST(HeadersOfOthersAreRefused) {
   }
 }
 
-// In every entry of every block that is asked about, and in no other one; values are no positions.
+// A wrong position is found in every entry of the blocks in the range, and in no other block; values are not taken for
+// positions.
 TEST(PositionsOutsideTheirBlockAreFound) {
   const tfpar_codec codec = {TFPAR_TOPK, 64, 3, 0, 0, 0, 0};
   const int64_t n = 300;

@@ -1,4 +1,4 @@
-// Connections to the port of a worker while the workers connect: none ends the process or keeps the peers out.
+// Foreign connections to the port of a worker while the workers connect: none ends the process or blocks the peers.
 #include <netinet/in.h>
 #include <poll.h>
 #include <sys/socket.h>
@@ -43,7 +43,7 @@ class Client {
 
   void Send(const std::string& bytes) const { (void)!send(descriptor_, bytes.data(), bytes.size(), MSG_NOSIGNAL); }
 
-  // Bytes that come before the connection is closed.
+  // Returns the bytes that arrive before the connection is closed.
   std::string UntilClosed() const {
     std::string all;
     char part[4096];

@@ -1,4 +1,4 @@
-// The mesh of the transport: several workers in one process, each with threads of its own, over sockets of 127.0.0.1.
+// The mesh of the transport: several workers in one process, each with its own threads, over sockets of 127.0.0.1.
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
@@ -19,11 +19,11 @@
 #include "tfpar_ops/transport/coded_exchange.h"
 #include "tfpar_ops/transport/mesh.h"
 
-// Gloo 0.5 keeps what it looked up where it finds no address.
+// Gloo 0.5 leaks the result of the address lookup if it finds no address.
 extern "C" const char* __lsan_default_suppressions() { return "leak:gloo::transport::tcp::CreateDeviceAttr\n"; }
 
-// The end of a buffer waits until Gloo's own thread has let go of it, by the counts of a shared_ptr within the library
-// (gloo/common/memory.h), which the sanitizer does not see: the library is not built with it.
+// A buffer's destructor waits until Gloo's own thread has released it, using the counts of a shared_ptr in the library
+// (gloo/common/memory.h). The sanitizer does not see this, because the library is not built with it.
 extern "C" const char* __tsan_default_suppressions() { return "race:gloo::transport::tcp::UnboundBuffer::\n"; }
 
 namespace {
@@ -42,7 +42,7 @@ void Together(int size, const std::function<void(int)>& work) {
   for (std::thread& thread : threads) thread.join();
 }
 
-// Connects workers; what went wrong is in `errors`.
+// Connects workers and puts their errors in `errors`.
 Meshes Connected(int size, std::vector<std::string>& errors, const std::string& other_token = "token",
                  std::chrono::seconds timeout = std::chrono::seconds(30)) {
   Meshes meshes;
@@ -156,7 +156,7 @@ TEST(SumsHaveTheSameBitsOnAllMembers) {
             for (size_t j = 0; j < size; ++j) sum[j] += next[j];
           }
           inputs.push_back(Random(size, rank * 100 + size % 97 + turn));
-          // In place, and not.
+          // Both in place and not in place.
           results.push_back(turn ? inputs.back() : std::vector<float>(size));
           float* out = results.back().data();
           const float* in = turn ? out : inputs.back().data();
@@ -229,7 +229,7 @@ tfpar_codec CodecOf(int32_t kind, bool stochastic) {
   return codec;
 }
 
-// One member's memory in an exchange: two tensors, two residuals.
+// One member's data in an exchange: two tensors, two residuals.
 struct Member {
   std::vector<float> first, second, out_first, out_second, worker, owner;
 
@@ -270,7 +270,7 @@ struct Member {
   }
 };
 
-// What members come to by whole shards, step by step; residuals change.
+// The result of the same exchange with whole shards, step by step; updates the residuals.
 std::vector<float> ByWholeShards(const tfpar_codec& codec, int64_t shard, std::vector<Member>& members) {
   const int size = static_cast<int>(members.size());
   const auto total = static_cast<int64_t>(members[0].first.size() + members[0].second.size());
@@ -402,7 +402,7 @@ TEST(ACallThatIsRefusedDoesNotBegin) {
   CHECK(outcome.kind == Outcome::kRefused && outcome.message == "no variable", outcome.message);
 }
 
-// Worker 1 waits for worker 0, which waits for the lost one: it is told all the same.
+// Worker 1 waits for worker 0, which waits for the lost worker: the call of worker 1 still fails and names that worker.
 TEST(ALostWorkerEndsTheCallsOfAllOthersByName) {
   Meshes meshes = Connected(3);
   std::vector<float> in(1 << 20), out(3 << 20), small(4), answer(4);
@@ -422,13 +422,13 @@ TEST(ALostWorkerEndsTheCallsOfAllOthersByName) {
     CHECK(outcome.kind == Outcome::kLost, outcome.message);
     CHECK(outcome.message.find("lost worker 2: ") == 0, outcome.message);
   }
-  // Later calls fail as well, and say the same.
+  // Later calls fail with the same message.
   waiting.Start(*meshes[0], SumCall(Collective::kAllReduce, {0, 2}, 0, 3, small.data(), answer.data(), 4));
   CHECK(waiting.Wait()[0].message.find("lost worker 2: ") == 0, "a call that came later");
   CHECK(meshes[0]->WaitingMs() == 0, std::to_string(meshes[0]->WaitingMs()));
 }
 
-// A worker that leaves once it has everything does not make the last call of the others fail.
+// A worker that leaves when its last call is complete does not make the last call of the others fail.
 TEST(AWorkerMayLeaveFirst) {
   for (int turn = 0; turn < 5; ++turn) {
     Meshes meshes = Connected(3);

@@ -1,4 +1,5 @@
-// What lies around the codecs: vectors of many parts, shards, ranges of blocks, lengths beyond 2^31, the caller's mode.
+// The code around the codecs: vectors of many parts, shards, ranges of blocks, lengths beyond 2^31, the caller's
+// floating-point mode.
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -28,7 +29,7 @@ Floats Slice(const Floats& values, int64_t from, int64_t to) {
   return Floats(values.begin() + std::min(from, size), values.begin() + std::min(std::max(from, to), size));
 }
 
-// Memory of which only touched pages exist, zero at first.
+// Memory in which only touched pages exist; it is zero at first.
 class SparseMemory {
  public:
   explicit SparseMemory(size_t bytes) : bytes_(bytes) {
@@ -72,7 +73,7 @@ TEST(PartsMakeNoDifference) {
   }
 }
 
-// A block that begins in one part and ends in the next, where the rest of it would fit in one piece.
+// A block that begins in one part and ends in the next, in which the rest of the block lies in one piece.
 TEST(BlocksAcrossParts) {
   cases::Random random(17);
   const std::vector<int64_t> cuts = {1961, 1961 + 8385};
@@ -85,7 +86,7 @@ TEST(BlocksAcrossParts) {
   }
 }
 
-// Shards of a vector, the last of which reach beyond its end or lie there altogether.
+// Shards of a vector; the last ones reach past its end or lie entirely past it.
 TEST(ShardsReachBeyondTheEnd) {
   cases::Random random(12);
   for (const tfpar_codec& codec : cases::Defaults()) {
@@ -98,7 +99,7 @@ TEST(ShardsReachBeyondTheEnd) {
       const auto expected = oracle::Encode(codec, Slice(x, begin, begin + shard), own, begin, shard);
       CHECK(got.payload == expected.payload, cases::Name(codec) + " shard at " + std::to_string(begin));
       CHECK(cases::SameBits(got.residual, expected.residual), cases::Name(codec));
-      // Decoding drops what is past the end, and writes nothing else.
+      // Decoding drops elements past the end, and writes no other memory.
       cases::Pieces pieces(Floats(static_cast<size_t>(size), 9.0f), cuts);
       const tfpar_mutable_vector out = pieces.MutableView();
       const void* payload = got.payload.data();
@@ -112,7 +113,8 @@ TEST(ShardsReachBeyondTheEnd) {
   }
 }
 
-// Blocks one by one, last first, give what one call gives; and a call touches nothing of other blocks.
+// Encoding blocks one by one, from the last to the first, gives the result of one call; a call does not touch other
+// blocks.
 TEST(RangesOfBlocks) {
   cases::Random random(13);
   for (const tfpar_codec& codec : cases::Defaults()) {
@@ -146,7 +148,7 @@ TEST(RangesOfBlocks) {
   }
 }
 
-// The last blocks of vectors long enough for 32-bit indices to overflow, in elements, bytes and codes.
+// The last blocks of vectors so long that 32-bit indices of elements, bytes and codes would overflow.
 TEST(LengthsBeyond32Bits) {
   const int64_t n = (int64_t{1} << 33) + 1000003;
   const SparseMemory x(static_cast<size_t>(n) * 4), residual(static_cast<size_t>(n) * 4), payload(static_cast<size_t>(n) * 2 + 4096);
@@ -179,7 +181,7 @@ TEST(LengthsBeyond32Bits) {
   }
 }
 
-// Payloads and outputs so large that the kernels write past the caches give the same bytes, at any address.
+// Payloads and outputs so large that the kernels bypass the caches have the same bytes, at any address.
 TEST(LargeVectorsAtAnyAddress) {
   cases::Random random(15);
   const int64_t n = (5 << 20) + 77;

@@ -1,4 +1,4 @@
-// The C ABI: options, sizes, headers, and the choice among the instruction sets. The work is in kernels/.
+// The C ABI: options, sizes, headers, and the choice of the instruction set. The codecs themselves are in kernels/.
 #include "codec.h"
 
 #include <atomic>
@@ -19,7 +19,8 @@ namespace {
 using tfpar::Format;
 using tfpar::Kernels;
 
-// Rounding to nearest, denormals as zeros, no traps, while it lives; then the caller's mode again.
+// Sets the floating-point mode (round to nearest, denormals are zeros, no traps) and restores the caller's mode when
+// destroyed.
 class ArithmeticMode {
  public:
 #if TFPAR_HARDWARE_FLUSH && defined(__x86_64__)
@@ -56,8 +57,8 @@ class ArithmeticMode {
 };
 
 #if defined(__x86_64__)
-// __builtin_cpu_supports also asks whether the operating system saves the wide registers. Feature names, as compilers
-// before 2021 do not know "x86-64-v4", nor "f16c", which comes from the processor's own list.
+// __builtin_cpu_supports also checks that the operating system saves the wide registers. Compilers from before 2021
+// know neither "x86-64-v4", hence the separate feature names, nor "f16c", which is therefore read with cpuid.
 bool SupportsV3() {
   unsigned a, b, c, d;
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi") &&
@@ -87,7 +88,7 @@ const Kernels* Choose() {
 }
 
 const Kernels& Chosen() {
-  // Threads that meet here for the first time find the same answer; no lock is needed.
+  // Threads that race on the first call all choose the same kernels, so no lock is needed.
   static std::atomic<const Kernels*> chosen{nullptr};
   const Kernels* kernels = chosen.load(std::memory_order_relaxed);
   if (kernels == nullptr) {
@@ -97,7 +98,7 @@ const Kernels& Chosen() {
   return *kernels;
 }
 
-// A field of a header, which is little-endian as the processor is.
+// A field of a header. The header is little-endian, and so is the processor.
 uint64_t Field(const unsigned char* from, int bytes) {
   uint64_t value = 0;
   std::memcpy(&value, from, static_cast<size_t>(bytes));
@@ -111,14 +112,14 @@ const char* KindName(int64_t kind, const char* otherwise) {
   return format == nullptr ? otherwise : format->name;
 }
 
-// What the kind of a header stands for, without the scales.
+// The name of the format that a header's kind stands for, without the scales.
 const char* FormatName(uint64_t kind) {
   return KindName(static_cast<int64_t>(kind & ~uint64_t{tfpar::kFloatScales}), "no codec");
 }
 
 const char* ScalesName(uint64_t kind) { return kind & tfpar::kFloatScales ? ", float32 scales" : ""; }
 
-// Says how a field of a header differs from what was expected.
+// Writes to `message` how a field of a header differs from its expected value.
 void DescribeField(const char* name, uint64_t found, uint64_t expected, const tfpar_codec& codec, char* message,
                    size_t message_size) {
   const auto is = static_cast<unsigned long long>(found), should_be = static_cast<unsigned long long>(expected);
@@ -137,8 +138,8 @@ bool KeepsSome(const Format& format) { return format.codes == tfpar::Codes::KEPT
 bool HasFloatScales(const Format& format) { return format.scale == tfpar::ScaleType::FLOAT; }
 bool RoundsStochastically(const Format& format) { return format.rounding == tfpar::Rounding::STOCHASTIC; }
 
-// Appends the names of the formats that have an option to a message of `length` characters; with null, of all formats, after
-// their numbers.
+// Appends to a message of `length` characters the names of the formats that have an option. If `has_option` is null,
+// appends number and name of every format.
 void AppendNames(char* message, size_t message_size, int length, bool (*has_option)(const Format&)) {
   const char* separator = " ";
   for (const Format& format : tfpar::kFormats) {
@@ -152,7 +153,7 @@ void AppendNames(char* message, size_t message_size, int length, bool (*has_opti
   }
 }
 
-// One of topk's positions, which may lie at any address.
+// One of topk's positions. Its address may have any alignment.
 uint32_t PositionAt(const unsigned char* positions, int64_t entry) {
   uint16_t position;
   std::memcpy(&position, positions + 2 * entry, sizeof position);
@@ -173,7 +174,7 @@ int tfpar_codec_check(const tfpar_codec* codec, char* message, size_t message_si
   const auto fail = [&](const char* option, long long value, const char* allowed) {
     return std::snprintf(message, message_size, "codec %s: %s=%lld; %s", format->name, option, value, allowed);
   };
-  // The option is one of other formats, and has to be 0.
+  // The option belongs to other formats, so it must be 0.
   const auto fail_foreign = [&](const char* option, long long value, bool (*has)(const Format&)) {
     AppendNames(message, message_size, fail(option, value, "must be 0, it is an option of"), has);
     return 1;
@@ -252,7 +253,7 @@ int tfpar_positions_check(const tfpar_codec* codec, const void* payload, int64_t
   for (int64_t block = first_block; block < last_block; ++block) {
     const unsigned char* positions =
         static_cast<const unsigned char*>(payload) + tfpar::kHeaderBytes + block * tfpar::CodeBytes(*codec);
-    uint32_t all = 0;  // bits of all positions: the size being a power of two, they are below it together or not at all
+    uint32_t all = 0;  // the OR of all positions: as the size is a power of two, `all` < size if every position is
     for (int64_t entry = 0; entry < codec->keep; ++entry) all |= PositionAt(positions, entry);
     if (all < size) continue;
     int64_t entry = 0;

@@ -72,7 +72,7 @@ uint32_t Crc(const unsigned char* data, int64_t n, bool hardware) {
 }  // namespace
 
 void tfpar_masked_crc32c(const void* const* data, const int64_t* bytes, int64_t n, uint32_t* crcs) {
-  // Every target above the baseline has the instruction; asking for the baseline asks for the tables.
+  // Every target above the baseline has the instruction; the baseline uses the tables.
   const bool hardware = strcmp(tfpar_cpu_target(), "baseline") != 0;
   for (int64_t i = 0; i < n; ++i) {
     const uint32_t crc = Crc(static_cast<const unsigned char*>(data[i]), bytes[i], hardware);

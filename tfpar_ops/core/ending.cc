@@ -15,7 +15,7 @@ struct Order {
   int code;
 };
 
-// Whether `fd` gave all of a line, which is put in `line`.
+// Reads a line from `fd` into `line`. Returns false if `fd` ends before the line does.
 bool ReadLine(int fd, std::string& line) {
   char buffer[512];
   while (true) {
@@ -35,7 +35,7 @@ void* Wait(void* argument) {
   close(order.fd);
   if (!complete) return nullptr;
   const ssize_t written = write(STDERR_FILENO, line.data(), line.size());
-  (void)written;  // whether it was or not, the process ends
+  (void)written;  // the process ends even if the write failed
   _exit(order.code);
 }
 

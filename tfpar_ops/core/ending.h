@@ -1,4 +1,4 @@
-// Ending a process that cannot end itself, because a call that never returns keeps Python's lock.
+// Ends a process that cannot end itself because a call that never returns holds Python's global interpreter lock.
 #ifndef TFPAR_OPS_CORE_ENDING_H_
 #define TFPAR_OPS_CORE_ENDING_H_
 
@@ -10,9 +10,9 @@ extern "C" {
 #pragma GCC visibility push(default)
 #endif
 
-// Waits in a thread of its own for a line on the descriptor `fd`, which it owns from here on. Then it writes the line
-// to standard error and ends the process with exit code `code`, without any clean-up. Where `fd` ends before a whole
-// line has come, nothing happens. Returns 0, or an error number of pthread_create.
+// Starts a thread that owns the descriptor `fd` and waits for a line on it. When a line arrives, the thread writes it
+// to standard error and ends the process with exit code `code`, without any clean-up. If `fd` ends before a complete
+// line has arrived, nothing happens. Returns 0, ENOMEM, or the error number of pthread_create.
 int tfpar_end_on_message(int fd, int code);
 
 #if defined(__GNUC__)

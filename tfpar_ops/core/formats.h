@@ -1,19 +1,19 @@
-// The payload formats, one row each: the only list of them in C++. Names, numbers, lengths, checks, the choice of a kernel
-// on the CPU and on CUDA devices, and the attribute of the operations are made from it. tfpar_ops/formats.py is the list
-// of the Python side. FORMAT.md says what each format is, byte by byte.
+// The payload formats, one row each. This is the only list of them in C++: names, numbers, lengths, checks, the choice
+// of a kernel on the CPU and on CUDA devices, and the attribute of the operations are generated from it. The list in
+// Python is tfpar_ops/formats.py. FORMAT.md specifies each format, byte by byte.
 //
 //   X(ID, name, number, code_bits, codes, scale, smallest_block, largest_block, rounding, Kernel)
 //
 //   ID         TFPAR_ID is the number in C and C++
-//   name       in the operations, in messages and for users
-//   number     in the header of a payload; 1 to 127
-//   code_bits  of one code
-//   codes      how many a block has: EVERY element one, or KEPT, `keep` of them with their positions
-//   scale      of a block: NONE, BYTE, or FLOAT, which is bfloat16 or float32 as `scale_bits` says
-//   blocks     a power of two of elements, from smallest_block to largest_block
-//   rounding   NEAREST, or STOCHASTIC where the caller may choose that too
-//   Kernel     the type that encodes and decodes a block, of this name in kernels/*.h (CPU) and in cuda/*.cuh; the files
-//              are listed at the end
+//   name       used in operations, messages and options
+//   number     the kind in the header of a payload; 1 to 127
+//   code_bits  bits per code
+//   codes      codes per block: EVERY for one code per element; KEPT for `keep` codes, each with its position
+//   scale      the block's scale: NONE, BYTE, or FLOAT, which is bfloat16 or float32 according to `scale_bits`
+//   smallest_block, largest_block   limits of the elements per block, a power of two
+//   rounding   NEAREST, or STOCHASTIC if the caller may choose stochastic rounding too
+//   Kernel     the type that encodes and decodes a block; it has this name in kernels/*.h (CPU) and in cuda/*.cuh. The
+//              files are listed at the end.
 #ifndef TFPAR_OPS_CORE_FORMATS_H_
 #define TFPAR_OPS_CORE_FORMATS_H_
 
@@ -35,8 +35,8 @@ enum tfpar_kind { TFPAR_FORMATS(TFPAR_FORMAT_ENUMERATOR) };
 
 #endif  // TFPAR_OPS_CORE_FORMATS_H_
 
-// The files of the kernels, each once. To include them, define TFPAR_FORMAT_FILE(name), the path of a file from here, and
-// include this header again.
+// The files of the kernels, each once. To include them, define TFPAR_FORMAT_FILE(name) as the path of a file relative
+// to this header, and include this header again.
 #ifdef TFPAR_FORMAT_FILE
 #include TFPAR_FORMAT_FILE(cast)
 #include TFPAR_FORMAT_FILE(fp8)

@@ -1,15 +1,17 @@
-// The codecs of one instruction set: a table of functions behind codec.h, which picks one table for the process.
+// The codecs of one instruction set: a table of functions. codec.cc selects one table for the process.
 //
-// codec_baseline.cc, codec_v3.cc and codec_v4.cc compile the same sources (kernels/*.h) with different flags, each in a
-// namespace of its own. Those sources use no C++ library template, or the linker might keep an AVX-512 copy for all three.
+// codec_baseline.cc, codec_v3.cc and codec_v4.cc compile the same sources (kernels/*.h) with different flags, each in
+// its own namespace. Those sources use no template of the C++ library: the linker might keep its AVX-512 copy for all
+// three.
 #ifndef TFPAR_OPS_CORE_KERNELS_H_
 #define TFPAR_OPS_CORE_KERNELS_H_
 
 #include "codec.h"
 #include "layout.h"
 
-// Where the processor can treat denormals as zeros, codec.cc sets that mode around every call of a table, and the kernels
-// need no instruction for it. Elsewhere, or with TFPAR_SOFTWARE_FLUSH (for tests), every operation flushes by itself.
+// Where the processor can treat denormals as zeros, codec.cc sets that mode around every call of a kernel, and the
+// kernels need no instruction for it. Elsewhere, or with TFPAR_SOFTWARE_FLUSH (for tests), every operation flushes
+// denormals in software.
 #if !defined(TFPAR_SOFTWARE_FLUSH) && (defined(__x86_64__) || defined(__aarch64__))
 #define TFPAR_HARDWARE_FLUSH 1
 #else
@@ -33,7 +35,7 @@ struct Kernels {
 };
 
 const Kernels* BaselineKernels();
-// Null where the file was not compiled for that instruction set.
+// Null if the file was not compiled for that instruction set.
 const Kernels* V3Kernels();
 const Kernels* V4Kernels();
 

@@ -1,7 +1,8 @@
-// The header of a payload and where its parts are (FORMAT.md, "Layout"), for the codecs on the CPU and on CUDA devices.
+// The header of a payload and the offsets of its parts (FORMAT.md, "Layout"), for the codecs on the CPU and on CUDA
+// devices.
 //
-// All functions are static: files compiled for different instruction sets include them, and the linker must not keep an
-// AVX-512 copy of one for all.
+// All functions are static: files compiled for different instruction sets include them, and the linker must not keep
+// one AVX-512 copy for all of these files.
 #ifndef TFPAR_OPS_CORE_LAYOUT_H_
 #define TFPAR_OPS_CORE_LAYOUT_H_
 
@@ -33,7 +34,7 @@ struct Format {
 static constexpr Format kFormats[] = {TFPAR_FORMATS(TFPAR_FORMAT_ROW)};
 #undef TFPAR_FORMAT_ROW
 
-// The format of that number; null where there is none.
+// The format with that number; null if there is none.
 static inline const Format* FindFormat(int64_t number) {
   for (const Format& format : kFormats) {
     if (format.number == number) return &format;
@@ -41,7 +42,7 @@ static inline const Format* FindFormat(int64_t number) {
   return nullptr;
 }
 
-// Bytes that one block takes in the payload. The codec is valid, here and below.
+// Bytes that the codes of one block take in the payload. Here and below, the codec must be valid.
 static inline int64_t CodeBytes(const tfpar_codec& codec) {
   const Format& format = *FindFormat(codec.kind);
   return int64_t{format.codes == Codes::KEPT ? codec.keep : codec.block} * format.code_bits / 8;
@@ -51,10 +52,10 @@ static inline int64_t ScaleBytes(const tfpar_codec& codec) {
   return FindFormat(codec.kind)->scale == ScaleType::BYTE ? 1 : codec.scale_bits / 8;
 }
 
-// n is not negative, here and below.
+// Here and below, n must not be negative.
 static inline int64_t NumBlocks(const tfpar_codec& codec, int64_t n) { return n / codec.block + (n % codec.block != 0); }
 
-// Bytes before the scales, and before the closing zeros, of a payload whose length can be counted.
+// Offsets in bytes of the scales and of the closing zeros, for a payload whose length does not overflow.
 static inline int64_t ScalesAt(const tfpar_codec& codec, int64_t n) {
   return kHeaderBytes + NumBlocks(codec, n) * CodeBytes(codec);
 }
@@ -63,7 +64,7 @@ static inline int64_t PaddingAt(const tfpar_codec& codec, int64_t n) {
   return ScalesAt(codec, n) + NumBlocks(codec, n) * ScaleBytes(codec);
 }
 
-constexpr uint32_t kFloatScales = 128;  // added to the kind in the header where scales are float32
+constexpr uint32_t kFloatScales = 128;  // added to the kind in the header if scales are float32
 
 struct Header {
   uint32_t word[4];

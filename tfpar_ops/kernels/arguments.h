@@ -1,4 +1,4 @@
-// Reading and checking what a kernel is given, the same on every device.
+// Reads and checks the inputs of a kernel, in the same way on every device.
 #ifndef TFPAR_OPS_KERNELS_ARGUMENTS_H_
 #define TFPAR_OPS_KERNELS_ARGUMENTS_H_
 
@@ -14,7 +14,8 @@
 
 namespace tfpar {
 
-// Tensors seen as one vector; `Vector` is tfpar_vector or tfpar_mutable_vector, `Pointer` what it points to.
+// Tensors seen as one vector. `Vector` is tfpar_vector or tfpar_mutable_vector, `Pointer` the type of its data
+// pointers.
 template <typename Vector, typename Pointer>
 class Parts {
  public:
@@ -60,7 +61,7 @@ inline absl::Status ReadBegin(tensorflow::OpKernelContext* context, const tfpar_
   return absl::OkStatus();
 }
 
-// A scalar in the memory of the device: reading it there spares a GPU the wait for the host.
+// A scalar in device memory. Kernels read it there, so that the host need not wait for the GPU.
 inline absl::Status ReadFactor(tensorflow::OpKernelContext* context, const float** factor) {
   const tensorflow::Tensor* tensor;
   TF_RETURN_IF_ERROR(context->input("factor", &tensor));
@@ -71,7 +72,7 @@ inline absl::Status ReadFactor(tensorflow::OpKernelContext* context, const float
   return absl::OkStatus();
 }
 
-// Key and step of the random numbers.
+// Reads the key and the step of the random numbers.
 inline absl::Status ReadSeedStep(tensorflow::OpKernelContext* context, tfpar_codec* codec) {
   const tensorflow::Tensor* tensor;
   TF_RETURN_IF_ERROR(context->input("seed_step", &tensor));
@@ -91,7 +92,7 @@ inline absl::Status CheckResidualShape(const tensorflow::TensorShape& shape, int
                  required ? "" : ", or [0] for none");
 }
 
-// Payloads of `elements` elements, one in each row.
+// Payloads of `elements` elements each, one per row.
 struct Payloads {
   std::vector<const void*> rows;
   int64_t elements = 0;
@@ -113,13 +114,13 @@ inline absl::Status ReadPayloads(tensorflow::OpKernelContext* context, Payloads*
   return absl::OkStatus();
 }
 
-// A residual that is read and written: an input that becomes an output, or a variable.
+// A residual that is read and written: an input whose buffer becomes an output, or a variable.
 struct Residual {
   const float* old_values = nullptr;
   float* new_values = nullptr;
 };
 
-// The variable is locked while this lives.
+// A variable that holds the residual. It is locked from `Open` until this object is destroyed.
 class ResidualVariable {
  public:
   ResidualVariable() = default;
@@ -129,9 +130,9 @@ class ResidualVariable {
     if (locked_) variable_->mu()->unlock();
   }
 
-  // Where others hold the buffer (a value that was read before), the new values go to a fresh one, as with every update
-  // of a variable; in copy-on-read mode nothing else does. That takes no copy: the old values are read and the new ones
-  // written anyway.
+  // If something else holds the buffer (an earlier read of the value), the new values go to a fresh buffer, as in every
+  // update of a variable; in copy-on-read mode nothing else can hold it. A fresh buffer costs no copy: the kernel reads
+  // the old values and writes the new ones anyway.
   absl::Status Open(tensorflow::OpKernelContext* context, int input, int64_t elements, Residual* residual) {
     TF_RETURN_IF_ERROR(tensorflow::LookupResource(context, tensorflow::HandleFromInput(context, input), &variable_));
     variable_->mu()->lock();
@@ -158,7 +159,7 @@ class ResidualVariable {
     return absl::OkStatus();
   }
 
-  // The update is complete (on a GPU: on its way, in the order of the stream).
+  // To be called when the update is complete (on a GPU: queued on the stream).
   void Commit() {
     if (copies_) *variable_->tensor() = fresh_;
   }

@@ -1,4 +1,4 @@
-// The kernels, as far as they are the same on every device. `Device` does the work:
+// The part of the kernels that is the same on every device. `Device` provides the rest:
 //
 //   static absl::Status CheckPayloads(const tfpar_codec&, const Payloads&);
 //   static absl::Status Encode(OpKernelContext*, const tfpar_codec&, const InputParts&, const Shards&,
@@ -27,11 +27,11 @@ using ::tensorflow::OpKernelContext;
 using ::tensorflow::Tensor;
 using ::tensorflow::TensorShape;
 
-// What holds the residual of an operation.
+// Where an operation keeps its residual.
 enum class Keeper { kTensor, kVariable };
 
-// Finds residual and norms of an operation whose outputs are payload, new residual (unless a variable) and norms, and
-// calls `work(residual, norms)`.
+// For an operation with the outputs payload, new residual (unless it is a variable) and norms: prepares the residual
+// and the norms, and calls `work(residual, norms)`.
 template <Keeper keeper, typename Work>
 absl::Status WithResidual(OpKernelContext* context, int input, int64_t elements, const Work& work) {
   Residual residual;
@@ -97,7 +97,7 @@ class DecodeOp : public OpKernel {
   explicit DecodeOp(OpKernelConstruction* context) : OpKernel(context) {
     OP_REQUIRES_OK(context, ReadCodec(context, &codec_));
     OP_REQUIRES_OK(context, context->GetAttr("shapes", &shapes_));
-    // Eager calls do not ask the shape function.
+    // Eager calls do not run the shape function.
     OP_REQUIRES(context, static_cast<int>(shapes_.size()) == context->num_outputs(),
                 Invalid("N=", context->num_outputs(), ", but there are ", shapes_.size(), " shapes"));
     OP_REQUIRES_OK(context, context->GetAttr("shard_elements", &shard_elements_));
@@ -218,7 +218,7 @@ class NormSquaredOp : public OpKernel {
   }
 };
 
-// Registers every kernel for a device. What the host has to know before it can start the work lies in host memory.
+// Registers every kernel for a device. Inputs that the host needs before it can start the work are in host memory.
 #define TFPAR_REGISTER_KERNELS(NAME, DEVICE)                                                                       \
   REGISTER_KERNEL_BUILDER(Name("TfparEncode").Device(NAME).HostMemory("seed_step"),                                \
                           ::tfpar::EncodeOp<DEVICE, ::tfpar::Keeper::kTensor>);                                    \

@@ -1,4 +1,4 @@
-// The kernels on the CPU: the core's functions, spread over TensorFlow's own threads.
+// The kernels on the CPU: the functions of ../core, distributed over TensorFlow's own threads.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -16,18 +16,19 @@
 namespace tfpar {
 namespace {
 
-// Work is cut into units of so many elements, whatever the number of threads, so that sums never depend on it. 128 KB
-// of gradient: many units for a few threads to share evenly, and long enough that handing one out does not show.
+// Work is divided into units of this many elements for any number of threads, so that sums do not depend on the number.
+// A unit is 128 KB of gradient: small enough that a few threads share the units evenly, and large enough that the cost
+// of scheduling one is negligible.
 constexpr int64_t kUnitElements = 32768;
 constexpr int64_t kSmallestBlock = 64;
 
-// Fewer elements than these are done by the thread that asks: waking another one costs about as much.
+// Fewer elements than this are processed by the calling thread: waking another thread costs about as much.
 constexpr int64_t kTaskElements = 65536;
 
 using Pool = ::tensorflow::thread::ThreadPool;
 
-// Parameters that hand out fixed numbers of units. TensorFlow 2.19 has only the constructor, which later versions
-// deprecate in favour of `Fixed`; the better match, `int`, is taken where it compiles.
+// Scheduling parameters for a fixed number of units per task. TensorFlow 2.19 has only the constructor, which later
+// versions deprecate in favour of `Fixed`. Overload resolution prefers the version with `int` if it compiles.
 template <typename Params>
 auto FixedUnits(int64_t units, int) -> decltype(Params::Fixed(units)) {
   return Params::Fixed(units);
@@ -48,7 +49,7 @@ void ForEachUnit(OpKernelContext* context, int64_t units, int64_t unit_elements,
       });
 }
 
-// The blocks of equal payloads as units: of which payload, and which of its blocks.
+// Divides the blocks of payloads of equal length into units. Each unit is a range of blocks of one payload.
 class Units {
  public:
   Units(const tfpar_codec& codec, int64_t payloads, int64_t elements)
@@ -72,8 +73,8 @@ class Units {
   int64_t unit_elements_;
 };
 
-// Sums of squares, added up block by block within a unit and unit by unit afterwards: the same for any number of
-// threads.
+// Sums of squares, added up block by block within a unit and then unit by unit, so that they are the same for any
+// number of threads.
 class Norms {
  public:
   explicit Norms(int64_t units) : partial_(2 * units) {}
@@ -104,8 +105,8 @@ class Norms {
   std::vector<double> partial_;
 };
 
-// What is wrong with payloads in which a position was found that is not below the block size: looked for again, as threads
-// come upon them in any order.
+// The error for payloads with a position that is not below the block size. Searches for the first such position again,
+// as threads find them in any order.
 absl::Status PositionError(const tfpar_codec& codec, const Payloads& payloads) {
   const int64_t blocks = tfpar_num_blocks(&codec, payloads.elements);
   for (size_t row = 0; row < payloads.rows.size(); ++row) {
@@ -185,9 +186,9 @@ struct Cpu {
     return wrong ? PositionError(codec, payloads) : absl::OkStatus();
   }
 
-  // Positions of all payloads. Those who only decode find out on the way.
+  // Checks the positions of all payloads. Operations that only decode detect wrong positions while decoding.
   static absl::Status CheckPositions(OpKernelContext* context, const tfpar_codec& codec, const Payloads& payloads) {
-    if (codec.keep == 0) return absl::OkStatus();  // it has no positions
+    if (codec.keep == 0) return absl::OkStatus();  // the codec has no positions
     const Units units(codec, payloads.rows.size(), payloads.elements);
     std::atomic<bool> wrong{false};
     ForEachUnit(context, units.count(), units.elements(), [&](int64_t unit) {
@@ -203,7 +204,7 @@ struct Cpu {
   static absl::Status Recode(OpKernelContext* context, const tfpar_codec& codec, const Payloads& payloads,
                              const float* factor, int64_t valid, int64_t begin, const Residual& residual,
                              int32_t* payload, float* norms) {
-    // Before anything is written: a residual that is updated in place must stay as it is where this fails.
+    // Checked before anything is written: if the check fails, a residual that is updated in place must be unchanged.
     TF_RETURN_IF_ERROR(CheckPositions(context, codec, payloads));
     const Units units(codec, 1, payloads.elements);
     Norms sums(units.count());
@@ -232,7 +233,7 @@ struct Cpu {
     double sum = 0;
     for (const double value : partial) sum += value;
     *norm_squared = static_cast<float>(sum);
-    *finite = std::isfinite(sum);  // doubles hold the squares of all floats, so the sum overflows for none
+    *finite = std::isfinite(sum);  // a float64 sum of squares of finite float32 does not overflow
     return absl::OkStatus();
   }
 };

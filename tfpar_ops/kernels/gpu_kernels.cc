@@ -1,8 +1,8 @@
-// The kernels on CUDA devices: work is queued on TensorFlow's stream, and nothing waits for it. Compiled by the C++
-// compiler; what runs on the device lies behind codec_cuda.h.
+// The kernels on CUDA devices: they queue work on TensorFlow's stream and do not wait for it. The C++ compiler compiles
+// this file; the code that runs on the device is behind codec_cuda.h.
 //
-// A device cannot refuse a payload without being waited for: lengths are checked here, but a payload with a foreign
-// header or a topk position outside of its block makes the result NaN instead of raising.
+// A device cannot reject a payload unless the host waits for it. Lengths are checked here, but a payload with a wrong
+// header or a topk position outside of its block makes the result NaN instead of raising an error.
 #include <algorithm>
 #include <cstdint>
 
@@ -15,7 +15,8 @@
 #include "tfpar_ops/kernels/codec_kernels.h"
 #include "xla/stream_executor/stream.h"  // stream_executor.h needs headers of LLVM, which TensorFlow 2.19 leaves out
 
-// Of the CUDA runtime, whose headers this file does without; the argument is an enum, passed as int.
+// A function of the CUDA runtime, declared here because this file does not need its headers. The argument is an enum,
+// passed as int.
 extern "C" const char* cudaGetErrorString(int error);
 
 namespace tfpar {
@@ -25,7 +26,7 @@ void* StreamOf(OpKernelContext* context) {
   return context->op_device_context()->stream()->platform_specific_handle().stream;
 }
 
-// Of the same enum: more small tensors in one place than a launch can name.
+// A value of the same enum: more small tensors in one place than a launch has room for.
 constexpr int kNotSupported = 801;
 
 absl::Status Checked(int error) {
@@ -37,8 +38,7 @@ absl::Status Checked(int error) {
   return absl::InternalError(absl::StrCat("CUDA error ", error, ": ", cudaGetErrorString(error)));
 }
 
-// Device memory for one call. It may be given back while the kernels still wait: TensorFlow hands it out again in the
-// order of the stream.
+// Device memory for one call. It may be freed while kernels are still queued: TensorFlow reuses it in stream order.
 class Workspace {
  public:
   absl::Status Allocate(OpKernelContext* context, const tfpar_codec* codec, int64_t elements, int64_t sums) {

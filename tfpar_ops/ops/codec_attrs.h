@@ -1,4 +1,4 @@
-// What operations and kernels both need of a codec: its attributes, and how a vector is cut into shards.
+// The parts of a codec that both operations and kernels need: its attributes, and the division of a vector into shards.
 #ifndef TFPAR_OPS_OPS_CODEC_ATTRS_H_
 #define TFPAR_OPS_OPS_CODEC_ATTRS_H_
 
@@ -30,7 +30,7 @@ inline std::string KindAttr() {
   return absl::StrCat("kind: {", names, "}");
 }
 
-// The format of that name; null where there is none.
+// The format with that name; null if there is none.
 inline const Format* FindFormat(absl::string_view name) {
   for (const Format& format : kFormats) {
     if (name == format.name) return &format;
@@ -53,7 +53,7 @@ absl::Status ReadCodec(Context* context, tfpar_codec* codec) {
   TF_RETURN_IF_ERROR(context->GetAttr("keep", &keep));
   TF_RETURN_IF_ERROR(context->GetAttr("scale", &scale));
   TF_RETURN_IF_ERROR(context->GetAttr("rounding", &rounding));
-  // Far outside of what is allowed, and still what it was in the message, whatever 64 bits held.
+  // Clamps instead of truncating, so that a value beyond 32 bits is still rejected rather than becoming a valid one.
   const auto narrow = [](int64_t value) {
     return static_cast<int32_t>(std::clamp<int64_t>(value, INT32_MIN, INT32_MAX));
   };
@@ -65,7 +65,7 @@ absl::Status ReadCodec(Context* context, tfpar_codec* codec) {
   codec->kind = format->number;
   codec->block = narrow(block);
   codec->keep = narrow(keep);
-  // bf16 is the default of the attribute, for kinds without such scales too.
+  // bf16 is the attribute's default, also for kinds without float scales.
   codec->scale_bits = scale == "float32" ? 32 : format->scale == ScaleType::FLOAT ? 16 : 0;
   codec->stochastic = rounding == "stochastic";
   char message[256];
@@ -83,19 +83,19 @@ inline absl::Status AddElements(int64_t elements, int64_t* total) {
   return absl::OkStatus();
 }
 
-// A vector of `total` elements cut into `count` shards of `elements` each; the last ones may reach past its end, or lie
-// there.
+// A vector of `total` elements divided into `count` shards of `elements` each. The last shards may reach past its end,
+// or lie entirely past it.
 struct Shards {
   int64_t count = 0;
   int64_t elements = 0;
   int64_t total = 0;
-  int64_t words = 0;  // of 4 bytes, in the payload of one shard
+  int64_t words = 0;  // 4-byte words in the payload of one shard
 
   // How many elements of shard `i` exist.
   int64_t valid(int64_t i) const { return std::clamp<int64_t>(total - i * elements, 0, elements); }
 };
 
-// Words of the payload of `elements` elements.
+// The number of words in the payload of `elements` elements.
 inline absl::Status PayloadWords(const tfpar_codec& codec, int64_t elements, int64_t* words) {
   const int64_t bytes = tfpar_payload_bytes(&codec, elements);
   if (bytes < 0) {

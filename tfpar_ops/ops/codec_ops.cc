@@ -1,4 +1,4 @@
-// Registration of the operations: their inputs, outputs, attributes and shapes. FORMAT.md has the payload formats.
+// Registers the operations: their inputs, outputs, attributes and shapes. FORMAT.md specifies the payload formats.
 #include <cstdint>
 #include <vector>
 
@@ -15,14 +15,14 @@ using ::tensorflow::shape_inference::DimensionHandle;
 using ::tensorflow::shape_inference::InferenceContext;
 using ::tensorflow::shape_inference::ShapeHandle;
 
-// Inputs before the first one that is not of the list `tensors`.
+// The number of inputs in the list `tensors`, which comes first.
 int Tensors(InferenceContext* c) {
   int count = 0;
   c->GetAttr("N", &count).IgnoreError();  // the operation has this attribute
   return count;
 }
 
-// Elements of the first `count` inputs together; -1 if a shape is unknown.
+// Sets `total` to the number of elements of the first `count` inputs together, or to -1 if a shape is unknown.
 absl::Status TotalElements(InferenceContext* c, int count, int64_t* total) {
   *total = 0;
   for (int i = 0; i < count; ++i) {
@@ -48,7 +48,7 @@ absl::Status CheckScalar(InferenceContext* c, int input) {
   return c->WithRank(c->input(input), 0, &scalar);
 }
 
-// A residual has an element for each that is encoded, or none at all. `elements` is -1 where it is not known.
+// A residual has one element per encoded element, or none at all. `elements` is -1 if it is unknown.
 absl::Status CheckResidual(InferenceContext* c, ShapeHandle shape, int64_t elements, bool required) {
   ShapeHandle vector;
   TF_RETURN_IF_ERROR(c->WithRank(shape, 1, &vector));
@@ -100,7 +100,7 @@ absl::Status EncodeShape(InferenceContext* c) {
   return absl::OkStatus();
 }
 
-// Payloads must be rows of as many words as `elements` elements need.
+// Checks that payloads are rows of as many words as `elements` elements need.
 absl::Status CheckPayloads(InferenceContext* c, const tfpar_codec& codec, int64_t elements) {
   ShapeHandle payloads;
   TF_RETURN_IF_ERROR(c->WithRank(c->input(0), 2, &payloads));
@@ -198,18 +198,19 @@ REGISTER_OP("TfparEncode")
     .Attr("shard_elements: int >= 0 = 0")
     .SetShapeFn(EncodeShape)
     .Doc(R"doc(
-Encodes tensors, seen as one vector of L elements, and keeps what the payload does not hold.
+Encodes tensors, seen as one vector of L elements, and returns the rest, which the payload does not hold, as residual.
 
-tensors: Gradients, read in place one after the other.
+tensors: Gradients, which are read in place and in order.
 residual: [L], added before encoding; [0] for none.
-seed_step: [2], in host memory: key and step of the random numbers of stochastic rounding.
+seed_step: [2], in host memory: key and step of the random numbers for stochastic rounding.
 payload: [shards, words], one payload per shard.
-new_residual: As `residual`; its buffer where possible.
+new_residual: Same shape as `residual`; reuses its buffer where possible.
 norms: [2], the sums of squares of `tensors` and of `new_residual`.
-shard_elements: Elements of a shard, the last ones padding; 0 for the fewest whole blocks (for one shard, all elements).
+shard_elements: Elements per shard; the last shards are padded. 0 for the fewest whole blocks (one shard: L elements).
 )doc");
 
-// Stateful, as all operations on resources: neither pruned nor merged with another one that reads the same.
+// Stateful, like all operations on resources, so that TensorFlow neither prunes it nor merges it with another one that
+// has the same inputs.
 REGISTER_OP("TfparEncodeResource")
     .Input("tensors: N * float")
     .Input("residual: resource")
@@ -221,7 +222,7 @@ REGISTER_OP("TfparEncodeResource")
     .Attr("shard_elements: int >= 0 = 0")
     .SetIsStateful()
     .SetShapeFn(EncodeShape)
-    .Doc("As TfparEncode, with a float32 variable of L elements as residual, which is updated in place.");
+    .Doc("Like TfparEncode, but the residual is a float32 variable of L elements, which is updated in place.");
 
 REGISTER_OP("TfparDecode")
     .Input("payloads: int32")
@@ -234,9 +235,9 @@ REGISTER_OP("TfparDecode")
     .Doc(R"doc(
 Decodes the shards of one vector into tensors.
 
-payloads: [shards, words], as from TfparEncode.
-factor: Scalar that every element is multiplied by; 1 leaves them as they are.
-tensors: One after the other the elements of the vector.
+payloads: [shards, words], the output of TfparEncode.
+factor: Scalar that every element is multiplied by; 1 leaves the elements unchanged.
+tensors: The elements of the vector, in order.
 )doc");
 
 REGISTER_OP("TfparDecodeSum")
@@ -246,10 +247,10 @@ REGISTER_OP("TfparDecodeSum")
     .TFPAR_CODEC_ATTRS.Attr("elements: int >= 0")
     .SetShapeFn(DecodeSumShape)
     .Doc(R"doc(
-Decodes the payloads of peers and sums them in their order.
+Decodes the payloads of peers and sums them in the order of the rows.
 
 payloads: [peers, words].
-factor: Scalar that the sum is multiplied by; 1 leaves it as it is.
+factor: Scalar that the sum is multiplied by; 1 leaves the sum unchanged.
 sum: [elements].
 )doc");
 
@@ -269,15 +270,15 @@ REGISTER_OP("TfparRecode")
 Decodes and sums the payloads of peers, adds the residual of the shard's owner and encodes again, in one pass.
 
 payloads: [peers, words].
-factor: Scalar that the sum is multiplied by; 1 leaves it as it is.
+factor: Scalar that the sum is multiplied by; 1 leaves the sum unchanged.
 residual: [valid]; [0] for none.
-begin: Scalar in host memory, the shard's first element in the whole vector; a multiple of the block.
+begin: Scalar in host memory: index of the shard's first element in the whole vector, a multiple of the block size.
 seed_step: [2], as for TfparEncode.
 payload: [1, words].
-new_residual: As `residual`; its buffer where possible.
+new_residual: Same shape as `residual`; reuses its buffer where possible.
 norms: [2], the sums of squares of the scaled sum and of `new_residual`.
-elements: Of the shard.
-valid: Elements of the shard that exist; those after them are padding.
+elements: Number of elements in the shard, padding included.
+valid: Number of elements in the shard that are not padding.
 )doc");
 
 REGISTER_OP("TfparRecodeResource")
@@ -292,7 +293,7 @@ REGISTER_OP("TfparRecodeResource")
     .Attr("valid: int >= 0")
     .SetIsStateful()
     .SetShapeFn(RecodeShape)
-    .Doc("As TfparRecode, with a float32 variable of `valid` elements as residual, which is updated in place.");
+    .Doc("Like TfparRecode, but the residual is a float32 variable of `valid` elements, which is updated in place.");
 
 REGISTER_OP("TfparNormSquared")
     .Input("tensors: N * float")
@@ -303,8 +304,8 @@ REGISTER_OP("TfparNormSquared")
     .Doc(R"doc(
 Sum of squares of all elements, in an order that does not depend on the number of threads.
 
-norm_squared: Scalar; infinite where the sum is beyond float32.
-finite: Whether every element is; also where the sum is not.
+norm_squared: Scalar; infinite if the sum overflows float32.
+finite: Scalar; whether every element is finite, even if norm_squared is infinite.
 )doc");
 
 }  // namespace

@@ -12,13 +12,13 @@ namespace {
 constexpr int64_t kPeers = 4;
 constexpr int kRounds = 21;
 
-// Device memory without host copy; null if there is not enough.
+// Device memory without a host copy; null if there is not enough memory.
 class Memory {
  public:
   explicit Memory(int64_t bytes) {
     if (cudaMalloc(&data_, static_cast<size_t>(bytes)) != cudaSuccess) {
       data_ = nullptr;
-      cudaGetLastError();  // forget it
+      cudaGetLastError();  // clear the error
     }
   }
   Memory(const Memory&) = delete;
@@ -52,7 +52,7 @@ double Seconds(const std::function<void()>& queue) {
   return seconds[kRounds / 2];
 }
 
-// Normal numbers, the same every million.
+// Normally distributed numbers that repeat after a million.
 void Fill(float* to, int64_t n) {
   cases::Random random(1);
   cases::Floats values(static_cast<size_t>(std::min<int64_t>(n, 1 << 20)));
@@ -73,7 +73,7 @@ std::string Label(const tfpar_codec& codec) {
   return name + (codec.stochastic ? ", stochastic" : "");
 }
 
-// One size of gradient: what all codecs share.
+// The data that all codecs share for one size of gradient.
 struct Arena {
   explicit Arena(int64_t n_in)
       : n(n_in), x(4 * n), residual(4 * n), out(4 * n), payloads((kPeers + 1) * (2 * n + (1 << 20))), small(1 << 20) {}

@@ -1,4 +1,4 @@
-// The functions of codec_cuda.h on whole std::vectors, as ../cases.h has those of codec.h.
+// Wrappers that call the functions of codec_cuda.h with std::vectors, like those of ../cases.h for codec.h.
 #ifndef TFPAR_TESTS_NATIVE_CUDA_DEVICE_H_
 #define TFPAR_TESTS_NATIVE_CUDA_DEVICE_H_
 
@@ -22,15 +22,15 @@ constexpr bool kEmulated = false;
 
 namespace device {
 
-// Ends the program on an error of CUDA: after one, nothing else works.
+// Ends the program on a CUDA error: after one, every later call fails too.
 inline void Must(int error, const char* what) {
   if (error == cudaSuccess) return;
   std::printf("%s: CUDA error %d, %s\n", what, error, cudaGetErrorString(static_cast<cudaError_t>(error)));
   std::exit(1);
 }
 
-// An array in device memory that lies `shift` elements past a multiple of 256 bytes, with a margin on both sides that
-// must stay as it is. Emulated, memory ends `shift` elements after the array.
+// An array in device memory, `shift` elements past a multiple of 256 bytes, with a margin on both sides that must not
+// change. In the emulation, memory ends `shift` elements after the array.
 template <typename T>
 class Array {
  public:
@@ -75,7 +75,7 @@ class Array {
   T* memory_;
 };
 
-// A vector whose parts lie each in an array of its own, every one at another address modulo 16.
+// A vector whose parts are separate arrays, each at a different address modulo 16.
 class Pieces {
  public:
   Pieces(const cases::Floats& values, const std::vector<int64_t>& cuts) {
@@ -105,7 +105,7 @@ class Pieces {
   std::vector<int64_t> offset_ = {0};
 };
 
-// Payloads in device memory, one in two at a multiple of 4 bytes that is none of 8.
+// Payloads in device memory. Every second one is at a multiple of 4 bytes, but not of 8.
 class Payloads {
  public:
   explicit Payloads(const std::vector<cases::Bytes>& payloads) {
@@ -122,14 +122,14 @@ class Payloads {
   std::vector<const void*> pointers_;
 };
 
-// How a call is made, where that must not matter for the result.
+// Variations of a call that must not change its result.
 struct Manner {
   bool in_place;       // the new residual takes the place of the old one
   bool device_factor;  // factor in device memory
   size_t shift;        // of the residual and the payload, in float32 elements
 };
 
-// What an encoder writes to.
+// The outputs of an encoder.
 class Target {
  public:
   Target(const tfpar_codec& codec, int64_t n, int64_t valid, const cases::Floats& residual, const Manner& manner)
@@ -172,7 +172,7 @@ inline cases::Encoded Encode(const tfpar_codec& codec, const cases::Floats& x, c
   return target.Read();
 }
 
-// The whole vector of `size` elements, of which [begin, begin + n) is written.
+// Returns the whole vector of `size` elements; the call writes [begin, begin + n) of it.
 inline cases::Floats DecodeSum(const tfpar_codec& codec, int64_t n, const std::vector<cases::Bytes>& payloads,
                                float factor, int64_t size, const std::vector<int64_t>& cuts, int64_t begin,
                                const Manner& manner, int* status) {

@@ -26,7 +26,7 @@ int RunTests(const char* filter) {
   return check::Failures() == 0 && run > 0 ? 0 : 1;
 }
 
-// Whether there is a device; says so.
+// Returns whether there is a device, and prints its name or that there is none.
 bool HasDevice() {
 #if defined(TFPAR_EMULATION)
   std::printf("kernels emulated on the processor\n");

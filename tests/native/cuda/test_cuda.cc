@@ -22,8 +22,8 @@ std::vector<int64_t> Cuts(cases::Random* random, int64_t size, int64_t count) {
   return cuts;
 }
 
-// Half of the time the values of cases.h, whose extremes make most large blocks infinite; else tame ones: a wide range
-// of normal numbers, with stretches of zeros and of equal ones.
+// Half of the time the values of cases.h, whose extremes make most large blocks infinite; else moderate values: a wide
+// range of normal numbers, with runs of zeros and of equal numbers.
 Floats AnyValues(cases::Random* random, int64_t n, bool non_finite) {
   if (random->Below(2) == 0) return cases::Values(random, n, non_finite);
   Floats values(static_cast<size_t>(n));
@@ -44,7 +44,7 @@ device::Manner AnyManner(cases::Random* random) {
   return {random->Below(2) != 0, random->Below(2) != 0, static_cast<size_t>(random->Below(4))};
 }
 
-// Norms of all blocks together, the first and the second.
+// The sums over all blocks of the first and of the second norm.
 std::vector<double> Totals(const std::vector<double>& norms) {
   std::vector<double> totals(2, 0.0);
   for (size_t i = 0; i < norms.size(); ++i) totals[i % 2] += norms[i];
@@ -59,8 +59,8 @@ void CheckEncoded(const tfpar_codec& codec, int64_t n, const cases::Encoded& got
   CHECK(cases::Close(got.norms, Totals(expected.norms)), "norms, " + At(codec, n, -1));
 }
 
-// Encodes a range of a vector in parts for each peer, decodes the sum into a vector of other parts, and encodes it
-// again.
+// For each peer, encodes a range of a vector that consists of parts; then decodes the sum into a vector with other
+// parts, and encodes the sum again.
 void CheckLength(const tfpar_codec& codec, int64_t n, int peers, cases::Random* random) {
   const int64_t begin = codec.block * random->Below(4);
   const int64_t valid = random->Below(3) == 0 ? random->Below(n + 1) : n;
@@ -134,7 +134,7 @@ TEST(NoPeers) {
   }
 }
 
-// More parts than one launch takes; and too many in one place, which is refused.
+// More parts than one launch has room for; and too many parts in one place, which is an error.
 TEST(ManyParts) {
   cases::Random random(4);
   for (const tfpar_codec& codec : cases::Defaults()) {
@@ -173,7 +173,7 @@ TEST(TooManyPartsInOnePlace) {
   }
 }
 
-// A range far into a vector: only the last of its parts is there.
+// A range far into a vector, of which only the last part has memory.
 TEST(PositionsBeyond2To31) {
   cases::Random random(5);
   for (tfpar_codec codec : cases::Defaults()) {
@@ -200,7 +200,7 @@ TEST(PositionsBeyond2To31) {
 }
 
 #if !defined(TFPAR_EMULATION)
-// One encoded range of more elements than 2^31, made of one array over and over.
+// One encoded range of more than 2^31 elements, in which all parts are the same array.
 TEST(LengthBeyond2To31) {
   cases::Random random(12);
   const tfpar_codec codec = {TFPAR_SIGN, 4096, 0, 32, 0, 0, 0};
@@ -223,7 +223,7 @@ TEST(LengthBeyond2To31) {
 }
 #endif
 
-// Where scales end: those up to 2^-126 are 0, those from 2^126 are cut off.
+// The limits of scales: up to 2^-126 they become 0, and above 2^126 they are capped.
 TEST(SmallestAndLargestScales) {
   cases::Random random(10);
   for (const tfpar_codec& codec : cases::All()) {
@@ -236,7 +236,7 @@ TEST(SmallestAndLargestScales) {
         if (unit > 1.0f && factor != 1.0f) continue;
         const float value = unit * factor;
         Floats x(static_cast<size_t>(n), 0.0f);
-        x[0] = value;  // alone in a block of sign, whose mean it is then of
+        x[0] = value;  // the only non-zero element in a block of sign: the mean is value / n
         for (int64_t i = 1; i < n && codec.kind != TFPAR_SIGN; ++i) {
           x[static_cast<size_t>(i)] = random.Below(2) ? value : -value;
         }
@@ -246,8 +246,8 @@ TEST(SmallestAndLargestScales) {
   }
 }
 
-// The order of sign's sum, made visible: of a large number just at a tie of the scale's rounding, and two small ones
-// that are lost unless they meet before one of them meets the large one.
+// Makes the order of sign's sum visible: adds a large number just at a tie of the scale's rounding and two small ones,
+// which are lost unless they are added to each other before either is added to the large one.
 TEST(SignAddsByHalves) {
   cases::Random random(11);
   for (int block = 64; block <= 4096; block *= 2) {
@@ -265,8 +265,8 @@ TEST(SignAddsByHalves) {
   }
 }
 
-// Payloads that no encoder writes: random bytes behind a right header. One alone, unscaled, comes out as it was decoded,
-// signs of zeros and denormals included.
+// Payloads that no encoder writes: random bytes after a valid header. The unscaled sum of one payload is the decoded
+// payload, signs of zeros and denormals included.
 TEST(HostilePayloads) {
   cases::Random random(6);
   for (const tfpar_codec& codec : cases::All()) {
@@ -280,7 +280,8 @@ TEST(HostilePayloads) {
         payload[i] &= static_cast<uint8_t>(codec.block - 1);
         payload[i + 1] &= static_cast<uint8_t>((codec.block - 1) >> 8);
       }
-      // Scales at the edges: zeros, denormals, the smallest normal numbers, the largest, infinity and NaN, of both signs.
+      // Scales at the edges: zeros, denormals, the smallest normal numbers, the largest, infinity and NaN, of both
+      // signs.
       static constexpr uint32_t kScales[] = {0x00000000, 0x00400000, 0x007F0000, 0x007FFF80, 0x00800000,
                                              0x7E800000, 0x7F7F0000, 0x7F800000, 0x7FC00000};
       for (int64_t block = 0; codec.scale_bits != 0 && block < tfpar_num_blocks(&codec, n); ++block) {
@@ -307,7 +308,7 @@ TEST(HostilePayloads) {
   }
 }
 
-// One wrong bit of a header anywhere, and the whole result is NaN, the residual as it was.
+// With any bit of a header flipped, the whole result is NaN and the residual is unchanged.
 TEST(ForeignHeaders) {
   cases::Random random(7);
   for (const tfpar_codec& codec : cases::Defaults()) {
@@ -328,7 +329,7 @@ TEST(ForeignHeaders) {
   }
 }
 
-// Where a payload has no elements that could be NaN, the status says it.
+// A payload without elements cannot decode to NaN; the status still reports its wrong header.
 TEST(ForeignHeadersOfNothing) {
   for (const tfpar_codec& codec : cases::Defaults()) {
     std::vector<Bytes> payloads(2, cases::Encode(codec, {}, {}, 0, 0, {}).payload);

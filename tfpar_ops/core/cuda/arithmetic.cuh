@@ -23,17 +23,17 @@ __device__ inline float Add(float a, float b) { return __fadd_rn(a, b); }
 __device__ inline float Subtract(float a, float b) { return __fsub_rn(a, b); }
 __device__ inline float Multiply(float a, float b) { return __fmul_rn(a, b); }
 
-// With -ftz=true a sum drops denormals by itself, and + 0 turns -0 into +0.
+// With -ftz=true a sum drops denormals, and adding +0 turns -0 into +0.
 __device__ inline float Flush(float v) { return Add(v, 0.0f); }
 
-// What is left of a product that is a result: see "Sums of payloads" for why 2^-126 itself goes.
+// scaled(sum) of FORMAT.md; its section "Sums of payloads" says why 2^-126 itself becomes 0.
 __device__ inline float Scaled(float sum, float factor) {
   const float product = Multiply(sum, factor);
   return fabsf(product) <= Float(kTinyBits) ? 0.0f : product;
 }
 
-// Adding 1.5 * 2^23 rounds |v| < 2^22 to an integer, nearest even, and leaves it in the low bits: two instructions of
-// full rate, where the conversions between float and integer run at a quarter of it.
+// Adding 1.5 * 2^23 rounds |v| < 2^22 to the nearest integer, ties to even, and leaves it in the low bits. That takes
+// two full-rate instructions; conversions between float and integer run at a quarter of that rate.
 constexpr float kRounder = 12582912.0f;
 constexpr uint32_t kRounderBits = 0x4B400000u;
 
@@ -59,7 +59,7 @@ __device__ inline uint32_t ToHalf(float v) {
 
 __device__ inline float FromHalf(uint32_t code) { return __half2float(__ushort_as_half(static_cast<uint16_t>(code))); }
 
-// The scale that stands for s >= 0, in as many bytes.
+// The scale for s >= 0, rounded to what `bytes` bytes (2 or 4) store.
 __device__ inline float RoundScale(float s, int bytes) {
   const uint32_t bits = Bits(s);
   const uint32_t rounded =
@@ -72,7 +72,7 @@ __device__ inline float Inverse(float scale) { return scale == 0.0f ? 0.0f : __f
 
 // ---- E4M3 ----
 
-// The code of t, |t| <= 448.
+// The code of t; |t| must be at most 448.
 __device__ inline uint32_t ToE4m3(float t) {
   const uint32_t bits = MagnitudeBits(t);
   uint32_t code;
@@ -94,7 +94,7 @@ __device__ inline float FromE4m3(uint32_t code) {
   return Float(Bits(v) | (code >> 7 << 31));
 }
 
-// 448 * 2^119: what is larger would decode to infinity, and counts as not finite.
+// 448 * 2^119: a larger magnitude would decode to infinity, and counts as not finite.
 constexpr uint32_t kLargestE4m3Bits = 0x7F600000u;
 
 // e + 127 for the power of two 2^e that scales a block whose largest magnitude has these bits (neither zero nor

@@ -1,4 +1,4 @@
-// bf16 and fp16: every element by itself.
+// bf16 and fp16: each element is encoded independently.
 #ifndef TFPAR_OPS_CORE_CUDA_CAST_CUH_
 #define TFPAR_OPS_CORE_CUDA_CAST_CUH_
 
@@ -29,8 +29,8 @@ struct Cast {
 
   __device__ static float Decode(uint32_t code, uint32_t) { return Element::Value(code); }
 
-  // An element that is not finite becomes NaN in v as well. Its residual is put back from memory: that is rare, and saves
-  // holding it.
+  // An element that is not finite also becomes NaN in v. Its old residual is then read from memory again: that is rare,
+  // and saves the registers to hold it.
   template <bool kStochastic, typename Params>
   __device__ static uint32_t Encode(const Params& params, const Place& place, Tile& v, uint32_t (&words)[kBits]) {
     bool finite = true;

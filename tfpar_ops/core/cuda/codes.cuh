@@ -1,13 +1,13 @@
-// Codes of a thread's 32 elements as words of a payload: where each is, and how they get to memory and back. The places of
-// the elements are those of tile_layout.cuh.
+// The codes of a thread's 32 elements as words of a payload: the place of each code, and loading and storing the words.
+// tile_layout.cuh defines which elements a thread has.
 //
-// The type of a format (the last column of formats.h; cast.cuh, fp8.cuh, integers.cuh, sign.cuh) says the rest:
-//   kBits    of a code: 16, or 8, 4, 2, 1
-//   kScale   what a block's scale is
-//   kDenormals   whether a code may stand for a denormal
-//   float Decode(uint32_t code, uint32_t scale)   d of one element; `scale` as ScaleBits returns it
-//   uint32_t Encode<kStochastic>(params, place, v, words)   puts the codes of v into `words`, which are 0 before, makes v
-//       the new residual, and returns the scale for WriteScale. All threads of a codec block call it together.
+// The type of a format (the last column of formats.h; cast.cuh, fp8.cuh, integers.cuh, sign.cuh) defines the rest:
+//   kBits    bits of a code: 16, 8, 4, 2 or 1
+//   kScale   the type of a block's scale
+//   kDenormals   whether a code can stand for a denormal
+//   float Decode(uint32_t code, uint32_t scale)   returns d of one element; `scale` is the result of ScaleBits
+//   uint32_t Encode<kStochastic>(params, place, v, words)   puts the codes of v into `words`, which must be 0, replaces
+//       v by the new residual, and returns the scale for WriteScale. All threads of a codec block call it together.
 #ifndef TFPAR_OPS_CORE_CUDA_CODES_CUH_
 #define TFPAR_OPS_CORE_CUDA_CODES_CUH_
 
@@ -23,11 +23,11 @@ namespace tfpar_cuda {
 
 using tfpar::ScaleType;
 
-// A thread has as many words of codes as a code has bits. Codes of 16 bits lie in the order of the elements, narrower ones
-// in planes.
+// A thread has as many words of codes as a code has bits. Codes of 16 bits are in the order of the elements, narrower
+// codes in planes.
 __host__ __device__ constexpr bool InOrder(int bits) { return bits == 16; }
 
-// How the code of element i of quad k is found: word and bit.
+// The word, and the bit in it, at which the code of element i of quad k begins.
 __host__ __device__ constexpr int WordOf(int bits, int k, int i) { return InOrder(bits) ? 2 * k + i / 2 : k % bits; }
 __host__ __device__ constexpr int BitOf(int bits, int k, int i) {
   return InOrder(bits) ? 16 * (i % 2) : 8 * i + bits * (k / bits);
@@ -38,7 +38,7 @@ __device__ inline uint32_t GetCode(const uint32_t (&words)[kBits], int k, int i)
   return words[WordOf(kBits, k, i)] >> BitOf(kBits, k, i) & ((1u << kBits) - 1u);
 }
 
-// Of a word that has zeros there.
+// The bits of the code must be 0 in its word before the call.
 template <int kBits>
 __device__ inline void PutCode(uint32_t code, int k, int i, uint32_t (&words)[kBits]) {
   words[WordOf(kBits, k, i)] |= code << BitOf(kBits, k, i);
@@ -92,7 +92,7 @@ __device__ inline void LoadWords(const uint8_t* block_codes, const Place& place,
   }
 }
 
-// The largest magnitude of a codec block, as bits. All threads of the block return it.
+// The largest magnitude of a codec block, as bits. Returns it in all threads of the block.
 __device__ inline uint32_t LargestMagnitude(const Tile& v, const Place& place) {
   uint32_t largest = 0;
 #pragma unroll

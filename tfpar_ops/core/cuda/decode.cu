@@ -48,7 +48,7 @@ Kernel<DecodeParams> DecodeKernelOf(const tfpar_codec& codec) {
     TFPAR_FORMATS(TFPAR_FORMAT_CASE)
 #undef TFPAR_FORMAT_CASE
     default:
-      return {};  // CheckRange has refused it
+      return {};  // unreachable: CheckRange rejects such a codec
   }
 }
 

@@ -15,13 +15,13 @@ struct Integers {
   static constexpr ScaleType kScale = ScaleType::FLOAT;
   static constexpr bool kDenormals = false;
   static constexpr int32_t kQ = (1 << (kBits - 1)) - 1;  // the largest integer
-  // What is added to a signed integer to make its code, and a word of codes of 0.
+  // The offset from a signed integer to its code, and a word of codes for 0.
   static constexpr uint32_t kOffset = kBits == 4 ? 8u : kBits == 2 ? 2u : 0u;
   static constexpr uint32_t kZeroWord = kBits == 4 ? 0x88888888u : kBits == 2 ? 0xAAAAAAAAu : 0u;
 
   __device__ static uint32_t CodeOf(uint32_t integer) { return (integer + kOffset) & ((1u << kBits) - 1u); }
 
-  // 2^23 + code, less what makes it the integer: no conversion.
+  // Builds the float 2^23 + code from bits and subtracts 2^23 and the offset, which avoids a conversion.
   __device__ static float Decode(uint32_t code, uint32_t scale) {
     const uint32_t shifted = kBits == 8 ? code ^ 0x80u : code;
     const float offset = 8388608.0f + static_cast<float>(kBits == 8 ? 128u : kOffset);

@@ -1,4 +1,4 @@
-// Host side of the launches: layouts, the parts that fit into one launch, and the choice of a kernel.
+// The host side of a launch: the layout, the parts that fit into one launch, and the choice of a kernel.
 #ifndef TFPAR_OPS_CORE_CUDA_LAUNCH_H_
 #define TFPAR_OPS_CORE_CUDA_LAUNCH_H_
 
@@ -19,17 +19,17 @@
 
 namespace tfpar_cuda {
 
-// Elements of one thread block's work.
+// The number of elements that one thread block processes.
 inline int64_t TileElements(const tfpar_codec& codec) { return codec.keep > 0 ? codec.block : kTileElements; }
 
 inline int64_t CeilDivide(int64_t a, int64_t b) { return a / b + (a % b != 0); }
 
-// Tiles of n elements, at least one: tile 0 writes or checks the header.
+// The number of tiles for n elements. At least one, because tile 0 writes or checks the header.
 inline int64_t Tiles(const tfpar_codec& codec, int64_t n) {
   return std::max<int64_t>(1, CeilDivide(n, TileElements(codec)));
 }
 
-// What kernels need of layout.h, worked out once for a payload of n elements.
+// The values of layout.h that kernels need, computed once for a payload of n elements.
 inline Layout MakeLayout(const tfpar_codec& codec, int64_t n) {
   Layout layout = {};
   layout.header = tfpar::MakeHeader(codec, n);
@@ -46,7 +46,7 @@ inline Layout MakeLayout(const tfpar_codec& codec, int64_t n) {
 
 inline bool IsMultiple(const void* pointer, uint64_t of) { return reinterpret_cast<uint64_t>(pointer) % of == 0; }
 
-// What every function requires of its codec and range.
+// Checks the codec and the range that a function receives.
 inline cudaError_t CheckRange(const tfpar_codec* codec, int64_t begin, int64_t n) {
   if (codec == nullptr || tfpar_codec_check(codec, nullptr, 0) != 0) return cudaErrorInvalidValue;
   if (tfpar_payload_bytes(codec, n) < 0) return cudaErrorInvalidValue;
@@ -69,7 +69,7 @@ inline cudaError_t MakePeers(const void* const* payloads, int64_t peers, float f
   return cudaSuccess;
 }
 
-// Goes through elements [begin, begin + n) of a vector, as many tiles at a time as have parts for one launch.
+// Iterates over elements [begin, begin + n) of a vector, each time over as many tiles as one launch has room for parts.
 template <typename Vector>
 class PartsOfTiles {
  public:
@@ -81,11 +81,11 @@ class PartsOfTiles {
     part_ = std::max<int64_t>(0, part_ - 1);
   }
 
-  // Elements that exist.
+  // The number of elements that exist.
   int64_t limit() const { return limit_; }
 
-  // Fills in the parts for tiles from `tile`, where the last call ended, and returns the tile before which they end,
-  // `tiles` if they reach all the way; `tile` itself if that one alone has too many parts.
+  // Fills in the parts for the tiles from `tile` on, which is the previous call's result. Returns the first tile that
+  // the parts do not cover, `tiles` if they cover all, and `tile` itself if that tile alone has too many parts.
   int64_t Next(int64_t tile, int64_t tiles, Parts* parts) {
     const int64_t start = tile * tile_elements_;
     while (part_ < vector_.parts && vector_.offset[part_ + 1] - begin_ <= start) ++part_;
@@ -102,7 +102,7 @@ class PartsOfTiles {
   }
 
  private:
-  // Where position 0 would be. By way of integers, as it lies outside of the part.
+  // The address that position 0 would have. Computed with integers, as it lies outside of the part.
   static float* OriginOf(const float* part, int64_t position) {
     return reinterpret_cast<float*>(reinterpret_cast<uint64_t>(part) - sizeof(float) * static_cast<uint64_t>(position));
   }
@@ -161,7 +161,7 @@ Kernel<Params> Tiled(void (*function)(Params)) {
 template <class Format, tfpar::Rounding kRounding, typename Source>
 Kernel<EncodeParams<Source>> EncodeKernelFor(const tfpar_codec& codec) {
   if constexpr (std::is_same<Format, TopK>::value) {
-    const bool sums = std::is_same<Source, Peers>::value;  // up to as many in shared memory as a block has elements
+    const bool sums = std::is_same<Source, Peers>::value;  // shared memory then holds the sum of a whole block
     const size_t sum_bytes = sums ? sizeof(float) * static_cast<size_t>(codec.block) : 0;
     return {TopkEncodeKernel<Source>, TopkThreads(codec.block), std::max(sizeof(TopkShared), sum_bytes)};
   } else {
@@ -187,7 +187,7 @@ Kernel<EncodeParams<Source>> EncodeKernelOf(const tfpar_codec& codec) {
 
 // ---- Encoding ----
 
-// What tfpar_cuda_encode and tfpar_cuda_recode require.
+// Checks the arguments that tfpar_cuda_encode and tfpar_cuda_recode have in common.
 inline cudaError_t CheckTarget(const tfpar_codec* codec, int64_t begin, int64_t n, const void* payload,
                                const double* norms, const void* scratch) {
   const cudaError_t error = CheckRange(codec, begin, n);

@@ -7,7 +7,7 @@ struct SquaresParams {
   Parts parts;
   int64_t first_tile;
   int64_t limit;
-  double* sums;  // two for each tile, of which the second is not used
+  double* sums;  // two per tile; the second is not used
 };
 
 __global__ void __launch_bounds__(kTileThreads) SquaresKernel(const __grid_constant__ SquaresParams params) {
@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(kTileThreads) SquaresKernel(const __grid_const
   WriteSums(SumSquares(x, place.span, place.quads), 0.0, Shared().sums, params.sums + 2 * tile);
 }
 
-// One thread block adds up the sums of all tiles: there are few, 1 in 16 KB of gradient.
+// One thread block adds up the sums of all tiles. There are few: one per 16 KB of gradient.
 constexpr int kAddUpThreads = 1024;
 
 template <typename Number>

@@ -1,4 +1,4 @@
-// Payloads in a kernel's parameters: one to be written, or several to be read.
+// Payloads in a kernel's parameters: one to write, or several to read.
 #ifndef TFPAR_OPS_CORE_CUDA_PAYLOAD_CUH_
 #define TFPAR_OPS_CORE_CUDA_PAYLOAD_CUH_
 
@@ -18,8 +18,8 @@ struct Layout {
   int64_t scales_at;    // byte at which the scales begin
   int64_t padding_at;   // byte at which the closing zeros begin
   int64_t bytes;        // of the whole payload
-  int32_t log_block;    // of the elements in a block
-  int32_t block_bytes;  // of codes
+  int32_t log_block;    // log2 of the elements per block
+  int32_t block_bytes;  // bytes of codes per block
   int32_t scale_bytes;
   int32_t keep;
 };
@@ -32,7 +32,7 @@ __device__ inline uint8_t* BlockCodes(uint8_t* payload, const Layout& layout, in
   return payload + tfpar::kHeaderBytes + block * layout.block_bytes;
 }
 
-// Called by all threads of one thread block of at least 32.
+// All threads of one thread block call this; it must have at least 32 threads.
 __device__ inline void WriteFrame(uint8_t* payload, const Layout& layout) {
   const int thread = static_cast<int>(threadIdx.x);
   if (thread < 4) reinterpret_cast<uint32_t*>(payload)[thread] = layout.header.word[thread];
@@ -41,7 +41,7 @@ __device__ inline void WriteFrame(uint8_t* payload, const Layout& layout) {
   }
 }
 
-// Scales of 2 and 4 bytes are the upper bytes of a float32; one byte is a number by itself.
+// A scale of 2 or 4 bytes is the upper bytes of a float32; a scale of one byte is an exponent.
 __device__ inline void WriteScale(uint8_t* payload, const Layout& layout, int64_t block, uint32_t scale) {
   uint8_t* at = payload + layout.scales_at + block * layout.scale_bytes;
   if (layout.scale_bytes == 1) *at = static_cast<uint8_t>(scale);
@@ -49,7 +49,7 @@ __device__ inline void WriteScale(uint8_t* payload, const Layout& layout, int64_
   if (layout.scale_bytes == 4) *reinterpret_cast<uint32_t*>(at) = scale;
 }
 
-// The scale as it is stored, and as it is meant: apart, so that many may be loaded before the first is waited for.
+// LoadScale returns the stored scale, ScaleBits its meaning. They are separate so that many loads can be in flight.
 template <bool kOneByte>
 __device__ inline uint32_t LoadScale(const uint8_t* payload, const Layout& layout, int64_t block) {
   const uint8_t* at = payload + layout.scales_at + block * layout.scale_bytes;
@@ -57,7 +57,8 @@ __device__ inline uint32_t LoadScale(const uint8_t* payload, const Layout& layou
   return layout.scale_bytes == 2 ? *reinterpret_cast<const uint16_t*>(at) : *reinterpret_cast<const uint32_t*>(at);
 }
 
-// As bits of a float32; one byte stays what it is. No encoder writes -0 or a denormal: they count as 0.
+// Returns the bits of a float32; a scale of one byte is returned unchanged. Encoders write neither -0 nor denormals:
+// they count as 0.
 template <bool kOneByte>
 __device__ inline uint32_t ScaleBits(uint32_t stored, const Layout& layout) {
   if (kOneByte) return stored;
@@ -70,7 +71,7 @@ struct Peers {
   const uint8_t* payload[TFPAR_CUDA_MAX_PEERS];
   int32_t count;
   float factor;
-  const float* device_factor;  // instead of `factor`, unless null
+  const float* device_factor;  // used instead of `factor` unless null
   int32_t* status;             // may be null
 };
 
@@ -78,7 +79,7 @@ __device__ inline float Factor(const Peers& peers) {
   return peers.device_factor != nullptr ? *peers.device_factor : peers.factor;
 }
 
-// The header of payload `peer`; of none, the right one.
+// The header of payload `peer`; the expected header if there is no such payload.
 __device__ inline tfpar::Header LoadHeader(const Peers& peers, const Layout& layout, int peer) {
   tfpar::Header header;
 #pragma unroll
@@ -96,7 +97,7 @@ __device__ inline bool IsForeign(const tfpar::Header& header, const Layout& layo
   return foreign;
 }
 
-// Every thread that calls it writes the same.
+// No race: every thread that calls this writes the same value.
 __device__ inline void ReportInvalid(const Peers& peers) {
   if (peers.status != nullptr) *peers.status = 1;
 }

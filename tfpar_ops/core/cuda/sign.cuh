@@ -1,4 +1,4 @@
-// One bit for each element, and their mean magnitude as the scale of a block.
+// One bit per element, and the mean magnitude of a block as its scale.
 #ifndef TFPAR_OPS_CORE_CUDA_SIGN_CUH_
 #define TFPAR_OPS_CORE_CUDA_SIGN_CUH_
 
@@ -40,7 +40,7 @@ struct Sign {
   }
 
  private:
-  // Elements of the codec block that exist, as a float32.
+  // The number of elements of the codec block that exist, as a float32.
   __device__ static float Existing(const Place& place, int log_block) {
     const int64_t left = place.span.limit - (place.block << log_block);
     const int64_t size = static_cast<int64_t>(1) << log_block;

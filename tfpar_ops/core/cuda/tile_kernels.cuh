@@ -1,5 +1,5 @@
-// The kernels of all formats but topk, which are templates over the type of a format (codes.cuh): encode.cu, decode.cu and
-// recode.cu compile them.
+// The kernels of all formats except topk: templates over the type of a format (codes.cuh). encode.cu, decode.cu and
+// recode.cu instantiate them.
 #ifndef TFPAR_OPS_CORE_CUDA_TILE_KERNELS_CUH_
 #define TFPAR_OPS_CORE_CUDA_TILE_KERNELS_CUH_
 
@@ -13,7 +13,7 @@
 
 namespace tfpar_cuda {
 
-// `Source` is what is encoded: Parts of a vector, or Peers whose sum it is.
+// `Source` is the type of the input: Parts of a vector, or Peers, whose sum is encoded.
 template <typename Source>
 struct EncodeParams {
   Source source;
@@ -23,21 +23,21 @@ struct EncodeParams {
   const float* residual;
   float* new_residual;
   uint8_t* payload;
-  double* sums;         // two for each tile, or null
+  double* sums;         // two per tile, or null
   int64_t first_block;  // of the range, in the whole vector
   uint64_t seed;
   uint64_t step;
 };
 
-// Adds up this thread's elements of all payloads. Several are loaded before the first is used, to have more loads in
-// flight.
+// Adds up this thread's elements of all payloads. Loads several payloads before it uses the first, to keep more loads
+// in flight.
 template <class Format>
 __device__ inline void SumPeers(const Peers& peers, const Layout& layout, const Place& place, Tile& sum) {
   constexpr int kWords = Format::kBits;
   constexpr bool kOneByte = Format::kScale == ScaleType::BYTE;
   constexpr int kAtOnce = kWords >= 16 ? 1 : kWords >= 8 ? 2 : 4;
-  // -0 + d = d: the sum of one payload is that payload, signs of zeros included. Only a denormal, which no encoder writes
-  // but bf16 codes may hold, would be lost.
+  // -0 + d = d: the sum of one payload is that payload, signs of zeros included. Only a denormal would be lost; no
+  // encoder writes one, but bf16 codes can express it.
   const float start = peers.count > 0 ? -0.0f : 0.0f;
 #pragma unroll
   for (int k = 0; k < kTileQuads; ++k) sum[k][0] = sum[k][1] = sum[k][2] = sum[k][3] = start;
@@ -69,12 +69,12 @@ __device__ inline void SumPeers(const Peers& peers, const Layout& layout, const 
   }
 }
 
-// The scaled sum; NaN if a payload is foreign. All threads of the thread block.
+// The scaled sum; NaN if the header of a payload does not match. All threads of the thread block call this.
 template <class Format>
 __device__ inline void DecodeSum(const Peers& peers, const Layout& layout, const Place& place, int64_t tile,
                                  Tile& sum) {
   static_assert(kTileThreads >= TFPAR_CUDA_MAX_PEERS, "thread i looks at header i");
-  // Asked for here, waited for after the sum.
+  // The load starts here; its result is needed after the sum.
   const tfpar::Header header = LoadHeader(peers, layout, static_cast<int>(threadIdx.x));
   const float wanted_factor = Factor(peers);
   SumPeers<Format>(peers, layout, place, sum);
@@ -89,7 +89,7 @@ __device__ inline void DecodeSum(const Peers& peers, const Layout& layout, const
   }
 }
 
-// What is to be encoded, without the residual; zeros where it does not exist.
+// The values to encode, without the residual; zeros for elements that do not exist.
 template <class Format>
 __device__ inline void LoadSource(const Parts& parts, const Layout&, const Place& place, int64_t, Tile& x) {
   LoadParts(parts, place.span, place.quads, x);
@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(kTileThreads, 4) EncodeKernel(const __grid_con
   if (tile == 0) WriteFrame(params.payload, layout);
   const Place place = FindPlace(tile, layout.log_block, params.limit);
 
-  // The residual first: its loads then fly while the parts of the vector are looked up.
+  // The residual is loaded first: its loads then overlap the search for the parts of the vector.
   Tile residual, v;
   LoadArray(params.residual, place.span, place.quads, residual);
   LoadSource<Format>(params.source, layout, place, tile, v);

@@ -1,8 +1,10 @@
-// How thread blocks share out a vector: in tiles of 4096 elements, 128 threads each with 32 elements in registers.
+// How a vector is distributed over thread blocks: in tiles of 4096 elements, with 128 threads that each hold 32
+// elements in registers.
 //
-// A tile is one codec block of 4096 elements, or 64 of 64. The threads of a codec block are its group, block / 32
-// neighbours. Thread `lane` of the group holds a quad at 4 * lane in every eighth of the block. Such quads fill whole
-// words of codes of any width (FORMAT.md, "Planes"), and all eight numbers of a Philox call belong to one thread.
+// A tile is one codec block of 4096 elements, two of 2048, and so on down to 64 of 64. The threads of a codec block
+// form its group of block / 32 adjacent threads. Thread `lane` of the group holds the quad at 4 * lane in every eighth
+// of the block. Such quads fill whole words of codes of any width (FORMAT.md, "Planes"), and all eight numbers of a
+// Philox call belong to one thread.
 #ifndef TFPAR_OPS_CORE_CUDA_TILE_LAYOUT_CUH_
 #define TFPAR_OPS_CORE_CUDA_TILE_LAYOUT_CUH_
 
@@ -12,7 +14,7 @@
 #include "arithmetic.cuh"
 #include "vector.cuh"
 
-// All shared memory is taken at launch: see TileShared, and TopkShared in topk.cuh.
+// All shared memory is allocated at launch: see TileShared, and TopkShared in topk.cuh.
 extern __shared__ __align__(16) unsigned char tfpar_shared_memory[];
 
 namespace tfpar_cuda {
@@ -34,11 +36,11 @@ struct TileShared {
 
 __device__ inline TileShared& Shared() { return *reinterpret_cast<TileShared*>(tfpar_shared_memory); }
 
-// Where a thread stands.
+// The place of a thread in the vector.
 struct Place {
   int64_t block;  // its codec block, counted from the start of the encoded range
-  int group;      // threads of that block
-  int lane;       // among them
+  int group;      // number of threads of that codec block
+  int lane;       // index of this thread among them
   Quads quads;
   Span span;
 };
@@ -77,8 +79,8 @@ __device__ inline void AddTo(float (&sum)[4], const float (&other)[4]) {
   for (int i = 0; i < 4; ++i) sum[i] = Add(sum[i], other[i]);
 }
 
-// Sum of the magnitudes of a block by halving, the order of FORMAT.md: quads of the first half of the block with those
-// of the second, as long as there are two; then the last four elements. All threads of the group return it.
+// Sum of the magnitudes of a block by halving, in the order of FORMAT.md: adds the quads of the second half to those of
+// the first until one quad is left, then adds its four elements. Returns the sum in all threads of the group.
 __device__ inline float GroupSumOfMagnitudes(const Tile& v, const Place& place) {
   float half[4][4];
 #pragma unroll
@@ -92,7 +94,7 @@ __device__ inline float GroupSumOfMagnitudes(const Tile& v, const Place& place) 
   float (&sum)[4] = half[0];
 
   int step = place.group / 2;
-  if (place.group > 32) {  // alike for the whole thread block
+  if (place.group > 32) {  // the same for the whole thread block
     float (*halves)[4] = Shared().halves;
     const int thread = static_cast<int>(threadIdx.x);
 #pragma unroll
@@ -116,7 +118,7 @@ __device__ inline float GroupSumOfMagnitudes(const Tile& v, const Place& place) 
 
 // ---- Norms ----
 
-// Adds the squares of the elements that exist, in float64, where no square of a float32 overflows.
+// Sum of the squares of the elements that exist, in float64, where no square of a float32 overflows.
 template <int kQuads>
 __device__ inline double SumSquares(const float (&v)[kQuads][4], const Span& span, const Quads& quads) {
   double sum = 0.0;
@@ -138,8 +140,8 @@ __device__ inline double WarpSum(double sum) {
   return sum;
 }
 
-// Writes the sums over all threads of a thread block of up to 32 warps to to[0] and, with two columns, to[1], always
-// adding in the same order. `shared` has room for two numbers a warp.
+// Writes the sums over all threads of a thread block of up to 32 warps to to[0] and, with two columns, to[1]. The order
+// of the additions is fixed. `shared` must have room for two numbers per warp.
 template <typename Number>
 __device__ inline void WriteSums(double first, double second, double (*shared)[2], Number* to, int columns = 2) {
   const int thread = static_cast<int>(threadIdx.x);

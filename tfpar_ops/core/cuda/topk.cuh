@@ -1,4 +1,5 @@
-// The kernels of topk: a thread block has one codec block, each thread up to 16 elements of it in registers.
+// The kernels of topk: a thread block processes one codec block; each thread holds up to 16 of its elements in
+// registers.
 #ifndef TFPAR_OPS_CORE_CUDA_TOPK_CUH_
 #define TFPAR_OPS_CORE_CUDA_TOPK_CUH_
 
@@ -19,7 +20,8 @@ constexpr int kTopkMaxWarps = kTopkMaxThreads / 32;
 
 __host__ __device__ constexpr int TopkThreads(int block) { return block <= 512 ? 32 : block / 16; }
 
-// A histogram of 2048 bins, with a gap after every 32, so that threads that each read a run of bins meet in no bank.
+// A histogram of 2048 bins, with a gap after every 32, so that threads that each read a run of bins have no bank
+// conflicts.
 constexpr int kBins = 2048;
 __host__ __device__ constexpr int BinAt(int bin) { return bin + (bin >> 5); }
 
@@ -27,15 +29,15 @@ struct TopkShared {
   double sums[kTopkMaxWarps][2];
   uint64_t scan[kTopkMaxWarps][2];
   uint32_t bins[BinAt(kBins)];
-  uint32_t bin;    // that holds the threshold, or kNoBin
-  uint32_t count;  // of elements in it
-  uint32_t need;   // of which so many are wanted
+  uint32_t bin;    // the bin that holds the threshold, or kNoBin
+  uint32_t count;  // number of elements in that bin
+  uint32_t need;   // number of them to keep
 };
 constexpr uint32_t kNoBin = 0xFFFFFFFFu;
 
 __device__ inline TopkShared& SharedOfTopk() { return *reinterpret_cast<TopkShared*>(tfpar_shared_memory); }
 
-// The type of the format, whose kernels are not those of tile_kernels.cuh.
+// The type of the format. It does not use the kernels of tile_kernels.cuh.
 struct TopK {};
 
 typedef float TopkTile[kTopkQuads][4];
@@ -46,7 +48,7 @@ struct TopkPlace {
   Quads quads;
   Span span;
 
-  // Whether quad k lies in the block: small ones leave threads without.
+  // Whether quad k lies in the block: in a small block, not every thread has all quads.
   __device__ bool Has(int k) const {
     return 4 * (k * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x)) < size;
   }
@@ -63,8 +65,8 @@ __device__ inline TopkPlace FindTopkPlace(int64_t block, int log_block, int64_t 
   return place;
 }
 
-// value[j] becomes the sum of those of the threads before, total[j] that of all threads. Between two calls the thread
-// block must synchronise.
+// Replaces value[j] by the sum of the preceding threads' value[j], and sets total[j] to the sum over all threads. The
+// thread block must synchronise between two calls.
 template <int kNumbers>
 __device__ inline void ExclusiveScan(uint64_t (&value)[kNumbers], uint64_t (&total)[kNumbers]) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -93,21 +95,21 @@ __device__ inline void ExclusiveScan(uint64_t (&value)[kNumbers], uint64_t (&tot
   }
 }
 
-// Which elements are kept: those whose magnitude bits, masked, are above `prefix`, and of those equal to it the first
-// `need`.
+// The elements to keep: those whose masked magnitude bits are above `prefix`, and the first `need` of those equal to
+// it.
 struct Threshold {
   uint32_t prefix;
   uint32_t mask;
   uint32_t need;
 };
 
-// Finds the bin that holds the need-th largest of the elements counted, and leaves it in shared memory. Returns how
-// many elements were counted.
+// Finds the bin that holds the need-th largest of the counted elements, and stores it in shared memory. Returns the
+// number of counted elements.
 __device__ inline uint32_t FindBin(int bins, uint32_t need) {
   TopkShared& shared = SharedOfTopk();
   const int thread = static_cast<int>(threadIdx.x);
   const int run = bins / static_cast<int>(blockDim.x);
-  const int top = bins - 1 - thread * run;  // downwards from here, as threads go up
+  const int top = bins - 1 - thread * run;  // the thread's first bin: bins descend as threads ascend
   uint64_t above[1] = {0}, total[1];
   for (int j = 0; j < run; ++j) above[0] += shared.bins[BinAt(top - j)];
   const uint32_t own = static_cast<uint32_t>(above[0]);
@@ -124,8 +126,8 @@ __device__ inline uint32_t FindBin(int bins, uint32_t need) {
   return static_cast<uint32_t>(total[0]);
 }
 
-// Radix selection, 11, 10 and 10 bits at a time from the top. Zeros are not counted: in sparse gradients they would all
-// queue for one bin.
+// Radix selection from the top: of 11 bits, then 10, then 10. Zeros are not counted: in sparse gradients they would all
+// contend for one bin.
 __device__ inline Threshold FindThreshold(const uint32_t (&magnitude)[kTopkQuads][4], uint32_t keep) {
   TopkShared& shared = SharedOfTopk();
   Threshold threshold = {0, 0, keep};
@@ -147,12 +149,12 @@ __device__ inline Threshold FindThreshold(const uint32_t (&magnitude)[kTopkQuads
     }
     __syncthreads();
     const uint32_t counted = FindBin(static_cast<int>(bins), threshold.need);
-    // Only the first round can find too few: all that is not zero, and some zeros, are kept.
+    // Only the first round can find too few elements. Then all non-zero elements and some zeros are kept.
     if (shared.bin == kNoBin) return {0, 0x7FFFFFFFu, keep - counted};
     threshold.prefix |= shared.bin << shift;
     threshold.mask |= (bins - 1) << shift;
     threshold.need = shared.need;
-    const bool all = shared.count == shared.need;  // the rest of the bits does not matter
+    const bool all = shared.count == shared.need;  // all elements of the bin are kept, so the remaining bits do not matter
     __syncthreads();
     if (all) break;
   }
@@ -161,7 +163,7 @@ __device__ inline Threshold FindThreshold(const uint32_t (&magnitude)[kTopkQuads
 
 __device__ inline uint32_t Row(uint64_t packed, int k) { return static_cast<uint32_t>(packed >> (16 * k)) & 0xFFFFu; }
 
-// Writes the kept elements in order of position, and leaves the new residual in v.
+// Writes the kept elements in order of position, and replaces v by the new residual.
 __device__ inline void KeepLargest(TopkTile& v, const TopkPlace& place, uint32_t keep, uint8_t* codes) {
   uint32_t magnitude[kTopkQuads][4];
 #pragma unroll
@@ -171,8 +173,8 @@ __device__ inline void KeepLargest(TopkTile& v, const TopkPlace& place, uint32_t
   }
   const Threshold threshold = FindThreshold(magnitude, keep);
 
-  // How many are above the threshold and how many equal to it, before each thread. Positions go by rows (quads of the
-  // same k), then threads: 16 bits for each row. A row has at most 4096 elements.
+  // For each thread, how many preceding elements are above the threshold, and how many equal it. Positions ascend by
+  // row (quads of the same k), then by thread; each row has 16 bits, as it has at most 4096 elements.
   uint64_t before[2] = {0, 0}, total[2];
 #pragma unroll
   for (int k = 0; k < kTopkQuads; ++k) {
@@ -220,8 +222,8 @@ __device__ inline void WriteNanBlock(int keep, uint8_t* codes) {
   }
 }
 
-// An encoder writes positions in rising order, so that no two threads meet. Of others, which may hold a position twice,
-// the first entry of a position adds up all of them: slow, but no encoder writes such a block.
+// An encoder writes positions in rising order, so no two threads have the same one. If another payload repeats a
+// position, the thread of its first entry adds up all its entries: that is slow, but no encoder writes such a block.
 __device__ inline bool IsFirstOfItsPosition(const uint16_t* positions, int entry) {
   for (int i = 0; i < entry; ++i) {
     if (positions[i] == positions[entry]) return false;
@@ -245,15 +247,15 @@ __device__ inline bool SeesForeignHeader(const Peers& peers, const Layout& layou
   return foreign;
 }
 
-// Of payloads without blocks, in which nothing else can be wrong.
+// Checks payloads without blocks, which can only have a wrong header.
 __device__ inline void CheckHeaders(const Parts&, const Layout&) {}
 
 __device__ inline void CheckHeaders(const Peers& peers, const Layout& layout) {
   if (SeesForeignHeader(peers, layout)) ReportInvalid(peers);
 }
 
-// Adds the entries of all payloads into `sum`, one block in shared memory. Returns whether the block is NaN instead.
-// Ends with the thread block synchronised.
+// Adds up the entries of all payloads in `sum`, one block in shared memory. Returns true if the block is NaN instead.
+// The thread block is synchronised on return.
 __device__ inline bool SumTopkPeers(const Peers& peers, const Layout& layout, int64_t block, float* sum) {
   const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
   const int size = 1 << layout.log_block, keep = layout.keep;
@@ -330,7 +332,7 @@ __global__ void __launch_bounds__(kTopkMaxThreads)
   const Layout& layout = params.layout;
   const TopkPlace place = FindTopkPlace(params.first_tile + blockIdx.x, layout.log_block, params.limit);
   if (place.block == 0) WriteFrame(params.payload, layout);
-  const bool empty = place.block >= layout.blocks;  // of a payload without blocks
+  const bool empty = place.block >= layout.blocks;  // the payload has no blocks
 
   TopkTile residual, v;
   LoadArray(params.residual, place.span, place.quads, residual);
@@ -352,7 +354,7 @@ __global__ void __launch_bounds__(kTopkMaxThreads)
     }
   }
 
-  // Also parts what was read of the sum in shared memory from its next use.
+  // The barrier also separates the reads of the sum in shared memory from the next use of that memory.
   const bool keep_none = __syncthreads_or(!finite);
   uint8_t* codes = BlockCodes(params.payload, layout, place.block);
   if (keep_none) {

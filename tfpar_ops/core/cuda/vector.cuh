@@ -1,6 +1,6 @@
-// Vectors of several parts in a kernel's parameters, and how threads load and store groups of four elements ("quads").
+// Vectors of several parts in a kernel's parameters, and functions to load and store groups of four elements ("quads").
 //
-// Positions count from the start of the encoded range. A thread's quads lie `stride` elements apart.
+// Positions count from the start of the encoded range. A thread's quads are `stride` elements apart.
 #ifndef TFPAR_OPS_CORE_CUDA_VECTOR_CUH_
 #define TFPAR_OPS_CORE_CUDA_VECTOR_CUH_
 
@@ -24,7 +24,7 @@ struct Quads {
   int64_t stride;  // a multiple of 4
 };
 
-// The elements that the thread block works on, [first, first + size), of which those from `limit` on do not exist.
+// The elements that the thread block works on: [first, first + size). Those from `limit` on do not exist.
 struct Span {
   int64_t first;
   int64_t size;
@@ -35,7 +35,7 @@ struct Span {
 
 __device__ inline bool IsAligned(const float* pointer) { return (reinterpret_cast<uint64_t>(pointer) & 15u) == 0; }
 
-// The part that holds `position`, or the last one if that lies past the end.
+// The part that holds `position`, or the last part if `position` lies past the end.
 __device__ inline int FindPart(const Parts& parts, int64_t position) {
   int low = 0, high = parts.count - 1;
   while (low < high) {
@@ -51,7 +51,7 @@ __device__ inline int FindPart(const Parts& parts, int64_t position) {
 
 template <int kQuads>
 __device__ inline void LoadWhole(const float* base, const Quads& quads, float (&v)[kQuads][4]) {
-  if (IsAligned(base + quads.first)) {  // alike for all quads of the thread block
+  if (IsAligned(base + quads.first)) {  // the same for all quads of the thread block
 #pragma unroll
     for (int k = 0; k < kQuads; ++k) {
       const float4 quad = *reinterpret_cast<const float4*>(base + quads.first + k * quads.stride);
@@ -74,7 +74,8 @@ __device__ inline void StoreWhole(float* base, const Quads& quads, const float (
   if (IsAligned(base + quads.first)) {
 #pragma unroll
     for (int k = 0; k < kQuads; ++k) {
-      // An intrinsic, as nvcc 13.0 takes plain stores of a float4 apart here. Streaming: it is not read again soon.
+      // An intrinsic, because nvcc 13.0 splits plain stores of a float4 here. A streaming store, because the data is
+      // not read again soon.
       __stcs(reinterpret_cast<float4*>(base + quads.first + k * quads.stride),
              make_float4(v[k][0], v[k][1], v[k][2], v[k][3]));
     }
@@ -87,7 +88,7 @@ __device__ inline void StoreWhole(float* base, const Quads& quads, const float (
   }
 }
 
-// Elements of one array; zeros where they do not exist, or where there is no array.
+// Loads elements of one array; zeros for elements that do not exist, or if `array` is null.
 template <int kQuads>
 __device__ inline void LoadArray(const float* array, const Span& span, const Quads& quads, float (&v)[kQuads][4]) {
   if (array != nullptr && span.IsWhole()) {
@@ -121,8 +122,8 @@ __device__ inline void StoreArray(float* array, const Span& span, const Quads& q
   }
 }
 
-// Calls visit(k, i, pointer) for every element that exists, going from part to part. The thread block's span crosses
-// the end of `part`, in which it begins, or the end of the vector.
+// Calls visit(k, i, pointer) for every element that exists. The thread block's span begins in `part` and crosses the
+// end of that part or of the vector.
 template <int kQuads, typename Visit>
 __device__ inline void VisitCrossing(const Parts& parts, int part, const Span& span, const Quads& quads, Visit visit) {
   int64_t end = parts.offset[part + 1];

@@ -1,6 +1,6 @@
 // float32 arithmetic as FORMAT.md defines it: rounded to nearest, denormals are zero, nothing fused.
 
-// The loop has no dependence from one turn to the next, though pointers in it may be equal (residual and new residual).
+// Iterations of the loop are independent, although pointers in it may be equal (residual and new residual).
 #if defined(__clang__)
 #define TFPAR_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
 #define TFPAR_UNROLL_PLANES _Pragma("clang loop unroll(full)")
@@ -10,7 +10,7 @@
 #endif
 #define TFPAR_INLINE inline __attribute__((always_inline))
 
-// Numbers at any address, of any declared type: payloads are bytes.
+// Integers that may alias memory of any type at any alignment: payloads are bytes.
 typedef uint16_t __attribute__((aligned(1), may_alias)) AnyU16;
 typedef uint32_t __attribute__((aligned(1), may_alias)) AnyU32;
 
@@ -33,7 +33,7 @@ TFPAR_INLINE float Float(uint32_t bits) {
 
 TFPAR_INLINE uint32_t Magnitude(float v) { return Bits(v) & ~kSignBit; }
 
-// A denormal becomes a zero of its sign: what the processor does by itself in the mode that codec.cc sets.
+// A denormal becomes a zero of its sign. In the mode that codec.cc sets, the processor does this itself.
 TFPAR_INLINE float DropDenormal(float v) {
 #if TFPAR_HARDWARE_FLUSH
   return v;
@@ -49,12 +49,13 @@ TFPAR_INLINE float Mul(float a, float b) { return DropDenormal(DropDenormal(a) *
 // flush: adding +0 turns -0 (and, with denormals off, every denormal) into +0.
 TFPAR_INLINE float Flush(float v) { return DropDenormal(v) + 0.0f; }
 
-// The nearest integer to v, ties to even, for |v| < 2^22, as a float. The sum with 1.5 * 2^23 has no room for a fraction.
+// The nearest integer to v, ties to even, for |v| < 2^22, as a float. The sum with 1.5 * 2^23 has no room for a
+// fraction.
 constexpr float kRoundingMagic = 12582912.0f;
 TFPAR_INLINE float RoundToInteger(float v) { return (v + kRoundingMagic) - kRoundingMagic; }
 
-// bf16(v) of a v that is not NaN, as the upper half of the result; also right for infinity saturating upwards of the
-// largest finite value, which callers rule out before.
+// bf16(v) in the upper half of the result; v is not NaN. Infinity would saturate to the largest finite value, but
+// callers rule it out first.
 TFPAR_INLINE uint32_t RoundToBf16(float v) {
   const uint32_t magnitude = Magnitude(v);
   uint32_t rounded = (magnitude + 0x7FFFu + ((magnitude >> 16) & 1u)) & 0xFFFF0000u;
@@ -62,7 +63,7 @@ TFPAR_INLINE uint32_t RoundToBf16(float v) {
   return rounded | (Bits(v) & kSignBit);
 }
 
-// short(v) of a finite v that is not negative.
+// short(v) for a finite v that is not negative.
 TFPAR_INLINE uint32_t RoundToShort(float v) {
   const uint32_t rounded = (Bits(v) + 0x3Fu + ((Bits(v) >> 7) & 1u)) & ~0x7Fu;
   return rounded < 0x7F7FFF80u ? rounded : 0x7F7FFF80u;

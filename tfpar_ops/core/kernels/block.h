@@ -1,11 +1,11 @@
-// Blocks: how they are found in vectors of many parts, loaded, scaled, summed and stored. A block that lies in one part is
-// used where it is; one that crosses parts, or the end, is gathered.
+// Blocks: functions that find them in vectors of many parts, and load, scale, sum and store them. A block that lies in
+// one part is used in place; a block that crosses parts, or the end of the vector, is gathered.
 
-// What the memory is to deliver next, while a block is computed: without it the processor, busy with a few kilobytes that
-// it already has, asks too late (measured: 70 rather than 85% of the bandwidth of a triad).
+// Prefetches data of later blocks while this block is computed. Without it, loads start too late (measured: 70 rather
+// than 85 % of the bandwidth of a triad).
 struct Ahead {
   static constexpr uintptr_t kBytes = 32768;
-  uintptr_t x, residual;  // addresses of this block's, to which kBytes are added; never looked at by the program itself
+  uintptr_t x, residual;  // addresses of this block's data; the prefetch is kBytes further, and may lie past the end
 
   TFPAR_INLINE void Fetch(int i) const {
     const uintptr_t at = kBytes + static_cast<uintptr_t>(i) * sizeof(float);
@@ -14,7 +14,7 @@ struct Ahead {
   }
 };
 
-// What the encoder of one block is given. `size` elements everywhere, padding included.
+// The arguments for encoding one block. Each array has `size` elements, padding included.
 struct EncodeBlock {
   const float* x;
   const float* residual;  // may be new_residual, or null
@@ -24,11 +24,11 @@ struct EncodeBlock {
   int64_t index;  // of the block, in the whole vector
   int size;       // a multiple of 64
   int exist;      // elements that are not padding, 0 to size
-  bool stream;    // codes may be written past the caches: many, and at a multiple of 16
+  bool stream;    // bypass the caches when writing codes: there are many, and their address is a multiple of 16
   Ahead ahead;
 };
 
-// Where the same block of several payloads is.
+// The same block in one of several payloads.
 struct Source {
   const uint8_t* code;
   const uint8_t* scale;
@@ -47,13 +47,13 @@ void Fill(float value, int64_t count, float* to) {
   for (int64_t i = 0; i < count; ++i) to[i] = value;
 }
 
-// Finds the part of a vector that holds an element. Blocks are visited in order, so it is mostly the same part as last time.
+// Finds the part of a vector that holds an element. Blocks are visited in order, so it is mostly the previous part.
 class Parts {
  public:
   Parts(const int64_t* offset, int64_t parts) : offset_(offset), parts_(parts) {}
 
   int64_t size() const { return offset_[parts_]; }
-  // Of element `at`, which exists: the part, its place in there, and how many elements there are from it to the part's end.
+  // Finds element `at`, which must exist: its part, its place in that part, and how many elements are left from there.
   void Seek(int64_t at) {
     if (at < offset_[part_] || at >= offset_[part_ + 1]) Search(at);
     place_ = at - offset_[part_];
@@ -67,7 +67,7 @@ class Parts {
   void Search(int64_t at) {
     int64_t low = at < offset_[part_] ? 0 : part_ + 1, high = parts_ - 1;
     if (at >= offset_[low] && at < offset_[low + 1]) high = low;
-    while (low < high) {  // for the last part that begins at or before `at`: empty ones come before those with elements
+    while (low < high) {  // the last part that begins at or before `at`: earlier parts with the same offset are empty
       const int64_t middle = high - (high - low) / 2;
       if (offset_[middle] <= at) {
         low = middle;
@@ -83,8 +83,8 @@ class Parts {
   int64_t part_ = 0, place_ = 0, left_ = 0;
 };
 
-// Elements [at, at + count) of x, then zeros up to `size`: where they are if they lie in one piece and nothing is missing,
-// else gathered in `scratch`.
+// Elements [at, at + count) of x, then zeros up to `size`. Returns a pointer into x if all `size` elements lie in one
+// part; else gathers them in `scratch`.
 const float* Gather(const float* const* data, Parts* parts, int64_t at, int64_t count, int64_t size, float* scratch) {
   for (int64_t done = 0; done < count;) {
     parts->Seek(at + done);
@@ -98,7 +98,7 @@ const float* Gather(const float* const* data, Parts* parts, int64_t at, int64_t 
   return scratch;
 }
 
-// Writes `count` elements at `at`.
+// Writes `count` elements to the vector, from element `at` on.
 void Scatter(float* const* data, Parts* parts, int64_t at, int64_t count, const float* from) {
   for (int64_t done = 0; done < count;) {
     parts->Seek(at + done);
@@ -123,13 +123,13 @@ uint32_t LoadSumOf(const EncodeBlock& block, float* __restrict v) {
   return result;
 }
 
-// Pass one of an encoder: v = flush(x + r), and the largest |v| as bits. Bits of magnitudes compare as the numbers do, and
-// whatever is not finite is at least kInfinity.
+// Pass one of an encoder: computes v = flush(x + r) and returns the largest |v| as bits. The bits of magnitudes compare
+// as the magnitudes do, and the bits of infinity and NaN are at least kInfinity.
 uint32_t LoadSum(const EncodeBlock& block, float* v) {
   return block.residual != nullptr ? LoadSumOf<true>(block, v) : LoadSumOf<false>(block, v);
 }
 
-// A block that is not finite leaves the residual as it was.
+// A block that is not finite leaves the residual unchanged.
 void KeepResidual(const EncodeBlock& block) {
   if (block.residual == nullptr) {
     Fill(0.0f, block.size, block.new_residual);
@@ -138,11 +138,11 @@ void KeepResidual(const EncodeBlock& block) {
   }
 }
 
-// Sum of squares in float64, where no square of a float32 overflows or is lost; and the square being exact, it does not
-// matter whether it is fused with the sum. Lane i adds up elements i, i + 32, ..., then lanes are added in pairs: the same
-// order for every instruction set.
+// Sum of squares in float64, where no square of a float32 overflows or underflows. The square is exact, so it does not
+// matter whether it is fused with the sum. Lane i adds up elements i, i + 32, ..., then lanes are added in pairs: the
+// order is the same for every instruction set.
 double SumSquares(const float* x, int64_t count) {
-  constexpr int kLanes = 32, kWidth = Wide::kCount / 2;  // float64 lanes in all, and of one vector
+  constexpr int kLanes = 32, kWidth = Wide::kCount / 2;  // float64 lanes in total, and per vector
   typedef VectorTypes<kWidth>::F F;
   typedef double D __attribute__((vector_size(8 * kWidth)));
   D sum[kLanes / kWidth] = {};
@@ -175,7 +175,7 @@ double SumSquares(const float* x, int64_t count) {
   return lane[0];
 }
 
-// scale of FORMAT.md from a finite s >= 0: as it is written (`bits` 16 or 32), and its value.
+// A block's scale, as FORMAT.md defines it, from a finite s >= 0.
 struct Scale {
   float value;
   float inverse;  // 0 for a scale of 0
@@ -203,11 +203,11 @@ TFPAR_INLINE float ReadScale(const uint8_t* from, int scale_bits) {
   return Float((bits & ~kSignBit) < kSmallestNormal ? 0u : bits);
 }
 
-// Vectors of more bytes than this are written past the caches: they would not stay there until they are read, and
-// fetching the old content costs as much as writing the new one.
+// Writes of vectors of more bytes than this bypass the caches: the vectors would be evicted before they are read, and
+// fetching the old content costs as much as writing the new content.
 constexpr int64_t kStreamBytes = 8 << 20;
 
-// scaled(sum): the product, or 0 where it is not above 2^-126.
+// scaled(sum): the product, or 0 if its magnitude is not above 2^-126.
 TFPAR_INLINE Wide::F ScaledSum(Wide::F sum, float factor) {
   const Wide::F product = Wide::Mul(sum, Wide::Splat(factor));
   return Wide::Magnitude(product) > Wide::SplatU(kSmallestNormal) ? product : Wide::Splat(0.0f);
@@ -218,7 +218,7 @@ void ScaleSum(float factor, int size, float* acc) {
   for (int i = 0; i < size; i += Wide::kCount) Wide::Store(ScaledSum(Wide::Load(acc + i), factor), acc + i);
 }
 
-// to = from, past the caches but for the ends that do not fill a vector of memory.
+// to = from, bypassing the caches except at both ends, where a whole aligned vector does not fit.
 void StreamCopy(const float* from, int size, float* to) {
   constexpr int kCount = Wide::kCount;
   const int head = static_cast<int>(-(reinterpret_cast<uintptr_t>(to) / sizeof(float)) & (kCount - 1));

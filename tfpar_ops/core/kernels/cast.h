@@ -1,15 +1,15 @@
-// bf16 and fp16: every element by itself.
+// bf16 and fp16: each element is encoded independently.
 
 struct Bf16 {
   typedef Wide L;
   static constexpr uint32_t kNotANumber = 0x7FC0;
-  static constexpr uint32_t kPlain = 0x7F7F8000;  // smaller magnitudes need no care: they do not round to infinity
+  static constexpr uint32_t kPlain = 0x7F7F8000;  // smaller magnitudes need no check: they do not round to infinity
 
-  // Of a v that is not NaN; a finite one that would round to infinity saturates.
+  // The code of v, which is not NaN. A finite v that would round to infinity saturates.
   static TFPAR_INLINE uint32_t Code(float v) { return RoundToBf16(v) >> 16; }
   static TFPAR_INLINE float Value(uint32_t code) { return Float(code << 16); }
 
-  // Writes the codes of plain magnitudes, returns their values.
+  // Writes the codes of magnitudes below kPlain and returns the values of these codes.
   template <bool kStream>
   static TFPAR_INLINE L::F EncodeLanes(L::F v, uint8_t* code) {
     const L::U bits = L::Bits(v);
@@ -23,8 +23,8 @@ struct Bf16 {
 struct Fp16 {
   typedef Wide L;
   static constexpr uint32_t kNotANumber = 0x7E00;
-  static constexpr uint32_t kPlain = 0x477FF000;           // 65520, half way to where infinity would be
-  static constexpr uint32_t kBias = (127 - 15) << 23;      // between the exponents of the two formats
+  static constexpr uint32_t kPlain = 0x477FF000;           // 65520, halfway to where infinity would be
+  static constexpr uint32_t kBias = (127 - 15) << 23;      // difference between the exponents of the two formats
   static constexpr uint32_t kSmallestNormal = 0x38800000;  // 2^-14
 
   static TFPAR_INLINE uint32_t Code(float v) {
@@ -32,13 +32,14 @@ struct Fp16 {
     uint32_t magnitude = Magnitude(v);
     magnitude = magnitude < kLargest ? magnitude : kLargest;
     const uint32_t normal = (magnitude - kBias + 0xFFFu + ((magnitude >> 13) & 1u)) >> 13;
-    // Half denormals are multiples of 2^-24, the last place of 0.5: adding 0.5 rounds to them.
+    // Half denormals are multiples of 2^-24, which is the last place of 0.5: adding 0.5 rounds to such a multiple.
     const uint32_t denormal = Bits(Float(magnitude) + 0.5f) - Bits(0.5f);
     return (magnitude < kSmallestNormal ? denormal : normal) | ((Bits(v) & kSignBit) >> 16);
   }
 
-  // With the exponent field moved up, a half with exponent 0 reads as n = 2^-15 (1 + m) instead of 2^-14 m, m < 1; which is
-  // 2 n - 2^-14, and less than n. For the others that is more than n, which they are.
+  // With its exponent field moved up, a half with exponent 0 reads as n = 2^-15 (1 + m), m < 1, but its value is 2^-14
+  // m, which is 2 n - 2^-14 and less than n. Any other half has the value n, and 2 n - 2^-14 is not less. The minimum
+  // of the two is right for both.
   static TFPAR_INLINE float Value(uint32_t code) {
     const uint32_t magnitude = (code & 0x7FFFu) << 13;
     const float normal = Float(magnitude + kBias);
@@ -48,7 +49,7 @@ struct Fp16 {
     return Float(Bits(finite) | special | ((code & 0x8000u) << 16));
   }
 
-  // The processor's conversions ignore the mode for denormals and, with this argument, the one for rounding.
+  // The processor's conversions ignore the denormal mode and, with this argument, the rounding mode.
   template <bool kStream>
   static TFPAR_INLINE L::F EncodeLanes(L::F v, uint8_t* code) {
 #if defined(__AVX512F__)

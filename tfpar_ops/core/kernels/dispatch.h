@@ -1,6 +1,6 @@
-// The functions of the table: find each block, hand it to its codec, put the result where it belongs.
+// The functions of the table `Kernels`: find each block, pass it to its codec, store the result.
 
-// Calls action with an object of the type that does the codec's rounding.
+// Calls `action` with an object of the kernel type for the codec's rounding.
 template <class Kernel, Rounding kRounding, class Action>
 TFPAR_INLINE int WithKernel(const tfpar_codec& codec, const Action& action) {
   if constexpr (kRounding == Rounding::STOCHASTIC) {
@@ -9,7 +9,7 @@ TFPAR_INLINE int WithKernel(const tfpar_codec& codec, const Action& action) {
   return action(Kernel());
 }
 
-// Calls action with an object of the codec's type.
+// Calls `action` with an object of the codec's type.
 template <class Action>
 TFPAR_INLINE int WithCodec(const tfpar_codec& codec, const Action& action) {
   switch (codec.kind) {
@@ -23,7 +23,7 @@ TFPAR_INLINE int WithCodec(const tfpar_codec& codec, const Action& action) {
   }
 }
 
-// Where the blocks of a payload are.
+// The offsets of the blocks of a payload.
 struct Layout {
   Layout(const tfpar_codec& codec, int64_t n)
       : code_bytes(CodeBytes(codec)), scale_bytes(ScaleBytes(codec)), scales(ScalesAt(codec, n)) {}
@@ -34,7 +34,7 @@ struct Layout {
   int64_t code_bytes, scale_bytes, scales;
 };
 
-// A payload being written, and the residual beside it.
+// A payload being written, and its residual.
 struct Target {
   const tfpar_codec& codec;
   Layout layout;
@@ -43,25 +43,25 @@ struct Target {
   float* new_residual;
   int64_t valid;        // elements that exist
   int64_t first_index;  // of block 0, in the whole vector
-  int64_t first_block;  // to which norms[0] belongs
+  int64_t first_block;  // the block that norms[0] belongs to
   double* norms;
   bool stream;  // see EncodeBlock
 };
 
-// Whether codes of n elements at `payload` are to go past the caches.
+// Whether writing the codes of n elements at `payload` should bypass the caches.
 bool StreamsCodes(const tfpar_codec& codec, int64_t n, const void* payload) {
   return reinterpret_cast<uintptr_t>(payload) % 16 == 0 && NumBlocks(codec, n) > kStreamBytes / CodeBytes(codec);
 }
 
-// Encodes blocks in two steps, loading (v and what decides the scale) and writing. A block is written when the next one has
-// been loaded, if the codec has kDepth 2: the processor then computes the one while the memory delivers the other, and
-// does not wait for a scale.
+// Encodes each block in two stages: `Load` computes v and the statistic that decides the scale, `Write` writes the
+// codes. If the codec has kDepth 2, a block is written after the next one has been loaded: the processor then computes
+// one block while the memory delivers the other, and does not wait for a scale.
 template <class Codec>
 class Encoder {
  public:
   explicit Encoder(const Target& to) : to_(to) {}
 
-  // x: the block's elements, padding included; no longer needed afterwards. `source`: what is read to get at them.
+  // x: the block's elements, padding included; not used after the call. source: the memory to prefetch from.
   TFPAR_INLINE void Push(int64_t index, const float* x, const void* source) {
     Load(index, x, source, &slot_[which_]);
     if (Codec::kDepth == 1) {
@@ -83,7 +83,7 @@ class Encoder {
     int64_t index;
     typename Codec::Statistic statistic;
     alignas(64) float v[Codec::kLargest];
-    alignas(64) float residual[Codec::kLargest];  // of a block that has none, or one that is not whole
+    alignas(64) float residual[Codec::kLargest];  // for a block without a residual, or an incomplete block
   };
 
   void Load(int64_t index, const float* x, const void* source, Slot* slot) {
@@ -190,7 +190,7 @@ int DecodeSum(const tfpar_codec& codec, int64_t n, const void* const* payloads, 
     for (int64_t index = first_block; index < last_block; ++index) {
       const int64_t at = begin + index * codec.block;
       const int64_t count = Max(0, Min(Min(codec.block, n - index * codec.block), parts.size() - at));
-      float* whole = nullptr;  // the block in `out`, where it lies in one piece
+      float* whole = nullptr;  // the block in `out`, if it lies in one part
       if (count == codec.block) {
         parts.Seek(at);
         if (parts.left() >= count) whole = out.data[parts.part()] + parts.place();
@@ -233,7 +233,7 @@ int Recode(const tfpar_codec& codec, int64_t n, const void* const* payloads, int
   });
 }
 
-// Pieces of a fixed length from `begin` on, each summed by itself, so that the parts of the vector do not matter.
+// Sums pieces of a fixed length from `begin` on, each independently, so that the result does not depend on the parts.
 double SumSquaresOfRange(const tfpar_vector& x, int64_t begin, int64_t end) {
   constexpr int64_t kPiece = 4096;
   alignas(64) float gathered[kPiece];

@@ -8,7 +8,7 @@ struct Fp8 {
   static constexpr uint32_t kNaNScale = 255;
   static constexpr uint32_t kLargestMagnitude = 0x7F600000;  // 448 2^119: more would decode to infinity
 
-  // Exponent e such that a 2^-e fits in 448, from the bits of a.
+  // The exponent e such that a 2^-e <= 448, from the bits of a.
   static TFPAR_INLINE int Exponent(uint32_t a) {
     const int e = static_cast<int>(a >> 23) - 127 - 8 + ((a & 0x7FFFFFu) > 0x600000u ? 1 : 0);
     return e < -126 ? -126 : e;
@@ -17,23 +17,24 @@ struct Fp8 {
   // 2^e, -126 <= e <= 127.
   static TFPAR_INLINE float PowerOfTwo(int e) { return Float(static_cast<uint32_t>(e + 127) << 23); }
 
-  // |t|, t = v 2^-e, is rounded by adding a power of two whose last place is the spacing of E4M3 around |t|: 2^-9 below 2^-6,
-  // above that 1/8 of the power of two below |t|. The low bits of the sum then count those spacings, and a carry from them
-  // is one into the exponent of the code too.
+  // With t = v 2^-e, |t| is rounded by adding a power of two whose last place is the spacing of E4M3 around |t|: 2^-9
+  // for
+  // |t| below 2^-6; otherwise 1/8 of the power of two below |t|. The low bits of the sum then count these spacings, and
+  // a carry out of them is also a carry into the exponent of the code.
   static void EncodeLoop(const EncodeBlock& block, const float* __restrict v, int e) {
     const float to_code = PowerOfTwo(-e), from_code = PowerOfTwo(e);
     uint8_t* __restrict code = block.code;
     float* __restrict new_r = block.new_residual;
     const Ahead ahead = block.ahead;
     constexpr uint32_t kNormal = 121u << 23;  // 2^-6
-    constexpr uint32_t kUp = 20u << 23;       // from the power of two below |t| to the one to add
+    constexpr uint32_t kUp = 20u << 23;       // turns the power of two below |t| into the one to add
     for (int i = 0; i < block.size; i += L::kCount) {
       ahead.Fetch(i);
       const L::F value = L::Load(v + i);
       const L::F t = L::Float(L::Magnitude(L::Mul(value, L::Splat(to_code))));
       const L::U magic = L::MaxU(L::Bits(t) & kInfinity, L::SplatU(kNormal)) + kUp;
       const L::F sum = t + L::Float(magic);
-      // Adding +0 takes the sign off a zero.
+      // Adding +0 turns -0 into +0.
       const L::F rounded = L::Float(L::Bits(sum - L::Float(magic)) | (L::Bits(value) & kSignBit)) + L::Splat(0.0f);
       const L::U magnitude = (L::Bits(sum) - magic) + ((magic - (kNormal + kUp)) >> 20);
       L::StoreBytes(magnitude | ((L::Bits(rounded) >> 24) & 0x80u), code + i);
@@ -64,7 +65,7 @@ struct Fp8 {
   // The multiplier of a scale byte: 0 for 0, NaN for 255.
   static TFPAR_INLINE float Multiplier(uint32_t scale) { return Float(scale == kNaNScale ? kNaN : scale << 23); }
 
-  // E4M3 as float32, see Fp16::Value for the denormals.
+  // E4M3 as float32; Fp16::Value explains the denormals.
   static TFPAR_INLINE L::F Value(L::U code) {
     const L::U magnitude = (code & 0x7Fu) << 20;
     const L::F normal = L::Float(magnitude + ((127u - 7u) << 23));
@@ -93,15 +94,15 @@ struct Fp8 {
     const uint32_t scale = *source.scale;
     if (scale != 0 && (scale < 10 || scale > 246)) return false;
     uint8_t largest = 0;
-    for (int i = 0; i < (size & -64); ++i) {  // a multiple of 64, which the compiler is told by the mask
+    for (int i = 0; i < (size & -64); ++i) {  // the mask tells the compiler that size is a multiple of 64
       const uint8_t magnitude = source.code[i] & 0x7F;
       largest = magnitude > largest ? magnitude : largest;
     }
     return largest != kNotANumber;
   }
 
-  // E4M3 moved into the bits of a half is the same number times 2^-8, denormals included; products with the scale being
-  // exact, a fused sum is the same as one that is not.
+  // E4M3 bits moved into a half are the same number times 2^-8, denormals included. Products with the scale are exact,
+  // so fusing them with the sum does not change the result.
 #if defined(__AVX512F__)
   static constexpr int kStep = 32;
   typedef __m512i Halves;

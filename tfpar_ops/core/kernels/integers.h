@@ -16,14 +16,14 @@ struct Integers {
     L::U code;  // in the low bits
   };
 
-  // kPlain: numbers cannot leave [-Q, Q], see Write. Adding 1.5 * 2^23 leaves no room for a fraction and the integer in
-  // the low bits; an offset of the code may be part of it, being even.
+  // kPlain: the integers cannot leave [-Q, Q], see Write. Adding 1.5 * 2^23 rounds off the fraction and leaves the
+  // integer in the low bits. kOffset can be part of the addend: it is even, so ties round as before.
   template <bool kPlain>
   static TFPAR_INLINE Rounded Round(L::F v, float inverse, const uint32_t* u) {
     const L::F t = L::Mul(v, L::Splat(inverse));
     L::I q;
     if constexpr (kStochastic) {
-      // |t 65536| < 2^23: the sum with 2^23 of the same sign has no room for a fraction.
+      // |t 65536| < 2^23: adding 2^23 of the same sign rounds off the fraction.
       const L::F scaled = L::Mul(t, L::Splat(65536.0f));
       const L::F magic = L::Float((L::Bits(scaled) & kSignBit) | 0x4B000000u);
       q = (L::ToInt((scaled + magic) - magic) + reinterpret_cast<L::I>(L::LoadU(u))) >> 16;
@@ -78,8 +78,8 @@ struct Integers {
     const Scale scale = MakeScale(kQ == 1 ? Float(a) : Mul(Float(a), 1.0f / kQ), codec.scale_bits);
     WriteScale(scale.value, codec.scale_bits, block.scale);
     if (kStochastic) FillRandom(PhiloxKeys(codec.seed), codec.step, block.index, block.size, u);
-    // The scale is off by less than 2^-8 of itself, and Q (1 + 2^-8) rounds to Q; unless the scale was cut at 2^126. With
-    // |v| up to 2^126, nothing overflows either.
+    // The relative error of the scale is below 2^-8, and Q (1 + 2^-8) rounds to Q, unless the scale was capped at
+    // 2^126. With |v| up to 2^126, nothing overflows either.
     constexpr uint32_t kLargestPlain = 0x7E800000;
     if (!kStochastic && a <= kLargestPlain) {
       EncodeLoop<true>(block, v, u, scale);
@@ -88,7 +88,8 @@ struct Integers {
     }
   }
 
-  // Turns the codes of a payload's block into numbers: picked from all multiples of its scale, or computed.
+  // Turns the codes of a payload's block into float32: looks them up in a table of the scale's multiples, or computes
+  // them.
   struct Decoder {
     static constexpr bool kPick = L::kCanPick<kBits>;
 

@@ -1,11 +1,11 @@
-// Everything that depends on the instruction set. Included by codec_baseline.cc, codec_v3.cc and codec_v4.cc, each of which
-// names its namespace in TFPAR_ISA. Only C headers here, see ../kernels.h.
+// Everything that depends on the instruction set. codec_baseline.cc, codec_v3.cc and codec_v4.cc include this file and
+// define their namespace as TFPAR_ISA. It includes only C headers; ../kernels.h says why.
 #include <stddef.h>
 #include <stdint.h>
 
 #if defined(__x86_64__)
 #if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic push  // g++ 12 warns of its own header (GCC bug 105593)
+#pragma GCC diagnostic push  // g++ 12 warns about its own header (GCC bug 105593)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #endif
@@ -22,7 +22,7 @@ namespace TFPAR_ISA {
 namespace {
 
 #include "arithmetic.h"
-// clang-format off: each needs those before it
+// clang-format off: each header needs the ones before it
 #include "lanes.h"
 #include "block.h"
 #include "philox.h"

@@ -1,8 +1,9 @@
-// Vectors of kN float32 or 32-bit integers, as GNU vector types: what the compiler turns into instructions of its target.
-// Only what these types cannot say well, widening and narrowing, is said in intrinsics of x86, with a plain loop elsewhere.
+// Vectors of kN float32 or 32-bit integers, as GNU vector types, which the compiler maps to instructions of its target.
+// Only widening and narrowing, which these types express badly, use x86 intrinsics, or a plain loop on other
+// processors.
 
 #if defined(__SSE2__)
-// 16 or 32 bytes of codes; with kStream, past the caches, `to` being a multiple of 16.
+// Stores 16 or 32 bytes of codes. With kStream, the store bypasses the caches, and `to` must be a multiple of 16.
 template <bool kStream>
 TFPAR_INLINE void StoreCodes(__m128i codes, uint8_t* to) {
   if constexpr (kStream) {
@@ -53,7 +54,7 @@ struct Lanes {
     return v;
   }
   static TFPAR_INLINE void Store(F v, float* to) { __builtin_memcpy(to, &v, sizeof v); }
-  // Past the caches, where the target can; `to` is aligned to the size of the vector.
+  // Stores v, bypassing the caches if the target can; `to` must be aligned to the size of the vector.
   static TFPAR_INLINE void Stream(F v, float* to) {
 #if defined(__AVX512F__)
     if constexpr (kN == 16) return _mm512_stream_ps(to, v);
@@ -82,7 +83,7 @@ struct Lanes {
   static TFPAR_INLINE F FromInt(I v) { return __builtin_convertvector(v, F); }
   static TFPAR_INLINE I ToInt(F v) { return __builtin_convertvector(v, I); }
 
-  // As the functions of the same names in arithmetic.h.
+  // These functions do what those of the same names in arithmetic.h do.
   static TFPAR_INLINE F DropDenormal(F v) {
 #if TFPAR_HARDWARE_FLUSH
     return v;
@@ -95,8 +96,8 @@ struct Lanes {
   static TFPAR_INLINE F Mul(F a, F b) { return DropDenormal(DropDenormal(a) * DropDenormal(b)); }
   static TFPAR_INLINE F Flush(F v) { return DropDenormal(v) + Splat(0.0f); }
 
-  // In each lane the number of `table` that the low kBits bits of `index` say. With 2 bits the table stands in every four
-  // lanes. kCanPick: the target has an instruction for it, which needs no conversion or product.
+  // In each lane, the entry of `table` that the low kBits bits of `index` select. With 2 bits, every four lanes hold a
+  // copy of the table. kCanPick: the target has an instruction for this, which saves a conversion and a product.
   template <int kBits>
   static constexpr bool kCanPick = (kN == 16 && (kBits == 4 || kBits == 2)) || (kN == 8 && kBits == 2);
   template <int kBits>
@@ -114,7 +115,7 @@ struct Lanes {
     return picked;
   }
 
-  // Bit i: lane i of a is at least that of b. Both are below 2^31.
+  // Bit i is set if lane i of a is at least lane i of b. Both must be below 2^31.
   static TFPAR_INLINE uint32_t MaskAtLeast(U a, U b) {
 #if defined(__AVX512F__)
     if constexpr (kN == 16) return _mm512_cmpge_epu32_mask(reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(b));
@@ -131,7 +132,7 @@ struct Lanes {
     return mask;
   }
 
-  // v - a b, for normal or zero products that float32 holds exactly: fused or not makes no difference then.
+  // v - a b, for products that are exact in float32 and not denormal: fusing then makes no difference.
   static TFPAR_INLINE F SubExactProduct(F v, F a, F b) {
 #if defined(__AVX512F__)
     if constexpr (kN == 16) return _mm512_fnmadd_ps(a, b, v);
@@ -197,7 +198,7 @@ struct Lanes {
     return v;
   }
 
-  // Stores the lower half of each lane; the upper one is 0.
+  // Stores the lower half of each lane; the upper half must be 0.
   template <bool kStream>
   static TFPAR_INLINE void StoreHalves(U v, uint8_t* to) {
 #if defined(__AVX512F__)
@@ -250,7 +251,8 @@ struct Lanes {
   }
 };
 
-// Whether the target can write past the caches, and has to be told when others are to see it.
+// Whether the target has stores that bypass the caches, and the fence that they need before other threads read the
+// data.
 #if defined(__SSE2__)
 constexpr bool kCanStream = true;
 inline void EndStreams() { _mm_sfence(); }
@@ -259,7 +261,7 @@ constexpr bool kCanStream = false;
 inline void EndStreams() {}
 #endif
 
-// Vectors as wide as the target's.
+// Vectors of the target's full width.
 #if defined(__AVX512F__)
 typedef Lanes<16> Wide;
 #elif defined(__AVX2__)
@@ -267,5 +269,5 @@ typedef Lanes<8> Wide;
 #else
 typedef Lanes<4> Wide;
 #endif
-// The widest that eight planes of the smallest block fill.
+// The widest vectors that a plane of the smallest block (64 elements in eight planes) fills.
 typedef Lanes<Wide::kCount < 8 ? Wide::kCount : 8> Narrow;

@@ -1,6 +1,6 @@
 // Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), many counters at a time.
 
-// Products of the low 32 bits of 64-bit lanes; what the upper halves hold does not matter.
+// Products of the low 32 bits of 64-bit lanes; the upper halves are ignored.
 struct Lanes64 {
   static constexpr int kCount = Wide::kCount / 2;
   typedef uint64_t U __attribute__((vector_size(8 * kCount)));
@@ -17,7 +17,7 @@ struct Lanes64 {
     return (a & 0xFFFFFFFFu) * (b & 0xFFFFFFFFu);
 #endif
   }
-  // Upper halves in place of the lower.
+  // Moves the upper half of each lane to the lower half.
   static TFPAR_INLINE U Upper(U v) {
 #if defined(__AVX512F__)
     return reinterpret_cast<U>(_mm512_shuffle_epi32(reinterpret_cast<__m512i>(v), _MM_PERM_DDBB));
@@ -58,10 +58,10 @@ struct PhiloxState {
   }
 };
 
-// Random numbers of one block, 16 bits each: element p = j + i size / 8 takes the i-th of counter first + j.
+// Random numbers of one block, 16 bits each: element p = j + i size / 8 takes the i-th number of counter first + j.
 //
-// Where a block has fewer lanes than a vector (64 elements: 8, of 16), stores reach into the numbers of the next i, which are
-// written after them, and the last one past `size`: `u` has room for the largest of blocks.
+// If a block has fewer lanes than a vector (a block of 64 elements has 8, a vector 16), a store also covers numbers of
+// the next i, which are overwritten later, and the last store reaches past `size`: `u` has room for the largest block.
 constexpr int kSmallestLanes = 64 / 8;
 static_assert(Wide::kCount <= 2 * kSmallestLanes, "a store reaches no further than into the numbers of the next i");
 void FillRandom(const PhiloxKeys& keys, uint64_t step, int64_t block, int size, uint32_t* __restrict u) {
@@ -71,7 +71,7 @@ void FillRandom(const PhiloxKeys& keys, uint64_t step, int64_t block, int size, 
   for (int i = 0; i < L::kCount; ++i) even[i] = 2 * static_cast<uint64_t>(i);
   even += L::Splat(static_cast<uint64_t>(block) * static_cast<uint64_t>(lanes));
   for (int j = 0; j < lanes; j += 2 * L::kCount) {
-    // Counters of even and odd j apart, so that their words interleave again with a shift.
+    // Counters of even and odd j are computed separately, so that a shift interleaves their words.
     PhiloxState a(even, step), b(even + 1, step);
     for (int round = 0; round < PhiloxKeys::kRounds; ++round) {
       a.Round(keys.key[round]);

@@ -1,4 +1,4 @@
-// One bit for each element, and their mean magnitude as the scale of a block.
+// One bit per element, and the mean magnitude of a block as its scale.
 
 struct Sign {
   static constexpr int kLargest = 4096;
@@ -7,7 +7,7 @@ struct Sign {
 
   typedef float Statistic;
 
-  // The rest of the halving, of 2 kHalf numbers.
+  // The remaining halvings, for 2 kHalf numbers.
   template <int kHalf>
   static TFPAR_INLINE float HalveTo(float* sum) {
     if constexpr (kHalf == 1) {
@@ -19,8 +19,8 @@ struct Sign {
     }
   }
 
-  // v = flush(x + r) and the sum of |v| by halving, as FORMAT.md orders it: lanes of the two halves of the block first, then
-  // of what is left.
+  // Computes v = flush(x + r) and returns the sum of |v| by halving, in the order of FORMAT.md: first adds the two
+  // halves of the block lane by lane, then the two halves of that sum, and so on.
   template <bool kResidual>
   static float LoadTotal(const EncodeBlock& block, float* __restrict v) {
     typedef Wide L;
@@ -48,8 +48,8 @@ struct Sign {
     return block.residual != nullptr ? LoadTotal<true>(block, v) : LoadTotal<false>(block, v);
   }
 
-  // Neither NaN nor -0 is among v: the sign bit says whether v < 0, and gives d its sign. (A scale of 0 times a sign may be
-  // -0 here; the flush of v - d makes no difference between zeros.)
+  // v contains neither NaN nor -0, so the sign bit is set exactly if v < 0, and it is also the sign of d. (With a scale
+  // of 0, d may be -0 here; v - d is flushed, so this makes no difference.)
   template <class L>
   static void EncodeLoop(const EncodeBlock& block, const float* __restrict v, float scale) {
     uint8_t* __restrict code = block.code;
@@ -89,7 +89,7 @@ struct Sign {
       KeepResidual(block);
       return;
     }
-    const float count = static_cast<float>(block.exist > 0 ? block.exist : 1);  // of padding alone: total and scale are 0
+    const float count = static_cast<float>(block.exist > 0 ? block.exist : 1);  // a block of padding: total and scale are 0
     const Scale scale = MakeScale(Mul(total, 1.0f / count), codec.scale_bits);
     WriteScale(scale.value, codec.scale_bits, block.scale);
     if (block.size / kPlanes % Wide::kCount == 0) {
@@ -99,15 +99,15 @@ struct Sign {
     }
   }
 
-  // +scale for bit 0, -scale for 1: chosen, or picked from a table by two bits. The upper one is that of another element,
-  // so the table has the two scales twice.
+  // +scale for bit 0, -scale for bit 1: selected by comparison, or looked up in a table with two bits. The upper bit
+  // belongs to another element, so the table has the two scales twice.
   template <class L>
   struct Decoder {
     static constexpr bool kPick = L::template kCanPick<2>;
 
     TFPAR_INLINE void Set(float scale) {
       positive = L::Splat(scale);
-      negative = L::Splat(0.0f) - positive;  // of a scale of 0: +0
+      negative = L::Splat(0.0f) - positive;  // +0 for a scale of 0
       if constexpr (kPick) {
         for (int i = 1; i < L::kCount; i += 2) positive[i] = negative[i];
       }

@@ -1,8 +1,8 @@
-// The largest elements of each block. Magnitudes are compared as integers (of their bits).
+// The largest elements of each block. Magnitudes are compared as the integers of their bits.
 //
-// To find the `keep` largest of B values without sorting: split the block into groups of several elements each; at least
-// `keep` elements reach the keep-th largest of the groups' maxima, and hardly more than that do. Few elements are left
-// then, and the exact threshold is searched among them.
+// To find the `keep` largest of B values without sorting: divide the block into groups of several elements each, and
+// take the keep-th largest of the groups' maxima. At least `keep` elements reach it, and seldom many more. The exact
+// threshold is then searched among these few elements.
 
 struct TopK {
   static constexpr int kLargest = 16384;
@@ -14,8 +14,9 @@ struct TopK {
     return reach;
   }
 
-  // A t that at least `keep` of the numbers reach, 1 <= keep <= count: either exactly `keep` do, or t is the keep-th largest
-  // of them. `largest` is the largest. Steps down from there in growing strides, then bisects.
+  // Returns a threshold t that at least `keep` of the numbers reach, 1 <= keep <= count: either exactly `keep` reach
+  // it, or t is the keep-th largest number. The search goes down from `largest`, the largest number, in growing
+  // strides, then bisects.
   static uint32_t Threshold(const uint32_t* magnitude, int count, int keep, uint32_t largest) {
     uint32_t low = 0, high = largest + 1;  // enough numbers reach low, too few reach high
     for (uint32_t stride = 1u << 22; stride < high; stride *= 2) {
@@ -42,8 +43,8 @@ struct TopK {
     return low;
   }
 
-  // Number of groups for the first sieve: a power of two, at least twice `keep`, so that most of the largest elements have a
-  // group of their own; `size` where that leaves no group of at least 4.
+  // Number of groups for the first selection: a power of two and at least twice `keep`, so that few of the largest
+  // elements share a group. `size`, which means no groups, if groups would have fewer than 4 elements.
   static int Groups(int size, int keep) {
     int groups = 64;
     while (groups < 2 * keep) groups *= 2;
@@ -52,7 +53,7 @@ struct TopK {
 
   // maximum[g]: the largest magnitude of the elements g, g + groups, ... Returns the largest of all.
   static uint32_t GroupMaxima(const float* __restrict v, int size, int groups_any, uint32_t* __restrict maximum) {
-    const int groups = groups_any & -64;  // it is a multiple of 64, which the compiler now knows too
+    const int groups = groups_any & -64;  // the mask tells the compiler that it is a multiple of 64
     for (int g = 0; g < groups; ++g) maximum[g] = Magnitude(v[g]);
     for (int from = groups; from < size; from += groups) {
       for (int g = 0; g < groups; ++g) {
@@ -65,7 +66,7 @@ struct TopK {
     return largest;
   }
 
-  // Bit i of `reached`: whether element i reaches `threshold`.
+  // Sets bit i of `reached` if element i reaches `threshold`.
   static void MarkReaching(const float* v, int size, uint32_t threshold, uint64_t* reached) {
     typedef Wide L;
     for (int word = 0; word < size / 64; ++word) {
@@ -78,7 +79,7 @@ struct TopK {
     }
   }
 
-  // Positions of the marked elements, rising, and their magnitudes.
+  // Writes the positions of the marked elements, in rising order, and their magnitudes. Returns their number.
   static int Collect(const float* v, int size, const uint64_t* reached, uint16_t* position, uint32_t* magnitude) {
     int count = 0;
     for (int word = 0; word < size / 64; ++word) {
@@ -91,7 +92,7 @@ struct TopK {
     return count;
   }
 
-  // Of `count` candidates, more than `keep`, those to keep: all above the threshold, and the first that equal it.
+  // Selects `keep` of the `count` candidates, count > keep: all above the threshold, then the first that equal it.
   static void DropSmallest(const uint32_t* magnitude, int count, int keep, uint32_t largest, const uint16_t* position,
                            AnyU16* kept) {
     const uint32_t threshold = Threshold(magnitude, count, keep, largest);
@@ -104,7 +105,7 @@ struct TopK {
     }
   }
 
-  // `count` positions, fewer than `keep`, and the first of the others to make them `keep`; all rising.
+  // Writes `keep` positions in rising order: the `count` given ones, count < keep, and the first of the others.
   static void AddZeros(const uint16_t* position, int count, int keep, AnyU16* kept) {
     int next = 0, done = 0, zeros = keep - count;
     for (int i = 0; done < keep; ++i) {
@@ -119,7 +120,7 @@ struct TopK {
     }
   }
 
-  // The positions to keep, rising.
+  // Writes the positions to keep, in rising order.
   static void Select(const float* v, int size, int keep, AnyU16* kept) {
     alignas(64) uint32_t magnitude[kLargest];  // of the groups first, then of the candidates
     alignas(64) uint16_t position[kLargest];
@@ -127,7 +128,7 @@ struct TopK {
     const int groups = Groups(size, keep);
     const uint32_t largest = GroupMaxima(v, size, groups, magnitude);
     uint32_t threshold = Threshold(magnitude, groups, keep, largest);
-    if (threshold == 0) threshold = 1;  // fewer than `keep` are not zero: zeros need no search
+    if (threshold == 0) threshold = 1;  // fewer than `keep` elements are non-zero: AddZeros fills up with zeros
     MarkReaching(v, size, threshold, reached);
     const int count = Collect(v, size, reached, position, magnitude);
     if (count == keep) {
@@ -188,7 +189,7 @@ struct TopK {
     return outside;
   }
 
-  // No encoder writes such a block: positions may occur twice, and their values are summed before they meet acc.
+  // For a block that no encoder writes: positions may repeat, so their values are summed before they are added to acc.
   static __attribute__((noinline)) void AddDisordered(const AnyU16* position, const AnyU16* value, int keep, int size,
                                                       float* acc) {
     float d[kLargest];

@@ -1,4 +1,4 @@
-// The conversions between float32 and half that the kernels use, see cuda_runtime.h.
+// The conversions between float32 and half that the kernels use; cuda_runtime.h describes the emulation.
 #ifndef TESTS_NATIVE_CUDA_EMULATION_CUDA_FP16_H_
 #define TESTS_NATIVE_CUDA_EMULATION_CUDA_FP16_H_
 

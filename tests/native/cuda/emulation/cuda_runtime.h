@@ -1,10 +1,11 @@
-// As much of the CUDA runtime as the kernels of tfpar_ops/core/cuda use, so that a C++ compiler builds them for the
-// processor and their logic runs, and is tested, where there is no GPU. Found instead of the real header by the order
-// of include paths.
+// The part of the CUDA runtime that the kernels of tfpar_ops/core/cuda use. With it, a C++ compiler builds the kernels
+// for the processor, so that their logic is tested on machines without a GPU. The order of include paths makes the
+// compiler find this header instead of the real one.
 //
-// A thread block runs as fibers, one after the other, each until it waits: for its warp in a shuffle, for all at a
-// barrier. A thread that waits for others that never come ends the program. Device memory ends at a page that cannot be
-// touched. Kernels are compiled with -fsanitize=undefined, which finds vectors loaded from where a GPU could not.
+// The threads of a thread block run as fibers, one after the other. Each runs until it waits: for its warp in a
+// shuffle, for the whole block at a barrier. If a thread waits for others that never arrive, the program ends. Device
+// memory ends at an inaccessible page. Kernels are compiled with -fsanitize=undefined, which detects vector loads from
+// addresses that are not aligned as a GPU requires.
 #ifndef TESTS_NATIVE_CUDA_EMULATION_CUDA_RUNTIME_H_
 #define TESTS_NATIVE_CUDA_EMULATION_CUDA_RUNTIME_H_
 
@@ -58,15 +59,15 @@ const char* cudaGetErrorString(cudaError_t error);
 namespace emulation {
 
 void Run(unsigned thread_blocks, unsigned threads, size_t shared_bytes, const std::function<void()>& kernel);
-// Shared memory beyond 48 KB is to be asked for.
+// Shared memory beyond 48 KB must be requested with this function.
 void AllowShared(size_t bytes);
 
-// Of the thread that runs.
+// The indices of the running thread, and the size of its block.
 extern dim3 thread_index, block_index, block_size;
 
-// Waits until all threads of the warp have come, and copies what the thread of that lane brought.
+// Waits until all threads of the warp have arrived, then replaces `value` by that of the thread in `lane`.
 void Exchange(void* value, size_t bytes, int lane);
-// Waits until all threads of the thread block have come; whether any brought `flag`.
+// Waits until all threads of the thread block have arrived. Returns whether `flag` was true in any of them.
 bool Barrier(bool flag);
 
 }  // namespace emulation
@@ -80,7 +81,7 @@ cudaError_t cudaFuncSetAttribute(void (*)(Params), cudaFuncAttribute, int bytes)
 template <typename Params>
 cudaError_t cudaLaunchKernel(void (*kernel)(Params), dim3 grid, dim3 block, void** arguments, size_t shared_bytes,
                              cudaStream_t) {
-  // A GPU takes 4 KB of parameters, and 1 to 1024 threads.
+  // A GPU accepts 4 KB of parameters and 1 to 1024 threads per block.
   static_assert(sizeof(Params) <= 4096, "too many kernel parameters");
   if (grid.x == 0 || block.x == 0 || block.x > 1024) return cudaErrorInvalidValue;
   const Params& params = *static_cast<const Params*>(arguments[0]);

@@ -14,7 +14,7 @@
 #include <immintrin.h>
 #endif
 
-constexpr size_t kLargestShared = 64 * 1024;  // of compute capability 7.5, the least of those that are built for
+constexpr size_t kLargestShared = 64 * 1024;  // of compute capability 7.5, the lowest that the kernels are built for
 extern __align__(16) unsigned char tfpar_shared_memory[kLargestShared];
 unsigned char tfpar_shared_memory[kLargestShared];
 
@@ -29,7 +29,7 @@ namespace {
   abort();
 }
 
-// Denormals are zeros while kernels run, as -ftz=true has it.
+// Treats denormals as zeros while kernels run, as -ftz=true does.
 class DenormalsOff {
  public:
 #if defined(__x86_64__)
@@ -56,8 +56,8 @@ constexpr unsigned kLargestThreadBlock = 1024;
 
 enum State { kReady, kAtWarp, kAtBarrier, kDone };
 
-// A thread of the GPU with a stack of its own, used by thread block after thread block. It starts by setcontext; later
-// changes go through _setjmp and _longjmp, which make no system call.
+// An emulated GPU thread with its own stack. All thread blocks reuse it. It starts with setcontext; later switches use
+// _setjmp and _longjmp, which make no system call.
 struct Fiber {
   ucontext_t start;
   jmp_buf place;
@@ -66,7 +66,8 @@ struct Fiber {
   unsigned exchanges, barriers;
 };
 
-// Rounds alternate between two places: a thread may come to the next before another has read the last.
+// Exchanges alternate between two buffers: a thread may start the next exchange before another has read the previous
+// one.
 struct Warp {
   unsigned waiting;
   char value[2][32][8];
@@ -124,7 +125,7 @@ void Start(unsigned threads) {
   }
 }
 
-// Threads take turns in rising or falling order: what lacks a barrier gets its data in one of them at most.
+// Threads run in rising or falling order: code that lacks a barrier gets the right data in at most one of the two.
 void RunThreadBlock(unsigned threads, bool backward) {
   Start(threads);
   for (unsigned done = 0; done < threads;) {
@@ -205,7 +206,7 @@ std::map<void*, std::pair<void*, size_t>>& Allocations() {
 }  // namespace
 }  // namespace emulation
 
-// The end, not the beginning, of an allocation is aligned: what reads or writes past it faults.
+// The end of an allocation, not its beginning, is at a page boundary: an access past the end faults.
 cudaError_t cudaMalloc(void** pointer, size_t bytes) {
   const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
   const size_t pages = (bytes + page - 1) / page * page;
