@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tfpar.config import ConfigError, InputConfig
-from tfpar.inputs import ENDLESS, StreamPipeline, Weighted, build_pipeline, from_arrays, from_dataset
+from tfpar.inputs import ENDLESS, StreamPipeline, Weighted, as_source, build_pipeline, from_arrays, from_dataset
 from tfpar.inputs.streams.position import PASSES
 
 import numpy as np
@@ -75,12 +75,19 @@ def test_workers_with_streams_of_their_own():
         assert (context.num_input_pipelines, context.num_replicas_in_sync) in ((2, 4), (1, 1))
         return tf.data.Dataset.from_tensor_slices((rows, rows)).batch(7).repeat()
 
+    assert as_source(own).sharding == from_dataset(own).sharding == "worker"
     pipeline = build_pipeline(from_dataset(own), config(), replicas=4, workers=2, accumulate_steps=2)
     assert pipeline.steps_per_epoch == ENDLESS
     for worker in range(2):
         rows = elements(pipeline, worker, 6)  # three steps of two replicas
         taken = np.concatenate([row[0][row[2] > 0] for row in rows]).ravel()
         assert sorted(taken) == [1000 * worker + number for number in range(12)]  # 8 / 2 workers, 3 steps
+
+
+@pytest.mark.parametrize("function", [lambda: None, lambda one, two: None, lambda: (yield 1)])
+def test_other_functions_are_refused(function):
+    with pytest.raises(ConfigError, match=r"A function must take one argument, a tf\.distribute\.InputContext, and"):
+        as_source(function)
 
 
 def test_structures_and_weights():

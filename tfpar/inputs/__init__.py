@@ -98,7 +98,7 @@ __all__ = [
     "with_class_weight",
 ]
 
-# Of the names under which a checkpoint holds where the input of a worker stands.
+# Prefix of the names under which a checkpoint holds the position of a worker's input.
 POSITION_PREFIX = "input/"
 
 ReadSource = Source | StreamSource
@@ -116,7 +116,7 @@ def build_pipeline(
     seed: int = 0,
     training: bool = True,
 ) -> AnyPipeline:
-    """Returns the pipeline of a source: a `Pipeline`, or that of a stream or of what is made; arguments as there."""
+    """Returns the `Pipeline`, `StreamPipeline` or `MadePipeline` of a source; see these for the arguments."""
     if isinstance(source, MadeSource):
         return MadePipeline(source, config.global_batch_size, accumulate_steps=accumulate_steps, replicas=replicas)
     layout: dict[str, Any] = {
@@ -130,7 +130,7 @@ def build_pipeline(
     return Pipeline(source, config, seed=seed, **layout)
 
 
-# The names of version 0.1.0; they go with version 0.3.
+# The names of version 0.1.0; version 0.3 removes them.
 _DEPRECATED = {
     "fetch_usable": "fetch_with_mask",
     "find_bad": "locate_bad_example",

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 from tfpar.config import ConfigError, InputConfig
 from tfpar.inputs import service
-from tfpar.inputs.source import Source
+from tfpar.inputs.source import Source, SourceInfo
+
+import tensorflow as tf
 
 
 def check_source(
@@ -29,6 +31,29 @@ def check_source(
         _check_files(source, config, workers)
     if config.data_service:
         service.check_source(config.data_service, source)
+
+
+def check_same_shapes(train: SourceInfo, validation: SourceInfo) -> None:
+    """Raises ConfigError if validation examples have other shapes than training examples.
+
+    Args:
+      train: Describes the training examples.
+      validation: Describes the validation examples.
+    """
+    for what, of_train, of_validation in (
+        ("inputs", train.input_spec, validation.input_spec),
+        ("labels", train.label_spec, validation.label_spec),
+    ):
+        if not tf.nest.flatten(of_validation) and tf.nest.flatten(of_train):
+            raise ConfigError(f"{validation.name}: the validation examples have no {what}. Give validation=(x, y).")
+        single = not (tf.nest.is_nested(of_train) or tf.nest.is_nested(of_validation))
+        same = of_train.shape.is_compatible_with(of_validation.shape) if single else of_train == of_validation
+        if not same:
+            found, expected = (spec.shape if single else spec for spec in (of_validation, of_train))
+            raise ConfigError(
+                f"{validation.name}: the validation {what} have shape {found}, the training {what} "
+                f"{expected}. Give validation examples of the same shape as the training examples."
+            )
 
 
 def check_epoch(config: InputConfig, sizes: Sequence[int], steps_per_epoch: int) -> None:

@@ -28,7 +28,7 @@ def describe(
     Args:
       source: The examples.
       config: The input options.
-      order: Where each example goes.
+      order: The order of the examples.
       workers: Number of workers that read.
       by_file: Whether each worker reads whole files.
       training: Whether the pipeline trains.
@@ -72,11 +72,11 @@ def describe_stream(
     Args:
       info: The examples.
       config: The input options.
-      order: How a batch is shared.
+      order: The division of a batch over workers and replicas.
       workers: Number of workers that read.
-      own_streams: Whether each worker has a stream of its own.
-      steps_per_epoch: Steps of one pass; None where that is not known.
-      own_batch: Examples in the stream's own batches; None where it has none.
+      own_streams: Whether each worker has its own stream.
+      steps_per_epoch: Steps of one pass; None if unknown.
+      own_batch: Examples in the stream's own batches; None if it has none.
       training: Whether the pipeline trains.
     """
     if steps_per_epoch is None:
@@ -153,7 +153,8 @@ def _batch(order: EpochOrder, config: InputConfig, groups: int) -> str:
     note = f", {padded} of them padding with weight 0" if padded > 0 else ""
     if batch < config.global_batch_size:
         note += f"; all examples, which are fewer than --global_batch_size={config.global_batch_size}"
-    return f"{batch} per step = {micro}{replicas} replicas x {order.micro_batch} examples{note}"
+    across = f"{replicas} replicas" if replicas > 1 else "1 replica"
+    return f"{batch} per step = {micro}{across} x {order.micro_batch} examples{note}"
 
 
 def _pushes(order: EpochOrder) -> str:
@@ -203,7 +204,7 @@ def _storage(source: Source, config: InputConfig) -> str:
 
 
 def _own_batches(own: int | None, read: int, config: InputConfig) -> dict[str, str]:
-    """A line where a stream's batches are not the steps' batches, as they would be for Keras."""
+    """Returns a line if a stream's batches are regrouped: Keras would use them as they are."""
     if own is None or own == read:
         return {}
     there = f"batches of {own} in the dataset are regrouped; global_batch_size={own * config.global_batch_size // read}"

@@ -1,4 +1,4 @@
-"""Which example goes where: a pure function of (seed, step, micro-batch, replica, slot).
+"""The order of the examples: a pure function of (seed, step, micro-batch, replica, slot).
 
 Shapes: K steps, L replicas, A micro-batches per step, m slots of a micro-batch on a replica.
 
@@ -29,7 +29,7 @@ class Shard:
       starts: First example of each range of consecutive examples.
       lengths: Length of each range, positive.
       batch: Examples of this shard in a full step.
-      files: How many files the ranges come from.
+      files: Number of files that the ranges come from.
       block: Consecutive examples that stay together; 1 permutes single examples.
     """
 

@@ -1,6 +1,6 @@
-"""Examples that the training step creates itself, on the devices: those of environments in which a policy acts.
+"""Examples that the training step creates itself on the devices, from environments in which a policy acts.
 
-There is nothing to read, to order or to split: this module has the interface of `Pipeline` for these examples.
+Such examples need not be read, ordered or split: this module gives them the interface of `Pipeline`.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ import tensorflow as tf
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class MadeSource:
-    """What is made.
+    """Describes the examples that a training step creates.
 
     Attributes:
-      info: Describes an example. If the fingerprints of two sources differ, one cannot continue where the other
-        stopped.
+      info: Describes an example. If the fingerprints of two sources differ, a run with one cannot resume a run with the
+        other.
       text: The input report.
-      steps_per_epoch: Steps that count as an epoch.
-      line: What progress shows: metrics, the name of the pace, and what it counts for each example of a step.
+      steps_per_epoch: Number of steps that count as an epoch.
+      line: The progress line: metrics, the name of the pace, and the number that it counts per example of a step.
       export: Returns this process's state for a checkpoint.
-      restore: Restores that state; returns whether it could.
-      goes_on: The message for the user in that case.
+      restore: Restores that state; returns whether it succeeded.
+      goes_on: The message for the user if `restore` succeeded.
       show: Returns pictures, uint8 `[n, height, width, 3]`, with their captions, or None.
-      elements: `(worker, local replicas, start step) -> dataset`: the inputs of the step, one element for each step and
-        local replica, if it has any. They then follow from the number of the step, so that a checkpoint holds nothing.
+      elements: `(worker, local replicas, start step) -> dataset` of the step's inputs, one element per step and local
+        replica; None if the step has no inputs. The inputs depend only on the number of the step, so a checkpoint holds
+        nothing of them.
     """
 
     info: SourceInfo
@@ -47,7 +48,7 @@ class MadeSource:
 
     @property
     def name(self) -> str:
-        """For reports and errors."""
+        """The name for reports and errors."""
         return self.info.name
 
 
@@ -55,16 +56,17 @@ class MadePipeline:
     """The counterpart of `Pipeline` for these examples.
 
     Args:
-      source: What is made.
-      examples: Number of examples of a step on one replica.
-      accumulate_steps: Micro-batches of a step.
+      source: Describes the examples.
+      global_batch_size: Number of examples of a step, over all replicas.
+      accumulate_steps: Number of micro-batches of a step.
+      replicas: Number of replicas, over all workers.
 
     Attributes:
-      source: The same.
+      source: Describes the examples.
       steps_per_epoch: See `MadeSource`.
-      micro_batch: Examples of a micro-batch on a replica.
-      examples_per_epoch: Examples of an epoch.
-      skips: False: none is skipped.
+      micro_batch: Number of examples of a micro-batch on a replica.
+      examples_per_epoch: Number of examples of an epoch.
+      skips: False: no example is skipped.
       pads: False: every batch is full.
     """
 
@@ -80,41 +82,41 @@ class MadePipeline:
 
     @property
     def element_spec(self) -> tuple[Structure, Structure, tf.TensorSpec]:
-        """As `Pipeline.element_spec`."""
+        """See `Pipeline.element_spec`."""
         rows = tf.TensorShape([self._accumulate_steps, self.micro_batch])
         info = self.source.info
         parts = (structures.batch_specs(rows, spec) for spec in (info.input_spec, info.target_spec))
         return (*parts, tf.TensorSpec(rows, tf.float32))
 
     def report(self, *, asynchronous: bool = False) -> str:
-        """The input report."""
+        """Returns the input report."""
         del asynchronous
         return self.source.text
 
     def indices(self, first: int, count: int, worker: int | None = None) -> np.ndarray:
-        """Int64 `[count, 0]`: the examples have no numbers."""
+        """Returns int64 `[count, 0]`: the examples have no indices."""
         del first, worker
         return np.zeros((count, 0), np.int64)
 
     def examples_in(self, steps: np.ndarray) -> np.ndarray:
-        """How many examples each replica has in some steps: int64 `[K, R]` for int64 `[K]`."""
+        """Returns the number of examples of each replica in some steps: int64 `[K, R]` for int64 `[K]`."""
         return np.full([len(steps), self._replicas], self._accumulate_steps * self.micro_batch, np.int64)
 
     def dataset(self, worker: int = 0, local_replicas: int | None = None, start_step: int = 0) -> tf.data.Dataset:
-        """What the source gives; else elements that nobody reads, as many as are asked for."""
+        """Returns the elements of the source; if it has none, an endless dataset whose elements the step ignores."""
         if self.source.elements is not None:
             return self.source.elements(worker, local_replicas, start_step)
         return tf.data.Dataset.from_tensors(0.0).repeat()
 
     def follow(self, iterator: Any) -> None:
-        """Nothing: the step keeps what it needs."""
+        """Does nothing: the step keeps its own state."""
 
     def export(self) -> dict[str, np.ndarray]:
-        """This process's state for a checkpoint."""
+        """Returns this process's state for a checkpoint."""
         return self.source.export()
 
     def restore(self, saved: Mapping[str, np.ndarray], *, same_workers: bool) -> str:
-        """Resumes from what this process exported; returns what to tell the user."""
+        """Resumes from the result of this process's `export`; returns a message for the user."""
         if self.source.elements is not None:
             return ""
         if same_workers and self.source.restore(saved):

@@ -21,9 +21,9 @@ from tfpar.inputs.source import Source, no_autograph
 import numpy as np
 import tensorflow as tf
 
-# Indices computed per call: so many that its hundred small ops cost little beside the reading.
+# Indices computed per call: so many that the hundred small ops of a call cost little compared with reading.
 _INDICES_PER_CALL = 4096
-# More steps than any run takes, without overflow when a chunk is added.
+# More steps than any run takes, but few enough that adding a chunk does not overflow.
 _ENDLESS = 1 << 62
 # A second thread pays off for elements larger than this even if they are only copied from memory.
 _PARALLEL_BYTES = 1 << 20
@@ -135,14 +135,14 @@ class Pipeline:
         )
 
     def follow(self, iterator: Any) -> None:
-        """Nothing: the examples of a step are known from its number, see `StreamPipeline.follow`."""
+        """Does nothing, unlike `StreamPipeline.follow`: the number of a step determines its examples."""
 
     def export(self) -> dict[str, np.ndarray]:
-        """The state for a checkpoint: none, see `StreamPipeline.export`."""
+        """Returns no state for a checkpoint, unlike `StreamPipeline.export`."""
         return {}
 
     def restore(self, saved: Mapping[str, np.ndarray], *, same_workers: bool) -> str:
-        """Nothing, see `StreamPipeline.restore`."""
+        """Does nothing, unlike `StreamPipeline.restore`."""
         del saved, same_workers
         return ""
 
@@ -179,7 +179,7 @@ class Pipeline:
         return of_all_workers[:, :, worker * self._local_replicas : (worker + 1) * self._local_replicas]
 
     def examples_in(self, steps: np.ndarray) -> np.ndarray:
-        """Returns how many examples some steps have; less their weights, that is how many were skipped.
+        """Returns how many examples some steps have; minus the sum of their weights, it is the number of skipped ones.
 
         Args:
           steps: Numbers of the steps, int64 [K], counted across epochs.

@@ -54,18 +54,18 @@ class SourceInfo:
       name: The source in the notation of `--dataset`; used in reports and errors.
       task: `"classification"` or `"language_model"`.
       split: `"train"` or `"validation"`.
-      num_examples: Number of examples, `>= 0`; of a stream, `UNKNOWN` until it is counted.
+      num_examples: Number of examples, `>= 0`; `UNKNOWN` for a stream that has not been counted.
       input_spec: Shape and dtype of one input as `Source.fetch` returns it, or a structure (tuples and dicts) of them.
         Images are float32 [height, width, channels] in [0, 1]; text is int32 [sequence_length].
       label_spec: Shape and dtype of one label, or a structure of them; `()` without labels. Classes are int32 [] or,
         for text, int32 [sequence_length].
-      num_classes: Labels lie in `[0, num_classes)`. For text, the size of the vocabulary. 0: not known, as for several
+      num_classes: Labels lie in `[0, num_classes)`. For text, the size of the vocabulary. 0 if unknown, as for several
         labels; integer labels are then not checked.
       weight_spec: Shape and dtype of one example's sample weights, or a structure of them; `()` without weights.
       ignore_class: A label outside `[0, num_classes)` that is allowed, because the loss ignores it.
       block_size: Examples that are stored together and shuffled together; 1 shuffles single examples. A last, smaller
         block is not shuffled.
-      label_range: Smallest and largest label, where they are known at no cost: lone labels in memory.
+      label_range: Smallest and largest label, if they are known at no cost: for a single label array in memory.
       class_names: Names of the classes in label order; empty if unknown.
       files: The files that hold the examples, in the order of the examples; empty if the
         examples are not in files.

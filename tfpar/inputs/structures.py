@@ -1,8 +1,8 @@
 """Nested structures of inputs and labels: tensors in tuples and dicts, as Keras models take and return them.
 
-A structure is a tensor (or an array, or a `tf.TensorSpec`), or a tuple or dict of structures; `()` is the structure of
-nothing. There are no lists: tf.data would join the tensors of a list into one, so `without_lists` makes tuples of
-them, as Keras does. The order of the leaves is that of `tf.nest`: dicts by sorted key.
+A structure is a tensor (or an array, or a `tf.TensorSpec`), or a tuple or dict of structures; `()` is the empty
+structure. Structures contain no lists: tf.data would join the tensors of a list into one, so `without_lists` turns
+lists into tuples, as Keras does. The order of the leaves is that of `tf.nest`: dicts by sorted key.
 """
 
 from __future__ import annotations

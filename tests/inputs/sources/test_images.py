@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.inputs.helpers import fetch_all
 from tfpar.config import ConfigError, InputConfig
 from tfpar.inputs import Pipeline, build_source, locate_bad_example
+from tfpar.inputs.sources import images
 
 import numpy as np
 import pytest
@@ -167,6 +168,17 @@ def test_resize_and_crop(cache, options, expected, tmp_path):
     wanted = tf.round(tf.image.resize(expected(pixels), [height, width], antialias=True)) / 255
     x, _ = source.fetch(tf.range(1, dtype=tf.int64))
     np.testing.assert_allclose(x[0], wanted, atol=1e-6)
+
+
+@pytest.mark.parametrize("crop", ["central", "pad", "none"])
+def test_images_of_the_size_itself_stay_as_they_are(crop, tmp_path):
+    """They are not resized, and a resize would have left them as they are."""
+    pixels = np.random.default_rng(0).integers(0, 256, (12, 10, 3), np.uint8)
+    (tmp_path / "one").mkdir()
+    Image.fromarray(pixels).save(tmp_path / "one" / "0.png")
+    x, _ = build(tmp_path, resize="12x10", crop=crop, validation_fraction=0.0).fetch(tf.range(1, dtype=tf.int64))
+    np.testing.assert_array_equal(np.rint(np.asarray(x[0]) * 255), pixels)
+    np.testing.assert_array_equal(images._resized(tf.constant(pixels), 12, 10, crop), pixels)
 
 
 def test_pad_keeps_the_whole_image_on_black(tmp_path):

@@ -394,7 +394,7 @@ def test_as_source_passes_options_on():
         (("digits",), r"str is not a source of examples. For a data set by name, give tfpar.inputs.load\('digits'\)"),
         (
             (None,),
-            "NoneType is not a source of examples. Accepted are: a tfpar.inputs.Source; a tf.data.Dataset; arrays",
+            "NoneType is not a source of examples. Accepted are: a tfpar.inputs.Source; a tf.data.Dataset or a",
         ),
         ((iter([1]),), "list_iterator is not a source"),
         ((3.0, Y), "float is not a source"),

@@ -1,1 +1,1 @@
-"""Where examples come from."""
+"""The sources of examples: arrays, files, tables, texts, generated data, and objects with random access."""

@@ -1,7 +1,8 @@
-"""`as_source`: what a Keras user passes to `fit`, as a source."""
+"""`as_source`: turns the examples that a Keras user passes to `fit` into a source."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Set
 from typing import Any
 
@@ -19,22 +20,22 @@ import tensorflow as tf
 
 _SCALARS = (int, float, str, bytes, np.generic)
 _ACCEPTED = (
-    "Accepted are: a tfpar.inputs.Source; a tf.data.Dataset; arrays, tensors and data frames, or dicts and lists of "
-    "them for several inputs, with labels in y; (x, y) and (x, y, sample_weight) tuples of arrays; a "
-    "keras.utils.PyDataset; a list of (x, y) tuples or of dicts, and any other object with __len__ and __getitem__; a "
-    "data loader, and any other object that can be iterated again and again"
+    "Accepted are: a tfpar.inputs.Source; a tf.data.Dataset or a function of a tf.distribute.InputContext; arrays, "
+    "tensors and data frames, or dicts and lists of them for several inputs, with labels in y; (x, y) and (x, y, "
+    "sample_weight) tuples of arrays; a keras.utils.PyDataset; a list of (x, y) tuples or of dicts, and any other "
+    "object with __len__ and __getitem__; a data loader, and any other object that can be iterated again and again"
 )
 
 
 def as_source(
     data: Any, y: Structure | None = None, sample_weight: Structure | None = None, **options: Any
 ) -> Source | StreamSource:
-    """Returns the source of what a Keras user passes to `fit`.
+    """Returns a source for the examples that a Keras user passes to `fit`.
 
     | `data` | becomes |
     |---|---|
     | a `Source`, a `StreamSource` | itself |
-    | a `tf.data.Dataset` | `from_dataset(data)` |
+    | a `tf.data.Dataset`, a function of a `tf.distribute.InputContext` that returns one | `from_dataset(data)` |
     | an array, a tensor, a data frame, a dict or list of them (with labels in `y`) | `from_arrays(data, y)` |
     | a tuple `(x,)`, `(x, y)` or `(x, y, sample_weight)` of arrays, without `y` | `from_arrays(*data)` |
     | a `keras.utils.PyDataset`, a list of tuples or dicts, another object with `__len__` and `__getitem__` |
@@ -45,14 +46,14 @@ def as_source(
       data: The examples.
       y: Labels, if `data` are arrays.
       sample_weight: Sample weights, if `data` are arrays with labels in `y`.
-      **options: Further arguments of the function that it becomes, e.g. `split` or `name`; not used for a
-        `Source`.
+      **options: Further arguments of the function in the table, e.g. `split` or `name`; not used for a `Source`.
 
     Raises:
-      ConfigError: None of these, labels beside data that hold their own, or examples that the function refuses.
+      ConfigError: The data are none of these, labels are given for data that have their own, or the function refuses
+        the examples.
     """
     alone = y is None and sample_weight is None
-    if isinstance(data, tf.data.Dataset | StreamSource):
+    if isinstance(data, tf.data.Dataset | StreamSource) or _is_input_function(data):
         if not alone:
             raise ConfigError(
                 f"{type(data).__name__} with y= or sample_weight=: a dataset holds its labels and weights itself. "
@@ -80,6 +81,18 @@ def as_source(
     return from_iterable(data, **options)
 
 
+def _is_input_function(data: Any) -> bool:
+    """Whether data is a function of one argument, which must be a `tf.distribute.InputContext`."""
+    if not (inspect.isfunction(data) or inspect.ismethod(data)):
+        return False
+    arguments = inspect.signature(data)
+    try:
+        arguments.bind(None)
+    except TypeError:
+        return False
+    return not inspect.isgeneratorfunction(data)
+
+
 def _can_be_read(data: Any) -> tuple[bool, bool]:
     """Whether data can be read by index, and whether they can be iterated again and again."""
     if isinstance(data, (str, bytes, tuple, Mapping, Set)):
@@ -94,8 +107,8 @@ def _no_source(data: Any) -> ConfigError:
     hint = f" For a data set by name, give tfpar.inputs.load({data!r})." if isinstance(data, str) else ""
     if callable(data) or hasattr(data, "__next__"):
         hint = (
-            " A function of a tf.distribute.InputContext goes into tfpar.inputs.from_dataset(function). A generator "
-            "can be read only once: give an object whose __iter__ starts again from the beginning, or "
+            " A function must take one argument, a tf.distribute.InputContext, and return a tf.data.Dataset. A "
+            "generator can be read only once: give an object whose __iter__ starts again from the beginning, or "
             "tf.data.Dataset.from_generator."
         )
     return ConfigError(f"{type(data).__name__} is not a source of examples.{hint} {_ACCEPTED}.")

@@ -46,8 +46,8 @@ def from_arrays(
       ignore_class: A label outside `[0, num_classes)` that the loss ignores, such as -1.
       scale: Factor for the floating-point inputs, e.g. 1/255 for images; or a structure like `x` with one for each.
       split: `"train"` or `"validation"`, for reports.
-      name: For reports and errors.
-      on_bad_record: What to do with labels out of range and values that are NaN or infinite: `"fail"`, or `"skip"` to
+      name: Name for reports and errors.
+      on_bad_record: Treatment of labels out of range and of values that are NaN or infinite: `"fail"`, or `"skip"` to
         train without such examples and count them.
 
     Returns:
@@ -81,7 +81,7 @@ def from_arrays(
 
 
 def _source_of(info: SourceInfo, x: Structure, y: Structure, scale: Structure, *, skip: bool) -> Source:
-    """Returns the source of arrays as stored, once they are checked."""
+    """Checks arrays as stored, and returns their source."""
 
     def read(indices: tf.Tensor) -> Batch:
         return gather_packed(info, arrays.tensors(), indices)
@@ -169,7 +169,7 @@ def _checked_scale(name: str, x: Structure, scale: Structure) -> Structure:
 
 
 def _as_stored(name: str, what: str, values: np.ndarray) -> np.ndarray:
-    """Copies an array in the dtype it is kept in; refuses what is neither numbers nor text."""
+    """Copies an array to the dtype in which it is stored; refuses values that are neither numbers nor text."""
     try:
         return dtypes.as_stored(values, dtypes.stored_dtype(values, what, rank=values.ndim - 1))
     except ValueError as error:
@@ -177,7 +177,7 @@ def _as_stored(name: str, what: str, values: np.ndarray) -> np.ndarray:
 
 
 def _subject(what: str, values: np.ndarray) -> str:
-    """The subject of an error about an array."""
+    """Returns the subject of an error message about an array."""
     return f"the {what}" if values.dtype.kind not in "iu" else f"integer {what}"
 
 
@@ -186,7 +186,7 @@ def _spec(values: np.ndarray) -> tf.TensorSpec:
 
 
 def _count_classes(y: Structure, ignore_class: int | None) -> int:
-    """The largest label plus one, at least one; for targets, their last dim; 0 for several labels or none."""
+    """Returns the largest label plus one, at least one; for targets, their last dim; 0 for several labels or none."""
     if not structures.is_single(y):
         return 0
     if np.issubdtype(y.dtype, np.integer):
@@ -195,7 +195,7 @@ def _count_classes(y: Structure, ignore_class: int | None) -> int:
 
 
 def _range(y: Structure, ignore_class: int | None) -> tuple[float, float] | None:
-    """The smallest and the largest label; None for several labels or none."""
+    """Returns the smallest and the largest label; None for several labels or none."""
     if not structures.is_single(y):
         return None
     values = y if ignore_class is None else y[y != ignore_class]
@@ -203,7 +203,7 @@ def _range(y: Structure, ignore_class: int | None) -> tuple[float, float] | None
 
 
 def _bytes(values: np.ndarray) -> int:
-    """Size of an array, in bytes; of text, the length of the strings and their pointers."""
+    """Returns the size of an array in bytes; for text, that of the strings and their pointers."""
     return values.nbytes + (sum(len(text) for text in values.flat) if values.dtype == object else 0)
 
 

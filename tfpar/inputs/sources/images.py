@@ -46,7 +46,7 @@ def build(argument: str, config: InputConfig, split: str, seed: int) -> Source:
     `DIR/CLASS/.../IMAGE`, or `DIR/train/CLASS/...` with `DIR/validation/CLASS/...` (also `valid`,
     `val`, `test`). In the first layout, `--validation_fraction` of each class is held out: the
     files whose relative paths hash lowest. Labels follow the alphabetical order of the class names.
-    Only the first frame of an animated GIF or WebP is read. Images of other kinds are left out, with a warning.
+    Only the first frame of an animated GIF or WebP is read. Images in other formats are skipped, with a warning.
 
     Args:
       argument: The directory.
@@ -71,10 +71,10 @@ def build(argument: str, config: InputConfig, split: str, seed: int) -> Source:
 def from_files(
     name: str, config: InputConfig, split: str, classes: Sequence[str], paths: Sequence[str], labels: Sequence[int]
 ) -> Source:
-    """The source of image files, in this order.
+    """Returns a source of image files, in this order.
 
     Args:
-      name: Says what they are.
+      name: The data set, for reports and errors.
       config: As for `build`.
       split: `"train"` or `"validation"`.
       classes: Names of all classes, in label order.
@@ -86,9 +86,10 @@ def from_files(
 
     def read(indices: tf.Tensor) -> source.Batch:
         files, classes_of = listing.tensors()
+        contents = tf.map_fn(tf.io.read_file, tf.gather(files, indices), parallel_iterations=16)
         pixels = tf.map_fn(
-            lambda path: fit(decode(tf.io.read_file(path)), height, width, config.crop),
-            tf.gather(files, indices),
+            lambda file: fit(_decode(*file), height, width, config.crop),
+            (contents, _kinds(contents)),
             fn_output_signature=tf.TensorSpec([height, width, 3], tf.uint8),
             parallel_iterations=16,
         )
@@ -110,38 +111,60 @@ def from_files(
     return memory.apply_cache(stored, config.cache, height * width * 3 + tf.int32.size)
 
 
-def decode(content: tf.Tensor) -> tf.Tensor:
-    """Decodes an image file (JPEG, PNG, BMP, GIF, WebP) to uint8 [height, width, 3]; transparency is left out."""
-    header = tf.strings.join([tf.strings.substr(content, 0, 21), bytes(21)])  # so that short files have one too
-    is_webp = (tf.strings.substr(header, 0, 4) == b"RIFF") & (tf.strings.substr(header, 8, 4) == b"WEBP")
-    image = tf.cond(
-        is_webp,
-        lambda: _decode_webp(content, header),
-        lambda: tf.io.decode_image(content, channels=3, expand_animations=False),
+def _kinds(contents: tf.Tensor) -> tf.Tensor:
+    """Returns the kinds of image files [n] as indices of the branches of `_decode`, int32 [n].
+
+    Handles all files at once, because an operation on a short string costs as much as decoding a small image.
+    """
+    headers = tf.strings.join([tf.strings.substr(contents, 0, 21), bytes(21)])  # pads short files
+    headers = tf.io.decode_raw(tf.strings.substr(headers, 0, 21), tf.uint8)
+
+    def has(position: int, expected: bytes) -> tf.Tensor:
+        return tf.reduce_all(headers[:, position : position + len(expected)] == list(expected), axis=1)
+
+    def flag(bit: int) -> tf.Tensor:
+        return tf.bitwise.bitwise_and(headers[:, 20], tf.constant(bit, tf.uint8)) > 0
+
+    is_webp = has(0, b"RIFF") & has(8, b"WEBP")
+    animated = is_webp & has(12, b"VP8X") & flag(2)
+    return tf.where(animated, tf.where(flag(16), 2, 3), tf.where(is_webp, 1, 0))
+
+
+def _decode(content: tf.Tensor, kind: tf.Tensor) -> tf.Tensor:
+    """Decodes an image file (JPEG, PNG, BMP, GIF, WebP), or the first frame of an animation.
+
+    Transparency is left out. TensorFlow 2.21's `decode_webp` must be asked for the channels that a file has: 4 for an
+    animation, of which it decodes only those with transparency (it writes out of bounds if asked for 0), and 0 ("as in
+    the file") otherwise.
+
+    Args:
+      content: string []. The file.
+      kind: int32 []. From `_kinds`.
+
+    Returns:
+      uint8 [height, width, 3].
+    """
+
+    def webp(channels: int) -> tf.Tensor:
+        frames = tf.io.decode_webp(content, channels=channels)
+        return tf.reshape(frames, tf.concat([[-1], tf.shape(frames)[-3:]], 0))[0, :, :, :3]
+
+    def opaque_animation() -> tf.Tensor:
+        message = "it is an animated WebP without transparency, which TensorFlow cannot decode"
+        failed = tf.debugging.Assert(False, [message])
+        with tf.control_dependencies([failed] if failed is not None else []):
+            return tf.zeros([1, 1, 3], tf.uint8)
+
+    image = tf.switch_case(
+        kind,
+        [
+            lambda: tf.io.decode_image(content, channels=3, expand_animations=False),
+            lambda: webp(channels=0),
+            lambda: webp(channels=4),
+            opaque_animation,
+        ],
     )
     return tf.ensure_shape(image, [None, None, 3])
-
-
-def _decode_webp(content: tf.Tensor, header: tf.Tensor) -> tf.Tensor:
-    """Decodes the first frame of a WebP file to uint8 [height, width, 3].
-
-    TensorFlow 2.21's `decode_webp` must be asked for the channels that a file has: 4 for an animation, of which it
-    decodes only those with transparency (it writes out of bounds if asked for 0), and 0 ("as in the file") otherwise.
-    """
-    flags = tf.io.decode_raw(tf.strings.substr(header, 20, 1), tf.uint8)[0]
-    extended = tf.strings.substr(header, 12, 4) == b"VP8X"
-    animated = extended & (tf.bitwise.bitwise_and(flags, tf.constant(2, tf.uint8)) > 0)
-    opaque = animated & (tf.bitwise.bitwise_and(flags, tf.constant(16, tf.uint8)) == 0)
-    supported = tf.debugging.Assert(
-        ~opaque, ["it is an animated WebP without transparency, which TensorFlow cannot decode"]
-    )
-    with tf.control_dependencies([supported] if supported is not None else []):
-        content = tf.identity(content)
-    frames = tf.cond(
-        animated, lambda: tf.io.decode_webp(content, channels=4), lambda: tf.io.decode_webp(content, channels=0)
-    )
-    frames = tf.reshape(frames, tf.concat([[-1], tf.shape(frames)[-3:]], 0))
-    return frames[0, :, :, :3]
 
 
 def fit(image: tf.Tensor, height: int, width: int, crop: str = "central") -> tf.Tensor:
@@ -156,15 +179,19 @@ def fit(image: tf.Tensor, height: int, width: int, crop: str = "central") -> tf.
       crop: `"central"` cuts out the largest central part of the same proportions first, `"none"` stretches the image,
         `"pad"` keeps the whole image in its proportions, on black.
     """
-    channels = image.shape[-1]
+    # Resizing to the same size changes nothing, and takes most of the time of a small image.
+    fits = tf.reduce_all(tf.equal(tf.shape(image)[:2], [height, width]))
+    fitted = tf.cond(fits, lambda: image, lambda: _resized(image, height, width, crop))
+    return tf.ensure_shape(fitted, [height, width, image.shape[-1]])
+
+
+def _resized(image: tf.Tensor, height: int, width: int, crop: str) -> tf.Tensor:
     if crop == "pad":
         resized = tf.image.resize_with_pad(image, height, width, method="bilinear", antialias=True)
     else:
         part = _central_part(image, height, width) if crop == "central" else image
         resized = tf.image.resize(part, [height, width], method="bilinear", antialias=True)
-    return tf.ensure_shape(
-        tf.cast(tf.clip_by_value(tf.round(resized), 0.0, 255.0), tf.uint8), [height, width, channels]
-    )
+    return tf.cast(tf.clip_by_value(tf.round(resized), 0.0, 255.0), tf.uint8)
 
 
 def _central_part(image: tf.Tensor, height: int, width: int) -> tf.Tensor:
@@ -177,7 +204,7 @@ def _central_part(image: tf.Tensor, height: int, width: int) -> tf.Tensor:
 
 
 def _warn_of_other_images(name: str, root: str) -> None:
-    """Names the kinds of images below a directory that are not read."""
+    """Warns of image files below a directory whose formats are not read."""
     kinds: collections.Counter[str] = collections.Counter()
     for folder, folders, files in os.walk(root):
         folders[:] = [folder for folder in folders if not folder.startswith(".")]
@@ -219,7 +246,7 @@ def _list_split(name: str, root: str, fraction: float, training: bool) -> tuple[
         for label in classes:
             files = _images(os.path.join(base, label))
             count = round(len(files) * fraction)
-            if fraction > 0:  # every class is evaluated, and trained on
+            if fraction > 0:  # every class has examples for training and for evaluation
                 count = min(max(count, 1), max(len(files) - 1, 0))
             held_out = source.held_out_mask([f"{label}/{file}" for file in files], count)
             chosen[label] = [file for file, held in zip(files, held_out, strict=True) if held != training]

@@ -1,7 +1,7 @@
 """`csv:PATTERN` and `parquet:PATTERN`: tables whose rows are examples, kept in memory by column.
 
-pyarrow reads the files (`pip install 'tfpar[tables]'`). The part of `--dataset` after a question mark says what the
-columns are: `csv:/data/*.csv?label=price&columns=rooms,city&fill=rooms:0`.
+pyarrow reads the files (`pip install 'tfpar[tables]'`). The part of `--dataset` after a question mark gives the roles
+of the columns: `csv:/data/*.csv?label=price&columns=rooms,city&fill=rooms:0`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def from_table(
       on_bad_record: What to do with values that are NaN or infinite: `"fail"` or `"skip"`.
 
     Raises:
-      ConfigError: A file is missing or no table, a column is missing or has a type that is not supported, an entry is
+      ConfigError: A file is missing or is not a table, a column is missing or has an unsupported type, an entry is
         missing, a category is unknown, or pyarrow is not installed.
     """
     used = Columns(
@@ -107,7 +107,7 @@ def build(kind: str, argument: str, config: InputConfig, split: str) -> Source:
       split: `"train"` or `"validation"`.
 
     Raises:
-      ConfigError: An option is not known, or as for `from_table`.
+      ConfigError: An option is unknown; also for the reasons of `from_table`.
     """
     name = f"{kind}:{argument}"
     pattern, options = _parse(name, argument)

@@ -51,8 +51,8 @@ class Features:
       records: Number of records by file name.
       label_dtype: Dtype of `y` as `Source.fetch` returns it.
       inputs: For several inputs: their structure, see `tfpar.inputs.sources.columns.records`. The fields about `x` and
-        `y` then do not count.
-      labels: The structure of the labels, with the inputs'.
+        `y` are then ignored.
+      labels: The structure of the labels; present together with `inputs`.
       format: Version of this format.
     """
 
@@ -158,7 +158,7 @@ def build(argument: str, config: InputConfig, split: str, seed: int) -> Source:
 
 
 def features_of(argument: str) -> Features:
-    """The contents of the `features.json` beside the shards of `--dataset=tfrecord:GLOB`.
+    """Returns the contents of the `features.json` in the directory of the shards of `--dataset=tfrecord:GLOB`.
 
     Raises:
       ConfigError: Nothing matches, or `features.json` is missing or has another format.
@@ -168,17 +168,17 @@ def features_of(argument: str) -> Features:
 
 
 def from_files(name: str, config: InputConfig, split: str, paths: Sequence[str], features: Features) -> Source:
-    """The source of shards, in this order, wherever they lie.
+    """Returns a source of shards, in this order; they may be in different directories.
 
     Args:
-      name: Says what they are.
+      name: The data set, for reports and errors.
       config: As for `build`.
       split: `"train"` or `"validation"`.
       paths: The shards.
-      features: Describes their records; how many there are in a shard does not count.
+      features: Describes the records of the shards; their numbers per shard are ignored.
 
     Raises:
-      ConfigError: A shard is damaged or compressed, or has other records than described.
+      ConfigError: A shard is damaged or compressed, or its records do not match the description.
     """
     reader = records.TFRecordReader([records.FileSlice(path) for path in paths])
     return _source_of(name, config, split, reader, features)
@@ -273,7 +273,7 @@ def _reader(paths: list[str], features: Features) -> records.TFRecordReader:
 
 
 def _check_sample(name: str, reader: records.TFRecordReader, columns: list[Column]) -> None:
-    """Refuses records of another dtype or shape than declared, if all sampled ones are; a single one is just bad."""
+    """Refuses shards if no sampled record has the declared dtype and shape; a single such record is just bad."""
     numeric = [column for column in columns if column.dtype != tf.string]
     sizes = []
     for index in np.unique(np.linspace(0, max(len(reader) - 1, 0), num=8, dtype=np.int64))[: len(reader)]:

@@ -1,8 +1,8 @@
 """Documents as tokens of any tokenizer, in windows for a language model, with a weight for every position.
 
 A window holds `sequence_length + 1` tokens: a model reads all but the last and predicts all but the first. A position
-has weight 0 if what it predicts is padding or belongs to another document; windows of one document overlap by a token,
-so that every token but the first of a document is predicted exactly once.
+has weight 0 if the token that it predicts is padding or belongs to another document. Windows of one document overlap by
+one token, so that every token of a document except the first is predicted exactly once.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def from_text(
       packing: `"none"`: a window holds one document, or a part of one, and padding. `"fit"`: it holds as many whole
         documents as fit. `"join"`: documents follow each other without a gap and are cut where a window ends.
       end_token: Put after each document, or None.
-      pad_token: Fills what is left of a window.
-      vocabulary_size: By default what the tokenizer says, else the largest token plus one.
+      pad_token: Fills the rest of a window.
+      vocabulary_size: By default the tokenizer's own, or the largest token plus one if it has none.
       segment_ids: Whether the inputs are `{"token_ids", "segment_ids"}` instead of the tokens alone: segments number
         the documents of a window from 1, and 0 is padding, for models that keep attention within a document.
       split: `"train"` or `"validation"`, for reports.
@@ -62,7 +62,7 @@ def from_text(
       A source of windows: int32 tokens `[L]`, and labels `[L]` with sample weights `[L]` (`Weighted`).
 
     Raises:
-      ConfigError: No file matches, the tokenizer cannot be used or gives other than token ids, a token is outside the
+      ConfigError: No file matches, the tokenizer cannot be used or does not return token ids, a token is outside the
         vocabulary, or an argument is out of range.
     """
     if packing not in PACKINGS:
@@ -105,7 +105,7 @@ def _source(
 
     def read(indices: tf.Tensor) -> Batch:
         window, segment = (tf.gather(values, indices) for values in kept.tensors())
-        # Where the next token belongs to the same document; padding (0) follows padding too.
+        # 1 if the next token belongs to the same document; padding (0) after padding has weight 0.
         same = (segment[:, 1:] == segment[:, :-1]) & (segment[:, 1:] > 0)
         x = window[:, :-1]
         y = Weighted(window[:, 1:], tf.cast(same, tf.float32))

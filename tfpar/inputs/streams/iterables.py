@@ -27,24 +27,25 @@ def from_iterable(
 ) -> StreamSource:
     """Returns a source over an iterable: a `DataLoader` of PyTorch or Grain, an `IterDataset`, or your own object.
 
-    Each pass is one `iter(data)`, read in a thread of its own, and batched again to `global_batch_size`. A run that
-    resumes starts the stream again, because the position of a Python iterator cannot be saved: for data that can be
-      read by index, prefer `from_random_access`.
+    Each pass is one `iter(data)`, read in a separate thread, and batched again to `global_batch_size`. A resumed run
+    starts the stream again, because the position of a Python iterator cannot be saved: for data that can be read by
+    index, prefer `from_random_access`.
 
     Args:
-      data: Its elements are `x`, `(x, y)` or `(x, y, sample_weight)`, as tuples or lists, each an array, a tensor or a
-        structure of these. All have the shapes and kinds of the first one.
-      sharding: As for `from_dataset`: with `"example"` the iterable must be the same on every worker (one that shuffles
-        needs the same seed); with `"worker"` it is this worker's own share.
+      data: An iterable of `x`, `(x, y)` or `(x, y, sample_weight)`, as tuples or lists; each part is an array, a tensor
+        or a structure of these. All elements have the shapes and kinds of the first one.
+      sharding: As for `from_dataset`: with `"example"` the iterable must be the same on every worker (if it shuffles,
+        it needs the same seed); with `"worker"` it is this worker's own share.
       batched: Whether elements are batches, of any size. By default they are if all their arrays have a first dim of
         the same length.
-      examples: Examples in one pass, of all workers; otherwise one pass counts them where their number is needed.
+      examples: Number of examples in one pass, of all workers; if None, an extra pass counts them when the number is
+        needed.
       split: `"train"` or `"validation"`, for reports.
-      name: For reports and errors; by default the type of the object.
+      name: Name for reports and errors; by default the type of the object.
 
     Raises:
-      ConfigError: Something that can be iterated only once, or an element that is not made of numbers and text (when
-        the source is used).
+      ConfigError: The data can be iterated only once; or, when the source is used, an element does not consist of
+        numbers and text.
     """
     name = name or type(data).__name__
     if not hasattr(data, "__iter__") or hasattr(data, "__next__"):
@@ -75,7 +76,7 @@ def from_iterable(
 
 
 def _first(name: str, data: Iterable[Any]) -> tuple[str, Structure]:
-    """A digest of the first element, and its specs."""
+    """Returns a digest of the first element, and its specs."""
     element = next(_elements(data), None)
     if element is None:
         raise ConfigError(f"{name}: the iterable has no elements. Give it at least one example.")
@@ -91,14 +92,14 @@ def _first(name: str, data: Iterable[Any]) -> tuple[str, Structure]:
 
 
 def _elements(data: Iterable[Any]) -> Iterator[tuple[Structure, ...]]:
-    """The elements of one pass, as tuples of structures of arrays."""
+    """Yields the elements of one pass, as tuples of structures of arrays."""
     for element in data:
         parts = tuple(element) if isinstance(element, (tuple, list)) else (element,)
         yield tuple(_arrays(part) for part in parts)
 
 
 def _arrays(part: Any) -> Structure:
-    """A structure of arrays; a list is one, as a loader collates the fields of an item into a list."""
+    """Returns a structure of arrays; lists become tuples, because loaders collate the fields of an item to a list."""
     if isinstance(part, Mapping):
         return {name: _arrays(value) for name, value in part.items()}
     if isinstance(part, (tuple, list)):

@@ -1,6 +1,6 @@
-"""The batches of a stream, split over replicas as those of an indexed source are.
+"""The batches of a stream, split over replicas like those of an indexed source.
 
-Shapes: A micro-batches per step, R replicas, L of them of this worker, m slots of a micro-batch on a replica.
+Shapes: A micro-batches per step, R replicas, L replicas of this worker, m slots of a micro-batch on a replica.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _log = logging.getLogger(__name__)
 
 
 class StreamPipeline:
-    """What `Pipeline` is for an indexed source: the same elements, in the order of the stream.
+    """The counterpart of `Pipeline` for a stream: elements of the same form, in the order of the stream.
 
     Args:
       source: The stream.
-      config: The input options; of these `global_batch_size`, `remainder`, `uneven_batches` and `prefetch` count.
+      config: The input options; only `global_batch_size`, `remainder`, `uneven_batches` and `prefetch` are used.
       accumulate_steps: Micro-batches per step.
       replicas: R, over all workers.
       workers: Number of workers that read.
@@ -37,7 +37,7 @@ class StreamPipeline:
 
     Attributes:
       source: The stream.
-      steps_per_epoch: Steps in one pass; `ENDLESS` where that is not known.
+      steps_per_epoch: Steps in one pass; `ENDLESS` if unknown.
       micro_batch: m.
       examples_per_epoch: Examples that an epoch trains on.
       skips: False: an example of a stream is never skipped.
@@ -128,15 +128,15 @@ class StreamPipeline:
         )
 
     def indices(self, first: int, count: int, worker: int | None = None) -> np.ndarray:
-        """The places of examples in one pass of the stream.
+        """Returns the positions of examples in one pass of the stream.
 
         Args:
           first: Number of the first step.
           count: K, the number of steps.
-          worker: Only the examples of this worker's replicas; None for all.
+          worker: Return only the examples of this worker's replicas; None returns all.
 
         Returns:
-          int64 [K, A, R, m], -1 for padding; [K, 0] in training, where places say nothing.
+          int64 [K, A, R, m], -1 for padding; [K, 0] in training, where positions do not identify examples.
         """
         if self._training:
             return np.zeros((count, 0), np.int64)
@@ -148,7 +148,7 @@ class StreamPipeline:
         return all_workers[:, :, worker * self._local_replicas : (worker + 1) * self._local_replicas]
 
     def examples_in(self, steps: np.ndarray) -> np.ndarray:
-        """How many examples each replica has in some steps of one pass: int64 [K, R] for int64 [K]."""
+        """Returns the number of examples of each replica in some steps of one pass: int64 [K, R] for int64 [K]."""
         return self._order.examples_in(np.asarray(steps, np.int64))
 
     def dataset(
@@ -159,11 +159,11 @@ class StreamPipeline:
         Args:
           worker: Rank of the worker.
           local_replicas: Number of its replicas: None, or `replicas / workers`.
-          start_step: Not used: a stream begins where it begins; see `restore`.
-          stacked: Whether a step is one element, `[L, A, m, ...]` where there are several local replicas.
+          start_step: Not used: a stream has no random access; see `restore`.
+          stacked: Whether a step is one element, `[L, A, m, ...]` if there are several local replicas.
 
         Returns:
-          As `Pipeline.dataset`.
+          See `Pipeline.dataset`.
         """
         del local_replicas, start_step
         config, local = self._config, self._local_replicas
@@ -189,7 +189,7 @@ class StreamPipeline:
         return elements.prefetch(config.prefetch * each) if config.prefetch else elements
 
     def _checked(self, number: tf.Tensor, batch: tuple[Structure, Structure]) -> tuple[Structure, Structure]:
-        """A batch of an evaluation, which must be as large as the number of examples says."""
+        """Returns a batch of an evaluation; checks that its size agrees with the number of examples."""
         examples, size = self.source.info.num_examples, self._config.global_batch_size
         count = tf.shape(structures.first_leaf(batch), tf.int64)[0]
         right = tf.equal(count, tf.clip_by_value(examples - number * size, 0, size))
@@ -198,7 +198,7 @@ class StreamPipeline:
             return tf.nest.map_structure(tf.identity, batch)
 
     def _split(self, replicas: range) -> Any:
-        """`(x, targets) -> (x, y, weight)`: rows of a batch that these replicas take, [L, A, m, ...] or [A, m, ...]."""
+        """Returns `(x, targets) -> (x, y, weight)`, which takes these replicas' rows: [L, A, m, ...] or [A, m, ...]."""
         order = self._order
         rows = [order.accumulate_steps, self.micro_batch]
         shape = [len(replicas), *rows] if len(replicas) > 1 else rows
@@ -216,7 +216,7 @@ class StreamPipeline:
             place = tf.reshape(place, [-1])
 
             def rows_of(values: tf.Tensor) -> tf.Tensor:
-                if takes_all:  # all rows in order, but for a batch that is not full
+                if takes_all:  # all rows in order, unless the batch is not full
                     full = tf.equal(count, self.micro_batch)
                     values = tf.cond(full, lambda: values, lambda: tf.gather(values, place))
                 else:
@@ -229,10 +229,10 @@ class StreamPipeline:
         return take
 
     def follow(self, iterator: Any) -> None:
-        """Keeps the iterator that training reads, restored to where the run stopped if `restore` was called.
+        """Keeps the iterator that training reads; if `restore` was called, sets it to the saved position.
 
         Args:
-          iterator: An iterator of tf.data over `dataset`; anything else has no position to save.
+          iterator: A tf.data iterator over `dataset`; the position of any other object is not saved.
         """
         self._iterator = iterator if isinstance(iterator, tf.data.Iterator) else None
         saved, self._saved = self._saved, None
@@ -247,8 +247,10 @@ class StreamPipeline:
             ) from error
 
     def export(self) -> dict[str, np.ndarray]:
-        """The position in the stream, for a checkpoint, as `Position.save` gives it; no bytes where it has none."""
-        none = {position.STATE: np.zeros(0, np.uint8)}  # as every worker or none writes something
+        """Returns the position in the stream for a checkpoint, see `Position.save`; no bytes if it cannot be saved."""
+        none = {
+            position.STATE: np.zeros(0, np.uint8)
+        }  # not empty, because either all workers or none must write arrays
         if self._iterator is None or self._position is None:
             return none
         try:
@@ -268,7 +270,7 @@ class StreamPipeline:
 
         Args:
           saved: The result of `export`.
-          same_workers: Whether the saved run had as many workers and replicas.
+          same_workers: Whether the saved run had the same numbers of workers and replicas.
 
         Returns:
           A message for the user: where the stream continues.

@@ -1,10 +1,10 @@
 """The position of an iterator over a stream: saves and restores it, including the parts that tf.data omits.
 
 tf.data saves an iterator with the iterators below it. `shuffle` takes a new seed in each pass from a generator, and the
-count of seeds taken is saved with the iterator of that `shuffle`. This iterator does not exist any more once its
-elements have been read: a `batch` lets go of it with the last batch of a pass, an `interleave` lets go of shuffled file
-names as soon as it has opened the last file. A restored stream would then shuffle its later passes with the seeds of
-other passes (TensorFlow 2.21). So the number of passes is saved too, and each generator is set to it.
+number of seeds taken is saved with the iterator of that `shuffle`. This iterator no longer exists once its elements
+have been read: a `batch` releases it with the last batch of a pass, and an `interleave` releases shuffled file names as
+soon as it has opened the last file. A restored stream would then shuffle its later passes with the seeds of other
+passes (TensorFlow 2.21). The number of passes is therefore saved too, and each generator is set to it.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ class Position:
     """The position in a data set that is read again and again.
 
     Args:
-      dataset: One pass. The position of its iterators can be saved if no operation of it has state of another kind: a
-        Python function, random numbers without a seed.
-      restores: Whether `restore` will be called. It needs to see each `shuffle` before its first seed is taken.
+      dataset: One pass. The position of its iterators can be saved if none of its operations has another kind of state,
+        such as a Python function or random numbers without a seed.
+      restores: Whether `restore` will be called. It must read the state of each `shuffle` before its first seed is
+      taken.
     """
 
     def __init__(self, dataset: tf.data.Dataset, *, restores: bool = False):
@@ -41,14 +42,14 @@ class Position:
         self._first_seeds = [_state(iter(_plain(shuffle))) for shuffle in self._shuffles] if restores else []
         self._state_error: tf.errors.OpError | Literal[False] | None = None
         with tf.init_scope(), tf.device("CPU:0"):
-            # Not a tf.Variable, of which a strategy's scope would make one per replica.
+            # Not a tf.Variable: in a strategy's scope, that would become one variable per replica.
             self._passes = tf.raw_ops.VarHandleOp(
                 dtype=tf.int64, shape=[], shared_name="cd2c89b7-88b7-44c8-ad83-06c2a9158347"
             )  # this name is TensorFlow's for a resource that ends with its handle
             self._set_passes(0)
 
     def repeated(self) -> tf.data.Dataset:
-        """The data set, pass after pass, which counts the passes that have begun."""
+        """Returns the data set, repeated without end; it counts the passes that have begun."""
 
         def counted(number: tf.Tensor, element: Any) -> Any:
             begins = tf.cast(tf.equal(number, 0), tf.int64)
@@ -58,11 +59,11 @@ class Position:
         return self._dataset.enumerate().repeat().map(no_autograph(counted))
 
     def save(self, iterator: tf.data.Iterator) -> dict[str, np.ndarray]:
-        """The position of an iterator over `repeated`, while a thread may read ahead in it.
+        """Saves the position of an iterator over `repeated`; a thread may be reading ahead in it.
 
         Returns:
-          uint8 [bytes] under `STATE`; int64 [] under `PASSES`: passes that have begun, 0 where this count does not say
-          which seeds were taken, because an evaluation takes seeds of the same `shuffle`.
+          uint8 [bytes] under `STATE`; int64 [] under `PASSES`: the number of passes that have begun, or 0 if that
+          number does not determine the seeds taken, because an evaluation takes seeds of the same `shuffle`.
 
         Raises:
           tf.errors.OpError: The position cannot be saved.
@@ -97,7 +98,7 @@ class Position:
     def _check_state_can_be_saved(self) -> None:
         """Raises FailedPreconditionError if an operation of the data set has state that cannot be saved.
 
-        It is asked of the data set, not of an iterator made for it: that would take seeds of the order of training.
+        Checks the data set, not an iterator over it: creating one would take seeds that training needs.
         """
         if self._state_error is None:
             self._state_error = False
@@ -106,18 +107,18 @@ class Position:
             except tf.errors.FailedPreconditionError as error:
                 self._state_error = error
             except tf.errors.OpError:
-                pass  # larger than a graph may be, which is found after the state has been looked at
+                pass  # the graph is too large; this error comes after the check of the state, which has thus succeeded
         if self._state_error:
             raise self._state_error
 
 
 def evaluates(dataset: tf.data.Dataset) -> None:
-    """Tells that iterators over this data set are made for evaluations, which take seeds of its shuffles."""
+    """Records that evaluations create iterators over this data set, which take seeds of its shuffles."""
     _evaluated.update(_shuffles(dataset))
 
 
 def _shuffles(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
-    """Each `shuffle` of which one pass takes one seed: not what is below a `repeat`, nor inside a function."""
+    """Yields each `shuffle` that takes exactly one seed per pass: not those below a `repeat` or inside a function."""
     name = type(dataset).__name__
     if name == "_RepeatDataset":
         return
@@ -128,7 +129,7 @@ def _shuffles(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
 
 
 def _plain(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """The same, without the optimizations of tf.data, which cost more than an iterator from which nothing is read."""
+    """Returns the data set without tf.data's optimizations, which would cost more than the iterator that needs it."""
     options = tf.data.Options()
     options.autotune.enabled = False
     options.experimental_optimization.apply_default_optimizations = False
@@ -136,7 +137,7 @@ def _plain(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def _take_seeds(shuffle: tf.data.Dataset, first: tf.Tensor, count: int) -> None:
-    """Sets a generator to `count` seeds taken. Each new iterator takes one; `first` is the state of the first."""
+    """Sets a generator to `count` taken seeds; each new iterator takes one. `first` is the state of the first one."""
     iterator = iter(shuffle)
     _set_state(iterator, first)
 
@@ -152,7 +153,7 @@ def _take_seeds(shuffle: tf.data.Dataset, first: tf.Tensor, count: int) -> None:
 
 
 def _state(iterator: tf.data.Iterator) -> tf.Tensor:
-    """The state of a tf.data iterator, a variant tensor; of other resources, such as `Position` counts in, nothing."""
+    """Returns the state of a tf.data iterator, a variant tensor, without other resources such as `Position`'s count."""
     return tf.raw_ops.SerializeIterator(resource_handle=iterator._iterator_resource, external_state_policy=_IGNORE)
 
 

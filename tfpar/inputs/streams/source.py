@@ -25,15 +25,15 @@ _log = logging.getLogger(__name__)
 class StreamSource:
     """Examples in the order in which a `tf.data.Dataset` gives them.
 
-    A stream has no numbers of examples: it cannot jump to a step, its order is its own, and an example that cannot be
-    used is not named. `from_dataset` makes one.
+    The examples of a stream have no indices: it cannot jump to a step, it determines its own order, and errors cannot
+    name an unusable example. `from_dataset` creates a stream.
 
     Attributes:
       make: Creates the dataset of one input pipeline.
       sharding: `"example"` or `"worker"`, see `from_dataset`.
-      batched: Whether the elements of the dataset are batches; None: told by their shapes.
-      examples: Number of examples in one pass, of all workers; None where it is not known.
-      name: For reports and errors.
+      batched: Whether the elements of the dataset are batches; None: determined from their shapes.
+      examples: Number of examples in one pass, of all workers; None if unknown.
+      name: Name for reports and errors.
       split: `"train"` or `"validation"`, for reports.
       retarget: Maps the targets of a batch to others; None keeps them.
       first: Returns a digest of the first element, if reading it has no side effects, or None.
@@ -73,17 +73,17 @@ class StreamSource:
 
     @functools.cached_property
     def _whole(self) -> tf.data.Dataset:
-        """The batches of the only worker, or of the first."""
+        """Returns the batches of the only worker, or of the first one."""
         return self.batches(tf.distribute.InputContext())
 
     def counted(self, *, told: bool = True) -> StreamSource:
-        """The same stream with a known number of examples, which takes a pass over it unless it is known already.
+        """Returns the same stream with a known number of examples; if it is unknown, counts them in a pass.
 
         Args:
           told: Whether to log this pass.
 
         Raises:
-          ConfigError: The stream is endless, or every worker has a stream of its own.
+          ConfigError: The stream is endless, or every worker has its own stream.
         """
         if self.examples is not None:
             return self
@@ -112,20 +112,21 @@ class StreamSource:
         return dataclasses.replace(self, examples=examples)
 
     def batches(self, context: tf.distribute.InputContext) -> tf.data.Dataset:
-        """The dataset of one input pipeline as `(x, targets)`, in batches of any size.
+        """Returns the dataset of one input pipeline as `(x, targets)`, in batches of any size.
 
         Args:
-          context: Which of how many input pipelines.
+          context: The index of the input pipeline, and their number.
 
         Returns:
           A dataset of x [n, ...] and targets [n, ...] (labels, `Weighted`, or `()`), with static trailing shapes.
 
         Raises:
-          ConfigError: The elements are something else.
+          ConfigError: The elements have another form.
         """
         dataset = self.make(context)
         if not isinstance(dataset, tf.data.Dataset):
-            raise ConfigError(f"{self.name}: expected a tf.data.Dataset, got {type(dataset).__name__}.")
+            what = type(dataset).__name__
+            raise ConfigError(f"{self.name}: the function returned {what}, but must return a tf.data.Dataset.")
         _check_tensors(self.name, dataset.element_spec)
         batched = is_batched(dataset.element_spec) if self.batched is None else self.batched
         if not batched:
@@ -150,7 +151,7 @@ class StreamSource:
 
     @functools.cached_property
     def own_batch(self) -> int | None:
-        """Examples in the dataset's own batches, as far as that can be seen; None where it has none."""
+        """Number of examples in the dataset's own batches, if it can be determined; else None."""
         dataset = self.make(tf.distribute.InputContext())
         if self.batched is False or not is_batched(dataset.element_spec):
             return None
@@ -174,12 +175,13 @@ def from_dataset(
     name: str = "dataset",
     first: Callable[[], str] | None = None,
 ) -> StreamSource:
-    """Returns a source over a `tf.data.Dataset`, as `Trainer.fit` makes one of a dataset that it is given.
+    """Returns a source over a `tf.data.Dataset`; `Trainer.fit` calls this for a dataset.
 
     The dataset's own batches do not matter: its examples are batched again to `global_batch_size`. It is repeated for
-    as many epochs as needed, and shuffled only by itself. A run resumes where it stopped in the stream, if tf.data can
-    save its iterator (not with Python functions, or random numbers without a seed) and the number of workers is the
-    same; otherwise the stream starts again, and the log says so. For a Python generator: `Dataset.from_generator`.
+    as many epochs as needed; only its own `shuffle` shuffles it. A run resumes where it stopped in the stream if
+    tf.data can save its iterator (not with Python functions, or random numbers without a seed) and the number of
+    workers is the same; otherwise the stream starts again, and the log says so. For a Python generator, use
+    `Dataset.from_generator`.
 
     Args:
       dataset: A dataset of `(x, y)`, `(x, y, sample_weight)`, or `x` alone (tensors, tuples or dicts), or a function of
@@ -189,14 +191,14 @@ def from_dataset(
         worker. `"worker"`, the default for a function: each worker's dataset is its own share, of which it takes
         `global_batch_size / workers` examples a step.
       batched: Whether elements are batches. By default they are, as for Keras, unless one of their tensors is a scalar.
-      examples: Examples in one pass, of all workers, where tf.data does not know it; otherwise one pass counts them
-        where epochs or an evaluation need their number.
+      examples: Number of examples in one pass, of all workers, if tf.data does not know it; if None, an extra pass
+        counts them when epochs or an evaluation need the number.
       split: `"train"` or `"validation"`, for reports.
-      name: For reports and errors.
-      first: Gives a digest of the first element, by which workers see whether they read the same.
+      name: Name for reports and errors.
+      first: Returns a digest of the first element, with which workers check that they read the same data.
 
     Raises:
-      ConfigError: Something else than a dataset or a function, or an unknown sharding.
+      ConfigError: `dataset` is neither a dataset nor a function, or the sharding is unknown.
     """
     if isinstance(dataset, tf.data.Dataset):
         given = dataset
@@ -225,7 +227,7 @@ def from_dataset(
 
 
 def _unpack(name: str, element: tuple[Structure, ...]) -> tuple[Structure, Structure, Structure | None]:
-    """x, y (`()` without labels) and sample weights (None without) of an element, as Keras reads it."""
+    """Returns x, y (`()` without labels) and sample weights (None without) of an element, as Keras interprets it."""
     if len(element) == 1:
         return element[0], (), None
     if len(element) == 2:
@@ -270,7 +272,7 @@ def is_batched(specs: Structure) -> bool:
 
 
 def stream_ended(source: StreamSource) -> TrainingError:
-    """The error of a stream that has another number of examples than it was said to have, or none."""
+    """Returns the error for a stream that has no examples, or another number of them than it was declared to have."""
     if source.info.num_examples == UNKNOWN:
         return TrainingError(f"{source.name}: the stream has no examples.")
     return TrainingError(
@@ -280,7 +282,7 @@ def stream_ended(source: StreamSource) -> TrainingError:
 
 
 def stream_error(source: StreamSource, error: BaseException) -> TrainingError:
-    """The error of a stream that could not be read; the text is that of the operation that failed."""
+    """Returns the error for a stream that could not be read, with the text of the operation that failed."""
     return TrainingError(
         f"{source.name}: the stream could not be read: {error_text(error)}. The examples of a stream have no numbers, "
         "so the one is not named; catch it in the dataset, e.g. with dataset.ignore_errors()."

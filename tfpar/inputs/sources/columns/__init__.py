@@ -1,1 +1,1 @@
-"""How the values of examples become tensors: items in Python, columns of tables, features of records."""
+"""Converts the values of examples to tensors: items in Python, columns of tables, features of records."""

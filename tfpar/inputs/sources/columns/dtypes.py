@@ -1,4 +1,4 @@
-"""In which dtype values of a program are kept, and in which one a model receives them.
+"""The dtypes in which a program's values are stored, and in which a model receives them.
 
 | values | kept as | received as |
 |---|---|---|
@@ -20,12 +20,12 @@ _TEXT = np.dtype(object)
 
 
 def float_dtype() -> np.dtype:
-    """Returns the dtype of floating-point values: float64 where Keras is set to it, else float32."""
+    """Returns the dtype of floating-point values: float64 if that is `keras.config.floatx()`, else float32."""
     return np.dtype(np.float64 if keras.config.floatx() == "float64" else np.float32)
 
 
 def stored_dtype(values: np.ndarray, what: str, rank: int) -> np.dtype:
-    """Returns the dtype to keep values in.
+    """Returns the dtype in which values are stored.
 
     Args:
       values: Any array.
@@ -33,8 +33,8 @@ def stored_dtype(values: np.ndarray, what: str, rank: int) -> np.dtype:
       rank: Number of dims of one example.
 
     Raises:
-      ValueError: They are not real numbers or text, text is no input, or an integer is too large. The message ends a
-        sentence whose subject is the values.
+      ValueError: The values are neither real numbers nor text, are text but not inputs, or have an integer that is too
+        large. The message ends a sentence whose subject is the values.
     """
     if is_text(values) and what == "inputs":
         return _TEXT
@@ -63,7 +63,7 @@ def stored_dtype(values: np.ndarray, what: str, rank: int) -> np.dtype:
 
 
 def fetched_dtype(stored: np.dtype) -> tf.DType:
-    """Returns the dtype in which a model receives values that are kept in a dtype of `stored_dtype`."""
+    """Returns the dtype in which a model receives values that are stored in a dtype of `stored_dtype`."""
     if stored == _TEXT:
         return tf.string
     return tf.as_dtype(float_dtype() if stored == np.uint8 else stored)

@@ -1,4 +1,4 @@
-"""Items of a data set in Python: what is input, label and weight, and how many items become arrays."""
+"""Items of a data set in Python: splits them into inputs, labels and weights, and joins many items to arrays."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def infer(item: tuple[Structure, Structure], batched: bool) -> Layout:
       batched: Whether an item is a batch of examples.
 
     Raises:
-      ItemError: A part is not an array of real numbers or text, or is no batch.
+      ItemError: A part is not an array of real numbers or text, or is not a batch.
     """
     x, y = item
     leaves: list[tuple[tuple[int, ...], np.dtype]] = []

@@ -43,7 +43,7 @@ class Column:
 
     @property
     def feature(self) -> tf.io.FixedLenFeature:
-        """How to parse it: one string of bytes, or as many texts as the shape has."""
+        """The parsing rule: one string of bytes, or one text per element of the shape."""
         return tf.io.FixedLenFeature(self.shape if self.dtype == tf.string else [], tf.string)
 
     def __str__(self) -> str:

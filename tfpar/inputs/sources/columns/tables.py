@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """What the columns of a table are.
+    """The roles of a table's columns.
 
     Attributes:
       label: Columns of labels.
@@ -81,7 +81,7 @@ def with_categories(name: str, used: Columns, tables: Sequence[Any]) -> Columns:
 
 
 def _count_classes(used: Columns, tables: Sequence[Any]) -> int | None:
-    """The largest integer label of all tables plus one, so that a class may be missing in one of them."""
+    """Returns the largest integer label of all tables plus one, so that a class may be missing in one of them."""
     import pyarrow  # type: ignore[import-untyped]
     from pyarrow import compute
 
@@ -100,7 +100,7 @@ def to_arrays(name: str, table: Any, used: Columns) -> TableArrays:
     Args:
       name: The data set, for errors.
       table: A `pyarrow.Table`.
-      used: What its columns are, with categories.
+      used: The roles of its columns, with categories.
 
     Raises:
       ConfigError: A column is missing or has a type that is not supported, an entry is missing, or a category is
