@@ -11,15 +11,15 @@ import tensorflow as tf
 
 @dataclasses.dataclass(frozen=True)
 class CompilationPlan:
-    """How one training step is cut into XLA programs. All false: TensorFlow runs it op by op.
+    """The division of a training step into XLA programs. If all are false, TensorFlow runs the step op by op.
 
     Attributes:
-      single_xla_program: The whole step is one XLA program. Such a program cannot read the clock or call collectives of
-        TensorFlow's runtime, so it is for a replica without peers, and for TPUs.
+      single_xla_program: The whole step is one XLA program. Such a program can neither read the clock nor call
+        collectives of TensorFlow's runtime, so it is for a single replica, and for TPUs.
       strategy_compiles: The strategy compiles the functions that it runs (TPUStrategy); nothing is compiled here.
-      compiles_gradients: Loss, gradients and their sum over micro-batches are an XLA program.
-      compiles_update: New weights, optimizer state and model state are computed by an XLA program, from tensors.
-      updates_in_place: That program changes the variables too, which saves copies. For a process with one replica.
+      compiles_gradients: An XLA program computes loss, gradients and their sum over micro-batches.
+      compiles_update: An XLA program computes new weights, optimizer state and model state, from tensors.
+      updates_in_place: That program also changes the variables, which saves copies. For a process with one replica.
       prefetches_in_loop: The loop fetches the batch of the next step while a step runs, not between steps.
     """
 
@@ -34,10 +34,10 @@ class CompilationPlan:
 def compilation_plan(
     *, replicas: int, local_devices: Sequence[str], on_tpu: bool, jit_compile: bool, waits_for_host: bool = False
 ) -> CompilationPlan:
-    """The plan for a strategy.
+    """Returns the plan for a strategy.
 
     Args:
-      replicas: Replicas of all workers.
+      replicas: Number of replicas of all workers.
       local_devices: Names of the devices on which this process runs replicas, one per replica.
       on_tpu: Whether the strategy is a TPUStrategy.
       jit_compile: Whether forward, backward and update are to be compiled with XLA.
@@ -64,5 +64,5 @@ def compilation_plan(
 
 
 def compiled(function: Callable[..., Any], compiles: bool) -> Callable[..., Any]:
-    """The function as an XLA program, or unchanged."""
+    """Returns the function as an XLA program if `compiles`, else unchanged."""
     return tf.function(function, jit_compile=True, autograph=False) if compiles else function

@@ -1,9 +1,9 @@
 """`Mesh`: the devices of a run, arranged by axis.
 
-The data axis has replicas, each of which trains on different examples. The pipeline axis has stages, which hold
-consecutive layers of a replica; the model axis has the devices that divide the weights of layers. The model axis is the
-innermost, where links are fastest. The devices of a replica belong to one worker, or to several workers that hold no
-other replica.
+Along the data axis are replicas, each of which trains on different examples. Along the pipeline axis are stages, which
+hold consecutive layers of a replica; along the model axis are the devices that divide the weights of layers. The model
+axis is the innermost, because links between neighbours are fastest. The devices of a replica belong to one worker, or
+to several workers that hold no other replica.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from tfpar.parallel.pipeline.cuts import parse_beginnings
 AXES = ("data", "pipeline", "model")
 _PLANNED = ("sequence", "expert")
 AUTO = "auto"  # the mesh that the planner chooses
-# Options that say how a pipeline works, with their defaults.
+# The options of a pipeline, with their defaults.
 _OF_PIPELINES = {"stages": "", "stage_balance": "flops", "stages_per_device": 1, "pipeline_schedule": "1f1b"}
 
-# Why XLA cannot compile the programs of a model axis.
+# The reason why XLA cannot compile the programs of a model axis.
 COLLECTIVES_WITHIN = (
     "the devices of a replica communicate within its layers, for which TensorFlow has no XLA kernel on CPUs"
 )
@@ -31,9 +31,9 @@ class Mesh:
     """Devices by axis.
 
     Attributes:
-      data: Replicas of the model.
-      pipeline: Devices, or groups of devices, that hold stages of a replica.
-      model: Devices among which layers are divided.
+      data: Number of replicas of the model.
+      pipeline: Number of devices, or groups of devices, that hold the stages of a replica.
+      model: Number of devices over which layers are divided.
     """
 
     data: int = 1
@@ -42,20 +42,20 @@ class Mesh:
 
     @property
     def devices(self) -> int:
-        """All devices."""
+        """Number of devices."""
         return self.data * self.devices_of_replica
 
     @property
     def devices_of_replica(self) -> int:
-        """Devices of one replica."""
+        """Number of devices of one replica."""
         return self.pipeline * self.model
 
 
 def parse_sizes(text: str) -> dict[str, int]:
-    """The sizes that `--mesh` gives, by axis.
+    """Returns the sizes that `--mesh` gives, by axis.
 
     Raises:
-      ConfigError: An unknown axis, or no positive size.
+      ConfigError: An axis is unknown, or a size is not positive.
     """
     sizes: dict[str, int] = {}
     for part in text.split(",") if text else ():
@@ -72,7 +72,7 @@ def parse_sizes(text: str) -> dict[str, int]:
 
 
 def devices_of_replica(text: str) -> int:
-    """Number of devices of one replica, as far as `--mesh` gives it; otherwise 1.
+    """Returns the number of devices of one replica, as far as `--mesh` gives it; otherwise 1.
 
     Raises:
       ConfigError: See `parse_sizes`.
@@ -82,7 +82,10 @@ def devices_of_replica(text: str) -> int:
 
 
 def devices_of_worker(text: str, workers: int) -> int:
-    """Number of devices of each worker that `--mesh` implies: those of a replica, or from all sizes if all are given.
+    """Returns the number of devices per worker that `--mesh` implies.
+
+    If the data axis has a size, that is the product of all sizes divided by the number of workers; otherwise it is the
+    number of devices of a replica.
 
     Raises:
       ConfigError: See `parse_sizes`.
@@ -96,11 +99,11 @@ def check_beside_mesh(config: ExperimentConfig, mesh: Mesh, *, spans_workers: bo
 
     Args:
       config: The experiment.
-      mesh: Its mesh.
+      mesh: The mesh of the experiment.
       spans_workers: Whether a replica spans several workers.
 
     Raises:
-      ConfigError: The first of them.
+      ConfigError: There is such an option; the message names the first one.
     """
     train, exchange, strategy = config.train, config.exchange, config.strategy
     if mesh.pipeline == 1:
@@ -146,17 +149,17 @@ def check_beside_mesh(config: ExperimentConfig, mesh: Mesh, *, spans_workers: bo
 
 
 def parse_mesh(text: str, *, workers: int, devices: int) -> Mesh:
-    """The mesh that `--mesh` asks for.
+    """Returns the mesh that `--mesh` describes.
 
     Args:
-      text: Such as `data:2,model:4`. If data is not named, it gets the remaining factor; otherwise the model axis does,
-        unless pipeline is named too. Empty: all devices are replicas.
+      text: The value of the option, such as `data:2,model:4`. If data is not named, it gets the remaining factor;
+        otherwise the model axis gets it, unless pipeline is named too. If empty, every device is a replica.
       workers: Number of workers.
-      devices: Devices of each worker.
+      devices: Number of devices per worker.
 
     Raises:
-      ConfigError: An unknown axis, a size that is not positive, or sizes that do not match the devices; names sizes
-        that would.
+      ConfigError: An axis is unknown, a size is not positive, or the sizes do not match the devices; the message names
+        sizes that would.
     """
     sizes, total = parse_sizes(text), workers * devices
     pipeline = sizes.get("pipeline", 1)

@@ -1,7 +1,7 @@
 """The model axis of a mesh: devices that together hold one replica of the model.
 
-Every device runs the same program on its own part of the weights (SPMD). Where a layer needs values of the other
-devices, it calls one of the operators below, each with the gradient that tensor parallelism needs (Shoeybi et al. 2019,
+Every device runs the same program on its own part of the weights (SPMD). If a layer needs values of the other devices,
+it calls one of the operators below, each with the gradient that tensor parallelism needs (Shoeybi et al. 2019,
 arXiv:1909.08053, section 3). `ModelAxis.on` sets the place of a program; outside of it, layers compute with whole
 weights.
 """
@@ -19,8 +19,8 @@ from tfpar.parallel.replica import static_replica_id
 
 import tensorflow as tf
 
-# TensorFlow's runtime keeps the shape of every call of a group until the process ends, so axes of the same devices
-# continue one count of calls.
+# TensorFlow's runtime keeps the shape of every call of a group until the process ends, so all axes with the same
+# devices share one count of calls.
 _instance_keys: dict[tuple[tuple[int, ...], int], Iterator[int]] = {}
 
 
@@ -28,14 +28,14 @@ class ModelAxis:
     """The devices of one worker, in groups that each hold a replica or one of its stages; or one part of such a group.
 
     Args:
-      devices: For each program of the strategy, the names of its devices: one, or one for each stage of a pipeline.
-        Programs of a replica are adjacent, and so are the workers that share a replica.
+      devices: For each program of the strategy, the names of its devices: one device, or one per stage of a pipeline.
+        The programs of a replica are adjacent, and so are the workers that share a replica.
       worker: Rank of this worker.
-      size: Programs of a replica.
+      size: Number of programs of a replica.
 
     Attributes:
-      size: The same.
-      stages: Devices of a program.
+      size: Number of programs of a replica.
+      stages: Number of devices of a program.
       bytes_of_step: Bytes that a device sends to the others in a training step; 0 until the step is traced.
     """
 
@@ -52,7 +52,7 @@ class ModelAxis:
 
     @property
     def programs(self) -> int:
-        """Programs of this worker."""
+        """Number of programs of this worker."""
         return len(self._places)
 
     @property
@@ -61,7 +61,7 @@ class ModelAxis:
         return self.programs < self.size
 
     def on(self, program: int, stage: int = 0) -> contextlib.AbstractContextManager[Place]:
-        """Operations that this thread traces in this context belong to the program of one device.
+        """Returns a context in which the operations that this thread traces belong to the program of one device.
 
         All devices must trace the same programs in the same order: the n-th collective of each is the same call.
 
@@ -72,7 +72,10 @@ class ModelAxis:
         return at_place(self._places[program][stage])
 
     def sum_of_worker(self, value: tf.Tensor) -> tf.Tensor:
-        """The sum of one value per worker over all workers of the axis. Not for a replica context. No gradient."""
+        """Returns the sum of one value per worker over all workers of the axis. No gradient.
+
+        Do not call it in a replica context.
+        """
         sums = []
         for program in range(self.programs):
             with self.on(program) as place, tf.device(place.device):
@@ -80,7 +83,7 @@ class ModelAxis:
         return sums[0]
 
     def on_own_device(self, stage: int = 0) -> contextlib.AbstractContextManager[Place]:
-        """`on` for the current replica context."""
+        """Calls `on` for the program of the current replica context."""
         return self.on(static_replica_id() % len(self._places), stage)
 
 
@@ -89,11 +92,11 @@ class Place:
     """One device on the axis, and the operators of its program.
 
     Attributes:
-      group: The devices of the axis, seen from this one.
-      device: Its name.
-      sent: Bytes that the device sends in each call of its programs, in the order in which they were traced. Counts the
-        least traffic possible: `2 (t - 1) / t` times a tensor that t devices sum, half of that if each gets a part of
-        the sum, and t - 1 times a tensor that all devices get.
+      group: The collective group of the axis, from the view of this device.
+      device: Name of this device.
+      sent: Bytes that the device sends in each call of its programs, in the order in which they were traced. This is
+        the minimum traffic: `2 (t - 1) / t` times a tensor that t devices sum, half of that if each device receives
+        only a part of the sum, and t - 1 times a tensor that all devices receive.
     """
 
     group: TensorFlowGroup
@@ -103,7 +106,7 @@ class Place:
 
     @property
     def rank(self) -> int:
-        """Place of the device, from 0."""
+        """Rank of the device on the axis, from 0."""
         return self.group.rank
 
     @property
@@ -112,20 +115,20 @@ class Place:
         return self.group.size
 
     def sum(self, x: tf.Tensor) -> tf.Tensor:
-        """The sum of the devices' tensors, the same bits on each; in float32 for narrower types. No gradient."""
+        """Returns the sum of the devices' tensors, the same bits on each; float32 for narrower dtypes. No gradient."""
         summand = tf.cast(x, tf.float32) if x.dtype in (tf.bfloat16, tf.float16) else x
         self._count(summand, 2 * (self.size - 1) / self.size)
         return tf.cast(self.group.all_reduce(summand, next(self._instance_keys)), x.dtype)
 
     def collect(self, x: tf.Tensor) -> tf.Tensor:
-        """The devices' tensors `[...]` in their order: `[size, ...]`. No gradient."""
+        """Stacks the devices' tensors `[...]` in the order of ranks: `[size, ...]`. No gradient."""
         bits = x if x.dtype in self.group.capabilities.dtypes else tf.bitcast(x, tf.float16)  # bfloat16
         self._count(x, self.size - 1)
         rows = self.group.all_gather(bits[tf.newaxis], next(self._instance_keys))
         return rows if rows.dtype == x.dtype else tf.bitcast(rows, x.dtype)
 
     def concatenate(self, x: tf.Tensor) -> tf.Tensor:
-        """The devices' tensors `[..., n]` side by side: `[..., size * n]`. No gradient."""
+        """Concatenates the devices' tensors `[..., n]` to `[..., size * n]`. No gradient."""
         return tf.concat(tf.unstack(self.collect(x)), axis=-1)
 
     def _count(self, x: tf.Tensor, times: float) -> None:
@@ -133,7 +136,7 @@ class Place:
         self.sent.append(0 if elements is None else round(times * elements * x.dtype.size))
 
     def all_gather(self, row: tf.Tensor) -> tf.Tensor:
-        """The devices' tensors `[n]` as rows: `[size, n]`. No gradient."""
+        """Returns the devices' tensors `[n]` as rows: `[size, n]`. No gradient."""
         return self.group.all_gather(row[tf.newaxis], next(self._instance_keys))
 
     def all_to_all(self, rows: tf.Tensor) -> tf.Tensor:
@@ -163,7 +166,7 @@ class Place:
 
         Args:
           x: The outputs.
-          padding: How many of the last outputs are padding and are left out.
+          padding: Number of outputs at the end that are padding and are dropped.
         """
         width = x.shape[-1]
 
@@ -182,8 +185,10 @@ class Place:
         return operator(x)
 
     def enter_positions(self, x: tf.Tensor) -> tf.Tensor:
-        """`enter` for divided positions `[m, T / size, ...]`: returns all; a device gets its part of the summed
-        gradient."""
+        """`enter` for divided positions `[m, T / size, ...]`.
+
+        Returns all positions; in the backward pass, a device receives its part of the summed gradient.
+        """
 
         @tf.custom_gradient
         def operator(x: tf.Tensor) -> tuple[tf.Tensor, object]:
@@ -192,8 +197,10 @@ class Place:
         return operator(x)
 
     def leave_positions(self, x: tf.Tensor) -> tf.Tensor:
-        """`leave` for divided positions: of `[m, T, ...]`, a device gets the sum at its positions; the gradient is
-        gathered."""
+        """`leave` for divided positions: of `[m, T, ...]`, a device receives the sum at its positions.
+
+        The gradient is gathered.
+        """
 
         @tf.custom_gradient
         def operator(x: tf.Tensor) -> tuple[tf.Tensor, object]:
@@ -202,7 +209,7 @@ class Place:
         return operator(x)
 
     def part_positions(self, x: tf.Tensor) -> tf.Tensor:
-        """The positions of this device, of a tensor `[m, T, ...]` that all devices have; their gradient is gathered."""
+        """Returns this device's positions of a tensor `[m, T, ...]` that all devices have; gathers the gradient."""
 
         @tf.custom_gradient
         def operator(x: tf.Tensor) -> tuple[tf.Tensor, object]:
@@ -211,7 +218,7 @@ class Place:
         return operator(x)
 
     def gather_positions(self, x: tf.Tensor) -> tf.Tensor:
-        """All positions, gathered from the devices; a device takes its part of the gradient, which all devices have."""
+        """Returns all positions, gathered; each device takes its part of the gradient, which all devices have."""
 
         @tf.custom_gradient
         def operator(x: tf.Tensor) -> tuple[tf.Tensor, object]:
@@ -227,7 +234,7 @@ class Place:
         return x[:, self.rank * length : (self.rank + 1) * length]
 
     def _sum_of_own_positions(self, x: tf.Tensor) -> tf.Tensor:
-        """The sum of the devices' tensors at the positions of this device; in float32 for narrower types.
+        """Returns the sum of the devices' tensors at the positions of this device; in float32 for narrower dtypes.
 
         TensorFlow 2.21 has no reduce-scatter on CPUs (`CollectiveReduceScatterV2`).
         """
@@ -242,7 +249,7 @@ class Place:
 
 @contextlib.contextmanager
 def at_place(place: Place) -> Iterator[Place]:
-    """Operations that this thread traces in this context belong to the program of a device."""
+    """Returns a context in which the operations that this thread traces belong to the program of a device."""
     before, _current.place = _current.place, place
     try:
         yield place
@@ -255,7 +262,7 @@ def _place(group: TensorFlowGroup, device: str) -> Place:
 
 
 class _Current(threading.local):
-    """The place of the program that this thread traces: MirroredStrategy traces every device in a thread of its own."""
+    """The place of the program that this thread traces: MirroredStrategy traces every device in its own thread."""
 
     def __init__(self) -> None:
         self.place: Place | None = None
@@ -265,5 +272,5 @@ _current = _Current()
 
 
 def current_place() -> Place | None:
-    """The device whose program is being traced; None where weights are whole."""
+    """Returns the place of the program that is being traced; None where weights are whole."""
     return _current.place

@@ -1,8 +1,8 @@
 """Reads and assigns one replica's copies of mirrored variables.
 
-The step computes new values as tensors and assigns them on each replica. An `assign` to the mirrored variable, as Keras
-does it, would all-reduce every value again (Keras 3.15 creates its variables with `aggregation=MEAN`), and cannot run
-inside a `tf.while_loop`, which several steps per call from Python need.
+The step computes new values as tensors and assigns them on each replica. `assign` on the mirrored variable, which Keras
+uses, would all-reduce every value again (Keras 3.15 creates its variables with `aggregation=MEAN`), and cannot run
+inside a `tf.while_loop`, which running several steps per call from Python requires.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import tensorflow as tf
 
 
 def own(variables: Sequence[keras.Variable]) -> list[Any]:
-    """This replica's copies of mirrored variables. Call in a replica context.
+    """Returns this replica's copies of mirrored variables. Call in a replica context.
 
     Args:
       variables: Keras variables that were created under the strategy.
@@ -36,18 +36,18 @@ def own(variables: Sequence[keras.Variable]) -> list[Any]:
 
 
 def first(variable: keras.Variable) -> Any:
-    """The TensorFlow variable of this process's first replica, or the only one. Call in a cross-replica context."""
+    """Returns the TensorFlow variable of this process's first replica. Call in a cross-replica context."""
     return tf.distribute.get_strategy().experimental_local_results(variable.value)[0]
 
 
 def next_batch(strategy: tf.distribute.Strategy, iterator: Any, *, model_devices: int = 1) -> Any:
-    """The next batch for the replicas of this process.
+    """Returns the next batch for the replicas of this process.
 
     Args:
       strategy: A synchronous strategy.
-      iterator: A distributed iterator; or a plain one of tf.data, whose elements have a row `[L, ...]` for each of the
-        process's L replicas if there are several.
-      model_devices: Devices of a replica, all of which get its row.
+      iterator: A distributed iterator; or a plain tf.data iterator, whose elements have one row per replica, `[L,
+        ...]`, if the process has L > 1 replicas.
+      model_devices: Number of devices of a replica, all of which get the replica's row.
     """
     batch = next(iterator)
     devices = len(strategy.extended.worker_devices)
@@ -64,7 +64,7 @@ def next_batch(strategy: tf.distribute.Strategy, iterator: Any, *, model_devices
 
 
 def read(variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
-    """The values of this replica's copies, in the same order. Call in a replica context."""
+    """Returns the values of this replica's copies, in the same order. Call in a replica context."""
     return [variable.read_value() for variable in own(variables)]
 
 
@@ -72,11 +72,11 @@ def assign(copies: Sequence[Any], values: Sequence[tf.Tensor]) -> list[tf.Operat
     """Assigns values to this replica's copies. Every replica must assign the same values.
 
     Args:
-      copies: From `own`.
-      values: A tensor for each.
+      copies: The result of `own`.
+      values: One tensor per copy.
 
     Returns:
-      The operations that assign.
+      The assignments.
     """
     operations = []
     for copy, value in zip(copies, values, strict=True):

@@ -17,7 +17,7 @@ import numpy as np
 class ReplicaPeers:
     """The workers that share this worker's replica, each with a part of it.
 
-    Reading a whole value is a collective call: all of them make it, in the same order.
+    Reading a whole value is a collective call: all these workers must make it, in the same order.
 
     Attributes:
       rank: Rank of this worker among them, from 0.
@@ -29,7 +29,7 @@ class ReplicaPeers:
 
     @classmethod
     def of(cls, topology: Topology) -> ReplicaPeers | None:
-        """The workers that share a replica with this one; None if this worker has whole replicas."""
+        """Returns the workers that share a replica with this one; None if this worker has whole replicas."""
         if topology.replica_workers == 1:
             return None
         first = topology.worker - topology.replica_part
@@ -42,16 +42,16 @@ class ReplicaPeers:
         return self.agreement.size
 
     def gather(self, parts: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """The parts of all workers, in their order.
+        """Returns the parts of all workers, in the order of ranks.
 
         Args:
-          parts: This worker's, of the same shape and type on each.
+          parts: This worker's parts; shapes and dtypes must be the same on every worker.
         """
         return [part for parts in self.agreement.gather_arrays(np.stack(parts)) for part in parts]
 
 
 def exchanging_workers(topology: Topology, device: str = "") -> dict[str, Any]:
-    """The workers that exchange gradients with this one, as arguments of `Exchange.build`.
+    """Returns the workers that exchange gradients with this one, as arguments of `Exchange.build`.
 
     These are all workers or, if workers hold parts of a replica, those with the same part.
 

@@ -1,7 +1,7 @@
 """Variables that are divided over the devices of the model axis.
 
-Such a variable is mirrored by the strategy, in the shape of a part, and its copies differ. Keras and the optimizer see
-the part; checkpoints, digests, exports and the user's own model see the whole, through `whole` and `assign_whole`.
+The strategy mirrors such a variable with the shape of a part, and its copies differ. Keras and the optimizer use the
+part; checkpoints, digests, exports and the user's own model use the whole value, through `whole` and `assign_whole`.
 If a replica spans several workers, reading a whole value is a collective call of all of them.
 """
 
@@ -23,15 +23,16 @@ import tensorflow as tf
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """How a variable is divided.
+    """The division of a variable.
 
     Attributes:
       axis: The dimension that is divided.
       size: Number of parts.
       groups: The dimension consists of this many blocks of equal length, each of which is divided separately: three, if
         one kernel computes query, key and value.
-      padding: Elements by which equal parts together exceed the whole, at the end of the dimension. One group only.
-      fill: Value of these elements when a whole is divided.
+      padding: Number of elements by which the equal parts together exceed the whole, at the end of the dimension.
+        Requires `groups` to be 1.
+      fill: Value of the padding when a whole value is divided.
     """
 
     axis: int
@@ -42,7 +43,7 @@ class Split:
 
     @classmethod
     def padded(cls, axis: int, size: int, length: int) -> Split:
-        """Divides a dimension of any length."""
+        """Returns a split of a dimension of any length, with padding if necessary."""
         return cls(axis, size, padding=-length % size)
 
     def divides(self, shape: Sequence[int]) -> bool:
@@ -50,13 +51,13 @@ class Split:
         return (shape[self.axis] + self.padding) % (self.groups * self.size) == 0
 
     def part(self, array: np.ndarray, rank: int) -> np.ndarray:
-        """The part of device `rank`."""
+        """Returns the part of device `rank`."""
         array = self.with_padding(array, array.shape[self.axis] + self.padding)
         stretches = np.split(array, self.groups, axis=self.axis)
         return np.concatenate([np.split(each, self.size, axis=self.axis)[rank] for each in stretches], axis=self.axis)
 
     def joined(self, parts: Sequence[np.ndarray]) -> np.ndarray:
-        """The whole, joined from the parts of all devices in order."""
+        """Returns the whole value, joined from the parts of all devices in order."""
         stretches = [np.split(part, self.groups, axis=self.axis) for part in parts]
         whole = np.concatenate([part[group] for group in range(self.groups) for part in stretches], axis=self.axis)
         return whole[self._without_padding(whole.shape)] if self.padding else whole
@@ -68,10 +69,10 @@ class Split:
         return whole[self._without_padding(whole.shape)] if self.padding else whole
 
     def stretches(self, length: int, rank: int) -> list[tuple[int, int]]:
-        """Start and length of each range of the divided dimension that belongs to the part of device `rank`, in order.
+        """Returns start and length of each range of the divided dimension that device `rank` has, in order.
 
         Args:
-          length: Length of that dimension in the whole.
+          length: Length of that dimension in the whole value.
           rank: Rank of the device.
         """
         group, share = length // self.groups, (length + self.padding) // self.groups // self.size
@@ -79,17 +80,17 @@ class Split:
         return [(start, min(share, length - start)) for start in starts]
 
     def with_padding(self, part: np.ndarray, length: int) -> np.ndarray:
-        """A part that was saved without padding, padded to this length of the divided dimension."""
+        """Pads a part that was saved without padding to this length of the divided dimension."""
         missing = length - part.shape[self.axis]
         widths = [(0, missing if axis == self.axis else 0) for axis in range(part.ndim)]
         return np.pad(part, widths, constant_values=self.fill) if missing else part
 
     def whole_shape(self, part: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the whole, from that of a part."""
+        """Returns the shape of the whole value from that of a part."""
         return (*part[: self.axis], part[self.axis] * self.size - self.padding, *part[self.axis + 1 :])
 
     def part_shape(self, whole: Sequence[int]) -> tuple[int, ...]:
-        """The shape of a part, from that of the whole."""
+        """Returns the shape of a part from that of the whole value."""
         return (*whole[: self.axis], (whole[self.axis] + self.padding) // self.size, *whole[self.axis + 1 :])
 
     def _without_padding(self, padded: Sequence[int]) -> tuple[slice, ...]:
@@ -98,12 +99,12 @@ class Split:
 
 @dataclasses.dataclass(frozen=True)
 class FlatSplit:
-    """How a variable, as a vector, is divided into parts of equal length; padding repeats its last element.
+    """The division of a variable, flattened to a vector, into parts of equal length; padding repeats its last element.
 
     It has the methods of `Split`.
 
     Attributes:
-      shape: Shape of the whole.
+      shape: Shape of the whole value.
       size: Number of parts.
     """
 
@@ -112,11 +113,11 @@ class FlatSplit:
 
     @property
     def elements(self) -> int:
-        """Elements of a part."""
+        """Number of elements of a part."""
         return -(-math.prod(self.shape) // self.size)
 
     def own_elements(self, rank: int) -> int:
-        """Elements of the part of device `rank` without padding."""
+        """Returns the number of elements of the part of device `rank`, without padding."""
         return min(max(math.prod(self.shape) - rank * self.elements, 0), self.elements)
 
     def part(self, array: np.ndarray, rank: int) -> np.ndarray:
@@ -133,7 +134,7 @@ class FlatSplit:
         return tf.reshape(tf.concat(parts, axis=0)[: math.prod(self.shape)], self.shape)
 
     def whole_shape(self, part: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the whole."""
+        """Returns the shape of the whole value."""
         del part
         return self.shape
 
@@ -146,8 +147,8 @@ class Held:
     """The location of a variable that some workers of a replica hold whole; on the others it has no elements.
 
     Attributes:
-      shape: Its shape on the workers that hold it.
-      ranks: Ranks, among the replica's workers, of those that hold it, ascending.
+      shape: Shape of the variable on the workers that hold it.
+      ranks: Ranks, among the replica's workers, of the workers that hold it, ascending.
       peers: The replica's workers.
     """
 
@@ -162,11 +163,11 @@ class Held:
 
     @property
     def counts_here(self) -> bool:
-        """Whether this worker is the one of its holders that counts it."""
+        """Whether this worker counts the variable: exactly one of its holders does."""
         return self.peers.rank == self.ranks[0]
 
     def fetch(self, value: np.ndarray) -> np.ndarray:
-        """The value, on all workers of the replica.
+        """Returns the value on all workers of the replica.
 
         Args:
           value: The value on this worker.
@@ -176,7 +177,7 @@ class Held:
 
 
 def held_by(variable: keras.Variable) -> Held | None:
-    """The location of a variable; None if every worker has it or a part of it."""
+    """Returns the location of a variable; None if every worker has it or a part of it."""
     return vars(variable).get(_HELD)
 
 
@@ -184,7 +185,8 @@ def hold(variable: keras.Variable, held: Held, place: int) -> None:
     """Replaces a variable on the host with one on a device of this worker, or with one without elements.
 
     Args:
-      variable: Created outside the strategy. Each worker creates its own: no strategy could mirror them.
+      variable: A variable that was created outside the strategy. Each worker creates its own: no strategy could mirror
+        them.
       held: The location of the variable.
       place: The place in this worker's part of a pipeline.
     """
@@ -196,12 +198,12 @@ def hold(variable: keras.Variable, held: Held, place: int) -> None:
 
 
 def split_of(variable: keras.Variable) -> Split | FlatSplit | None:
-    """How a variable is divided; None if every device has all of it."""
+    """Returns the division of a variable; None if every device has all of it."""
     return vars(variable).get(_ATTRIBUTE)
 
 
 def peers_of(variable: keras.Variable) -> ReplicaPeers | None:
-    """The workers that share the parts of a variable; None if this worker has all parts."""
+    """Returns the workers that share the parts of a variable; None if this worker has all parts."""
     return vars(variable).get(_PEERS)
 
 
@@ -212,22 +214,22 @@ def mark(variable: keras.Variable, split: Split | FlatSplit, peers: ReplicaPeers
 
 
 def shape_of(variable: keras.Variable) -> tuple[int, ...]:
-    """The shape of the whole variable."""
+    """Returns the shape of the whole variable."""
     split, held, shape = split_of(variable), held_by(variable), tuple(variable.shape)
     return split.whole_shape(shape) if split else held.shape if held else shape
 
 
 def whole_elements(variables: Sequence[keras.Variable]) -> int:
-    """Number of elements of the whole variables."""
+    """Returns the number of elements of the whole variables."""
     return sum(math.prod(shape_of(variable)) for variable in variables)
 
 
 def whole(variable: keras.Variable, replica: int = 0) -> np.ndarray:
-    """A copy of the value of a variable; the whole value if it is divided.
+    """Returns a copy of the value of a variable; the whole value if the variable is divided.
 
     Args:
       variable: The variable.
-      replica: For a divided variable, which of this worker's replicas to read.
+      replica: For a divided variable, the index of this worker's replica to read.
     """
     split, held = split_of(variable), held_by(variable)
     if split is None:
@@ -239,7 +241,7 @@ def whole(variable: keras.Variable, replica: int = 0) -> np.ndarray:
 
 
 def ranks_here(variable: keras.Variable) -> range:
-    """For a divided variable, the ranks of the devices whose parts this worker holds, for its first replica."""
+    """Returns the ranks of the devices whose parts of a divided variable this worker holds, for its first replica."""
     split, peers = split_of(variable), peers_of(variable)
     assert split is not None
     parts = len(variable.value.values)
@@ -247,7 +249,7 @@ def ranks_here(variable: keras.Variable) -> range:
 
 
 def parts_here(variable: keras.Variable) -> list[np.ndarray]:
-    """Copies of the parts of the devices `ranks_here`, without padding."""
+    """Returns copies of the parts of the devices `ranks_here`, without padding."""
     split, length = split_of(variable), shape_of(variable)
     assert isinstance(split, Split)
     copies = []
@@ -258,12 +260,12 @@ def parts_here(variable: keras.Variable) -> list[np.ndarray]:
 
 
 def copy_here(variable: keras.Variable) -> np.ndarray:
-    """A copy of this worker's value of a variable that is not divided. Sends nothing."""
+    """Returns a copy of this worker's value of an undivided variable. Needs no communication."""
     return np.array(variable.numpy(), copy=True, order="C")
 
 
 def whole_tensor(variable: keras.Variable, first: Any) -> tf.Tensor:
-    """`whole` as a tensor.
+    """Returns the result of `whole` as a tensor.
 
     Args:
       variable: The variable.
@@ -278,7 +280,7 @@ def whole_tensor(variable: keras.Variable, first: Any) -> tf.Tensor:
 
 
 def assign_whole(variable: keras.Variable, value: Any) -> None:
-    """Assigns a whole value to a variable; if it is divided, each device gets its part."""
+    """Assigns a whole value to a variable; if the variable is divided, each device gets its part."""
     split = split_of(variable)
     if split is None:
         assign_parts(variable, lambda _: value)
@@ -292,8 +294,8 @@ def assign_parts(variable: keras.Variable, value_of: Callable[[int | None], Any]
 
     Args:
       variable: The variable.
-      value_of: Returns the value for the device of a rank, or the whole for None. Called only for parts that this
-        worker holds.
+      value_of: `(rank) -> value` returns the part of a device, or the whole value for None. It is called only for parts
+        that this worker holds.
     """
     split, held = split_of(variable), held_by(variable)
     if split is None:
@@ -316,10 +318,10 @@ def move_to_devices(
     """Replaces a variable on the host with one under the current strategy, in the shape of a part if it is divided.
 
     Args:
-      variable: Made outside the strategy.
-      split: How it is divided.
+      variable: A variable that was created outside the strategy.
+      split: The division of the variable.
       place: Its place in a pipeline.
-      peers: The workers that share the parts, if this worker does not have all.
+      peers: The workers that share the parts, if this worker does not have all parts.
     """
     value = variable.numpy()
     with at(place):
@@ -332,8 +334,7 @@ def move_to_devices(
 
 
 def keeps_slots_beside(optimizer: keras.optimizers.Optimizer) -> None:
-    """Makes an optimizer that is not yet built keep its state next to the weights: divided like them, on the same
-    devices."""
+    """Makes an unbuilt optimizer create its state like the weights: divided in the same way, on the same devices."""
     make = optimizer.add_variable_from_reference
 
     def make_marked(reference_variable: keras.Variable, *args: Any, **kwargs: Any) -> keras.Variable:
@@ -352,23 +353,25 @@ def keeps_slots_beside(optimizer: keras.optimizers.Optimizer) -> None:
 
 
 def _filled(split: Split | FlatSplit, slot: keras.Variable) -> Split | FlatSplit:
-    """The split of a new slot. Its padding keeps the initial value, since its gradient is zero; a zero instead would
-    lead to a division by zero (Ftrl)."""
+    """Returns the split of a new slot, whose padding has the slot's initial value.
+
+    The gradient of padding is zero, so the value never changes; zeros would lead to a division by zero (Ftrl).
+    """
     if not isinstance(split, Split) or not split.padding:
         return split
     return dataclasses.replace(split, fill=float(np.ravel(slot.value.values[0].numpy())[0]))
 
 
 def scope_of_values(variables: Sequence[keras.Variable], values: Sequence[Any]) -> keras.StatelessScope:
-    """A scope in which variables have these values, which are whole even for divided variables."""
-    scope = keras.StatelessScope()  # which would compare the shapes of its arguments
+    """Returns a scope in which variables have these values, which are whole even for divided variables."""
+    scope = keras.StatelessScope()  # filled below: as arguments, the values would need the variables' shapes
     for variable, value in zip(variables, values, strict=True):
         scope.state_mapping[id(variable)] = tf.convert_to_tensor(value)
     return scope
 
 
 def _parts(variable: keras.Variable, replica: int = 0) -> Sequence[Any]:
-    """The parts on this worker: all parts of one of its replicas, or its parts of a shared one."""
+    """Returns the parts on this worker: all parts of one of its replicas, or its parts of a shared replica."""
     split, parts = split_of(variable), variable.value.values
     assert split is not None
     return parts if peers_of(variable) else parts[replica * split.size : (replica + 1) * split.size]

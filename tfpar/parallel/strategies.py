@@ -53,8 +53,9 @@ class Runtime:
         return self.topology
 
 
-# A second MultiWorkerMirroredStrategy restarts its count of collectives (TensorFlow 2.21, `CollectiveKeys`), and the
-# runtime confuses them with those of the first, which had other shapes. Each with the topology it was built for.
+# The strategies of this process, each with its topology. They are reused because a second MultiWorkerMirroredStrategy
+# restarts its count of collectives (TensorFlow 2.21, `CollectiveKeys`), and the runtime then confuses its collectives
+# with those of the first strategy, which had other shapes.
 _running: list[tuple[Topology, Runtime]] = []
 
 
@@ -62,7 +63,7 @@ def build(topology: Topology) -> Runtime:
     """Configures the devices and creates the strategy; on a cluster, one for all trainers of this process.
 
     Args:
-      topology: What to build.
+      topology: The topology to build.
 
     Returns:
       The running strategy with its topology. For a parameter server or a worker of `parameter_server` this starts the
@@ -100,7 +101,7 @@ def build(topology: Topology) -> Runtime:
 
 
 def _restrict_port(topology: Topology) -> None:
-    """Restricts the server that TensorFlow started for this process to the process' own address."""
+    """Restricts the server that TensorFlow started for this process to the process's own address."""
     if topology.name not in ("multi_worker", "parameter_server") or not (topology.cluster and topology.cluster.address):
         return
     try:
@@ -132,7 +133,7 @@ def _build_one_device(topology: Topology) -> tf.distribute.Strategy:
 
 
 def _replica_devices(topology: Topology) -> list[str]:
-    """Names of the devices on which the strategy runs replicas: of a pipeline, those of its first stage."""
+    """Returns the names of the devices on which the strategy runs replicas; in a pipeline, those of the first stage."""
     devices = _local_devices(topology)
     places, size = topology.local_places, topology.model_devices
     return [name for place, name in enumerate(devices) if place // size % places == 0]
@@ -191,7 +192,7 @@ def _build_multi_worker(topology: Topology) -> tf.distribute.Strategy:
         tf.config.threading.set_inter_op_parallelism_threads(threads)
     failure.configure(topology.cluster, peer_timeout=topology.peer_timeout, start_timeout=topology.start_timeout)
     with failure.connecting(topology.cluster, topology.start_timeout):
-        # TensorFlow 2.21 uses NCCL only if asked to; otherwise it reduces the gradients of GPUs through gRPC.
+        # TensorFlow 2.21 uses NCCL only if it is named; otherwise it reduces the gradients of GPUs through gRPC.
         gpus = topology.device_type == "GPU"
         implementation = tf.distribute.experimental.CommunicationImplementation.NCCL if gpus else None
         options = tf.distribute.experimental.CommunicationOptions(implementation=implementation) if gpus else None
@@ -205,7 +206,7 @@ def _build_multi_worker(topology: Topology) -> tf.distribute.Strategy:
 
 
 def _with_transport(topology: Topology) -> Topology:
-    """Brings up what carries data between the workers, beside the collectives of the strategy."""
+    """Starts the transport of data between the workers, in addition to the collectives of the strategy."""
     if topology.name != "multi_worker" or topology.workers == 1 or topology.cluster is None:
         return topology
     choice = gloo_mesh.start(
@@ -248,7 +249,7 @@ def _build_parameter_server(topology: Topology) -> tf.distribute.Strategy:
             start=True,
         )
     _restrict_port(topology)
-    # SIGTERM ends servers when a run is done; a Python handler would never run during `join`.
+    # The launcher ends servers with SIGTERM when a run is done; a Python handler would never run during `join`.
     exit_codes.restore_default_signals()
     server.join()
     raise AssertionError("a TensorFlow server runs until its process is ended")

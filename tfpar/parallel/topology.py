@@ -1,4 +1,4 @@
-"""`Topology`: which strategy, how many workers, how many replicas, and which of them this process is.
+"""`Topology`: the strategy, the numbers of workers and replicas, and the rank of this process.
 
 `choose_topology(config, cluster)` derives it from the flags, the cluster description and the physical devices. It
 starts no server and opens no connection, so that a configuration that cannot work is refused before anything starts.
@@ -25,22 +25,24 @@ class Topology:
       name: `one_device`, `mirrored`, `multi_worker`, `parameter_server` or `tpu`.
       workers: Number of workers, the processes that hold replicas.
       worker: Rank of this process among them, from 0; -1 for a parameter server.
-      local_replicas: Replicas per worker, or 1 if a worker holds only a part of one.
-      pipeline_devices: Devices, or groups of them, that hold the stages of each replica: the pipeline axis of the mesh.
-      model_devices: Devices that divide layers among themselves: the model axis of the mesh.
+      local_replicas: Number of replicas per worker, or 1 if a worker holds only a part of one.
+      pipeline_devices: Size of the mesh's pipeline axis: number of devices, or groups of devices, with the stages of a
+        replica.
+      model_devices: Size of the mesh's model axis: number of devices over which layers are divided.
       replica_workers: Number of workers that share a replica; 1 if every worker has whole replicas.
       shards_weights: Whether the weights are sharded over the replicas.
       device_type: `CPU`, `GPU` or `TPU`.
-      reason: Why this strategy was chosen, for the log.
-      cluster: The cluster this process belongs to, if any.
+      reason: The reason why this strategy was chosen, for the log.
+      cluster: The cluster that this process belongs to, if any.
       tpu: Name or address of the TPU.
       hosts: Number of machines of a TPU slice, which one process drives and each of which feeds its own replicas;
         0 for other strategies.
-      peer_timeout: Seconds after which a worker that does not answer counts as lost.
+      peer_timeout: Seconds after which an unresponsive worker counts as lost.
       start_timeout: Seconds that workers wait for each other at the start.
-      transport: What carries data between the CPUs of synchronous workers: `tensorflow` or `gloo`; `auto` until the
+      transport: The transport of data between the CPUs of synchronous workers: `tensorflow` or `gloo`; `auto` until the
         workers have chosen.
-      transport_reason: Why: of `auto`, what keeps this worker from Gloo, if anything; later, why they chose it.
+      transport_reason: With `auto`, the reason why this worker cannot use Gloo, if any; later, the reason for the
+      choice.
     """
 
     name: str
@@ -78,12 +80,12 @@ class Topology:
 
     @property
     def data_worker(self) -> int:
-        """Index of this worker, or of its group, among these, from 0; 0 for a parameter server."""
+        """Index of this worker, or of its group, among the `data_workers`, from 0; 0 for a parameter server."""
         return max(self.worker, 0) // self.replica_workers
 
     @property
     def replica_part(self) -> int:
-        """Index of this worker among those that share its replica, from 0."""
+        """Index of this worker among the workers that share its replica, from 0."""
         return max(self.worker, 0) % self.replica_workers
 
     @property
@@ -93,17 +95,17 @@ class Topology:
 
     @property
     def local_devices(self) -> int:
-        """Devices per worker."""
+        """Number of devices per worker."""
         return self.local_replicas * self.mesh.devices_of_replica // self.replica_workers
 
     @property
     def local_places(self) -> int:
-        """Places of a pipeline on a worker; 1 without a pipeline."""
+        """Number of places of a pipeline on a worker; 1 without a pipeline."""
         return self.pipeline_devices // self.replica_workers if self.pipeline_devices > 1 else 1
 
     @property
     def mesh(self) -> Mesh:
-        """How devices are laid out, by axis."""
+        """The devices by axis."""
         return Mesh(data=self.replicas, pipeline=self.pipeline_devices, model=self.model_devices)
 
     @property
@@ -122,7 +124,7 @@ class Topology:
         return self.name != "parameter_server"
 
     def describe(self) -> str:
-        """One line for the log: what was chosen and why."""
+        """Returns one line for the log: the choice and its reason."""
         shape = f"{self.workers} worker{'s' * (self.workers != 1)} x {self.local_devices} {self.device_type}"
         devices = self.mesh.devices_of_replica
         each = f" of {devices} devices" if devices > 1 else ""
@@ -147,7 +149,7 @@ def choose_topology(config: StrategyConfig, cluster: ClusterInfo | None = None) 
       GPUs, then one device.
 
     Raises:
-      ConfigError: A strategy that this environment cannot run; says what to do instead.
+      ConfigError: This environment cannot run the strategy; the message says what to do instead.
     """
     name, reason = config.strategy, f"--strategy={config.strategy}"
     if name == "auto":
@@ -183,12 +185,12 @@ def choose_topology(config: StrategyConfig, cluster: ClusterInfo | None = None) 
 
 
 def without_auto(config: StrategyConfig) -> StrategyConfig:
-    """The options with `--mesh=auto` removed, for devices whose mesh is not yet chosen."""
+    """Returns the options without `--mesh=auto`, for devices whose mesh is not chosen yet."""
     return dataclasses.replace(config, mesh="") if config.mesh == AUTO else config
 
 
 def _per_worker(config: StrategyConfig, workers: int, devices: int) -> dict[str, Any]:
-    """Replicas of a worker, and devices of a replica."""
+    """Returns the number of replicas of a worker and the numbers of devices of a replica, by attribute."""
     mesh = parse_mesh(config.mesh, workers=workers, devices=devices)
     return {
         "local_replicas": max(1, devices // mesh.devices_of_replica),
@@ -214,7 +216,7 @@ def _choose(config: StrategyConfig, cluster: ClusterInfo | None) -> tuple[str, s
 def _cluster_topology(
     config: StrategyConfig, cluster: ClusterInfo | None, devices: int, common: dict[str, Any]
 ) -> Topology:
-    """The topology of `multi_worker` and `parameter_server`; `common` holds name, reason and device type."""
+    """Returns the topology of `multi_worker` or `parameter_server`; `common` has name, reason and device type."""
     name = common["name"]
     if cluster is None:
         tasks = "--workers=2 --ps=1" if name == "parameter_server" else "--workers=2"
@@ -243,7 +245,7 @@ def _cluster_topology(
 
 
 def _transport(config: StrategyConfig, cluster: ClusterInfo, device_type: str) -> dict[str, str]:
-    """The transport between the workers of `multi_worker`, or what this one needs to know to choose with the others."""
+    """Returns the transport between the workers of `multi_worker`, or `auto` with this worker's part of the choice."""
     if config.transport == "auto":
         reason = "GPUs use NCCL" if device_type == "GPU" else gloo_mesh.obstacle(cluster.address)
         return {"transport": "auto", "transport_reason": reason}

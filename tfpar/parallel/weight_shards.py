@@ -1,8 +1,8 @@
 """Sharded weights: every replica keeps a part, and a weight is whole only while a layer computes with it.
 
-ZeRO stage 3 (Rajbhandari et al. 2020, arXiv:1910.02054). A read of the value in a call of the model gathers the parts
-of all replicas; the gradient of the whole is summed over the replicas, and each gets its part. Each of the two is one
-collective call for all weights that are gathered together.
+ZeRO stage 3 (Rajbhandari et al. 2020, arXiv:1910.02054). Reading the value in a call of the model gathers the parts of
+all replicas; the gradient of the whole value is summed over the replicas, and each replica receives its part. Each of
+these two takes one collective call for all weights that are gathered together.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import tensorflow as tf
 
 
 def is_part(variable: keras.Variable, value: Any) -> bool:
-    """Whether this is a part of a sharded weight, and the program of a replica is being traced."""
+    """Whether `value` is a part of a sharded weight, and the program of a replica is being traced."""
     split = split_of(variable)
     return (
         isinstance(split, FlatSplit)
@@ -31,11 +31,11 @@ def is_part(variable: keras.Variable, value: Any) -> bool:
 
 
 def gathered(variables: Sequence[keras.Variable], values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """The values of variables, whole; parts are gathered, all in one call.
+    """Returns the whole values of variables; all parts are gathered in one call.
 
     Args:
       variables: Any variables.
-      values: For each variable its value, or a part `[S]` of it.
+      values: For each variable, its value or a part `[S]` of it.
     """
     places = [place for place, (each, value) in enumerate(zip(variables, values, strict=True)) if is_part(each, value)]
     place, whole = current_place(), list(values)
@@ -48,7 +48,7 @@ def gathered(variables: Sequence[keras.Variable], values: Sequence[tf.Tensor]) -
 
 
 def shown_whole(variables: Sequence[keras.Variable]) -> contextlib.AbstractContextManager[Any]:
-    """In this context sharded weights report their whole shape, because some layers read it."""
+    """Returns a context in which sharded weights report their whole shape, because some layers read it."""
     splits = [(variable, split_of(variable)) for variable in variables]
     shapes = [(variable, split.shape) for variable, split in splits if isinstance(split, FlatSplit)]
     return keras_calls.shapes_of_variables(shapes) if shapes and current_place() else contextlib.nullcontext()
@@ -61,7 +61,7 @@ class Wholes:
         self._known: dict[int, tf.Tensor] = {}
 
     def of(self, variable: keras.Variable, value: Any) -> Any:
-        """The value, or the whole of which it is a part."""
+        """Returns the value, or the whole value of which it is a part."""
         if value is None or not is_part(variable, value):
             return value
         if id(variable) not in self._known:
@@ -72,12 +72,12 @@ class Wholes:
 def with_wholes(
     values: Mapping[int, tf.Tensor], variables: Sequence[keras.Variable], given: Sequence[tf.Tensor], after: Any
 ) -> dict[int, tf.Tensor]:
-    """Values by the identity of their variables, with those of `variables` replaced by the whole values of `given`.
+    """Returns values by `id` of the variable, with those of `variables` replaced by their whole values.
 
     Args:
       values: Values of any variables.
       variables: The variables of a block.
-      given: For each of them its value, or a part.
+      given: For each variable of the block, its value or a part of it.
       after: Tensors that must be ready before anything is gathered: the inputs of the block, so that no block's weights
         are gathered before its turn.
     """
@@ -86,7 +86,7 @@ def with_wholes(
 
 
 def _gather(place: Place, parts: Sequence[tf.Tensor], splits: Sequence[Any]) -> list[tf.Tensor]:
-    """Whole tensors, gathered from the parts of all replicas. A part's gradient is the sum over all replicas."""
+    """Returns whole tensors, gathered from the parts of all replicas; a part's gradient is summed over all replicas."""
     sizes = [split.elements for split in splits]
 
     @tf.custom_gradient

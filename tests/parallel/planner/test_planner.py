@@ -315,8 +315,8 @@ def test_nothing_fits():
 
 
 def test_no_plan_says_why():
-    model = dataclasses.replace(stack(sizes=(1,)), crossing=(), uncut="It has a call of its own.")
-    with pytest.raises(ConfigError, match=r"no plan for 'stack' .* It has a call of its own"):
+    model = dataclasses.replace(stack(sizes=(1,)), crossing=(), uncut="It has its own call method.")
+    with pytest.raises(ConfigError, match=r"no plan for 'stack' .* It has its own call method"):
         _ = search(question(on(4), model=model, batch=2)).best
 
 

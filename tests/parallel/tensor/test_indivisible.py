@@ -34,7 +34,9 @@ import pytest
         ),
         ("attention", 3, {"multi_head.*query": "column"}, "this way over 3 devices: 4 heads. A model axis of 2 or 4"),
         ("attention", 2, {"logits": "heads"}, "'logits' matches no attention layer"),
-        ("attention", 2, {"multi_head": "heads", "query$": "whole"}, "another rule divides by heads"),
+        ("attention", 2, {"multi_head": "heads", "head_attention/query$": "whole"}, "has no effect: an earlier rule"),
+        ("attention", 2, {"head_attention/query$": "whole", "multi_head": "heads"}, "which is part of it. Put this"),
+        ("attention", 2, {"logits": "whole", "log": "gather"}, "has no effect: an earlier rule .* such as '.*logits'"),
         (
             "dense",
             5,
@@ -58,6 +60,20 @@ def test_rules_by_heads_divide_as_automatic_ones_do():
     rules = {"attention$": "heads"}
     found, automatic = (find_layout(divided.attention(), 2, given) for given in (rules, None))
     assert sorted(layout.way for _, layout in found.values()) == sorted(layout.way for _, layout in automatic.values())
+
+
+@pytest.mark.parametrize("later", [{"attention": "heads"}, {".": "whole"}])
+def test_the_first_of_the_rules_that_match_counts(later):
+    """A later rule divides what is left: it neither fails on nor changes what an earlier one has divided."""
+    model = divided.attention()
+    attention = next(layer for layer in model.layers if isinstance(layer, keras.layers.MultiHeadAttention))
+    found, automatic = (find_layout(model, 2, rules) for rules in ({f"^{attention.path}$": "heads", **later}, None))
+    ways, expected = (
+        {layer.path: layout.way for layer, layout in each.values() if f"{attention.path}/" in (layer.path or "")}
+        for each in (found, automatic)
+    )
+    assert ways == expected
+    assert set(ways.values()) == {"column", "row"}
 
 
 def test_automatic_rules_name_what_stays_whole(caplog):

@@ -1,1 +1,1 @@
-"""Where a model is cut into stages of a pipeline, and the devices that hold them."""
+"""Cuts a model into the stages of a pipeline, and assigns the stages to devices."""

@@ -11,10 +11,10 @@ from tfpar.config import ConfigError
 
 # A stage may cost this many times the most expensive stage of the best cut, if fewer elements then cross.
 _SLACK = 1.1
-_SIZE_SLACK = 1.02  # the same of its weights, where these come first
+_SIZE_SLACK = 1.02  # the same factor on the size of its weights, if these are balanced first
 
 GPIPE = "gpipe"
-BY_WEIGHTS = "weights"  # what stages are to have equally much of
+BY_WEIGHTS = "weights"  # the value of --stage_balance that balances the size of the weights
 
 
 def cut_evenly(
@@ -23,17 +23,17 @@ def cut_evenly(
     stages: int,
     weights: Sequence[Mapping[int, int]] | None = None,
 ) -> list[int] | None:
-    """The cut whose most expensive stage is cheap and that few elements cross.
+    """Returns a cut whose most expensive stage is cheap and that few elements cross.
 
     Args:
       costs: Costs of the steps, in order.
-      crossing: Elements that cross a cut before a step, by the step's number; negative where no cut is allowed.
+      crossing: `(step) -> elements` that cross a cut before the step; negative where no cut is allowed.
       stages: Number of stages.
-      weights: Of each step, the sizes of its weights, by which weights they are. If given, the largest stage is kept
-        small first, and then the most expensive one cheap. Weights that two stages share count in both.
+      weights: For each step, the sizes of its weights, by index of the weight. If given, the cut first minimises the
+        size of the largest stage, then the cost of the most expensive one. Weights that two stages share count in both.
 
     Returns:
-      Number of the first step of each stage but the first; None if there are fewer places for cuts.
+      The number of the first step of each stage except the first; None if there are fewer places for cuts.
     """
     total = [0]
     for cost in costs:
@@ -70,7 +70,7 @@ def cut_evenly(
 
 
 def _size_of(weights: Sequence[Mapping[int, int]]) -> Callable[[int, int], float]:
-    """The size of the weights of steps from one to another, each counted once."""
+    """Returns a function `(start, end) -> size` of the weights of these steps, each weight counted once."""
 
     @functools.cache
     def size(start: int, end: int) -> float:
@@ -82,12 +82,12 @@ def _size_of(weights: Sequence[Mapping[int, int]]) -> Callable[[int, int], float
 def _best(
     ends: Sequence[int], stages: int, combine: Callable[[int, int, float], float]
 ) -> tuple[float, list[int]] | None:
-    """The cut with the least value, by dynamic programming over the ends of stages.
+    """Returns the cut with the least value, by dynamic programming over the ends of stages.
 
     Args:
-      ends: Where stages may end; the last stage ends at the last of them.
+      ends: The steps at which stages may end; the last stage ends at the last of them.
       stages: Number of stages.
-      combine: `(start, end, value of the stages before) -> value` of a stage and those before it.
+      combine: `(start, end, value of the earlier stages) -> value` of a stage and the earlier ones together.
     """
     reached: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
     for stage in range(stages):
@@ -105,14 +105,14 @@ def _best(
 
 
 def parse_beginnings(patterns: str, stages: int) -> list[re.Pattern[str]]:
-    """The expressions of `--stages`.
+    """Returns the expressions of `--stages`.
 
     Args:
       patterns: Regular expressions, separated by commas.
       stages: Number of stages.
 
     Raises:
-      ConfigError: Another number of patterns, or one that is no regular expression.
+      ConfigError: The number of patterns is not `stages - 1`, or a pattern is not a regular expression.
     """
     texts = patterns.split(",")
     if len(texts) != stages - 1:
@@ -130,7 +130,7 @@ def parse_beginnings(patterns: str, stages: int) -> list[re.Pattern[str]]:
 
 
 def cut_at(patterns: str, names: Sequence[str], stages: int) -> list[int]:
-    """The cuts at patterns: each is before the first layer after the previous cut whose path matches its pattern.
+    """Returns the cuts at patterns: each is before the first layer after the previous cut whose path matches.
 
     Args:
       patterns: Regular expressions, separated by commas.
@@ -138,7 +138,7 @@ def cut_at(patterns: str, names: Sequence[str], stages: int) -> list[int]:
       stages: Number of stages.
 
     Returns:
-      Number of the first step of each stage but the first.
+      The number of the first step of each stage except the first.
 
     Raises:
       ConfigError: The number of patterns is wrong, or a pattern is not a regular expression or matches no path.
@@ -158,13 +158,13 @@ def cut_at(patterns: str, names: Sequence[str], stages: int) -> list[int]:
 
 
 def micro_batches_in_flight(stage: int, stages: int, places: int, schedule: str) -> int | None:
-    """How many micro-batches a stage works on before the backward pass of the first must be done; None for no limit.
+    """Returns how many micro-batches a stage starts before the first one's backward pass must be done; None: no limit.
 
-    With 1F1B (Narayanan et al. 2021, arXiv:2104.04473, section 2.2) that is as many as keep the stage busy: a
+    With 1F1B (Narayanan et al. 2021, arXiv:2104.04473, section 2.2), that is the number that keeps the stage busy: a
     micro-batch returns to a stage after it has passed through the later stages twice, forward and backward.
 
     Args:
-      stage: Its number, from 0.
+      stage: Number of the stage, from 0.
       stages: Number of stages.
       places: Number of devices, to which stages are assigned in turn.
       schedule: `1f1b` or `gpipe`.

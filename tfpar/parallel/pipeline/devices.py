@@ -1,7 +1,7 @@
 """The devices of a pipeline: each replica has several, one for each place on the pipeline axis.
 
-The strategy runs a replica on its first device. Operations of a later stage are placed on its device by name; the
-strategy mirrors a variable of a stage like any other, with its copies on the devices of its place.
+The strategy runs a replica on its first device. Operations of a later stage are placed on the stage's device by name.
+The strategy mirrors a variable of a stage like any other, but its copies are on the devices of the stage's place.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class PipelineDevices:
 
     Args:
       first: Names of the first device of each replica, on which the strategy runs it.
-      places: Devices of each replica.
+      places: Number of devices per replica.
       step: Difference of the device numbers of two consecutive places.
 
     Attributes:
-      places: The same.
+      places: Number of devices per replica.
     """
 
     def __init__(self, first: Sequence[str], places: int, step: int = 1) -> None:
@@ -37,11 +37,11 @@ class PipelineDevices:
 
     @property
     def replicas(self) -> int:
-        """Replicas of this worker."""
+        """Number of replicas of this worker."""
         return len(self._rows)
 
     def of_replica(self, replica: int) -> Sequence[str]:
-        """Names of a replica's devices, by place."""
+        """Returns the names of a replica's devices, by place."""
         return self._rows[replica]
 
     @property
@@ -51,18 +51,19 @@ class PipelineDevices:
         return str(spec.replace(device_type="CPU", device_index=0).to_string())
 
     def own_replica(self) -> int:
-        """Which of this worker's replicas the open replica context is of."""
+        """Index, among this worker's replicas, of the current replica context."""
         return static_replica_id() % self.replicas
 
     def of_own_replica(self) -> Sequence[str]:
-        """`of_replica` for the current replica context."""
+        """Calls `of_replica` for the current replica context."""
         return self.of_replica(self.own_replica())
 
     @contextlib.contextmanager
     def creating(self) -> Iterator[None]:
-        """In this context, `at` can create variables at a place. Enter it before the scope of the strategy.
+        """Returns a context in which `at` can create variables at a place. Enter it before the scope of the strategy.
 
-        The strategy makes a copy of a variable for each replica, in their order, by the creators of outer contexts.
+        The strategy creates the copies of a variable in the order of the replicas, by calling the creators of outer
+        contexts.
         """
 
         def make(create: Callable[..., Any], **options: Any) -> Any:
@@ -78,7 +79,7 @@ class PipelineDevices:
 
 
 class _Current(threading.local):
-    """Where this thread makes variables."""
+    """The place at which this thread creates variables."""
 
     def __init__(self) -> None:
         self.place: int | None = None
@@ -90,8 +91,10 @@ _current = _Current()
 
 @contextlib.contextmanager
 def at(place: int | None) -> Iterator[None]:
-    """Variables that are created in this context, one at a time and within `creating`, are on the devices of a
-    place."""
+    """Returns a context in which variables are created on the devices of a place.
+
+    It must be within `creating`, and threads must not create variables at the same time.
+    """
     before = _current.place, _current.copies
     _current.place, _current.copies = place, 0
     try:
@@ -101,7 +104,7 @@ def at(place: int | None) -> Iterator[None]:
 
 
 def place_of(variable: keras.Variable) -> int | None:
-    """The place of a variable that belongs to a stage; None for others, which are on the first device."""
+    """Returns the place of a variable that belongs to a stage; None for others, which are on the first device."""
     return vars(variable).get(_ATTRIBUTE)
 
 
@@ -111,7 +114,7 @@ def mark_place(variable: keras.Variable, place: int) -> None:
 
 
 def beside(tensor: tf.Tensor) -> contextlib.AbstractContextManager[Any]:
-    """The device of a tensor of a graph; does nothing for others."""
+    """Returns a context that places operations on the device of a graph tensor; does nothing for eager tensors."""
     device = tensor.device if tf.is_symbolic_tensor(tensor) else ""
     return tf.device(device) if device else contextlib.nullcontext()
 

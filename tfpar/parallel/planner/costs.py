@@ -28,14 +28,14 @@ class LayerCost:
     """One layer of the graph, in a forward and a backward pass on one device.
 
     Attributes:
-      name: Its path.
-      flops: FLOPs of its matrix products and convolutions in the forward pass, for an example.
-      kept: Bytes of activations that it keeps for the backward pass, for an example.
-      kept_recomputed: The same where `--recompute=blocks` computes activations again.
+      name: Path of the layer.
+      flops: FLOPs per example of its matrix products and convolutions in the forward pass.
+      kept: Bytes of activations per example that it keeps for the backward pass.
+      kept_recomputed: The same with `--recompute=blocks`, which computes activations again.
       recomputed: Whether `--recompute=blocks` calls this layer again.
-      sums: Bytes that it sums or gathers over the model axis for an example, a number for each call: those of the
-        forward pass and those of the backward pass.
-      weights: Its variables.
+      sums: Bytes per example that each call sums or gathers over the model axis, for the calls of the forward pass and
+        for those of the backward pass.
+      weights: The variables of the layer.
     """
 
     name: str
@@ -49,18 +49,18 @@ class LayerCost:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelCosts:
-    """A model.
+    """The costs of a model.
 
     Attributes:
-      name: Its name.
-      layers: The layers in the order in which they run, by the size of the model axis: 1, and each size over which the
-        model can be divided. All sizes have the same layers.
+      name: Name of the model.
+      layers: For each size of the model axis (1, and the sizes over which the model can be divided), the layers in the
+        order in which they run. All sizes have the same layers.
       cut_costs: The cost of each layer that a cut into stages should balance.
       crossing: Bytes per example that cross a cut before each layer; negative where no cut is allowed, empty if the
         model cannot be cut.
       bytes_per_value: Bytes of one value of the activations that are sent.
-      undivided: Why the model cannot be divided over other sizes of the model axis, by size.
-      uncut: Why the model cannot be cut.
+      undivided: For each other size of the model axis, the reason why the model cannot be divided over it.
+      uncut: The reason why the model cannot be cut; empty if it can.
     """
 
     name: str
@@ -72,12 +72,12 @@ class ModelCosts:
 
     @property
     def whole(self) -> tuple[LayerCost, ...]:
-        """The layers of a model that is not divided."""
+        """The layers of the undivided model."""
         return self.layers[1]
 
     @property
     def flops(self) -> float:
-        """FLOPs of a forward pass, for an example."""
+        """FLOPs of a forward pass per example."""
         return sum(layer.flops for layer in self.whole)
 
     @property
@@ -87,5 +87,5 @@ class ModelCosts:
 
 
 def distinct(layers: Sequence[LayerCost]) -> list[Weight]:
-    """The weights of layers, each once."""
+    """Returns the weights of layers, each once."""
     return list({weight.index: weight for layer in layers for weight in layer.weights}.values())

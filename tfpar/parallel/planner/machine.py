@@ -23,13 +23,13 @@ class Machine:
     """Workers with the same devices.
 
     Attributes:
-      workers: Number of workers, usually one for each host.
-      devices: Devices of each.
+      workers: Number of workers, usually one per host.
+      devices: Number of devices per worker.
       flops: FLOPs per second that a device reaches in a training step while the others are idle.
       worker_flops: FLOPs per second of all devices of a worker together, which is less than the sum if they share
         cores; 0: `devices` times `flops`.
       pass_seconds: Fixed time of a forward and backward pass of a micro-batch, in addition to its FLOPs.
-      memory: Bytes of a device; 0: not known.
+      memory: Bytes of memory of a device; 0 if unknown.
       memory_bandwidth: Bytes per second that an optimizer reads and writes.
       within: The link between the devices of a worker.
       between: The link between the workers.
@@ -49,21 +49,21 @@ class Machine:
 
     @property
     def all_devices(self) -> int:
-        """Devices of all workers."""
+        """Number of devices of all workers."""
         return self.workers * self.devices
 
     @property
     def crowding(self) -> float:
-        """By which factor work slows down when all devices of a worker are busy; 1 if they share nothing."""
+        """Factor by which work slows down when all devices of a worker are busy; 1 if they share nothing."""
         return max(1.0, self.devices * self.flops / self.worker_flops) if self.worker_flops else 1.0
 
 
 def parse_size(text: str, flag: str = "--device_memory") -> int:
-    """Bytes, from text such as `16GiB`, `500M` or `1e9`; units are powers of 1,024. Empty: 0.
+    """Returns the bytes that a text such as `16GiB`, `500M` or `1e9` stands for; units are powers of 1,024.
 
     Args:
-      text: The text.
-      flag: Where it came from; named in errors.
+      text: The text; 0 bytes if empty.
+      flag: The flag that the text is from; named in errors.
 
     Raises:
       ConfigError: The text is not a size.
@@ -77,12 +77,13 @@ def parse_size(text: str, flag: str = "--device_memory") -> int:
 
 
 def parse_link(text: str, flag: str, latency: float) -> Link:
-    """A link, from text such as `10gbit` or `100gbit,20us`: a rate and the time of an empty message.
+    """Returns the link that a text such as `10gbit` or `100gbit,20us` describes: a rate and the time of an empty
+    message.
 
     Args:
       text: The text.
-      flag: Where it came from; named in errors.
-      latency: Seconds of an empty message, if the text does not give them.
+      flag: The flag that the text is from; named in errors.
+      latency: Seconds that an empty message takes, if the text does not give them.
 
     Raises:
       ConfigError: The text is not a link.
@@ -98,7 +99,7 @@ def parse_link(text: str, flag: str, latency: float) -> Link:
 
 
 def format_size(size: float) -> str:
-    """`5.1 GiB`, or the like."""
+    """Formats bytes as text, e.g. `5.1 GiB`."""
     for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if size >= scale:
             value = size / scale

@@ -35,13 +35,13 @@ def memory_of(
     """Predicts the memory of the device of a replica that needs the most.
 
     Args:
-      replica: Its stages.
-      plan: How they lie.
-      machine: Devices.
+      replica: The stages of the replica.
+      plan: The plan.
+      machine: The devices.
       examples: Number of examples in a micro-batch on a replica.
-      state_per_weight: Bytes of the optimizer's state for each float32 weight.
+      state_per_weight: Bytes of the optimizer's state per float32 weight.
       remembers: Whether the exchange has residuals.
-      schedule: Of a pipeline, `1f1b` or `gpipe`.
+      schedule: Schedule of a pipeline, `1f1b` or `gpipe`.
       compiled: Whether XLA compiles passes.
     """
     workers = plan.mesh.data // max(1, machine.devices // plan.mesh.devices_of_replica)
@@ -55,7 +55,7 @@ def memory_of(
 
 
 def _of_weights(weights: Sequence[Weight], plan: Plan, state_per_weight: int, workers: int) -> dict[str, int]:
-    """Bytes that depend on the weights of a device."""
+    """Returns the bytes that depend on the weights of a device."""
     replicas = plan.mesh.data
     size = sum(weight.size for weight in weights)
     trained = sum(weight.size for weight in weights if weight.trainable)
@@ -76,7 +76,7 @@ def _of_weights(weights: Sequence[Weight], plan: Plan, state_per_weight: int, wo
 
 
 def _activations(replica: Replica, device: int, plan: Plan, examples: int, schedule: str) -> float:
-    """Bytes that a device keeps for backward passes, before XLA fuses."""
+    """Returns the bytes that a device keeps for backward passes, before XLA fuses operations."""
     kept = whole = largest = 0.0
     for number, stage in enumerate(replica.stages):
         if number % replica.devices != device:

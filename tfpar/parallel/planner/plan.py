@@ -10,14 +10,14 @@ from tfpar.parallel.mesh import Mesh
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A way to lay a run out.
+    """A way to distribute a run over devices.
 
     Attributes:
       mesh: Devices by axis.
-      micro_batches: Micro-batches of a step on each replica.
-      recompute: `none` or `blocks`.
-      shard: What replicas divide among themselves, as `--shard` says.
-      exchange: How gradients travel, as `--exchange` says.
+      micro_batches: Number of micro-batches of a step on each replica.
+      recompute: A value of `--recompute`: `none` or `blocks`.
+      shard: A value of `--shard`: what the replicas divide among themselves.
+      exchange: A value of `--exchange`.
     """
 
     mesh: Mesh
@@ -28,12 +28,12 @@ class Plan:
 
     @property
     def mesh_text(self) -> str:
-        """The mesh as `--mesh` takes it."""
+        """The mesh as a value of `--mesh`."""
         sizes = dataclasses.asdict(self.mesh).items()
         return ",".join(f"{axis}:{size}" for axis, size in sizes if size > 1 or axis == "data")
 
     def options(self) -> dict[str, Any]:
-        """The options that make a run follow the plan, by flag name."""
+        """Returns the options that make a run follow the plan, by flag name."""
         return {
             "mesh": self.mesh_text,
             "accumulate_steps": self.micro_batches,
@@ -45,15 +45,15 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of a step, by what a device does in them.
+    """Seconds of a step, by activity.
 
     Attributes:
       compute: Forward and backward passes on the busiest device.
       bubble: Waiting for other stages of the pipeline.
       sums: Sums and gathers along the model axis.
       messages: Sending activations between stages, as far as passes wait for them.
-      exchange: Gradients between replicas.
-      update: The optimizer.
+      exchange: Exchanging gradients between replicas.
+      update: Updating the weights.
     """
 
     compute: float
@@ -65,26 +65,26 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """All together."""
+        """Seconds of the whole step."""
         return sum(dataclasses.astuple(self))
 
     @property
     def limit(self) -> str:
-        """What takes longest."""
+        """The activity that takes longest."""
         parts = dataclasses.asdict(self)
         return max(parts, key=parts.__getitem__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes of the fullest device, by what is in them.
+    """Bytes of the fullest device, by content.
 
     Attributes:
       weights: All variables of the model.
-      gradients: Gradients, with those of micro-batches that are added up.
-      state: The optimizer's state, and what owners of shards keep besides.
+      gradients: Gradients, including the sums over micro-batches.
+      state: The optimizer's state, and the owner's exact copy of the weights in its shard.
       residuals: Residuals of a lossy exchange.
-      activations: What the backward pass reads.
+      activations: Activations that the backward pass reads.
     """
 
     weights: int
@@ -100,7 +100,7 @@ class Memory:
 
     @property
     def size(self) -> int:
-        """The peak: the lasting bytes, and the most that a pass needs at once."""
+        """Peak memory: the lasting bytes, and the most that a pass needs at once."""
         return self.lasting + self.gradients + self.activations
 
 
@@ -110,8 +110,8 @@ class Prediction:
 
     Attributes:
       plan: The plan.
-      time: Of a step.
-      memory: Of the fullest device.
+      time: Time of a step.
+      memory: Memory of the fullest device.
       fits: Whether a device has that much memory.
     """
 

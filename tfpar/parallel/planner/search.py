@@ -23,23 +23,23 @@ _MOST_TURNS = 16
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Question:
-    """What a plan is sought for.
+    """The input of a search.
 
     Attributes:
       model: The model.
       machine: Devices and links.
-      batch: Examples of a step, over all replicas.
-      state_per_weight: Bytes of the optimizer's state for each float32 weight.
+      batch: Number of examples of a step, over all replicas.
+      state_per_weight: Bytes of the optimizer's state per float32 weight.
       recomputes: Values of `--recompute` to consider.
       shards: Values of `--shard` to consider.
       exchanges: Exchanges to consider.
-      micro_batches: Number of micro-batches; 0: to be chosen.
+      micro_batches: Number of micro-batches; 0 lets the search choose it.
       meshes: Required sizes of the mesh, by axis.
-      schedule: Of a pipeline, `1f1b` or `gpipe`.
-      stages_per_device: Stages that each device of a pipeline has.
-      stage_balance: What stages have equally much of.
-      compiled: Whether XLA compiles passes that it can.
-      refusal: Why a plan cannot be carried out; empty where it can.
+      schedule: Schedule of a pipeline, `1f1b` or `gpipe`.
+      stages_per_device: Number of stages per device of a pipeline.
+      stage_balance: The quantity that stages share equally, a value of `--stage_balance`.
+      compiled: Whether XLA compiles passes where it can.
+      refusal: Returns the reason why a plan cannot be carried out; an empty string if it can.
     """
 
     model: ModelCosts
@@ -60,12 +60,12 @@ class Question:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What was found.
+    """The result of a search.
 
     Attributes:
-      question: What was asked.
+      question: The input of the search.
       fitting: The plans that fit, the fastest first.
-      others: Those that do not, the smallest first.
+      others: The plans that do not fit, the smallest first.
     """
 
     question: Question
@@ -77,7 +77,7 @@ class Answer:
         """The fastest plan that fits.
 
         Raises:
-          ConfigError: None fits; says what would.
+          ConfigError: No plan fits; the message says what would help.
         """
         if self.fitting:
             return self.fitting[0]
@@ -103,10 +103,10 @@ class Answer:
 
 
 def search(question: Question) -> Answer:
-    """Predicts every plan.
+    """Predicts time and memory of every plan.
 
     Args:
-      question: What is asked.
+      question: The input of the search.
     """
     laid_out = functools.cache(
         lambda mesh: replica_of(question.model, mesh, question.stages_per_device, question.stage_balance)
@@ -122,13 +122,13 @@ def search(question: Question) -> Answer:
 
 
 def predict(question: Question, plan: Plan, exchange: Exchange, replica: Replica) -> Prediction:
-    """Predicts one plan.
+    """Predicts time and memory of one plan.
 
     Args:
-      question: What is asked.
+      question: The input of the search.
       plan: The plan.
-      exchange: That of the plan.
-      replica: The stages of the model on its mesh.
+      exchange: The exchange of the plan.
+      replica: The stages of the model on the plan's mesh.
     """
     machine, examples = question.machine, -(-question.batch // (plan.mesh.data * plan.micro_batches))
     time = step_time(replica, plan, machine, examples, question.state_per_weight, exchange)
@@ -157,7 +157,7 @@ def predict_plan(question: Question, plan: Plan) -> Prediction:
 
 
 def meshes(machine: Machine, sizes: Sequence[int], wanted: dict[str, int] | None = None) -> Iterator[Mesh]:
-    """All meshes of a machine's devices that `--mesh` takes.
+    """Yields all meshes of a machine's devices that `--mesh` accepts.
 
     Args:
       machine: The machine.
@@ -189,7 +189,7 @@ def _plans(question: Question) -> Iterator[tuple[Plan, Exchange]]:
 
 
 def _micro_batches(question: Question, mesh: Mesh) -> list[int]:
-    """Numbers of micro-batches that divide a replica's share of a batch, up to a power of two."""
+    """Returns the numbers of micro-batches to consider: powers of two that divide a replica's share of a batch."""
     if question.micro_batches:
         return [question.micro_batches]
     share = question.batch // mesh.data
@@ -200,8 +200,10 @@ def _micro_batches(question: Question, mesh: Mesh) -> list[int]:
 
 
 def _order(prediction: Prediction) -> tuple[float, ...]:
-    """Sorts the fastest first; among plans within about 2 %, which no prediction can distinguish, the simplest
-    first."""
+    """Returns a sort key: the fastest plans first, and among plans within about 2 % the simplest.
+
+    No prediction can distinguish plans whose times are that close.
+    """
     plan, seconds = prediction.plan, prediction.time.seconds
     changes = (plan.recompute != "none") + (plan.shard != "none")
     return round(math.log(seconds, 1.02)), plan.mesh.devices_of_replica, changes, plan.micro_batches, seconds
@@ -211,14 +213,14 @@ def check_fits(question: Question, plan: Plan) -> Prediction:
     """Refuses a plan that needs more than a device has.
 
     Args:
-      question: The question; its alternatives appear in the error message.
-      plan: What was chosen.
+      question: The input of the search; the error message proposes alternatives from it.
+      plan: The chosen plan.
 
     Returns:
-      What is predicted.
+      The prediction for the plan.
 
     Raises:
-      ConfigError: The plan does not fit; lists options that would.
+      ConfigError: The plan does not fit; the message lists options with which it would.
     """
     found = predict_plan(question, plan)
     if found.fits:
@@ -242,12 +244,12 @@ def _changes(given: dict[str, object], plan: Plan) -> dict[str, object]:
 
 
 def composition(prediction: Prediction) -> str:
-    """The parts of a device's memory, the largest first."""
+    """Describes the parts of a device's memory, the largest first."""
     parts = sorted(dataclasses.asdict(prediction.memory).items(), key=lambda part: -part[1])
     return ", ".join(f"{format_size(size)} {name}" for name, size in parts if size)
 
 
 def describe(plan: Plan) -> str:
-    """The options of a plan that differ from their defaults."""
+    """Describes the options of a plan that differ from their defaults."""
     idle = {"accumulate_steps": 1, "recompute": "none", "shard": "none", "exchange": "none"}
     return " ".join(f"--{name}={value}" for name, value in plan.options().items() if idle.get(name) != value)

@@ -19,7 +19,7 @@ class Stage:
       flops: FLOPs of a forward pass.
       repeated: FLOPs that `--recompute=blocks` computes again.
       kept: Bytes of activations.
-      kept_recomputed: The same where they are computed again.
+      kept_recomputed: The same with `--recompute=blocks`.
       largest: Bytes of the activations of the largest layer that is computed again.
       sums: Bytes of each call along the model axis.
       received: Bytes that cross the cut before the stage.
@@ -39,8 +39,8 @@ class Replica:
     """The stages of a replica, assigned in turn to the devices of the pipeline axis.
 
     Attributes:
-      stages: All of them, in order.
-      devices: Devices of the pipeline axis.
+      stages: All stages, in order.
+      devices: Number of devices on the pipeline axis.
       weights: The variables of each of these devices.
     """
 
@@ -49,11 +49,11 @@ class Replica:
     weights: Sequence[Sequence[Weight]]
 
     def of_device(self, device: int) -> Sequence[Stage]:
-        """The stages of one device."""
+        """Returns the stages of one device."""
         return self.stages[device :: self.devices]
 
     def in_flight(self, stage: int, micro_batches: int, schedule: str) -> int:
-        """The number of micro-batches whose activations a stage keeps at once."""
+        """Returns the number of micro-batches whose activations a stage keeps at once."""
         if len(self.stages) == 1:
             return 1
         limit = micro_batches_in_flight(stage, len(self.stages), self.devices, schedule)
@@ -63,13 +63,13 @@ class Replica:
 def replica_of(
     model: ModelCosts, mesh: Mesh, stages_per_device: int = 1, stage_balance: str = "flops"
 ) -> Replica | None:
-    """The stages of a model on a mesh; None if it cannot be cut or divided in this way.
+    """Returns the stages of a model on a mesh; None if it cannot be cut or divided in this way.
 
     Args:
       model: The model.
-      mesh: Its model axis must be one of `model.layers`.
-      stages_per_device: Stages that each device of a pipeline has.
-      stage_balance: What stages have equally much of, see `--stage_balance`.
+      mesh: The mesh; the size of its model axis must be a key of `model.layers`.
+      stages_per_device: Number of stages per device of a pipeline.
+      stage_balance: The quantity that stages share equally, see `--stage_balance`.
     """
     layers = model.layers.get(mesh.model)
     if layers is None:

@@ -1,10 +1,10 @@
 """Predicts the time of a step under a plan.
 
 Passes: a device takes F / rate for F FLOPs, where F is three times the FLOPs of the forward pass, or four times with
-recomputation, and a fixed time for each pass. A pipeline of S devices that hold V stages each takes M turns of its
-slowest device, and to fill and empty, one turn of each other device, divided by V (Narayanan et al. 2021,
-arXiv:2104.04473, section 2.2: M + (S - 1) / V turns where all are equal). If the devices of a worker share cores, a
-step takes at least the time of all their work at the rate of the cores.
+recomputation, and a fixed time for each pass. For M micro-batches, a pipeline of S devices with V stages each takes M
+turns of its slowest device and, to fill and drain, one turn of each other device divided by V (Narayanan et al. 2021,
+arXiv:2104.04473, section 2.2: M + (S - 1) / V turns if all are equal). If the devices of a worker share cores, a step
+takes at least the time of all their work at the rate of the cores.
 
 Sums along the model axis, of activations and once per step of the gradients of whole weights, are ring all-reduces,
 assumed not to overlap with anything. Messages between stages cost their latency and bytes. Gradients are summed over
@@ -35,7 +35,7 @@ class Exchange:
     Attributes:
       name: The value of `--exchange`.
       seconds: `(elements, workers, link) -> seconds`; None for a ring all-reduce of float32 gradients.
-      remembers: Whether it has residuals.
+      remembers: Whether the exchange has residuals.
     """
 
     name: str
@@ -49,14 +49,14 @@ DENSE = Exchange("none")
 def step_time(
     replica: Replica, plan: Plan, machine: Machine, examples: int, state_per_weight: int, exchange: Exchange = DENSE
 ) -> StepTime:
-    """Predicts a step.
+    """Predicts the time of a step.
 
     Args:
-      replica: Its stages.
-      plan: How they lie.
+      replica: The stages of a replica.
+      plan: The plan.
       machine: Devices and links.
-      examples: Of a micro-batch on a replica.
-      state_per_weight: Bytes of the optimizer's state for each float32 weight.
+      examples: Number of examples in a micro-batch on a replica.
+      state_per_weight: Bytes of the optimizer's state per float32 weight.
       exchange: The exchange of the plan.
     """
     mesh, passes = plan.mesh, plan.micro_batches
@@ -95,12 +95,12 @@ def step_time(
 
 
 def _ring(size: float, devices: int, link: Link, machine: Machine) -> float:
-    """Seconds of a sum over devices."""
+    """Returns the seconds of a sum over devices."""
     return all_reduce(int(size), devices, link, machine.memory_bandwidth).seconds if devices > 1 else 0.0
 
 
 def _messages(replica: Replica, plan: Plan, examples: int, machine: Machine, turn: float) -> float:
-    """Seconds in which passes wait for activations of other stages and their gradients."""
+    """Returns the seconds in which passes wait for activations of other stages and their gradients."""
     if len(replica.stages) == 1:
         return 0.0
     here = max(1, machine.devices // plan.mesh.model)  # devices of the pipeline on a worker
@@ -114,7 +114,7 @@ def _messages(replica: Replica, plan: Plan, examples: int, machine: Machine, tur
 
 
 def _exchange(replica: Replica, plan: Plan, machine: Machine, exchange: Exchange) -> float:
-    """Seconds of summing gradients over replicas: first within a worker, then between workers, over the shared link."""
+    """Returns the seconds of summing gradients over replicas: within a worker, then over the link between workers."""
     mesh = plan.mesh
     if mesh.data == 1:
         return 0.0
@@ -137,7 +137,7 @@ def _exchange(replica: Replica, plan: Plan, machine: Machine, exchange: Exchange
 
 
 def _update(replica: Replica, plan: Plan, machine: Machine, state_per_weight: int) -> float:
-    """Seconds of reading weights, gradients and state, and of writing weights and state."""
+    """Returns the seconds of reading weights, gradients and state, and of writing weights and state."""
     size = max(_trainable(each) for each in replica.weights)
     touched = size * (3 + 2 * state_per_weight / 4)
     owners = plan.mesh.data if plan.shard != "none" else 1
@@ -146,5 +146,5 @@ def _update(replica: Replica, plan: Plan, machine: Machine, state_per_weight: in
 
 
 def _trainable(weights: Sequence[Weight], divided: bool | None = None) -> int:
-    """Bytes of trainable weights, all or those that are divided or not."""
+    """Returns the bytes of trainable weights: of all, or only of those that are (not) divided."""
     return sum(each.size for each in weights if each.trainable and divided in (None, each.divided))

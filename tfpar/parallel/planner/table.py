@@ -22,11 +22,11 @@ _NEAR = 0.9  # of a device's memory
 
 
 def table(answer: Answer, rows: int = 5) -> str:
-    """The best plans, one per line, each with its bottlenecks.
+    """Formats the best plans, one per line, each with its bottlenecks.
 
     Args:
-      answer: From `search`.
-      rows: How many.
+      answer: The result of `search`.
+      rows: Number of plans to show.
     """
     shown = answer.fitting[:rows]
     machine, count = answer.question.machine, len(answer.fitting) + len(answer.others)
@@ -39,7 +39,7 @@ def table(answer: Answer, rows: int = 5) -> str:
 
 
 def describe_machine(machine: Machine) -> str:
-    """One line on the machine for which plans are predicted."""
+    """Describes the machine for which plans are predicted, in one line."""
     workers, devices = machine.workers, machine.devices
     shape = f"{workers} worker{'s' * (workers != 1)} x {devices} device{'s' * (devices != 1)}"
     parts = [f"{shape} of {machine.flops / 1e9:,.3g} GFLOP/s"]
@@ -74,7 +74,7 @@ def _row(prediction: Prediction, batch: int, machine: Machine) -> Sequence[str]:
 
 
 def limits(prediction: Prediction, machine: Machine) -> str:
-    """The parts of a step that take more than a tenth of it, the longest first; and memory, if it is nearly full."""
+    """Lists the parts that take more than a tenth of a step, the longest first, and memory if it is nearly full."""
     total = prediction.time.seconds
     shares = {name: seconds / total for name, seconds in dataclasses.asdict(prediction.time).items()}
     named = sorted((name for name, share in shares.items() if share > 0.1), key=lambda name: -shares[name])

@@ -1,1 +1,1 @@
-"""Divides a replica over the model axis: which layers, along which dimension, and what their devices exchange."""
+"""Divides a replica over the model axis: chooses layers and dimensions, and exchanges values between devices."""

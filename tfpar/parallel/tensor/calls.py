@@ -1,5 +1,4 @@
-"""Calls of divided layers: each device computes with its part of the weights and exchanges sums or gathers with the
-model axis."""
+"""Calls of divided layers: each device computes with its part of the weights; sums and gathers join the results."""
 
 from __future__ import annotations
 
@@ -28,8 +27,8 @@ def divide_calls(layouts: Layouts, heads: Collection[int] = ()) -> None:
     """Makes layers compute with their parts whenever the program of one device is traced (see `ModelAxis.on`).
 
     Args:
-      layouts: From `find_layout`.
-      heads: Identities of layers whose outputs may stay divided, see `heads_of`.
+      layouts: The result of `find_layout`.
+      heads: `id`s of layers whose outputs may stay divided, see `heads_of`.
     """
     inside_attention = {
         id(child)
@@ -53,7 +52,7 @@ def divide_calls(layouts: Layouts, heads: Collection[int] = ()) -> None:
 
 
 def heads_of(model: keras.Model) -> set[int]:
-    """Identities of the layers whose outputs are outputs of the model and have no other use.
+    """Returns the `id`s of the layers whose outputs are outputs of the model and have no other use.
 
     There are none if the model overrides `call`, or recomputes activations at its end.
     """
@@ -76,8 +75,9 @@ def heads_of(model: keras.Model) -> set[int]:
 
 
 def _is_linear(layer: keras.layers.Layer) -> bool:
-    """Whether the layer never needs all of its outputs: it has no activation, such as softmax, and no regulariser of
-    it."""
+    """Whether the layer never needs all of its outputs: it has no activation, such as softmax, and no regularizer of
+    it.
+    """
     activation = getattr(layer, "activation", None)
     return activation in (None, keras.activations.linear) and layer.activity_regularizer is None
 
@@ -144,7 +144,7 @@ def _positions(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Calls a block whose devices hold divided positions, between layers that hold all."""
+    """Calls a block in which each device holds a part of the positions; its input and output may have all positions."""
     gets_all, returns_all = edges
     del layer
     outputs = plain(place.part_positions(inputs) if gets_all else inputs, *args, **kwargs)

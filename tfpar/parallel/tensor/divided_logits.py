@@ -48,18 +48,18 @@ class DividedLogits:
         return self.place.size * self.own.shape[-1] - self.classes
 
     def gathered(self) -> tf.Tensor:
-        """All logits `[..., V]`, on every device; gathered once."""
+        """Returns all logits `[..., V]` on every device; they are gathered once."""
         if not self._gathered:
             logits = self.place.gather(self.own, self.padding)
             self._gathered.append(keras_internals.set_mask(logits, keras_internals.mask_of(self.own)))
         return self._gathered[0]
 
     def cross_entropy(self, labels: tf.Tensor, dtype: str = "float32") -> tf.Tensor:
-        """Cross-entropy of each position, as `tf.nn.sparse_softmax_cross_entropy_with_logits` of all logits.
+        """Returns the cross-entropy of each position, like `tf.nn.sparse_softmax_cross_entropy_with_logits`.
 
         Args:
           labels: Integers `[...]`; a label that is not a class gives NaN, as that function does on GPUs.
-          dtype: What to compute in.
+          dtype: The dtype of the computation.
 
         Returns:
           `[...]` of `dtype`, the same on every device. Its gradient needs no communication.
@@ -88,7 +88,7 @@ class DividedLogits:
         return tf.where(is_class, entropy, tf.constant(float("nan"), entropy.dtype))
 
     def best(self) -> tf.Tensor:
-        """The class of the largest logit, int32 `[...]`; the first of equal ones, as in `tf.argmax`. No gradient."""
+        """Returns the class of the largest logit, int32 `[...]`, the first of equals like `tf.argmax`. No gradient."""
         width = self.own.shape[-1]
         logits = self._without_padding(tf.cast(tf.stop_gradient(self.own), tf.float32))
         own = tf.argmax(logits, axis=-1, output_type=tf.int32)
@@ -106,8 +106,10 @@ class DividedLogits:
 
 
 class _Keeping(threading.local):
-    """The logits that this thread keeps divided, or None. Per thread, because MirroredStrategy traces every device in a
-    separate thread."""
+    """The logits that this thread keeps divided, or None.
+
+    Per thread, because MirroredStrategy traces every device in a separate thread.
+    """
 
     def __init__(self) -> None:
         self.kept: list[DividedLogits] | None = None
@@ -118,7 +120,7 @@ _keeping = _Keeping()
 
 @contextlib.contextmanager
 def kept_divided() -> Iterator[list[DividedLogits]]:
-    """In this context the logits that a model returns may stay divided; elsewhere they are gathered.
+    """Returns a context in which the logits that a model returns may stay divided; elsewhere they are gathered.
 
     Yields:
       The divided logits, for `check_returned`.
@@ -131,7 +133,7 @@ def kept_divided() -> Iterator[list[DividedLogits]]:
 
 
 def returned(logits: DividedLogits) -> tf.Tensor:
-    """The result of a head whose outputs are those of the model."""
+    """Returns the result of a head whose outputs are those of the model."""
     if _keeping.kept is None:
         return logits.gathered()
     _keeping.kept.append(logits)
@@ -140,14 +142,14 @@ def returned(logits: DividedLogits) -> tf.Tensor:
 
 
 def check_returned(kept: Sequence[DividedLogits], outputs: Sequence[Any]) -> None:
-    """Refuses a model that uses divided logits for anything but returning them.
+    """Refuses a model that does anything with divided logits except return them.
 
     Args:
-      kept: From `kept_divided`.
-      outputs: The outputs of the model, flat.
+      kept: The value of `kept_divided`.
+      outputs: The outputs of the model, flattened.
 
     Raises:
-      ConfigError: The model uses them otherwise; says what to do.
+      ConfigError: The model uses them in another way; the message says what to do.
     """
     if len([each for each in kept if any(divided(output) is each for output in outputs)]) < len(kept):
         raise ConfigError(
@@ -157,11 +159,11 @@ def check_returned(kept: Sequence[DividedLogits], outputs: Sequence[Any]) -> Non
 
 
 def divided(tensor: Any) -> DividedLogits | None:
-    """The divided logits of which a model's output is a part; None if the output is whole."""
+    """Returns the divided logits of which a model's output is a part; None if the output is whole."""
     return getattr(tensor, _ATTRIBUTE, None)
 
 
 def gathered(tensor: Any) -> Any:
-    """A model's output as a whole."""
+    """Returns a model's output, gathered if it is divided."""
     logits = divided(tensor)
     return tensor if logits is None else logits.gathered()

@@ -12,15 +12,15 @@ from tfpar.parallel.tensor.ways import COLUMN, ROW, layout_of, parse_way
 import keras
 
 _SHOWN = 8  # sizes in a message
-_PROJECTION = 3  # dims of a kernel that has one of heads
+_PROJECTION = 3  # number of dims of a kernel with a dim of heads
 
 
 class Count(NamedTuple):
-    """What a device must get an equal share of.
+    """The heads or units of a layer, which must be shared equally by the devices.
 
     Attributes:
       layer: Name of the layer.
-      number: How many there are.
+      number: Number of heads or units.
       noun: "heads" or "units".
     """
 
@@ -31,13 +31,13 @@ class Count(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Indivisible:
-    """Layers that are divided together, and that an axis of this size does not divide.
+    """Layers that can only be divided together, but not over a model axis of this size.
 
     Attributes:
       layer: The layer that they belong to, such as an attention layer; or the first of them.
-      layers: Those that have weights.
-      counts: Of the layers that have heads or units.
-      size: Devices on the model axis.
+      layers: The layers that have weights.
+      counts: The heads or units of the layers that have them.
+      size: Number of devices on the model axis.
     """
 
     layer: keras.layers.Layer
@@ -47,7 +47,7 @@ class Indivisible:
 
     @classmethod
     def of(cls, owner: keras.layers.Layer, ways: Mapping[keras.layers.Layer, str], size: int) -> Indivisible:
-        """Of layers of which at least one cannot be divided in its way, see `layout_of`."""
+        """Describes layers of which at least one cannot be divided in its way, see `layout_of`."""
         counts = [count for layer, way in ways.items() if (count := _count(layer, way))]
         return cls(owner, tuple(layer for layer in ways if layer.weights), tuple(counts), size)
 
@@ -58,7 +58,7 @@ class Indivisible:
 
     @property
     def reason(self) -> str:
-        """What is not divisible, such as "3 heads"; or that the weights cannot be cut at all."""
+        """The heads or units that are not divisible, e.g. "3 heads"; or that the weights cannot be divided at all."""
         wrong = [count for count in self.counts if count.number % self.size]
         if not wrong:
             return "weights that cannot be cut: a constraint, an adapter, or an activation over all outputs"
@@ -74,13 +74,13 @@ class Indivisible:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Sizes of the axis above 1 that divide all of them, the smallest ones."""
+        """The smallest sizes of the axis above 1 that divide all of them."""
         common = math.gcd(*(count.number for count in self.counts)) if self.counts else 1
         return tuple(size for size in range(2, common + 1) if common % size == 0)[:_SHOWN]
 
     @property
     def fitting(self) -> str:
-        """What would fit, as a sentence."""
+        """A sentence with the sizes that would fit."""
         if all(count.number % self.size == 0 for count in self.counts):
             return "No size of the model axis divides them."
         if not self.sizes:
@@ -90,7 +90,7 @@ class Indivisible:
 
 
 def _count(layer: keras.layers.Layer, way: str) -> Count | None:
-    """None if the layer is not divided by heads or units, or not divisible at any size."""
+    """Returns the heads or units of a layer; None if it is divided by neither, or is not divisible at any size."""
     kind, groups, heads = parse_way(way)
     if kind not in (COLUMN, ROW):
         return None

@@ -35,7 +35,7 @@ import keras
 
 # Below this many elements, gathering costs more than it saves.
 _LARGE = 1 << 12
-_LARGE_CONVOLUTION = 1 << 16  # whose outputs are larger
+_LARGE_CONVOLUTION = 1 << 16  # the same for convolutions, whose outputs are larger
 # Elementwise layers that may be between two Dense layers.
 _ELEMENTWISE = (keras.layers.Activation, keras.layers.Dropout, keras.layers.ReLU, keras.layers.LeakyReLU)
 # Names of keras-hub's feed-forward layers.
@@ -47,17 +47,17 @@ _ATTENTION = ("query", "key", "value", "attention_output")
 
 
 def find_layout(model: keras.Model, size: int, rules: Mapping[str, str] | None = None) -> Layouts:
-    """The layout of a model, by `id` of the layer; whole layers are left out.
+    """Returns the layout of a model, by `id` of the layer, without the layers that stay whole.
 
     Args:
       model: A built Keras model.
-      size: Devices on the model axis.
-      rules: Ways by regular expression, searched in the paths of layers; the first match wins. Rules take precedence
-        over automatic choices.
+      size: Number of devices on the model axis.
+      rules: Ways by regular expression, which is searched in the paths of layers; the first match wins. Rules take
+        precedence over automatic choices.
 
     Raises:
-      ConfigError: A rule is not a regular expression, names no way, matches no layer, or divides a layer that has no
-        equal parts; or no layer can be divided.
+      ConfigError: A rule is not a regular expression, names no way, matches no layer or only layers of earlier rules,
+        or divides a layer that has no equal parts; or no layer can be divided.
     """
     finder = Finder(model, size)
     finder.take_rules(rules or {})
@@ -66,10 +66,10 @@ def find_layout(model: keras.Model, size: int, rules: Mapping[str, str] | None =
 
 
 def some(layouts: Layouts, finder: Finder, model: keras.Model) -> Layouts:
-    """The layouts, of which there must be at least one.
+    """Returns the layouts if there is at least one.
 
     Raises:
-      ConfigError: There are none.
+      ConfigError: There is no layout.
     """
     if not layouts:
         closest = finder.indivisible[:1]
@@ -83,13 +83,13 @@ def some(layouts: Layouts, finder: Finder, model: keras.Model) -> Layouts:
 
 
 class Finder:
-    """Layouts that have been found so far.
+    """Finds the layouts of layers.
 
     Attributes:
       layers: All layers of the model.
-      size: Devices on the model axis.
-      found: The layouts.
-      groups: The layers, by identity, that are divided together and could not be divided separately.
+      size: Number of devices on the model axis.
+      found: The layouts found so far.
+      groups: Groups of `id`s of layers that can only be divided together.
       indivisible: Layers that would be divided together, but whose heads or units the axis does not divide.
     """
 
@@ -100,58 +100,63 @@ class Finder:
         self.indivisible: list[Indivisible] = []
         self.size = size
         self._asked: set[int] = set()
+        self._by_heads: set[int] = set()
 
     def take_rules(self, rules: Mapping[str, str]) -> None:
-        expressions = []
+        """Divides the layers that rules match; if several rules match a layer, the first one applies."""
         for pattern, way in rules.items():
             try:
-                expressions.append((re.compile(pattern), way, pattern))
+                expression = re.compile(pattern)
             except re.error as error:
                 raise ConfigError(f"layout: {pattern!r} is not a regular expression: {error}.") from None
             if way.partition(":")[0] not in WAYS:
                 raise ConfigError(f"layout[{pattern!r}]={way!r} is not one of {', '.join(WAYS)}.")
-        used = {pattern for expression, way, pattern in expressions if way == HEADS and self._ask_heads(expression)}
-        by_heads = {*self._asked}
-        for layer in self.layers:
-            for expression, way, pattern in expressions:
-                if way == HEADS or not keras_internals.weights_made_to_learn(layer):
-                    continue
-                if expression.search(layer.path or layer.name):
-                    used.add(pattern)
-                    if id(layer) in by_heads:
-                        raise ConfigError(
-                            f"layout[{pattern!r}]={way!r}: {layer.path!r} is part of a layer that another rule divides "
-                            "by heads, as a whole. Leave one of them out."
-                        )
-                    self._asked.add(id(layer))
-                    if way != WHOLE and not self._take(layer, way):
-                        raise ConfigError(self._cannot(layer, way, pattern))
-                    break
-        if unused := [pattern for pattern in rules if pattern not in used]:
-            names = sorted(
-                layer.path or layer.name for layer in self.layers if keras_internals.weights_made_to_learn(layer)
-            )
-            shown = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
-            kind = "attention layer" if rules[unused[0]] == HEADS else "layer with weights"
-            raise ConfigError(f"layout: {unused[0]!r} matches no {kind}. The model has: {shown}.")
-
-    def _ask_heads(self, expression: re.Pattern[str]) -> bool:
-        """Divides the attention layers that a rule names, or refuses; returns whether there are any."""
-        matched = False
-        for layer in self.layers:
-            ways = _ways_of_heads(layer)
-            if not ways or not expression.search(layer.path or layer.name):
-                continue
-            if not self._take_all(layer, ways):
-                found = Indivisible.of(layer, ways, self.size)
+            able = self._with_heads() if way == HEADS else [*filter(keras_internals.weights_made_to_learn, self.layers)]
+            matched = [layer for layer in able if expression.search(_path(layer))]
+            if not matched:
+                names = sorted(map(_path, able))
+                shown = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "") if names else "none"
+                kind = "attention layer" if way == HEADS else "layer with weights"
+                raise ConfigError(f"layout: {pattern!r} matches no {kind}. The model has: {shown}.")
+            take = self._take_heads if way == HEADS else self._take_layer
+            if not [layer for layer in matched if take(layer, way, pattern)]:
                 raise ConfigError(
-                    f"layout[{expression.pattern!r}]={HEADS!r}: {type(layer).__name__} {found.path!r} has "
-                    f"{found.reason}, which {self.size} devices cannot divide into equal parts. {found.fitting} "
-                    "Use another --mesh, or leave the rule out: then only weights that can be divided otherwise are."
+                    f"layout[{pattern!r}]={way!r} has no effect: an earlier rule divides every layer that it matches, "
+                    f"such as {_path(matched[0])!r}. Put it before that rule, or leave it out."
                 )
-            self._asked |= {id(inner) for inner in ways}
-            matched = True
-        return matched
+
+    def _with_heads(self) -> list[keras.layers.Layer]:
+        return [layer for layer in self.layers if _ways_of_heads(layer)]
+
+    def _take_heads(self, layer: keras.layers.Layer, way: str, pattern: str) -> bool:
+        """Divides an attention layer by heads, or raises; returns False if an earlier rule has divided it."""
+        ways = _ways_of_heads(layer)
+        if any(id(inner) in self._by_heads for inner in ways):
+            return False
+        if taken := [inner for inner in ways if id(inner) in self._asked]:
+            raise ConfigError(
+                f"layout[{pattern!r}]={way!r} divides {_path(layer)!r} as a whole, but an earlier rule divides "
+                f"{_path(taken[0])!r}, which is part of it. Put this rule first, or leave one of them out."
+            )
+        if not self._take_all(layer, ways):
+            found = Indivisible.of(layer, ways, self.size)
+            raise ConfigError(
+                f"layout[{pattern!r}]={way!r}: {type(layer).__name__} {found.path!r} has {found.reason}, which "
+                f"{self.size} devices cannot divide into equal parts. {found.fitting} "
+                "Use another --mesh, or leave the rule out: then only weights that can be divided otherwise are."
+            )
+        self._by_heads |= {id(inner) for inner in ways}
+        self._asked |= self._by_heads
+        return True
+
+    def _take_layer(self, layer: keras.layers.Layer, way: str, pattern: str) -> bool:
+        """Divides a layer in the way of a rule, or raises; returns False if an earlier rule has divided it."""
+        if id(layer) in self._asked:
+            return False
+        self._asked.add(id(layer))
+        if way != WHOLE and not self._take(layer, way):
+            raise ConfigError(self._cannot(layer, way, pattern))
+        return True
 
     def look(self, model: keras.Model) -> None:
         """Finds the layers that divide well, in addition to those in rules."""
@@ -176,8 +181,7 @@ class Finder:
                     self._take_unasked(layer, way)
 
     def pair_up(self, chain: Sequence[keras.layers.Layer]) -> None:
-        """Divides consecutive Dense layers alternately by columns and by rows; a last one without a partner stays
-        whole.
+        """Divides consecutive Dense layers alternately by columns and by rows; the last of an odd number stays whole.
 
         Args:
           chain: Dense layers, and dropout between them.
@@ -190,7 +194,7 @@ class Finder:
                 self._take_all(pair[0], {pair[0]: COLUMN, **between, pair[1]: ROW})
 
     def _check_asked(self, chain: Sequence[keras.layers.Layer]) -> None:
-        """Refuses a Dense layer that was asked for by columns where the next one needs whole inputs."""
+        """Refuses a rule that divides a Dense layer by columns if the next layer needs whole inputs."""
         dense = [layer for layer in chain if type(layer) is keras.layers.Dense]
         for layer, reader in itertools.pairwise(dense):
             asked, read = (self.found.get(id(each)) for each in (layer, reader))
@@ -212,7 +216,7 @@ class Finder:
 
         Args:
           owner: The layer that they belong to, or the first of them.
-          ways: By layer.
+          ways: The way of each layer.
         """
         layouts = {id(layer): (layer, layout_of(layer, way, self.size)) for layer, way in ways.items()}
         if self._asked & layouts.keys():
@@ -239,14 +243,14 @@ class Finder:
         found = Indivisible.of(layer, {layer: way}, self.size)
         reason = f": {found.reason}. {found.fitting}" if found.counts else "."
         return (
-            f"layout[{pattern!r}]={way!r}: {type(layer).__name__} {layer.path or layer.name!r} ({shapes}) cannot be "
+            f"layout[{pattern!r}]={way!r}: {type(layer).__name__} {_path(layer)!r} ({shapes}) cannot be "
             f"divided in this way over {self.size} devices{reason} Choose another of {', '.join(WAYS)}, or another "
             "--mesh."
         )
 
 
 def find_indivisible(model: keras.Model, size: int, rules: Mapping[str, str] | None = None) -> list[Indivisible]:
-    """What `find_layout` found and could not divide.
+    """Returns the layers that `find_layout` recognised but could not divide.
 
     Args:
       model: See `find_layout`.
@@ -259,9 +263,15 @@ def find_indivisible(model: keras.Model, size: int, rules: Mapping[str, str] | N
     return finder.indivisible
 
 
+def _path(layer: keras.layers.Layer) -> str:
+    return layer.path or layer.name
+
+
 def _ways_of_attention(layer: keras.layers.Layer) -> dict[keras.layers.Layer, str]:
-    """How attention is divided by heads, which Keras and keras-hub build from projections with these names; empty if
-    the layer is not attention."""
+    """Returns the ways of an attention layer's projections, divided by heads; empty if the layer is not attention.
+
+    Keras and keras-hub build attention from projections with these names.
+    """
     inner = keras_internals.all_layers(layer, include_self=False, recursive=False)
     children = {child.name: child for child in inner}
     if not all(isinstance(children.get(name), keras.layers.EinsumDense) for name in _ATTENTION):
@@ -272,7 +282,7 @@ def _ways_of_attention(layer: keras.layers.Layer) -> dict[keras.layers.Layer, st
 
 
 def _ways_of_heads(layer: keras.layers.Layer) -> dict[keras.layers.Layer, str]:
-    """How a layer is divided by heads: attention, or a layer that declares how; empty for others."""
+    """Returns the ways of a layer divided by heads: attention, or a layer that declares its ways; empty for others."""
     if ways := _ways_of_attention(layer):
         return ways
     own = layer.tensor_layout() if hasattr(layer, "tensor_layout") else {}
@@ -280,8 +290,10 @@ def _ways_of_heads(layer: keras.layers.Layer) -> dict[keras.layers.Layer, str]:
 
 
 def _dense_chains(model: keras.Model) -> list[list[keras.layers.Layer]]:
-    """Chains of Dense layers in a model's graph, each the only reader of the one before; with the dropout between
-    them."""
+    """Returns chains of Dense layers in a model's graph, with the dropout between them.
+
+    Each layer of a chain is the only reader of the previous one.
+    """
     graph = keras_calls.graph_of(model)
     nodes = [] if graph is None else keras_calls.graph_nodes(graph)
     readers: dict[int, list[int]] = {}
@@ -292,7 +304,7 @@ def _dense_chains(model: keras.Model) -> list[list[keras.layers.Layer]]:
     uses = [id(node.operation) for node in nodes]
 
     def following(number: int) -> list[int]:
-        """The Dense layer that alone reads the output of this node, through elementwise layers."""
+        """Returns the path through elementwise layers to the Dense layer that alone reads this node's output, or []."""
         outputs = nodes[number].outputs
         if len(outputs) != 1 or id(outputs[0]) in wanted or len(found := readers.get(id(outputs[0]), [])) != 1:
             return []

@@ -6,8 +6,8 @@ residual sums and keep the same activations. Where blocks allow it, a device ins
 positions (a reduce-scatter), and all positions are gathered before the next column layer. An all-reduce sends the same
 bytes as these two together, so nothing is added (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2).
 
-A block allows it by `divides_positions = True`, which promises that between its column and row layers it reads the
-number of positions from their outputs, and that everything else in it treats each position independently.
+A block allows this with `divides_positions = True`. It thereby promises that between its column and row layers it reads
+the number of positions from their outputs, and that everything else in it treats each position independently.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ def divide_positions(model: keras.Model, layouts: Layouts, size: int) -> int:
 
     Args:
       model: A built Keras model.
-      layouts: From `find_layout`; this function adds or replaces those of the blocks and their layers.
-      size: Devices on the model axis.
+      layouts: The result of `find_layout`; this function adds or replaces the layouts of the blocks and their layers.
+      size: Number of devices on the model axis.
 
     Returns:
-      Number of blocks.
+      The number of these blocks.
 
     Raises:
       ConfigError: There is no such block, or the positions cannot be divided equally.
@@ -80,7 +80,7 @@ def _mark_gradients(block: keras.layers.Layer, layouts: Layouts) -> None:
 
 
 def _edges(model: keras.Model, blocks: list[keras.layers.Layer], size: int) -> dict[int, tuple[bool, bool]]:
-    """For each block, whether its input has all positions, and whether its output must."""
+    """Returns, for each block, whether its input has all positions and whether its output must have them."""
     graph = keras_calls.graph_of(model)
     nodes = [] if graph is None else keras_calls.graph_nodes(graph)
     wanted = {id(tensor) for tensor in graph.outputs} if graph is not None else set()

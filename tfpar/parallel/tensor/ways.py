@@ -1,9 +1,9 @@
 """The ways in which a layer is divided over the model axis (Shoeybi et al. 2019, arXiv:1909.08053).
 
-| way | layers | what a device has | what travels |
+| way | layers | what a device has | what is communicated |
 |---|---|---|---|
 | `column` | Dense, EinsumDense | some outputs, which the next layer takes divided | gradient of the input, summed |
-| `row` | Dense, EinsumDense | some inputs, which the layer before left divided | output, summed |
+| `row` | Dense, EinsumDense | some inputs, which the previous layer left divided | output, summed |
 | `gather` | Dense, Conv1D to 3D | some outputs, or channels | outputs, gathered; gradient of the input, summed |
 | `heads` | attention | some heads | gradient of the inputs, summed |
 | `vocabulary` | Embedding | the vectors of some tokens | vectors, summed; logits of a tied head, gathered |
@@ -30,11 +30,11 @@ _CONVOLUTIONS = (keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D)
 
 @dataclasses.dataclass(frozen=True)
 class LayerLayout:
-    """How one layer is divided.
+    """The division of one layer.
 
     Attributes:
       way: One of `WAYS`.
-      splits: How its own variables are divided, by name; those not listed are whole.
+      splits: The division of the layer's own variables, by name; variables that are not listed are whole.
       divides_positions: Whether the input of a column layer, or the output of a row layer, has divided positions.
       edges: For a block with divided positions, whether its input has all of them, and whether its output must.
     """
@@ -49,20 +49,19 @@ Layouts = dict[int, tuple[keras.layers.Layer, LayerLayout]]
 
 
 def parse_way(text: str) -> tuple[str, int, int]:
-    """The parts of a way such as `column:3x4`: its kind, its blocks (1 by default), and the heads of a block (0 if it
-    has none)."""
+    """Returns the parts of a way such as `column:3x4`: kind, blocks (1 by default), heads per block (0 by default)."""
     kind, _, groups = text.partition(":")
     groups, _, heads = groups.partition("x")
     return kind, int(groups or 1), int(heads or 0)
 
 
 def layout_of(layer: keras.layers.Layer, way: str, size: int) -> LayerLayout | None:
-    """The layout of a layer; None if it cannot be divided in this way into equal parts.
+    """Returns the layout of a layer; None if it cannot be divided in this way into equal parts.
 
     Args:
       layer: A built layer.
-      way: `column:3` divides each of three blocks; `column:3x4` also keeps whole the four heads of each block.
-      size: Devices on the model axis.
+      way: `column:3` divides each of three blocks; `column:3x4` also does not cut through the four heads of each block.
+      size: Number of devices on the model axis.
     """
     way, groups, heads = parse_way(way)
     if heads % size:
@@ -110,7 +109,7 @@ def can_gather(layer: keras.layers.Layer) -> bool:
 
 
 def _output_splits(layer: keras.layers.Layer, size: int, groups: int) -> dict[str, Split] | None:
-    """Splits of kernel and bias by the first dimension of the output that is not one of the input."""
+    """Returns splits of kernel and bias along the first output dimension that is not an input dimension."""
     axis, bias_axis = len(layer.kernel.shape) - 1, 0
     if isinstance(layer, keras.layers.EinsumDense):
         inputs, kernel, outputs = _equation(layer)
@@ -147,18 +146,18 @@ def _is_linear(layer: keras.layers.Layer) -> bool:
 
 
 def _is_special(layer: keras.layers.Layer) -> bool:
-    """Whether its weights are more than kernel and bias: quantised, with LoRA, or with a constraint on the whole."""
+    """Whether a layer has more than kernel and bias: quantised weights, LoRA, or a constraint on the whole weight."""
     constrained = any(weight.constraint is not None for weight in layer.weights)
     return bool(getattr(layer, "quantization_mode", None)) or getattr(layer, "lora_enabled", False) or constrained
 
 
 def activation_of(layer: keras.layers.Layer) -> str:
-    """The name of a layer's activation."""
+    """Returns the name of a layer's activation."""
     return getattr(layer.activation, "__name__", type(layer.activation).__name__)
 
 
 def _equation(layer: keras.layers.EinsumDense) -> tuple[str, str, str]:
-    """Labels of input, kernel and output."""
+    """Returns the labels of input, kernel and output."""
     operands, outputs = layer.equation.replace("...", "").split("->")
     inputs, kernel = operands.split(",")
     return inputs.strip(), kernel.strip(), outputs.strip()

@@ -2,8 +2,8 @@
 `keras.distribution.LayoutMap`.
 
 XLA can divide a product along any of its dimensions and inserts the necessary communication. tfpar divides layers in
-the ways of `tensor_layout`, so a layout by weight is translated: attention and feed-forward layers are divided together
-or not at all; and if a layout names another dimension of a weight than the one by which its layer is divided, the
+the ways of `ways.py`, so a layout by weight is translated: attention and feed-forward layers are divided together or
+not at all; and if a layout names another dimension of a weight than the one along which its layer is divided, the
 layer's dimension is used, which takes the same memory.
 """
 
@@ -32,7 +32,7 @@ def names_weights(rules: Rules | None) -> bool:
     """Whether a layout names weights: a `LayoutMap`, or a dict whose values are axes by dimension, or dimensions.
 
     Raises:
-      ConfigError: Some of its values are for weights, and some for layers.
+      ConfigError: Some of its values are for weights and some for layers.
     """
     if not rules:
         return False
@@ -49,17 +49,17 @@ def names_weights(rules: Rules | None) -> bool:
 
 
 def find_weight_layout(model: keras.Model, size: int, rules: Rules) -> Layouts:
-    """The layout of a model, from rules for its weights; weights without a rule stay whole.
+    """Returns the layout of a model from rules for its weights; weights without a rule stay whole.
 
     Args:
       model: A built Keras model.
-      size: Devices on the model axis.
+      size: Number of devices on the model axis.
       rules: A `LayoutMap`, whose keys are exact paths or expressions that match whole paths; or a dict whose keys are
-        expressions that are searched in paths (the first match wins), and whose values are an axis for each dimension,
-        such as `(None, "model")`, or the number of the dimension that is divided over the model axis, or None.
+        expressions that are searched in paths (the first match wins), and whose values are one axis per dimension, such
+        as `(None, "model")`, or the number of the dimension that is divided over the model axis, or None.
 
     Raises:
-      ConfigError: A rule cannot be carried out; names the weight and the reason.
+      ConfigError: A rule cannot be carried out; the message names the weight and the reason.
     """
     wanted = _wanted(model, size, rules)
     finder = Finder(model, size)
@@ -87,7 +87,7 @@ def find_weight_layout(model: keras.Model, size: int, rules: Rules) -> Layouts:
 
 
 def _groups(finder: Finder) -> list[list[int]]:
-    """Layers that are divided together: because they were found together, or because they belong to one layer."""
+    """Returns groups of layers that are divided together: they were found together, or belong to one layer."""
     groups = [[key for key in group if key in finder.found] for group in finder.groups]
     by_parent: dict[Any, list[int]] = {}
     for key, (layer, layout) in finder.found.items():
@@ -113,7 +113,7 @@ class _Request:
 
 
 def _wanted(model: keras.Model, size: int, rules: Rules) -> dict[int, _Request]:
-    """The requests by the identity of the weight; weights without a rule are left out."""
+    """Returns the requests by `id` of the weight, without the weights that have no rule."""
     look_up = _of_map(rules, size) if isinstance(rules, keras.distribution.LayoutMap) else _of_expressions(rules)
     wanted: dict[int, _Request] = {}
     used = set()
@@ -171,7 +171,7 @@ def _of_expressions(rules: Rules) -> Lookup:
 
 
 def _dim(variable: keras.Variable, value: Any, rule: str) -> int | None:
-    """The dimension that is divided over the model axis."""
+    """Returns the dimension that is divided over the model axis, or None."""
     rank = len(variable.shape)
     if value is None or (isinstance(value, int) and not isinstance(value, bool)):
         axes: Sequence[Any] = [MODEL if dim == value else None for dim in range(rank)]
@@ -195,8 +195,10 @@ def _dim(variable: keras.Variable, value: Any, rule: str) -> int | None:
 
 
 def _group(layouts: Layouts, group: Sequence[int], wanted: Mapping[int, _Request]) -> Layouts:
-    """Layers that are divided together: all of them if rules name all of their kernels and tables; biases, and the
-    second table of a head, follow."""
+    """Returns the layouts of a group: all of its layers are divided if rules name all of their kernels and tables.
+
+    Biases, and the second table of a head, are divided with them.
+    """
     kernels = {
         id(variable): variable
         for key in group
@@ -217,7 +219,7 @@ def _group(layouts: Layouts, group: Sequence[int], wanted: Mapping[int, _Request
 
 
 def _by_itself(layer: keras.layers.Layer, finder: Finder, wanted: Mapping[int, _Request]) -> Layouts:
-    """A layer that is not divided together with others."""
+    """Returns the layout of a layer that is not divided together with others."""
     request = _asks(layer, wanted)
     if request is None:
         return {}
@@ -240,7 +242,7 @@ def _by_itself(layer: keras.layers.Layer, finder: Finder, wanted: Mapping[int, _
 
 
 def _asks(layer: keras.layers.Layer, wanted: Mapping[int, _Request]) -> _Request | None:
-    """The request for the largest weight of the layer itself that is to be divided."""
+    """Returns the request for the largest weight of the layer itself that a rule divides."""
     weights = sorted(keras_internals.weights_made_to_learn(layer), key=lambda each: -len(each.shape))
     requests = [wanted[id(each)] for each in weights if id(each) in wanted and wanted[id(each)].dim is not None]
     return requests[0] if requests else None
