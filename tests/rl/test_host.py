@@ -123,6 +123,19 @@ def test_a_resumed_run_goes_on_with_new_episodes(plain, tmp_path, messages):
     assert result["params_sha256"] != plain[1]["params_sha256"]
 
 
+def test_what_dqn_remembers_of_an_episode_ends_where_a_resumed_run_begins_others(tmp_path):
+    """Rewards are summed over steps until `ended`: never from one episode into another."""
+    options = {"environments": 2, "rollout_steps": 4, "minibatches": 1, "replay_size": 64, "replay_batch": 4}
+    options |= {"algorithm": "dqn", "rollout_epochs": 1, "steps": 6, "workdir": str(tmp_path), **ENVIRONMENT}
+    trained(**options, stop_after=3)
+    trainer, _ = trained(**options)
+    _, observation, _, _, following, _, ended, written, *_ = (array[0] for array in trainer.memory.export().values())
+    leaves = (following[: written - 1] != observation[1:written]).any(axis=-1)
+    assert written == 24
+    assert leaves[11].all()  # of 12 before the stop
+    assert ended[: written - 1][leaves].all()
+
+
 def test_dqn_learns_from_pictures_in_processes_of_their_own():
     """Actions that do not start at 0, observations of bytes, one process for each of two environments."""
     options = {"environments": 2, "rollout_steps": 4, "minibatches": 1, "replay_size": 64, "replay_batch": 4}
@@ -143,7 +156,7 @@ def test_an_environment_that_fails_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"env": "gym:Nothing-v0"}, r"--env=Nothing-v0: Gymnasium cannot create it"),
+        ({"env": "gym:Nothing-v0"}, r"--env=gym:Nothing-v0: Gymnasium cannot create it"),
         ({"env": "LunarLander-v3"}, r"--env='LunarLander-v3'.*any environment of Gymnasium"),
         ({"env": "gym:Many-v0"}, r"--env=gym:Many-v0: its action space MultiDiscrete.*Wrap the environment"),
         ({"env": "gym:CartPole-v1", "actors": 3}, r"--actors=3 does not divide the 8 environments of a replica"),

@@ -65,12 +65,16 @@ def test_a_saved_policy_plays_in_the_environment_of_its_run(plain, command):
     assert result["return"] == result["length"] > 7.0
 
 
-def test_dqn_learns_from_ataris_pictures():
-    """Four frames of 84 x 84 pixels, which EnvPool has in front and Keras behind."""
-    options = {"environments": 2, "rollout_steps": 4, "minibatches": 1, "replay_size": 64, "replay_batch": 4}
+def test_ataris_pictures_have_their_frames_behind():
+    """Four frames of 84 x 84 pixels, which EnvPool has in front."""
     environment = environments.find("envpool:Breakout-v5")
     assert environment.observation_shape == (84, 84, 4)
     assert environment.observation_scale == 1.0 / 255.0
+
+
+@pytest.mark.proof
+def test_dqn_learns_from_ataris_pictures():
+    options = {"environments": 2, "rollout_steps": 4, "minibatches": 1, "replay_size": 64, "replay_batch": 4}
     trainer, summary = trained(env="envpool:Breakout-v5", algorithm="dqn", steps=2, eval_episodes=1, **options)
     assert trainer.model.layers[2].name == "convolution_0"
     assert summary["eval"]["length"] > 0.0

@@ -72,7 +72,7 @@ def test_a_saved_policy_plays_in_gymnasium(plain):
     }
     with pytest.raises(ConfigError, match=r"observations have shape \(2,\), and the model takes \(4,\)"):
         episodes.play(model, "MountainCar-v0")
-    with pytest.raises(ConfigError, match=r"--env=Nothing-v0: Gymnasium cannot create it"):
+    with pytest.raises(ConfigError, match=r"--env=gym:Nothing-v0: Gymnasium cannot create it"):
         episodes.play(model, "Nothing-v0")
 
 

@@ -1,9 +1,9 @@
-"""Actors: threads that act in environments of the host while the device learns ("Sebulba", Hessel et al. 2021).
+"""Actors: threads that act in environments on the host while the device learns ("Sebulba", Hessel et al. 2021).
 
-A rollout uses the weights that the learner had when it began to learn from the previous rollout, so that both work at
-the same time. Which of them is faster makes no difference: rollout k always uses the weights of gathering k - 1 (the
-first two use those of the first). Each actor has two TensorFlow queues with room for one or two elements, one for
-incoming weights and one for outgoing rollouts; no wait blocks a TensorFlow thread.
+The actor gathers a rollout with the weights that the learner had when it began to learn from the previous rollout, so
+that both work at the same time. Their speeds do not affect the result: rollout k always uses the weights that were sent
+for rollout k - 1 (the first two rollouts use the same weights). Each actor has two TensorFlow queues with room for one
+or two elements, one for incoming weights and one for outgoing rollouts; no wait blocks a TensorFlow thread.
 
 Shapes: T steps of a rollout, n environments of an actor.
 """
@@ -30,18 +30,18 @@ import tensorflow as tf
 
 _log = logging.getLogger(__name__)
 
-_ROUNDS = 50  # over which waiting is averaged
+_ROUNDS = 50  # the rollouts over which waiting times are averaged
 _CPU = "CPU:0"
 
 
 class _Waiting:
-    """How long an actor and its learner have waited for each other in the last rollouts."""
+    """The times that an actor and its learner waited for each other in the last rollouts."""
 
     def __init__(self) -> None:
         self._rounds: collections.deque[np.ndarray] = collections.deque(maxlen=_ROUNDS)
 
     def add(self, learner: tuple[float, float], actor: tuple[float, float]) -> None:
-        """Adds a round of each: seconds of waiting, and seconds in total."""
+        """Adds one rollout: for the learner and for the actor, the seconds of waiting and the seconds in total."""
         self._rounds.append(np.array([learner, actor]))
 
     def shares(self) -> tuple[float, float]:
@@ -51,13 +51,13 @@ class _Waiting:
 
 
 class Actor:
-    """A thread that acts in some environments.
+    """A thread that acts in some of the environments.
 
     Args:
-      environment: What it acts in.
+      environment: The environment in which it acts.
       algorithm: Chooses the actions.
-      index: Int32 `[n]`: numbers of its environments among all.
-      seed: That of the run.
+      index: Int32 `[n]`: indices of its environments among those of all replicas.
+      seed: Seed of the run.
       processes: Whether every environment has its own process.
       jit_compile: Whether XLA compiles the choice of actions.
     """
@@ -88,7 +88,7 @@ class Actor:
         self._thread = threading.Thread(target=self._run, name=f"actor-{index[0]}", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread, once."""
+        """Starts the thread if it has not been started."""
         if self._thread.ident is None:
             self._thread.start()
 
@@ -128,7 +128,7 @@ class Actor:
                 self.waiting.add((max(made - asked, 0.0), asked - asked_before), (ended - made, ended - began))
 
     def _seeds(self, first: int) -> list[int]:
-        """Seeds of the environments, which differ if a run is resumed at another rollout."""
+        """Returns seeds for the environments; they depend on the first rollout, so a resumed run has new episodes."""
         return [
             int(np.random.SeedSequence([self._seed & 0xFFFFFFFF, int(each), first]).generate_state(1)[0])
             for each in self._index
@@ -156,7 +156,7 @@ class Actor:
 
 
 class _Rollout:
-    """Creates rollouts in environments of Gymnasium, one after the other."""
+    """Creates rollouts in Gymnasium environments, one after the other."""
 
     def __init__(self, environment: HostEnvironment, envs: Any, seeds: list[int]) -> None:
         self._environment, self._envs = environment, envs
@@ -165,7 +165,7 @@ class _Rollout:
         self._returns, self._lengths = np.zeros(len(seeds)), np.zeros(len(seeds))
 
     def make(self, options: Any, choose: Callable[[np.ndarray, int], tuple[np.ndarray, np.ndarray]]) -> Step:
-        """Runs some steps in every environment; returns arrays `[T, n, ...]`."""
+        """Runs T steps in every environment; returns arrays `[T, n, ...]`."""
         specs = record_specs(self._environment, options.rollout_steps, len(self._returns))
         record = Step(*(np.zeros(spec.shape, spec.dtype.as_numpy_dtype) for spec in specs))
         for place in range(options.rollout_steps):
@@ -196,10 +196,10 @@ class Actors:
     Args:
       environment: The environment in which they act.
       algorithm: Chooses the actions.
-      seed: That of the run.
-      first: Number of this process's first replica among those of all workers.
-      local_replicas: Replicas of this process.
-      replicas: Replicas of all workers.
+      seed: Seed of the run.
+      first: Index of this process's first replica among those of all workers.
+      local_replicas: Number of replicas in this process.
+      replicas: Number of replicas of all workers.
       jit_compile: Whether XLA compiles the choice of actions.
     """
 
@@ -231,22 +231,21 @@ class Actors:
         self._every = every
 
     def start(self) -> None:
-        """Starts them; those that are already running continue."""
+        """Starts the actors; those that are already running continue."""
         for actor in self._every:
             actor.start()
 
     def waiting(self) -> dict[str, float]:
-        """The fractions of the time that this process's learner and actors waited for each other, over the last
-        rollouts."""
+        """Returns the fractions of the last rollouts' time that this process's learner and actors waited."""
         shares = [actor.waiting.shares() for actor in self._every]
         learner, actor = (float(np.mean([share[part] for share in shares])) for part in (0, 1))
         return {"learner_waiting": learner, "actor_waiting": actor}
 
     def raise_error(self) -> None:
-        """Raises the error with which an actor ended, if one did.
+        """Raises the error of an actor that failed, if any.
 
         Raises:
-          TrainingError: With the environment's message.
+          TrainingError: An actor failed; the message contains the environment's own.
         """
         for actor in self._every:
             if actor.error is not None:
@@ -262,10 +261,10 @@ class Actors:
           params: Values of the model's trainable variables.
           state: Values of its non-trainable variables.
           number: Int64 scalar: the number of the rollout.
-          replica: Number of this replica, a constant.
+          replica: Index of this replica, a constant.
 
         Returns:
-          The rollouts side by side: `[T, n, ...]`.
+          The rollouts of all its actors, concatenated: `[T, n, ...]` with n environments of the replica.
         """
         own = self._actors[int(tf.get_static_value(replica)) - self._first]
         with tf.device(_CPU):
@@ -276,7 +275,7 @@ class Actors:
 
 
 def record_specs(environment: HostEnvironment, steps: int, count: int) -> list[tf.TensorSpec]:
-    """Shapes and types of a `Step` for these numbers of steps and environments, with a leading time axis."""
+    """Returns the shapes and dtypes of a `Step` for `count` environments, with a leading dim of `steps`."""
     rows, action = [steps, count], environment.actions.spec
     others = {
         "observation": tf.TensorSpec([*rows, *environment.observation_shape], tf.float32),

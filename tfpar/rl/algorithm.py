@@ -1,7 +1,7 @@
-"""The protocol of algorithms: how a replica gathers experience, and how it becomes batches.
+"""The protocol of algorithms: how a replica gathers experience, and how the experience becomes batches.
 
-The training step gets its batches from an algorithm and is otherwise that of supervised learning; it minimises the
-algorithm's `Objective`. Everything here is a pure function of tensors, so that XLA compiles it with the step.
+The training step gets its batches and its `Objective` from an algorithm, and is otherwise that of supervised learning.
+All functions of an algorithm are pure functions of tensors, so that XLA compiles them with the step.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import tensorflow as tf
 
 
 class Algorithm(Protocol):
-    """How experience becomes batches."""
+    """Gathers experience, and makes batches from it."""
 
     @property
     def model(self) -> keras.Model:
-        """The policy."""
+        """The model of the policy."""
 
     @property
     def options(self) -> ReinforcementConfig:
-        """The options of learning: the size of a rollout, and the number of steps that learn from it."""
+        """The options, such as the size of a rollout and the number of steps that learn from it."""
 
     @property
     def own_state(self) -> Sequence[int]:
@@ -34,14 +34,17 @@ class Algorithm(Protocol):
 
     @property
     def objective(self) -> Objective:
-        """What is minimised."""
+        """The objective that a step minimises."""
 
     def initial_memory(self, replica: int) -> Any:
-        """The memory of a replica before the first step: a structure of tensors with static shapes.
+        """Returns the memory of a replica before the first step: a structure of tensors with static shapes.
 
         Args:
-          replica: Its index among all replicas.
+          replica: Index of the replica among all replicas.
         """
+
+    def with_episodes_cut_off(self, memory: Any) -> Any:
+        """Returns the memory of a replica after its environments have abandoned their episodes and begun new ones."""
 
     def gather(
         self, params: Tensors, state: Tensors, memory: Any, step: tf.Tensor, replica: tf.Tensor
@@ -53,16 +56,16 @@ class Algorithm(Protocol):
           state: Values of its non-trainable variables.
           memory: The memory of the replica, in the structure of `initial_memory`.
           step: Int64 scalar: the number of the training step that is about to begin.
-          replica: Int32 scalar: the number of the replica.
+          replica: Int32 scalar: the index of the replica.
 
         Returns:
           The new state and the new memory.
         """
 
-    # The same in three parts, for environments that run on the host.
+    # `gather` in three parts, for environments that run on the host.
 
     def prepare(self, state: Tensors) -> Tensors:
-        """The values of the non-trainable variables for learning from a rollout."""
+        """Returns the values of the non-trainable variables that a rollout, and learning from it, use."""
 
     def choose(
         self,
@@ -74,19 +77,22 @@ class Algorithm(Protocol):
         time: tf.Tensor,
         step: tf.Tensor,
     ) -> Choice:
-        """The actions in some environments.
+        """Chooses actions in some environments.
 
         Args:
           params: Values of the model's trainable variables.
           state: Values of its non-trainable variables, from `prepare`.
           observation: Float32 `[n, ...]`.
-          index: Int32 `[n]`: numbers of the environments among all.
-          time: Int32 scalar: the number of the step of these environments.
-          step: Int64 scalar: the number of the first training step that will learn from it.
+          index: Int32 `[n]`: indices of the environments among those of all replicas.
+          time: Int32 scalar: the number of the environments' step.
+          step: Int64 scalar: the number of the first training step that will learn from these actions.
         """
 
     def remember(self, params: Tensors, state: Tensors, memory: Any, taken: Step, step: tf.Tensor) -> Any:
-        """The memory with the results of `rollout_steps` steps of all environments of a replica."""
+        """Returns the memory with the results of `rollout_steps` steps of all environments of a replica added."""
 
     def batch(self, memory: Any, step: tf.Tensor, replica: tf.Tensor) -> Batch:
-        """The batch of a step on a replica: `(x, y, weight)` with a leading micro-batch axis; arguments as above."""
+        """Returns the batch of a step on a replica: `(x, y, weight)` with a leading micro-batch dim.
+
+        The arguments are those of `gather`.
+        """

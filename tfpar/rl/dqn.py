@@ -1,12 +1,13 @@
 """Deep Q-learning (Mnih et al. 2015) with double Q-learning (van Hasselt et al. 2016) and n-step targets (as in Hessel
-et al. 2018, Rainbow). The replay is on the device, in the variables of the replica that gathered it; transitions may
-be drawn by their errors (Schaul et al. 2016, Prioritized Experience Replay, its proportional variant).
+et al. 2018, Rainbow). The replay is on the device, in the variables of the replica that gathered it. Transitions can be
+drawn with probabilities that depend on their errors (Schaul et al. 2016, Prioritized Experience Replay, proportional
+variant).
 
-A step draws equally many remembered transitions of each environment, so it does not depend on how environments are
-split.
+A step draws the same number of stored transitions from each environment, so it does not depend on how the environments
+are split over replicas.
 
-Shapes: L slots of the replay in time, T steps of a gathering, n environments of a replica, k transitions of each in a
-step, A micro-batches, m transitions of a micro-batch on a replica.
+Shapes: L time steps in the replay, T time steps of a rollout, n environments of a replica, k transitions of each
+environment in a training step, A micro-batches, m transitions of a micro-batch on a replica.
 """
 
 from __future__ import annotations
@@ -60,9 +61,10 @@ class Memory(NamedTuple):
       replay: Their transitions.
       written: Int32 scalar: time steps gathered so far.
       target: Weights of the target network.
-      episodes: Float32 `[3]`: number, returns and lengths of the episodes that ended in the last gathering, summed.
-      priority: Float32 `[L, n]`: the power of its error by which a transition is drawn; `()` if they are drawn
-        uniformly.
+      episodes: Float32 `[3]`: of the episodes that ended in the last rollout, their number, the sum of their returns,
+        and the sum of their lengths.
+      priority: Float32 `[L, n]`: a power of the transition's error, to which its probability is proportional; `()` if
+        transitions are drawn uniformly.
     """
 
     vector: Vector | tuple[()]
@@ -74,7 +76,7 @@ class Memory(NamedTuple):
 
 
 class Targets(NamedTuple):
-    """What is learned from a micro-batch `[m]`.
+    """The targets of a micro-batch `[m]`.
 
     Attributes:
       action: Int32: the actions.
@@ -82,7 +84,7 @@ class Targets(NamedTuple):
       following: Float32 `[m, ...]`: the observations after them.
       discount: Float32: the discount of the value of `following`; 0 where the episode terminated.
       values: Float32 `[m, a]`: the target network's values of `following`.
-      episodes: Float32 `[m, 3]`: a share of `Memory.episodes` in the first step after a gathering, else 0.
+      episodes: Float32 `[m, 3]`: a share of `Memory.episodes` in the first training step after a rollout, else 0.
     """
 
     action: tf.Tensor
@@ -95,17 +97,17 @@ class Targets(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DQN:
-    """The algorithm, see `Algorithm`.
+    """Deep Q-learning, an `Algorithm`.
 
     Attributes:
-      model: Values of all actions, `[m, a]`.
+      model: Maps observations to the values of all actions, `[m, a]`.
       environment: The environment; its actions are discrete.
-      options: The options of learning.
-      seed: That of the run.
-      total_steps: Steps of the whole run, over which exploration falls.
-      replicas: Replicas of all workers.
-      accumulate_steps: Micro-batches of a step, A.
-      also_reported: Figures that are reported beside its own.
+      options: The options of reinforcement learning.
+      seed: Seed of the run.
+      total_steps: Steps of the whole run; the rate of exploration decreases over them.
+      replicas: Number of replicas of all workers.
+      accumulate_steps: Number of micro-batches of a step, A.
+      also_reported: Returns further figures to report.
     """
 
     model: keras.Model
@@ -119,12 +121,12 @@ class DQN:
 
     @property
     def own_state(self) -> Sequence[int]:
-        """None: acting does not change the model."""
+        """Empty: acting does not change the model."""
         return ()
 
     @functools.cached_property
     def objective(self) -> DQNObjective:
-        """What is minimised."""
+        """The objective that a step minimises."""
         return DQNObjective(self.model, self.also_reported)
 
     @property
@@ -133,7 +135,7 @@ class DQN:
 
     @property
     def _slots(self) -> int:
-        """L: whole gatherings, so that one never wraps around."""
+        """L, a multiple of T, so that the time steps of a rollout never wrap around."""
         steps = self.options.rollout_steps
         return self.options.replay_size // (self.options.environments * steps) * steps
 
@@ -141,7 +143,7 @@ class DQN:
         return replica * self._own + tf.range(self._own)
 
     def initial_memory(self, replica: int) -> Memory:
-        """Environments at the start of their first episodes, an empty replay, and a target network of zeros."""
+        """Returns environments at the start of their first episodes, an empty replay, and a target network of zeros."""
         shape, observation = [self._slots, self._own], self.environment.observation_shape
         replay = Replay(
             observation=tf.zeros([*shape, *observation]),
@@ -156,10 +158,16 @@ class DQN:
         priority = tf.zeros(shape) if self.options.replay_priority else ()
         return Memory(start, replay, tf.constant(0), target, tf.zeros([3]), priority)
 
+    def with_episodes_cut_off(self, memory: Memory) -> Memory:
+        """Marks the last transitions as the end of their episodes, like a time limit: no n-step return crosses them."""
+        last = (memory.written - 1) % self._slots
+        ended = tf.tensor_scatter_nd_update(memory.replay.ended, [[last]], tf.ones([1, self._own]))
+        return memory._replace(replay=memory.replay._replace(ended=ended))
+
     def gather(
         self, params: Tensors, state: Tensors, memory: Memory, step: tf.Tensor, replica: tf.Tensor
     ) -> tuple[Tensors, Memory]:
-        """Runs some steps in every environment."""
+        """Runs `rollout_steps` steps in every environment."""
         index = self._index(replica)
 
         def choose(observation: tf.Tensor, number: tf.Tensor) -> Choice:
@@ -167,7 +175,7 @@ class DQN:
 
         assert isinstance(self.environment, Environment)
         assert isinstance(memory.vector, Vector)
-        # By the number of remembered steps, not the step number: a run may resume elsewhere with an empty memory.
+        # Uses the number of stored steps, not the step number: a run may resume elsewhere with an empty memory.
         end, taken = act_for(
             self.environment,
             choose,
@@ -181,13 +189,13 @@ class DQN:
         return state, self.remember(params, state, memory._replace(vector=end), taken, step)
 
     def prepare(self, state: Tensors) -> Tensors:
-        """The same values: gathering does not change the model."""
+        """Returns `state`: gathering does not change the model."""
         return state
 
     def choose(
         self, params: Tensors, state: Tensors, observation: tf.Tensor, *, index: tf.Tensor, time: tf.Tensor, step: Any
     ) -> Choice:
-        """The actions of the greatest values, and a share of random ones that falls over the run."""
+        """Chooses the actions of the greatest values, or random ones with a probability that decreases over the run."""
         options = self.options
         progress = tf.cast(step, tf.float32) / max(self.total_steps * options.explore_share, 1.0)
         explore = 1.0 + tf.minimum(progress, 1.0) * (options.explore_end - 1.0)
@@ -210,15 +218,15 @@ class DQN:
         target = [tf.where(due, param, old) for param, old in zip(params, memory.target, strict=True)]
         episodes = [tf.reduce_sum(part) for part in (taken.ended, taken.episode_return, taken.episode_length)]
         priority = memory.priority
-        if tf.is_tensor(priority):  # as large as the largest, so that each is drawn soon
-            # Separately for each environment, so that their split over replicas makes no difference.
+        if tf.is_tensor(priority):  # the largest so far, so that each new transition is drawn soon
+            # Computed separately for each environment, so that the result does not depend on their split over replicas.
             largest = tf.maximum(tf.reduce_max(priority, axis=0, keepdims=True), 1.0)
             new_ones = tf.broadcast_to(largest, [steps, self._own])
             priority = tf.tensor_scatter_nd_update(priority, slots[:, tf.newaxis], new_ones)
         return Memory(memory.vector, replay, memory.written + steps, target, tf.stack(episodes), priority)
 
     def batch(self, memory: Memory, step: tf.Tensor, replica: tf.Tensor) -> Batch:
-        """Equally many remembered transitions of each environment, drawn again for every step."""
+        """Draws k stored transitions of each environment, different ones in every step."""
         options, slots = self.options, self._slots
         first, weight = self._drawn(memory, step, replica)
         column = tf.broadcast_to(tf.range(self._own), first.shape)
@@ -250,7 +258,7 @@ class DQN:
         return batch
 
     def _drawn(self, memory: Memory, step: tf.Tensor, replica: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Numbers of the time steps where drawn transitions begin, int32 `[k, n]`, and their weights, float32."""
+        """Returns the time steps at which the drawn transitions begin, int32 `[k, n]`, and their weights, float32."""
         options, slots = self.options, self._slots
         each = options.replay_batch // options.environments
         drawn = noise.uniforms(
@@ -270,10 +278,10 @@ class DQN:
         priority = tf.where(complete[:, tf.newaxis], memory.priority, 0.0)
         ends = tf.cumsum(priority)  # [L, n]
         total = ends[-1]
-        # One out of each of k parts of equal priority.
+        # Draws one transition from each of k strata of equal total priority.
         places = (tf.stack(drawn) + tf.range(float(each))[:, tf.newaxis]) / float(each) * total
         slot = tf.reduce_sum(tf.cast(ends <= places[:, tf.newaxis, :], tf.int32), axis=1)  # [k, n]
-        slot = tf.minimum(slot, tf.reduce_max(tf.where(complete, tf.range(slots), 0)))  # rounding exceeds the last
+        slot = tf.minimum(slot, tf.reduce_max(tf.where(complete, tf.range(slots), 0)))  # rounding can exceed the last
         column = tf.broadcast_to(tf.range(self._own), slot.shape)
         odds = tf.gather_nd(priority, tf.stack([slot, column], axis=-1)) / total
         beta = options.replay_correction
@@ -283,15 +291,15 @@ class DQN:
     def priorities(
         self, params: Tensors, state: Tensors, memory: Memory, batch: Batch, step: tf.Tensor, replica: tf.Tensor
     ) -> tf.Tensor:
-        """`Memory.priority` with the errors that the transitions of a step have under the weights that it begins with.
+        """Returns `Memory.priority` after updating the drawn transitions' errors, under the weights before the step.
 
         Args:
           params: Values of the model's trainable variables.
           state: Values of its non-trainable variables.
           memory: The memory from which the batch was drawn.
           batch: The batch of this step and replica.
-          step: Its number.
-          replica: The number of the replica.
+          step: The number of the step.
+          replica: The index of the replica.
         """
         x, targets, _ = tf.nest.map_structure(lambda part: tf.reshape(part, [-1, *part.shape[2:]]), batch)
         values = call_model(self.model, params, state, x, training=False).outputs
@@ -305,12 +313,14 @@ class DQN:
 
 
 class DQNObjective:
-    """Huber's loss of the difference between values and targets; the current network chooses the action whose value the
-    target network gives (van Hasselt et al. 2016, equation 4).
+    """The Huber loss of the difference between values and targets.
+
+    In the target, the current network chooses the action and the target network values it (van Hasselt et al. 2016,
+    equation 4).
 
     Args:
-      model: Values of all actions.
-      also_reported: Figures that are reported beside its own.
+      model: Maps observations to the values of all actions.
+      also_reported: Returns further figures to report.
     """
 
     def __init__(self, model: keras.Model, also_reported: Callable[[], Mapping[str, float]] = dict) -> None:
@@ -333,13 +343,13 @@ class DQNObjective:
         return ObjectiveSums(tf.reduce_sum(weight * loss), tf.reduce_sum(weight), list(new_state), sums.in_order(_SUMS))
 
     def errors(self, params: Tensors, state: Tensors, values: tf.Tensor, targets: Targets) -> tf.Tensor:
-        """By how much the values of actions exceed their targets, float32 `[m]`; the targets are not differentiated.
+        """Returns the actions' values minus their targets, float32 `[m]`; the targets are not differentiated.
 
         Args:
           params: Values of the model's trainable variables.
           state: Values of its non-trainable variables.
-          values: Values of all actions before the step `[m, a]`.
-          targets: Of the micro-batch.
+          values: Values of all actions before the step, `[m, a]`.
+          targets: The targets of the micro-batch.
         """
         ahead = call_model(self._model, params, state, targets.following, training=False).outputs
         chosen = tf.one_hot(tf.argmax(ahead, axis=-1), values.shape[-1])

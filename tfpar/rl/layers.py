@@ -1,6 +1,6 @@
 """Layers of policies. Importing this module registers them with Keras; it needs no other module of tfpar.
 
-Shapes: m observations, d the shape of one; a numbers of an action.
+Shapes: m observations, d the shape of one observation, a numbers per action.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ class ObservationNormalization(keras.layers.Layer):
         self.mean = self.add_weight(shape=shape, name="mean", **zeros)
         self.variance = self.add_weight(shape=shape, name="variance", **{**zeros, "initializer": "ones"})
         self.observations = self.add_weight(shape=(), name="observations", **zeros)
-        # For the transitions of the current learning: their share of the rollout, and means of x - mean and of its
-        # square. They are sums over minibatches of equal size, so replicas may average them.
+        # Sums over the transitions learned from since the last update: their share of the rollout, and the means of
+        # x - mean and of its square. All minibatches have the same size, so replicas may average the sums.
         self.new_share = self.add_weight(shape=(), name="new_share", **zeros)
         self.new_offset = self.add_weight(shape=shape, name="new_offset", **zeros)
         self.new_square = self.add_weight(shape=shape, name="new_square", **zeros)
 
     def call(self, inputs: tf.Tensor) -> tf.Tensor:
-        """Scaled observations `[m, *d]`."""
+        """Returns the scaled observations `[m, *d]`."""
         mean, variance = keras.ops.convert_to_tensor(self.mean), keras.ops.convert_to_tensor(self.variance)
         scaled = (keras.ops.cast(inputs, "float32") - mean) * keras.ops.rsqrt(variance + _EPSILON)
         return keras.ops.cast(keras.ops.clip(scaled, -_LIMIT, _LIMIT), self.compute_dtype)
 
     def compute_output_shape(self, input_shape: Any) -> Any:
-        """That of the inputs."""
+        """Returns the shape of the inputs."""
         return input_shape
 
 
@@ -50,14 +50,14 @@ class LogDeviation(keras.layers.Layer):
     """The logarithm of an action's standard deviation: learned, and the same for every observation."""
 
     def build(self, input_shape: Any) -> None:
-        """Creates it; it starts at 0, a deviation of 1."""
+        """Creates the weight with the initial value 0, which is a deviation of 1."""
         self.value = self.add_weight(shape=tuple(input_shape[1:]), name="value", initializer="zeros", dtype="float32")
 
     def call(self, inputs: tf.Tensor) -> tf.Tensor:
-        """`[m, a]` for means `[m, a]`."""
+        """Returns the log deviations `[m, a]` for means `[m, a]`."""
         value = keras.ops.convert_to_tensor(self.value)
         return keras.ops.zeros_like(inputs) + keras.ops.cast(value, self.compute_dtype)
 
     def compute_output_shape(self, input_shape: Any) -> Any:
-        """That of the means."""
+        """Returns the shape of the means."""
         return input_shape

@@ -1,7 +1,7 @@
-"""Random numbers that depend only on their purpose.
+"""Random numbers that do not depend on how environments are split over replicas.
 
-Environments are split over replicas, so the numbers of an environment must not depend on how many others are on the
-same replica. Each is a hash of the environment's number among all of them, the time, a stream and the seed.
+The numbers of an environment must not depend on how many others are on the same replica. Each number is a hash of the
+environment's index among all environments, the time, a stream and the seed.
 """
 
 from __future__ import annotations
@@ -9,22 +9,22 @@ from __future__ import annotations
 import tensorflow as tf
 
 _MULTIPLIER, _INCREMENT = 1664525, 1013904223
-# Streams: the purposes of the numbers.
+# The streams, one per purpose of the numbers.
 RESET, STEP, ACTION, ORDER, ROTATION, REPLAY = range(6)
-_WORDS = 4  # of one hash
+_WORDS = 4  # 32-bit words per hash
 
 
 def uniforms(count: int, *, seed: tf.Tensor, stream: int, index: tf.Tensor, time: tf.Tensor) -> list[tf.Tensor]:
-    """Uniform numbers in [0, 1), multiples of 2^-24.
+    """Returns uniform numbers in [0, 1), multiples of 2^-24.
 
     The hash is `pcg4d` (Jarzynski and Olano 2020, Hash Functions for GPU Rendering), which maps four words to four
     words. It takes about five integer operations per number, which XLA fuses with the operations that use it.
 
     Args:
-      count: Numbers for each environment.
+      count: Number of random numbers per environment.
       seed: Int32 `[2]`.
-      stream: Their purpose.
-      index: Int32 `[n]`: numbers of the environments, from 0.
+      stream: The stream, one of the constants of this module.
+      index: Int32 `[n]`: indices of the environments, from 0.
       time: Int32 scalar, or `[n]`.
 
     Returns:
@@ -42,7 +42,7 @@ def uniforms(count: int, *, seed: tf.Tensor, stream: int, index: tf.Tensor, time
 
 
 def normals(count: int, *, seed: tf.Tensor, stream: int, index: tf.Tensor, time: tf.Tensor) -> list[tf.Tensor]:
-    """Normally distributed numbers (Box and Muller 1958); arguments and result as for `uniforms`."""
+    """Returns normally distributed numbers (Box and Muller 1958); arguments and result are those of `uniforms`."""
     pairs = uniforms(2 * -(-count // 2), seed=seed, stream=stream, index=index, time=time)
     numbers = []
     for first, second in zip(pairs[0::2], pairs[1::2], strict=True):

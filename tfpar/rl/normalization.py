@@ -1,10 +1,10 @@
-"""The running statistics that scale observations: collecting, averaging and updating them, as pure functions.
+"""The running statistics that scale observations: pure functions that collect, average and update them.
 
 The layer itself is in `layers.py`: it is part of the policy, so that `model.keras` takes raw observations.
 
-The statistics in use do not change between two rollouts, so that actions are judged under the policy that chose them.
-The contribution of a rollout is collected separately while the policy learns from it, averaged over the replicas like
-batch statistics, and added to the statistics before the next rollout.
+The statistics in use do not change between two rollouts, so that actions are evaluated under the policy that chose
+them. The contribution of a rollout is collected separately while the policy learns from it, averaged over the replicas
+like batch statistics, and added to the statistics before the next rollout.
 
 Shapes: d is the shape of an observation.
 """
@@ -19,7 +19,7 @@ import tensorflow as tf
 
 
 class Statistics:
-    """The statistics of a model's normalization layer as pure functions, which do nothing for a model without one.
+    """Pure functions on the statistics of a model's normalization layer; they do nothing for a model without one.
 
     Args:
       model: A built Keras model.
@@ -36,13 +36,13 @@ class Statistics:
         return self._places
 
     def collected(self, state: Tensors, x: tf.Tensor, share: tf.Tensor) -> Tensors:
-        """The model's state after collecting observations.
+        """Returns the model's state after collecting observations.
 
         Args:
           state: Values of the model's non-trainable variables.
           x: Observations `[m, *d]`.
-          share: Float32 `[m]`: the fraction that each is of all observations of a rollout on this replica; 0 leaves it
-            out.
+          share: Float32 `[m]`: the fraction that each observation is of all observations of a rollout on this replica;
+            0 excludes the observation.
         """
         if not self._places:
             return state
@@ -54,11 +54,11 @@ class Statistics:
         return self._replaced(state, [mean, variance, count, total + tf.reduce_sum(share), offset, square])
 
     def taken_over(self, state: Tensors, observations: int) -> Tensors:
-        """The model's state with the collected sums merged into the statistics (Chan, Golub and LeVeque 1979).
+        """Returns the model's state with the collected sums merged into the statistics (Chan, Golub and LeVeque 1979).
 
         Args:
           state: Values of the model's non-trainable variables.
-          observations: Observations of a rollout, over all replicas.
+          observations: Number of observations of a rollout, over all replicas.
         """
         if not self._places:
             return state

@@ -1,6 +1,6 @@
-"""Policies: the model of a policy and its value, and the distribution of actions from its outputs.
+"""Policies: the model that computes a policy and a value, and the distribution of actions from its outputs.
 
-Shapes: m observations; a numbers of an action, or actions to choose from.
+Shapes: m observations; a numbers per action, or actions to choose from.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import keras
 import tensorflow as tf
 
 _PIXEL_DIMS = 3
-# For pictures: filters, size and stride of each convolution (Mnih et al. 2015), and the smallest side that they fit.
+# For pictures: filters, size and stride of each convolution (Mnih et al. 2015), and the smallest side that they accept.
 _CONVOLUTIONS = ((32, 8, 4), (64, 4, 2), (64, 3, 1))
 _SMALLEST_CONVOLVED = 36
 
@@ -30,22 +30,23 @@ def build_policy(
     normalize: bool = True,
     scale: float = 1.0,
 ) -> keras.Model:
-    """A policy and a value network; they share only the weights that read pictures.
+    """Builds a policy and a value network, which share only the weights that read pictures.
 
-    Hidden layers are tanh, and weights orthogonal: gain √2, 0.01 before the actions, so that the first policy is nearly
-    uniform, and 1 before the value (Andrychowicz et al. 2021, What Matters for On-Policy Deep Actor-Critic Methods).
-    Pictures of at least 36 x 36 pixels are read by three convolutions (Mnih et al. 2015), smaller ones are flattened.
+    Hidden layers have tanh activations. Weights are initially orthogonal, with gain √2; the gain is 0.01 before the
+    actions, so that the first policy is nearly uniform, and 1 before the value (Andrychowicz et al. 2021, What Matters
+    for On-Policy Deep Actor-Critic Methods). Three convolutions (Mnih et al. 2015) read pictures of at least 36 x 36
+    pixels; smaller pictures are flattened.
 
     Args:
       observation_shape: Shape of one observation.
-      actions: What an action is.
+      actions: The action space.
       hidden: Units of the hidden layers.
       normalize: Whether observations are scaled by their running mean and variance; pictures are not.
-      scale: What observations are multiplied by first.
+      scale: Factor on observations, applied first.
 
     Returns:
-      A model `observations [m, ...] -> (logits or means [m, a], value [m, 1])`, and for continuous actions, third, the
-      logarithm of their standard deviation `[m, a]`.
+      A model `observations [m, ...] -> (logits or means [m, a], value [m, 1])`. For continuous actions it has a third
+      output, the logarithm of their standard deviation `[m, a]`.
     """
     observation = keras.Input(tuple(observation_shape), name="observation")
     x = observation
@@ -53,7 +54,7 @@ def build_policy(
         x = ObservationNormalization(name="observation_normalization")(x)
     x = _flat(x, scale)
     name = "logits" if isinstance(actions, Discrete) else "means"
-    # Logits and values are sums of many numbers: they stay float32 under mixed precision.
+    # Logits and values are sums of many numbers, so they are float32 under mixed precision too.
     outputs = [
         keras.layers.Dense(actions.outputs, kernel_initializer=_orthogonal(0.01), dtype="float32", name=name)(
             _hidden(x, hidden, "policy")
@@ -68,7 +69,7 @@ def build_policy(
 
 
 def _flat(x: Any, scale: float) -> Any:
-    """Observations as vectors `[m, features]`."""
+    """Returns observations as vectors `[m, features]`."""
     shape = x.shape[1:]
     if scale != 1.0:
         x = keras.layers.Rescaling(scale, name="rescaling")(x)
@@ -96,13 +97,13 @@ def _orthogonal(gain: float) -> keras.initializers.Initializer:
 def build_q_network(
     observation_shape: Sequence[int], actions: Discrete, *, hidden: Sequence[int] = (128, 128), scale: float = 1.0
 ) -> keras.Model:
-    """A network that values every action (Mnih et al. 2015), with hidden layers of ReLU; pictures as `build_policy`.
+    """Builds a Q network (Mnih et al. 2015) with ReLU activations; it reads pictures as `build_policy` does.
 
     Args:
       observation_shape: Shape of one observation.
-      actions: The actions.
+      actions: The action space.
       hidden: Units of the hidden layers.
-      scale: What observations are multiplied by first.
+      scale: Factor on observations, applied first.
 
     Returns:
       A model `observations [m, ...] -> values [m, a]`.
@@ -126,18 +127,22 @@ class Distribution(NamedTuple):
 
     @classmethod
     def of(cls, outputs: Sequence[tf.Tensor]) -> Distribution:
-        """The distribution from a policy's outputs: logits and value, or means, value and log deviations; or from
-        values of actions, of which the greatest is the most likely."""
+        """Returns the distribution from the outputs of a policy or a Q network.
+
+        Args:
+          outputs: Logits and value; means, value and log deviations; or values of actions, of which the greatest is the
+            most likely action.
+        """
         outputs = [outputs] if tf.is_tensor(outputs) else outputs
         return cls(tuple(tf.cast(outputs[place], tf.float32) for place in (0, 2) if place < len(outputs)))
 
     @property
     def discrete(self) -> bool:
-        """Whether an action is one of several."""
+        """Whether actions are discrete."""
         return len(self.parameters) == 1
 
     def sample(self, seed: tf.Tensor, index: tf.Tensor, time: tf.Tensor) -> tf.Tensor:
-        """Draws actions: int32 `[m]`, or float32 `[m, a]`; arguments as for `noise.uniforms`."""
+        """Draws actions: int32 `[m]`, or float32 `[m, a]`; the arguments are those of `noise.uniforms`."""
         drawn = {"seed": seed, "stream": noise.ACTION, "index": index, "time": time}
         if self.discrete:
             # The action whose part of [0, 1) contains a uniform number.
@@ -148,12 +153,12 @@ class Distribution(NamedTuple):
         return means + tf.exp(logs) * tf.stack(noise.normals(means.shape[-1], **drawn), axis=-1)
 
     def mode(self) -> tf.Tensor:
-        """The most likely actions."""
+        """Returns the most likely actions."""
         first = self.parameters[0]
         return tf.argmax(first, axis=-1, output_type=tf.int32) if self.discrete else first
 
     def log_prob(self, action: tf.Tensor) -> tf.Tensor:
-        """Logarithm of the probability, or density, of actions: float32 `[m]`."""
+        """Returns the logarithm of the probability, or density, of actions: float32 `[m]`."""
         if self.discrete:
             logits = self.parameters[0]
             chosen = tf.one_hot(action, logits.shape[-1])
@@ -163,7 +168,7 @@ class Distribution(NamedTuple):
         return tf.reduce_sum(-0.5 * away * away - logs - 0.5 * math.log(2.0 * math.pi), axis=-1)
 
     def entropy(self) -> tf.Tensor:
-        """Entropy in nats, float32 `[m]`."""
+        """Returns the entropy in nats, float32 `[m]`."""
         if self.discrete:
             logs = tf.nn.log_softmax(self.parameters[0])
             return -tf.reduce_sum(tf.exp(logs) * logs, axis=-1)
@@ -171,5 +176,5 @@ class Distribution(NamedTuple):
 
 
 def value_of(outputs: Sequence[tf.Tensor]) -> tf.Tensor:
-    """The value that a policy's outputs give each observation, float32 `[m]`."""
+    """Returns the values of the observations from a policy's outputs, float32 `[m]`."""
     return tf.cast(outputs[1], tf.float32)[:, 0]

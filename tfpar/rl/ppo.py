@@ -1,8 +1,8 @@
-"""Proximal policy optimisation (Schulman et al. 2017), with the details that matter (Andrychowicz et al. 2021).
+"""Proximal policy optimisation (Schulman et al. 2017), with the choices of Andrychowicz et al. (2021).
 
 The policy learns in several epochs from a rollout of T steps in n environments of a replica. An epoch is a permutation
-of the time steps, rotated by a random amount for each environment, and cut into minibatches. So each minibatch has the
-same number of transitions of every environment, however the environments are split over replicas.
+of the time steps, rotated by a random amount for each environment, and divided into minibatches. So each minibatch has
+the same number of transitions of every environment, for any split of the environments over replicas.
 
 Shapes: A micro-batches, m transitions of a micro-batch on a replica.
 """
@@ -43,12 +43,12 @@ class Memory(NamedTuple):
 
 
 class Targets(NamedTuple):
-    """What is learned from a micro-batch `[m]`.
+    """The targets of a micro-batch `[m]`.
 
     Attributes:
       experience: The transitions, without their observations.
-      share: Float32: the fraction that each is of all transitions of the rollout on this replica, in the first epoch;
-        otherwise 0.
+      share: Float32: in the first epoch, the fraction that each transition is of all transitions of the rollout on this
+        replica; otherwise 0.
     """
 
     experience: Experience
@@ -57,16 +57,16 @@ class Targets(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PPO:
-    """The algorithm, see `Algorithm`.
+    """Proximal policy optimisation, an `Algorithm`.
 
     Attributes:
       model: The policy.
       environment: The environment in which it acts.
-      options: The options of learning.
-      seed: That of the run.
-      replicas: Replicas of all workers.
-      accumulate_steps: Micro-batches of a step, A.
-      also_reported: Figures that are reported beside its own.
+      options: The options of reinforcement learning.
+      seed: Seed of the run.
+      replicas: Number of replicas of all workers.
+      accumulate_steps: Number of micro-batches of a step, A.
+      also_reported: Returns further figures to report.
     """
 
     model: keras.Model
@@ -84,24 +84,24 @@ class PPO:
 
     @property
     def own_state(self) -> Sequence[int]:
-        """Indices of these statistics."""
+        """Indices of these statistics among the model's non-trainable variables."""
         return self.statistics.variables
 
     @functools.cached_property
     def objective(self) -> PPOObjective:
-        """What is minimised."""
+        """The objective that a step minimises."""
         return PPOObjective(self.model, self.options, self.statistics, self.also_reported)
 
     @property
     def _own(self) -> int:
-        """Environments of a replica, n."""
+        """Number of environments of a replica, n."""
         return self.options.environments // self.replicas
 
     def _index(self, replica: Any) -> tf.Tensor:
         return replica * self._own + tf.range(self._own)
 
     def initial_memory(self, replica: int) -> Memory:
-        """Environments at the start of their first episodes, and no experience."""
+        """Returns environments at the start of their first episodes, and no experience."""
         action, shape = self.environment.actions.spec, [self.options.rollout_steps, self._own]
         others = {name: tf.zeros(shape) for name in Experience._fields if name not in ("observation", "action")}
         experience = Experience(
@@ -111,10 +111,14 @@ class PPO:
         )
         return Memory(vector.first(self.environment, run_seed(self.seed), self._index(replica)), experience)
 
+    def with_episodes_cut_off(self, memory: Memory) -> Memory:
+        """Returns `memory`: advantages do not depend on earlier rollouts."""
+        return memory
+
     def gather(
         self, params: Tensors, state: Tensors, memory: Memory, step: tf.Tensor, replica: tf.Tensor
     ) -> tuple[Tensors, Memory]:
-        """A rollout, under the statistics of all observations of earlier ones."""
+        """Gathers a rollout, with the statistics of the observations of all earlier rollouts."""
         options, state = self.options, self.prepare(state)
         assert isinstance(self.environment, Environment)
         assert isinstance(memory.vector, Vector)
@@ -142,12 +146,12 @@ class PPO:
     def choose(
         self, params: Tensors, state: Tensors, observation: tf.Tensor, *, index: tf.Tensor, time: tf.Tensor, step: Any
     ) -> Choice:
-        """Actions drawn from the policy."""
+        """Draws actions from the policy."""
         del step
         return draw(self._apply(params, state)(observation), run_seed(self.seed), index, time)
 
     def remember(self, params: Tensors, state: Tensors, memory: Memory, taken: Step, step: Any) -> Memory:
-        """The rollout, judged by the values of these weights, which are newer than those that chose the actions."""
+        """Returns the rollout with advantages from the values of `params`, which are newer than the acting weights."""
         del step
         apply = self._apply(params, state)
         taken = taken._replace(value=values_of(apply, taken.observation))
@@ -155,11 +159,11 @@ class PPO:
         return memory._replace(experience=judged)
 
     def _round(self, step: tf.Tensor) -> tf.Tensor:
-        """The number of the rollout that a step learns from, int32 scalar."""
+        """Returns the number of the rollout that a step learns from, int32 scalar."""
         return tf.cast(step // self.options.steps_per_rollout, tf.int32)
 
     def batch(self, memory: Memory, step: tf.Tensor, replica: tf.Tensor) -> Batch:
-        """A minibatch."""
+        """Returns the minibatch of a step."""
         options, seed = self.options, run_seed(self.seed)
         place = tf.cast(step % self.options.steps_per_rollout, tf.int32)
         epoch, part = place // options.minibatches, place % options.minibatches
@@ -184,11 +188,10 @@ class PPO:
 
 
 def clipped_surrogate(options: ReinforcementConfig, change: tf.Tensor, advantage: tf.Tensor) -> tf.Tensor:
-    """The surrogate that PPO maximises, `[m]`: no gain for a probability ratio beyond the clipping (Schulman et al.
-    2017, equation 7).
+    """Returns the clipped surrogate that PPO maximises, `[m]` (Schulman et al. 2017, equation 7).
 
     Args:
-      options: `clip_ratio` counts.
+      options: Only `clip_ratio` is used.
       change: `[m]`: change of the actions' log-probabilities since they were chosen.
       advantage: `[m]`.
     """
@@ -198,8 +201,11 @@ def clipped_surrogate(options: ReinforcementConfig, change: tf.Tensor, advantage
 
 
 def policy_gradient(_: ReinforcementConfig, change: tf.Tensor, advantage: tf.Tensor) -> tf.Tensor:
-    """The objective that A2C maximises, `[m]`: log-probability times advantage (Mnih et al. 2016, Asynchronous Methods
-    for Deep Reinforcement Learning, whose synchronous form it is). Arguments as for `clipped_surrogate`."""
+    """Returns the objective that A2C maximises, `[m]`: log-probability times advantage.
+
+    A2C is the synchronous form of A3C (Mnih et al. 2016, Asynchronous Methods for Deep Reinforcement Learning). The
+    arguments are those of `clipped_surrogate`.
+    """
     return change * advantage
 
 
@@ -209,13 +215,14 @@ SURROGATES = {"ppo": clipped_surrogate, "a2c": policy_gradient}
 class PPOObjective:
     """The surrogate, the value loss and the entropy bonus (Schulman et al. 2017, equation 9).
 
-    Advantages are normalised over the minibatch of all replicas: their sums are added up before the gradient is taken.
+    Advantages are normalised over the minibatch of all replicas, so their sums are reduced over the replicas before the
+    gradient is computed.
 
     Args:
       model: The policy.
       options: The coefficients.
       statistics: The statistics of the model's observations.
-      also_reported: Figures that are reported beside its own.
+      also_reported: Returns further figures to report.
     """
 
     def __init__(
@@ -278,7 +285,7 @@ assert MOMENTS == 2
 
 
 def _results(sums: Mapping[str, float]) -> dict[str, float]:
-    """The reported figures, from sums over steps: returns and lengths only if episodes ended in them."""
+    """Returns the reported figures from sums over steps: returns and lengths only if episodes ended in these steps."""
     found: dict[str, float] = {}
     if sums["episodes"]:
         found = {name: sums[name] / sums["episodes"] for name in ("return", "length")}

@@ -1,6 +1,6 @@
-"""Rollouts: the experience of a policy in some steps of many environments, and its evaluation.
+"""Rollouts: the experience of a policy in T steps of many environments, and the advantages of its actions.
 
-Shapes: T steps of a rollout, n environments of this replica, N of all replicas, a numbers of an action.
+Shapes: T steps of a rollout, n environments of this replica, N of all replicas, a numbers per action.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class Experience(NamedTuple):
     Attributes:
       observation: Float32 `[T, n, ...]`: the observation before the action.
       action: Int32 `[T, n]` or float32 `[T, n, a]`.
-      log_prob: Its log-probability when it was chosen.
+      log_prob: Log-probability of the action when it was chosen.
       value: The estimated value of the observation at that time.
-      advantage: By how much the action was better than that estimate.
+      advantage: The advantage of the action over that estimate.
       target: The target for the value.
-      ended: Float32: 1 where an episode ended.
-      episode_return: Its return there, otherwise 0.
-      episode_length: Its length there, otherwise 0.
+      ended: Float32: 1 where an episode ended, otherwise 0.
+      episode_return: The episode's return where it ended, otherwise 0.
+      episode_length: The episode's length where it ended, otherwise 0.
     """
 
     observation: tf.Tensor
@@ -46,12 +46,12 @@ class Experience(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What was chosen.
+    """The actions that a policy chose.
 
     Attributes:
       action: Int32 `[n]` or float32 `[n, a]`.
-      log_prob: Its log-probability, float32 `[n]`; 0 if it is not needed.
-      value: The value of the observation, float32 `[n]`; 0 if it is not needed.
+      log_prob: Log-probability of the action, float32 `[n]`; 0 if not needed.
+      value: Value of the observation, float32 `[n]`; 0 if not needed.
     """
 
     action: tf.Tensor
@@ -60,7 +60,7 @@ class Choice(NamedTuple):
 
 
 class Step(NamedTuple):
-    """The results of one step of the environments: those in `Experience`, and those needed to judge it.
+    """The results of one step of the environments: fields of `Experience`, and values to compute the others from.
 
     `following` is the observation after the action, before any new episode; `terminated` is 1 where the episode
     terminated.
@@ -91,22 +91,22 @@ def roll_out(
     gae_lambda: float,
     reward_scale: float = 1.0,
 ) -> tuple[Vector, Experience]:
-    """Acts for some steps in every environment and judges the actions.
+    """Acts for T steps in every environment and computes the advantages of the actions.
 
     Advantages are those of generalised advantage estimation (Schulman et al. 2016, equation 16). The value of the state
     after a step counts unless the episode terminated; a time limit is not a termination (Pardo et al. 2018, Time Limits
     in Reinforcement Learning).
 
     Args:
-      environment: What the environments are.
+      environment: The environment.
       apply: The policy; nothing is differentiated.
-      start: Their states.
-      steps: T.
-      seed: Int32 `[2]`, that of the run.
-      index: Int32 `[n]`: numbers of the environments among all.
+      start: The states of the n environments.
+      steps: Number of steps, T.
+      seed: Int32 `[2]`: seed of the run.
+      index: Int32 `[n]`: indices of the environments among those of all replicas.
       time: Int32 scalar: the number of the first step.
       discount: Discount of a reward one step later.
-      gae_lambda: Decay of the estimation.
+      gae_lambda: Decay of the estimation, lambda.
       reward_scale: Factor on rewards.
 
     Returns:
@@ -123,20 +123,20 @@ def roll_out(
 
 
 def draw(outputs: Sequence[tf.Tensor], seed: tf.Tensor, index: tf.Tensor, time: tf.Tensor) -> Choice:
-    """Draws actions from a policy for observations `[n, ...]`; arguments as for `roll_out`."""
+    """Draws actions from a policy's outputs for n observations; the other arguments are those of `roll_out`."""
     policy = Distribution.of(outputs)
     action = policy.sample(seed, index, time)
     return Choice(action, policy.log_prob(action), value_of(outputs))
 
 
 def values_of(apply: Apply, observation: tf.Tensor) -> tf.Tensor:
-    """The values of observations `[T, n, ...]`, float32 `[T, n]`; `apply` as for `roll_out`."""
+    """Returns the values of observations `[T, n, ...]`, float32 `[T, n]`; `apply` is that of `roll_out`."""
     flat = tf.reshape(observation, [-1, *observation.shape[2:]])
     return tf.reshape(value_of(apply(flat)), tf.shape(observation)[:2])
 
 
 def judge(apply: Apply, record: Step, *, discount: float, gae_lambda: float) -> Experience:
-    """The transitions of a rollout with their advantages; arguments as for `roll_out`."""
+    """Returns the transitions of a rollout with their advantages; the arguments are those of `roll_out`."""
     after = values_of(apply, record.following)
     delta = record.reward + discount * after * (1.0 - record.terminated) - record.value
     decay = discount * gae_lambda * (1.0 - record.ended)
@@ -167,17 +167,17 @@ def act_for(
     time: tf.Tensor,
     reward_scale: float,
 ) -> tuple[Vector, Step]:
-    """Acts for some steps in every environment.
+    """Acts for T steps in every environment.
 
     Args:
-      environment: What the environments are.
+      environment: The environment.
       choose: `(observations [n, ...], number of the step) -> Choice`.
-      start: As for `roll_out`, like all others.
-      steps: As there.
-      seed: As there.
-      index: As there.
-      time: As there.
-      reward_scale: As there.
+      start: As for `roll_out`.
+      steps: As for `roll_out`.
+      seed: As for `roll_out`.
+      index: As for `roll_out`.
+      time: As for `roll_out`.
+      reward_scale: As for `roll_out`.
 
     Returns:
       The states of the environments afterwards, and the results of each step, stacked along a new first axis.
@@ -208,7 +208,7 @@ def _repeated(
     steps: int,
     time: tf.Tensor,
 ) -> tuple[Vector, Step]:
-    """The environments after some steps, and the results of each step, stacked along a new first axis."""
+    """Returns the environments after T steps, and the results of each step, stacked along a new first axis."""
     shape = start.steps.shape
 
     def array(*dims: int, dtype: tf.DType = tf.float32) -> tf.TensorArray:

@@ -1,4 +1,4 @@
-"""The training step that creates its own batches: it first acts if that is due, and then trains as any other step."""
+"""The training step that creates its own batches: it acts if a new rollout is due, then trains like any other step."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tfpar.training.step_loop import StepReport
 import numpy as np
 import tensorflow as tf
 
-MEMORY = "input/memory"  # prefix of its arrays in a checkpoint
+MEMORY = "input/memory"  # prefix of the memory's arrays in a checkpoint
 
 
 class _Held(NamedTuple):
-    """A variable whose copy on this replica `tfpar.parallel.replica` can find."""
+    """A variable with one copy per replica, which `tfpar.parallel.replica` can look up."""
 
     value: tf.Variable
 
@@ -33,7 +33,7 @@ class AgentMemory:
     Args:
       algorithm: Defines the memory.
       strategy: The running strategy.
-      first: Number of this process's first replica among those of all workers.
+      first: Index of this process's first replica among those of all workers.
 
     Attributes:
       structure: The memory of the first replica before the first step.
@@ -76,12 +76,16 @@ class AgentMemory:
         return tf.not_equal(replica.read([self._ready])[0], 0)
 
     def read(self) -> Any:
-        """The memory of this replica, in the structure of `Algorithm.initial_memory`."""
-        values = zip(replica.read(self._held), self._types, strict=True)
-        return tf.nest.pack_sequence_as(self.structure, [tf.cast(value, dtype) for value, dtype in values])
+        """Returns the memory of this replica, in the structure of `Algorithm.initial_memory`."""
+        return self._in_structure(replica.read(self._held))
+
+    def _in_structure(self, stored: Sequence[Any]) -> Any:
+        """Returns the memory whose tensors are stored in these values."""
+        values = [tf.cast(value, kind) for value, kind in zip(stored, self._types, strict=True)]
+        return tf.nest.pack_sequence_as(self.structure, values)
 
     def assign(self, memory: Any) -> list[tf.Operation]:
-        """Replaces it; returns the assignments."""
+        """Replaces this replica's memory; returns the assignments."""
         values = [tf.ones([], tf.int64), *map(_storable, tf.nest.flatten(memory))]
         return replica.assign(replica.own([self._ready, *self._held]), values)
 
@@ -96,15 +100,20 @@ class AgentMemory:
     # In a checkpoint.
 
     def export(self) -> dict[str, np.ndarray]:
-        """The memories of this process: arrays with a row for each of its replicas."""
+        """Returns the memories of this process: arrays with one row per replica."""
         held = [self._ready, *self._held]
         return {
             f"{MEMORY}/{place}": np.stack([copy.numpy() for copy in self._copies(one)])
             for place, one in enumerate(held)
         }
 
-    def restore(self, saved: Mapping[str, np.ndarray]) -> bool:
-        """Restores the result of `export`; returns False, and changes nothing, if it has another structure."""
+    def restore(self, saved: Mapping[str, np.ndarray], *, new_episodes: bool = False) -> bool:
+        """Restores the result of `export`; returns False, and changes nothing, if it has another structure.
+
+        Args:
+          saved: The result of `export`.
+          new_episodes: Whether the environments begin new episodes because their state was not saved.
+        """
         held = [self._ready, *self._held]
         rows = [saved.get(f"{MEMORY}/{place}") for place in range(len(held))]
         copies = [self._copies(one) for one in held]
@@ -115,11 +124,14 @@ class AgentMemory:
         for array, own in zip(rows, copies, strict=True):
             for copy, value in zip(own, array, strict=True):  # type: ignore[arg-type]
                 copy.assign(value)
+        if new_episodes:
+            memories = map(self._in_structure, zip(*copies[1:], strict=True))
+            self.replace([self._algorithm.with_episodes_cut_off(memory) for memory in memories])
         return True
 
 
 def _storable(value: tf.Tensor) -> tf.Tensor:
-    """Converts to a type whose variables are on a GPU: int32 variables are on the host (TensorFlow 2.21)."""
+    """Converts to a dtype whose variables can be on a GPU: int32 variables are on the host (TensorFlow 2.21)."""
     return tf.cast(value, tf.int64) if value.dtype == tf.int32 else value
 
 
@@ -150,7 +162,7 @@ class ActingStep(TrainStep):
             self._priorities = compiled(self._algorithm.priorities, self.plan.compiles_gradients)
 
     def next_batch(self, iterator: Iterator[Any]) -> Any:
-        """Nothing: a replica creates its own batch."""
+        """Returns nothing: each replica creates its own batch."""
         del iterator
         return ()
 
@@ -164,7 +176,7 @@ class ActingStep(TrainStep):
             return super()._replica_step(made, step, lr_multiplier, loss_scale, is_last)
 
     def _made_batch(self, step: tf.Tensor) -> tuple[Batch, tf.Tensor]:
-        """The batch of a step on this replica, and a tensor that exists once gathering is done."""
+        """Returns the batch of a step on this replica, and a tensor to wait for the end of gathering."""
         number = self._replica_number(tf.distribute.get_replica_context())
         model, memory = self.core.model, self._memory
         due = tf.equal(step % self._algorithm.options.steps_per_rollout, 0) | ~memory.ready()
@@ -187,8 +199,7 @@ class ActingStep(TrainStep):
         return isinstance(self._algorithm, DQN) and self._algorithm.options.replay_priority > 0.0
 
     def _note_errors(self, memory: Any, batch: Batch, step: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
-        """Sets the priorities of transitions to their current errors; returns a tensor that exists once this is
-        done."""
+        """Updates the priorities of transitions from their current errors; returns a tensor to wait for the update."""
         assert isinstance(self._algorithm, DQN)
         model = self.core.model
         params, state = replica.read(model.trainable_variables), replica.read(model.non_trainable_variables)
@@ -197,7 +208,7 @@ class ActingStep(TrainStep):
             return tf.identity(step)
 
     def _gathered(self, params: Tensors, state: Tensors, step: tf.Tensor, number: tf.Tensor) -> tuple[Tensors, Any]:
-        """The new state and the new memory."""
+        """Returns the new state and the new memory."""
         algorithm = self._algorithm
         if self._actors is None:
             gathered: tuple[Tensors, Any] = self._gather(params, state, self._memory.read(), step, number)

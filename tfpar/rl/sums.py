@@ -1,4 +1,4 @@
-"""The named sums of an objective of reinforcement learning, and the moments that replicas sum beforehand.
+"""The named sums of a reinforcement learning objective, and the moments that replicas reduce before the gradient.
 
 Shapes: m transitions of a micro-batch.
 """
@@ -13,17 +13,17 @@ from tfpar.training.objective import Tensors, Totals
 
 import tensorflow as tf
 
-MOMENTS = 2  # of the advantages: sum and sum of squares
+MOMENTS = 2  # sum and sum of squares of the advantages
 _EPSILON = 1e-8
 
 
 class NamedSums(NamedTuple):
-    """Values `[m]` by name, to be added up."""
+    """Values `[m]` by name, which are added up."""
 
     values: Mapping[str, tf.Tensor]
 
     def in_order(self, names: Sequence[str]) -> Tensors:
-        """The sums in this order, float32 scalars."""
+        """Returns the sums in the order of `names`, float32 scalars."""
         return [tf.reduce_sum(self.values[name]) for name in names]
 
 
@@ -35,26 +35,26 @@ class Moments(NamedTuple):
 
     @classmethod
     def of(cls, advantage: tf.Tensor, weight: tf.Tensor) -> Moments:
-        """The moments of advantages `[m]` with these weights `[m]`."""
+        """Returns the moments of advantages `[m]` with weights `[m]`."""
         return cls(tf.reduce_sum(weight * advantage), tf.reduce_sum(weight * advantage * advantage))
 
     def terms(self) -> Tensors:
-        """As loss terms without a numerator, which are summed over the replicas before the gradient is taken."""
+        """Returns loss terms without a numerator, which replicas sum before they compute the gradient."""
         return [tf.zeros([]), self.total, tf.zeros([]), self.square]
 
     @staticmethod
     def normalised(advantage: tf.Tensor, scales: tf.Tensor | None) -> tf.Tensor:
-        """The advantages less their mean, divided by their deviation.
+        """Returns the advantages minus their mean, divided by their deviation.
 
         Args:
           advantage: `[m]`.
-          scales: From `PolicyTotals.scales`; without them only `terms` is needed.
+          scales: The result of `PolicyTotals.scales`; None while only `terms` is needed.
         """
         return advantage if scales is None else (advantage - scales[0]) * scales[1]
 
 
 def totals_of(names: Sequence[str], results: Callable[[Mapping[str, float]], dict[str, float]]) -> Totals:
-    """The totals for sums of these names without moments; arguments as for `PolicyTotals.of`."""
+    """Returns the totals for sums of these names, without moments; the arguments are those of `PolicyTotals.of`."""
 
     def named(state: Sequence[Any]) -> dict[str, float]:
         return results(dict(zip(names, map(float, state), strict=True)))
@@ -64,15 +64,15 @@ def totals_of(names: Sequence[str], results: Callable[[Mapping[str, float]], dic
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PolicyTotals(Totals):
-    """`Totals` whose sums before the gradient are the moments of the advantages."""
+    """`Totals` that reduce the moments of the advantages before the gradient."""
 
     @classmethod
     def of(cls, names: Sequence[str], results: Callable[[Mapping[str, float]], dict[str, float]]) -> PolicyTotals:
-        """The totals for moments and sums of these names.
+        """Returns the totals for the moments and for sums of these names.
 
         Args:
-          names: The names of the other sums.
-          results: Computes the reported figures from these sums by name.
+          names: The names of the sums.
+          results: Computes the reported figures from the sums by name.
         """
 
         def named(state: Sequence[Any]) -> dict[str, float]:
@@ -82,7 +82,7 @@ class PolicyTotals(Totals):
         return cls(variables=variables, terms=MOMENTS, results=named, needs_scales=True)
 
     def scales(self, sums: tf.Tensor) -> tf.Tensor:
-        """Mean and inverse deviation of the advantages: float32 `[2]`.
+        """Returns the mean and the inverse deviation of the advantages, float32 `[2]`.
 
         Args:
           sums: Float32 `[3]`: count, sum and sum of squares, over all replicas.

@@ -39,8 +39,8 @@ from tfpar.training.start import initialize
 import keras
 import tensorflow as tf
 
-_EPOCHS = 50  # of a run: intervals over which losses are averaged
-_EVALUATIONS = 10  # of a run, if --eval_every is not set
+_EPOCHS = 50  # intervals per run, over each of which losses are averaged
+_EVALUATIONS = 10  # evaluations per run if --eval_every is not set
 
 
 class ReinforcementTrainer:
@@ -52,22 +52,22 @@ class ReinforcementTrainer:
     ```
 
     Args:
-      env: Name of an environment, with `gym:` or `envpool:` in front for one of Gymnasium or EnvPool, or an
-        `Environment`; by default what the configuration says.
-      model: A function that builds a policy for an environment, see `policy.build_policy`; by default that one.
+      env: An `Environment`, or the name of one, with the prefix `gym:` or `envpool:` for Gymnasium or EnvPool; by
+        default the configuration's `env`.
+      model: A function that builds a policy for an environment; by default `policy.build_policy`.
       config: The whole configuration; `options` override single fields of it.
-      runtime: From `tfpar.initialize`; by default the trainer starts one.
-      **options: Any option of `tfpar.config` by its flag name, those of `reinforcement` included.
+      runtime: The result of `tfpar.initialize`; by default the trainer starts one.
+      **options: Any option of `tfpar.config` by its flag name, including those of `reinforcement`.
 
     Attributes:
       environment: The environment in which the policy acts.
       program: The program that training loops run.
-      algorithm: How it learns.
+      algorithm: The learning algorithm.
       memory: The memories of the replicas of this process.
       actors: The threads that act in an environment on the host; None if it runs on the device.
 
     Raises:
-      ConfigError: Options that cannot work, and what to do instead.
+      ConfigError: Options cannot work; the message says what to do instead.
     """
 
     def __init__(
@@ -155,9 +155,9 @@ class ReinforcementTrainer:
           The contents of `summary.json`; its attribute `history` has loss and metrics over the run.
 
         Raises:
-          ConfigError: A checkpoint of another run, a workdir that another job writes, a hook that cannot work.
-          Preempted: SIGTERM came to a worker; all have saved a checkpoint if they could.
-          TrainingError: An environment of the host failed.
+          ConfigError: The checkpoint is from another run, another job writes to the workdir, or a hook cannot work.
+          Preempted: A worker received SIGTERM; all workers have saved a checkpoint if they could.
+          TrainingError: An environment on the host failed.
         """
         check_hooks(hooks)
         source = self._source()
@@ -174,7 +174,7 @@ class ReinforcementTrainer:
 
     @contextlib.contextmanager
     def _acting(self) -> Iterator[None]:
-        """Runs the actors; if one of them fails, its error is raised in place of the learner's."""
+        """Runs the actors; if an actor fails, raises its error instead of the learner's."""
         if self.actors is None:
             yield
             return
@@ -186,7 +186,7 @@ class ReinforcementTrainer:
             raise
 
     def _goal_hooks(self) -> list[Hook]:
-        """A hook that ends the run at an evaluation that reaches the goal, if `--stop_at_goal` is set."""
+        """Returns the hook that ends the run at an evaluation that reaches the goal, if `--stop_at_goal` is set."""
         goal = self.environment.goal
         if goal is None or not reinforcement_of(self.config).stop_at_goal:
             return []
@@ -200,11 +200,11 @@ class ReinforcementTrainer:
         return [Hook(self.config.train.eval_every, stop_at_goal)]
 
     def evaluate(self) -> dict[str, float]:
-        """Plays `eval_episodes` episodes with the most likely actions; `return` and `length`, their means."""
+        """Plays `eval_episodes` episodes with the most likely actions; returns the means `return` and `length`."""
         return self._evaluator(self._source())
 
     def _source(self) -> inputs.MadeSource:
-        """The batches of the step in the form of a source, for the loops."""
+        """Returns a source that describes the batches of the step to the training loops."""
         options, environment = reinforcement_of(self.config), self.environment
         per_round = options.steps_per_rollout * options.batch_size
         rounds = self.config.train.steps // options.steps_per_rollout
@@ -230,7 +230,7 @@ class ReinforcementTrainer:
             steps_per_epoch=per_epoch,
             line=(("return", "length"), "env steps/s", options.transitions_per_rollout / per_round),
             export=self.memory.export,
-            restore=self.memory.restore,
+            restore=functools.partial(self.memory.restore, new_episodes=bool(self.actors)),
             goes_on="learning continues with new episodes: environments of the host cannot be saved"
             if self.actors
             else "the episodes continue where they stopped",
@@ -245,7 +245,7 @@ def algorithm_for(
     replicas: int,
     also_reported: Callable[[], Mapping[str, float]],
 ) -> Algorithm:
-    """The algorithm that the configuration names."""
+    """Creates the algorithm that the configuration names."""
     options, train = reinforcement_of(config), config.train
     others: dict[str, Any] = {
         "replicas": replicas,
@@ -258,7 +258,7 @@ def algorithm_for(
 
 
 def evaluator_for(program: Program, environment: AnyEnvironment, episodes: int) -> PolicyEvaluator | HostEvaluator:
-    """The evaluator for this number of episodes, on the device or the host."""
+    """Creates the evaluator for this number of episodes, on the device or the host."""
     if isinstance(environment, HostEnvironment):
         return HostEvaluator(program, environment, episodes=episodes)
     return PolicyEvaluator(program, environment, episodes=episodes)
@@ -268,7 +268,7 @@ def check_actions(options: ReinforcementConfig, environment: AnyEnvironment) -> 
     """Refuses an algorithm that cannot choose such actions.
 
     Raises:
-      ConfigError: With what to do.
+      ConfigError: It cannot; the message says what to do instead.
     """
     if options.algorithm == "dqn" and not isinstance(environment.actions, Discrete):
         raise ConfigError(
@@ -281,7 +281,7 @@ def check_host(options: ReinforcementConfig, environment: AnyEnvironment, topolo
     """Refuses options that actors on the host do not support, and options of actors if there are none.
 
     Raises:
-      ConfigError: With what to do.
+      ConfigError: There is such an option; the message says what to do instead.
     """
     if not isinstance(environment, HostEnvironment):
         if options.actors > 1 or options.env_processes:
@@ -307,7 +307,7 @@ def check_host(options: ReinforcementConfig, environment: AnyEnvironment, topolo
 
 
 def default_policy(environment: AnyEnvironment, options: ReinforcementConfig) -> keras.Model:
-    """The policy that the options describe."""
+    """Builds the policy that the options describe."""
     scale = environment.observation_scale if isinstance(environment, HostEnvironment) else 1.0
     shape, hidden = environment.observation_shape, options.hidden_units()
     if options.algorithm == "dqn" and isinstance(environment.actions, Discrete):
@@ -317,7 +317,7 @@ def default_policy(environment: AnyEnvironment, options: ReinforcementConfig) ->
 
 
 def with_options(config: ExperimentConfig | None, options: dict[str, Any]) -> ExperimentConfig:
-    """A configuration of reinforcement learning, with single options replaced."""
+    """Returns a configuration of reinforcement learning with some options replaced."""
     flat = (config or ExperimentConfig()).as_flat_dict()
     if isinstance(options.get("jit_compile"), bool):
         options = options | {"jit_compile": str(options["jit_compile"]).lower()}
@@ -326,16 +326,16 @@ def with_options(config: ExperimentConfig | None, options: dict[str, Any]) -> Ex
 
 
 def reinforcement_of(config: ExperimentConfig) -> ReinforcementConfig:
-    """The configuration's options of reinforcement learning."""
+    """Returns the configuration's options of reinforcement learning."""
     assert config.reinforcement is not None
     return config.reinforcement
 
 
 def complete(config: ExperimentConfig) -> ExperimentConfig:
-    """The configuration with derived options: steps, batch size, and data set.
+    """Returns the configuration with the options that follow from others: steps, batch size and data set.
 
     Raises:
-      ConfigError: The length of the run is missing.
+      ConfigError: The length of the run is not set, or set twice or in epochs.
     """
     options, train = reinforcement_of(config), config.train
     if train.epochs:
@@ -359,7 +359,7 @@ def complete(config: ExperimentConfig) -> ExperimentConfig:
 
 
 def _steps_of(options: ReinforcementConfig) -> int:
-    """Training steps in a run of `env_steps`, rounded up to whole rollouts."""
+    """Returns the training steps in a run of `env_steps`, rounded up to whole rollouts."""
     rollouts = -(-options.env_steps // options.transitions_per_rollout)
     return rollouts * options.steps_per_rollout
 
@@ -368,7 +368,7 @@ def check(config: ExperimentConfig, topology: Topology) -> None:
     """Refuses options that do not work with reinforcement learning.
 
     Raises:
-      ConfigError: With what to do.
+      ConfigError: There is such an option; the message says what to do instead.
     """
     options = reinforcement_of(config)
     if not topology.synchronous:

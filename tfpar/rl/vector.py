@@ -1,4 +1,4 @@
-"""Many environments side by side: time limits, new episodes, and the returns of those that end.
+"""A vector of environments: time limits, new episodes, and the returns of ended episodes.
 
 Shapes: n environments.
 """
@@ -14,12 +14,12 @@ import tensorflow as tf
 
 
 class Vector(NamedTuple):
-    """Where n environments stand.
+    """The states of n environments in their current episodes.
 
     Attributes:
-      state: Their states.
+      state: The states of the dynamics.
       steps: Int32 `[n]`: steps of the current episode so far.
-      reward: Float32 `[n]`: its rewards so far.
+      reward: Float32 `[n]`: sum of the current episode's rewards so far.
     """
 
     state: State
@@ -28,16 +28,16 @@ class Vector(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What one step of n environments gave.
+    """The result of one step of n environments.
 
     Attributes:
-      vector: Their states afterwards; those whose episode has ended are at the start of a new one.
+      vector: Their states after the step; environments whose episode has ended are at the start of a new one.
       observation: Float32 `[n, ...]`: the observation after the action, before any new episode.
       reward: Float32 `[n]`.
       terminated: Bool `[n]`: whether the episode terminated.
       truncated: Bool `[n]`: whether only the time limit cut it off.
       episode_return: Float32 `[n]`: sum of the rewards of an episode that has ended, else 0.
-      episode_length: Float32 `[n]`: its steps, else 0.
+      episode_length: Float32 `[n]`: number of steps of an episode that has ended, else 0.
     """
 
     vector: Vector
@@ -50,33 +50,33 @@ class Outcome(NamedTuple):
 
 
 def reset(environment: Environment, seed: tf.Tensor, index: tf.Tensor) -> Vector:
-    """All environments at the start of an episode.
+    """Returns n environments at the start of an episode.
 
     Args:
-      environment: What they are.
-      seed: Int32 `[2]`.
-      index: Int32 `[n]`: their numbers among all environments.
+      environment: The environment.
+      seed: Int32 `[2]`: seed of the run.
+      index: Int32 `[n]`: their indices among those of all replicas.
     """
     return _fresh(environment, seed, index, tf.constant(-1))
 
 
 def first(environment: AnyEnvironment, seed: tf.Tensor, index: tf.Tensor) -> Vector | tuple[()]:
-    """The result of `reset`; `()` for environments on the host, whose states are outside TensorFlow."""
+    """Returns the result of `reset`; `()` for environments on the host, whose states are outside TensorFlow."""
     return reset(environment, seed, index) if isinstance(environment, Environment) else ()
 
 
 def step(
     environment: Environment, vector: Vector, action: tf.Tensor, seed: tf.Tensor, index: Any, time: Any
 ) -> Outcome:
-    """One step of every environment.
+    """Steps every environment.
 
     Args:
-      environment: What they are.
-      vector: Their states.
+      environment: The environment.
+      vector: The states of n environments.
       action: Int32 `[n]`, or float32 `[n, size]`.
-      seed: Int32 `[2]`, that of the run.
-      index: Int32 `[n]`: their numbers among all environments.
-      time: Int32 scalar: the number of this step, from 0; the same for all.
+      seed: Int32 `[2]`: seed of the run.
+      index: Int32 `[n]`: their indices among those of all replicas.
+      time: Int32 scalar: the number of this step, from 0; the same for all environments.
     """
     drawn = noise.uniforms(environment.step_numbers, seed=seed, stream=noise.STEP, index=index, time=time)
     moved = environment.step(vector.state, action, drawn)

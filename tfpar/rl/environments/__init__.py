@@ -1,4 +1,4 @@
-"""Environments by name: those that run on the device, and with a prefix, those of Gymnasium and EnvPool."""
+"""Environments by name: those that run on the device and, with a prefix, those of Gymnasium and EnvPool."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ _ENVIRONMENTS = {each.name: each for each in (ACROBOT, CARTPOLE, CATCH, MOUNTAIN
 
 
 def names() -> list[str]:
-    """The names that `find` knows."""
+    """Returns the names of the environments that run on the device."""
     return sorted(_ENVIRONMENTS)
 
 
 def find(name: str) -> AnyEnvironment:
-    """The environment of a name.
+    """Returns the environment with this name.
 
     Raises:
-      ConfigError: There is none (lists the nearest names), or Gymnasium cannot create it.
+      ConfigError: There is none (the message suggests similar names), or Gymnasium or EnvPool cannot create it.
     """
     if name.startswith((PREFIX, POOL_PREFIX)):
         return find_on_host(name)
@@ -56,10 +56,10 @@ def find(name: str) -> AnyEnvironment:
 
 
 def find_on_host(name: str) -> HostEnvironment:
-    """The environment of Gymnasium, or of EnvPool where its prefix is in front.
+    """Returns the environment of Gymnasium, or of EnvPool if the name has its prefix.
 
     Raises:
-      ConfigError: There is none of this name, or its package is missing.
+      ConfigError: There is no environment of this name, or the package is missing.
     """
     if name.startswith(POOL_PREFIX):
         return find_in_envpool(name.removeprefix(POOL_PREFIX))

@@ -66,8 +66,8 @@ def _step(state: State, action: tf.Tensor, _: Sequence[tf.Tensor]) -> Transition
 
 
 def _wrapped(angle: tf.Tensor) -> tf.Tensor:
-    """The same angle from -π to π."""
-    turns = tf.math.ceil((tf.abs(angle) - math.pi) / (2.0 * math.pi))  # of a step; rarely more than one
+    """Returns the same angle in the range -π to π."""
+    turns = tf.math.ceil((tf.abs(angle) - math.pi) / (2.0 * math.pi))  # in one step, rarely more than one
     return angle - tf.sign(angle) * tf.maximum(turns, 0.0) * (2.0 * math.pi)
 
 

@@ -1,6 +1,6 @@
 """CartPole: a pole on a cart is kept upright (Barto, Sutton and Anderson 1983), with the equations of Florian (2007).
 
-The dynamics are those of Gymnasium's `CartPole-v1`: explicit Euler, 0.02 s a step, reward 1 for every step.
+The dynamics are those of Gymnasium's `CartPole-v1`: explicit Euler, 0.02 s per step, reward 1 for every step.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Catch: a ball falls over a board of 10 x 5 pixels, and a paddle in the last row catches it (Mnih et al. 2014).
 
-The game is that of bsuite (Osband et al. 2020): the ball falls a row a step, and the reward is 1 or -1 when it is down.
+The game is that of bsuite (Osband et al. 2020): the ball falls one row per step; the reward is 1 if the paddle catches
+it and -1 if not.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 ROWS, COLUMNS = 10, 5
-_PIXELS = 16  # pixels of the picture for each pixel of the board
+_PIXELS = 16  # side, in picture pixels, of a pixel of the board
 
 
 def _reset(numbers: Sequence[tf.Tensor]) -> State:

@@ -1,4 +1,4 @@
-"""Pictures of observations, drawn with lines: for TensorBoard, not for a policy."""
+"""Line drawings of observations: for TensorBoard, not as input of a policy."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Point = tuple[float, float]
 
 
 def lines(*strokes: Sequence[Point], moving: int) -> np.ndarray:
-    """Strokes on white, uint8 `[128, 128, 3]`.
+    """Draws polylines on a white background; returns the picture, uint8 `[128, 128, 3]`.
 
     Args:
-      *strokes: Points of each, in [-1, 1] to the right and upwards.
-      moving: How many of the strokes, the last ones, are drawn bold and blue.
+      *strokes: The points of each polyline; coordinates are in [-1, 1] and increase to the right and upwards.
+      moving: Number of polylines, at the end of `strokes`, that are drawn bold and blue.
     """
-    from PIL import Image, ImageDraw  # imported here, so that only a process that draws loads it
+    from PIL import Image, ImageDraw  # imported here, because few processes draw
 
     canvas = Image.new("RGB", (_SIDE, _SIDE), _WHITE)
     draw = ImageDraw.Draw(canvas)
@@ -32,18 +32,18 @@ def lines(*strokes: Sequence[Point], moving: int) -> np.ndarray:
 
 
 def beside(start: Point, angle: float, length: float) -> Point:
-    """The end of a rod that hangs from `start`, turned by an angle (radians, counter-clockwise) from straight down."""
+    """Returns the end of a rod from `start`, at `angle` (radians, counter-clockwise) from straight down."""
     return start[0] + length * math.sin(angle), start[1] - length * math.cos(angle)
 
 
 def _box(x: float, y: float, width: float, height: float) -> list[Point]:
-    """A rectangle around a point; width and height are halves."""
+    """Returns a rectangle around a point; `width` and `height` are half of its sides."""
     sides = ((-1, -1), (1, -1), (1, 1), (-1, 1), (-1, -1))
     return [(x + width * right, y + height * up) for right, up in sides]
 
 
 def cart_and_pole(observation: np.ndarray) -> np.ndarray:
-    """CartPole: position (m, the track ends at 2.4) and angle of the pole (radians, clockwise from upright)."""
+    """Draws CartPole from its position (m, at most 2.4) and the angle of the pole (radians, clockwise from upright)."""
     x, y = float(observation[0]) / 2.4, -0.4
     cart = _box(x, y, 0.15, 0.08)
     pole = [(x, y), beside((x, y), math.pi - float(observation[2]), 0.8)]
@@ -51,7 +51,7 @@ def cart_and_pole(observation: np.ndarray) -> np.ndarray:
 
 
 def two_rods(observation: np.ndarray) -> np.ndarray:
-    """Acrobot: cosine and sine of the first rod's angle, and of the second's from there; and the height to reach."""
+    """Draws Acrobot from cosine and sine of the first rod's angle and of the second's relative angle, and the goal."""
     first = math.atan2(float(observation[1]), float(observation[0]))
     second = first + math.atan2(float(observation[3]), float(observation[2]))
     elbow = beside((0.0, 0.0), first, 0.45)
@@ -60,7 +60,7 @@ def two_rods(observation: np.ndarray) -> np.ndarray:
 
 
 def car_in_valley(observation: np.ndarray) -> np.ndarray:
-    """MountainCar: position, from -1.2 to 0.6."""
+    """Draws MountainCar from its position, -1.2 to 0.6."""
 
     def on_track(x: float) -> Point:
         return (x + 0.3) / 0.9, 0.6 * math.sin(3.0 * x) - 0.2
@@ -72,6 +72,6 @@ def car_in_valley(observation: np.ndarray) -> np.ndarray:
 
 
 def pendulum(observation: np.ndarray) -> np.ndarray:
-    """Pendulum: cosine and sine of its angle from upright, counter-clockwise."""
+    """Draws Pendulum from the cosine and sine of its angle from upright, counter-clockwise."""
     angle = math.atan2(float(observation[1]), float(observation[0]))
     return lines([(0.0, 0.0), beside((0.0, 0.0), math.pi + angle, 0.8)], moving=1)

@@ -1,6 +1,6 @@
-"""Environments that run on the host: any of Gymnasium's as `--env=gym:NAME`; those of EnvPool are in `pool`.
+"""Environments that run on the host: those of Gymnasium, as `--env=gym:NAME`. The module `pool` has those of EnvPool.
 
-Threads of this process act in them while the device learns, see `tfpar.rl.actors`.
+Threads of this process act in them while the device learns; see `tfpar.rl.actors`.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ class HostEnvironment:
     """An environment of Gymnasium or EnvPool.
 
     Attributes:
-      name: Its name for `--env`, with `gym:` or `envpool:` in front.
+      name: The name for `--env`, with the prefix `gym:` or `envpool:`.
       observation_shape: Shape of one observation.
-      actions: What an action is.
-      goal: Mean return of an evaluation at which a run may end; None for none.
+      actions: The action space.
+      goal: Mean return of an evaluation at which `--stop_at_goal` ends a run; None if there is no such return.
       observation_scale: The factor by which a policy multiplies observations: 1/255 for pixels, otherwise 1.
-      make: `(count, processes) -> gymnasium.vector.VectorEnv` of `count` environments, each in its own process or all
-        in this one. An episode that ends is followed by a new one in the same step.
-      make_shown: `() -> gymnasium.vector.VectorEnv` of a single one, whose `render()` draws it.
-      to_host: Actions as the environment takes them: int32 `[n]`, or float32 `[n, size]`, clipped to the bounds.
+      make: `(count, processes) -> gymnasium.vector.VectorEnv` with `count` environments, each in its own process or all
+        in this one. When an episode ends, a new one begins in the same step.
+      make_shown: `() -> gymnasium.vector.VectorEnv` with one environment, which `render()` draws.
+      to_host: Converts a policy's actions to those of the environment: int32 `[n]`, or float32 `[n, size]`, clipped to
+        the bounds.
     """
 
     name: str
@@ -45,7 +46,7 @@ class HostEnvironment:
 
 
 def require_gymnasium() -> Any:
-    """The module `gymnasium`.
+    """Returns the module `gymnasium`.
 
     Raises:
       ConfigError: It is not installed.
@@ -58,16 +59,16 @@ def require_gymnasium() -> Any:
 
 
 def make_environments(name: str, count: int, processes: bool = False, *, render: bool = False) -> Any:
-    """Several environments of Gymnasium side by side. Observations that are not arrays are flattened to one array.
+    """Creates a vector of Gymnasium environments. Observations that are not arrays are flattened to one array.
 
     Args:
       name: The name in Gymnasium's registry, e.g. `"CartPole-v1"`.
-      count: How many.
-      processes: Whether each has its own process.
+      count: Number of environments.
+      processes: Whether each environment has its own process.
       render: Whether `render()` returns pictures of them.
 
     Raises:
-      ConfigError: There is none of this name, or its package is missing.
+      ConfigError: There is no environment of this name, or its package is missing.
     """
     gymnasium = require_gymnasium()
     from gymnasium.vector import AutoresetMode
@@ -86,11 +87,11 @@ def make_environments(name: str, count: int, processes: bool = False, *, render:
             **({"render_mode": "rgb_array"} if render else {}),
         )
     except (gymnasium.error.Error, ImportError, NotImplementedError) as error:
-        raise ConfigError(f"--env={name}: Gymnasium cannot create it: {error}") from error
+        raise ConfigError(f"--env={PREFIX}{name}: Gymnasium cannot create it: {error}") from error
 
 
 def find_in_gymnasium(name: str) -> HostEnvironment:
-    """The environment that Gymnasium has under a name.
+    """Returns the Gymnasium environment with this name.
 
     Raises:
       ConfigError: There is none, or tfpar's policies do not support its action space.
@@ -107,17 +108,17 @@ def find_in_gymnasium(name: str) -> HostEnvironment:
 def describe(
     name: str, envs: Any, goal: float | None, make: Callable[[int, bool], Any], make_shown: Callable[[], Any]
 ) -> HostEnvironment:
-    """What a policy has to know of an environment.
+    """Describes an environment to the policies.
 
     Args:
-      name: Its name for `--env`.
-      envs: Some of it side by side.
-      goal: Mean return at which a run may end; None for none.
+      name: The name for `--env`.
+      envs: A vector of such environments.
+      goal: As in `HostEnvironment`.
       make: As in `HostEnvironment`.
-      make_shown: Likewise.
+      make_shown: As in `HostEnvironment`.
 
     Raises:
-      ConfigError: No policy of tfpar's can choose its actions.
+      ConfigError: tfpar's policies do not support its action space.
     """
     observed, action = envs.single_observation_space, envs.single_action_space
     return HostEnvironment(
@@ -133,7 +134,7 @@ def describe(
 
 
 def to_host(space: Any, action: np.ndarray) -> np.ndarray:
-    """Actions of a policy in the form of an action space of Gymnasium."""
+    """Converts a policy's actions to those of a Gymnasium action space."""
     if space.shape == ():
         return np.asarray(action + getattr(space, "start", 0))
     return np.clip(action.reshape([-1, *space.shape]), space.low, space.high).astype(space.dtype)

@@ -1,6 +1,6 @@
 """Pendulum: a pendulum is swung up and held by a torque that is too weak to lift it.
 
-The dynamics are those of Gymnasium's `Pendulum-v1`: 0.05 s a step, a torque of at most 2 Nm, episodes that never
+The dynamics are those of Gymnasium's `Pendulum-v1`: 0.05 s per step, a torque of at most 2 Nm; episodes never
 terminate.
 """
 

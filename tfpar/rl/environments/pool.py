@@ -1,8 +1,8 @@
-"""Environments of EnvPool, which steps many of them in C++ threads: `--env=envpool:NAME`.
+"""Environments of EnvPool, which runs many environments in C++ threads: `--env=envpool:NAME`.
 
-EnvPool (Weng et al. 2022, arXiv:2206.10558) has Atari, classic control, Box2D, MuJoCo and others under names of its
-own, and returns the first observation of a new episode one step after the end of the last one. `Pool` has the interface
-of Gymnasium's vector environments instead, as `tfpar.rl.actors` uses it.
+EnvPool (Weng et al. 2022, arXiv:2206.10558) has its own names for Atari, classic control, Box2D, MuJoCo and others, and
+returns the first observation of a new episode one step after the end of the previous episode. `Pool` adapts it to the
+interface of Gymnasium's vector environments, which `tfpar.rl.actors` uses.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from tfpar.rl.environments.host import HostEnvironment, describe
 import numpy as np
 
 PREFIX = "envpool:"
-_LARGEST_STACK = 16  # frames in front of height and width, as Atari's pictures have them
+_LARGEST_STACK = 16  # most frames in the first dim of a stack of frames, such as Atari's [frames, height, width]
 
 
 class Pool:
-    """Some environments of EnvPool, in which an episode that ends is followed by a new one in the same step.
+    """A vector of EnvPool environments. When an episode ends, a new one begins in the same step.
 
     Args:
-      name: As EnvPool has it registered.
+      name: The name in EnvPool's registry.
       count: Number of environments, n.
-      threads: Threads that step them; 0 for as many as EnvPool chooses.
+      threads: Number of threads; 0 lets EnvPool choose.
 
     Attributes:
-      single_observation_space: The observations of one environment, pictures with their channels last.
-      single_action_space: Its actions.
+      single_observation_space: The observations of one environment; pictures have their channels last.
+      single_action_space: The actions of one environment.
       reward_threshold: Mean return that counts as solved; None if EnvPool states none.
 
     Raises:
@@ -56,17 +56,17 @@ class Pool:
         self._last: np.ndarray | None = None
 
     def reset(self, *, seed: Sequence[int]) -> tuple[np.ndarray, dict[str, Any]]:
-        """Creates the environments anew, each with its own seed; their first observations `[n, ...]`."""
+        """Creates the environments again, each with its own seed; returns their first observations `[n, ...]`."""
         self._envs = self._made(seed)
         observation, info = self._envs.reset()
         self._last = self._observed(observation)
         return self._last, info
 
     def step(self, action: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
-        """Observations, rewards, `terminated` and `truncated`, `[n, ...]`, and `{"final_obs": ...}`.
+        """Steps every environment; returns observations, rewards, `terminated`, `truncated` and `{"final_obs": ...}`.
 
-        The observation of an environment whose episode has ended is the first one of its next episode, and the last one
-        of the episode is in `final_obs`.
+        Every array is `[n, ...]`. If an episode ended, the observation is the first one of the next episode, and
+        `final_obs` has the last one of the ended episode.
         """
         integers = np.issubdtype(self.single_action_space.dtype, np.integer)
         taken = action.astype(np.int32 if integers else self.single_action_space.dtype)
@@ -83,10 +83,10 @@ class Pool:
         """The newest frame of each observation, `[n, height, width, 1]`.
 
         Raises:
-          NotImplementedError: Observations are no pictures, and EnvPool draws none.
+          NotImplementedError: Observations are not pictures, and EnvPool does not draw any.
         """
         if self._last is None or self._last.dtype != np.uint8 or self._last.ndim != 4:
-            raise NotImplementedError("EnvPool draws none, and its observations are none")
+            raise NotImplementedError("EnvPool draws no pictures, and the observations are not pictures")
         return self._last[..., -1:]
 
     def close(self) -> None:
@@ -95,7 +95,7 @@ class Pool:
 
     def _made(self, seeds: Sequence[int]) -> Any:
         envpool = require_envpool()
-        seeds = [int(seed) & 0x7FFFFFFF for seed in seeds]  # it takes 31 bits
+        seeds = [int(seed) & 0x7FFFFFFF for seed in seeds]  # EnvPool takes 31 bits
         with _without_warnings():
             try:
                 return envpool.make(
@@ -113,20 +113,20 @@ class Pool:
 
 @contextlib.contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Gymnasium warns of every space whose bounds it rounds to float32."""
+    """Suppresses warnings: Gymnasium warns of every space whose bounds it rounds to float32."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 def require_envpool() -> Any:
-    """The module `envpool`.
+    """Returns the module `envpool`.
 
     Raises:
       ConfigError: It is not installed, or cannot be loaded.
     """
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # 1.1 says that Gym is unmaintained
+        with contextlib.redirect_stderr(io.StringIO()):  # EnvPool 1.1 prints that Gym is unmaintained
             import envpool
     except ImportError as error:
         raise ConfigError(
@@ -136,25 +136,25 @@ def require_envpool() -> Any:
 
 
 def make_pool(name: str, count: int, processes: bool = False) -> Pool:
-    """Some environments of EnvPool side by side.
+    """Creates a vector of EnvPool environments.
 
     Args:
-      name: As EnvPool has it registered, e.g. `"Pong-v5"`.
-      count: How many.
-      processes: Without effect: EnvPool has its own threads. `tfpar.rl.trainer.check_host` refuses the option.
+      name: The name in EnvPool's registry, e.g. `"Pong-v5"`.
+      count: Number of environments.
+      processes: Ignored: EnvPool has its own threads. `tfpar.rl.trainer.check_host` rejects the option.
 
     Raises:
-      ConfigError: EnvPool has none of this name, or is missing.
+      ConfigError: EnvPool has no environment of this name, or is missing.
     """
     del processes
     return Pool(name, count)
 
 
 def find_in_envpool(name: str) -> HostEnvironment:
-    """The environment that EnvPool has under a name.
+    """Returns the EnvPool environment with this name.
 
     Raises:
-      ConfigError: There is none; or no policy of tfpar's can choose its actions.
+      ConfigError: There is none, or tfpar's policies do not support its action space.
     """
     envs = make_pool(name, 1)
     try:

@@ -17,7 +17,7 @@ State = Any
 
 @dataclasses.dataclass(frozen=True)
 class Discrete:
-    """One of several actions, an int32 from 0.
+    """An action space of several actions; an action is an int32 from 0 to `count - 1`.
 
     Attributes:
       count: Number of actions.
@@ -32,7 +32,7 @@ class Discrete:
 
     @property
     def outputs(self) -> int:
-        """Number of outputs of a policy for it: a logit for each action."""
+        """Number of a policy's outputs: one logit per action."""
         return self.count
 
     @property
@@ -43,11 +43,11 @@ class Discrete:
 
 @dataclasses.dataclass(frozen=True)
 class Continuous:
-    """A vector of numbers, float32; an environment clips them to these bounds.
+    """An action space of float32 vectors; an environment clips actions to the bounds.
 
     Attributes:
       low: Lower bound of each number.
-      high: Upper bound of each.
+      high: Upper bound of each number.
     """
 
     low: tuple[float, ...]
@@ -60,7 +60,7 @@ class Continuous:
 
     @property
     def outputs(self) -> int:
-        """Number of outputs of a policy for it: a mean for each number."""
+        """Number of a policy's outputs: one mean per number of the action."""
         return len(self.low)
 
     @property
@@ -76,7 +76,7 @@ class Transition(NamedTuple):
     """The result of one step of n environments.
 
     Attributes:
-      state: The states after it.
+      state: The states after the step.
       reward: Float `[n]`.
       terminated: Bool `[n]`: whether the episode terminated. (`vector.py` handles time limits.)
     """
@@ -90,21 +90,21 @@ class Transition(NamedTuple):
 class Environment:
     """An environment whose dynamics are pure functions, so that thousands run in one XLA program.
 
-    The functions compute in the floating-point type of their state argument, and `reset` in that of its random numbers.
+    The functions compute in the floating-point dtype of their state argument, `reset` in that of its random numbers.
 
     Attributes:
-      name: Its name for `--env`; the name in Gymnasium if it is the same environment.
+      name: The name for `--env`; the name in Gymnasium if it is the same environment.
       observation_shape: Shape of one observation, float32.
-      actions: What an action is.
+      actions: The action space.
       max_steps: Steps after which an episode is cut off.
-      reset_numbers: Random numbers that `reset` takes.
-      reset: `(numbers) -> state`: `reset_numbers` uniform numbers in [0, 1), each `[n]`.
-      step: `(state, action, numbers) -> Transition`; action int32 `[n]` or float32 `[n, size]`; `step_numbers` uniform
-        numbers.
+      reset_numbers: Number of random numbers that `reset` takes.
+      reset: `(numbers) -> state`; `numbers` are `reset_numbers` tensors `[n]`, uniform in [0, 1).
+      step: `(state, action, numbers) -> Transition`; the action is int32 `[n]` or float32 `[n, size]`, `numbers` are
+        `step_numbers` tensors `[n]`, uniform in [0, 1).
       observe: `(state) -> float32 [n, *observation_shape]`.
-      step_numbers: Random numbers that `step` takes.
-      render: `(observation) -> uint8 [height, width, 3]` of one observation, or None.
-      goal: Mean return of an evaluation at which a run may end, see `--stop_at_goal`; None for none.
+      step_numbers: Number of random numbers that `step` takes.
+      render: `(observation) -> uint8 [height, width, 3]` for one observation, or None.
+      goal: Mean return of an evaluation at which `--stop_at_goal` ends a run; None if there is no such return.
     """
 
     name: str
@@ -121,5 +121,5 @@ class Environment:
 
 
 def stacked(*parts: tf.Tensor) -> tf.Tensor:
-    """Numbers of a state `[n]` as observations, float32 `[n, len(parts)]`."""
+    """Stacks tensors `[n]` of a state to observations, float32 `[n, len(parts)]`."""
     return tf.stack([tf.cast(part, tf.float32) for part in parts], axis=-1)

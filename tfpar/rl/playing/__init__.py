@@ -1,1 +1,1 @@
-"""Playing a policy with the most likely actions: evaluations, pictures of an episode, and saved policies."""
+"""Plays episodes with a policy's most likely actions: evaluations, pictures of an episode, and saved policies."""

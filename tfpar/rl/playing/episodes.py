@@ -1,4 +1,4 @@
-"""Plays a saved policy in Gymnasium or EnvPool, whose code is independent of the environments on the device."""
+"""Plays a saved policy in Gymnasium or EnvPool, which share no code with the environments on the device."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _SIDE_BY_SIDE = 64
 
 
 class Played(NamedTuple):
-    """Episodes.
+    """The results of episodes.
 
     Attributes:
-      returns: Float64 `[episodes]`: sums of their rewards.
-      lengths: Int64 `[episodes]`: their steps.
+      returns: Float64 `[episodes]`: sum of the rewards of each episode.
+      lengths: Int64 `[episodes]`: number of steps of each episode.
     """
 
     returns: np.ndarray
     lengths: np.ndarray
 
     def summary(self, env: str) -> dict[str, Any]:
-        """The figures: `env`, `episodes`, `return` and `length`, which are means, and the spread of the returns."""
+        """Returns `env`, `episodes`, the means `return` and `length`, and the spread of the returns."""
         return {
             "env": env,
             "episodes": len(self.returns),
@@ -43,13 +43,14 @@ def play(model: keras.Model, name: str, *, episodes: int = 100, seed: int = 0) -
     """Plays episodes to their end with the most likely actions.
 
     Args:
-      model: A policy: observations to logits or means, its first output, as in `model.keras`.
-      name: The environment's name in Gymnasium, with or without `gym:` in front; or `envpool:` and that in EnvPool.
-      episodes: How many.
-      seed: The episodes begin where the environment's seeds `seed`, `seed + 1`, ... begin.
+      model: A policy, as in `model.keras`: maps observations to outputs, of which the first are logits or means.
+      name: The environment's name in Gymnasium, with or without the prefix `gym:`; or its name in EnvPool with the
+        prefix `envpool:`.
+      episodes: Number of episodes.
+      seed: Seed of the first episode; the following ones have the seeds `seed + 1`, `seed + 2`, ...
 
     Raises:
-      ConfigError: The package is missing, or has no such environment; or the model does not fit it.
+      ConfigError: The package is missing or has no such environment, or the model does not fit the environment.
     """
     environment = find_on_host(name)
     call = tf.function(lambda x: model(x, training=False), autograph=False, reduce_retracing=True)
@@ -66,12 +67,12 @@ def play_outputs(
 
     Args:
       outputs: A policy: `observations [n, ...] -> outputs`, of which the first are logits or means.
-      observation_shape: Shape of its observations.
-      environment: The environment that it plays in.
+      observation_shape: Shape of the policy's observations.
+      environment: The environment in which it plays.
       seeds: Seeds of the episodes.
 
     Raises:
-      ConfigError: The policy takes observations of another shape.
+      ConfigError: The environment's observations have another shape.
     """
     if environment.observation_shape != observation_shape:
         raise ConfigError(
@@ -94,7 +95,7 @@ def play_outputs(
 
 
 def _policy(call: Callable[[tf.Tensor], Any], environment: HostEnvironment) -> Any:
-    """`observations [n, ...] -> actions` of the most likely actions."""
+    """Returns the function `observations [n, ...] -> actions` that chooses the most likely actions."""
 
     def act(observations: np.ndarray) -> np.ndarray:
         outputs = call(tf.constant(observations, tf.float32))
@@ -106,7 +107,7 @@ def _policy(call: Callable[[tf.Tensor], Any], environment: HostEnvironment) -> A
 
 
 def _play_at_once(act: Any, envs: Any, seeds: list[int]) -> Played:
-    """The first episode of each environment."""
+    """Plays the first episode of each environment."""
     count = len(seeds)
     returns, lengths = np.zeros(count), np.zeros(count, np.int64)
     playing = np.ones(count, bool)

@@ -1,4 +1,4 @@
-"""Playing episodes with the most likely actions: on the device, or in Gymnasium where the environment runs there."""
+"""Evaluates a policy with its most likely actions: on the device, or on the host if the environment runs there."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-_SEED = (20, 26)  # the same episodes begin every evaluation of every run
+_SEED = (20, 26)  # fixed, so that every evaluation of every run starts from the same states
 
 
 class PolicyEvaluator:
-    """Plays a number of episodes; the evaluation of a run of reinforcement learning.
+    """Evaluates a policy by playing episodes on the device.
 
-    Every process plays the same episodes with the same weights, so they all have the same results.
+    Every process plays the same episodes with the same weights, so all processes have the same results.
 
     Args:
       program: The policy under the strategy.
-      environment: What it acts in.
-      episodes: How many are played side by side.
+      environment: The environment in which it acts.
+      episodes: Number of episodes, which are played at the same time.
 
     Attributes:
       confusion: None, see `tfpar.training.evaluation.Evaluator`.
@@ -46,15 +46,15 @@ class PolicyEvaluator:
         self._play._omit_frequent_tracing_warning = True  # see `TrainStep`
 
     def __call__(self, source: inputs.AnySource, *, steps: int = 0, calls: BatchCalls | None = None) -> dict[str, Any]:
-        """Means over the episodes.
+        """Plays the episodes.
 
         Args:
-          source: Not read.
-          steps: Not read.
-          calls: None is called: there are no batches.
+          source: Ignored.
+          steps: Ignored.
+          calls: Ignored, as there are no batches.
 
         Returns:
-          `return` and `length`.
+          `return` and `length`, the means over the episodes.
         """
         del source, steps, calls
         program = self._program
@@ -65,20 +65,20 @@ class PolicyEvaluator:
         return {"return": float(np.mean(returns)), "length": float(np.mean(lengths))}
 
     def _played(self, params: Tensors, state: Tensors) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return and length of every episode, float32 `[episodes]`."""
+        """Returns the return and the length of every episode, float32 `[episodes]`."""
         return play(self._environment, self._program.model, params, state, self._episodes)
 
 
 class HostEvaluator:
-    """Plays a number of episodes on the host, each worker its share of them; else as `PolicyEvaluator`.
+    """Evaluates a policy by playing episodes on the host; each worker plays its share of them.
 
     Args:
       program: The policy under the strategy.
-      environment: What it acts in.
-      episodes: How many are played.
+      environment: The environment in which it acts.
+      episodes: Number of episodes of all workers together.
 
     Attributes:
-      confusion: None.
+      confusion: None, see `tfpar.training.evaluation.Evaluator`.
     """
 
     confusion: np.ndarray | None = None
@@ -88,7 +88,7 @@ class HostEvaluator:
         self._outputs = tf.function(self._called, autograph=False, jit_compile=program.compiles_whole or None)
 
     def __call__(self, source: inputs.AnySource, *, steps: int = 0, calls: BatchCalls | None = None) -> dict[str, Any]:
-        """Means over the episodes, the same on every worker; arguments and result as for `PolicyEvaluator`."""
+        """Plays the episodes; arguments and result are those of `PolicyEvaluator`, the same on every worker."""
         del source, steps, calls
         program, topology = self._program, self._program.topology
         params = program.first_copies(program.eval_weights())
@@ -115,14 +115,14 @@ def play(
     """Plays episodes to their end with the most likely actions.
 
     Args:
-      environment: What is acted in.
+      environment: The environment in which the policy acts.
       model: A policy, see `policy.build_policy`.
       params: Values of its trainable variables.
       state: Values of its non-trainable variables.
-      episodes: How many.
+      episodes: Number of episodes.
 
     Returns:
-      The return and the length of each, float32 `[episodes]`.
+      The return and the length of each episode, float32 `[episodes]`.
     """
     seed, index = tf.constant(_SEED), tf.range(episodes)
 
@@ -130,7 +130,7 @@ def play(
         observation = environment.observe(current.state)
         outputs = call_model(model, params, state, observation, training=False).outputs
         outcome = vector.step(environment, current, Distribution.of(outputs).mode(), seed, index, time)
-        first = tf.equal(lengths, 0.0)  # of the episodes in one environment, the first counts
+        first = tf.equal(lengths, 0.0)  # only the first episode of each environment counts
         returns = tf.where(first, outcome.episode_return, returns)
         return time + 1, outcome.vector, returns, tf.where(first, outcome.episode_length, lengths)
 

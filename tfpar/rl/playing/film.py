@@ -19,7 +19,7 @@ import tensorflow as tf
 _log = logging.getLogger(__name__)
 
 _PICTURES = 16
-_LONGEST = 2000  # steps of an episode that are played for its pictures
+_LONGEST = 2000  # the most steps of an episode that are played for its pictures
 
 
 class Film:
@@ -38,7 +38,11 @@ class Film:
         self._impossible = isinstance(environment, Environment) and environment.render is None
 
     def __call__(self) -> tuple[np.ndarray, list[str]] | None:
-        """Pictures uint8 `[k, height, width, 3]` at even intervals, and their captions; None if there are none."""
+        """Plays an episode; returns pictures of it at even intervals, with captions.
+
+        Returns:
+          Pictures uint8 `[k, height, width, 3]` and their captions; None if the environment cannot be drawn.
+        """
         if self._impossible:
             return None
         try:
@@ -68,7 +72,7 @@ class Film:
         return vector.step(environment, current, action, tf.constant([self._seed, 0]), tf.range(1), time)
 
     def _on_device(self) -> tuple[list[Callable[[], np.ndarray]], list[float]]:
-        """A function that draws the picture of a step, and the rewards between pictures."""
+        """Returns one function per picture, which draws it, and the rewards between pictures."""
         environment = self._environment
         assert isinstance(environment, Environment)
         params, state = self._weights()
@@ -106,14 +110,14 @@ class Film:
 
 
 def _rendered(envs: Any, name: str) -> np.ndarray:
-    """A picture of the one environment.
+    """Returns a picture of the single environment.
 
     Raises:
       ConfigError: It cannot be rendered.
     """
     try:
         picture = envs.render()[0]
-    except Exception as error:  # from a missing package, or any exception of the environment
+    except Exception as error:  # a missing package, or any exception of the environment
         raise ConfigError(f"--env={name} cannot be rendered: {type(error).__name__}: {error}") from error
     if not isinstance(picture, np.ndarray) or picture.ndim != 3:
         raise ConfigError(f"--env={name} cannot be rendered: `render` returns {type(picture).__name__}")
