@@ -91,6 +91,8 @@ def test_what_is_kept(policy):
     assert replay.room_for(source(), 200, 120) == 10  # of 12 bytes each
     mixed = replay.with_replay(source(), tasks.Task("b", np.arange(12, 24), np.arange(2), ()), np.array([1, 5, 6]))
     np.testing.assert_array_equal(np.bincount((fetched(mixed)[0] < 12).astype(int)), [12, 12])
+    few = replay.with_replay(source(), tasks.Task("b", np.arange(20, 24), np.arange(2), ()), np.arange(12))
+    assert sorted(fetched(few)[0] < 12) == [False] * 4 + [True] * 4
 
 
 def test_the_fisher_information_is_that_of_logistic_regression():
@@ -142,7 +144,7 @@ def test_one_parabola_stands_for_those_of_all_tasks(tmp_path):
 def test_distillation_is_that_of_the_paper():
     random = np.random.default_rng(0)
     logits, earlier = random.normal(size=[5, 4]), random.normal(size=[5, 3])
-    made = distillation.with_logits(source(5), earlier)
+    made = distillation.with_logits(source(5), earlier, "the digest of a model")
     x, y = made.fetch(tf.range(5, dtype=tf.int64))
     assert made.info.label_spec == tf.TensorSpec([4], tf.float32)
     np.testing.assert_array_equal(y[:, 0], LABELS[:5])

@@ -1,4 +1,4 @@
-"""Incremental learning: tasks one after the other, and methods that keep a model from forgetting.
+"""Incremental learning: tasks one after the other, and methods against forgetting earlier tasks.
 
 The names below import TensorFlow when they are used.
 """

@@ -13,10 +13,10 @@ _NEVER = 1 << 60  # steps
 
 
 def check(config: ExperimentConfig) -> None:
-    """Refuses options that do not work with tasks.
+    """Refuses options that do not work with incremental learning.
 
     Raises:
-      ConfigError: With what to do.
+      ConfigError: There is such an option; the message says what to do instead.
     """
     topology = choose_topology(config.strategy, cluster.detect())
     if topology.name in ("parameter_server", "tpu"):
@@ -43,13 +43,15 @@ def check(config: ExperimentConfig) -> None:
 
 
 def incremental_of(config: ExperimentConfig) -> IncrementalConfig:
-    """The configuration's options of incremental learning."""
+    """Returns the configuration's options of incremental learning."""
     return config.incremental or IncrementalConfig()
 
 
 def watching(config: ExperimentConfig) -> ExperimentConfig:
-    """The configuration of a run over all arriving files, if `--watch` is set: endless, without repetition, in the
-    order in which `OnlineLearner` gives the examples."""
+    """Returns the configuration of the run that learns all arriving files, if `--watch` is set.
+
+    The run has no end, and reads each example once, in the order of `OnlineLearner`.
+    """
     if not incremental_of(config).watch:
         return config
     return dataclasses.replace(

@@ -1,9 +1,8 @@
 """Elastic weight consolidation (Kirkpatrick et al. 2017, Overcoming catastrophic forgetting in neural networks).
 
-After each task, every weight has a diagonal Fisher information F, which measures how much the outputs depend on it, and
-its value θ* at that time. Later tasks add λ/2 Σ F (θ - θ*)² to the loss (equation 3), for every earlier task. The sum
-of
-these parabolas is one parabola, of which two arrays are kept for each weight: Σ F, and Σ F θ*.
+After each task, every weight has a value θ* and a diagonal Fisher information F, which measures how much the outputs
+depend on the weight. Later tasks add λ/2 Σ F (θ - θ*)² to the loss for every earlier task (equation 3). The sum of
+these parabolas is one parabola, for which two arrays per weight are stored: Σ F and Σ F θ*.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ class Consolidation:
 
     Args:
       information: Σ F of each trainable weight, float32.
-      pulls: Σ F θ* of each.
+      pulls: Σ F θ* of each trainable weight, float32.
     """
 
     def __init__(self, information: Sequence[np.ndarray], pulls: Sequence[np.ndarray]) -> None:
         self.information, self.pulls = list(information), list(pulls)
 
     def with_task(self, information: Sequence[np.ndarray], weights: Sequence[np.ndarray]) -> Consolidation:
-        """This sum with another task added.
+        """Returns this sum with another task added.
 
         Args:
-          information: Its F.
-          weights: The weights after it, θ*. If the head has grown, the earlier sums are zero for each new weight.
+          information: F of the task.
+          weights: The weights after the task, θ*. If the head has grown, the earlier sums are zero for the new weights.
         """
         pulls = [each * weight for each, weight in zip(information, weights, strict=True)]
         if not self.information:
@@ -50,7 +49,7 @@ class Consolidation:
         """Adds the penalty to a model's losses, in the form of weight regularizers.
 
         Args:
-          model: A model with the weights in the same order; new weights of a grown head are not penalised.
+          model: A model with its weights in the same order; new weights of a grown head are not penalised.
           strength: λ.
         """
         for place, weight in enumerate(model.trainable_variables if self.information else ()):
@@ -60,7 +59,7 @@ class Consolidation:
             weight.regularizer = Penalty(information, anchor, strength, weight.regularizer)
 
     def save(self, path: pathlib.Path) -> None:
-        """Writes it to a file, atomically."""
+        """Writes the sum to a file, atomically."""
         named = {f"information/{place}": each for place, each in enumerate(self.information)}
         named |= {f"pull/{place}": each for place, each in enumerate(self.pulls)}
         temporary = path.with_name(f".{path.name}")
@@ -69,7 +68,7 @@ class Consolidation:
 
     @classmethod
     def load(cls, path: pathlib.Path) -> Consolidation:
-        """Reads the result of `save`."""
+        """Reads a file that `save` wrote."""
         named = read_arrays(path)
         places = range(len(named) // 2)
         return cls([named[f"information/{place}"] for place in places], [named[f"pull/{place}"] for place in places])
@@ -103,7 +102,7 @@ class Penalty:
 
 
 def fisher_information(model: keras.Model, source: Source, indices: np.ndarray, *, seed: int) -> list[np.ndarray]:
-    """The diagonal Fisher information of the weights: the mean square of ∂ log p(y|x) / ∂θ, with y drawn from p.
+    """Returns the diagonal Fisher information of the weights: the mean square of ∂ log p(y|x) / ∂θ, y drawn from p.
 
     Args:
       model: A classifier that returns logits.
@@ -113,7 +112,7 @@ def fisher_information(model: keras.Model, source: Source, indices: np.ndarray, 
       seed: Seed for drawing classes.
 
     Returns:
-      An array for each trainable variable, float32.
+      One float32 array per trainable variable, of its shape.
     """
     weights = [tf.convert_to_tensor(variable) for variable in model.trainable_variables]
     state = [tf.convert_to_tensor(variable) for variable in model.non_trainable_variables]
@@ -125,7 +124,7 @@ def fisher_information(model: keras.Model, source: Source, indices: np.ndarray, 
             logits, _ = model.stateless_call(weights, state, x, training=False)
             scores = tf.cast(tf.stop_gradient(logits), tf.float32)
             noise = tf.random.stateless_uniform(tf.shape(scores), [seed, place], 1e-6, 1.0 - 1e-6)
-            label = tf.argmax(scores - tf.math.log(-tf.math.log(noise)), axis=-1)  # Gumbel: a draw from p
+            label = tf.argmax(scores - tf.math.log(-tf.math.log(noise)), axis=-1)  # a draw from p (Gumbel-max)
             loss = tf.nn.sparse_softmax_cross_entropy_with_logits(label, tf.cast(logits, tf.float32))
         gradients = tape.gradient(loss, weights, unconnected_gradients=tf.UnconnectedGradients.ZERO)
         return [tf.cast(tf.convert_to_tensor(each), tf.float32) ** 2 for each in gradients]
@@ -147,5 +146,5 @@ def fisher_information(model: keras.Model, source: Source, indices: np.ndarray, 
 
 
 def padded(array: np.ndarray, shape: Sequence[int]) -> np.ndarray:
-    """An array padded with zeros at the end, for the weights of new outputs."""
+    """Returns the array padded with zeros at the end of each dim, for the weights of new outputs."""
     return np.pad(array, [(0, size - old) for size, old in zip(shape, array.shape, strict=True)])

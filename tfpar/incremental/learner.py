@@ -2,7 +2,7 @@
 
 ```
 WORKDIR/task-01/     the run of the first task: checkpoints, TensorBoard events, summary.json, model.keras
-WORKDIR/task-01/task.json   written last: the task is learned, with its accuracies on all tasks so far
+WORKDIR/task-01/task.json   accuracies on all tasks so far; written last, so it marks the task as learned
 WORKDIR/summary.json        the accuracy matrix and its figures
 ```
 
@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import pathlib
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -30,6 +31,7 @@ from tfpar.incremental.distillation import DistillationLoss, accuracy_beside_log
 from tfpar.incremental.replay import kept_examples, room_for, with_replay
 from tfpar.incremental.tasks import Task, chosen, labels_of, split_tasks, with_classes
 from tfpar.inputs.source import Source
+from tfpar.monitor.summary import command_of
 from tfpar.monitor.tensorboard import EventFiles
 from tfpar.parallel.strategies import Runtime
 from tfpar.training.trainer import Trainer
@@ -42,23 +44,22 @@ _log = logging.getLogger(__name__)
 
 Build = Callable[[int], keras.Model]
 _DONE = "task.json"
-_BATCH = 256  # of a pass of an earlier model over examples
+_BATCH = 256  # examples per batch when an earlier model computes logits
 
 
 class IncrementalLearner:
     """Learns tasks one after the other, see `--tasks` and `--method`.
 
     Args:
-      build: `(classes) -> model`: builds a classifier that returns logits; called again for every task, under the
-        strategy.
+      build: `(classes) -> model`: builds a classifier that returns logits; called for every task, under the strategy.
       train: Training examples of all tasks.
       validation: Validation examples of all tasks.
       config: The whole configuration, with a section `incremental`; `--epochs` or `--steps` is the length of one task.
-      runtime: From `tfpar.initialize`.
+      runtime: The result of `tfpar.initialize`.
 
     Attributes:
       tasks: The tasks, in order.
-      matrix: Accuracies `[T, T]`: row t on each task after task t; NaN for later tasks.
+      matrix: Accuracies `[T, T]`: row t has the accuracies on each task after learning task t; NaN for later tasks.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class IncrementalLearner:
         self._labels = labels_of(train)
         self._workdir = pathlib.Path(config.checkpoint.workdir) if config.checkpoint.workdir else None
         self._earlier: list[np.ndarray] = []  # weights after the last task
+        self._digest = ""  # digest of these weights
         self._consolidation = Consolidation([], [])
 
     def learn(self) -> dict[str, Any]:
@@ -82,24 +84,25 @@ class IncrementalLearner:
           `backward_transfer` (see `results.figures_of`), and `params_sha256` of the last model. Empty if `--stop_after`
           ended the run of a task.
         """
-        done, digest = self._learned_before(), ""
+        done = self._learned_before()
         for number, task in enumerate(self.tasks):
             if number < done:
-                digest = self._take_up(number)
+                self._digest = self._take_up(number)
                 continue
             self._say(
                 f"task {number + 1} of {len(self.tasks)}: {task.name}, {len(task.indices):,} examples, "
                 f"--method={self._options.method}"
             )
-            digest = self._learn_task(number)
-            if not digest:
+            self._digest = self._learn_task(number)
+            if not self._digest:
                 self._say(f"stopped in task {number + 1} by --stop_after; the next start continues with it")
                 return {}
-            self._say(results.table(self.matrix[: number + 1, : number + 1], self._names(number + 1)))
-        return self._finish(digest)
+            if number + 1 < len(self.tasks):  # the last table is part of the results
+                self._say(results.table(self.matrix[: number + 1, : number + 1], self._names(number + 1)))
+        return self._finish(self._digest)
 
     def _learn_task(self, number: int) -> str:
-        """Learns a task and evaluates all so far; returns the digest of the weights, empty if the run was stopped."""
+        """Learns a task and evaluates on all tasks so far; returns the digest of the weights, empty if stopped."""
         task, options = self.tasks[number], self._options
         teaches = options.method == "lwf" and number > 0
         logits = self._teacher(number) if teaches else None
@@ -114,14 +117,14 @@ class IncrementalLearner:
         )
         own, validation = self._examples(number), self._held_out(task, number)
         if logits is not None:
-            own, validation = with_logits(own, logits(own)), with_logits(validation, logits(validation))
+            own, validation = (with_logits(each, logits(each), self._digest) for each in (own, validation))
         summary = trainer.fit(own, validation=validation)
         if self._config.train.stop_after and not self._is_finished(number):
             return ""
         for place in range(number + 1):
             held_out = self._held_out(self.tasks[place], number)
             if logits is not None:  # the metric reads only the class
-                held_out = with_logits(held_out, logits(held_out))
+                held_out = with_logits(held_out, logits(held_out), self._digest)
             self.matrix[number, place] = trainer.evaluate(held_out)["accuracy"]
         self._earlier = [np.asarray(each) for each in trainer.program.first_copies(trainer.model.weights)]
         if options.method == "ewc":
@@ -131,7 +134,7 @@ class IncrementalLearner:
         return digest
 
     def _model(self, number: int) -> keras.Model:
-        """The model of a task, with the weights of the previous task."""
+        """Builds the model of a task, with the weights of the previous task."""
         model = self._build(self._classes(number))
         if self._earlier:
             carry_over(model, self._earlier)
@@ -140,17 +143,17 @@ class IncrementalLearner:
         return model
 
     def _classes(self, number: int) -> int:
-        """Outputs of the model of a task."""
+        """Returns the number of outputs of a task's model."""
         if not self._options.grow_head:
             return self._train.info.num_classes
         return 1 + max(label for task in self.tasks[: number + 1] for label in task.classes)
 
     def _held_out(self, task: Task, number: int) -> Source:
-        """The validation examples of a task, for the model of task `number`."""
+        """Returns the validation examples of a task, for the model of task `number`."""
         return with_classes(chosen(self._validation, task.validation, task.name), self._classes(number))
 
     def _examples(self, number: int) -> Source:
-        """The training examples of a task."""
+        """Returns the training examples of a task, as its method needs them."""
         return with_classes(self._examples_of(number), self._classes(number))
 
     def _examples_of(self, number: int) -> Source:
@@ -165,7 +168,7 @@ class IncrementalLearner:
         return with_replay(self._train, task, kept)
 
     def _teacher(self, number: int) -> Callable[[Source], np.ndarray]:
-        """The logits of the previous task's model for the examples of a source."""
+        """Returns a function that computes the logits of the previous task's model for the examples of a source."""
         model = self._alone(number - 1)
         call = tf.function(lambda x: model(x, training=False), autograph=False, reduce_retracing=True)
 
@@ -180,7 +183,7 @@ class IncrementalLearner:
         return logits
 
     def _alone(self, number: int) -> keras.Model:
-        """The model after a task, outside the strategy."""
+        """Builds the model after a task, outside the strategy."""
         model = self._build(self._classes(number))
         carry_over(model, self._earlier)
         return model
@@ -194,13 +197,13 @@ class IncrementalLearner:
         weights = [np.asarray(variable) for variable in model.trainable_variables]
         self._consolidation = self._consolidation.with_task(information, weights)
 
-    # What is kept.
+    # Files in the workdir.
 
     def _directory(self, number: int) -> pathlib.Path | None:
         return self._workdir / f"task-{number + 1:02d}" if self._workdir else None
 
     def _config_of(self, number: int) -> ExperimentConfig:
-        """The configuration of the run of a task."""
+        """Returns the configuration of a task's run."""
         directory = self._directory(number)
         checkpoint = dataclasses.replace(self._config.checkpoint, workdir=str(directory or ""))
         return dataclasses.replace(self._config, checkpoint=checkpoint)
@@ -222,10 +225,10 @@ class IncrementalLearner:
         return {**dataclasses.asdict(self._options), "seed": self._config.train.seed}
 
     def _learned_before(self) -> int:
-        """The number of tasks that earlier starts have learned, according to the chief.
+        """Returns the number of tasks that earlier starts have learned, according to the chief.
 
         Raises:
-          ConfigError: They were learned with other options.
+          ConfigError: The tasks were learned with other options.
         """
         count, problem = 0, ""
         for number in range(len(self.tasks)):
@@ -248,7 +251,7 @@ class IncrementalLearner:
         return int(count)
 
     def _of_chief(self, value: Any) -> Any:
-        """The chief's value, on every worker."""
+        """Returns the chief's value on every worker."""
         topology = self._runtime.topology
         return WorkerAgreement(world_group(topology.workers, topology.worker)).gather(value)[0]
 
@@ -289,11 +292,14 @@ class IncrementalLearner:
         if self._workdir and self._runtime.topology.is_chief:
             write_json(self._workdir / "summary.json", summary)
             self._show(names, figures)
-            self._say(f"look next\n  tensorboard --logdir {self._workdir}")
+            self._say(
+                f"look next\n  {command_of('tensorboard')} --logdir {shlex.quote(str(self._workdir))}\n"
+                f"  {self._workdir}/summary.json, {self._directory(len(self.tasks) - 1)}/model.keras"
+            )
         return summary
 
     def _show(self, names: Sequence[str], figures: Mapping[str, float | None]) -> None:
-        """Matrix and figures for TensorBoard."""
+        """Writes matrix and figures for TensorBoard."""
         events = EventFiles(str(self._workdir), self._config.as_flat_dict())
         events.images(
             "incremental/accuracy_matrix", results.picture(self.matrix, names), step=len(self.tasks), run="eval"
@@ -321,7 +327,7 @@ def carry_over(model: keras.Model, weights: Sequence[np.ndarray]) -> None:
       weights: Weights of the earlier model, in the same order.
 
     Raises:
-      ConfigError: A weight differs in another way.
+      ConfigError: The shapes of a weight differ in another way.
     """
     for variable, earlier in zip(model.weights, weights, strict=True):
         shape = tuple(variable.shape)

@@ -1,4 +1,5 @@
-"""Chooses the kept examples of earlier tasks, as a function of the seed and the tasks, so that nothing is stored.
+"""Chooses the examples of earlier tasks to keep. The choice depends only on the seed and the tasks, so it is not
+stored.
 
 Shapes: n examples.
 """
@@ -15,18 +16,19 @@ import tensorflow as tf
 
 
 def kept_examples(tasks: Sequence[Task], labels: np.ndarray, room: int, *, policy: str, seed: int) -> np.ndarray:
-    """The examples that are kept after some tasks, int64, at most `room`.
+    """Returns the indices of the examples that are kept after some tasks, int64, at most `room`.
 
-    Each example has a random key. `reservoir` keeps the examples with the smallest keys so far: a uniform sample, the
-    same as in a reservoir (Vitter 1985, Random Sampling with a Reservoir). `balanced` keeps those with the smallest
-    keys of each class; when more classes arrive, each class loses the largest keys first.
+    Each example has a random key. `reservoir` keeps the examples with the smallest keys so far, which are a uniform
+    sample, like that of a reservoir (Vitter 1985, Random Sampling with a Reservoir). `balanced` keeps the examples with
+    the smallest keys of each class; when more classes arrive, each class first loses the examples with the largest
+    keys.
 
     Args:
       tasks: The tasks so far.
       labels: Int64: the classes of all training examples.
       room: Number of examples to keep.
       policy: `balanced` or `reservoir`.
-      seed: That of the run.
+      seed: Seed of the run.
     """
     keys = np.random.default_rng([seed & 0xFFFFFFFF, 23]).random(len(labels))
     seen = np.concatenate([task.indices for task in tasks])
@@ -43,12 +45,12 @@ def kept_examples(tasks: Sequence[Task], labels: np.ndarray, room: int, *, polic
 
 
 def room_for(source: Source, examples: int, limit: int) -> int:
-    """How many examples may be kept.
+    """Returns the number of examples that may be kept.
 
     Args:
       source: The source of the examples.
       examples: `--replay_examples`.
-      limit: `--replay_bytes`; 0 for none.
+      limit: `--replay_bytes`; 0 for no limit.
     """
     if not limit:
         return examples
@@ -57,15 +59,21 @@ def room_for(source: Source, examples: int, limit: int) -> int:
 
 
 def with_replay(train: Source, task: Task, kept: np.ndarray) -> Source:
-    """The examples of a task with as many kept ones, repeated if necessary, so that these are half of every epoch.
+    """Returns the examples of a task followed by about as many kept examples, which are thus about half of each epoch.
+
+    If there are more kept examples than that, some of them are used; if there are fewer, all are repeated a whole
+    number of times.
 
     Args:
       train: All training examples.
       task: The current task.
-      kept: From `kept_examples`.
+      kept: The result of `kept_examples`.
     """
     own = chosen(train, task.indices, task.name)
     if not len(kept):
         return own
+    if len(kept) > len(task.indices):
+        some = np.random.default_rng([len(kept), len(task.indices)])
+        kept = np.sort(some.choice(kept, len(task.indices), replace=False))
     repeats = max(1, round(len(task.indices) / len(kept)))
     return joined(own, chosen(train, kept, "kept"), repeats, f"{task.name}, and {len(kept)} kept")

@@ -12,16 +12,16 @@ import numpy as np
 
 
 def figures_of(matrix: np.ndarray) -> dict[str, float | None]:
-    """The figures of an accuracy matrix.
+    """Computes the figures of an accuracy matrix.
 
     Args:
-      matrix: `[T, T]`: row t has the accuracies on the tasks after task t; NaN for later tasks.
+      matrix: `[T, T]`: row t has the accuracies on each task after learning task t; NaN for later tasks.
 
     Returns:
-      `average_accuracy`, over all tasks after the last one; `forgetting`, how far accuracies have fallen from their
-      best (Chaudhry et al. 2018, Riemannian walk for incremental learning, equation 3); `backward_transfer`, how they
-      have changed since a task was learned (Lopez-Paz and Ranzato 2017, Gradient episodic memory). The last two are
-      None for one task.
+      `average_accuracy`, the mean over all tasks after learning the last one; `forgetting`, the mean decrease from the
+      best accuracy on each task (Chaudhry et al. 2018, Riemannian walk for incremental learning, equation 3);
+      `backward_transfer`, the mean change since each task was learned (Lopez-Paz and Ranzato 2017, Gradient episodic
+      memory). The last two are None if there is only one task.
     """
     tasks = len(matrix)
     last = matrix[-1]
@@ -35,12 +35,12 @@ def figures_of(matrix: np.ndarray) -> dict[str, float | None]:
 
 
 def as_rows(matrix: np.ndarray) -> list[list[float | None]]:
-    """A matrix in JSON form."""
+    """Returns the matrix in a form for JSON: None instead of NaN."""
     return [[None if np.isnan(value) else float(value) for value in row] for row in matrix]
 
 
 def table(matrix: np.ndarray, names: Sequence[str]) -> str:
-    """The matrix as lines of text, in percent."""
+    """Returns the matrix as lines of text, in percent."""
     width = max(len(name) for name in names)
     lines = ["accuracy in percent after each task (row), on each task (column)"]
     for name, row in zip(names, matrix, strict=True):
@@ -50,7 +50,7 @@ def table(matrix: np.ndarray, names: Sequence[str]) -> str:
 
 
 def picture(matrix: np.ndarray, names: Sequence[str]) -> Any:
-    """The matrix as an image for TensorBoard, uint8 `[1, height, width, 3]`."""
-    from tfpar.monitor import figures  # imported here, so that only a process that draws loads it
+    """Returns the matrix as an image for TensorBoard, uint8 `[1, height, width, 3]`."""
+    from tfpar.monitor import figures  # imported here, because few processes draw
 
     return figures.matrix(matrix, names, ("rows: after", "columns: on", "accuracy", "in percent"))

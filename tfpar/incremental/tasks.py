@@ -17,7 +17,7 @@ from tfpar.inputs.source import CLASSIFICATION, Batch, LazyTensors, Source
 import numpy as np
 import tensorflow as tf
 
-_BATCH = 1024  # of a pass over all labels
+_BATCH = 1024  # examples per batch when reading all labels
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -25,10 +25,10 @@ class Task:
     """The examples of one task.
 
     Attributes:
-      name: For reports.
-      indices: Int64 `[n]`: its training examples.
-      validation: Int64: the validation examples on which it is evaluated.
-      classes: Its classes, in order.
+      name: Name for reports.
+      indices: Int64 `[n]`: indices of the training examples.
+      validation: Int64: indices of the validation examples on which the task is evaluated.
+      classes: The classes of the task, in order.
     """
 
     name: str
@@ -38,16 +38,16 @@ class Task:
 
 
 def split_tasks(options: IncrementalConfig, train: Source, validation: Source) -> list[Task]:
-    """The tasks of training and validation examples, in order.
+    """Divides training and validation examples into tasks, in order.
 
     Args:
       options: `tasks` determines the division.
       train: Training examples, with one class each.
-      validation: Validation examples. If tasks are classes, a task is evaluated on the examples of its classes,
-        otherwise on all.
+      validation: Validation examples. If the tasks are groups of classes, a task is evaluated on the examples of its
+        classes, otherwise on all examples.
 
     Raises:
-      ConfigError: Examples without a class each, fewer than two tasks, or a task without examples.
+      ConfigError: Examples do not have one class each, there are fewer than two tasks, or a task has no examples.
     """
     kind, number = options.parts()
     labels, held_out = labels_of(train), labels_of(validation)
@@ -83,10 +83,10 @@ def split_tasks(options: IncrementalConfig, train: Source, validation: Source) -
 
 
 def labels_of(source: Source) -> np.ndarray:
-    """The classes of all examples, int64 `[n]`.
+    """Returns the classes of all examples, int64 `[n]`.
 
     Raises:
-      ConfigError: They have no class, several classes, or sample weights.
+      ConfigError: Examples have no class, several classes, or sample weights.
     """
     info = source.info
     one = structures.is_single(info.target_spec) and not info.target_spec.shape.rank
@@ -106,12 +106,12 @@ def labels_of(source: Source) -> np.ndarray:
 
 
 def chosen(source: Source, indices: np.ndarray, name: str) -> Source:
-    """Some examples of a source, as a source.
+    """Returns a source with some of the examples of another source.
 
     Args:
       source: All examples.
-      indices: Int64 `[n]`: the chosen examples, in this order.
-      name: Says what they are.
+      indices: Int64 `[n]`: indices of the chosen examples, in this order.
+      name: Describes the chosen examples in reports.
     """
     kept = indices.astype(np.int64)
     table = LazyTensors(lambda: [kept])
@@ -126,18 +126,18 @@ def chosen(source: Source, indices: np.ndarray, name: str) -> Source:
 
 
 def with_classes(source: Source, classes: int) -> Source:
-    """The same examples, for a model with this number of outputs."""
+    """Returns the same examples, for a model with this number of outputs."""
     return dataclasses.replace(source, info=dataclasses.replace(source.info, num_classes=classes))
 
 
 def joined(first: Source, second: Source, repeats: int, name: str) -> Source:
-    """The examples of one source, followed by those of another several times, as one source.
+    """Returns a source with the examples of `first`, followed by those of `second`, repeated.
 
     Args:
-      first: Examples.
-      second: Examples of the same form.
-      repeats: How often to repeat the second examples.
-      name: Says what they are.
+      first: A source.
+      second: A source whose examples have the same structure, shapes and dtypes.
+      repeats: Number of times that the examples of `second` occur.
+      name: Describes the examples in reports.
     """
     own, others = first.info.num_examples, second.info.num_examples
     content = hashlib.blake2b(
@@ -145,7 +145,7 @@ def joined(first: Source, second: Source, repeats: int, name: str) -> Source:
     ).hexdigest()
 
     def split(places: tf.Tensor, apply: Callable[[Source, tf.Tensor], Any]) -> Any:
-        """The examples of both sources, in the order of the places."""
+        """Returns the examples of both sources, in the order of the places."""
         is_first = places < own
         where = [tf.where(condition)[:, 0] for condition in (is_first, ~is_first)]
         parts = [apply(first, tf.gather(places, where[0])), apply(second, (tf.gather(places, where[1]) - own) % others)]
@@ -174,7 +174,7 @@ def _stitched(order: Sequence[tf.Tensor], parts: Sequence[tf.Tensor]) -> tf.Tens
 
 
 def _described(source: Source, name: str, count: int, digest: str) -> Any:
-    """The description of a derived source, whose examples no longer follow the order of files."""
+    """Returns the description of a derived source, whose examples are no longer in the order of files."""
     return dataclasses.replace(
         source.info,
         name=name,

@@ -19,13 +19,19 @@ _UNFINISHED = (".tmp", ".part", ".partial", ".crdownload")
 
 
 class Form(Protocol):
-    """A reader for one kind of files."""
+    """A reader for one kind of file.
+
+    Attributes:
+      reads: The kind with its article, for messages.
+    """
+
+    reads: str
 
     def takes(self, name: str) -> bool:
         """Whether a file of this name, relative to the directory, may hold examples."""
 
     def source(self, root: str, names: Sequence[str]) -> Source:
-        """The examples of files, in this order.
+        """Returns the examples of files, in this order.
 
         Raises:
           ConfigError: One of them cannot be read.
@@ -33,6 +39,8 @@ class Form(Protocol):
 
 
 class _Shards:
+    reads = "a .tfrecord file"
+
     def __init__(self, config: InputConfig, argument: str) -> None:
         self._config, self._features = config, tfrecord.features_of(argument)
 
@@ -45,6 +53,8 @@ class _Shards:
 
 
 class _Images:
+    reads = f"an image ({', '.join(images.SUFFIXES)})"
+
     def __init__(self, config: InputConfig, info: SourceInfo) -> None:
         self._config, self._classes = config, info.class_names
 
@@ -63,7 +73,7 @@ class _Images:
 
 
 def form_of(config: InputConfig, info: SourceInfo, watch: str) -> Form:
-    """The reader of the files in the watched directory, which have the format of `--dataset`.
+    """Returns the reader of the files in the watched directory, which have the format of `--dataset`.
 
     Args:
       config: The input options.
@@ -98,32 +108,53 @@ class Arrivals:
     def __init__(self, root: str, form: Form) -> None:
         self._root, self._form = root, form
         self._seen: set[tuple[str, int, int]] = set()
+        self._foreign: set[str] = set()
+        self._new_foreign: set[str] = set()
 
     @property
     def stops(self) -> bool:
-        """Whether there is a file that ends the run."""
+        """Whether the directory has the file that ends the run."""
         return os.path.exists(os.path.join(self._root, STOP))
 
     def look(self, known: Collection[tuple[str, int, int]]) -> tuple[list[ArrivedFile], bool]:
         """Scans the directory.
 
         Args:
-          known: Identities of files to leave out.
+          known: Identities of files to ignore.
 
         Returns:
-          Complete files, which have not changed since the last scan, by time and name; and whether there are others,
-          which are new or still being written.
+          Complete files, which have not changed since the last scan, sorted by time and name; and whether there are
+          other files, which are new or still being written.
         """
         found = [file for file in self._files() if file.identity not in known]
         complete = [file for file in found if file.identity in self._seen]
         self._seen = {file.identity for file in found}
         return sorted(complete, key=lambda file: (file.modified, file.name)), len(complete) < len(found)
 
+    def unchanged(self, files: Sequence[ArrivedFile]) -> list[ArrivedFile]:
+        """Returns those of the files that still exist and have not changed."""
+        return [file for file in files if self._now(file.name) == (file.size, file.modified)]
+
+    def _now(self, name: str) -> tuple[int, int] | None:
+        """Returns size and time of the last change of a file; None if it does not exist."""
+        try:
+            status = os.stat(os.path.join(self._root, name))
+        except FileNotFoundError:
+            return None
+        return status.st_size, status.st_mtime_ns
+
+    def new_foreign(self) -> list[str]:
+        """Returns the names of files of another kind that scans have found since the last call."""
+        names = sorted(self._new_foreign)
+        self._foreign |= self._new_foreign
+        self._new_foreign.clear()
+        return names
+
     def check(self, files: Sequence[ArrivedFile]) -> tuple[list[ArrivedFile], list[tuple[ArrivedFile, str]]]:
-        """Reads files.
+        """Reads files and counts their examples.
 
         Returns:
-          The usable files, each with its number of examples; and the others, each with the reason.
+          The usable files, with their numbers of examples; and the unusable files, each with the reason.
         """
         good, bad, counts = [], [], []
         for file in files:
@@ -156,10 +187,11 @@ class Arrivals:
             folders[:] = [each for each in folders if not each.startswith(".")]
             for each in names:
                 name = (pathlib.Path(folder) / each).relative_to(self._root).as_posix()
-                if each.startswith(".") or each.endswith(_UNFINISHED) or not self._form.takes(name):
+                if each.startswith(".") or each.endswith(_UNFINISHED) or name == STOP:
                     continue
-                try:
-                    status = os.stat(os.path.join(self._root, name))
-                except FileNotFoundError:  # renamed meanwhile
+                if not self._form.takes(name):
+                    if name not in self._foreign:
+                        self._new_foreign.add(name)
                     continue
-                yield ArrivedFile(name, status.st_size, status.st_mtime_ns)
+                if now := self._now(name):  # else the file was renamed in the meantime
+                    yield ArrivedFile(name, *now)

@@ -37,7 +37,7 @@ class Chief:
         steps_of: Callable[[int], int],
     ) -> None:
         self._options, self._steps_of = options, steps_of
-        self._arrivals = Arrivals(options.watch, form)
+        self._form, self._arrivals = form, Arrivals(options.watch, form)
         self._enough = options.delivery_examples or config.input.global_batch_size
         self._workdir = config.checkpoint.workdir
         self._exports = Exports(self._workdir, options.keep_exports)
@@ -47,10 +47,10 @@ class Chief:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Context that keeps other processes from using the workdir, also between deliveries.
+        """Returns a context that locks the workdir against other processes, also between deliveries.
 
         Raises:
-          ConfigError: Another one does.
+          ConfigError: Another process has locked it.
         """
         path = pathlib.Path(self._workdir) / ".watch.lock"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -64,21 +64,25 @@ class Chief:
             ) from error
 
     def next(self, position: int) -> tuple[Delivery | None, bool]:
-        """The delivery to learn next, or None; and whether the run ends if there is none.
+        """Returns the next delivery to learn, or None; and whether the run ends if there is none.
 
         Args:
-          position: Steps of the newest checkpoint.
+          position: The step of the newest checkpoint.
         """
         for delivery in self.journal.deliveries:
             if delivery.end > position or (delivery.end == position and self._lacks_export(delivery)):
                 return delivery, False
         now = time.monotonic()
+        # A waiting file that was appended to or replaced counts as another file, which a later scan finds.
+        self._waiting = self._arrivals.unchanged(self._waiting)
         known = self.journal.known | {file.identity for file in self._waiting}
         arrived, others = self._arrivals.look(known)
         good, bad = self._arrivals.check(arrived)
         for file, reason in bad:
             self.journal.reject(file, reason)
-            _log.warning("%s is set aside and skipped: %s", file.name, reason)
+            _log.warning("%s is skipped, and stays where it is: %s", file.name, reason)
+        for name in self._arrivals.new_foreign():
+            _log.warning("%s is ignored: it is not %s", name, self._form.reads)
         if good and not self._waiting:
             self._waits_since = now
         self._waiting += good
@@ -89,13 +93,17 @@ class Chief:
         examples = sum(file.examples for file in self._waiting)
         late = now - self._waits_since >= self._options.delivery_seconds
         if examples and (ends or late or examples >= self._enough):
+            if len(self._arrivals.unchanged(self._waiting)) < len(
+                self._waiting
+            ):  # a file has changed since it was read
+                return None, False
             delivery = self.journal.deliver(self._waiting, self._steps_of(examples))
             self._waiting, self._idle_since = [], now
             return delivery, False
         return None, ends
 
     def export(self, delivery: Delivery, summary: Mapping[str, Any]) -> pathlib.Path | None:
-        """Exports the model after a delivery if that is due; returns the path."""
+        """Exports the model after a delivery if an export is due; returns its path, else None."""
         if not self._is_due(delivery):
             return None
         about = {

@@ -16,8 +16,8 @@ class Exports:
     """The exported models of a run.
 
     Args:
-      workdir: Directory of the run, with the `model.keras` that is exported.
-      keep: How many of the newest to keep.
+      workdir: Directory of the run, with the `model.keras` to export.
+      keep: Number of newest versions to keep.
     """
 
     def __init__(self, workdir: str, keep: int) -> None:
@@ -33,11 +33,11 @@ class Exports:
         """Exports the current model, and removes versions that are too old.
 
         Args:
-          version: Its number.
-          about: Contents of `about.json` next to it.
+          version: Number of the version.
+          about: Contents of the version's `about.json`.
 
         Returns:
-          Its directory.
+          The directory of the version.
         """
         target = self._directory / f"{version:06d}"
         if not target.exists():
@@ -46,8 +46,10 @@ class Exports:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
             try:
-                os.link(self._model, temporary / self._model.name)  # the run replaces its file, and never changes it
-            except OSError:  # a file system without links
+                os.link(
+                    self._model, temporary / self._model.name
+                )  # safe: the run replaces its file, but never changes it in place
+            except OSError:  # the file system does not support links
                 shutil.copyfile(self._model, temporary / self._model.name)
             (temporary / "about.json").write_text(json.dumps(about, indent=1) + "\n")
             os.rename(temporary, target)

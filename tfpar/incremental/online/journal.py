@@ -1,8 +1,9 @@
-"""The journal of deliveries: a file that is written before anything is learned, and never loses an entry.
+"""The journal of deliveries: a file that records each delivery before the model learns from it, and loses no entry.
 
 A delivery is a set of files that the model learns from together, in one pass. The journal records which steps of the
-run belong to it. So the newest checkpoint alone determines what has been learned, and a process that was killed at any
-point continues with the rest of the current delivery: the model learns from every example exactly once.
+run belong to a delivery. The newest checkpoint therefore determines which examples have been learned, and after a crash
+at any point, the next start continues with the rest of the current delivery: the model learns from every example
+exactly once.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ class ArrivedFile:
     """A file in the watched directory.
 
     Attributes:
-      name: Relative to the directory, with forward slashes.
-      size: In bytes.
-      modified: Time of its last change, in nanoseconds since 1970.
-      examples: Number of its examples; 0 if they have not been counted.
+      name: Path relative to the directory, with forward slashes.
+      size: Size in bytes.
+      modified: Time of the last change, in nanoseconds since 1970.
+      examples: Number of examples; 0 if they have not been counted.
     """
 
     name: str
@@ -37,7 +38,7 @@ class ArrivedFile:
 
     @property
     def identity(self) -> tuple[str, int, int]:
-        """Distinguishes it from other files, and from another file of the same name."""
+        """The identity of the file, which a later file of the same name does not share."""
         return self.name, self.size, self.modified
 
 
@@ -46,10 +47,10 @@ class Delivery:
     """Files that the model learns from together.
 
     Attributes:
-      number: From 1.
-      files: Its files, in the order of their examples.
-      first_step: Steps of the run before it.
-      steps: Its own steps.
+      number: Number of the delivery, from 1.
+      files: The files, in the order of their examples.
+      first_step: Number of steps of the run before this delivery.
+      steps: Number of steps of this delivery.
     """
 
     number: int
@@ -59,29 +60,29 @@ class Delivery:
 
     @property
     def examples(self) -> int:
-        """How many examples it has."""
+        """Number of examples in all its files."""
         return sum(file.examples for file in self.files)
 
     @property
     def end(self) -> int:
-        """Steps of the run when it is learned."""
+        """The step of the run at which this delivery is complete."""
         return self.first_step + self.steps
 
     @classmethod
     def from_json(cls, value: Any) -> Delivery:
-        """The delivery from the result of `dataclasses.asdict`."""
+        """Returns the delivery from the result of `dataclasses.asdict`."""
         return cls(**{**value, "files": tuple(ArrivedFile(**file) for file in value["files"])})
 
 
 class Journal:
-    """The deliveries of a run, and the files that were set aside. Only the chief has one.
+    """The deliveries of a run, and the files that were skipped. Only the chief has a journal.
 
     Args:
       workdir: Directory of the run.
 
     Attributes:
-      deliveries: All so far.
-      set_aside: Files that cannot be learned from, each with the reason.
+      deliveries: All deliveries so far.
+      skipped: Unusable files, each with the reason.
 
     Raises:
       ConfigError: The file in the workdir cannot be read.
@@ -90,7 +91,7 @@ class Journal:
     def __init__(self, workdir: str) -> None:
         self._path = pathlib.Path(workdir) / NAME
         self.deliveries: list[Delivery] = []
-        self.set_aside: list[tuple[ArrivedFile, str]] = []
+        self.skipped: list[tuple[ArrivedFile, str]] = []
         if not self._path.exists():
             return
         try:
@@ -98,7 +99,7 @@ class Journal:
             if saved["format"] != _FORMAT:
                 raise ValueError(f"its format is {saved['format']!r}, not {_FORMAT}")
             self.deliveries = [Delivery.from_json(each) for each in saved["deliveries"]]
-            self.set_aside = [(ArrivedFile(**each["file"]), str(each["reason"])) for each in saved["set_aside"]]
+            self.skipped = [(ArrivedFile(**each["file"]), str(each["reason"])) for each in saved["skipped"]]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"{self._path} records which files were learned, and cannot be read: {error}. Restore it, or start in "
@@ -107,21 +108,21 @@ class Journal:
 
     @property
     def known(self) -> set[tuple[str, int, int]]:
-        """Identities of all files in it."""
+        """Identities of all files in the journal."""
         delivered = {file.identity for delivery in self.deliveries for file in delivery.files}
-        return delivered | {file.identity for file, _ in self.set_aside}
+        return delivered | {file.identity for file, _ in self.skipped}
 
     @property
     def steps(self) -> int:
-        """Steps of all deliveries."""
+        """Number of steps of all deliveries."""
         return self.deliveries[-1].end if self.deliveries else 0
 
     def deliver(self, files: list[ArrivedFile], steps: int) -> Delivery:
-        """Adds a delivery; it is on the disk when this returns.
+        """Adds a delivery and writes it to the disk before returning.
 
         Args:
-          files: Its files.
-          steps: How many steps it takes.
+          files: The files of the delivery.
+          steps: Number of steps that it takes.
         """
         delivery = Delivery(len(self.deliveries) + 1, tuple(files), self.steps, steps)
         self.deliveries.append(delivery)
@@ -129,15 +130,15 @@ class Journal:
         return delivery
 
     def reject(self, file: ArrivedFile, reason: str) -> None:
-        """Adds a file that cannot be used. A file that replaces it counts as another one."""
-        self.set_aside.append((file, reason))
+        """Adds an unusable file. A file that replaces it later counts as another file."""
+        self.skipped.append((file, reason))
         self._write()
 
     def _write(self) -> None:
         content = {
             "format": _FORMAT,
             "deliveries": [dataclasses.asdict(each) for each in self.deliveries],
-            "set_aside": [{"file": dataclasses.asdict(file), "reason": reason} for file, reason in self.set_aside],
+            "skipped": [{"file": dataclasses.asdict(file), "reason": reason} for file, reason in self.skipped],
         }
         self._path.parent.mkdir(parents=True, exist_ok=True)
         temporary = self._path.with_name(f".{NAME}")

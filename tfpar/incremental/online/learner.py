@@ -1,13 +1,14 @@
 """`OnlineLearner`: learns from files as they arrive in a directory, each example exactly once.
 
 ```
-WORKDIR/deliveries.json     what was delivered, and at which steps of the run it is learned; written before it is
-WORKDIR/checkpoints/, ...   one run over all deliveries, as any other
-WORKDIR/exports/000003/     the model after delivery 3: model.keras and about.json; `newest` is a link to the last
+WORKDIR/deliveries.json     the files of each delivery and its steps of the run; written before they are learned
+WORKDIR/checkpoints/, ...   one run over all deliveries, with the usual files
+WORKDIR/exports/000003/     the model after delivery 3: model.keras and about.json; `newest` links to the last version
 ```
 
-The newest checkpoint determines the progress of the run, and the journal the files of the following steps. So a start
-after `kill -9` learns the rest of the deliveries, with the same bits as an uninterrupted run, and waits for more.
+The newest checkpoint determines the progress of the run, and the journal determines the files of the following steps.
+So a start after `kill -9` learns the rest of the deliveries, with the same bits as an uninterrupted run, and then waits
+for more files.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import contextlib
 import dataclasses
 import logging
 import pathlib
+import shlex
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -31,6 +33,7 @@ from tfpar.incremental.online.journal import Delivery
 from tfpar.incremental.replay import kept_examples, room_for
 from tfpar.incremental.tasks import Task, chosen, joined, labels_of
 from tfpar.inputs.source import Source, SourceInfo
+from tfpar.monitor.summary import command_of
 from tfpar.parallel.strategies import Runtime
 from tfpar.training.loops.hooks import Hook
 from tfpar.training.loops.state import LoopState
@@ -41,7 +44,7 @@ import numpy as np
 
 _log = logging.getLogger(__name__)
 
-_SHOWN_FROM = 20  # deliveries of this many steps show their progress
+_SHOWN_FROM = 20  # deliveries of at least this many steps show their progress
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,7 +53,7 @@ class DeliveredInfo(SourceInfo):
 
     @property
     def fingerprint(self) -> str:
-        """The same for all deliveries: the journal distinguishes them."""
+        """A fingerprint that is the same for all deliveries: the journal distinguishes them."""
         whole = dataclasses.replace(self, num_examples=0, files=(), records_per_file=(), digest="")
         return SourceInfo.fingerprint.fget(whole)  # type: ignore[attr-defined]
 
@@ -60,10 +63,10 @@ class OnlineLearner:
 
     Args:
       build: Builds the model, which returns logits; called under the strategy.
-      train: Training examples of `--dataset`, which have the format of arriving examples; replay keeps some of them.
+      train: Training examples of `--dataset`, in the format of the arriving examples; replay keeps some of them.
       validation: Examples for the evaluation after each delivery, or None.
       config: The whole configuration, with a section `incremental`.
-      runtime: From `tfpar.initialize`.
+      runtime: The result of `tfpar.initialize`.
     """
 
     def __init__(
@@ -96,14 +99,14 @@ class OnlineLearner:
         )
 
     def learn(self) -> dict[str, Any]:
-        """Learns from unfinished deliveries, and from arriving files, until the run is ended.
+        """Learns from unfinished deliveries and from arriving files until the run ends.
 
         Returns:
-          `deliveries`, `examples`, `steps` and `set_aside`: numbers of each over all starts of the run; and the results
-          of the last evaluation.
+          `deliveries`, `examples`, `steps` and `skipped`, each a number over all starts of the run; and the results of
+          the last evaluation.
 
         Raises:
-          TrainingError: A checkpoint could not be written; without it the next start would learn examples twice.
+          TrainingError: A checkpoint could not be written; without it, the next start would learn examples twice.
         """
         with self._chief.alone() if self._chief else contextlib.nullcontext():
             return self._finish(self._learn_all())
@@ -152,7 +155,7 @@ class OnlineLearner:
         self._say(f"delivery {delivery.number}: step {state.step} of {delivery.end}")
 
     def _source(self, delivery: Delivery) -> Source:
-        """The examples of a delivery, in the order of learning, with as many of the kept examples."""
+        """Returns the examples of a delivery in the order of learning, with as many kept examples."""
         source = self._form.source(self._options.watch, [file.name for file in delivery.files])
         if source.info.num_examples != delivery.examples:
             raise ConfigError(
@@ -164,19 +167,19 @@ class OnlineLearner:
         if len(self._kept):
             some = random.choice(self._kept, delivery.examples, replace=delivery.examples > len(self._kept))
             source = joined(source, chosen(self._train, some, "kept"), 1, "and kept examples")
-        # Not by the pipeline: the run's steps do not begin a new epoch with each delivery, so that its own shuffling
-        # would take some examples twice and others not at all.
+        # The input pipeline must not shuffle: a delivery is not an epoch of the run, so the pipeline would read some
+        # examples twice and others not at all.
         order = random.permutation(source.info.num_examples)
         source = chosen(source, order, f"delivery {delivery.number}")
         fields = {field.name: getattr(source.info, field.name) for field in dataclasses.fields(source.info)}
         return dataclasses.replace(source, info=DeliveredInfo(**{**fields, "may_be_short": True}))
 
     def _steps_of(self, examples: int) -> int:
-        """Number of steps for this number of new examples."""
+        """Returns the number of steps for this number of new examples."""
         return -(-examples * (2 if len(self._kept) else 1) // self._batch)
 
     def _choose_kept(self) -> np.ndarray:
-        """The examples of `--dataset` to learn again together with new ones."""
+        """Returns the indices of the examples of `--dataset` to learn again together with new examples."""
         options = self._options
         if options.method != "replay":
             return np.zeros(0, np.int64)
@@ -185,10 +188,10 @@ class OnlineLearner:
         room = room_for(self._train, options.replay_examples, options.replay_bytes)
         return kept_examples([whole], labels, room, policy=options.replay_policy, seed=self._seed)
 
-    # Done by all workers in the same way.
+    # Called by all workers, with the same result.
 
     def _next(self, position: int) -> tuple[Delivery | None, bool]:
-        """The next delivery, if there is one, and whether the run ends otherwise; decided by the chief."""
+        """Returns the next delivery, if any, and whether the run ends if there is none; the chief decides."""
         found: Any = None
         if self._chief:
             delivery, ends = self._chief.next(position)
@@ -197,10 +200,10 @@ class OnlineLearner:
         return Delivery.from_json(found) if found else None, ends
 
     def _position(self, *, verify: bool = False) -> int:
-        """The step of the newest checkpoint, from which a start would continue; according to the chief.
+        """Returns the step of the newest checkpoint, from which a start would continue, according to the chief.
 
         Args:
-          verify: Whether to read it, and to use an earlier one if it is damaged.
+          verify: Whether to read the checkpoint, and to use an earlier one if it is damaged.
         """
         step = 0
         if self._chief:
@@ -223,17 +226,17 @@ class OnlineLearner:
             "deliveries": len(journal.deliveries),
             "examples": sum(each.examples for each in journal.deliveries),
             "steps": journal.steps,
-            "set_aside": len(journal.set_aside),
+            "skipped": len(journal.skipped),
             "eval": dict(results.get("eval") or {}),
             "params_sha256": results.get("params_sha256", ""),
         }
         self._say(
             f"learned from {_count(summary['examples'], 'example')} in "
-            f"{_count(summary['deliveries'], 'delivery', 'deliveries')}; {summary['set_aside']} files set aside"
+            f"{_count(summary['deliveries'], 'delivery', 'deliveries')}; {_count(summary['skipped'], 'file')} skipped"
         )
         if journal.deliveries:
             model = f"{self._workdir}/exports/newest/model.keras"
-            self._say(f"look next\n  {model}\n  tensorboard --logdir {self._workdir}")
+            self._say(f"look next\n  {model}\n  {command_of('tensorboard')} --logdir {shlex.quote(str(self._workdir))}")
         return summary
 
     def _say(self, text: str) -> None:

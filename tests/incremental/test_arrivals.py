@@ -1,0 +1,178 @@
+"""What arrives in a watched directory, and what is kept of it: files, the journal, exports."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+
+from tests.incremental.watched import arrive, config_of, shard
+from tfpar.config import ConfigError, InputConfig
+from tfpar.incremental.online.arrivals import Arrivals, form_of
+from tfpar.incremental.online.chief import Chief
+from tfpar.incremental.online.exports import Exports
+from tfpar.incremental.online.journal import NAME, ArrivedFile, Journal
+from tfpar.inputs import load
+
+import pytest
+import tensorflow as tf
+
+# --- what has arrived ------------------------------------------------------------------------------------------------
+
+
+def test_files_are_complete_once_they_have_not_changed(places, shards):
+    base, incoming = places
+    config = InputConfig(dataset=f"tfrecord:{base}")
+    arrivals = Arrivals(str(incoming), form_of(config, load(config.dataset, "train").info, str(incoming)))
+    assert arrivals.look(()) == ([], False)
+    content = shard(shards, 1).read_bytes()
+    target = incoming / "a.tfrecord"
+    target.write_bytes(content[:-9])
+    (incoming / "b.tfrecord.part").write_bytes(content)
+    (incoming / ".c.tfrecord").write_bytes(content)
+    (incoming / "notes.txt").write_text("no examples")
+    assert arrivals.look(()) == ([], True)
+    target.write_bytes(content)
+    assert arrivals.look(()) == ([], True)
+    (found,), others = arrivals.look(())
+    assert (found.name, found.size, others) == ("a.tfrecord", len(content), False)
+    assert arrivals.look({found.identity}) == ([], False)
+
+
+def test_bad_files_are_named_with_the_reason(places, shards):
+    base, incoming = places
+    config = InputConfig(dataset=f"tfrecord:{base}")
+    arrivals = Arrivals(str(incoming), form_of(config, load(config.dataset, "train").info, str(incoming)))
+    content = bytearray(shard(shards, 1).read_bytes())
+    (incoming / "whole.tfrecord").write_bytes(content)
+    (incoming / "short.tfrecord").write_bytes(content[:-9])
+    content[200] ^= 1
+    (incoming / "flipped.tfrecord").write_bytes(content)
+    (incoming / "empty.tfrecord").touch()
+    arrivals.look(())
+    good, bad = arrivals.check(arrivals.look(())[0])
+    assert [file.name for file in good] == ["whole.tfrecord"]
+    reasons = {file.name: reason for file, reason in bad}
+    assert reasons.keys() == {"short.tfrecord", "flipped.tfrecord", "empty.tfrecord"}
+    assert "incomplete" in reasons["short.tfrecord"]
+    assert "checksum" in reasons["flipped.tfrecord"]
+    assert "no examples" in reasons["empty.tfrecord"]
+
+
+def test_images_are_of_the_classes_that_the_data_set_has(tmp_path):
+    pixels = tf.io.encode_png(tf.zeros([8, 8, 3], tf.uint8)).numpy()
+    for folder in ("base", "incoming"):
+        for name in ("cat/1.png", "dog/1.png"):
+            (tmp_path / folder / name).parent.mkdir(parents=True)
+            (tmp_path / folder / name).write_bytes(pixels)
+    incoming = tmp_path / "incoming"
+    (incoming / "dog" / "broken.png").write_bytes(pixels[:40])
+    (incoming / "bird").mkdir()
+    (incoming / "bird" / "1.png").write_bytes(pixels)
+    (incoming / "loose.png").write_bytes(pixels)
+    config = InputConfig(dataset=f"images:{tmp_path}/base", image_size=8, validation_fraction=0.0)
+    form = form_of(config, load(config.dataset, "train", image_size=8, validation_fraction=0.0).info, str(incoming))
+    arrivals = Arrivals(str(incoming), form)
+    arrivals.look(())
+    good, bad = arrivals.check(arrivals.look(())[0])
+    assert sorted(file.name for file in good) == ["cat/1.png", "dog/1.png"]
+    assert form.source(str(incoming), ["dog/1.png", "cat/1.png"]).read(tf.range(2, dtype=tf.int64))[
+        1
+    ].numpy().tolist() == [
+        1,
+        0,
+    ]
+    reasons = {file.name: reason for file, reason in bad}
+    assert "classes are cat, dog" in reasons["bird/1.png"]
+    assert "classes are cat, dog" in reasons["loose.png"]
+    assert "cannot be read" in reasons["dog/broken.png"]
+
+
+def chief_and_clock(places, run: pathlib.Path, monkeypatch) -> tuple[Chief, list[float]]:
+    """A chief whose clock stands still."""
+    base, incoming = places
+    clock = [100.0]
+    monkeypatch.setattr("tfpar.incremental.online.chief.time.monotonic", lambda: clock[0])
+    config = config_of(base, incoming, run, delivery_examples=200, delivery_seconds=10.0, idle_seconds=60.0)
+    form = form_of(config.input, load(config.input.dataset, "train").info, str(incoming))
+    assert config.incremental is not None
+    return Chief(config.incremental, form, config, lambda examples: -(-examples // 32)), clock
+
+
+def test_a_file_that_changes_while_it_waits_is_delivered_once(places, shards, tmp_path, monkeypatch):
+    """As it is then, and not at all if it is gone."""
+    chief, clock = chief_and_clock(places, tmp_path / "run", monkeypatch)
+    _, incoming = places
+    arrive(shard(shards, 1), incoming)
+    for _ in range(2):
+        assert chief.next(0) == (None, False)
+    [file] = [path for path in incoming.iterdir() if path.suffix == ".tfrecord"]
+    file.write_bytes(shard(shards, 2).read_bytes())
+    os.utime(file, ns=(1, 1))
+    for _ in range(2):
+        assert chief.next(0) == (None, False)
+    clock[0] += 10.0
+    delivery, _ = chief.next(0)
+    assert delivery is not None
+    assert [(each.name, each.modified) for each in delivery.files] == [(file.name, 1)]
+    (tmp_path / "run" / "exports" / "000001").mkdir(parents=True)
+    arrive(shard(shards, 3), incoming)
+    for _ in range(2):
+        assert chief.next(5) == (None, False)
+    (incoming / shard(shards, 3).name).unlink()
+    clock[0] += 10.0
+    assert chief.next(5) == (None, False)
+    assert len(chief.journal.deliveries) == 1
+
+
+def test_a_delivery_waits_for_enough_examples_or_long_enough(places, shards, tmp_path, monkeypatch):
+    chief, clock = chief_and_clock(places, tmp_path / "run", monkeypatch)
+    _, incoming = places
+    arrive(shard(shards, 1), incoming)
+    chief.next(0)
+    assert chief.next(0) == (None, False)  # 160 examples
+    clock[0] += 9.0
+    assert chief.next(0) == (None, False)
+    clock[0] += 1.0
+    first, _ = chief.next(0)
+    assert first is not None
+    assert (first.number, first.examples, first.steps) == (1, 160, 5)
+    arrive(shard(shards, 2), incoming)
+    arrive(shard(shards, 3), incoming)
+    assert chief.next(0) == (first, False)  # which is not learned yet
+    (tmp_path / "run" / "exports" / "000001").mkdir(parents=True)
+    chief.next(5)
+    second, _ = chief.next(5)
+    assert second is not None
+    assert (second.first_step, len(second.files), second.steps) == (5, 2, 10)
+    (tmp_path / "run" / "exports" / "000002").mkdir(parents=True)
+    assert chief.next(15) == (None, False)
+    clock[0] += 61.0
+    assert chief.next(15) == (None, True)
+
+
+# --- what is kept ----------------------------------------------------------------------------------------------------
+
+
+def test_a_journal_that_cannot_be_read_ends_the_start(tmp_path):
+    journal = Journal(str(tmp_path))
+    delivery = journal.deliver([ArrivedFile("a", 1, 2, 3)], 4)
+    journal.reject(ArrivedFile("b", 1, 2), "it is empty")
+    again = Journal(str(tmp_path))
+    assert (again.deliveries, again.skipped) == (journal.deliveries, journal.skipped)
+    assert again.deliver([ArrivedFile("c", 1, 2, 3)], 5).first_step == delivery.end
+    (tmp_path / NAME).write_text("{")
+    with pytest.raises(ConfigError, match=r"deliveries\.json records which files were learned, and cannot be read"):
+        Journal(str(tmp_path))
+
+
+def test_exports_appear_whole_and_old_ones_go(tmp_path):
+    exports = Exports(str(tmp_path), keep=2)
+    for version in (1, 2, 3):
+        (tmp_path / ".new").write_text(f"weights {version}")
+        os.replace(tmp_path / ".new", tmp_path / "model.keras")
+        exports.add(version, {"version": version})
+    assert sorted(path.name for path in (tmp_path / "exports").iterdir()) == ["000002", "000003", "newest"]
+    assert (tmp_path / "exports" / "000002" / "model.keras").read_text() == "weights 2"
+    assert (tmp_path / "exports" / "newest" / "model.keras").read_text() == "weights 3"
+    assert exports.has(1)
+    assert not exports.has(4)
