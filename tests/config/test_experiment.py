@@ -12,12 +12,8 @@ from tfpar.config import (
     ConfigError,
     ExperimentConfig,
     InputConfig,
-    ModelConfig,
     MonitorConfig,
-    OptimizerConfig,
-    ScheduleConfig,
     TrainConfig,
-    parse_arguments,
     unknown_name,
 )
 from tfpar.config.experiment import PER_HOST_OPTIONS, RESUME_MAY_CHANGE, SECTIONS, every_field
@@ -25,103 +21,8 @@ from tfpar.config.fields import ConfigBase, option
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 FIELDS = [(kind, field) for kind in SECTIONS.values() for field in dataclasses.fields(kind)]
-
-
-@pytest.fixture(autouse=True)
-def _fresh_keras_state() -> None:
-    """Replaces the one of conftest.py: there is no Keras in these tests, and resetting it takes longer than most."""
-
-
-# key=value,key=value
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("", {}),
-        (" , ", {}),
-        ("width=64", {"width": 64}),
-        ("rate=1e-3,momentum=0.5", {"rate": 1e-3, "momentum": 0.5}),
-        ("a=true,b=True,c=false,d=FALSE", {"a": True, "b": True, "c": False, "d": False}),
-        ("a=null,b=None,c=none", {"a": None, "b": None, "c": None}),
-        ("activation=gelu", {"activation": "gelu"}),
-        ('activation="gelu"', {"activation": "gelu"}),
-        ("widths=[64,128],depth=2", {"widths": [64, 128], "depth": 2}),
-        ("pairs=[[1,2],[3,4]]", {"pairs": [[1, 2], [3, 4]]}),
-        ('table={"a":1,"b":[2,3]},depth=2', {"table": {"a": 1, "b": [2, 3]}, "depth": 2}),
-        (" width = 64 , name = a b ", {"width": 64, "name": "a b"}),
-        ("pattern=a=b", {"pattern": "a=b"}),
-        ("empty=", {"empty": ""}),
-        ("_private1=1", {"_private1": 1}),
-    ],
-)
-def test_arguments(text, expected):
-    found = parse_arguments("--model_args", text, example="a=1")
-    assert found == expected
-    assert list(found) == list(expected)
-    assert [type(value) for value in found.values()] == [type(value) for value in expected.values()]
-
-
-@pytest.mark.parametrize(
-    ("text", "part"),
-    [
-        ("width", "'width' is not key=value"),
-        ("=3", "'=3' is not key=value"),
-        ("width=64,gelu", "'gelu' is not key=value"),
-        ("2width=64", "'2width=64' is not key=value"),
-        ("wid th=64", "is not key=value"),
-        ("width:64", "Write e.g. --model_args=depth=2."),
-        ("width=64,width=32", "'width' is given twice"),
-    ],
-)
-def test_malformed_arguments_name_flag_text_and_part(text, part):
-    with pytest.raises(ConfigError) as caught:
-        parse_arguments("--model_args", text, example="depth=2")
-    assert part in str(caught.value)
-    assert f"--model_args={text!r}" in str(caught.value)
-
-
-values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False),
-    lambda children: st.lists(children, max_size=3),
-    max_leaves=5,
-)
-names = st.from_regex(r"[a-z_][a-z_0-9]{0,8}", fullmatch=True)
-
-
-@settings(max_examples=100, deadline=None)
-@given(arguments=st.dictionaries(names, values, max_size=4))
-def test_whatever_is_written_as_json_comes_back(arguments):
-    text = ",".join(f"{name}={json.dumps(value)}" for name, value in arguments.items())
-    assert parse_arguments("--x", text, example="a=1") == arguments
-
-
-def test_what_stands_before_the_arguments_is_shown_with_them():
-    with pytest.raises(ConfigError) as caught:
-        parse_arguments("--exchange", "block", example="block=64", prefix="int4:")
-    assert str(caught.value) == (
-        "--exchange='int4:block': 'block' is not key=value. Write e.g. --exchange=int4:block=64."
-    )
-
-
-@pytest.mark.parametrize(
-    ("kind", "flag", "example"),
-    [
-        (ModelConfig, "model_args", "width=64,activation=gelu"),
-        (OptimizerConfig, "optimizer_args", "beta_2=0.95,nesterov=true"),
-        (ScheduleConfig, "schedule_args", "milestones=[0.5,0.75],factor=0.1"),
-    ],
-)
-def test_argument_options_are_parsed_when_the_section_is_built(kind, flag, example):
-    assert kind(**{flag: "a=1,b=x"}).arguments() == {"a": 1, "b": "x"}
-    with pytest.raises(ConfigError) as caught:
-        kind(**{flag: "a"})
-    assert str(caught.value) == f"--{flag}='a': 'a' is not key=value. Write e.g. --{flag}={example}."
-    assert kind(**{flag: example}).arguments()
 
 
 # Choices and bounds: every field that declares them.
@@ -381,6 +282,8 @@ def test_a_custom_section_is_checked_the_same_way():
         ("steps", 2.5, "not a whole number"),
         ("steps", "8", "not a whole number"),
         ("steps", True, "not a whole number"),
+        ("jit_segments", "atuo", "not a whole number or auto"),
+        ("lora", True, "not a string"),
         ("steps", math.inf, "not a whole number"),
         ("learning_rate", "0.1", "not a finite number"),
         ("learning_rate", math.inf, "not a finite number"),
@@ -396,8 +299,15 @@ def test_a_value_of_another_type_is_refused_by_name(name, value, complaint):
 
 def test_values_that_lose_nothing_are_converted():
     config = ExperimentConfig.from_flat_dict(
-        {"steps": np.int64(8), "learning_rate": 1, "epochs": np.float32(0.0), "workdir": pathlib.Path("runs") / "a"}
+        {
+            "steps": np.int64(8),
+            "learning_rate": 1,
+            "epochs": np.float32(0.0),
+            "workdir": pathlib.Path("runs") / "a",
+            "lora": 8,
+        }
     )
+    assert config.train.adapters() == (8, "")
     assert (config.train.steps, config.optimizer.learning_rate, config.checkpoint.workdir) == (8, 1.0, "runs/a")
     assert type(config.train.steps) is int
     assert type(config.optimizer.learning_rate) is float

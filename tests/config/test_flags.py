@@ -84,11 +84,6 @@ if __name__ == "__main__":
 '''
 
 
-@pytest.fixture(autouse=True)
-def _fresh_keras_state() -> None:
-    """Replaces the one of conftest.py: there is no Keras in these tests, and resetting it takes longer than most."""
-
-
 @pytest.fixture(scope="module")
 def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("flags") / "experiment.py"
@@ -249,6 +244,7 @@ def test_log_is_quiet_unless_asked(script: Path) -> None:
         (["--qqq"], "unknown flag --qqq. --help lists"),
         (["--nostrategy"], "--strategy is not a switch; give it a value, as in --strategy=auto"),
         (["--steps=ten"], "--steps=ten: not a whole number."),
+        (["--jit_segments=atuo"], "--jit_segments=atuo: not a whole number or auto."),
         (["--learning_rate=fast"], "--learning_rate=fast: not a number."),
         (["--epochs=ten"], "--epochs=ten: not a number. Give one that is at least 0"),
         (["--epochs=ten"], "e.g. --epochs="),

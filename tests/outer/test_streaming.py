@@ -166,8 +166,11 @@ def test_fragments_are_layers_in_order_of_about_equal_bytes():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"outer_fragments": 6}, r"--outer_fragments=6 does not work with --local_steps=5: fragments leave"),
-        ({"outer_delay": 5}, r"--outer_delay=5 does not work with --local_steps=5: a fragment is applied before"),
+        (
+            {"outer_fragments": 6},
+            r"--outer_fragments=6 does not work with --local_steps=5: the exchanges of fragments start",
+        ),
+        ({"outer_delay": 5}, r"--outer_delay=5 does not work with --local_steps=5: a fragment must be applied before"),
         ({"outer_fragments": 2, "local_steps": "auto"}, r"--outer_fragments=2 does not work with --local_steps=auto"),
         ({"outer_own_share": -0.5}, r"--outer_own_share=-0\.5 is negative"),
         ({"outer_own_share": 0.5}, r"--outer_own_share=0\.5 has no effect"),

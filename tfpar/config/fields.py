@@ -77,6 +77,7 @@ def option(
     minimum: float | None = None,
     maximum: float | None = None,
     words: Mapping[str, int] | None = None,
+    numeral: bool = False,
     may_change_on_resume: bool = False,
     per_host: bool = False,
 ) -> Any:
@@ -90,6 +91,7 @@ def option(
       maximum: Largest allowed number.
       words: Words that are allowed in place of a whole number, with the value that stands for each; it may be out of
         bounds.
+      numeral: Whether a whole number may be given in place of the text of its digits, as in `Trainer(lora=8)`.
       may_change_on_resume: Whether a run may be resumed with another value. False for what defines what is trained:
         such a resume is refused.
       per_host: Whether the workers of a run may have different values, because the option belongs to a machine or to
@@ -101,6 +103,7 @@ def option(
         "minimum": minimum,
         "maximum": maximum,
         "words": dict(words or {}),
+        "numeral": numeral,
         "may_change_on_resume": may_change_on_resume,
         "per_host": per_host,
     }
@@ -117,7 +120,9 @@ class ConfigBase:
             words, value = field.metadata.get("words") or {}, getattr(self, field.name)
             if isinstance(value, str) and value in words:
                 value = words[value]
-            value = _converted(field.name, annotations[field.name], value)
+            if field.metadata.get("numeral") and isinstance(value, int) and not isinstance(value, bool):
+                value = str(value)
+            value = _converted(field.name, annotations[field.name], value, words)
             object.__setattr__(self, field.name, value)
             choices = field.metadata.get("choices")
             if choices and value is not None and value not in choices:
@@ -137,8 +142,14 @@ def range_text(field: dataclasses.Field[Any]) -> str:
 _TYPE_NAMES = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a string"}
 
 
-def _converted(name: str, annotation: Any, value: Any) -> Any:
+def _converted(name: str, annotation: Any, value: Any, words: Iterable[str]) -> Any:
     """`value` as the type that its option is annotated with, if that loses nothing.
+
+    Args:
+      name: The option's.
+      annotation: Its annotation.
+      value: What was given.
+      words: What may be given besides; named in the error.
 
     Raises:
       ConfigError: It has another type, or loses something.
@@ -158,4 +169,4 @@ def _converted(name: str, annotation: Any, value: Any) -> Any:
             return operator.index(value) if isinstance(value, numbers.Integral) else int(number)
         if kind is float and math.isfinite(number):
             return number
-    raise ConfigError(f"--{name}={value!r} is not {_TYPE_NAMES[kind]}.")
+    raise ConfigError(f"--{name}={value!r} is not {' or '.join([_TYPE_NAMES[kind], *words])}.")

@@ -234,7 +234,8 @@ class _Whole(flags.IntegerParser):
         try:
             return super().convert(argument)
         except ValueError:
-            raise ValueError(f"not a whole number. {self._remedy}") from None
+            others = "".join(f" or {word}" for word in self._words)
+            raise ValueError(f"not a whole number{others}. {self._remedy}") from None
 
 
 class _Number(flags.FloatParser):

@@ -103,7 +103,7 @@ class TrainerOptions(TypedDict, total=False):
     values cross."""
 
     stage_balance: Literal["flops", "weights"]
-    """What the stages of a pipeline are to have equally much of, unless --stages says where they begin: flops, so that
+    """The quantity that the stages of a pipeline share equally, unless --stages sets where they begin: flops, so that
     no device waits for another; or weights, so that the fullest device needs as little memory for weights, gradients
     and the optimizer's state as possible, which may cost time."""
 
@@ -145,18 +145,19 @@ class TrainerOptions(TypedDict, total=False):
     """With --exchange=auto: steps after which links and codecs are measured again. 0: never."""
 
     local_steps: int | Literal["auto"]
-    """Steps that each worker trains by itself before what the workers have moved is exchanged, through --exchange, and
-    an outer optimizer applies its mean (DiLoCo). Replicas of one worker stay in step. 1: gradients are exchanged in
-    every step. auto: measured, so that exchanges take the share --outer_time_share of the time."""
+    """Steps that each worker trains independently before the workers exchange the movements of their weights, through
+    --exchange, and an outer optimizer applies the mean (DiLoCo). Replicas of one worker still exchange gradients in
+    every step. 1: gradients are exchanged in every step. auto: measured, so that exchanges take the share
+    --outer_time_share of the time."""
 
     round_seconds: float
-    """In place of --local_steps: seconds of a round, in which each worker takes as many steps as it can, for workers
-    that are not equally fast. 0: rounds of --local_steps steps."""
+    """Instead of --local_steps: seconds of a round, in which each worker takes as many steps as it can, for workers of
+    different speeds. 0: rounds of --local_steps steps."""
 
     outer_optimizer: Literal["auto", "nesterov", "sgd", "adam"]
-    """What applies the mean of the workers' movements at the end of a round of local steps: nesterov, sgd (with rate 1
-    the mean of the workers' weights) or adam. auto: nesterov with --local_steps, and none without. Naming one makes
-    rounds of single steps, too."""
+    """Optimizer that applies the mean of the workers' movements at the end of a round of local steps: nesterov, sgd
+    (with rate 1, the mean of the workers' weights) or adam. auto: nesterov with --local_steps, and none without. With
+    any other value, a run without --local_steps has rounds of one step."""
 
     outer_learning_rate: float
     """Learning rate of --outer_optimizer. 0: 0.7 for nesterov, 1 for sgd, 0.01 for adam."""
@@ -165,19 +166,20 @@ class TrainerOptions(TypedDict, total=False):
     """Momentum of --outer_optimizer, beta_1 of adam. -1: 0.9 for nesterov and adam, 0 for sgd."""
 
     outer_time_share: float
-    """With --local_steps=auto: the share of the time that exchanges are to take."""
+    """With --local_steps=auto: the share of the time that exchanges may take."""
 
     outer_fragments: int
-    """Fragments that the model is divided into, by layers. One after the other leaves, each every --local_steps steps,
-    and travels while the next steps run (Streaming DiLoCo). 1: the model travels whole."""
+    """Number of fragments into which the model is divided, by layers. Each is exchanged every --local_steps steps, one
+    after the other, while the next steps run (Streaming DiLoCo). 1: the model is exchanged whole."""
 
     outer_delay: int
-    """Steps after which a fragment that has left is applied, the same on every worker; while it travels, nobody waits.
-    -1: 0 where the model travels whole, otherwise 5, or the steps until the next one leaves if these are fewer."""
+    """Steps from the start of a fragment's exchange until its result is applied, the same on every worker; no worker
+    waits in between. -1: 0 if the model is exchanged whole, otherwise 5, or the number of steps until the next exchange
+    starts if that is less."""
 
     outer_own_share: float
-    """Share of its own weights in those that a worker continues from when a fragment is applied (alpha of Streaming
-    DiLoCo); the rest is the outer weights'. -1: 0.5, and 0 where --outer_delay is 0."""
+    """Share of a worker's own weights in the weights from which it continues when a fragment is applied (alpha of
+    Streaming DiLoCo); the rest is the share of the outer weights. -1: 0.5, or 0 if --outer_delay is 0."""
 
     precision: Literal["float32", "mixed_bfloat16", "mixed_float16"]
     """Keras dtype policy of the model."""
@@ -253,7 +255,7 @@ class TrainerOptions(TypedDict, total=False):
     """Weights that are trained: a regular expression, searched in their paths, or all. The others are frozen: they are
     not exchanged and have no optimizer state. Empty: as the model says; with --lora, only the adapters."""
 
-    lora: str
+    lora: int | str
     """Low-rank adapters (Hu et al. 2022) that are trained in place of the kernels beside them: RANK, or RANK:REGEX with
     a regular expression that is searched in the paths of layers, e.g. 8:(query|value)$. RANK alone: queries and values
     of attention; in a model without them, every Dense and EinsumDense layer."""
@@ -272,10 +274,10 @@ class TrainerOptions(TypedDict, total=False):
     block, and the backward pass recomputes the block as with --recompute=blocks."""
 
     offload: Literal["none", "optimizer"]
-    """State that is kept in the memory of the host: none; optimizer, the optimizer state, which is copied to the device
-    for the update and back, block of weights by block, so that the device holds that of one block at a time. A step
-    takes longer by the time of the copies. For one GPU per worker. Tested for placement and results on logical CPU
-    devices only; neither memory nor speed has been measured on a GPU."""
+    """State that is kept in the memory of the host: none; optimizer, the optimizer state. For the optimizer step, the
+    state of one block of weights after the other is copied to the device and back, so that the device holds the state
+    of one block at a time. A step takes longer by the time of the copies. For one GPU per worker. Tested for placement
+    and results on logical CPU devices only; neither memory nor speed has been measured on a GPU."""
 
     steps_per_loop: int
     """Steps per call from Python. 0: enough to make the overhead of the call negligible."""

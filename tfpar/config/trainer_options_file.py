@@ -63,6 +63,8 @@ def _annotation(field: dataclasses.Field[Any], kind: type) -> str:
         return f"{literal} | bool" if {"true", "false"} <= set(choices) else literal
     if words := field.metadata["words"]:
         return f"{kind.__name__} | Literal[{', '.join(f'{chr(34)}{word}{chr(34)}' for word in words)}]"
+    if field.metadata["numeral"]:
+        return "int | str"
     return "str | os.PathLike[str]" if field.name in PATHS else kind.__name__
 
 

@@ -19,12 +19,12 @@ _ADAPTIVITY = 1e-3
 def build(
     options: OuterConfig, variables: Sequence[keras.Variable], scope: str = "outer"
 ) -> keras.optimizers.Optimizer:
-    """The outer optimizer of a configuration, built for these variables, in the current strategy's scope.
+    """Creates and builds the outer optimizer of a configuration; call it in the strategy's scope.
 
     Args:
       options: The optimizer's name, learning rate and momentum.
       variables: The trainable weights.
-      scope: First part of the names of its variables.
+      scope: First part of the names of the optimizer's variables.
     """
     rate, momentum = options.learning_rate, options.momentum
     optimizer: keras.optimizers.Optimizer

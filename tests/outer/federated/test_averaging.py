@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.outer.federated import numpy_reference
 from tfpar import inputs
-from tfpar.config import ConfigError
+from tfpar.config import ConfigError, FederatedConfig
 from tfpar.optim.yogi import Yogi
 from tfpar.outer.federated import FederatedTrainer, Population
 from tfpar.outer.federated.sampling import local_order
@@ -99,6 +99,22 @@ def test_any_optimizer_of_keras_serves_on_the_server():
     assert all(np.allclose(step[step > 0.0], 0.01, atol=1e-6) for step in steps)  # Lion moves by its rate
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, (1.0, 0.0)),
+        ({"averaging": "fedavgm"}, (1.0, 0.9)),
+        ({"averaging": "fedadam"}, (0.03, 0.9)),
+        ({"server_optimizer": "yogi"}, (0.03, 0.9)),
+        ({"averaging": "fedadam", "server_optimizer": "sgd"}, (1.0, 0.0)),
+        ({"server_optimizer": "adam", "server_learning_rate": 0.1, "server_momentum": 0.0}, (0.1, 0.0)),
+    ],
+)
+def test_rate_and_momentum_suit_the_optimizer_of_the_server(options, expected):
+    config = FederatedConfig(**options)
+    assert (config.rate_of_server, config.momentum_of_server) == expected
+
+
 def test_batch_statistics_are_averaged_as_weights_are():
     """A client's last short batch is filled, as the layer reads whole batches."""
     x, y = examples()
@@ -149,6 +165,8 @@ def test_yogi_is_saved_and_loaded():
         ({"update_codec": "powersgd:2"}, r"--update_codec=powersgd:2: clients send single payloads"),
         ({"noise_multiplier": 1.0}, r"--noise_multiplier=1.0 is relative to --client_clip, which is 0"),
         ({"noise_multiplier": 1.0, "client_clip": 1.0, "averaging": "scaffold"}, r"--averaging=scaffold and --noise"),
+        ({"noise_multiplier": 1.0, "client_clip": 1.0, "exchange": "topk:0.1"}, r"--exchange=topk:0.1 and --noise"),
+        ({"server_optimizer": "lion"}, r"--server_optimizer=lion needs its learning rate"),
         ({"epochs": 3.0}, r"--epochs: .* Give --rounds"),
         ({"accumulate_steps": 2}, r"--accumulate_steps=2 does not work with federated averaging"),
         ({"clients": 300, "partition": "iid"}, r"--clients=300: 70 of the clients would have no example"),

@@ -1,4 +1,4 @@
-"""The options of federated averaging, which one program takes beside those of every experiment.
+"""The options of federated averaging, which one program takes in addition to those of every experiment.
 
 This module imports neither TensorFlow nor Keras.
 """
@@ -12,82 +12,90 @@ from tfpar.config.fields import ConfigBase, option
 
 AVERAGING = ("fedavg", "fedprox", "fedavgm", "fedadam", "fedyogi", "scaffold")
 _PARTITIONS = ("iid", "dirichlet", "by_class", "by_file")
-# What applies the mean movement, and its learning rate and momentum: sgd with rate 1 takes the mean of the clients'
-# weights (McMahan et al. 2017); 0.9 is the momentum of Hsu et al. 2019; Adam's and Yogi's rate is near the one that
-# Reddi et al. 2021 found best for most of their tasks (appendix D, 10^-2 to 10^-1).
+# The optimizer that applies the mean movement, its learning rate and its momentum: sgd with rate 1 takes the mean of
+# the clients' weights (McMahan et al. 2017); 0.9 is the momentum of Hsu et al. 2019; the rate of Adam and Yogi is near
+# the one that Reddi et al. 2021 found best for most of their tasks (appendix D, 10^-2 to 10^-1).
 _SERVER_OPTIMIZER = {"fedavgm": "sgd", "fedadam": "adam", "fedyogi": "yogi"}
-_SERVER_RATE = {"fedadam": 0.03, "fedyogi": 0.03}
-_SERVER_MOMENTUM = {"fedavgm": 0.9, "fedadam": 0.9, "fedyogi": 0.9}
+# These are by name of the optimizer.
+_SERVER_RATE = {"sgd": 1.0, "adam": 0.03, "yogi": 0.03}
+_SERVER_MOMENTUM = {"adam": 0.9, "yogi": 0.9}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FederatedConfig(ConfigBase):
-    """Clients that train by themselves on their own examples, and a server that averages what they have moved."""
+    """Clients that train independently on their own examples, and a server that averages their movements."""
 
     rounds: int = option(
         100,
-        "Rounds of the whole run. In each, some clients train, and the server averages.",
+        "Rounds of the whole run. In each round, some clients train, and the server averages.",
         minimum=1,
         may_change_on_resume=True,
     )
     partition: str = option(
         "iid",
-        "How the training examples lie on clients: iid, at random; dirichlet:ALPHA, each client has its own mixture of "
-        "classes, the more uneven the smaller ALPHA (Hsu et al. 2019); by_class:N, N classes each; by_file, a client "
-        "for each file.",
+        "How the training examples are distributed over clients: iid, at random; dirichlet:ALPHA, each client has its "
+        "own mixture of classes, which is more uneven for smaller ALPHA (Hsu et al. 2019); by_class:N, N classes per "
+        "client; by_file, one client per file.",
     )
-    clients: int = option(100, "Clients of the population; with by_file there are as many as files.", minimum=1)
-    clients_per_round: int = option(10, "Clients that train in a round; with poisson, in the mean.", minimum=1)
+    clients: int = option(100, "Number of clients; with by_file there are as many as files.", minimum=1)
+    clients_per_round: int = option(
+        10, "Number of clients that train in a round; with poisson, the mean number.", minimum=1
+    )
     client_sampling: str = option(
         "fixed",
-        "How the clients of a round are drawn: fixed, always as many, without replacement; poisson, each by itself "
-        "with the same probability.",
+        "How the clients of a round are drawn: fixed, always the same number, without replacement; poisson, each "
+        "client independently, with the same probability.",
         choices=("fixed", "poisson"),
     )
     client_dropout: float = option(
-        0.0, "Probability that a client that was drawn never answers.", minimum=0.0, maximum=0.999
+        0.0, "Probability that a client that was drawn never replies.", minimum=0.0, maximum=0.999
     )
     local_epochs: int = option(1, "Passes of a client over its examples in a round.", minimum=1)
-    client_batch: int = option(10, "Examples of a client's step.", minimum=1)
+    client_batch: int = option(10, "Number of examples in a client's step.", minimum=1)
     averaging: str = option(
         "fedavg",
-        "fedavg takes the mean of the clients' weights; fedprox also holds clients near the server's weights; fedavgm, "
-        "fedadam and fedyogi let an optimizer apply the mean movement; scaffold corrects the drift of clients by "
+        "fedavg takes the mean of the clients' weights; fedprox also keeps clients near the server's weights; fedavgm, "
+        "fedadam and fedyogi let an optimizer apply the mean movement; scaffold corrects the drift of clients with "
         "control variates.",
         choices=AVERAGING,
     )
     prox: float = option(0.1, "fedprox: weight of the proximal term (mu).", minimum=0.0)
     server_optimizer: str = option(
         "",
-        "Optimizer that applies the mean movement on the server: any name of --optimizer, or yogi. Empty: what "
-        "--averaging says.",
+        "Optimizer that applies the mean movement on the server: any name of --optimizer, or yogi. Empty: that of "
+        "--averaging.",
     )
     server_learning_rate: float = option(
-        0.0, "Its learning rate. 0: 1 for sgd, 0.03 for fedadam and fedyogi.", minimum=0.0
+        0.0,
+        "Learning rate of the server's optimizer. 0: 1 for sgd, 0.03 for adam and yogi; others need a value.",
+        minimum=0.0,
     )
     server_momentum: float = option(
         -1.0,
-        "Its momentum, beta_1 of adam and yogi. -1: 0.9 for fedavgm, fedadam and fedyogi, 0 for others.",
+        "Momentum of the server's optimizer; beta_1 of adam and yogi. -1: 0.9 for fedavgm, adam and yogi, 0 for "
+        "others.",
         minimum=-1.0,
         maximum=0.9999,
     )
     server_adaptivity: float = option(
-        1e-3, "adam and yogi on the server: tau of Reddi et al. 2021, which bounds small movements.", minimum=1e-12
+        1e-3,
+        "adam and yogi on the server: tau of Reddi et al. 2021, which limits the enlargement of small movements.",
+        minimum=1e-12,
     )
     client_weights: str = option(
         "auto",
-        "What a client counts in the mean: examples, their number; uniform, all alike. auto: examples, but uniform for "
-        "scaffold and where noise is added.",
+        "Weight of a client in the mean: examples, its number of examples; uniform, the same for all. auto: examples, "
+        "but uniform for scaffold and if noise is added.",
         choices=("auto", "examples", "uniform"),
     )
     update_codec: str = option(
         "none",
-        "Codec of what a client sends to the server, written as for --exchange: int8, int4:block=512, topk:0.01.",
+        "Codec for a client's update to the server, written as for --exchange: int8, int4:block=512, topk:0.01.",
     )
     stateful_clients: bool = option(
         False,
-        "Clients keep what their codec has left out, and add it to their next update. Without, the codec rounds "
-        "stochastically, so that the mean is right.",
+        "Clients keep the residual of their codec and add it to their next update. Without this, the codec rounds "
+        "stochastically, so that the mean is unbiased.",
     )
     client_clip: float = option(0.0, "L2 norm to which the update of a client is clipped. 0: not clipped.", minimum=0.0)
     noise_multiplier: float = option(
@@ -97,18 +105,21 @@ class FederatedConfig(ConfigBase):
         minimum=0.0,
     )
     delta: float = option(
-        0.0, "Differential privacy: delta, at which epsilon is reported. 0: 1 / clients^1.1.", minimum=0.0, maximum=0.5
+        0.0,
+        "Differential privacy: the delta for which epsilon is reported. 0: 1 / clients^1.1.",
+        minimum=0.0,
+        maximum=0.5,
     )
     client_holdout: float = option(
         0.0,
-        "Share of each client's examples that it does not train on, for the accuracy of each client. 0: that is "
-        "measured on the examples it trains on.",
+        "Share of each client's examples on which it does not train, and on which its accuracy is measured. 0: the "
+        "accuracy is measured on the examples on which it trains.",
         minimum=0.0,
         maximum=0.9,
     )
     clients_evaluated: int = option(
         100,
-        "Clients whose accuracy is measured at an evaluation, at most; 0: none.",
+        "The most clients whose accuracy an evaluation measures. 0: none.",
         minimum=0,
         may_change_on_resume=True,
     )
@@ -133,7 +144,7 @@ class FederatedConfig(ConfigBase):
         self._check_privacy()
 
     def _check_privacy(self) -> None:
-        """What the analysis of the noise rests on: clients that keep nothing, and all count alike."""
+        """Checks the assumptions of the privacy analysis: clients keep no state, and all have the same weight."""
         if not self.noise_multiplier:
             return
         if self.averaging == "scaffold" or self.stateful_clients:
@@ -149,7 +160,7 @@ class FederatedConfig(ConfigBase):
             )
 
     def parts(self) -> tuple[str, float]:
-        """`partition` as the kind, and its number; 0 where it has none."""
+        """Returns the kind of `partition`, and its number; 0 if it has none."""
         kind, _, number = self.partition.partition(":")
         try:
             value = float(number) if number else 0.0
@@ -166,22 +177,24 @@ class FederatedConfig(ConfigBase):
 
     @property
     def optimizer_of_server(self) -> str:
-        """The optimizer that applies the mean movement, by name."""
+        """Name of the optimizer that applies the mean movement."""
         return self.server_optimizer or _SERVER_OPTIMIZER.get(self.averaging, "sgd")
 
     @property
     def rate_of_server(self) -> float:
-        """Its learning rate."""
-        return self.server_learning_rate or _SERVER_RATE.get(self.averaging, 1.0)
+        """Learning rate of the server's optimizer."""
+        return self.server_learning_rate or _SERVER_RATE.get(self.optimizer_of_server, 0.0)
 
     @property
     def momentum_of_server(self) -> float:
-        """Its momentum."""
-        return self.server_momentum if self.server_momentum >= 0.0 else _SERVER_MOMENTUM.get(self.averaging, 0.0)
+        """Momentum of the server's optimizer."""
+        if self.server_momentum >= 0.0:
+            return self.server_momentum
+        return 0.9 if self.averaging == "fedavgm" else _SERVER_MOMENTUM.get(self.optimizer_of_server, 0.0)
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all clients count alike in the mean."""
+        """Whether all clients have the same weight in the mean."""
         if self.client_weights == "auto":
             return self.averaging == "scaffold" or self.noise_multiplier > 0.0
         return self.client_weights == "uniform"

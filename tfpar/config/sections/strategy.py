@@ -62,7 +62,7 @@ class StrategyConfig(ConfigBase):
     )
     stage_balance: str = option(
         "flops",
-        "What the stages of a pipeline are to have equally much of, unless --stages says where they begin: flops, so "
+        "The quantity that the stages of a pipeline share equally, unless --stages sets where they begin: flops, so "
         "that no device waits for another; or weights, so that the fullest device needs as little memory for weights, "
         "gradients and the optimizer's state as possible, which may cost time.",
         choices=("flops", "weights"),

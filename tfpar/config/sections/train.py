@@ -78,6 +78,7 @@ class TrainConfig(ConfigBase):
         "Low-rank adapters (Hu et al. 2022) that are trained in place of the kernels beside them: RANK, or RANK:REGEX "
         "with a regular expression that is searched in the paths of layers, e.g. 8:(query|value)$. RANK alone: queries "
         "and values of attention; in a model without them, every Dense and EinsumDense layer.",
+        numeral=True,
     )
     recompute: str = option(
         "none",
@@ -100,10 +101,11 @@ class TrainConfig(ConfigBase):
     )
     offload: str = option(
         "none",
-        "State that is kept in the memory of the host: none; optimizer, the optimizer state, which is copied to the "
-        "device for the update and back, block of weights by block, so that the device holds that of one block at a "
-        "time. A step takes longer by the time of the copies. For one GPU per worker. Tested for placement and results "
-        "on logical CPU devices only; neither memory nor speed has been measured on a GPU.",
+        "State that is kept in the memory of the host: none; optimizer, the optimizer state. For the optimizer step, "
+        "the state of one block of weights after the other is copied to the device and back, so that the device holds "
+        "the state of one block at a time. A step takes longer by the time of the copies. For one GPU per worker. "
+        "Tested for placement and results on logical CPU devices only; neither memory nor speed has been measured on a "
+        "GPU.",
         choices=("none", "optimizer"),
         may_change_on_resume=True,
     )

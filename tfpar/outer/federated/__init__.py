@@ -1,6 +1,6 @@
 """Federated averaging: a population of clients that train independently, and a server that averages their movements.
 
-The names below bring in TensorFlow when they are used.
+The names below import TensorFlow when they are used.
 """
 
 from __future__ import annotations

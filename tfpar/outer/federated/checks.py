@@ -1,4 +1,4 @@
-"""Checks of the options of federated averaging before anything starts, and the options that follow from them."""
+"""Checks the options of federated averaging before anything starts, and completes them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 
 from tfpar import cluster
 from tfpar.config import ConfigError, ExperimentConfig, FederatedConfig, parse_arguments
+from tfpar.exchange import spec as specs
 from tfpar.optim.keras_internals import is_seed_state
 from tfpar.outer.federated import encoding, privacy, server
 from tfpar.parallel.topology import Topology, choose_topology
@@ -13,22 +14,22 @@ from tfpar.parallel.topology import Topology, choose_topology
 import keras
 import tensorflow as tf
 
-# Of `tfpar train federated`, and of `FederatedTrainer` without a configuration: a client's step is plain SGD.
+# The defaults of `tfpar train federated`, and of `FederatedTrainer` without a configuration: clients use plain SGD.
 DEFAULTS = {"optimizer": "sgd", "optimizer_args": "momentum=0", "learning_rate": 0.1, "schedule": "constant"}
-_EVALUATIONS = 20  # of a run, where --eval_every leaves that open
+_EVALUATIONS = 20  # evaluations per run if --eval_every is not set
 
 
 def federated_of(config: ExperimentConfig) -> FederatedConfig:
-    """The options of federated averaging, which this configuration has."""
+    """Returns the configuration's options of federated averaging."""
     assert config.federated is not None
     return config.federated
 
 
 def complete(config: ExperimentConfig) -> ExperimentConfig:
-    """The configuration with what follows from its options: a step is a round.
+    """Returns the configuration with the options that follow from others; a step of the run is a round.
 
     Raises:
-      ConfigError: Two lengths of the run, or epochs.
+      ConfigError: The length of the run is given twice, or in epochs.
     """
     options, train = config.federated or FederatedConfig(), config.train
     if train.epochs:
@@ -44,14 +45,14 @@ def complete(config: ExperimentConfig) -> ExperimentConfig:
 
 
 def check(config: ExperimentConfig, topology: Topology | None = None) -> None:
-    """Refuses options that do not go with clients.
+    """Refuses options that do not work with federated averaging.
 
     Args:
       config: The experiment.
       topology: The topology of the run; by default the one that the configuration gives on this machine.
 
     Raises:
-      ConfigError: With what to do.
+      ConfigError: There is such an option; the message says what to do instead.
     """
     options = federated_of(config)
     topology = topology or choose_topology(config.strategy, cluster.detect())
@@ -84,11 +85,20 @@ def check(config: ExperimentConfig, topology: Topology | None = None) -> None:
     if options.averaging == "scaffold":
         _check_scaffold(config)
     if options.noise_multiplier:
+        if specs.parse(config.exchange.exchange).compresses:
+            raise ConfigError(
+                f"--exchange={config.exchange.exchange} and --noise_multiplier={options.noise_multiplier}: workers "
+                "would round sums of updates before the noise is added, so that one client could change them by more "
+                "than --client_clip. Leave --exchange out."
+            )
         privacy.check_installed()
 
 
 def _check_scaffold(config: ExperimentConfig) -> None:
-    """Control variates are mean gradients: (x - y) / (K rate) is one where a step is `rate x gradient`."""
+    """Refuses options that break SCAFFOLD's control variates.
+
+    They are mean gradients, and (x - y) / (K rate) is a mean gradient only if every step is `rate x gradient`.
+    """
     optimizer = config.optimizer
     arguments = parse_arguments("--optimizer_args", optimizer.optimizer_args, example="momentum=0")
     if optimizer.optimizer != "sgd" or arguments.get("momentum", 0.9) or optimizer.weight_decay:
@@ -106,10 +116,11 @@ def _check_scaffold(config: ExperimentConfig) -> None:
 
 
 def check_model(model: keras.Model, options: FederatedConfig) -> None:
-    """Refuses what clients cannot do with a model.
+    """Refuses models that clients cannot train with these options.
 
     Raises:
-      ConfigError: Noise, and state that is sent without noise; weights that an optimizer overwrites.
+      ConfigError: The options add noise but the model has state that is sent without noise, or the model has float8
+        layers.
     """
     if any(variable.overwrite_with_gradient for variable in model.trainable_variables):
         raise ConfigError("float8 layers keep statistics that clients do not average. Use another precision.")

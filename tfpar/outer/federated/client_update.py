@@ -1,7 +1,7 @@
-"""What a client does in a round: it trains the server's weights on its own examples.
+"""The work of a client in a round: it trains the server's weights on its own examples.
 
 Pure functions of tensors, which one XLA program runs for all clients of a device. Shapes: M examples of the largest
-client, T local steps at most, B examples of a step.
+client, at most T local steps, B examples of a step.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import tensorflow as tf
 
 
 class ClientData(NamedTuple):
-    """The examples of a client, and how it goes through them.
+    """The examples of a client, and the order in which it uses them.
 
     Attributes:
       x: `[M, ...]`, or a structure of such tensors; rows after the client's own examples are padding.
-      y: `[M, ...]`, likewise.
-      weight: Float32 `[M]`: 1, or 0 for padding and examples that cannot be used.
-      order: Int32 `[T, B]`: places of the examples of each step; -1 for none.
-      steps: Int32 scalar: how many steps the client takes.
+      y: Like `x`.
+      weight: Float32 `[M]`: 1, or 0 for padding and unusable examples.
+      order: Int32 `[T, B]`: indices into `x` of the examples of each step; -1 for none.
+      steps: Int32 scalar: number of steps that the client takes.
     """
 
     x: Any
@@ -38,13 +38,13 @@ class ClientData(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """What a client has after its steps.
+    """The results of a client's steps.
 
     Attributes:
-      movement: The server's weights less the client's, float32: the direction of a gradient.
+      movement: The server's weights minus the client's, float32; it has the sign of a gradient.
       state: The model's state, such as batch statistics.
-      loss: Loss sum over all examples of all steps.
-      count: Sum of their weights.
+      loss: Sum of the losses over all examples of all steps.
+      count: Sum of these examples' weights.
       metrics: Sums of the metrics' state.
     """
 
@@ -66,12 +66,12 @@ class _LoopState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LocalTraining:
-    """How clients train.
+    """The local training of clients.
 
     Attributes:
       core: Model and objective.
-      optimizer: Built for the model's weights; each client begins each round with a new one like it.
-      initial_slots: The values of its variables before its first step.
+      optimizer: Optimizer that is built for the model's weights; each client starts each round with a fresh state.
+      initial_slots: The values of the optimizer's variables before its first step.
       prox: mu of FedProx: `mu (w - server's w)` is added to each gradient (Li et al. 2020, "Federated Optimization in
         Heterogeneous Networks", equation 2).
       clip_norm: L2 norm to which a step's gradient is clipped; 0 for none.
@@ -102,7 +102,7 @@ class LocalTraining:
           data: The client's examples.
           rate: Learning rate, float32 scalar.
           seed: Int32 `[2]`, different for every client and round.
-          correction: Added to each gradient: SCAFFOLD's c - c_i; None for none.
+          correction: SCAFFOLD's c - c_i, which is added to each gradient; None for none.
         """
         held = _LoopState(
             [tf.identity(param) for param in params],
@@ -133,7 +133,7 @@ class LocalTraining:
         seed: tf.Tensor,
         correction: Tensors | None,
     ) -> _LoopState:
-        """One local step; `params` are the server's weights."""
+        """Takes one local step; `params` are the server's weights."""
         places = data.order[index]
         rows = tf.maximum(places, 0)
         x, y = (tf.nest.map_structure(lambda part: tf.gather(part, rows)[tf.newaxis], each) for each in data[:2])

@@ -1,8 +1,8 @@
-"""What a client sends to the server: its movement through a codec of `tfpar_ops`.
+"""A client's message to the server: its movement, encoded with a codec of `tfpar_ops`.
 
-As in the exchange between workers, a payload holds one large tensor; biases and norms are sent as they are. A client
-with state adds the residual of earlier payloads (error feedback); a client without state rounds stochastically, with
-a different seed in each round, so that the mean over many clients is unbiased.
+As in the exchange between workers, a payload holds one large tensor; biases and the weights of normalisation layers are
+sent without encoding. A client with state adds the residual of earlier payloads (error feedback); a client without
+state rounds stochastically, with a different seed in each round, so that the mean over many clients is unbiased.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import tensorflow as tf
 
 Tensors = list[tf.Tensor]
 
-# Formats whose rounding is too fine to add up: 2^-9 and 2^-12 of a value at most, up or down.
+# Formats whose rounding errors are negligible even without feedback: at most 2^-9 and 2^-12 of a value, up or down.
 _FINE = ("bf16", "fp16")
 
 
 @dataclasses.dataclass(frozen=True)
 class UpdateEncoding:
-    """How movements of these shapes are sent.
+    """The encoding of movements of these shapes.
 
     Attributes:
       codec: The codec; None sends float32.
-      shapes: Of the trainable weights.
-      coded: Which of them the codec encodes.
+      shapes: Shapes of the trainable weights.
+      coded: Indices of the weights that the codec encodes.
       feedback: Whether clients keep residuals.
     """
 
@@ -41,15 +41,15 @@ class UpdateEncoding:
 
     @classmethod
     def of(cls, text: str, shapes: Sequence[Sequence[int]], *, stateful: bool) -> UpdateEncoding:
-        """The encoding that `--update_codec` names.
+        """Returns the encoding that `--update_codec` names.
 
         Args:
-          text: Its value.
-          shapes: Of the trainable weights.
+          text: The value of the option.
+          shapes: Shapes of the trainable weights.
           stateful: Whether clients keep state.
 
         Raises:
-          ConfigError: No codec of that name, or one that does not go without error feedback.
+          ConfigError: There is no codec of that name, or it needs error feedback and clients keep no state.
         """
         codec, is_compressible = parse(text, stateful=stateful)
         each = tuple(tuple(int(size) for size in shape) for shape in shapes)
@@ -63,7 +63,7 @@ class UpdateEncoding:
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of one client's movement."""
+        """Number of bytes in which one client's movement is sent."""
         total = 4 * sum(math.prod(shape) for shape in self.shapes)
         for place in self.coded:
             elements = math.prod(self.shapes[place])
@@ -74,22 +74,23 @@ class UpdateEncoding:
     def through(
         self, movement: Tensors, residual: tf.Tensor | None, seed: tf.Tensor
     ) -> tuple[Tensors, tf.Tensor | None]:
-        """What the server decodes of a movement, and the new residual; arguments as for `encode`."""
+        """Returns the movement after encoding and decoding, and the new residual; arguments as for `encode`."""
         sent, residual = self.encode(movement, residual, seed)
         return self.decode(sent), residual
 
     def encode(
         self, movement: Tensors, residual: tf.Tensor | None, seed: tf.Tensor
     ) -> tuple[Tensors, tf.Tensor | None]:
-        """What a client sends, and the new residual.
+        """Encodes a movement.
 
         Args:
-          movement: Float32, of `shapes`.
+          movement: Float32 tensors with the shapes `shapes`.
           residual: Float32 `[residual_elements]`, or None without error feedback.
           seed: Int32 `[2]`, different for every client and round.
 
         Returns:
-          For each tensor of the movement a payload int32 `[1, words]` if encoded, else the tensor; and the residual.
+          For each tensor of the movement, a payload int32 `[1, words]` or, if it is not encoded, the tensor; and the
+          new residual.
         """
         if self.codec is None:
             return list(movement), residual
@@ -105,7 +106,7 @@ class UpdateEncoding:
         return sent, tf.concat(kept, axis=0) if self.feedback else residual
 
     def decode(self, sent: Tensors) -> Tensors:
-        """The movement, float32 of `shapes`, from the result of `encode`."""
+        """Decodes the result of `encode`; returns the movement, float32 tensors with the shapes `shapes`."""
         received = list(sent)
         for place in self.coded:
             assert self.codec is not None
@@ -120,7 +121,7 @@ class UpdateEncoding:
 
 
 def parse(text: str, *, stateful: bool) -> tuple[Codec | None, Callable[[tf.TensorShape], bool]]:
-    """The codec that `--update_codec` names, and which shapes it encodes.
+    """Returns the codec that `--update_codec` names, and a function that says whether it encodes a shape.
 
     Args:
       text: The value of the option.

@@ -1,6 +1,6 @@
-"""Evaluation of the server's weights: on the validation examples, and on those of single clients.
+"""Evaluation of the server's weights on the validation examples, and on the examples of single clients.
 
-Shapes: K clients, M examples of the largest of them.
+Shapes: K clients, M examples of the largest client.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from tfpar.training.program import Program
 import numpy as np
 import tensorflow as tf
 
-_WIDTH = 256  # examples of a client in one forward pass, at most
-_EXAMPLES = 4096  # and of one call, about
+_WIDTH = 256  # the most examples of a client in one forward pass
+_EXAMPLES = 4096  # examples in one call, approximately
 
 
 class FederatedEvaluator(Evaluator):
@@ -31,8 +31,8 @@ class FederatedEvaluator(Evaluator):
       population: The clients.
 
     Attributes:
-      by_client: Float64 `[K]`: the accuracy on each of the clients of the last evaluation, or their loss where the
-        model has no metric; empty before.
+      by_client: Float64 `[K]`: the accuracy on each client of the last evaluation, or the loss if the model has no
+        metric; empty before the first evaluation.
     """
 
     def __init__(self, program: Program, population: Population) -> None:
@@ -45,9 +45,9 @@ class FederatedEvaluator(Evaluator):
         self._fetch = tf.function(self._read, autograph=False)
 
     def __call__(self, source: inputs.AnySource, *, steps: int = 0, calls: BatchCalls | None = None) -> dict[str, Any]:
-        """As `Evaluator`; besides, smallest, tenth percentile, mean and largest over the clients.
+        """Evaluates as `Evaluator` does, and adds minimum, tenth percentile, mean and maximum over the clients.
 
-        Each client counts alike in them, whatever it has of examples.
+        Each client has the same weight in these figures, regardless of its number of examples.
         """
         results = super().__call__(source, steps=steps, calls=calls)
         name, self.by_client = self._of_clients()
@@ -61,7 +61,7 @@ class FederatedEvaluator(Evaluator):
         }
 
     def _of_clients(self) -> tuple[str, np.ndarray]:
-        """The first metric, and its value on each of some clients: the same ones at every evaluation."""
+        """Returns the name of the first metric and its value on each of some clients, the same in every evaluation."""
         population, program = self._population, self._program
         parts = population.held if population.options.client_holdout else population.parts
         having = np.flatnonzero([len(part) > 0 for part in parts])
@@ -76,10 +76,12 @@ class FederatedEvaluator(Evaluator):
         return name, np.array([float(np.mean(value[name])) for value in values])
 
     def _sums_of(self, parts: list[np.ndarray]) -> np.ndarray:
-        """Loss, count and metrics, summed over the examples of each client: float64 `[K, n]`; each worker has a share.
+        """Returns loss, count and metrics, summed over the examples of each client: float64 `[K, n]`.
+
+        Each worker evaluates a share of the clients.
 
         Args:
-          parts: For each client the examples to evaluate on.
+          parts: For each client, the indices of the examples to evaluate on.
         """
         program = self._program
         params = program.first_copies(program.eval_weights())
@@ -104,13 +106,13 @@ class FederatedEvaluator(Evaluator):
         return 2 + sum(int(np.prod(each.shape)) for each in self._core.metric_variables)
 
     def _read(self, indices: tf.Tensor) -> Any:
-        """Inputs and labels of examples by index, `[rows, width]`."""
+        """Returns the inputs and labels of the examples with these indices, `[rows, width]`."""
         x, y = self._population.source.fetch(tf.reshape(indices, [-1]))
         shape = tf.shape(indices)
         return tf.nest.map_structure(lambda part: tf.reshape(part, tf.concat([shape, part.shape[1:]], 0)), (x, y))
 
     def _rows_sums(self, params: list[tf.Tensor], state: list[tf.Tensor], examples: Any, weights: tf.Tensor) -> Any:
-        """The sums of each row of examples, float32 `[rows, n]`."""
+        """Returns the sums over each row of examples, float32 `[rows, n]`."""
         x, y = examples
 
         def row(place: tf.Tensor) -> tf.Tensor:

@@ -1,7 +1,7 @@
-"""The same client and server over Flower (`flwr`), whose transport, TLS and authentication carry real federations.
+"""Client and server over Flower (`flwr`), which provides transport, TLS and authentication for real federations.
 
-A client trains and encodes as in a simulation, and its message to the server has the payloads of our codecs. What it
-keeps (residuals) lies in Flower's context of the node. A module of a Flower app then is:
+A client trains and encodes as in a simulation, and its message to the server has the payloads of our codecs. Its
+residuals are stored in Flower's context of the node. The module of a Flower app is then:
 
     client = flower.client_app(build, examples, loss="sparse_categorical_crossentropy", learning_rate=0.1)
     server = flower.server_app(build, loss="sparse_categorical_crossentropy", rounds=20, clients_per_round=2)
@@ -41,17 +41,17 @@ _POLL_SECONDS = 0.5
 def client_app(
     model: Callable[[], keras.Model], examples: Callable[[Any], tuple[Any, Any]], loss: Any, **options: Any
 ) -> Any:
-    """A `flwr.clientapp.ClientApp` that trains on the examples of its node.
+    """Returns a `flwr.clientapp.ClientApp` that trains on the examples of its node.
 
     Args:
       model: A function that builds the model.
-      examples: From Flower's `Context` the node's inputs and labels, arrays `[n, ...]`.
+      examples: A function of Flower's `Context` that returns the node's inputs and labels, arrays `[n, ...]`.
       loss: As for `tfpar.Trainer`.
-      **options: As for `FederatedTrainer`, those of clients among them: `local_epochs`, `client_batch`, `optimizer`,
-        `averaging`, `prox`, `update_codec`, `stateful_clients`. Give the server the same.
+      **options: As for `FederatedTrainer`, including those of clients: `local_epochs`, `client_batch`, `optimizer`,
+        `averaging`, `prox`, `update_codec`, `stateful_clients`. The server needs the same options.
 
     Raises:
-      ConfigError: Flower is not installed, or options that cannot work.
+      ConfigError: Flower is not installed, or options cannot work.
     """
     flwr = _flower()
     app = flwr.clientapp.ClientApp()
@@ -83,20 +83,20 @@ def server_app(
     reply_seconds: float = 600.0,
     **options: Any,
 ) -> Any:
-    """A `flwr.serverapp.ServerApp` that averages the updates of the nodes.
+    """Returns a `flwr.serverapp.ServerApp` that averages the updates of the nodes.
 
-    It begins once `clients_per_round` nodes are connected, and at its end writes `model.keras` and `summary.json`.
+    It begins once `clients_per_round` nodes are connected, and writes `model.keras` and `summary.json` at the end.
 
     Args:
       model: A function that builds the model.
       loss: As for `tfpar.Trainer`.
-      workdir: Where results go.
-      evaluate: From the model to figures that `summary.json` records after the last round.
-      reply_seconds: How long a node may take; one that takes longer, or fails, counts as dropped out.
-      **options: As for `FederatedTrainer`, those of rounds and server among them.
+      workdir: The directory for results.
+      evaluate: A function of the model that returns figures, which `summary.json` records after the last round.
+      reply_seconds: Time limit for a node's reply; a node that takes longer, or fails, counts as dropped out.
+      **options: As for `FederatedTrainer`, including those of rounds and of the server.
 
     Raises:
-      ConfigError: Flower is not installed, or options that cannot work.
+      ConfigError: Flower is not installed, or options cannot work.
     """
     flwr = _flower()
     app = flwr.serverapp.ServerApp()
@@ -113,7 +113,7 @@ def server_app(
 
 
 def _flower() -> Any:
-    """Flower's modules.
+    """Imports Flower.
 
     Raises:
       ConfigError: It is not installed.
@@ -129,10 +129,10 @@ def _flower() -> Any:
 
 
 def _trainer(model: Callable[[], keras.Model], loss: Any, options: dict[str, Any]) -> FederatedTrainer:
-    """What has the pure functions of client and server, on one device of this process.
+    """Creates the trainer whose pure functions client and server use, on one device of this process.
 
     Raises:
-      ConfigError: SCAFFOLD, whose control variates are not sent here.
+      ConfigError: The options choose SCAFFOLD, whose control variates are not sent over Flower.
     """
     if options.get("averaging") == "scaffold":
         raise ConfigError("averaging='scaffold' does not work over Flower yet. Use another, such as fedprox.")
@@ -157,13 +157,13 @@ class _Client:
         """Trains, and encodes the movement.
 
         Args:
-          arrays: The server's weights, and then its floating-point state of the model.
+          arrays: The server's weights, then the floating-point state of the model.
           config: `round` and `learning_rate`.
-          number: Of this client.
-          residual: What it has kept, or None.
+          number: Number of this client.
+          residual: The client's residual, or None.
 
         Returns:
-          The message (payloads or tensors of the movement, then changes of state), the state it keeps, and its metrics.
+          The message (payloads or tensors of the movement, then changes of state), the new residual, and the metrics.
         """
         options, train = federated_of(self._trainer.config), self._trainer.config.train
         model, count = self._trainer.model, self._source.info.num_examples
@@ -191,7 +191,7 @@ class _Client:
 
 
 class _Server:
-    """The server's weights, and how it applies replies."""
+    """The server: holds the weights and applies the clients' replies."""
 
     def __init__(self, trainer: FederatedTrainer) -> None:
         self._trainer, self._encoding = trainer, trainer.encoding()
@@ -281,6 +281,6 @@ class _Server:
 
 
 def averaged_state(model: keras.Model) -> list[int]:
-    """Which of the non-trainable variables clients and server exchange: floating-point state, such as statistics."""
+    """Returns the indices of the non-trainable variables that are averaged: floating-point state, e.g. statistics."""
     variables = enumerate(model.non_trainable_variables)
     return [place for place, variable in variables if tf.as_dtype(variable.dtype).is_floating]

@@ -1,4 +1,4 @@
-"""How examples lie on clients: pure functions of labels, files and a seed.
+"""Distributions of examples over clients: pure functions of labels, files and a seed.
 
 Shapes: n examples, C clients, K classes.
 """
@@ -11,39 +11,40 @@ from tfpar.config import ConfigError
 
 import numpy as np
 
-_SALT = 0x9A27  # apart from other draws with the same seed
+_SALT = 0x9A27  # separates these draws from others with the same seed
 
 
 def iid(examples: int, clients: int, seed: int) -> list[np.ndarray]:
-    """Examples at random, as many on each client as on the others, but for one.
+    """Distributes examples at random; the numbers of examples of two clients differ by at most one.
 
     Args:
-      examples: n.
-      clients: C.
+      examples: Number of examples, n.
+      clients: Number of clients, C.
       seed: Seed of the draw.
 
     Returns:
-      For each client the indices of its examples, int64, in ascending order.
+      For each client, the indices of its examples, int64, in ascending order.
     """
     return [np.sort(part) for part in np.array_split(_generator(seed).permutation(examples), clients)]
 
 
 def dirichlet(labels: np.ndarray, clients: int, alpha: float, seed: int) -> list[np.ndarray]:
-    """Each client has its own mixture of classes, drawn from Dir(alpha K p), where p are the shares of the classes.
+    """Gives each client its own mixture of classes, drawn from Dir(alpha K p), where p are the shares of the classes.
 
-    As Hsu, Qi and Brown 2019, "Measuring the Effects of Non-Identical Data Distribution for Federated Visual
-    Classification", section 3: clients have as many examples each, but for one, every example lies on one client, and a
-    class that is used up is left out of the mixtures of later clients. Where classes have as many examples each, alpha
-    is the concentration of every class, as most papers and libraries count it; Hsu et al. count K times as much.
+    The method is that of Hsu, Qi and Brown 2019, "Measuring the Effects of Non-Identical Data Distribution for
+    Federated Visual Classification", section 3: the numbers of examples of two clients differ by at most one, every
+    example is on one client, and a class that is used up is excluded from the mixtures of later clients. If all classes
+    have the same number of examples, alpha is the concentration of every class, as in most papers and libraries; Hsu et
+    al. state K times this value.
 
     Args:
       labels: int64 `[n]`.
-      clients: C.
-      alpha: Concentration. With a small value a client has one class, with a large one all have the same mixture.
+      clients: Number of clients, C.
+      alpha: Concentration. With a small value, each client has one class; with a large one, all have the same mixture.
       seed: Seed of the draw.
 
     Returns:
-      As `iid`.
+      See `iid`.
     """
     generator = _generator(seed)
     classes, counts = np.unique(labels, return_counts=True)
@@ -66,19 +67,19 @@ def dirichlet(labels: np.ndarray, clients: int, alpha: float, seed: int) -> list
 
 
 def by_class(labels: np.ndarray, clients: int, number: int, seed: int) -> list[np.ndarray]:
-    """Examples of a given number of classes on each client; those of a class are split evenly among its clients.
+    """Gives each client the same number of classes; the examples of a class are split evenly among its clients.
 
     Args:
       labels: int64 `[n]`.
-      clients: C.
-      number: Classes of a client.
+      clients: Number of clients, C.
+      number: Number of classes per client.
       seed: Seed of the draw.
 
     Returns:
-      As `iid`.
+      See `iid`.
 
     Raises:
-      ConfigError: More classes than there are, or too few clients for all classes.
+      ConfigError: `number` is greater than K, or there are too few clients for all classes.
     """
     classes = np.unique(labels)
     if number > len(classes) or number * clients < len(classes):
@@ -100,27 +101,27 @@ def by_class(labels: np.ndarray, clients: int, number: int, seed: int) -> list[n
 
 
 def by_file(records_per_file: Sequence[int]) -> list[np.ndarray]:
-    """A client for each file.
+    """Creates one client per file.
 
     Args:
-      records_per_file: Examples of each file, whose examples follow on each other.
+      records_per_file: Number of examples in each file; the examples of a file have consecutive indices.
 
     Returns:
-      As `iid`.
+      See `iid`.
     """
     return np.split(np.arange(sum(records_per_file)), np.cumsum(records_per_file)[:-1])
 
 
 def hold_out(parts: Sequence[np.ndarray], share: float, seed: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Takes a share of each client's examples away, rounded down; a client keeps at least one.
+    """Holds out a share of each client's examples, rounded down; a client keeps at least one.
 
     Args:
-      parts: From one of the functions above.
-      share: In [0, 1).
+      parts: The result of one of the functions above.
+      share: The share to hold out, in [0, 1).
       seed: Seed of the draw.
 
     Returns:
-      The examples for training and those held out, both as `iid` returns them.
+      The examples for training and the examples held out, both in the form of `iid`.
     """
     kept, held = [], []
     for client, part in enumerate(parts):

@@ -1,6 +1,6 @@
-"""The population of clients: the examples of each, and the part that the devices get in a round.
+"""The population of clients: the examples of each client, and the input of each replica in a round.
 
-Shapes: R replicas of all workers, C clients of a replica, M examples of the largest client, T local steps at most, B
+Shapes: R replicas of all workers, C clients of a replica, M examples of the largest client, at most T local steps, B
 examples of a step, S = R C slots for clients.
 """
 
@@ -19,16 +19,16 @@ from tfpar.outer.federated.client_update import ClientData
 import numpy as np
 import tensorflow as tf
 
-_BATCH = 1024  # of a pass over all labels
+_BATCH = 1024  # examples per batch when reading all labels
 
 
 class RoundShare(NamedTuple):
     """The clients of a round that one replica trains.
 
     Attributes:
-      data: Of each client: tensors with a leading axis C.
-      mass: Float32 `[C]`: the weight of the client in the mean.
-      client: Int32 `[C]`: its number; -1 for an empty slot, which comes after all others.
+      data: The data of the clients: tensors with a leading dim C.
+      mass: Float32 `[C]`: the weight of each client in the mean.
+      client: Int32 `[C]`: the number of each client; -1 for empty slots, which come last.
       everyone: Int32 `[S]`: `client` of all replicas.
     """
 
@@ -44,11 +44,11 @@ class Population:
 
     Attributes:
       source: All training examples.
-      options: Of federated averaging.
+      options: The options of federated averaging.
       seed: `--seed`.
-      shuffle: Whether a client sees its examples in random orders.
-      parts: For each client the examples that it trains on, int64.
-      held: For each client those that were taken away for its evaluation.
+      shuffle: Whether clients use their examples in random order.
+      parts: For each client, the indices of its training examples, int64.
+      held: For each client, the indices of the examples that are held out for its evaluation, int64.
     """
 
     source: Source
@@ -64,10 +64,10 @@ class Population:
 
         Args:
           source: The training examples.
-          config: Its section `federated` has the options.
+          config: The configuration; its section `federated` determines the division.
 
         Raises:
-          ConfigError: Examples that cannot be divided so.
+          ConfigError: The examples cannot be divided in this way.
         """
         options = config.federated
         assert options is not None
@@ -91,25 +91,25 @@ class Population:
 
     @property
     def clients(self) -> int:
-        """How many clients there are."""
+        """Number of clients."""
         return len(self.parts)
 
     @property
     def sampling(self) -> sampling.Sampling:
-        """How the clients of a round are drawn."""
+        """The method that draws the clients of a round."""
         options = self.options
         return sampling.Sampling(
             self.seed, self.clients, options.clients_per_round, options.client_sampling, options.client_dropout
         )
 
     def masses(self, clients: np.ndarray) -> np.ndarray:
-        """What some clients count in the mean, float32."""
+        """Returns the weights of some clients in the mean, float32."""
         if self.options.is_uniform:
             return np.ones(len(clients), np.float32)
         return np.array([len(self.parts[client]) for client in clients], np.float32)
 
     def describe(self) -> str:
-        """A few lines for the input report."""
+        """Returns a few lines for the input report."""
         sizes = [len(part) for part in self.parts]
         options = self.options
         drawn = f"{options.clients_per_round} of {self.clients} clients a round ({options.client_sampling})"
@@ -123,13 +123,13 @@ class Population:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RoundElements:
-    """What the replicas of a worker get in each round.
+    """The input of a worker's replicas in each round.
 
     Attributes:
       population: The clients.
-      replicas: R.
-      slots: C.
-      fill: Whether short batches are filled, because the model reads whole batches.
+      replicas: Number of replicas of all workers, R.
+      slots: Number of clients per replica, C.
+      fill: Whether short batches are filled, because the model needs whole batches.
     """
 
     population: Population
@@ -139,15 +139,15 @@ class RoundElements:
 
     @classmethod
     def of(cls, population: Population, replicas: int, rounds: int, *, fill: bool) -> RoundElements:
-        """The population for a run of this many rounds."""
+        """Returns the input for a run of this many rounds."""
         return cls(population, replicas, -(-population.sampling.most(rounds) // replicas), fill)
 
     def dataset(self, worker: int, local_replicas: int | None, start: int) -> tf.data.Dataset:
-        """One `RoundShare` for each round and local replica, in order, without end.
+        """Returns a data set without end: one `RoundShare` per round and local replica, in order.
 
         Args:
-          worker: Number of the input pipeline.
-          local_replicas: Replicas of this worker.
+          worker: Index of the input pipeline.
+          local_replicas: Number of replicas of this worker.
           start: The first round.
         """
         local = local_replicas or self.replicas
@@ -179,17 +179,17 @@ class RoundElements:
 
     @property
     def _sizes(self) -> tuple[int, int, int, int]:
-        """C, M, T and B."""
+        """Returns C, M, T and B."""
         options = self.population.options
         most = max(map(len, self.population.parts))
         return self.slots, most, options.local_epochs * -(-most // options.client_batch), options.client_batch
 
     def shares(self, number: int, replicas: range) -> Iterator[tuple[np.ndarray, ...]]:
-        """The input of some replicas: indices and weights of examples, order, steps, mass, client, everyone."""
+        """Yields, for each replica, indices and weights of examples, order, steps, mass, client, everyone."""
         population, options = self.population, self.population.options
         clients = population.sampling.round(number)[0]
         sizes = np.array([len(population.parts[client]) for client in clients], np.int64)
-        # The largest first, from replica to replica: the steps of all replicas are then about as many.
+        # Deals out the largest clients first, so that all replicas have about the same number of steps.
         dealt = clients[np.argsort(-sizes, kind="stable")]
         slots, most, steps, batch = self._sizes
         table = np.full([slots, self.replicas], -1, np.int32)
@@ -228,7 +228,7 @@ class RoundElements:
 
 
 def _parts(source: Source, options: FederatedConfig, seed: int) -> list[np.ndarray]:
-    """The examples of each client, divided by `--partition`."""
+    """Returns the examples of each client, divided according to `--partition`."""
     kind, number = options.parts()
     if kind == "iid":
         return partition.iid(source.info.num_examples, options.clients, seed)
@@ -245,14 +245,14 @@ def _parts(source: Source, options: FederatedConfig, seed: int) -> list[np.ndarr
 
 
 def class_labels(source: Source, text: str) -> np.ndarray:
-    """The classes of all examples, int64 `[n]`.
+    """Returns the classes of all examples, int64 `[n]`.
 
     Args:
       source: The examples.
-      text: `--partition`, for errors.
+      text: `--partition`, for error messages.
 
     Raises:
-      ConfigError: Examples without one class each.
+      ConfigError: Examples do not have one class each.
     """
     info = source.info
     one = structures.is_single(info.target_spec) and not info.target_spec.shape.rank
@@ -271,11 +271,11 @@ def class_labels(source: Source, text: str) -> np.ndarray:
 
 
 def bytes_of_round(clients: int, lost: int, *, up: int, down: int) -> tuple[int, int]:
-    """Bytes that the clients of a round send, and receive.
+    """Returns the bytes that the clients of a round send, and the bytes that they receive.
 
     Args:
-      clients: Those that take part.
-      lost: Those that have received the weights and dropped out.
+      clients: Number of clients that take part.
+      lost: Number of clients that received the weights and dropped out.
       up: Bytes that one client sends.
       down: Bytes that one client receives.
     """

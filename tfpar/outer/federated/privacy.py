@@ -3,11 +3,11 @@
 The unit of privacy is a client with all its examples. In each round the updates of the clients drawn are clipped to an
 L2 norm S and summed, all with weight 1, and Gaussian noise of standard deviation z S is added to the sum (McMahan et
 al. 2018, "Learning Differentially Private Recurrent Language Models"); the sum is divided by the expected number of
-clients, which is no secret. The accountant composes the rounds by Renyi differential privacy (Mironov 2017).
+clients, which is not secret. The accountant composes the rounds by Renyi differential privacy (Mironov 2017).
 
-- `poisson`: populations differ by one client that is there or not; the sum then changes by S at most.
-- `fixed`: populations of the same size differ by one client that is replaced; the sum then changes by 2 S at most, so
-  that the noise is z / 2 times as large as its sensitivity.
+- `poisson`: neighbouring populations differ in the presence of one client; the sum then changes by at most S.
+- `fixed`: neighbouring populations have the same size and differ in one client; the sum then changes by at most 2 S, so
+  that the noise is z / 2 times as large as the sensitivity.
 
 Drop-outs are drawn independently of the data. They are not counted as amplification, so that epsilon is an upper bound.
 """
@@ -23,20 +23,17 @@ INSTALL = "pip install 'tfpar[privacy]'"
 
 
 def delta_of(options: FederatedConfig, clients: int) -> float:
-    """The delta at which epsilon is reported."""
+    """Returns the delta for which epsilon is reported."""
     return options.delta or clients**-1.1
 
 
 def epsilon(options: FederatedConfig, clients: int, rounds: int) -> float:
-    """What the first rounds of a run have spent.
+    """Returns the epsilon of (epsilon, delta)-differential privacy that the first rounds of a run have spent.
 
     Args:
-      options: Of the run, with noise.
-      clients: Clients of the population.
-      rounds: How many rounds.
-
-    Returns:
-      The epsilon of (epsilon, delta)-differential privacy.
+      options: Options of a run with noise.
+      clients: Number of clients in the population.
+      rounds: Number of rounds.
 
     Raises:
       ConfigError: `dp-accounting` is not installed.
@@ -48,7 +45,7 @@ def epsilon(options: FederatedConfig, clients: int, rounds: int) -> float:
 
 
 def check_installed() -> None:
-    """Refuses noise without the accountant.
+    """Checks that the accountant is installed, which noise needs.
 
     Raises:
       ConfigError: `dp-accounting` is not installed.

@@ -1,7 +1,7 @@
 """A round on one replica: its clients train one after the other, and their messages are added up.
 
-Pure functions of tensors: one XLA program for all clients of the replica. Shapes: C clients of a replica, D elements of
-all trainable weights, E elements of a residual.
+Pure functions of tensors, which one XLA program runs for all clients of the replica. Shapes: C clients of a replica, D
+elements of all trainable weights, E elements of a residual.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from tfpar.training.seeds import fold_in
 
 import tensorflow as tf
 
-# The sums of a round besides the metrics, float32 scalars in this order.
+# The names of a round's sums besides the metrics, float32 scalars in this order.
 COUNTS = ("mass", "clients", "norms", "clipped", "lost")
 
 
 class Kept(NamedTuple):
-    """What the clients of a replica keep from round to round.
+    """The state that the clients of a replica keep between rounds.
 
     Attributes:
-      variates: Float32 `[C, D]`: SCAFFOLD's c_i; `[C, 0]` without.
-      residuals: Float32 `[C, E]`: the residuals of the codecs; E is 0 without error feedback.
+      variates: Float32 `[C, D]`: SCAFFOLD's c_i; `[C, 0]` without SCAFFOLD.
+      residuals: Float32 `[C, E]`: the residuals of the codec; E is 0 without error feedback.
     """
 
     variates: tf.Tensor
@@ -35,13 +35,13 @@ class Kept(NamedTuple):
 
 
 class RoundSums(NamedTuple):
-    """What the clients of a replica add up to.
+    """Sums over the clients of a replica.
 
     Attributes:
-      movement: Sum of `mass x (server's weights - client's)`, as the server decodes and clips it.
+      movement: Sum of `mass x (server's weights - client's weights)`, after decoding and clipping.
       state: Sum of `mass x change` of the model's floating-point state; zeros for other state.
-      loss: Loss sum over all examples of all steps.
-      count: Sum of their weights.
+      loss: Sum of the losses over all examples of all steps.
+      count: Sum of these examples' weights.
       metrics: Sums of the metrics' state.
       counts: Float32 `[5]`, in the order of `COUNTS`.
     """
@@ -56,13 +56,13 @@ class RoundSums(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ClientRound:
-    """What the clients of a round do.
+    """The work of the clients of a round.
 
     Attributes:
-      local: How a client trains.
-      encoding: How it sends its movement.
-      clip: L2 norm to which the server clips decoded movements; 0 for none.
-      scaffold: Whether clients correct their drift by control variates.
+      local: The local training of a client.
+      encoding: The encoding of its movement.
+      clip: L2 norm to which the server clips decoded movements; 0 for no limit.
+      scaffold: Whether clients correct their drift with control variates.
     """
 
     local: LocalTraining
@@ -88,8 +88,8 @@ class ClientRound:
           share: The clients.
           rate: Learning rate of the clients, float32 scalar.
           seed: Int32 `[2]`, different for every round; the same on all replicas.
-          variate: Float32 `[D]`: SCAFFOLD's c; `[0]` without.
-          kept: What the clients have kept.
+          variate: Float32 `[D]`: SCAFFOLD's c; `[0]` without SCAFFOLD.
+          kept: The state of the clients.
 
         Returns:
           The sums, and the new state of the clients.
@@ -125,7 +125,7 @@ class ClientRound:
         variate: tf.Tensor,
         kept: Kept,
     ) -> tuple[RoundSums, Kept]:
-        """The contribution of one client to the sums, and the state it keeps."""
+        """Returns the contribution of one client to the sums, and its new state."""
         data = tf.nest.map_structure(lambda part: part[place], share.data)
         own = fold_in(seed, share.client[place])
         before = Kept(kept.variates[place], kept.residuals[place])
@@ -151,7 +151,7 @@ class ClientRound:
     def _sums(
         self, state: Tensors, trained: Trained, received: Tensors, mass: tf.Tensor, norm: tf.Tensor, finite: tf.Tensor
     ) -> RoundSums:
-        """The contribution of one client; only the count of lost clients if its weights are not finite."""
+        """Returns the contribution of one client: only the count of lost clients if its weights are not finite."""
 
         def counted(value: tf.Tensor) -> tf.Tensor:
             return tf.where(finite, value, tf.zeros_like(value))
@@ -174,18 +174,18 @@ class ClientRound:
 
 
 def joined(tensors: Tensors) -> tf.Tensor:
-    """Tensors as one vector `[D]`."""
+    """Concatenates tensors to one vector `[D]`."""
     return tf.concat([tf.reshape(each, [-1]) for each in tensors], axis=0)
 
 
 def split(vector: tf.Tensor, shapes: list[tf.TensorShape]) -> Tensors:
-    """A vector `[D]` as tensors."""
+    """Splits a vector `[D]` into tensors."""
     parts = tf.split(vector, [math.prod(shape) for shape in shapes])
     return [tf.reshape(part, shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _with_row(table: tf.Tensor, place: tf.Tensor, row: tf.Tensor) -> tf.Tensor:
-    """A table `[C, ...]` with another row."""
+    """Returns a table `[C, ...]` with one row replaced."""
     if not table.shape[1]:
         return table
     return tf.tensor_scatter_nd_update(table, [[place]], [row])

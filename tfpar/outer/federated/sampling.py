@@ -1,4 +1,4 @@
-"""Which clients take part in a round, and in which order each sees its examples: pure functions of seed and round."""
+"""Draws the clients of a round, and the order in which each uses its examples: pure functions of seed and round."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import dataclasses
 
 import numpy as np
 
-_SAMPLE, _ORDER = 0x5A3F, 0x0DE5  # apart from other draws with the same seed
+_SAMPLE, _ORDER = 0x5A3F, 0x0DE5  # separate these draws from others with the same seed
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Sampling:
-    """How the clients of a round are drawn.
+    """The method that draws the clients of a round.
 
     Attributes:
       seed: `--seed`.
-      clients: Clients of the population.
-      per_round: Clients of a round; with `poisson`, in the mean.
-      kind: `fixed`: as many distinct clients in every round, every set of them with the same probability. `poisson`:
-        each client independently with probability `per_round / clients`.
-      dropout: Probability that a client that was drawn never answers.
+      clients: Number of clients in the population.
+      per_round: Number of clients in a round; the mean number with `poisson`.
+      kind: `fixed`: `per_round` distinct clients in every round, all sets with the same probability. `poisson`: each
+        client independently with probability `per_round / clients`.
+      dropout: Probability that a drawn client never replies.
     """
 
     seed: int
@@ -29,13 +29,13 @@ class Sampling:
     dropout: float = 0.0
 
     def round(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """The clients of a round.
+        """Draws the clients of a round.
 
         Args:
-          number: Of the round, from 0.
+          number: Number of the round, from 0.
 
         Returns:
-          int64, ascending: those that take part, and those that were drawn and drop out.
+          The clients that take part, and the clients that were drawn but drop out; both int64, ascending.
         """
         generator = np.random.default_rng([_SAMPLE, self.seed, number])
         if self.kind == "poisson":
@@ -46,35 +46,34 @@ class Sampling:
         return drawn[~lost], drawn[lost]
 
     def most(self, rounds: int) -> int:
-        """The largest number of clients that take part in one of the first rounds of that number, at least 1."""
+        """Returns the largest number of clients that take part in one of the first `rounds` rounds, at least 1."""
         if self.kind == "fixed":
             return self.per_round
         return max(1, *(len(self.round(number)[0]) for number in range(rounds)))
 
     @property
     def expected(self) -> float:
-        """How many clients take part in a round in the mean."""
+        """Mean number of clients that take part in a round."""
         return self.per_round * (1.0 - self.dropout)
 
 
 def local_order(
     seed: int, number: int, client: int, examples: int, *, epochs: int, batch: int, shuffle: bool, fill: bool = False
 ) -> np.ndarray:
-    """The batches of a client in a round.
+    """Returns the batches of a client in a round.
 
     Args:
       seed: `--seed`.
-      number: Of the round.
+      number: Number of the round.
       client: Number of the client.
-      examples: How many it has.
-      epochs: Passes over them, each in a different order.
-      batch: Examples of a step.
-      shuffle: Whether orders are random.
-      fill: Whether the last batch of a pass is filled with its first examples, in place of nothing.
+      examples: Number of the client's examples.
+      epochs: Number of passes over them, each in a different order.
+      batch: Examples per step.
+      shuffle: Whether the order is random.
+      fill: Whether the last batch of a pass, if short, is filled with the first examples of the pass.
 
     Returns:
-      int32 `[steps, batch]`: places among the client's examples. The last batch of a pass may be short: -1 follows,
-      unless it is filled.
+      int32 `[steps, batch]`: indices among the client's examples; -1 where a short batch is not filled.
     """
     steps = -(-examples // batch)
     table = np.full([epochs, steps * batch], -1, np.int32)

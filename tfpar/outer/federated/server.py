@@ -1,7 +1,8 @@
-"""What the server does with a round: a Keras optimizer applies the mean movement, and the noise that hides clients.
+"""The server's part of a round: a Keras optimizer applies the mean movement, and noise protects the clients.
 
 The weighted mean of `server's weights - client's weights` takes the place of a gradient (Reddi et al. 2021, algorithm
-2), so that any Keras optimizer serves; SGD with rate 1 takes the weighted mean of the clients' weights (FedAvg).
+2), so any Keras optimizer can be used. With SGD and rate 1, the new weights are the weighted mean of the clients'
+weights (FedAvg).
 """
 
 from __future__ import annotations
@@ -21,17 +22,23 @@ import tensorflow as tf
 
 SERVER_OPTIMIZERS: dict[str, type[keras.optimizers.Optimizer]] = {**OPTIMIZERS, "yogi": Yogi}
 _SECOND_MOMENT = 0.99  # beta_2 of Reddi et al. 2021, table 1 and appendix
-_NOISE = 0x401E  # apart from other draws of a round
+_NOISE = 0x401E  # separates these draws from others of a round
 
 
 def check_server_optimizer(options: FederatedConfig) -> None:
-    """Refuses an optimizer that there is not, without making one.
+    """Refuses an optimizer that does not exist or cannot work, without creating one.
 
     Raises:
-      ConfigError: With the nearest names.
+      ConfigError: There is no such optimizer (the message suggests similar names), or one of its options is missing or
+        does not fit it.
     """
     if options.optimizer_of_server not in SERVER_OPTIMIZERS:
         raise unknown_name("--server_optimizer", options.optimizer_of_server, SERVER_OPTIMIZERS)
+    if not options.rate_of_server:
+        raise ConfigError(
+            f"--server_optimizer={options.optimizer_of_server} needs its learning rate, e.g. "
+            "--server_learning_rate=0.01."
+        )
     kind = SERVER_OPTIMIZERS[options.optimizer_of_server]
     arguments = inspect.signature(kind).parameters
     if options.server_momentum > 0.0 and not {"momentum", "beta_1"} & arguments.keys():
@@ -41,7 +48,7 @@ def check_server_optimizer(options: FederatedConfig) -> None:
 
 
 def server_optimizer(options: FederatedConfig) -> keras.optimizers.Optimizer:
-    """The server's optimizer, not yet built."""
+    """Creates the server's optimizer; it is not built yet."""
     kind = SERVER_OPTIMIZERS[options.optimizer_of_server]
     known = inspect.signature(kind).parameters
     given: dict[str, Any] = {"momentum": options.momentum_of_server, "beta_1": options.momentum_of_server}
@@ -55,12 +62,12 @@ def server_optimizer(options: FederatedConfig) -> keras.optimizers.Optimizer:
 
 @dataclasses.dataclass(frozen=True)
 class Averaging:
-    """How the sum over clients becomes the gradient that the optimizer applies.
+    """Turns the sum over clients into the gradient that the optimizer applies.
 
     Attributes:
       seed: `--seed`.
-      divisor: The divisor of the sum: the expected number of clients, if there is noise. 0: the sum of the
-        masses of the clients.
+      divisor: The divisor of the sum: with noise, the expected number of clients; 0 stands for the sum of the clients'
+        masses.
       noise: Standard deviation of the Gaussian noise on each element of the sum.
     """
 
@@ -70,27 +77,27 @@ class Averaging:
 
     @classmethod
     def of(cls, options: FederatedConfig, seed: int, expected: float) -> Averaging:
-        """What the options say.
+        """Returns the averaging that the options describe.
 
         Args:
-          options: Of federated averaging.
+          options: The options of federated averaging.
           seed: `--seed`.
-          expected: Clients that take part in a round, in the mean.
+          expected: Mean number of clients that take part in a round.
         """
         if not options.noise_multiplier:
             return cls(seed)
         return cls(seed, expected, options.noise_multiplier * options.client_clip)
 
     def factor(self, mass: tf.Tensor) -> tf.Tensor:
-        """What the sum is multiplied by, from the sum of the masses of all clients; float32 scalar."""
+        """Returns the factor on the sum, float32 scalar, from the sum of the masses of all clients."""
         return tf.constant(1.0 / self.divisor) if self.divisor else tf.math.divide_no_nan(1.0, mass)
 
     def mean(self, sums: Tensors, factor: tf.Tensor, step: tf.Tensor) -> Tensors:
-        """The mean movement.
+        """Returns the mean movement, with noise.
 
         Args:
-          sums: Over all clients.
-          factor: From `factor`.
+          sums: Sums of the movements over all clients.
+          factor: The result of `factor`.
           step: Int64 scalar: number of the round. All replicas draw the same noise.
         """
         if not self.noise:

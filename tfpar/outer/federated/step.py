@@ -1,7 +1,7 @@
 """The training step of a federation: one round. The clients of the round are spread over the replicas of all workers.
 
-The step of all training is `tfpar.training.step`; here the movement of clients takes the place of gradients, and the
-server's optimizer that of the optimizer.
+It replaces parts of the general step, `tfpar.training.step`: the movements of clients take the place of gradients, and
+the server's optimizer applies them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tfpar.training.step_loop import StepReport
 import keras
 import tensorflow as tf
 
-# The number of examples of a round without clients: a round in which no client answers has not failed.
+# The number of examples that a round without clients reports: a round in which no client replies has not failed.
 _NOBODY = 1e-6
 
 
@@ -38,39 +38,39 @@ class FederatedCore(Core):
 
     @classmethod
     def of(cls, core: Core) -> FederatedCore:
-        """For the same model and objective."""
+        """Returns the core for the same model and objective."""
         return cls(**{field.name: getattr(core, field.name) for field in dataclasses.fields(core)})
 
     @property
     def local_variables(self) -> list[keras.Variable]:
-        """The state of the metrics that clients compute."""
+        """State of the metrics that clients compute."""
         return super().metric_variables
 
     @property
     def metric_variables(self) -> list[Any]:
-        """The state of all metrics, and the sums of a round."""
+        """State of all metrics, and the sums of a round."""
         return [*self.local_variables, *[tf.TensorSpec([], tf.float32)] * len(COUNTS)]
 
     def metric_results(self, sums: Sequence[Any]) -> dict[str, Any]:
-        """Metric values by name; the mean norm of clients' updates, and the share of them that was clipped."""
+        """Returns metric values by name, the mean norm of the clients' updates, and the share that was clipped."""
         counts = dict(zip(COUNTS, map(float, sums[-len(COUNTS) :]), strict=True))
         clients = max(counts["clients"], 1.0)
         own = {"client_update_norm": counts["norms"] / clients, "clipped_clients": counts["clipped"] / clients}
         return super().metric_results(sums[: -len(COUNTS)]) | own | {"lost_clients": counts["lost"]}
 
     def evaluate_with_outputs(self, params: Tensors, state: Tensors, batch: Batch) -> tuple[LocalSums, Any]:
-        """As `Core`; an evaluation counts no clients."""
+        """Evaluates as `Core` does; an evaluation counts no clients."""
         sums, outputs = super().evaluate_with_outputs(params, state, batch)
         return sums._replace(metrics=[*sums.metrics, *[tf.zeros([])] * len(COUNTS)]), outputs
 
 
 class ClientMemory:
-    """The state of clients between rounds, the same on every replica: a row for each, and one that is never read.
+    """The state of clients between rounds, the same on every replica: one row per client, and one that is never read.
 
     Args:
       strategy: The running strategy.
-      clients: Clients of the population, N.
-      weights: Elements of the trainable weights, D; 0 without SCAFFOLD.
+      clients: Number of clients in the population, N.
+      weights: Number of elements of the trainable weights, D; 0 without SCAFFOLD.
       residuals: Number of elements of a residual, E; 0 without error feedback.
     """
 
@@ -82,13 +82,13 @@ class ClientMemory:
 
     @property
     def variables(self) -> list[keras.Variable]:
-        """The variables that a checkpoint must contain: those that are not empty."""
+        """Variables that a checkpoint must contain: those that are not empty."""
         return [each for each in (self.server, *self.tables) if 0 not in each.shape]
 
     # In a replica context.
 
     def read(self, client: tf.Tensor) -> tuple[tf.Tensor, Kept]:
-        """The server's control variate, and the state of some clients.
+        """Returns the server's control variate, and the state of some clients.
 
         Args:
           client: Int32 `[C]`, -1 for none.
@@ -99,14 +99,15 @@ class ClientMemory:
     def store(self, share: RoundShare, kept: Kept, number: tf.Tensor, replicas: int) -> list[tf.Operation]:
         """Stores the new state of the clients of all replicas; returns the operations.
 
-        The server's control variate moves by the mean change of the clients' over the whole population: those that took
-        no part have not changed (Karimireddy et al. 2020, algorithm 1, line 17).
+        The server's control variate moves by the mean change of the clients' control variates over the whole
+        population, of which those of clients that took no part have not changed (Karimireddy et al. 2020, algorithm 1,
+        line 17).
 
         Args:
-          share: Of this replica.
-          kept: What its clients keep now.
-          number: Int32 scalar: which replica this is.
-          replicas: Of all workers.
+          share: The clients of this replica.
+          kept: The new state of these clients.
+          number: Int32 scalar: index of this replica.
+          replicas: Number of replicas of all workers.
         """
         server, *tables = replica.read([self.server, *self.tables])
         rows, new = self._rows(share.everyone), []
@@ -128,7 +129,7 @@ def _made(name: str, shape: Sequence[int]) -> keras.Variable:
 
 
 def _of_all(own: tf.Tensor, number: tf.Tensor, replicas: int) -> tf.Tensor:
-    """The rows `[R C, ...]` of all replicas, from those of this one."""
+    """Returns the rows `[R C, ...]` of all replicas, from the rows of this replica."""
     if replicas == 1:
         return own
     place = tf.one_hot(number, replicas)[:, tf.newaxis, tf.newaxis]
@@ -137,13 +138,13 @@ def _of_all(own: tf.Tensor, number: tf.Tensor, replicas: int) -> tf.Tensor:
 
 
 class FederatedStep(TrainStep):
-    """`TrainStep` that is a round.
+    """A `TrainStep` that is a round.
 
     Args:
-      clients: What clients do.
-      averaging: What the server makes of it.
-      memory: What clients keep.
-      *arguments: As for `TrainStep`; the optimizer is the server's, the schedule that of the clients.
+      clients: The work of the clients.
+      averaging: Averages the clients' movements.
+      memory: The state of the clients.
+      *arguments: As for `TrainStep`, with the server's optimizer and the clients' learning rate schedule.
       **options: As for `TrainStep`; clients clip gradients themselves.
     """
 
@@ -152,7 +153,7 @@ class FederatedStep(TrainStep):
     ) -> None:
         self._client_round, self._averaging, self._memory = clients, averaging, memory
         super().__init__(*arguments, **{**options, "clip_norm": 0.0})
-        # The state of the model is a mean over clients, also where one replica has them all.
+        # The state of the model is a mean over clients, even if one replica has all of them.
         self.sidecar = Sidecar.of_core(self.core, max(2, self.replicas))
 
     def _make_programs(self) -> None:
@@ -162,7 +163,7 @@ class FederatedStep(TrainStep):
     def _replica_step(
         self, batch: Any, step: tf.Tensor, lr_multiplier: tf.Tensor, loss_scale: LossScale, is_last: tf.Tensor | None
     ) -> StepReport:
-        """One round on one replica."""
+        """Runs one round on one replica."""
         share, model = batch, self.core.model
         number = self._replica_number(tf.distribute.get_replica_context())
         params, state = replica.read(model.trainable_variables), replica.read(model.non_trainable_variables)
@@ -183,14 +184,14 @@ class FederatedStep(TrainStep):
         return StepReport(report, loss_scale, times)
 
     def _packed(self, sums: RoundSums) -> tf.Tensor:
-        """The sidecar without its flag, from the sums over the clients of this replica."""
+        """Returns the sidecar without its flag, from the sums over the clients of this replica."""
         changes = [each for each, averaged in zip(sums.state, self.sidecar.averaged, strict=True) if averaged]
         front = tf.stack([tf.maximum(sums.count, _NOBODY), sums.loss])
         flat = [tf.reshape(each, [-1]) for each in [*sums.metrics, sums.counts, *changes]]
         return tf.concat([front, *flat], axis=0)
 
     def _mass(self, vector: tf.Tensor) -> tf.Tensor:
-        """The sum of the masses of all clients, from the summed sidecar."""
+        """Returns the sum of the masses of all clients, from the summed sidecar."""
         return vector[self.sidecar.report_length - len(COUNTS)]
 
     def _factor_and_norm(self, vector: tf.Tensor, norm: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -198,15 +199,15 @@ class FederatedStep(TrainStep):
         return factor, norm * factor
 
     def _updated(self, params: Tensors, optimizer: Tensors, reduced: Any) -> tuple[Tensors, Tensors, Tensors]:
-        """New weights of the server, state of its optimizer, and state of the model."""
+        """Returns the new weights of the server, state of its optimizer, and state of the model."""
         mean = self._averaging.mean(reduced.gradients, reduced.factor, reduced.step)
         new_params, new_optimizer = self._pure_apply(self.optimizer, optimizer, params, mean, None)
-        # The sidecar divides by the count; clients count by their mass.
+        # The sidecar divides by the number of examples, but the mean over clients divides by the sum of the masses.
         mass = tf.maximum(self._mass(reduced.vector), _NOBODY)
         vector = tf.tensor_scatter_nd_update(reduced.vector, [[sidecar.COUNT]], [mass])
         return new_params, new_optimizer, self._without_seeds(self.sidecar.state(vector, reduced.state))
 
 
 def step_factory(clients: ClientRound, averaging: Averaging, memory: ClientMemory) -> Any:
-    """What takes the arguments of `TrainStep`."""
+    """Returns a function with the arguments of `TrainStep` that creates a `FederatedStep`."""
     return functools.partial(FederatedStep, clients, averaging, memory)

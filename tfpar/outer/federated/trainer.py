@@ -1,7 +1,7 @@
-"""`FederatedTrainer`: clients that train independently, on the loop, the checkpoints and the monitor of all training.
+"""`FederatedTrainer`: clients that train independently, with the usual training loop, checkpoints and monitoring.
 
-A round is a step of the loop. A round's clients are spread over the replicas of all workers; each replica trains its
-own as one XLA program, and the exchange between workers carries the sum of their movements.
+A round is a step of the loop. The clients of a round are distributed over the replicas of all workers; each replica
+trains its clients in one XLA program, and the exchange between workers sums their movements.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from tfpar.training.start import initialize
 import keras
 import tensorflow as tf
 
-# Beside its movement a client tells its number of examples, as float32.
+# Besides its movement, a client sends its number of examples, as float32.
 _COUNT_BYTES = 4
 
 
@@ -59,19 +59,19 @@ class FederatedTrainer:
       model: A function that builds a Keras model, called under the strategy; or a model, which has the server's weights
         when `fit` returns.
       loss: As for `tfpar.Trainer`.
-      metrics: As for `tfpar.Trainer`; evaluation on single clients shows the first.
+      metrics: As for `tfpar.Trainer`; evaluation on single clients reports the first one.
       config: The whole configuration; `options` override single fields of it. `optimizer`, `learning_rate`, `schedule`
-        and `clip_norm` are those of the clients' steps, and a step of the schedule is a round.
-      runtime: From `tfpar.initialize(config)`; by default the trainer starts one.
-      **options: Any option of `tfpar.config` by its flag name, those of federated averaging among them.
+        and `clip_norm` are those of the clients' steps; a step of the schedule is a round.
+      runtime: The result of `tfpar.initialize(config)`; by default the trainer starts one.
+      **options: Any option of `tfpar.config` by its flag name, including those of federated averaging.
 
     Attributes:
       config: The whole configuration.
       runtime: The running strategy.
-      program: What the loop runs: the model, the server's optimizer, and the exchange between workers.
+      program: The program that the loop runs: the model, the server's optimizer, and the exchange between workers.
 
     Raises:
-      ConfigError: Options that cannot work, and what to do instead.
+      ConfigError: Options cannot work; the message says what to do instead.
     """
 
     def __init__(
@@ -111,24 +111,25 @@ class FederatedTrainer:
 
     @property
     def topology(self) -> Topology:
-        """How the replicas lie on workers and devices."""
+        """The distribution of the replicas over workers and devices."""
         return self.program.topology
 
     def fit(self, train: Any, y: Any = None, *, validation: Any = None, hooks: Sequence[Hook] = ()) -> FitResult:
-        """Trains, evaluates, checkpoints and writes the results; resumes where the workdir holds a checkpoint.
+        """Trains, evaluates, checkpoints and writes the results; resumes if the workdir holds a checkpoint.
 
         Args:
-          train: Training examples of all clients: a source of `tfpar.inputs`, arrays, or what `as_source` takes.
+          train: Training examples of all clients: a source of `tfpar.inputs`, arrays, or anything that `as_source`
+            accepts.
           y: Labels, if `train` is an array.
-          validation: Examples to evaluate the server's weights on, or None.
+          validation: Examples on which the server's weights are evaluated, or None.
           hooks: Functions to run between rounds, see `tfpar.Hook`.
 
         Returns:
           The contents of `summary.json`; its attribute `history` has loss and metrics over the run.
 
         Raises:
-          ConfigError: Examples that cannot be divided among the clients, a checkpoint of another run.
-          Preempted: SIGTERM came to a worker; all have saved a checkpoint if they could.
+          ConfigError: The examples cannot be divided among the clients, or the checkpoint is from another run.
+          Preempted: A worker received SIGTERM; all workers have saved a checkpoint if they could.
         """
         check_hooks(hooks)
         source, validation = self._sources(train, y, validation)
@@ -153,7 +154,7 @@ class FederatedTrainer:
             return run.run()
 
     def _sources(self, train: Any, y: Any, validation: Any) -> tuple[inputs.Source, Any]:
-        """The sources of the arguments of `fit`, with losses and metrics assigned to the model's outputs."""
+        """Returns the sources for the arguments of `fit`; assigns losses and metrics to the model's outputs."""
         source = inputs.as_source(train, y) if not isinstance(train, inputs.Source) else train
         if not isinstance(source, inputs.Source):
             raise ConfigError(
@@ -167,13 +168,13 @@ class FederatedTrainer:
         return source, validation
 
     def encoding(self) -> UpdateEncoding:
-        """How a client sends its movement."""
+        """Returns the encoding of a client's movement."""
         shapes = [weight.shape for weight in self.program.model.trainable_variables]
         options = self._options
         return UpdateEncoding.of(options.update_codec, shapes, stateful=options.stateful_clients)
 
     def client_round(self) -> ClientRound:
-        """What a client does in a round, as pure functions of tensors."""
+        """Returns the work of a client in a round, as pure functions of tensors."""
         program, options = self.program, self._options
         assert isinstance(program.core, FederatedCore)
         slots = self._client_optimizer.variables
@@ -188,7 +189,7 @@ class FederatedTrainer:
         return ClientRound(local, self.encoding(), options.client_clip, options.averaging == "scaffold")
 
     def _program_for(self, population: Population) -> Program:
-        """The program whose steps are rounds of this population."""
+        """Returns the program whose steps are rounds of this population."""
         program, options = self.program, self._options
         clients = self.client_round()
         elements = sum(math.prod(weight.shape) for weight in program.model.trainable_variables)
@@ -209,7 +210,7 @@ class FederatedTrainer:
         return dataclasses.replace(program, own=own, _steps=[])
 
     def _traffic_of_clients(self, population: Population, encoding: UpdateEncoding) -> tuple[int, int]:
-        """Bytes that one client sends in a round, and receives."""
+        """Returns the bytes that one client sends in a round, and the bytes that it receives."""
         model = self.program.model
         state = sum(
             4 * math.prod(variable.shape)
@@ -217,12 +218,12 @@ class FederatedTrainer:
             if tf.as_dtype(variable.dtype).is_floating and not is_seed_state(variable)
         )
         weights = sum(4 * math.prod(weight.shape) for weight in model.trainable_variables)
-        # The server works out a client's new control variate from its movement, as option II defines it.
+        # The server computes a client's new control variate from its movement, as option II defines it.
         variate = weights if population.options.averaging == "scaffold" else 0
         return encoding.payload_bytes + state + _COUNT_BYTES, weights + state + variate
 
     def _made_source(self, population: Population, program: Program) -> inputs.MadeSource:
-        """The rounds, as the loops know data."""
+        """Returns the rounds as a source for the training loops."""
         options, readers = self._options, program.batch_readers
         reads_batches = bool(readers.own_loss or readers.metrics or readers.statistics or readers.adding)
         elements = RoundElements.of(population, self.topology.replicas, options.rounds, fill=reads_batches)
@@ -245,7 +246,7 @@ class FederatedTrainer:
 
 
 def _recorded(population: Population, traffic: tuple[int, int], step: int) -> dict[str, float]:
-    """What TensorBoard shows of the last of some rounds."""
+    """Returns the figures of the last round for TensorBoard."""
     taking, lost = population.sampling.round(step - 1)
     up, down = bytes_of_round(len(taking), len(lost), up=traffic[0], down=traffic[1])
     values: dict[str, float] = {
@@ -260,7 +261,7 @@ def _recorded(population: Population, traffic: tuple[int, int], step: int) -> di
 
 
 def _summarized(population: Population, traffic: tuple[int, int], step: int) -> dict[str, Any]:
-    """What `summary.json` has besides, after some rounds."""
+    """Returns the entries that `summary.json` has in addition, after some rounds."""
     options = population.options
     rounds = [population.sampling.round(number) for number in range(step)]
     taking, lost = sum(len(each) for each, _ in rounds), sum(len(each) for _, each in rounds)
@@ -284,7 +285,7 @@ def _summarized(population: Population, traffic: tuple[int, int], step: int) -> 
 
 
 def with_options(config: ExperimentConfig | None, options: Mapping[str, Any]) -> ExperimentConfig:
-    """A configuration of federated averaging, with single options replaced."""
+    """Returns a configuration of federated averaging with some options replaced."""
     flat: dict[str, Any] = {**DEFAULTS, "model": CUSTOM, "dataset": CUSTOM} if config is None else config.as_flat_dict()
     if isinstance(options.get("jit_compile"), bool):
         options = {**options, "jit_compile": str(options["jit_compile"]).lower()}

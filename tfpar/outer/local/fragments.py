@@ -19,7 +19,7 @@ _PREFIX = "fragment/"
 
 
 def exchange_of(config: ExperimentConfig) -> Exchange:
-    """The exchange of a configuration, not built yet; in fragments if the configuration has them."""
+    """Creates the exchange of a configuration, in fragments if the configuration has them; it is not built yet."""
     spec, outer = config.exchange.exchange, config.outer
     return FragmentExchange(spec, outer.outer_fragments) if outer.streams else Exchange(spec)
 
@@ -29,13 +29,13 @@ def divide(weights: Sequence[keras.Variable], fragments: int) -> list[tuple[int,
 
     Args:
       weights: The trainable weights, in the order of the layers.
-      fragments: How many fragments, P.
+      fragments: Number of fragments, P.
 
     Returns:
       The indices of the weights of each fragment; no fragment is empty.
 
     Raises:
-      ConfigError: The model has fewer layers with weights.
+      ConfigError: The model has fewer than P layers with trainable weights.
     """
     layers: list[list[int]] = []
     names: list[str] = []
@@ -68,7 +68,7 @@ class FragmentExchange(Exchange):
 
     Args:
       spec: See `Exchange`.
-      count: How many fragments.
+      count: Number of fragments.
 
     Attributes:
       fragments: Indices of the weights of each fragment.
@@ -95,7 +95,7 @@ class FragmentExchange(Exchange):
             part.build([variables[place] for place in places], **options)
 
     def start(self, exchange: Callable[[], Any]) -> concurrent.futures.Future[Any]:
-        """Runs an exchange in the background, after those started before."""
+        """Runs an exchange in the background, after the exchanges that were started earlier."""
         return self._background.start(exchange)
 
     @property
@@ -110,7 +110,7 @@ class FragmentExchange(Exchange):
 
     @property
     def plan_table(self) -> str:
-        """See `Exchange.plan_table`; that of every fragment."""
+        """See `Exchange.plan_table`; contains the tables of all fragments."""
         return "\n".join(part.plan_table for part in self.parts if part.plan_table)
 
     def export(self) -> dict[str, np.ndarray]:
@@ -135,7 +135,7 @@ class FragmentExchange(Exchange):
         return any(changed)
 
     def observed(self) -> dict[str, float]:
-        """See `Exchange.observed`; the mean over the fragments."""
+        """See `Exchange.observed`; returns means over the fragments."""
         if not self._background.idle:
             return {}
         found = [values for part in self.parts if (values := part.observed())]
@@ -146,7 +146,7 @@ class FragmentExchange(Exchange):
         return self.parts[0].describe() if self.parts else super().describe()
 
     def traffic(self, replicas: int, sidecar_length: int) -> Traffic:
-        """See `Exchange.traffic`; of all fragments."""
+        """See `Exchange.traffic`; returns the total of all fragments."""
         every = [part.traffic(replicas, sidecar_length) for part in self.parts]
         payload, wire, dense = (
             sum(getattr(one, f"{name}_bytes") for one in every) for name in ("payload", "wire", "dense")
@@ -185,7 +185,7 @@ class _Background:
         return self._last
 
     def wait(self) -> None:
-        """Returns once all calls have ended; raises the error of the last."""
+        """Waits until all calls have ended; raises the error of the last call, if any."""
         if self._last is not None:
             self._last.result()
 

@@ -1,4 +1,4 @@
-"""The number of local steps with which exchanges take a given share of the time: `--local_steps=auto`."""
+"""Chooses the number of local steps so that exchanges take a given share of the time: `--local_steps=auto`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Pace:
 
     Attributes:
       steps: Number of timed steps.
-      step_seconds: Their time, in seconds.
-      rounds: Exchanges done since the start; the first is not timed.
-      exchange_seconds: The shortest of the other exchanges, in seconds: other load on the machines only adds time.
+      step_seconds: Total time of these steps, in seconds.
+      rounds: Number of exchanges since the start; the first is not timed.
+      exchange_seconds: Time of the shortest timed exchange, in seconds: other load on the machines only adds time.
     """
 
     steps: int = 0
@@ -33,8 +33,8 @@ class Pace:
         """Records a call of several steps; the first call compiles and is not counted.
 
         Args:
-          steps: How many.
-          seconds: Their time, in the mean over the workers.
+          steps: Number of steps.
+          seconds: Their time, averaged over the workers.
         """
         self._calls += 1
         if self._calls > 1:
@@ -45,7 +45,7 @@ class Pace:
         """Records an exchange.
 
         Args:
-          seconds: Its time on the slowest worker, from the moment when all had begun.
+          seconds: Its time on the slowest worker, counted from when all workers had begun.
         """
         self.rounds += 1
         if self.rounds > 1:
@@ -57,9 +57,9 @@ class Pace:
         return self.rounds >= TRIAL_ROUNDS and self.steps > 0
 
     def local_steps(self, share: float) -> int:
-        """The smallest H with which exchanges take no more than a share of the time.
+        """Returns the smallest H with which exchanges take at most `share` of the time.
 
-        With S seconds a step and E an exchange, the share of the time is `E / (E + H * S)`.
+        With S seconds per step and E seconds per exchange, their share of the time is `E / (E + H * S)`.
 
         Args:
           share: The share of the time, between 0 and 1.

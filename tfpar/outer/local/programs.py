@@ -1,4 +1,4 @@
-"""The device programs of a fragment: reading its movement, summing it over the workers, applying the mean.
+"""The device programs of a fragment: they read its movement, sum it over the workers, and apply the mean.
 
 Shapes: K is the number of workers. Besides the movements of weights, an exchange sums a vector exactly: the shares, the
 weighted squares of the distances, K flags of the workers that contribute, and the movements of states.
@@ -29,10 +29,10 @@ class FragmentPrograms:
     Args:
       model: The model's variables in the fragment: weights, then states.
       outer: The other set of these variables, see `TwoSets`.
-      size: How many of them are weights.
+      size: Number of weights among these variables.
       optimizer: The outer optimizer of these weights.
-      learning_rate: Its rate.
-      exchange: Built for these weights.
+      learning_rate: The learning rate of the outer optimizer.
+      exchange: The exchange that is built for these weights.
       strategy: The running strategy.
       worker: Rank of this worker.
       workers: Number of workers.
@@ -61,7 +61,7 @@ class FragmentPrograms:
         self.retrace()
 
     def retrace(self) -> None:
-        """Causes the next exchange, which has changed, to be traced again."""
+        """Traces the exchange again the next time, because it has changed."""
         self._sum = function(self._summed)
 
     @property
@@ -70,18 +70,18 @@ class FragmentPrograms:
         return HEAD + self._workers + sum(map(math.prod, self._shapes))
 
     def read(self, share: float, *, gives: bool) -> Any:
-        """The weighted movement of this worker, as arguments for `sums`.
+        """Returns the weighted movement of this worker, as arguments for `sums`.
 
         Args:
           share: The share of this worker.
-          gives: Whether it contributes; if not, values may be NaN.
+          gives: Whether this worker contributes; if not, its values may be NaN.
         """
         return self._read(tf.constant(share if gives else 0.0, tf.float32), tf.constant(float(gives)))
 
     def sums(self, given: Any) -> Any:
-        """The exchange of what `read` returned, traced: a call of it, from any thread, returns tensors.
+        """Returns a traced function that exchanges `given`, the result of `read`; any thread may call it.
 
-        The tensors are the mean movement of each weight and state, and the vector `[HEAD + K]` of the other sums.
+        It returns the mean movement of each weight and state, and the vector `[HEAD + K]` of the other sums.
         """
         # Traced here, because two threads must not trace at the same time.
         return functools.partial(self._sum.get_concrete_function(*given), *given)
@@ -91,10 +91,10 @@ class FragmentPrograms:
 
         Args:
           values: The mean movement of each weight and state.
-          own_share: The share of its own weights in the weights that this worker continues from.
+          own_share: The share of this worker's own weights in the weights from which it continues.
 
         Returns:
-          L2 norms of the mean movement of weights, and of their change.
+          The L2 norms of the mean movement of the weights, and of the change of the outer weights.
         """
         if own_share not in self._applies:
             on_replica = functools.partial(self._apply_on_replica, own_share)
@@ -104,7 +104,7 @@ class FragmentPrograms:
         return movement, update
 
     def _read_on_replica(self, share: tf.Tensor, flag: tf.Tensor) -> Tensors:
-        """The contribution of this replica: its part of the weighted movement, and of the vector of the other sums."""
+        """Returns this replica's parts of the weighted movement and of the vector of the other sums."""
         share, flag = share / float(self._local), flag / float(self._local)  # an exchange adds up a worker's replicas
         inner, outer = replica.read(self.model), replica.read(self.outer)
         moved = [tf.cast(old, tf.float32) - tf.cast(new, tf.float32) for old, new in zip(outer, inner, strict=True)]
@@ -122,7 +122,7 @@ class FragmentPrograms:
 
     def _sum_on_replica(self, *given: tf.Tensor) -> Tensors:
         *moved, vector = given
-        # An exchange with residuals must know that there will be a step: there always is.
+        # An exchange with residuals needs to know whether a step follows; here one always does.
         sums, vector = self._exchange.reduce_sums(moved, vector, lambda _: tf.constant(True))
         beside, state = vector[: HEAD + self._workers], vector[HEAD + self._workers :]
         total = beside[0]

@@ -1,10 +1,10 @@
 """Rounds of local steps: workers train independently, then exchange their movements (Douillard et al. 2023).
 
 Between two rounds every worker has its own weights, the *inner* weights, which its own steps change. At the end of a
-round, worker k has moved by `d_k = outer - inner_k` and counts with `s_k`, its share of what the workers' losses
-averaged over in the round: examples, or positions. The exchange sums `s_k d_k`, with the codec and the error feedback
-of `--exchange`; the outer optimizer applies the sum to the *outer* weights, from which all workers continue. Batch
-statistics are averaged with the same shares, exactly.
+round, worker k has moved by `d_k = outer - inner_k`. Its share `s_k` is its fraction of the loss count of the round: of
+the examples, or positions, over which the workers' losses are averaged. The exchange sums `s_k d_k`, with the codec and
+the error feedback of `--exchange`; the outer optimizer applies the sum to the *outer* weights, from which all workers
+continue. Batch statistics are averaged with the same shares, without compression.
 
 `weights.py` has the two sets of weights; `streaming.py` exchanges fragments of them while steps run.
 """
@@ -31,8 +31,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-# Bytes that each worker sends to each other one: the report of a step (loss, count, divisor and flag), and in a round
-# its weight, its norm and its flag. float64.
+# Bytes that each worker sends to each other worker, as float64: in a step, its loss, count, divisor and flag; in a
+# round, its weight, norm and flag.
 STEP_BYTES, ROUND_BYTES = 32, 24
 
 
@@ -44,7 +44,7 @@ class RoundReport(NamedTuple):
       movement: L2 norm of the mean movement that was applied.
       update: L2 norm of the change of the outer weights.
       wire_bytes: Bytes that each worker has sent in the exchange.
-      fragment: The number of the fragment of the model; 0 if the model is exchanged whole.
+      fragment: Number of the model's fragment; 0 if the model is exchanged whole.
     """
 
     drift: float
@@ -55,26 +55,26 @@ class RoundReport(NamedTuple):
 
 
 class Rounds:
-    """The outer weights of a run, and the end of its rounds. Every worker has one.
+    """The outer weights of a run, and the end of its rounds. Every worker has one such object.
 
     Args:
-      options: Length of a round, outer optimizer.
+      options: The length of a round, and the outer optimizer.
       weights: The model's trainable weights, created under the strategy.
-      state: The model's state that workers average: floating-point, such as batch statistics.
-      kept: The model's other state, of which each worker has its own.
+      state: The model's state that workers average: floating-point variables, such as batch statistics.
+      kept: The model's other state, which each worker keeps for itself.
       inner: The optimizer of the local steps.
-      exchange: Built for the weights, with a group of its own.
+      exchange: The exchange that is built for the weights, with its own group.
       strategy: The running strategy.
       worker: Rank of this worker.
       workers: Number of workers.
 
     Attributes:
       steps: Local steps of a round.
-      seconds: Of a round in which each worker takes as many steps as it can; 0: rounds have a number of steps.
-      taken: Int64 `[workers]`: with `seconds`, steps that each worker has taken; None before the first.
-      pace: Measures how long rounds should be; None if that is known.
+      seconds: Duration of a round in which each worker takes as many steps as it can; 0 if a round has `steps` steps.
+      taken: Int64 `[workers]`: with `seconds`, the steps that each worker has taken; None before the first step.
+      pace: Measures how long rounds should be; None if the length is given.
       pending: Steps of the round in progress, the same on every worker.
-      weight: What this worker's losses averaged over, in those of these steps that it has applied.
+      weight: This worker's loss count (see `note`) in the round in progress.
       done: Rounds done, over all starts of the run.
     """
 
@@ -112,7 +112,7 @@ class Rounds:
         self.retrace()
 
     def retrace(self) -> None:
-        """Causes the exchange, which has changed, to be traced again in the next round."""
+        """Traces the exchange again in the next round, because it has changed."""
         self._end = function(self._exchange_and_apply)
 
     @property
@@ -138,8 +138,10 @@ class Rounds:
         self.begin()
 
     def begin(self) -> None:
-        """Called before local steps. At the beginning of a round the model's weights become the outer weights: a hook
-        may have assigned them since the last round."""
+        """Prepares for local steps; called before them.
+
+        At the beginning of a round, the model's weights become the outer weights: a hook may have assigned new ones.
+        """
         if not self.under_way:
             self.sets.keep()
 
@@ -150,7 +152,7 @@ class Rounds:
         return self.steps
 
     def next_stop(self, step: int) -> int:
-        """The first step after `step` at which a round ends, if it has a number of steps."""
+        """Returns the first step after `step` at which a round ends, if rounds have a fixed number of steps."""
         if self.seconds:
             return sys.maxsize
         return (step // self.steps + 1) * self.steps
@@ -159,16 +161,17 @@ class Rounds:
         """Counts local steps.
 
         Args:
-          steps: How many, the same on every worker.
-          weights: Float64 `[workers]`: what the losses of each worker averaged over, in the steps that it has applied.
+          steps: Number of steps, the same on every worker.
+          weights: Float64 `[workers]`: the loss count of each worker, i.e. the number of examples or positions over
+            which its losses were averaged in the steps that it has applied.
         """
         self.pending += steps
         self.weight += float(weights[self.worker])
 
     def after_steps(self, agreement: WorkerAgreement, step: int, *, finished: bool) -> list[RoundReport]:
-        """Ends the round after some steps, if it is due, or if the run is finished; see `end`."""
+        """Called after steps: ends the round if it is due or the run is finished; see `end`."""
         if self.seconds:
-            self.steps = max(round(step / (self.done + 1)), 1)  # in the mean
+            self.steps = max(round(step / (self.done + 1)), 1)  # the mean length
         return self.finish(agreement, step) if finished or self.seconds or step % self.steps == 0 else []
 
     def finish(self, agreement: WorkerAgreement, step: int) -> list[RoundReport]:
@@ -179,10 +182,11 @@ class Rounds:
     def end(self, agreement: WorkerAgreement, step: int) -> RoundReport | None:
         """Ends the round: exchanges the workers' movements, and applies their mean. All workers call it together.
 
-        A worker whose weights are no longer finite contributes nothing. It continues from the outer weights as all do.
+        A worker whose weights are no longer finite contributes nothing. Like all others, it continues from the outer
+        weights.
 
         Args:
-          agreement: Between the workers.
+          agreement: The agreement between the workers.
           step: Steps done, for messages.
 
         Returns:
@@ -219,11 +223,11 @@ class Rounds:
         return self._exchange.traffic(self.workers, sidecar_length)
 
     def traffic(self, dense: Traffic, steps: int = 0) -> Traffic:
-        """Bytes of a step, averaged over rounds.
+        """Returns the bytes of a step, averaged over rounds.
 
         Args:
           dense: The traffic of a step that exchanges gradients.
-          steps: Steps done, over all starts of the run; 0: those of a whole round.
+          steps: Steps done, over all starts of the run; 0 stands for the steps of a whole round.
         """
         if self.workers == 1:
             return dense
@@ -244,16 +248,16 @@ class Rounds:
         self.done += 1
 
     def inner_values(self) -> list[np.ndarray]:
-        """This worker's own weights and state, in the order of `model_variables`."""
+        """Returns this worker's own weights and state, in the order of `model_variables`."""
         return self.sets.inner_values()
 
     def resume_inner(self, values: Sequence[np.ndarray], pending: int, weight: float) -> None:
         """Continues within a round, after `start`.
 
         Args:
-          values: From `inner_values`.
-          pending: Steps of the round.
-          weight: What this worker's losses have averaged over in them.
+          values: The result of `inner_values`.
+          pending: Steps of the round so far.
+          weight: This worker's loss count in these steps.
         """
         for variable, value in zip(self.model_variables, values, strict=True):
             self.assign_here(variable, value)
@@ -264,10 +268,10 @@ class Rounds:
         self.sets.assign_here(variable, value)
 
     fragments = 1
-    own_share = 0.0  # the share of its own weights in the weights that a worker continues from
+    own_share = 0.0  # the share of a worker's own weights in the weights from which it continues
 
     def export(self) -> dict[str, np.ndarray]:
-        """The arrays of a checkpoint besides weights and counts: a measured length of rounds, or steps taken."""
+        """Returns further arrays for a checkpoint: a measured length of rounds, or the steps taken."""
         if self.seconds and self.taken is not None:
             return {"taken": self.taken.copy()}
         return {"steps": np.array(self.steps)} if self._options.local_steps == AUTO and self.pace is None else {}
@@ -280,10 +284,10 @@ class Rounds:
         self.done = round(float(arrays["round"][2]))
         return set()
 
-    # What runs on devices.
+    # Functions that run on devices.
 
     def _exchange_and_apply(self, share: tf.Tensor) -> tf.Tensor:
-        """The end of a round, from this worker's share: float32 `[2]`, norms of mean movement and update."""
+        """Exchanges and applies the movements; returns the norms of mean movement and update, float32 `[2]`."""
         return self._strategy.experimental_local_results(self._strategy.run(self._on_replica, args=(share,)))[0]
 
     def _on_replica(self, share: tf.Tensor) -> tf.Tensor:
@@ -296,7 +300,7 @@ class Rounds:
         ]
         count = len(self._weights)
         vector = tf.concat([[part], *(tf.reshape(each, [-1]) for each in moved[count:])], axis=0)
-        # An exchange with residuals must know that there will be a step: there always is.
+        # An exchange with residuals needs to know whether a step follows; here one always does.
         mean, vector = self._exchange.reduce_sums(moved[:count], vector, lambda _: tf.constant(True))
         shapes = [variable.shape for variable in self._state]
         changes = tf.split(vector[1:], [math.prod(shape) for shape in shapes]) if shapes else []

@@ -2,8 +2,8 @@
 
 The checkpoint itself has the outer weights, the outer optimizer, and the inner optimizer of worker 0. A worker's own
 file has the state that differs between workers: its inner optimizer, its loss scale, and within a round its inner
-weights and state. The same number of workers continues with the same bits; another number first ends the round in
-progress with the movements of all saved workers, and begins with the mean of their inner optimizers.
+weights and state. With the same number of workers, a run resumes with the same bits. With another number, it first ends
+the round in progress with the movements of all saved workers, and begins with the mean of their inner optimizers.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ def is_local(name: str) -> bool:
 
 
 def export(rounds: AnyRounds, loss_scale: LossScale | None) -> dict[str, np.ndarray]:
-    """The state that only this worker has, for its file of a checkpoint.
+    """Returns the state that only this worker has, for its file of a checkpoint.
 
     Args:
-      rounds: At a stop between steps.
-      loss_scale: This worker's, or None.
+      rounds: The rounds of this worker, at a stop between steps.
+      loss_scale: This worker's loss scale, or None.
     """
     arrays = {"round": np.array([rounds.pending, rounds.weight, rounds.done], np.float64)}
     if loss_scale is not None:
         arrays["loss_scale"] = np.array([loss_scale.scale.numpy(), loss_scale.good_steps.numpy()], np.float64)
     groups = {"kept": [variable.numpy() for variable in rounds.kept]}
-    if rounds.worker:  # the checkpoint has that of worker 0
+    if rounds.worker:  # the checkpoint itself has the inner optimizer of worker 0
         groups["optimizer"] = [variable.numpy() for variable in rounds.inner.variables]
     if rounds.under_way:
         groups["inner"] = rounds.inner_values()
@@ -54,12 +54,12 @@ def restore(rounds: AnyRounds, saved_workers: int, read: Callable[[int], Arrays]
     """Continues where the workers of a saved run stopped. All variables of the checkpoint have been restored.
 
     Args:
-      rounds: Of this run.
+      rounds: The rounds of this run.
       saved_workers: Number of workers of the saved run.
-      read: Returns the file of the worker with a rank.
+      read: `(rank) -> arrays` of that worker's file.
 
     Returns:
-      This worker's loss scale, None for that of the checkpoint; and a line for the user, or nothing.
+      This worker's loss scale, or None to use the checkpoint's; and a line for the user, or an empty string.
 
     Raises:
       ConfigError: A worker's file does not fit this model and optimizer.
@@ -87,7 +87,7 @@ def _end_for_all(rounds: AnyRounds, saved_workers: int, read: Callable[[int], Ar
     """Ends the round in progress with the movements of all saved workers, and averages their inner optimizers."""
     count = len(rounds.model_variables)
     landed = rounds.restore(_checked(rounds, read(0), 0), same_workers=False)
-    own = rounds.own_share  # of a fragment that has arrived since, a worker would have taken the rest
+    own = rounds.own_share  # when a fragment arrives, a worker takes the rest, 1 - own, from the outer weights
     outer = [np.asarray(variable.numpy(), np.float64) for variable in rounds.model_variables]
     slots = [np.asarray(variable.numpy()) for variable in rounds.inner.variables]
     moved, total, pending = [np.zeros_like(value) for value in outer], 0.0, 0.0
@@ -102,7 +102,7 @@ def _end_for_all(rounds: AnyRounds, saved_workers: int, read: Callable[[int], Ar
         for place, value in enumerate(_group(arrays, "optimizer") if worker else slots):
             sums[place] += value
     for variable, value, summed in zip(rounds.inner.variables, slots, sums, strict=True):
-        if tf.as_dtype(variable.dtype).is_floating:  # not the count of steps, which is the same for all
+        if tf.as_dtype(variable.dtype).is_floating:  # not the step count, which is the same on all workers
             rounds.assign_here(variable, (summed / saved_workers).astype(value.dtype))
     if not total:
         return ""
@@ -119,7 +119,11 @@ def _group(arrays: Arrays, name: str) -> list[np.ndarray]:
 
 
 def _checked(rounds: AnyRounds, saved: Arrays, worker: int) -> dict[str, np.ndarray]:
-    """A worker's arrays by their names without the prefix, if they fit."""
+    """Returns a worker's arrays by their names without the prefix.
+
+    Raises:
+      ConfigError: They do not fit this model and optimizer.
+    """
     arrays = {name.removeprefix(_PREFIX): array for name, array in saved.items() if is_local(name)}
     row = arrays.get("round")
     fits = row is not None and row.shape == (3,) and bool(np.isfinite(row).all())

@@ -1,8 +1,8 @@
 """Local steps with an exchange in fragments while steps run (Streaming DiLoCo, Douillard et al. 2025).
 
-The model is divided into P fragments. The exchange of each one starts every H steps, one fragment every H/P steps: the
-movement of worker k, `d_k = outer - inner_k`, is read at that step, and sent while the worker continues training. The
-mean is applied `delay` steps later, at the same step on every worker, no matter when it has arrived: the outer
+The model is divided into P fragments. Each fragment is exchanged every H steps, so an exchange starts every H/P steps:
+the movement of worker k, `d_k = outer - inner_k`, is read at that step, and sent while the worker continues training.
+The mean is applied `delay` steps later, at the same step on every worker, no matter when it has arrived: the outer
 optimizer computes new outer weights from it, and worker k continues from `a * inner_k + (1 - a) * outer` (algorithm 2,
 line 15), which keeps a part of its steps since then. Results do not depend on the duration of the exchange.
 """
@@ -36,7 +36,8 @@ class _RunningExchange:
 
     Attributes:
       due: The step at which it is applied.
-      result: Tensors: the mean movement of each weight and (last fragment) state, and the vector of the other sums.
+      result: Tensors: the mean movement of each weight and, in the last fragment, each state; and the vector of the
+        other sums.
     """
 
     due: int
@@ -44,15 +45,15 @@ class _RunningExchange:
 
 
 class Streaming:
-    """The outer weights of a run, and the fragments that are being exchanged. Every worker has one.
+    """The outer weights of a run, and the fragments that are being exchanged. Every worker has one such object.
 
     Args:
-      options: Length of a round, fragments, delay, outer optimizer.
+      options: The length of a round, the number of fragments, the delay, and the outer optimizer.
       weights: See `Rounds`.
       state: See `Rounds`; it is exchanged with the last fragment.
       kept: See `Rounds`.
       inner: See `Rounds`.
-      exchange: Built for the weights.
+      exchange: The exchange that is built for the weights.
       strategy: See `Rounds`.
       worker: See `Rounds`.
       workers: See `Rounds`.
@@ -119,7 +120,7 @@ class Streaming:
         self._lost = LostWorkers(reports=worker == 0)
 
     def retrace(self) -> None:
-        """Causes the next exchanges, which have changed, to be traced again."""
+        """Traces the exchanges again the next time, because they have changed."""
         for programs in self._programs:
             programs.retrace()
 
@@ -130,7 +131,7 @@ class Streaming:
 
     @property
     def weight(self) -> float:
-        """What this worker's losses averaged over since the exchange of the least recently exchanged fragment."""
+        """This worker's loss count since the exchange of the least recently exchanged fragment, see `note`."""
         return float(self._counts[:, self.worker].max())
 
     @property
@@ -159,7 +160,7 @@ class Streaming:
             self.sets.keep()
 
     def next_stop(self, step: int) -> int:
-        """The next step at which the exchange of a fragment starts or is applied."""
+        """Returns the next step at which the exchange of a fragment starts or is applied."""
         leaving = [step + (offset - step - 1) % self.steps + 1 for offset in self._offsets]
         return min([*leaving, *(exchange.due for exchange in self._running.values() if exchange.due > step)])
 
@@ -167,8 +168,9 @@ class Streaming:
         """Counts local steps.
 
         Args:
-          steps: How many, the same on every worker.
-          weights: Float64 `[workers]`: what the losses of each worker averaged over, in the steps that it has applied.
+          steps: Number of steps, the same on every worker.
+          weights: Float64 `[workers]`: the loss count of each worker, i.e. the number of examples or positions over
+            which its losses were averaged in the steps that it has applied.
         """
         self.pending += steps
         self._counts += weights
@@ -177,7 +179,7 @@ class Streaming:
         """Applies the fragments that are due at a step, then starts the exchanges that are due.
 
         Args:
-          agreement: Between the workers.
+          agreement: The agreement between the workers.
           step: Steps done.
           finished: Whether the run ends here.
 
@@ -205,11 +207,11 @@ class Streaming:
         """Ends the run: applies running exchanges, then the movements since; all workers then have the same weights.
 
         Args:
-          agreement: Between the workers.
+          agreement: The agreement between the workers.
           step: Steps done.
 
         Raises:
-          TrainingError: As `after_steps`.
+          TrainingError: A worker contributed nothing three times in a row.
         """
         del agreement
         self.sets.show_inner()
@@ -223,15 +225,15 @@ class Streaming:
         return [report for report in reports if report]
 
     def traffic_of(self, part: int) -> Traffic:
-        """Bytes of the exchange of one fragment."""
+        """Returns the bytes of the exchange of one fragment."""
         return self._exchange.parts[part].traffic(self.workers, self._programs[part].sidecar_length)
 
     def traffic(self, dense: Traffic, steps: int = 0) -> Traffic:
-        """Bytes of a step, averaged over rounds.
+        """Returns the bytes of a step, averaged over rounds.
 
         Args:
           dense: The traffic of a step that exchanges gradients.
-          steps: Steps done; 0: those of a whole round.
+          steps: Steps done; 0 stands for the steps of a whole round.
         """
         if self.workers == 1:
             return dense
@@ -268,7 +270,7 @@ class Streaming:
     # Additional arrays of checkpoints; see `saved.py`.
 
     def export(self) -> dict[str, np.ndarray]:
-        """The results of running exchanges, which it waits for, and the counts."""
+        """Waits for running exchanges; returns their results and the counts."""
         arrays = {"counts": self._counts.copy(), "applied": np.array(self.applied, np.int64)}
         for part, exchange in self._running.items():
             arrays[f"flight/{part}/due"] = np.array(exchange.due, np.int64)
@@ -280,8 +282,9 @@ class Streaming:
         """Restores what `export` returned.
 
         Args:
-          arrays: Those of this worker, or of another one if the number of workers has changed.
-          same_workers: Whether the number of workers is the same. If not, results are applied to the outer weights now.
+          arrays: The arrays of this worker, or of another one if the number of workers has changed.
+          same_workers: Whether the number of workers is the same. If not, the results of exchanges are applied to the
+            outer weights at once.
 
         Returns:
           The indices of the weights and states that were applied.
@@ -304,7 +307,7 @@ class Streaming:
 
     @property
     def own_share(self) -> float:
-        """The share of its own weights in those that a worker continues from."""
+        """The share of a worker's own weights in the weights from which it continues."""
         return self._options.own_share
 
     # The exchange of a fragment.

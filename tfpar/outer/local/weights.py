@@ -24,14 +24,14 @@ class TwoSets:
 
     Args:
       weights: The model's trainable weights, created under the strategy.
-      state: The model's state that workers average: floating-point, such as batch statistics.
+      state: The model's state that workers average: floating-point variables, such as batch statistics.
       strategy: The running strategy.
 
     Attributes:
       model: The model's variables: weights, then state.
-      outer: A variable for each of them, with the set that the model does not show.
-      count: How many of them are weights.
-      shown: Whether the model shows the outer weights in place of the inner ones.
+      outer: One variable for each of them, with the set that the model does not hold now.
+      count: Number of weights among them.
+      shown: Whether the model holds the outer weights instead of the inner ones.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class TwoSets:
 
     @contextlib.contextmanager
     def showing_outer(self) -> Iterator[None]:
-        """While this is open, the model has the outer weights."""
+        """Returns a context in which the model has the outer weights."""
         swaps = not self.shown
         if swaps:
             self.toggle()
@@ -59,12 +59,12 @@ class TwoSets:
             self.toggle()
 
     def show_outer(self) -> None:
-        """Leaves the model with the outer weights."""
+        """Puts the outer weights into the model."""
         if not self.shown:
             self.toggle()
 
     def show_inner(self) -> None:
-        """Leaves the model with this worker's own weights."""
+        """Puts this worker's own weights into the model."""
         if self.shown:
             self.toggle()
 
@@ -74,16 +74,16 @@ class TwoSets:
         self.shown = not self.shown
 
     def moved(self) -> float:
-        """L2 norm of the movement of this worker's weights; not finite if a weight or a state is not."""
+        """Returns the L2 norm of the movement of this worker's weights; not finite if a weight or a state is not."""
         return float(self._norm().numpy())
 
     def inner_values(self) -> list[np.ndarray]:
-        """Copies of this worker's own weights and state."""
+        """Returns copies of this worker's own weights and state."""
         held = self.outer if self.shown else self.model
         return [np.array(variable.numpy(), copy=True, order="C") for variable in held]
 
     def outer_values(self) -> list[np.ndarray]:
-        """Copies of the outer weights and state."""
+        """Returns copies of the outer weights and state."""
         held = self.model if self.shown else self.outer
         return [np.array(variable.numpy(), copy=True, order="C") for variable in held]
 
@@ -122,14 +122,14 @@ class TwoSets:
 
 
 def function(called: Callable[..., Any]) -> Any:
-    """A `tf.function`; TensorFlow 2.21 counts tracings by code, over all objects, and would warn of them."""
+    """Returns a `tf.function` without retracing warnings: TensorFlow 2.21 counts tracings of all objects together."""
     compiled = tf.function(called, autograph=False)
     compiled._omit_frequent_tracing_warning = True
     return compiled
 
 
 def l2_norm(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    """L2 norm over all elements, float32 scalar; 0 of none."""
+    """Returns the L2 norm over all elements, float32 scalar; 0 if there are none."""
     if not tensors:
         return tf.zeros([])
     return tf.sqrt(tf.add_n([2.0 * tf.nn.l2_loss(tf.cast(tensor, tf.float32)) for tensor in tensors]))

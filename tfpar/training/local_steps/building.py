@@ -31,11 +31,11 @@ def build_rounds(
 
     Args:
       config: The experiment.
-      topology: How its replicas lie on workers and devices.
+      topology: Its workers, replicas and devices.
       strategy: The running strategy.
       core: The model and its objective.
-      optimizer: That of the local steps, built.
-      exchange: For the rounds, built.
+      optimizer: The optimizer of the local steps, built.
+      exchange: The exchange of the rounds, built.
 
     Raises:
       ConfigError: A model or an optimizer that cannot have local steps.
@@ -45,7 +45,7 @@ def build_rounds(
     _check_built(f"--local_steps={config.outer.local_steps}", topology, core, optimizer)
     model = core.model
     frozen, others = frozen_weights(model), model.non_trainable_variables
-    averaged = Sidecar.of(others, [], 2, frozen).averaged  # as between two replicas, also where there is one
+    averaged = Sidecar.of(others, [], 2, frozen).averaged  # as for two replicas, even if there is one
     constant = {id(weight) for weight in frozen}
     state, kept = [], []
     for variable, is_averaged in zip(others, averaged, strict=True):
@@ -61,7 +61,7 @@ def build_rounds(
 
 
 def _check_built(flag: str, topology: Topology, core: Core, optimizer: keras.optimizers.Optimizer) -> None:
-    """Refuses what is known once model and optimizer are built."""
+    """Refuses a model or an optimizer that does not work with local steps, which is known once both are built."""
     if optimizer.use_ema:
         raise ConfigError(
             f"use_ema=True of the optimizer does not work with {flag}: its averages would be of weights that this "

@@ -1,4 +1,4 @@
-"""What cannot have local steps, refused before anything starts."""
+"""Refuses options that do not work with local steps, before anything starts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tfpar.parallel.topology import Topology
 
 
 def check_local_steps(config: ExperimentConfig, topology: Topology) -> None:
-    """Refuses options that do not go with local steps; before anything starts.
+    """Refuses options that do not work with local steps.
 
     Raises:
       ConfigError: The first of them, with what to use instead.
@@ -26,7 +26,7 @@ def check_local_steps(config: ExperimentConfig, topology: Topology) -> None:
     if outer.outer_own_share >= 0.0 and not outer.streams:
         raise ConfigError(
             f"--outer_own_share={outer.outer_own_share} has no effect: workers wait for the exchange, and continue "
-            "from the weights of all. Add --outer_fragments=4 or --outer_delay=1, or leave it out."
+            "from its result. Add --outer_fragments=4 or --outer_delay=1, or leave it out."
         )
     flag = f"--local_steps={'auto' if outer.local_steps == AUTO else outer.local_steps}"
     flag += f" --outer_optimizer={outer.outer_optimizer}" if outer.local_steps == 1 else ""
@@ -78,14 +78,14 @@ def _check_unused(outer: OuterConfig) -> None:
 
 
 def check_resumed_rounds(saved: Mapping[str, Any], config: ExperimentConfig) -> None:
-    """Refuses to go on with rounds where a run had none, or without where it had some.
+    """Refuses to resume a run with rounds if it had none, or without rounds if it had some.
 
     Args:
-      saved: The saved options by name; of an older version, without these.
+      saved: The saved options by name. The options of rounds are missing if an older version has saved them.
       config: The experiment.
 
     Raises:
-      ConfigError: With the saved options.
+      ConfigError: Only one of the two has rounds; names the saved options.
     """
     steps, optimizer = saved.get("local_steps", 1), saved.get("outer_optimizer", "auto")
     seconds = saved.get("round_seconds", 0.0)
@@ -94,7 +94,7 @@ def check_resumed_rounds(saved: Mapping[str, Any], config: ExperimentConfig) -> 
         raise ConfigError(
             f"--local_steps={config.outer.local_steps}: the run in {config.checkpoint.workdir} has "
             f"--local_steps={steps} --round_seconds={seconds:g} --outer_optimizer={optimizer}, and "
-            "what its exchange has not delivered yet are "
+            "the pending residuals of its exchange are "
             f"{'movements of weights' if had else 'gradients'}. Resume it with these, or start in another --workdir "
             f"with --warm_start={config.checkpoint.workdir}."
         )

@@ -1,4 +1,4 @@
-"""The training step of a worker that trains by itself: replicas of one worker exchange, workers do not."""
+"""The training step of a worker that trains by itself: its replicas exchange gradients, workers do not."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ import tensorflow as tf
 
 
 class LocalStep(TrainStep):
-    """A step that moves the replicas of this worker together, and those of no other.
+    """A step that the replicas of this worker take together, without those of other workers.
 
     With one replica the whole step is one XLA program, as on one device.
 
     Args:
       core: See `TrainStep`.
       optimizer: See `TrainStep`.
-      exchange: That of the rounds, which a step does not use.
+      exchange: The exchange of the rounds, which a step does not use.
       strategy: See `TrainStep`.
       **options: See `TrainStep`.
     """
