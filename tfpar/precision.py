@@ -14,7 +14,7 @@ strategy it relies on the finite check of replica 0 alone (Keras 3.15.1).
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tfpar.config import PRECISIONS, PrecisionConfig, unknown_name
 
@@ -48,6 +48,12 @@ def policy(precision: str) -> keras.DTypePolicy:
     if precision not in PRECISIONS:
         raise unknown_name("--precision", precision, PRECISIONS)
     return keras.DTypePolicy(precision)
+
+
+def of_process() -> str:
+    """The precision of Keras' global dtype policy; `float32` if it is another policy."""
+    name = keras.config.dtype_policy().name
+    return name if name in PRECISIONS else "float32"
 
 
 def set_policy(config: PrecisionConfig) -> keras.DTypePolicy:
@@ -116,3 +122,28 @@ def update(
     shrunk = tf.maximum(state.scale / factor, minimum)
     scale = tf.where(finite, tf.where(grows, grown, state.scale), shrunk)
     return LossScale(scale, tf.where(grows, 0, good_steps))
+
+
+def loss_divisor(weight: tf.Tensor, *, counted: bool = False) -> Any:
+    """The number by which the loss of a micro-batch is divided for the backward pass.
+
+    Gradients are sums over examples, which are larger than the means that loss scales are designed for, by a factor of
+    the micro-batch size. Dividing the float16 backward pass by a power of two and multiplying afterwards is exact.
+
+    Args:
+      weight: Weights of the examples, float32 `[m]`; padding has 0.
+      counted: Whether to divide by the number of examples without padding, as `fit` does. The statistics of gradients
+        that float8 layers keep depend on it.
+
+    Returns:
+      The largest power of two up to the micro-batch size, or the number of examples (1 if there are none); a float or a
+      float32 scalar.
+    """
+    if counted:
+        return tf.maximum(tf.cast(tf.math.count_nonzero(weight), tf.float32), 1.0)
+    if weight.shape[0] is not None:
+        return float(1 << (int(weight.shape[0]).bit_length() - 1))
+    size = tf.size(weight)
+    for shift in (1, 2, 4, 8, 16):
+        size = tf.bitwise.bitwise_or(size, tf.bitwise.right_shift(size, shift))
+    return tf.cast(size - tf.bitwise.right_shift(size, 1), tf.float32)

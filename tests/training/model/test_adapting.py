@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import tfpar
 from tests.training.model.test_building import source
 from tfpar.config import ConfigError
@@ -114,6 +116,9 @@ def test_adapters_on_two_replicas_are_those_on_one_and_come_back():
 def test_without_attention_every_dense_layer_has_adapters_and_saving_merges_them(tmp_path):
     trainer = trained(model(), lora="1", workdir=str(tmp_path))
     assert sum(map(is_adapter, trainer.model.weights)) == 6
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["trainable_parameters"] == (4 + 6) + (6 + 6) + (6 + 1)
+    assert summary["parameters"] == trainer.model.count_params()
     x = np.random.default_rng(1).normal(size=[5, 4]).astype(np.float32)
     expected = trainer.model.predict(x, verbose=0)
     saved = keras.saving.load_model(tmp_path / "model.keras")

@@ -15,11 +15,11 @@ import pytest
 @pytest.mark.parametrize(
     ("method", "arguments", "message"),
     [
-        ("fit", {"validation_data": 1}, r"Trainer\.fit takes no validation_data=: validation=\."),
+        ("fit", {"validation_data": 1}, r"Trainer\.fit takes no validation_data=: give validation=\(x, y\)\."),
         ("fit", {"batch_size": 32}, r"takes no batch_size=: the batch is Trainer\(global_batch_size="),
         ("fit", {"validations": 1}, r"takes no validations=: did you mean validation=\?"),
         ("fit", {"zzz": 1}, r"takes no zzz=: besides the examples it takes y, sample_weight, class_weight, steps"),
-        ("evaluate", {"verbose": 0}, r"Trainer\.evaluate takes no verbose=: Trainer\(verbose=\.\.\.\)\."),
+        ("evaluate", {"verbose": 0}, r"Trainer\.evaluate takes no verbose=: give Trainer\(verbose=\.\.\.\)\."),
         ("predict", {"zzz": 1}, r"Trainer\.predict takes no zzz=: besides the examples it takes callbacks\."),
     ],
 )

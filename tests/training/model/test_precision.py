@@ -85,9 +85,20 @@ def test_a_model_that_was_compiled_in_mixed_float16_trains():
     given.compile(keras.optimizers.SGD(0.01), "mse")
     assert isinstance(given.optimizer, keras.optimizers.LossScaleOptimizer)
     with pytest.raises(ConfigError, match=r"built to compute in float16\. Use --precision=mixed_float16"):
-        tfpar.Trainer(given, strategy="one_device")
-    trainer = tfpar.Trainer(given, precision="mixed_float16", strategy="one_device", global_batch_size=4)
+        tfpar.Trainer(given, strategy="one_device", precision="float32")
+    trainer = tfpar.Trainer(given, strategy="one_device", global_batch_size=4)
     assert isinstance(trainer.optimizer, keras.optimizers.SGD)
+    assert trainer.config.precision.precision == "mixed_float16"
+    assert np.isfinite(trainer.fit(*arrays(), epochs=1)["train_loss"])
+
+
+def test_the_global_policy_is_the_precision_and_stays_as_it_was():
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    trainer = tfpar.Trainer(model, "adam", "mse", strategy="one_device", global_batch_size=4)
+    assert {layer.compute_dtype for layer in trainer.model.layers} == {"bfloat16"}
+    other = tfpar.Trainer(model, "adam", "mse", strategy="one_device", precision="float32", global_batch_size=4)
+    assert {layer.compute_dtype for layer in other.model.layers} == {"float32"}
+    assert keras.config.dtype_policy().name == "mixed_bfloat16"
     assert np.isfinite(trainer.fit(*arrays(), epochs=1)["train_loss"])
 
 
@@ -119,6 +130,34 @@ def test_float8_layers_train_as_in_keras(replicas, jit_compile):
             assert np.any(variable.numpy() != (1.0 if "scale" in variable.path else 0.0))
     for one, other in zip(run.weights()[0], run.weights()[-1], strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_a_float8_model_is_copied_for_two_replicas_and_comes_back():
+    start = model().get_weights()
+    x, y = arrays()
+    options = {"global_batch_size": BATCH, "shuffle": False, "jit_compile": False, "strategy": "mirrored", "devices": 2}
+    given = quantised(start)
+    tfpar.Trainer(given, keras.optimizers.SGD(0.05), "mse", **options).fit(x, y, steps=3)
+    built = tfpar.Trainer(lambda: quantised(start), keras.optimizers.SGD(0.05), "mse", **options)
+    built.fit(x, y, steps=3)
+    assert np.abs(given.get_weights()[0] - start[0]).max() > 1e-3
+    for ours, theirs in zip(given.weights, built.model.weights, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6, err_msg=ours.path)
+
+
+@pytest.mark.parametrize("batch", [8, 12])  # as large as a power of two, and not
+def test_float8_statistics_of_a_batch_that_is_not_full_are_those_of_keras(batch):
+    """They are those of the gradients of a mean over the examples that are there."""
+    start = model().get_weights()
+    x, y = (part[: batch + batch // 4] for part in arrays())
+    reference = quantised(start)
+    reference.compile(keras.optimizers.SGD(0.05), "mse", jit_compile=False)
+    reference.fit(x, y, batch_size=batch, epochs=2, shuffle=False, verbose=0)
+    options = {"strategy": "one_device", "global_batch_size": batch, "shuffle": False, "schedule": "constant"}
+    trainer = tfpar.Trainer(quantised(start), keras.optimizers.SGD(0.05), "mse", jit_compile=False, **options)
+    trainer.fit(x, y, epochs=2)
+    for ours, theirs in zip(trainer.model.weights, reference.weights, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6, err_msg=ours.path)
 
 
 @pytest.mark.parametrize("jit", [False, True])

@@ -7,7 +7,8 @@ from tests.training.model.test_own_loss import Counted, OwnLoss
 from tfpar import inputs
 from tfpar.config import InputConfig, StrategyConfig
 from tfpar.parallel.topology import choose_topology
-from tfpar.training.core import Core, _loss_divisor
+from tfpar.precision import loss_divisor
+from tfpar.training.core import Core
 from tfpar.training.model.whole_batches import BatchReaders, without_padding
 from tfpar.training.objective import SupervisedObjective
 
@@ -109,10 +110,10 @@ def test_metrics_of_positions_take_a_batch_of_another_size():
 def test_the_divisor_of_a_loss_with_a_scale_does_not_ask_for_a_known_size(examples):
     @tf.function(input_signature=[tf.TensorSpec([None])])
     def divisor(weight: tf.Tensor) -> tf.Tensor:
-        return _loss_divisor(weight)
+        return loss_divisor(weight)
 
     weight = tf.ones([examples])
-    assert float(divisor(weight)) == _loss_divisor(weight)
+    assert float(divisor(weight)) == loss_divisor(weight)
 
 
 def test_padding_goes_and_one_example_stays():

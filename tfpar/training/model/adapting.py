@@ -34,7 +34,7 @@ def adapt_model(
 
     Args:
       model: A built model. Under a strategy, call it in its scope.
-      options: `trainable`, `lora` and `seed` count.
+      options: `trainable`, `lora` and `seed` are used.
       original: The user's model, if `model` is a copy of it; gets the same changes.
       announced: Whether to log what is trained.
 
@@ -81,7 +81,8 @@ def frozen_weights(model: keras.Model) -> list[keras.Variable]:
 def merge_adapters(model: keras.Model) -> int:
     """Removes the adapters from the layers of a loaded model; returns the number of layers.
 
-    Keras saves the product of the adapters in the kernel, and loads zeros beside it: without them nothing changes.
+    Keras adds the product of the adapters to the kernel that it saves, and loads adapters of zero: removing them
+    changes nothing.
     """
     layers = [layer for layer in all_layers(model) if getattr(layer, "lora_enabled", False)]
     for layer in layers:
@@ -100,8 +101,8 @@ def _add_adapters(model: keras.Model, options: TrainConfig) -> list[keras.layers
         layers = [layer for layer in able if isinstance(layer, keras.layers.Dense | keras.layers.EinsumDense)]
     if not layers:
         raise ConfigError(
-            f"--lora={options.lora}: no layer that can have adapters has a path in which {pattern or _ATTENTION!r} is "
-            f"found. Layers that can: {_shown([layer.path for layer in able]) or 'none'}."
+            f"--lora={options.lora}: no layer that can have adapters has a path that matches "
+            f"{pattern or _ATTENTION!r}. Layers that can: {_shown([layer.path for layer in able]) or 'none'}."
         )
     for place, layer in enumerate(layers):
         if not layer.lora_enabled:

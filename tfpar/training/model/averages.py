@@ -1,4 +1,4 @@
-"""Moving averages between two runs: after a run, a model has those of the user's optimizer, as in Keras."""
+"""Moving averages between two runs: after a run, a model has the averages of the user's optimizer, as in Keras."""
 
 from __future__ import annotations
 

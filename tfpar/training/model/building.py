@@ -58,7 +58,8 @@ class Original:
     def written_back(self, read: Callable[[Sequence[keras.Variable]], Sequence[tf.Tensor]]) -> Iterator[None]:
         """Copies the weights back to the user's model at the end of the context, however it ends.
 
-        Not after an error of TensorFlow's runtime, such as the loss of a worker, because the runtime may hang.
+        After an error of TensorFlow's runtime, such as the loss of a worker, nothing is copied, because the runtime may
+        hang.
 
         Args:
           read: Returns the values of variables of the copy.
@@ -73,7 +74,7 @@ class Original:
         self._write_back(read)
 
     def _write_back(self, read: Callable[[Sequence[keras.Variable]], Sequence[tf.Tensor]]) -> None:
-        for variable, value in zip(self.model.weights, read(self.copy.weights), strict=True):
+        for variable, value in zip(self.model.weights, read(_counterparts(self.model, self.copy)), strict=True):
             variable.assign(value)
 
 
@@ -92,8 +93,8 @@ def build_model(
         function has built it.
 
     Raises:
-      ConfigError: Not a model, a model that is not built, or a model that must be copied for the strategy and cannot
-        be.
+      ConfigError: Not a model, a model that is not built, or a model that must be copied for the strategy and cannot be
+        copied.
     """
     if not isinstance(model, keras.Model):
         return _called(model), None
@@ -160,13 +161,37 @@ def _called(function: Callable[[], keras.Model]) -> keras.Model:
 def _copied(model: keras.Model) -> keras.Model:
     try:
         copy = type(model).from_config(model.get_config())
-        copy.set_weights(model.get_weights())
+        for variable, value in zip(_counterparts(model, copy), model.get_weights(), strict=True):
+            variable.assign(value)
     except (NotImplementedError, TypeError, ValueError) as error:
+        # Keras' message has the whole configuration first, and the reason in its last line.
+        reason = str(error).strip().rpartition("\n")[2].removeprefix("Exception encountered: ")
         raise ConfigError(
-            f"the model was built outside the strategy and cannot be rebuilt under it ({error}). Pass a function that "
-            "builds it: Trainer(lambda: build_model(), ...)."
+            f"the model was built outside the strategy and cannot be rebuilt under it ({reason}). Pass a "
+            "function that builds it: Trainer(lambda: build_model(), ...)."
         ) from error
     return copy
+
+
+def _counterparts(model: keras.Model, copy: keras.Model) -> list[keras.Variable]:
+    """The weights of the copy in the order of those of the model.
+
+    The orders differ in a layer that was quantised after it was built: then its scales come last, and in the copy,
+    which is built from the configuration, they come first (Keras 3.15).
+    """
+    found: dict[int, keras.Variable] = {}
+    for layer, other in zip(all_layers(model), all_layers(copy), strict=True):
+        if len(all_layers(layer)) == 1 and _names(layer) != _names(other):
+            by_name = dict(zip(_names(other), other.weights, strict=True))
+            if len(by_name) == len(layer.weights) and by_name.keys() == {*_names(layer)}:
+                found |= {id(variable): by_name[variable.name] for variable in layer.weights}
+    taken = set(map(id, found.values()))
+    rest = iter([variable for variable in copy.weights if id(variable) not in taken])
+    return [found[id(variable)] if id(variable) in found else next(rest) for variable in model.weights]
+
+
+def _names(layer: keras.layers.Layer) -> list[str]:
+    return [variable.name for variable in layer.weights]
 
 
 def _trainable_flags(model: keras.Model) -> list[bool]:

@@ -160,7 +160,8 @@ def call_and_then(
         keras_internals.unscaled_losses(),
         weight_shards.shown_whole(trainable),
     ):
-        # A part, or all of it where the model is called as a whole: Keras would compare shapes.
+        # Not given to the constructor, which would compare shapes: a value is a part of its variable, or all of it
+        # where the model is called as a whole.
         every = [*given, *zip(others, state, strict=True)]
         scope.state_mapping.update({id(variable): value for variable, value in every if _in_part(variable)})
         outputs = model(x, training=training) if keras_internals.takes_training(model) else model(x)
@@ -179,7 +180,7 @@ def _in_part(variable: keras.Variable) -> bool:
 
 
 def watch(tensor: tf.Tensor) -> tf.Tensor:
-    """Marks a tensor from elsewhere, so that its gradient is computed too, if any are."""
+    """Marks a tensor from elsewhere, so that its gradient is computed too, if gradients are computed at all."""
     if _records.open and (tape := _records.open[-1].tape) is not None:
         tape.watch(tensor)
     return tensor
@@ -259,7 +260,7 @@ def _outside(scope: keras.StatelessScope, variable: keras.Variable, given: tf.Te
     Args:
       scope: The scope of the call.
       variable: The variable.
-      given: Its value before the call, which a seed keeps, because every step derives it again.
+      given: Its value before the call. A seed state keeps this value, because every step derives it again.
 
     Raises:
       ConfigError: It was assigned inside a loop or branch, whose tensors exist only there.

@@ -16,18 +16,18 @@ _INSTEAD = {
     "initial_epoch": "a run resumes automatically if its Trainer(workdir=...) has a checkpoint",
     "max_queue_size": "the input pipeline is Trainer(prefetch=..., input_threads=...)",
     "return_dict": "the result is always a dict",
-    "sample_weights": "sample_weight=",
-    "shuffle": "Trainer(shuffle=...)",
+    "sample_weights": "give sample_weight=",
+    "shuffle": "give Trainer(shuffle=...)",
     "steps_per_epoch": "the length of a run is steps=; Trainer(eval_every=...) is the interval between evaluations",
-    "use_multiprocessing": "Trainer(input_threads=...)",
-    "validation_batch_size": "Trainer(eval_batch_size=...)",
-    "validation_data": "validation=",
-    "validation_freq": "Trainer(eval_every=...), in steps",
-    "validation_split": "validation=, with examples that you have held out",
-    "validation_steps": "Trainer(eval_steps=...)",
-    "verbose": "Trainer(verbose=...)",
-    "workers": "Trainer(input_threads=...)",
-    "x": "the first argument, without a name",
+    "use_multiprocessing": "give Trainer(input_threads=...)",
+    "validation_batch_size": "give Trainer(eval_batch_size=...)",
+    "validation_data": "give validation=(x, y)",
+    "validation_freq": "give Trainer(eval_every=...), in steps",
+    "validation_split": "give validation=(x, y) with examples that you have held out",
+    "validation_steps": "give Trainer(eval_steps=...)",
+    "verbose": "give Trainer(verbose=...)",
+    "workers": "give Trainer(input_threads=...)",
+    "x": "give the examples first, without a name",
 }
 
 
@@ -58,7 +58,7 @@ def refuse(method: str, given: Mapping[str, Any]) -> None:
 
 
 def as_full_source(argument: str, *data: Any, **options: Any) -> inputs.ReadSource:
-    """`as_source`, of at least one example."""
+    """`as_source` for data with at least one example."""
     source = as_source(argument, *data, **options)
     if not source.info.num_examples:
         raise ConfigError(f"{argument}: {source.info.name} is empty. Give it at least one example.")

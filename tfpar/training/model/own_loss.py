@@ -118,11 +118,11 @@ class OwnLossObjective:
 
 
 def is_mean_over_examples(objective: OwnLossObjective, source: inputs.Source) -> bool:
-    """Whether the loss of some examples is the mean of those of two parts of them; tried on the first ones.
+    """Whether the loss of some examples is the mean of the losses of their two halves; tried on the first examples.
 
     Args:
-      objective: With a model whose weights are whole on this device.
-      source: At least one example.
+      objective: The objective. The weights of its model must be whole on this device.
+      source: The examples, at least one.
     """
     examples = min(_TRIED_EXAMPLES, source.info.num_examples)
     data = source.fetch(tf.range(examples, dtype=tf.int64))

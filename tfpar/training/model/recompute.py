@@ -45,7 +45,7 @@ def recompute_activations(model: keras.Model, where: str, *, announced: bool = F
       where: `none`; `blocks`, the layers that consist of layers, such as those of a transformer, or for a functional
         model whose weights are mostly outside such layers, segments of its graph, about as many as the square root of
         its layers; or a regular expression, searched in the paths of layers.
-      announced: Whether to log which blocks these are.
+      announced: Whether to log the names of the blocks.
 
     Returns:
       Names of the blocks, in the order of the model's layers. Empty for `none`.
@@ -106,10 +106,10 @@ def _blocks(model: keras.Model) -> list[keras.layers.Layer]:
 
 
 def check_pattern(where: str) -> re.Pattern[str]:
-    """What `--recompute` says as a regular expression; `none` and `blocks` are such as well.
+    """The value of `--recompute` as a regular expression; `none` and `blocks` are valid expressions too.
 
     Raises:
-      ConfigError: It is none.
+      ConfigError: It is not a regular expression.
     """
     try:
         return re.compile(where)

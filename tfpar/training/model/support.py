@@ -89,12 +89,13 @@ def overriding_class(model: keras.Model, method: str) -> str:
     return ""
 
 
-def check_precision(model: keras.Model, wanted: str) -> None:
-    """Refuses a model that was built to compute in another precision than `--precision` says.
+def check_precision(model: keras.Model, wanted: str, *, announced: bool = False) -> None:
+    """Refuses a model that was built to compute in a precision other than that of `--precision`.
 
     Args:
       model: A built Keras model.
       wanted: Name of a dtype policy.
+      announced: Whether to log that a float64 model is trained.
 
     Raises:
       ConfigError: The model computes in another precision; float64 models are accepted.
@@ -103,9 +104,10 @@ def check_precision(model: keras.Model, wanted: str) -> None:
     layers = keras_internals.all_layers(model, include_self=False)
     used = {layer.compute_dtype for layer in layers if layer.weights}
     if used == {"float64"} and dtype == "float32":  # Keras' floatx, or the policies of the layers
-        _log.info(
-            "model %s: weights and layers are float64; loss, gradients and their exchange are float32", model.name
-        )
+        if announced:
+            _log.info(
+                "model %s: weights and layers are float64; loss, gradients and their exchange are float32", model.name
+            )
         return
     if used and dtype not in used:
         mixed = f"mixed_{next(iter(used))}" if len(used) == 1 else ""

@@ -140,7 +140,8 @@ class BatchReaders:
         )
 
     def _check_parts(self, pipeline: inputs.AnyPipeline) -> None:
-        """Refuses a loss of a batch that its parts, on replicas or in micro-batches, do not add up to."""
+        """Refuses a loss of a whole batch that is not the mean of the losses of its parts, on replicas or in
+        micro-batches."""
         parts = self.topology.replicas * pipeline.element_spec[2].shape[0]
         undivided = [name for name, is_mean in self.whole_losses.items() if not is_mean]
         if undivided and parts > 1:
@@ -151,7 +152,7 @@ class BatchReaders:
             )
 
     def _warn_of_parts(self, pipeline: inputs.AnyPipeline, source: inputs.AnySource) -> None:
-        """Warns, once, of a `compute_loss` that depends on how a batch is divided."""
+        """Warns once about a `compute_loss` that depends on how a batch is divided."""
         topology = self.topology
         parts = topology.replicas * pipeline.element_spec[2].shape[0]
         whole = topology.model_devices * topology.replica_workers == 1 and not topology.shards_weights
@@ -163,8 +164,8 @@ class BatchReaders:
             return
         if topology.is_chief:
             _log.warning(
-                "model %s: its compute_loss is not a mean over examples, so that a batch in %s parts (replicas, "
-                "micro-batches) gives another loss than in one, as under tf.distribute. One device without "
+                "model %s: its compute_loss is not a mean over examples, so a batch in %s parts (replicas, "
+                "micro-batches) has a different loss than in one part, as under tf.distribute. One device without "
                 "--accumulate_steps trains as fit does",
                 *(self.name, parts),
             )

@@ -41,7 +41,7 @@ def is_convolutional(model: keras.Model, summary: Callable[[], models.ModelSumma
 
     Args:
       model: The model.
-      summary: Gives its size and cost, which may take seconds; None where they are not known before it runs.
+      summary: Returns its size and cost, which may take seconds; None where they are not known before it runs.
     """
     has_some = models.uses_convolutions(model)
     if not has_some and models.is_of_known_layers(model):  # before it is traced
