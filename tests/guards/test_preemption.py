@@ -10,11 +10,14 @@ import sys
 import threading
 import time
 
+import tfpar
 from tests import nursery
 from tfpar.guards.preemption import PreemptionFlag
 from tfpar.monitor import summary as results
-from tfpar.process.exit_codes import PREEMPTED, install_sigterm_handler, restore_default_signals
+from tfpar.process.exit_codes import PREEMPTED, Preempted, install_sigterm_handler, restore_default_signals
 
+import keras
+import numpy as np
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -26,6 +29,21 @@ def test_a_request_is_noted_and_the_handler_given_back():
         os.kill(os.getpid(), signal.SIGTERM)
         assert request.received
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_request_that_comes_too_late_stops_the_next_run():
+    def told_at_the_end(logs: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    x = np.ones([8, 2], np.float32)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    options = {"strategy": "one_device", "global_batch_size": 8, "jit_compile": False, "verbose": 0}
+    trainer = tfpar.Trainer(model, "sgd", "mse", **options)
+    callback = keras.callbacks.LambdaCallback(on_train_end=told_at_the_end)
+    assert trainer.fit(x, x[:, :1], steps=2, callbacks=[callback])["steps"] == 2
+    with pytest.raises(Preempted):
+        trainer.fit(x, x[:, :1], steps=9)
+    assert trainer.fit(x, x[:, :1], steps=2)["steps"] == 2  # it was answered
 
 
 def test_a_program_keeps_its_own_handler():

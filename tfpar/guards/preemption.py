@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import types
-from typing import Any
+from typing import Any, ClassVar
 
 from tfpar.process.exit_codes import sigterm_is_free
 
@@ -23,12 +23,15 @@ class PreemptionFlag:
       received: Whether SIGTERM has come.
     """
 
+    _unanswered: ClassVar[bool] = False  # in this process, by a run that was finished before it could stop
+
     def __init__(self) -> None:
         self.received = False
         self._before: Any = None
 
     def __enter__(self) -> PreemptionFlag:
         if sigterm_is_free():
+            self.received, PreemptionFlag._unanswered = PreemptionFlag._unanswered, False
             self._before = signal.signal(signal.SIGTERM, self._note)
         return self
 
@@ -36,6 +39,10 @@ class PreemptionFlag:
         if self._before is not None:
             signal.signal(signal.SIGTERM, self._before)
             self._before = None
+
+    def hand_on(self) -> None:
+        """Leaves a request that came too late to stop this run to the next run of the process, if there is one."""
+        PreemptionFlag._unanswered |= self.received
 
     def _note(self, number: int, _: types.FrameType | None) -> None:
         if self.received:

@@ -108,7 +108,7 @@ def test_other_things_than_hooks_are_refused():
         trainer_of().fit(source(), steps=1, hooks=[print])
     with pytest.raises(ConfigError, match=r"expected a tfpar\.Hook, got <built-in function print>"):
         check_hooks(print)
-    with pytest.raises(TypeError, match=r"returned 3; expected a tfpar\.LoopState or None"):
+    with pytest.raises(ConfigError, match=r"returned 3\. Return state\.replace\(stop=True\) to end"):
         rows(user=[Hook(1, lambda state: 3)]).run(LoopState(1, 2))
 
 

@@ -111,14 +111,22 @@ def test_calls_and_logs_are_those_of_keras(kind, replicas):
     theirs = keras.models.clone_model(trainer.model)
     theirs.set_weights(trainer.model.get_weights())
     ours, expected = kind(), kind()
+    adding = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: logs.update(twice=2 * epoch))
     train, held_out = source(), source(11, 9)
-    result = trainer.fit(train, epochs=2, validation=held_out, callbacks=[ours])
+    result = trainer.fit(train, epochs=2, validation=held_out, callbacks=[adding, ours])
 
     accuracy = keras.metrics.SparseCategoricalAccuracy(name="accuracy")
     theirs.compile(keras.optimizers.SGD(0.05), SPARSE, metrics=[accuracy], jit_compile=False)
     x, y = arrays(EXAMPLES, 0)
     history = theirs.fit(
-        x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0, validation_data=arrays(11, 9), callbacks=[expected]
+        x,
+        y,
+        batch_size=BATCH,
+        epochs=2,
+        shuffle=False,
+        verbose=0,
+        validation_data=arrays(11, 9),
+        callbacks=[adding, expected],
     )
     trainer.evaluate(held_out, callbacks=[ours])
     theirs.evaluate(*arrays(11, 9), batch_size=BATCH, verbose=0, callbacks=[expected])

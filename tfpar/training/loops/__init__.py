@@ -34,7 +34,7 @@ def start_run(
     """Starts a run of the loop that the program's strategy needs.
 
     Args:
-      program: What is trained.
+      program: The program to train.
       evaluator: `(source, steps=)`: computes loss and metrics on a source, on a synchronous strategy.
       train: Training examples.
       validation: Examples to evaluate on, or None.
@@ -45,7 +45,7 @@ def start_run(
       closing: Exit stack for resources that must be released however the run ends.
 
     Raises:
-      ConfigError: Neither steps nor epochs, or both; a callback that cannot work.
+      ConfigError: Neither or both of steps and epochs are given, or a callback cannot work.
     """
     context = prepare(program, train, validation, steps, epochs)
     closing.callback(context.files.abandon)  # writing must not continue without the workdir's lock

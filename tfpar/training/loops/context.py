@@ -30,20 +30,20 @@ class RunContext:
     """One call of `Trainer.fit`, whatever loop runs it.
 
     Attributes:
-      program: What is trained.
+      program: The program to train.
       info: The facts to announce and summarise, including data and length.
       steps_per_epoch: Steps of one pass over the examples.
       evaluate_every: Steps between evaluations.
       schedule: Learning rate by step, or None if the optimizer keeps its own.
       plateau: The controller of `--schedule=plateau`, or None.
-      batches: Which examples a step has.
+      batches: The examples of each step.
       monitor: The terminal and TensorBoard.
       files: Checkpoints and restart log.
-      agreement: Between the workers.
+      agreement: The agreement between the workers.
       watchdog: Ends the process if it makes no progress.
       preemption: Whether this process was asked to end.
-      non_finite: Steps left out in a row.
-      skipped_examples: Examples left out.
+      non_finite: Counts consecutive steps that were skipped.
+      skipped_examples: The log of skipped examples.
     """
 
     program: Program
@@ -72,14 +72,14 @@ def prepare(
     """Creates everything that a run needs. Nothing is written and nothing is restored yet.
 
     Args:
-      program: What is trained.
+      program: The program to train.
       train: Training examples.
       validation: Examples to evaluate on, or None.
       steps: Steps of the whole run, over all its starts.
       epochs: Passes over the examples, instead of `steps`.
 
     Raises:
-      ConfigError: Neither steps nor epochs, or both.
+      ConfigError: Neither or both of steps and epochs are given.
     """
     config, topology = program.config, program.topology
     pipeline = program.pipeline(train, training=True)

@@ -14,8 +14,9 @@ class FitResult(dict[str, Any]):
 
     Attributes:
       epoch: Numbers of the epochs that ended in this call, from 0; the last one may be incomplete.
-      history: For each name a value per epoch, in the order of `epoch`: `loss`, metrics, and, prefixed `val_`, the
-        evaluation made at the end of the epoch. NaN if an epoch has no such value.
+      history: For each name, one value per epoch, in the order of `epoch`: `loss`, metrics, the results of the
+        evaluation at the end of the epoch with the prefix `val_`, and values that callbacks have added to the logs. NaN
+        if an epoch has no such value.
     """
 
     def __init__(self, summary: Mapping[str, Any], epoch: list[int], history: dict[str, list[Any]]) -> None:
@@ -32,7 +33,7 @@ class EpochHistory:
       tell: Called with an epoch's number, its last step, and its values.
 
     Attributes:
-      hook: The row that records.
+      hook: The hook that records an epoch when it ends.
     """
 
     def __init__(self, steps_per_epoch: int, tell: Callable[[int, int, Mapping[str, Any]], None]) -> None:
@@ -41,10 +42,16 @@ class EpochHistory:
         self._logs: list[dict[str, Any]] = []
         self.hook = Hook(steps_per_epoch, self._record, also=lambda state: state.ending)
 
-    def result(self, summary: Mapping[str, Any]) -> FitResult:
-        """The result of `fit` with this summary."""
-        names = dict.fromkeys(name for logs in self._logs for name in logs)
-        history = {name: [logs.get(name, float("nan")) for logs in self._logs] for name in names}
+    def result(self, summary: Mapping[str, Any], of_callbacks: Mapping[int, Mapping[str, Any]]) -> FitResult:
+        """The result of `fit`.
+
+        Args:
+          summary: The contents of `summary.json`.
+          of_callbacks: The logs of epochs as Keras callbacks have left them; they take precedence.
+        """
+        logged = [logs | dict(of_callbacks.get(epoch, {})) for epoch, logs in zip(self._epoch, self._logs, strict=True)]
+        names = dict.fromkeys(name for logs in logged for name in logs)
+        history = {name: [logs.get(name, float("nan")) for logs in logged] for name in names}
         return FitResult(summary, list(self._epoch), history)
 
     def _record(self, state: LoopState) -> None:

@@ -22,8 +22,9 @@ class Hook:
     """Something that a training loop does between two steps.
 
     The loop stops at every multiple of `every`, on all workers, and calls `run` on every worker. At that moment the
-    model's weights are current and no step is running. Hooks run in the order of their list: after an evaluation that
-    is due at the same step, before a checkpoint that is, so that a checkpoint contains their changes.
+    model's weights are current and no step is running. Hooks run in the order of their list. If an evaluation or a
+    checkpoint is due at the same step, they run after the evaluation and before the checkpoint, so that the checkpoint
+    contains their changes.
 
     ```python
     def report(state: tfpar.LoopState) -> None:
@@ -36,7 +37,7 @@ class Hook:
     ```
 
     Attributes:
-      every: In steps, at least 1.
+      every: The interval in steps, at least 1.
       run: Takes the state; returns the state with which to continue, or None for no change. Only changes of `stop`,
         `stopped_by` and `lr_multiplier` have an effect.
       also: Whether to run at a stop that is not a multiple of `every`, such as the last one: `lambda state:
@@ -62,7 +63,7 @@ class Hook:
 
 
 def check_hooks(hooks: Sequence[Hook] | Hook | None) -> tuple[Hook, ...]:
-    """The hooks that `fit` was given: several, one or None.
+    """The hooks that were given to `fit` (several, one or None) as a tuple.
 
     Raises:
       ConfigError: One of them is not a hook.
@@ -104,8 +105,8 @@ class HookRows:
       watching: Built-in rows that run after the user's hooks, with the steps since their last run, and change nothing.
       ends_of_epochs: The user's callbacks at the end of an epoch, after all but `after`.
       metric_results: Metrics by name from their summed states.
-      gather: `(value, activity) -> values of all workers`, of what JSON can hold; `activity` as for `WorkerAgreement`.
-        All workers call it together, and only if there are user rows.
+      gather: `(value, activity) -> values of all workers`, for values that JSON can represent; `activity` as for
+        `WorkerAgreement`. All workers call it together, and only if there are user rows.
     """
 
     def __init__(
@@ -175,7 +176,10 @@ class HookRows:
             if result is None:
                 continue
             if not isinstance(result, LoopState):
-                raise TypeError(f"the hook {row.hook.run!r} returned {result!r}; expected a tfpar.LoopState or None")
+                raise ConfigError(
+                    f"the hook {_name(row.hook)} returned {result!r}. Return state.replace(stop=True) to end the run, "
+                    "state.replace(lr_multiplier=0.1) to change the learning rate, or nothing."
+                )
             by = result.stopped_by or f"the hook {_name(row.hook)}" if result.stop else ""
             state = state.replace(stop=result.stop, stopped_by=by, lr_multiplier=float(result.lr_multiplier))
         gathered = self._gather([state.stop, state.lr_multiplier], f"the hooks after step {state.step}")

@@ -11,7 +11,7 @@ import numpy as np
 def joined_reports(
     own: Interval, divisors: np.ndarray, row: np.ndarray, agreement: WorkerAgreement
 ) -> tuple[Interval, np.ndarray, np.ndarray]:
-    """The steps of all workers as one interval, the same on each; one gather of some numbers a step.
+    """The steps of all workers as one interval, the same on each worker; takes one gather of a few numbers per step.
 
     A step counts as applied if every worker that had examples in it has applied its part. Its loss is the mean over the
     workers that applied it.
@@ -20,10 +20,10 @@ def joined_reports(
       own: This worker's report of n steps.
       divisors: Float32 `[n]`: the divisor of each loss.
       row: Float64 `[k]`: other numbers of this worker.
-      agreement: Between the workers.
+      agreement: The agreement between the workers.
 
     Returns:
-      The interval; the rows of all workers, `[workers, k]`; and what the losses of each averaged over, in the steps
+      The interval; the rows of all workers, `[workers, k]`; and for each worker the sum of the divisors of the steps
       that it has applied, `[workers]`.
     """
     steps, sizes = len(own.losses), [part.size for part in own.metric_sums]

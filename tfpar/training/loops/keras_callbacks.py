@@ -40,24 +40,24 @@ class KerasCallbacks:
     does.
 
     An epoch is a pass over the training examples; the end of the run ends the last one, complete or not. Its logs are
-    `loss` and metrics over its examples, and those of the validation, prefixed `val_`, if an evaluation was made at
-    that step. In an epoch that was resumed midway, `loss` and metrics cover only the steps since the resume.
+    `loss` and metrics over its examples and, if an evaluation was made at that step, those of the validation with the
+    prefix `val_`. In an epoch that was resumed midway, `loss` and metrics cover only the steps since the resume.
 
-    - Batch methods are called for every batch, which costs a call from Python for each: only a callback that overrides
-      one has them called, with the logs of the epoch so far, as Keras gives them. Those of an evaluation also sum its
-      results over the workers for each batch.
+    - Batch methods are called for every batch, which costs a call from Python for each batch, so they are called only
+      if a callback overrides one of them. They get the logs of the epoch so far, as in Keras. For the batch methods of
+      an evaluation, its results are also summed over the workers after each batch.
     - `model.stop_training = True` on any worker ends the run on all of them. Within an epoch, an evaluation and
       `on_epoch_end` follow.
     - `model.optimizer.learning_rate` shows the current rate. If a schedule of tfpar determines it, a callback that sets
       it rescales the schedule from then on.
-    - Methods of tests are called around each evaluation.
+    - Test methods are called around each evaluation.
     - Callbacks run on every worker, and print (`verbose=1`) on the chief only; `CSVLogger`, `ModelCheckpoint`,
       `RemoteMonitor` and `TensorBoard` run on the chief.
     - Under `parameter_server` training waits for each evaluation, and batch methods are refused.
 
     Args:
       callbacks: Keras callbacks.
-      program: What is trained.
+      program: The program to train.
       steps_per_epoch: Steps of one pass over the examples.
       total: Steps of the whole run.
       current_rate: Scheduled learning rate at a step, or None where the optimizer keeps its own.
@@ -67,8 +67,10 @@ class KerasCallbacks:
       ConfigError: Something that is not a callback, or a callback that cannot work here.
 
     Attributes:
-      ends_of_batches: The row for the end of a step, before an evaluation; none without methods for training batches.
+      ends_of_batches: The row for the end of a step, before an evaluation; empty if no callback has methods for
+        training batches.
       ends_of_epochs: The row for the end of an epoch, after everything else at a step, and for the start of the next.
+      logs: The logs of ended epochs by their numbers, with what callbacks have added, such as a learning rate.
     """
 
     def __init__(
@@ -92,8 +94,11 @@ class KerasCallbacks:
         self._active = False
         self._until_end = contextlib.ExitStack()
         self._directed: list[Any] = []
+        self.logs: dict[int, dict[str, Any]] = {}
+        # Last, like Keras' own `History`, so that it sees the values that the others have written into the logs.
+        recording = keras.callbacks.LambdaCallback(on_epoch_end=self.logs.__setitem__)
         self._callbacks = _callback_list(
-            callbacks, program, epochs=math.ceil(total / steps_per_epoch), steps=steps_per_epoch
+            [*callbacks, recording], program, epochs=math.ceil(total / steps_per_epoch), steps=steps_per_epoch
         )
         self._test_batches = _test_batches(callbacks, self._callbacks, program)
         self._per_batch = any(_wants(one, _TRAIN_BATCH) for one in callbacks)  # on every worker alike
@@ -130,7 +135,7 @@ class KerasCallbacks:
         yield self._test_batches, lambda results: self._callbacks.on_test_end(_logs(results))
 
     def release(self) -> None:
-        """Removes from the model the attributes that only callbacks need; also if training fails."""
+        """Removes from the model the attributes that only callbacks need; even if training fails."""
         self._active = False
         self._until_end.close()
         for callback in self._directed:
@@ -181,7 +186,7 @@ class KerasCallbacks:
         """The state, with `stop` if a callback has set `stop_training`."""
         if not self._program.model.stop_training:
             return state.replace(stop=stop)
-        # Keras does not record which callback did; some of its own callbacks record the epoch.
+        # Keras does not record which callback set it, but some of Keras' own callbacks record the epoch.
         names = [type(one).__name__ for one in self._callbacks.callbacks if getattr(one, "stopped_epoch", 0)]
         by = f"the callback {', '.join(names)}" if names else "a Keras callback"
         return state.replace(stop=True, stopped_by=by)
@@ -207,7 +212,7 @@ class KerasCallbacks:
     def _with_rate(self, state: LoopState) -> LoopState:
         """The state, with a learning rate that a callback has set."""
         if self._current_rate is None:
-            return state  # the step reads the optimizer's own
+            return state  # the step reads the optimizer's own rate
         rate = np.float32(self._program.optimizer.learning_rate.numpy())
         if rate == self._shown or not self._shown:
             return state
@@ -216,7 +221,7 @@ class KerasCallbacks:
 
 
 def check_callbacks(callbacks: Any, topology: Topology) -> list[keras.callbacks.Callback]:
-    """The callbacks that a method was given; refuses those that cannot work.
+    """The callbacks that were given to a method; refuses those that cannot work.
 
     Args:
       callbacks: As Keras' methods take them: one, a structure of several, or None.
@@ -241,7 +246,7 @@ def check_callbacks(callbacks: Any, topology: Topology) -> list[keras.callbacks.
         if not topology.synchronous and _wants(one, (*_TRAIN_BATCH, *_TEST_BATCH)):
             raise ConfigError(
                 f"callbacks=...: {name} has a method for every batch, which --strategy=parameter_server cannot "
-                "call: its workers train without waiting for each other. Use methods of epochs, or another strategy."
+                "call: its workers train without waiting for each other. Use epoch methods, or another strategy."
             )
     return flat
 
@@ -317,7 +322,7 @@ def _logs(results: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _wants(callback: keras.callbacks.Callback, methods: Sequence[str]) -> bool:
-    """Whether a callback does something in one of these methods of batches."""
+    """Whether a callback does something in one of these batch methods."""
     if isinstance(callback, keras.callbacks.ModelCheckpoint) and callback.save_freq == "epoch":
         return False  # overrides the method without doing anything
     base = keras.callbacks.Callback

@@ -1,7 +1,7 @@
 """Hooks that log a run elsewhere: a CSV file, Weights & Biases, MLflow; `tfpar.loggers`.
 
-Each logs on the chief only: the mean loss and the metrics of the steps since its last row, and, prefixed `val_`, the
-evaluations. Libraries are imported when the first row is logged, and only on the chief.
+Each logs on the chief only: the mean loss and the metrics of the steps since its last row, and the results of
+evaluations with the prefix `val_`. Libraries are imported when the first row is logged, and only on the chief.
 
 ```python
 hooks = [
@@ -34,7 +34,7 @@ __all__ = ["csv", "mlflow", "wandb"]
 
 
 class _Log(Protocol):
-    """Where rows go."""
+    """A destination of rows."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Logs a row."""

@@ -25,7 +25,7 @@ class StepsPerCall:
         if self._fixed:
             wanted = self._fixed
         elif self._step_seconds is None:
-            wanted = 1  # the first call compiles and says nothing about the speed
+            wanted = 1  # the first call compiles, so its time does not show the speed
         else:
             wanted = max(1, min(_MAXIMUM, int(self._target_seconds / self._step_seconds)))
         return min([wanted, *[boundary - step for boundary in boundaries]])

@@ -117,7 +117,7 @@ class ParameterServerLoop:
             fetched = tf.timestamp()
             params = [variable.value.read_value() for variable in model.trainable_variables]
             state = [variable.value.read_value() for variable in model.non_trainable_variables]
-        # The same seed as that share of the batch has in a synchronous run with as many replicas.
+        # The seed that this share of the batch has in a synchronous run with as many replicas.
         seed = step_seed(program.config.train.seed, number, share)
         sums = self._gradients(params, state, batch, seed)
         if sums.assigned:
@@ -166,7 +166,7 @@ class ParameterServerLoop:
         )
         applied = finite & (counts > 0)
         context.skipped_examples.note(first, counts)
-        # The monitor leaves out what is not finite.
+        # The monitor leaves out values that are not finite.
         losses = np.where(counts > 0, losses, np.nan)
         done = Interval(losses, counts, applied, [column[finite].sum(axis=0) for column in metrics])
         state = state.advanced(done, skipped=int(np.sum(~finite)), steps_per_epoch=context.steps_per_epoch)
@@ -190,7 +190,7 @@ class ParameterServerLoop:
     def evaluate(self, state: LoopState, calls: BatchCalls | None) -> LoopState:
         """Starts to evaluate a snapshot of the weights on the chief; waits for it at the end, or for callbacks."""
         assert self._evaluation is not None
-        assert calls is None  # `check_callbacks` refuses methods of batches
+        assert calls is None  # `check_callbacks` refuses batch methods
         state = self._collect(state, wait=True)
         self._evaluation.start(state.step)
         state = state.replace(evaluating=state.step)

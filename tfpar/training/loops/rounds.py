@@ -1,4 +1,4 @@
-"""Rounds of local steps in the synchronous loop: when they end, and what is reported of them."""
+"""Rounds of local steps in the synchronous loop: when they end, and what is reported about them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from tfpar.training.sidecar import Sidecar
 
 import numpy as np
 
-# Workers wait for each other at the end of a call from Python: rarely, on a slow link.
+# The length of a call from Python. Workers wait for each other at its end, which should be rare on a slow link.
 CALL_SECONDS = 5.0
 
-# Charts of one fragment.
+# The charts of each fragment.
 _CHARTS = ("worker_drift", "movement_norm", "update_norm", "wire_bytes")
 
 _WAITING = [timings.COLUMNS.index(name) for name in ("exchange", "total")]
@@ -32,28 +32,29 @@ class LoopRounds:
     """Lets workers exchange at the steps at which rounds ask for it, and at the end of the run.
 
     Args:
-      context: What is run.
+      context: The run.
       rounds: Its rounds.
     """
 
     def __init__(self, context: RunContext, rounds: AnyRounds) -> None:
         self._context, self._rounds = context, rounds
-        self._reports: dict[int, RoundReport] = {}  # the last of each fragment
+        self._reports: dict[int, RoundReport] = {}  # the last report of each fragment
         self._concluded_at = 0
         self._began_waiting = 0.0
 
     def begin(self, step: int) -> int:
-        """Begins a round, or goes on with it; returns where the loop must stop next."""
+        """Begins a round, or continues it; returns where the loop must stop next."""
         self._rounds.begin()
         return self._rounds.next_stop(step)
 
     @property
     def seconds(self) -> float:
-        """Of a round in which each worker takes as many steps as it can; 0: rounds have a number of steps."""
+        """Duration of a round in which each worker takes as many steps as it can; 0 if rounds have a number of
+        steps."""
         return self._rounds.seconds
 
     def position(self, step: int) -> int:
-        """Which of its steps this worker takes next: with `seconds`, each goes through its own part of the order."""
+        """The number of this worker's next step. With `seconds`, each worker goes through its own part of the order."""
         if not self.seconds:
             return step
         assert isinstance(self._rounds, Rounds)
@@ -66,7 +67,8 @@ class LoopRounds:
     ) -> tuple[Interval, np.ndarray]:
         """`join` for workers that have taken different numbers of steps.
 
-        The run's step counts examples: it is what the workers have taken together, over their number.
+        The run's step counts examples: it is the number of steps that all workers together have taken, divided by the
+        number of workers.
         """
         self._began_waiting = time.perf_counter()
         rounds = self._rounds
@@ -84,7 +86,7 @@ class LoopRounds:
     def join(
         self, own: Interval, divisors: np.ndarray, row: np.ndarray, agreement: WorkerAgreement
     ) -> tuple[Interval, np.ndarray]:
-        """Counts this worker's steps, and puts the reports of all workers together; see `joined_reports`."""
+        """Counts this worker's steps, and joins the reports of all workers; see `joined_reports`."""
         self._began_waiting = time.perf_counter()
         joined, rows, weights = joined_reports(own, divisors, row, agreement)
         self._rounds.note(len(own.losses), weights)
@@ -93,7 +95,7 @@ class LoopRounds:
         return joined, rows
 
     def end_if_due(self, state: LoopState, durations: np.ndarray) -> None:
-        """Exchanges after a call, if that is due; what workers have waited counts as exchange of the last step."""
+        """Exchanges after a call, if an exchange is due; waiting for it counts as exchange time of the last step."""
         began = time.perf_counter()
         self._note(reports := self._rounds.after_steps(self._context.agreement, state.step, finished=state.finished))
         if reports and isinstance(self._rounds, Rounds) and self._rounds.pace:
@@ -105,10 +107,10 @@ class LoopRounds:
         return self._rounds.sets.showing_outer() if self._rounds.under_way else contextlib.nullcontext()
 
     def conclude(self, state: LoopState) -> LoopState:
-        """Ends the last round of a run that a hook has stopped; of one that is to be resumed, shows the outer weights.
+        """Ends the last round of a run that a hook has stopped; shows the outer weights if the run is to be resumed.
 
         Returns:
-          The state; another one if weights have changed, which must then be evaluated and saved again.
+          The state; another one if weights have changed, because they must then be evaluated and saved again.
         """
         self._concluded_at = state.step
         if not self._rounds.under_way:
@@ -120,7 +122,7 @@ class LoopRounds:
         return state.replace(evaluated_at=-1, best_step=-1)
 
     def scalars(self) -> dict[str, float]:
-        """What the monitor records of the last round; nothing before the first."""
+        """The values that the monitor records for the last round; empty before the first."""
         reports = self._reports
         if not reports:
             return {}
@@ -136,7 +138,7 @@ class LoopRounds:
 
     @property
     def traffic(self) -> Traffic:
-        """Bytes of a step in the mean: as planned, and once the run has ended as it was."""
+        """Mean bytes of a step: as planned or, once the run has ended, as they were."""
         program = self._context.program
         sidecar = Sidecar.of_core(program.core, program.topology.replicas)
         elements = sum(variable.value.shape.num_elements() for variable in program.model.trainable_variables)
@@ -146,7 +148,7 @@ class LoopRounds:
         return self._rounds.traffic(dense, self._concluded_at)
 
     def _measure(self, rounds: Rounds, pace: Pace, seconds: float) -> None:
-        """Takes note of the time of an exchange; once enough is known, all workers choose the same length of rounds."""
+        """Records the time of an exchange; once enough is known, all workers choose the same length of rounds."""
         pace.note_exchange(max(self._context.agreement.gather(seconds)))
         if pace.complete:
             share, step = self._context.program.config.outer.outer_time_share, pace.step_seconds / pace.steps

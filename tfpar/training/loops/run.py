@@ -47,10 +47,10 @@ class Loop(Protocol):
         """Evaluates, or starts to; `calls` are called around each batch."""
 
     def rows_before(self) -> Sequence[Hook]:
-        """Rows of only this loop that run after evaluation."""
+        """Rows that only this loop has, which run after evaluation."""
 
     def rows_after(self) -> Sequence[Hook]:
-        """Rows of only this loop that run after saving."""
+        """Rows that only this loop has, which run after saving."""
 
     def at_stop(self) -> contextlib.AbstractContextManager[None]:
         """Context between steps in which the model has the weights that are evaluated and saved."""
@@ -70,8 +70,8 @@ class Run:
     """One call of `Trainer.fit`.
 
     Args:
-      context: What is run.
-      loop: How its steps are run.
+      context: The run.
+      loop: The loop that runs its steps.
       hooks: The user's hooks.
       callbacks: The user's Keras callbacks, or None.
     """
@@ -98,7 +98,7 @@ class Run:
 
     @property
     def monitor(self) -> Monitor:
-        """What records the run."""
+        """The monitor that records the run."""
         return self._context.monitor
 
     def run(self) -> FitResult:
@@ -117,7 +117,7 @@ class Run:
             if context.program.topology.workers > 1 or not context.program.topology.synchronous:
                 guards.enter_context(ExitOnInterrupt(self._report_interrupted))
             try:
-                return self._history.result(self._run())
+                return self._history.result(self._run(), self._callbacks.logs if self._callbacks else {})
             except KeyboardInterrupt:
                 self._report_interrupted()
                 raise
@@ -126,7 +126,7 @@ class Run:
         announce.report_interrupted(self._context.info, self._context.monitor)
 
     def _check_hooks(self) -> None:
-        """Refuses hooks or callbacks of some workers only: the others would not stop where these stop."""
+        """Refuses hooks or callbacks that only some workers have: the others would not stop at the same steps."""
         gathered = self._context.agreement.gather(self._stops)
         if any(stops != self._stops for stops in gathered):
             text = ", ".join(f"every {stops or 'none'} on worker {rank}" for rank, stops in enumerate(gathered))
@@ -143,7 +143,7 @@ class Run:
         state = context.files.resume_or_warm_start(info.total, context.agreement)
         if state.finished:
             previous = results.previous_summary(info.config.checkpoint.workdir, state.step)
-            # All or none: a worker that continued would wait for one that returned.
+            # All workers return or none does: a worker that continued would wait for one that returned.
             if context.agreement.mean(float(previous is not None)) == 1.0:
                 assert previous is not None
                 results.report_already_finished(info, state.step, context.monitor, context.program.eval_weights)
@@ -156,6 +156,7 @@ class Run:
             summary = self._finish(state)
         if state.preempted and not state.finished:
             raise Preempted
+        context.preemption.hand_on()
         return summary
 
     def _train(self, state: LoopState) -> LoopState:
@@ -182,7 +183,8 @@ class Run:
         return self._end_callbacks(self._callbacks, concluded) if self._callbacks else concluded
 
     def _end_callbacks(self, callbacks: KerasCallbacks, state: LoopState) -> LoopState:
-        """Ends the callbacks; weights that one of them has restored are evaluated and saved in place of the last."""
+        """Ends the callbacks; if one of them has restored weights, these are evaluated and saved in place of the
+        last."""
         before = self._loop.params_sha256()
         callbacks.end(state)
         if self._loop.params_sha256() == before:

@@ -30,7 +30,7 @@ class RunFiles:
     """Checkpoints and restart log of one run, the same for every loop. Every worker has one.
 
     Args:
-      program: What is trained.
+      program: The program to train.
       pipeline: The training batches.
       steps_per_epoch: Steps of one pass over the examples.
       skipped_examples: Counts examples left out; a checkpoint holds the count.
@@ -123,7 +123,7 @@ class RunFiles:
             self._checkpointer.close()
 
     def abandon(self) -> None:
-        """Stops writing without waiting for other workers, which may be gone; nothing once closed."""
+        """Stops writing without waiting for other workers, which may be gone; does nothing once closed."""
         if self._checkpointer:
             self._checkpointer.abandon()
 
@@ -132,7 +132,7 @@ class RunFiles:
 
         Args:
           total: Steps of the whole run.
-          agreement: Between the workers.
+          agreement: The agreement between the workers.
 
         Raises:
           ConfigError: A checkpoint of other data, another model or optimizer, or another kind of strategy.
@@ -162,8 +162,10 @@ class RunFiles:
         if self._plateau and run["plateau"]:
             self._plateau.restore(run["plateau"])
         same_workers = (run["workers"], run.get("replicas")) == (program.topology.workers, program.topology.replicas)
-        epoch = checkpoint.step / self._steps_per_epoch
-        self._message(f"resumed from step {checkpoint.step} (epoch {epoch:.2f}) of {self._workdir}")
+        # The whole run counts as one epoch of a stream of unknown length.
+        endless = self._pipeline.steps_per_epoch == inputs.ENDLESS
+        epoch = "" if endless else f" (epoch {checkpoint.step / self._steps_per_epoch:.2f})"
+        self._message(f"resumed from step {checkpoint.step}{epoch} of {self._workdir}")
         if position := self._pipeline.restore(checkpoint.exchange, same_workers=same_workers):
             self._message(position)
         loss_sum, loss_count = run.get("loss") or (0.0, 0)
@@ -204,7 +206,7 @@ class RunFiles:
     def _restore_exchange(self, checkpoint: checkpoints.Checkpoint, run: Mapping[str, Any]) -> None:
         """Restores the pending residuals of the exchange."""
         exchange, topology = self._program.exchange, self._program.topology
-        # If workers shared a replica, those with the same part as this worker.
+        # If workers shared a replica, only the workers with the same part as this worker are read.
         apart = run.get("replica_workers", 1)
         part = topology.replica_part if apart == topology.replica_workers else 0
 

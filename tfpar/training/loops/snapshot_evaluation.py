@@ -22,7 +22,7 @@ class SnapshotResults(NamedTuple):
     """The results of the evaluation of a snapshot.
 
     Attributes:
-      step: The step after which it was taken.
+      step: The step after which the snapshot was taken.
       results: `loss`, `examples` and metrics by name.
       text: A language model's continuation of the first example, or None if the examples are not text.
     """
@@ -36,7 +36,7 @@ class SnapshotEvaluation:
     """Evaluates in a separate thread, one snapshot at a time.
 
     Args:
-      program: On the chief of `parameter_server`.
+      program: The program, on the chief of `parameter_server`.
       validation: The examples.
     """
 
@@ -48,7 +48,8 @@ class SnapshotEvaluation:
         self._pending: concurrent.futures.Future[SnapshotResults] | None = None
 
     def start(self, step: int) -> None:
-        """Takes a snapshot of the weights after step `step`. What was started before has been collected."""
+        """Takes a snapshot of the weights after step `step`. The results of the previous snapshot have been
+        collected."""
         self._pending = self._thread.submit(self._evaluate, step, *self._snapshot())
 
     def collect(self, *, wait: bool) -> SnapshotResults | None:
@@ -75,7 +76,7 @@ class SnapshotEvaluation:
 
     def _evaluate(self, step: int, params: list[tf.Tensor], state: list[tf.Tensor]) -> SnapshotResults:
         total: list[np.ndarray] | None = None
-        rows: list[list[np.ndarray]] = []  # of each batch, what `Totals.weighted_losses` takes
+        rows: list[list[np.ndarray]] = []  # for each batch, the rows that `Totals.weighted_losses` takes
         with tf.device(_CHIEF):
             for batch in self._batches:
                 sums = self._batch_sums(params, state, batch)
@@ -94,8 +95,8 @@ class SnapshotEvaluation:
 
     @functools.cached_property
     def _batches(self) -> tf.data.Dataset:
-        """Created once: TensorFlow 2.21 sends every traced function to all workers, and holds Python's lock until they
-        have answered."""
+        """The batches, created once: TensorFlow 2.21 sends every traced function to all workers, and holds Python's
+        lock until they have answered."""
         pipeline = inputs.build_pipeline(
             self._validation,
             eval_input(self._program.config),

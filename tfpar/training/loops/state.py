@@ -79,11 +79,13 @@ class LoopState:
       since: The steps since this hook ran last, or since this start began. Empty outside of hooks.
       lr_multiplier: A factor on the scheduled learning rate, in addition to the schedule's own factors.
       stop: End the run here, as finished. It is enough that one worker's hook sets it.
-      stopped_by: What set `stop`, in words; a hook may give it with `state.replace(stop=True, stopped_by=...)`.
+      stopped_by: The cause that set `stop`, as text; a hook may give it with `state.replace(stop=True,
+        stopped_by=...)`.
       preempted: A worker was asked to end (SIGTERM).
       ending: This is the last stop of this start: the run is finished, preempted, or after `--stop_after` steps.
       loss_scale: The loss scale (mixed_float16), or None under `parameter_server`.
-      loss_sum: Sum of the losses of all examples of the applied steps of this epoch, or of the one that has just ended.
+      loss_sum: Sum of the losses of all examples of the applied steps of this epoch, or of the epoch that has just
+        ended.
       loss_count: The number of these examples.
       evaluating: The step whose evaluation is still running, under `parameter_server`; otherwise -1.
     """
@@ -140,7 +142,7 @@ class LoopState:
         applied = steps.applied[first:]
         counts = steps.counts[first:][applied].astype(np.float64)
         losses = steps.losses[first:][applied].astype(np.float64) * counts
-        # One by one, so that the sum does not depend on how many steps a call has, nor on where a run was resumed.
+        # One by one, so that the sum does not depend on how many steps a call has, or where a run was resumed.
         total = np.cumsum([0.0 if starts_again else self.loss_sum, *losses])[-1]
         return self.replace(
             step=step,

@@ -35,7 +35,7 @@ class SynchronousLoop:
     """Runs steps in calls whose length adapts to the step time.
 
     Args:
-      context: What is run.
+      context: The run.
       evaluator: `(source, steps=)`: computes loss and metrics on a source.
 
     Attributes:
@@ -150,7 +150,7 @@ class SynchronousLoop:
         return state
 
     def _take_steps(self, state: LoopState, steps: int) -> OwnSteps:
-        """Takes steps on this worker, with `--round_seconds` at most so many."""
+        """Takes this number of steps on this worker; with `--round_seconds`, at most this number."""
         context = self._context
         pipeline, worker = context.info.pipeline, context.program.topology.data_worker
         multiplier = (context.plateau.multiplier if context.plateau else 1.0) * state.lr_multiplier
@@ -185,7 +185,7 @@ class SynchronousLoop:
         return {variable.path: value.numpy() for variable, value in zip(variables, values, strict=True)}
 
     def _scalars(self, result: StepsResult, state: LoopState) -> dict[str, float]:
-        """What the monitor records of the last step."""
+        """The values that the monitor records for the last step."""
         scalars = {
             "learning_rate": float(result.learning_rate),
             "gradient_norm": float(result.norms.gradient),

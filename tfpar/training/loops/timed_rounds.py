@@ -1,4 +1,4 @@
-"""Rounds of a given time, in which each worker takes as many steps as it can: `--round_seconds`."""
+"""Rounds of a given duration, in which each worker takes as many steps as it can: `--round_seconds`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tfpar.training.step_loop import StepsResult
 
 import numpy as np
 
-# A round is made of calls that take about this part of it: the time left is looked at between them.
+# A round consists of calls; each takes about one eighth of it, and the time left is checked between calls.
 _PART = 8
 
 Call = tuple[StepsResult, np.ndarray]
@@ -20,11 +20,11 @@ Call = tuple[StepsResult, np.ndarray]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class OwnSteps:
-    """What this worker's steps of one or several calls report.
+    """The report of this worker's steps, from one or several calls.
 
     Attributes:
       done: The steps.
-      divisors: Float32 `[n]`: what each loss is divided by.
+      divisors: Float32 `[n]`: the divisor of each loss.
       durations: Float64 `[n, 6]`, seconds, see `timings.COLUMNS`.
       last: The report of the last call.
     """
@@ -74,19 +74,20 @@ def run_for(seconds: float, most: int, call: Callable[[int, int], Call]) -> list
 def joined_steps(
     own: OwnSteps, row: np.ndarray, steps_of: Callable[[np.ndarray], int], agreement: WorkerAgreement
 ) -> tuple[Interval, np.ndarray, np.ndarray]:
-    """The steps of all workers as one interval, the same on each, whatever number each has taken.
+    """The steps of all workers as one interval, the same on each worker, however many steps each has taken.
 
-    Every step of the interval reports the means over the round. As many steps count as left out as workers have left
-    out, at most all.
+    Every step of the interval reports the means over the round. As many of them count as skipped as all workers
+    together have skipped, but at most all.
 
     Args:
-      own: This worker's.
+      own: The report of this worker's steps.
       row: Float64 `[k]`: other numbers of this worker.
-      steps_of: From the steps that each worker has taken, how many steps of the run these are.
-      agreement: Between the workers.
+      steps_of: Converts the numbers of steps that each worker has taken to a number of steps of the run.
+      agreement: The agreement between the workers.
 
     Returns:
-      The interval; the rows of all workers, `[workers, k]`; and what the losses of each averaged over, `[workers]`.
+      The interval; the rows of all workers, `[workers, k]`; and for each worker the sum of the divisors of the steps
+      that it has applied, `[workers]`.
     """
     done, applied = own.done, own.done.applied
     weight = float(np.sum(own.divisors[applied], dtype=np.float64))
