@@ -196,15 +196,20 @@ def _is_exchange(name: str) -> bool:
 
 
 def _tell_worker_0(partial: pathlib.Path, names: Sequence[str], error: BaseException) -> None:
-    """Marks that files will not appear. An empty marker often fits where nothing else does."""
+    """Marks that files will not appear, and why. An empty marker often fits where nothing else does.
+
+    A marker appears by a rename: worker 0 must not read it before the reason is in it.
+    """
     for name in names:
+        marker = partial / f"{name}.new"  # in place of the part that was written, which filled the disk
         with contextlib.suppress(OSError):
-            (partial / f"{name}.new").unlink(missing_ok=True)
+            marker.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             partial.mkdir(parents=True, exist_ok=True)
-            marker = partial / f"{name}{_FAILED}"
             marker.touch()
-            marker.write_text(reason(error))
+            with contextlib.suppress(OSError):
+                marker.write_text(reason(error))
+            os.replace(marker, partial / f"{name}{_FAILED}")
 
 
 def _wait_for(partial: pathlib.Path, names: Mapping[str, int], abandoned: threading.Event) -> None:

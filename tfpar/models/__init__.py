@@ -44,7 +44,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "check":  # the name of version 0.1.0; goes with version 0.3
+    if name == "check":  # the name of version 0.1.0; version 0.3 removes it
         warnings.warn("tfpar.models.check is deprecated; use check_model", DeprecationWarning, stacklevel=2)
         return check_model
     raise AttributeError(f"module 'tfpar.models' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Shared by the model families: choices of activation, initialiser and normalisation, and checks."""
+"""Code that the model families share: choices of activation, initialiser and normalisation, and checks."""
 
 from __future__ import annotations
 

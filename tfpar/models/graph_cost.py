@@ -84,7 +84,7 @@ def count(model: keras.Model, batch_size: int) -> GraphCost:
 
 
 def stand_in_loss(outputs: Any) -> tf.Tensor:
-    """Takes the place of the loss: like a cross-entropy, it saves one tensor of the outputs' size."""
+    """Returns a stand-in for the loss; like a cross-entropy, it saves one tensor of the outputs' size."""
     return tf.add_n(
         [
             tf.reduce_sum(tf.nn.log_softmax(tf.cast(output, tf.float32)))
@@ -95,7 +95,7 @@ def stand_in_loss(outputs: Any) -> tf.Tensor:
 
 
 def in_structure(model: keras.Model, inputs: list[tf.Tensor]) -> Any:
-    """The inputs in the structure, such as a dict, that the model was made with."""
+    """Returns the inputs in the structure, such as a dict, with which the model was created."""
     structure = getattr(model, "input", None)
     if isinstance(structure, dict | list | tuple):
         return keras.tree.pack_sequence_as(structure, inputs)
@@ -132,11 +132,11 @@ def _ancestors(results: Iterable[tf.Tensor]) -> list[tf.Operation]:
 
 
 def flops_of(operations: Iterable[tf.Operation], uncounted: list[str]) -> int:
-    """FLOPs of matrix products and convolutions.
+    """Returns the FLOPs of matrix products and convolutions.
 
     Args:
       operations: Operations of a graph.
-      uncounted: Takes the names of those whose shapes are not known.
+      uncounted: Receives the names of operations with unknown shapes.
     """
     return _flops(operations, uncounted).total()
 
@@ -245,13 +245,13 @@ def saved_tensors(
     sources: Iterable[tf.Tensor],
     uncounted: list[str],
 ) -> list[tuple[tf.Tensor, int]]:
-    """The distinct forward tensors that depend on `sources` and that backward operations read, with their bytes.
+    """Returns the distinct forward tensors that depend on `sources` and that backward operations read, with bytes.
 
     Args:
       forward: Operations of the forward pass.
-      backward: Those of the backward pass.
+      backward: Operations of the backward pass.
       sources: Inputs.
-      uncounted: Takes the names of tensors whose shapes are not known.
+      uncounted: Receives the names of tensors with unknown shapes.
     """
     dependent = {tensor.ref() for tensor in sources}
     forward_tensors = set(dependent)

@@ -21,7 +21,7 @@ EMBEDDING_STDDEV = 0.02
 def attention(query: Any, key: Any, value: Any, *, causal: bool) -> Any:
     """Scaled dot-product attention (Vaswani et al. 2017, equation 1) with the softmax in float32.
 
-    It scales the queries rather than the scores, which are T/K times larger, and the mask is a comparison of two
+    The queries are scaled rather than the scores, which are T/K times larger, and the mask is a comparison of two
     ranges, which XLA fuses into the softmax. `keras.ops.dot_product_attention` (3.15) computes the same, but
     on TensorFlow it materialises a mask of the full shape of the scores.
 
@@ -129,7 +129,7 @@ class TransformerBlock(keras.layers.Layer):
         return inputs + x
 
     def tensor_layout(self) -> dict[keras.layers.Layer, str]:
-        """How tensor parallelism divides its layers, see `tfpar.parallel.tensor.layout`: by heads and hidden units."""
+        """Returns the ways in which tensor parallelism divides the layers, see `tfpar.parallel.tensor.layout`."""
         return {
             self.qkv: f"column:3x{self.heads}",
             self.attention_out: f"row:1x{self.heads}",
@@ -260,7 +260,7 @@ class TokenEmbedding(keras.layers.Layer):
         return ops.cast(ops.matmul(ops.cast(inputs, self.logits_dtype), table), "float32")
 
     def tensor_layout(self) -> dict[keras.layers.Layer, str]:
-        """How tensor parallelism divides it: by tokens."""
+        """Returns the way in which tensor parallelism divides the table: by tokens."""
         return {self: "vocabulary"}
 
     def compute_output_spec(self, inputs: Any, reverse: bool = False) -> keras.KerasTensor:

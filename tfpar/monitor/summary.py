@@ -103,6 +103,7 @@ def summary(info: RunInfo, outcome: RunOutcome, monitor: Monitor, params_sha256:
         "failed_checkpoints": [*outcome.failed_checkpoints],
         "failed_writes": [*monitor.failures],
         "parameters": whole_elements(info.model.weights),
+        "trainable_parameters": whole_elements(info.model.trainable_weights),
         **outcome.own,
     }
 
@@ -342,15 +343,15 @@ def closing_table(content: dict[str, Any], workdir: str) -> str:
     lines += ["", "look next"]
     if workdir:
         there = [f"{workdir}/{name}" for name in RESULTS if os.path.exists(os.path.join(workdir, name))]
-        lines += [f"  {_command('tensorboard')} --logdir {shlex.quote(workdir)}"]
+        lines += [f"  {command_of('tensorboard')} --logdir {shlex.quote(workdir)}"]
         lines += [f"  {', '.join(there)}"] if there else []
     else:
         lines += ["  nothing was kept; --workdir=DIR keeps checkpoints, TensorBoard events and model.keras"]
     return "\n".join(lines)
 
 
-def _command(name: str) -> str:
-    """A program of this environment as it can be typed here, also where the environment is not active."""
+def command_of(name: str) -> str:
+    """A program of this environment as it can be typed in a shell here, also where the environment is not active."""
     beside = os.path.join(os.path.dirname(sys.executable), name)
     if not os.path.exists(beside) or shutil.which(name) == beside:
         return name

@@ -46,7 +46,7 @@ def blocks_of(optimizer: keras.optimizers.Optimizer, most_bytes: int) -> tuple[l
     blocks: list[list[int]] = []
     size = 0
     for weight, own in enumerate(slots):
-        needed = sum(4 * math.prod(variables[index].shape) for index in own)
+        needed = sum(_bytes(variables[index]) for index in own)
         if not blocks or size + needed > most_bytes:
             blocks.append([])
             size = 0
@@ -87,6 +87,10 @@ def apply_block(
         view.apply([tf.convert_to_tensor(gradient) for gradient in gradients], chosen)
     new = [scope.get_current_value(variable) for variable in chosen]
     return new, {index: scope.get_current_value(variables[index]) for index in state}
+
+
+def _bytes(variable: keras.Variable) -> int:
+    return tf.as_dtype(variable.dtype).size * math.prod(variable.shape)
 
 
 def _changed(optimizer: keras.optimizers.Optimizer) -> list[list[int]]:

@@ -92,7 +92,7 @@ def resolve_losses(
       outputs: Outputs, a structure of `tf.TensorSpec`.
 
     Raises:
-      ValueError, KeyError, TypeError: The structures do not fit; as Keras raises it.
+      ValueError, KeyError, TypeError: The structures do not fit; as Keras raises it, or an output has no labels.
     """
     compiled = CompileLoss(loss, loss_weights, output_names=output_names)
     pairs: list[tuple[Any, Any]] = []
@@ -113,6 +113,13 @@ def resolve_losses(
     compiled.build = build_recorder  # `call` arranges the labels before it builds
     compiled.call(y, outputs)
     places = [_places(y), _places(outputs)]
+    if any(id(leaf) not in places[0] for labels, _ in pairs for leaf in keras.tree.flatten(labels)):
+        missing = [entry.name for entry in losses if isinstance(y, dict) and entry.name not in y]
+        if not missing:
+            raise ValueError("labels and outputs have different names")
+        raise ValueError(
+            f"there are no labels for the output {missing[0]!r}. Labels are named: {', '.join(map(repr, y))}."
+        )
     return [
         ResolvedLoss(entry.loss, entry.loss_weights, entry.name, *map(_indices, places, pair))
         for entry, pair in zip(losses, pairs, strict=True)

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from tfpar import precision
 from tfpar.models import example_weights, uses_synchronized_statistics
 from tfpar.training.model.call import call_model, check_agreement, recording
 from tfpar.training.objective import Batch, Forward, LocalSums, Objective, ObjectiveSums, Tensors
@@ -61,11 +62,11 @@ class Core:
             ones derived from `seed`, so that randomness depends on `seed` alone.
           batch: `(x, y, weight)`: x `[m, ...]`, y `[m, ...]`, weight float32 `[m]`; padding has weight 0.
           seed: Int32 `[2]`, different for every (run, step, replica, micro-batch).
-          loss_scale: Float32 scalar that the loss is multiplied by before the backward pass, or None for none.
+          loss_scale: Float32 scalar that the loss is multiplied by before the backward pass, or None for no scaling.
           scales: Factors of the loss terms, from `scales`, where the objective needs them.
 
         Returns:
-          The sums; `gradients` still carry the loss scale. They are dense, those of embeddings too: this is one XLA
+          The sums; `gradients` still carry the loss scale. They are dense, even for embeddings: this is one XLA
           program, whose shapes are static, while the number of rows that a batch touches is not; and micro-batches add
           up in dense buffers. (`exchange/algorithms/sparse_rows.py` sends rows of gradients that are IndexedSlices.)
         """
@@ -91,13 +92,14 @@ class Core:
             tape.watch(params)
             with example_weights(weight), recording(tape, self.model_metrics) as record:
                 sums = self.sums_of(params, state, (x, y, weight), training=True, scales=scales)
-            # Float8 layers also keep statistics of the gradients: of the gradients of a mean, as in `fit`.
+            # Float8 layers also keep statistics of gradients. These are the gradients of a mean, as in `fit`.
             divided = loss_scale is not None or bool(self.overwritten)
             scale = 1.0 if loss_scale is None else loss_scale
-            scaled = sums.loss * (scale / _loss_divisor(weight)) if divided else sums.loss
+            divisor = precision.loss_divisor(weight, counted=bool(self.overwritten)) if divided else None
+            scaled = sums.loss if divisor is None else sums.loss * (scale / divisor)
         if self.replicas > 1:
             check_agreement(self.model, record, (*tf.nest.flatten(batch), seed), state, sums.state)
-        return Forward(tape, params, record, sums, scaled, _loss_divisor(weight) if divided else None)
+        return Forward(tape, params, record, sums, scaled, divisor)
 
     def sums_of(
         self, params: Tensors, state: Tensors, batch: Batch, *, training: bool, scales: tf.Tensor | None = None
@@ -173,7 +175,7 @@ class Core:
             try:
                 return self._accumulate_in_loop(accumulate_steps, one, params, state, assigned)
             except _NewlyAssignedError as found:
-                # Known only after the body is traced: it is traced again, with these variables in the loop.
+                # These variables are known only after the body was traced, so it is traced again with them in the loop.
                 assigned = {place: params[place] for place in sorted({*assigned, *found.places})}
 
     def _accumulate_in_loop(
@@ -188,7 +190,7 @@ class Core:
 
         Args:
           accumulate_steps: Micro-batches.
-          one: `(index, state, assigned weights) -> sums` of one of them.
+          one: `(index, state, assigned weights) -> sums` of one micro-batch.
           params: As for `loss_and_grads`.
           state: As for `loss_and_grads`.
           assigned: The weights that the forward pass assigns, with the values that they have before.
@@ -222,7 +224,7 @@ class Core:
         return [*map(function, tensors)]
 
     def added(self, total: LocalSums, sums: LocalSums) -> LocalSums:
-        """Adds a micro-batch. Of the model's state and of weights that it assigns, the last values count."""
+        """Adds a micro-batch. The last values of the model's state and of assigned weights are kept."""
         parts = (each._replace(state=[], assigned={}, overwritten=[]) for each in (total, sums))
         added = tf.nest.map_structure(tf.add, *parts)
         overwritten = [*map(tf.maximum, total.overwritten, sums.overwritten)]
@@ -263,15 +265,15 @@ class Core:
     def overwritten(self) -> list[int]:
         """Indices of the trainable variables whose gradient is their new value (`Variable.overwrite_with_gradient`).
 
-        They are the scales and maxima of float8 layers (Keras 3.15). No gradient of theirs is exchanged; replicas take
-        the mean of the new values, weighted by examples, and micro-batches their maximum, as Keras does.
+        They are the scales and maxima of float8 layers (Keras 3.15). Their gradients are not exchanged: replicas take
+        the mean of the new values, weighted by examples, and micro-batches take the maximum, as Keras does.
         """
         variables = enumerate(self.model.trainable_variables)
         return [place for place, variable in variables if variable.overwrite_with_gradient]
 
     @property
     def traveling_variables(self) -> list[keras.Variable]:
-        """The variables that replicas average beside gradients: the model's state, and the overwritten variables."""
+        """The variables that replicas average besides gradients: the model's state, and the overwritten variables."""
         trainable = self.model.trainable_variables
         return [*self.model.non_trainable_variables, *(trainable[place] for place in self.overwritten)]
 
@@ -339,10 +341,10 @@ class Core:
 
         Args:
           loss: Sum of `LocalSums.loss`.
-          count: Sum of `LocalSums.count`. Without any example, where all were skipped, there is no loss: it is NaN.
+          count: Sum of `LocalSums.count`. If it is 0, because all examples were skipped, the loss is NaN.
           sums: Sums of `LocalSums.metrics`.
           without: Names of metrics that the model updates itself, to leave out.
-          weighted_losses: From `Totals.weighted_losses` of all batches, for losses that are no means over examples.
+          weighted_losses: From `Totals.weighted_losses` of all batches, for losses that are not means over examples.
         """
         totals = self.objective.totals
         own, of_model = sums[: len(totals.variables)], sums[len(totals.variables) :]
@@ -384,17 +386,3 @@ def _updated(
 def _of_examples(sums: Tensors, count: tf.Tensor) -> Tensors:
     """The sums of the model's own metrics, or zeros if no example counts, because a replica may get only padding."""
     return [each * tf.cast(count > 0.0, tf.float32) for each in sums]
-
-
-def _loss_divisor(weight: tf.Tensor) -> Any:
-    """Largest power of two up to the micro-batch size, a float or a float32 scalar.
-
-    Gradients are sums over examples, a micro-batch times larger than the means that loss scales are made for;
-    dividing the float16 backward pass by this and multiplying afterwards is exact.
-    """
-    if weight.shape[0] is not None:
-        return float(1 << (int(weight.shape[0]).bit_length() - 1))
-    size = tf.size(weight)
-    for shift in (1, 2, 4, 8, 16):
-        size = tf.bitwise.bitwise_or(size, tf.bitwise.right_shift(size, shift))
-    return tf.cast(size - tf.bitwise.right_shift(size, 1), tf.float32)

@@ -17,13 +17,13 @@ def total_steps(config: TrainConfig, steps: int | None, epochs: float | None, st
     """Steps of the whole run, from `fit`'s arguments or else the configuration.
 
     Args:
-      config: Says `steps` or `epochs` where neither argument is given.
+      config: Its `steps` or `epochs` apply if neither argument is given.
       steps: Steps of the whole run.
       epochs: Passes over the examples, instead of `steps`.
       steps_per_epoch: Steps of one pass.
 
     Raises:
-      ConfigError: Neither is given, or both are; less than one step; not a valid number.
+      ConfigError: Neither or both are given, a value is not a valid number, or the run has less than one step.
     """
     if steps is not None:
         steps = _whole(steps)
@@ -49,7 +49,7 @@ def check_profile(window: tuple[int, int] | None, total: int) -> None:
       total: Steps of the whole run.
 
     Raises:
-      ConfigError: With a window that the run has.
+      ConfigError: The window ends after the run; the message suggests a window that the run has.
     """
     if window is not None and window[1] > total:
         first, last = min(window[0], max(total - 5, 1)), total

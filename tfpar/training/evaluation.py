@@ -54,7 +54,7 @@ class AnyEvaluator(Protocol):
     confusion: np.ndarray | None
 
     def __call__(self, source: inputs.AnySource, *, steps: int = 0, calls: BatchCalls | None = None) -> dict[str, Any]:
-        """Values by name, the same on every worker; all call it together. Arguments as for `Evaluator`."""
+        """Loss and metrics by name, the same on every worker; all workers call it together. See `Evaluator`."""
 
 
 class Evaluator:
@@ -74,7 +74,7 @@ class Evaluator:
         self._evaluation: Evaluation | None = None
         self._elements: tuple[inputs.AnySource, inputs.AnyPipeline, Any] | None = None
         self._named_skipped: set[str] = set()  # fingerprints of sources whose skipped examples have been named
-        self._named_distorted: set[str] = set()  # and of sources whose padding has been named
+        self._named_distorted: set[str] = set()  # fingerprints of sources whose padding has been named
 
     def __call__(self, source: inputs.AnySource, *, steps: int = 0, calls: BatchCalls | None = None) -> dict[str, Any]:
         """Loss and metrics over the examples of a source, each counted once; all workers call it together.
@@ -82,8 +82,8 @@ class Evaluator:
         Args:
           source: Examples; no shuffling, no augmentation.
           steps: Batches to use, from the beginning; 0: all.
-          calls: Called around each batch, with the results so far, which are then summed over the workers for each
-            batch.
+          calls: Functions to call around each batch, with the results so far; for them, results are summed over the
+            workers after each batch.
 
         Returns:
           `loss`, `examples`, and one entry per metric.
@@ -152,17 +152,17 @@ class Evaluation:
     Args:
       core: Model, loss and metrics.
       strategy: A synchronous strategy that the model was created under.
-      agreement: Between the workers of the strategy.
+      agreement: The agreement between the workers of the strategy.
       jit_compile: Compile the forward pass with XLA.
       weights: The trainable weights to use, in order: the model's own, or their moving averages.
-      classes: Classes to count predictions of, see `confusion.counts`; 0 for none.
+      classes: The number of classes whose predictions are counted, see `confusion.counts`; 0 for none.
       within: Opens the context of a replica's program, see `Placing.within`.
       model_devices: Devices that divide the layers of a replica, each with its own program.
       counts: Whether this worker's sums count; of the workers that share a replica, only one counts.
 
     Attributes:
-      weights: The same as a list.
-      classes: The same.
+      weights: As given, as a list.
+      classes: As given.
       confusion: Float64 `[classes, classes]`: the counts of the last run.
       stopped: Whether `calls` ended the last run before its last batch.
     """
@@ -188,7 +188,7 @@ class Evaluation:
         self.classes = classes
         self.confusion = np.zeros([classes, classes])
         self.stopped = False
-        self._first = 0  # of the batches of the present call of `_run`
+        self._first = 0  # index of the first batch of the current call of `_run`
         on_tpu = isinstance(strategy, tf.distribute.TPUStrategy)
         compile_here = jit_compile and not on_tpu
         self._sums = (
@@ -247,7 +247,7 @@ class Evaluation:
         return self._core.evaluation_results(loss, count, metrics, without, losses)
 
     def _loop(self, iterator: Iterator[Any], batches: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """This worker's sums: over all batches `[length]`, and the first ones of each batch `[batches, columns]`."""
+        """This worker's sums over all batches, `[length]`, and the first sums of each batch, `[batches, columns]`."""
         length = sum(int(np.prod(shape)) for shape in self._shapes())
         columns = self._core.objective.totals.columns
 
@@ -276,7 +276,7 @@ class Evaluation:
         return tf.concat([tf.stack([sums.loss, sums.count]), *[tf.reshape(part, [-1]) for part in parts]], axis=0)
 
     def _confusion_of(self, batch: Any, outputs: Any) -> tf.Tensor:
-        if outputs is None:  # another worker has them
+        if outputs is None:  # another worker has the outputs
             return tf.zeros([self.classes, self.classes])
         return confusion.counts(batch, keras.tree.map_structure(gathered, outputs), self.classes)
 

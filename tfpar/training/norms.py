@@ -28,7 +28,8 @@ def l2_norm(
     plain = squares(tensors)
 
     def scaled() -> tf.Tensor:
-        # Never 1 here. XLA (TensorFlow 2.21) would square a constant by itself, which gives 0, and multiply later.
+        # The scale is never 1 here, but it must not be a constant: XLA (TensorFlow 2.21) would square a constant by
+        # itself, which gives 0, and multiply later.
         scale = tf.where(tf.math.is_finite(plain), 1.0, _SCALE)
         return tf.sqrt(squares([tensor * scale for tensor in tensors])) / _SCALE
 
@@ -47,8 +48,8 @@ def _squared(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
 
 
 def squared_in_xla(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Square of the L2 norm for XLA, which adds up one element after the other on a CPU (TensorFlow 2.21): adds eight
-    at a time, and the remainders of all tensors together, because each separate sum is several calls."""
+    """Square of the L2 norm for XLA, which adds up elements one by one on a CPU (TensorFlow 2.21). This adds eight at a
+    time, and the remainders of all tensors together, because each separate sum takes several calls."""
     lanes, short, sums = 8, [], []
     for tensor in tensors:
         flat = tf.reshape(tensor, [-1])

@@ -35,7 +35,7 @@ class OptimizerSpec:
 
     @classmethod
     def of(cls, optimizer: keras.optimizers.Optimizer | str | None, options: Mapping[str, Any]) -> OptimizerSpec:
-        """The optimizer that `Trainer` was given.
+        """The optimizer that was given to `Trainer`.
 
         Args:
           optimizer: A Keras optimizer, a name, or None for the one that the options name.
@@ -93,16 +93,17 @@ class OptimizerSpec:
 def with_own_accumulation(
     optimizer: Any, options: Mapping[str, Any], config: ExperimentConfig | None
 ) -> tuple[Any, dict[str, Any]]:
-    """Takes `gradient_accumulation_steps` of an optimizer over as the option `accumulate_steps`.
+    """Turns `gradient_accumulation_steps` of an optimizer into the option `accumulate_steps`.
 
     Args:
-      optimizer: What `Trainer` was given.
+      optimizer: The argument of `Trainer`.
       options: Options given beside it.
       config: The configuration given beside it.
 
     Returns:
-      A copy of the optimizer that does not accumulate, and the options; both as given if it does not, if it has state,
-      which a copy would not have, or if it has a schedule, which counts micro-batches in Keras (3.15).
+      A copy of the optimizer that does not accumulate, and the options. Both are returned unchanged if the given
+      optimizer does not accumulate, if it has state, which a copy would not have, or if it has a schedule, which counts
+      micro-batches in Keras (3.15).
 
     Raises:
       ConfigError: Another number of micro-batches was given.
@@ -126,7 +127,7 @@ def with_own_accumulation(
     copy.gradient_accumulation_steps = None
     _log.info(
         "gradient_accumulation_steps=%s of the optimizer is taken as accumulate_steps=%s of a copy of it: a step takes "
-        "global_batch_size examples in %s micro-batches; fit's is batch_size x %s",
+        "global_batch_size examples in %s micro-batches, and in fit batch_size x %s",
         *[steps] * 4,
     )
     return copy, {**options, "accumulate_steps": steps}
@@ -148,7 +149,8 @@ def peak_rate(optimizer: keras.optimizers.Optimizer) -> float:
 
 
 def _check_has_effect(optimizer: keras.optimizers.Optimizer, options: Mapping[str, Any]) -> None:
-    """Refuses options that say how to build or drive an optimizer beside an optimizer that is already built."""
+    """Refuses options that determine how an optimizer is built or driven, if an optimizer that is already built is
+    given."""
     idle = {"optimizer_args", "weight_decay", "weight_decay_exclude", "ema"} & options.keys()
     if "schedule" not in options:
         idle |= {"learning_rate", "base_batch_size", "schedule_args", "warmup_steps"} & options.keys()

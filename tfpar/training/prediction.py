@@ -41,7 +41,7 @@ class Predictor:
 
         Args:
           source: Examples; no shuffling, no augmentation. Labels are not read.
-          calls: Called around each batch, with `outputs`: those of this worker's examples.
+          calls: Functions to call around each batch, with `outputs`: the model's outputs for this worker's examples.
 
         Returns:
           Arrays `[n, ...]` in the structure of the model's outputs, in the order of the examples, the same on every
@@ -84,7 +84,7 @@ class Predictor:
                     calls.end(step, {"outputs": tf.nest.pack_sequence_as(structure, rows[-1])})
                     if agreement.sums([float(calls.stop())])[0]:
                         break
-            # Workers that share a replica have the same outputs: only those of the first count.
+            # Workers that share a replica have the same outputs: only those of the first worker count.
             columns = [np.concatenate(parts)[: None if counts else 0] for parts in zip(*rows, strict=True)]
             numbers = numbers if counts else [part[:0] for part in numbers]
             order = np.argsort(np.concatenate(agreement.gather_arrays(np.concatenate(numbers))), kind="stable")

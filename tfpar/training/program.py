@@ -104,7 +104,7 @@ class Program:
           model: A Keras model, copied if the strategy needs its own variables; or a function that builds one.
           optimizer: By name, or an object.
           goal: Losses and metrics, assigned to the model's outputs by `bind`; or an objective of the user's own.
-          augmentation: Applied to inputs in training; by default what `--augment` names.
+          augmentation: Applied to inputs in training; by default the layer that `--augment` names.
           layout: How layers are divided over a model axis, see `find_layout`.
 
         Raises:
@@ -126,7 +126,7 @@ class Program:
             metrics, replicas = own_metrics(built, goal.metric_names()), strategy.num_replicas_in_sync
             parts = built, objective_of(built, goal), augmentation, metrics, replicas
             core = placing.core_class(*parts, unrolls=placing.several)
-        check_precision(built, config.precision.precision)
+        check_precision(built, config.precision.precision, announced=reports)
         weights, topology = built.trainable_variables, placing.topology or runtime.topology
         share = OwnShare.of(config, topology, weights, optimizer, core.overwritten, strategy)
         keras_optimizer = share.optimizer if share else placing.optimizer(optimizer, config, built, strategy)
@@ -209,7 +209,7 @@ class Program:
         """The input pipeline of a source for this topology.
 
         Raises:
-          ConfigError: It has padding, which would count in what the model computes over whole batches.
+          ConfigError: The batches have padding, which would count in the model's computations over whole batches.
         """
         pipeline = inputs.build_pipeline(
             source,
@@ -379,8 +379,8 @@ class Program:
     def _can_overlap_exchange(self) -> bool:
         """Whether some gradients are complete before others, so that they can be sent early.
 
-        A single XLA program, or a loop over micro-batches, returns all at once. On GPUs, calls of two groups, that of
-        the exchange and that of synchronised batch statistics, must not interleave.
+        A single XLA program, or a loop over micro-batches, returns all gradients at once. On GPUs, the calls of two
+        groups, the exchange and synchronised batch statistics, must not interleave.
         """
         mixes = self.topology.device_type == "GPU" and models.uses_synchronized_statistics(self.model)
         at_once = (self.jit_compile and not self.placing.in_segments) or self.config.train.accumulate_steps > 1

@@ -50,5 +50,5 @@ def with_seed_states(
 
 
 def fold_in(seed: tf.Tensor, data: Any) -> tf.Tensor:
-    """Another seed for every value of an integer, int32 `[2]`."""
+    """A different seed for every value of an integer, int32 `[2]`."""
     return tf.random.fold_in(seed, data, alg="philox")

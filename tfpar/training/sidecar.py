@@ -58,8 +58,8 @@ class Sidecar:
           state: The model's non-trainable variables.
           metric_variables: Additive metric state.
           replicas: Replicas of all workers.
-          frozen: Those of `state` that are frozen weights.
-          own_denominator: Whether the second metric variable, a scalar, is what the loss is divided by, see `Totals`.
+          frozen: The variables of `state` that are frozen weights.
+          own_denominator: Whether the loss is divided by the second metric variable, a scalar, see `Totals`.
         """
         kept = {id(variable) for variable in frozen}
         return cls(
@@ -124,8 +124,8 @@ class Sidecar:
         return tf.concat([[tf.where(finite, 0.0, 1.0)], packed], axis=0)
 
     def base(self, before: Tensors, after: Tensors) -> Tensors:
-        """The values on which `state` builds: those before the update for variables whose change is sent, otherwise
-        this replica's new ones."""
+        """The values that `state` starts from: the values before the update for variables whose change is sent, and
+        this replica's new values for all others."""
         return [old if averaged else new for old, new, averaged in zip(before, after, self.averaged, strict=True)]
 
     def state(self, vector: tf.Tensor, base: Tensors) -> Tensors:

@@ -110,7 +110,7 @@ def initialize(
 
 
 def with_plan(config: ExperimentConfig, options: Mapping[str, Any]) -> ExperimentConfig:
-    """The configuration with the choices of `--mesh=auto`, if it has that.
+    """The configuration with the choices of `--mesh=auto`, if that option is set.
 
     Args:
       config: The experiment.

@@ -72,7 +72,7 @@ class TrainStep:
         if self._scale_loss:
             finite = tf.equal(vector[sidecar.NON_FINITE], 0.0)
             loss_scale = update_loss_scale(loss_scale, finite, self._growth_steps)
-        with tf.control_dependencies([done]):  # outside XLA, there is an earlier report
+        with tf.control_dependencies([done]):  # outside XLA, the report would be available earlier
             sums = tf.concat([[norm], vector[: self.sidecar.report_length]], axis=0)
         times = () if self.plan.single_xla_program else (first, computed, exchanged, self.clock([done]))
         return StepReport(sums, loss_scale, times)
@@ -96,7 +96,7 @@ class TrainStep:
 
         # 4: the reduced gradient's mean, clipped: one factor.
         if self.replicas > 1 or self.exchange.state:
-            norm = self._norm_if_needed(gradients, is_last)  # else it is this replica's own
+            norm = self._norm_if_needed(gradients, is_last)  # otherwise it is this replica's own norm
         factor, norm = self._factor_and_norm(vector, norm)
 
         # 5: the optimizer's update, unless a replica is non-finite or there are no examples.
@@ -132,8 +132,8 @@ class TrainStep:
           clip_norm: Global L2 norm that the reduced mean gradient is clipped to; 0 for none.
           scale_loss: Whether the loss scale is in use (mixed_float16).
           growth_steps: Finite steps after which the loss scale doubles.
-          timed: Take the time of every step. Must be off where op determinism is on: TensorFlow 2.21 then refuses its
-            clock (the Timestamp kernel).
+          timed: Measure the time of every step. Must be off if op determinism is on, because TensorFlow 2.21 then
+            refuses its clock (the Timestamp kernel).
         """
         self.core, self.optimizer, self.exchange, self.strategy = core, optimizer, exchange, strategy
         self.sidecar = Sidecar.of_core(core, self.replicas)
@@ -187,7 +187,7 @@ class TrainStep:
           step: Int64 scalar: number of the step.
           lr_multiplier: Float32 scalar that the scheduled learning rate is multiplied by.
           loss_scale: The loss scale of this step.
-          is_last: Bool scalar: whether norms are asked for.
+          is_last: Bool scalar: whether norms are requested.
 
         Returns:
           The report of the first replica, with four times.
@@ -232,7 +232,7 @@ class TrainStep:
     def clock(self, after: list[Any]) -> tf.Tensor:
         """Host time in seconds (float64 scalar) once everything in `after` exists; zero if the step is not timed."""
         if not self._timed:
-            with tf.control_dependencies(after):  # no time, but still the order
+            with tf.control_dependencies(after):  # no time is taken, but the order is kept
                 return tf.identity(tf.zeros([], tf.float64))
         with tf.device("/device:CPU:0"), tf.control_dependencies(after):
             return run_unordered(tf.timestamp())

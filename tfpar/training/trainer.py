@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, Unpack
 
-from tfpar import inputs
+from tfpar import inputs, precision
 from tfpar.checkpoint import workdir_lock
 from tfpar.cluster import failure
 from tfpar.config import CUSTOM, ConfigError, ExperimentConfig, TrainerOptions
@@ -63,29 +63,29 @@ class Trainer:
       model: A function that builds a Keras model (called under the strategy), or a model, which has the trained weights
         when `fit` returns or is preempted. On one device the model itself is trained; on several, a copy that is
         created from its configuration and weights, and whose weights are written back.
-      optimizer: A Keras optimizer, a name (`"adamw"`), or None for what the options say. An optimizer object keeps its
-        own learning rate or schedule unless `schedule` is given; its `gradient_accumulation_steps` become
-        `accumulate_steps`.
+      optimizer: A Keras optimizer, a name (`"adamw"`), or None for the optimizer that the options name. An optimizer
+        object keeps its own learning rate or schedule unless `schedule` is given; its `gradient_accumulation_steps`
+        become `accumulate_steps`.
       loss: A Keras loss, its name, or a function `(y, outputs) -> values [m, ...]`; for several outputs a list, a dict
         by output name, or a structure like that of the outputs. Reductions and masks count as in Keras. None if the
         model adds its own loss (`add_loss`) or overrides `compute_loss`.
-      metrics: Keras metrics whose state is a sum, names, or functions: a list, or one by output as for `loss`.
-        `"accuracy"` is the one that fits the loss, else the labels and outputs.
+      metrics: Keras metrics whose state is a sum, names, or functions: a list, or one for each output as for `loss`.
+        `"accuracy"` is the accuracy that fits the loss, otherwise the labels and outputs.
       config: The whole configuration; `options` override single fields of it.
       runtime: From `tfpar.initialize(config)`; by default the trainer starts one.
       loss_weights: A factor for each loss, in the structure of `loss`.
       weighted_metrics: Metrics in which sample weights count.
-      augmentation: Keras layer applied to the inputs on the device, inside the step, in training only; by default what
-        the option `augment` names.
+      augmentation: Keras layer applied to the inputs on the device, inside the step, in training only; by default the
+        layer that the option `augment` names.
       layout: With a model axis (`mesh="model:2"`), how layers are divided over it, by regular expressions on their
         paths: `{"logits": "gather"}`, see `tfpar.parallel.tensor.layout`; other layers are divided automatically. Or
-          how
-        weights are: a `keras.distribution.LayoutMap`, or `{"mlp.*kernel": (None, "model")}`, see
-          `tfpar.parallel.tensor.weight_layouts`; other weights stay whole.
+        how weights are: a `keras.distribution.LayoutMap`, or `{"mlp.*kernel": (None, "model")}`, see
+        `tfpar.parallel.tensor.weight_layouts`; other weights stay whole.
       objective: In place of loss and metrics: a function of the built model that returns the objective, in sums over
         the examples of a batch; see `tfpar.training.objective.Objective`.
       **options: Any option of `tfpar.config` by its flag name: `strategy="mirrored", devices=2, exchange="none",
-        precision="mixed_bfloat16", jit_compile=..., accumulate_steps=4, clip_norm=1.0, workdir="runs/a"`.
+        precision="mixed_bfloat16", jit_compile=..., accumulate_steps=4, clip_norm=1.0, workdir="runs/a"`. Without
+        `config`, the precision is by default Keras' global dtype policy.
 
     Attributes:
       program: The program that training loops run: model, optimizer and exchange under the strategy.
@@ -132,9 +132,9 @@ class Trainer:
             self.program = Program.build(
                 config, self.runtime, model=model, optimizer=spec, goal=aim, augmentation=augmentation, layout=layout
             )
-        except BaseException:
-            keras.config.set_dtype_policy(policy)  # a later model must not inherit the precision of a refused trainer
-            raise
+        finally:
+            # The precision is that of this trainer's model: later models must not inherit it.
+            keras.config.set_dtype_policy(policy)
         self._evaluator = Evaluator(self.program)
         self._predictor = Predictor(self.program)
         self._between_runs = AveragesBetweenRuns()
@@ -169,18 +169,18 @@ class Trainer:
           validation: Examples to evaluate on (arrays as `(x, y)`), at every `eval_every` steps and at the end.
           hooks: Functions to run between steps, see `tfpar.Hook`. A run that one of them stops counts as finished.
           callbacks: Keras callbacks, with Keras' logs; see `tfpar.training.loops.keras_callbacks`.
-          **others: None. Arguments of Keras' `fit` are refused with what to write instead.
+          **others: Must be empty. The error for an argument of Keras' `fit` names what to write instead.
 
         Returns:
-          The contents of `summary.json`; its attribute `history` has loss and metrics of each epoch, as `History` of
-          Keras has them.
+          The contents of `summary.json`; its attribute `history` has loss and metrics of each epoch, as Keras'
+          `History` does.
 
         Raises:
           ConfigError: Neither steps nor epochs, an empty data set, a checkpoint of another run, a workdir that another
             job writes, data that do not fit the model, a hook or callback that cannot work.
           CheckpointError: A checkpoint could not be written, and `on_checkpoint_error` is `fail`.
           PeerLostError: Another worker is lost. End this process, and start all workers again.
-          Preempted: SIGTERM came to a worker; all have saved a checkpoint if they could. A SystemExit with code 85.
+          Preempted: A worker received SIGTERM; all have saved a checkpoint if they could. A SystemExit with code 85.
         """
         keras_arguments.refuse("fit", others)
         self._refresh()
@@ -223,8 +223,8 @@ class Trainer:
             sets or tuples `(x, y)`.
           y: Labels, if `source` is arrays.
           sample_weight: Sample weights, if `source` is arrays.
-          callbacks: Keras callbacks: their methods of tests.
-          **others: None, as for `fit`.
+          callbacks: Keras callbacks, whose test methods are called.
+          **others: Must be empty, as for `fit`.
 
         Returns:
           `loss`, `examples`, and one entry per metric. For several sources, one such dict for each, by name.
@@ -257,9 +257,9 @@ class Trainer:
 
         Args:
           source: Examples, as for `fit`; no shuffling, no augmentation. Labels, if there are any, are not read.
-          callbacks: Keras callbacks: their methods of predictions. `on_predict_batch_end` gets the outputs of this
-            worker's examples of the batch.
-          **others: None, as for `fit`.
+          callbacks: Keras callbacks, whose prediction methods are called. `on_predict_batch_end` gets the outputs of
+            this worker's examples of the batch.
+          **others: Must be empty, as for `fit`.
 
         Returns:
           Arrays `[n, ...]` in the structure of the model's outputs, in the order of the examples, the same on every
@@ -342,7 +342,7 @@ class Trainer:
     def _sources(
         self, train: tuple[Any, Any, Any], class_weight: Mapping[int, float] | None, validation: Any, *, counts: bool
     ) -> tuple[Any, Any]:
-        """The sources of what `fit` was given, checked."""
+        """The sources of the data that were given to `fit`, checked."""
         common: dict[str, Any] = {"told": self._tells, "ignore_class": self._ignore_class}
         source = keras_arguments.as_source("fit(train=...)", *train, counts=counts, split="train", **common)
         if class_weight is not None:
@@ -373,7 +373,7 @@ def _with_options(config: ExperimentConfig | None, options: Mapping[str, Any], o
     """The configuration with single options replaced, and what an optimizer argument implies."""
     flat = (config or ExperimentConfig()).as_flat_dict()
     if config is None:  # the defaults would record names that were never used
-        flat |= {"model": CUSTOM, "dataset": CUSTOM}
+        flat |= {"model": CUSTOM, "dataset": CUSTOM, "precision": precision.of_process()}
     flat |= options
     if isinstance(options.get("jit_compile"), bool):
         flat["jit_compile"] = str(options["jit_compile"]).lower()
@@ -385,6 +385,6 @@ def _with_options(config: ExperimentConfig | None, options: Mapping[str, Any], o
 
 
 def _deprecated_layout(layout: strategies.Runtime) -> strategies.Runtime:
-    """The name of the runtime in version 0.1.0."""
+    """The runtime, given under its name in version 0.1.0."""
     warnings.warn("Trainer(layout=...) is deprecated; use runtime=...", DeprecationWarning, stacklevel=3)
     return layout

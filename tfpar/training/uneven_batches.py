@@ -23,8 +23,8 @@ def train_input(config: ExperimentConfig) -> InputConfig:
 
 
 def eval_input(config: ExperimentConfig) -> InputConfig:
-    """The input options for evaluation and prediction. A separate batch size need not be divisible by the replicas:
-    an evaluation sums over examples, whatever share of a batch a replica has."""
+    """The input options for evaluation and prediction. A separate batch size need not be divisible by the number of
+    replicas, because an evaluation sums over examples, whatever share of a batch a replica has."""
     if not config.train.eval_batch_size:
         return config.input
     return dataclasses.replace(config.input, global_batch_size=config.eval_batch_size, uneven_batches=True)

@@ -28,6 +28,7 @@ from tfpar.collectives.agreement import WorkerAgreement
 from tfpar.config import CUSTOM, PER_HOST_OPTIONS, RESUME_MAY_CHANGE, ConfigError, ExperimentConfig, unknown_name
 from tfpar.exchange import Exchange
 from tfpar.exchange.sharding.check import check_sharding
+from tfpar.inputs.checks import check_same_shapes
 from tfpar.optim import optimizers, schedules
 from tfpar.parallel.mesh import AUTO, check_beside_mesh
 from tfpar.parallel.planner.machine import parse_size
@@ -92,10 +93,10 @@ def validate_data(
 ) -> None:
     """Stage 2: refuses data on which this run cannot train or be evaluated.
 
-    That is an empty source; fewer examples than a batch, with `remainder=drop`; fewer files than workers; a schedule
-    that needs validation examples where there are none; examples that parameter servers or a tf.data service cannot
-    read; validation examples of another shape than the training examples. Runs before the strategy starts, and again in
-    `Trainer.fit`.
+    Such data are an empty source; fewer examples than a batch, with `remainder=drop`; fewer files than workers; a
+    schedule that needs validation examples where there are none; examples that parameter servers or a tf.data service
+    cannot read; validation examples of another shape than the training examples. Runs before the strategy starts, and
+    again in `Trainer.fit`.
 
     Args:
       config: The experiment.
@@ -109,7 +110,7 @@ def validate_data(
     _check_not_empty(config, "train", train)
     if validation is not None:
         _check_not_empty(config, "validation", validation)
-        _check_same_shapes(train, validation)
+        check_same_shapes(train.info, validation.info)
     elif config.schedule.schedule == "plateau":
         raise ConfigError(
             "--schedule=plateau needs evaluations, and there are no validation examples. Hold some out "
@@ -171,7 +172,7 @@ def validate_model(
 def validate_workdir(config: ExperimentConfig, *, complete: bool = True) -> None:
     """Stage 4: refuses a workdir that cannot be written, is in use, or holds a run of another configuration.
 
-    Also a --warm_start without weights. Runs before the strategy starts; leaves no file behind.
+    Also refuses a --warm_start without weights. Runs before the strategy starts; leaves no file behind.
 
     Args:
       config: The experiment.
@@ -191,10 +192,10 @@ def validate_workdir(config: ExperimentConfig, *, complete: bool = True) -> None
         raise ConfigError(f"--workdir={workdir} is a file. Name a directory; it is created if it does not exist.")
     existing = next(parent for parent in [path, *path.absolute().parents] if parent.exists())
     try:
-        with tempfile.TemporaryFile(dir=existing):  # permissions do not tell: root, read-only systems, /proc
+        with tempfile.TemporaryFile(dir=existing):  # permission bits are not conclusive: root, read-only systems, /proc
             pass
     except OSError as error:
-        # A resumed run, restarted by a scheduler perhaps, can do without space on its disk.
+        # A resumed run, perhaps restarted by a scheduler, can continue without free space on its disk.
         if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not checkpointer.has_any(workdir):
             raise ConfigError(
                 f"--workdir={workdir}: {existing} cannot be written to ({error.strerror}). Name a writable directory."
@@ -232,7 +233,7 @@ def validate_workers_agree(
     raise.
 
     Args:
-      agreement: Between the workers.
+      agreement: The agreement between the workers.
       config: This worker's options.
       facts: Other values that must be equal, by their names in the message; the same names on every worker.
       descriptions: Texts for the message in place of the values of facts. They may differ, as paths do.
@@ -289,21 +290,6 @@ def _check_not_empty(config: ExperimentConfig, role: str, source: inputs.AnySour
     raise ConfigError(f"{what}. What to do: {'; or '.join(remedies)}.")
 
 
-def _check_same_shapes(train: inputs.AnySource, validation: inputs.AnySource) -> None:
-    for what, of_train, of_validation in (
-        ("inputs", train.info.input_spec, validation.info.input_spec),
-        ("labels", train.info.label_spec, validation.info.label_spec),
-    ):
-        single = not (tf.nest.is_nested(of_train) or tf.nest.is_nested(of_validation))
-        same = of_train.shape.is_compatible_with(of_validation.shape) if single else of_train == of_validation
-        if not same:
-            found, expected = (spec.shape if single else spec for spec in (of_validation, of_train))
-            raise ConfigError(
-                f"{validation.info.name}: the validation {what} have shape {found}, the training {what} "
-                f"{expected}. Give validation examples of the same shape as the training examples."
-            )
-
-
 def _check_parameter_server(config: ExperimentConfig, train: inputs.AnySource) -> None:
     """Refuses options that asynchronous training does not support: see the messages."""
     if not isinstance(train, inputs.Source):
@@ -337,7 +323,7 @@ def _check_labels_within_outputs(
     """Refuses labels that are not indices of outputs. On a GPU and under XLA the loss of such a label is NaN: every
     step that meets one would be skipped."""
     outputs = getattr(model, "outputs", None)
-    count = outputs[0].shape[-1] if outputs and len(outputs) == 1 else None  # None: it is no graph of layers
+    count = outputs[0].shape[-1] if outputs and len(outputs) == 1 else None  # None: it is not a graph of layers
     for info in (source.info for source in (train, validation) if source is not None):
         if tf.nest.is_nested(info.label_spec):
             continue
@@ -371,7 +357,7 @@ def _check_whole_tensors(config: ExperimentConfig, topology: Topology) -> None:
 
 
 def _check_compiles(config: ExperimentConfig, topology: Topology) -> None:
-    """Refuses early, by the model's options, what the trainer would refuse once the model is built."""
+    """Refuses early, by its options, a model that the trainer would refuse once it is built."""
     options = models.options(config.model.model) | config.model.arguments()
     if config.train.jit_compile == "true" and topology.replicas > 1 and options.get("normalization") == "sync_batch":
         raise ConfigError(
@@ -380,10 +366,10 @@ def _check_compiles(config: ExperimentConfig, topology: Topology) -> None:
 
 
 def _check_same_run(saved: Mapping[str, Any], current: Mapping[str, Any], workdir: str) -> None:
-    """Refuses to resume a run under another configuration; names every option that differs, saved and current value."""
+    """Refuses to resume a run under another configuration; names every option that differs, with both values."""
     may_change = set(RESUME_MAY_CHANGE)
     for name, arguments in (("model", {"model", "model_args"}), ("dataset", {"dataset"})):
-        # Objects without a name: the checkpoint's shapes and the fingerprint of the data distinguish them.
+        # Objects without a name are distinguished by the checkpoint's shapes and the fingerprint of the data.
         if CUSTOM in (saved.get(name), current[name]):
             may_change |= arguments
     differences = [

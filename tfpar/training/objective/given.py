@@ -19,7 +19,7 @@ class OwnGoal:
 
     Attributes:
       make: `(model) -> Objective`, called once with the built model, under the strategy.
-      loss: None: there is no loss of its outputs.
+      loss: None, because there is no loss of the model's outputs.
     """
 
     make: Callable[[keras.Model], Objective]
@@ -27,10 +27,10 @@ class OwnGoal:
 
     @classmethod
     def instead_of(cls, goal: Goal, make: Callable[[keras.Model], Objective]) -> OwnGoal:
-        """The goal of `make`.
+        """The goal for an objective that `make` returns.
 
         Raises:
-          ConfigError: Losses or metrics are given too, or it cannot be called.
+          ConfigError: Losses or metrics are given too, or `make` cannot be called.
         """
         others = {"loss": goal.loss, "metrics": goal.metrics, "weighted_metrics": goal.weighted_metrics}
         given = [name for name, value in others.items() if value]
@@ -44,11 +44,11 @@ class OwnGoal:
         return cls(make)
 
     def metric_names(self) -> list[str]:
-        """None."""
+        """Empty: there are no metric objects."""
         return []
 
     def check_names(self) -> None:
-        """There are none."""
+        """Does nothing: there are no names."""
 
     def objective(self, model: keras.Model) -> Objective:
         """The objective for a model.

@@ -43,7 +43,7 @@ class Losses:
         Args:
           y: Flat labels.
           outputs: Flat outputs.
-          sample_weight: One for each label, or None for each.
+          sample_weight: The sample weights of each label; None for a label without any.
           weight: Float32 `[m]`.
         """
         return [
@@ -90,6 +90,8 @@ def build_losses(loss: Any, loss_weights: Any, y: Any, outputs: Outputs, *, by_p
             "out if the model adds its own (add_loss)."
         )
     _check_outputs(loss, outputs)
+    if names := [factor for factor in keras.tree.flatten(loss_weights) if isinstance(factor, str)]:
+        raise ConfigError(f"loss_weights={loss_weights!r}: {names[0]!r} is not a number. Give a number for each loss.")
     try:
         terms = keras_compile.resolve_losses(loss, loss_weights, outputs.names, y, outputs.structure)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
@@ -110,9 +112,7 @@ def _check_outputs(loss: Any, outputs: Outputs) -> None:
     known = {*(outputs.names or ()), *(outputs.structure if isinstance(outputs.structure, dict) else ())}
     unknown = [name for name in loss if name not in known]
     if not known and isinstance(outputs.structure, tf.TensorSpec):
-        raise ConfigError(
-            f"loss={_named(loss)} is by name of the output, but the model has one output, without a name."
-        )
+        raise ConfigError(f"loss={_named(loss)} is a dict by output name, but the model has one output without a name.")
     if known and unknown:
         raise ConfigError(
             f"loss: {unknown[0]!r} is not an output of the model. Its outputs are: "
@@ -179,7 +179,7 @@ def check_names(loss: Any) -> None:
 
 
 def uses_integer_labels(loss: Any) -> bool:
-    """Whether a loss reads labels as class indices into the last dim of the outputs, every one of them.
+    """Whether a loss reads every label as a class index into the last dim of the outputs.
 
     Args:
       loss: A Keras loss, its name, or a function; False for a structure of several.

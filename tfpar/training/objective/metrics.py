@@ -158,7 +158,7 @@ def _checked(term: keras_compile.ResolvedMetric, y: tf.TensorSpec, outputs: tf.T
     try:
         whole, part = _values(metric, labels, values, weighted=False)
     except _ERRORS as error:
-        try:  # one that takes weights only, as it always gets them in a step
+        try:  # some metrics need weights, which they always get in a step
             whole, part = _values(metric, labels, values, weighted=True)
         except _ERRORS:
             raise ConfigError(
@@ -206,7 +206,7 @@ def _values(metric: keras.metrics.Metric, y: tf.Tensor, outputs: tf.Tensor, *, w
     values = []
     for count in (len(y), len(y) - 1):
         arguments = (y[:count], outputs[:count], *([tf.ones([count])] if weighted else []))
-        with keras.StatelessScope():  # some create their state for the first outputs that they see
+        with keras.StatelessScope():  # some metrics create their state from the first outputs
             metric.update_state(*arguments)
         zeros = [tf.zeros(variable.shape, variable.dtype) for variable in metric.variables]
         values.append(_result(metric, metric.stateless_update_state(zeros, *arguments)))
@@ -250,8 +250,7 @@ def results(
 
     Returns:
       The values that Keras' `fit` logs, by metric name: numbers, or arrays for metrics that return arrays. A metric
-      whose result is
-      a dict gives an entry per key, named by the key alone unless that name is taken: then `name/key`.
+      whose result is a dict gives an entry per key, named by the key alone unless that name is taken: then `name/key`.
     """
     found: dict[str, Any] = {}
     position = 0

@@ -9,7 +9,7 @@ from typing import Any
 from tfpar.config import ConfigError, unknown_name
 
 _WORD_BOUNDARY = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
-# Names that `compile` takes besides those of functions and classes.
+# Names that `compile` takes in addition to the names of functions and classes.
 _ABBREVIATIONS = {"mae", "mape", "mse", "msle"}
 _CHOSEN_BY_LOSS = {"loss": {"crossentropy"}, "metrics": {"accuracy", "crossentropy"}}
 _NOT_OF_OUTPUTS = {"mean", "metric", "sum"}  # metrics that take values, without labels
@@ -32,7 +32,8 @@ def unknown_in_keras(argument: str, value: Any, module: types.ModuleType, error:
 
 
 def _is_enough(module: types.ModuleType, name: str) -> bool:
-    """Whether the module's `get` takes the name; not that of a class whose constructor needs arguments."""
+    """Whether the module's `get` accepts the name alone; it does not if the constructor of the class needs
+    arguments."""
     try:
         return callable(module.get(name))
     except (ValueError, TypeError):

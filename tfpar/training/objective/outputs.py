@@ -36,7 +36,7 @@ class Outputs(NamedTuple):
 def outputs_of(model: keras.Model, input_spec: Any, examples: int) -> Outputs:
     """Describes the outputs of a model for inputs of a data set.
 
-    For a graph of layers with known sizes, the graph has the answer; any other model is traced once.
+    A graph of layers with known sizes contains this description; any other model is traced once.
 
     Args:
       model: A built model.
@@ -79,7 +79,7 @@ def _check_number(model: keras.Model, input_spec: Any) -> None:
 
 
 def _takes(model: keras.Model, input_spec: Any) -> bool:
-    """Whether examples have the very shapes of the inputs of a graph of layers. Others may still be accepted."""
+    """Whether examples have exactly the shapes of the inputs of a graph of layers. Others may still be accepted."""
     if isinstance(input_spec, Mapping) and {tensor.name for tensor in model.inputs} != {*input_spec}:
         return False  # keys that the model does not have, or that are not the names of its inputs
     shapes = [tuple(tensor.shape[1:]) for tensor in model.inputs]
@@ -111,6 +111,7 @@ def _traced(model: keras.Model, input_spec: Any, examples: int, names: list[str]
         # Keras surrounds the reason with the layer's name and its arguments, in colours.
         reason = re.sub(r"\x1b\[\d+m|Exception encountered when calling .*", "", str(error))
         reason = " ".join(reason.partition("Arguments received by")[0].split())
+        reason = re.sub(rf"(shape[= ]\(){examples}(?=,)", r"\1None", reason)  # a size that the data do not have
         raise ConfigError(
             f"the model {model.name!r} cannot be called on examples of {_shapes(input_spec)}: {reason}"
         ) from error
@@ -123,7 +124,7 @@ def check_inputs(model: keras.Model, input_spec: Any, accepted: list[Any]) -> No
     Args:
       model: A built model.
       input_spec: Structure of `tf.TensorSpec`, of one example.
-      accepted: Structures that need not be tried; this one is added.
+      accepted: Structures that were accepted before and need not be tried; `input_spec` is added.
 
     Raises:
       ConfigError: The model cannot be called on such inputs.

@@ -155,7 +155,7 @@ class SupervisedObjective:
             denominators = [count] * len(terms)
         summable = not bound.totals.needs_scales or scales is not None
         loss = bound.losses.total(numerators) if summable else tf.zeros([])
-        if extra:  # add_loss and regularisers are per batch: times the count, they survive the division once.
+        if extra:  # add_loss and regularisers are per batch; the division by the count undoes this product
             loss += count * tf.add_n([tf.cast(tf.reduce_sum(value), tf.float32) for value in extra])
         metrics = [part for pair in zip(numerators, denominators, strict=True) for part in pair]
         metrics = metrics[: 2 * bound.totals.terms]
@@ -176,7 +176,7 @@ class SupervisedObjective:
             same = False
         if not same:
             raise ConfigError(
-                f"labels {label_spec} have another structure than those that this trainer saw first, {bound}. Make "
+                f"labels {label_spec} have a different structure from those that this trainer saw first, {bound}. Make "
                 "another Trainer for them."
             )
 

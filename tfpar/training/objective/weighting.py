@@ -51,15 +51,15 @@ def term_sums(
       outputs: Outputs `[m, ...]`. A mask that they carry counts, and so does one that the loss sets (`ignore_class`).
       sample_weight: Float `[m]` or `[m, ...]`, or None.
       weight: Float32 `[m]`: 1 for an example, 0 for padding.
-      by_positions: Whether to average over all unmasked positions, as Keras does; otherwise over those of each example
-        first, where an example without any counts as 0.
+      by_positions: Whether to average over all unmasked positions, as Keras does; otherwise over the positions of each
+        example first; an example without unmasked positions counts as 0.
 
     Raises:
       ConfigError: The loss keeps neither one value per example nor one for the batch, or weights or masks do not fit
         its values.
     """
     found, outputs = _values(loss, y, outputs)
-    if tf.convert_to_tensor(found).shape.rank == 0:  # a mask of the outputs leaves it as it is, as in Keras
+    if tf.convert_to_tensor(found).shape.rank == 0:  # a mask of the outputs does not change it, as in Keras
         value = numerator_of(tf.cast(found, tf.float32), sample_weight, weight, is_sum=loss.reduction == SUM)
         return TermSums(value, tf.reduce_sum(weight), False, whole=True)
     masks = [mask for mask in map(keras_internals.mask_of, (outputs, found)) if mask is not None]
@@ -93,7 +93,7 @@ def _values(loss: keras.losses.Loss, y: Any, outputs: Any) -> tuple[Any, Any]:
 
 
 def called(loss: keras.losses.Loss, y: Any, outputs: Any) -> Any:
-    """What a loss returns before any reduction, for labels and outputs of any dtype."""
+    """The values that a loss returns before any reduction, for labels and outputs of any dtype."""
     return loss.call(_as(y, loss.dtype), _as(outputs, loss.dtype))
 
 
@@ -103,7 +103,7 @@ def _as(structure: Any, dtype: str) -> Any:
 
 
 def _per_example(values: Any, weight: tf.Tensor) -> tf.Tensor:
-    """What a loss returned as float32 `[m, ...]`."""
+    """The values that a loss returned, as float32 `[m, ...]`."""
     values = tf.cast(values, tf.float32)
     if values.shape.rank is None:
         raise ConfigError("the loss returned a value of unknown rank: it must keep one value per example.")

@@ -1,6 +1,6 @@
 """Losses of one value for a whole batch, as Keras takes them.
 
-Such are functions that take the mean over the batch themselves, losses over sets (`keras.losses.Dice`), and losses of
+These are functions that take the mean over the batch themselves, losses over sets (`keras.losses.Dice`), and losses of
 outputs `[m]`, whose last dim is that of examples. The value stands for every example of the batch.
 """
 
@@ -19,13 +19,13 @@ _RELATIVE, _ABSOLUTE = 3e-5, 1e-7
 
 
 def numerator_of(value: tf.Tensor, sample_weight: Any, weight: tf.Tensor, *, is_sum: bool) -> tf.Tensor:
-    """What such a loss adds to a numerator over examples.
+    """The amount that such a loss adds to a numerator over examples.
 
     Args:
       value: The loss of the batch, a float32 scalar.
       sample_weight: Must be None.
-      weight: Float32 `[m]`: 1 for each example; 0 where a replica has none, which is then one example.
-      is_sum: Whether the loss has the reduction `sum`, which is divided by nothing.
+      weight: Float32 `[m]`: 1 for each example; a replica without examples has a single one, with weight 0.
+      is_sum: Whether the loss has the reduction `sum`, which has no divisor.
 
     Raises:
       ConfigError: Sample weights. Keras (3.15) multiplies the value by their mean, so that no example weighs more.
@@ -41,7 +41,7 @@ def numerator_of(value: tf.Tensor, sample_weight: Any, weight: tf.Tensor, *, is_
 
 
 def _growing(leaf: tf.Tensor) -> tf.Tensor:
-    """Floats `[m, ...]` times 1/m to 1 by example; the rest as it is."""
+    """Multiplies floats `[m, ...]` by factors that grow from 1/m to 1 with the example; changes no other leaf."""
     if not leaf.dtype.is_floating:
         return leaf
     factors = tf.range(1, leaf.shape[0] + 1, dtype=tf.float32) / float(leaf.shape[0])
@@ -51,7 +51,7 @@ def _growing(leaf: tf.Tensor) -> tf.Tensor:
 def is_mean(value_of: Callable[[Any, Any], Any], y: Any, outputs: Any) -> bool:
     """Whether a loss of one value for a batch is a mean over its examples, tried on made-up examples.
 
-    Then parts of a batch, weighted by their examples, add up to the loss of all of it.
+    If it is, the losses of the parts of a batch, weighted by their examples, add up to the loss of the whole batch.
 
     Args:
       value_of: Computes the loss of labels and outputs, a scalar.
@@ -60,7 +60,8 @@ def is_mean(value_of: Callable[[Any, Any], Any], y: Any, outputs: Any) -> bool:
     """
     examples = keras.tree.flatten(outputs)[0].shape[0]
     cut = examples // 2
-    # Parts of one distribution have nearly the same loss, so both grow with the example; equal ones would have no loss.
+    # Parts of one distribution have nearly the same loss, so outputs and labels grow with the example. They grow at
+    # different rates, because equal outputs and labels would have no loss.
     outputs = keras.tree.map_structure(_growing, outputs)
     y = keras.tree.map_structure(lambda leaf: tf.sqrt(_growing(leaf)) if leaf.dtype.is_floating else leaf[::-1], y)
     whole, first, second = (

@@ -1,1 +1,1 @@
-"""Optimizer state in the memory of the host (`--offload`)."""
+"""Optimizer state in host memory (`--offload`)."""

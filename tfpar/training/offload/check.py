@@ -1,4 +1,4 @@
-"""What does not go with state in the memory of the host, refused before anything starts."""
+"""Refuses options that do not work with optimizer state in host memory, before anything starts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tfpar.parallel.topology import Topology
 
 
 def check_offload(config: ExperimentConfig, topology: Topology) -> None:
-    """Refuses options that do not go with `--offload`.
+    """Refuses options that do not work with `--offload`.
 
     Raises:
       ConfigError: The first of them, with what to use instead.

@@ -1,4 +1,4 @@
-"""Replicas on one device each, whose optimizer keeps its state in the memory of the host."""
+"""Replicas on one device each, whose optimizer keeps its state in host memory."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The training step with optimizer state on the host: part 5 of `TrainStep`, block by block.
 
-The state of a block of weights is copied to the device when the block before it is updated, and its new state back, so
-that the device holds the state of one block at a time (Ren et al. 2021, arXiv:2101.06840, who update on the host).
+The state of a block of weights is copied to the device once the previous block is updated, and the new state is copied
+back, so that the device holds the state of one block at a time. (Ren et al. 2021, arXiv:2101.06840, update on the
+host.)
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class OffloadedStep(TrainStep):
 
     def _make_programs(self) -> None:
         super()._make_programs()
-        self._apply = self._apply_update  # it reads variables of another device, which no XLA program can
+        self._apply = self._apply_update  # it reads variables of another device, which an XLA program cannot do
         blocks, self._common = blocks_of(self.optimizer, BLOCK_BYTES)
         compiles = self.plan.compiles_update
         self._blocks = [(block, compiled(functools.partial(self._updated_block, block), compiles)) for block in blocks]
@@ -42,7 +43,7 @@ class OffloadedStep(TrainStep):
         new_common, done = common, list[Any]()
         for block, update in self._blocks:
             slots = [variables[index] for index in block.slots]
-            with tf.control_dependencies(done):
+            with tf.control_dependencies(done):  # one block's state at a time
                 state = [_read(slot) for slot in slots]
             values = [
                 reduced.assigned[index] if index in reduced.assigned else weights[index].read_value()
@@ -50,8 +51,8 @@ class OffloadedStep(TrainStep):
             ]
             gradients = [reduced.gradients[index] for index in block.weights]
             scalars = (reduced.factor, reduced.step, reduced.lr_multiplier)
-            values, state, new_common = update(values, state, common, gradients, *scalars)
-            done = [*replica.assign([weights[index] for index in block.weights], values), *_store(slots, state)]
+            values, state, new_common = update(values, state, common, gradients, *scalars)  # the same in every block
+            done += [*replica.assign([weights[index] for index in block.weights], values), *_store(slots, state)]
         new_state = self._without_seeds(self.sidecar.state(reduced.vector, reduced.state))
         with tf.control_dependencies(done):
             last = _store([variables[index] for index in self._common], new_common)

@@ -61,8 +61,8 @@ class PipelineWorker:
 
     Attributes:
       peers: The workers of the pipeline.
-      first: Rank of the first of them among all workers.
-      places: Places of the pipeline that each of them has.
+      first: Rank of the first worker of the pipeline, among all workers.
+      places: Places of the pipeline on each worker.
     """
 
     peers: ReplicaPeers
@@ -86,7 +86,7 @@ class PipelineWorker:
         return self.rank == self.peers.size - 1
 
     def of_stage(self, stage: Stage) -> int:
-        """Which worker has a stage."""
+        """The worker that has a stage."""
         return stage.place // self.places
 
     def has(self, stage: Stage) -> bool:
@@ -146,7 +146,7 @@ def specs_of(
       graph: Its graph.
       steps: All steps.
       inputs: Tensors like those of a call, in the order of the graph's inputs.
-      operation_fn: Makes of a layer what is to be called.
+      operation_fn: Returns the callable to use in place of a layer.
     """
     found: dict[int, Spec] = {}
 
@@ -186,8 +186,8 @@ class Messages:
       schedule: The order of the passes, see `turns`.
 
     Attributes:
-      worker: The same.
-      schedule: The same.
+      worker: As given.
+      schedule: As given.
       sent: The operations that send; they must be run.
       micro_batch: The number of the micro-batch whose passes are being traced.
       specs: The specs of the tensors that cross; must be set before any is received.

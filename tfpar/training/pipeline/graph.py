@@ -75,7 +75,7 @@ def crossing(steps: Sequence[GraphStep], place: int, outputs: Iterable[int], inp
     Args:
       steps: All steps.
       place: Number of the first step after the cut.
-      outputs: What the model returns.
+      outputs: Identities of the tensors that the model returns.
       inputs: The model's inputs, which every stage gets.
     """
     given = set(inputs)
@@ -140,7 +140,7 @@ def costs_of(model: keras.Model, graph: Any, steps: Sequence[GraphStep]) -> Step
       steps: Its steps.
     """
     for length in _TRIED_LENGTHS[:-1]:
-        with contextlib.suppress(ValueError, tf.errors.InvalidArgumentError):  # longer than a table of positions
+        with contextlib.suppress(ValueError, tf.errors.InvalidArgumentError):  # may exceed a table of positions
             return _costs_with(model, graph, steps, length)
     return _costs_with(model, graph, steps, _TRIED_LENGTHS[-1])
 

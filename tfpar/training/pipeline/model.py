@@ -46,7 +46,7 @@ def make_pipeline(
       devices: The devices. Their `creating` must be open, outside the strategy's scope.
       experiment: The options for cuts and the schedule. Its `--recompute` has been applied to the model.
       axis: If layers are divided as well, the devices that divide them.
-      rules: How, see `find_layout`.
+      rules: How layers are divided, see `find_layout`.
       worker: If the pipeline spans several workers, this worker.
       announced: Whether to log the stages.
 
@@ -63,8 +63,8 @@ def make_pipeline(
     graph = keras_calls.graph_of(model)
     if graph is None:
         raise ConfigError(
-            f"--mesh={config.mesh}: model {model.name!r} has a call of its own, not a graph of layers, so it cannot be "
-            "cut into stages. Build it with the functional API or as a Sequential, or use --mesh=model:..."
+            f"--mesh={config.mesh}: model {model.name!r} has its own call method, not a graph of layers, so it cannot "
+            "be cut into stages. Build it with the functional API or as a Sequential, or use --mesh=model:..."
         )
     steps = steps_of(graph)
     costs = costs_of(model, graph, steps)

@@ -57,7 +57,8 @@ class PipelinePlacing(Placing):
     @contextlib.contextmanager
     def scope(self, model: keras.Model | Callable[[], keras.Model], strategy: tf.distribute.Strategy) -> Iterator[None]:
         """See `Placing`."""
-        # Workers that have different variables create their own: a strategy would require the same on all.
+        # Workers that have different variables create their own: a strategy would require the same variables on all
+        # workers.
         with self._devices.creating(), contextlib.nullcontext() if self._worker else scope_of(model, strategy):
             yield
 

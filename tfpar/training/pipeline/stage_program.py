@@ -66,7 +66,7 @@ class StageProgram:
     Args:
       model: The model.
       stage: The stage.
-      operation_fn: Makes of a layer what is to be called.
+      operation_fn: Returns the callable to use in place of a layer.
       compiles: Whether the stage is an XLA program.
       shares: Whether all calls share one trace.
       option: The option that cuts the model, for errors.
@@ -99,7 +99,7 @@ class StageProgram:
             self._body,
             autograph=False,
             jit_compile=True if compiles else None,
-            # Otherwise TensorFlow places the operations of every call again, which takes seconds each time.
+            # Otherwise TensorFlow would place the operations again for every call, which takes seconds each time.
             experimental_attributes=None if compiles else {"_noinline": True},
         )
 
@@ -123,7 +123,7 @@ class StageProgram:
         ]
 
     def __call__(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Values of `stage.made` with their masks, updates, losses."""
+        """The values of `stage.made` with their masks, the updates and the losses."""
         if not self._checked:
             self._checked = True
             self._check_captures(tensors)
@@ -187,7 +187,7 @@ class StageProgram:
         """Runs the steps with variables as in a scope; returns the values of `stage.made`."""
         values: Values = {}
         for key, value, mask in zip(self.stage.given, given, masks, strict=True):
-            tensor = tf.identity(value)  # one of its own, which may have a mask
+            tensor = tf.identity(value)  # a separate tensor, which may have a mask
             values[key] = tensor if mask is None else keras_internals.set_mask(tensor, mask)
         with contextlib.nullcontext() if weights is None else example_weights(weights), scope:
             run_steps(self.stage.steps, values, self._operation_fn)

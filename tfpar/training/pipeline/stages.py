@@ -67,11 +67,11 @@ class Pipeline:
       option: The option that asks for stages, for errors.
 
     Attributes:
-      stages: The same. In a pipeline over several workers, only this worker's stages run here.
-      devices: The same.
-      axis: The same.
-      worker: The same.
-      schedule: The same.
+      stages: As given. In a pipeline over several workers, only this worker's stages run here.
+      devices: As given.
+      axis: As given.
+      worker: As given.
+      schedule: As given.
       compiles: Whether stages are XLA programs.
     """
 

@@ -24,14 +24,14 @@ import tensorflow as tf
 
 
 class Placing:
-    """A replica on one device. Subclasses are for replicas of several.
+    """A replica on one device. Subclasses are for replicas of several devices.
 
     Attributes:
       several: Whether devices communicate within a replica's programs, so that each has its own program.
       in_segments: Whether a pass is several programs on one device, so that some gradients are ready before others.
       segments: The number of these programs that `--jit_segments=auto` chose; 0 if it chose none.
       own_step: The option that changes the step of supervised training; empty if none does.
-      topology: How they lie; None where each has one.
+      topology: The topology of a placement over several devices; None if each replica has all its parts on one device.
       has_outputs: Whether this worker has the model's outputs; if several have the same, whether its outputs count.
       adds_sums: Whether this worker's sums of an evaluation count.
       core_class: The class that wraps the model as a pure function.

@@ -25,7 +25,7 @@ def placing_of(
     Args:
       runtime: The running strategy.
       layout: How layers are divided over a model axis, see `find_layout`.
-      options: `shard`, `jit_segments` and `offload` count.
+      options: `shard`, `jit_segments` and `offload` are used.
 
     Raises:
       ConfigError: There is a layout, but the mesh has no devices over which to divide layers.

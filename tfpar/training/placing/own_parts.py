@@ -1,4 +1,4 @@
-"""What a program has of its own, where it is no plain training: reinforcement learning, federations."""
+"""The parts of a program for tasks other than supervised training: reinforcement learning, federations."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import keras
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class OwnParts:
-    """What takes the place of, or is added to, what `Program` has by itself.
+    """The parts that replace parts of `Program`, or are added to them.
 
     Attributes:
-      step: What takes the arguments of `TrainStep` in its place, or None.
-      variables: What a checkpoint must hold besides, by the prefix of their names.
-      recorded: From a number of finished steps: scalars to record of the last one.
-      summarized: From a number of finished steps: what `summary.json` has besides.
+      step: The constructor to call in place of `TrainStep`, with the same arguments; or None.
+      variables: Additional variables that a checkpoint must hold, by the prefix of their names.
+      recorded: `(finished steps) -> scalars` to record for the last of these steps.
+      summarized: `(finished steps) -> values` to add to `summary.json`.
     """
 
     step: Callable[..., TrainStep] | None = None

@@ -76,7 +76,7 @@ def planned(config: ExperimentConfig, subject: Subject) -> dict[str, Any]:
 
     Raises:
       ConfigError: No plan fits, or the model is not known. On every worker.
-      PeerLostError: A worker did not come.
+      PeerLostError: A worker did not join.
     """
     topology = choose_topology(without_auto(config.strategy), cluster.detect())
     if topology.name in ("tpu", "parameter_server"):
@@ -136,7 +136,7 @@ def _of_saved_run(config: ExperimentConfig, tells: bool) -> dict[str, Any]:
             _log.info("mesh auto: %s has a run on other devices (%s); making a new plan", workdir, error)
         return {}
     if tells:
-        _log.info("mesh auto: --mesh=%s and the rest of its plan, as %s was trained", options["mesh"], workdir)
+        _log.info("mesh auto: --mesh=%s and the other options of the plan of the run in %s", options["mesh"], workdir)
     return options
 
 

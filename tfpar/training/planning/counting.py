@@ -66,7 +66,7 @@ def count_model(
         _restore(model)
     common: dict[str, Any] = {"name": model.name, "layers": {1: whole, **divided}, "undivided": undivided}
     if graph is None:
-        uncut = f"Model {model.name!r} has a call of its own, not a graph of layers, so it cannot be cut into stages."
+        uncut = f"Model {model.name!r} has its own call method, not a graph of layers, so it cannot be cut into stages."
         return ModelCosts(**common, uncut=uncut)
     costs = costs_of(model, graph, steps)
     width = tf.as_dtype(model.compute_dtype).size
@@ -184,7 +184,7 @@ class _Counter:
         )
 
     def with_kept_of(self, layers: Sequence[LayerCost], others: Sequence[LayerCost]) -> tuple[LayerCost, ...]:
-        """The layers, with the recomputation of the others."""
+        """The layers, with the recomputation costs of `others`."""
         return tuple(
             dataclasses.replace(
                 layer, kept_recomputed=min(layer.kept, other.kept_recomputed), recomputed=other.recomputed

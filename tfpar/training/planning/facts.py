@@ -41,7 +41,7 @@ class Facts:
     Attributes:
       costs: Costs of the model's layers.
       state_per_weight: Bytes of the optimizer's state for each float32 weight.
-      elementwise: Whether the optimizer updates every element by itself.
+      elementwise: Whether the optimizer updates every element independently of the others.
       compiled: Whether XLA compiles passes.
       measured: Measured times of passes; None if they were not requested.
     """

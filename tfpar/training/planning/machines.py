@@ -48,13 +48,13 @@ def _gpu_memory() -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Given:
-    """What the user specifies about a machine; 0 and None: to be determined.
+    """The user's values for a machine; values of 0 and None are to be determined.
 
     Attributes:
       flops: FLOPs per second of a device.
       memory: Bytes of a device.
-      within: What joins the devices of a worker.
-      between: What joins the workers.
+      within: The link between the devices of a worker.
+      between: The link between the workers.
     """
 
     flops: float = 0.0

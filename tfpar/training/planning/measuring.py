@@ -109,7 +109,7 @@ def _reported(compiled: bool) -> Iterator[Callable[[], int]]:
         return
     with tempfile.TemporaryDirectory() as folder:
         flags = os.environ.get("XLA_FLAGS", "")
-        # XLA reads it once per process, at its first use (TensorFlow 2.21).
+        # XLA reads this variable once per process, at the first use of XLA (TensorFlow 2.21).
         os.environ["XLA_FLAGS"] = f"{flags} --xla_dump_to={folder} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=.*"
         try:
             yield lambda: max(map(_temporaries, Path(folder).glob("*buffer-assignment.txt")), default=0)

@@ -42,7 +42,7 @@ def plan_offline(
     within: Link | None = None,
     fixed: Sequence[str] = (),
 ) -> Answer:
-    """Plans for workers like those described.
+    """Makes a plan for workers like the described ones.
 
     Args:
       config: The experiment: its model, data, batch and options, and `devices` of each worker.
@@ -70,7 +70,7 @@ def plan_offline(
         measured=facts.measured,
         given=Given(flops=flops, memory=memory, within=within, between=between),
     )
-    if not memory:  # this machine's value says nothing about others
+    if not memory:  # this machine's value does not apply to others
         machine = dataclasses.replace(machine, memory=0)
     if not config.strategy.mesh:
         config = dataclasses.replace(config, strategy=dataclasses.replace(config.strategy, mesh=AUTO))

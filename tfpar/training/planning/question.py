@@ -32,7 +32,7 @@ def question_of(
     given: Mapping[str, object] | None = None,
     keeps_exchange: bool = False,
 ) -> Question:
-    """What plans are sought for.
+    """The situation for which plans are sought.
 
     Args:
       config: The experiment. Of the options that a plan decides, those with default values are free.
@@ -87,7 +87,7 @@ def _exchange(text: str) -> Exchange:
 def _refusals(
     config: ExperimentConfig, facts: Facts, machine: Machine, *, keeps_exchange: bool
 ) -> Callable[[Plan], str]:
-    """Returns why a run would refuse a plan."""
+    """A function that returns why a run would refuse a plan."""
 
     @functools.cache
     def of_layout(plan: Plan) -> str:

@@ -1,4 +1,4 @@
-"""What cannot be cut into segments, refused before anything starts."""
+"""Refuses options and models that cannot be cut into segments, before anything starts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Obstacle(NamedTuple):
     """Why passes cannot be cut into segments.
 
     Attributes:
-      reason: Why, as a sentence without its end; of a model, without its subject.
+      reason: The reason, as a sentence without its full stop; if it concerns a model, also without its subject.
       remedy: What to do.
     """
 
@@ -26,7 +26,7 @@ class Obstacle(NamedTuple):
 
 
 def obstacle(config: ExperimentConfig, topology: Topology) -> Obstacle | None:
-    """The first thing among the options that does not go with `--jit_segments`; None if there is none."""
+    """The first option that does not work with `--jit_segments`; None if there is none."""
     train = config.train
     if topology.name in ("parameter_server", "tpu"):
         why = "exchanges no gradients" if topology.name == "parameter_server" else "compiles a step as one program"
@@ -54,7 +54,7 @@ def obstacle(config: ExperimentConfig, topology: Topology) -> Obstacle | None:
 
 
 def check_segments(config: ExperimentConfig, topology: Topology) -> None:
-    """Refuses options that do not go with a number of segments; with `auto` there is then one.
+    """Refuses options that do not work with a number of segments; with `auto`, there is then one segment.
 
     Raises:
       ConfigError: The first of them, with what to use instead.
@@ -65,7 +65,7 @@ def check_segments(config: ExperimentConfig, topology: Topology) -> None:
 
 
 def model_obstacle(model: keras.Model) -> Obstacle | None:
-    """The first thing about a built model that segments do not work with; None if there is none."""
+    """The first property of a built model that segments do not work with; None if there is none."""
     if models.uses_synchronized_statistics(model):
         return Obstacle(
             "synchronises batch statistics between replicas, which no XLA program can",
@@ -73,7 +73,7 @@ def model_obstacle(model: keras.Model) -> Obstacle | None:
         )
     if keras_calls.graph_of(model) is None:
         return Obstacle(
-            "has a call of its own, not a graph of layers, so it cannot be cut",
+            "has its own call method, not a graph of layers, so it cannot be cut",
             "Build it with the functional API or as a Sequential, or leave it out.",
         )
     if any(isinstance(layer, keras.layers.RNN) for layer in keras_internals.all_layers(model)):

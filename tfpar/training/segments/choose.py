@@ -1,8 +1,8 @@
 """`--jit_segments=auto`: how many programs a pass is cut into, from measured times and the cost model of the exchange.
 
-More programs expose less of the exchange, because the buckets of the last layers leave while the gradients of the first
-ones are computed. Each program costs its launch, and the tensors at its borders cost the way through memory, which XLA
-would have fused.
+More programs expose less of the exchange, because the buckets of the last layers are sent while the gradients of the
+first layers are computed. Each program costs its launch, and the tensors at its borders pass through memory, which
+fusion in XLA would have avoided.
 """
 
 from __future__ import annotations
@@ -41,15 +41,16 @@ _FORWARD = 1 / 3  # of the FLOPs of forward and backward pass
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """What decides.
+    """The values that the choice depends on.
 
     Attributes:
       flops: FLOPs of the steps of the model's graph, in order.
       crossing: Bytes that cross a cut before each step, in one pass; negative where no cut is allowed.
-      ready: For each bucket, the first step whose variables it has: it is complete after the backward pass of it.
+      ready: For each bucket, the first step whose variables are in it: the bucket is complete after the backward pass
+        of this step.
       costs: The cost of each bucket.
-      pass_seconds: Forward and backward pass in one program.
-      launch_seconds: Of a program.
+      pass_seconds: Seconds of a forward and backward pass in one program.
+      launch_seconds: Seconds to launch a program.
       copying: Bytes per second that the device writes or reads.
     """
 
@@ -64,11 +65,11 @@ class Profile:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """A choice.
+    """The chosen number of segments.
 
     Attributes:
       segments: Programs that each pass is cut into; 1: forward and backward pass are one program.
-      reason: Why, in words.
+      reason: The reason, as text.
     """
 
     segments: int
@@ -90,7 +91,7 @@ def choose_segments(profile: Profile) -> Choice:
 
 
 def added_seconds(profile: Profile, segments: int) -> float | None:
-    """Seconds by which exchange and launches prolong a pass in so many segments; None if there are too few layers."""
+    """Seconds that exchange and launches add to a pass in `segments` programs; None if there are too few layers."""
     if segments == 1:
         return cost_model.exposed_seconds([cost_model.together(profile.costs)], [profile.pass_seconds])
     cuts = cut_evenly(profile.flops, profile.crossing.__getitem__, segments)
@@ -103,7 +104,7 @@ def added_seconds(profile: Profile, segments: int) -> float | None:
         costs.append(cost_model.together(done))
         share = sum(profile.flops[start:end]) / max(1, total)
         computing.append((1.0 - _FORWARD) * profile.pass_seconds * share)
-    # Of a tensor at a cut, and of its gradient: written by one program, read by another.
+    # A tensor at a cut and its gradient are each written by one program and read by another.
     moved = 4 * sum(profile.crossing[cut] for cut in cuts)
     own = (2 * segments - 1) * profile.launch_seconds + moved / profile.copying
     return cost_model.exposed_seconds(costs, computing) + own
@@ -136,7 +137,7 @@ def chosen_for(model: keras.Model, config: ExperimentConfig, runtime: strategies
 
 
 def _why_one(model: keras.Model, config: ExperimentConfig, runtime: strategies.Runtime) -> str:
-    """Why nothing needs to be measured; empty if it does."""
+    """Why nothing needs to be measured; empty if measurements are needed."""
     topology, train = runtime.topology, config.train
     if topology.workers == 1:
         return "a single worker exchanges nothing over a network"

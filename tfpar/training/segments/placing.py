@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 class SegmentedPlacing(Placing):
-    """The stages of a pipeline, all of which lie on the one device of a replica: each is a program of its own.
+    """The stages of a pipeline, all of which are on the one device of a replica: each is a separate program.
 
     Args:
       runtime: The running strategy.
@@ -64,7 +64,7 @@ class SegmentedPlacing(Placing):
         return summary
 
     def _chosen(self, model: keras.Model, config: ExperimentConfig, *, announced: bool) -> int:
-        """Chooses the number of segments; one leaves the replica as it is without them."""
+        """Chooses the number of segments. If it is 1, the replica is as without segments."""
         with activity("measuring for --jit_segments=auto", shown=announced):
             choice = chosen_for(model, config, self._runtime)
         self.segments = choice.segments
@@ -86,10 +86,10 @@ def segments_of(model: keras.Model, number: int) -> list[Stage]:
 
     Args:
       model: A built functional model.
-      number: How many.
+      number: The number of segments.
 
     Raises:
-      ConfigError: The model cannot be cut, or not into so many.
+      ConfigError: The model cannot be cut, or not into this number of segments.
     """
     flag = f"--jit_segments={number}"
     if found := model_obstacle(model):

@@ -42,14 +42,14 @@ class ReplicaShare:
 
     Args:
       optimizer: Not yet built.
-      device: Of the replica.
+      device: The device of the replica.
       owned: Its pieces of each vector.
       make: Creates the variable of a piece.
       whole: Variables that every worker updates, if this replica updates them for its worker.
 
     Attributes:
       optimizer: Built for the pieces of all vectors, one after the other, and then for `whole`.
-      device: Of the replica.
+      device: The device of the replica.
       owned: Its pieces.
       variables: The variables that hold them.
       places: For each of these variables its vector, and its index among the worker's pieces of that vector.

@@ -63,7 +63,7 @@ class GatheringStep(TrainStep):
     ) -> tuple[LocalSums, Tensors]:
         loss_scale = scale if self._scale_loss else None
         with self._axis.on_own_device():
-            # One micro-batch after the other, each of which waits for the gradients of the one before.
+            # Micro-batches run one after the other; each waits for the gradients of the previous one.
             sums = self.core.accumulate(params, state, batch, seed, loss_scale, scales, reduce=lambda _, each: each)
         return sums, self._unscaled(sums.gradients, scale)
 
