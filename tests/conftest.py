@@ -68,8 +68,11 @@ def messages():
 
 
 @pytest.fixture(autouse=True)
-def _fresh_keras_state():
+def _fresh_keras_state(request: pytest.FixtureRequest):
     """Names, seeds and dtype policy of one test must not depend on the tests before it."""
+    if request.node.get_closest_marker("without_keras"):
+        yield
+        return
     keras.utils.clear_session(free_memory=False)  # a collection of all garbage would take 0.2 s and more, every time
     keras.utils.set_random_seed(0)
     keras.config.set_dtype_policy("float32")

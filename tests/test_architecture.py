@@ -12,16 +12,13 @@ import pytest
 from importlinter import api, configuration
 from importlinter.application import use_cases
 
+pytestmark = pytest.mark.without_keras
+
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 MODULE_LINES = 400
 FUNCTION_LINES = 60
 FOLDER_MODULES = 16
 SCRIPT_LINES = 150
-
-
-@pytest.fixture(autouse=True)
-def _fresh_keras_state() -> None:
-    """Replaces the one of conftest.py: there is no Keras in these tests, and resetting it takes longer than most."""
 
 
 def modules(*packages: str) -> list[pathlib.Path]:

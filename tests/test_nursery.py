@@ -13,16 +13,13 @@ from tests import nursery
 
 import pytest
 
+pytestmark = pytest.mark.without_keras
+
 TELLS = """
 import json, os, sys
 print(json.dumps([sys.argv, sys.path[0], os.getcwd(), os.getpid() == os.getsid(0), dict(os.environ), __name__]))
 print(sys.stdin.read(), end="", file=sys.stderr)
 """
-
-
-@pytest.fixture(autouse=True)
-def _fresh_keras_state():
-    """Replaces the one of conftest.py: there is no Keras in these tests, and resetting it takes longer than most."""
 
 
 def told(start, command, **options):

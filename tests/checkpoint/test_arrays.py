@@ -16,10 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-
-@pytest.fixture(autouse=True)
-def _fresh_keras_state() -> None:
-    """Replaces the one of conftest.py: there is no Keras in these tests, and resetting it takes longer than most."""
+pytestmark = pytest.mark.without_keras
 
 
 WHOLE = {

@@ -13,10 +13,7 @@ from tfpar.checkpoint.checkpointer import Checkpoint, Checkpointer
 import numpy as np
 import pytest
 
-
-@pytest.fixture(autouse=True)
-def _fresh_keras_state() -> None:
-    """Replaces the one of conftest.py: there is no Keras in these tests, and resetting it takes longer than most."""
+pytestmark = pytest.mark.without_keras
 
 
 def checkpoint(step: int, value: float = 0.0, exchange: dict | None = None) -> Checkpoint:

@@ -18,10 +18,7 @@ from tfpar.training.validate import validate_workdir
 
 import pytest
 
-
-@pytest.fixture(autouse=True)
-def _fresh_keras_state() -> None:
-    """Replaces the one of conftest.py: there is no Keras in these tests, and resetting it takes longer than most."""
+pytestmark = pytest.mark.without_keras
 
 
 # Holds the lock of its argument until its input ends, as a job that is running.

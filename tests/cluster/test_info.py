@@ -25,14 +25,11 @@ from tfpar.process import exit_codes
 
 import pytest
 
+pytestmark = pytest.mark.without_keras
+
 ROOT = Path(__file__).resolve().parents[2]
 TWO_WORKERS = {"worker": ["host0:2222", "host1:2222"]}
 PS_CLUSTER = {"chief": ["a:1"], "worker": ["b:1", "b:2"], "ps": ["c:1"]}
-
-
-@pytest.fixture(autouse=True)
-def _fresh_keras_state() -> None:
-    """Replaces the one of conftest.py: there is no Keras in these tests, and resetting it takes longer than most."""
 
 
 def tf_config(jobs: object = None, task: object = None, **more: object) -> dict[str, str]:

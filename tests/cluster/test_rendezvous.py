@@ -14,10 +14,7 @@ from tfpar.process.exit_codes import PeerLostError
 
 import pytest
 
-
-@pytest.fixture(autouse=True)
-def _fresh_keras_state() -> None:
-    """Replaces the one of conftest.py: there is no Keras in these tests, and resetting it takes longer than most."""
+pytestmark = pytest.mark.without_keras
 
 
 @pytest.fixture

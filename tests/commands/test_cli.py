@@ -14,13 +14,10 @@ from tfpar.config import ConfigError, flagfiles
 
 import pytest
 
+pytestmark = pytest.mark.without_keras
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 HEAVY = ("tensorflow", "keras", "tensorflow_datasets", "numpy")
-
-
-@pytest.fixture(autouse=True)
-def _fresh_keras_state() -> None:
-    """Replaces the one of conftest.py: there is no Keras in these tests, and resetting it takes longer than most."""
 
 
 def tfpar(*arguments: str, folder: pathlib.Path = ROOT, python: tuple[str, ...] = ()) -> subprocess.CompletedProcess:

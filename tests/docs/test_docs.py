@@ -15,6 +15,8 @@ from tests.docs.markdown import PAGES, README, ROOT, relative
 
 import pytest
 
+pytestmark = pytest.mark.without_keras
+
 README_LINES = 200
 BLOCKS = [block for page in PAGES for block in markdown.blocks(page)]
 RUNNABLE = [block for block in BLOCKS if block.runnable]
@@ -39,11 +41,6 @@ each_page = pytest.mark.parametrize("page", [pytest.param(page, id=relative(page
 
 def block_id(block: markdown.Block) -> str:
     return f"{relative(block.page)}:{block.line}"
-
-
-@pytest.fixture(autouse=True)
-def _fresh_keras_state() -> None:
-    """Replaces the one of conftest.py: there is no Keras in these tests, and resetting it takes longer than most."""
 
 
 # Links

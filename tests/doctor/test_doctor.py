@@ -18,12 +18,9 @@ from tfpar_ops import library
 
 import pytest
 
+pytestmark = pytest.mark.without_keras
+
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(autouse=True)
-def _fresh_keras_state() -> None:
-    """Replaces the one of conftest.py: there is no Keras in these tests, and resetting it takes longer than most."""
 
 
 def run(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:

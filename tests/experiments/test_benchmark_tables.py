@@ -52,3 +52,21 @@ print("none:", predictions(cells[:1], Results({}, {cells[0]: ring})))
 """)
     assert lines[-4] == "| link | exchange | 16 hosts | 64 hosts | 256 hosts | 1,024 hosts |"
     assert lines[-2:] == ["| 1gbit | int4 | 10 |  | 30 | 1000 |", "none: []"]
+
+
+def test_adapters_are_compared_with_full_fine_tuning():
+    rows = lines_of("""
+from absl import flags
+from experiments.benchmarks.adapters import Run, table
+flags.FLAGS(["test"])
+full = [("0.01", Run(0.75, 1000, 1000)), ("0.003", Run(0.85, 1000, 1000))]
+lora = [("0.02", Run(0.8, 20, 1020)), ("0.02", Run(0.84, 20, 1020))]
+print(table([1.0, 1.0], {"full": full, "lora=8": lora}))
+print(table([1.0], {"lora=8": lora}))
+""")
+    assert rows[2:5] == [
+        "| nothing | 0 % | | 1.0000 | | |",
+        "| full | 100.00 % | 0.003, 0.01 | 0.8000 | +0.00 % | 100 % |",
+        "| lora=8 | 1.96 % | 0.02 | 0.8200 | +2.50 % | 90 % |",
+    ]
+    assert rows[-1] == "| lora=8 | 1.96 % | 0.02 | 0.8200 |  |  |"

@@ -38,11 +38,12 @@ def restored_residuals(folder, workers):
     return [dict(np.load(folder / f"restored-{workers}-{worker}.npz")) for worker in range(workers)]
 
 
-def test_from_4_workers_to_3_and_back(tmp_path):
+@pytest.mark.parametrize(("most", "least"), [(3, 2), pytest.param(4, 3, marks=pytest.mark.proof)])
+def test_a_worker_less_and_back(tmp_path, most, least):
     changing, steady = tmp_path / "changing", tmp_path / "steady"
-    train(steady, 4)
+    train(steady, most)
     kept, workers_before = [], 0
-    for workers, stop_after in ((4, 7), (3, 6), (4, 0)):  # in the middle of the second and of the third epoch
+    for workers, stop_after in ((most, 7), (least, 6), (most, 0)):  # in the middle of the second and of the third epoch
         train(changing, workers, stop_after)
         if kept:
             handed_over = total_pending(restored_residuals(changing, workers))

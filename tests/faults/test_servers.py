@@ -17,17 +17,12 @@ from tfpar.process.exit_codes import PEER_LOST
 
 import pytest
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.without_keras, pytest.mark.cluster]
 ROOT = pathlib.Path(__file__).parents[2]
 FLAGS = [
     *("--strategy=parameter_server", "--dataset=digits", "--model=mlp", "--optimizer=sgd", "--jit_compile=false"),
     *("--schedule=constant", "--checkpoint_every=20", "--peer_timeout=8", "--start_timeout=120"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _fresh_keras_state():
-    """Replaces the one of conftest.py: there is no Keras in these tests, and resetting it takes longer than most."""
 
 
 class Tasks:

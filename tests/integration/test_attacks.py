@@ -48,7 +48,7 @@ def attack(address: str, seed: int, each: int, left_open: list[socket.socket]) -
     for sent, stays in attacks(seed, each):
         try:
             connection = socket.create_connection((host, int(port)), timeout=20)
-        except ConnectionRefusedError:
+        except (ConnectionRefusedError, ConnectionResetError):  # reset: the port was closed while this one connected
             refused += 1
             continue
         taken += 1
@@ -87,10 +87,12 @@ def run_attacked(directory, each: int):
         (directory / "connect").touch()
         wait_for(lambda: workers.done() or len(list(directory.glob("*.connected"))) == WORKERS)
         over.set()
-        for attacker in during:
-            attacker.result()
-        after = list(pool.map(lambda address: attack(address, 3, each, left_open), addresses))
-        (directory / "end").touch()
+        try:
+            for attacker in during:
+                attacker.result()
+            after = list(pool.map(lambda address: attack(address, 3, each, left_open), addresses))
+        finally:
+            (directory / "end").touch()
         result = workers.result()
     for connection in left_open:
         connection.close()

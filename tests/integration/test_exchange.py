@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pathlib
 
 from tests.integration.scripts.exchange_sums import BAD_STEP, EARLY, RETUNED, SHAPES, STEPS, gradients
 from tests.integration.test_multi_worker import launch
@@ -62,6 +63,13 @@ FEW = [
     "int4:bucket_bytes=20000",
     EARLY + "int4:bucket_bytes=20000",
 ]
+# And of each kind of codec, for one.
+MORE = [
+    *FEW,
+    *("bf16", "fp16", "fp8", "int8", "int4:block=64,rounding=stochastic,scale=float32", "int2", "sign", "auto"),
+    *("topk:0.05,block=256,ramp_steps=4", "topk:0.05,block=256,momentum=0.9", "powersgd:2,start_after=2", RETUNED),
+    *("int8:warmup_steps=2", "int4:pattern=hierarchical"),
+]
 LARGE = [index for index, shape in enumerate(SHAPES) if len(shape) > 1 and np.prod(shape) >= 1024]
 
 
@@ -90,7 +98,15 @@ def undelivered(states: list[dict[str, np.ndarray]]) -> np.ndarray:
 
 @pytest.mark.parametrize(("workers", "devices"), [(1, 2), (2, 1), (2, 2), (3, 1), (4, 1), (5, 1), (8, 1)])
 def test_sums_over_workers(tmp_path, workers, devices):
-    chosen = SPECS if workers == 3 else FEW
+    sums_over_workers(tmp_path, workers, devices, MORE if workers == 3 else FEW)
+
+
+@pytest.mark.proof
+def test_sums_by_every_codec_and_pattern(tmp_path):
+    sums_over_workers(tmp_path, 3, 1, SPECS)
+
+
+def sums_over_workers(tmp_path: pathlib.Path, workers: int, devices: int, chosen: list[str]) -> None:
     if workers & (workers - 1) == 0:
         chosen = [*chosen, "int8:pattern=halving_doubling"]
     if devices > 1:

@@ -17,18 +17,13 @@ from tfpar.checkpoint import checkpointer
 
 import pytest
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.without_keras, pytest.mark.cluster]
 STEPS = 3000
 FLAGS = [
     *("--dataset=digits", "--model=mlp", "--optimizer=sgd", f"--steps={STEPS}", "--eval_every=1500"),
     *("--checkpoint_every=100", "--keep_checkpoints=100", "--jit_compile=false", "--steps_per_loop=10"),
     "--log_every=10",
 ]
-
-
-@pytest.fixture(autouse=True)
-def _fresh_keras_state() -> None:
-    """Replaces the one of conftest.py: there is no Keras in these tests, and resetting it takes longer than most."""
 
 
 def train(output: pathlib.Path, workdir: pathlib.Path, spoil, *flags: str) -> tuple[int, str]:

@@ -44,31 +44,45 @@ class Case:
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory) -> dict[str, Case]:
-    """All cases in one cluster, which takes most of the time to start."""
+    """Cases in one cluster, which takes most of the time to start."""
     folder = tmp_path_factory.mktemp("local_steps")
-    options: dict[str, dict[str, Any]] = {
-        "single": {**SINGLE, "jit_compile": "true"},
-        "whole": INT4,
-        "stopped": {**INT4, "stop_after": 6, "workdir": str(folder / "run")},
-        "resumed": {**INT4, "workdir": str(folder / "run")},
-        "left": {"local_steps": 4, "outer_optimizer": "sgd", "stop_after": 6, "workdir": str(folder / "left")},
-        "bad": {"local_steps": 4, "bad": 3, "bn": False},
-        "hook": {"local_steps": 4, "stop_at": 6},
-        "streamed": STREAMED,
-        "streamed_stopped": {**STREAMED, "stop_after": 6, "workdir": str(folder / "streamed")},
-        "streamed_resumed": {**STREAMED, "workdir": str(folder / "streamed")},
-        "streamed_left": {
-            "local_steps": 4,
-            "outer_fragments": 2,
-            "outer_optimizer": "sgd",
-            "stop_after": 6,
-            "workdir": str(folder / "streamed_left"),
+    return on_workers(
+        folder,
+        {
+            "single": {**SINGLE, "jit_compile": "true"},
+            "whole": INT4,
+            "left": {"local_steps": 4, "outer_optimizer": "sgd", "stop_after": 6, "workdir": str(folder / "left")},
+            "bad": {"local_steps": 4, "bad": 3, "bn": False},
+            "streamed": STREAMED,
+            "streamed_stopped": {**STREAMED, "stop_after": 6, "workdir": str(folder / "streamed")},
+            "streamed_resumed": {**STREAMED, "workdir": str(folder / "streamed")},
         },
-        "streamed_hook": {**STREAMED, "stop_at": 6},
-        "timed_stopped": {**TIMED, "stop_after": 10, "workdir": str(folder / "timed")},
-        "timed_resumed": {**TIMED, "workdir": str(folder / "timed")},
-        "auto": {"local_steps": "auto", "steps": 40},
-    }
+    )
+
+
+@pytest.fixture(scope="module")
+def further(tmp_path_factory) -> dict[str, Case]:
+    """Cases of the proofs."""
+    folder = tmp_path_factory.mktemp("local_steps")
+    left = {"local_steps": 4, "outer_fragments": 2, "outer_optimizer": "sgd", "stop_after": 6}
+    return on_workers(
+        folder,
+        {
+            "whole": INT4,
+            "stopped": {**INT4, "stop_after": 6, "workdir": str(folder / "run")},
+            "resumed": {**INT4, "workdir": str(folder / "run")},
+            "hook": {"local_steps": 4, "stop_at": 6},
+            "streamed_left": {**left, "workdir": str(folder / "streamed_left")},
+            "streamed_hook": {**STREAMED, "stop_at": 6},
+            "timed_stopped": {**TIMED, "stop_after": 10, "workdir": str(folder / "timed")},
+            "timed_resumed": {**TIMED, "workdir": str(folder / "timed")},
+            "auto": {"local_steps": "auto", "steps": 40},
+        },
+    )
+
+
+def on_workers(folder: pathlib.Path, options: dict[str, dict[str, Any]]) -> dict[str, Case]:
+    """What each case leaves, by name."""
     result = launch(
         WORKERS,
         "-m",
@@ -108,9 +122,10 @@ def test_replicas_of_a_worker_stay_in_step():
     assert_close(here("mirrored", 2, bn=False, local_steps=5, outer_optimizer="sgd")[0], expected, 1e-6)
 
 
+@pytest.mark.proof
 @pytest.mark.cluster
-def test_a_run_resumed_within_a_round_has_the_same_bits(cases):
-    whole, stopped, resumed = cases["whole"], cases["stopped"], cases["resumed"]
+def test_a_run_resumed_within_a_round_has_the_same_bits(further):
+    whole, stopped, resumed = further["whole"], further["stopped"], further["resumed"]
     assert (stopped.summary["rounds"], stopped.summary["steps"]) == (1, 6)
     assert resumed.summary["rounds"] == whole.summary["rounds"] == 4  # the last ends with the run
     assert resumed.summary["params_sha256"] == whole.summary["params_sha256"]
@@ -124,8 +139,6 @@ def test_a_run_resumed_within_a_round_has_the_same_bits(cases):
 @pytest.mark.cluster
 def test_a_run_resumed_with_a_fragment_in_flight_has_the_same_bits(cases):
     whole, stopped, resumed = (cases[name] for name in ("streamed", "streamed_stopped", "streamed_resumed"))
-    saved = checkpointer.Checkpointer(cases["folder"] / "streamed_left", worker=1).exchange_state(6, 1)
-    assert saved["local/flight/0/due"] == 8  # it left at step 6
     assert resumed.summary["rounds"] == whole.summary["rounds"] == 4
     assert resumed.summary["params_sha256"] == whole.summary["params_sha256"]
     assert resumed.summary["eval"] == whole.summary["eval"]
@@ -139,18 +152,22 @@ def test_a_run_resumed_with_a_fragment_in_flight_has_the_same_bits(cases):
     assert any(np.any(cases["whole"].weights[name] != whole.weights[name]) for name in whole.weights)
 
 
+@pytest.mark.proof
 @pytest.mark.cluster
-def test_another_number_of_workers_goes_on_with_a_fragment_in_flight(cases):
+def test_another_number_of_workers_goes_on_with_a_fragment_in_flight(further):
+    saved = checkpointer.Checkpointer(further["folder"] / "streamed_left", worker=1).exchange_state(6, 1)
+    assert saved["local/flight/0/due"] == 8  # it left at step 6
     options = {"local_steps": 4, "outer_fragments": 2, "outer_optimizer": "sgd"}
-    options |= {"workdir": str(cases["folder"] / "streamed_left"), "learning_rate": 0.05}
+    options |= {"workdir": str(further["folder"] / "streamed_left"), "learning_rate": 0.05}
     found, seen = here("one_device", **options)
     assert seen["summary"]["steps"] == local_steps.STEPS
     assert all(np.isfinite(value).all() for value in found.values())
 
 
+@pytest.mark.proof
 @pytest.mark.cluster
-def test_a_hook_that_stops_ends_what_travels(cases):
-    hook = cases["streamed_hook"]
+def test_a_hook_that_stops_ends_what_travels(further):
+    hook = further["streamed_hook"]
     assert hook.summary["steps"] == 6
     first, second = hook.workers
     for name in hook.weights:
@@ -205,9 +222,10 @@ def test_a_worker_leaves_out_its_own_bad_step_alone(cases):
     assert bad.summary["rounds"] == 4
 
 
+@pytest.mark.proof
 @pytest.mark.cluster
-def test_a_hook_that_stops_within_a_round_ends_it(cases):
-    hook = cases["hook"]
+def test_a_hook_that_stops_within_a_round_ends_it(further):
+    hook = further["hook"]
     assert (hook.summary["rounds"], hook.summary["steps"]) == (2, 6)
     first, second = hook.workers
     for name in hook.weights:
@@ -217,9 +235,10 @@ def test_a_hook_that_stops_within_a_round_ends_it(cases):
     assert hook.summary["eval"]["loss"] != first["losses"][-1]
 
 
+@pytest.mark.proof
 @pytest.mark.cluster
-def test_workers_agree_on_the_measured_length_of_rounds(cases):
-    auto = cases["auto"]
+def test_workers_agree_on_the_measured_length_of_rounds(further):
+    auto = further["auto"]
     assert auto.summary["steps"] == 40
     assert auto.summary["local_steps"] >= 1
     first, second = auto.workers
@@ -239,21 +258,22 @@ def test_a_resumed_run_keeps_the_measured_length_of_rounds(tmp_path, caplog):
     assert resumed["summary"]["steps"] == 50
 
 
+@pytest.mark.proof
 @pytest.mark.cluster
-def test_a_fast_worker_takes_more_steps_in_a_round(cases):
+def test_a_fast_worker_takes_more_steps_in_a_round(further):
     """Worker 1 needs 0.1 s a step more, and rounds of 0.3 s end at steps 10 and 20 of the run at the latest."""
     for name, step in (("timed_stopped", 10), ("timed_resumed", 20)):
-        timed = cases[name]
+        timed = further[name]
         assert timed.summary["steps"] == step
         first, second = timed.workers
         for weight in timed.weights:
             np.testing.assert_array_equal(first[weight], second[weight], err_msg=weight)
-        saved = checkpointer.Checkpointer(cases["folder"] / "timed", worker=1).exchange_state(20, 1)
+        saved = checkpointer.Checkpointer(further["folder"] / "timed", worker=1).exchange_state(20, 1)
         taken = saved["local/taken"]
         assert taken.sum() // 2 == 20  # the step of the run
         assert taken[0] > taken[1] >= 2
-    assert cases["timed_resumed"].summary["rounds"] > cases["timed_stopped"].summary["rounds"]
-    assert np.isfinite(cases["timed_resumed"].summary["train_loss"])
+    assert further["timed_resumed"].summary["rounds"] > further["timed_stopped"].summary["rounds"]
+    assert np.isfinite(further["timed_resumed"].summary["train_loss"])
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,8 @@ from tests.integration.test_multi_worker import ROOT, launch
 
 import pytest
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.without_keras, pytest.mark.cluster]
 FLAGS = ["--dataset=digits", "--model=mlp", "--optimizer=sgd", "--checkpoint_every=50", "--jit_compile=false"]
-
-
-@pytest.fixture(autouse=True)
-def _fresh_keras_state() -> None:
-    """Replaces the one of conftest.py: there is no Keras in these tests, and resetting it takes longer than most."""
 
 
 def test_the_second_is_refused_and_the_third_takes_over_from_a_killed_first(tmp_path):

@@ -30,7 +30,7 @@ def run(workers: int, workdir: pathlib.Path, *options: str) -> tuple[dict, str]:
 
 
 def test_two_workers_learn_what_one_does_with_twice_the_environments(tmp_path):
-    """To 1e-4 over 20 steps; a run that is stopped within a round ends with the same bits."""
+    """To 1e-4 over 20 steps."""
     one, _ = run(1, tmp_path / "one")
     two, output = run(2, tmp_path / "two")
     assert "8 environments, 4 on each of 2 replicas" in output
@@ -40,6 +40,10 @@ def test_two_workers_learn_what_one_does_with_twice_the_environments(tmp_path):
         np.testing.assert_allclose(first, second, atol=1e-4)
     assert two["eval"]["return"] == pytest.approx(one["eval"]["return"])
 
+
+@pytest.mark.proof
+def test_two_workers_that_are_stopped_within_a_round_end_with_the_same_bits(tmp_path):
+    two, _ = run(2, tmp_path / "two")
     run(2, tmp_path / "cut", "--stop_after=10")
     resumed, output = run(2, tmp_path / "cut")
     assert "the episodes continue where they stopped" in output

@@ -159,38 +159,47 @@ def test_three_workers_equal_one_device(tmp_path):
     assert int(gathered[0]["wire"]) == 3 * 2 * 2 * shard_bytes + 2 * small // 3
 
 
-@pytest.mark.cluster
-def test_resumed_by_any_workers(tmp_path):
-    """Where a codec is in use to the same bits by as many workers; else to the weights of one device."""
-    int4 = {"shard": "optimizer", "exchange": "int4", "steps": 12}
-    dense = {"shard": "optimizer", "steps": 24, "stop_after": 6, "workdir": str(tmp_path / "dense")}
-    weights = {"shard": "weights", "steps": 12}
-    once, _, resumed, _, weights_once, _, weights_resumed = on_workers(
-        2,
-        tmp_path / "two",
-        int4,
-        {**int4, "stop_after": 5, "workdir": str(tmp_path / "int4")},
-        {**int4, "workdir": str(tmp_path / "int4")},
-        dense,
-        weights,
-        {**weights, "stop_after": 5, "workdir": str(tmp_path / "weights")},
-        {**weights, "workdir": str(tmp_path / "weights")},
+def resumed(folder: pathlib.Path, options: dict[str, Any]) -> list[dict[str, np.ndarray]]:
+    """What two workers leave in one go, which a run that was stopped at step 5 must end with as well."""
+    workdir = str(folder / "run")
+    once, _, again = on_workers(
+        2, folder / "two", options, {**options, "stop_after": 5, "workdir": workdir}, {**options, "workdir": workdir}
     )
-    for whole_run, second_half in ((once, resumed), (weights_once, weights_resumed)):
-        for name, value in whole_run[0].items():
-            np.testing.assert_array_equal(second_half[0][name], value, err_msg=name)
-    exported = keras.saving.load_model(tmp_path / "weights" / "model.keras", compile=False)
-    trained = {name.removeprefix("sequential/"): value for name, value in weights_once[0].items()}
-    assert_close(trained, {variable.path: variable.numpy() for variable in exported.variables}, rtol=0.0)
-    # Whole state out of shares: what has not been sent yet takes effect, also where shards have no codec.
-    shutil.copytree(tmp_path / "int4", tmp_path / "devices")
-    alone = on_one_device(exchange="int4", steps=13, workdir=str(tmp_path / "int4"))
+    for name, value in once[0].items():
+        np.testing.assert_array_equal(again[0][name], value, err_msg=name)
+    return once
+
+
+@pytest.mark.cluster
+def test_resumed_with_a_codec(tmp_path):
+    """To the same bits by as many workers. Others make whole state out of shares: what has not been sent yet takes
+    effect, also where shards have no codec."""
+    once = resumed(tmp_path, {"shard": "optimizer", "exchange": "int4", "steps": 12})
+    shutil.copytree(tmp_path / "run", tmp_path / "devices")
+    alone = on_one_device(exchange="int4", steps=13, workdir=str(tmp_path / "run"))
     options = {"shard": "optimizer", "steps": 13, "workdir": str(tmp_path / "devices")}
     assert_close(weights_of(here("mirrored", 2, **options)), alone)
     differences = [
         np.abs(alone[name] - value).max() for name, value in once[0].items() if name not in ("slots", "wire")
     ]
     assert 0.0 < max(differences) < 0.05
+
+
+@pytest.mark.proof
+@pytest.mark.cluster
+def test_sharded_weights_are_resumed_and_exported(tmp_path):
+    weights_once = resumed(tmp_path, {"shard": "weights", "steps": 12})
+    exported = keras.saving.load_model(tmp_path / "run" / "model.keras", compile=False)
+    trained = {name.removeprefix("sequential/"): value for name, value in weights_once[0].items()}
+    assert_close(trained, {variable.path: variable.numpy() for variable in exported.variables}, rtol=0.0)
+
+
+@pytest.mark.proof
+@pytest.mark.cluster
+def test_resumed_by_any_workers(tmp_path):
+    """Of 2, 3, 1 and 2 workers, with one device and two: the weights of one device."""
+    dense = {"shard": "optimizer", "steps": 24, "stop_after": 6, "workdir": str(tmp_path / "dense")}
+    on_workers(2, tmp_path / "two", dense)
     on_workers(3, tmp_path / "three", {**dense, "shard": "weights"})
     on_one_device(steps=24, stop_after=6, workdir=str(tmp_path / "dense"))
     [[last, _]] = on_workers(2, tmp_path / "again", {**dense, "devices": 2, "stop_after": 0, "shard": "weights"})

@@ -24,7 +24,7 @@ def run(workers: int, sharding: str, workdir: pathlib.Path, stop_after: int = 0)
     return summary, evaluated, result.stdout + result.stderr
 
 
-@pytest.mark.parametrize("sharding", ["example", "worker"])
+@pytest.mark.parametrize("sharding", ["example", pytest.param("worker", marks=pytest.mark.proof)])
 def test_two_workers_resume_where_the_stream_stopped(tmp_path, sharding):
     whole, evaluated, _ = run(2, sharding, tmp_path / "whole")
     assert evaluated["examples"] == EXAMPLES

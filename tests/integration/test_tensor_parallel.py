@@ -49,23 +49,17 @@ def assert_close(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) 
 
 def test_two_workers_of_two_devices(tmp_path):
     """They equal one device, also with micro-batches and a loss whose parts are summed beforehand; with int4 they stay
-    near it; and a run that was stopped goes on to the same bits."""
-    int4 = {**MESH, "exchange": "int4:min_elements=64"}
-    saved = {**int4, "workdir": str(tmp_path / "run")}
-    dense, language_model, encoded, _, resumed = on_workers(
+    near it; and what they have saved does not continue on another mesh with what int4 left out."""
+    dense, language_model, encoded = on_workers(
         2,
         tmp_path / "out",
         {**MESH, "accumulate_steps": 2},
         {**MESH, "model": "language_model", "steps": 6},
-        int4,
-        {**saved, "stop_after": 11},
-        saved,
+        {**MESH, "exchange": "int4:min_elements=64", "workdir": str(tmp_path / "run")},
     )
     expected = alone("dense", accumulate_steps=2)[0]
     assert_close(dense, expected)
     assert_close(language_model, alone("language_model", steps=6)[0])
-    for name, value in encoded.items():
-        np.testing.assert_array_equal(resumed[name], value, err_msg=name)
     assert_near(encoded, expected)
     assert int(encoded["sent"]) < int(dense["sent"]) / 2
 
@@ -73,22 +67,29 @@ def test_two_workers_of_two_devices(tmp_path):
         divided.here("one_device", workdir=str(tmp_path / "run"), steps=divided.STEPS + 1)
 
 
+@pytest.mark.proof
+def test_two_workers_of_two_devices_go_on_to_the_same_bits(tmp_path):
+    int4 = {**MESH, "exchange": "int4:min_elements=64"}
+    saved = {**int4, "workdir": str(tmp_path / "run")}
+    whole, _, resumed = on_workers(2, tmp_path / "out", int4, {**saved, "stop_after": 11}, saved)
+    for name, value in whole.items():
+        np.testing.assert_array_equal(resumed[name], value, err_msg=name)
+
+
 def test_two_workers_hold_a_replica_between_them(tmp_path):
-    """Each has half of the divided weights, and all of them agree on the whole: in digests, checkpoints, predictions;
-    a run that was stopped goes on to the same bits, there and on one device."""
+    """Each has half of the divided weights, and both agree on the whole: in digests, checkpoints, predictions; a run
+    that was stopped goes on to the same bits, there and on one device."""
     mesh = {"mesh": "data:1,model:2"}
     saved = {**mesh, "workdir": str(tmp_path / "run"), "accumulate_steps": 2}
-    dense, language_model, _, resumed = on_workers(
+    dense, _, resumed = on_workers(
         2,
         tmp_path / "out",
         {**mesh, "accumulate_steps": 2, "predicts": True},
-        {**mesh, "model": "language_model", "steps": 6, "sequence_parallel": True},
         {**saved, "stop_after": 11},
         saved,
     )
     weights, _, (predictions,) = alone("dense", accumulate_steps=2)
     assert_close(dense, {**weights, "predictions": predictions})
-    assert_close(language_model, alone("language_model", steps=6)[0])
     for name, value in weights.items():
         value = dense[name]
         np.testing.assert_array_equal(resumed[name], value, err_msg=name)
@@ -99,7 +100,20 @@ def test_two_workers_hold_a_replica_between_them(tmp_path):
     assert further.results["steps"] == divided.STEPS + 1
 
 
-@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.proof)])
+@pytest.mark.proof
+def test_two_workers_hold_a_language_model_between_them(tmp_path):
+    options = {"model": "language_model", "steps": 6}
+    [found] = on_workers(2, tmp_path / "out", {"mesh": "data:1,model:2", **options, "sequence_parallel": True})
+    assert_close(found, alone(**options)[0])
+
+
+def test_two_replicas_of_two_workers_each(tmp_path):
+    [found] = on_workers(4, tmp_path / "out", {"mesh": "data:2,model:2", "steps": 10})
+    assert_close(found, alone("dense", steps=10)[0])
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("devices", [1, 2])
 def test_four_workers_hold_two_replicas(tmp_path, devices):
     """Each pair of workers has a replica, of which a worker has one device or two; with int4 the parts travel by
     themselves, what is whole as well, and a run that was stopped goes on to the same bits."""

@@ -32,12 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "tests" / "integration" / "scripts"
 ACTOR = str(SCRIPTS / "actor.py")
 
-pytestmark = pytest.mark.cluster
-
-
-@pytest.fixture(autouse=True)
-def _fresh_keras_state() -> None:
-    """Replaces the one of conftest.py: there is no Keras in these tests, and resetting it takes longer than most."""
+pytestmark = [pytest.mark.without_keras, pytest.mark.cluster]
 
 
 class Actors:

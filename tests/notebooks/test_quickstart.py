@@ -9,13 +9,10 @@ import nbclient
 import nbformat
 import pytest
 
+pytestmark = pytest.mark.without_keras
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 NOTEBOOK = ROOT / "notebooks" / "quickstart.ipynb"
-
-
-@pytest.fixture(autouse=True)
-def _fresh_keras_state() -> None:
-    """Replaces the one of conftest.py: the notebook has a process of its own."""
 
 
 def test_it_is_kept_without_outputs():

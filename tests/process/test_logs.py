@@ -15,6 +15,8 @@ from tfpar.process import logs
 
 import pytest
 
+pytestmark = pytest.mark.without_keras
+
 LOG = logging.getLogger("tfpar.some.module")
 PROGRAM = """
 import logging
@@ -36,11 +38,6 @@ log.info("step 1")
 log.warning("the disk is full")
 log.error("worker 1 is lost")
 """
-
-
-@pytest.fixture(autouse=True)
-def _fresh_keras_state() -> None:
-    """Replaces the one of conftest.py: there is no Keras in these tests, and resetting it takes longer than most."""
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,8 @@ from tfpar.process import safe_write
 
 import pytest
 
+pytestmark = pytest.mark.without_keras
+
 PROGRESS = """
 import sys
 from tfpar.monitor.progress import Progress
@@ -22,11 +24,6 @@ progress.close()
 print("trained to the end", file=sys.stderr)
 """
 WORKER = "import sys; print('x' * 100_000); sys.exit(3)"
-
-
-@pytest.fixture(autouse=True)
-def _fresh_keras_state() -> None:
-    """Replaces the one of conftest.py: there is no Keras in these tests, and resetting it takes longer than most."""
 
 
 def run(*command: str) -> subprocess.CompletedProcess:

@@ -87,7 +87,8 @@ def test_a_loss_with_another_number_of_values_is_refused():
         ({"loss": "mse"}, (), "the data have none"),
         ({"loss": None}, classes(), "loss is missing"),
         ({"loss": ["mse", "mae"]}, tf.TensorSpec([3]), "2 losses for one output"),
-        ({"loss": {"a": "mse", "b": "mae"}}, tf.TensorSpec([3]), "the model has one output, without a name"),
+        ({"loss": {"a": "mse", "b": "mae"}}, tf.TensorSpec([3]), "the model has one output without a name"),
+        ({"loss": "mse", "loss_weights": ["mse"]}, tf.TensorSpec([3]), "'mse' is not a number. Give a number for"),
         ({"loss": "mse", "loss_weights": [1.0, 2.0]}, tf.TensorSpec([3]), "does not fit the model's outputs"),
     ],
 )
@@ -101,10 +102,15 @@ def test_a_loss_for_an_output_that_does_not_exist_is_refused():
         bound(two_outputs(), (classes(), classes()), loss={"a": "mse", "c": "mse"})
 
 
+def test_a_loss_without_labels_of_its_name_is_refused():
+    with pytest.raises(ConfigError, match=r"there are no labels for the output 'b'\. Labels are named: 'a', 'z'\."):
+        bound(two_outputs(), {"a": classes(), "z": classes()}, loss={"a": "mse", "b": "mse"})
+
+
 def test_labels_of_another_structure_need_another_objective():
     objective = bound(classifier(), classes(), loss=SPARSE)
     objective.bind(tf.TensorSpec([5]), classes())
-    with pytest.raises(ConfigError, match="another structure"):
+    with pytest.raises(ConfigError, match=r"labels .* have a different structure"):
         objective.bind(tf.TensorSpec([5]), (classes(), classes()))
 
 

@@ -151,7 +151,7 @@ def synchronized():
 @pytest.mark.parametrize(
     ("build", "options", "message"),
     [
-        (own, {}, "'own' has a call of its own, not a graph of layers"),
+        (own, {}, "'own' has its own call method, not a graph of layers"),
         (normalized, {}, "assigns .* in its forward pass .as SpectralNormalization does., which stages"),
         (synchronized, {"mesh": "data:2,pipeline:2", "devices": 4}, "synchronises batch statistics between replicas"),
         (divided.dense, {"mesh": "pipeline:4", "stages_per_device": 3}, "has 9 layers .*, too few for 12 stages"),

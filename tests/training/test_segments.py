@@ -54,7 +54,7 @@ def test_segments_have_the_weights_of_one_program(model, segments, options):
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (own, "--jit_segments=2: model 'own' has a call of its own, not a graph of layers"),
+        (own, "--jit_segments=2: model 'own' has its own call method, not a graph of layers"),
         (normalized, "--jit_segments: the model assigns .*SpectralNormalization does., which stages cannot do. Leave"),
         (synchronized, "--jit_segments=2: model .* synchronises batch statistics between replicas"),
     ],

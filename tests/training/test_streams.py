@@ -100,6 +100,16 @@ def test_a_run_resumes_where_it_stopped_in_the_stream(tmp_path, replicas, caplog
     assert summary["params_sha256"] == whole["params_sha256"]
 
 
+def test_a_run_on_a_stream_of_unknown_length_is_resumed_without_epochs(tmp_path, caplog):
+    def endless(context: tf.distribute.InputContext) -> tf.data.Dataset:
+        return tf.data.Dataset.from_tensor_slices(arrays()).batch(6).repeat()
+
+    for stop_after in (3, 0):
+        trainer_on(stop_after=stop_after, checkpoint_every=3, workdir=str(tmp_path)).fit(endless, steps=6)
+    assert f"resumed from step 3 of {tmp_path}" in caplog.text
+    assert "(epoch" not in caplog.text
+
+
 def test_a_run_on_other_replicas_starts_the_stream_again_and_says_so(tmp_path, caplog):
     for replicas, stop_after in ((1, 7), (2, 0)):
         trainer_on(replicas, stop_after=stop_after, workdir=str(tmp_path)).fit(dataset(), steps=12)

@@ -119,7 +119,7 @@ def test_what_does_not_suit_the_labels_is_refused_before_the_first_step():
         trainer(sparse(), [keras.metrics.F1Score()]).fit(inputs.from_arrays(floats(4), classes(3)), steps=1)
     with pytest.raises(ConfigError, match=r"cannot be called on examples of float32\[5\]: .*expected axis -1"):
         trainer(sparse()).fit(inputs.from_arrays(floats(5), classes(3)), steps=1)
-    with pytest.raises(ConfigError, match="is by name of the output, but the model has one output, without a name"):
+    with pytest.raises(ConfigError, match="is a dict by output name, but the model has one output without a name"):
         trainer({"a": "mse"}).fit(inputs.from_arrays(floats(4), classes(3)), steps=1)
     x = keras.Input((4,))
     two = keras.Model(x, {"left": keras.layers.Dense(1)(x), "right": keras.layers.Dense(1)(x)})
@@ -184,11 +184,14 @@ def test_an_added_loss_that_sees_padding_is_warned_of(caplog, make, batch, warne
     assert ("includes the padding of incomplete batches" in caplog.text) is warned
 
 
-@pytest.mark.parametrize("data", [lambda context: None, (part for part in "abc")], ids=["function", "generator"])
+@pytest.mark.parametrize("data", [lambda: None, (part for part in "abc")], ids=["function", "generator"])
 def test_functions_and_generators_are_shown_the_way(data):
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
     trainer = tfpar.Trainer(model, "sgd", "mse", strategy="one_device")
     with pytest.raises(
-        ConfigError, match=r"from_dataset\(function\)\. A generator can be read only once: .*from_generator"
+        ConfigError,
+        match=r"InputContext, and return a tf\.data\.Dataset\. A generator can be read only once: .*from_gen",
     ):
         trainer.fit(data, epochs=1)
+    with pytest.raises(ConfigError, match=r"dataset: the function returned NoneType, but must return a tf\.data"):
+        trainer.fit(lambda context: None, epochs=1)

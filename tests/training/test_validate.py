@@ -165,6 +165,9 @@ def test_validation_examples_of_another_shape_are_refused():
     validate.validate_data(config, ONE_DEVICE, of_shape([6]), of_shape([6], "validation"))
     with pytest.raises(ConfigError, match=r"the validation inputs have shape \(5,\), the training inputs \(6,\)"):
         validate.validate_data(config, ONE_DEVICE, of_shape([6]), of_shape([5], "validation"))
+    unlabelled = inputs.from_arrays(np.zeros([8, 6], np.float32), split="validation")
+    with pytest.raises(ConfigError, match=r"the validation examples have no labels\. Give validation=\(x, y\)"):
+        validate.validate_data(config, ONE_DEVICE, of_shape([6]), unlabelled)
 
 
 def test_parameter_servers_refuse_what_needs_an_order_or_agreement():
