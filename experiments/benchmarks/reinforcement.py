@@ -32,7 +32,13 @@ from absl import flags as absl_flags
 flags.define(sections=[])
 ENV = absl_flags.DEFINE_string("env", "CartPole-v1", "An environment that the device and Gymnasium have.")
 ENVIRONMENTS = absl_flags.DEFINE_integer("environments", 64, "Environments side by side.", lower_bound=1)
-WIDE = absl_flags.DEFINE_integer("wide", 4096, "Environments of the cases that suit the device.", lower_bound=1)
+WIDE = absl_flags.DEFINE_integer("wide", 8192, "Environments of the cases that suit the device.", lower_bound=1)
+MICRO_BATCHES = absl_flags.DEFINE_integer(
+    "micro_batches",
+    16,
+    "Micro-batches of a step with that many environments, so that its activations fit a cache.",
+    lower_bound=1,
+)
 CASES = absl_flags.DEFINE_list(
     "cases",
     [
@@ -48,7 +54,7 @@ CHILD = absl_flags.DEFINE_string("child", "", "Internal: the case that this proc
 _ROLLOUT, _MINIBATCHES, _EPOCHS = 32, 4, 4
 
 
-def learn(env: str, environments: int) -> float:
+def learn(env: str, environments: int, *, micro_batches: int = 1) -> float:
     """Steps of all environments a second of PPO through `ReinforcementTrainer`."""
     from tfpar import rl
 
@@ -66,6 +72,7 @@ def learn(env: str, environments: int) -> float:
         rollout_steps=_ROLLOUT,
         minibatches=_MINIBATCHES,
         rollout_epochs=_EPOCHS,
+        accumulate_steps=micro_batches,
         steps=100_000 * per_round,
         eval_every=100_000 * per_round,
         eval_episodes=1,
@@ -213,7 +220,7 @@ def _rate(round_of: Callable[[int], Any], steps: int) -> float:
 
 _CASES: dict[str, Callable[[], float]] = {
     "device": lambda: learn(ENV.value, ENVIRONMENTS.value),
-    "device_wide": lambda: learn(ENV.value, WIDE.value),
+    "device_wide": lambda: learn(ENV.value, WIDE.value, micro_batches=MICRO_BATCHES.value),
     "gymnasium": lambda: learn(f"gym:{ENV.value}", ENVIRONMENTS.value),
     "gymnasium_serial": lambda: learn_by_turns(ENV.value, ENVIRONMENTS.value),
     "device_acting": lambda: act_on_device(ENV.value, WIDE.value),
@@ -243,9 +250,12 @@ def main(_: list[str]) -> None:
         print(f"| {case} | {rate:,.0f} | {rate / base:.3g} |")
 
 
+_OPTIONS = ("env", "environments", "wide", "micro_batches", "seconds")
+
+
 def _measured(case: str) -> float | None:
     """Steps a second, from a process of its own; None where its package is missing."""
-    options = [f"--{name}={absl_flags.FLAGS[name].value}" for name in ("env", "environments", "wide", "seconds")]
+    options = [f"--{name}={absl_flags.FLAGS[name].value}" for name in _OPTIONS]
     ended = subprocess.run(
         [sys.executable, __file__, f"--child={case}", *options], capture_output=True, text=True, check=False
     )
