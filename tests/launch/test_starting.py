@@ -1,0 +1,92 @@
+"""What each process gets when it starts: its place in the cluster, its port, and its share of cores and GPUs."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+from tests.launch.actors import ROOT, SCRIPTS, Actors, lines_of
+from tfpar.launch import cli as launch
+from tfpar.launch import gpu_slots
+
+import pytest
+
+pytestmark = [pytest.mark.without_keras, pytest.mark.cluster]
+
+
+def test_every_process_knows_its_place(actors: Actors) -> None:
+    result = actors.run(
+        "--workers=2 --ps=1",
+        "all=describe",
+        "ps=touch:shown,sleep:900",
+        "chief=wait_for:shown",
+        "worker=wait_for:shown",
+    )
+    assert result.returncode == 0, result.stdout
+    members = "1 chief, 2 worker, 1 ps (TF_CONFIG)"
+    for label, rank, is_chief in (
+        ("chief 0", 0, True),
+        ("worker 0", 1, False),
+        ("worker 1", 2, False),
+        ("ps 0", -1, False),
+    ):
+        place, restarts, *_ = lines_of(result.stdout, label)
+        assert place.startswith(f"{label} of {members} rank={rank} chief={is_chief} at=127.0.0.1:")
+        assert restarts == "TFPAR_RESTARTS=0"
+
+
+def test_cores_are_shared_out_unless_the_user_says_otherwise(actors: Actors) -> None:
+    cores = len(os.sched_getaffinity(0))
+    result = actors.run("--workers=2", "worker0=describe")
+    assert f"TF_NUM_INTRAOP_THREADS={max(1, cores // 2)}" in lines_of(result.stdout, "worker 0")
+    actors.environ["TF_NUM_INTRAOP_THREADS"] = "7"
+    result = actors.run("--workers=2", "worker0=describe")
+    assert "TF_NUM_INTRAOP_THREADS=7" in lines_of(result.stdout, "worker 0")
+
+
+def test_gpus_are_shared_out(actors: Actors) -> None:
+    actors.environ["CUDA_VISIBLE_DEVICES"] = "4,5,6,7,8"
+    result = actors.run("--workers=2 --ps=1", "all=describe", "ps=touch:shown,sleep:900", "chief=wait_for:shown")
+    seen = {label: lines_of(result.stdout, label)[-1] for label in ("chief 0", "worker 0", "worker 1", "ps 0")}
+    assert [value.partition("=")[2] for value in seen.values()] == ["-1", "4,5", "6,7", "-1"]
+    actors.environ["CUDA_VISIBLE_DEVICES"] = "0"
+    result = actors.run("--workers=2", "all=describe")
+    assert "training on the CPU" in result.stdout
+    assert lines_of(result.stdout, "worker 1")[-1] == "CUDA_VISIBLE_DEVICES=-1"
+
+
+def test_module_instead_of_script(actors: Actors) -> None:
+    actors.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(SCRIPTS)])
+    result = actors.run("--workers=1", script=["-m", "actor", "worker0=say:from a module"])
+    assert (result.returncode, lines_of(result.stdout, "worker 0")) == (0, ["from a module"])
+
+
+def test_free_ports_can_be_bound() -> None:
+    first_ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports = launch.free_ports(20)
+    assert len(set(ports)) == 20
+    assert max(ports) < first_ephemeral  # where no outgoing connection can take one
+    for port in ports:
+        with socket.socket() as server:
+            server.bind(("", port))
+            server.listen()
+
+
+@pytest.mark.parametrize(
+    ("workers", "gpus", "expected"),
+    [
+        (2, [], []),
+        (2, ["0", "1"], ["0", "1"]),
+        (2, ["0", "1", "2", "3", "4"], ["0,1", "2,3"]),
+        (1, ["0", "1"], ["0,1"]),
+        (2, ["0"], ["-1", "-1"]),
+    ],
+)
+def test_share_gpus(workers: int, gpus: list[str], expected: list[str]) -> None:
+    assert gpu_slots.share_gpus(workers, gpus) == expected
+
+
+@pytest.mark.parametrize(("value", "expected"), [("", []), ("-1", []), ("0,1", ["0", "1"]), ("2,-1,3", ["2"])])
+def test_visible_gpus(value: str, expected: list[str]) -> None:
+    assert gpu_slots.visible_gpus({"CUDA_VISIBLE_DEVICES": value}) == expected
