@@ -1,12 +1,16 @@
-"""Sources whose examples say which they are, and small real data sets on disk."""
+"""Sources and objects whose examples say which they are, and small real data sets on disk."""
 
 from __future__ import annotations
 
+import collections
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tfpar.inputs.source import CLASSIFICATION, Source, SourceInfo
 
+import keras
 import numpy as np
 import tensorflow as tf
 import tensorflow_datasets as tfds
@@ -41,6 +45,47 @@ def fetch_all(source: Source) -> tuple[np.ndarray, np.ndarray]:
     count = source.info.num_examples
     parts = [fetch(tf.constant(part, tf.int64)) for part in np.array_split(np.arange(count), 3)]
     return np.concatenate([x.numpy() for x, _ in parts]), np.concatenate([y.numpy() for _, y in parts])
+
+
+class MapStyle:
+    """By the protocol of PyTorch's map-style data sets; counts what is read."""
+
+    def __init__(self, count: int = 40, seconds: float = 0.0):
+        self.count = count
+        self.seconds = seconds
+        self.reads: collections.Counter = collections.Counter()
+        self.at_once = 0
+        self.most_at_once = 0
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple:
+        with self._lock:
+            self.reads[index] += 1
+            self.at_once += 1
+            self.most_at_once = max(self.most_at_once, self.at_once)
+        time.sleep(self.seconds)
+        with self._lock:
+            self.at_once -= 1
+        return np.full((3, 2), index, np.float64), index % 5
+
+
+class Batches(keras.utils.PyDataset):
+    """Batches of 6 of 20 examples; the last has 2."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.reads: list[int] = []
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> tuple:
+        self.reads.append(index)
+        numbers = np.arange(20)[6 * index : 6 * (index + 1)]
+        return {"n": numbers.astype(np.float32)}, numbers % 4, numbers / 2.0
 
 
 class TinyShapes(tfds.core.GeneratorBasedBuilder):

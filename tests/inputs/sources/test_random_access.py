@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import collections
 import re
-import threading
-import time
 
 from tests.inputs import helpers
 from tfpar import inputs
@@ -19,32 +16,7 @@ import tensorflow as tf
 from array_record.python import array_record_data_source, array_record_module
 
 
-class MapStyle:
-    """By the protocol of PyTorch's map-style data sets; counts what is read."""
-
-    def __init__(self, count: int = 40, seconds: float = 0.0):
-        self.count = count
-        self.seconds = seconds
-        self.reads: collections.Counter = collections.Counter()
-        self.at_once = 0
-        self.most_at_once = 0
-        self._lock = threading.Lock()
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> tuple:
-        with self._lock:
-            self.reads[index] += 1
-            self.at_once += 1
-            self.most_at_once = max(self.most_at_once, self.at_once)
-        time.sleep(self.seconds)
-        with self._lock:
-            self.at_once -= 1
-        return np.full((3, 2), index, np.float64), index % 5
-
-
-class Many(MapStyle):
+class Many(helpers.MapStyle):
     """With `__getitems__`, as PyTorch's fetcher and Grain use it."""
 
     def __getitems__(self, indices: list[int]) -> list[tuple]:
@@ -56,7 +28,7 @@ def config(batch: int, **options) -> InputConfig:
     return InputConfig(global_batch_size=batch, **{"uneven_batches": True, **options})
 
 
-@pytest.mark.parametrize("kind", [MapStyle, Many])
+@pytest.mark.parametrize("kind", [helpers.MapStyle, Many])
 def test_items_come_in_the_pipelines_order_and_resume_at_any_step(kind):
     source = inputs.from_random_access(kind(), name="mine")
     assert source.info.input_spec == tf.TensorSpec([3, 2], tf.float32)
@@ -74,7 +46,7 @@ def test_items_come_in_the_pipelines_order_and_resume_at_any_step(kind):
 
 @pytest.mark.parametrize("threads", [1, 8])
 def test_slow_items_are_read_in_parallel_unless_one_at_a_time_is_asked_for(threads):
-    data = MapStyle(64, seconds=0.01)
+    data = helpers.MapStyle(64, seconds=0.01)
     pipeline = Pipeline(inputs.from_random_access(data, threads=threads), config(32, prefetch=0))
     for _ in pipeline.dataset().take(4):
         pass
@@ -103,7 +75,7 @@ def test_a_list_of_tuples_and_one_of_dicts():
 
 
 def test_a_transform_and_scaled_images_and_a_cache():
-    data = MapStyle(10)
+    data = helpers.MapStyle(10)
     source = inputs.from_random_access(
         data,
         transform=lambda item: {"a": item[0][0].astype(np.uint8)[None].repeat(2, 0), "b": str(item[1])},
@@ -139,7 +111,7 @@ class Tensor:
         return Tensor(self._values[key])
 
 
-class TorchDataset(MapStyle):
+class TorchDataset(helpers.MapStyle):
     """By the protocol of a map-style `torch.utils.data.Dataset`: items are tensors, `+` joins two data sets."""
 
     def __getitem__(self, index: int) -> tuple:
@@ -183,24 +155,8 @@ def test_a_real_array_record_file(tmp_path):
     assert raw[0].numpy() == bytes(8), "zeros at the end are kept"
 
 
-class Batches(keras.utils.PyDataset):
-    """Batches of 6 of 20 examples; the last has 2."""
-
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self.reads: list[int] = []
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> tuple:
-        self.reads.append(index)
-        numbers = np.arange(20)[6 * index : 6 * (index + 1)]
-        return {"n": numbers.astype(np.float32)}, numbers % 4, numbers / 2.0
-
-
 def test_a_py_dataset_gives_its_batches_whole():
-    data = Batches()
+    data = helpers.Batches()
     source = inputs.from_random_access(data)
     assert (source.info.num_examples, source.info.block_size) == (20, 6)
     assert source.info.input_spec == {"n": tf.TensorSpec([], tf.float32)}
@@ -227,7 +183,9 @@ def test_a_py_dataset_gives_its_batches_whole():
 
 def test_every_example_of_batches_comes_once_for_any_batch_size():
     for batch, workers in ((5, 1), (8, 2), (20, 2)):
-        pipeline = Pipeline(inputs.from_random_access(Batches()), config(batch), replicas=workers, workers=workers)
+        pipeline = Pipeline(
+            inputs.from_random_access(helpers.Batches()), config(batch), replicas=workers, workers=workers
+        )
         seen = []
         for worker in range(workers):
             for x, _, weight in pipeline.dataset(worker).take(pipeline.steps_per_epoch).as_numpy_iterator():
@@ -236,7 +194,7 @@ def test_every_example_of_batches_comes_once_for_any_batch_size():
 
 
 def test_replicas_share_the_batch_that_is_read():
-    data = Batches()
+    data = helpers.Batches()
     pipeline = Pipeline(inputs.from_random_access(data), config(6), replicas=3)
     data.reads.clear()
     for _ in pipeline.dataset().take(4 * 3):
@@ -245,7 +203,7 @@ def test_replicas_share_the_batch_that_is_read():
     assert data.reads.count(data.reads[0]) <= 2
 
 
-class Flawed(MapStyle):
+class Flawed(helpers.MapStyle):
     """Some items are not what the first one promises."""
 
     def __getitem__(self, index: int) -> object:
@@ -284,7 +242,7 @@ def test_flawed_items_are_skipped():
     assert np.flatnonzero(element[2][0] == 0).tolist() == sorted(FLAWS)
 
 
-class Torn(Batches):
+class Torn(helpers.Batches):
     """A batch in the middle has other sizes."""
 
     def __getitem__(self, index: int) -> tuple:
@@ -298,7 +256,7 @@ def test_a_batch_of_another_size_is_named():
     assert "its batch, item 1, has 4 rows, but 6 are expected" in found[0].reason
 
 
-class Broken(MapStyle):
+class Broken(helpers.MapStyle):
     def __getitem__(self, index: int) -> tuple:
         raise OSError("no such disk")
 
@@ -330,81 +288,3 @@ class Infinite(keras.utils.PyDataset):
 def test_unsuitable_objects_are_refused_at_once(data, options, message):
     with pytest.raises(ConfigError, match=message):
         inputs.from_random_access(data, **options)
-
-
-# as_source
-
-
-class Frame:
-    """By the protocol of pandas' frames and series."""
-
-    def __init__(self, values: np.ndarray):
-        self._values = values
-
-    def to_numpy(self) -> np.ndarray:
-        return self._values
-
-    def __getitem__(self, key: str) -> Frame:
-        raise KeyError(key)
-
-
-X, Y, W = np.arange(12.0).reshape(6, 2), np.arange(6) % 3, np.arange(6.0)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "x", "y", "weight"),
-    [
-        ((X, Y), X, Y, None),
-        ((X,), X, (), None),
-        (((X, Y),), X, Y, None),
-        (((X, Y, W),), X, Y, W),
-        ((X, Y, W), X, Y, W),
-        ((Frame(X), Frame(Y)), X, Y, None),
-        ((tf.constant(X), tf.constant(Y)), X, Y, None),
-        ((X.tolist(), Y.tolist()), X, Y, None),
-        (({"a": X, "b": X},), {"a": X, "b": X}, (), None),
-        (([X, X], Y), (X, X), Y, None),
-        (([X, X],), (X, X), (), None),
-        ((list(zip(X, Y, strict=True)),), X, Y, None),
-        (([{"a": row} for row in X],), {"a": X}, (), None),
-        ((MapStyle(6),), np.repeat(np.arange(6.0), 6).reshape(6, 3, 2), np.arange(6) % 5, None),
-        ((Batches(),), {"n": np.arange(20.0)}, np.arange(20) % 4, np.arange(20) / 2),
-        ((inputs.from_arrays(X, Y),), X, Y, None),
-    ],
-)
-def test_as_source_takes_what_fit_takes(arguments, x, y, weight):
-    source = inputs.as_source(*arguments)
-    got_x, got_y = source.fetch(tf.range(source.info.num_examples, dtype=tf.int64))
-    tf.nest.map_structure(np.testing.assert_array_equal, got_x, x)
-    if weight is not None:
-        np.testing.assert_array_equal(got_y.sample_weight, weight)
-        got_y = got_y.y
-    tf.nest.map_structure(np.testing.assert_array_equal, got_y, y)
-
-
-def test_as_source_passes_options_on():
-    source = inputs.as_source(X, Y, name="mine", split="validation", num_classes=7)
-    assert (source.info.name, source.info.split, source.info.num_classes) == ("mine", "validation", 7)
-    assert inputs.as_source(MapStyle(), num_classes=5, name="other").info.num_classes == 5
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("digits",), r"str is not a source of examples. For a data set by name, give tfpar.inputs.load\('digits'\)"),
-        (
-            (None,),
-            "NoneType is not a source of examples. Accepted are: a tfpar.inputs.Source; a tf.data.Dataset or a",
-        ),
-        ((iter([1]),), "list_iterator is not a source"),
-        ((3.0, Y), "float is not a source"),
-        (({"a": None},), "dict is not a source"),
-        ((MapStyle(), Y), "MapStyle with y=: such data hold their labels"),
-        ((Batches(), None, W), "Batches with sample_weight=: such data hold their labels"),
-        ((inputs.from_arrays(X, Y), Y), "Source with y="),
-        ((X, Y[:3]), "6 inputs and 3 labels"),
-    ],
-)
-def test_as_source_refuses_everything_else_with_a_list_of_what_is_accepted(arguments, message):
-    with pytest.raises(ConfigError, match=message):
-        inputs.as_source(*arguments)
