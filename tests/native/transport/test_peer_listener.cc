@@ -13,7 +13,7 @@
 #include <thread>
 #include <vector>
 
-#include "check.h"
+#include "../check.h"
 #include "tfpar_ops/transport/peer_listener.h"
 
 namespace {

@@ -1,0 +1,112 @@
+// Collectives and messages between the workers of a mesh.
+#include <algorithm>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "../check.h"
+#include "tfpar_ops/transport/mesh.h"
+#include "workers.h"
+
+namespace {
+
+using tfpar::Call;
+using tfpar::Collective;
+using tfpar::Outcome;
+using workers::Connected;
+using workers::Meshes;
+using workers::Random;
+using workers::Same;
+using workers::SumCall;
+using workers::Together;
+using workers::Waiting;
+
+// All groups and sizes at once, each several times with the same key.
+TEST(SumsHaveTheSameBitsOnAllMembers) {
+  const Meshes meshes = Connected(4);
+  const std::vector<std::vector<int>> groups = {{0, 1, 2, 3}, {1, 3}, {0, 2, 3}};
+  const std::vector<size_t> sizes = {0, 1, 3, 1000, 300000, 1100001};
+  Together(4, [&](int rank) {
+    for (int turn = 0; turn < 2; ++turn) {
+      Waiting waiting;
+      std::vector<std::vector<float>> results, expected;
+      std::vector<std::vector<float>> inputs;
+      uint64_t key = 0;
+      results.reserve(64);
+      inputs.reserve(64);
+      for (const auto& members : groups) {
+        int place = -1;
+        for (size_t i = 0; i < members.size(); ++i) place = members[i] == rank ? static_cast<int>(i) : place;
+        for (const size_t size : sizes) {
+          key += 2;
+          if (place < 0) continue;
+          std::vector<float> sum = Random(size, members[0] * 100 + size % 97 + turn);
+          for (size_t i = 1; i < members.size(); ++i) {
+            const std::vector<float> next = Random(size, members[i] * 100 + size % 97 + turn);
+            for (size_t j = 0; j < size; ++j) sum[j] += next[j];
+          }
+          inputs.push_back(Random(size, rank * 100 + size % 97 + turn));
+          // Both in place and not in place.
+          results.push_back(turn ? inputs.back() : std::vector<float>(size));
+          float* out = results.back().data();
+          const float* in = turn ? out : inputs.back().data();
+          waiting.Start(*meshes[rank], SumCall(Collective::kAllReduce, members, place, key, in, out, size));
+          expected.push_back(sum);
+          const size_t rows = size / members.size();
+          inputs.push_back(Random(rows * members.size(), rank * 100 + size % 97 + turn));
+          results.push_back(std::vector<float>(rows));
+          std::vector<float> row(rows);
+          for (size_t i = 0; i < members.size(); ++i) {
+            const std::vector<float> all = Random(rows * members.size(), members[i] * 100 + size % 97 + turn);
+            for (size_t j = 0; j < rows; ++j) row[j] = i ? row[j] + all[place * rows + j] : all[place * rows + j];
+          }
+          waiting.Start(*meshes[rank], SumCall(Collective::kReduceScatter, members, place, key + 1,
+                                               inputs.back().data(), results.back().data(), rows));
+          expected.push_back(row);
+        }
+      }
+      for (const Outcome& outcome : waiting.Wait()) CHECK(outcome.kind == Outcome::kDone, outcome.message);
+      for (size_t i = 0; i < results.size(); ++i) {
+        CHECK(Same(results[i], expected[i]), "rank " + std::to_string(rank) + ", result " + std::to_string(i));
+      }
+    }
+  });
+}
+
+TEST(RowsArriveWhereTheyBelong) {
+  constexpr int kSize = 3;
+  const Meshes meshes = Connected(kSize);
+  Together(kSize, [&](int rank) {
+    for (const size_t elements : {size_t{1}, size_t{700000}}) {
+      Waiting waiting;
+      std::vector<float> rows(elements * kSize), swapped(rows.size()), row(elements, 10.f + rank), gathered(rows.size());
+      for (int to = 0; to < kSize; ++to) std::fill_n(rows.begin() + to * elements, elements, 10.f * rank + to);
+      std::vector<float> value(elements, 5.f + rank), sent(elements, 70.f + rank), received(elements);
+      const std::vector<int> all = {0, 1, 2};
+      waiting.Start(*meshes[rank],
+                    SumCall(Collective::kAllToAll, all, rank, 1, rows.data(), swapped.data(), elements));
+      waiting.Start(*meshes[rank],
+                    SumCall(Collective::kAllGather, all, rank, 2, row.data(), gathered.data(), elements));
+      Call broadcast = SumCall(Collective::kBroadcast, all, rank, 3, value.data(), value.data(), elements);
+      broadcast.peer = 1;
+      waiting.Start(*meshes[rank], broadcast);
+      Call send = SumCall(Collective::kSend, all, rank, 4, sent.data(), nullptr, elements);
+      send.peer = (rank + 1) % kSize;
+      waiting.Start(*meshes[rank], send);
+      Call receive = SumCall(Collective::kReceive, all, rank, 4, nullptr, received.data(), elements);
+      receive.peer = (rank + 2) % kSize;
+      waiting.Start(*meshes[rank], receive);
+      waiting.Start(*meshes[rank], SumCall(Collective::kBarrier, all, rank, 5, nullptr, nullptr, 0));
+      for (const Outcome& outcome : waiting.Wait()) CHECK(outcome.kind == Outcome::kDone, outcome.message);
+      for (int from = 0; from < kSize; ++from) {
+        const size_t last = (from + 1) * elements - 1;
+        CHECK(swapped[last] == 10.f * from + rank, std::to_string(swapped[last]));
+        CHECK(gathered[last] == 10.f + from, std::to_string(gathered[last]));
+      }
+      CHECK(value[elements - 1] == 6.f, std::to_string(value[elements - 1]));
+      CHECK(received[elements - 1] == 70.f + (rank + 2) % kSize, std::to_string(received[elements - 1]));
+    }
+  });
+}
+
+}  // namespace

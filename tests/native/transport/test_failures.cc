@@ -1,0 +1,110 @@
+// Calls that fail, workers that leave, and connections that are refused.
+#include <chrono>
+#include <exception>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "../check.h"
+#include "tfpar_ops/transport/mesh.h"
+#include "workers.h"
+
+namespace {
+
+using tfpar::Call;
+using tfpar::Collective;
+using tfpar::Mesh;
+using tfpar::Outcome;
+using workers::Connected;
+using workers::Meshes;
+using workers::SumCall;
+using workers::Together;
+using workers::Waiting;
+
+TEST(ACallThatIsRefusedDoesNotBegin) {
+  const Meshes meshes = Connected(2);
+  Waiting waiting;
+  Call call;
+  call.members = {0, 1};
+  call.prepare = [] { return Outcome{Outcome::kRefused, "no variable"}; };
+  waiting.Start(*meshes[0], std::move(call));
+  const Outcome outcome = waiting.Wait()[0];
+  CHECK(outcome.kind == Outcome::kRefused && outcome.message == "no variable", outcome.message);
+}
+
+// Worker 1 waits for worker 0, which waits for the lost worker: the call of worker 1 still fails and names that worker.
+TEST(ALostWorkerEndsTheCallsOfAllOthersByName) {
+  Meshes meshes = Connected(3);
+  std::vector<float> in(1 << 20), out(3 << 20), small(4), answer(4);
+  Waiting waiting;
+  waiting.Start(*meshes[0], SumCall(Collective::kAllReduce, {0, 1, 2}, 0, 1, in.data(), out.data(), in.size()));
+  Call receive = SumCall(Collective::kReceive, {0, 2}, 0, 2, nullptr, answer.data(), answer.size());
+  receive.peer = 1;
+  waiting.Start(*meshes[0], receive);
+  std::vector<float> in1(in), out1(out);
+  waiting.Start(*meshes[1], SumCall(Collective::kAllReduce, {0, 1, 2}, 1, 1, in1.data(), out1.data(), in1.size()));
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  CHECK(meshes[0]->WaitingMs() >= 90, std::to_string(meshes[0]->WaitingMs()));
+  meshes[2].reset();
+  const std::vector<Outcome> outcomes = waiting.Wait();
+  CHECK(outcomes.size() == 3, std::to_string(outcomes.size()));
+  for (const Outcome& outcome : outcomes) {
+    CHECK(outcome.kind == Outcome::kLost, outcome.message);
+    CHECK(outcome.message.find("lost worker 2: ") == 0, outcome.message);
+  }
+  // Later calls fail with the same message.
+  waiting.Start(*meshes[0], SumCall(Collective::kAllReduce, {0, 2}, 0, 3, small.data(), answer.data(), 4));
+  CHECK(waiting.Wait()[0].message.find("lost worker 2: ") == 0, "a call that came later");
+  CHECK(meshes[0]->WaitingMs() == 0, std::to_string(meshes[0]->WaitingMs()));
+}
+
+// A worker that leaves when its last call is complete does not make the last call of the others fail.
+TEST(AWorkerMayLeaveFirst) {
+  for (int turn = 0; turn < 5; ++turn) {
+    Meshes meshes = Connected(3);
+    Together(3, [&](int rank) {
+      std::vector<float> in(200000, 1.f), out(200000);
+      Waiting waiting;
+      waiting.Start(*meshes[rank], SumCall(Collective::kAllReduce, {0, 1, 2}, rank, 1, in.data(), out.data(), in.size()));
+      const Outcome outcome = waiting.Wait()[0];
+      CHECK(outcome.kind == Outcome::kDone, "rank " + std::to_string(rank) + ": " + outcome.message);
+      meshes[rank].reset();
+    });
+  }
+}
+
+TEST(AbortEndsCallsAndThoseToCome) {
+  Meshes meshes = Connected(2);
+  std::vector<float> in(10), out(10);
+  Waiting waiting;
+  waiting.Start(*meshes[0], SumCall(Collective::kAllReduce, {0, 1}, 0, 1, in.data(), out.data(), 10));
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  meshes[0]->Abort(Outcome::kLost, "worker 1 does not answer");
+  meshes[0]->Abort(Outcome::kCancelled, "a later reason");
+  CHECK(waiting.Wait()[0].message == "worker 1 does not answer", "the call under way");
+  waiting.Start(*meshes[0], SumCall(Collective::kAllReduce, {0, 1}, 0, 2, in.data(), out.data(), 10));
+  CHECK(waiting.Wait()[0].message == "worker 1 does not answer", "the call after it");
+}
+
+TEST(AnotherTokenIsRefused) {
+  std::vector<std::string> errors;
+  const Meshes meshes = Connected(2, errors, "another token", std::chrono::seconds(1));
+  for (int rank = 0; rank < 2; ++rank) {
+    CHECK(errors[rank].find("this run's token") != std::string::npos, errors[rank]);
+    CHECK(errors[rank].find("worker " + std::to_string(1 - rank)) == 0, errors[rank]);
+  }
+  CHECK(meshes[0]->dropped() > 0, "the connection of worker 1");
+}
+
+TEST(AnAddressOfAnotherMachineIsRefused) {
+  std::string message;
+  try {
+    const Mesh mesh(0, {"a", "b"}, "192.0.2.1", "token", std::chrono::seconds(1));
+  } catch (const std::exception& error) {
+    message = error.what();
+  }
+  CHECK(message.find("192.0.2.1") != std::string::npos, message);
+}
+
+}  // namespace
