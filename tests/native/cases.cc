@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "../../tfpar_ops/core/layout.h"
+#include "oracle_numbers.h"
 
 namespace cases {
 namespace {

@@ -2,81 +2,13 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <limits>
 #include <numeric>
 
+#include "oracle_numbers.h"
+
 namespace oracle {
 namespace {
-
-constexpr double kSmallestNormal = 0x1p-126;
-const float kNaN = std::numeric_limits<float>::quiet_NaN();
-
-// Rounds a float64, the exact result of one operation on two float32, to float32: zero if it is denormal after rounding
-// to 24 bits.
-float Round(double exact) {
-  if (std::fabs(exact) < kSmallestNormal - 0x1p-151) return std::copysign(0.0f, static_cast<float>(exact));
-  if (std::fabs(exact) < kSmallestNormal) return std::copysign(static_cast<float>(kSmallestNormal), static_cast<float>(exact));
-  return static_cast<float>(exact);
-}
-
-// A denormal operand counts as zero.
-double In(float v) {
-  return std::fabs(static_cast<double>(v)) < kSmallestNormal ? std::copysign(0.0, v) : static_cast<double>(v);
-}
-
-// The float64 sum of two float32 may be rounded, but never to the midpoint of two float32, so rounding it again is
-// right.
-float Add(float a, float b) { return Round(In(a) + In(b)); }
-float Sub(float a, float b) { return Round(In(a) - In(b)); }
-float Mul(float a, float b) { return Round(In(a) * In(b)); }
-
-uint16_t Bf16(float v) {
-  if (!std::isfinite(v)) return 0x7FC0;
-  const uint32_t bits = Bits(v);
-  const uint32_t rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
-  return static_cast<uint16_t>((rounded & 0x7F80) == 0x7F80 ? (rounded & 0x8000) | 0x7F7F : rounded);
-}
-
-float FromBf16(uint16_t code) { return FromBits(static_cast<uint32_t>(code) << 16); }
-
-float Short(float v) {
-  const uint32_t bits = (Bits(v) + 0x3F + ((Bits(v) >> 7) & 1)) & ~0x7Fu;
-  return FromBits(std::min(bits, 0x7F7FFF80u));
-}
-
-// The magnitudes of all codes of a small float format, in order, from the definition of the format.
-std::vector<double> Magnitudes(int exponent_bits, int mantissa_bits, int codes) {
-  std::vector<double> values;
-  const int bias = (1 << (exponent_bits - 1)) - 1;
-  for (int code = 0; code < codes; ++code) {
-    const int exponent = code >> mantissa_bits;
-    const double mantissa = std::ldexp(code & ((1 << mantissa_bits) - 1), -mantissa_bits);
-    values.push_back(exponent == 0 ? std::ldexp(mantissa, 1 - bias) : std::ldexp(1 + mantissa, exponent - bias));
-  }
-  return values;
-}
-
-const std::vector<double>& HalfMagnitudes() {
-  static const std::vector<double> values = Magnitudes(5, 10, 0x7C00);
-  return values;
-}
-
-const std::vector<double>& E4M3Magnitudes() {
-  static const std::vector<double> values = Magnitudes(4, 3, 0x7F);
-  return values;
-}
-
-// The code of the nearest of `values`; ties go to the even code, larger magnitudes to the largest code.
-int Nearest(const std::vector<double>& values, double magnitude) {
-  const auto above = std::lower_bound(values.begin(), values.end(), magnitude);
-  if (above == values.end()) return static_cast<int>(values.size()) - 1;
-  const int high = static_cast<int>(above - values.begin());
-  if (high == 0) return 0;
-  const double to_low = magnitude - values[high - 1], to_high = values[high] - magnitude;
-  if (to_low != to_high) return to_low < to_high ? high - 1 : high;
-  return high % 2 == 0 ? high : high - 1;
-}
 
 int64_t Blocks(const tfpar_codec& codec, int64_t n) { return (n + codec.block - 1) / codec.block; }
 
@@ -323,31 +255,6 @@ void EncodeBlock(const tfpar_codec& codec, const Floats& v, int64_t g, int exist
 }
 
 }  // namespace
-
-uint32_t Bits(float v) {
-  uint32_t bits;
-  std::memcpy(&bits, &v, 4);
-  return bits;
-}
-
-float FromBits(uint32_t bits) {
-  float v;
-  std::memcpy(&v, &bits, 4);
-  return v;
-}
-
-float Flush(float v) { return std::fabs(static_cast<double>(v)) < kSmallestNormal ? 0.0f : v; }
-
-std::vector<uint32_t> Philox(const std::vector<uint32_t>& counter, const std::vector<uint32_t>& key) {
-  std::vector<uint32_t> c = counter, k = key;
-  for (int round = 0; round < 10; ++round) {
-    const uint64_t left = uint64_t{0xD2511F53} * c[0], right = uint64_t{0xCD9E8D57} * c[2];
-    c = {static_cast<uint32_t>(right >> 32) ^ c[1] ^ k[0], static_cast<uint32_t>(right),
-         static_cast<uint32_t>(left >> 32) ^ c[3] ^ k[1], static_cast<uint32_t>(left)};
-    k = {k[0] + 0x9E3779B9u, k[1] + 0xBB67AE85u};
-  }
-  return c;
-}
 
 Encoded Encode(const tfpar_codec& codec, const Floats& x, const Floats& residual, int64_t begin, int64_t n) {
   const int64_t blocks = Blocks(codec, n), code_bytes = CodeBytes(codec), scale_bytes = ScaleBytes(codec);

@@ -19,15 +19,6 @@ struct Encoded {
   std::vector<double> norms;   // two per block, summed in an unspecified order
 };
 
-uint32_t Bits(float v);
-float FromBits(uint32_t bits);
-
-// flush(v) of FORMAT.md.
-float Flush(float v);
-
-// Four words of Philox4x32-10.
-std::vector<uint32_t> Philox(const std::vector<uint32_t>& counter, const std::vector<uint32_t>& key);
-
 // The payload of n elements. x and residual (empty for none) hold the first ones; the others are padding. `begin` is
 // the position of the first element in the whole vector.
 Encoded Encode(const tfpar_codec& codec, const Floats& x, const Floats& residual, int64_t begin, int64_t n);

@@ -5,6 +5,7 @@
 
 #include "cases.h"
 #include "check.h"
+#include "oracle_numbers.h"
 
 namespace {
 

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "../../../tfpar_ops/core/layout.h"
+#include "../oracle_numbers.h"
 #include "support.h"
 
 using cases::Bytes;
