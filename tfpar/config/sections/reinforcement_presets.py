@@ -23,10 +23,12 @@ _BY_ENVIRONMENT: Mapping[str, Mapping[str, Any]] = {
     "MountainCar-v0": {"learning_rate": 2e-3, "env_steps": 2_000_000, "entropy_coef": 0.02, "discount": 0.995},
     "Pendulum-v1": {
         "discount": 0.95,
+        "eval_episodes": 256,
         "env_steps": 1_000_000,
-        "learning_rate": 2e-3,
+        "gae_lambda": 0.9,
         "reward_scale": 0.1,
         "rollout_epochs": 8,
+        "rollout_steps": 64,
     },
     "Catch": {"env_steps": 300_000, "entropy_coef": 0.01, "learning_rate": 2e-3},
 }

@@ -42,5 +42,5 @@ PENDULUM = Environment(
     step=_step,
     observe=lambda state: stacked(tf.cos(state[0]), tf.sin(state[0]), state[1]),
     render=drawing.pendulum,
-    goal=-160.0,
+    goal=-150.0,
 )
