@@ -156,6 +156,15 @@ class Lengths:
 
 
 @pytest.mark.parametrize("codec", data.KINDS, ids=data.identifier)
+def test_lengths_to_two_blocks_in_the_native_core(codec: Codec):
+    """Every one to two blocks, and then those next to a multiple of 64, through the C interface."""
+    check_lengths_in_the_native_core(
+        codec, (n for n in range(LONGEST + 1) if n <= 2 * codec.block + 1 or (n + 1) % 64 <= 2)
+    )
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("codec", data.KINDS, ids=data.identifier)
 def test_every_length_in_the_native_core(codec: Codec):
     """All lengths to 4,100, in two parts, through the C interface that the operations call."""
     check_lengths_in_the_native_core(codec, range(LONGEST + 1))
