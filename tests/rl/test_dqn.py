@@ -125,9 +125,10 @@ def test_transitions_of_larger_errors_are_drawn_more_often(gathered):
     algorithm = dataclasses.replace(algorithm, options=options)
     powers = np.random.default_rng(0).uniform(0.1, 2.0, [24, 4]).astype(np.float32)
     memory = memory._replace(priority=tf.constant(powers))
+    drawn_at = tf.function(lambda step: algorithm._drawn(memory, step, 0), autograph=False)
     times, weights = [], []
     for step in range(300):
-        first, weight = algorithm._drawn(memory, tf.constant(step, tf.int64), 0)
+        first, weight = drawn_at(tf.constant(step, tf.int64))
         times.append(first.numpy())
         weights.append(weight.numpy())
     times, weights = np.concatenate(times), np.concatenate(weights)
