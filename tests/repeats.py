@@ -51,7 +51,7 @@ REPEATS = {
     "tests/rl/test_dqn.py::test_two_replicas_learn_what_one_does": ("0.0",),
     "tests/tfpar_ops/test_build.py::test_a_wheel_carries_the_library": (),
     "tests/tfpar_ops/test_formats.py::test_a_new_format_works_with_nothing_else_changed": (),
-    "tests/training/loops/test_hooks.py::test_hooks_change_nothing_but_what_they_say": ("1",),
+    "tests/training/loops/test_hooks.py::test_hooks_change_nothing_but_what_they_say": ("2",),
     "tests/training/loops/test_keras_callbacks.py::test_a_metric_that_is_monitored_says_what_is_better": (
         "val_accuracy-1.0-kind1-monitor_op",
         "val_accuracy-1.0-kind2-monitor_op",
@@ -63,8 +63,9 @@ REPEATS = {
     "tests/training/loops/test_keras_callbacks.py::test_calls_and_logs_are_those_of_keras": (
         "Recorder-2",
         "BatchRecorder-1",
+        "StoppingRecorder-2",
     ),
-    "tests/training/loops/test_keras_callbacks.py::test_the_callbacks_that_people_use": ("1",),
+    "tests/training/loops/test_keras_callbacks.py::test_the_callbacks_that_people_use": ("2",),
     "tests/training/model/test_building.py::test_layers_are_frozen_and_unfrozen_between_two_fits": ("1",),
     "tests/training/model/test_call.py::test_a_loss_object_in_the_forward_pass_counts_once_on_any_number_of_replicas": (
         "1",
@@ -74,7 +75,7 @@ REPEATS = {
         "1-4-False",
     ),
     "tests/training/model/test_foreign_models.py::test_three_steps_give_the_numbers_of_fit": ("mobile_net",),
-    "tests/training/model/test_keras_hub.py::test_an_epoch_gives_the_numbers_of_fit": ("bert-model:2",),
+    "tests/training/model/test_keras_hub.py::test_an_epoch_gives_the_numbers_of_fit": ("gpt2-model:2", "bert-model:2"),
     "tests/training/model/test_own_loss.py::test_an_overridden_loss_gives_the_numbers_of_fit": (
         "own_loss-None-1-1",
         "extended-mse-1-1",
@@ -118,7 +119,12 @@ REPEATS = {
         "False-0",
         "True-1",
     ),
-    "tests/training/test_layouts.py::test_mirrored_equals_one_device": ("2-1", "3-4"),
+    "tests/training/test_layouts.py::test_mirrored_equals_one_device": ("2-1", "3-1", "3-4"),
+    "tests/training/test_like_fit.py::test_evaluations_average_over_batches": (
+        "1-masked_and_plain-two_labels-<lambda>",
+        "2-model-data-summed",
+        "2-masked-tokens-<lambda>",
+    ),
     "tests/training/test_offload.py::test_the_same_bits_as_on_the_device": ("adafactor",),
     "tests/training/test_pipeline.py::test_layers_of_stages_are_divided": ("language_model-options1",),
     "tests/training/test_pipeline.py::test_stages_are_xla_programs": ("options0", "options1"),
@@ -129,6 +135,8 @@ REPEATS = {
             "recurrent-2-options5",
             "vit-2-options3",
             "language_model-4-options2",
+            "resnet-3-options4",
+            "branches-4-options6",
         ),
     ),
     "tests/training/test_prediction.py::test_equals_keras_predict": (
@@ -142,13 +150,14 @@ REPEATS = {
         "1.0-2-False",
     ),
     "tests/training/test_step.py::test_several_steps_a_call_equal_single_ones": ("False-2", "True-1"),
-    "tests/training/test_streams.py::test_a_run_resumes_where_it_stopped_in_the_stream": ("1",),
+    "tests/training/test_streams.py::test_a_run_resumes_where_it_stopped_in_the_stream": ("2",),
     "tests/training/test_streams.py::test_trains_and_evaluates_as_arrays_and_as_keras_do": ("1",),
-    "tests/training/test_tensor_parallel.py::test_micro_batches": ("model:2",),
+    "tests/training/test_tensor_parallel.py::test_micro_batches": ("model:2-none", "data:2,model:2-none"),
     "tests/training/test_tensor_parallel.py::test_thirty_steps_equal_one_device": (
         *("dense-2-0.4", "attention-2-0.4", "vit-4-0.6", "batch_statistics-4-0.6"),
     ),
-    "tests/training/test_trainer.py::test_stopped_and_resumed_gives_the_bits_of_a_run_that_was_not": ("plateau",),
+    "tests/training/test_trainer.py::test_a_run_with_objects_and_a_runtime_resumes": ("options0",),
+    "tests/training/test_trainer.py::test_stopped_and_resumed_gives_the_bits_of_a_run_that_was_not": ("plateau", "xla"),
     "tests/training/test_trainer.py::test_the_training_loss_is_that_of_the_last_epoch_also_after_resuming_with_more": (
         "1000",
     ),

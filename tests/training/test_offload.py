@@ -42,6 +42,16 @@ def test_the_same_bits_as_on_the_device(optimizer, monkeypatch):
     assert {variable.value.device[-5:] for variable in found.optimizer.variables} == {"CPU:0"}
     assert {variable.value.device[-5:] for variable in found.model.variables} == {"CPU:1"}
     assert {variable.value.device[-5:] for variable in expected.optimizer.variables} == {"CPU:1"}
+    assert_layers_may_be_frozen(found)
+
+
+def assert_layers_may_be_frozen(trainer: tfpar.Trainer) -> None:
+    """Between two runs."""
+    kept = trainer.model.get_layer("third").kernel.numpy()
+    trainer.model.get_layer("third").trainable = False
+    trainer.fit(*divided.data("dense"), steps=4)
+    np.testing.assert_array_equal(trainer.model.get_layer("third").kernel.numpy(), kept)
+    assert {variable.value.device[-5:] for variable in trainer.optimizer.variables} == {"CPU:0"}
 
 
 def test_blocks_are_xla_programs(monkeypatch):
@@ -59,15 +69,6 @@ def test_a_run_goes_on_with_and_without(tmp_path):
     found, expected = trained("optimizer", **options), trained("none")
     for name, value in divided.weights_of(found).items():
         np.testing.assert_array_equal(value, divided.weights_of(expected)[name], err_msg=name)
-
-
-def test_layers_may_be_frozen_between_runs():
-    trainer = trained("optimizer")
-    kept = trainer.model.get_layer("third").kernel.numpy()
-    trainer.model.get_layer("third").trainable = False
-    trainer.fit(*divided.data("dense"), steps=4)
-    np.testing.assert_array_equal(trainer.model.get_layer("third").kernel.numpy(), kept)
-    assert {variable.value.device[-5:] for variable in trainer.optimizer.variables} == {"CPU:0"}
 
 
 def test_blocks_have_the_state_of_their_weights():

@@ -28,6 +28,8 @@ import pytest
         ("resnet", 3, {"accumulate_steps": 2, "learning_rate": 0.03}),
         ("recurrent", 2, {"accumulate_steps": 2}),
         ("branches", 4, {"accumulate_steps": 4, "pipeline_schedule": "gpipe"}),
+        ("batch_statistics", 2, {"accumulate_steps": 2}),
+        ("branches", 3, {"accumulate_steps": 2, "pipeline_schedule": "gpipe"}),
     ],
 )
 def test_thirty_steps_equal_one_device(model, devices, options):
@@ -99,8 +101,8 @@ def test_what_one_mesh_saves_another_resumes(tmp_path):
     """The checkpoint, the digest and `model.keras` are of the whole model."""
     workdir = {"workdir": str(tmp_path / "run")}
     divided.here("mirrored", "pipeline:2", stop_after=7, **workdir)
-    divided.here("one_device", stop_after=7, **workdir)
     divided.here("mirrored", "model:2", stop_after=7, **workdir)
+    divided.here("one_device", stop_after=7, **workdir)
     trainer = divided.here("mirrored", "pipeline:3", **workdir)
     assert_as_alone(trainer, "dense")
     assert_saved_whole(trainer, tmp_path / "run")

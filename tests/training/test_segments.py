@@ -40,11 +40,15 @@ def programs_of(trainer: tfpar.Trainer) -> set[str]:
     ],
 )
 def test_segments_have_the_weights_of_one_program(model, segments, options):
+    """One is what `auto` makes within one worker."""
     weights = []
-    for number in (1, segments):
+    for number in ("auto", segments):
         trainer = divided.here("mirrored", model=model, jit_segments=number, **COMPILED, **options)
         weights.append(divided.weights_of(trainer))
-        passes = 2 * number if number > 1 else 1  # a forward and a backward pass of each segment
+        if number == "auto":
+            assert trainer.program.placing.segments == 1
+            assert not trainer.program.placing.in_segments
+        passes = 1 if number == "auto" else 2 * segments  # a forward and a backward pass of each segment
         assert len(programs := programs_of(trainer)) == 2 * (passes + 1), programs  # of two replicas, with the update
     assert weights[0].keys() == weights[1].keys()
     for name, value in weights[0].items():
@@ -142,13 +146,6 @@ def test_costs_of_programs_limit_their_number():
     numbers = [choose_segments(profile_of(launch_seconds=seconds)).segments for seconds in (0.0, 5e-3, 2e-2, 0.3)]
     assert numbers == sorted(numbers, reverse=True)
     assert numbers[0] > numbers[2] > 1
-
-
-def test_auto_is_one_program_within_one_worker():
-    trainer = divided.here("mirrored", jit_segments="auto", **COMPILED)
-    assert trainer.program.placing.segments == 1
-    assert not trainer.program.placing.in_segments
-    assert len(programs_of(trainer)) == 4  # of two replicas: passes, and the update
 
 
 @pytest.mark.proof

@@ -75,7 +75,7 @@ def test_local_batch_statistics_are_averaged_by_example():
             [keras.Input((1,)), keras.layers.BatchNormalization(momentum=0.0, name="norm"), keras.layers.Dense(1)]
         )
 
-    steps = Steps(2, model)
+    steps = Steps(2, model, jit_compile=False)
     # Plain Keras normalisation: each replica has its own batch mean, 1 and 4; weights 1 and 3 examples.
     few = (np.full((3, 1), 1.0), np.zeros((3, 1)), np.array([1.0, 0.0, 0.0]))
     many = (np.full((3, 1), 4.0), np.zeros((3, 1)), np.ones(3))
@@ -88,7 +88,7 @@ def test_local_batch_statistics_are_averaged_by_example():
 def test_a_replica_without_examples_changes_nothing():
     generator = np.random.default_rng(0)
     x, y = generator.normal(size=(4, 2)), generator.normal(size=(4, 1))
-    alone, padded = Steps(1), Steps(2)
+    alone, padded = Steps(1, jit_compile=False), Steps(2, jit_compile=False)
     alone.run([[(x, y, np.ones(4))]])
     padded.run([[(x, y, np.ones(4)), (x, y, np.zeros(4))]])
     for weights in padded.weights():
@@ -100,12 +100,12 @@ def test_seed_generator_state_stays_and_dropout_varies_by_step_and_replica():
         return keras.Sequential([keras.Input((64,)), keras.layers.Dropout(0.5), *linear_model(64).layers])
 
     ones = (np.ones((1, 64)), np.zeros((1, 1)), np.ones(1))
-    steps = Steps(1, model, lambda: keras.optimizers.SGD(0.0))
-    losses = steps.run([[ones]] * 4).loss.numpy()
+    one, again, two = (
+        Steps(replicas, model, lambda: keras.optimizers.SGD(0.0), jit_compile=False) for replicas in (1, 1, 2)
+    )
+    losses = one.run([[ones]] * 4).loss.numpy()
     assert len(set(losses)) > 1
-    again = Steps(1, model, lambda: keras.optimizers.SGD(0.0))
     np.testing.assert_array_equal(again.run([[ones]] * 4).loss.numpy(), losses)
-    two = Steps(2, model, lambda: keras.optimizers.SGD(0.0))
     assert two.run([[ones, ones]]).loss.numpy()[0] != losses[0]
 
 

@@ -42,6 +42,15 @@ def assert_as_alone(trainer: tfpar.Trainer, model: str, **options) -> None:
         np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
 
 
+def assert_predicts_alone(trainer: tfpar.Trainer, model: str) -> None:
+    """The chief's pictures with predictions come of one call of the model outside of its devices' programs."""
+    params = trainer.program.first_copies(trainer.program.eval_weights())
+    others = trainer.program.first_copies(trainer.model.non_trainable_variables)
+    x = divided.data(model)[0][:5]
+    found = trainer.program.predict_alone(params, others, (x[np.newaxis], (), ()))
+    np.testing.assert_allclose(found.numpy(), trainer.predict(x), rtol=1e-4, atol=1e-5)
+
+
 def assert_saved_whole(trainer: tfpar.Trainer, workdir: pathlib.Path) -> None:
     """`model.keras` and the digest are of the whole model."""
     loaded = keras.saving.load_model(workdir / "model.keras")
@@ -64,6 +73,7 @@ def test_thirty_steps_equal_one_device(model, devices, least):
     """Weights, evaluation and predictions; and each device has its part of the weights and of the optimizer's state."""
     trainer = divided.here("mirrored", f"model:{devices}", model=model)
     assert_as_alone(trainer, model)
+    assert_predicts_alone(trainer, model)
     variables = [*trainer.model.trainable_variables, *trainer.optimizer.variables]
     own = sum(int(np.prod(variable.shape)) for variable in variables)
     assert own < (1 - least) * sum(int(np.prod(shape_of(variable))) for variable in variables)
@@ -95,7 +105,7 @@ def bytes_of_language_model(trainer: tfpar.Trainer, metrics: int, gathers: int =
 
 @pytest.mark.parametrize(
     "mesh",
-    ["model:4", *(pytest.param(mesh, marks=pytest.mark.proof) for mesh in ("model:2", "data:2,model:2"))],
+    ["model:2", *(pytest.param(mesh, marks=pytest.mark.proof) for mesh in ("model:4", "data:2,model:2"))],
 )
 def test_logits_of_a_vocabulary_are_not_gathered(mesh):
     """Where its loss and metrics need no more: the numbers of one device, with a table that is padded and positions
@@ -180,22 +190,28 @@ def test_heads_are_not_cut():
         divide_positions(model := divided.three_heads(), find_layout(model, 2), 2)
 
 
-@pytest.mark.parametrize("mesh", ["model:2", "data:2,model:2"])
-def test_micro_batches(mesh):
-    """Replicas of one process, too."""
+@pytest.mark.parametrize(
+    ("mesh", "recompute"), [("model:2", "none"), ("data:2,model:2", "none"), ("data:2,model:2", "blocks")]
+)
+def test_micro_batches(tmp_path, mesh, recompute):
+    """Replicas of one process, too, and where the backward pass calls blocks again; what is saved is whole."""
     options = {"model": "dense", "accumulate_steps": 2}
     devices = 2 if mesh == "model:2" else 4
-    trainer = divided.here("mirrored", mesh, devices, **options)
+    workdir = {"workdir": str(tmp_path / "run")}
+    trainer = divided.here("mirrored", mesh, devices, **options, **workdir, recompute=recompute)
     assert trainer.topology.replicas == devices // 2
     assert_as_alone(trainer, **options)
+    assert_saved_whole(trainer, tmp_path / "run")
 
 
+@pytest.mark.proof
 def test_replicas_of_one_process_evaluate_and_predict():
     """Also where the backward pass calls blocks again, and what their devices tell each other with them."""
     options = {"model": "language_model", "steps": 6}
     assert_as_alone(divided.here("mirrored", "data:2,model:2", 4, **options, recompute="blocks"), **options)
 
 
+@pytest.mark.proof
 def test_what_one_mesh_saves_another_resumes(tmp_path):
     """The checkpoint, the digest and `model.keras` are of the whole model."""
     workdir = {"workdir": str(tmp_path / "run")}
@@ -258,13 +274,3 @@ def test_what_cannot_be_divided_is_refused(options, message):
 def test_a_layout_needs_a_mesh():
     with pytest.raises(ConfigError, match="layout determines how layers are divided"):
         tfpar.Trainer(divided.dense, loss="mse", layout={"last": "gather"}, strategy="one_device", verbose=0)
-
-
-def test_predictions_are_shown_of_the_whole_model(tmp_path):
-    """The chief's pictures with predictions come of one call of the model outside of its devices' programs."""
-    trainer = divided.here("mirrored", "model:2", model="vit", steps=2, workdir=str(tmp_path / "run"))
-    params = trainer.program.first_copies(trainer.program.eval_weights())
-    others = trainer.program.first_copies(trainer.model.non_trainable_variables)
-    x = divided.data("vit")[0][:5]
-    found = trainer.program.predict_alone(params, others, (x[np.newaxis], (), ()))
-    np.testing.assert_allclose(found.numpy(), trainer.predict(x), rtol=1e-4, atol=1e-5)

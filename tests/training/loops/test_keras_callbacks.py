@@ -329,8 +329,9 @@ def test_a_stop_within_an_epoch_ends_the_epoch_if_it_ends_the_run(stops_by, tmp_
 
 
 def test_the_summary_names_the_callback_that_stopped_the_run():
+    trainer = trainer_of(plain, optimizer="sgd", schedule="constant")
     never_better = keras.callbacks.EarlyStopping(monitor="val_loss", mode="max", patience=0, min_delta=100.0)
-    summary = trainer_of(plain).fit(source(), epochs=9, validation=source(11, 9), callbacks=[never_better])
+    summary = trainer.fit(source(), epochs=9, validation=source(11, 9), callbacks=[never_better])
     assert summary["steps"] < 9 * EPOCH
     assert summary["stopped_by"] == "the callback EarlyStopping"
 
@@ -338,8 +339,8 @@ def test_the_summary_names_the_callback_that_stopped_the_run():
         def on_epoch_end(self, epoch, logs=None):
             self.model.stop_training = True
 
-    assert trainer_of(plain).fit(source(), epochs=9, callbacks=[Own()])["stopped_by"] == "a Keras callback"
-    assert trainer_of(plain).fit(source(), epochs=1)["stopped_by"] is None
+    assert trainer.fit(source(), epochs=9, callbacks=[Own()])["stopped_by"] == "a Keras callback"
+    assert trainer.fit(source(), epochs=1)["stopped_by"] is None
 
 
 @pytest.mark.parametrize("is_chief", [True, False])

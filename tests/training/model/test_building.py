@@ -78,7 +78,7 @@ def test_averages_of_an_optimizer_object_are_left_as_keras_leaves_them(replicas,
     for each in (given, once):
         each.set_weights(reference.get_weights())
     start = reference.get_weights()
-    reference.compile(optimizer(), "mse")
+    reference.compile(optimizer(), "mse", jit_compile=False)
     made = trainer(given, replicas, optimizer(), shuffle=False)
     for _ in range(2):
         reference.fit(x, x[:, :1], batch_size=8, shuffle=False, epochs=2, verbose=0)
