@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from tests import nursery
 from tests.nursery import ROOT
 from tfpar import inputs, models
 from tfpar.config import ConfigError, ExperimentConfig, catalog
@@ -40,7 +41,7 @@ def test_nothing_comes_with_tfpar_that_the_catalog_does_not_have():
         "names = [BUILT_IN[option][1] for option in ('model', 'optimizer', 'schedule', 'exchange', 'dataset')]\n"
         "assert [sorted(each) for each in found] == [sorted(each) for each in names], found"
     )
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=300)
+    nursery.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=300)
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ import ast
 import os
 import pathlib
 import re
-import subprocess
 import sys
 
 import tfpar
+from tests import nursery
 from tests.docs import commands, markdown
 from tests.docs.markdown import PAGES, README, ROOT, relative
 
@@ -97,7 +97,7 @@ def test_runnable_blocks_run(block, tmp_path):
     environ = {key: value for key, value in os.environ.items() if key != "TF_CONFIG"}
     path = tmp_path / "example.py"
     path.write_text(block.text)
-    result = subprocess.run(
+    result = nursery.run(
         [sys.executable, str(path)],
         cwd=tmp_path,
         env={**environ, "PYTHONPATH": str(ROOT)},

@@ -9,7 +9,9 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+from tests import nursery
 from tfpar.doctor import checks as checkup
 from tfpar.doctor import cli as doctor
 from tfpar.doctor.cli import FAIL, OK, WARN, Check
@@ -23,9 +25,9 @@ pytestmark = pytest.mark.without_keras
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, start: Any = subprocess.run, **environ: str) -> subprocess.CompletedProcess[str]:
     clean = {name: value for name, value in os.environ.items() if name not in ("TF_CONFIG", "KERAS_BACKEND")}
-    return subprocess.run(
+    return start(
         [sys.executable, "-m", "tfpar.doctor", *arguments],
         cwd=ROOT,
         env={**clean, **environ},
@@ -67,7 +69,7 @@ def test_a_wrong_backend_and_a_malformed_tf_config() -> None:
 @pytest.mark.cluster
 def test_doctors_of_a_cluster_reach_each_other() -> None:
     command = [sys.executable, "-m", "tfpar.launch", "--workers=2", "--", "-m", "tfpar.doctor", "--timeout=60"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    result = nursery.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stdout
     for own, peer in ((0, 1), (1, 0)):
         assert re.search(
@@ -217,7 +219,7 @@ def test_the_cuda_that_the_codecs_were_built_with(
 
 
 def test_an_unknown_choice_of_the_codecs_is_named() -> None:
-    result = run("--json", TFPAR_OPS_TARGET="avx512")
+    result = run("--json", start=nursery.run, TFPAR_OPS_TARGET="avx512")
     checks = {check["name"]: check for check in json.loads(result.stdout)["checks"]}
     assert result.returncode == 1
     assert checks["tfpar_ops"]["status"] == FAIL

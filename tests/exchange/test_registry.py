@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 
+from tests import nursery
 from tfpar.collectives import cost_model
 from tfpar.collectives import group as groups
 from tfpar.collectives.cost_model import Link, Speed
@@ -182,7 +182,7 @@ def test_a_name_that_is_taken_or_ambiguous_is_refused(name):
 
 
 def test_the_command_lists_every_algorithm():
-    listed = subprocess.run(
+    listed = nursery.run(
         [sys.executable, "-m", "tfpar.exchange"], capture_output=True, text=True, check=True, timeout=300
     ).stdout
     for name in registry.names():

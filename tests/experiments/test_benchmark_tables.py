@@ -6,8 +6,9 @@ In processes of their own: the flags of a benchmark would stay defined for all t
 from __future__ import annotations
 
 import pathlib
-import subprocess
 import sys
+
+from tests import nursery
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -15,7 +16,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 def lines_of(program: str) -> list[str]:
     """What a program prints."""
     command = [sys.executable, "-c", program]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    result = nursery.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stderr
     return result.stdout.splitlines()
 

@@ -6,6 +6,8 @@ import pathlib
 import subprocess
 import sys
 
+from tests import nursery
+
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -59,7 +61,7 @@ def test_an_optimizer_object_before_the_strategy_is_a_plain_message(tmp_path):
         "model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])\n"
         "tfpar.Trainer(model, keras.optimizers.SGD(0.1), 'mse', strategy='mirrored', devices=2)\n"
     )
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=ROOT, check=False)
+    done = nursery.run([sys.executable, str(script)], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert done.stderr.splitlines()[-1].startswith("error: --strategy=mirrored must be set up before TensorFlow runs")

@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import Any
 
 import tfpar_ops
+from tests import nursery
 from tfpar.doctor.checks import TESTED
 from tfpar_ops import built_for, codecs, library, transport_library
 
@@ -50,8 +51,26 @@ def built() -> None:
 
 def python(code: str, folder: pathlib.Path = ROOT, **environ: str) -> subprocess.CompletedProcess[str]:
     """Runs a program that finds tfpar_ops in a folder."""
-    return subprocess.run(
-        [sys.executable, "-W", "always::RuntimeWarning", "-c", code],
+    return _run(subprocess.run, ["-W", "always::RuntimeWarning", "-c", code], folder, environ)
+
+
+def with_tensorflow(code: str, folder: pathlib.Path = ROOT, **environ: str) -> subprocess.CompletedProcess[str]:
+    """The same for a program that imports TensorFlow, which then need not be imported again."""
+    return _run(nursery.run, ["-c", _ANEW + code], folder, environ)
+
+
+# In front of the first line, to leave the numbers of lines as they are.
+_ANEW = (
+    "import sys, warnings; warnings.simplefilter('always', RuntimeWarning); "
+    "[sys.modules.pop(name) for name in [*sys.modules] if name.startswith('tfpar')]; "
+)
+
+
+def _run(
+    start: Any, arguments: list[str], folder: pathlib.Path, environ: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
+    return start(
+        [sys.executable, *arguments],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(folder), "TF_CPP_MIN_LOG_LEVEL": "3", **environ},
         capture_output=True,
@@ -107,7 +126,7 @@ print(tf.reduce_sum(tf.abs(decoded)).numpy(), *made.norms.numpy().round(4), *aga
 @pytest.mark.usefixtures("built")
 def test_the_reference_can_be_asked_for():
     """Without a warning, and it computes the same."""
-    reference, native = python(_ROUND_TRIP, TFPAR_OPS="reference"), python(_ROUND_TRIP, TFPAR_OPS="native")
+    reference, native = (with_tensorflow(_ROUND_TRIP, TFPAR_OPS=choice) for choice in ("reference", "native"))
     assert reference.returncode == native.returncode == 0, reference.stderr + native.stderr
     assert "Warning" not in reference.stderr + native.stderr
     (status, *numbers), (native_status, *native_numbers) = reference.stdout.splitlines(), native.stdout.splitlines()
@@ -135,10 +154,10 @@ def test_a_target_that_does_not_exist(monkeypatch):
 def test_a_target_is_used_or_its_absence_told(monkeypatch):
     """In a process of its own: the library chooses once."""
     code = "import tfpar_ops; print(tfpar_ops.library_status())"
-    lowest = python(code, TFPAR_OPS="native", TFPAR_OPS_TARGET="baseline")
+    lowest = with_tensorflow(code, TFPAR_OPS="native", TFPAR_OPS_TARGET="baseline")
     assert "CPU baseline" in lowest.stdout
     assert "Warning" not in lowest.stderr
-    highest = python(code, TFPAR_OPS="native", TFPAR_OPS_TARGET="x86-64-v4")
+    highest = with_tensorflow(code, TFPAR_OPS="native", TFPAR_OPS_TARGET="x86-64-v4")
     assert ("CPU x86-64-v4" in highest.stdout) != (
         "TFPAR_OPS_TARGET=x86-64-v4: this processor or build of the library does not have it" in highest.stderr
     )
@@ -181,13 +200,13 @@ def test_a_library_for_another_tensorflow_is_an_error_of_the_import(copy):
     assert f"tfpar_ops was built for TensorFlow 2.20.0, and {tf.__version__} is installed." in line
     for way in (f"+tf{minor}", "tensorflow==2.20.0", "`make setup`", "TFPAR_OPS=reference"):
         assert way in line
-    after = python("import tensorflow, tfpar_ops", copy.parent)
+    after = with_tensorflow("import tensorflow, tfpar_ops", copy.parent)
     assert f"and {tf.__version__} is installed." in after.stderr
     command = python("import sys; from tfpar.commands import cli; sys.exit(cli.main(['train', 'image']))", copy.parent)
     assert command.returncode == 2
     assert command.stderr.startswith("error: tfpar_ops was built for TensorFlow 2.20.0")
 
-    reference = python(_ROUND_TRIP, copy.parent, TFPAR_OPS="reference")
+    reference = with_tensorflow(_ROUND_TRIP, copy.parent, TFPAR_OPS="reference")
     assert reference.returncode == 0, reference.stderr
     with pytest.raises(library.LibraryError, match=r"built for TensorFlow 2\.20\.0, and this is"):
         library.load(copy)
@@ -200,14 +219,14 @@ def test_a_library_that_does_not_fit_is_replaced_by_the_reference(copy):
     (copy / library.FACTS).write_text(json.dumps({**facts, "cxx11_abi": 0}))
     (copy / library.FILE).write_bytes(b"not a library")
     reason = "the native library was built for the C++ ABI 0, and this is 1."
-    result = python(_ROUND_TRIP, copy.parent)
+    result = with_tensorflow(_ROUND_TRIP, copy.parent)
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines()[0] == f"reference operations: {reason}"
     assert result.stderr.count("RuntimeWarning") == 1
     assert f"tfpar_ops: {reason} `make setup`" in result.stderr
     assert "<string>:6: RuntimeWarning" in result.stderr  # it points at the caller
 
-    insisting = python(_ROUND_TRIP, copy.parent, TFPAR_OPS="native")
+    insisting = with_tensorflow(_ROUND_TRIP, copy.parent, TFPAR_OPS="native")
     assert insisting.returncode == 1
     assert f"LibraryError: {reason}" in insisting.stderr
 
@@ -303,7 +322,7 @@ def test_a_library_of_other_sources_is_not_used(copy):
         assert library.load(PACKAGE).operations is not None
     build(copy, functions)
 
-    insisting = python("import tfpar_ops; tfpar_ops.library_status()", copy.parent, TFPAR_OPS="native")
+    insisting = with_tensorflow("import tfpar_ops; tfpar_ops.library_status()", copy.parent, TFPAR_OPS="native")
     assert insisting.returncode == 1
     assert f"LibraryError: {caught.value} `make setup` (in a checkout)" in insisting.stderr
 
