@@ -29,6 +29,7 @@ with Watchdog(2.0, "worker 3") as watchdog:
     print("so far", flush=True)
     waits_for_ever()
 """
+HANGS_AT_ONCE = HANGS[: HANGS.index("    time.sleep(3)  #")].replace("2.0", "0.2") + "    waits_for_ever()\n"
 
 
 def run(program, *arguments):
@@ -53,10 +54,7 @@ def test_a_hang_ends_the_process_with_its_stacks():
     ],
 )
 def test_a_hang_where_nothing_shows_progress_has_a_bound_too(after, what):
-    program = (
-        HANGS[: HANGS.index("    time.sleep(3)  #")].replace("2.0", "0.2") + f"    {after}\n    waits_for_ever()\n"
-    )
-    done = run(program)
+    done = run(HANGS_AT_ONCE.replace("    waits_for_ever()\n", f"    {after}\n    waits_for_ever()\n"))
     assert done.returncode == PEER_LOST
     assert "waits_for_ever" in done.stderr
     assert f"error: worker 3 made no progress for 1 s (5 times --stall_timeout), in {what}." in done.stderr
@@ -75,10 +73,9 @@ def test_a_call_that_hangs_with_pythons_lock_held_ends_too():
 @pytest.mark.parametrize("stream", ["io.StringIO()", "None"])
 def test_a_stream_without_a_descriptor_as_in_a_notebook(stream):
     """The stacks go to the process's own standard error."""
-    program = HANGS.replace(
-        "import threading", f"import io, sys, threading\nsys.stderr = {stream}\nimport threading", 1
+    done = run(
+        HANGS_AT_ONCE.replace("import threading", f"import io, sys, threading\nsys.stderr = {stream}\nimport threading")
     )
-    done = run(program)
     assert done.returncode == PEER_LOST
     assert "waits_for_ever" in done.stderr
     assert "UnsupportedOperation" not in done.stderr
@@ -117,7 +114,7 @@ trainer.fit(train, validation=validation)
     ("where", "timeout", "what"),
     [
         ("first", 0.5, "the startup and the first step"),
-        ("evaluation", 5, "evaluation or checkpoint after step 2"),  # within five times that the steps are done
+        ("evaluation", 3, "evaluation or checkpoint after step 2"),  # within five times that the steps are done
     ],
 )
 def test_a_source_that_hangs_is_noticed(where, timeout, what):
@@ -129,5 +126,9 @@ def test_a_source_that_hangs_is_noticed(where, timeout, what):
 
 
 def test_switched_off_it_does_nothing():
-    done = run(HANGS.replace("Watchdog(2.0,", "Watchdog(0.0,").replace("    waits_for_ever()\n", "    time.sleep(2)\n"))
+    done = run(
+        HANGS.replace("Watchdog(2.0,", "Watchdog(0.0,")
+        .replace("sleep(3)", "sleep(0.5)")
+        .replace("    waits_for_ever()\n", "")
+    )
     assert (done.returncode, done.stdout) == (0, "so far\n"), done.stderr
