@@ -217,7 +217,7 @@ def test_the_convnet_learns_digits() -> None:
     optimizer = keras.optimizers.Adam(keras.optimizers.schedules.CosineDecay(2e-3, epochs * steps))
     optimizer.build(model.trainable_variables)
 
-    @tf.function(jit_compile=True, autograph=False)
+    @tf.function(autograph=False)
     def gradients(params: list[tf.Tensor], x: tf.Tensor, y: tf.Tensor) -> list[tf.Tensor]:
         with tf.GradientTape() as tape:
             tape.watch(params)
