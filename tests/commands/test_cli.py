@@ -8,7 +8,9 @@ import pathlib
 import re
 import subprocess
 import sys
+from typing import Any
 
+from tests import nursery
 from tfpar.commands import cli
 from tfpar.config import ConfigError, flagfiles
 
@@ -20,10 +22,12 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 HEAVY = ("tensorflow", "keras", "tensorflow_datasets", "numpy")
 
 
-def tfpar(*arguments: str, folder: pathlib.Path = ROOT, python: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
+def tfpar(
+    *arguments: str, folder: pathlib.Path = ROOT, python: tuple[str, ...] = (), start: Any = subprocess.run
+) -> subprocess.CompletedProcess:
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100"}
     command = [sys.executable, *python, "-m", "tfpar", *arguments]
-    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=300, check=False)
+    return start(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=300, check=False)
 
 
 def programs() -> dict[str, str]:
@@ -168,10 +172,11 @@ def test_every_recipe_of_the_wheel_is_there():
 def test_train_on_two_workers_evaluate_and_export(tmp_path):
     """In an empty folder, as from an installed package: nothing of the checkout is named."""
     flags = ["--flagfile=quickstart.flags", "--epochs=0", "--steps=40", "--warmup_steps=5", "--model=mlp"]
-    trained = tfpar("launch", "--workers=2", "--", "tfpar", "train", "image", *flags, "--workdir=run", folder=tmp_path)
+    here: dict[str, Any] = {"folder": tmp_path, "start": nursery.run}
+    trained = tfpar("launch", "--workers=2", "--", "tfpar", "train", "image", *flags, "--workdir=run", **here)
     assert trained.returncode == 0, trained.stdout + trained.stderr
     assert "strategy multi_worker: 2 workers" in trained.stdout
-    evaluated = tfpar("evaluate", "--model_file=run/model.keras", folder=tmp_path)
+    evaluated = tfpar("evaluate", "--model_file=run/model.keras", **here)
     assert '"examples": 360' in evaluated.stdout, evaluated.stderr
-    exported = tfpar("export", "--model_file=run/model.keras", "--output=saved", folder=tmp_path)
+    exported = tfpar("export", "--model_file=run/model.keras", "--output=saved", **here)
     assert "checked on 64 examples" in exported.stdout, exported.stderr

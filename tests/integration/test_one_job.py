@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 
+from tests import nursery
 from tests.integration.test_experiments import script
 from tests.integration.test_multi_worker import ROOT, launch
 
@@ -22,7 +23,7 @@ def test_the_second_is_refused_and_the_third_takes_over_from_a_killed_first(tmp_
     flags = [*FLAGS, f"--workdir={tmp_path}/run"]
     with (
         open(tmp_path / "output", "wb") as output,
-        subprocess.Popen(
+        nursery.Popen(
             [sys.executable, "experiments/image_classification.py", *flags, "--steps=100000000"],
             cwd=ROOT,
             stdout=output,

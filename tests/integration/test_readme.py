@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 
+from tests import nursery
 from tests.integration.test_multi_worker import ROOT, launch
 
 import pytest
@@ -37,7 +38,7 @@ def check(result: subprocess.CompletedProcess, layout: str) -> None:
 
 def run(path: str) -> subprocess.CompletedProcess:
     environ = {key: value for key, value in os.environ.items() if key not in ("TF_CONFIG", "TF_CPP_MIN_LOG_LEVEL")}
-    return subprocess.run(
+    return nursery.run(
         [sys.executable, path], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300, check=False
     )
 
