@@ -66,6 +66,7 @@ def main(folder: pathlib.Path, stop_after: int) -> None:
             "optimizer": "sgd",
             "learning_rate": 0.1,
             "schedule": "cosine",
+            "jit_compile": "false",
         }
     )
     runtime = tfpar.initialize(config)

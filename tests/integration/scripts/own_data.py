@@ -20,7 +20,12 @@ def main(what: str) -> None:
     rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
     count = 120 if what == "data" and rank else 200
     config = tfpar.ExperimentConfig.from_flat_dict(
-        {"strategy": "multi_worker", "global_batch_size": 16, "eval_every": 5 if what == "option" and rank else 10}
+        {
+            "strategy": "multi_worker",
+            "global_batch_size": 16,
+            "jit_compile": "false",
+            "eval_every": 5 if what == "option" and rank else 10,
+        }
     )
     runtime = tfpar.initialize(config)
     x = np.random.default_rng(0).normal(size=(count, 4)).astype(np.float32)

@@ -39,6 +39,7 @@ def main(what: str) -> None:
         loss="mean_squared_error",
         strategy="multi_worker",
         global_batch_size=16,
+        jit_compile="false",
         verbose=0,
     )
 
