@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import pathlib
 from typing import Any
@@ -102,6 +103,11 @@ def here(strategy: str, devices: int = 0, **options: Any) -> tuple[dict[str, np.
     return weights_of(trainer), seen
 
 
+@functools.cache
+def on_one_device() -> dict[str, np.ndarray]:
+    return here("one_device", bn=False)[0]
+
+
 def assert_close(found: dict[str, np.ndarray], expected: dict[str, np.ndarray], atol: float) -> None:
     for name, value in expected.items():
         np.testing.assert_allclose(found[name], value, rtol=0.0, atol=atol, err_msg=name)
@@ -110,16 +116,14 @@ def assert_close(found: dict[str, np.ndarray], expected: dict[str, np.ndarray], 
 @pytest.mark.cluster
 def test_rounds_of_one_step_are_data_parallelism(cases):
     """Inner SGD, outer SGD of rate 1, uneven batches: the weights of one device."""
-    expected, _ = here("one_device", bn=False)
-    assert_close(cases["single"].weights, expected, 1e-6)
+    assert_close(cases["single"].weights, on_one_device(), 1e-6)
     summary = cases["single"].summary
     assert summary["rounds"] == summary["steps"] == local_steps.STEPS
 
 
 def test_replicas_of_a_worker_stay_in_step():
-    expected, _ = here("one_device", bn=False)
-    assert_close(here("mirrored", 2, **SINGLE)[0], expected, 1e-6)
-    assert_close(here("mirrored", 2, bn=False, local_steps=5, outer_optimizer="sgd")[0], expected, 1e-6)
+    assert_close(here("mirrored", 2, **SINGLE)[0], on_one_device(), 1e-6)
+    assert_close(here("mirrored", 2, bn=False, local_steps=5, outer_optimizer="sgd")[0], on_one_device(), 1e-6)
 
 
 @pytest.mark.proof
