@@ -6,11 +6,11 @@ import contextlib
 import json
 import os
 import pathlib
-import subprocess
 import sys
 import time
 
 from experiments.benchmarks import netns
+from tests import nursery
 from tfpar.process.exit_codes import PEER_LOST
 from tfpar_ops.transport_library import why_unusable
 
@@ -22,6 +22,15 @@ pytestmark = [
 ]
 ROOT = pathlib.Path(__file__).parents[2]
 HOSTS, CUT_OFF, PEER_TIMEOUT = 3, 2, 8
+# What `ip netns exec` would do, in a process that has imported TensorFlow already.
+ON_HOST = """
+import ctypes, os, runpy, sys
+del sys.argv[0]
+namespace = os.open(f"/var/run/netns/{sys.argv.pop(0)}", os.O_RDONLY)
+if ctypes.CDLL(None, use_errno=True).setns(namespace, 0):
+    raise OSError(ctypes.get_errno(), "setns")
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
 def start(hosts, rank, folder, *flags):
@@ -29,12 +38,13 @@ def start(hosts, rank, folder, *flags):
     config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": rank}}
     environ = {**os.environ, "TF_CONFIG": json.dumps(config), "TF_NUM_INTRAOP_THREADS": "1"}
     command = [
-        *(sys.executable, "-u", "experiments/image_classification.py", "--model=mlp", "--global_batch_size=48"),
+        *(sys.executable, "-u", "-c", ON_HOST, hosts.namespaces[rank]),
+        *("experiments/image_classification.py", "--model=mlp", "--global_batch_size=48"),
         *("--eval_every=1000000", f"--peer_timeout={PEER_TIMEOUT}", "--jit_compile=false"),
         *(f"--workdir={folder / 'run'}", *flags),
     ]
     log = open(folder / f"{rank}.log", "wb")  # noqa: SIM115 - the process writes to it
-    return subprocess.Popen(hosts.command(rank, command), cwd=ROOT, env=environ, stdout=log, stderr=log)
+    return nursery.Popen(command, cwd=ROOT, env=environ, stdout=log, stderr=log)
 
 
 @contextlib.contextmanager

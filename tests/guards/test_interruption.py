@@ -10,6 +10,8 @@ import subprocess
 import sys
 import time
 
+from tests import nursery
+
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -37,7 +39,7 @@ def test_ctrl_c_ends_a_run_with_a_line_on_how_to_resume(tmp_path, launcher):
     script.write_text(SCRIPT)
     environ = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"} | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, *launcher, str(script), str(workdir)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ) as process:
+    with nursery.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ) as process:
         deadline = time.monotonic() + 240
         while not list(workdir.glob("checkpoints/step-*")) and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.2)
