@@ -67,8 +67,8 @@ def test_weights_are_those_of_one_pass_over_what_has_arrived(places, shards, tmp
     plain = tfpar.Trainer(
         lambda: tfpar.models.build("mlp", tfpar.task_spec(sent)),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        **{name: OPTIONS[name] for name in ("schedule", "optimizer", "learning_rate", "global_batch_size", "verbose")},
-        strategy="one_device",
+        **{name: OPTIONS[name] for name in ("schedule", "optimizer", "learning_rate", "global_batch_size")},
+        **{name: OPTIONS[name] for name in ("strategy", "jit_compile", "verbose")},
         shuffle=False,
     )
     plain.fit(from_arrays(np.concatenate(x), np.concatenate(y), num_classes=10), epochs=1)

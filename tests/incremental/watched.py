@@ -21,6 +21,7 @@ OPTIONS = {
     "optimizer": "sgd",
     "learning_rate": 0.1,
     "global_batch_size": 32,
+    "jit_compile": "false",
     "watch_every": 0.05,
     "delivery_examples": 1,
     "strategy": "one_device",

@@ -110,6 +110,7 @@ def test_training_over_both_transports_gives_the_same_weights(tmp_path):
             "--steps=4",
             "--global_batch_size=32",
             "--exchange=int4",
+            "--jit_compile=false",
             f"--transport={transport}",
         ]
         result = launch(2, "experiments/image_classification.py", *flags, f"--workdir={workdir}")

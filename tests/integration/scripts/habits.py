@@ -44,6 +44,7 @@ def main(strategy: str, output: str) -> None:
             "schedule": "constant",
             "shuffle": False,
             "exchange": "none",
+            "jit_compile": "false",
         }
     )
     runtime = tfpar.initialize(config)
