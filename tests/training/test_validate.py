@@ -247,6 +247,16 @@ def test_every_option_that_says_what_is_trained_is_compared(tmp_path, monkeypatc
         assert f"--{name}: {saved[name]!r} -> {current[name]!r}" in str(caught.value)
 
 
+@pytest.mark.parametrize(("saved", "now", "way"), [(-1, 2, "a delay of 0"), (2, 0, "a delay of 1 or more")])
+def test_a_delay_is_not_added_to_a_run_nor_taken_away(tmp_path, monkeypatch, saved, now, way):
+    def options(delay: int) -> ExperimentConfig:
+        return ExperimentConfig.from_flat_dict({"workdir": str(tmp_path), "local_steps": 8, "outer_delay": delay})
+
+    monkeypatch.setattr(validate.checkpointer, "saved_config", lambda _: options(saved).as_flat_dict())
+    with pytest.raises(ConfigError, match=rf"--outer_delay={now}: the run in .* Resume it with {way}"):
+        validate.validate_workdir(options(now))
+
+
 class Meeting:
     """An `Agreement` between threads."""
 

@@ -7,7 +7,42 @@ import types
 from tests.outer.federated.flower_app import federation
 from tfpar.outer.federated import FederatedTrainer, flower, partition
 
+import keras
 import numpy as np
+import pytest
+
+
+def reply(arrays: list[np.ndarray], figures: dict[str, float]) -> types.SimpleNamespace:
+    held = types.SimpleNamespace(to_numpy_ndarrays=lambda: arrays)
+    return types.SimpleNamespace(content={"arrays": held, "metrics": figures})
+
+
+def test_each_node_of_a_process_has_a_client_of_its_own():
+    clients = flower._Clients(lambda context: f"client of {context.node_id}")
+    nodes = [types.SimpleNamespace(node_config={"partition-id": place}, node_id=100 + place) for place in (0, 1, 0)]
+    assert [clients.of(node) for node in nodes] == [(0, "client of 100"), (1, "client of 101"), (0, "client of 100")]
+
+
+def with_statistics() -> keras.Model:
+    return keras.Sequential([keras.Input((2,)), keras.layers.BatchNormalization(), keras.layers.Dense(3)])
+
+
+@pytest.mark.parametrize(
+    ("place", "figures"),
+    [(0, {}), (-1, {}), (None, {"loss": np.nan}), (None, {"num-examples": np.nan}), (None, {"num-examples": 0})],
+)
+def test_a_reply_that_is_not_finite_counts_as_dropped(place, figures):
+    server = flower._Server(flower._trainer(with_statistics, "mse", {"clients": 2, "clients_per_round": 2}))
+    model = server._trainer.model
+    state = [model.non_trainable_variables[index] for index in flower.averaged_state(model)]
+    before = [weight.copy() for weight in model.get_weights()]
+    arrays = [np.zeros(variable.shape, np.float32) for variable in [*model.trainable_variables, *state]]
+    if place is not None:
+        arrays[place][...] = np.nan
+    server._apply([reply(arrays, {"num-examples": 5, "loss": 1.0, **figures})], 0)
+    assert (server._counts["clients_trained"], server._counts["clients_dropped"]) == (0, 1)
+    for one, other in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_arrays_are_payloads_and_lead_to_the_weights_of_a_simulation():
@@ -25,8 +60,7 @@ def test_arrays_are_payloads_and_lead_to_the_weights_of_a_simulation():
             arrays, residual, figures = client.round(weights, config, place, None)
             assert residual is None
             assert [array.dtype for array in arrays] == [np.int32, np.float32, np.int32, np.float32]
-            held = types.SimpleNamespace(to_numpy_ndarrays=lambda arrays=arrays: arrays)
-            replies.append(types.SimpleNamespace(content={"arrays": held, "metrics": figures}))
+            replies.append(reply(arrays, figures))
         server._apply(replies, number)
     here = FederatedTrainer(federation.build, federation.LOSS, **federation.OPTIONS, partition="by_class:3", verbose=0)
     here.fit(x, y)

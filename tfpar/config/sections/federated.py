@@ -166,7 +166,7 @@ class FederatedConfig(ConfigBase):
             value = float(number) if number else 0.0
         except ValueError:
             value = -1.0
-        whole = kind != "by_class" or value == int(value)
+        whole = kind != "by_class" or value.is_integer()
         has_number = kind in ("dirichlet", "by_class")
         if kind not in _PARTITIONS or has_number != bool(number) or (has_number and not 0.0 < value < 1e9) or not whole:
             raise ConfigError(

@@ -65,6 +65,7 @@ def check(config: ExperimentConfig, topology: Topology | None = None) -> None:
         ("mesh", config.strategy.mesh if topology.mesh.devices_of_replica > 1 else "", ""),
         ("shard", config.train.shard, "none"),
         ("local_steps", config.outer.local_steps, 1),
+        ("round_seconds", config.outer.round_seconds, 0.0),
         ("outer_optimizer", config.outer.outer_optimizer, "auto"),
         ("accumulate_steps", config.train.accumulate_steps, 1),
         ("augment", config.input.augment, "none"),
@@ -101,7 +102,8 @@ def _check_scaffold(config: ExperimentConfig) -> None:
     """
     optimizer = config.optimizer
     arguments = parse_arguments("--optimizer_args", optimizer.optimizer_args, example="momentum=0")
-    if optimizer.optimizer != "sgd" or arguments.get("momentum", 0.9) or optimizer.weight_decay:
+    clips = [name for name in ("clipnorm", "clipvalue", "global_clipnorm") if arguments.get(name)]
+    if optimizer.optimizer != "sgd" or arguments.get("momentum", 0.9) or clips or optimizer.weight_decay:
         raise ConfigError(
             f"--averaging=scaffold takes a client's movement for the sum of its gradients, so that clients need plain "
             f"SGD, not --optimizer={optimizer.optimizer} --optimizer_args={optimizer.optimizer_args!r} "

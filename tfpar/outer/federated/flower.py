@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import pathlib
 import time
 from collections.abc import Callable, Sequence
@@ -55,17 +56,15 @@ def client_app(
     """
     flwr = _flower()
     app = flwr.clientapp.ClientApp()
-    made: list[_Client] = []
+    clients = _Clients(lambda context: _Client(_trainer(model, loss, options), *examples(context)))
 
     @app.train()
     def train(message: Any, context: Any) -> Any:
-        if not made:
-            made.append(_Client(_trainer(model, loss, options), *examples(context)))
         content = message.content
-        number = int(context.node_config.get("partition-id", context.node_id % 2**31))
+        number, client = clients.of(context)
         arrays, state = content["arrays"].to_numpy_ndarrays(), context.state
         residual = state["residual"].to_numpy_ndarrays()[0] if "residual" in state else None
-        sent, residual, figures = made[0].round(arrays, dict(content["config"]), number, residual)
+        sent, residual, figures = client.round(arrays, dict(content["config"]), number, residual)
         if residual is not None:
             state["residual"] = flwr.app.ArrayRecord([residual])
         reply = {"arrays": flwr.app.ArrayRecord(sent), "metrics": flwr.app.MetricRecord(figures)}
@@ -137,6 +136,25 @@ def _trainer(model: Callable[[], keras.Model], loss: Any, options: dict[str, Any
     if options.get("averaging") == "scaffold":
         raise ConfigError("averaging='scaffold' does not work over Flower yet. Use another, such as fedprox.")
     return FederatedTrainer(model, loss, **{"strategy": "one_device", "verbose": 0, **options})
+
+
+class _Clients:
+    """The clients of this process, by node: a process of Flower's simulation serves several nodes.
+
+    Args:
+      create: A function of Flower's `Context` that makes the client of its node.
+    """
+
+    def __init__(self, create: Callable[[Any], _Client]) -> None:
+        self._create = create
+        self._made: dict[int, _Client] = {}
+
+    def of(self, context: Any) -> tuple[int, _Client]:
+        """Returns the number of a context's node, and the node's client."""
+        number = int(context.node_config.get("partition-id", context.node_id % 2**31))
+        if number not in self._made:
+            self._made[number] = self._create(context)
+        return number, self._made[number]
 
 
 class _Client:
@@ -236,16 +254,18 @@ class _Server:
         for reply in replies:
             arrays = reply.content["arrays"].to_numpy_ndarrays()
             received = self._encoding.decode([*map(tf.constant, arrays[: len(params)])])
-            norm = tf.linalg.global_norm(received)
-            if not bool(tf.math.is_finite(norm)):
+            norm, figures = float(tf.linalg.global_norm(received)), reply.content["metrics"]
+            examples, loss = float(figures["num-examples"]), float(figures["loss"])
+            finite = all(map(math.isfinite, (norm, examples, loss)))
+            if not finite or examples <= 0.0 or not all(np.isfinite(each).all() for each in arrays[len(params) :]):
                 self._counts["clients_dropped"] += 1
                 continue
-            clip, figures = self.options.client_clip, reply.content["metrics"]
-            factor = clip / max(float(norm), clip) if clip else 1.0
-            own = 1.0 if self.options.is_uniform else float(figures["num-examples"])
+            clip = self.options.client_clip
+            factor = clip / max(norm, clip) if clip else 1.0
+            own = 1.0 if self.options.is_uniform else examples
             totals = [total + own * factor * each for total, each in zip(totals, received, strict=True)]
             changes = [total + own * each for total, each in zip(changes, arrays[len(params) :], strict=True)]
-            mass, losses = mass + own, [*losses, (own, float(figures["loss"]))]
+            mass, losses = mass + own, [*losses, (own, loss)]
             self._counts["clients_trained"] += 1
             self._counts["bytes_up"] += sum(array.nbytes for array in arrays)
         factor = self._averaging.factor(tf.constant(mass))

@@ -78,14 +78,14 @@ def _check_unused(outer: OuterConfig) -> None:
 
 
 def check_resumed_rounds(saved: Mapping[str, Any], config: ExperimentConfig) -> None:
-    """Refuses to resume a run with rounds if it had none, or without rounds if it had some.
+    """Refuses to resume a run with rounds if it had none, or without rounds if it had some; likewise with a delay.
 
     Args:
       saved: The saved options by name. The options of rounds are missing if an older version has saved them.
       config: The experiment.
 
     Raises:
-      ConfigError: Only one of the two has rounds; names the saved options.
+      ConfigError: Only one of the two has rounds, or a delay; names the saved options.
     """
     steps, optimizer = saved.get("local_steps", 1), saved.get("outer_optimizer", "auto")
     seconds = saved.get("round_seconds", 0.0)
@@ -97,4 +97,13 @@ def check_resumed_rounds(saved: Mapping[str, Any], config: ExperimentConfig) -> 
             "the pending residuals of its exchange are "
             f"{'movements of weights' if had else 'gradients'}. Resume it with these, or start in another --workdir "
             f"with --warm_start={config.checkpoint.workdir}."
+        )
+    delay, fragments = saved.get("outer_delay", -1), saved.get("outer_fragments", 1)
+    streamed = fragments > 1 or delay > 0
+    if fragments == config.outer.outer_fragments and streamed != config.outer.streams:
+        raise ConfigError(
+            f"--outer_delay={config.outer.outer_delay}: the run in {config.checkpoint.workdir} has "
+            f"--outer_delay={delay}, and {'exchanges while steps run' if streamed else 'waits for each exchange'}. "
+            f"Resume it with a delay {'of 1 or more' if streamed else 'of 0'}, or start in another --workdir with "
+            f"--warm_start={config.checkpoint.workdir}."
         )
