@@ -6,7 +6,7 @@ from tests.outer.federated import numpy_reference
 from tfpar import inputs
 from tfpar.config import ConfigError, FederatedConfig
 from tfpar.optim.yogi import Yogi
-from tfpar.outer.federated import FederatedTrainer, Population
+from tfpar.outer.federated import FederatedTrainer, Population, server
 from tfpar.outer.federated.sampling import local_order
 
 import keras
@@ -115,6 +115,12 @@ def test_rate_and_momentum_suit_the_optimizer_of_the_server(options, expected):
     assert (config.rate_of_server, config.momentum_of_server) == expected
 
 
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_the_server_does_not_decay_weights(name):
+    made = server.server_optimizer(FederatedConfig(server_optimizer=name, server_learning_rate=0.1))
+    assert made.weight_decay == 0.0
+
+
 def test_batch_statistics_are_averaged_as_weights_are():
     """A client's last short batch is filled, as the layer reads whole batches."""
     x, y = examples()
@@ -169,6 +175,10 @@ def test_yogi_is_saved_and_loaded():
         ({"server_optimizer": "lion"}, r"--server_optimizer=lion needs its learning rate"),
         ({"epochs": 3.0}, r"--epochs: .* Give --rounds"),
         ({"averaging": "scaffold", "optimizer_args": "momentum=0,clipnorm=0.1"}, r"--averaging=scaffold .* plain SGD"),
+        (
+            {"averaging": "scaffold", "client_weights": "examples"},
+            r"--client_weights=examples and --averaging=scaffold",
+        ),
         ({"round_seconds": 5.0}, r"--round_seconds=5.0 does not work with federated averaging"),
         ({"partition": "by_class:nan"}, r"--partition='by_class:nan' is none of"),
         ({"accumulate_steps": 2}, r"--accumulate_steps=2 does not work with federated averaging"),

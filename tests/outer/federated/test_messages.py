@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 
 from tests.outer.federated.flower_app import federation
+from tfpar.config import ConfigError
 from tfpar.outer.federated import FederatedTrainer, flower, partition
 
 import keras
@@ -21,6 +22,12 @@ def test_each_node_of_a_process_has_a_client_of_its_own():
     clients = flower._Clients(lambda context: f"client of {context.node_id}")
     nodes = [types.SimpleNamespace(node_config={"partition-id": place}, node_id=100 + place) for place in (0, 1, 0)]
     assert [clients.of(node) for node in nodes] == [(0, "client of 100"), (1, "client of 101"), (0, "client of 100")]
+
+
+@pytest.mark.parametrize("options", [{"averaging": "scaffold"}, {"noise_multiplier": 1.0, "client_clip": 1.0}])
+def test_what_does_not_work_over_flower_is_refused(options):
+    with pytest.raises(ConfigError, match="does not work over Flower"):
+        flower._trainer(with_statistics, "mse", options)
 
 
 def with_statistics() -> keras.Model:

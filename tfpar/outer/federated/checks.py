@@ -100,6 +100,11 @@ def _check_scaffold(config: ExperimentConfig) -> None:
 
     They are mean gradients, and (x - y) / (K rate) is a mean gradient only if every step is `rate x gradient`.
     """
+    if not federated_of(config).is_uniform:
+        raise ConfigError(
+            "--client_weights=examples and --averaging=scaffold: all clients have the same weight in the control "
+            "variates. Leave --client_weights out."
+        )
     optimizer = config.optimizer
     arguments = parse_arguments("--optimizer_args", optimizer.optimizer_args, example="momentum=0")
     clips = [name for name in ("clipnorm", "clipvalue", "global_clipnorm") if arguments.get(name)]

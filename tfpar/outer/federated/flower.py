@@ -131,8 +131,14 @@ def _trainer(model: Callable[[], keras.Model], loss: Any, options: dict[str, Any
     """Creates the trainer whose pure functions client and server use, on one device of this process.
 
     Raises:
-      ConfigError: The options choose SCAFFOLD, whose control variates are not sent over Flower.
+      ConfigError: The options choose SCAFFOLD, whose control variates are not sent over Flower; or noise, which would
+        be drawn from a seed that clients know.
     """
+    if options.get("noise_multiplier"):
+        raise ConfigError(
+            "noise_multiplier does not work over Flower: the noise follows from the seed, which all clients have. Use "
+            "Flower's own differential privacy."
+        )
     if options.get("averaging") == "scaffold":
         raise ConfigError("averaging='scaffold' does not work over Flower yet. Use another, such as fedprox.")
     return FederatedTrainer(model, loss, **{"strategy": "one_device", "verbose": 0, **options})

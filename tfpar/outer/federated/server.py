@@ -56,6 +56,8 @@ def server_optimizer(options: FederatedConfig) -> keras.optimizers.Optimizer:
         given |= {"beta_2": _SECOND_MOMENT, "epsilon": options.server_adaptivity}
     elif not options.momentum_of_server:
         given.pop("beta_1")  # Keras' own default
+    # AdamW and Muon would shrink the server's weights in every round.
+    given |= {name: 0.0 for name, each in known.items() if "weight_decay" in name and each.default}
     arguments = {name: value for name, value in given.items() if name in known}
     return kind(learning_rate=options.rate_of_server, name=f"server_{options.optimizer_of_server}", **arguments)
 
