@@ -52,24 +52,33 @@ def test_a_reply_that_is_not_finite_counts_as_dropped(place, figures):
         np.testing.assert_array_equal(one, other)
 
 
-def test_arrays_are_payloads_and_lead_to_the_weights_of_a_simulation():
+def with_statistics_of_batches() -> keras.Model:
+    """Short batches of a client are filled for it."""
+    return keras.Sequential([keras.Input([12]), keras.layers.BatchNormalization(momentum=0.5), keras.layers.Dense(5)])
+
+
+@pytest.mark.parametrize("build", [federation.build, with_statistics_of_batches])
+def test_arrays_are_payloads_and_lead_to_the_weights_of_a_simulation(build):
     def trainer() -> FederatedTrainer:
-        return flower._trainer(federation.build, federation.LOSS, dict(federation.OPTIONS))
+        return flower._trainer(build, federation.LOSS, dict(federation.OPTIONS))
 
     x, y = federation.examples()
     server = flower._Server(trainer())
     clients = [flower._Client(trainer(), x[part], y[part]) for part in partition.by_class(y, 2, 3, 4)]
     for number in range(server.options.rounds):
-        weights = [np.asarray(weight) for weight in server._trainer.model.trainable_variables]
+        model = server._trainer.model
+        state = [model.non_trainable_variables[index] for index in flower.averaged_state(model)]
+        weights = [np.asarray(weight) for weight in [*model.trainable_variables, *state]]
         replies = []
         for place, client in enumerate(clients):
             config = {"round": number, "learning_rate": 0.1}
             arrays, residual, figures = client.round(weights, config, place, None)
             assert residual is None
-            assert [array.dtype for array in arrays] == [np.int32, np.float32, np.int32, np.float32]
+            if build is federation.build:
+                assert [array.dtype for array in arrays] == [np.int32, np.float32, np.int32, np.float32]
             replies.append(reply(arrays, figures))
         server._apply(replies, number)
-    here = FederatedTrainer(federation.build, federation.LOSS, **federation.OPTIONS, partition="by_class:3", verbose=0)
+    here = FederatedTrainer(build, federation.LOSS, **federation.OPTIONS, partition="by_class:3", verbose=0)
     here.fit(x, y)
     for one, other in zip(server._trainer.model.get_weights(), here.model.get_weights(), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-6)

@@ -26,7 +26,7 @@ from tfpar.outer.federated.checks import federated_of
 from tfpar.outer.federated.client_update import ClientData
 from tfpar.outer.federated.sampling import Sampling, local_order
 from tfpar.outer.federated.server import Averaging
-from tfpar.outer.federated.trainer import FederatedTrainer
+from tfpar.outer.federated.trainer import FederatedTrainer, reads_whole_batches
 from tfpar.training.seeds import fold_in, step_seed
 
 import keras
@@ -197,6 +197,7 @@ class _Client:
             epochs=options.local_epochs,
             batch=options.client_batch,
             shuffle=self._trainer.config.input.shuffle,
+            fill=reads_whole_batches(self._trainer.program),
         )
         data = ClientData(*self._examples, tf.ones([count]), tf.constant(order), tf.constant(len(order)))
         own = fold_in(step_seed(train.seed, tf.constant(int(config["round"])), tf.constant(0)), number)

@@ -224,9 +224,10 @@ class FederatedTrainer:
 
     def _made_source(self, population: Population, program: Program) -> inputs.MadeSource:
         """Returns the rounds as a source for the training loops."""
-        options, readers = self._options, program.batch_readers
-        reads_batches = bool(readers.own_loss or readers.metrics or readers.statistics or readers.adding)
-        elements = RoundElements.of(population, self.topology.replicas, options.rounds, fill=reads_batches)
+        options = self._options
+        elements = RoundElements.of(
+            population, self.topology.replicas, options.rounds, fill=reads_whole_batches(program)
+        )
         examples = sum(map(len, population.parts))
         per_client = max(1.0, examples / population.clients * options.local_epochs)
         text = population.describe()
@@ -290,3 +291,9 @@ def with_options(config: ExperimentConfig | None, options: Mapping[str, Any]) ->
     if isinstance(options.get("jit_compile"), bool):
         options = {**options, "jit_compile": str(options["jit_compile"]).lower()}
     return ExperimentConfig.from_flat_dict({**flat, **options})
+
+
+def reads_whole_batches(program: Program) -> bool:
+    """Returns whether code of the model reads whole batches, so that a client fills its short ones."""
+    readers = program.batch_readers
+    return bool(readers.own_loss or readers.metrics or readers.statistics or readers.adding)
