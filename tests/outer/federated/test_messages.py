@@ -19,9 +19,20 @@ def reply(arrays: list[np.ndarray], figures: dict[str, float]) -> types.SimpleNa
 
 
 def test_each_node_of_a_process_has_a_client_of_its_own():
-    clients = flower._Clients(lambda context: f"client of {context.node_id}")
+    made = []
+
+    def training() -> flower._Training:
+        made.append(flower._Training(flower._trainer(federation.build, federation.LOSS, dict(federation.OPTIONS))))
+        return made[-1]
+
     nodes = [types.SimpleNamespace(node_config={"partition-id": place}, node_id=100 + place) for place in (0, 1, 0)]
-    assert [clients.of(node) for node in nodes] == [(0, "client of 100"), (1, "client of 101"), (0, "client of 100")]
+    clients = flower._Clients(training, federation.of_node)
+    found = [clients.of(node) for node in nodes]
+    assert [number for number, _ in found] == [0, 1, 0]
+    assert found[0][1] is found[2][1]
+    for (_, client), node in zip(found[:2], nodes[:2], strict=True):
+        np.testing.assert_array_equal(client._examples[0].numpy(), federation.of_node(node)[0])
+    assert len(made) == 1
 
 
 @pytest.mark.parametrize("options", [{"averaging": "scaffold"}, {"noise_multiplier": 1.0, "client_clip": 1.0}])
@@ -64,7 +75,8 @@ def test_arrays_are_payloads_and_lead_to_the_weights_of_a_simulation(build):
 
     x, y = federation.examples()
     server = flower._Server(trainer())
-    clients = [flower._Client(trainer(), x[part], y[part]) for part in partition.by_class(y, 2, 3, 4)]
+    training = flower._Training(trainer())
+    clients = [flower._Client(training, x[part], y[part]) for part in partition.by_class(y, 2, 3, 4)]
     for number in range(server.options.rounds):
         model = server._trainer.model
         state = [model.non_trainable_variables[index] for index in flower.averaged_state(model)]

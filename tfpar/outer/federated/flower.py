@@ -11,6 +11,7 @@ Needs `pip install 'tfpar[federated]'`.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import math
@@ -24,6 +25,7 @@ from tfpar.config import ConfigError
 from tfpar.optim.pure_update import pure_apply
 from tfpar.outer.federated.checks import federated_of
 from tfpar.outer.federated.client_update import ClientData
+from tfpar.outer.federated.round import ClientRound
 from tfpar.outer.federated.sampling import Sampling, local_order
 from tfpar.outer.federated.server import Averaging
 from tfpar.outer.federated.trainer import FederatedTrainer, reads_whole_batches
@@ -56,7 +58,7 @@ def client_app(
     """
     flwr = _flower()
     app = flwr.clientapp.ClientApp()
-    clients = _Clients(lambda context: _Client(_trainer(model, loss, options), *examples(context)))
+    clients = _Clients(lambda: _Training(_trainer(model, loss, options)), examples)
 
     @app.train()
     def train(message: Any, context: Any) -> Any:
@@ -148,30 +150,56 @@ class _Clients:
     """The clients of this process, by node: a process of Flower's simulation serves several nodes.
 
     Args:
-      create: A function of Flower's `Context` that makes the client of its node.
+      training: Creates what all of them train with, once.
+      examples: As for `client_app`.
     """
 
-    def __init__(self, create: Callable[[Any], _Client]) -> None:
-        self._create = create
+    def __init__(self, training: Callable[[], _Training], examples: Callable[[Any], tuple[Any, Any]]) -> None:
+        self._training, self._examples = functools.cache(training), examples
         self._made: dict[int, _Client] = {}
 
     def of(self, context: Any) -> tuple[int, _Client]:
         """Returns the number of a context's node, and the node's client."""
         number = int(context.node_config.get("partition-id", context.node_id % 2**31))
         if number not in self._made:
-            self._made[number] = self._create(context)
+            self._made[number] = _Client(self._training(), *self._examples(context))
         return number, self._made[number]
+
+
+class _Training:
+    """The functions with which clients train and encode, compiled once for all clients of a process.
+
+    They exist once the trainer knows the source of a client.
+    """
+
+    def __init__(self, trainer: FederatedTrainer) -> None:
+        self.trainer = trainer
+
+    @functools.cached_property
+    def round(self) -> ClientRound:
+        """The work of a client in a round."""
+        return self.trainer.client_round()
+
+    @functools.cached_property
+    def train(self) -> Callable[..., Any]:
+        """`LocalTraining.train`."""
+        return self._compiled(self.round.local.train)
+
+    @functools.cached_property
+    def encode(self) -> Callable[..., Any]:
+        """`UpdateEncoding.encode`."""
+        return self._compiled(self.round.encoding.encode)
+
+    def _compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return tf.function(function, autograph=False, jit_compile=self.trainer.program.compiles_whole or None)
 
 
 class _Client:
     """A client with its examples."""
 
-    def __init__(self, trainer: FederatedTrainer, x: Any, y: Any) -> None:
-        self._source, _ = trainer._sources(x, y, None)
-        self._trainer, self._round = trainer, trainer.client_round()
-        compiles = trainer.program.compiles_whole or None
-        self._train = tf.function(self._round.local.train, autograph=False, jit_compile=compiles)
-        self._encode = tf.function(self._round.encoding.encode, autograph=False, jit_compile=compiles)
+    def __init__(self, training: _Training, x: Any, y: Any) -> None:
+        self._source, _ = training.trainer._sources(x, y, None)
+        self._training, self._trainer = training, training.trainer
         count = self._source.info.num_examples
         self._examples = self._source.fetch(tf.range(count, dtype=tf.int64))
 
@@ -206,10 +234,10 @@ class _Client:
             state[place] = tf.constant(value)
         rate = tf.constant(config["learning_rate"], tf.float32)
         params = [tf.constant(value) for value in arrays[:weights]]
-        trained = self._train(params, state, data, rate, fold_in(own, 0), None)
-        elements = self._round.encoding.residual_elements
+        trained = self._training.train(params, state, data, rate, fold_in(own, 0), None)
+        elements = self._training.round.encoding.residual_elements
         kept = tf.zeros([elements]) if residual is None else tf.constant(residual)
-        sent, kept = self._encode(trained.movement, kept if elements else None, fold_in(own, 1))
+        sent, kept = self._training.encode(trained.movement, kept if elements else None, fold_in(own, 1))
         changes = [trained.state[place] - state[place] for place in averaged_state(model)]
         figures = {"num-examples": count, "loss": float(trained.loss / tf.maximum(trained.count, 1e-30))}
         return [each.numpy() for each in [*sent, *changes]], kept.numpy() if elements else None, figures
