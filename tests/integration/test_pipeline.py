@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from tests.integration.scripts import divided
-from tests.integration.test_tensor_parallel import assert_close, assert_near, on_workers
+from tests.integration.test_tensor_parallel import (
+    assert_close,
+    assert_goes_on_to_the_same_bits,
+    assert_near,
+    on_workers,
+)
 from tests.training.test_tensor_parallel import alone
 from tfpar.checkpoint.run_state import params_sha256
 
@@ -27,11 +32,7 @@ def test_two_workers_of_two_stages(tmp_path):
 
 @pytest.mark.proof
 def test_two_workers_of_two_stages_go_on_to_the_same_bits(tmp_path):
-    int4 = {**MESH, "exchange": "int4:min_elements=64"}
-    saved = {**int4, "workdir": str(tmp_path / "run")}
-    whole, _, resumed = on_workers(2, tmp_path / "out", int4, {**saved, "stop_after": 11}, saved)
-    for name, value in whole.items():
-        np.testing.assert_array_equal(resumed[name], value, err_msg=name)
+    assert_goes_on_to_the_same_bits(tmp_path, MESH)
 
 
 @pytest.mark.proof
