@@ -14,13 +14,14 @@ from collections.abc import Callable, Sequence
 from tfpar.config import ConfigError
 from tfpar.exchange import spec as specs
 from tfpar_ops import Codec, reference
+from tfpar_ops.formats import FORMATS, Format
 
 import tensorflow as tf
 
 Tensors = list[tf.Tensor]
 
-# Formats whose rounding errors are negligible even without feedback: at most 2^-9 and 2^-12 of a value, up or down.
-_FINE = ("bf16", "fp16")
+# Codes of this many bits have negligible rounding errors even without feedback: of bf16 at most 2^-9 of a value.
+_FINE_BITS = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,16 +138,21 @@ def parse(text: str, *, stateful: bool) -> tuple[Codec | None, Callable[[tf.Tens
     codec = options.codec
     if codec is None or not options.sends_only_gradient or options.warmup_steps:
         raise ConfigError(
-            f"--update_codec={text}: clients send single payloads of a codec. Give one of bf16, fp16, fp8, int8, int4, "
-            "int2, sign and topk, without momentum, ramp_steps and warmup_steps."
+            f"--update_codec={text}: clients send single payloads of a codec. Give one of {', '.join(FORMATS)}, "
+            "without momentum, ramp_steps and warmup_steps."
         )
     if stateful:
         return codec, options.is_compressible
     if codec.format.stochastic:
         return dataclasses.replace(codec, rounding="stochastic"), options.is_compressible
-    if codec.kind not in _FINE:
+    if not _is_fine(codec.format):
+        stateless = [name for name, found in FORMATS.items() if found.stochastic or _is_fine(found)]
         raise ConfigError(
             f"--update_codec={text} leaves out more of some values than of others, and clients that keep no state "
-            "never make up for it. Give --stateful_clients, or one of int8, int4, int2, bf16 and fp16."
+            f"never make up for it. Give --stateful_clients, or one of {', '.join(stateless)}."
         )
     return codec, options.is_compressible
+
+
+def _is_fine(found: Format) -> bool:
+    return found.code_bits >= _FINE_BITS and not found.keeps
