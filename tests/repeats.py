@@ -223,11 +223,13 @@ REPEATS = {
     "tests/training/test_tensor_parallel.py::test_thirty_steps_equal_one_device": (
         *("dense-2-0.4", "attention-2-0.4", "vit-4-0.6", "batch_statistics-4-0.6"),
     ),
-    "tests/training/test_trainer.py::test_a_run_with_objects_and_a_runtime_resumes": ("options0",),
-    "tests/training/test_trainer.py::test_stopped_and_resumed_gives_the_bits_of_a_run_that_was_not": ("plateau", "xla"),
-    "tests/training/test_trainer.py::test_the_training_loss_is_that_of_the_last_epoch_also_after_resuming_with_more": (
-        "1000",
+    "tests/training/test_trainer_resuming.py::test_a_run_with_objects_and_a_runtime_resumes": ("options0",),
+    "tests/training/test_trainer_resuming.py::test_stopped_and_resumed_gives_the_bits_of_a_run_that_was_not": (
+        "plateau",
+        "xla",
     ),
+    "tests/training/test_trainer_resuming.py::"
+    "test_the_training_loss_is_that_of_the_last_epoch_also_after_resuming_with_more": ("1000",),
 }
 
 

@@ -7,7 +7,7 @@ import sys
 
 from tests import nursery
 from tests.checkpoint import small_disk
-from tests.training.test_trainer import BATCH, everything, source, trainer_of
+from tests.training.trainers import BATCH, everything, source, trainer_of
 from tfpar.checkpoint import checkpointer
 from tfpar.config import ConfigError, ExperimentConfig
 from tfpar.process import exit_codes

@@ -6,7 +6,7 @@ import json
 import shutil
 
 from tests.inputs.test_bad_records import flip
-from tests.training.test_trainer import BATCH, trainer_of
+from tests.training.trainers import BATCH, trainer_of
 from tfpar import inputs
 from tfpar.config import InputConfig
 from tfpar.config.errors import TrainingError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 
-from tests.training.test_trainer import BATCH, CLASSES, everything, trainer_of
+from tests.training.trainers import BATCH, CLASSES, everything, trainer_of
 from tfpar import inputs
 from tfpar.checkpoint import checkpointer
 from tfpar.config import InputConfig

@@ -1,8 +1,13 @@
-"""The implementations of the codecs as fixtures. These tests build no Keras model: nothing to reset between them."""
+"""The implementations of the codecs, and the built library, as fixtures.
+
+These tests build no Keras model: nothing to reset between them.
+"""
 
 from __future__ import annotations
 
 from tests.tfpar_ops import implementations
+from tests.tfpar_ops.checkout import PACKAGE
+from tfpar_ops import library
 
 import pytest
 
@@ -16,3 +21,10 @@ def _fresh_keras_state() -> None:
 def ops(request: pytest.FixtureRequest) -> implementations.Implementation:
     """An implementation that takes any shapes at the cost of a call; XLA, which compiles for each, is not one."""
     return implementations.get(request.param)
+
+
+@pytest.fixture
+def built() -> None:
+    """Skips the test where the native library was not built, whether or not it is in use."""
+    if not (PACKAGE / library.FILE).exists():
+        pytest.skip("the native library is not built here")

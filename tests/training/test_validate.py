@@ -10,7 +10,7 @@ import threading
 import tfpar
 from tests import nursery
 from tests.integration.test_multi_worker import ROOT, launch
-from tests.training.test_trainer import model, source, trainer_of
+from tests.training.trainers import model, source, trainer_of
 from tfpar import inputs
 from tfpar.checkpoint.checkpointer import Checkpoint, Checkpointer
 from tfpar.config import RESUME_MAY_CHANGE, ConfigError, ExperimentConfig

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tfpar
-from tests.training.test_trainer import BATCH, EXAMPLES, assert_same_bits, everything, source, trainer_of
+from tests.training.trainers import BATCH, EXAMPLES, assert_same_bits, everything, source, trainer_of
 from tfpar.checkpoint import checkpointer
 from tfpar.config import ConfigError
 from tfpar.training.loops.hooks import Hook, HookRows, boundaries, check_hooks

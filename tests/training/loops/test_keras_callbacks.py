@@ -7,7 +7,7 @@ import dataclasses
 import functools
 
 import tfpar
-from tests.training.test_trainer import BATCH, CLASSES, EXAMPLES, SPARSE, source, trainer_of
+from tests.training.trainers import BATCH, CLASSES, EXAMPLES, SPARSE, source, trainer_of
 from tfpar.config import ConfigError, StrategyConfig
 from tfpar.parallel.topology import Topology, choose_topology
 from tfpar.training.loops.keras_callbacks import KerasCallbacks, check_callbacks

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 
 import tfpar
-from tests.training.test_trainer import source, trainer_of
+from tests.training.trainers import source, trainer_of
 from tfpar.config import ConfigError, MonitorConfig
 from tfpar.training.model import keras_arguments
 

@@ -1,0 +1,90 @@
+"""The other arguments of a trainer and of `fit`: the loss, how long it trains, the data, unknown and old names."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import tfpar
+from tests.training.trainers import BATCH, EXAMPLES, source, trainer_of
+from tfpar.config import ConfigError, ExperimentConfig
+
+import pytest
+
+
+def test_a_missing_loss_is_named():
+    trainer = trainer_of(loss=None)
+    with pytest.raises(ConfigError, match="loss is missing: give a Keras loss"):
+        trainer.fit(source(), steps=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments"),
+    [
+        ({}, {"steps": 3, "epochs": 1.0}),
+        ({}, {}),
+        ({}, {"steps": 0}),
+        ({}, {"epochs": 0.0}),
+        ({}, {"epochs": 0.01}),  # less than one step
+    ],
+)
+def test_steps_or_epochs_one_of_them(options, arguments):
+    trainer = trainer_of(**options)
+    with pytest.raises(ConfigError, match=r"--steps.*--epochs"):
+        trainer.fit(source(), **arguments)
+
+
+def test_steps_and_epochs_in_the_options_contradict():
+    with pytest.raises(ConfigError, match="--steps=3 and --epochs=2"):
+        trainer_of(steps=3, epochs=2.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments", "steps"),
+    [
+        ({"steps": 7}, {}, 7),
+        ({"epochs": 1.0}, {}, EXAMPLES // BATCH),
+        ({}, {"epochs": 1.5}, round(1.5 * EXAMPLES / BATCH)),
+        ({"epochs": 4.0}, {"steps": 2}, 2),
+        ({"steps": 9}, {"epochs": 0.2}, 1),
+    ],
+)
+def test_how_long_it_trains(options, arguments, steps):
+    summary = trainer_of(**options).fit(source(), **arguments)
+    assert summary["steps"] == steps
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"steps": 2.5}, r"fit\(steps=2\.5\): give a whole number of steps"),
+        ({"steps": "3"}, r"fit\(steps='3'\)"),
+        ({"steps": True}, r"fit\(steps=True\)"),
+        ({"epochs": float("nan")}, r"fit\(epochs=nan\): give a number of passes"),
+        ({"epochs": "two"}, r"fit\(epochs='two'\)"),
+    ],
+)
+def test_lengths_that_are_no_numbers_are_refused_by_name(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        trainer_of().fit(source(), **arguments)
+
+
+def test_an_unknown_option_is_refused_with_suggestions():
+    with pytest.raises(ConfigError, match="Did you mean 'clip_norm'"):
+        trainer_of(clipnorm=1.0)
+
+
+def test_the_runtime_by_its_old_name():
+    runtime = tfpar.start(ExperimentConfig.from_flat_dict({"strategy": "one_device"}))
+    with pytest.warns(DeprecationWarning, match=r"Trainer\(layout=...\) is deprecated; use runtime="):
+        assert trainer_of(layout=runtime).runtime is runtime
+
+
+def test_a_data_set_without_examples_is_refused():
+    one = source(1)
+    empty = dataclasses.replace(one, info=dataclasses.replace(one.info, num_examples=0))
+    with pytest.raises(ConfigError, match=r"fit\(train=...\): arrays is empty"):
+        trainer_of().fit(empty, steps=1)
+    with pytest.raises(ConfigError, match=r"predict\(source=...\): arrays is empty. Give it at least one example"):
+        trainer_of().predict(empty)
+    with pytest.raises(ConfigError, match=r"evaluate\(source=...\): arrays is empty"):
+        trainer_of().evaluate(empty)
