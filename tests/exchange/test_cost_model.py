@@ -176,6 +176,17 @@ def test_predictions_fall_with_faster_links_and_codecs(text):
     assert latencies == sorted(latencies)
 
 
+@pytest.mark.parametrize(
+    ("text", "encoded", "read", "written"),
+    [("int4", 1.25, 2, 1), ("int4:pattern=all_gather", 1, 4, 1), ("int4:pattern=ring", 1, 2, 2)],
+)
+def test_what_is_encoded_read_and_written(text, encoded, read, written):
+    speed = Speed(encode=1e9, decode=2e9, write=3e9)
+    gradient = 4 * ELEMENTS
+    expected = encoded * gradient / 1e9 + read * gradient / 2e9 + written * gradient / 3e9
+    assert specs.parse(text).cost(ELEMENTS, 4, Link(0.0, 1e15), speed).compute == pytest.approx(expected)
+
+
 def test_a_transport_that_works_in_chunks_waits_less_and_overlaps():
     speed, tensorflow, gloo = Speed(1e9, 1e9), Link(1e-3, 1e9), Link(1e-3, 1e9, chunk_bytes=512 << 10)
     none, int8 = specs.parse("none"), specs.parse("int8")

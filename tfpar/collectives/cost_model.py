@@ -47,11 +47,21 @@ class Speed:
 
     Attributes:
       encode: Encoding with a residual.
-      decode: Decoding and summing, of each payload.
+      decode: Reading and summing, of each payload.
+      write: Writing the sum.
     """
 
     encode: float
     decode: float
+    write: float = math.inf
+
+    def encoding(self, size: float) -> float:
+        """Seconds to encode `size` bytes of gradient."""
+        return size / self.encode
+
+    def decoding(self, size: float, payloads: int = 1) -> float:
+        """Seconds to decode payloads, each of `size` bytes of gradient, and to sum them."""
+        return payloads * size / self.decode + size / self.write
 
 
 # float32 sums of a dense all-reduce, and copies into its buffer: about a memory copy.

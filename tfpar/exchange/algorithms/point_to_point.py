@@ -179,5 +179,5 @@ def cost(codec: Codec, elements: int, workers: int, link: Link, speed: Speed, *,
     shard = -(-codec.blocks(elements) // plan.shards) * codec.block
     critical = plan.critical_shards() * codec.payload_bytes(shard)
     gradient = 4 * elements
-    compute = gradient / speed.encode + 2 * gradient / speed.decode
+    compute = speed.encoding(gradient) + 2 * speed.decoding(gradient)
     return cost_model.messages(critical, len(plan.reduce) + len(plan.gather), link, compute)

@@ -136,7 +136,7 @@ def cost(options: PowerSGDOptions, elements: int, workers: int, link: Link, spee
     side = max(1, round(elements**0.5))
     ring = cost_model.all_reduce(2 * 4 * side * options.rank, workers, link)
     # Each of three products and the residual reads the matrix once; two all-reduces wait twice.
-    return dataclasses.replace(ring, latency=2 * ring.latency, compute=4 * 4 * elements / speed.encode)
+    return dataclasses.replace(ring, latency=2 * ring.latency, compute=speed.encoding(4 * 4 * elements))
 
 
 register(

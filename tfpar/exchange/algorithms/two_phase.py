@@ -165,13 +165,13 @@ def cost(
     """The cost of exchanging one vector, see `registry.register`; `pipeline` as for `TwoPhase`."""
     gradient = 4 * elements
     if all_gather:
-        compute = gradient / speed.encode + workers * gradient / speed.decode
+        compute = speed.encoding(gradient) + speed.decoding(gradient, workers)
         rounds = 1 if link.is_direct else workers - 1
         return cost_model.messages((workers - 1) * codec.payload_bytes(elements), rounds, link, compute)
     shard = -(-codec.blocks(elements) // workers) * codec.block
     payload = codec.payload_bytes(shard)
-    # Own gradient encoded; N payloads of a shard summed and encoded; all shards decoded.
-    compute = gradient * (1 + 1 / workers) / speed.encode + gradient * 2 / speed.decode
+    # Own gradient encoded; N payloads of a shard summed and, while in the caches, encoded; all shards decoded.
+    compute = speed.encoding(gradient * (1 + 1 / workers)) + gradient / speed.decode + speed.decoding(gradient)
     # The all-to-all sends all at once; TensorFlow's all-gather goes around in a ring.
     rounds = 2 if link.is_direct else workers
     pieces = link.pieces(payload) if pipeline and not codec.format.keeps else 1

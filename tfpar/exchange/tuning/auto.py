@@ -121,7 +121,7 @@ def _table(
     lines.append(
         "  "
         + ", ".join(
-            f"{name} {speed.encode / 1e9:.1f}, {speed.decode / 1e9:.1f}, {errors[name]:.2g}"
+            f"{name} {1e-9 / speed.encoding(1):.1f}, {1e-9 / speed.decoding(1):.1f}, {errors[name]:.2g}"
             f"{' (over the budget)' if errors[name] > max_error else ''}"
             for name, speed in speeds.items()
         )

@@ -1,6 +1,7 @@
 """Measurements for `auto`, about a second at the start: the transport over the links, the codecs' speed and error.
 
-All workers measure at the same time, as they will exchange; they use the mean, the same on each.
+All workers measure the same at the same time, as they will exchange: those that share processors compete for them as
+they will then. They use the mean, the same on each.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import numpy as np
 import tensorflow as tf
 
 _ELEMENTS = 1 << 22  # of the vectors for measuring codecs: with their residuals, more than caches hold
+_PAYLOADS = 4  # that are decoded and summed
 _FIRST_BYTES, _LAST_BYTES = 1 << 18, 1 << 24  # of the messages for measuring bandwidth
 _REPEATS = 5  # of each of these
 _SLICES_S, _MOST_CALLS = 0.06, 50
@@ -55,26 +57,35 @@ def measure(group: Group, codecs: Sequence[Codec], device: str) -> Measured:
       device: Where exchanges run.
     """
     with tf.device(device):
-        copying, share = _copying()
+        barrier = _barrier(group)
+        copying, share = _copying(barrier)
         latency, bandwidth, busy = _link(group)
         own = [latency, bandwidth, busy / share, copying]
         normal = tf.random.stateless_normal([_ELEMENTS], [1, 2])
         for codec in codecs:
-            own += _codec(codec, normal)
+            own += _codec(codec, normal, barrier)
         instance = allocate_instance_keys(1, group)[0]
         values = tf.constant(own, tf.float32)
         total = _traced(lambda value: group.all_reduce(value, instance), values)(values)
     latency, bandwidth, handling, copying, *rest = (total / group.size).numpy().astype(float).tolist()
-    rates = [rest[place : place + 3] for place in range(0, len(rest), 3)]
+    rates = [rest[place : place + 4] for place in range(0, len(rest), 4)]
     return Measured(
         Link(latency, bandwidth, handling, group.capabilities.chunk_bytes),
-        [Speed(encode, decode) for encode, decode, _ in rates],
+        [Speed(*speed) for *speed, _ in rates],
         [error for *_, error in rates],
         Speed(copying, copying),
     )
 
 
-def _copying() -> tuple[float, float]:
+def _barrier(group: Group) -> Callable[[], object]:
+    """Waits for all workers."""
+    instance = allocate_instance_keys(1, group)[0]
+    value = tf.zeros([16])
+    wait = _traced(lambda value: group.all_reduce(value, instance), value)
+    return lambda: wait(value)
+
+
+def _copying(barrier: Callable[[], object]) -> tuple[float, float]:
     """Bytes of float32 added up per second, and the processors that this process gets meanwhile.
 
     The second is less than the machine has where other workers are on it, which measure at the same time.
@@ -82,6 +93,7 @@ def _copying() -> tuple[float, float]:
     values = [tf.fill([_ELEMENTS], float(number)) for number in range(2)]
     add = _traced(lambda one, other: one + other, *values)
     add(*values)
+    barrier()
     began, busy = time.perf_counter(), time.process_time()
     seconds = _mean(lambda: add(*values))
     share = (time.process_time() - busy) / (time.perf_counter() - began)
@@ -119,8 +131,8 @@ def _link(group: Group) -> tuple[float, float, float]:
         size *= 4
 
 
-def _codec(codec: Codec, values: tf.Tensor) -> tuple[float, float, float]:
-    """Bytes of gradient encoded, and decoded, per second; relative error."""
+def _codec(codec: Codec, values: tf.Tensor, barrier: Callable[[], object]) -> tuple[float, float, float, float]:
+    """Speeds, in the order of `Speed`, and relative error."""
     residual = local_copy(tf.Variable(tf.zeros([_ELEMENTS]), trainable=False, **PER_WORKER))
     seed_step = tf.constant([0, 0], tf.int64) if codec.rounding == "stochastic" else None
     encode = _traced(lambda: tfpar_ops.encode_into(residual, [values], codec, seed_step=seed_step).payload)
@@ -128,11 +140,21 @@ def _codec(codec: Codec, values: tf.Tensor) -> tuple[float, float, float]:
     error = np.linalg.norm(tfpar_ops.decode_sum(payload, codec, _ELEMENTS).numpy() - values.numpy()) / np.linalg.norm(
         values.numpy()
     )
-    rows = tf.concat([payload] * 4, axis=0)
-    decode = _traced(lambda rows: tfpar_ops.decode_sum(rows, codec, _ELEMENTS), rows)
-    decode(rows)
-    encoding, decoding = _mean(encode), _mean(lambda: decode(rows))
-    return 4 * _ELEMENTS / encoding, 4 * _ELEMENTS * len(rows) / decoding, float(error)
+    seconds = []
+    for rows in (payload, tf.concat([payload] * _PAYLOADS, axis=0)):
+        decode = _traced(lambda rows: tfpar_ops.decode_sum(rows, codec, _ELEMENTS), rows)
+        seconds.append(_together(functools.partial(decode, rows), barrier))
+    single, several = seconds
+    each = max((several - single) / (_PAYLOADS - 1), 0.01 * single)
+    size = 4 * _ELEMENTS
+    return size / _together(encode, barrier), size / each, size / max(single - each, 0.01 * single), float(error)
+
+
+def _together(call: Callable[[], object], barrier: Callable[[], object]) -> float:
+    """Mean of the seconds of a call that all workers make at the same time."""
+    call()
+    barrier()
+    return _mean(call)
 
 
 def _traced(function: Callable[..., tf.Tensor], *arguments: tf.Tensor) -> Callable[..., tf.Tensor]:
