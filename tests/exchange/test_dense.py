@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tfpar.collectives.gloo import GlooGroup
 from tfpar.collectives.tensorflow import world_group
 from tfpar.exchange.buckets import DENSE_BUCKET_BYTES
 from tfpar.exchange.dense import DenseReducer
@@ -42,6 +43,17 @@ def test_what_goes_in_comes_out(shapes, buckets, sidecar):
     for result, gradient in zip(sums, gradients, strict=True):
         np.testing.assert_array_equal(result, gradient)
         assert result.shape == gradient.shape
+
+
+def test_a_transport_that_sums_in_chunks_copies_smaller_tensors_only():
+    shapes = [tf.TensorShape(shape) for shape in ((64,), (256, 256), (128, 256), (1024, 512))]
+    group = GlooGroup((0, 1), 0, mesh=0, workers=(0, 1))
+    reducers = [DenseReducer(shapes, each, "CPU:0", DENSE_BUCKET_BYTES) for each in (ALONE, group)]
+    together, apart = (
+        [len(each) for each in reducer._fusion.fuse(numbered(shapes), tf.zeros([1]))] for reducer in reducers
+    )
+    assert together == [64 + 256 * 256 + 128 * 256 + 1024 * 512 + 1]
+    assert apart == [64 + 128 * 256 + 1, 256 * 256, 1024 * 512]
 
 
 def test_small_tensors_around_a_large_one_travel_together():

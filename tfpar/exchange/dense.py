@@ -10,7 +10,7 @@ from typing import Any
 from tfpar.collectives.group import Group, allocate_instance_keys
 from tfpar.exchange.algorithms.sparse_rows import SparseRows
 from tfpar.exchange.buckets import WireBytes
-from tfpar.exchange.fusion import Fusion
+from tfpar.exchange.fusion import ALONE_BYTES, Fusion
 from tfpar.exchange.gradients import Gradient
 from tfpar.exchange.reducer import Reducer, ShouldApply, Traffic, dense_traffic, reduce_per_worker
 
@@ -45,7 +45,9 @@ class DenseReducer(Reducer):
         self._rows = SparseRows(
             {index: (shapes[index], self._ring(4 * shapes[index].num_elements())) for index in sparse}, group
         )
-        self._fusion = Fusion(shapes, bucket_bytes, self._rows.indices)
+        # A transport that sums in chunks starts a call for less than a ring does: half a chunk is worth one.
+        alone = group.capabilities.chunk_bytes // 2 or ALONE_BYTES
+        self._fusion = Fusion(shapes, bucket_bytes, self._rows.indices, alone)
         self._instances = allocate_instance_keys(self._fusion.buffers + len(self._rows.indices), group)
 
     @property

@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 # Tensors of this size are not fused: copies into a buffer and out of it would cost more than a call.
-_ALONE_BYTES = 4 << 20
+ALONE_BYTES = 4 << 20
 
 
 def group_indices(
@@ -42,16 +42,23 @@ class Fusion:
       shapes: Static shapes of all tensors.
       bucket_bytes: Tensors are fused up to this many bytes.
       without: Indices of tensors that are not fused.
+      alone_bytes: Tensors of at least this many bytes are buffers of their own.
 
     Attributes:
       buffers: Number of buffers.
     """
 
-    def __init__(self, shapes: Sequence[tf.TensorShape], bucket_bytes: int, without: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        shapes: Sequence[tf.TensorShape],
+        bucket_bytes: int,
+        without: Collection[int] = (),
+        alone_bytes: int = ALONE_BYTES,
+    ) -> None:
         self._shapes = list(shapes)
         self._sizes = [shape.num_elements() for shape in shapes]
         indices = [index for index in range(len(shapes)) if index not in without]
-        small = [index for index in indices if 4 * self._sizes[index] < _ALONE_BYTES] or indices[:1]
+        small = [index for index in indices if 4 * self._sizes[index] < alone_bytes] or indices[:1]
         large = [index for index in indices if index not in small]
         # The sidecar is fused with the first layers, whose gradients are also complete last: a separate call would cost
         # a round trip.
