@@ -137,6 +137,12 @@ def test_what_cannot_work_is_refused(options, said):
         rl.ReinforcementTrainer(**(SMALL | {"steps": 20} | options))
 
 
+def test_adapters_are_in_the_policy_too():
+    trainer = rl.ReinforcementTrainer(**(SMALL | {"steps": 20, "lora": "2"}))
+    adapted = {layer.name for layer in trainer.model.layers if getattr(layer, "lora_enabled", False)}
+    assert adapted == {"policy_hidden_0", "logits", "critic_hidden_0", "value"}
+
+
 def test_options_of_a_program_are_no_options_of_others():
     assert "env" not in ExperimentConfig().as_flat_dict()
     config = rl.complete(ExperimentConfig.from_flat_dict({"env": "Catch", "env_steps": 5000}))

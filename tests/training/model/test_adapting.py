@@ -130,6 +130,29 @@ def test_without_attention_every_dense_layer_has_adapters_and_saving_merges_them
     np.testing.assert_array_equal(saved.predict(x, verbose=0), loaded)
 
 
+def named(*names: str) -> keras.Model:
+    """Dense layers with these names, side by side."""
+    inputs = keras.Input((4,))
+    outputs = [layers.Dense(4, name=name)(inputs) for name in names]
+    return keras.Model(inputs, layers.Concatenate()(outputs))
+
+
+@pytest.mark.parametrize(
+    ("names", "adapted"),
+    [
+        (("policy", "value"), {"policy", "value"}),  # an actor and a critic
+        (("advantage", "state_value"), {"advantage", "state_value"}),
+        (("query", "first_value"), {"query", "first_value"}),
+        (("query", "key", "value"), {"query", "value"}),
+        (("a_query_proj", "a_value_proj", "value", "last"), {"a_query_proj", "a_value_proj"}),
+        (("qkv", "value"), {"qkv"}),
+    ],
+)
+def test_a_query_and_a_value_side_by_side_are_attention(names, adapted):
+    trainer = tfpar.Trainer(named(*names), "adam", "mse", lora="1", strategy="one_device")
+    assert {layer.name for layer in trainer.model.layers if getattr(layer, "lora_enabled", False)} == adapted
+
+
 def test_a_run_with_adapters_resumes_bit_by_bit(tmp_path):
     whole = trained(attention(), steps=6, lora="2")
     trained(attention(), steps=6, lora="2", stop_after=3, workdir=str(tmp_path))
