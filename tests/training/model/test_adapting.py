@@ -153,6 +153,15 @@ def test_a_query_and_a_value_side_by_side_are_attention(names, adapted):
     assert {layer.name for layer in trainer.model.layers if getattr(layer, "lora_enabled", False)} == adapted
 
 
+def test_weights_that_never_learn_are_no_suggestions():
+    norm = layers.BatchNormalization(center=False, scale=False, name="norm")
+    given = keras.Sequential([keras.Input((4,)), norm, layers.Dense(1, name="last")])
+    with pytest.raises(
+        ConfigError, match=r"no weight that can learn\. Paths are such as \S*last/kernel, \S*last/bias\."
+    ):
+        tfpar.Trainer(given, "adam", "mse", trainable="norm", strategy="one_device")
+
+
 def test_a_run_with_adapters_resumes_bit_by_bit(tmp_path):
     whole = trained(attention(), steps=6, lora="2")
     trained(attention(), steps=6, lora="2", stop_after=3, workdir=str(tmp_path))
@@ -171,7 +180,10 @@ def test_a_run_with_adapters_resumes_bit_by_bit(tmp_path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"trainable": "decoder"}, r"--trainable='decoder' matches no weight. Paths are such as first/kernel"),
+        (
+            {"trainable": "decoder"},
+            r"--trainable='decoder' matches no weight that can learn. Paths are such as first/kernel",
+        ),
         ({"trainable": "("}, r"--trainable='\(' is not a regular expression"),
         ({"lora": "x"}, r"--lora='x' is not RANK or RANK:REGEX"),
         ({"lora": "0"}, r"--lora='0' is not RANK or RANK:REGEX"),

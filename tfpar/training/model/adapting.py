@@ -57,8 +57,9 @@ def adapt_model(
         for weight in own:
             weight.trainable = id(weight) in trained
     if trainable and not found:
-        paths = _shown([weight.path for weight in model.weights])
-        raise ConfigError(f"--trainable={trainable!r} matches no weight. Paths are such as {paths}.")
+        learned = {id(weight) for layer in all_layers(model) for weight in weights_made_to_learn(layer)}
+        paths = _shown([weight.path for weight in model.weights if id(weight) in learned])
+        raise ConfigError(f"--trainable={trainable!r} matches no weight that can learn. Paths are such as {paths}.")
     if original is not None:
         adapt_model(original.model, options)
         original.note_flags()
