@@ -117,6 +117,21 @@ def test_continuous_actions_micro_batches_and_xla(tmp_path):
     assert np.any(np.asarray(deviations) != 0.0)  # it is learned
 
 
+@pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])
+def test_mixed_precision_scales_observations_in_float32(env, tmp_path):
+    trainer, result = trained(env=env, precision="mixed_bfloat16", steps=8, workdir=str(tmp_path))
+    assert np.isfinite(result["train_loss"])
+    layer = trainer.model.get_layer("observation_normalization")
+    assert {weight.dtype for weight in layer.weights} == {"float32"}
+    layer.mean.assign(np.full(layer.mean.shape, 100.0))
+    scaled = layer(np.full([1, *layer.mean.shape], 100.1, np.float32))
+    assert scaled.dtype == "bfloat16"
+    deviations = 0.1 / np.sqrt(layer.variance)  # 100.1 is 100 in bfloat16
+    np.testing.assert_allclose(np.asarray(scaled, np.float32)[0], np.minimum(deviations, 10.0), rtol=0.01)
+    saved = keras.saving.load_model(tmp_path / "model.keras")
+    assert saved.get_layer("observation_normalization").compute_dtype == "bfloat16"
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
