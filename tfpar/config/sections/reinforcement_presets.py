@@ -6,7 +6,7 @@ nor Keras.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 _COMMON: Mapping[str, Any] = {
@@ -56,3 +56,18 @@ def preset(env: str, algorithm: str = "ppo") -> dict[str, Any]:
       algorithm: That of `--algorithm`.
     """
     return {**_COMMON, **_BY_ENVIRONMENT.get(env.rpartition(":")[2], {}), **_BY_ALGORITHM.get(algorithm, {})}
+
+
+def suited(options: Mapping[str, Any], given: Container[str]) -> dict[str, Any]:
+    """Returns what suits environment and algorithm, for options that were not given.
+
+    Args:
+      options: The values of all options, by flag name; `env`, `algorithm` and `optimizer` are used.
+      given: Names of the options that the user gave.
+    """
+    values = preset(options["env"], options["algorithm"])
+    if "steps" in given:  # the length of a run is one of two options
+        values.pop("env_steps", None)
+    if "optimizer" in given and options["optimizer"] != values["optimizer"]:
+        values.pop("optimizer_args", None)  # those of another optimizer
+    return {name: value for name, value in values.items() if name not in given}
