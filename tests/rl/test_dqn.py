@@ -6,9 +6,10 @@ import dataclasses
 
 from tests.rl.harness import SMALL, trained, values
 from tfpar import rl
-from tfpar.config import ConfigError, ReinforcementConfig
+from tfpar.config import ConfigError, ExperimentConfig, ReinforcementConfig
 from tfpar.rl import environments
 from tfpar.rl.dqn import DQN
+from tfpar.rl.options import with_options
 from tfpar.rl.policy import build_q_network
 
 import keras
@@ -182,6 +183,31 @@ def test_a2c_learns_from_a_rollout_once():
     _, summary = trained(algorithm="a2c", minibatches=1, rollout_epochs=1, steps=4)
     assert summary["steps"] == 4
     assert summary.history["kl"][-1] < 0.1
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"algorithm": "dqn", "clip_ratio": 0.5, "gae_lambda": 0.1},
+            r"--algorithm=dqn does not use --gae_lambda=0.1 \(of ppo, a2c\), --clip_ratio=0.5 \(of ppo\)\. Leave",
+        ),
+        ({"replay_priority": 0.0}, r"--algorithm=ppo does not use --replay_priority=0.0 \(of dqn\)"),  # the default
+        ({"algorithm": "a2c", "clip_ratio": 0.2}, r"--algorithm=a2c does not use --clip_ratio=0.2"),
+        ({"algorithm": "dqn", "normalize_observations": False}, r"not use --normalize_observations=False"),
+    ],
+)
+def test_options_of_another_algorithm_are_refused(options, said):
+    with pytest.raises(ConfigError, match=said):
+        rl.ReinforcementTrainer(**(SMALL | {"steps": 20} | options))
+    algorithm = {"algorithm": "ppo", "rollout_epochs": 1, "minibatches": 1} | options
+    whole = ExperimentConfig.from_flat_dict({name: algorithm.pop(name) for name in list(algorithm)[:3]})
+    with pytest.raises(ConfigError, match=said):
+        with_options(whole, algorithm)
+
+
+def test_presets_of_an_environment_are_no_given_options():
+    assert with_options(None, {"env": "Acrobot-v1", "algorithm": "dqn"}).reinforcement.entropy_coef == 0.01
 
 
 @pytest.mark.parametrize(

@@ -189,6 +189,11 @@ def test_presets_are_those_of_the_command_line(options):
     assert flat["optimizer_args"] == ("" if "optimizer" in options else "epsilon=1e-5")
 
 
+def test_the_command_refuses_options_of_another_algorithm():
+    with pytest.raises(ConfigError, match=r"--algorithm=ppo does not use --n_step=3 \(of dqn\), --target_every=9"):
+        options_of("--n_step=3", "--target_every=9")
+
+
 def test_presets_leave_what_a_configuration_says():
     config = ExperimentConfig.from_flat_dict({"learning_rate": 0.5, "steps": 10})
     flat = with_options(config, {"algorithm": "a2c"}).as_flat_dict()

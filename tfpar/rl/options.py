@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tfpar.config import CUSTOM, ConfigError, ExperimentConfig, ReinforcementConfig
-from tfpar.config.sections.reinforcement_presets import suited
+from tfpar.config.sections.reinforcement_presets import check_used, suited
 from tfpar.parallel.topology import Topology
 from tfpar.rl import environments
 from tfpar.rl.environments import AnyEnvironment, Discrete, HostEnvironment
@@ -22,13 +22,15 @@ def with_options(config: ExperimentConfig | None, options: Mapping[str, Any]) ->
     environment and algorithm.
 
     Raises:
-      ConfigError: An option that does not exist, or an invalid value.
+      ConfigError: An option that does not exist or that the algorithm does not use, or an invalid value.
     """
     options = dict(options)
     if isinstance(options.get("jit_compile"), bool):
         options["jit_compile"] = str(options["jit_compile"]).lower()
     if config is not None and config.reinforcement is not None:
-        return ExperimentConfig.from_flat_dict(config.as_flat_dict() | options)
+        whole = config.as_flat_dict() | options
+        check_used(whole, options)
+        return ExperimentConfig.from_flat_dict(whole)
     defaults = ExperimentConfig(reinforcement=ReinforcementConfig()).as_flat_dict()
     changed = {
         name: value for name, value in (config.as_flat_dict() if config else {}).items() if value != defaults[name]
