@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 from tests.rl.harness import SMALL, trained, values
 from tfpar import rl
 from tfpar.config import ConfigError, ExperimentConfig, ReinforcementConfig
-from tfpar.rl import environments
+from tfpar.rl import environments, ppo
 from tfpar.rl.dqn import DQN
 from tfpar.rl.options import with_options
 from tfpar.rl.policy import build_q_network
+from tfpar.rl.ppo import PPO
+from tfpar.rl.step import MEMORY
 
 import keras
 import numpy as np
@@ -144,7 +147,9 @@ def test_transitions_of_larger_errors_are_drawn_more_often(gathered):
 
     step = tf.constant(6, tf.int64)
     batch = algorithm.batch(memory, step, 0)
-    noted = algorithm.priorities(params, [], memory, batch, step, 0).numpy()
+    assert algorithm.noted_fields == ("priority",)
+    [priority] = algorithm.noted(params, [], memory, batch, step, 0)
+    noted = priority.numpy()
     first, weight = algorithm._drawn(memory, step, 0)
     np.testing.assert_array_equal(batch[2].numpy().ravel(), weight.numpy().ravel())
     values = algorithm.model(batch[0][0])
@@ -177,6 +182,34 @@ def test_two_replicas_learn_what_one_does(tmp_path, priority):
         np.testing.assert_allclose(first, second, atol=1e-4)
     loaded = keras.saving.load_model(tmp_path / "model.keras")
     assert loaded(np.zeros([3, 4], np.float32)).shape == (3, 2)
+
+
+class Counting(PPO):
+    """Counts the batches in a field of the memory."""
+
+    noted_fields = ("batches",)
+
+    def initial_memory(self, replica):
+        return Counted(*super().initial_memory(replica), tf.zeros([]))
+
+    def gather(self, params, state, memory, step, replica):
+        state, made = super().gather(params, state, ppo.Memory(*memory[:2]), step, replica)
+        return state, Counted(*made, memory.batches)
+
+    def noted(self, params, state, memory, batch, step, replica):
+        return [memory.batches + batch[2].shape[0]]
+
+
+class Counted(NamedTuple):
+    vector: tuple
+    experience: tuple
+    batches: tf.Tensor
+
+
+def test_another_algorithm_may_note_what_a_batch_changes(monkeypatch):
+    monkeypatch.setattr("tfpar.rl.trainer.PPO", Counting)
+    trainer, _ = trained(steps=8)
+    assert trainer.memory.export()[f"{MEMORY}/{len(trainer.memory.export()) - 1}"].tolist() == [8.0]
 
 
 def test_a2c_learns_from_a_rollout_once():

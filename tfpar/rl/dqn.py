@@ -288,28 +288,23 @@ class DQN:
         beta += (1.0 - beta) * tf.minimum(tf.cast(step, tf.float32) / max(self.total_steps, 1), 1.0)
         return memory.written - 1 - tf.gather(age, slot), tf.pow(tf.maximum(odds * begins, 1e-8), -beta)
 
-    def priorities(
-        self, params: Tensors, state: Tensors, memory: Memory, batch: Batch, step: tf.Tensor, replica: tf.Tensor
-    ) -> tf.Tensor:
-        """Returns `Memory.priority` after updating the drawn transitions' errors, under the weights before the step.
+    @property
+    def noted_fields(self) -> Sequence[str]:
+        """The priorities, if transitions have any."""
+        return ("priority",) if self.options.replay_priority > 0.0 else ()
 
-        Args:
-          params: Values of the model's trainable variables.
-          state: Values of its non-trainable variables.
-          memory: The memory from which the batch was drawn.
-          batch: The batch of this step and replica.
-          step: The number of the step.
-          replica: The index of the replica.
-        """
+    def noted(
+        self, params: Tensors, state: Tensors, memory: Memory, batch: Batch, step: tf.Tensor, replica: tf.Tensor
+    ) -> Tensors:
+        """Returns `Memory.priority` after updating the drawn transitions' errors, under the weights before the step."""
         x, targets, _ = tf.nest.map_structure(lambda part: tf.reshape(part, [-1, *part.shape[2:]]), batch)
         values = call_model(self.model, params, state, x, training=False).outputs
         error = tf.abs(self.objective.errors(params, state, values, targets))
         first, _ = self._drawn(memory, step, replica)
         column = tf.broadcast_to(tf.range(self._own), first.shape)
         places = tf.reshape(tf.stack([first % self._slots, column], axis=-1), [-1, 2])
-        return tf.tensor_scatter_nd_update(
-            memory.priority, places, tf.pow(error + _LEAST_ERROR, self.options.replay_priority)
-        )
+        powers = tf.pow(error + _LEAST_ERROR, self.options.replay_priority)
+        return [tf.tensor_scatter_nd_update(memory.priority, places, powers)]
 
 
 class DQNObjective:

@@ -20,7 +20,7 @@ from tfpar.rl.environments import AnyEnvironment, Environment
 from tfpar.rl.normalization import Statistics
 from tfpar.rl.policy import Distribution, value_of
 from tfpar.rl.rollout import Choice, Experience, Step, draw, judge, roll_out, values_of
-from tfpar.rl.sums import MOMENTS, Moments, NamedSums, PolicyTotals
+from tfpar.rl.sums import Moments, NamedSums, PolicyTotals
 from tfpar.rl.vector import Vector
 from tfpar.training.model.call import call_model
 from tfpar.training.objective import Batch, ObjectiveSums, Tensors
@@ -186,6 +186,18 @@ class PPO:
         targets = Targets(experience._replace(observation=tf.zeros(rows)), share)
         return experience.observation, targets, tf.ones(rows)
 
+    @property
+    def noted_fields(self) -> Sequence[str]:
+        """Empty: a minibatch does not change the rollout."""
+        return ()
+
+    def noted(
+        self, params: Tensors, state: Tensors, memory: Memory, batch: Batch, step: tf.Tensor, replica: tf.Tensor
+    ) -> Tensors:
+        """Returns nothing, see `noted_fields`."""
+        del params, state, memory, batch, step, replica
+        return []
+
 
 def clipped_surrogate(options: ReinforcementConfig, change: tf.Tensor, advantage: tf.Tensor) -> tf.Tensor:
     """Returns the clipped surrogate that PPO maximises, `[m]` (Schulman et al. 2017, equation 7).
@@ -281,7 +293,6 @@ _SUMS = (
     *_MEANS,
     *("count", "once", "target", "target_square", "missed", "missed_square", "episodes", "return", "length"),
 )
-assert MOMENTS == 2
 
 
 def _results(sums: Mapping[str, float]) -> dict[str, float]:

@@ -10,7 +10,6 @@ from tfpar.parallel import replica
 from tfpar.precision import LossScale
 from tfpar.rl.actors import Actors
 from tfpar.rl.algorithm import Algorithm
-from tfpar.rl.dqn import DQN
 from tfpar.training.objective import Batch, Tensors
 from tfpar.training.step import TrainStep, compiled
 from tfpar.training.step_loop import StepReport
@@ -158,8 +157,7 @@ class ActingStep(TrainStep):
         self._gather = compiled(self._algorithm.gather, self.plan.compiles_gradients)
         self._remember = compiled(self._algorithm.remember, self.plan.compiles_gradients)
         self._batch = compiled(self._algorithm.batch, self.plan.compiles_gradients)
-        if isinstance(self._algorithm, DQN):
-            self._priorities = compiled(self._algorithm.priorities, self.plan.compiles_gradients)
+        self._noted = compiled(self._algorithm.noted, self.plan.compiles_gradients)
 
     def next_batch(self, iterator: Iterator[Any]) -> Any:
         """Returns nothing: each replica creates its own batch."""
@@ -192,19 +190,15 @@ class ActingStep(TrainStep):
         with tf.control_dependencies([gathered]):
             remembered = memory.read()
             batch = self._batch(remembered, step, number)
-            return batch, self._note_errors(remembered, batch, step, number) if self._notes_errors else gathered
+            return batch, self._note(remembered, batch, step, number) if self._algorithm.noted_fields else gathered
 
-    @property
-    def _notes_errors(self) -> bool:
-        return isinstance(self._algorithm, DQN) and self._algorithm.options.replay_priority > 0.0
-
-    def _note_errors(self, memory: Any, batch: Batch, step: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
-        """Updates the priorities of transitions from their current errors; returns a tensor to wait for the update."""
-        assert isinstance(self._algorithm, DQN)
+    def _note(self, memory: Any, batch: Batch, step: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
+        """Updates the fields of the memory that change with a batch; returns a tensor to wait for the update."""
         model = self.core.model
         params, state = replica.read(model.trainable_variables), replica.read(model.non_trainable_variables)
-        priority = self._priorities(params, state, memory, batch, step, number)
-        with tf.control_dependencies([self._memory.assign_field("priority", priority)]):
+        values = self._noted(params, state, memory, batch, step, number)
+        noted = zip(self._algorithm.noted_fields, values, strict=True)
+        with tf.control_dependencies([self._memory.assign_field(name, value) for name, value in noted]):
             return tf.identity(step)
 
     def _gathered(self, params: Tensors, state: Tensors, step: tf.Tensor, number: tf.Tensor) -> tuple[Tensors, Any]:
