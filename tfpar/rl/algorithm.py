@@ -89,7 +89,10 @@ class Algorithm(Protocol):
         """
 
     def remember(self, params: Tensors, state: Tensors, memory: Any, taken: Step, step: tf.Tensor) -> Any:
-        """Returns the memory with the results of `rollout_steps` steps of all environments of a replica added."""
+        """Returns the memory with the results of `rollout_steps` steps of all environments of a replica added.
+
+        The observations have the environment's `observation_dtype`.
+        """
 
     @property
     def noted_fields(self) -> Sequence[str]:

@@ -8,11 +8,16 @@ from typing import Any
 
 from tfpar.config import CUSTOM, ConfigError, ExperimentConfig, ReinforcementConfig
 from tfpar.config.sections.reinforcement_presets import check_used, suited
+from tfpar.parallel.planner.machine import format_size
 from tfpar.parallel.topology import Topology
+from tfpar.process.memory import main_memory
 from tfpar.rl import environments
+from tfpar.rl.dqn import bytes_of_replay
 from tfpar.rl.environments import AnyEnvironment, Discrete, HostEnvironment
+from tfpar.training.planning.machines import device_memory
 
 _EVALUATIONS = 10  # evaluations per run if --eval_every is not set
+_COPIES = 2  # of the replay in memory: adding a rollout makes a new one
 
 
 def with_options(config: ExperimentConfig | None, options: Mapping[str, Any]) -> ExperimentConfig:
@@ -154,3 +159,40 @@ def check_host(options: ReinforcementConfig, environment: AnyEnvironment, topolo
             f"--actors={options.actors} does not divide the {own} environments of a replica "
             f"(--environments={options.environments}). Choose a divisor."
         )
+
+
+def memory_for_replays(topology: Topology) -> int:
+    """Bytes of available memory for the replay of one replica; 0 if they are unknown."""
+    if topology.device_type != "CPU":
+        return device_memory(topology.device_type, topology.local_replicas)
+    memory = main_memory()
+    return memory[0] // (topology.local_replicas * topology.workers_here) if memory else 0
+
+
+def check_replay(options: ReinforcementConfig, environment: AnyEnvironment, replicas: int, available: int) -> None:
+    """Refuses a replay that does not fit in memory, together with the copy to which a rollout is added.
+
+    Args:
+      options: The options of reinforcement learning.
+      environment: The environment.
+      replicas: Number of replicas of all workers, which have equal shares of the replay.
+      available: Bytes of memory for the replay of one replica; 0 if they are unknown.
+
+    Raises:
+      ConfigError: It does not fit; the message says which size does.
+    """
+    if options.algorithm != "dqn" or not available:
+        return
+    rollout = options.transitions_per_rollout
+    needed = bytes_of_replay(options, environment, replicas)
+    rollouts = options.replay_size // rollout
+    if _COPIES * needed <= available:
+        return
+    largest = available * rollouts // (_COPIES * needed) * rollout
+    remedy = f"Give at most --replay_size={largest}" if largest >= 2 * rollout else "Give fewer --environments"
+    raise ConfigError(
+        f"--replay_size={options.replay_size}: the replay of {environment.name} takes {format_size(needed)} on "
+        f"{'the device' if replicas == 1 else 'each replica'}, and twice that while a rollout is added; "
+        f"{format_size(available)} are available for it. "
+        f"{remedy}, or use more replicas."
+    )

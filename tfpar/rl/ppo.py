@@ -154,7 +154,8 @@ class PPO:
         """Returns the rollout with advantages from the values of `params`, which are newer than the acting weights."""
         del step
         apply = self._apply(params, state)
-        taken = taken._replace(value=values_of(apply, taken.observation))
+        observation, following = (tf.cast(part, tf.float32) for part in (taken.observation, taken.following))
+        taken = taken._replace(observation=observation, following=following, value=values_of(apply, observation))
         judged = judge(apply, taken, discount=self.options.discount, gae_lambda=self.options.gae_lambda)
         return memory._replace(experience=judged)
 

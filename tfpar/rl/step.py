@@ -35,21 +35,22 @@ class AgentMemory:
       first: Index of this process's first replica among those of all workers.
 
     Attributes:
-      structure: The memory of the first replica before the first step.
+      structure: The shapes and dtypes of the memory of a replica, in the structure of `Algorithm.initial_memory`.
     """
 
     def __init__(self, algorithm: Algorithm, strategy: tf.distribute.Strategy, *, first: int) -> None:
         self._strategy = strategy
-        self.structure = algorithm.initial_memory(first)
+        # Traced, not run: a replay is large, and its variables have it.
+        made = tf.function(lambda: algorithm.initial_memory(first), autograph=False).get_concrete_function()
+        self.structure = tf.nest.map_structure(
+            lambda part: tf.TensorSpec(part.shape, part.dtype), made.structured_outputs
+        )
         self._first, self._algorithm = first, algorithm
         self._types = [part.dtype for part in tf.nest.flatten(self.structure)]
         with strategy.scope():
-            self._ready = self._made(tf.zeros([], tf.int64))
-            self._held = [self._made(_storable(part)) for part in tf.nest.flatten(self.structure)]
+            self._ready = _held([], tf.int64)
+            self._held = [_held(part.shape, _stored_dtype(part.dtype)) for part in tf.nest.flatten(self.structure)]
         self.forget()
-
-    def _made(self, value: tf.Tensor) -> _Held:
-        return _Held(tf.Variable(tf.zeros_like(value), trainable=False, **PER_WORKER))
 
     def forget(self) -> None:
         """Resets the memories to those before the first step."""
@@ -122,16 +123,24 @@ class AgentMemory:
             return False
         for array, own in zip(rows, copies, strict=True):
             for copy, value in zip(own, array, strict=True):  # type: ignore[arg-type]
-                copy.assign(value)
+                copy.assign(tf.cast(value, copy.dtype))  # older checkpoints have pixels as float32
         if new_episodes:
             memories = map(self._in_structure, zip(*copies[1:], strict=True))
             self.replace([self._algorithm.with_episodes_cut_off(memory) for memory in memories])
         return True
 
 
+def _held(shape: Sequence[int], dtype: tf.DType) -> _Held:
+    return _Held(tf.Variable(tf.zeros(shape, dtype), trainable=False, **PER_WORKER))
+
+
+def _stored_dtype(dtype: tf.DType) -> tf.DType:
+    """Returns a dtype whose variables can be on a GPU: int32 variables are on the host (TensorFlow 2.21)."""
+    return tf.int64 if dtype == tf.int32 else dtype
+
+
 def _storable(value: tf.Tensor) -> tf.Tensor:
-    """Converts to a dtype whose variables can be on a GPU: int32 variables are on the host (TensorFlow 2.21)."""
-    return tf.cast(value, tf.int64) if value.dtype == tf.int32 else value
+    return tf.cast(value, _stored_dtype(value.dtype))
 
 
 class ActingStep(TrainStep):

@@ -20,7 +20,16 @@ from tfpar.rl.actors import Actors
 from tfpar.rl.algorithm import Algorithm
 from tfpar.rl.dqn import DQN
 from tfpar.rl.environments import AnyEnvironment, Discrete, Environment, HostEnvironment
-from tfpar.rl.options import check, check_actions, check_host, complete, reinforcement_of, with_options
+from tfpar.rl.options import (
+    check,
+    check_actions,
+    check_host,
+    check_replay,
+    complete,
+    memory_for_replays,
+    reinforcement_of,
+    with_options,
+)
 from tfpar.rl.playing.evaluation import HostEvaluator, PolicyEvaluator
 from tfpar.rl.playing.film import Film
 from tfpar.rl.policy import build_policy, build_q_network
@@ -90,6 +99,7 @@ class ReinforcementTrainer:
         topology = runtime.topology if runtime else choose_topology(config.strategy, cluster.detect())
         check(config, topology)
         check_host(options_of, self.environment, topology)
+        check_replay(options_of, self.environment, topology.replicas, memory_for_replays(topology))
         runtime = runtime or initialize(config, complete=True)
         build = model or functools.partial(default_policy, options=options_of)
         self.algorithm: Algorithm | None = None
